@@ -1,0 +1,1 @@
+//! Postbox over HTTP: a signing webhook sink and a verifying webhook source.

@@ -1,0 +1,3 @@
+//! The `postbox` binary.
+
+fn main() {}

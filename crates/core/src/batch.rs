@@ -1,0 +1,138 @@
+//! What a lane reads, and what it writes back.
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use crate::event::{Event, Seq};
+use crate::names::Key;
+
+/// Bounds of one read. Both hold; a batch has at least one event if there is any.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchLimit {
+    /// Most events.
+    pub events: usize,
+    /// Most payload bytes together (a single larger event still comes alone).
+    pub payload_bytes: usize,
+}
+
+impl Default for BatchLimit {
+    /// 500 events: the knee of the measured curve. 8 MiB: two such batches and their copies stay far below 64 MiB.
+    fn default() -> Self {
+        Self { events: 500, payload_bytes: 8 * 1024 * 1024 }
+    }
+}
+
+/// One event on its way to a sink.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Delivery {
+    /// The event.
+    pub event: Event,
+    /// Its place in the log.
+    pub seq: Seq,
+    /// Which attempt this is: 1 the first time. Attempts that were not counted (destination down) do not raise it.
+    pub attempt: u32,
+    /// How often a person asked for it to be sent again; 0 normally.
+    pub replay: u32,
+}
+
+impl Delivery {
+    /// The id a broker may deduplicate by: the event id, or a fresh one for each replay a person asked for.
+    ///
+    /// It has no dot, because Standard Webhooks forbids dots in ids.
+    pub fn dedupe_id(&self) -> String {
+        match self.replay {
+            0 => self.event.id.to_string(),
+            replay => format!("{}-r{replay}", self.event.id),
+        }
+    }
+}
+
+/// A bounded piece of a lane's work, in delivery order (`seq`).
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Batch {
+    /// The events.
+    pub deliveries: Vec<Delivery>,
+    /// Stream batches: settle with this position once every delivery has its disposition. `None` for due batches and
+    /// for empty ones.
+    pub end: Option<Seq>,
+    /// Keys among `deliveries` that have an earlier unfinished event outside this batch: their events must be
+    /// settled as [`Disposition::Block`], not sent. Always empty for due batches.
+    pub held: HashSet<Key>,
+    /// Events among `deliveries` that a person discarded before they were read: settle without sending.
+    pub discarded: HashSet<Seq>,
+    /// More of the same window is ready: `next_batch` may be called again before this one is settled (prefetch).
+    pub more: bool,
+    /// How long until the lane's earliest retrying or scheduled event is due, when the store happened to look:
+    /// zero means call `due` now.
+    pub due_in: Option<Duration>,
+}
+
+impl Batch {
+    /// Whether there is nothing to deliver and no position to settle.
+    pub fn is_empty(&self) -> bool {
+        self.deliveries.is_empty() && self.end.is_none()
+    }
+}
+
+/// What becomes of one delivery that does not simply go out with its batch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Disposition {
+    /// The destination has it. Due batches: the row goes, the next of its key is released. In stream batches it needs no
+    /// entry: everything up to the position without an entry is delivered.
+    Delivered,
+    /// Try again `after` a wait on the store's clock. The key is held meanwhile (ordering by key).
+    Retry {
+        /// The wait.
+        after: Duration,
+        /// Whether this was an attempt; `false` when the destination was down or the relay stopped.
+        counted: bool,
+        /// Stable reason.
+        code: Cow<'static, str>,
+        /// Last error text.
+        error: String,
+    },
+    /// Waits behind the earlier unfinished events of its key. If there is none any more, the store makes it due now.
+    Block,
+    /// Waits until its time. Does not hold its key.
+    Schedule {
+        /// The time, on the store's clock.
+        at: Timestamp,
+    },
+    /// Out of attempts, or refused for good.
+    Dead {
+        /// Stable reason.
+        code: Cow<'static, str>,
+        /// Last error text.
+        error: String,
+        /// `on_dead = "halt"`: the key stays held until a person retries or discards the event.
+        halt: bool,
+    },
+    /// Confirms a discard a person made before the event was read ([`Batch::discarded`]); changes nothing else.
+    Discarded,
+}
+
+/// One delivery and its disposition.
+#[derive(Debug, Clone)]
+pub struct Entry<'a> {
+    /// The delivery, as it came in a batch.
+    pub delivery: &'a Delivery,
+    /// What becomes of it.
+    pub disposition: Disposition,
+}
+
+/// Everything one lane writes at once. Commits wholly or not at all, under the lease's epoch.
+#[derive(Debug, Clone, Default)]
+pub struct Settlement<'a> {
+    /// Moves the lane's position: every event of the window up to here is dealt with. `None` for due batches.
+    pub position: Option<Seq>,
+    /// The exceptions (stream batches) or every delivery (due batches).
+    pub entries: Vec<Entry<'a>>,
+    /// The position stops short of what was read: reading starts again right after `position` (or after the last
+    /// settled position when `position` is `None`), and prefetched batches must be thrown away.
+    pub rewind: bool,
+    /// Whether failed events hold their key (`Ordering::Key`).
+    pub hold_keys: bool,
+}

@@ -1,0 +1,146 @@
+//! One error type for every contract: kind, retry verdict, stable code, operation, source.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::time::Duration;
+
+/// Shorthand used by every contract.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Any error, as a source.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync + 'static>;
+
+/// What kind of thing went wrong. Callers branch on this, never on text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The input breaks a documented limit or form. Permanent; nothing was changed.
+    Invalid,
+    /// The named thing does not exist.
+    NotFound,
+    /// The thing exists already in another shape (e.g. other number of lanes).
+    Conflict,
+    /// The lease or epoch is no longer ours: stop, somebody else has the lane.
+    Stale,
+    /// The other side cannot be reached or refuses everybody. Try later.
+    Unavailable,
+    /// The other side asks us to slow down.
+    RateLimited,
+    /// Credentials or a signature were refused.
+    Unauthorized,
+    /// Schema, cursor or configuration does not fit this program; a person must act.
+    Mismatch,
+    /// A defect or an unknown failure. Treated as transient with a cap, so that nothing is lost.
+    Internal,
+}
+
+/// Whether trying the same thing again can help.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Transient: try again with backoff.
+    Retry,
+    /// Transient: the other side named the wait.
+    RetryAfter(Duration),
+    /// Trying again cannot help.
+    Permanent,
+}
+
+/// An error with everything a log line or an exit code needs.
+///
+/// The text says what happened and how to fix it; it never contains a secret.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    verdict: Verdict,
+    code: Cow<'static, str>,
+    operation: &'static str,
+    message: String,
+    source: Option<BoxError>,
+}
+
+impl Error {
+    /// A new error. `operation` is a verb (`"append"`), `code` a stable snake_case word, `message` one line with the cure.
+    pub fn new(
+        kind: ErrorKind,
+        operation: &'static str,
+        code: impl Into<Cow<'static, str>>,
+        message: impl Into<String>,
+    ) -> Self {
+        let verdict = match kind {
+            ErrorKind::Unavailable | ErrorKind::RateLimited | ErrorKind::Internal => Verdict::Retry,
+            _ => Verdict::Permanent,
+        };
+        Self { kind, verdict, code: code.into(), operation, message: message.into(), source: None }
+    }
+
+    /// An [`ErrorKind::Invalid`] error.
+    pub fn invalid(operation: &'static str, code: impl Into<Cow<'static, str>>, message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Invalid, operation, code, message)
+    }
+
+    /// The error of a lane whose lease is no longer held.
+    pub fn stale(operation: &'static str) -> Self {
+        Self::new(ErrorKind::Stale, operation, "stale_lease", "the lane's lease was lost; another relay may hold it")
+    }
+
+    /// Sets another verdict than the kind's usual one.
+    #[must_use]
+    pub fn with_verdict(mut self, verdict: Verdict) -> Self {
+        self.verdict = verdict;
+        self
+    }
+
+    /// Attaches the cause.
+    #[must_use]
+    pub fn with_source(mut self, source: impl Into<BoxError>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// What kind of thing went wrong.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// Whether trying again can help.
+    pub fn verdict(&self) -> Verdict {
+        self.verdict
+    }
+
+    /// The stable snake_case code.
+    pub fn code(&self) -> &str {
+        &self.code
+    }
+
+    /// What was being done.
+    pub fn operation(&self) -> &'static str {
+        self.operation
+    }
+
+    /// The one-line text without operation and source.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// Whether the verdict is [`Verdict::Permanent`].
+    pub fn is_permanent(&self) -> bool {
+        self.verdict == Verdict::Permanent
+    }
+
+    /// Whether the lease was lost.
+    pub fn is_stale(&self) -> bool {
+        self.kind == ErrorKind::Stale
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.operation, self.message)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_ref().map(|source| source.as_ref() as _)
+    }
+}

@@ -1,0 +1,391 @@
+//! The event: what was appended, and what is read back.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use bytes::Bytes;
+use jiff::Timestamp;
+use uuid::Uuid;
+
+use crate::error::{Error, Result};
+use crate::limits::{HEADER_BYTES_MAX, HEADERS_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX};
+use crate::names::{Key, Tenant, Topic};
+
+/// An event's globally unique id, a UUID; version 7 where Postbox makes it, so that ids sort by time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct EventId(Uuid);
+
+impl EventId {
+    /// Wraps a UUID.
+    pub fn from_uuid(uuid: Uuid) -> Self {
+        Self(uuid)
+    }
+
+    /// The UUID.
+    pub fn as_uuid(&self) -> Uuid {
+        self.0
+    }
+}
+
+impl fmt::Display for EventId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.as_hyphenated().fmt(f)
+    }
+}
+
+impl FromStr for EventId {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Uuid::parse_str(text)
+            .map(Self)
+            .map_err(|_| Error::invalid("parse", "event_id_invalid", format!("{text:?} is no event id (a UUID)")))
+    }
+}
+
+/// An event's place in its log. Positive; larger is later *within one key*; gaps are normal (rollbacks).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct Seq(pub i64);
+
+impl fmt::Display for Seq {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Free headers, sorted by name.
+pub type Headers = BTreeMap<String, String>;
+
+/// Names of the headers Postbox itself understands.
+pub mod header {
+    /// The business conversation an event belongs to.
+    pub const CORRELATION_ID: &str = "correlation-id";
+    /// The event or command that caused this one.
+    pub const CAUSATION_ID: &str = "causation-id";
+    /// W3C trace context: the parent span.
+    pub const TRACEPARENT: &str = "traceparent";
+    /// W3C trace context: vendor state.
+    pub const TRACESTATE: &str = "tracestate";
+}
+
+/// The content type meant when none is given.
+pub(crate) const CONTENT_TYPE_DEFAULT: &str = "application/json";
+/// The kind meant when none is given.
+pub(crate) const KIND_DEFAULT: &str = "domain";
+
+/// An event about to be appended. Build it, then hand it to a store's `append` inside your transaction.
+///
+/// Fields left empty get their defaults in the store: `id` a fresh UUIDv7, `occurred_at` the database's clock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use = "an event that is not appended tells nobody"]
+pub struct NewEvent {
+    /// The id; set it to make a retried append insert only once (a second append of the same id is a conflict).
+    pub id: Option<EventId>,
+    /// What happened.
+    pub topic: String,
+    /// Events of one key are delivered in commit order. `None`: no order.
+    pub key: Option<String>,
+    /// The kind of aggregate `key` names, e.g. `order`.
+    pub aggregate: Option<String>,
+    /// The aggregate's version after the change.
+    pub version: Option<i64>,
+    /// `domain` (default), `integration`, …
+    pub kind: Option<String>,
+    /// The service that speaks, e.g. `billing`.
+    pub source: Option<String>,
+    /// The tenant the event belongs to.
+    pub tenant: Option<String>,
+    /// The bytes, delivered exactly as they are here.
+    pub payload: Bytes,
+    /// Default `application/json`.
+    pub content_type: Option<String>,
+    /// Free headers; see [`header`] for the names Postbox understands.
+    pub headers: Headers,
+    /// When it happened in the business's time.
+    pub occurred_at: Option<Timestamp>,
+    /// Not to be delivered before.
+    pub deliver_at: Option<Timestamp>,
+}
+
+impl NewEvent {
+    /// An event with a payload of any content type.
+    pub fn new(topic: impl Into<String>, payload: impl Into<Bytes>, content_type: impl Into<String>) -> Self {
+        let content_type = content_type.into();
+        Self {
+            id: None,
+            topic: topic.into(),
+            key: None,
+            aggregate: None,
+            version: None,
+            kind: None,
+            source: None,
+            tenant: None,
+            payload: payload.into(),
+            content_type: (content_type != CONTENT_TYPE_DEFAULT).then_some(content_type),
+            headers: Headers::new(),
+            occurred_at: None,
+            deliver_at: None,
+        }
+    }
+
+    /// An event whose payload is JSON text. The bytes are kept as they are, never parsed and re-encoded.
+    pub fn json(topic: impl Into<String>, payload: impl Into<Bytes>) -> Self {
+        Self::new(topic, payload, CONTENT_TYPE_DEFAULT)
+    }
+
+    /// Sets the id.
+    pub fn id(mut self, id: EventId) -> Self {
+        self.id = Some(id);
+        self
+    }
+
+    /// Sets the ordering key.
+    pub fn key(mut self, key: impl Into<String>) -> Self {
+        self.key = Some(key.into());
+        self
+    }
+
+    /// Sets the kind of aggregate the key names.
+    pub fn aggregate(mut self, aggregate: impl Into<String>) -> Self {
+        self.aggregate = Some(aggregate.into());
+        self
+    }
+
+    /// Sets the aggregate's version after the change.
+    pub fn version(mut self, version: i64) -> Self {
+        self.version = Some(version);
+        self
+    }
+
+    /// Sets the kind.
+    pub fn kind(mut self, kind: impl Into<String>) -> Self {
+        self.kind = Some(kind.into());
+        self
+    }
+
+    /// Sets the speaking service.
+    pub fn source(mut self, source: impl Into<String>) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// Sets the tenant.
+    pub fn tenant(mut self, tenant: impl Into<String>) -> Self {
+        self.tenant = Some(tenant.into());
+        self
+    }
+
+    /// Adds a header; a second value for the same name replaces the first.
+    pub fn header(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.headers.insert(name.into(), value.into());
+        self
+    }
+
+    /// Sets when it happened.
+    pub fn occurred_at(mut self, at: Timestamp) -> Self {
+        self.occurred_at = Some(at);
+        self
+    }
+
+    /// Delays delivery. A delayed event leaves its key's order: later events of the key do not wait for it.
+    pub fn deliver_at(mut self, at: Timestamp) -> Self {
+        self.deliver_at = Some(at);
+        self
+    }
+
+    /// Checks every limit of [`crate::limits`]. Stores call this before the round trip.
+    pub fn validate(&self) -> Result<()> {
+        Topic::new(self.topic.as_str())?;
+        self.key.as_deref().map(Key::new).transpose()?;
+        self.tenant.as_deref().map(Tenant::new).transpose()?;
+        for (what, text) in [
+            ("kind", &self.kind),
+            ("aggregate", &self.aggregate),
+            ("source", &self.source),
+            ("content_type", &self.content_type),
+        ] {
+            check_text(what, text.as_deref())?;
+        }
+        if self.payload.len() > PAYLOAD_BYTES_MAX {
+            return Err(Error::invalid(
+                "append",
+                "payload_too_large",
+                format!(
+                    "the payload has {} bytes; at most {PAYLOAD_BYTES_MAX} are allowed: store it elsewhere and send its address",
+                    self.payload.len()
+                ),
+            ));
+        }
+        check_headers(&self.headers)
+    }
+
+    /// The event as a store of its own (without SQL defaults) records it.
+    pub fn into_event(self, id: EventId, now: Timestamp) -> Event {
+        Event {
+            id: self.id.unwrap_or(id),
+            topic: Topic::from_stored(self.topic),
+            key: self.key.map(Key::from_stored),
+            aggregate: self.aggregate,
+            version: self.version,
+            kind: self.kind,
+            source: self.source,
+            tenant: self.tenant.map(Tenant::from_stored),
+            payload: self.payload,
+            content_type: self.content_type,
+            headers: self.headers,
+            occurred_at: self.occurred_at.unwrap_or(now),
+            created_at: now,
+            deliver_at: self.deliver_at,
+        }
+    }
+}
+
+/// An event as it stands in a log. Never changed after the append.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Event {
+    /// Globally unique.
+    pub id: EventId,
+    /// What happened.
+    pub topic: Topic,
+    /// The ordering key.
+    pub key: Option<Key>,
+    /// The kind of aggregate the key names.
+    pub aggregate: Option<String>,
+    /// The aggregate's version after the change.
+    pub version: Option<i64>,
+    /// `None` means `domain`; read it through [`Event::kind`].
+    pub kind: Option<String>,
+    /// The speaking service.
+    pub source: Option<String>,
+    /// The tenant.
+    pub tenant: Option<Tenant>,
+    /// The bytes as appended.
+    pub payload: Bytes,
+    /// `None` means `application/json`; read it through [`Event::content_type`].
+    pub content_type: Option<String>,
+    /// Free headers.
+    pub headers: Headers,
+    /// When it happened, by the business.
+    pub occurred_at: Timestamp,
+    /// When it was appended, by the database's clock.
+    pub created_at: Timestamp,
+    /// Not to be delivered before.
+    pub deliver_at: Option<Timestamp>,
+}
+
+impl Event {
+    /// `domain`, `integration`, …
+    pub fn kind(&self) -> &str {
+        self.kind.as_deref().unwrap_or(KIND_DEFAULT)
+    }
+
+    /// The payload's media type.
+    pub fn content_type(&self) -> &str {
+        self.content_type.as_deref().unwrap_or(CONTENT_TYPE_DEFAULT)
+    }
+
+    /// Whether the content type says JSON (`application/json` or any `+json`), parameters ignored.
+    pub fn is_json(&self) -> bool {
+        let media = self.content_type().split(';').next().unwrap_or_default().trim();
+        media.eq_ignore_ascii_case("application/json") || media.to_ascii_lowercase().ends_with("+json")
+    }
+
+    /// A header's value by its exact name.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.get(name).map(String::as_str)
+    }
+}
+
+fn check_text(what: &str, text: Option<&str>) -> Result<()> {
+    let Some(text) = text else { return Ok(()) };
+    if text.is_empty() || text.len() > NAME_BYTES_MAX || text.chars().any(char::is_control) {
+        return Err(Error::invalid(
+            "validate",
+            format!("{what}_invalid"),
+            format!("the {what} must have 1 to {NAME_BYTES_MAX} bytes and no control characters"),
+        ));
+    }
+    Ok(())
+}
+
+fn check_headers(headers: &Headers) -> Result<()> {
+    if headers.len() > HEADERS_MAX {
+        return Err(Error::invalid(
+            "validate",
+            "headers_too_many",
+            format!("the event has {} headers; at most {HEADERS_MAX} are allowed", headers.len()),
+        ));
+    }
+    let bytes: usize = headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+    if bytes > HEADER_BYTES_MAX {
+        return Err(Error::invalid(
+            "validate",
+            "headers_too_large",
+            format!("the headers have {bytes} bytes together; at most {HEADER_BYTES_MAX} are allowed"),
+        ));
+    }
+    for (name, value) in headers {
+        if name.is_empty() || !name.bytes().all(is_header_name_byte) {
+            return Err(Error::invalid(
+                "validate",
+                "header_name_invalid",
+                format!("{name:?} is no header name: letters, digits and !#$%&'*+-.^_`|~ only (RFC 9110)"),
+            ));
+        }
+        if value.chars().any(|c| c.is_control() && c != '\t') {
+            return Err(Error::invalid(
+                "validate",
+                "header_value_invalid",
+                format!("the value of header {name} has a control character; line breaks and NUL are refused"),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// RFC 9110 §5.6.2 `tchar`.
+fn is_header_name_byte(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn code(event: NewEvent) -> String {
+        event.validate().expect_err("refused").code().to_owned()
+    }
+
+    #[test]
+    fn every_limit_has_a_code_of_its_own() {
+        let event = || NewEvent::json("t", "{}");
+        assert!(event().validate().is_ok());
+        assert_eq!(code(NewEvent::json("t", vec![0; PAYLOAD_BYTES_MAX + 1])), "payload_too_large");
+        assert_eq!(code(event().header("a\r\nb", "x")), "header_name_invalid");
+        assert_eq!(code(event().header("a", "x\r\nb: y")), "header_value_invalid");
+        assert_eq!(code(event().header("a", "x".repeat(HEADER_BYTES_MAX))), "headers_too_large");
+        assert_eq!(code((0..65).fold(event(), |event, n| event.header(format!("h{n}"), ""))), "headers_too_many");
+        assert_eq!(code(event().kind("")), "kind_invalid");
+        assert_eq!(code(event().key("k".repeat(1025))), "key_too_long");
+    }
+
+    #[test]
+    fn a_payload_at_the_limit_is_accepted() {
+        assert!(NewEvent::json("t", vec![b' '; PAYLOAD_BYTES_MAX]).validate().is_ok());
+    }
+
+    #[test]
+    fn json_is_known_by_its_media_type() {
+        let event = |content_type: &str| {
+            NewEvent::new("t", "", content_type)
+                .into_event(EventId::from_uuid(Uuid::nil()), Timestamp::UNIX_EPOCH)
+                .is_json()
+        };
+        assert!(event("application/json"));
+        assert!(event("application/cloudevents+json; charset=utf-8"));
+        assert!(!event("text/plain"));
+    }
+}

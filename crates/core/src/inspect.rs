@@ -1,0 +1,175 @@
+//! The inspect contract: what an operator sees and steers.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+
+use crate::error::Result;
+use crate::event::{Event, EventId, Seq};
+use crate::log::Epoch;
+use crate::names::{LogName, OwnerId, SubscriptionName};
+use crate::state::State;
+use crate::subscription::Filter;
+
+/// Why a subscription does not run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pause {
+    /// Ends by itself then; `None`: until a person resumes.
+    pub until: Option<Timestamp>,
+    /// Who.
+    pub by: String,
+    /// Why.
+    pub why: String,
+}
+
+/// Counts of one subscription, taken in one snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Stats {
+    /// Everything still to be delivered: unread + retrying + blocked + scheduled.
+    pub pending: u64,
+    /// Part of `pending`: failed, to be tried again.
+    pub retrying: u64,
+    /// Part of `pending`: behind their key.
+    pub blocked: u64,
+    /// Part of `pending`: waiting for their time.
+    pub scheduled: u64,
+    /// Waiting for a person.
+    pub dead: u64,
+    /// Taken out by a person.
+    pub discarded: u64,
+    /// `total - pending - dead - discarded`, of the events still in the log.
+    pub dispatched: u64,
+    /// Events in the log that the subscription wants.
+    pub total: u64,
+    /// Age of the oldest pending event by the store's clock.
+    pub oldest_pending: Option<Duration>,
+    /// Pending depth and age per topic, deepest first, at most 100.
+    pub topics: Vec<TopicStats>,
+}
+
+/// Pending events of one topic.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TopicStats {
+    /// The topic.
+    pub topic: String,
+    /// How many are pending.
+    pub pending: u64,
+    /// Age of the oldest.
+    pub oldest_pending: Duration,
+}
+
+/// One lane as it stands in the store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LaneInfo {
+    /// Which lane.
+    pub lane: u16,
+    /// The fencing number.
+    pub epoch: Epoch,
+    /// Who holds or held it.
+    pub owner: Option<OwnerId>,
+    /// How long the lease still runs; `None`: nobody holds it.
+    pub lease_left: Option<Duration>,
+}
+
+/// One subscription as it stands in the store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SubscriptionInfo {
+    /// Its name.
+    pub name: SubscriptionName,
+    /// The log it reads.
+    pub log: LogName,
+    /// What it wants, as of the last `subscribe`.
+    pub filter: Filter,
+    /// Its lanes.
+    pub lanes: Vec<LaneInfo>,
+    /// Set when it is paused.
+    pub paused: Option<Pause>,
+}
+
+/// One event as an operator sees it in one subscription.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Record {
+    /// The event, payload included.
+    pub event: Event,
+    /// Its place in the log.
+    pub seq: Seq,
+    /// Where it stands.
+    pub state: State,
+    /// Counted attempts so far.
+    pub attempts: u32,
+    /// Replays asked for so far.
+    pub replays: u32,
+    /// When it is due, if it waits.
+    pub due_at: Option<Timestamp>,
+    /// Last reason code.
+    pub code: Option<String>,
+    /// Last error text.
+    pub error: Option<String>,
+    /// When the row last changed.
+    pub updated_at: Option<Timestamp>,
+}
+
+/// Which records to list: oldest first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListQuery {
+    /// Of which subscription.
+    pub subscription: SubscriptionName,
+    /// In which state.
+    pub state: State,
+    /// Only topics matching this pattern.
+    pub topic: Option<crate::names::TopicPattern>,
+    /// Only rows with this code.
+    pub code: Option<String>,
+    /// Only after this place (paging).
+    pub after: Option<Seq>,
+    /// At most this many; at least 1.
+    pub limit: usize,
+}
+
+/// Which delivery rows to change. `None` fields do not narrow.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Selection {
+    /// Only these events.
+    pub ids: Option<Vec<EventId>>,
+    /// Only rows with a topic matching this pattern.
+    pub topic: Option<crate::names::TopicPattern>,
+    /// Only rows with this code.
+    pub code: Option<String>,
+    /// At most this many, oldest first.
+    pub limit: Option<usize>,
+}
+
+/// What an operator sees and steers. Reads one snapshot per call.
+///
+/// Behaviour:
+/// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known names in the message.
+/// - `list` gives rows in `seq` order after `after`; `Pending` and `Dispatched` are derived from the cursor.
+/// - `requeue` makes dead rows due now with attempts 0 and one more replay, and retrying rows due now; idempotent: a second call finds nothing
+///   dead. It never touches events that are pending, dispatched or discarded.
+/// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and releases the next of their keys; discarded
+///   events are never delivered (except one already in flight). Pending ones must be named by id.
+/// - `prune` deletes, in bounded steps, events older than the age that every subscription of their log has passed and whose delivery rows, if any, are
+///   `discarded`; dead and pending ones stay. Returns how many; 0 means done. A log without subscriptions is not pruned.
+/// - `pause(None)` resumes.
+#[async_trait]
+pub trait Inspect: Send + Sync + 'static {
+    /// Every subscription, by name.
+    async fn subscriptions(&self) -> Result<Vec<SubscriptionInfo>>;
+    /// Counts.
+    async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats>;
+    /// Records in one state.
+    async fn list(&self, query: &ListQuery) -> Result<Vec<Record>>;
+    /// One event, if the log has it.
+    async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>>;
+    /// Sends dead (and retrying) events again now; returns how many.
+    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64>;
+    /// Takes events out; returns how many.
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64>;
+    /// Deletes old dispatched events of one log; returns how many.
+    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64>;
+    /// Pauses or resumes. A pause ends running leases at their next renewal.
+    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()>;
+}
+
+const _: Option<&dyn Inspect> = None;

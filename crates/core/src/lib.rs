@@ -1,0 +1,88 @@
+//! The nouns and contracts of Postbox: what an event is, what a log, a sink, a source and an inbox promise.
+//!
+//! Everything else in the house is an implementation of something declared here:
+//!
+//! | contract | promise in one line | implemented by |
+//! |---|---|---|
+//! | [`Append`] | both the change and its events commit, or neither | every store |
+//! | [`Log`] | a leased lane reads every committed event once, in order, and never a phantom | every store |
+//! | [`Inspect`] | an operator sees and steers what left the stream | every store |
+//! | [`Receive`] | a message from outside is stored once | every store |
+//! | [`Migrate`] | the schema comes, goes and is checked | every store |
+//! | [`Apply`] | a handler's effect, the position and the delivery row commit together | stores with transactions |
+//! | [`Sink`] | one [`Outcome`] per event, never a hidden retry | every broker, your handler |
+//! | [`Source`] | messages from outside, acknowledged only after they are stored | brokers |
+//!
+//! ```
+//! use postbox_core::{NewEvent, TopicPattern};
+//!
+//! let event = NewEvent::json("order.paid", br#"{"id":1}"#.to_vec()).key("42").header("traceparent", "00-…");
+//! event.validate()?;
+//! assert!(TopicPattern::new("order.*")?.matches("order.paid"));
+//! # Ok::<(), postbox_core::Error>(())
+//! ```
+//!
+//! # What this crate deliberately does not do
+//!
+//! It knows no async runtime, no database driver and no network client; it never asks the time or for randomness
+//! ([`Clock`] and [`Random`] are passed in); it does not decide when to retry (the engine does, with [`RetryPolicy`]).
+
+mod append;
+mod apply;
+mod batch;
+mod clock;
+mod error;
+mod event;
+mod inspect;
+mod log;
+mod memory;
+mod migrate;
+mod names;
+mod outcome;
+mod receive;
+mod retry;
+mod sink;
+mod source;
+mod state;
+mod subscription;
+
+pub use append::Append;
+pub use apply::{Apply, Decide};
+pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Settlement};
+pub use clock::{Clock, Random};
+pub use error::{BoxError, Error, ErrorKind, Result, Verdict};
+pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
+pub use inspect::{Inspect, LaneInfo, ListQuery, Pause, Record, Selection, Stats, SubscriptionInfo, TopicStats};
+pub use log::{Acquired, Epoch, Lease, Log};
+pub use memory::MemoryStore;
+pub use migrate::{Migrate, Store};
+pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Topic, TopicPattern};
+pub use outcome::Outcome;
+pub use receive::{Inbound, Receive, Received};
+pub use retry::RetryPolicy;
+pub use sink::{Capabilities, Sink};
+pub use source::{Source, SourceMessage};
+pub use state::State;
+pub use subscription::{Filter, Ordering, StartAt, Subscription};
+
+/// Limits every store enforces, in Rust before the round trip and in SQL as named constraints.
+pub mod limits {
+    /// Longest topic in bytes: what every broker we know accepts as a subject, topic or routing key.
+    pub const TOPIC_BYTES_MAX: usize = 255;
+    /// Longest ordering key in bytes: fits an index entry and a Kafka key without surprise.
+    pub const KEY_BYTES_MAX: usize = 1_024;
+    /// Largest payload in bytes (16 MiB). Larger facts belong in an object store, their address in the event.
+    pub const PAYLOAD_BYTES_MAX: usize = 16 * 1024 * 1024;
+    /// Most headers on one event.
+    pub const HEADERS_MAX: usize = 64;
+    /// All header names and values of one event together, in bytes: the usual limit of HTTP servers.
+    pub const HEADER_BYTES_MAX: usize = 16 * 1024;
+    /// Longest name (subscription, log, source, tenant, kind, aggregate) in bytes.
+    pub const NAME_BYTES_MAX: usize = 128;
+    /// Longest error text kept with a delivery, in bytes; the rest is cut.
+    pub const ERROR_BYTES_MAX: usize = 2_048;
+    /// Most lanes of one subscription: more than any deployment has replicas.
+    pub const LANES_MAX: u16 = 256;
+    /// Most events in one batch; beyond 1,000 a larger batch only adds latency (measured).
+    pub const BATCH_EVENTS_MAX: usize = 10_000;
+}

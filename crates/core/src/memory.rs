@@ -1,0 +1,3 @@
+//! stub
+/// The memory store.
+pub struct MemoryStore;

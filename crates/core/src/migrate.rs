@@ -1,0 +1,32 @@
+//! The migrate contract: how a store's schema comes, goes and is checked.
+
+use async_trait::async_trait;
+
+use crate::error::Result;
+use crate::{Append, Inspect, Log, Receive};
+
+/// Brings a store's schema to the version this program speaks.
+///
+/// Behaviour:
+/// - Migrations are embedded, numbered from 1, each applied in one transaction, recorded by number and name.
+/// - `up` is idempotent and safe with two starters at once (a lock in the store; the second finds nothing to do).
+/// - `validate` changes nothing: `Mismatch` with code `schema_missing`, `schema_old` or `schema_newer` and the cure in the message.
+/// - `down` removes everything Postbox made, events included; it refuses a newer schema.
+#[async_trait]
+pub trait Migrate: Send + Sync + 'static {
+    /// Applies what is missing; returns the names of what was applied, in order.
+    async fn up(&self) -> Result<Vec<String>>;
+    /// Removes the schema; returns the names of what was removed, newest first.
+    async fn down(&self) -> Result<Vec<String>>;
+    /// Checks that the schema is exactly the one this program speaks.
+    async fn validate(&self) -> Result<()>;
+    /// All migrations as one SQL script, for other tools.
+    fn script(&self) -> String;
+}
+
+/// Everything a store offers, as one object.
+pub trait Store: Append + Log + Inspect + Receive + Migrate {}
+
+impl<T: Append + Log + Inspect + Receive + Migrate> Store for T {}
+
+const _: Option<(&dyn Migrate, &dyn Store)> = None;

@@ -1,0 +1,72 @@
+//! What a sink says of an event, or of itself.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+/// The verdict of one delivery. Codes are stable snake_case words an operator can filter by; texts are for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// The destination has it.
+    Delivered {
+        /// The destination already had it (its own deduplication said so). Counted, otherwise the same.
+        duplicate: bool,
+    },
+    /// This event failed and may succeed later. Costs one attempt.
+    Retry {
+        /// Stable reason, e.g. `http_500`.
+        code: Cow<'static, str>,
+        /// What the destination said, cut to a safe excerpt.
+        error: String,
+        /// The destination named a wait (`Retry-After`).
+        after: Option<Duration>,
+    },
+    /// This event can never succeed (poison, refused). It dies at once.
+    Dead {
+        /// Stable reason, e.g. `http_422`.
+        code: Cow<'static, str>,
+        /// What the destination said.
+        error: String,
+    },
+    /// The whole destination is down. The event is not blamed: no attempt is counted, the breaker opens.
+    Unavailable {
+        /// Stable reason, e.g. `connect_refused`.
+        code: Cow<'static, str>,
+        /// What went wrong.
+        error: String,
+        /// The destination named a wait.
+        after: Option<Duration>,
+    },
+    /// The destination asked never to be called again (HTTP 410). The event dies and the subscription pauses until a
+    /// person resumes it.
+    Gone {
+        /// Stable reason, e.g. `http_410`.
+        code: Cow<'static, str>,
+        /// What the destination said.
+        error: String,
+    },
+}
+
+impl Outcome {
+    /// Delivered for the first time.
+    pub const DELIVERED: Self = Self::Delivered { duplicate: false };
+
+    /// A retry without a named wait.
+    pub fn retry(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {
+        Self::Retry { code: code.into(), error: error.into(), after: None }
+    }
+
+    /// A permanent failure.
+    pub fn dead(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {
+        Self::Dead { code: code.into(), error: error.into() }
+    }
+
+    /// The whole destination is down.
+    pub fn unavailable(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {
+        Self::Unavailable { code: code.into(), error: error.into(), after: None }
+    }
+
+    /// Whether the destination has the event.
+    pub fn is_delivered(&self) -> bool {
+        matches!(self, Self::Delivered { .. })
+    }
+}

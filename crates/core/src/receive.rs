@@ -1,0 +1,56 @@
+//! The receive contract: the inbox's write side.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::error::Result;
+use crate::event::{EventId, NewEvent};
+use crate::names::{LogName, SourceName};
+
+/// A verified message from outside.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inbound {
+    /// Which source it came from; ids are unique per source (and tenant, if the event has one).
+    pub source: SourceName,
+    /// The sender's id of the message: 1 to 255 bytes.
+    pub message_id: String,
+    /// SHA-256 of the raw body as it was received.
+    pub digest: [u8; 32],
+    /// The event to store: payload = the raw body.
+    pub event: NewEvent,
+}
+
+/// What became of an inbound message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Received {
+    /// Stored, durably.
+    Accepted(EventId),
+    /// The same id with the same body was stored before; nothing changed.
+    Duplicate,
+    /// The same id with *another* body was stored before: kept out, recorded as a conflict.
+    Conflict,
+}
+
+/// Stores messages from outside once.
+///
+/// Behaviour:
+/// - `(source, tenant, message_id)` is stored once, with the digest; the event goes to the log in the same transaction. When `Accepted` comes
+///   back, it is durable.
+/// - k concurrent calls with one id: exactly one `Accepted`.
+/// - A conflict leaves a record (source, id, both digests, when) and no event.
+/// - Call it only with verified messages: nothing else may create a row, not even of the id.
+/// - A store that is down: `Unavailable`; the sender must be told to come again.
+///
+/// Cancel-safety: a dropped future may or may not have stored; receiving again answers `Duplicate` then.
+#[async_trait]
+pub trait Receive: Send + Sync + 'static {
+    /// Stores one message.
+    async fn receive(&self, log: &LogName, inbound: Inbound) -> Result<Received>;
+
+    /// Forgets ids older than `older_than`, a bounded number per call; returns how many. The dedupe memory must be longer than the sender's
+    /// longest retry horizon.
+    async fn forget(&self, older_than: Duration) -> Result<u64>;
+}
+
+const _: Option<&dyn Receive> = None;

@@ -1,0 +1,107 @@
+//! When to try again: exponential backoff with full jitter, or a list of delays.
+
+use std::time::Duration;
+
+use crate::clock::Random;
+
+/// The retry policy of a subscription.
+///
+/// Full jitter (a uniform draw from zero to the capped exponential) spreads retries best under contention:
+/// <https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/>.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RetryPolicy {
+    /// Attempts before an event dies; at least 1. Default 10.
+    pub attempts_max: u32,
+    /// Upper bound of the first delay. Default 1 s.
+    pub base: Duration,
+    /// Cap of every delay, `Retry-After` included. Default 5 min.
+    pub delay_max: Duration,
+    /// Fixed delays instead of the exponential: the n-th retry waits `delays[n-1]`, the last repeats. No jitter.
+    pub delays: Vec<Duration>,
+}
+
+impl Default for RetryPolicy {
+    fn default() -> Self {
+        Self { attempts_max: 10, base: Duration::from_secs(1), delay_max: Duration::from_secs(300), delays: Vec::new() }
+    }
+}
+
+impl RetryPolicy {
+    /// How long to wait after attempt number `attempt` (1 is the first) failed, or `None` when that was the last one.
+    ///
+    /// A wait named by the destination is honoured up to `delay_max`.
+    pub fn next_delay(&self, attempt: u32, after: Option<Duration>, random: &dyn Random) -> Option<Duration> {
+        if attempt >= self.attempts_max.max(1) {
+            return None;
+        }
+        if let Some(after) = after {
+            return Some(after.min(self.delay_max));
+        }
+        if let Some(last) = self.delays.last() {
+            let listed = self.delays.get(attempt.saturating_sub(1) as usize).unwrap_or(last);
+            return Some(*listed);
+        }
+        let ceiling = self.base.saturating_mul(1_u32 << attempt.saturating_sub(1).min(30)).min(self.delay_max);
+        Some(ceiling.mul_f64(random.unit()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Fixed(f64);
+
+    impl Random for Fixed {
+        fn unit(&self) -> f64 {
+            self.0
+        }
+    }
+
+    const MAX: Fixed = Fixed(1.0);
+
+    #[test]
+    fn delays_double_up_to_the_cap() {
+        let policy = RetryPolicy { delay_max: Duration::from_secs(5), ..RetryPolicy::default() };
+        let delays: Vec<u64> =
+            (1..6).map(|attempt| policy.next_delay(attempt, None, &MAX).expect("a retry").as_secs()).collect();
+        assert_eq!(delays, [1, 2, 4, 5, 5]);
+    }
+
+    #[test]
+    fn jitter_is_full() {
+        let policy = RetryPolicy::default();
+        assert_eq!(policy.next_delay(3, None, &Fixed(0.0)), Some(Duration::ZERO));
+        assert_eq!(policy.next_delay(3, None, &Fixed(0.5)), Some(Duration::from_secs(2)));
+    }
+
+    #[test]
+    fn the_last_attempt_has_no_next() {
+        let policy = RetryPolicy { attempts_max: 3, ..RetryPolicy::default() };
+        assert!(policy.next_delay(2, None, &MAX).is_some());
+        assert!(policy.next_delay(3, None, &MAX).is_none());
+        assert!(policy.next_delay(4, Some(Duration::ZERO), &MAX).is_none());
+    }
+
+    #[test]
+    fn a_named_wait_is_honoured_up_to_the_cap() {
+        let policy = RetryPolicy::default();
+        let wait = |seconds| policy.next_delay(1, Some(Duration::from_secs(seconds)), &MAX);
+        assert_eq!(wait(7), Some(Duration::from_secs(7)));
+        assert_eq!(wait(100_000), Some(Duration::from_secs(300)));
+    }
+
+    #[test]
+    fn a_list_of_delays_repeats_its_last() {
+        let policy =
+            RetryPolicy { delays: vec![Duration::from_secs(1), Duration::from_secs(9)], ..RetryPolicy::default() };
+        let delay = |attempt| policy.next_delay(attempt, None, &Fixed(0.1)).expect("a retry").as_secs();
+        assert_eq!([delay(1), delay(2), delay(3)], [1, 9, 9]);
+    }
+
+    #[test]
+    fn huge_attempt_numbers_do_not_overflow() {
+        let policy = RetryPolicy { attempts_max: u32::MAX, ..RetryPolicy::default() };
+        assert_eq!(policy.next_delay(u32::MAX - 1, None, &MAX), Some(policy.delay_max));
+    }
+}

@@ -1,0 +1,112 @@
+//! The one state enum and its one transition table. Drawn in `docs/state-machine.md`, mirrored by CHECK constraints in SQL.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+
+/// What an operator sees of one event in one subscription.
+///
+/// `Pending` and `Dispatched` are derived from the cursor; only the other five have a delivery row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// In the log, not yet read by the subscription.
+    Pending,
+    /// Failed; will be tried again at `due_at`.
+    Retrying,
+    /// Behind an earlier unfinished event of its key.
+    Blocked,
+    /// Waits for its `deliver_at`.
+    Scheduled,
+    /// Out of attempts or refused for good; waits for a person.
+    Dead,
+    /// A person decided that it shall not be delivered.
+    Discarded,
+    /// The destination has it.
+    Dispatched,
+}
+
+impl State {
+    /// Every state, in the order operators read them.
+    pub const ALL: [Self; 7] =
+        [Self::Pending, Self::Retrying, Self::Blocked, Self::Scheduled, Self::Dead, Self::Discarded, Self::Dispatched];
+
+    /// The transition table: whether an event in `self` may become `next`.
+    ///
+    /// Terminal states are left only by a person's explicit replay (`Dead → Retrying`).
+    pub fn may_become(self, next: Self) -> bool {
+        use State::*;
+        match self {
+            Pending => next != Pending,
+            Retrying => matches!(next, Dispatched | Retrying | Dead | Discarded),
+            Blocked => matches!(next, Dispatched | Retrying | Dead | Discarded),
+            Scheduled => matches!(next, Dispatched | Retrying | Dead | Discarded),
+            Dead => matches!(next, Retrying | Discarded),
+            Discarded | Dispatched => false,
+        }
+    }
+
+    /// Whether an event in this state has a delivery row.
+    pub fn has_row(self) -> bool {
+        !matches!(self, Self::Pending | Self::Dispatched)
+    }
+
+    /// Whether the summary counts it as pending.
+    pub fn counts_as_pending(self) -> bool {
+        matches!(self, Self::Pending | Self::Retrying | Self::Blocked | Self::Scheduled)
+    }
+
+    /// The lower-case word, as stored and printed.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Pending => "pending",
+            Self::Retrying => "retrying",
+            Self::Blocked => "blocked",
+            Self::Scheduled => "scheduled",
+            Self::Dead => "dead",
+            Self::Discarded => "discarded",
+            Self::Dispatched => "dispatched",
+        }
+    }
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+impl FromStr for State {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|state| state.as_str() == text).ok_or_else(|| {
+            Error::invalid(
+                "parse",
+                "state_unknown",
+                format!("{text:?} is no state; one of {}", Self::ALL.map(Self::as_str).join(", ")),
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn terminal_states_are_left_only_by_replay_or_discard() {
+        assert!(State::ALL.iter().all(|next| !State::Dispatched.may_become(*next)));
+        assert!(State::ALL.iter().all(|next| !State::Discarded.may_become(*next)));
+        let from_dead: Vec<_> = State::ALL.into_iter().filter(|next| State::Dead.may_become(*next)).collect();
+        assert_eq!(from_dead, [State::Retrying, State::Discarded]);
+    }
+
+    #[test]
+    fn words_round_trip() {
+        for state in State::ALL {
+            assert_eq!(state.as_str().parse::<State>().expect("a state"), state);
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! Make a database commit and the messages about it one fact: transactional outbox, verified inbox, event bus.

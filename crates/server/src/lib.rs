@@ -1,0 +1,1 @@
+//! Config, wiring, HTTP API and metrics: what turns the Postbox library into a service.

@@ -1,0 +1,1 @@
+//! Sign and verify webhooks exactly as their providers specify. No I/O.

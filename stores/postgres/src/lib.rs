@@ -1,0 +1,1 @@
+//! The Postbox store for PostgreSQL: an append-only log whose cursor is a snapshot.

@@ -1,0 +1,1 @@
+//! The Postbox store for SQLite: the embedded default.
