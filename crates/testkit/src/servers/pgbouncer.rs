@@ -1,0 +1,88 @@
+//! A transaction-mode pooler in front of a Postgres.
+
+use std::fs;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+
+use super::postgres::connect;
+use super::private::tail;
+use super::process::{self, Leash, Ward};
+use super::{Postgres, install, unavailable};
+
+/// It starts in 50 ms; more than this is a hang.
+const START_SECONDS_MAX: u64 = 20;
+
+/// A pgbouncer in transaction mode. Dropping it, or dying in any way, stops it.
+#[derive(Debug)]
+pub struct PgBouncer {
+    base: String,
+    server: Child,
+    leash: Leash,
+}
+
+impl PgBouncer {
+    /// Starts one in front of `postgres`, with few server connections, so that clients really take turns on them.
+    ///
+    /// # Panics
+    ///
+    /// If it is not installed or does not start; the message says what to do.
+    pub async fn start(postgres: &Postgres) -> Self {
+        match Self::try_start(postgres).await {
+            Ok(pgbouncer) => pgbouncer,
+            Err(error) => unavailable(&error),
+        }
+    }
+
+    /// A URL of a database through the pooler. Takes a database's name, or the URL [`Postgres::fresh_database`] gave.
+    pub fn url(&self, database: &str) -> String {
+        let name = database.rsplit('/').next().unwrap_or(database);
+        format!("{}/{name}", self.base)
+    }
+
+    async fn try_start(postgres: &Postgres) -> anyhow::Result<Self> {
+        let program = install::pgbouncer()?;
+        let folder = process::scratch("postbox-pgbouncer-")?;
+        process::own_folder(&folder, 0o755)?;
+        let ward =
+            Ward { pid_file: folder.join("pid"), working: folder.clone(), signal: "INT", remove: folder.clone() };
+        let leash = Leash::new(&ward)?;
+        let upstream: tokio_postgres::Config = postgres.url().parse().context("the server's URL")?;
+        let host = match upstream.get_hosts().first() {
+            Some(tokio_postgres::config::Host::Tcp(host)) => host.clone(),
+            _ => "127.0.0.1".to_owned(),
+        };
+        let port = process::free_port()?;
+        let config = format!(
+            "[databases]\n* = host={host} port={} user={}\n\
+             [pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = transaction\n\
+             default_pool_size = 4\nmax_client_conn = 500\nignore_startup_parameters = extra_float_digits\n\
+             logfile = {log}\npidfile = {pid}\nserver_lifetime = 60\n",
+            upstream.get_ports().first().copied().unwrap_or(5432),
+            upstream.get_user().unwrap_or("postgres"),
+            log = folder.join("log").display(),
+            pid = folder.join("pid").display(),
+        );
+        fs::write(folder.join("pgbouncer.ini"), config)?;
+        let mut server = process::command(&program, &folder)?.arg(folder.join("pgbouncer.ini")).spawn()?;
+        let url = format!("postgres://postgres@127.0.0.1:{port}/postgres?connect_timeout=5");
+        let deadline = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
+        while let Err(error) = connect(&url).await {
+            let status = server.try_wait()?;
+            if status.is_some() || Instant::now() > deadline {
+                let _ = server.kill();
+                let _ = server.wait();
+                return Err(error.context(format!("pgbouncer does not start: {}", tail(&folder.join("log")))));
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(Self { base: format!("postgres://postgres@127.0.0.1:{port}"), server, leash })
+    }
+}
+
+impl Drop for PgBouncer {
+    fn drop(&mut self) {
+        self.leash.let_go(Some(&mut self.server));
+    }
+}

@@ -1,0 +1,161 @@
+//! A Postgres somebody runs for us, seen from a test.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::Context as _;
+use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng as _};
+use tokio::sync::OnceCell;
+use tokio_postgres::NoTls;
+
+use super::{shared, unavailable};
+
+/// Databases a dead test left behind, dropped per new database at most: bounded work, and more than one keeps their number falling.
+const ORPHANS_MAX: usize = 2;
+
+/// Which Postgres.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Version {
+    /// 15, the oldest we support.
+    V15,
+    /// 18, the newest.
+    V18,
+}
+
+impl Version {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::V15, Self::V18];
+
+    /// The major version.
+    pub fn number(self) -> u32 {
+        match self {
+            Self::V15 => 15,
+            Self::V18 => 18,
+        }
+    }
+
+    /// As people write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::V15 => "Postgres 15",
+            Self::V18 => "Postgres 18",
+        }
+    }
+}
+
+/// A running Postgres. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Postgres {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    version: Version,
+    /// A superuser's URL up to and without the database name.
+    base: String,
+    /// The server is ours: databases whose test process is gone may be dropped.
+    ours: bool,
+}
+
+impl Postgres {
+    /// The server that all tests of a run share; the first to ask starts it.
+    ///
+    /// # Panics
+    ///
+    /// If it is not installed or does not start; the message says what to do.
+    pub async fn shared(version: Version) -> Self {
+        static SERVERS: [OnceCell<Postgres>; 2] = [const { OnceCell::const_new() }; 2];
+        let cell = match version {
+            Version::V15 => &SERVERS[0],
+            Version::V18 => &SERVERS[1],
+        };
+        match cell.get_or_try_init(|| shared::find_or_start(version)).await {
+            Ok(postgres) => postgres.clone(),
+            Err(error) => unavailable(&error),
+        }
+    }
+
+    /// A server under a superuser's URL; `ours` when no other project uses it.
+    pub(super) fn at(version: Version, url: &str, ours: bool) -> anyhow::Result<Self> {
+        let (base, _) = url
+            .rsplit_once('/')
+            .filter(|(base, _)| base.contains("://") && !base.ends_with('/'))
+            .with_context(|| format!("{url:?} is no Postgres URL: expected postgres://user@host:port/database"))?;
+        Ok(Self { inner: Arc::new(Inner { version, base: base.to_owned(), ours }) })
+    }
+
+    pub(super) fn on_port(version: Version, port: u16) -> Self {
+        let base = format!("postgres://postgres@127.0.0.1:{port}");
+        Self { inner: Arc::new(Inner { version, base, ours: true }) }
+    }
+
+    /// Which one.
+    pub fn version(&self) -> Version {
+        self.inner.version
+    }
+
+    /// A superuser's URL of the `postgres` database.
+    pub fn url(&self) -> String {
+        self.url_of("postgres")
+    }
+
+    /// A superuser's URL of a database.
+    pub fn url_of(&self, database: &str) -> String {
+        format!("{}/{database}", self.inner.base)
+    }
+
+    /// Makes an empty database with a name of its own and gives its URL.
+    ///
+    /// It lives as long as the server; once this process is gone, later tests drop it.
+    ///
+    /// # Panics
+    ///
+    /// If the server refuses.
+    pub async fn fresh_database(&self) -> String {
+        match self.create_database().await {
+            Ok(name) => self.url_of(&name),
+            Err(error) => panic!("{}: creating a database: {error:#}", self.inner.version.name()),
+        }
+    }
+
+    async fn create_database(&self) -> anyhow::Result<String> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let name = format!(
+            "t_{}_{}_{:08x}",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed),
+            SmallRng::from_os_rng().random::<u32>()
+        );
+        let client = connect(&self.url()).await?;
+        // `file_copy` beats `wal_log` where nothing is flushed: no WAL for 7 MB of catalog.
+        client.batch_execute(&format!("CREATE DATABASE {name} TEMPLATE template0 STRATEGY file_copy")).await?;
+        if self.inner.ours {
+            self.drop_orphans(&client).await?;
+        }
+        Ok(name)
+    }
+
+    /// Two tests may pick the same orphan; the slower one's error means nothing.
+    async fn drop_orphans(&self, client: &tokio_postgres::Client) -> anyhow::Result<()> {
+        let rows = client.query(r"SELECT datname FROM pg_database WHERE datname LIKE 't\_%'", &[]).await?;
+        let names: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
+        let orphans = names.iter().filter(|name| {
+            let owner = name.split('_').nth(1).unwrap_or_default();
+            !Path::new("/proc").join(owner).exists()
+        });
+        for orphan in orphans.take(ORPHANS_MAX) {
+            let _ = client.batch_execute(&format!("DROP DATABASE IF EXISTS {orphan} WITH (FORCE)")).await;
+        }
+        Ok(())
+    }
+}
+
+/// A connection whose other half runs in the background.
+pub(super) async fn connect(url: &str) -> anyhow::Result<tokio_postgres::Client> {
+    let (client, connection) = tokio_postgres::connect(url, NoTls).await?;
+    tokio::spawn(connection);
+    Ok(client)
+}

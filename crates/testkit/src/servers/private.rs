@@ -1,0 +1,255 @@
+//! A Postgres of one test's own, to be stopped, killed and started again.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+
+use super::postgres::connect;
+use super::process::{self, Leash, Ward};
+use super::{Postgres, Version, install, unavailable};
+
+/// A loaded machine takes several seconds over crash recovery; more than this is a hang.
+const START_SECONDS_MAX: u64 = 60;
+/// How often a start is tried when somebody else took the port first.
+const PORT_TRIES: usize = 5;
+
+/// How a server is configured.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    lines: Vec<(String, String)>,
+}
+
+impl Settings {
+    /// Nothing is flushed: quick, and correct as long as the *machine* does not crash.
+    pub fn fast() -> Self {
+        Self::durable().with("fsync", "off").with("full_page_writes", "off")
+    }
+
+    /// As in production: for crash tests and benchmarks.
+    pub fn durable() -> Self {
+        Self { lines: Vec::new() }
+            .with("max_connections", "300")
+            .with("max_prepared_transactions", "20")
+            .with("shared_buffers", "128MB")
+    }
+
+    /// One more line of `postgresql.conf`; the last of a name wins.
+    #[must_use]
+    pub fn with(mut self, name: &str, value: &str) -> Self {
+        self.lines.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    fn render(&self) -> String {
+        let fixed = "listen_addresses = '127.0.0.1'\nunix_socket_directories = ''\nlog_line_prefix = '%m [%p] %d '\n";
+        let mut text = fixed.to_owned();
+        for (name, value) in &self.lines {
+            text.push_str(&format!("{name} = '{value}'\n"));
+        }
+        text
+    }
+}
+
+/// A Postgres of your own. Dropping it, or dying in any way, stops it at once and removes its data.
+#[derive(Debug)]
+pub struct PrivatePostgres {
+    postgres: Postgres,
+    cluster: Cluster,
+    port: u16,
+    server: Option<Child>,
+    leash: Leash,
+}
+
+impl PrivatePostgres {
+    /// Starts a server.
+    ///
+    /// # Panics
+    ///
+    /// If it is not installed or does not start; the message says what to do.
+    pub async fn launch(version: Version, settings: Settings) -> Self {
+        match Self::try_launch(version, &settings).await {
+            Ok(server) => server,
+            Err(error) => unavailable(&error),
+        }
+    }
+
+    async fn try_launch(version: Version, settings: &Settings) -> anyhow::Result<Self> {
+        let bin = install::postgres_bin(version)?;
+        let folder = process::scratch("postbox-pg-")?;
+        let cluster = Cluster { bin, folder: folder.clone() };
+        // The guard comes first: from here on whatever we make is removed.
+        let leash = Leash::new(&cluster.ward(folder))?;
+        cluster.create(settings)?;
+        let (server, port) = cluster.start_anywhere().await.with_context(|| version.name())?;
+        let postgres = Postgres::on_port(version, port);
+        Ok(Self { postgres, cluster, port, server: Some(server), leash })
+    }
+
+    /// The server as everybody else sees it.
+    pub fn postgres(&self) -> &Postgres {
+        &self.postgres
+    }
+
+    /// A superuser's URL of the `postgres` database; the same after a restart.
+    pub fn url(&self) -> String {
+        self.postgres.url()
+    }
+
+    /// Makes an empty database; see [`Postgres::fresh_database`].
+    pub async fn fresh_database(&self) -> String {
+        self.postgres.fresh_database().await
+    }
+
+    /// A crash as Postgres sees it: every process stops where it is, nothing is flushed (`pg_ctl stop -m immediate`).
+    pub fn stop_immediate(&mut self) {
+        self.stop("QUIT");
+    }
+
+    /// An orderly restart's first half: sessions are cut off, everything is flushed (`pg_ctl stop -m fast`).
+    pub fn stop_fast(&mut self) {
+        self.stop("INT");
+    }
+
+    /// SIGKILL to the first process; the others notice and end.
+    pub fn kill(&mut self) {
+        self.stop("KILL");
+    }
+
+    /// Freezes the first process: nobody can connect, open sessions go on.
+    pub fn freeze(&self) {
+        self.signal("STOP");
+    }
+
+    /// Ends [`Self::freeze`].
+    pub fn thaw(&self) {
+        self.signal("CONT");
+    }
+
+    /// Starts it again on the same port with the same data, and waits until it accepts connections.
+    ///
+    /// # Panics
+    ///
+    /// If it does not come up.
+    pub async fn start(&mut self) {
+        if self.server.is_some() {
+            return;
+        }
+        match self.cluster.start(self.port).await {
+            Ok(server) => self.server = Some(server),
+            Err(error) => panic!("{} does not start again: {error:#}", self.postgres.version().name()),
+        }
+    }
+
+    fn stop(&mut self, signal: &str) {
+        self.signal(signal);
+        if let Some(mut server) = self.server.take() {
+            server.wait().expect("our own child can be waited for");
+        }
+    }
+
+    fn signal(&self, signal: &str) {
+        let server = self.server.as_ref().expect("the server is running: call start first");
+        process::signal(server, signal).expect("our own child can be signalled");
+    }
+}
+
+impl Drop for PrivatePostgres {
+    fn drop(&mut self) {
+        self.leash.let_go(self.server.as_mut());
+    }
+}
+
+/// A data folder and the programs that go with it.
+#[derive(Debug)]
+pub(super) struct Cluster {
+    pub(super) bin: PathBuf,
+    /// Ours; the server's data is in `data` below it.
+    pub(super) folder: PathBuf,
+}
+
+impl Cluster {
+    fn data(&self) -> PathBuf {
+        self.folder.join("data")
+    }
+
+    fn log(&self) -> PathBuf {
+        self.folder.join("log")
+    }
+
+    pub(super) fn ward(&self, remove: PathBuf) -> Ward {
+        Ward { pid_file: self.data().join("postmaster.pid"), working: self.data(), signal: "QUIT", remove }
+    }
+
+    /// `initdb` and configuration.
+    pub(super) fn create(&self, settings: &Settings) -> anyhow::Result<()> {
+        let data = self.data();
+        process::own_folder(&data, 0o700)?;
+        let output = process::command(&self.bin.join("initdb"), &data)?
+            .args(["--auth=trust", "--username=postgres", "--encoding=UTF8", "--locale=C", "--no-sync", "--pgdata"])
+            .arg(&data)
+            .stdout(File::create(self.log())?)
+            .stderr(File::options().append(true).open(self.log())?)
+            .status()
+            .with_context(|| format!("{}", self.bin.join("initdb").display()))?;
+        anyhow::ensure!(output.success(), "initdb failed: {}", tail(&self.log()));
+        let config = data.join("postgresql.auto.conf");
+        fs::write(&config, settings.render())?;
+        Ok(())
+    }
+
+    /// Starts on a free port.
+    pub(super) async fn start_anywhere(&self) -> anyhow::Result<(Child, u16)> {
+        let mut tried = 0;
+        loop {
+            let port = process::free_port()?;
+            tried += 1;
+            match self.start(port).await {
+                Ok(server) => return Ok((server, port)),
+                Err(error) if tried >= PORT_TRIES || !format!("{error:#}").contains("in use") => return Err(error),
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Starts on this port and waits until it accepts connections.
+    pub(super) async fn start(&self, port: u16) -> anyhow::Result<Child> {
+        let deadline = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
+        let url = format!("postgres://postgres@127.0.0.1:{port}/postgres?connect_timeout=5");
+        let mut server = self.spawn(port)?;
+        loop {
+            if connect(&url).await.is_ok() {
+                return Ok(server);
+            }
+            if let Some(status) = server.try_wait()? {
+                let log = tail(&self.log());
+                // After SIGKILL the orphaned processes hold the old shared memory until they notice.
+                anyhow::ensure!(log.contains("shared memory block"), "postgres ended with {status}: {log}");
+                fs::write(self.log(), "")?;
+                server = self.spawn(port)?;
+            }
+            if Instant::now() > deadline {
+                let _ = server.kill();
+                let _ = server.wait();
+                anyhow::bail!("postgres accepts no connections after {START_SECONDS_MAX} s: {}", tail(&self.log()));
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    fn spawn(&self, port: u16) -> anyhow::Result<Child> {
+        let log = File::options().create(true).append(true).open(self.log())?;
+        let mut command = process::command(&self.bin.join("postgres"), &self.data())?;
+        command.arg("-D").arg(self.data()).arg("-p").arg(port.to_string()).stderr(log);
+        Ok(command.spawn()?)
+    }
+}
+
+/// The last lines of a server's log, for a failure's text.
+pub(super) fn tail(log: &Path) -> String {
+    let text = fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().rev().take(8).collect();
+    lines.into_iter().rev().collect::<Vec<_>>().join("\n")
+}

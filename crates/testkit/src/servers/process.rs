@@ -1,0 +1,167 @@
+//! Starting programs without privileges, and stopping them whatever happens to us.
+
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+
+use anyhow::Context as _;
+use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng as _};
+
+/// Below the range Linux takes outgoing ports from, so that a server stopped for a while finds its port free again.
+const PORTS: std::ops::Range<u16> = 20_000..32_000;
+
+/// Stops the process in the pid file `$1` with signal `$3` if it is the one that works in folder `$2` (a pid may have been
+/// given to somebody else meanwhile), waits until it is gone (a zombie has no folder any more), and removes folder `$4`.
+const STOP: &str = r#"
+stop() {
+  pid=$(head -n 1 "$1" 2>/dev/null) || pid=
+  if [ -n "$pid" ] && [ "$(readlink "/proc/$pid/cwd")" = "$2" ]; then
+    kill "-$3" "$pid"
+    n=0
+    while [ "$(readlink "/proc/$pid/cwd")" = "$2" ]; do
+      n=$((n + 1)); [ $n -eq 200 ] && kill -KILL "$pid"; [ $n -ge 400 ] && break
+      sleep 0.05
+    done
+  fi
+  rm -rf "$4"
+}
+"#;
+
+/// The user servers run as: (uid, gid), when we are root; `None` when we may run them ourselves.
+pub(super) fn unprivileged() -> anyhow::Result<Option<(u32, u32)>> {
+    let ours = fs::metadata("/proc/self").context("this fixture needs /proc")?.uid();
+    if ours != 0 {
+        return Ok(None);
+    }
+    let users = fs::read_to_string("/etc/passwd").context("/etc/passwd")?;
+    let find = |name: &str| {
+        let line = users.lines().find(|line| line.split(':').next() == Some(name))?;
+        let mut numbers = line.split(':').skip(2).map(str::parse::<u32>);
+        Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+    };
+    find("postgres")
+        .or_else(|| find("nobody"))
+        .map(Some)
+        .context("servers refuse root, and there is no user postgres or nobody")
+}
+
+/// A program that runs unprivileged in `folder`, away from our terminal, pipes and `PG…` variables.
+pub(super) fn command(program: &Path, folder: &Path) -> anyhow::Result<Command> {
+    let mut command = Command::new(program);
+    command.current_dir(folder).env_clear().env("PATH", "/usr/bin:/bin").env("LC_ALL", "C").env("TZ", "UTC");
+    // A group of its own: Ctrl-C on the test run must not reach the server before its guard does.
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    if let Some((uid, gid)) = unprivileged()? {
+        command.uid(uid).gid(gid);
+    }
+    Ok(command)
+}
+
+/// Makes `folder` for the unprivileged user; everybody may pass through its parents.
+pub(super) fn own_folder(folder: &Path, mode: u32) -> anyhow::Result<()> {
+    fs::create_dir_all(folder)?;
+    fs::set_permissions(folder, fs::Permissions::from_mode(mode))?;
+    if let Some((uid, gid)) = unprivileged()? {
+        std::os::unix::fs::chown(folder, Some(uid), Some(gid))?;
+    }
+    Ok(())
+}
+
+/// A new folder of ours under the temporary folder.
+pub(super) fn scratch(prefix: &str) -> anyhow::Result<PathBuf> {
+    let folder = tempfile::Builder::new().prefix(prefix).tempdir()?.keep();
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o755))?;
+    // The guard compares it with what the kernel says, which knows no links.
+    Ok(folder.canonicalize()?)
+}
+
+/// A loopback port nobody listens on. Somebody may take it before we do: try again with another then.
+pub(super) fn free_port() -> anyhow::Result<u16> {
+    let mut random = SmallRng::from_os_rng();
+    (0..1_000)
+        .map(|_| random.random_range(PORTS))
+        .find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok())
+        .context("no free loopback port between 20000 and 32000")
+}
+
+/// Sends a signal to a process of ours.
+pub(super) fn signal(child: &Child, signal: &str) -> anyhow::Result<()> {
+    let status = Command::new("sh")
+        .args(["-c", "kill \"-$1\" \"$2\"", "sh", signal, &child.id().to_string()])
+        .status()
+        .context("sh")?;
+    anyhow::ensure!(status.success(), "cannot send {signal} to process {}", child.id());
+    Ok(())
+}
+
+/// What a guard stops and removes.
+#[derive(Debug, Clone)]
+pub(super) struct Ward {
+    /// File whose first line is the pid.
+    pub(super) pid_file: PathBuf,
+    /// The folder that process works in.
+    pub(super) working: PathBuf,
+    /// How it is stopped.
+    pub(super) signal: &'static str,
+    /// What is removed afterwards.
+    pub(super) remove: PathBuf,
+}
+
+impl Ward {
+    fn guard(&self, wait: &str, extra: &[&Path]) -> Command {
+        let mut command = Command::new("sh");
+        let script = format!("{STOP}\n{wait}\n");
+        command.args(["-c", script.as_str(), "guard"]);
+        command.arg(&self.pid_file).arg(&self.working).arg(self.signal).arg(&self.remove).args(extra);
+        command.current_dir("/").process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    }
+}
+
+/// Stops its ward when dropped, or when this process dies.
+#[derive(Debug)]
+pub(super) struct Leash {
+    guard: Child,
+    pipe: Option<ChildStdin>,
+}
+
+impl Leash {
+    pub(super) fn new(ward: &Ward) -> anyhow::Result<Self> {
+        // Nothing is ever written: reading ends when the last holder of the other end, which is us alone, is gone.
+        let wait = r#"read -r nothing; stop "$@""#;
+        let mut guard = ward.guard(wait, &[]).stdin(Stdio::piped()).spawn().context("sh")?;
+        let pipe = guard.stdin.take();
+        Ok(Self { guard, pipe })
+    }
+
+    /// Lets go, and waits until the ward is stopped and removed. `server` is reaped meanwhile.
+    pub(super) fn let_go(&mut self, server: Option<&mut Child>) {
+        drop(self.pipe.take());
+        if let Some(server) = server {
+            let _ = server.wait();
+        }
+        let _ = self.guard.wait();
+    }
+}
+
+/// Starts a guard that belongs to nobody: it stops its ward once no process has held a lock on `users` for some seconds, or
+/// once the ward is gone. It holds a lock on `watch` itself, so that a guard that was killed is noticed.
+pub(super) fn watch(ward: &Ward, users: &Path, watch: &Path) -> anyhow::Result<()> {
+    let wait = r#"
+exec 8>>"$6" 9>>"$5"
+flock -n -x 8 || exit 0
+idle=0
+while [ $idle -lt 4 ]; do
+  sleep 3
+  # Taking the lock at all means that nobody uses the server. A newcomer waits while we hold it, for an instant.
+  if flock -n -x 9; then idle=$((idle + 1)); [ $idle -lt 4 ] && flock -u 9; else idle=0; fi
+done
+stop "$1" "$2" "$3" "$4"
+"#;
+    ward.guard(wait, &[users, watch]).spawn().context("sh")?;
+    Ok(())
+}

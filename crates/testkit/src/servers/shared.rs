@@ -1,0 +1,89 @@
+//! One Postgres for all test processes of this user.
+
+use std::collections::hash_map::DefaultHasher;
+use std::fs::{self, File};
+use std::hash::{Hash as _, Hasher as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use anyhow::Context as _;
+
+use super::postgres::connect;
+use super::private::{Cluster, Settings};
+use super::process;
+use super::{Postgres, Version, install};
+
+/// Locks held until this process ends, whichever way: a URL outlives the handle it came from.
+static HELD: Mutex<Vec<File>> = Mutex::new(Vec::new());
+
+/// The server named by the environment, the one that runs already, or a new one.
+pub(super) async fn find_or_start(version: Version) -> anyhow::Result<Postgres> {
+    let variable = format!("POSTBOX_TEST_PG{}", version.number());
+    if let Ok(url) = std::env::var(&variable) {
+        return Postgres::at(version, &url, false).context(variable);
+    }
+    let settings = Settings::fast();
+    let bin = install::postgres_bin(version)?;
+    let folder = folder(version, &bin, &settings)?;
+    let users = lock_file(&folder.join("users"))?;
+    // Waits while the guard is removing an idle server, then keeps the next one from being removed.
+    users.lock_shared()?;
+    HELD.lock().expect("nobody panics while holding it").push(users);
+    // One process at a time looks and starts; the others wait here and then find it.
+    let starter = lock_file(&folder.join("starter"))?;
+    starter.lock()?;
+    let cluster = Cluster { bin, folder: folder.clone() };
+    let port = match running(&folder).await {
+        Some(port) => port,
+        None => start(&cluster, &settings).await.with_context(|| version.name())?,
+    };
+    watch(&cluster)?;
+    Ok(Postgres::on_port(version, port))
+}
+
+/// The same for every process that would start the same server.
+fn folder(version: Version, bin: &Path, settings: &Settings) -> anyhow::Result<PathBuf> {
+    let mut hasher = DefaultHasher::new();
+    (bin, format!("{settings:?}")).hash(&mut hasher);
+    let user = fs::metadata("/proc/self")?.uid();
+    let name = format!("postbox-shared-{user}-pg{}-{:08x}", version.number(), hasher.finish() as u32);
+    let folder = std::env::temp_dir().join(name);
+    fs::create_dir_all(&folder)?;
+    fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    Ok(folder.canonicalize()?)
+}
+
+fn lock_file(path: &Path) -> anyhow::Result<File> {
+    File::options().create(true).append(true).open(path).with_context(|| format!("{}", path.display()))
+}
+
+async fn running(folder: &Path) -> Option<u16> {
+    let port = fs::read_to_string(folder.join("run/port")).ok()?.trim().parse().ok()?;
+    connect(&format!("postgres://postgres@127.0.0.1:{port}/postgres?connect_timeout=5")).await.ok()?;
+    Some(port)
+}
+
+async fn start(cluster: &Cluster, settings: &Settings) -> anyhow::Result<u16> {
+    let run = cluster.folder.join("run");
+    let _ = fs::remove_dir_all(&run);
+    fs::create_dir(&run)?;
+    let cluster = cluster.below(&run);
+    cluster.create(settings)?;
+    let (_left_to_its_guard, port) = cluster.start_anywhere().await?;
+    fs::write(run.join("port"), port.to_string())?;
+    Ok(port)
+}
+
+/// Sees to it that the server has a guard; another one finds the lock taken and ends.
+fn watch(cluster: &Cluster) -> anyhow::Result<()> {
+    let run = cluster.folder.join("run");
+    let ward = cluster.below(&run).ward(run.clone());
+    process::watch(&ward, &cluster.folder.join("users"), &cluster.folder.join("guard"))
+}
+
+impl Cluster {
+    fn below(&self, folder: &Path) -> Self {
+        Self { bin: self.bin.clone(), folder: folder.to_path_buf() }
+    }
+}
