@@ -1,1 +1,12 @@
 //! Config, wiring, HTTP API and metrics: what turns the Postbox library into a service.
+
+mod config;
+mod schedule;
+mod secret;
+mod store;
+mod wiring;
+
+pub use config::*;
+pub use schedule::Schedule;
+pub use secret::Secret;
+pub use store::StoreUrl;

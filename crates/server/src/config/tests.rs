@@ -1,0 +1,194 @@
+//! What a configuration accepts, and what it says when it does not.
+
+use std::time::Duration;
+
+use super::*;
+
+/// The secret of the published Standard Webhooks vectors.
+const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+
+fn env(name: &str) -> Option<String> {
+    match name {
+        "HOOK_SECRET" | "PARTNER_SECRET" => Some(KEY.into()),
+        "DATABASE_URL" => Some("postgres://u:hunter2@h/db".into()),
+        "SHORT" => Some("whsec_abc".into()),
+        _ => None,
+    }
+}
+
+fn parse(text: &str) -> Result<Config, Faults> {
+    Config::parse_with(text, Reading { env: &env, ..Reading::default() })
+}
+
+fn faults(text: &str) -> Vec<String> {
+    parse(text).expect_err("faults").to_string().lines().map(str::to_owned).collect()
+}
+
+fn fault(text: &str) -> String {
+    let faults = faults(text);
+    assert_eq!(faults.len(), 1, "{faults:#?}");
+    faults[0].clone()
+}
+
+#[test]
+fn the_default_file_says_exactly_the_defaults() {
+    assert_eq!(parse(DEFAULT_TOML).expect("no faults"), Config::default());
+}
+
+#[test]
+fn the_examples_in_the_default_file_are_right_when_uncommented() {
+    let uncommented: Vec<String> = DEFAULT_TOML
+        .lines()
+        .map(|line| match line.strip_prefix('#') {
+            Some(code) if !code.starts_with(' ') => code.to_owned(),
+            _ => line.to_owned(),
+        })
+        .collect();
+    let config = parse(&uncommented.join("\n")).expect("no faults");
+    assert_eq!(config.subscriptions.len(), 1);
+    assert_eq!(config.sources.len(), 1);
+    // What the comments show as defaults are the defaults.
+    let shown = &config.subscriptions[0];
+    let plain = SubscriptionConfig::new(shown.subscription.clone(), shown.sink.clone());
+    assert_eq!((shown.batch, &shown.retry, shown.on_dead), (plain.batch, &plain.retry, plain.on_dead));
+    assert_eq!((shown.timeout, shown.poll_interval, shown.lease), (plain.timeout, plain.poll_interval, plain.lease));
+}
+
+#[test]
+fn an_empty_file_is_all_defaults() {
+    assert_eq!(parse("").expect("no faults"), Config::default());
+}
+
+#[test]
+fn a_whole_subscription_is_understood() {
+    let config = parse(
+        r#"
+[store]
+url = "env:DATABASE_URL"
+[subscriptions.orders-out]
+topics = ["order.*", "refund.*"]
+ordering = "none"
+lanes = 4
+batch = 100
+retry = { max_attempts = 3, base = "250ms", max = "2m" }
+on_dead = "halt"
+schedule = "*/10 * * * * *"
+sink = { type = "http", url = "https://example.org/hook", secret = "env:HOOK_SECRET" }
+"#,
+    )
+    .expect("no faults");
+    let subscription = &config.subscriptions[0];
+    assert_eq!(subscription.subscription.filter.topics.len(), 2);
+    assert_eq!(subscription.subscription.lanes, 4);
+    assert_eq!(subscription.retry.attempts_max, 3);
+    assert_eq!(subscription.retry.base, Duration::from_millis(250));
+    assert_eq!(subscription.on_dead, OnDead::Halt);
+    let SinkConfig::Http(http) = &subscription.sink else { panic!("not http: {:?}", subscription.sink) };
+    assert_eq!(http.secrets, [crate::Secret::new(KEY)]);
+}
+
+#[test]
+fn all_faults_come_at_once_each_at_its_line() {
+    let found = faults(
+        r#"[store]
+url = "mysql://h/db"
+[subscriptions.orders]
+batsh = 10
+lanes = 0
+ordering = "random"
+retry = { max_attempts = "ten" }
+sink = { type = "kafka", brokers = "x" }
+[sources.partner]
+type = "webhook"
+scheme = "stripe"
+[server]
+listen = "localhost"
+[subscription.x]
+"#,
+    );
+    let lines: Vec<&str> = found.iter().map(|fault| fault.split(": ").next().expect("a place")).collect();
+    let expected = [2, 4, 5, 6, 7, 8, 9, 11, 13, 14].map(|line| format!("postbox.toml:{line}"));
+    assert_eq!(lines, expected, "{found:#?}");
+}
+
+#[test]
+fn unknown_keys_are_refused_with_the_nearest_name() {
+    let text = fault("[subscriptions.a]\nretry = { max_atempts = 3 }\n");
+    assert_eq!(
+        text,
+        "postbox.toml:2: unknown key `max_atempts` in [subscriptions.a.retry]; did you mean `max_attempts`?"
+    );
+    assert!(fault("[sevrer]").contains("did you mean `server`?"));
+    assert!(fault("[server]\nport = 1").contains("known here: listen, stop_timeout"));
+    assert!(fault("stray = 1").contains("unknown section `stray`"));
+}
+
+#[test]
+fn sinks_of_later_releases_are_refused_by_name() {
+    for kind in ["nats", "redis", "kafka", "amqp", "sqs"] {
+        let text = fault(&format!("[subscriptions.a]\nsink = {{ type = \"{kind}\", url = \"x\" }}"));
+        assert!(text.contains("not in this release") && text.starts_with("postbox.toml:2: "), "{text}");
+    }
+    assert!(fault("[subscriptions.a]\nsink = { type = \"htpp\" }").contains("did you mean `http`?"));
+    assert!(fault("[subscriptions.a]\nsink = \"http\"").contains("must be a table, not string"));
+    assert!(fault("[subscriptions.a]\nsink = { url = \"http://h\" }").contains("has no type"));
+}
+
+#[test]
+fn a_missing_secret_names_the_variable() {
+    let text = fault("[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\" }");
+    assert_eq!(
+        text,
+        "postbox.toml:2: subscriptions.a.sink needs the environment variable NOT_THERE, which is not set; export NOT_THERE=…"
+    );
+}
+
+#[test]
+fn a_key_that_is_none_is_refused_without_showing_it() {
+    let text = fault("[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:SHORT\" }");
+    assert!(text.starts_with("postbox.toml:2: ") && !text.contains("whsec_abc"), "{text}");
+}
+
+#[test]
+fn commands_that_only_look_do_without_the_sinks_secrets() {
+    let text = "[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\" }";
+    let reading = Reading { env: &env, secrets_needed: false, ..Reading::default() };
+    assert!(Config::parse_with(text, reading).is_ok());
+    let text = "[store]\nurl = \"env:NOT_THERE\"";
+    assert!(Config::parse_with(text, reading).is_err());
+}
+
+#[test]
+fn passwords_and_keys_are_never_in_debug_output() {
+    let text = "[store]\nurl = \"env:DATABASE_URL\"\n[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:HOOK_SECRET\", headers = { authorization = \"Bearer hunter2\" } }";
+    let shown = format!("{:?}", parse(text).expect("no faults"));
+    assert!(!shown.contains("hunter2") && !shown.contains(KEY), "{shown}");
+}
+
+#[test]
+fn what_is_not_toml_is_said_at_its_line() {
+    let found = faults("[store]\nurl = \n[server\n");
+    assert!(found[0].starts_with("postbox.toml:2: this is not TOML: "), "{found:#?}");
+    assert!(found.len() >= 2, "the second one is missing: {found:#?}");
+}
+
+#[test]
+fn names_urls_and_schedules_are_checked() {
+    assert!(fault("[subscriptions.\"a b\"]").contains("no name"));
+    assert!(fault("[subscriptions.a]\nlog = \"Out Box\"").contains("no log name"));
+    assert!(fault("[subscriptions.a]\nschedule = \"at three\"").contains("second minute hour"));
+    assert!(fault("[subscriptions.a]\ntopics = [\"order paid\"]").contains("white space"));
+    let url = |url: &str| fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\" }}"));
+    assert!(url("example.org/hook").contains("no URL"));
+    assert!(url("ftp://example.org/").contains("https://"));
+    assert!(!url("https://u:hunter2@h/").contains("hunter2"));
+    assert!(fault("[subscriptions.a]\nretry = { base = \"10m\" }").contains("longer than max"));
+}
+
+#[test]
+fn a_source_needs_a_key() {
+    assert!(fault("[sources.a]\ntype = \"webhook\"\nscheme = \"standard\"").contains("has no secrets"));
+    let text = "[sources.a]\ntype = \"webhook\"\nscheme = \"standard\"\nsecrets = [\"env:PARTNER_SECRET\"]\nkey = \"json:/data/id\"\n";
+    let config = parse(text).expect("no faults");
+    assert_eq!(config.sources[0].mapping.key, Some(Origin::Json("/data/id".into())));
+}
