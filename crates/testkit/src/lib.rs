@@ -1,3 +1,5 @@
 //! Conformance suites, real-server fixtures, a fault proxy and an event-ledger checker for Postbox and its implementers.
 
+pub mod ledger;
+pub mod proxy;
 pub mod servers;

@@ -24,6 +24,8 @@ mod private;
 mod process;
 mod shared;
 
+pub(crate) use process::free_port;
+
 pub use pgbouncer::PgBouncer;
 pub use postgres::{Postgres, Version};
 pub use private::{PrivatePostgres, Settings};

@@ -80,7 +80,7 @@ pub(super) fn scratch(prefix: &str) -> anyhow::Result<PathBuf> {
 }
 
 /// A loopback port nobody listens on. Somebody may take it before we do: try again with another then.
-pub(super) fn free_port() -> anyhow::Result<u16> {
+pub(crate) fn free_port() -> anyhow::Result<u16> {
     let mut random = SmallRng::from_os_rng();
     (0..1_000)
         .map(|_| random.random_range(PORTS))
