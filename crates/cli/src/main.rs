@@ -1,3 +1,34 @@
-//! The `postbox` binary.
+//! The `postbox` binary: reads arguments, runs one command, turns typed errors into one line and an exit code.
+//!
+//! Exit codes: 0 done · 1 failed · 2 wrong usage or configuration.
 
-fn main() {}
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
+
+mod args;
+mod commands;
+mod context;
+mod failure;
+mod logging;
+mod output;
+mod text;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::args::Args;
+use crate::failure::Failure;
+
+fn main() -> ExitCode {
+    // First of all: with no provider (or two) the first TLS handshake would panic. An error means that one is installed.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let args = Args::parse();
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return Failure::failed(format!("cannot start the runtime: {error}")).report(),
+    };
+    match runtime.block_on(commands::run(args)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}

@@ -9,4 +9,4 @@ mod wiring;
 pub use config::*;
 pub use schedule::Schedule;
 pub use secret::Secret;
-pub use store::StoreUrl;
+pub use store::{MissingFile, StoreUrl, count_outbox, open_store, schema_script};

@@ -1,6 +1,11 @@
 //! Which store a URL means.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+
+use postbox_core::{Error, ErrorKind, Result, Store};
+
+use crate::config::StoreConfig;
 
 /// A store's URL, taken apart.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,6 +39,60 @@ impl StoreUrl {
         }
         Err("no such kind of store; write \"postgres://user@host/db\", \"sqlite:PATH\" or \"memory:\"".into())
     }
+}
+
+/// What to do when the SQLite file is not there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MissingFile {
+    /// Make it: only for whoever creates the schema.
+    Create,
+    /// Say so: a mistyped path makes no empty database.
+    Refuse,
+}
+
+/// Opens the store that `config` names.
+pub async fn open_store(config: &StoreConfig, missing: MissingFile) -> Result<Arc<dyn Store>> {
+    match parse(config)? {
+        StoreUrl::Postgres => Err(later()),
+        StoreUrl::Sqlite(path) => {
+            if missing == MissingFile::Refuse && !path.exists() {
+                return Err(Error::new(
+                    ErrorKind::Mismatch,
+                    "open",
+                    "store_missing",
+                    format!("there is no file {}; make it with `postbox migrate up`", path.display()),
+                ));
+            }
+            Err(later())
+        }
+        StoreUrl::Memory => Err(later()),
+    }
+}
+
+/// All migrations of the kind of store that `config` names, as one SQL script. Needs no connection.
+pub fn schema_script(config: &StoreConfig) -> Result<String> {
+    match parse(config)? {
+        StoreUrl::Postgres => Err(later()),
+        StoreUrl::Sqlite(_) => Err(later()),
+        StoreUrl::Memory => Ok("-- the memory store has no schema\n".into()),
+    }
+}
+
+/// How many events the outbox has, whoever reads it.
+pub async fn count_outbox(config: &StoreConfig) -> Result<u64> {
+    match parse(config)? {
+        StoreUrl::Postgres => Err(later()),
+        StoreUrl::Sqlite(_) => Err(later()),
+        StoreUrl::Memory => Ok(0),
+    }
+}
+
+fn later() -> Error {
+    Error::new(ErrorKind::Internal, "open", "not_yet", "not wired yet")
+}
+
+fn parse(config: &StoreConfig) -> Result<StoreUrl> {
+    StoreUrl::parse(config.url.expose()).map_err(|text| Error::invalid("open", "store_url_invalid", text))
 }
 
 #[cfg(test)]

@@ -1,0 +1,213 @@
+//! What can be typed.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand};
+use postbox_core::{EventId, LogName, State, SubscriptionName, TopicPattern};
+
+/// A database commit and the messages about it, as one fact: transactional outbox, verified inbox, event bus.
+#[derive(Debug, Parser)]
+#[command(name = "postbox", version, propagate_version = true, max_term_width = 100, after_help = AFTER_HELP)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+const AFTER_HELP: &str = "Start here: `postbox demo` shows the whole thing in a few seconds and proves that nothing got lost.\n\
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.";
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Global {
+    /// The configuration [default: postbox.toml if it is there]
+    #[arg(long, global = true, env = "POSTBOX_CONFIG", value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// The store, instead of the configured one: postgres://…, sqlite:PATH or memory:
+    #[arg(long, global = true, env = "POSTBOX_STORE", value_name = "URL", hide_env_values = true)]
+    pub(crate) store: Option<String>,
+    /// Only this subscription [default: all]
+    #[arg(long = "subscription", global = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
+    pub(crate) only: Option<SubscriptionName>,
+    /// What to log, on standard error: error, warn, info, debug, trace, or a filter
+    #[arg(long, global = true, env = "POSTBOX_LOG", value_name = "LEVEL")]
+    pub(crate) log_level: Option<String>,
+    /// Log JSON lines
+    #[arg(long, global = true)]
+    pub(crate) log_json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Watch the whole thing work on embedded SQLite, with a proof at the end
+    Demo(crate::commands::demo::DemoArgs),
+    /// Write a commented postbox.toml
+    Init {
+        /// Overwrite the file if it is there
+        #[arg(long)]
+        force: bool,
+    },
+    /// Check the configuration; every fault is listed at its line
+    CheckConfig,
+    /// Create, remove, check or print the store's schema
+    #[command(subcommand)]
+    Migrate(Migrate),
+    /// Relay, webhooks in, and the HTTP API, until SIGTERM or Ctrl-C
+    Run,
+    /// Deliver what is there, then stop; prints fetched=N dispatched=N failed=N dead=N
+    Dispatch {
+        /// At most this many events
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+        limit: Option<u64>,
+        /// Go on until SIGTERM or Ctrl-C
+        #[arg(long = "loop", conflicts_with = "limit")]
+        forever: bool,
+    },
+    /// Count events; prints pending=N dispatched=N dead=N total=N
+    Stats {
+        /// Every count of every subscription, as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// List events in one state, oldest first
+    List {
+        /// pending, retrying, blocked, scheduled, dead, discarded or dispatched
+        #[arg(long, value_parser = plain::<State>)]
+        state: State,
+        /// At most this many
+        #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=100_000))]
+        limit: u64,
+        /// Only topics like this, e.g. 'order.*'
+        #[arg(long, value_name = "PATTERN", value_parser = pattern)]
+        topic: Option<TopicPattern>,
+        /// Only this reason code, e.g. http_500
+        #[arg(long)]
+        code: Option<String>,
+        /// As JSON, payloads included
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show one event: its fields, its payload, and where it stands in every subscription
+    Show {
+        /// The event's id
+        #[arg(value_parser = plain::<EventId>)]
+        id: EventId,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Send dead events again, and retrying ones now
+    #[command(group = clap::ArgGroup::new("which").required(true).args(["ids", "all"]))]
+    Retry {
+        /// The events' ids
+        #[arg(value_name = "ID", value_parser = plain::<EventId>)]
+        ids: Vec<EventId>,
+        /// All of them, narrowed by the flags below
+        #[arg(long)]
+        all: bool,
+        /// Only topics like this, e.g. 'order.*'
+        #[arg(long, value_name = "PATTERN", value_parser = pattern, requires = "all")]
+        topic: Option<TopicPattern>,
+        /// Only this reason code, e.g. http_500
+        #[arg(long, requires = "all")]
+        code: Option<String>,
+        /// At most this many, oldest first
+        #[arg(long, value_name = "N", requires = "all", value_parser = clap::value_parser!(u64).range(1..))]
+        limit: Option<u64>,
+    },
+    /// Take events out: they will not be delivered
+    Discard {
+        /// The events' ids
+        #[arg(value_name = "ID", required = true, value_parser = plain::<EventId>)]
+        ids: Vec<EventId>,
+    },
+    /// Delete old dispatched events; pending and dead ones stay
+    Prune {
+        /// How old, e.g. 7d
+        #[arg(long, value_name = "AGE", value_parser = duration)]
+        older_than: Duration,
+        /// Only this log [default: every log that has a subscription]
+        #[arg(long, value_name = "LOG", value_parser = plain::<LogName>)]
+        log: Option<LogName>,
+    },
+    /// Stop delivering for a subscription until it is resumed
+    Pause {
+        /// Which subscription
+        #[arg(value_name = "SUBSCRIPTION", value_parser = plain::<SubscriptionName>)]
+        name: SubscriptionName,
+        /// Why, for whoever wonders later
+        #[arg(long, default_value = "asked for on the command line")]
+        why: String,
+        /// Resume by itself after this time, e.g. 30m
+        #[arg(long = "for", value_name = "TIME", value_parser = duration)]
+        span: Option<Duration>,
+    },
+    /// Deliver again for a paused subscription
+    Resume {
+        /// Which subscription
+        #[arg(value_name = "SUBSCRIPTION", value_parser = plain::<SubscriptionName>)]
+        name: SubscriptionName,
+    },
+    /// Say why something is late
+    Doctor {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print shell completions, e.g. postbox completions bash > /etc/bash_completion.d/postbox
+    Completions {
+        /// Which shell
+        shell: clap_complete::Shell,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Migrate {
+    /// Bring the schema to this program's version
+    Up,
+    /// Remove everything Postbox made, events included
+    Down {
+        /// Yes, remove the events too
+        #[arg(long)]
+        yes: bool,
+    },
+    /// Check that the schema is this program's; changes nothing
+    Validate,
+    /// Print the schema as SQL, for other tools
+    Print,
+}
+
+/// The error's text without the operation, which would only say "parse" or "validate".
+fn plain<T: std::str::FromStr<Err = postbox_core::Error>>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|error: postbox_core::Error| error.message().to_owned())
+}
+
+fn pattern(text: &str) -> Result<TopicPattern, String> {
+    TopicPattern::new(text).map_err(|error| error.message().to_owned())
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    postbox_server::parse_duration(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn the_arguments_are_well_formed() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn retry_wants_ids_or_all() {
+        assert!(Args::try_parse_from(["postbox", "retry"]).is_err());
+        assert!(Args::try_parse_from(["postbox", "retry", "--topic", "a"]).is_err());
+        assert!(Args::try_parse_from(["postbox", "retry", "--all", "--topic", "a", "--limit", "5"]).is_ok());
+        let both = ["postbox", "retry", "--all", "01234567-89ab-7def-8123-456789abcdef"];
+        assert!(Args::try_parse_from(both).is_err());
+    }
+}

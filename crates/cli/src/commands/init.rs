@@ -1,0 +1,27 @@
+//! `postbox init`: writes the commented configuration.
+
+use std::fs::OpenOptions;
+use std::io::{ErrorKind, Write as _};
+use std::path::PathBuf;
+
+use crate::args::Global;
+use crate::failure::Failure;
+use crate::output;
+
+pub(super) fn run(global: &Global, force: bool) -> Result<(), Failure> {
+    let path = global.config.clone().unwrap_or_else(|| PathBuf::from(postbox_server::FILE_DEFAULT));
+    let shown = path.display();
+    // `create_new` and not a look first: a file that appears in between is not overwritten.
+    let opened = match force {
+        true => OpenOptions::new().write(true).create(true).truncate(true).open(&path),
+        false => OpenOptions::new().write(true).create_new(true).open(&path),
+    };
+    let mut file = opened.map_err(|error| match error.kind() {
+        ErrorKind::AlreadyExists => Failure::failed(format!("{shown} is there already; overwrite it with --force")),
+        _ => Failure::failed(format!("{shown} cannot be written: {error}")),
+    })?;
+    file.write_all(postbox_server::DEFAULT_TOML.as_bytes())
+        .map_err(|error| Failure::failed(format!("{shown} cannot be written: {error}")))?;
+    output::line(&format!("wrote {shown}"))?;
+    output::line("next: edit it, `postbox check-config`, `postbox migrate up`, `postbox run`")
+}

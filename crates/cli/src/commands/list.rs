@@ -1,0 +1,73 @@
+//! `postbox list --state STATE`.
+
+use postbox_core::{ListQuery, Record, State, TopicPattern};
+
+use super::record::RecordJson;
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::output;
+use crate::text::cut;
+
+/// Most records in one read of the store: bounds the memory of a long list.
+const PAGE: usize = 500;
+/// Widest error text in a table; `show` has the whole of it.
+const ERROR_CHARS: usize = 80;
+
+/// What to list.
+pub(super) struct Wanted {
+    pub(super) state: State,
+    pub(super) limit: usize,
+    pub(super) topic: Option<TopicPattern>,
+    pub(super) code: Option<String>,
+}
+
+pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result<(), Failure> {
+    let store = context.store().await?;
+    let infos = context.some_registered(store.as_ref()).await?;
+    let mut records: Vec<(String, Record)> = Vec::new();
+    for info in infos {
+        let mut query = ListQuery {
+            subscription: info.name.clone(),
+            state: wanted.state,
+            topic: wanted.topic.clone(),
+            code: wanted.code.clone(),
+            after: None,
+            limit: 0,
+        };
+        while records.len() < wanted.limit {
+            query.limit = (wanted.limit - records.len()).min(PAGE);
+            let page = store.list(&query).await?;
+            let full = page.len() == query.limit;
+            query.after = page.last().map(|record| record.seq);
+            records.extend(page.into_iter().map(|record| (info.name.to_string(), record)));
+            if !full {
+                break;
+            }
+        }
+    }
+    if json {
+        return output::json(&records.iter().map(|(name, record)| RecordJson::new(name, record)).collect::<Vec<_>>());
+    }
+    if records.is_empty() {
+        output::note(&format!("nothing is {}", wanted.state));
+        return Ok(());
+    }
+    let terminal = output::is_terminal();
+    let rows: Vec<Vec<String>> = records.iter().map(|(name, record)| row(name, record, terminal)).collect();
+    output::rows(&["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"], &rows)
+}
+
+fn row(subscription: &str, record: &Record, terminal: bool) -> Vec<String> {
+    let error = record.error.as_deref().unwrap_or("-");
+    vec![
+        record.event.id.to_string(),
+        subscription.to_owned(),
+        record.state.to_string(),
+        record.event.topic.to_string(),
+        record.event.key.as_ref().map_or_else(|| "-".to_owned(), |key| key.to_string()),
+        record.attempts.to_string(),
+        record.due_at.map_or_else(|| "-".to_owned(), |at| format!("{at:.0}")),
+        record.code.clone().unwrap_or_else(|| "-".to_owned()),
+        if terminal { cut(error, ERROR_CHARS) } else { error.to_owned() },
+    ]
+}

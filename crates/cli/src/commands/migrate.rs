@@ -1,0 +1,35 @@
+//! `postbox migrate up|down|validate|print`.
+
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::output;
+
+pub(super) async fn up(context: &Context) -> Result<(), Failure> {
+    let applied = context.store_made().await?.up().await?;
+    for name in &applied {
+        output::line(&format!("applied {name}"))?;
+    }
+    output::line(if applied.is_empty() { "the schema is up to date" } else { "the schema is ready" })
+}
+
+pub(super) async fn down(context: &Context, yes: bool) -> Result<(), Failure> {
+    if !yes {
+        return Err(Failure::usage(
+            "this removes every event, the undelivered ones too; say so with: postbox migrate down --yes",
+        ));
+    }
+    let removed = context.store().await?.down().await?;
+    for name in &removed {
+        output::line(&format!("removed {name}"))?;
+    }
+    output::line(if removed.is_empty() { "there was no schema" } else { "the schema is gone" })
+}
+
+pub(super) async fn validate(context: &Context) -> Result<(), Failure> {
+    context.store().await?.validate().await?;
+    output::line("the schema is right")
+}
+
+pub(super) fn print(context: &Context) -> Result<(), Failure> {
+    output::print(&postbox_server::schema_script(&context.config.store)?)
+}

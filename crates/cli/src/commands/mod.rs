@@ -1,0 +1,56 @@
+//! One file a command.
+
+use crate::args::{Args, Command, Migrate};
+use crate::context::{Context, Purpose};
+use crate::failure::Failure;
+
+mod check_config;
+mod completions;
+pub(crate) mod demo;
+mod discard;
+mod dispatch;
+mod doctor;
+mod init;
+mod list;
+mod migrate;
+mod pause;
+mod prune;
+mod record;
+mod retry;
+mod run;
+mod show;
+mod stats;
+
+/// Runs the command that was typed.
+pub(crate) async fn run(args: Args) -> Result<(), Failure> {
+    let global = &args.global;
+    let inspect = || Context::load(global, Purpose::Inspect);
+    match args.command {
+        Command::Demo(demo) => demo::run(demo).await,
+        Command::Init { force } => init::run(global, force),
+        Command::CheckConfig => check_config::run(global),
+        Command::Completions { shell } => completions::run(shell),
+        Command::Migrate(Migrate::Up) => migrate::up(&inspect()?).await,
+        Command::Migrate(Migrate::Down { yes }) => migrate::down(&inspect()?, yes).await,
+        Command::Migrate(Migrate::Validate) => migrate::validate(&inspect()?).await,
+        Command::Migrate(Migrate::Print) => migrate::print(&inspect()?),
+        Command::Run => run::run(Context::load(global, Purpose::Deliver)?).await,
+        Command::Dispatch { limit, forever } => {
+            dispatch::run(&Context::load(global, Purpose::Deliver)?, limit, forever).await
+        }
+        Command::Stats { json } => stats::run(&inspect()?, json).await,
+        Command::List { state, limit, topic, code, json } => {
+            list::run(&inspect()?, list::Wanted { state, limit: limit as usize, topic, code }, json).await
+        }
+        Command::Show { id, json } => show::run(&inspect()?, id, json).await,
+        Command::Retry { ids, all, topic, code, limit } => {
+            let limit = limit.map(|limit| usize::try_from(limit).unwrap_or(usize::MAX));
+            retry::run(&inspect()?, if all { None } else { Some(ids) }, topic, code, limit).await
+        }
+        Command::Discard { ids } => discard::run(&inspect()?, ids).await,
+        Command::Prune { older_than, log } => prune::run(&inspect()?, older_than, log).await,
+        Command::Pause { name, why, span } => pause::pause(&inspect()?, &name, why, span).await,
+        Command::Resume { name } => pause::resume(&inspect()?, &name).await,
+        Command::Doctor { json } => doctor::run(&inspect()?, json).await,
+    }
+}

@@ -1,0 +1,92 @@
+//! `postbox show ID`.
+
+use postbox_core::{Event, EventId, Record};
+use serde::Serialize;
+
+use super::record::{DeliveryJson, EventJson};
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::output;
+use crate::text::{safe_line, safe_lines};
+
+#[derive(Serialize)]
+struct ShowJson<'a> {
+    event: EventJson<'a>,
+    deliveries: Vec<DeliveryJson<'a>>,
+}
+
+pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<(), Failure> {
+    let store = context.store().await?;
+    let mut found: Vec<(String, Record)> = Vec::new();
+    for info in context.some_registered(store.as_ref()).await? {
+        if let Some(record) = store.get(&info.name, id).await? {
+            found.push((info.name.to_string(), record));
+        }
+    }
+    let Some((_, first)) = found.first() else {
+        return Err(Failure::failed(format!("no log has an event {id}; it was never committed, or was pruned")));
+    };
+    if json {
+        let deliveries = found.iter().map(|(name, record)| DeliveryJson::new(name, record)).collect();
+        return output::json(&ShowJson { event: EventJson::new(&first.event), deliveries });
+    }
+    output::print(
+        &(describe(&first.event) + &found.iter().map(|(name, record)| stand(name, record)).collect::<String>()),
+    )?;
+    output::print(&format!("\n{}\n", payload(&first.event)))
+}
+
+fn describe(event: &Event) -> String {
+    let text = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
+    let mut fields = vec![
+        ("id", event.id.to_string()),
+        ("topic", event.topic.to_string()),
+        ("key", event.key.as_ref().map_or_else(|| "-".into(), |key| key.to_string())),
+        ("aggregate", text(&event.aggregate)),
+        ("version", event.version.map_or_else(|| "-".into(), |version| version.to_string())),
+        ("kind", event.kind().to_owned()),
+        ("source", text(&event.source)),
+        ("tenant", event.tenant.as_ref().map_or_else(|| "-".into(), |tenant| tenant.to_string())),
+        ("occurred at", event.occurred_at.to_string()),
+        ("created at", event.created_at.to_string()),
+    ];
+    fields.extend(event.deliver_at.map(|at| ("deliver at", at.to_string())));
+    fields.extend(event.headers.iter().map(|(name, value)| ("header", format!("{name}: {value}"))));
+    fields.push(("content type", event.content_type().to_owned()));
+    fields.push(("payload", format!("{} bytes, below", event.payload.len())));
+    fields.iter().map(|(name, value)| format!("{name:<13} {}\n", safe_line(value))).collect()
+}
+
+fn stand(subscription: &str, record: &Record) -> String {
+    let mut text = format!("{subscription}: {}", record.state);
+    if record.attempts > 0 {
+        text += &format!(", {} attempt(s)", record.attempts);
+    }
+    if record.replays > 0 {
+        text += &format!(", {} replay(s)", record.replays);
+    }
+    if let Some(due_at) = record.due_at {
+        text += &format!(", due {due_at:.0}");
+    }
+    if let Some(code) = &record.code {
+        text += &format!(", {code}");
+    }
+    if let Some(error) = &record.error {
+        text += &format!(": {error}");
+    }
+    format!("{:<13} {}\n", "delivery", safe_line(&text))
+}
+
+/// Text as it is but harmless; other bytes as hexadecimal, sixteen a line.
+fn payload(event: &Event) -> String {
+    if let Ok(text) = std::str::from_utf8(&event.payload) {
+        return safe_lines(text);
+    }
+    let lines = event.payload.chunks(16).enumerate().map(|(line, bytes)| {
+        let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        let shown: String =
+            bytes.iter().map(|byte| if (0x20..0x7f).contains(byte) { char::from(*byte) } else { '.' }).collect();
+        format!("{:08x}  {:<47}  {shown}", line * 16, hex.join(" "))
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}

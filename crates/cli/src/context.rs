@@ -1,0 +1,121 @@
+//! What most commands need: the configuration, the store, and the subscriptions that are meant.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use postbox_core::{Store, SubscriptionInfo};
+use postbox_server::{Config, LogFormat, MissingFile, Secret, StoreUrl, SubscriptionConfig, open_store};
+
+use crate::args::Global;
+use crate::failure::Failure;
+
+/// What a command needs the configuration for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// It delivers or receives: every secret must be there.
+    Deliver,
+    /// It only looks at the store or steers it.
+    Inspect,
+}
+
+/// The configuration and what was typed.
+pub(crate) struct Context {
+    pub(crate) config: Config,
+    only: Option<postbox_core::SubscriptionName>,
+}
+
+impl Context {
+    /// Reads the configuration and starts logging.
+    pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Self, Failure> {
+        let mut config = load_config(global, purpose)?;
+        if let Some(url) = &global.store {
+            StoreUrl::parse(url).map_err(|text| Failure::usage(format!("--store: {text}")))?;
+            config.store.url = Secret::new(url.as_str());
+        }
+        if let Some(level) = &global.log_level {
+            config.log.level.clone_from(level);
+        } else if purpose == Purpose::Inspect {
+            // Commands that end at once have no lifecycle to tell of.
+            config.log.level = "warn".into();
+        }
+        if global.log_json {
+            config.log.format = LogFormat::Json;
+        }
+        crate::logging::start(&config.log)?;
+        Ok(Self { config, only: global.only.clone() })
+    }
+
+    /// Opens the store; a SQLite file that is not there is an error, so that a mistyped path makes no empty database.
+    pub(crate) async fn store(&self) -> Result<Arc<dyn Store>, Failure> {
+        Ok(open_store(&self.config.store, MissingFile::Refuse).await?)
+    }
+
+    /// Opens the store; makes a SQLite file that is not there.
+    pub(crate) async fn store_made(&self) -> Result<Arc<dyn Store>, Failure> {
+        Ok(open_store(&self.config.store, MissingFile::Create).await?)
+    }
+
+    /// The configured subscriptions that are meant.
+    pub(crate) fn configured(&self) -> Result<Vec<SubscriptionConfig>, Failure> {
+        let all = self.config.subscriptions.iter();
+        let meant: Vec<_> = all
+            .filter(|config| self.only.as_ref().is_none_or(|only| *only == config.subscription.name))
+            .cloned()
+            .collect();
+        match &self.only {
+            Some(only) if meant.is_empty() => {
+                let known = self.config.subscriptions.iter().map(|config| config.subscription.name.to_string());
+                Err(unknown_subscription(only.as_str(), known.collect()))
+            }
+            _ => Ok(meant),
+        }
+    }
+
+    /// The subscriptions in the store that are meant. Configured ones that the store has not seen yet are made first, so that what is
+    /// waiting for them is counted before their relay ever ran.
+    pub(crate) async fn registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
+        let mut infos = store.subscriptions().await?;
+        let missing = self.config.subscriptions.iter().map(|config| &config.subscription);
+        let missing: Vec<_> = missing.filter(|wanted| infos.iter().all(|info| info.name != wanted.name)).collect();
+        if !missing.is_empty() {
+            for subscription in missing {
+                store.subscribe(subscription).await?;
+            }
+            infos = store.subscriptions().await?;
+        }
+        let Some(only) = &self.only else { return Ok(infos) };
+        let known: Vec<String> = infos.iter().map(|info| info.name.to_string()).collect();
+        let meant: Vec<_> = infos.into_iter().filter(|info| info.name == *only).collect();
+        if meant.is_empty() { Err(unknown_subscription(only.as_str(), known)) } else { Ok(meant) }
+    }
+
+    /// As [`Self::registered`], and at least one.
+    pub(crate) async fn some_registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
+        let infos = self.registered(store).await?;
+        if infos.is_empty() {
+            return Err(Failure::failed(
+                "there is no subscription yet; add [subscriptions.NAME] to the configuration and name it with --config",
+            ));
+        }
+        Ok(infos)
+    }
+}
+
+fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
+    known.sort();
+    let cure =
+        if known.is_empty() { "there is none yet".to_owned() } else { format!("known are {}", known.join(", ")) };
+    Failure::usage(format!("no subscription is called {name}; {cure}"))
+}
+
+/// The named file; else `postbox.toml` if it is there; else the defaults.
+fn load_config(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
+    let secrets_needed = purpose == Purpose::Deliver;
+    match &global.config {
+        Some(path) => Ok(Config::load(path, secrets_needed)?),
+        None if Path::new(postbox_server::FILE_DEFAULT).exists() => {
+            Ok(Config::load(Path::new(postbox_server::FILE_DEFAULT), secrets_needed)?)
+        }
+        None => Ok(Config::default()),
+    }
+}

@@ -1,0 +1,79 @@
+//! Why a command did not do what it was asked, and the exit code for it.
+
+use std::error::Error as _;
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use postbox_server::LoadError;
+
+use crate::text::safe_line;
+
+/// The end of a command that was not done.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// Exit 1: it was tried and failed.
+    Failed(String),
+    /// Exit 2: wrong usage or configuration; nothing was tried.
+    Usage(String),
+    /// Whoever read our output has closed it (`postbox list | head`): nobody is left to tell, and nothing is wrong.
+    OutputClosed,
+}
+
+impl Failure {
+    pub(crate) fn failed(text: impl Into<String>) -> Self {
+        Self::Failed(text.into())
+    }
+
+    pub(crate) fn usage(text: impl Into<String>) -> Self {
+        Self::Usage(text.into())
+    }
+
+    /// Tells the person and gives the exit code.
+    pub(crate) fn report(self) -> ExitCode {
+        let (text, code) = match self {
+            Self::OutputClosed => return ExitCode::SUCCESS,
+            Self::Failed(text) => (text, 1),
+            Self::Usage(text) => (text, 2),
+        };
+        let mut stderr = std::io::stderr().lock();
+        for line in text.lines() {
+            // Nobody to tell when even standard error is closed.
+            let _ = writeln!(stderr, "postbox: {}", safe_line(line));
+        }
+        ExitCode::from(code)
+    }
+}
+
+impl From<postbox_core::Error> for Failure {
+    fn from(error: postbox_core::Error) -> Self {
+        let mut text = error.message().to_owned();
+        let mut cause = error.source();
+        while let Some(source) = cause {
+            let said = source.to_string();
+            if !text.contains(&said) {
+                text.push_str(": ");
+                text.push_str(&said);
+            }
+            cause = source.source();
+        }
+        // One line, whatever the database said.
+        let text =
+            text.split(['\n', '\r']).map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
+        Self::Failed(format!("{text} ({})", error.code()))
+    }
+}
+
+impl From<LoadError> for Failure {
+    fn from(error: LoadError) -> Self {
+        Self::Usage(error.to_string())
+    }
+}
+
+impl From<std::io::Error> for Failure {
+    fn from(error: std::io::Error) -> Self {
+        match error.kind() {
+            std::io::ErrorKind::BrokenPipe => Self::OutputClosed,
+            _ => Self::Failed(format!("cannot write the output: {error}")),
+        }
+    }
+}
