@@ -1,1 +1,62 @@
-//! Sign and verify webhooks exactly as their providers specify. No I/O.
+//! Sign and verify webhooks exactly as their providers specify. No I/O, no clock, no HTTP library.
+//!
+//! | scheme | verify | sign | what is authenticated |
+//! |---|---|---|---|
+//! | [`standard`] (Standard Webhooks 1.0, Svix) | yes | yes | id, time, body; HMAC-SHA256 (`v1`) or Ed25519 (`v1a`) |
+//! | [`stripe`] | yes | | time, body |
+//! | [`github`] | yes | | body |
+//! | [`shopify`] | yes | | body |
+//! | [`slack`] | yes | | time, body |
+//! | [`twilio`] | yes | | public URL, form parameters or body hash |
+//! | [`plain`] | yes | yes | body, and a time if you configure one |
+//!
+//! ```
+//! use postbox_webhook::standard::{Signer, SymmetricKey, Verifier};
+//! use postbox_webhook::{Headers, Request, UnixSeconds, Verify};
+//!
+//! let secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+//! let signed = Signer::new([SymmetricKey::parse(secret)?.into()])?.sign("msg_1", UnixSeconds(1_614_265_330), b"{}")?;
+//!
+//! let verifier = Verifier::new([SymmetricKey::parse(secret)?.into()])?;
+//! let headers: Headers = signed.headers().into_iter().map(|(name, value)| (name, value.as_bytes())).collect();
+//! let verified = verifier.verify(&Request::new(&headers, b"{}"), UnixSeconds(1_614_265_330))?;
+//! assert_eq!(verified.message_id.as_deref(), Some("msg_1"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Rules that hold for every scheme
+//!
+//! - The signature is computed over the bytes as they were received. Never parse and re-serialise first.
+//! - A signature is decoded to a value of exactly the right length, then compared in constant time. There is no prefix,
+//!   no shorter match and no other spelling (upper-case hex, unpadded base64) of the right one.
+//! - Every header that a scheme reads must be there exactly once ([`Headers`]).
+//! - The signature is checked before the time, so that [`Refusal::TooOld`] is only ever said of a genuine message:
+//!   a count of them is a count of replays, and nobody without the key can raise it.
+//! - Each scheme has its own key type, derived its own way; empty, short and too many keys do not construct.
+//! - A [`Refusal`] is for the owner's logs and counters. Answer the sender with one and the same 401 for all of them.
+//!
+//! # What this crate deliberately does not do
+//!
+//! It does not remember ids (that is the inbox), fetch anything, or decide what a message means.
+
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+mod error;
+mod headers;
+mod mac;
+mod request;
+mod secret;
+mod time;
+
+pub mod github;
+pub mod plain;
+pub mod shopify;
+pub mod slack;
+pub mod standard;
+pub mod stripe;
+pub mod twilio;
+
+pub use error::{Part, Refusal, SecretError, SignError};
+pub use headers::Headers;
+pub use request::{Request, Scheme, SchemeUnknown, Verified, Verify};
+pub use time::{Tolerance, UnixSeconds};

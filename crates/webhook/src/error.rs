@@ -1,0 +1,141 @@
+//! Why a message was refused, why a secret does not construct, why something cannot be signed.
+
+/// The part of a request a refusal speaks of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The signature header.
+    Signature,
+    /// The timestamp.
+    Timestamp,
+    /// The message id.
+    Id,
+}
+
+impl Part {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Signature => "signature",
+            Self::Timestamp => "timestamp",
+            Self::Id => "message id",
+        }
+    }
+}
+
+/// Why a request was not accepted as genuine.
+///
+/// It helps the owner of the endpoint (logs, counters by [`Refusal::code`]). The sender of the request must not learn
+/// which one it was: answer them all alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// A part the scheme needs is not there.
+    #[error("the request has no {}: is the right scheme configured for this sender?", .0.word())]
+    Missing(Part),
+    /// A part that must be there once is there twice, equal or not.
+    #[error("the request has more than one {}", .0.word())]
+    Duplicate(Part),
+    /// A part is not in the scheme's form: wrong encoding, wrong length, a timestamp that is not plain digits, an id with a dot.
+    #[error("the {} is not in the form this scheme requires", .0.word())]
+    Malformed(Part),
+    /// There are signatures, but none of a version that is accepted. Older versions are never fallen back to.
+    #[error("no signature is of an accepted version; older ones are not fallen back to")]
+    VersionUnsupported,
+    /// Well-formed, but made with another key or over other bytes.
+    #[error("no signature fits any configured key: another secret, or the body was changed on the way")]
+    Mismatch,
+    /// The body is not covered by the signature (Twilio: neither a form nor a body hash).
+    #[error("the signature does not cover the body")]
+    BodyUnsigned,
+    /// Genuine, but signed longer ago than the tolerance: a replay, or a clock that is off.
+    #[error("the message is genuine but was signed too long ago: a replay, or a clock that is off")]
+    TooOld,
+    /// Genuine, but signed further in the future than the tolerance: a clock is off.
+    #[error("the message is genuine but was signed in the future: a clock is off")]
+    TooNew,
+}
+
+impl Refusal {
+    /// The stable snake_case word for counters and logs.
+    pub fn code(self) -> &'static str {
+        match self {
+            Self::Missing(Part::Signature) => "signature_missing",
+            Self::Missing(Part::Timestamp) => "timestamp_missing",
+            Self::Missing(Part::Id) => "id_missing",
+            Self::Duplicate(Part::Signature) => "signature_duplicate",
+            Self::Duplicate(Part::Timestamp) => "timestamp_duplicate",
+            Self::Duplicate(Part::Id) => "id_duplicate",
+            Self::Malformed(Part::Signature) => "signature_malformed",
+            Self::Malformed(Part::Timestamp) => "timestamp_malformed",
+            Self::Malformed(Part::Id) => "id_malformed",
+            Self::VersionUnsupported => "signature_version_unsupported",
+            Self::Mismatch => "signature_mismatch",
+            Self::BodyUnsigned => "body_unsigned",
+            Self::TooOld => "timestamp_too_old",
+            Self::TooNew => "timestamp_too_new",
+        }
+    }
+
+    /// Whether the message was genuine and only its time was wrong.
+    pub fn is_stale(self) -> bool {
+        matches!(self, Self::TooOld | Self::TooNew)
+    }
+}
+
+/// Why a key or a verifier does not construct. Never contains the secret.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SecretError {
+    /// No key at all.
+    #[error("no secret is given; a verifier without one would accept nobody or everybody")]
+    None,
+    /// More keys than a rotation needs.
+    #[error("{given} secrets are given; at most {max} may be live at once")]
+    TooMany {
+        /// How many there are.
+        given: usize,
+        /// How many there may be.
+        max: usize,
+    },
+    /// The key has fewer or more bytes than the scheme allows.
+    #[error("the secret has {given} bytes; {scheme} needs {min} to {max}")]
+    Length {
+        /// The scheme.
+        scheme: &'static str,
+        /// Bytes there are (after decoding).
+        given: usize,
+        /// Fewest bytes.
+        min: usize,
+        /// Most bytes.
+        max: usize,
+    },
+    /// The text is not base64 where it must be.
+    #[error("the secret is not valid base64 after its {prefix} prefix")]
+    Encoding {
+        /// The prefix.
+        prefix: &'static str,
+    },
+    /// The prefix belongs to another kind of key.
+    #[error("the secret must begin with {expected}; another provider's secret, or another kind of key?")]
+    Prefix {
+        /// The prefix it must have.
+        expected: &'static str,
+    },
+    /// The bytes are no key of their algorithm.
+    #[error("the bytes are no valid Ed25519 key")]
+    Key,
+    /// A setting of the scheme is unusable.
+    #[error("{0}")]
+    Setting(&'static str),
+}
+
+/// Why something cannot be signed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SignError {
+    /// The id is empty, longer than 255 bytes, or has a dot, white space or something that is not visible ASCII.
+    #[error("a message id has 1 to 255 visible ASCII characters and no dot")]
+    Id,
+    /// The timestamp is negative or absurd.
+    #[error("the timestamp is not a positive number of seconds of at most 12 digits")]
+    Timestamp,
+}

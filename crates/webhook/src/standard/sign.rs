@@ -1,0 +1,101 @@
+//! The sender's side.
+
+use std::fmt;
+
+use ed25519_dalek::Signer as _;
+
+use super::{ID_HEADER, SIGNATURE_HEADER, SigningKey, SymmetricKey, TIMESTAMP_HEADER, is_id, preamble};
+use crate::error::{SecretError, SignError};
+use crate::mac::{hmac_sha256, to_base64};
+use crate::secret::Keys;
+use crate::time::UnixSeconds;
+
+/// A key to sign with.
+#[derive(Debug, Clone)]
+pub enum SignKey {
+    /// Makes a `v1` entry.
+    Symmetric(SymmetricKey),
+    /// Makes a `v1a` entry.
+    Asymmetric(SigningKey),
+}
+
+impl SignKey {
+    /// Reads a key of either kind by its prefix: `whsk_` is asymmetric, everything else symmetric.
+    pub fn parse(text: &str) -> Result<Self, SecretError> {
+        match text.starts_with("whsk_") {
+            true => SigningKey::parse(text).map(Self::Asymmetric),
+            false => SymmetricKey::parse(text).map(Self::Symmetric),
+        }
+    }
+
+    fn entry(&self, preamble: &str, body: &[u8]) -> String {
+        match self {
+            Self::Symmetric(key) => format!("v1,{}", to_base64(&hmac_sha256(&key.0, &[preamble.as_bytes(), body]))),
+            Self::Asymmetric(key) => {
+                let message = [preamble.as_bytes(), body].concat();
+                format!("v1a,{}", to_base64(&key.0.sign(&message).to_bytes()))
+            }
+        }
+    }
+}
+
+impl From<SymmetricKey> for SignKey {
+    fn from(key: SymmetricKey) -> Self {
+        Self::Symmetric(key)
+    }
+}
+
+impl From<SigningKey> for SignKey {
+    fn from(key: SigningKey) -> Self {
+        Self::Asymmetric(key)
+    }
+}
+
+/// Signs messages with every live key, so that receivers may switch from the old one to the new one at their leisure.
+#[derive(Debug, Clone)]
+pub struct Signer {
+    keys: Keys<SignKey>,
+}
+
+impl Signer {
+    /// A signer with 1 to 8 keys; entries come in their order.
+    pub fn new(keys: impl IntoIterator<Item = SignKey>) -> Result<Self, SecretError> {
+        Ok(Self { keys: Keys::new(keys)? })
+    }
+
+    /// Signs `body` under `id`, at `now`. Sign each attempt anew: receivers refuse old timestamps.
+    pub fn sign(&self, id: &str, now: UnixSeconds, body: &[u8]) -> Result<Signed, SignError> {
+        if !is_id(id) {
+            return Err(SignError::Id);
+        }
+        let timestamp = now.0.to_string();
+        UnixSeconds::parse(&timestamp).map_err(|_| SignError::Timestamp)?;
+        let preamble = preamble(id, now);
+        let entries: Vec<String> = self.keys.iter().map(|key| key.entry(&preamble, body)).collect();
+        Ok(Signed { id: id.to_owned(), timestamp, signature: entries.join(" ") })
+    }
+}
+
+/// The three header values of a signed message.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Signed {
+    /// `webhook-id`
+    pub id: String,
+    /// `webhook-timestamp`
+    pub timestamp: String,
+    /// `webhook-signature`
+    pub signature: String,
+}
+
+impl Signed {
+    /// Names and values, ready to be sent.
+    pub fn headers(&self) -> [(&'static str, &str); 3] {
+        [(ID_HEADER, &self.id), (TIMESTAMP_HEADER, &self.timestamp), (SIGNATURE_HEADER, &self.signature)]
+    }
+}
+
+impl fmt::Debug for Signed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Signed({} at {})", self.id, self.timestamp)
+    }
+}
