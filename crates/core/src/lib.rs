@@ -54,7 +54,7 @@ pub use error::{BoxError, Error, ErrorKind, Result, Verdict};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
 pub use inspect::{Inspect, LaneInfo, ListQuery, Pause, Record, Selection, Stats, SubscriptionInfo, TopicStats};
 pub use log::{Acquired, Epoch, Lease, Log};
-pub use memory::MemoryStore;
+pub use memory::{MemoryConflict, MemoryStore, MemoryTransaction};
 pub use migrate::{Migrate, Store};
 pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Topic, TopicPattern};
 pub use outcome::Outcome;
@@ -79,6 +79,8 @@ pub mod limits {
     pub const HEADER_BYTES_MAX: usize = 16 * 1024;
     /// Longest name (subscription, log, source, tenant, kind, aggregate) in bytes.
     pub const NAME_BYTES_MAX: usize = 128;
+    /// Longest id of a message from outside, in bytes.
+    pub const MESSAGE_ID_BYTES_MAX: usize = 255;
     /// Longest error text kept with a delivery, in bytes; the rest is cut.
     pub const ERROR_BYTES_MAX: usize = 2_048;
     /// Most lanes of one subscription: more than any deployment has replicas.

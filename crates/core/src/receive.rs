@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::event::{EventId, NewEvent};
+use crate::limits::MESSAGE_ID_BYTES_MAX;
 use crate::names::{LogName, SourceName};
 
 /// A verified message from outside.
@@ -13,12 +14,27 @@ use crate::names::{LogName, SourceName};
 pub struct Inbound {
     /// Which source it came from; ids are unique per source (and tenant, if the event has one).
     pub source: SourceName,
-    /// The sender's id of the message: 1 to 255 bytes.
+    /// The sender's id of the message: 1 to 255 bytes, no NUL.
     pub message_id: String,
     /// SHA-256 of the raw body as it was received.
     pub digest: [u8; 32],
     /// The event to store: payload = the raw body.
     pub event: NewEvent,
+}
+
+impl Inbound {
+    /// Checks the message id and the event. Stores call this before the round trip.
+    pub fn validate(&self) -> Result<()> {
+        if self.message_id.is_empty() || self.message_id.len() > MESSAGE_ID_BYTES_MAX || self.message_id.contains('\0')
+        {
+            return Err(Error::invalid(
+                "receive",
+                "message_id_invalid",
+                format!("the message id must have 1 to {MESSAGE_ID_BYTES_MAX} bytes and no NUL character"),
+            ));
+        }
+        self.event.validate()
+    }
 }
 
 /// What became of an inbound message.

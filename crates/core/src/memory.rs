@@ -1,3 +1,0 @@
-//! stub
-/// The memory store.
-pub struct MemoryStore;

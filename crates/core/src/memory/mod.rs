@@ -1,0 +1,122 @@
+//! The memory store: every store contract on a `std` mutex, for tests and for trying things out. Nothing survives the process.
+//!
+//! It is the reference the other stores are compared with, so it favours the shortest code that keeps every promise. A
+//! commit gets the next *commit number*; a snapshot is simply the highest number it can see, and a window is every row
+//! whose commit number lies between two snapshots, in `seq` order. With [`MemoryStore::begin`], `seq` is taken at the append
+//! and the commit number at the commit, exactly the trouble a database makes: a late commit shows up with a low `seq`.
+//!
+//! Leases run on the clock's monotonic time, stamps and due times on its wall time. There is no I/O and no wait inside, so every
+//! future is ready at once and cancel-safety is trivial.
+
+mod append;
+mod inspect;
+mod log;
+mod read;
+mod receive;
+mod settle;
+mod state;
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+
+use crate::clock::Clock;
+use crate::error::{Error, ErrorKind, Result};
+use crate::migrate::Migrate;
+use crate::names::LogName;
+use state::State;
+
+pub use append::MemoryTransaction;
+pub use receive::MemoryConflict;
+
+/// The one migration of a store without a schema, so that `up` and `down` have something to say.
+const MIGRATION: &str = "0001_memory";
+
+/// Events, subscriptions and the inbox in memory. Clones share one store; it comes migrated.
+#[derive(Clone)]
+pub struct MemoryStore {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    clock: Arc<dyn Clock>,
+    state: Mutex<State>,
+}
+
+impl MemoryStore {
+    /// An empty store with the logs `outbox` and `inbox`. Ids are made from `clock` and a counter, so a simulated clock makes
+    /// them repeatable.
+    pub fn new(clock: Arc<dyn Clock>) -> Self {
+        Self { shared: Arc::new(Shared { clock, state: Mutex::new(State::migrated()) }) }
+    }
+
+    /// Makes another log; one that is there already stays as it is.
+    pub fn create_log(&self, log: &LogName) -> Result<()> {
+        self.state("create_log")?.logs.entry(log.clone()).or_default();
+        Ok(())
+    }
+
+    /// Opens a transaction: what it appends takes its `seq` at once and becomes visible at its commit.
+    pub fn begin(&self) -> MemoryTransaction {
+        MemoryTransaction::new(self.clone())
+    }
+
+    /// The state, if the schema is there.
+    fn state(&self, operation: &'static str) -> Result<MutexGuard<'_, State>> {
+        let state = self.lock();
+        if state.migrated {
+            return Ok(state);
+        }
+        Err(Error::new(
+            ErrorKind::Mismatch,
+            operation,
+            "schema_missing",
+            "the store has no schema; run: postbox migrate up",
+        ))
+    }
+
+    /// The state, whatever it is. A panic while it was locked would have been ours and between two whole changes.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn clock(&self) -> &dyn Clock {
+        &*self.shared.clock
+    }
+}
+
+impl fmt::Debug for MemoryStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryStore").finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl Migrate for MemoryStore {
+    async fn up(&self) -> Result<Vec<String>> {
+        let mut state = self.lock();
+        if state.migrated {
+            return Ok(Vec::new());
+        }
+        *state = State::migrated();
+        Ok(vec![MIGRATION.to_owned()])
+    }
+
+    async fn down(&self) -> Result<Vec<String>> {
+        let mut state = self.lock();
+        if !state.migrated {
+            return Ok(Vec::new());
+        }
+        *state = State::default();
+        Ok(vec![MIGRATION.to_owned()])
+    }
+
+    async fn validate(&self) -> Result<()> {
+        self.state("validate").map(drop)
+    }
+
+    fn script(&self) -> String {
+        format!("-- {MIGRATION}: the memory store needs no SQL\n")
+    }
+}

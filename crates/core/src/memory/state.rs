@@ -1,0 +1,353 @@
+//! What the memory store remembers, and the small pure rules over it.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::task::Waker;
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::event::{Event, EventId, NewEvent};
+use crate::inspect::Pause;
+use crate::log::{Epoch, Lease};
+use crate::names::{Key, LogName, OwnerId, SubscriptionName};
+use crate::state::State as EventState;
+use crate::subscription::Subscription;
+
+use super::receive::Inbox;
+
+/// Everything, behind the one mutex.
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) migrated: bool,
+    pub(super) logs: BTreeMap<LogName, LogState>,
+    pub(super) readers: BTreeMap<SubscriptionName, Reader>,
+    pub(super) inbox: Inbox,
+    /// Ids handed out so far: makes every id unique within one millisecond.
+    ids: u64,
+    /// Rises with everything that may give a lane work; a lane compares it with what it saw at its last read.
+    pub(super) stirs: u64,
+    /// At most one waiting relay per lane.
+    pub(super) waiting: HashMap<(SubscriptionName, u16), Waker>,
+}
+
+/// One log.
+#[derive(Default)]
+pub(super) struct LogState {
+    pub(super) rows: BTreeMap<i64, Row>,
+    /// Which `seq`s each commit made visible: what a window is opened from.
+    pub(super) commits: BTreeMap<u64, Vec<i64>>,
+    pub(super) commit_last: u64,
+    pub(super) ids: HashMap<EventId, i64>,
+    seq_last: i64,
+}
+
+/// One event; invisible until its transaction has committed.
+pub(super) struct Row {
+    pub(super) event: Event,
+    pub(super) commit: Option<u64>,
+}
+
+/// One subscription with its lanes and delivery rows.
+pub(super) struct Reader {
+    pub(super) subscription: Subscription,
+    pub(super) lanes: Vec<Lane>,
+    pub(super) pause: Option<Pause>,
+    /// Until when each relay counts as alive.
+    pub(super) alive_until: HashMap<OwnerId, Duration>,
+    deliveries: BTreeMap<i64, DeliveryRow>,
+    /// The delivery rows that hold their key, by key, in `seq` order: the first is the head.
+    holding: HashMap<Key, BTreeSet<i64>>,
+}
+
+/// One lane: a window, how far it is read and settled, and who drives it.
+#[derive(Default)]
+pub(super) struct Lane {
+    pub(super) epoch: Epoch,
+    pub(super) owner: Option<OwnerId>,
+    pub(super) lease_until: Option<Duration>,
+    /// The window: rows with `from < commit <= to`.
+    pub(super) from: u64,
+    pub(super) to: u64,
+    /// This lane's rows of the window, in `seq` order.
+    pub(super) window: Vec<i64>,
+    /// Every row of the window up to here is dealt with.
+    pub(super) settled: i64,
+    /// Every row of the window up to here was given to the holder of the lease; never below `settled`.
+    pub(super) read: i64,
+    pub(super) stirs_seen: u64,
+}
+
+/// An event that left the stream.
+#[derive(Clone)]
+pub(super) struct DeliveryRow {
+    pub(super) state: EventState,
+    pub(super) lane: u16,
+    pub(super) key: Option<Key>,
+    /// Whether the subscription was ordered by key when the row was made.
+    pub(super) ordered: bool,
+    /// Dead, and the key waits for a person.
+    pub(super) halt: bool,
+    pub(super) attempts: u32,
+    pub(super) replays: u32,
+    pub(super) due_at: Option<Timestamp>,
+    pub(super) code: Option<String>,
+    pub(super) error: Option<String>,
+    pub(super) updated_at: Timestamp,
+}
+
+impl State {
+    pub(super) fn migrated() -> Self {
+        let logs = [LogName::outbox(), LogName::inbox()].map(|name| (name, LogState::default()));
+        Self { migrated: true, logs: logs.into(), ..Self::default() }
+    }
+
+    pub(super) fn log(&self, operation: &'static str, name: &LogName) -> Result<&LogState> {
+        self.logs.get(name).ok_or_else(|| self.log_unknown(operation, name))
+    }
+
+    pub(super) fn log_unknown(&self, operation: &'static str, name: &LogName) -> Error {
+        let known: Vec<&str> = self.logs.keys().map(LogName::as_str).collect();
+        let message = format!("there is no log {name}; known: {}", known.join(", "));
+        Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
+    }
+
+    /// The reader and the log it reads.
+    pub(super) fn reader_mut(
+        &mut self,
+        operation: &'static str,
+        name: &SubscriptionName,
+    ) -> Result<(&mut Reader, &LogState)> {
+        if !self.readers.contains_key(name) {
+            return Err(self.reader_unknown(operation, name));
+        }
+        let reader = self.readers.get_mut(name).expect("checked above");
+        let log = self.logs.get(&reader.subscription.log).expect("a subscription's log is never removed");
+        Ok((reader, log))
+    }
+
+    /// The reader and log of a lease that is still held at `monotonic`; otherwise `Stale`.
+    pub(super) fn leased(
+        &mut self,
+        operation: &'static str,
+        lease: &Lease,
+        monotonic: Duration,
+    ) -> Result<(&mut Reader, &LogState)> {
+        let Ok((reader, log)) = self.reader_mut(operation, &lease.subscription) else {
+            return Err(Error::stale(operation));
+        };
+        match reader.lanes.get(usize::from(lease.lane)) {
+            Some(lane) if lane.is_held_by(lease, monotonic) => Ok((reader, log)),
+            _ => Err(Error::stale(operation)),
+        }
+    }
+
+    fn reader_unknown(&self, operation: &'static str, name: &SubscriptionName) -> Error {
+        let known: Vec<&str> = self.readers.keys().map(SubscriptionName::as_str).collect();
+        let message = format!("there is no subscription {name}; known: {}", known.join(", "));
+        Error::new(ErrorKind::NotFound, operation, "subscription_unknown", message)
+    }
+
+    /// A UUIDv7 from the time and a counter.
+    pub(super) fn next_id(&mut self, now: Timestamp) -> EventId {
+        self.ids += 1;
+        let mut counter = [0; 10];
+        counter[2..].copy_from_slice(&self.ids.to_be_bytes());
+        let millis = u64::try_from(now.as_millisecond()).unwrap_or_default();
+        EventId::from_uuid(uuid::Builder::from_unix_timestamp_millis(millis, &counter).into_uuid())
+    }
+
+    /// Notes that there may be work, and gives the relays to wake once the lock is released.
+    #[must_use]
+    pub(super) fn stir(&mut self) -> Vec<Waker> {
+        self.stirs += 1;
+        self.waiting.drain().map(|(_, waker)| waker).collect()
+    }
+}
+
+impl LogState {
+    /// Writes a row that nobody sees yet.
+    pub(super) fn insert(&mut self, event: NewEvent, id: EventId, now: Timestamp) -> i64 {
+        self.seq_last += 1;
+        let event = event.into_event(id, now);
+        self.ids.insert(event.id, self.seq_last);
+        self.rows.insert(self.seq_last, Row { event, commit: None });
+        self.seq_last
+    }
+
+    /// Makes rows visible, all at once.
+    pub(super) fn commit(&mut self, seqs: Vec<i64>) {
+        self.commit_last += 1;
+        for seq in &seqs {
+            self.rows.get_mut(seq).expect("an open transaction's rows are not pruned").commit = Some(self.commit_last);
+        }
+        self.commits.insert(self.commit_last, seqs);
+    }
+
+    /// Takes rows back; their `seq` stays used.
+    pub(super) fn remove(&mut self, seq: i64) {
+        let Some(row) = self.rows.remove(&seq) else { return };
+        self.ids.remove(&row.event.id);
+        let Some(commit) = row.commit else { return };
+        if let Some(seqs) = self.commits.get_mut(&commit) {
+            seqs.retain(|other| *other != seq);
+            if seqs.is_empty() {
+                self.commits.remove(&commit);
+            }
+        }
+    }
+
+    /// Every committed row, in `seq` order.
+    pub(super) fn committed(&self) -> impl Iterator<Item = (i64, u64, &Event)> {
+        self.rows.iter().filter_map(|(seq, row)| Some((*seq, row.commit?, &row.event)))
+    }
+}
+
+impl Reader {
+    pub(super) fn new(subscription: Subscription, from: u64) -> Self {
+        let lanes = (0..subscription.lanes).map(|_| Lane { from, to: from, ..Lane::default() }).collect();
+        Self {
+            subscription,
+            lanes,
+            pause: None,
+            alive_until: HashMap::new(),
+            deliveries: BTreeMap::new(),
+            holding: HashMap::new(),
+        }
+    }
+
+    pub(super) fn wants(&self, event: &Event) -> bool {
+        self.subscription.filter.matches(event.topic.as_str(), event.tenant.as_ref().map(|tenant| tenant.as_str()))
+    }
+
+    /// Which lane an event belongs to: its key decides, or its id when it has none.
+    pub(super) fn lane_of(&self, event: &Event) -> u16 {
+        let slot = match &event.key {
+            Some(key) => fnv1a(key.as_str().as_bytes()),
+            None => fnv1a(event.id.as_uuid().as_bytes()),
+        };
+        // The remainder of a division by a `u16` fits one.
+        (slot % u64::from(self.subscription.lanes)) as u16
+    }
+
+    /// Where an event stands: its row says, or the cursor.
+    pub(super) fn state_of(&self, seq: i64, commit: u64, event: &Event) -> EventState {
+        match self.deliveries.get(&seq) {
+            Some(row) => row.state,
+            None if self.lanes[usize::from(self.lane_of(event))].has_passed(seq, commit) => EventState::Dispatched,
+            None => EventState::Pending,
+        }
+    }
+
+    /// The pause in force.
+    pub(super) fn paused(&self, now: Timestamp) -> Option<&Pause> {
+        self.pause.as_ref().filter(|pause| pause.until.is_none_or(|until| now < until))
+    }
+
+    pub(super) fn delivery(&self, seq: i64) -> Option<&DeliveryRow> {
+        self.deliveries.get(&seq)
+    }
+
+    pub(super) fn deliveries(&self) -> impl Iterator<Item = (i64, &DeliveryRow)> {
+        self.deliveries.iter().map(|(seq, row)| (*seq, row))
+    }
+
+    /// Writes a row. Every change goes through here, so that `holding` is always right.
+    pub(super) fn put(&mut self, seq: i64, row: DeliveryRow) {
+        self.take(seq);
+        if let Some(key) = row.held_key() {
+            self.holding.entry(key.clone()).or_default().insert(seq);
+        }
+        self.deliveries.insert(seq, row);
+    }
+
+    /// Deletes a row.
+    pub(super) fn take(&mut self, seq: i64) -> Option<DeliveryRow> {
+        let row = self.deliveries.remove(&seq)?;
+        if let Some(key) = row.held_key()
+            && let Some(seqs) = self.holding.get_mut(key)
+        {
+            seqs.remove(&seq);
+            if seqs.is_empty() {
+                self.holding.remove(key);
+            }
+        }
+        Some(row)
+    }
+
+    pub(super) fn is_held(&self, key: &Key) -> bool {
+        self.holding.contains_key(key)
+    }
+
+    /// The first unfinished event of a key.
+    pub(super) fn head(&self, key: &Key) -> Option<i64> {
+        self.holding.get(key).and_then(|seqs| seqs.first().copied())
+    }
+
+    /// Makes the head of a key due, if it was blocked: whatever it waited for is gone.
+    pub(super) fn release_head(&mut self, key: &Key, now: Timestamp) {
+        let Some(seq) = self.head(key) else { return };
+        let row = &self.deliveries[&seq];
+        if row.state == EventState::Blocked {
+            self.put(
+                seq,
+                DeliveryRow { state: EventState::Retrying, due_at: Some(now), updated_at: now, ..row.clone() },
+            );
+        }
+    }
+}
+
+impl Lane {
+    fn is_held_by(&self, lease: &Lease, monotonic: Duration) -> bool {
+        self.epoch == lease.epoch
+            && self.owner.as_ref() == Some(&lease.owner)
+            && self.lease_until.is_some_and(|until| monotonic < until)
+    }
+
+    pub(super) fn is_free(&self, monotonic: Duration) -> bool {
+        self.lease_until.is_none_or(|until| until <= monotonic)
+    }
+
+    /// Whether the cursor is beyond a row.
+    pub(super) fn has_passed(&self, seq: i64, commit: u64) -> bool {
+        commit <= self.from || (commit <= self.to && seq <= self.settled)
+    }
+}
+
+impl DeliveryRow {
+    /// The row of an event that is about to leave the stream.
+    pub(super) fn new(lane: u16, key: Option<Key>, now: Timestamp) -> Self {
+        Self {
+            state: EventState::Pending,
+            lane,
+            key,
+            ordered: false,
+            halt: false,
+            attempts: 0,
+            replays: 0,
+            due_at: None,
+            code: None,
+            error: None,
+            updated_at: now,
+        }
+    }
+
+    /// The key this row holds, if it holds one.
+    pub(super) fn held_key(&self) -> Option<&Key> {
+        let holds = match self.state {
+            EventState::Retrying | EventState::Blocked => true,
+            EventState::Dead => self.halt,
+            _ => false,
+        };
+        self.key.as_ref().filter(|_| self.ordered && holds)
+    }
+
+    pub(super) fn is_due(&self, now: Timestamp) -> bool {
+        self.due_at.is_some_and(|at| at <= now)
+    }
+}
+
+/// FNV-1a, 64 bits: small, stable, and spreads short keys well.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
