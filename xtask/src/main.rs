@@ -1,3 +1,83 @@
-//! Developer commands.
+//! Developer commands: `cargo xtask test`, `cargo xtask bench`, `cargo xtask servers`.
+//!
+//! Installs what it needs from the registries of the usual clients (apt, pip, cargo) and nothing from anywhere else.
+#![allow(clippy::print_stdout, reason = "a command for people")]
 
-fn main() {}
+mod servers;
+mod steps;
+mod suite;
+
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+use anyhow::Context as _;
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Developer commands of Postbox")]
+struct Arguments {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Everything that must hold before a change lands: format, lints, walls, all tests on real servers, examples, docs.
+    Test {
+        /// Only format, lints and tests: the inner loop.
+        #[arg(long)]
+        fast: bool,
+    },
+    /// Installs the servers the tests use (Postgres 15 and 18, pgbouncer). Does nothing where they are.
+    Servers,
+    /// Measures: `drain`, `latency` or `append`; each prints our figure, its limit and the ratio. `-- --help` tells the options.
+    Bench {
+        /// Handed to the benchmark.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Arguments::parse().task) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            println!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(task: Task) -> anyhow::Result<bool> {
+    match task {
+        Task::Test { fast } => suite::test(fast),
+        Task::Servers => servers::install().map(|()| true),
+        Task::Bench { arguments } => bench(&arguments),
+    }
+}
+
+fn bench(arguments: &[String]) -> anyhow::Result<bool> {
+    servers::install()?;
+    let mut command = steps::cargo();
+    command.args(["run", "--quiet", "--release", "--locked", "--package", "postbox-bench", "--"]).args(arguments);
+    Ok(command.status().context("cargo")?.success())
+}
+
+/// The workspace's root.
+fn root() -> PathBuf {
+    let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    here.parent().expect("xtask lies in the workspace").to_path_buf()
+}
+
+/// Cargo's target folder, the one this program was built in.
+fn target() -> anyhow::Result<PathBuf> {
+    let output = steps::cargo().args(["metadata", "--format-version", "1", "--no-deps"]).output().context("cargo")?;
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
+    Ok(PathBuf::from(metadata["target_directory"].as_str().context("cargo metadata names no target folder")?))
+}
+
+/// Whether a program answers.
+fn answers(program: &str, arguments: &[&str]) -> bool {
+    Command::new(program).args(arguments).output().is_ok_and(|output| output.status.success())
+}

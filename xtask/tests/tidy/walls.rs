@@ -1,0 +1,216 @@
+//! The walls between the rooms, over `cargo metadata`. A wall that is in the way is changed here, with the reason in the commit.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::{none, root};
+
+/// Which of our crates a crate may use. Only these; whoever is not listed may use none.
+const ROOMS: &[(&str, &[&str])] = &[
+    ("postbox-core", &[]),
+    ("postbox-webhook", &[]),
+    ("postbox-testkit", &["postbox-core"]),
+    ("postbox-postgres", &["postbox-core"]),
+    ("postbox-sqlite", &["postbox-core"]),
+    ("postbox-http", &["postbox-core", "postbox-webhook"]),
+    ("postbox-engine", &["postbox-core"]),
+    ("postbox", &["postbox-core", "postbox-engine", "postbox-http", "postbox-postgres", "postbox-sqlite"]),
+    (
+        "postbox-server",
+        &["postbox-core", "postbox-engine", "postbox-http", "postbox-postgres", "postbox-sqlite", "postbox-webhook"],
+    ),
+    (
+        "postbox-cli",
+        &[
+            "postbox-core",
+            "postbox-engine",
+            "postbox-http",
+            "postbox-postgres",
+            "postbox-server",
+            "postbox-sqlite",
+            "postbox-webhook",
+        ],
+    ),
+    ("postbox-bench", &["postbox-core", "postbox-engine", "postbox-postgres", "postbox-sqlite", "postbox-testkit"]),
+    ("xtask", &[]),
+];
+
+/// Heavy or fast-breaking clients, and the only crates that may touch them.
+const CLIENTS: &[(&str, &[&str])] = &[
+    ("tokio-postgres", &["postbox-postgres", "postbox-testkit", "postbox-bench"]),
+    ("deadpool-postgres", &["postbox-postgres"]),
+    ("tokio-postgres-rustls", &["postbox-postgres"]),
+    ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
+    ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench"]),
+    ("reqwest", &["postbox-http"]),
+    ("axum", &["postbox-http", "postbox-server", "postbox-cli"]),
+    ("clap", &["postbox-cli", "postbox-bench", "xtask"]),
+    ("toml", &["postbox-server"]),
+];
+
+/// What the engine may use besides core: the runtime and small change. No driver, no client, no format.
+const ENGINE: &[&str] = &[
+    "async-trait",
+    "bytes",
+    "futures",
+    "jiff",
+    "postbox-core",
+    "rand",
+    "serde_json",
+    "thiserror",
+    "tokio",
+    "tokio-util",
+    "tracing",
+    "uuid",
+];
+
+/// What core and webhook may not reach, not even through somebody else: runtimes, drivers, clients.
+const NOT_ON_THE_GROUND: &[&str] = &[
+    "axum",
+    "async-std",
+    "hyper",
+    "libsqlite3-sys",
+    "mio",
+    "reqwest",
+    "rusqlite",
+    "smol",
+    "sqlx",
+    "tokio",
+    "tokio-postgres",
+];
+
+struct Graph {
+    /// Of our crates: everything used outside tests, by name.
+    direct: BTreeMap<String, BTreeSet<String>>,
+    /// Of every package id: the ids it uses outside tests.
+    edges: BTreeMap<String, Vec<String>>,
+    names: BTreeMap<String, String>,
+}
+
+fn graph() -> Graph {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--all-features", "--locked"])
+        .current_dir(root())
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let list = |value: &Value| value.as_array().expect("a list").clone();
+    let text = |value: &Value| value.as_str().expect("a text").to_owned();
+    let members: BTreeSet<String> = list(&metadata["workspace_members"]).iter().map(text).collect();
+    let packages = list(&metadata["packages"]);
+    let names = packages.iter().map(|package| (text(&package["id"]), text(&package["name"]))).collect();
+    let direct = packages.iter().filter(|package| members.contains(&text(&package["id"]))).map(|package| {
+        let used = list(&package["dependencies"]).into_iter().filter(|it| it["kind"].is_null());
+        (text(&package["name"]), used.map(|it| text(&it["name"])).collect())
+    });
+    let in_production = |dependency: &Value| list(&dependency["dep_kinds"]).iter().any(|it| it["kind"].is_null());
+    let edges = list(&metadata["resolve"]["nodes"]).into_iter().map(|node| {
+        let used = list(&node["deps"]).into_iter().filter(in_production).map(|it| text(&it["pkg"]));
+        (text(&node["id"]), used.collect())
+    });
+    Graph { direct: direct.collect(), edges: edges.collect(), names }
+}
+
+impl Graph {
+    /// Names of everything `name` reaches.
+    fn reach(&self, name: &str) -> BTreeSet<&str> {
+        let start = self.names.iter().filter(|(_, its)| its.as_str() == name).map(|(id, _)| id.clone());
+        let mut open: Vec<String> = start.collect();
+        let mut seen = BTreeSet::new();
+        while let Some(id) = open.pop() {
+            if seen.insert(id.clone()) {
+                open.extend(self.edges.get(&id).into_iter().flatten().cloned());
+            }
+        }
+        seen.iter().filter_map(|id| self.names.get(id)).map(String::as_str).collect()
+    }
+}
+
+#[test]
+fn every_crate_uses_only_the_rooms_below_it() {
+    let allowed: BTreeMap<&str, &[&str]> = ROOMS.iter().copied().collect();
+    let graph = graph();
+    let ours: BTreeSet<&String> = graph.direct.keys().collect();
+    let mut faults = Vec::new();
+    for (name, used) in &graph.direct {
+        let allowed = allowed.get(name.as_str()).copied().unwrap_or_default();
+        for other in used.iter().filter(|other| ours.contains(other) && !allowed.contains(&other.as_str())) {
+            faults.push(format!(
+                "{name} uses {other}: that wall is closed; go through a contract in core, or open it in xtask/tests/tidy/walls.rs"
+            ));
+        }
+    }
+    none(&faults);
+}
+
+#[test]
+fn every_client_has_one_home() {
+    let graph = graph();
+    let mut faults = Vec::new();
+    for (client, homes) in CLIENTS {
+        for (name, used) in &graph.direct {
+            if used.contains(*client) && !homes.contains(&name.as_str()) {
+                faults.push(format!("{name} uses {client}: only {} may", homes.join(", ")));
+            }
+        }
+    }
+    none(&faults);
+}
+
+#[test]
+fn the_engine_uses_only_core_and_the_runtime() {
+    let graph = graph();
+    let others = graph.direct["postbox-engine"].iter().filter(|name| !ENGINE.contains(&name.as_str()));
+    let faults: Vec<_> =
+        others.map(|name| format!("postbox-engine uses {name}: it must run whole in memory")).collect();
+    none(&faults);
+}
+
+#[test]
+fn the_ground_floor_reaches_no_runtime_driver_or_client() {
+    let graph = graph();
+    let mut faults = Vec::new();
+    for ground in ["postbox-core", "postbox-webhook"] {
+        let reached = graph.reach(ground);
+        assert!(reached.len() > 3, "{ground} was looked through");
+        faults.extend(
+            NOT_ON_THE_GROUND
+                .iter()
+                .filter(|name| reached.contains(**name))
+                .map(|name| format!("{ground} reaches {name}: see `cargo tree -p {ground} -e normal -i {name}`")),
+        );
+    }
+    none(&faults);
+}
+
+#[test]
+fn there_is_one_tls_provider() {
+    let graph = graph();
+    let forbidden = graph.names.values().filter(|name| name.starts_with("aws-lc") || *name == "openssl-sys");
+    let faults: Vec<_> = forbidden
+        .map(|name| format!("{name} is in the graph: rustls with ring only; see `cargo tree -i {name}`"))
+        .collect();
+    none(&faults);
+}
+
+#[test]
+fn the_walls_name_crates_that_exist() {
+    let graph = graph();
+    let listed: BTreeSet<&str> = ROOMS.iter().map(|(name, _)| *name).collect();
+    let faults: Vec<_> = graph
+        .direct
+        .keys()
+        .filter(|name| !listed.contains(name.as_str()))
+        .map(|name| format!("{name} has no line in ROOMS in xtask/tests/tidy/walls.rs: say what it may use"))
+        .chain(
+            listed
+                .iter()
+                .filter(|name| !graph.direct.contains_key(**name))
+                .map(|name| format!("ROOMS in xtask/tests/tidy/walls.rs names {name}, which is no crate of ours")),
+        )
+        .collect();
+    none(&faults);
+}
