@@ -25,11 +25,11 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
         "fix what clippy names above: cargo clippy --workspace --all-features --all-targets",
         cargo().arg("clippy").args(WORKSPACE).arg("--all-targets").args(["--", "-D", "warnings"]),
     );
-    tests(&mut steps);
     if !fast {
         documentation(&mut steps);
         examples(&mut steps);
     }
+    tests(&mut steps);
     Ok(steps.sum_up())
 }
 
