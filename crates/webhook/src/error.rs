@@ -55,6 +55,24 @@ pub enum Refusal {
 }
 
 impl Refusal {
+    /// Every refusal, for tables of counters.
+    pub const ALL: [Self; 14] = [
+        Self::Missing(Part::Signature),
+        Self::Missing(Part::Timestamp),
+        Self::Missing(Part::Id),
+        Self::Duplicate(Part::Signature),
+        Self::Duplicate(Part::Timestamp),
+        Self::Duplicate(Part::Id),
+        Self::Malformed(Part::Signature),
+        Self::Malformed(Part::Timestamp),
+        Self::Malformed(Part::Id),
+        Self::VersionUnsupported,
+        Self::Mismatch,
+        Self::BodyUnsigned,
+        Self::TooOld,
+        Self::TooNew,
+    ];
+
     /// The stable snake_case word for counters and logs.
     pub fn code(self) -> &'static str {
         match self {

@@ -46,6 +46,7 @@ mod headers;
 mod mac;
 mod request;
 mod secret;
+mod settings;
 mod time;
 
 pub mod github;
@@ -59,4 +60,5 @@ pub mod twilio;
 pub use error::{Part, Refusal, SecretError, SignError};
 pub use headers::Headers;
 pub use request::{Request, Scheme, SchemeUnknown, Verified, Verify};
+pub use settings::{Settings, verifier};
 pub use time::{Tolerance, UnixSeconds};
