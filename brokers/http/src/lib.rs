@@ -1,1 +1,40 @@
 //! Postbox over HTTP: a signing webhook sink and a verifying webhook source.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use postbox_core::Clock;
+//! use postbox_http::{HttpSink, HttpSinkConfig};
+//! use postbox_webhook::standard::SignKey;
+//!
+//! # fn build(clock: Arc<dyn Clock>, secret: &str) -> Result<HttpSink, Box<dyn std::error::Error>> {
+//! let config = HttpSinkConfig { keys: vec![SignKey::parse(secret)?], ..HttpSinkConfig::new("https://example.org/hook") };
+//! let sink = HttpSink::new(config, clock)?;
+//! # Ok(sink) }
+//! ```
+//!
+//! - [`HttpSink`] posts each event's payload as it is, with CloudEvents binary-mode headers and Standard Webhooks signatures;
+//!   the answer's status becomes an [`Outcome`](postbox_core::Outcome). It serves webhook targets and your own HTTP handlers alike.
+//! - [`ingress`] is an axum router for `POST /in/{source}`: verifies on the raw bytes, stores once, answers 2xx only then.
+//! - [`Guard`] keeps a sink away from private addresses, whatever the URL or the DNS says.
+//!
+//! The README of this crate has the tables: headers, statuses, codes, limits.
+//!
+//! # What this crate deliberately does not do
+//!
+//! It never retries (the engine does), never follows a redirect, never reads proxy variables, never decompresses, and
+//! needs no process-wide TLS provider.
+
+mod classify;
+mod cloudevents;
+mod config;
+mod envelope;
+mod guard;
+mod sink;
+pub mod source;
+mod tls;
+
+pub use config::HttpSinkConfig;
+pub use guard::Guard;
+pub use ipnet::IpNet;
+pub use sink::HttpSink;
+pub use source as ingress;

@@ -1,0 +1,185 @@
+//! What an HTTP sink needs to know.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use http::{HeaderName, HeaderValue};
+use postbox_core::{Error, Result};
+use postbox_webhook::standard::SignKey;
+use url::Url;
+
+use crate::envelope::is_reserved;
+use crate::guard::Guard;
+
+/// Most requests at once to one target: beyond this a target needs a conversation, not a setting.
+const CONCURRENCY_MAX: usize = 1_024;
+
+/// Longest URL in bytes: what servers commonly accept.
+const URL_BYTES_MAX: usize = 8_000;
+
+/// The settings of one HTTP target.
+#[derive(Clone)]
+pub struct HttpSinkConfig {
+    /// Where to: `http://` or `https://`, without user name, password and fragment.
+    pub url: String,
+    /// Keys to sign with, all of them each time; several while one rotates. None: not signed.
+    pub keys: Vec<SignKey>,
+    /// Headers on every request, e.g. `authorization`. They win over an event's headers of the same name.
+    pub headers: Vec<(String, String)>,
+    /// `ce-source` of events that name no source.
+    pub source: String,
+    /// Longest wait for a connection, TLS included.
+    pub connect_timeout: Duration,
+    /// Longest time for one request, from connecting to the end of the answer. Keep it below the subscription's timeout, or
+    /// the relay gives up first and cannot say why.
+    pub timeout: Duration,
+    /// Most requests at once.
+    pub concurrency: usize,
+    /// Which addresses may be called.
+    pub guard: Guard,
+    /// Certificates (PEM) to trust beside the system's, for a private authority.
+    pub ca_file: Option<PathBuf>,
+}
+
+impl HttpSinkConfig {
+    /// A target with every other setting at its default: not signed, 5 s to connect, 20 s in all, 16 requests at once,
+    /// any address.
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            keys: Vec::new(),
+            headers: Vec::new(),
+            source: "postbox".into(),
+            connect_timeout: Duration::from_secs(5),
+            timeout: Duration::from_secs(20),
+            concurrency: 16,
+            guard: Guard::Off,
+            ca_file: None,
+        }
+    }
+
+    /// Every fault at once, each a line that says how to fix it.
+    pub fn faults(&self) -> Vec<String> {
+        let mut faults = Vec::new();
+        faults.extend(self.target().err());
+        if self.source.is_empty() {
+            faults.push("source must not be empty: CloudEvents requires one".into());
+        }
+        if self.timeout.is_zero() || self.connect_timeout.is_zero() {
+            faults.push("timeout and connect_timeout must be longer than nothing".into());
+        }
+        if !(1..=CONCURRENCY_MAX).contains(&self.concurrency) {
+            faults.push(format!("concurrency must be 1 to {CONCURRENCY_MAX}"));
+        }
+        for (name, value) in &self.headers {
+            match HeaderName::try_from(name.as_str()) {
+                Err(_) => faults.push(format!("{name:?} is no header name")),
+                Ok(parsed) if is_reserved(&parsed) && parsed != http::header::AUTHORIZATION => {
+                    faults.push(format!("the header {name} is set by Postbox or by HTTP itself; leave it out"));
+                }
+                Ok(_) => {}
+            }
+            if HeaderValue::try_from(value.as_str()).is_err() {
+                faults.push(format!("the value of header {name} has a character that headers cannot carry"));
+            }
+        }
+        faults
+    }
+
+    /// [`Self::faults`] as an error.
+    pub fn validate(&self) -> Result<()> {
+        match self.faults() {
+            faults if faults.is_empty() => Ok(()),
+            faults => Err(Error::invalid("configure", "http_sink_invalid", faults.join("; "))),
+        }
+    }
+
+    /// The parsed URL, or what is wrong with it. The text is not repeated when it may hold a password.
+    pub(crate) fn target(&self) -> Result<Url, String> {
+        if self.url.len() > URL_BYTES_MAX {
+            return Err(format!("the url has {} bytes; at most {URL_BYTES_MAX} are allowed", self.url.len()));
+        }
+        if self.url.chars().any(|c| c.is_control() || c.is_whitespace()) {
+            return Err("the url has white space or a control character".into());
+        }
+        let url =
+            Url::parse(&self.url).map_err(|error| format!("the url is none ({error}); write https://host/path"))?;
+        if !matches!(url.scheme(), "http" | "https") || !url.has_host() {
+            return Err("the url must begin with https:// or http:// and name a host".into());
+        }
+        if !url.username().is_empty() || url.password().is_some() {
+            return Err("the url holds a user name or password; give them as a header `authorization` instead".into());
+        }
+        if url.fragment().is_some() {
+            return Err("the url has a fragment (#…), which is never sent; leave it out".into());
+        }
+        self.guard.check_literal(&url)?;
+        Ok(url)
+    }
+}
+
+impl fmt::Debug for HttpSinkConfig {
+    /// Header values may be credentials and the URL may carry a token in its query: neither is shown.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.headers.iter().map(|(name, _)| name.as_str()).collect();
+        f.debug_struct("HttpSinkConfig")
+            .field("url", &self.url.split(['?', '@']).next().unwrap_or_default())
+            .field("keys", &self.keys.len())
+            .field("headers", &names)
+            .field("source", &self.source)
+            .field("connect_timeout", &self.connect_timeout)
+            .field("timeout", &self.timeout)
+            .field("concurrency", &self.concurrency)
+            .field("guard", &self.guard)
+            .field("ca_file", &self.ca_file)
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hostile_urls_are_refused() {
+        for url in [
+            "",
+            "example.org/hook",
+            "ftp://example.org/",
+            "file:///etc/passwd",
+            "https://user:pw@example.org/",
+            "https://user@example.org/",
+            "https://example.org/#frag",
+            "https://good.example#@evil.example/",
+            "https://example.org/\r\nHost: evil",
+            "https://example.org/a b",
+            "https://",
+        ] {
+            assert!(HttpSinkConfig::new(url).validate().is_err(), "{url:?}");
+        }
+        assert!(HttpSinkConfig::new("https://example.org:8443/hook?token=1").validate().is_ok());
+    }
+
+    #[test]
+    fn all_faults_come_at_once_and_no_secret_with_them() {
+        let config = HttpSinkConfig {
+            headers: vec![("a b".into(), "canary\n".into()), ("Host".into(), "x".into()), ("ce-id".into(), "x".into())],
+            concurrency: 0,
+            ..HttpSinkConfig::new("https://canary:canary@example.org/")
+        };
+        assert_eq!(config.faults().len(), 6, "{:?}", config.faults());
+        let printed = format!("{config:?} {}", config.validate().expect_err("faults"));
+        assert!(!printed.contains("canary") || !printed.contains("canary@"), "{printed}");
+    }
+
+    #[test]
+    fn credentials_do_not_print() {
+        let config = HttpSinkConfig {
+            headers: vec![("authorization".into(), "Bearer canary".into())],
+            ..HttpSinkConfig::new("https://example.org/hook?token=canary")
+        };
+        assert!(config.validate().is_ok());
+        assert!(!format!("{config:?}").contains("canary"));
+    }
+}

@@ -1,0 +1,294 @@
+//! The address guard: which addresses a sink may connect to.
+//!
+//! # The default
+//!
+//! A URL in the operator's own configuration may name anything: most outboxes talk to internal services, and whoever writes
+//! that file could reach them anyway. So the default is [`Guard::Off`]. URLs that come from *customers* need
+//! [`Guard::PublicOnly`]: every address a name resolves to is checked as a number, each time a connection is made, and the
+//! connection goes to the very address that was checked, with the name kept for TLS. There is no second look-up that could
+//! answer differently, no redirect, no proxy, and a name with one forbidden address among good ones is refused altogether.
+//!
+//! The standard library's helpers miss mapped, translated and tunnelled forms, so the tables here are our own.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use ipnet::IpNet;
+use reqwest::dns::{Addrs, Name, Resolve, Resolving};
+use url::{Host, Url};
+
+/// Which addresses may be called.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Guard {
+    /// Any address: for URLs that the operator wrote.
+    #[default]
+    Off,
+    /// Public addresses only: for URLs that somebody else chose.
+    PublicOnly {
+        /// Networks that may be called all the same.
+        allow: Vec<IpNet>,
+    },
+}
+
+impl Guard {
+    /// Public addresses only, without exception.
+    pub const PUBLIC_ONLY: Self = Self::PublicOnly { allow: Vec::new() };
+
+    /// Whether a connection to `address` may be made.
+    pub fn permits(&self, address: IpAddr) -> bool {
+        let Self::PublicOnly { allow } = self else { return true };
+        // `::ffff:10.0.0.1` *is* 10.0.0.1 for the operating system, so it is judged and allowed as that.
+        let address = address.to_canonical();
+        is_public(address) || allow.iter().any(|net| net.contains(&address))
+    }
+
+    /// Checks a URL whose host is an address; names are checked when they are resolved. The URL parser has turned `0x7f.1`,
+    /// `2130706433` and their like into numbers already.
+    pub(crate) fn check_literal(&self, url: &Url) -> Result<(), String> {
+        let address = match url.host() {
+            Some(Host::Ipv4(address)) => IpAddr::V4(address),
+            Some(Host::Ipv6(address)) => IpAddr::V6(address),
+            _ => return Ok(()),
+        };
+        if self.permits(address) { Ok(()) } else { Err(Forbidden(address).to_string()) }
+    }
+
+    fn check_all(&self, addresses: &[SocketAddr]) -> Result<(), Forbidden> {
+        match addresses.iter().find(|address| !self.permits(address.ip())) {
+            Some(address) => Err(Forbidden(address.ip())),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A name or URL led to an address that the guard does not permit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Forbidden(pub(crate) IpAddr);
+
+impl fmt::Display for Forbidden {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the target's address {} is not public; allow its network explicitly if it is meant", self.0)
+    }
+}
+
+impl std::error::Error for Forbidden {}
+
+/// Resolves names for the client and lets no forbidden address through.
+pub(crate) struct GuardedResolver {
+    pub(crate) guard: Guard,
+}
+
+impl Resolve for GuardedResolver {
+    fn resolve(&self, name: Name) -> Resolving {
+        let guard = self.guard.clone();
+        Box::pin(async move {
+            // Port 0: the client puts the URL's port in.
+            let addresses: Vec<SocketAddr> = tokio::net::lookup_host((name.as_str(), 0)).await?.collect();
+            guard.check_all(&addresses)?;
+            Ok(Box::new(addresses.into_iter()) as Addrs)
+        })
+    }
+}
+
+/// Networks of version 4 that are not public, as (network, prefix length).
+const FORBIDDEN_V4: [(Ipv4Addr, u32); 18] = [
+    (Ipv4Addr::new(0, 0, 0, 0), 8),        // this network
+    (Ipv4Addr::new(10, 0, 0, 0), 8),       // private
+    (Ipv4Addr::new(100, 64, 0, 0), 10),    // carrier-grade NAT, and a cloud's metadata
+    (Ipv4Addr::new(127, 0, 0, 0), 8),      // loopback
+    (Ipv4Addr::new(168, 63, 129, 16), 32), // a cloud's host agent
+    (Ipv4Addr::new(169, 254, 0, 0), 16),   // link-local, and most clouds' metadata
+    (Ipv4Addr::new(172, 16, 0, 0), 12),    // private
+    (Ipv4Addr::new(192, 0, 0, 0), 24),     // protocol assignments
+    (Ipv4Addr::new(192, 0, 2, 0), 24),     // documentation
+    (Ipv4Addr::new(192, 31, 196, 0), 24),  // AS112
+    (Ipv4Addr::new(192, 52, 193, 0), 24),  // AMT
+    (Ipv4Addr::new(192, 88, 99, 0), 24),   // 6to4 relays
+    (Ipv4Addr::new(192, 168, 0, 0), 16),   // private
+    (Ipv4Addr::new(198, 18, 0, 0), 15),    // benchmarks
+    (Ipv4Addr::new(198, 51, 100, 0), 24),  // documentation
+    (Ipv4Addr::new(203, 0, 113, 0), 24),   // documentation
+    (Ipv4Addr::new(224, 0, 0, 0), 4),      // multicast
+    (Ipv4Addr::new(240, 0, 0, 0), 4),      // reserved, broadcast
+];
+
+/// Networks inside 2000::/3 that are not public; everything outside of it is forbidden anyway.
+const FORBIDDEN_V6: [(Ipv6Addr, u32); 6] = [
+    (Ipv6Addr::new(0x2001, 0, 0, 0, 0, 0, 0, 0), 23), // protocol assignments: Teredo, ORCHID, benchmarks
+    (Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0), 32), // documentation
+    (Ipv6Addr::new(0x2002, 0, 0, 0, 0, 0, 0, 0), 16), // 6to4: carries any address of version 4
+    (Ipv6Addr::new(0x2620, 0x4f, 0x8000, 0, 0, 0, 0, 0), 48), // AS112
+    (Ipv6Addr::new(0x3ffe, 0, 0, 0, 0, 0, 0, 0), 16), // given back
+    (Ipv6Addr::new(0x3fff, 0, 0, 0, 0, 0, 0, 0), 20), // documentation
+];
+
+/// NAT64's well-known prefix: an address of version 4 in the last 32 bits.
+const NAT64: (Ipv6Addr, u32) = (Ipv6Addr::new(0x64, 0xff9b, 0, 0, 0, 0, 0, 0), 96);
+/// Global unicast.
+const GLOBAL_V6: (Ipv6Addr, u32) = (Ipv6Addr::new(0x2000, 0, 0, 0, 0, 0, 0, 0), 3);
+
+fn is_public(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => is_public_v4(address),
+        IpAddr::V6(address) => is_public_v6(address),
+    }
+}
+
+fn is_public_v4(address: Ipv4Addr) -> bool {
+    let inside = |(net, length): &(Ipv4Addr, u32)| (u32::from(address) ^ u32::from(*net)) >> (32 - length) == 0;
+    !FORBIDDEN_V4.iter().any(inside)
+}
+
+fn is_public_v6(address: Ipv6Addr) -> bool {
+    let inside = |(net, length): &(Ipv6Addr, u32)| (u128::from(address) ^ u128::from(*net)) >> (128 - length) == 0;
+    if inside(&NAT64) {
+        let [.., a, b, c, d] = address.octets();
+        return is_public_v4(Ipv4Addr::new(a, b, c, d));
+    }
+    inside(&GLOBAL_V6) && !FORBIDDEN_V6.iter().any(inside)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(host: &str) -> bool {
+        let url = Url::parse(&format!("http://{host}/")).expect(host);
+        assert!(!matches!(url.host(), Some(Host::Domain(_))), "{host} is a name");
+        Guard::PUBLIC_ONLY.check_literal(&url).is_err()
+    }
+
+    #[test]
+    fn every_form_of_a_forbidden_address_is_refused() {
+        for host in [
+            "127.0.0.1",
+            "127.1",
+            "2130706433",
+            "0x7f.1",
+            "0x7f000001",
+            "0177.0.0.1",
+            "017700000001",
+            "①②⑦.0.0.1",
+            "127.0.0.1.",
+            "0",
+            "0.0.0.0",
+            "0.1.2.3",
+            "10.0.0.1",
+            "10.255.255.255",
+            "100.64.0.1",
+            "100.100.100.200",
+            "100.127.255.255",
+            "168.63.129.16",
+            "169.254.169.254",
+            "0xa9fea9fe",
+            "2852039166",
+            "172.16.0.1",
+            "172.31.255.255",
+            "192.0.0.1",
+            "192.0.2.1",
+            "192.88.99.1",
+            "192.168.0.1",
+            "198.18.0.1",
+            "198.19.255.255",
+            "198.51.100.1",
+            "203.0.113.1",
+            "224.0.0.1",
+            "239.255.255.255",
+            "240.0.0.1",
+            "255.255.255.255",
+            "[::]",
+            "[::1]",
+            "[::127.0.0.1]",
+            "[::a00:1]",
+            "[::ffff:127.0.0.1]",
+            "[::ffff:10.0.0.1]",
+            "[::ffff:a9fe:a9fe]",
+            "[::ffff:0:127.0.0.1]",
+            "[64:ff9b::a9fe:a9fe]",
+            "[64:ff9b::10.0.0.1]",
+            "[64:ff9b:1::1]",
+            "[100::1]",
+            "[2001::1]",
+            "[2001:0:4136:e378:8000:63bf:3fff:fdd2]",
+            "[2001:2::1]",
+            "[2001:10::1]",
+            "[2001:20::1]",
+            "[2001:db8::1]",
+            "[2002:7f00:1::]",
+            "[2002:a9fe:a9fe::]",
+            "[3ffe::1]",
+            "[3fff::1]",
+            "[5f00::1]",
+            "[fc00::1]",
+            "[fd00:ec2::254]",
+            "[fe80::1]",
+            "[febf::1]",
+            "[fec0::1]",
+            "[ff02::1]",
+            "[4000::1]",
+            "[1fff::1]",
+        ] {
+            assert!(refused(host), "{host} got through");
+        }
+    }
+
+    #[test]
+    fn public_addresses_pass() {
+        for host in [
+            "1.1.1.1",
+            "8.8.8.8",
+            "9.255.255.255",
+            "11.0.0.1",
+            "100.63.255.255",
+            "100.128.0.1",
+            "126.255.255.255",
+            "128.0.0.1",
+            "169.253.0.1",
+            "172.15.0.1",
+            "172.32.0.1",
+            "192.0.1.1",
+            "198.17.0.1",
+            "198.20.0.1",
+            "223.255.255.255",
+            "[2606:4700::1111]",
+            "[2a00:1450::1]",
+            "[::ffff:8.8.8.8]",
+            "[64:ff9b::808:808]",
+        ] {
+            assert!(!refused(host), "{host} is refused");
+        }
+    }
+
+    #[test]
+    fn an_allowed_network_is_allowed_in_every_form() {
+        let guard = Guard::PublicOnly { allow: vec!["127.0.0.0/8".parse().expect("a network")] };
+        for (address, expected) in
+            [("127.0.0.1", true), ("::ffff:127.0.0.1", true), ("::1", false), ("10.0.0.1", false), ("8.8.8.8", true)]
+        {
+            assert_eq!(guard.permits(address.parse().expect("an address")), expected, "{address}");
+        }
+        assert!(Guard::Off.permits(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+    }
+
+    #[test]
+    fn one_forbidden_address_among_good_ones_spoils_the_name() {
+        let good = SocketAddr::from(([8, 8, 8, 8], 0));
+        let bad = SocketAddr::from(([10, 0, 0, 1], 0));
+        assert!(Guard::PUBLIC_ONLY.check_all(&[good]).is_ok());
+        assert!(Guard::PUBLIC_ONLY.check_all(&[good, bad]).is_err());
+    }
+
+    #[tokio::test]
+    async fn names_are_checked_when_they_are_resolved() {
+        for name in ["localhost", "localhost."] {
+            let url = Url::parse(&format!("http://{name}/")).expect("a URL");
+            assert!(matches!(url.host(), Some(Host::Domain(_))));
+            let resolver = GuardedResolver { guard: Guard::PUBLIC_ONLY };
+            let resolved = resolver.resolve(name.parse().expect("a name")).await;
+            assert!(resolved.is_err(), "{name}");
+        }
+        let allow = ["127.0.0.0/8", "::1/128"].map(|net| net.parse().expect("a network")).to_vec();
+        let resolver = GuardedResolver { guard: Guard::PublicOnly { allow } };
+        assert!(resolver.resolve("localhost".parse().expect("a name")).await.is_ok());
+    }
+}

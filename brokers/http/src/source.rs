@@ -1,0 +1,172 @@
+//! Webhook ingress: `POST /in/{source}`, verified on the raw bytes, stored once, answered only then.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use postbox_core::{Clock, LogName, Receive, SourceName};
+//! use postbox_http::ingress::{self, Ingress, WebhookSource};
+//! use postbox_webhook::{Scheme, Settings, verifier};
+//!
+//! # fn build(store: Arc<dyn Receive>, clock: Arc<dyn Clock>, secret: &str) -> Result<axum::Router, Box<dyn std::error::Error>> {
+//! let stripe = verifier(Scheme::Stripe, &[secret], &Settings::default())?;
+//! let source = WebhookSource::new(SourceName::new("stripe")?, LogName::inbox(), stripe);
+//! let ingress = Ingress::new(vec![source], store, clock)?;
+//! let router = ingress::router(Arc::clone(&ingress)); // merge it into your own
+//! let counts = ingress.counts(); // for your metrics
+//! # Ok(router) }
+//! ```
+//!
+//! # Answers
+//!
+//! | status | when |
+//! |---|---|
+//! | 202 | stored, durably |
+//! | 200 | stored before: the same body (duplicate), or another one (conflict: kept out, counted, logged) |
+//! | 401 | not verified; the body never says why, the counter does |
+//! | 404 | no such source |
+//! | 408, 413, 415 | the body comes too slowly, is too large, or has a content encoding |
+//! | 422 | genuine, but it has no id, topic or tenant where the mapping says, or breaks a limit of events |
+//! | 503 + `Retry-After` | the store is down or too slow, or too much is being received at once |
+//!
+//! Nothing of a request that is not verified is stored, not even its id. A conflict is answered with success because no repetition
+//! could change it, and a sender that hears an error repeats for days.
+
+mod answer;
+mod body;
+mod json;
+mod mapping;
+mod receive;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::routing::post;
+use postbox_core::limits::PAYLOAD_BYTES_MAX;
+use postbox_core::{Clock, Error, LogName, Receive, Result, SourceName};
+use postbox_webhook::Verify;
+use tokio::sync::Semaphore;
+
+pub use answer::Count;
+pub use mapping::{Mapping, Origin};
+
+use answer::Counters;
+
+/// Bounds on what one source may cost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SourceLimits {
+    /// Largest body. Default 1 MiB; at most 16 MiB, because it becomes a payload.
+    pub body_bytes: usize,
+    /// All bodies that are being received at one time, together. Default 32 MiB, at least one largest body. What has not arrived does not
+    /// count, so slow senders of little hold up nobody.
+    pub buffered_bytes: usize,
+    /// Longest time for a body to arrive. Default 10 s.
+    pub body_timeout: Duration,
+    /// Most verified messages on their way into the store at once. Default 256.
+    pub concurrency: usize,
+    /// Longest wait for the store. Default 10 s; after that the sender comes again.
+    pub store_timeout: Duration,
+}
+
+impl Default for SourceLimits {
+    fn default() -> Self {
+        Self {
+            body_bytes: 1024 * 1024,
+            buffered_bytes: 32 * 1024 * 1024,
+            body_timeout: Duration::from_secs(10),
+            concurrency: 256,
+            store_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+/// One sender: how its messages are verified, understood and bounded.
+#[derive(Debug)]
+pub struct WebhookSource {
+    /// Its name, which is its path: `/in/NAME`.
+    pub name: SourceName,
+    /// The log it stores into.
+    pub log: LogName,
+    /// Scheme and keys.
+    pub verifier: Box<dyn Verify>,
+    /// Where id, topic, key and tenant come from.
+    pub mapping: Mapping,
+    /// Bounds.
+    pub limits: SourceLimits,
+}
+
+impl WebhookSource {
+    /// A source with the scheme's usual mapping and the default limits.
+    pub fn new(name: SourceName, log: LogName, verifier: Box<dyn Verify>) -> Self {
+        let mapping = Mapping::usual(verifier.scheme(), &name);
+        Self { name, log, verifier, mapping, limits: SourceLimits::default() }
+    }
+}
+
+/// All sources of a process, ready to be served.
+pub struct Ingress {
+    gates: BTreeMap<String, Gate>,
+    unknown: Counters,
+    receive: Arc<dyn Receive>,
+    clock: Arc<dyn Clock>,
+}
+
+/// One source and what it is using.
+struct Gate {
+    source: WebhookSource,
+    buffered: Semaphore,
+    storing: Semaphore,
+    counters: Counters,
+}
+
+impl Ingress {
+    /// Takes the sources; two of one name, or limits that contradict themselves, are refused.
+    pub fn new(sources: Vec<WebhookSource>, receive: Arc<dyn Receive>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+        let mut gates = BTreeMap::new();
+        for source in sources {
+            let name = source.name.to_string();
+            let gate = Gate::new(source)?;
+            if gates.insert(name.clone(), gate).is_some() {
+                return Err(Error::invalid("configure", "source_twice", format!("there are two sources named {name}")));
+            }
+        }
+        Ok(Arc::new(Self { gates, unknown: Counters::default(), receive, clock }))
+    }
+
+    /// How often each source gave each answer, zeros included: `accepted`, `duplicate` (replayed id), `conflict`,
+    /// `timestamp_too_old` (stale), every other refusal by its code, …
+    pub fn counts(&self) -> Vec<Count> {
+        let known = self.gates.values().flat_map(|gate| gate.counters.counts(Some(&gate.source.name)));
+        known.chain(self.unknown.counts(None).filter(|count| count.count > 0)).collect()
+    }
+}
+
+impl Gate {
+    fn new(source: WebhookSource) -> Result<Self> {
+        let limits = source.limits;
+        let fault = |text: &str| {
+            Err(Error::invalid("configure", "source_limits_invalid", format!("source {}: {text}", source.name)))
+        };
+        if !(1..=PAYLOAD_BYTES_MAX).contains(&limits.body_bytes) {
+            return fault("the largest body must have 1 byte to 16 MiB");
+        }
+        if limits.concurrency == 0 || limits.concurrency > Semaphore::MAX_PERMITS {
+            return fault("concurrency must be at least 1");
+        }
+        if limits.body_timeout.is_zero() || limits.store_timeout.is_zero() {
+            return fault("the timeouts must be longer than nothing");
+        }
+        let buffered = limits.buffered_bytes.clamp(limits.body_bytes, Semaphore::MAX_PERMITS);
+        Ok(Self {
+            buffered: Semaphore::new(buffered),
+            storing: Semaphore::new(limits.concurrency),
+            counters: Counters::default(),
+            source,
+        })
+    }
+}
+
+/// The routes: `POST /in/{source}`. Mount or merge them anywhere; axum's own body limit does not apply to them.
+pub fn router(ingress: Arc<Ingress>) -> Router {
+    Router::new().route("/in/{source}", post(receive::receive)).with_state(ingress)
+}

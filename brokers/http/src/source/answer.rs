@@ -1,0 +1,192 @@
+//! What the sender hears, and what the owner counts.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use postbox_core::SourceName;
+use postbox_webhook::Refusal;
+
+/// The end of one request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Answer {
+    Accepted,
+    Duplicate,
+    Conflict,
+    /// A provider's handshake, answered after verification; nothing is stored.
+    Challenge(String),
+    Refused(Refusal),
+    UnknownSource,
+    EncodingRefused,
+    BodyTooLarge,
+    BodyTooSlow,
+    BodyBroken,
+    /// Genuine, but not an event; the code says which part is wrong.
+    Unmapped(&'static str),
+    Busy,
+    StoreDown,
+}
+
+/// Codes that are not refusals of the verifier.
+const CODES: [&str; 16] = [
+    "accepted",
+    "duplicate",
+    "conflict",
+    "challenge",
+    "source_unknown",
+    "encoding_refused",
+    "body_too_large",
+    "body_too_slow",
+    "body_broken",
+    "id_unmapped",
+    "topic_unmapped",
+    "key_unmapped",
+    "tenant_unmapped",
+    "event_invalid",
+    "busy",
+    "store_unavailable",
+];
+
+impl Answer {
+    pub(super) fn code(&self) -> &'static str {
+        match self {
+            Self::Accepted => "accepted",
+            Self::Duplicate => "duplicate",
+            Self::Conflict => "conflict",
+            Self::Challenge(_) => "challenge",
+            Self::Refused(refusal) => refusal.code(),
+            Self::UnknownSource => "source_unknown",
+            Self::EncodingRefused => "encoding_refused",
+            Self::BodyTooLarge => "body_too_large",
+            Self::BodyTooSlow => "body_too_slow",
+            Self::BodyBroken => "body_broken",
+            Self::Unmapped(code) => code,
+            Self::Busy => "busy",
+            Self::StoreDown => "store_unavailable",
+        }
+    }
+
+    fn status(&self) -> StatusCode {
+        match self {
+            Self::Accepted => StatusCode::ACCEPTED,
+            Self::Duplicate | Self::Conflict | Self::Challenge(_) => StatusCode::OK,
+            Self::Refused(_) => StatusCode::UNAUTHORIZED,
+            Self::UnknownSource => StatusCode::NOT_FOUND,
+            Self::EncodingRefused => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::BodyTooSlow => StatusCode::REQUEST_TIMEOUT,
+            Self::BodyBroken => StatusCode::BAD_REQUEST,
+            Self::Unmapped(_) => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::Busy | Self::StoreDown => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+
+    /// When to come again: soon after a crowd, a little later after an outage.
+    fn retry_after(&self) -> Option<HeaderValue> {
+        match self {
+            Self::Busy => Some(HeaderValue::from_static("1")),
+            Self::StoreDown => Some(HeaderValue::from_static("10")),
+            _ => None,
+        }
+    }
+}
+
+impl IntoResponse for Answer {
+    fn into_response(self) -> Response {
+        let text = match &self {
+            // Which of its parts was wrong would help somebody who guesses.
+            Self::Refused(_) => "unverified".to_owned(),
+            Self::Challenge(challenge) => challenge.clone(),
+            other => other.code().to_owned(),
+        };
+        let mut response = (self.status(), [(header::CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response();
+        response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+        if let Some(wait) = self.retry_after() {
+            response.headers_mut().insert(header::RETRY_AFTER, wait);
+        }
+        response
+    }
+}
+
+/// One counter of one source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Count {
+    /// The source; `None` for requests to names that are none.
+    pub source: Option<SourceName>,
+    /// The answer's stable code.
+    pub code: &'static str,
+    /// How often, since the start.
+    pub count: u64,
+}
+
+/// One counter for each code.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    plain: [AtomicU64; CODES.len()],
+    refused: [AtomicU64; Refusal::ALL.len()],
+}
+
+impl Counters {
+    pub(super) fn count(&self, answer: &Answer) {
+        let cell = match answer {
+            Answer::Refused(refusal) => {
+                Refusal::ALL.iter().position(|known| known == refusal).map(|at| &self.refused[at])
+            }
+            other => CODES.iter().position(|known| *known == other.code()).map(|at| &self.plain[at]),
+        };
+        if let Some(cell) = cell {
+            cell.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn counts(&self, source: Option<&SourceName>) -> impl Iterator<Item = Count> {
+        let codes = CODES.into_iter().chain(Refusal::ALL.into_iter().map(Refusal::code));
+        codes.zip(self.plain.iter().chain(&self.refused)).map(move |(code, cell)| Count {
+            source: source.cloned(),
+            code,
+            count: cell.load(Ordering::Relaxed),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_answer_has_a_counter_of_its_own() {
+        let unmapped = ["id_unmapped", "topic_unmapped", "key_unmapped", "tenant_unmapped", "event_invalid"];
+        let answers = [
+            Answer::Accepted,
+            Answer::Duplicate,
+            Answer::Conflict,
+            Answer::Challenge(String::new()),
+            Answer::UnknownSource,
+            Answer::EncodingRefused,
+            Answer::BodyTooLarge,
+            Answer::BodyTooSlow,
+            Answer::BodyBroken,
+            Answer::Busy,
+            Answer::StoreDown,
+        ];
+        let answers: Vec<Answer> = answers
+            .into_iter()
+            .chain(unmapped.map(Answer::Unmapped))
+            .chain(Refusal::ALL.map(Answer::Refused))
+            .collect();
+        let counters = Counters::default();
+        answers.iter().for_each(|answer| counters.count(answer));
+        let counts: Vec<Count> = counters.counts(None).collect();
+        assert_eq!(counts.len(), answers.len());
+        assert!(counts.iter().all(|count| count.count == 1), "{counts:?}");
+    }
+
+    #[test]
+    fn all_refusals_sound_alike() {
+        for refusal in Refusal::ALL {
+            let response = Answer::Refused(refusal).into_response();
+            assert_eq!(response.status(), StatusCode::UNAUTHORIZED);
+            assert_eq!(response.headers().len(), 2);
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! From a verified request to an event.
+
+use std::borrow::Cow;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, header};
+use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
+use postbox_core::{Inbound, NewEvent, SourceName};
+use postbox_webhook::{Scheme, Verified};
+use sha2::{Digest, Sha256};
+
+use super::WebhookSource;
+use super::json::text_at;
+use crate::cloudevents;
+
+/// The event header that holds the sender's id of the message.
+const MESSAGE_ID_HEADER: &str = "postbox-message-id";
+/// Longest message id in bytes, as `Inbound` says.
+const MESSAGE_ID_BYTES_MAX: usize = 255;
+
+/// One place in an inbound message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Origin {
+    /// Always this text.
+    Literal(String),
+    /// This request header. Headers are not signed by any scheme, `webhook-id` excepted.
+    Header(String),
+    /// This place in the JSON body (RFC 6901): a string, number or boolean.
+    Json(String),
+    /// The id that the scheme signs (Standard Webhooks, Twilio).
+    SignedId,
+    /// `sha256:` and the digest of the body: for schemes that sign no id. A replay cannot change it.
+    BodyDigest,
+}
+
+/// Where the fields of an event come from: of each list, the first place that holds something.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Mapping {
+    /// The sender's id of the message, by which it is stored once. Required.
+    pub id: Vec<Origin>,
+    /// The topic. Required.
+    pub topic: Vec<Origin>,
+    /// The ordering key; without one the event is in no order.
+    pub key: Vec<Origin>,
+    /// The tenant. Required if the list is not empty: an event without its tenant would be everybody's.
+    pub tenant: Vec<Origin>,
+}
+
+impl Mapping {
+    /// What suits a scheme. Ids are taken only from what is signed.
+    ///
+    /// | scheme | id | topic | key |
+    /// |---|---|---|---|
+    /// | standard-webhooks | `webhook-id` | `ce-type`, else `/type` | `ce-subject` |
+    /// | stripe | `/id` | `/type` | |
+    /// | github | digest of the body | `x-github-event` | |
+    /// | shopify | digest of the body | `x-shopify-topic` | |
+    /// | slack | `/event_id`, else digest | `/event/type`, else `/type` | |
+    /// | twilio | digest of what is signed | | |
+    /// | hmac | digest of the body | `/type` | |
+    ///
+    /// Where nothing gives a topic it is the source's name.
+    pub fn usual(scheme: Scheme, source: &SourceName) -> Self {
+        let header = |name: &str| Origin::Header(name.into());
+        let json = |pointer: &str| Origin::Json(pointer.into());
+        let (id, mut topic, key) = match scheme {
+            Scheme::StandardWebhooks => {
+                (vec![Origin::SignedId], vec![header("ce-type"), json("/type")], vec![header("ce-subject")])
+            }
+            Scheme::Stripe => (vec![json("/id"), Origin::BodyDigest], vec![json("/type")], vec![]),
+            Scheme::GitHub => (vec![Origin::BodyDigest], vec![header("x-github-event")], vec![]),
+            Scheme::Shopify => (vec![Origin::BodyDigest], vec![header("x-shopify-topic")], vec![]),
+            Scheme::Slack => {
+                (vec![json("/event_id"), Origin::BodyDigest], vec![json("/event/type"), json("/type")], vec![])
+            }
+            Scheme::Twilio => (vec![Origin::SignedId], vec![], vec![]),
+            _ => (vec![Origin::BodyDigest], vec![json("/type")], vec![]),
+        };
+        topic.push(Origin::Literal(source.to_string()));
+        Self { id, topic, key, tenant: Vec::new() }
+    }
+}
+
+/// A verified request with everything a mapping may look at.
+pub(super) struct Genuine<'a> {
+    pub(super) headers: &'a HeaderMap,
+    pub(super) body: Bytes,
+    pub(super) verified: Verified,
+}
+
+impl Genuine<'_> {
+    /// The message for the store, or the code of what is missing or wrong.
+    pub(super) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, &'static str> {
+        let digest: [u8; 32] = Sha256::digest(&self.body).into();
+        let mapping = &source.mapping;
+        let message_id = self.find(&mapping.id, &digest).and_then(|id| id.ok_or(())).map_err(|()| "id_unmapped")?;
+        if message_id.len() > MESSAGE_ID_BYTES_MAX || message_id.chars().any(char::is_control) {
+            return Err("id_unmapped");
+        }
+        let topic =
+            self.find(&mapping.topic, &digest).and_then(|topic| topic.ok_or(())).map_err(|()| "topic_unmapped")?;
+        let key = self.find(&mapping.key, &digest).map_err(|()| "key_unmapped")?;
+        let tenant = self.find(&mapping.tenant, &digest).map_err(|()| "tenant_unmapped")?;
+        if tenant.is_none() && !mapping.tenant.is_empty() {
+            return Err("tenant_unmapped");
+        }
+        let mut event = NewEvent::new(topic, self.body.clone(), self.content_type());
+        event.key = key;
+        event.tenant = tenant;
+        event.source = Some(source.name.to_string());
+        if source.verifier.scheme() == Scheme::StandardWebhooks {
+            self.restore(&mut event);
+        }
+        keep_headers(&mut event, self.headers, &message_id);
+        event.validate().map_err(|_| "event_invalid")?;
+        Ok(Inbound { source: source.name.clone(), message_id, digest, event })
+    }
+
+    fn content_type(&self) -> String {
+        let text = self.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        text.unwrap_or("application/octet-stream").to_owned()
+    }
+
+    /// What another Postbox said of the event beside its topic and key.
+    fn restore(&self, event: &mut NewEvent) {
+        let attribute = |name| only(self.headers, name).ok().flatten();
+        let word = |name| attribute(name).filter(|text| !text.is_empty());
+        event.kind = word("ce-kind");
+        event.aggregate = word("ce-aggregate");
+        event.version = attribute("ce-version").and_then(|version| version.parse().ok());
+        event.occurred_at = attribute("ce-time").and_then(|time| time.parse().ok());
+    }
+
+    /// The first place that holds something; an error if a header is there twice, for then it says two things.
+    fn find(&self, origins: &[Origin], digest: &[u8; 32]) -> Result<Option<String>, ()> {
+        for origin in origins {
+            let found = match origin {
+                Origin::Literal(text) => Some(text.clone()),
+                Origin::Header(name) => only(self.headers, name)?,
+                Origin::Json(pointer) => text_at(&self.body, pointer),
+                Origin::SignedId => self.verified.message_id.clone(),
+                Origin::BodyDigest => Some(digest_text(digest)),
+            };
+            if let Some(text) = found.filter(|text| !text.is_empty()) {
+                return Ok(Some(text));
+            }
+        }
+        Ok(None)
+    }
+}
+
+fn digest_text(digest: &[u8; 32]) -> String {
+    let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("sha256:{hex}")
+}
+
+/// A header's only value as text, CloudEvents attributes decoded.
+fn only(headers: &HeaderMap, name: &str) -> Result<Option<String>, ()> {
+    let mut values = headers.get_all(name).iter();
+    let Some(value) = values.next() else { return Ok(None) };
+    if values.next().is_some() {
+        return Err(());
+    }
+    Ok(match name.get(..cloudevents::PREFIX.len()) {
+        Some(prefix) if prefix.eq_ignore_ascii_case(cloudevents::PREFIX) => cloudevents::decode(value.as_bytes()),
+        _ => std::str::from_utf8(value.as_bytes()).ok().map(str::to_owned),
+    })
+}
+
+/// Headers that are not kept: transport, credentials and signatures, what proxies add, and what has become a field of the event.
+const DROPPED: [&str; 41] = [
+    "accept",
+    "accept-charset",
+    "accept-encoding",
+    "accept-language",
+    "authorization",
+    "cache-control",
+    "ce-aggregate",
+    "ce-kind",
+    "ce-specversion",
+    "ce-subject",
+    "ce-time",
+    "ce-type",
+    "ce-version",
+    "connection",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "cookie",
+    "date",
+    "expect",
+    "forwarded",
+    "host",
+    "keep-alive",
+    "pragma",
+    "stripe-signature",
+    "svix-signature",
+    "svix-timestamp",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "user-agent",
+    "via",
+    "webhook-signature",
+    "webhook-timestamp",
+    "x-api-key",
+    "x-real-ip",
+    "x-shopify-hmac-sha256",
+    "x-slack-request-timestamp",
+    "x-slack-signature",
+    "x-twilio-signature",
+];
+
+/// Beginnings of names that are not kept.
+const DROPPED_PREFIXES: [&str; 4] = ["x-forwarded-", "x-hub-signature", "proxy-", "postbox-"];
+
+fn is_kept(name: &HeaderName) -> bool {
+    let name = name.as_str();
+    !DROPPED.contains(&name) && !DROPPED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Keeps the sender's id and then the request's headers by name, as long as an event has room for them: a proxy's noise must not make a genuine message
+/// impossible to store.
+fn keep_headers(event: &mut NewEvent, headers: &HeaderMap, message_id: &str) {
+    let mut room = HEADER_BYTES_MAX - MESSAGE_ID_HEADER.len() - message_id.len();
+    event.headers.insert(MESSAGE_ID_HEADER.into(), message_id.into());
+    let mut names: Vec<&HeaderName> = headers.keys().filter(|name| is_kept(name)).collect();
+    names.sort_by_key(|name| name.as_str());
+    for name in names {
+        let values: Option<Vec<&str>> =
+            headers.get_all(name).iter().map(|value| std::str::from_utf8(value.as_bytes()).ok()).collect();
+        let Some(values) = values else { continue };
+        let value = match values.as_slice() {
+            [value] => Cow::Borrowed(*value),
+            several => Cow::Owned(several.join(", ")),
+        };
+        let size = name.as_str().len() + value.len();
+        let harmless = !value.chars().any(|c| c.is_control() && c != '\t');
+        if harmless && size <= room && event.headers.len() < HEADERS_MAX {
+            room -= size;
+            event.headers.insert(name.as_str().into(), value.into_owned());
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! One request, from the first byte to the answer.
+
+use std::sync::Arc;
+
+use axum::extract::{Path, Request, State};
+use http::request::Parts;
+use postbox_core::{Error, ErrorKind, Inbound, Received};
+use postbox_webhook::{Headers, Scheme, UnixSeconds, Verified};
+use tracing::{debug, error, warn};
+
+use super::answer::Answer;
+use super::body::{check_headers, read};
+use super::json::text_at;
+use super::mapping::Genuine;
+use super::{Gate, Ingress};
+
+/// The handler. Dropping it (the sender hung up) may or may not have stored the message; the sender's repetition is a duplicate then.
+pub(super) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Path<String>, request: Request) -> Answer {
+    let Some(gate) = ingress.gates.get(&name) else {
+        ingress.unknown.count(&Answer::UnknownSource);
+        return Answer::UnknownSource;
+    };
+    let (parts, body) = request.into_parts();
+    let answer = match ingress.pass(gate, &parts, body).await {
+        Ok(answer) | Err(answer) => answer,
+    };
+    gate.counters.count(&answer);
+    debug!(source = %gate.source.name, answer = answer.code(), "webhook received");
+    answer
+}
+
+impl Ingress {
+    async fn pass(&self, gate: &Gate, parts: &Parts, body: axum::body::Body) -> Result<Answer, Answer> {
+        let source = &gate.source;
+        check_headers(&parts.headers, &source.limits)?;
+        let received = read(body, &source.limits, &gate.buffered, &*self.clock).await?;
+        let verified = self.verify(gate, parts, &received.bytes)?;
+        if let Some(challenge) = challenge(source.verifier.scheme(), &received.bytes) {
+            return Ok(Answer::Challenge(challenge));
+        }
+        let genuine = Genuine { headers: &parts.headers, body: received.bytes.clone(), verified };
+        let inbound = genuine.into_inbound(source).map_err(|code| {
+            warn!(source = %source.name, code, "a genuine webhook is not an event by this source's mapping; refused");
+            Answer::Unmapped(code)
+        })?;
+        // Not waited for: a sender that is told to come again soon is better off than one that waits in a queue it cannot see.
+        let _place = gate.storing.try_acquire().map_err(|_| Answer::Busy)?;
+        tokio::select! {
+            stored = self.store(gate, inbound) => stored,
+            () = self.clock.sleep(source.limits.store_timeout) => {
+                warn!(source = %source.name, "the store did not answer in time; the sender was told to come again");
+                Err(Answer::StoreDown)
+            }
+        }
+    }
+
+    fn verify(&self, gate: &Gate, parts: &Parts, body: &[u8]) -> Result<Verified, Answer> {
+        let headers: Headers<'_> =
+            parts.headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+        let request = postbox_webhook::Request { headers: &headers, query: parts.uri.query(), body };
+        let now = UnixSeconds(self.clock.now().as_second());
+        gate.source.verifier.verify(&request, now).map_err(|refusal| {
+            // Anybody can cause a mismatch as often as they like; only the key's owner (or a replay) a stale time.
+            match refusal.is_stale() {
+                true => warn!(source = %gate.source.name, code = refusal.code(), "webhook refused: {refusal}"),
+                false => debug!(source = %gate.source.name, code = refusal.code(), "webhook refused: {refusal}"),
+            }
+            Answer::Refused(refusal)
+        })
+    }
+
+    async fn store(&self, gate: &Gate, inbound: Inbound) -> Result<Answer, Answer> {
+        let source = &gate.source;
+        let message_id = inbound.message_id.clone();
+        match self.receive.receive(&source.log, inbound).await {
+            Ok(Received::Accepted(_)) => Ok(Answer::Accepted),
+            Ok(Received::Duplicate) => Ok(Answer::Duplicate),
+            Ok(Received::Conflict) => {
+                warn!(source = %source.name, message_id, "a webhook came with a known id and another body; kept out");
+                Ok(Answer::Conflict)
+            }
+            Err(failure) => Err(blame(gate, &failure)),
+        }
+    }
+}
+
+fn blame(gate: &Gate, failure: &Error) -> Answer {
+    let (source, code) = (&gate.source.name, failure.code());
+    match failure.kind() {
+        ErrorKind::Invalid => {
+            warn!(%source, code, "a genuine webhook was refused by the store: {failure}");
+            Answer::Unmapped("event_invalid")
+        }
+        ErrorKind::Unavailable | ErrorKind::RateLimited => {
+            warn!(%source, code, "the store is not available; the sender was told to come again: {failure}");
+            Answer::StoreDown
+        }
+        // A wrong log, a wrong schema: the owner can mend it, and the sender's repetition then succeeds.
+        _ => {
+            error!(%source, code, "the store failed; the sender was told to come again: {failure}");
+            Answer::StoreDown
+        }
+    }
+}
+
+/// Slack asks once whether the URL is ours. Only a verified question is answered.
+fn challenge(scheme: Scheme, body: &[u8]) -> Option<String> {
+    let asked = scheme == Scheme::Slack && text_at(body, "/type")? == "url_verification";
+    asked.then(|| text_at(body, "/challenge"))?
+}
