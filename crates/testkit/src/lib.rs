@@ -1,5 +1,7 @@
 //! Conformance suites, real-server fixtures, a fault proxy and an event-ledger checker for Postbox and its implementers.
 
+pub mod clock;
+pub mod conformance;
 pub mod ledger;
 pub mod proxy;
 pub mod servers;

@@ -1,0 +1,60 @@
+//! A clock that moves only when a test says so.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use postbox_core::Clock;
+use tokio::sync::watch;
+
+/// Stands still until [`ManualClock::advance`]; wall and monotonic time move together.
+#[derive(Debug)]
+pub struct ManualClock {
+    began: Timestamp,
+    passed: watch::Sender<Duration>,
+    jumped: Mutex<jiff::SignedDuration>,
+}
+
+impl ManualClock {
+    /// A clock that stands at `began`.
+    pub fn new(began: Timestamp) -> Self {
+        Self { began, passed: watch::Sender::new(Duration::ZERO), jumped: Mutex::default() }
+    }
+
+    /// Lets time pass and wakes whoever slept that long.
+    pub fn advance(&self, by: Duration) {
+        self.passed.send_modify(|passed| *passed += by);
+    }
+
+    /// Sets the wall time ahead or back, as an operator or a time server may; monotonic time goes on.
+    pub fn jump(&self, by: jiff::SignedDuration) {
+        *self.jumped.lock().expect("no panic while held") += by;
+    }
+}
+
+impl Default for ManualClock {
+    /// A clock that stands at a fixed moment of 2026, so that failures repeat.
+    fn default() -> Self {
+        Self::new(Timestamp::from_second(1_767_225_600).expect("a moment of 2026"))
+    }
+}
+
+#[async_trait]
+impl Clock for ManualClock {
+    fn now(&self) -> Timestamp {
+        let jumped = *self.jumped.lock().expect("no panic while held");
+        let passed = *self.passed.borrow();
+        self.began.saturating_add(passed).and_then(|now| now.saturating_add(jumped)).expect("a span of plain seconds")
+    }
+
+    fn monotonic(&self) -> Duration {
+        *self.passed.borrow()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        let until = self.monotonic() + duration;
+        let mut passed = self.passed.subscribe();
+        passed.wait_for(|passed| *passed >= until).await.map(drop).expect("the clock outlives its sleepers");
+    }
+}

@@ -1,0 +1,154 @@
+//! Appending: all or nothing, ids, refusals.
+
+use std::collections::HashSet;
+
+use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
+use postbox_core::{ErrorKind, EventId, LogName, NewEvent};
+
+use super::StoreFixture;
+use super::harness::*;
+
+/// Given ids are kept, missing ones are made, and all come back in place.
+pub async fn ids_come_back_in_the_order_given(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let given = id(7);
+    let ids = append(&lane.store, [event("1"), event("2").id(given), event("3")]).await;
+    assert_eq!(ids.len(), 3);
+    assert_eq!(ids[1], given);
+    assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 3, "distinct");
+    for made in [ids[0], ids[2]] {
+        assert_eq!(made.as_uuid().get_version_num(), 7, "a fresh id is a UUIDv7");
+    }
+    let read: Vec<EventId> = lane.drain().await.iter().map(|delivery| delivery.event.id).collect();
+    assert_eq!(read, ids);
+}
+
+/// Nothing in, nothing out.
+pub async fn an_append_of_nothing_gives_nothing(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    assert!(append(&lane.store, []).await.is_empty());
+    assert!(lane.drain().await.is_empty());
+}
+
+/// One call takes more events than a statement has parameters for.
+pub async fn one_call_takes_many_events(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let ids = append(&lane.store, numbered(7_000)).await;
+    assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 7_000);
+    let read = lane.drain().await;
+    assert!(read.iter().map(|delivery| delivery.event.id).eq(ids), "all, in the order given");
+}
+
+/// Every fault has its code, and a fault anywhere writes nothing.
+pub async fn every_limit_is_refused_with_its_code_and_nothing_is_written(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let with_headers = |count: usize| (0..count).fold(event("x"), |event, n| event.header(format!("h{n}"), "v"));
+    for (code, bad) in [
+        ("topic_empty", NewEvent::json("", "x")),
+        ("topic_too_long", NewEvent::json("t".repeat(TOPIC_BYTES_MAX + 1), "x")),
+        ("topic_invalid", NewEvent::json("a b", "x")),
+        ("topic_invalid", NewEvent::json("a\0b", "x")),
+        ("topic_invalid", NewEvent::json("a\nb", "x")),
+        ("key_empty", event("x").key("")),
+        ("key_too_long", event("x").key("k".repeat(KEY_BYTES_MAX + 1))),
+        ("key_invalid", event("x").key("a\0b")),
+        ("tenant_empty", event("x").tenant("")),
+        ("tenant_invalid", event("x").tenant("a\nb")),
+        ("kind_invalid", event("x").kind("")),
+        ("aggregate_invalid", event("x").aggregate("a\0b")),
+        ("source_invalid", event("x").source("s".repeat(129))),
+        ("content_type_invalid", NewEvent::new("t", "x", "text/\nplain")),
+        ("payload_too_large", NewEvent::json("t", vec![b' '; PAYLOAD_BYTES_MAX + 1])),
+        ("headers_too_many", with_headers(HEADERS_MAX + 1)),
+        ("headers_too_large", event("x").header("h", "v".repeat(HEADER_BYTES_MAX))),
+        ("header_name_invalid", event("x").header("a b", "v")),
+        ("header_name_invalid", event("x").header("", "v")),
+        ("header_value_invalid", event("x").header("a", "x\r\nb: y")),
+        ("header_value_invalid", event("x").header("a", "x\0")),
+    ] {
+        let result = lane.store.append(&outbox(), &[event("fine"), bad, event("fine")]).await;
+        refused(result, ErrorKind::Invalid, code);
+    }
+    assert!(lane.drain().await.is_empty(), "nothing was written");
+}
+
+/// The way to find out whether an append whose answer was lost has happened.
+pub async fn a_taken_id_is_a_conflict_and_nothing_is_written(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, [event("first").id(id(1))]).await;
+    let again = lane.store.append(&outbox(), &[event("new"), event("again").id(id(1))]).await;
+    refused(again, ErrorKind::Conflict, "event_id_taken");
+    let twice = lane.store.append(&outbox(), &[event("one").id(id(2)), event("two").id(id(2))]).await;
+    refused(twice, ErrorKind::Conflict, "event_id_taken");
+    assert_eq!(payloads(&lane.drain().await), ["first"]);
+}
+
+/// A log must exist.
+pub async fn an_unknown_log_is_not_found(fixture: &dyn StoreFixture) {
+    let nowhere = LogName::new("nowhere").expect("a name");
+    refused(fixture.store().append(&nowhere, &[event("x")]).await, ErrorKind::NotFound, "log_unknown");
+}
+
+/// The twin inside the caller's transaction gives the same ids and the same refusals.
+pub async fn appending_in_a_transaction_is_the_same(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let mut open = fixture.begin().await;
+    let ids = open.append(&outbox(), &[event("1").id(id(1)), event("2")]).await.expect("appended");
+    assert_eq!(ids[0], id(1));
+    assert_eq!(ids[1].as_uuid().get_version_num(), 7);
+    assert!(open.append(&outbox(), &[]).await.expect("nothing is fine").is_empty());
+    refused(open.append(&outbox(), &[NewEvent::json("", "x")]).await, ErrorKind::Invalid, "topic_empty");
+    open.commit().await;
+    let mut open = fixture.begin().await;
+    let taken = open.append(&outbox(), &[event("again").id(id(1))]).await;
+    refused(taken, ErrorKind::Conflict, "event_id_taken");
+    open.rollback().await;
+    let mut open = fixture.begin().await;
+    let nowhere = LogName::new("nowhere").expect("a name");
+    refused(open.append(&nowhere, &[event("x")]).await, ErrorKind::NotFound, "log_unknown");
+    open.rollback().await;
+    assert_eq!(payloads(&lane.drain().await), ["1", "2"]);
+}
+
+/// Concurrent appends of one id: one of them wins.
+pub async fn concurrent_appends_of_one_id_leave_one_event(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let calls = (0..8).map(|n: u32| {
+        let store = lane.store.clone();
+        tokio::spawn(async move { store.append(&outbox(), &[event(&n.to_string()).id(id(1))]).await })
+    });
+    let answers = futures::future::join_all(calls).await;
+    let (won, lost): (Vec<_>, Vec<_>) =
+        answers.into_iter().map(|answer| answer.expect("no panic")).partition(Result::is_ok);
+    assert_eq!(won.len(), 1);
+    for answer in lost {
+        refused(answer, ErrorKind::Conflict, "event_id_taken");
+    }
+    assert_eq!(lane.drain().await.len(), 1);
+}
+
+fn id(n: u128) -> EventId {
+    EventId::from_uuid(uuid::Uuid::from_u128(n))
+}
+
+/// The cases of this suite.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! append_cases {
+    ($fixture:expr) => {
+        $crate::conformance_cases!(
+            append,
+            $fixture,
+            [
+                ids_come_back_in_the_order_given,
+                an_append_of_nothing_gives_nothing,
+                one_call_takes_many_events,
+                every_limit_is_refused_with_its_code_and_nothing_is_written,
+                a_taken_id_is_a_conflict_and_nothing_is_written,
+                an_unknown_log_is_not_found,
+                appending_in_a_transaction_is_the_same,
+                concurrent_appends_of_one_id_leave_one_event,
+            ]
+        );
+    };
+}

@@ -1,0 +1,214 @@
+//! What goes in comes out, to the byte: hostile payloads, texts and times.
+
+use jiff::{SignedDuration, Timestamp};
+use postbox_core::limits::{HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
+use postbox_core::{EventId, NewEvent};
+
+use super::StoreFixture;
+use super::harness::*;
+
+/// Every field that was set, and nothing that was not.
+pub async fn every_field_comes_back(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let occurred_at: Timestamp = "2001-02-03T04:05:06.789012Z".parse().expect("a time");
+    let deliver_at: Timestamp = "2031-02-03T04:05:06.000001Z".parse().expect("a time");
+    let full = NewEvent::new("order.paid", vec![0xff, 0x00], "application/octet-stream")
+        .id(EventId::from_uuid(uuid::Uuid::from_u128(42)))
+        .key("42")
+        .aggregate("order")
+        .version(i64::MAX)
+        .kind("integration")
+        .source("billing")
+        .tenant("acme")
+        .header("traceparent", "00-1-2-01")
+        .header("correlation-id", "c")
+        .occurred_at(occurred_at)
+        .deliver_at(deliver_at);
+    append(&lane.store, [full.clone(), event("plain")]).await;
+    let read = lane.drain().await;
+    let stored = &read[0].event;
+    let expected = full.into_event(stored.id, stored.created_at);
+    assert_eq!(*stored, expected);
+    let plain = &read[1].event;
+    assert_eq!((plain.kind(), plain.content_type()), ("domain", "application/json"));
+    assert_eq!((&plain.key, &plain.aggregate, plain.version), (&None, &None, None));
+    assert_eq!((&plain.source, &plain.tenant, plain.deliver_at), (&None, &None, None));
+    assert!(plain.headers.is_empty());
+    let apart = plain.occurred_at.duration_since(plain.created_at).abs();
+    assert!(apart < SignedDuration::from_secs(60), "it happened when it was appended");
+}
+
+/// The same record through `get`.
+pub async fn inspecting_shows_the_same_bytes(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let ids = append(&lane.store, [NewEvent::new("t", vec![0, 159, 146, 150], "application/octet-stream")]).await;
+    let seen = record(&lane.store, ids[0]).await;
+    let read = lane.drain().await;
+    assert_eq!((seen.event, seen.seq), (read[0].event.clone(), read[0].seq));
+}
+
+/// Payloads are bytes: never parsed, never re-encoded.
+pub async fn payload_bytes_come_back_identical(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let deep = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
+    let payloads: Vec<Vec<u8>> = vec![
+        Vec::new(),
+        vec![0],
+        (0..=255).collect(),
+        vec![0xff, 0xfe, 0xc0, 0x80, 0xed, 0xa0, 0x80],
+        b"\xef\xbb\xbf{}".to_vec(),
+        deep.into_bytes(),
+        b"1e400".to_vec(),
+        b"-0".to_vec(),
+        b"1234567890123456789012345".to_vec(),
+        b"{\"a\":1,\"a\":2}".to_vec(),
+        b"{ \"b\" : 1.0 ,\n\t\"a\":1.10 }\r\n".to_vec(),
+        b"\"\\u0000\\ud800\"".to_vec(),
+        b"{\"\":\"\"}".to_vec(),
+        "\"\u{202e}\u{200b}\u{feff}é𝄞\"".as_bytes().to_vec(),
+        b"not json at all".to_vec(),
+        b"\\x00\\000'; --".to_vec(),
+        b"\\N".to_vec(),
+    ];
+    // With the JSON content type, because that is where a store is tempted to understand.
+    append(&lane.store, payloads.iter().map(|bytes| NewEvent::json("t", bytes.clone())).collect::<Vec<_>>()).await;
+    let read = lane.drain().await;
+    assert_eq!(read.len(), payloads.len());
+    for (delivery, bytes) in read.iter().zip(&payloads) {
+        assert_eq!(delivery.event.payload, *bytes, "{}", String::from_utf8_lossy(bytes));
+    }
+}
+
+/// 16 MiB is allowed.
+pub async fn a_payload_at_the_limit_comes_back(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let payload: Vec<u8> = (0..PAYLOAD_BYTES_MAX).map(|n| (n % 251) as u8).collect();
+    append(&lane.store, [NewEvent::json("t", payload.clone())]).await;
+    let read = lane.drain().await;
+    assert!(read[0].event.payload == payload, "16 MiB, the same bytes");
+}
+
+/// Names may be any language, any quote, any wildcard, up to their limits.
+pub async fn strange_topics_and_keys_come_back(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let strange = [
+        "zażółć.gęślą",
+        "订单.已付",
+        "\u{202e}rtl",
+        "zero\u{200b}width",
+        "🦀",
+        "e\u{301}",
+        "É",
+        "é",
+        "'",
+        "\"",
+        "';--",
+        "$1",
+        "%s",
+        "%",
+        "_",
+        "*",
+        "\\",
+        "\\x41",
+        "a..b",
+        ".",
+        "$JS.API",
+        "null",
+        "NULL",
+        "{}",
+        "{a,b}",
+        "\u{fffd}",
+        "\u{10ffff}",
+    ];
+    let mut events: Vec<NewEvent> =
+        strange.iter().map(|name| NewEvent::json(*name, "1").key(*name).tenant(*name).aggregate(*name)).collect();
+    events.push(NewEvent::json("t".repeat(TOPIC_BYTES_MAX), "1").key("k".repeat(KEY_BYTES_MAX)));
+    events.push(NewEvent::json("ż".repeat(TOPIC_BYTES_MAX / 2), "1").key("ż".repeat(KEY_BYTES_MAX / 2)));
+    events.push(event("1").key("a key with spaces,\ttabs\nand lines "));
+    append(&lane.store, &events).await;
+    let read = lane.drain().await;
+    assert_eq!(read.len(), events.len());
+    for (delivery, event) in read.iter().zip(&events) {
+        let stored = &delivery.event;
+        assert_eq!(stored.topic.as_str(), event.topic);
+        assert_eq!(stored.key.as_ref().map(|key| key.as_str()), event.key.as_deref());
+        assert_eq!(stored.tenant.as_ref().map(|tenant| tenant.as_str()), event.tenant.as_deref());
+        assert_eq!(stored.aggregate, event.aggregate);
+    }
+}
+
+/// Keys that only look alike are different keys.
+pub async fn keys_that_look_alike_are_different(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let alike = ["a", "A", "a ", " a", "é", "e\u{301}", "É"];
+    let events: Vec<NewEvent> = alike.iter().map(|key| keyed(key, key)).collect();
+    lane.past(events.clone(), vec![(0, retry(HOUR))]).await;
+    append(&lane.store, &events).await;
+    let batch = lane.next(100).await;
+    let held: Vec<&str> = batch.held.iter().map(|key| key.as_str()).collect();
+    assert_eq!(held, ["a"]);
+}
+
+/// As many headers as allowed, with every kind of value.
+pub async fn headers_come_back(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let values =
+        ["", " ", "tab\there", "\"quoted\", 'and'", "back\\slash", "ünïcödé 🦀", "{\"json\":1}", "a=>b", "NULL"];
+    let mut full = event("1");
+    for n in 0..HEADERS_MAX - 2 {
+        full = full.header(format!("h-{n}"), values[n % values.len()]);
+    }
+    full = full.header("!#$%&'*+-.^_`|~", "odd name").header("UPPER", "v");
+    let long = event("2").header("long", "x".repeat(16_000));
+    let cases = event("3").header("Case", "1").header("case", "2");
+    append(&lane.store, [full.clone(), long.clone(), cases.clone()]).await;
+    let read = lane.drain().await;
+    for (delivery, event) in read.iter().zip([full, long, cases]) {
+        assert_eq!(delivery.event.headers, event.headers);
+    }
+}
+
+/// Times of the past and the future, to the microsecond.
+pub async fn times_come_back_to_the_microsecond(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let times = [
+        "0001-01-01T00:00:00Z",
+        "1582-10-10T12:00:00.5Z",
+        "1969-12-31T23:59:59.999999Z",
+        "1970-01-01T00:00:00Z",
+        "2038-01-19T03:14:08.000001Z",
+        "9999-12-30T22:00:00.999999Z",
+    ];
+    let times = times.map(|time| time.parse::<Timestamp>().expect("a time"));
+    append(&lane.store, times.map(|time| event("1").occurred_at(time).deliver_at(time).version(i64::MIN))).await;
+    for (delivery, time) in lane.drain().await.iter().zip(times) {
+        assert_eq!((delivery.event.occurred_at, delivery.event.deliver_at), (time, Some(time)));
+        assert_eq!(delivery.event.version, Some(i64::MIN));
+    }
+    let fine: Timestamp = "2026-01-01T00:00:00.123456789Z".parse().expect("a time");
+    append(&lane.store, [event("1").occurred_at(fine)]).await;
+    let apart = lane.drain().await[0].event.occurred_at.duration_since(fine).abs();
+    assert!(apart < SignedDuration::from_micros(1), "off by {apart}");
+}
+
+/// The cases of this suite.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! fidelity_cases {
+    ($fixture:expr) => {
+        $crate::conformance_cases!(
+            fidelity,
+            $fixture,
+            [
+                every_field_comes_back,
+                inspecting_shows_the_same_bytes,
+                payload_bytes_come_back_identical,
+                a_payload_at_the_limit_comes_back,
+                strange_topics_and_keys_come_back,
+                keys_that_look_alike_are_different,
+                headers_come_back,
+                times_come_back_to_the_microsecond,
+            ]
+        );
+    };
+}

@@ -1,0 +1,71 @@
+//! What an implementation brings to its suite.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{Delivery, EventId, LogName, NewEvent, Result, Sink, Store};
+
+/// What a store can do, as data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoreCapabilities {
+    /// Several transactions may be open at once and commit in any order. `false` for a store with one writer.
+    pub concurrent_transactions: bool,
+}
+
+/// A fresh store for one case: migrated, empty, nobody else's. Dropping it cleans up.
+#[async_trait]
+pub trait StoreFixture: Send + Sync {
+    /// The store under test; the same one at every call.
+    fn store(&self) -> Arc<dyn Store>;
+
+    /// What it can do.
+    fn capabilities(&self) -> StoreCapabilities;
+
+    /// Opens a transaction of a producer, on a connection of its own. It has its place in the order of transactions at once.
+    async fn begin(&self) -> Box<dyn OpenTransaction>;
+
+    /// How many conflict records [`postbox_core::Receive`] has left.
+    async fn conflicts(&self) -> u64;
+
+    /// Lets time pass on the store's clock: waits on a real store, moves the clock of a simulated one.
+    async fn pass(&self, time: Duration) {
+        tokio::time::sleep(time).await;
+    }
+}
+
+/// A producer's open transaction. Dropping it rolls it back.
+#[async_trait]
+pub trait OpenTransaction: Send {
+    /// Appends inside the transaction: the driver's `append_in`.
+    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>>;
+    /// Sets the savepoint; there is at most one.
+    async fn savepoint(&mut self);
+    /// Rolls back to the savepoint and forgets it.
+    async fn rollback_to_savepoint(&mut self);
+    /// Commits.
+    async fn commit(self: Box<Self>);
+    /// Rolls back.
+    async fn rollback(self: Box<Self>);
+}
+
+/// A sink and a destination that tells what reached it.
+#[async_trait]
+pub trait SinkFixture: Send + Sync {
+    /// The sink under test; the same one at every call.
+    fn sink(&self) -> Arc<dyn Sink>;
+
+    /// Payloads that arrived at the destination so far and were accepted there, in order of arrival.
+    async fn arrived(&self) -> Vec<Vec<u8>>;
+
+    /// Changes a delivery so that the destination refuses this one (and only this one) for good, if there is such a thing.
+    /// `None`: this destination takes everything.
+    async fn poison(&self, delivery: Delivery) -> Option<Delivery>;
+
+    /// Makes the destination fail every delivery from now on with something that may pass, or work again.
+    /// `false`: this destination cannot be made to fail.
+    async fn fail(&self, failing: bool) -> bool;
+
+    /// Takes the whole destination down. `false`: it has no such state.
+    async fn take_down(&self) -> bool;
+}

@@ -1,0 +1,211 @@
+//! The words the cases are written in.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{
+    Acquired, Batch, BatchLimit, Delivery, Disposition, Entry, ErrorKind, EventId, Lease, ListQuery, LogName, NewEvent,
+    OwnerId, Record, Result, Seq, Settlement, State, Stats, Store, Subscription, SubscriptionName,
+};
+
+use super::StoreFixture;
+
+/// A lease that outlives every case.
+pub(super) const LONG: Duration = Duration::from_secs(600);
+/// A lease or wait that a case lets run out. Nothing in a case has to happen *within* it, so a slow machine does no harm.
+pub(super) const SHORT: Duration = Duration::from_millis(300);
+/// A wait that never ends within a case.
+pub(super) const HOUR: Duration = Duration::from_secs(3_600);
+/// The deadline of things that happen by themselves.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+
+pub(super) fn outbox() -> LogName {
+    LogName::outbox()
+}
+
+pub(super) fn owner(name: &str) -> OwnerId {
+    OwnerId::new(name).expect("a valid owner")
+}
+
+pub(super) fn named(name: &str) -> SubscriptionName {
+    SubscriptionName::new(name).expect("a valid name")
+}
+
+/// The subscription most cases use.
+pub(super) fn reader() -> Subscription {
+    Subscription::new(named("reader"), outbox())
+}
+
+pub(super) fn event(payload: &str) -> NewEvent {
+    NewEvent::json("order.paid", payload.to_owned())
+}
+
+pub(super) fn keyed(key: &str, payload: &str) -> NewEvent {
+    event(payload).key(key)
+}
+
+/// Events with the payloads `1..=count`, each with a key of its own.
+pub(super) fn numbered(count: usize) -> Vec<NewEvent> {
+    (1..=count).map(|n| keyed(&format!("key-{n}"), &n.to_string())).collect()
+}
+
+pub(super) async fn append(store: &Arc<dyn Store>, events: impl AsRef<[NewEvent]>) -> Vec<EventId> {
+    store.append(&outbox(), events.as_ref()).await.expect("the append succeeds")
+}
+
+pub(super) async fn acquire(store: &Arc<dyn Store>, subscription: &str, by: &str, ttl: Duration) -> Acquired {
+    store.acquire(&named(subscription), &owner(by), ttl).await.expect("the lane can be asked for")
+}
+
+pub(super) async fn stats(store: &Arc<dyn Store>) -> Stats {
+    store.stats(&named("reader")).await.expect("the subscription has stats")
+}
+
+pub(super) async fn record(store: &Arc<dyn Store>, id: EventId) -> Record {
+    store.get(&named("reader"), id).await.expect("the log can be asked").expect("the log has the event")
+}
+
+/// The payloads of the records in one state.
+pub(super) async fn listed(store: &Arc<dyn Store>, state: State) -> Vec<String> {
+    let records = store.list(&query(state)).await.expect("the records can be listed");
+    records.iter().map(|record| text(&record.event.payload)).collect()
+}
+
+pub(super) fn query(state: State) -> ListQuery {
+    ListQuery { subscription: named("reader"), state, topic: None, code: None, after: None, limit: 1_000 }
+}
+
+pub(super) fn payloads(deliveries: &[Delivery]) -> Vec<String> {
+    deliveries.iter().map(|delivery| text(&delivery.event.payload)).collect()
+}
+
+fn text(payload: &[u8]) -> String {
+    String::from_utf8_lossy(payload).into_owned()
+}
+
+pub(super) fn retry(after: Duration) -> Disposition {
+    Disposition::Retry { after, counted: true, code: "http_500".into(), error: "it said no".into() }
+}
+
+pub(super) fn dead() -> Disposition {
+    Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false }
+}
+
+pub(super) fn halted() -> Disposition {
+    Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: true }
+}
+
+/// Checks that a call was refused with this kind and code.
+#[track_caller]
+pub(super) fn refused<T: std::fmt::Debug>(result: Result<T>, kind: ErrorKind, code: &str) {
+    let error = result.expect_err("the call is refused");
+    assert_eq!((error.kind(), error.code()), (kind, code), "{error}");
+}
+
+/// Checks that a call said that the lease is lost.
+#[track_caller]
+pub(super) fn stale<T: std::fmt::Debug>(result: Result<T>) {
+    let error = result.expect_err("the lease is lost");
+    assert!(error.is_stale(), "{error}");
+}
+
+/// A leased lane of the subscription `reader` in key order: the test's own small relay.
+pub(super) struct Lane {
+    pub(super) store: Arc<dyn Store>,
+    pub(super) lease: Lease,
+    pub(super) hold_keys: bool,
+}
+
+impl Lane {
+    /// Subscribes and takes a lane.
+    pub(super) async fn open(fixture: &dyn StoreFixture) -> Self {
+        Self::open_as(fixture, &reader()).await
+    }
+
+    pub(super) async fn open_as(fixture: &dyn StoreFixture, subscription: &Subscription) -> Self {
+        let store = fixture.store();
+        store.subscribe(subscription).await.expect("the subscription fits");
+        Self::take(&store, subscription.name.as_str(), "one").await
+    }
+
+    /// Takes a free lane.
+    pub(super) async fn take(store: &Arc<dyn Store>, subscription: &str, by: &str) -> Self {
+        let lease = acquire(store, subscription, by, LONG).await.lease.expect("a lane is free");
+        Self { store: store.clone(), lease, hold_keys: true }
+    }
+
+    /// Gives the lane back and takes it again as somebody else: what a crash and a takeover look like to the store.
+    pub(super) async fn taken_over(self) -> Self {
+        self.store.release(&self.lease).await.expect("the lane is given back");
+        Self::take(&self.store, self.lease.subscription.as_str(), "another").await
+    }
+
+    pub(super) async fn next(&self, events: usize) -> Batch {
+        let limit = BatchLimit { events, ..BatchLimit::default() };
+        self.store.next_batch(&self.lease, limit).await.expect("the lane can be read")
+    }
+
+    pub(super) async fn due(&self, events: usize) -> Batch {
+        let limit = BatchLimit { events, ..BatchLimit::default() };
+        self.store.due(&self.lease, limit).await.expect("the due rows can be read")
+    }
+
+    /// Settles a batch of the stream: delivered, but for the exceptions (index into the batch, disposition).
+    pub(super) async fn settle(&self, batch: &Batch, exceptions: Vec<(usize, Disposition)>) {
+        let entry = |(index, disposition)| Entry { delivery: &batch.deliveries[index], disposition };
+        let entries = exceptions.into_iter().map(entry).collect();
+        self.write(Settlement { position: batch.end, entries, rewind: false, hold_keys: self.hold_keys }).await;
+    }
+
+    /// Settles a due batch: one disposition for each delivery.
+    pub(super) async fn settle_due(&self, batch: &Batch, dispositions: Vec<Disposition>) {
+        assert_eq!(dispositions.len(), batch.deliveries.len(), "a due batch settles every delivery");
+        let entry = |(delivery, disposition)| Entry { delivery, disposition };
+        let entries = batch.deliveries.iter().zip(dispositions).map(entry).collect();
+        self.write(Settlement { position: None, entries, rewind: false, hold_keys: self.hold_keys }).await;
+    }
+
+    /// Moves the position short of what was read and reads on from there.
+    pub(super) async fn rewind(&self, position: Option<Seq>) {
+        self.write(Settlement { position, entries: Vec::new(), rewind: true, hold_keys: self.hold_keys }).await;
+    }
+
+    pub(super) async fn write(&self, settlement: Settlement<'_>) {
+        self.store.settle(&self.lease, settlement).await.expect("the settlement is written");
+    }
+
+    /// Appends events, reads them as one batch and settles it with these exceptions. For cases about what comes after.
+    pub(super) async fn past(&self, events: Vec<NewEvent>, exceptions: Vec<(usize, Disposition)>) -> Vec<EventId> {
+        let ids = append(&self.store, &events).await;
+        let batch = self.next(events.len()).await;
+        assert_eq!(batch.deliveries.len(), events.len(), "one batch has them all");
+        self.settle(&batch, exceptions).await;
+        ids
+    }
+
+    /// Reads and settles until the stream is empty; everything is delivered.
+    pub(super) async fn drain(&self) -> Vec<Delivery> {
+        let mut all = Vec::new();
+        loop {
+            let batch = self.next(100).await;
+            if batch.is_empty() {
+                return all;
+            }
+            self.settle(&batch, Vec::new()).await;
+            all.extend(batch.deliveries);
+        }
+    }
+
+    /// Reads and delivers due rows until there are none.
+    pub(super) async fn drain_due(&self) -> Vec<Delivery> {
+        let mut all = Vec::new();
+        loop {
+            let batch = self.due(100).await;
+            if batch.deliveries.is_empty() {
+                return all;
+            }
+            self.settle_due(&batch, vec![Disposition::Delivered; batch.deliveries.len()]).await;
+            all.extend(batch.deliveries);
+        }
+    }
+}

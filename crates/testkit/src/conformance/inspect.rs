@@ -1,0 +1,219 @@
+//! What an operator sees.
+
+use std::time::Duration;
+
+use postbox_core::{Disposition, ErrorKind, ListQuery, NewEvent, Pause, Selection, State, Subscription, TopicPattern};
+
+use super::StoreFixture;
+use super::harness::*;
+
+/// A mistyped name is answered with the right ones.
+pub async fn an_unknown_subscription_is_not_found_and_the_known_are_named(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    store.subscribe(&reader()).await.expect("new");
+    let nobody = named("nobody");
+    let everything = Selection::default();
+    let errors = [
+        store.stats(&nobody).await.map(drop),
+        store.list(&ListQuery { subscription: nobody.clone(), ..query(State::Dead) }).await.map(drop),
+        store.requeue(&nobody, &everything).await.map(drop),
+        store.discard(&nobody, &everything).await.map(drop),
+        store.pause(&nobody, None).await,
+    ];
+    for error in errors.map(|result| result.expect_err("refused")) {
+        assert_eq!((error.kind(), error.code()), (ErrorKind::NotFound, "subscription_unknown"), "{error}");
+        assert!(error.message().contains("reader"), "{error}");
+    }
+}
+
+/// Every subscription with its lanes, by name.
+pub async fn subscriptions_show_lanes_leases_and_pauses(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    assert!(store.subscriptions().await.expect("asked").is_empty());
+    store.subscribe(&Subscription { lanes: 2, ..reader() }).await.expect("new");
+    store.subscribe(&Subscription { name: named("another"), ..reader() }).await.expect("new");
+    let lease = acquire(&store, "reader", "one", LONG).await.lease.expect("free");
+    let pause = Pause { until: None, by: "ada".into(), why: "because".into() };
+    store.pause(&named("another"), Some(&pause)).await.expect("paused");
+    let known = store.subscriptions().await.expect("asked");
+    assert_eq!(known.iter().map(|info| info.name.as_str()).collect::<Vec<_>>(), ["another", "reader"]);
+    assert_eq!((&known[0].paused, &known[1].paused), (&Some(pause), &None));
+    assert_eq!(known[1].log, outbox());
+    assert_eq!(known[1].lanes.iter().map(|lane| lane.lane).collect::<Vec<_>>(), [0, 1]);
+    let held = &known[1].lanes[usize::from(lease.lane)];
+    assert_eq!((held.epoch, held.owner.as_ref()), (lease.epoch, Some(&lease.owner)));
+    assert!(held.lease_left.is_some_and(|left| left <= LONG && left > LONG / 2));
+    let free = &known[1].lanes[1 - usize::from(lease.lane)];
+    assert_eq!(free.lease_left, None);
+}
+
+/// Each state is counted once, and the sums are right.
+pub async fn stats_count_every_state(fixture: &dyn StoreFixture) {
+    let lane = in_every_state(fixture).await;
+    let stats = stats(&lane.store).await;
+    assert_eq!((stats.total, stats.pending, stats.dispatched), (8, 5, 1));
+    assert_eq!((stats.retrying, stats.blocked, stats.scheduled), (1, 1, 1));
+    assert_eq!((stats.dead, stats.discarded), (1, 1));
+    assert!(stats.oldest_pending.is_some());
+    assert_eq!(stats.topics.iter().map(|topic| topic.pending).sum::<u64>(), 5);
+}
+
+/// An idle subscription counts zeros.
+pub async fn stats_of_an_empty_log_are_zero(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    store.subscribe(&reader()).await.expect("new");
+    assert_eq!(stats(&store).await, postbox_core::Stats::default());
+}
+
+/// Read but not settled is still pending; settled is not.
+pub async fn stats_follow_the_settled_position(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(5)).await;
+    let first = lane.next(2).await;
+    let second = lane.next(2).await;
+    assert_eq!(stats(&lane.store).await.pending, 5);
+    lane.settle(&first, vec![]).await;
+    assert_eq!(stats(&lane.store).await.pending, 3);
+    lane.settle(&second, vec![]).await;
+    lane.drain().await;
+    let stats = stats(&lane.store).await;
+    assert_eq!((stats.pending, stats.dispatched, stats.oldest_pending), (0, 5, None));
+    assert!(stats.topics.is_empty());
+}
+
+/// Depth per topic, deepest first; the age grows.
+pub async fn pending_topics_are_told_deepest_first_with_their_age(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    store.subscribe(&reader()).await.expect("new");
+    append(&store, [NewEvent::json("few", "1")]).await;
+    fixture.pass(SHORT).await;
+    append(&store, vec![NewEvent::json("many", "1"); 3]).await;
+    let stats = stats(&store).await;
+    let topics: Vec<_> = stats.topics.iter().map(|topic| (topic.topic.as_str(), topic.pending)).collect();
+    assert_eq!(topics, [("many", 3), ("few", 1)]);
+    let slack = Duration::from_millis(20);
+    assert!(stats.topics[1].oldest_pending + slack >= SHORT, "{stats:?}");
+    assert!(stats.oldest_pending.is_some_and(|age| age + slack >= SHORT), "{stats:?}");
+    assert!(stats.topics[0].oldest_pending <= stats.topics[1].oldest_pending);
+}
+
+/// One event in each state is found under that state and no other.
+pub async fn every_state_lists_its_own(fixture: &dyn StoreFixture) {
+    let lane = in_every_state(fixture).await;
+    for (state, expected) in [
+        (State::Retrying, vec!["retrying"]),
+        (State::Blocked, vec!["blocked"]),
+        (State::Scheduled, vec!["scheduled"]),
+        (State::Dead, vec!["dead"]),
+        (State::Discarded, vec!["discarded"]),
+        (State::Dispatched, vec!["dispatched"]),
+        (State::Pending, vec!["pending-1", "pending-2"]),
+    ] {
+        assert_eq!(listed(&lane.store, state).await, expected, "{state}");
+        for record in lane.store.list(&query(state)).await.expect("listed") {
+            assert_eq!(record.state, state);
+            let one = lane.store.get(&named("reader"), record.event.id).await.expect("asked");
+            assert_eq!(one.as_ref(), Some(&record), "list and get agree");
+        }
+    }
+}
+
+/// Pages follow each other without gap or repeat.
+pub async fn lists_are_paged_in_seq_order(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    lane.past(numbered(5), (0..5).map(|index| (index, dead())).collect()).await;
+    append(&lane.store, numbered(5)).await;
+    for state in [State::Dead, State::Pending] {
+        let mut after = None;
+        let mut seen = Vec::new();
+        for expected in [2, 2, 1, 0] {
+            let page = lane.store.list(&ListQuery { after, limit: 2, ..query(state) }).await.expect("listed");
+            assert_eq!(page.len(), expected);
+            after = page.last().map(|record| record.seq).or(after);
+            seen.extend(page.into_iter().map(|record| record.seq));
+        }
+        assert!(seen.windows(2).all(|pair| pair[0] < pair[1]), "{seen:?}");
+    }
+}
+
+/// By topic and by code; wildcards of SQL are letters.
+pub async fn lists_narrow_by_topic_and_code(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let coded = |code: &'static str| Disposition::Dead { code: code.into(), error: String::new(), halt: false };
+    let of = |topic: &str| NewEvent::json(topic, topic.to_owned());
+    let events = vec![of("a_b"), of("aXb"), of("order.paid"), of("order.sent")];
+    lane.past(events, vec![(0, coded("x")), (1, coded("x")), (2, coded("x")), (3, coded("y_"))]).await;
+    let found = async |topic: Option<&str>, code: Option<&str>| {
+        let topic = topic.map(|topic| TopicPattern::new(topic).expect("a pattern"));
+        let query = ListQuery { topic, code: code.map(str::to_owned), ..query(State::Dead) };
+        let records = lane.store.list(&query).await.expect("listed");
+        records.iter().map(|record| record.event.topic.to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(found(Some("a_b"), None).await, ["a_b"]);
+    assert_eq!(found(Some("order.*"), None).await, ["order.paid", "order.sent"]);
+    assert_eq!(found(Some("order.*"), Some("x")).await, ["order.paid"]);
+    assert_eq!(found(None, Some("y_")).await, ["order.sent"]);
+    assert!(found(None, Some("y%")).await.is_empty());
+    assert!(found(None, Some("xx")).await.is_empty());
+}
+
+/// What the log does not have is not there.
+pub async fn an_unknown_event_is_none(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    store.subscribe(&reader()).await.expect("new");
+    let id = postbox_core::EventId::from_uuid(uuid::Uuid::from_u128(1));
+    assert_eq!(store.get(&named("reader"), id).await.expect("asked"), None);
+}
+
+/// One event in each state, two pending.
+async fn in_every_state(fixture: &dyn StoreFixture) -> Lane {
+    let lane = Lane::open(fixture).await;
+    let far = jiff::Timestamp::UNIX_EPOCH + 400 * 365 * 24 * HOUR;
+    let ids = lane
+        .past(
+            vec![
+                keyed("a", "retrying"),
+                keyed("a", "blocked"),
+                event("scheduled"),
+                event("dead"),
+                event("discarded"),
+                event("dispatched"),
+            ],
+            vec![
+                (0, retry(HOUR)),
+                (1, Disposition::Block),
+                (2, Disposition::Schedule { at: far }),
+                (3, dead()),
+                (4, dead()),
+            ],
+        )
+        .await;
+    let selection = Selection { ids: Some(vec![ids[4]]), ..Selection::default() };
+    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded"), 1);
+    append(&lane.store, [event("pending-1"), keyed("a", "pending-2")]).await;
+    lane
+}
+
+/// The cases of this suite.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! inspect_cases {
+    ($fixture:expr) => {
+        $crate::conformance_cases!(
+            inspect,
+            $fixture,
+            [
+                an_unknown_subscription_is_not_found_and_the_known_are_named,
+                subscriptions_show_lanes_leases_and_pauses,
+                stats_count_every_state,
+                stats_of_an_empty_log_are_zero,
+                stats_follow_the_settled_position,
+                pending_topics_are_told_deepest_first_with_their_age,
+                every_state_lists_its_own,
+                lists_are_paged_in_seq_order,
+                lists_narrow_by_topic_and_code,
+                an_unknown_event_is_none,
+            ]
+        );
+    };
+}

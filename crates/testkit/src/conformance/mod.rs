@@ -1,0 +1,128 @@
+//! What every implementation of a contract must pass, one named test per promise.
+//!
+//! Write a fixture, name it to a macro, and every case of the suite becomes a `#[tokio::test]` of its own:
+//!
+//! ```ignore
+//! async fn fixture() -> MyFixture { … }             // a fresh, migrated, empty store for each case
+//! postbox_testkit::store_suite!(fixture);           // or one of append_suite!, log_suite!, inspect_suite!, receive_suite!, migrate_suite!
+//! postbox_testkit::sink_suite!(sink_fixture);
+//! ```
+//!
+//! Cases know a store only through the contracts and its fixture. What a store cannot do is said as data
+//! ([`StoreCapabilities`]); a case that needs it is then not asked. A contract bug gets a case here first, so that all stores inherit it.
+
+mod fixture;
+mod harness;
+mod memory;
+
+pub mod append;
+pub mod fidelity;
+pub mod inspect;
+pub mod lease;
+pub mod migrate;
+pub mod order;
+pub mod read;
+pub mod receive;
+pub mod settle;
+
+pub use fixture::{OpenTransaction, SinkFixture, StoreCapabilities, StoreFixture};
+pub use memory::MemoryFixture;
+
+/// Expands to one named test per case. The suites' macros call it; it is not meant to be called by hand.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! conformance_cases {
+    ($suite:ident, $fixture:expr, [$($case:ident),* $(,)?]) => {
+        mod $suite {
+            #[allow(unused_imports)]
+            use super::*;
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $case() {
+                    $crate::conformance::$suite::$case(&($fixture)().await).await;
+                }
+            )*
+        }
+    };
+}
+
+/// The suites of `Append`.
+#[macro_export]
+macro_rules! append_suite {
+    ($fixture:expr) => {
+        $crate::append_cases!($fixture);
+        $crate::fidelity_cases!($fixture);
+    };
+}
+
+/// The suites of `Log`.
+#[macro_export]
+macro_rules! log_suite {
+    ($fixture:expr) => {
+        $crate::lease_cases!($fixture);
+        $crate::read_cases!($fixture);
+        $crate::order_cases!($fixture);
+        $crate::settle_cases!($fixture);
+    };
+}
+
+/// The suites of `Inspect`.
+#[macro_export]
+macro_rules! inspect_suite {
+    ($fixture:expr) => {
+        $crate::inspect_cases!($fixture);
+    };
+}
+
+/// The suite of `Receive`.
+#[macro_export]
+macro_rules! receive_suite {
+    ($fixture:expr) => {
+        $crate::receive_cases!($fixture);
+    };
+}
+
+/// The suite of `Migrate`.
+#[macro_export]
+macro_rules! migrate_suite {
+    ($fixture:expr) => {
+        $crate::migrate_cases!($fixture);
+    };
+}
+
+/// Every suite a store must pass. `$fixture` is an async function that gives a fresh [`StoreFixture`].
+#[macro_export]
+macro_rules! store_suite {
+    ($fixture:expr) => {
+        $crate::append_suite!($fixture);
+        $crate::log_suite!($fixture);
+        $crate::inspect_suite!($fixture);
+        $crate::receive_suite!($fixture);
+        $crate::migrate_suite!($fixture);
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    /// A case that is written but not listed would never run.
+    #[test]
+    fn every_case_is_listed_in_its_suite() {
+        for (file, text) in [
+            ("append", include_str!("append.rs")),
+            ("fidelity", include_str!("fidelity.rs")),
+            ("inspect", include_str!("inspect.rs")),
+            ("lease", include_str!("lease.rs")),
+            ("migrate", include_str!("migrate.rs")),
+            ("order", include_str!("order.rs")),
+            ("read", include_str!("read.rs")),
+            ("receive", include_str!("receive.rs")),
+            ("settle", include_str!("settle.rs")),
+        ] {
+            let list = text.split("conformance_cases!").nth(1).unwrap_or_else(|| panic!("{file}.rs has no list"));
+            for case in text.lines().filter_map(|line| line.strip_prefix("pub async fn ")?.split_once('(')) {
+                let listed = list.split([',', '[', ']']).any(|word| word.trim() == case.0);
+                assert!(listed, "{file}.rs: add {} to the list at its end", case.0);
+            }
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! Reading the stream: batches, positions, prefetch, lanes, filters.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use postbox_core::{BatchLimit, Filter, LogName, StartAt, Subscription, Tenant, TopicPattern};
+
+use super::StoreFixture;
+use super::harness::*;
+
+/// Nothing to read is an answer, not an error, and it does not wait.
+pub async fn an_empty_log_gives_an_empty_batch_at_once(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    for _ in 0..2 {
+        let batch = tokio::time::timeout(PATIENCE, lane.next(10)).await.expect("at once");
+        assert!(batch.is_empty() && !batch.more && batch.due_in.is_none(), "{batch:?}");
+        assert!(lane.due(10).await.deliveries.is_empty());
+    }
+}
+
+/// The stream is the log in `seq` order, first attempt each.
+pub async fn events_come_in_the_order_appended(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(3)).await;
+    append(&lane.store, [event("4"), event("5")]).await;
+    let batch = lane.next(10).await;
+    assert_eq!(payloads(&batch.deliveries), ["1", "2", "3", "4", "5"]);
+    assert!(batch.deliveries.windows(2).all(|pair| pair[0].seq < pair[1].seq));
+    assert!(batch.deliveries.iter().all(|delivery| (delivery.attempt, delivery.replay) == (1, 0)));
+    assert!(batch.end >= batch.deliveries.last().map(|last| last.seq));
+    assert!(batch.held.is_empty() && batch.discarded.is_empty() && !batch.more);
+}
+
+/// Exactly once per settled position, over many batches.
+pub async fn settled_events_never_come_again(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(25)).await;
+    let mut seen = Vec::new();
+    loop {
+        let batch = lane.next(7).await;
+        if batch.is_empty() {
+            break;
+        }
+        assert!((1..=7).contains(&batch.deliveries.len()));
+        lane.settle(&batch, vec![]).await;
+        seen.extend(payloads(&batch.deliveries));
+    }
+    let expected: Vec<String> = (1..=25).map(|n| n.to_string()).collect();
+    assert_eq!(seen, expected);
+    assert!(lane.taken_over().await.drain().await.is_empty(), "the position is stored");
+}
+
+/// The byte limit counts payloads; one larger than the limit still comes, alone.
+pub async fn the_byte_limit_holds_and_a_larger_event_comes_alone(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let sized = |bytes: usize| event(&"x".repeat(bytes));
+    append(&lane.store, [sized(40), sized(40), sized(40), sized(500), sized(10)]).await;
+    let limit = BatchLimit { events: 100, payload_bytes: 100 };
+    let mut sizes = Vec::new();
+    loop {
+        let batch = lane.store.next_batch(&lane.lease, limit).await.expect("the lane can be read");
+        if batch.is_empty() {
+            break;
+        }
+        lane.settle(&batch, vec![]).await;
+        sizes.push(batch.deliveries.iter().map(|delivery| delivery.event.payload.len()).collect::<Vec<_>>());
+    }
+    assert_eq!(sizes, [vec![40, 40], vec![40], vec![500], vec![10]]);
+}
+
+/// A crash between reading and settling repeats what was in flight, with the same ids.
+pub async fn what_was_not_settled_is_given_to_the_next_holder(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(6)).await;
+    let first = lane.next(2).await;
+    lane.settle(&first, vec![]).await;
+    let lost = lane.next(2).await;
+    let again = lane.taken_over().await.next(2).await;
+    assert_eq!(again.deliveries, lost.deliveries, "the same events, still at their first attempt");
+}
+
+/// While `more`, the next piece may be read before the last one is settled.
+pub async fn batches_can_be_prefetched_and_settled_in_order(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(5)).await;
+    let first = lane.next(2).await;
+    assert!(first.more);
+    let second = lane.next(2).await;
+    assert!(second.more);
+    let third = lane.next(2).await;
+    assert!(!third.more);
+    for (batch, expected) in [(&first, vec!["1", "2"]), (&second, vec!["3", "4"]), (&third, vec!["5"])] {
+        assert_eq!(payloads(&batch.deliveries), expected);
+        lane.settle(batch, vec![]).await;
+    }
+    append(&lane.store, [event("6")]).await;
+    assert_eq!(payloads(&lane.drain().await), ["6"]);
+}
+
+/// What was read ahead is in flight too.
+pub async fn prefetched_batches_come_again_after_a_crash(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(5)).await;
+    let first = lane.next(2).await;
+    let _prefetched = lane.next(2).await;
+    lane.settle(&first, vec![]).await;
+    assert_eq!(payloads(&lane.taken_over().await.drain().await), ["3", "4", "5"]);
+}
+
+/// A graceful stop settles what went out and leaves the rest.
+pub async fn a_rewind_reads_on_right_after_the_position(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(6)).await;
+    let batch = lane.next(4).await;
+    assert!(batch.more);
+    let _prefetched = lane.next(4).await;
+    lane.rewind(Some(batch.deliveries[1].seq)).await;
+    assert_eq!(payloads(&lane.next(3).await.deliveries), ["3", "4", "5"]);
+    assert_eq!(payloads(&lane.taken_over().await.drain().await), ["3", "4", "5", "6"]);
+}
+
+/// Nothing went out: everything unsettled comes again.
+pub async fn a_rewind_without_a_position_reads_on_after_the_last_settled(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(4)).await;
+    lane.rewind(None).await;
+    let first = lane.next(1).await;
+    lane.settle(&first, vec![]).await;
+    let _unsent = lane.next(2).await;
+    lane.rewind(None).await;
+    assert_eq!(payloads(&lane.drain().await), ["2", "3", "4"]);
+}
+
+/// Fan-out: every subscription gets everything, at its own pace.
+pub async fn subscriptions_read_independently(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let other = Lane::open_as(fixture, &Subscription { name: named("other"), ..reader() }).await;
+    append(&lane.store, numbered(3)).await;
+    assert_eq!(lane.drain().await.len(), 3);
+    assert_eq!(other.drain().await.len(), 3);
+    let late = Lane::open_as(fixture, &Subscription { name: named("late"), ..reader() }).await;
+    assert_eq!(late.drain().await.len(), 3, "from the beginning");
+}
+
+/// What is in one log is in no other.
+pub async fn logs_are_separate(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let inbox = Lane::open_as(fixture, &Subscription { name: named("in"), log: LogName::inbox(), ..reader() }).await;
+    append(&lane.store, [event("out")]).await;
+    lane.store.append(&LogName::inbox(), &[event("in")]).await.expect("appended");
+    assert_eq!(payloads(&lane.drain().await), ["out"]);
+    assert_eq!(payloads(&inbox.drain().await), ["in"]);
+}
+
+/// A subscription that starts now does not dig up history.
+pub async fn starting_now_skips_what_was_committed_before(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    append(&store, [event("old")]).await;
+    let lane = Lane::open_as(fixture, &Subscription { start: StartAt::Now, ..reader() }).await;
+    assert!(lane.drain().await.is_empty());
+    append(&store, [event("new")]).await;
+    assert_eq!(payloads(&lane.drain().await), ["new"]);
+}
+
+/// Every event in exactly one lane, every key always in the same.
+pub async fn lanes_partition_the_events_and_keep_keys_together(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    store.subscribe(&Subscription { lanes: 4, ..reader() }).await.expect("new");
+    let mut lanes = Vec::new();
+    for _ in 0..4 {
+        lanes.push(Lane::take(&store, "reader", "one").await);
+    }
+    let mut home: BTreeMap<String, u16> = BTreeMap::new();
+    let mut seen = BTreeSet::new();
+    for round in 0..2 {
+        let mut events = Vec::new();
+        for n in 0..40 {
+            events.push(keyed(&format!("key-{n}"), &format!("{round}-k{n}")));
+            events.push(event(&format!("{round}-n{n}")));
+        }
+        append(&store, events).await;
+        for lane in &lanes {
+            for delivery in lane.drain().await {
+                if let Some(key) = &delivery.event.key {
+                    let home = home.entry(key.to_string()).or_insert(lane.lease.lane);
+                    assert_eq!(*home, lane.lease.lane, "key {key} changed lanes");
+                }
+                assert!(seen.insert(delivery.event.id), "given by two lanes");
+            }
+        }
+    }
+    assert_eq!(seen.len(), 160, "every event has a lane");
+    assert_eq!(home.values().collect::<BTreeSet<_>>().len(), 4, "40 keys spread over all lanes");
+}
+
+/// Patterns mean what they say; SQL's wildcards mean nothing.
+pub async fn only_wanted_topics_come_and_like_wildcards_are_literal(fixture: &dyn StoreFixture) {
+    let topics =
+        ["order.paid", "order.item.added", "order", "orderXpaid", "a_b", "aXb", "100%", "100x", r"c\d", "C\\D", "[x]"];
+    let store = fixture.store();
+    append(&store, topics.map(|topic| postbox_core::NewEvent::json(topic, topic.to_owned()))).await;
+    for (n, (patterns, expected)) in [
+        (vec!["order.*"], vec!["order.paid", "order.item.added"]),
+        (vec!["order"], vec!["order"]),
+        (vec!["a_b"], vec!["a_b"]),
+        (vec!["a_*"], vec!["a_b"]),
+        (vec!["100%"], vec!["100%"]),
+        (vec!["%"], vec![]),
+        (vec![r"c\d"], vec![r"c\d"]),
+        (vec![r"c\*"], vec![r"c\d"]),
+        (vec!["[x]"], vec!["[x]"]),
+        (vec!["*.paid", "a_b"], vec!["order.paid", "a_b"]),
+        (vec!["*"], topics.to_vec()),
+        (vec![], topics.to_vec()),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let topics = patterns.iter().map(|pattern| TopicPattern::new(*pattern).expect("a pattern")).collect();
+        let filter = Filter { topics, tenant: None };
+        let name = named(&format!("reader-{n}"));
+        let lane = Lane::open_as(fixture, &Subscription { name, filter, ..reader() }).await;
+        assert_eq!(payloads(&lane.drain().await), expected, "wanted {patterns:?}");
+    }
+}
+
+/// A tenant's subscription sees that tenant's events and nothing else.
+pub async fn only_the_wanted_tenant_comes(fixture: &dyn StoreFixture) {
+    let tenant = |name: &str| Some(Tenant::new(name).expect("a tenant"));
+    let filter = Filter { topics: vec![], tenant: tenant("acme") };
+    let lane = Lane::open_as(fixture, &Subscription { filter, ..reader() }).await;
+    let events = [event("1").tenant("acme"), event("2").tenant("Acme"), event("3"), event("4").tenant("acme")];
+    append(&lane.store, events).await;
+    assert_eq!(payloads(&lane.drain().await), ["1", "4"]);
+}
+
+/// Events nobody wants do not stand in the way of the next wanted one.
+pub async fn unwanted_events_are_passed_over(fixture: &dyn StoreFixture) {
+    let topics = vec![TopicPattern::new("wanted").expect("a pattern")];
+    let lane = Lane::open_as(fixture, &Subscription { filter: Filter { topics, tenant: None }, ..reader() }).await;
+    let wanted = |payload: &str| postbox_core::NewEvent::json("wanted", payload.to_owned());
+    for n in 0..3 {
+        append(&lane.store, vec![event("noise"); 50]).await;
+        append(&lane.store, [wanted(&n.to_string())]).await;
+        append(&lane.store, vec![event("noise"); 50]).await;
+        let batch = lane.next(1).await;
+        assert_eq!(payloads(&batch.deliveries), [n.to_string()]);
+        lane.settle(&batch, vec![]).await;
+        assert!(lane.drain().await.is_empty());
+    }
+    assert_eq!(stats(&lane.store).await.total, 3);
+}
+
+/// An append wakes a relay of the same store that waits.
+pub async fn an_append_wakes_a_waiting_relay(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    assert!(lane.next(10).await.is_empty());
+    let (store, lease) = (lane.store.clone(), lane.lease.clone());
+    let waiting = tokio::spawn(async move { store.hint(&lease).await });
+    tokio::task::yield_now().await;
+    append(&lane.store, [event("1")]).await;
+    tokio::time::timeout(PATIENCE, waiting).await.expect("woken").expect("no panic");
+    assert_eq!(payloads(&lane.drain().await), ["1"]);
+}
+
+/// Between an empty read and the wait nothing gets lost that a poll would not find; the append was before the wait.
+pub async fn an_append_before_the_wait_is_read_without_a_hint(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    assert!(lane.next(10).await.is_empty());
+    append(&lane.store, [event("1")]).await;
+    let _may_resolve_or_not = tokio::time::timeout(Duration::from_millis(50), lane.store.hint(&lane.lease)).await;
+    assert_eq!(payloads(&lane.drain().await), ["1"], "a hint is only a hint");
+}
+
+/// The cases of this suite.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! read_cases {
+    ($fixture:expr) => {
+        $crate::conformance_cases!(
+            read,
+            $fixture,
+            [
+                an_empty_log_gives_an_empty_batch_at_once,
+                events_come_in_the_order_appended,
+                settled_events_never_come_again,
+                the_byte_limit_holds_and_a_larger_event_comes_alone,
+                what_was_not_settled_is_given_to_the_next_holder,
+                batches_can_be_prefetched_and_settled_in_order,
+                prefetched_batches_come_again_after_a_crash,
+                a_rewind_reads_on_right_after_the_position,
+                a_rewind_without_a_position_reads_on_after_the_last_settled,
+                subscriptions_read_independently,
+                logs_are_separate,
+                starting_now_skips_what_was_committed_before,
+                lanes_partition_the_events_and_keep_keys_together,
+                only_wanted_topics_come_and_like_wildcards_are_literal,
+                only_the_wanted_tenant_comes,
+                unwanted_events_are_passed_over,
+                an_append_wakes_a_waiting_relay,
+                an_append_before_the_wait_is_read_without_a_hint,
+            ]
+        );
+    };
+}

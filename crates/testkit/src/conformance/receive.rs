@@ -1,0 +1,208 @@
+//! The inbox's write side: once.
+
+use postbox_core::{ErrorKind, EventId, Inbound, LogName, NewEvent, Received, SourceName, Subscription};
+
+use super::StoreFixture;
+use super::harness::*;
+
+/// A first message is stored with its body, and read like any event.
+pub async fn a_message_is_stored_once_and_can_be_read(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let received = store.receive(&LogName::inbox(), inbound("m1", "body")).await.expect("stored");
+    let Received::Accepted(id) = received else { panic!("accepted, not {received:?}") };
+    let lane = inbox_lane(fixture).await;
+    let read = lane.drain().await;
+    assert_eq!(payloads(&read), ["body"]);
+    assert_eq!(read[0].event.id, id);
+}
+
+/// The sender did not hear our answer and sends again.
+pub async fn the_same_message_again_is_a_duplicate(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    accepted(store.receive(&LogName::inbox(), inbound("m1", "body")).await);
+    for _ in 0..3 {
+        let again = store.receive(&LogName::inbox(), inbound("m1", "body")).await.expect("answered");
+        assert_eq!(again, Received::Duplicate);
+    }
+    assert_eq!(inbox_lane(fixture).await.drain().await.len(), 1);
+    assert_eq!(fixture.conflicts().await, 0);
+}
+
+/// The same id with another body is kept out and leaves a record.
+pub async fn the_same_id_with_another_body_is_a_conflict(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    accepted(store.receive(&LogName::inbox(), inbound("m1", "body")).await);
+    let other = store.receive(&LogName::inbox(), inbound("m1", "forged")).await.expect("answered");
+    assert_eq!(other, Received::Conflict);
+    assert_eq!(fixture.conflicts().await, 1);
+    let original = store.receive(&LogName::inbox(), inbound("m1", "body")).await.expect("answered");
+    assert_eq!(original, Received::Duplicate, "the first one stands");
+    assert_eq!(payloads(&inbox_lane(fixture).await.drain().await), ["body"]);
+}
+
+/// Ids are the sender's: another source may use the same one, and so may another tenant.
+pub async fn ids_are_unique_per_source_and_tenant(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let plain = inbound("m1", "1");
+    let other_source = Inbound { source: SourceName::new("other").expect("a name"), ..inbound("m1", "2") };
+    let of_tenant = |tenant: &str, payload: &str| {
+        let mut message = inbound("m1", payload);
+        message.event.tenant = Some(tenant.to_owned());
+        message
+    };
+    for message in [plain, other_source, of_tenant("acme", "3"), of_tenant("umbrella", "4")] {
+        accepted(store.receive(&LogName::inbox(), message).await);
+    }
+    let again = store.receive(&LogName::inbox(), of_tenant("acme", "3")).await.expect("answered");
+    assert_eq!(again, Received::Duplicate);
+    assert_eq!(payloads(&inbox_lane(fixture).await.drain().await), ["1", "2", "3", "4"]);
+}
+
+/// However many arrive at once.
+pub async fn of_concurrent_copies_exactly_one_is_accepted(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    for round in 0..5 {
+        let message = format!("m{round}");
+        let calls = (0..12).map(|_| {
+            let (store, message) = (store.clone(), inbound(&message, "body"));
+            tokio::spawn(async move { store.receive(&LogName::inbox(), message).await })
+        });
+        let mut answers = Vec::new();
+        for answer in futures::future::join_all(calls).await {
+            answers.push(answer.expect("no panic").expect("answered"));
+        }
+        let won = answers.iter().filter(|answer| matches!(answer, Received::Accepted(_))).count();
+        let duplicates = answers.iter().filter(|answer| **answer == Received::Duplicate).count();
+        assert_eq!((won, duplicates), (1, 11), "{answers:?}");
+    }
+    assert_eq!(inbox_lane(fixture).await.drain().await.len(), 5);
+    assert_eq!(fixture.conflicts().await, 0);
+}
+
+/// Two bodies race for one id: one wins, every copy of the other is a conflict.
+pub async fn of_concurrent_bodies_one_wins_and_the_other_conflicts(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let calls = (0..10).map(|n| {
+        let (store, message) = (store.clone(), inbound("m1", if n % 2 == 0 { "even" } else { "odd" }));
+        tokio::spawn(async move { store.receive(&LogName::inbox(), message).await })
+    });
+    let mut answers = Vec::new();
+    for answer in futures::future::join_all(calls).await {
+        answers.push(answer.expect("no panic").expect("answered"));
+    }
+    let count = |wanted: fn(&Received) -> bool| answers.iter().filter(|answer| wanted(answer)).count();
+    assert_eq!(count(|answer| matches!(answer, Received::Accepted(_))), 1);
+    assert_eq!(count(|answer| *answer == Received::Duplicate), 4);
+    assert_eq!(count(|answer| *answer == Received::Conflict), 5);
+    assert_eq!(inbox_lane(fixture).await.drain().await.len(), 1);
+}
+
+/// Ids are bytes to us, within reason.
+pub async fn message_ids_are_checked_and_kept_exactly(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    for bad in ["".to_owned(), "m".repeat(256), "a\0b".to_owned()] {
+        refused(store.receive(&LogName::inbox(), inbound(&bad, "x")).await, ErrorKind::Invalid, "message_id_invalid");
+    }
+    for good in ["m".repeat(255), "M".into(), "m".into(), "m ".into(), "é".into(), "e\u{301}".into(), "';--%_".into()]
+    {
+        accepted(store.receive(&LogName::inbox(), inbound(&good, "x")).await);
+    }
+    assert_eq!(inbox_lane(fixture).await.drain().await.len(), 7);
+}
+
+/// A refused message leaves no trace: not even its id, or a stranger could block real ones.
+pub async fn a_refused_message_does_not_use_up_its_id(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let mut bad = inbound("m1", "body");
+    bad.event.topic = String::new();
+    refused(store.receive(&LogName::inbox(), bad).await, ErrorKind::Invalid, "topic_empty");
+    let nowhere = LogName::new("nowhere").expect("a name");
+    refused(store.receive(&nowhere, inbound("m1", "body")).await, ErrorKind::NotFound, "log_unknown");
+    let taken = EventId::from_uuid(uuid::Uuid::from_u128(1));
+    store.append(&LogName::inbox(), &[event("first").id(taken)]).await.expect("appended");
+    let mut clash = inbound("m1", "body");
+    clash.event.id = Some(taken);
+    refused(store.receive(&LogName::inbox(), clash).await, ErrorKind::Conflict, "event_id_taken");
+    accepted(store.receive(&LogName::inbox(), inbound("m1", "body")).await);
+}
+
+/// The dedupe memory ends by age, not before.
+pub async fn forgetting_takes_old_ids_only(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    accepted(store.receive(&LogName::inbox(), inbound("old", "body")).await);
+    fixture.pass(2 * SHORT).await;
+    assert_eq!(store.forget(HOUR).await.expect("swept"), 0);
+    assert_eq!(store.forget(SHORT).await.expect("swept"), 1);
+    assert_eq!(store.forget(SHORT).await.expect("swept"), 0);
+    accepted(store.receive(&LogName::inbox(), inbound("old", "body")).await);
+    assert_eq!(inbox_lane(fixture).await.drain().await.len(), 2, "forgetting is about ids; events stay");
+}
+
+/// A waiting applier hears of it.
+pub async fn a_message_wakes_a_waiting_relay(fixture: &dyn StoreFixture) {
+    let lane = inbox_lane(fixture).await;
+    assert!(lane.next(10).await.is_empty());
+    let (store, lease) = (lane.store.clone(), lane.lease.clone());
+    let waiting = tokio::spawn(async move { store.hint(&lease).await });
+    tokio::task::yield_now().await;
+    accepted(lane.store.receive(&LogName::inbox(), inbound("m1", "body")).await);
+    tokio::time::timeout(PATIENCE, waiting).await.expect("woken").expect("no panic");
+}
+
+/// Bodies are bytes.
+pub async fn a_binary_body_is_kept_exactly(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let body: Vec<u8> = (0..=255).collect();
+    let message =
+        Inbound { event: NewEvent::new("hook", body.clone(), "application/octet-stream"), ..inbound("m1", "") };
+    accepted(store.receive(&LogName::inbox(), message).await);
+    assert_eq!(inbox_lane(fixture).await.drain().await[0].event.payload, body);
+}
+
+fn inbound(message_id: &str, body: &str) -> Inbound {
+    // Any function of the body does; stores compare digests, they do not compute them.
+    let mut digest = [0; 32];
+    for (n, byte) in body.bytes().enumerate() {
+        digest[n % 32] ^= byte.rotate_left(n as u32 % 8);
+    }
+    Inbound {
+        source: SourceName::new("hooks").expect("a name"),
+        message_id: message_id.to_owned(),
+        digest,
+        event: NewEvent::json("hook.received", body.to_owned()),
+    }
+}
+
+#[track_caller]
+fn accepted(result: postbox_core::Result<Received>) {
+    assert!(matches!(result, Ok(Received::Accepted(_))), "{result:?}");
+}
+
+async fn inbox_lane(fixture: &dyn StoreFixture) -> Lane {
+    Lane::open_as(fixture, &Subscription { log: LogName::inbox(), ..reader() }).await
+}
+
+/// The cases of this suite.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! receive_cases {
+    ($fixture:expr) => {
+        $crate::conformance_cases!(
+            receive,
+            $fixture,
+            [
+                a_message_is_stored_once_and_can_be_read,
+                the_same_message_again_is_a_duplicate,
+                the_same_id_with_another_body_is_a_conflict,
+                ids_are_unique_per_source_and_tenant,
+                of_concurrent_copies_exactly_one_is_accepted,
+                of_concurrent_bodies_one_wins_and_the_other_conflicts,
+                message_ids_are_checked_and_kept_exactly,
+                a_refused_message_does_not_use_up_its_id,
+                forgetting_takes_old_ids_only,
+                a_message_wakes_a_waiting_relay,
+                a_binary_body_is_kept_exactly,
+            ]
+        );
+    };
+}
