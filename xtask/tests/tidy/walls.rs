@@ -50,14 +50,16 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("toml", &["postbox-server"]),
 ];
 
-/// What the engine may use besides core: the runtime and small change. No driver, no client, no format.
+/// What the engine may use besides core: the runtime and small change. No driver, no client.
 const ENGINE: &[&str] = &[
     "async-trait",
+    "base64",
     "bytes",
     "futures",
     "jiff",
     "postbox-core",
     "rand",
+    "serde",
     "serde_json",
     "thiserror",
     "tokio",
