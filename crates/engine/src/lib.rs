@@ -1,1 +1,67 @@
-//! Lanes, windows, ordering, retry, breaker, drain and retention: the one machine behind outbox, inbox and bus.
+//! One machine behind outbox, inbox and bus: a subscription reads a log and delivers to a sink.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use postbox_core::{Append, Delivery, LogName, MemoryStore, NewEvent, Subscription};
+//! use postbox_engine::{Relay, TokioClock, handler_sink};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), postbox_core::Error> {
+//! let store = Arc::new(MemoryStore::new(Arc::new(TokioClock::new())));
+//! store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}").key("42")]).await?;
+//!
+//! let subscription = Subscription::new("printer".parse()?, LogName::outbox());
+//! let sink = handler_sink(|delivery: Delivery| async move { println!("{}", delivery.event.topic) });
+//! let relay = Relay::builder(store, subscription).sink(Arc::new(sink)).build()?;
+//! assert_eq!(relay.drain(None).await?.dispatched, 1); // or `run(stop)`, until stopped
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | part | what it is |
+//! |---|---|
+//! | [`Relay`] | drives one subscription: until stopped, once (`drain`), or on a [`Schedule`] |
+//! | [`handler_sink`], [`InProcessBus`], [`JsonLines`] | sinks that need no broker: a function, handlers by topic, a file or stdout |
+//! | [`Sweeper`] | retention |
+//! | [`TokioClock`], [`SystemRandom`], [`SeededRandom`] | time and chance on tokio, real or simulated |
+//! | [`Metrics`] | what a relay counts |
+//!
+//! # What this crate deliberately does not do
+//!
+//! It contains no SQL and no network client: stores and brokers appear only as the contracts of `postbox-core`, so all of
+//! it runs in memory under a simulated clock. It knows no cron syntax and no configuration file.
+//!
+//! # Guarantees
+//!
+//! - At least once: an event leaves the books only after the destination answered for it, or a policy or a person said so.
+//! - Events of one key arrive in order, over retries, restarts and replicas (first arrivals; repetitions carry the same id).
+//! - A destination that is down costs no attempts; an event that is poison costs only its own key.
+//! - A graceful stop repeats nothing; a crash repeats at most what was in flight.
+
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
+
+mod breaker;
+mod bus;
+mod clock;
+mod fleet;
+mod handler;
+mod json_lines;
+mod lane;
+mod metrics;
+mod poll;
+mod relay;
+mod retention;
+mod schedule;
+mod settings;
+mod shared;
+
+pub use breaker::{BreakerPolicy, BreakerState};
+pub use bus::InProcessBus;
+pub use clock::{SeededRandom, SystemRandom, TokioClock};
+pub use handler::{HandlerSink, IntoOutcome, handler_sink};
+pub use json_lines::JsonLines;
+pub use metrics::{Metrics, MetricsSnapshot};
+pub use relay::{Drained, Relay, RelayBuilder};
+pub use retention::{Sweeper, Swept};
+pub use schedule::{Every, Schedule};
+pub use settings::{OnDead, RelaySettings};

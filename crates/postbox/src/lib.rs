@@ -1,1 +1,49 @@
-//! Make a database commit and the messages about it one fact: transactional outbox, verified inbox, event bus.
+//! A database commit and the messages about it are one fact, in both directions: a transactional outbox, a verified inbox
+//! and an event bus.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use postbox::{Append, Delivery, LogName, MemoryStore, NewEvent, Relay, Subscription, TokioClock, handler_sink};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> postbox::Result<()> {
+//! let store = Arc::new(MemoryStore::new(Arc::new(TokioClock::new())));
+//! let paid = NewEvent::json("order.paid", r#"{"id":42}"#).key("42");
+//! store.append(&LogName::outbox(), &[paid]).await?; // in your own transaction: `append_in` of the store's module
+//!
+//! let orders = Subscription::new("orders-out".parse()?, LogName::outbox());
+//! let mail = handler_sink(|delivery: Delivery| async move { println!("mail about {}", delivery.event.topic) });
+//! let relay = Relay::builder(store, orders).sink(Arc::new(mail)).build()?;
+//! assert_eq!(relay.drain(None).await?.dispatched, 1); // or `relay.run(stop)`, until stopped
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | feature | brings | default |
+//! |---|---|---|
+//! | `postgres` | the `postgres` module: `PostgresStore`, `append_in` for `tokio-postgres` | yes |
+//! | `sqlite` | the `sqlite` module: `SqliteStore`, `append_in` for `rusqlite` | yes |
+//! | `sqlx` | `append_in` for `sqlx` transactions, in both | no |
+//! | `http` | the `http` module: the signed webhook sink and the webhook ingress | yes |
+//!
+//! # The guarantee
+//!
+//! An event appended in a transaction that commits reaches every subscription at least once, in commit order per key; one of a
+//! transaction that rolls back reaches none. Where handler and store share a database its *effect* happens exactly once.
+//!
+//! # What this crate deliberately does not do
+//!
+//! It contains no logic: it re-exports the rooms of the house, so that one line in a manifest is enough.
+
+pub use postbox_core::*;
+pub use postbox_engine::*;
+
+/// The signed webhook sink and the webhook ingress.
+#[cfg(feature = "http")]
+pub use postbox_http as http;
+/// The Postgres store.
+#[cfg(feature = "postgres")]
+pub use postbox_postgres as postgres;
+/// The SQLite store.
+#[cfg(feature = "sqlite")]
+pub use postbox_sqlite as sqlite;

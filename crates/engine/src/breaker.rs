@@ -1,0 +1,289 @@
+//! The breaker of one destination: a dead destination is not a dead event.
+//!
+//! `Unavailable` opens it; while it is open nothing is sent and no attempt is counted; then one event goes out as a probe,
+//! and any answer at all closes it. All lanes of a relay share one breaker, because they share the destination.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use postbox_core::{Random, Seq};
+
+/// A destination may name its own wait; beyond an hour we rather ask again.
+const AFTER_MAX: Duration = Duration::from_secs(3_600);
+/// How long another lane waits while one lane probes: the probe ends it, this only bounds a probe that found no event.
+const PROBED_BY_ANOTHER: Duration = Duration::from_millis(50);
+/// So often may one event find the destination down, with others delivered in between, before it is blamed itself.
+/// An outage alone never reaches it, because nothing is delivered in between.
+const BLAME_AFTER: u32 = 5;
+/// Events under suspicion kept in memory; beyond it the suspicion starts anew.
+const SUSPECTS_MAX: usize = 1_000;
+
+/// When to ask a dead destination again.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BreakerPolicy {
+    /// Upper bound of the first wait; doubles with every failed probe. Default 500 ms.
+    pub base: Duration,
+    /// Cap of the wait, unless the destination names a longer one. Default 30 s.
+    pub max: Duration,
+}
+
+impl Default for BreakerPolicy {
+    fn default() -> Self {
+        Self { base: Duration::from_millis(500), max: Duration::from_secs(30) }
+    }
+}
+
+/// How a destination stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BreakerState {
+    /// It answers; everything flows.
+    Closed,
+    /// One event is out to see whether it answers again.
+    HalfOpen,
+    /// It does not answer; nothing is sent.
+    Open,
+}
+
+impl BreakerState {
+    /// The stable word for logs and metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Closed => "closed",
+            Self::HalfOpen => "half_open",
+            Self::Open => "open",
+        }
+    }
+}
+
+/// What a lane may do now.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Admission {
+    /// Send freely.
+    Closed,
+    /// Send exactly one event, then [`Breaker::probe_ended`].
+    Probe,
+    /// Send nothing for so long.
+    Wait(Duration),
+}
+
+#[derive(Debug)]
+enum Inner {
+    Closed,
+    Open { until: Duration, failures: u32 },
+    Probing { failures: u32 },
+}
+
+#[derive(Debug)]
+pub(crate) struct Breaker {
+    policy: BreakerPolicy,
+    inner: Mutex<Inner>,
+    /// Mirror of `inner` for the check before each send.
+    state: AtomicU8,
+    suspects: Mutex<Suspects>,
+}
+
+/// Events that found the destination down, to tell one that keeps bringing it down from an outage.
+#[derive(Debug, Default)]
+struct Suspects {
+    /// Rises each time the breaker closes.
+    generation: u64,
+    /// The generation in which an event was last seen here, and in how many it was.
+    seen: HashMap<Seq, (u64, u32)>,
+}
+
+impl Breaker {
+    pub(crate) fn new(policy: BreakerPolicy) -> Self {
+        Self {
+            policy,
+            inner: Mutex::new(Inner::Closed),
+            state: AtomicU8::new(BreakerState::Closed as u8),
+            suspects: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn state(&self) -> BreakerState {
+        match self.state.load(Ordering::Acquire) {
+            0 => BreakerState::Closed,
+            1 => BreakerState::HalfOpen,
+            _ => BreakerState::Open,
+        }
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.state() == BreakerState::Closed
+    }
+
+    /// What a lane may do at `now`. Taking a probe obliges to call [`Self::probe_ended`].
+    pub(crate) fn admit(&self, now: Duration) -> Admission {
+        let mut inner = lock(&self.inner);
+        match *inner {
+            Inner::Closed => Admission::Closed,
+            Inner::Open { until, .. } if now < until => Admission::Wait(until - now),
+            Inner::Open { failures, .. } => {
+                self.set(&mut inner, Inner::Probing { failures });
+                Admission::Probe
+            }
+            Inner::Probing { .. } => Admission::Wait(PROBED_BY_ANOTHER),
+        }
+    }
+
+    /// The destination did not answer. Returns the wait if this opened the breaker.
+    pub(crate) fn unavailable(&self, now: Duration, after: Option<Duration>, random: &dyn Random) -> Option<Duration> {
+        let mut inner = lock(&self.inner);
+        let failures = match *inner {
+            Inner::Closed => 1,
+            Inner::Probing { failures } => failures.saturating_add(1),
+            // Calls that were in flight when it opened say nothing new, except for a longer wait.
+            Inner::Open { until, failures } => {
+                let until = until.max(now + after.unwrap_or_default().min(AFTER_MAX));
+                *inner = Inner::Open { until, failures };
+                return None;
+            }
+        };
+        let ceiling = self.policy.base.saturating_mul(1 << (failures - 1).min(20)).min(self.policy.max);
+        // Half of it is certain: with full jitter a probe could follow the failure at once.
+        let backoff = ceiling.mul_f64(0.5 + random.unit() / 2.0);
+        let wait = after.map_or(backoff, |after| after.min(AFTER_MAX));
+        self.set(&mut inner, Inner::Open { until: now + wait, failures });
+        Some(wait)
+    }
+
+    /// The destination answered. Closes a breaker that was probing; returns whether it did.
+    ///
+    /// An answer while it is open belongs to a call sent before it opened, and proves nothing.
+    pub(crate) fn answered(&self) -> bool {
+        if self.is_closed() {
+            return false;
+        }
+        let mut inner = lock(&self.inner);
+        if !matches!(*inner, Inner::Probing { .. }) {
+            return false;
+        }
+        self.set(&mut inner, Inner::Closed);
+        lock(&self.suspects).generation += 1;
+        true
+    }
+
+    /// The probe is over. If no event was there to send, another lane may probe.
+    pub(crate) fn probe_ended(&self, now: Duration) {
+        let mut inner = lock(&self.inner);
+        if let Inner::Probing { failures } = *inner {
+            self.set(&mut inner, Inner::Open { until: now, failures });
+        }
+    }
+
+    /// Notes that this event found the destination down; true once it has done so [`BLAME_AFTER`] times while others
+    /// were delivered in between: then the event, not the destination, is to blame, and an attempt is counted.
+    pub(crate) fn blames(&self, seq: Seq) -> bool {
+        let mut suspects = lock(&self.suspects);
+        let generation = suspects.generation;
+        if suspects.seen.len() >= SUSPECTS_MAX {
+            suspects.seen.clear();
+        }
+        let (last, count) = suspects.seen.entry(seq).or_insert((generation, 1));
+        if *last != generation {
+            (*last, *count) = (generation, *count + 1);
+        }
+        let blamed = *count >= BLAME_AFTER;
+        if blamed {
+            suspects.seen.remove(&seq);
+        }
+        blamed
+    }
+
+    fn set(&self, inner: &mut MutexGuard<'_, Inner>, next: Inner) {
+        let state = match next {
+            Inner::Closed => BreakerState::Closed,
+            Inner::Probing { .. } => BreakerState::HalfOpen,
+            Inner::Open { .. } => BreakerState::Open,
+        };
+        **inner = next;
+        self.state.store(state as u8, Ordering::Release);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing in here can panic half-way, so a poisoned lock holds a whole state.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Fixed(f64);
+
+    impl Random for Fixed {
+        fn unit(&self) -> f64 {
+            self.0
+        }
+    }
+
+    const S: Duration = Duration::from_secs(1);
+
+    fn breaker() -> Breaker {
+        Breaker::new(BreakerPolicy { base: S, max: 8 * S })
+    }
+
+    #[test]
+    fn failed_probes_double_the_wait_up_to_the_cap() {
+        let breaker = breaker();
+        let mut now = Duration::ZERO;
+        let mut waits = Vec::new();
+        for _ in 0..6 {
+            let wait = breaker.unavailable(now, None, &Fixed(1.0)).expect("opens");
+            assert_eq!(breaker.admit(now), Admission::Wait(wait));
+            now += wait;
+            assert_eq!(breaker.admit(now), Admission::Probe);
+            waits.push(wait.as_secs());
+        }
+        assert_eq!(waits, [1, 2, 4, 8, 8, 8]);
+    }
+
+    #[test]
+    fn one_probe_at_a_time_and_an_answer_closes() {
+        let breaker = breaker();
+        breaker.unavailable(Duration::ZERO, None, &Fixed(0.0));
+        assert!(!breaker.answered(), "an answer from before it opened proves nothing");
+        assert_eq!(breaker.admit(S), Admission::Probe);
+        assert_eq!(breaker.admit(S), Admission::Wait(PROBED_BY_ANOTHER));
+        assert!(breaker.answered());
+        breaker.probe_ended(S);
+        assert_eq!(breaker.admit(S), Admission::Closed);
+    }
+
+    #[test]
+    fn a_probe_without_an_event_is_given_to_the_next() {
+        let breaker = breaker();
+        breaker.unavailable(Duration::ZERO, None, &Fixed(0.0));
+        assert_eq!(breaker.admit(S), Admission::Probe);
+        breaker.probe_ended(S);
+        assert_eq!(breaker.admit(S), Admission::Probe);
+    }
+
+    #[test]
+    fn a_named_wait_is_honoured_and_late_failures_do_not_escalate() {
+        let breaker = breaker();
+        assert_eq!(breaker.unavailable(Duration::ZERO, Some(90 * S), &Fixed(0.0)), Some(90 * S));
+        assert_eq!(breaker.unavailable(S, None, &Fixed(0.0)), None);
+        assert_eq!(breaker.admit(S), Admission::Wait(89 * S));
+    }
+
+    #[test]
+    fn an_outage_blames_no_event_but_a_repeated_culprit_is_found() {
+        let breaker = breaker();
+        for _ in 0..100 {
+            assert!(!breaker.blames(Seq(1)), "nothing was delivered in between");
+        }
+        let mut blamed = 0;
+        for round in 1..=BLAME_AFTER {
+            breaker.unavailable(round * S, None, &Fixed(0.0));
+            breaker.admit(2 * round * S);
+            breaker.answered();
+            blamed += u32::from(breaker.blames(Seq(1)));
+        }
+        assert_eq!(blamed, 1);
+    }
+}

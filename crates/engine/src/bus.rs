@@ -1,0 +1,94 @@
+//! The in-process bus: handlers in the same program subscribe by topic.
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use futures::future::join_all;
+use postbox_core::{Capabilities, Delivery, Outcome, Result, Sink, TopicPattern};
+
+use crate::handler::IntoOutcome;
+
+type HandlerFuture = Pin<Box<dyn Future<Output = Outcome> + Send>>;
+type Handler = Arc<dyn Fn(Arc<Delivery>) -> HandlerFuture + Send + Sync>;
+
+/// A sink that hands each event to every handler whose pattern matches its topic.
+///
+/// All matching handlers run, at the same time; the event is delivered when all of them have succeeded. If one fails the
+/// event is retried, and *every* handler sees it again: handlers must be idempotent (the event id is the key). An
+/// event no handler asked for is delivered. A panic in a handler is that event's failed attempt.
+///
+/// ```
+/// use std::sync::Arc;
+/// use postbox_core::Delivery;
+/// use postbox_engine::InProcessBus;
+///
+/// let bus = InProcessBus::new()
+///     .on("order.*", |delivery: Arc<Delivery>| async move { println!("{}", delivery.event.topic) })?
+///     .on("order.paid", |_| async { Err::<(), _>("the printer is on fire") })?;
+/// assert_eq!(bus.topics().collect::<Vec<_>>(), ["order.*", "order.paid"]);
+/// # Ok::<(), postbox_core::Error>(())
+/// ```
+#[derive(Default, Clone)]
+pub struct InProcessBus {
+    handlers: Vec<(TopicPattern, Handler)>,
+}
+
+impl InProcessBus {
+    /// A bus without handlers.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a handler for the topics that match `pattern`.
+    pub fn on<H, F>(mut self, pattern: &str, handler: H) -> Result<Self>
+    where
+        H: Fn(Arc<Delivery>) -> F + Send + Sync + 'static,
+        F: Future + Send + 'static,
+        F::Output: IntoOutcome,
+    {
+        let handler: Handler = Arc::new(move |delivery| {
+            let handled = handler(delivery);
+            Box::pin(async move { handled.await.into_outcome() })
+        });
+        self.handlers.push((TopicPattern::new(pattern)?, handler));
+        Ok(self)
+    }
+
+    /// The patterns, in the order they were added: what a subscription that only serves this bus should filter by.
+    pub fn topics(&self) -> impl Iterator<Item = &str> {
+        self.handlers.iter().map(|(pattern, _)| pattern.as_str())
+    }
+}
+
+/// The worst of the handlers' outcomes. A retry wins over a death: a handler that may still succeed gets its chance first.
+fn worst(outcomes: Vec<Outcome>) -> Outcome {
+    let rank = |outcome: &Outcome| match outcome {
+        Outcome::Delivered { duplicate: true } => 0,
+        Outcome::Delivered { duplicate: false } => 1,
+        Outcome::Gone { .. } => 2,
+        Outcome::Dead { .. } => 3,
+        Outcome::Retry { .. } => 4,
+        Outcome::Unavailable { .. } => 5,
+    };
+    outcomes.into_iter().max_by_key(rank).unwrap_or(Outcome::DELIVERED)
+}
+
+#[async_trait]
+impl Sink for InProcessBus {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::default()
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        let mut outcomes = Vec::with_capacity(deliveries.len());
+        for delivery in deliveries {
+            let topic = delivery.event.topic.as_str();
+            let delivery = Arc::new((*delivery).clone());
+            let handlers = self.handlers.iter().filter(|(pattern, _)| pattern.matches(topic));
+            let handled = join_all(handlers.map(|(_, handler)| handler(delivery.clone()))).await;
+            outcomes.push(worst(handled));
+        }
+        outcomes
+    }
+}

@@ -1,0 +1,206 @@
+//! The file and stdout sinks: one JSON object a line.
+
+use std::path::{Path, PathBuf};
+
+use async_trait::async_trait;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use postbox_core::{Capabilities, Delivery, Error, ErrorKind, Event, Headers, Outcome, Result, Sink};
+use serde_json::value::RawValue;
+use tokio::fs::{File, OpenOptions};
+use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWriteExt, SeekFrom, Stdout};
+use tokio::sync::Mutex;
+
+/// Most events of one write: one flush each, and a bounded line buffer.
+const BATCH_MAX: usize = 500;
+
+/// Writes each event as one JSON object on a line of its own, to a file or to stdout.
+///
+/// Fields: `id`, `topic`, `key`, `kind`, `version`, `headers`, `occurred_at`, and `payload` (the JSON itself, its numbers
+/// and key order untouched) where the content type says JSON and the bytes are JSON, else `payload_base64`.
+///
+/// A file is synced before its events count as delivered. After a crash the last lines may be written again, with the same ids.
+#[derive(Debug)]
+pub struct JsonLines {
+    output: Mutex<Output>,
+}
+
+#[derive(Debug)]
+enum Output {
+    File { file: File, path: PathBuf },
+    Stdout(Stdout),
+}
+
+#[derive(serde::Serialize)]
+struct Line<'a> {
+    id: String,
+    topic: &'a str,
+    key: Option<&'a str>,
+    kind: &'a str,
+    version: Option<i64>,
+    headers: &'a Headers,
+    occurred_at: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    payload: Option<&'a RawValue>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    payload_base64: Option<String>,
+}
+
+impl JsonLines {
+    /// Appends to a file, which is made if it is not there. A line cut short by a crash is ended, so that the next one is whole.
+    pub async fn file(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref().to_owned();
+        let fault = |source: std::io::Error| {
+            let text = format!("cannot append to {}: {source}", path.display());
+            Error::new(ErrorKind::Invalid, "open file sink", "file_not_writable", text).with_source(source)
+        };
+        let open = OpenOptions::new().create(true).append(true).read(true).open(&path).await;
+        let mut file = open.map_err(&fault)?;
+        end_torn_line(&mut file).await.map_err(&fault)?;
+        Ok(Self { output: Mutex::new(Output::File { file, path }) })
+    }
+
+    /// Writes to stdout.
+    pub fn stdout() -> Self {
+        Self { output: Mutex::new(Output::Stdout(tokio::io::stdout())) }
+    }
+}
+
+/// A special file (pipe, device) has no end to look at, and no torn line to end.
+async fn end_torn_line(file: &mut File) -> std::io::Result<()> {
+    let metadata = file.metadata().await?;
+    if !metadata.is_file() || metadata.len() == 0 {
+        return Ok(());
+    }
+    let mut last = [0];
+    file.seek(SeekFrom::End(-1)).await?;
+    file.read_exact(&mut last).await?;
+    if last != *b"\n" {
+        file.write_all(b"\n").await?;
+        file.flush().await?;
+    }
+    Ok(())
+}
+
+impl Output {
+    /// All of it or none, as far as the file system lets us.
+    async fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        match self {
+            Self::Stdout(stdout) => {
+                stdout.write_all(bytes).await?;
+                stdout.flush().await
+            }
+            Self::File { file, .. } => {
+                let metadata = file.metadata().await?;
+                let written = async {
+                    file.write_all(bytes).await?;
+                    file.flush().await?;
+                    if metadata.is_file() { file.sync_data().await } else { Ok(()) }
+                };
+                let written = written.await;
+                if written.is_err() && metadata.is_file() {
+                    // A full disk: take back the part that fitted, or the repetition would follow half a line.
+                    file.set_len(metadata.len()).await?;
+                }
+                written
+            }
+        }
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::File { path, .. } => path.display().to_string(),
+            Self::Stdout(_) => "stdout".to_owned(),
+        }
+    }
+}
+
+/// The line of one event, line feed included.
+fn line(event: &Event) -> std::result::Result<Vec<u8>, serde_json::Error> {
+    // Checks the syntax only. Parsing into values would turn 25-digit integers into floats and refuse deep nesting.
+    let payload: Option<&RawValue> = if event.is_json() { serde_json::from_slice(&event.payload).ok() } else { None };
+    let mut line = serde_json::to_vec(&Line {
+        id: event.id.to_string(),
+        topic: event.topic.as_str(),
+        key: event.key.as_ref().map(|key| key.as_str()),
+        kind: event.kind(),
+        version: event.version,
+        headers: &event.headers,
+        occurred_at: event.occurred_at.to_string(),
+        payload,
+        payload_base64: payload.is_none().then(|| STANDARD.encode(&event.payload)),
+    })?;
+    // JSON has no raw line break inside a string, so every one is white space between tokens.
+    line.iter_mut().filter(|byte| matches!(byte, b'\n' | b'\r')).for_each(|byte| *byte = b' ');
+    line.push(b'\n');
+    Ok(line)
+}
+
+#[async_trait]
+impl Sink for JsonLines {
+    fn capabilities(&self) -> Capabilities {
+        // All of a call or nothing is written, so a failure stops every key.
+        Capabilities { batch_max: BATCH_MAX, concurrency: 1, prefix: true }
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        let lines: Vec<_> = deliveries.iter().map(|delivery| line(&delivery.event)).collect();
+        let bytes: Vec<u8> = lines.iter().flatten().flatten().copied().collect();
+        let mut output = self.output.lock().await;
+        let written = output.write(&bytes).await;
+        let outcome = |line: &std::result::Result<Vec<u8>, serde_json::Error>| match (line, &written) {
+            (Err(error), _) => Outcome::dead("json_line", error.to_string()),
+            (Ok(_), Ok(())) => Outcome::DELIVERED,
+            (Ok(_), Err(error)) => Outcome::unavailable("write_failed", format!("{}: {error}", output.name())),
+        };
+        lines.iter().map(outcome).collect()
+    }
+
+    async fn close(&self) {
+        let mut output = self.output.lock().await;
+        // Everything delivered is flushed already; what a failed call left is repeated.
+        _ = output.write(b"").await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use jiff::Timestamp;
+    use postbox_core::{EventId, NewEvent};
+
+    fn text(event: NewEvent) -> String {
+        let id: EventId = "01890000-0000-7000-8000-000000000001".parse().expect("an id");
+        String::from_utf8(line(&event.into_event(id, Timestamp::UNIX_EPOCH)).expect("a line")).expect("UTF-8")
+    }
+
+    #[test]
+    fn json_stays_as_it_is() {
+        let payload = r#"{"big":1234567890123456789012345,"tiny":1e400,"b":1,"a":-0,"b":2}"#;
+        let line = text(NewEvent::json("t", payload).key("k").version(3).header("h", "v"));
+        assert_eq!(
+            line,
+            format!(
+                r#"{{"id":"01890000-0000-7000-8000-000000000001","topic":"t","key":"k","kind":"domain","version":3,"headers":{{"h":"v"}},"occurred_at":"1970-01-01T00:00:00Z","payload":{payload}}}"#
+            ) + "\n"
+        );
+    }
+
+    #[test]
+    fn a_pretty_printed_payload_stays_on_one_line() {
+        let line = text(NewEvent::json("t", "{\r\n  \"a\": \"x\\ny\"\n}"));
+        assert_eq!(line.matches('\n').count(), 1);
+        assert!(line.contains(r#""x\ny""#), "{line}");
+    }
+
+    #[test]
+    fn deep_nesting_is_kept_and_what_is_not_json_goes_as_base64() {
+        let deep = "[".repeat(10_000) + &"]".repeat(10_000);
+        assert!(text(NewEvent::json("t", deep.clone())).contains(&deep));
+        for payload in [&b"{"[..], b"\xff", b"", b"{} {}"] {
+            let line = text(NewEvent::json("t", payload.to_vec()));
+            assert!(line.contains(&format!(r#""payload_base64":"{}""#, STANDARD.encode(payload))), "{line}");
+        }
+        assert!(text(NewEvent::new("t", "{}", "text/plain")).contains("payload_base64"));
+    }
+}

@@ -1,0 +1,81 @@
+//! One call of the sink: its time limit, its panic, its contract.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use postbox_core::{Batch, Delivery, Outcome, Sink};
+use tokio::sync::OwnedSemaphorePermit;
+use tracing::error;
+
+use crate::shared::Shared;
+
+/// A call that came back: which deliveries of which batch, and one outcome for each.
+pub(super) struct Returned {
+    pub(super) batch: Arc<Batch>,
+    pub(super) places: Vec<usize>,
+    pub(super) outcomes: Vec<Outcome>,
+}
+
+/// A call in flight. It owns what it needs, so that a slow one can outlive its batch.
+pub(super) type Call = BoxFuture<'static, Returned>;
+
+/// Begins a call; the permit is given back when it ends.
+pub(super) fn call(
+    shared: Arc<Shared>,
+    sink: Arc<dyn Sink>,
+    batch: Arc<Batch>,
+    places: Vec<usize>,
+    permit: OwnedSemaphorePermit,
+) -> Call {
+    Box::pin(async move {
+        let outcomes = {
+            let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
+            // The block makes a panic before the first await look the same as one after it.
+            let call = AssertUnwindSafe(async { sink.deliver(&deliveries).await }).catch_unwind();
+            tokio::select! {
+                biased;
+                answer = call => match answer {
+                    Ok(outcomes) => one_each(&shared, outcomes, places.len()),
+                    Err(panic) => panicked(&shared, &*panic, places.len()),
+                },
+                () = shared.clock.sleep(shared.settings.deliver_timeout) => overran(&shared, places.len()),
+            }
+        };
+        drop(permit);
+        Returned { batch, places, outcomes }
+    })
+}
+
+fn overran(shared: &Shared, count: usize) -> Vec<Outcome> {
+    shared.metrics.add(&shared.metrics.timeouts, 1);
+    let limit = shared.settings.deliver_timeout;
+    vec![Outcome::retry("timeout", format!("no answer within {limit:?}")); count]
+}
+
+fn panicked(shared: &Shared, panic: &(dyn std::any::Any + Send), count: usize) -> Vec<Outcome> {
+    let text = panic_text(panic);
+    shared.metrics.add(&shared.metrics.panics, 1);
+    error!(subscription = shared.name(), panic = text, "sink panicked");
+    vec![Outcome::retry("panic", text); count]
+}
+
+/// A sink that answers for more or fewer events than it was given answers for none: we cannot tell which is which.
+fn one_each(shared: &Shared, outcomes: Vec<Outcome>, count: usize) -> Vec<Outcome> {
+    if outcomes.len() == count {
+        return outcomes;
+    }
+    let text = format!("the sink gave {} outcomes for {count} deliveries", outcomes.len());
+    error!(subscription = shared.name(), "{text}");
+    vec![Outcome::retry("sink_contract", text); count]
+}
+
+/// What a panic said, if it said it in text.
+pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("the handler panicked")
+}

@@ -1,0 +1,103 @@
+//! Holding a lane: renewal in the background, and the check before each send.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use postbox_core::Lease;
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use crate::shared::Shared;
+
+/// A lease and what we know of its remaining time.
+///
+/// The time is counted on our monotonic clock from *before* the call that granted it, so that we always believe it to end
+/// no later than the store does, whatever the two wall clocks say.
+pub(crate) struct Held {
+    pub(crate) lease: Lease,
+    ttl: Duration,
+    /// Nanoseconds on the monotonic clock.
+    until: AtomicU64,
+    lost: AtomicBool,
+    /// Stop sending, settle what is known.
+    pub(crate) halt: CancellationToken,
+    /// Drop what is in flight.
+    pub(crate) abandon: CancellationToken,
+}
+
+impl Held {
+    pub(crate) fn new(
+        lease: Lease,
+        asked_at: Duration,
+        ttl: Duration,
+        halt: CancellationToken,
+        abandon: CancellationToken,
+    ) -> Self {
+        Self { lease, ttl, until: AtomicU64::new(nanos(asked_at + ttl)), lost: AtomicBool::new(false), halt, abandon }
+    }
+
+    /// When we stop trusting the lease: a tenth before its end, for the way of a send to its destination.
+    fn safe_until(&self) -> Duration {
+        Duration::from_nanos(self.until.load(Ordering::Acquire)).saturating_sub(self.ttl / 10)
+    }
+
+    /// Whether sending is still ours at `now`.
+    pub(crate) fn is_safe(&self, now: Duration) -> bool {
+        !self.is_lost() && now < self.safe_until()
+    }
+
+    /// Whether the lane is no longer ours.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// The lane is no longer ours: nothing more is sent, what is in flight is dropped.
+    pub(crate) fn lose(&self, shared: &Shared, why: &str) {
+        if self.lost.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        shared.metrics.add(&shared.metrics.leases_lost, 1);
+        warn!(subscription = shared.name(), lane = self.lease.lane, epoch = self.lease.epoch, why, "lease lost");
+        self.halt.cancel();
+        self.abandon.cancel();
+    }
+}
+
+/// Renews at a third of the time to live until the lane ends or is lost. Runs as a task of its own, so that a sink that
+/// keeps its thread busy does not cost the lease.
+pub(super) async fn keep(shared: Arc<Shared>, held: Arc<Held>) {
+    let clock = &shared.clock;
+    let mut wait = held.ttl / 3;
+    loop {
+        clock.sleep(wait).await;
+        let asked_at = clock.monotonic();
+        let left = held.safe_until().saturating_sub(asked_at);
+        if left.is_zero() {
+            return held.lose(&shared, "not renewed in time");
+        }
+        let answer = tokio::select! {
+            answer = shared.log.renew(&held.lease, held.ttl) => answer,
+            () = clock.sleep(left) => return held.lose(&shared, "not renewed in time"),
+        };
+        match answer {
+            Ok(()) => {
+                held.until.store(nanos(asked_at + held.ttl), Ordering::Release);
+                shared.metrics.add(&shared.metrics.renewals_ok, 1);
+                wait = held.ttl / 3;
+            }
+            Err(error) if error.is_stale() => return held.lose(&shared, "taken over, expired or paused"),
+            Err(error) => {
+                shared.metrics.add(&shared.metrics.renewals_failed, 1);
+                if !shared.store_failed(&error) {
+                    return held.lose(&shared, error.code());
+                }
+                wait = (held.ttl / 12).min(Duration::from_millis(250));
+            }
+        }
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}

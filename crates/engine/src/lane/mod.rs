@@ -1,0 +1,213 @@
+//! One lane: read, plan, dispatch, settle, as long as the lease holds.
+//!
+//! ```text
+//!            ┌────────── stream: read ahead ─┐
+//!  lease ──▶ │  read ──▶ plan ──▶ dispatch ──▶ settle     both end together: a round
+//!            └  due rows ──────▶ dispatch ──▶ settle      (breaker opened, stop, lease lost)
+//! ```
+//!
+//! Stream and due rows run side by side. They never carry the same event, and an event of a key with a row is never sent
+//! from the stream: it is held by the store ([`Batch::held`](postbox_core::Batch::held)), or by the keys carried from the
+//! batch before when it was read ahead.
+
+mod apply;
+mod call;
+mod dispatch;
+mod due;
+mod feed;
+mod late;
+mod lease;
+mod process;
+mod read;
+mod settle;
+mod verdicts;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use futures::future::join;
+use postbox_core::{BatchLimit, Result};
+use tokio_util::task::AbortOnDropHandle;
+use tracing::info;
+
+use self::dispatch::Pace;
+use self::due::Alarm;
+use self::late::Late;
+pub(crate) use self::lease::Held;
+use crate::breaker::Admission;
+use crate::shared::Shared;
+
+/// How many events a bounded run may still read.
+pub(crate) struct Budget(AtomicUsize);
+
+impl Budget {
+    pub(crate) fn new(limit: Option<usize>) -> Self {
+        Self(AtomicUsize::new(limit.unwrap_or(usize::MAX)))
+    }
+
+    fn take(&self, wanted: usize) -> usize {
+        let taken = |left: usize| left.min(wanted);
+        let before = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| Some(left - taken(left)));
+        taken(before.unwrap_or_default())
+    }
+
+    fn give_back(&self, unused: usize) {
+        self.0.fetch_add(unused, Ordering::AcqRel);
+    }
+}
+
+/// A leased lane at work.
+pub(crate) struct Lane {
+    shared: Arc<Shared>,
+    held: Arc<Held>,
+    alarm: Alarm,
+    late: Late,
+}
+
+impl Lane {
+    pub(crate) fn new(shared: Arc<Shared>, held: Arc<Held>) -> Self {
+        Self { shared, held, alarm: Alarm::new(), late: Late::default() }
+    }
+
+    /// Works until halted or the lease is lost, then gives the lane back. An error is permanent: a person must act.
+    pub(crate) async fn run(self) -> Result<()> {
+        let work = self.rounds();
+        self.hold(work).await
+    }
+
+    /// Works until nothing is pending now, the budget is used up, the destination is down, or halted.
+    pub(crate) async fn drain(self, budget: &Budget) -> Result<()> {
+        let work = self.once(budget);
+        self.hold(work).await
+    }
+
+    async fn hold(&self, work: impl Future<Output = Result<()>>) -> Result<()> {
+        let (shared, lease) = (&self.shared, &self.held.lease);
+        info!(subscription = shared.name(), lane = lease.lane, epoch = lease.epoch, "lane taken");
+        shared.metrics.lanes_held.fetch_add(1, Ordering::Relaxed);
+        let keeper = AbortOnDropHandle::new(tokio::spawn(lease::keep(shared.clone(), self.held.clone())));
+        let ended = match work.await {
+            Ok(()) => self.finish_late().await,
+            Err(error) => Err(error),
+        };
+        drop(keeper);
+        shared.metrics.lanes_held.fetch_sub(1, Ordering::Relaxed);
+        match ended {
+            Err(error) if error.is_stale() && error.code() != "apply_dropped" => {
+                self.held.lose(shared, error.operation());
+                Ok(())
+            }
+            // Repeated until the lane was lost or the drain time was over: the next owner reads it again.
+            Err(error) if !error.is_stale() && !error.is_permanent() => {
+                self.give_back().await;
+                Ok(())
+            }
+            Err(error) if error.is_stale() => {
+                info!(subscription = shared.name(), lane = lease.lane, why = error.message(), "lane is read again");
+                self.give_back().await;
+                Ok(())
+            }
+            ended => {
+                self.give_back().await;
+                ended
+            }
+        }
+    }
+
+    async fn give_back(&self) {
+        if self.held.is_lost() {
+            return;
+        }
+        let (shared, lease) = (&self.shared, &self.held.lease);
+        match shared.log.release(lease).await {
+            Ok(()) => info!(subscription = shared.name(), lane = lease.lane, epoch = lease.epoch, "lane released"),
+            // It runs out by itself.
+            Err(error) => _ = shared.store_failed(&error),
+        }
+    }
+
+    async fn rounds(&self) -> Result<()> {
+        let (shared, halt) = (&self.shared, &self.held.halt);
+        while !halt.is_cancelled() && !shared.is_gone() {
+            match shared.breaker.admit(shared.clock.monotonic()) {
+                Admission::Closed => self.round().await?,
+                Admission::Wait(wait) => self.pause(wait, halt).await,
+                Admission::Probe => {
+                    shared.metrics.set_breaker(shared.breaker.state());
+                    let probed = self.probe().await;
+                    shared.breaker.probe_ended(shared.clock.monotonic());
+                    shared.metrics.set_breaker(shared.breaker.state());
+                    if !probed? {
+                        self.pause(shared.settings.poll_max, halt).await;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Stream and due rows side by side, until one of them ends.
+    async fn round(&self) -> Result<()> {
+        let round = self.held.halt.child_token();
+        let stream = async {
+            let ended = self.stream(&round).await;
+            round.cancel();
+            ended
+        };
+        let due = async {
+            let ended = self.due(&round).await;
+            round.cancel();
+            ended
+        };
+        let (stream, due) = join(stream, due).await;
+        stream.and(due)
+    }
+
+    /// One event to a destination that was down: a due one first, else the next of the stream; every other time the other
+    /// way round, so that an event that itself brings the destination down does not keep all others from trying.
+    /// Whether there was any event.
+    async fn probe(&self) -> Result<bool> {
+        let round = self.held.halt.child_token();
+        let one = BatchLimit { events: 1, ..self.shared.settings.batch };
+        let stream_first = self.shared.random.unit() < 0.5;
+        if stream_first && self.stream_once(one, true, &round).await?.is_some() {
+            return Ok(true);
+        }
+        if self.due_once(one, true, &round).await? > 0 {
+            return Ok(true);
+        }
+        Ok(!stream_first && self.stream_once(one, true, &round).await?.is_some())
+    }
+
+    async fn once(&self, budget: &Budget) -> Result<()> {
+        let (shared, halt) = (&self.shared, &self.held.halt);
+        while !halt.is_cancelled() && !shared.is_gone() && shared.breaker.is_closed() {
+            let round = halt.child_token();
+            let mut granted = budget.take(shared.settings.batch.events);
+            if granted == 0 {
+                return Ok(());
+            }
+            let limit = |events| BatchLimit { events, ..shared.settings.batch };
+            let due = self.due_once(limit(granted), false, &round).await?;
+            granted = granted.saturating_sub(due);
+            let streamed = match granted {
+                0 => Some(0),
+                _ => self.stream_once(limit(granted), false, &round).await?,
+            };
+            budget.give_back(granted.saturating_sub(streamed.unwrap_or_default()));
+            if due == 0 && streamed.is_none() {
+                let Some(returned) = self.late.next_of_these().await else { return Ok(()) };
+                self.settle_late(returned).await?;
+            }
+        }
+        Ok(())
+    }
+
+    fn pace(&self, probe: bool) -> Pace {
+        Pace { calls_max: self.shared.capabilities.concurrency, probe }
+    }
+}
+
+/// Longest wait of a relay for its lanes after calls in flight were dropped: one settlement and one release.
+pub(crate) const SETTLE_GRACE: Duration = Duration::from_secs(5);

@@ -1,0 +1,159 @@
+//! The stream of a lane: read, and read ahead while the sink works. The due rows beside it.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::join;
+use postbox_core::{Batch, BatchLimit, Key, Result};
+use tokio_util::sync::CancellationToken;
+
+use super::Lane;
+use super::process::Progress;
+use crate::poll::Poll;
+
+impl Lane {
+    /// Reads and delivers the stream until `round` ends. At most two batches are in memory: the one going out and the
+    /// one read meanwhile.
+    pub(super) async fn stream(&self, round: &CancellationToken) -> Result<()> {
+        let settings = &self.shared.settings;
+        let mut poll = Poll::new(settings.poll_min, settings.poll_max);
+        let mut ahead: Option<Arc<Batch>> = None;
+        // Keys held by the batch that was settled after `ahead` was read: the store could not know of them then.
+        let mut carried: HashSet<Key> = HashSet::new();
+        while !round.is_cancelled() {
+            let batch = match ahead.take() {
+                Some(batch) => batch,
+                None => {
+                    carried.clear();
+                    match self.read(settings.batch, round).await? {
+                        Some(batch) => batch,
+                        None => break,
+                    }
+                }
+            };
+            if batch.is_empty() {
+                self.idle(&mut poll, round).await;
+                continue;
+            }
+            poll.reset();
+            self.alarm.set_busy(true);
+            let read_ahead = async {
+                match batch.more {
+                    true => self.read(settings.batch, round).await,
+                    false => Ok(None),
+                }
+            };
+            let (next, progress) = join(read_ahead, self.process(&batch, &carried, self.pace(false), round)).await;
+            match progress? {
+                Progress::Settled { holding } => carried = holding,
+                // Only now that no read is in flight: a rewind beside a read could be overtaken by it.
+                Progress::Short(verdicts, late) => {
+                    self.settle_short(&batch, &verdicts, late).await?;
+                    return next.map(drop);
+                }
+            }
+            ahead = next?;
+        }
+        match ahead {
+            // It was read but will not be processed; without a rewind the next read would skip it.
+            Some(_) => self.rewind().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Reads one batch of the stream and delivers it; how many events there were.
+    pub(super) async fn stream_once(
+        &self,
+        limit: BatchLimit,
+        probe: bool,
+        round: &CancellationToken,
+    ) -> Result<Option<usize>> {
+        let Some(batch) = self.read(limit, round).await? else { return Ok(None) };
+        if batch.is_empty() {
+            return Ok(None);
+        }
+        let progress = self.process(&batch, &HashSet::new(), self.pace(probe), round).await?;
+        if let Progress::Short(verdicts, late) = progress {
+            self.settle_short(&batch, &verdicts, late).await?;
+        }
+        Ok(Some(batch.deliveries.len()))
+    }
+
+    /// Delivers rows whose time has come, until `round` ends. Runs beside the stream, so that a slow poison event in here
+    /// does not hold up other keys.
+    pub(super) async fn due(&self, round: &CancellationToken) -> Result<()> {
+        let clock = &self.shared.clock;
+        while !round.is_cancelled() {
+            let left = self.alarm.left(clock.monotonic());
+            if !left.is_zero() {
+                tokio::select! {
+                    biased;
+                    () = round.cancelled() => break,
+                    returned = self.late.next() => self.settle_late(returned).await?,
+                    () = self.alarm.set_earlier() => {}
+                    () = clock.sleep(left) => {}
+                }
+                if self.shared.is_gone() || !self.shared.breaker.is_closed() {
+                    break;
+                }
+                continue;
+            }
+            if self.due_once(self.shared.settings.batch, false, round).await? > 0 {
+                // What was delivered may have released the next of its key.
+                self.alarm.ring_in(clock.monotonic(), Duration::ZERO);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads one batch of due rows and delivers it; how many there were.
+    pub(super) async fn due_once(&self, limit: BatchLimit, probe: bool, round: &CancellationToken) -> Result<usize> {
+        self.alarm.wind(self.shared.clock.monotonic());
+        let lease = &self.held.lease;
+        let Some(batch) = self.repeat(round, || self.shared.log.due(lease, limit)).await? else { return Ok(0) };
+        self.note_due(&batch);
+        if batch.deliveries.is_empty() {
+            return Ok(0);
+        }
+        self.shared.metrics.add(&self.shared.metrics.fetched, batch.deliveries.len());
+        // Half of the calls at most: many slow rows must leave room for the stream.
+        let mut pace = self.pace(probe);
+        pace.calls_max = pace.calls_max.div_ceil(2);
+        let batch = Arc::new(batch);
+        self.process_due(&batch, pace, round).await?;
+        Ok(batch.deliveries.len())
+    }
+
+    /// One read; `None` when the round ended first. Never dropped half-way: the store may have moved on already.
+    async fn read(&self, limit: BatchLimit, round: &CancellationToken) -> Result<Option<Arc<Batch>>> {
+        let lease = &self.held.lease;
+        let Some(batch) = self.repeat(round, || self.shared.log.next_batch(lease, limit)).await? else {
+            return Ok(None);
+        };
+        self.note_due(&batch);
+        self.shared.metrics.add(&self.shared.metrics.fetched, batch.deliveries.len());
+        Ok(Some(Arc::new(batch)))
+    }
+
+    fn note_due(&self, batch: &Batch) {
+        if let Some(wait) = batch.due_in {
+            self.alarm.ring_in(self.shared.clock.monotonic(), wait);
+        }
+    }
+
+    /// Waits after an empty read: for a hint, the poll interval or the end of the round.
+    async fn idle(&self, poll: &mut Poll, round: &CancellationToken) {
+        self.shared.metrics.add(&self.shared.metrics.polls_empty, 1);
+        self.alarm.set_busy(false);
+        let deaf = poll.is_deaf();
+        let wait = poll.pause();
+        let hinted = tokio::select! {
+            biased;
+            () = round.cancelled() => false,
+            () = self.shared.log.hint(&self.held.lease), if !deaf => true,
+            () = self.shared.clock.sleep(wait) => false,
+        };
+        poll.woken_by_hint(hinted);
+    }
+}

@@ -1,0 +1,104 @@
+//! Writing down what became of a batch, and repeating what the store could not take.
+
+use std::time::Duration;
+
+use postbox_core::{Batch, Disposition, Result, Settlement};
+use tokio_util::sync::CancellationToken;
+
+use super::Lane;
+use super::call::Call;
+use super::verdicts::{Verdicts, count, earliest_retry};
+
+impl Lane {
+    /// Settles, and repeats the same settlement while the store is down and the lane is still ours.
+    ///
+    /// Repeating is safe when the first try did commit: the position is the same, and every row is written to the same
+    /// state. Giving up instead would send a whole batch again after each hiccup of the database.
+    pub(super) async fn settle(&self, settlement: Settlement<'_>) -> Result<()> {
+        let shared = &*self.shared;
+        let mut failures = 0;
+        loop {
+            let error = match shared.log.settle(&self.held.lease, settlement.clone()).await {
+                Ok(()) => break,
+                Err(error) => error,
+            };
+            if error.is_stale() {
+                shared.metrics.add(&shared.metrics.stale_writes, 1);
+                return Err(error);
+            }
+            if !shared.store_failed(&error) {
+                return Err(error);
+            }
+            failures += 1;
+            tokio::select! {
+                biased;
+                () = self.held.abandon.cancelled() => return Err(error),
+                () = shared.clock.sleep(shared.store_backoff(failures)) => {}
+            }
+        }
+        self.settled(&settlement);
+        Ok(())
+    }
+
+    /// Counts a settlement and sets the alarm for what it left behind.
+    pub(super) fn settled(&self, settlement: &Settlement<'_>) {
+        let metrics = &self.shared.metrics;
+        metrics.add(&metrics.batches, 1);
+        if settlement.entries.is_empty() {
+            return;
+        }
+        metrics.add(&metrics.blocked, count(settlement, |it| matches!(it, Disposition::Block)));
+        metrics.add(&metrics.scheduled, count(settlement, |it| matches!(it, Disposition::Schedule { .. })));
+        if let Some(wait) = earliest_retry(settlement) {
+            self.alarm.ring_in(self.shared.clock.monotonic(), wait);
+        }
+    }
+
+    /// Settles a stream batch that was cut short; what was not answered for is read again.
+    pub(super) async fn settle_short(&self, batch: &Batch, verdicts: &Verdicts, late: Vec<Call>) -> Result<()> {
+        if self.held.is_lost() {
+            return Ok(());
+        }
+        self.settle(verdicts.settle_stream(batch, self.shared.holds_keys())).await?;
+        self.adopt(batch, verdicts, late);
+        Ok(())
+    }
+
+    /// Throws away what was read ahead: the next read starts after the last settled position.
+    pub(super) async fn rewind(&self) -> Result<()> {
+        if self.held.is_lost() {
+            return Ok(());
+        }
+        let hold_keys = self.shared.holds_keys();
+        self.settle(Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys }).await
+    }
+
+    /// Repeats a read while the store is down; `None` when `round` ended first.
+    pub(super) async fn repeat<T, F: Future<Output = Result<T>>>(
+        &self,
+        round: &CancellationToken,
+        mut read: impl FnMut() -> F,
+    ) -> Result<Option<T>> {
+        let mut failures = 0;
+        while !round.is_cancelled() {
+            match read().await {
+                Ok(answer) => return Ok(Some(answer)),
+                Err(error) if self.shared.store_failed(&error) => {
+                    failures += 1;
+                    self.pause(self.shared.store_backoff(failures), round).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Waits, or until `round` ends.
+    pub(super) async fn pause(&self, wait: Duration, round: &CancellationToken) {
+        tokio::select! {
+            biased;
+            () = round.cancelled() => {}
+            () = self.shared.clock.sleep(wait) => {}
+        }
+    }
+}

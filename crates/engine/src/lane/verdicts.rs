@@ -1,0 +1,189 @@
+//! What is known of each delivery of one batch, and the settlement that follows from it.
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::time::Duration;
+
+use postbox_core::{Batch, Delivery, Disposition, Entry, Key, Seq, Settlement};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mark {
+    /// Not decided: not sent, in flight, or the destination was down.
+    Waiting,
+    /// The destination has it.
+    Delivered,
+    /// Has an exception.
+    Excepted,
+}
+
+/// The verdicts over one batch. One byte an event on the happy path; the rest only for exceptions.
+#[derive(Debug)]
+pub(super) struct Verdicts {
+    marks: Vec<Mark>,
+    exceptions: Vec<(usize, Disposition)>,
+    /// Why a delivery that still waits could not be sent.
+    notes: Vec<(usize, Cow<'static, str>, String)>,
+    waiting: usize,
+    /// The last delivery the destination answered for. Everything up to it must be written down.
+    answered: Option<usize>,
+}
+
+impl Verdicts {
+    pub(super) fn new(count: usize) -> Self {
+        Self {
+            marks: vec![Mark::Waiting; count],
+            exceptions: Vec::new(),
+            notes: Vec::new(),
+            waiting: count,
+            answered: None,
+        }
+    }
+
+    pub(super) fn is_waiting(&self, index: usize) -> bool {
+        self.marks[index] == Mark::Waiting
+    }
+
+    /// Whether every delivery has its disposition.
+    pub(super) fn is_complete(&self) -> bool {
+        self.waiting == 0
+    }
+
+    pub(super) fn exceptions(&self) -> &[(usize, Disposition)] {
+        &self.exceptions
+    }
+
+    /// The destination has it.
+    pub(super) fn delivered(&mut self, index: usize) {
+        self.mark(index, Mark::Delivered);
+        self.answered = self.answered.max(Some(index));
+    }
+
+    /// The destination answered for it, but does not have it.
+    pub(super) fn failed(&mut self, index: usize, disposition: Disposition) {
+        self.mark(index, Mark::Excepted);
+        self.exceptions.push((index, disposition));
+        self.answered = self.answered.max(Some(index));
+    }
+
+    /// It is not sent now, for a reason of its own (held key, later time, discarded).
+    pub(super) fn put_aside(&mut self, index: usize, disposition: Disposition) {
+        self.mark(index, Mark::Excepted);
+        self.exceptions.push((index, disposition));
+    }
+
+    /// It was not accepted because the destination is down; it keeps waiting.
+    pub(super) fn note(&mut self, index: usize, code: Cow<'static, str>, error: String) {
+        self.notes.push((index, code, error));
+    }
+
+    fn mark(&mut self, index: usize, mark: Mark) {
+        debug_assert!(self.is_waiting(index), "a delivery is decided once");
+        self.marks[index] = mark;
+        self.waiting -= 1;
+    }
+
+    /// The settlement of a stream batch.
+    ///
+    /// Complete: the batch's end. Cut short: the last answered delivery; what still waits before it leaves the stream as
+    /// uncounted retries, what comes after it is read again.
+    pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Settlement<'b> {
+        let deliveries = &batch.deliveries;
+        if self.is_complete() {
+            let entries = self.entries(deliveries, deliveries.len(), false, hold_keys);
+            return Settlement { position: batch.end, entries, rewind: false, hold_keys };
+        }
+        let Some(last) = self.answered else {
+            return Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys };
+        };
+        let entries = self.entries(deliveries, last + 1, false, hold_keys);
+        Settlement { position: Some(deliveries[last].seq), entries, rewind: true, hold_keys }
+    }
+
+    /// The settlement of due rows: an entry for each.
+    pub(super) fn settle_due<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Settlement<'b> {
+        let entries = self.entries(&batch.deliveries, batch.deliveries.len(), true, hold_keys);
+        Settlement { position: None, entries, rewind: false, hold_keys }
+    }
+
+    /// Entries of the first `end` deliveries, in their order. What still waits becomes an uncounted retry, or waits behind
+    /// one of its key.
+    fn entries<'b>(
+        &self,
+        deliveries: &'b [Delivery],
+        end: usize,
+        with_delivered: bool,
+        hold_keys: bool,
+    ) -> Vec<Entry<'b>> {
+        if self.exceptions.is_empty() && self.is_complete() && !with_delivered {
+            return Vec::new();
+        }
+        let mut exceptions = self.exceptions.clone();
+        exceptions.sort_unstable_by_key(|(index, _)| *index);
+        let mut exceptions = exceptions.into_iter().peekable();
+        let mut waiting_keys: HashSet<&Key> = HashSet::new();
+        let mut entries = Vec::new();
+        for (index, delivery) in deliveries[..end].iter().enumerate() {
+            let disposition = match self.marks[index] {
+                Mark::Delivered if with_delivered => Disposition::Delivered,
+                Mark::Delivered => continue,
+                Mark::Excepted => match exceptions.next_if(|(at, _)| *at == index) {
+                    Some((_, disposition)) => disposition,
+                    None => continue,
+                },
+                Mark::Waiting => match &delivery.event.key {
+                    Some(key) if hold_keys && !waiting_keys.insert(key) => Disposition::Block,
+                    _ => self.unsent(index),
+                },
+            };
+            entries.push(Entry { delivery, disposition });
+        }
+        entries
+    }
+
+    fn unsent(&self, index: usize) -> Disposition {
+        let (code, error) = match self.notes.iter().find(|(at, ..)| *at == index) {
+            Some((_, code, error)) => (code.clone(), error.clone()),
+            None => ("not_sent".into(), "the relay stopped sending before this event's turn".to_owned()),
+        };
+        Disposition::Retry { after: Duration::ZERO, counted: false, code, error }
+    }
+
+    /// The keys that later events must wait for once this batch is settled.
+    pub(super) fn holding_keys(&self, deliveries: &[Delivery]) -> HashSet<Key> {
+        self.exceptions
+            .iter()
+            .filter(|(_, disposition)| holds(disposition))
+            .filter_map(|(index, _)| deliveries[*index].event.key.clone())
+            .collect()
+    }
+}
+
+/// Whether a disposition holds back the later events of its key.
+pub(super) fn holds(disposition: &Disposition) -> bool {
+    matches!(disposition, Disposition::Retry { .. } | Disposition::Block | Disposition::Dead { halt: true, .. })
+}
+
+/// When the lane should look for due rows because of this settlement. A blocked event whose key was released in the same
+/// moment is found by the regular look.
+pub(super) fn earliest_retry(settlement: &Settlement<'_>) -> Option<Duration> {
+    let wait = |entry: &Entry<'_>| match &entry.disposition {
+        Disposition::Retry { after, .. } => Some(*after),
+        // The store knows the time on its clock; asking once tells how long it is.
+        Disposition::Schedule { .. } => Some(Duration::ZERO),
+        // The next of its key is released.
+        Disposition::Dead { halt: false, .. } => Some(Duration::ZERO),
+        _ => None,
+    };
+    settlement.entries.iter().filter_map(wait).min()
+}
+
+/// How many entries have the wanted disposition, for the counters.
+pub(super) fn count(settlement: &Settlement<'_>, wanted: fn(&Disposition) -> bool) -> usize {
+    settlement.entries.iter().filter(|entry| wanted(&entry.disposition)).count()
+}
+
+/// For logs: the first and last place of a batch.
+pub(super) fn span(batch: &Batch) -> (Seq, Seq) {
+    let seq = |delivery: Option<&Delivery>| delivery.map(|delivery| delivery.seq).unwrap_or_default();
+    (seq(batch.deliveries.first()), seq(batch.deliveries.last()))
+}

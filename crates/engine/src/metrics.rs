@@ -1,0 +1,139 @@
+//! What a relay counts. Added per batch, read at any time.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use postbox_core::Topic;
+
+use crate::breaker::BreakerState;
+
+/// Most (topic, code) pairs counted by name; the rest is counted under `other`, so that no input makes the table grow.
+const CAUSES_MAX: usize = 500;
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// The counters of one relay since it was built; gauges are named as such. Shared by all its lanes.
+        #[derive(Debug, Default)]
+        pub struct Metrics {
+            $(pub(crate) $name: AtomicU64,)*
+            pub(crate) breaker: AtomicU64,
+            causes: Mutex<BTreeMap<(String, String), u64>>,
+        }
+
+        /// All counters at one moment.
+        #[derive(Debug, Clone, PartialEq, Eq, Default)]
+        pub struct MetricsSnapshot {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl Metrics {
+            $($(#[$doc])* pub fn $name(&self) -> u64 {
+                self.$name.load(Ordering::Relaxed)
+            })*
+
+            /// All counters. Each is exact; together they are as close to one moment as relaxed loads are.
+            pub fn snapshot(&self) -> MetricsSnapshot {
+                MetricsSnapshot { $($name: self.$name(),)* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Events read, from the stream and from rows that were due.
+    fetched,
+    /// Events the destination has, duplicates included.
+    delivered,
+    /// Part of `delivered`: the destination said it had them already.
+    duplicates,
+    /// Deliveries that failed: retried, dead and destination-down ones.
+    failed,
+    /// Counted attempts that failed and will be repeated.
+    retries,
+    /// Events that died.
+    dead,
+    /// Deliveries that found the whole destination down; not counted as attempts.
+    unavailable,
+    /// Events put behind an earlier one of their key.
+    blocked,
+    /// Events put aside until their time.
+    scheduled,
+    /// Batches settled.
+    batches,
+    /// Reads that found nothing.
+    polls_empty,
+    /// Lanes taken.
+    lanes_acquired,
+    /// Gauge: lanes held now.
+    lanes_held,
+    /// Leases renewed.
+    renewals_ok,
+    /// Renewals the store did not answer.
+    renewals_failed,
+    /// Leases lost: taken over, expired or paused.
+    leases_lost,
+    /// Writes refused because the lane had another owner.
+    stale_writes,
+    /// Calls to the store that failed and were repeated.
+    store_errors,
+    /// Calls to the sink that panicked.
+    panics,
+    /// Calls to the sink that exceeded the time limit.
+    timeouts,
+    /// Times the breaker opened.
+    breaker_opened,
+}
+
+impl Metrics {
+    /// How the destination stands.
+    pub fn breaker_state(&self) -> BreakerState {
+        match self.breaker.load(Ordering::Relaxed) {
+            0 => BreakerState::Closed,
+            1 => BreakerState::HalfOpen,
+            _ => BreakerState::Open,
+        }
+    }
+
+    /// Failed deliveries by topic and reason code. At most 500 pairs by name; what comes later is under `("other", "other")`.
+    pub fn failures_by_cause(&self) -> BTreeMap<(String, String), u64> {
+        self.causes.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn add(&self, counter: &AtomicU64, count: usize) {
+        if count > 0 {
+            counter.fetch_add(count as u64, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn set_breaker(&self, state: BreakerState) {
+        self.breaker.store(state as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn failure(&self, topic: &Topic, code: &str) {
+        self.failed.fetch_add(1, Ordering::Relaxed);
+        let mut causes = self.causes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cause = (topic.as_str().to_owned(), code.to_owned());
+        if causes.len() >= CAUSES_MAX && !causes.contains_key(&cause) {
+            cause = ("other".to_owned(), "other".to_owned());
+        }
+        *causes.entry(cause).or_default() += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hostile_topics_do_not_grow_the_table() {
+        let metrics = Metrics::default();
+        for n in 0..10_000 {
+            metrics.failure(&Topic::from_stored(format!("t{n}")), "http_500");
+        }
+        let causes = metrics.failures_by_cause();
+        assert_eq!(causes.len(), CAUSES_MAX + 1);
+        assert_eq!(causes.values().sum::<u64>(), 10_000);
+        assert_eq!(metrics.failed(), 10_000);
+    }
+}

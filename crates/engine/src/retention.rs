@@ -1,0 +1,128 @@
+//! Retention: a sweep that removes what every subscription has passed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Clock, Inspect, LogName, Receive, Result};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::schedule::{Every, Schedule, until};
+
+/// Pause between two bounded deletes of one sweep: leaves the store to those who deliver.
+const STEP_PAUSE: Duration = Duration::from_millis(20);
+/// Most steps of one sweep; what is left is for the next one. Bounds a sweep even if events age faster than it deletes.
+const STEPS_MAX: usize = 100_000;
+
+/// What one sweep removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Swept {
+    /// Events.
+    pub events: u64,
+    /// Remembered ids of inbound messages.
+    pub message_ids: u64,
+}
+
+/// Removes dispatched events older than an age (default 7 days) and forgets old inbound ids (default 30 days). Dead and
+/// pending events are never removed. Several replicas may sweep at once.
+pub struct Sweeper {
+    inspect: Arc<dyn Inspect>,
+    receive: Option<Arc<dyn Receive>>,
+    logs: Vec<LogName>,
+    events_age: Duration,
+    message_ids_age: Duration,
+    schedule: Box<dyn Schedule>,
+    clock: Arc<dyn Clock>,
+}
+
+impl Sweeper {
+    /// A sweeper of `logs`, once an hour.
+    pub fn new(inspect: Arc<dyn Inspect>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
+        const DAY: Duration = Duration::from_secs(86_400);
+        Self {
+            inspect,
+            receive: None,
+            logs,
+            events_age: 7 * DAY,
+            // Longer than any sender we know keeps retrying.
+            message_ids_age: 30 * DAY,
+            schedule: Box::new(Every(Duration::from_secs(3_600))),
+            clock,
+        }
+    }
+
+    /// How old a dispatched event must be.
+    #[must_use]
+    pub fn events_older_than(mut self, age: Duration) -> Self {
+        self.events_age = age;
+        self
+    }
+
+    /// Also forgets ids of inbound messages older than `age`, which must be longer than the senders' longest retry horizon.
+    #[must_use]
+    pub fn message_ids_older_than(mut self, receive: Arc<dyn Receive>, age: Duration) -> Self {
+        self.receive = Some(receive);
+        self.message_ids_age = age;
+        self
+    }
+
+    /// When to sweep.
+    #[must_use]
+    pub fn schedule(mut self, schedule: impl Schedule) -> Self {
+        self.schedule = Box::new(schedule);
+        self
+    }
+
+    /// Sweeps whenever the schedule says so, until `stop`. A sweep that fails is repeated at the next time.
+    ///
+    /// Cancel-safe: each step is a transaction of the store.
+    pub async fn run(&self, stop: CancellationToken) {
+        while !stop.is_cancelled() {
+            let now = self.clock.now();
+            let Some(next) = self.schedule.next_after(now) else { return };
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                () = self.clock.sleep(until(now, next)) => {}
+            }
+            match self.sweep(&stop).await {
+                Ok(swept) => info!(events = swept.events, message_ids = swept.message_ids, "retention sweep"),
+                Err(error) => warn!(code = error.code(), error = %error, "retention sweep failed"),
+            }
+        }
+    }
+
+    /// Sweeps once, in bounded steps, until nothing is left to remove or `stop`.
+    pub async fn sweep(&self, stop: &CancellationToken) -> Result<Swept> {
+        let mut swept = Swept::default();
+        for log in &self.logs {
+            swept.events += self.steps(stop, || self.inspect.prune(log, self.events_age)).await?;
+        }
+        if let Some(receive) = &self.receive {
+            swept.message_ids = self.steps(stop, || receive.forget(self.message_ids_age)).await?;
+        }
+        Ok(swept)
+    }
+
+    async fn steps<F: Future<Output = Result<u64>>>(
+        &self,
+        stop: &CancellationToken,
+        mut step: impl FnMut() -> F,
+    ) -> Result<u64> {
+        let mut removed = 0;
+        for _ in 0..STEPS_MAX {
+            if stop.is_cancelled() {
+                break;
+            }
+            match step().await? {
+                0 => break,
+                count => removed += count,
+            }
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = self.clock.sleep(STEP_PAUSE) => {}
+            }
+        }
+        Ok(removed)
+    }
+}

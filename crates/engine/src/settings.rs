@@ -1,0 +1,108 @@
+//! The settings of a relay, with the reason for each default.
+
+use std::time::Duration;
+
+use postbox_core::limits::BATCH_EVENTS_MAX;
+use postbox_core::{BatchLimit, Error, Result, RetryPolicy};
+
+use crate::breaker::BreakerPolicy;
+
+/// What happens to a key when one of its events dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnDead {
+    /// The next event of the key goes out.
+    #[default]
+    Continue,
+    /// The key waits until a person retries or discards the dead event.
+    Halt,
+}
+
+/// How a relay works. Every field has a default that is right for most.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RelaySettings {
+    /// Bounds of one read. At most two batches are in memory per lane. Default 500 events, 8 MiB.
+    pub batch: BatchLimit,
+    /// When a failed event goes again, and when it dies.
+    pub retry: RetryPolicy,
+    /// What happens to a key when one of its events dies. Default: the next one goes out.
+    pub on_dead: OnDead,
+    /// When a dead destination is asked again.
+    pub breaker: BreakerPolicy,
+    /// Fewer calls at once than the sink can take. Default: what the sink declares.
+    pub concurrency: Option<usize>,
+    /// How long a lane belongs to this relay without renewal; a crashed relay's work is taken over after it. Renewed at a
+    /// third. Default 10 s: two renewals may fail before the lane is lost.
+    pub lease_ttl: Duration,
+    /// Longest time for one call of the sink; then it is dropped and counts as a failed attempt. Default 30 s.
+    pub deliver_timeout: Duration,
+    /// How long a graceful stop waits for calls in flight. Default 10 s.
+    pub drain_timeout: Duration,
+    /// First wait after an empty read. Default 1 ms.
+    pub poll_min: Duration,
+    /// Longest wait between reads of an idle lane. Default 100 ms: ten cheap reads a second.
+    pub poll_max: Duration,
+}
+
+impl Default for RelaySettings {
+    fn default() -> Self {
+        Self {
+            batch: BatchLimit::default(),
+            retry: RetryPolicy::default(),
+            on_dead: OnDead::default(),
+            breaker: BreakerPolicy::default(),
+            concurrency: None,
+            lease_ttl: Duration::from_secs(10),
+            deliver_timeout: Duration::from_secs(30),
+            drain_timeout: Duration::from_secs(10),
+            poll_min: Duration::from_millis(1),
+            poll_max: Duration::from_millis(100),
+        }
+    }
+}
+
+impl RelaySettings {
+    /// Checks every limit; the error names all faults at once.
+    pub fn validate(&self) -> Result<()> {
+        let ms = Duration::from_millis;
+        let mut faults = Vec::new();
+        let mut check = |fine: bool, fault: &str| {
+            if !fine {
+                faults.push(fault.to_owned());
+            }
+        };
+        check(
+            (1..=BATCH_EVENTS_MAX).contains(&self.batch.events),
+            &format!("batch must be 1 to {BATCH_EVENTS_MAX} events"),
+        );
+        check(self.batch.payload_bytes > 0, "the batch's payload bytes must be positive");
+        check(self.retry.attempts_max > 0, "max attempts must be at least 1");
+        check(self.concurrency != Some(0), "concurrency must be at least 1");
+        check(self.lease_ttl >= ms(100), "the lease must last at least 100 ms");
+        check(!self.deliver_timeout.is_zero(), "the deliver timeout must be positive");
+        check(!self.poll_min.is_zero(), "the shortest poll wait must be positive");
+        check(self.poll_min <= self.poll_max, "the shortest poll wait must not exceed the longest");
+        check(!self.breaker.base.is_zero(), "the breaker's first wait must be positive");
+        if faults.is_empty() {
+            return Ok(());
+        }
+        Err(Error::invalid("build relay", "settings_invalid", faults.join("; ")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_valid_and_every_fault_is_named_at_once() {
+        assert!(RelaySettings::default().validate().is_ok());
+        let wrong = RelaySettings {
+            batch: BatchLimit { events: 0, payload_bytes: 1 },
+            lease_ttl: Duration::ZERO,
+            ..RelaySettings::default()
+        };
+        let error = wrong.validate().expect_err("two faults");
+        assert_eq!(error.code(), "settings_invalid");
+        assert!(error.message().contains("batch") && error.message().contains("lease"), "{error}");
+    }
+}

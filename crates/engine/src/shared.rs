@@ -1,0 +1,222 @@
+//! What all lanes of one relay share: the store, the destination, the settings, the breaker.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicUsize, Ordering as Atomic};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use postbox_core::limits::ERROR_BYTES_MAX;
+use postbox_core::{
+    Apply, Capabilities, Clock, Delivery, Disposition, Error, Log, Ordering, Outcome, Random, Seq, Sink, Subscription,
+};
+use tokio::sync::Semaphore;
+use tracing::{error, info, warn};
+
+use crate::breaker::Breaker;
+use crate::metrics::Metrics;
+use crate::settings::{OnDead, RelaySettings};
+
+/// First and longest wait before a failed call to the store is repeated. The cap keeps a relay within half a second of a
+/// database that comes back.
+const STORE_BACKOFF_MIN: Duration = Duration::from_millis(20);
+const STORE_BACKOFF_MAX: Duration = Duration::from_millis(500);
+/// Most deliveries one transaction of an apply handler covers: bounds both the transaction and what a rollback repeats.
+const APPLY_CHUNK_MAX: usize = 64;
+
+/// Where a relay's events go.
+#[derive(Clone)]
+pub(crate) enum Destination {
+    Sink(Arc<dyn Sink>),
+    Apply(Arc<dyn Apply>),
+}
+
+pub(crate) struct Shared {
+    pub(crate) log: Arc<dyn Log>,
+    pub(crate) destination: Destination,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) subscription: Subscription,
+    pub(crate) settings: RelaySettings,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) random: Arc<dyn Random>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) breaker: Breaker,
+    /// Calls to the sink in flight over all lanes.
+    pub(crate) permits: Arc<Semaphore>,
+    /// Set by a `Gone` outcome: why the destination must not be called again.
+    gone: Mutex<Option<String>>,
+    /// How many deliveries the next apply transaction takes. Shrinks to one when a transaction overruns its time, to find the culprit.
+    apply_chunk: AtomicUsize,
+    /// Events whose apply transaction overran alone; settled as a failed attempt when they are read again.
+    overran: Mutex<HashSet<Seq>>,
+}
+
+impl Shared {
+    #[expect(clippy::too_many_arguments, reason = "called once, by the builder, which names every field")]
+    pub(crate) fn new(
+        log: Arc<dyn Log>,
+        destination: Destination,
+        subscription: Subscription,
+        settings: RelaySettings,
+        clock: Arc<dyn Clock>,
+        random: Arc<dyn Random>,
+        metrics: Arc<Metrics>,
+        breaker: Breaker,
+    ) -> Self {
+        let mut capabilities = match &destination {
+            Destination::Sink(sink) => sink.capabilities(),
+            Destination::Apply(_) => Capabilities { batch_max: APPLY_CHUNK_MAX, concurrency: 1, prefix: true },
+        };
+        capabilities.batch_max = capabilities.batch_max.max(1);
+        capabilities.concurrency = capabilities.concurrency.max(1).min(settings.concurrency.unwrap_or(usize::MAX));
+        let permits = Arc::new(Semaphore::new(capabilities.concurrency.min(Semaphore::MAX_PERMITS)));
+        Self {
+            log,
+            destination,
+            capabilities,
+            subscription,
+            settings,
+            clock,
+            random,
+            metrics,
+            breaker,
+            permits,
+            gone: Mutex::new(None),
+            apply_chunk: AtomicUsize::new(APPLY_CHUNK_MAX),
+            overran: Mutex::new(HashSet::new()),
+        }
+    }
+
+    /// Whether a failed event holds back the later ones of its key.
+    pub(crate) fn holds_keys(&self) -> bool {
+        self.subscription.ordering == Ordering::Key
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        self.subscription.name.as_str()
+    }
+
+    /// What becomes of a delivery, given its outcome. Pure but for the jitter.
+    pub(crate) fn decide(&self, delivery: &Delivery, outcome: &Outcome) -> Disposition {
+        let halt = self.settings.on_dead == OnDead::Halt && self.holds_keys() && delivery.event.key.is_some();
+        match outcome {
+            Outcome::Delivered { .. } => Disposition::Delivered,
+            Outcome::Retry { code, error, after } => {
+                let error = clip(error);
+                match self.settings.retry.next_delay(delivery.attempt, *after, &*self.random) {
+                    Some(after) => Disposition::Retry { after, counted: true, code: code.clone(), error },
+                    None => Disposition::Dead { code: code.clone(), error, halt },
+                }
+            }
+            Outcome::Dead { code, error } | Outcome::Gone { code, error } => {
+                Disposition::Dead { code: code.clone(), error: clip(error), halt }
+            }
+            Outcome::Unavailable { code, error, .. } => {
+                Disposition::Retry { after: Duration::ZERO, counted: false, code: code.clone(), error: clip(error) }
+            }
+        }
+    }
+
+    /// Counts and logs what was decided of a failed delivery.
+    pub(crate) fn record(&self, delivery: &Delivery, disposition: &Disposition) {
+        let metrics = &self.metrics;
+        let event = &delivery.event;
+        match disposition {
+            Disposition::Retry { counted, code, error, after } => {
+                metrics.failure(&event.topic, code);
+                metrics.add(if *counted { &metrics.retries } else { &metrics.unavailable }, 1);
+                warn!(
+                    subscription = self.name(), id = %event.id, topic = %event.topic, attempt = delivery.attempt,
+                    code = %code, error = %error, counted, after = ?after, "delivery failed"
+                );
+            }
+            Disposition::Dead { code, error, halt } => {
+                metrics.failure(&event.topic, code);
+                metrics.add(&metrics.dead, 1);
+                error!(
+                    subscription = self.name(), id = %event.id, topic = %event.topic, attempt = delivery.attempt,
+                    code = %code, error = %error, halt, "event is dead"
+                );
+            }
+            _ => {}
+        }
+    }
+
+    /// The destination did not answer: opens the breaker.
+    pub(crate) fn unavailable(&self, code: &str, error: &str, after: Option<Duration>) {
+        let Some(wait) = self.breaker.unavailable(self.clock.monotonic(), after, &*self.random) else { return };
+        self.metrics.add(&self.metrics.breaker_opened, 1);
+        self.metrics.set_breaker(self.breaker.state());
+        warn!(subscription = self.name(), code, error = clip(error), wait = ?wait, "destination is down, breaker open");
+    }
+
+    /// The destination answered, whatever it said.
+    pub(crate) fn answered(&self) {
+        if self.breaker.answered() {
+            self.metrics.set_breaker(self.breaker.state());
+            info!(subscription = self.name(), "destination answers again, breaker closed");
+        }
+    }
+
+    pub(crate) fn set_gone(&self, why: String) {
+        *lock(&self.gone) = Some(why);
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        lock(&self.gone).is_some()
+    }
+
+    pub(crate) fn take_gone(&self) -> Option<String> {
+        lock(&self.gone).take()
+    }
+
+    pub(crate) fn apply_chunk(&self) -> usize {
+        self.apply_chunk.load(Atomic::Relaxed)
+    }
+
+    /// An apply transaction was committed in time: larger ones may be tried again.
+    pub(crate) fn apply_in_time(&self) {
+        let chunk = self.apply_chunk();
+        if chunk < APPLY_CHUNK_MAX {
+            self.apply_chunk.store((chunk * 2).min(APPLY_CHUNK_MAX), Atomic::Relaxed);
+        }
+    }
+
+    /// An apply transaction overran or panicked. A single delivery is the culprit itself.
+    pub(crate) fn apply_overran(&self, deliveries: &[&Delivery]) {
+        self.apply_chunk.store(1, Atomic::Relaxed);
+        if let [culprit] = deliveries {
+            lock(&self.overran).insert(culprit.seq);
+        }
+    }
+
+    /// Whether this delivery's transaction overran alone before; asked once.
+    pub(crate) fn take_overran(&self, seq: Seq) -> bool {
+        let mut overran = lock(&self.overran);
+        !overran.is_empty() && overran.remove(&seq)
+    }
+
+    /// Whether a failed call to the store is worth repeating; logs it.
+    pub(crate) fn store_failed(&self, error: &Error) -> bool {
+        if error.is_permanent() {
+            return false;
+        }
+        self.metrics.add(&self.metrics.store_errors, 1);
+        warn!(subscription = self.name(), code = error.code(), error = %error, "store call failed, trying again");
+        true
+    }
+
+    /// The wait before the `failures`-th repetition of a call to the store.
+    pub(crate) fn store_backoff(&self, failures: u32) -> Duration {
+        let ceiling = STORE_BACKOFF_MIN.saturating_mul(1 << failures.min(10)).min(STORE_BACKOFF_MAX);
+        ceiling.mul_f64(0.5 + self.random.unit() / 2.0)
+    }
+}
+
+/// Cuts an error text to what is kept with a delivery, at a character border.
+pub(crate) fn clip(text: &str) -> String {
+    text[..text.floor_char_boundary(ERROR_BYTES_MAX)].to_owned()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,292 @@
+//! The workbench of the engine's tests: a memory store with one subscription, and a sink that records and obeys a script.
+
+#![allow(dead_code, unreachable_pub, reason = "a module of several test binaries, each of which uses its part")]
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use postbox_core::{
+    Append, Capabilities, Clock, Delivery, Inspect, ListQuery, Log, LogName, MemoryStore, NewEvent, Outcome, Record,
+    RetryPolicy, Sink, State, Stats, Subscription,
+};
+use postbox_engine::{Relay, RelayBuilder, RelaySettings, SystemRandom, TokioClock};
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+/// Retries and leases of seconds, so that simulated minutes suffice.
+pub fn fast() -> RelaySettings {
+    RelaySettings {
+        retry: RetryPolicy { attempts_max: 4, base: Duration::from_secs(1), ..RetryPolicy::default() },
+        lease_ttl: Duration::from_secs(5),
+        deliver_timeout: Duration::from_secs(10),
+        ..RelaySettings::default()
+    }
+}
+
+/// The three ways a sink is driven.
+pub fn all_capabilities() -> [Capabilities; 4] {
+    [
+        Capabilities { batch_max: 1, concurrency: 16, prefix: false },
+        Capabilities { batch_max: 10, concurrency: 3, prefix: false },
+        Capabilities { batch_max: 25, concurrency: 1, prefix: true },
+        Capabilities { batch_max: 10_000, concurrency: 4, prefix: true },
+    ]
+}
+
+/// Event number `n`, of key `key`.
+pub fn event(key: u64, n: u64) -> NewEvent {
+    NewEvent::json("t", "{}").key(key.to_string()).version(n as i64)
+}
+
+pub fn version(delivery: &Delivery) -> i64 {
+    delivery.event.version.unwrap_or(-1)
+}
+
+pub struct Bench {
+    pub store: Arc<MemoryStore>,
+    clock: TokioClock,
+    lanes: u16,
+}
+
+impl Bench {
+    pub async fn new() -> Self {
+        Self::with_lanes(1).await
+    }
+
+    pub async fn with_lanes(lanes: u16) -> Self {
+        let clock = TokioClock::simulated(Timestamp::UNIX_EPOCH);
+        let store = Arc::new(MemoryStore::new(Arc::new(clock.clone())));
+        Self { clock, ..Self::on(store, lanes).await }
+    }
+
+    pub async fn on(store: Arc<MemoryStore>, lanes: u16) -> Self {
+        let bench = Self { store, clock: TokioClock::new(), lanes };
+        bench.store.subscribe(&bench.subscription()).await.expect("subscribed");
+        bench
+    }
+
+    pub fn subscription(&self) -> Subscription {
+        let name = "test".parse().expect("a name");
+        Subscription { lanes: self.lanes, ..Subscription::new(name, LogName::outbox()) }
+    }
+
+    pub fn now(&self) -> Timestamp {
+        self.clock.now()
+    }
+
+    pub async fn append(&self, events: impl IntoIterator<Item = NewEvent>) {
+        let events: Vec<NewEvent> = events.into_iter().collect();
+        self.store.append(&LogName::outbox(), &events).await.expect("appended");
+    }
+
+    pub fn builder(&self, subscription: Subscription, settings: RelaySettings) -> RelayBuilder {
+        Relay::builder(self.store.clone(), subscription)
+            .settings(settings)
+            .inspect(self.store.clone())
+            .clock(Arc::new(self.clock.clone()))
+            .random(Arc::new(SystemRandom))
+    }
+
+    pub fn relay(&self, sink: Arc<Recorder>, settings: RelaySettings) -> Relay {
+        sink.set_clock(self.clock.clone());
+        self.builder(self.subscription(), settings).sink(sink).build().expect("built")
+    }
+
+    pub async fn run_for(&self, relay: &Relay, time: Duration) {
+        let stop = CancellationToken::new();
+        let stopping = async {
+            tokio::time::sleep(time).await;
+            stop.cancel();
+        };
+        let (ended, ()) = tokio::join!(relay.run(stop.clone()), stopping);
+        ended.expect("ran");
+    }
+
+    pub async fn stats(&self) -> Stats {
+        self.store.stats(&self.subscription().name).await.expect("stats")
+    }
+
+    pub async fn list(&self, state: State) -> Vec<Record> {
+        let subscription = self.subscription().name;
+        let query = ListQuery { subscription, state, topic: None, code: None, after: None, limit: 1_000 };
+        self.store.list(&query).await.expect("listed")
+    }
+}
+
+/// What the sink does with one delivery.
+pub enum Answer {
+    Say(Outcome),
+    SayTooMuch,
+    Panic,
+    Hang,
+}
+
+#[derive(Debug, Clone)]
+pub struct Arrival {
+    pub key: Option<String>,
+    pub version: i64,
+    pub dedupe_id: String,
+    pub attempt: u32,
+    /// From append to arrival.
+    pub waited: Duration,
+}
+
+type Script = Box<dyn Fn(&Delivery) -> Answer + Send + Sync>;
+
+/// Records what was delivered, in the order it arrived.
+pub struct Recorder {
+    capabilities: Capabilities,
+    script: Mutex<Script>,
+    arrivals: Mutex<Vec<Arrival>>,
+    calls: AtomicUsize,
+    in_flight: AtomicUsize,
+    down: AtomicBool,
+    takes: Mutex<Duration>,
+    arrived: Notify,
+    clock: Mutex<Option<TokioClock>>,
+}
+
+impl Recorder {
+    pub fn new(capabilities: Capabilities) -> Arc<Self> {
+        Arc::new(Self {
+            capabilities,
+            script: Mutex::new(Box::new(|_| Answer::Say(Outcome::DELIVERED))),
+            arrivals: Mutex::default(),
+            calls: AtomicUsize::new(0),
+            in_flight: AtomicUsize::new(0),
+            down: AtomicBool::new(false),
+            takes: Mutex::default(),
+            arrived: Notify::new(),
+            clock: Mutex::new(None),
+        })
+    }
+
+    pub fn script(&self, script: impl Fn(&Delivery) -> Answer + Send + Sync + 'static) {
+        *self.script.lock().unwrap() = Box::new(script);
+    }
+
+    pub fn down(&self, down: bool) {
+        self.down.store(down, Ordering::SeqCst);
+    }
+
+    pub fn takes(&self, time: Duration) {
+        *self.takes.lock().unwrap() = time;
+    }
+
+    pub fn calls(&self) -> usize {
+        self.calls.load(Ordering::SeqCst)
+    }
+
+    pub fn arrivals(&self) -> Vec<Arrival> {
+        self.arrivals.lock().unwrap().clone()
+    }
+
+    fn set_clock(&self, clock: TokioClock) {
+        *self.clock.lock().unwrap() = Some(clock);
+    }
+
+    pub async fn wait_for(&self, count: usize) {
+        loop {
+            let arrived = self.arrived.notified();
+            if self.arrivals.lock().unwrap().len() >= count {
+                return;
+            }
+            arrived.await;
+        }
+    }
+
+    /// First arrivals of each key in rising version.
+    pub fn assert_in_order(&self) {
+        if let Err(fault) = self.check_order() {
+            panic!("{fault}");
+        }
+    }
+
+    pub fn check_order(&self) -> Result<(), String> {
+        let mut last: HashMap<String, i64> = HashMap::new();
+        let mut seen = std::collections::HashSet::new();
+        for arrival in self.arrivals.lock().unwrap().iter() {
+            let Some(key) = &arrival.key else { continue };
+            if !seen.insert(arrival.version) {
+                continue;
+            }
+            if let Some(before) = last.insert(key.clone(), arrival.version)
+                && before > arrival.version
+            {
+                return Err(format!("key {key}: {} arrived after {before}", arrival.version));
+            }
+        }
+        Ok(())
+    }
+
+    fn arrive(&self, delivery: &Delivery) {
+        let now = self.clock.lock().unwrap().as_ref().map_or(Timestamp::UNIX_EPOCH, Clock::now);
+        let waited = Duration::try_from(now.duration_since(delivery.event.created_at)).unwrap_or_default();
+        self.arrivals.lock().unwrap().push(Arrival {
+            key: delivery.event.key.as_ref().map(|key| key.to_string()),
+            version: version(delivery),
+            dedupe_id: delivery.dedupe_id(),
+            attempt: delivery.attempt,
+            waited,
+        });
+        self.arrived.notify_waiters();
+    }
+}
+
+#[async_trait]
+impl Sink for Recorder {
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        struct InFlight<'a>(&'a AtomicUsize);
+        impl Drop for InFlight<'_> {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        assert!(deliveries.len() <= self.capabilities.batch_max, "a call within the sink's limit");
+        self.in_flight.fetch_add(1, Ordering::SeqCst);
+        let _in_flight = InFlight(&self.in_flight);
+        let takes = *self.takes.lock().unwrap();
+        if !takes.is_zero() {
+            tokio::time::sleep(takes).await;
+        }
+        let mut outcomes = Vec::new();
+        let mut failed_keys = std::collections::HashSet::new();
+        for delivery in deliveries {
+            let key = delivery.event.key.clone();
+            if self.down.load(Ordering::SeqCst) {
+                outcomes.push(Outcome::unavailable("connect_refused", "down"));
+                continue;
+            }
+            // What a sink that declares `prefix` promises; the others never get two of a key.
+            if key.as_ref().is_some_and(|key| failed_keys.contains(key)) {
+                assert!(self.capabilities.prefix, "two events of a key in one call");
+                outcomes.push(Outcome::retry("behind", "an earlier event of the key failed"));
+                continue;
+            }
+            let answer = (self.script.lock().unwrap())(delivery);
+            match answer {
+                Answer::Say(outcome) => {
+                    if outcome.is_delivered() {
+                        self.arrive(delivery);
+                    } else {
+                        failed_keys.extend(key);
+                    }
+                    outcomes.push(outcome);
+                }
+                Answer::SayTooMuch => return vec![Outcome::DELIVERED; deliveries.len() + 1],
+                Answer::Panic => panic!("as the script says"),
+                Answer::Hang => std::future::pending().await,
+            }
+        }
+        outcomes
+    }
+}
