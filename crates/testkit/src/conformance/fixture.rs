@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Delivery, EventId, LogName, NewEvent, Result, Sink, Store};
+use postbox_core::{EventId, LogName, NewEvent, Result, Sink, Store};
 
 /// What a store can do, as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,23 +49,22 @@ pub trait OpenTransaction: Send {
     async fn rollback(self: Box<Self>);
 }
 
-/// A sink and a destination that tells what reached it.
+/// A sink and a destination that tells what reached it. Fresh for each case.
 #[async_trait]
 pub trait SinkFixture: Send + Sync {
     /// The sink under test; the same one at every call.
     fn sink(&self) -> Arc<dyn Sink>;
 
-    /// Payloads that arrived at the destination so far and were accepted there, in order of arrival.
+    /// Payloads that arrived at the destination and were accepted there, in order of arrival.
     async fn arrived(&self) -> Vec<Vec<u8>>;
 
-    /// Changes a delivery so that the destination refuses this one (and only this one) for good, if there is such a thing.
+    /// Changes an event so that the destination refuses this one (and only this one) for good.
     /// `None`: this destination takes everything.
-    async fn poison(&self, delivery: Delivery) -> Option<Delivery>;
+    fn poison(&self, event: NewEvent) -> Option<NewEvent>;
 
-    /// Makes the destination fail every delivery from now on with something that may pass, or work again.
-    /// `false`: this destination cannot be made to fail.
+    /// Lets the destination fail every delivery in a way that may pass, or work again. `false`: it cannot be made to fail.
     async fn fail(&self, failing: bool) -> bool;
 
-    /// Takes the whole destination down. `false`: it has no such state.
+    /// Takes the whole destination away: nobody listens. `false`: there is no such state.
     async fn take_down(&self) -> bool;
 }

@@ -21,9 +21,13 @@ pub mod inspect;
 pub mod lease;
 pub mod migrate;
 pub mod order;
+pub mod prune;
 pub mod read;
 pub mod receive;
 pub mod settle;
+pub mod sink;
+pub mod steer;
+pub mod storm;
 
 pub use fixture::{OpenTransaction, SinkFixture, StoreCapabilities, StoreFixture};
 pub use memory::MemoryFixture;
@@ -63,6 +67,7 @@ macro_rules! log_suite {
         $crate::read_cases!($fixture);
         $crate::order_cases!($fixture);
         $crate::settle_cases!($fixture);
+        $crate::storm_cases!($fixture);
     };
 }
 
@@ -71,6 +76,8 @@ macro_rules! log_suite {
 macro_rules! inspect_suite {
     ($fixture:expr) => {
         $crate::inspect_cases!($fixture);
+        $crate::steer_cases!($fixture);
+        $crate::prune_cases!($fixture);
     };
 }
 
@@ -87,6 +94,14 @@ macro_rules! receive_suite {
 macro_rules! migrate_suite {
     ($fixture:expr) => {
         $crate::migrate_cases!($fixture);
+    };
+}
+
+/// The suite of `Sink`. `$fixture` is an async function that gives a fresh [`SinkFixture`].
+#[macro_export]
+macro_rules! sink_suite {
+    ($fixture:expr) => {
+        $crate::sink_cases!($fixture);
     };
 }
 
@@ -116,7 +131,11 @@ mod tests {
             ("order", include_str!("order.rs")),
             ("read", include_str!("read.rs")),
             ("receive", include_str!("receive.rs")),
+            ("prune", include_str!("prune.rs")),
             ("settle", include_str!("settle.rs")),
+            ("sink", include_str!("sink.rs")),
+            ("steer", include_str!("steer.rs")),
+            ("storm", include_str!("storm.rs")),
         ] {
             let list = text.split("conformance_cases!").nth(1).unwrap_or_else(|| panic!("{file}.rs has no list"));
             for case in text.lines().filter_map(|line| line.strip_prefix("pub async fn ")?.split_once('(')) {

@@ -1,0 +1,267 @@
+//! What every sink keeps: one outcome per delivery, the same bytes, no neighbour harmed.
+
+use std::sync::Arc;
+
+use jiff::Timestamp;
+use postbox_core::{Delivery, EventId, NewEvent, Outcome, Seq, Sink};
+
+use super::SinkFixture;
+use super::harness::{PATIENCE, event, keyed};
+
+/// Most deliveries a case sends in one call, whatever the sink allows.
+const BATCH: usize = 20;
+
+/// Limits that the engine can work with, and that do not change.
+pub async fn capabilities_are_usable_and_constant(fixture: &dyn SinkFixture) {
+    let sink = fixture.sink();
+    let capabilities = sink.capabilities();
+    assert!(capabilities.batch_max >= 1 && capabilities.concurrency >= 1, "{capabilities:?}");
+    deliver(&sink, &deliveries([event("1")])).await;
+    assert_eq!(sink.capabilities(), capabilities);
+}
+
+/// One outcome each, and everything is there.
+pub async fn every_delivery_arrives_and_has_one_outcome(fixture: &dyn SinkFixture) {
+    let sent = deliveries((0..BATCH).map(|n| keyed(&format!("key-{n}"), &n.to_string())));
+    let outcomes = deliver(&fixture.sink(), &sent).await;
+    assert!(outcomes.iter().all(Outcome::is_delivered), "{outcomes:?}");
+    let mut arrived = fixture.arrived().await;
+    let mut expected: Vec<Vec<u8>> = sent.iter().map(|delivery| delivery.event.payload.to_vec()).collect();
+    arrived.sort();
+    expected.sort();
+    assert_eq!(arrived, expected);
+}
+
+/// A call with nothing gives nothing.
+pub async fn delivering_nothing_gives_nothing(fixture: &dyn SinkFixture) {
+    assert!(fixture.sink().deliver(&[]).await.is_empty());
+    assert!(fixture.arrived().await.is_empty());
+}
+
+/// Bytes are sent as they are, whatever the content type says of them.
+pub async fn payload_bytes_arrive_identical(fixture: &dyn SinkFixture) {
+    let deep = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
+    let payloads: Vec<Vec<u8>> = vec![
+        Vec::new(),
+        vec![0],
+        (0..=255).collect(),
+        vec![0xff, 0xfe, 0xc0, 0x80],
+        b"\xef\xbb\xbf{}".to_vec(),
+        deep.into_bytes(),
+        b"1e400".to_vec(),
+        b"1234567890123456789012345".to_vec(),
+        b"{\"a\":1,\"a\":2}".to_vec(),
+        b"{ \"b\" : 1.0 ,\n\t\"a\":1.10 }\r\n".to_vec(),
+        "\"\u{202e}\u{200b}é𝄞\"".as_bytes().to_vec(),
+        b"line\nbreak\r\n\r\n".to_vec(),
+    ];
+    let sink = fixture.sink();
+    for (n, payload) in payloads.iter().enumerate() {
+        let outcomes = deliver(&sink, &deliveries([NewEvent::json("t", payload.clone())])).await;
+        assert!(outcomes[0].is_delivered(), "{:?}: {outcomes:?}", String::from_utf8_lossy(payload));
+        let arrived = fixture.arrived().await;
+        assert_eq!(arrived.len(), n + 1);
+        assert!(arrived[n] == *payload, "{:?} arrived as {:?}", String::from_utf8_lossy(payload), arrived[n]);
+    }
+}
+
+/// Poison gets its own verdict, in its own place, and its neighbours go through.
+pub async fn a_poison_delivery_does_not_fail_its_neighbours(fixture: &dyn SinkFixture) {
+    let Some(poison) = fixture.poison(keyed("key-poison", "poison")) else { return };
+    let mut events: Vec<NewEvent> = (0..BATCH).map(|n| keyed(&format!("key-{n}"), &n.to_string())).collect();
+    events.insert(BATCH / 2, poison);
+    let outcomes = deliver(&fixture.sink(), &deliveries(events)).await;
+    for (index, outcome) in outcomes.iter().enumerate() {
+        match (index == BATCH / 2, outcome) {
+            (false, Outcome::Delivered { .. }) | (true, Outcome::Dead { .. } | Outcome::Gone { .. }) => {}
+            _ => panic!("delivery {index}: {outcome:?}"),
+        }
+    }
+    assert_eq!(fixture.arrived().await.len(), BATCH);
+}
+
+/// A sink that claims `prefix` sends nothing of a key behind a failure. One that does not is never given two of a key.
+pub async fn a_failure_stops_the_rest_of_its_key_where_prefix_is_claimed(fixture: &dyn SinkFixture) {
+    let sink = fixture.sink();
+    let capabilities = sink.capabilities();
+    assert!(!capabilities.prefix || capabilities.batch_max > 1, "prefix means something only in a batch");
+    if !capabilities.prefix || capabilities.batch_max < 4 {
+        return;
+    }
+    let Some(poison) = fixture.poison(keyed("a", "a2")) else { return };
+    let sent = deliveries([keyed("a", "a1"), poison, keyed("a", "a3"), keyed("b", "b1")]);
+    let outcomes = sink.deliver(&sent.iter().collect::<Vec<_>>()).await;
+    let delivered: Vec<bool> = outcomes.iter().map(Outcome::is_delivered).collect();
+    assert_eq!(delivered, [true, false, false, true], "{outcomes:?}");
+    assert!(!matches!(outcomes[2], Outcome::Dead { .. }), "held back is not refused: {outcomes:?}");
+    let mut arrived = fixture.arrived().await;
+    arrived.sort();
+    assert_eq!(arrived, [b"a1".to_vec(), b"b1".to_vec()]);
+}
+
+/// Several of a key in one call arrive in order where that is allowed at all.
+pub async fn a_key_arrives_in_order_where_prefix_is_claimed(fixture: &dyn SinkFixture) {
+    let sink = fixture.sink();
+    let capabilities = sink.capabilities();
+    if !capabilities.prefix {
+        return;
+    }
+    let count = capabilities.batch_max.min(BATCH);
+    let sent = deliveries((0..count).map(|n| keyed("a", &format!("{n:04}"))));
+    let outcomes = sink.deliver(&sent.iter().collect::<Vec<_>>()).await;
+    assert!(outcomes.iter().all(Outcome::is_delivered), "{outcomes:?}");
+    let arrived = fixture.arrived().await;
+    assert!(arrived.len() == count && arrived.is_sorted(), "{arrived:?}");
+}
+
+/// What may pass is not the end of an event, and the sink does not try again by itself.
+pub async fn a_failing_destination_is_no_reason_to_die(fixture: &dyn SinkFixture) {
+    if !fixture.fail(true).await {
+        return;
+    }
+    let sink = fixture.sink();
+    let sent = deliveries([event("1")]);
+    let outcomes = deliver(&sink, &sent).await;
+    assert!(matches!(outcomes[0], Outcome::Retry { .. } | Outcome::Unavailable { .. }), "{outcomes:?}");
+    assert!(fixture.arrived().await.is_empty());
+    fixture.fail(false).await;
+    assert!(fixture.arrived().await.is_empty(), "the engine owns retry, not the sink");
+    assert!(deliver(&sink, &sent).await[0].is_delivered(), "the destination works again, and so does the sink");
+    assert_eq!(fixture.arrived().await.len(), 1);
+}
+
+/// A dead destination is not a dead event: nothing of it is blamed on the deliveries.
+pub async fn a_destination_that_is_away_is_unavailable(fixture: &dyn SinkFixture) {
+    if !fixture.take_down().await {
+        return;
+    }
+    let outcomes = deliver(&fixture.sink(), &deliveries([event("1"), event("2")])).await;
+    for outcome in outcomes {
+        let Outcome::Unavailable { code, .. } = &outcome else { panic!("unavailable, not {outcome:?}") };
+        assert!(is_stable(code), "{code:?}");
+    }
+}
+
+/// At least once: the same event again is fine, whether the destination noticed or not.
+pub async fn a_repeated_delivery_is_delivered(fixture: &dyn SinkFixture) {
+    let sink = fixture.sink();
+    let sent = deliveries([event("1")]);
+    for _ in 0..2 {
+        assert!(deliver(&sink, &sent).await[0].is_delivered());
+    }
+    assert!((1..=2).contains(&fixture.arrived().await.len()));
+}
+
+/// Names a transport might choke on: each arrives or dies with a code, and the next one is not harmed.
+pub async fn strange_names_arrive_or_are_refused_with_a_code(fixture: &dyn SinkFixture) {
+    let sink = fixture.sink();
+    let strange = [
+        "*",
+        ">",
+        "a..b",
+        ".a.",
+        "$JS.API.STREAM.PURGE.x",
+        "_INBOX.x",
+        "{a}",
+        "#",
+        "zażółć",
+        "\u{202e}",
+        "';--",
+        "__consumer_offsets",
+    ];
+    for name in strange {
+        let odd = NewEvent::json(name, "odd").key(name).tenant(name).aggregate(name).header("odd", name);
+        let outcomes = deliver(&sink, &deliveries([odd, event("plain")])).await;
+        match &outcomes[0] {
+            Outcome::Delivered { .. } => {}
+            Outcome::Dead { code, .. } => assert!(is_stable(code), "{name:?}: {code:?}"),
+            other => panic!("{name:?}: {other:?}"),
+        }
+        assert!(outcomes[1].is_delivered(), "after {name:?}: {outcomes:?}");
+    }
+}
+
+/// Headers that collide with the transport's own must not replace them or break the delivery.
+pub async fn reserved_headers_do_no_harm(fixture: &dyn SinkFixture) {
+    let names = [
+        "host",
+        "content-length",
+        "Transfer-Encoding",
+        "connection",
+        "webhook-id",
+        "webhook-signature",
+        "ce-id",
+        "Nats-Msg-Id",
+        "authorization",
+    ];
+    let sink = fixture.sink();
+    for name in names {
+        let outcomes = deliver(&sink, &deliveries([event(name).header(name, "0"), event("plain")])).await;
+        assert!(!matches!(outcomes[0], Outcome::Retry { .. } | Outcome::Unavailable { .. }), "{name}: {outcomes:?}");
+        assert!(outcomes[1].is_delivered(), "after {name}: {outcomes:?}");
+    }
+}
+
+/// Closing flushes; closing again is nothing.
+pub async fn closing_twice_is_fine(fixture: &dyn SinkFixture) {
+    let sink = fixture.sink();
+    deliver(&sink, &deliveries([event("1")])).await;
+    for _ in 0..2 {
+        tokio::time::timeout(PATIENCE, sink.close()).await.expect("closes in time");
+    }
+    assert_eq!(fixture.arrived().await.len(), 1, "what was delivered is there");
+}
+
+/// Delivers in calls the sink allows, and checks that each answers for each.
+async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outcome> {
+    let mut outcomes = Vec::new();
+    for call in deliveries.chunks(sink.capabilities().batch_max) {
+        let call: Vec<&Delivery> = call.iter().collect();
+        let answer =
+            tokio::time::timeout(PATIENCE, sink.deliver(&call)).await.expect("a sink never waits for better times");
+        assert_eq!(answer.len(), call.len(), "one outcome per delivery");
+        outcomes.extend(answer);
+    }
+    outcomes
+}
+
+fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
+    let delivery = |(event, n): (NewEvent, i64)| {
+        let id = EventId::from_uuid(uuid::Uuid::from_u128(0x0190_0000_0000_7000_8000_0000_0000_0000 + n as u128));
+        let event = event.into_event(id, Timestamp::UNIX_EPOCH);
+        Delivery { event, seq: Seq(n), attempt: 1, replay: 0 }
+    };
+    events.into_iter().zip(1..).map(delivery).collect()
+}
+
+/// A word an operator can filter by.
+fn is_stable(code: &str) -> bool {
+    !code.is_empty() && code.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+}
+
+/// The cases of this suite.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! sink_cases {
+    ($fixture:expr) => {
+        $crate::conformance_cases!(
+            sink,
+            $fixture,
+            [
+                capabilities_are_usable_and_constant,
+                every_delivery_arrives_and_has_one_outcome,
+                delivering_nothing_gives_nothing,
+                payload_bytes_arrive_identical,
+                a_poison_delivery_does_not_fail_its_neighbours,
+                a_failure_stops_the_rest_of_its_key_where_prefix_is_claimed,
+                a_key_arrives_in_order_where_prefix_is_claimed,
+                a_failing_destination_is_no_reason_to_die,
+                a_destination_that_is_away_is_unavailable,
+                a_repeated_delivery_is_delivered,
+                strange_names_arrive_or_are_refused_with_a_code,
+                reserved_headers_do_no_harm,
+                closing_twice_is_fine,
+            ]
+        );
+    };
+}
