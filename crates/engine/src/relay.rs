@@ -307,6 +307,7 @@ impl Relay {
                 }
             }
             tokio::select! {
+                biased;
                 () = stop.cancelled() => {}
                 () = self.clock.sleep(wait) => wait = (wait * 2).min(Duration::from_millis(500)),
             }

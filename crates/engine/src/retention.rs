@@ -119,6 +119,7 @@ impl Sweeper {
                 count => removed += count,
             }
             tokio::select! {
+                biased;
                 () = stop.cancelled() => {}
                 () = self.clock.sleep(STEP_PAUSE) => {}
             }

@@ -148,7 +148,7 @@ impl Lane {
     ) {
         let shared = &*self.shared;
         let (mut duplicates, mut delivered, mut answered) = (0, 0, false);
-        // Keys of which an event of this call died: the sink may have stopped the rest of them.
+        // Keys of which an event of this call died or was not accepted: the sink may have stopped the rest of them.
         let mut stopped: HashSet<&Key> = HashSet::new();
         for (&place, outcome) in places.iter().zip(outcomes) {
             let delivery = &deliveries[place];
@@ -161,12 +161,15 @@ impl Lane {
                 feed.done(place);
                 continue;
             }
+            // For good, as the destination says itself: it would say so again to whoever repeats this after a crash.
+            let for_good = matches!(outcome, Outcome::Dead { .. } | Outcome::Gone { .. });
             let disposition = match outcome {
                 Outcome::Unavailable { code, error, after } if !shared.breaker.blames(delivery.seq) => {
                     shared.unavailable(&code, &error, after);
                     shared.metrics.failure(&delivery.event.topic, &code);
                     shared.metrics.add(&shared.metrics.unavailable, 1);
                     verdicts.note(place, code, error);
+                    stopped.extend(key.filter(|_| shared.holds_keys()));
                     round.cancel();
                     continue;
                 }
@@ -190,7 +193,9 @@ impl Lane {
                 }
             };
             shared.record(delivery, &disposition);
-            let holding = holds(&disposition);
+            // Out of attempts is known only once it is settled. Were the next of the key sent before that, a crash in
+            // between would give this one another attempt, and it could arrive out of order.
+            let holding = holds(&disposition) || !(for_good || shared.settings.retry.attempts_max == 1);
             verdicts.failed(place, disposition);
             if holding {
                 feed.hold(place, deliveries, verdicts);

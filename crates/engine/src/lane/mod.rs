@@ -23,7 +23,7 @@ mod settle;
 mod verdicts;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures::future::join;
@@ -63,11 +63,13 @@ pub(crate) struct Lane {
     held: Arc<Held>,
     alarm: Alarm,
     late: Late,
+    /// A read failed: what the store believes to have given is not known.
+    unsure: AtomicBool,
 }
 
 impl Lane {
     pub(crate) fn new(shared: Arc<Shared>, held: Arc<Held>) -> Self {
-        Self { shared, held, alarm: Alarm::new(), late: Late::default() }
+        Self { shared, held, alarm: Alarm::new(), late: Late::default(), unsure: AtomicBool::new(false) }
     }
 
     /// Works until halted or the lease is lost, then gives the lane back. An error is permanent: a person must act.

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures::future::join;
@@ -40,7 +41,7 @@ impl Lane {
             self.alarm.set_busy(true);
             let read_ahead = async {
                 match batch.more {
-                    true => self.read(settings.batch, round).await,
+                    true => self.read_once(settings.batch).await,
                     false => Ok(None),
                 }
             };
@@ -125,15 +126,43 @@ impl Lane {
         Ok(batch.deliveries.len())
     }
 
-    /// One read; `None` when the round ended first. Never dropped half-way: the store may have moved on already.
+    /// One read of the stream; `None` when the round ended first.
+    ///
+    /// A read that failed may have moved the store's mark of what was given. So the next one begins with a rewind, which
+    /// in turn must wait until everything given is settled.
     async fn read(&self, limit: BatchLimit, round: &CancellationToken) -> Result<Option<Arc<Batch>>> {
-        let lease = &self.held.lease;
-        let Some(batch) = self.repeat(round, || self.shared.log.next_batch(lease, limit)).await? else {
-            return Ok(None);
-        };
-        self.note_due(&batch);
-        self.shared.metrics.add(&self.shared.metrics.fetched, batch.deliveries.len());
-        Ok(Some(Arc::new(batch)))
+        let mut failures = 0;
+        while !round.is_cancelled() {
+            if self.unsure.load(Ordering::Acquire) {
+                self.rewind().await?;
+                self.unsure.store(false, Ordering::Release);
+            }
+            match self.read_once(limit).await? {
+                Some(batch) => return Ok(Some(batch)),
+                None => {
+                    failures += 1;
+                    self.pause(self.shared.store_backoff(failures), round).await;
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// One read beside a batch that goes out; `None` when the store failed.
+    async fn read_once(&self, limit: BatchLimit) -> Result<Option<Arc<Batch>>> {
+        // Never dropped half-way, for the same reason.
+        match self.shared.log.next_batch(&self.held.lease, limit).await {
+            Ok(batch) => {
+                self.note_due(&batch);
+                self.shared.metrics.add(&self.shared.metrics.fetched, batch.deliveries.len());
+                Ok(Some(Arc::new(batch)))
+            }
+            Err(error) if self.shared.store_failed(&error) => {
+                self.unsure.store(true, Ordering::Release);
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     fn note_due(&self, batch: &Batch) {
