@@ -118,12 +118,14 @@ pub(crate) fn retry_after(value: &str, now: Timestamp) -> Option<Duration> {
     Some(wait.min(RETRY_AFTER_MAX))
 }
 
-/// The first cause of a type in the chain, looking into I/O errors too.
+/// The first cause of a type in the chain. An I/O error names as its source what lies *behind* the error it wraps, so the wrapped one is looked at
+/// first.
 fn cause<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a E> {
-    std::iter::successors(Some(error), |error| error.source()).find_map(|error| {
-        let inside = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
-        error.downcast_ref::<E>().or_else(|| inside.and_then(|inner| inner.downcast_ref::<E>()))
-    })
+    let next = |error: &&'a (dyn std::error::Error + 'static)| {
+        let wrapped = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        wrapped.map(|inner| inner as &(dyn std::error::Error + 'static)).or_else(|| error.source())
+    };
+    std::iter::successors(Some(error), next).find_map(|error| error.downcast_ref::<E>())
 }
 
 fn is_tls(error: &reqwest::Error) -> bool {

@@ -1,0 +1,268 @@
+//! Every way a target can answer, or fail to.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use axum::body::Body;
+use axum::response::Response;
+use http::StatusCode;
+use postbox_core::{Outcome, Sink};
+use postbox_http::{Guard, HttpSink, HttpSinkConfig};
+use tokio::io::AsyncWriteExt;
+
+use crate::stand::{DEADLINE, StillClock, Target, config, plain, raw_target, send, short, sink, text, write_for_ever};
+
+/// The status is the path.
+fn status_of(path: &str) -> StatusCode {
+    path.trim_start_matches('/').parse().unwrap()
+}
+
+#[tokio::test]
+async fn every_status_has_its_outcome() {
+    let (_, url) =
+        Target::start(|seen| Response::builder().status(status_of(&seen.path)).body(Body::from("because")).unwrap())
+            .await;
+    for (status, expected) in [
+        (200, ("delivered", "")),
+        (201, ("delivered", "")),
+        (202, ("delivered", "")),
+        (204, ("delivered", "")),
+        (301, ("dead", "http_redirect")),
+        (302, ("dead", "http_redirect")),
+        (303, ("dead", "http_redirect")),
+        (304, ("dead", "http_redirect")),
+        (307, ("dead", "http_redirect")),
+        (308, ("dead", "http_redirect")),
+        (400, ("dead", "http_400")),
+        (401, ("dead", "http_401")),
+        (403, ("dead", "http_403")),
+        (404, ("dead", "http_404")),
+        (405, ("dead", "http_405")),
+        (408, ("retry", "http_408")),
+        (409, ("duplicate", "")),
+        (410, ("gone", "http_410")),
+        (413, ("dead", "http_413")),
+        (418, ("dead", "http_418")),
+        (422, ("dead", "http_422")),
+        (425, ("retry", "http_425")),
+        (429, ("retry", "http_429")),
+        (431, ("dead", "http_431")),
+        (500, ("retry", "http_500")),
+        (501, ("retry", "http_501")),
+        (502, ("retry", "http_502")),
+        (503, ("retry", "http_503")),
+        (504, ("retry", "http_504")),
+        (599, ("retry", "http_599")),
+    ] {
+        let outcome = send(&sink(config(format!("{url}/{status}"))), &plain(1)).await;
+        assert_eq!(short(&outcome), expected, "{status}");
+        if !outcome.is_delivered() && status != 304 {
+            assert!(text(&outcome).contains("because"), "{outcome:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_poison_event_is_blamed_alone_and_a_dead_target_for_all() {
+    // Event 1 makes the handler answer 503; then everything does.
+    let (_, url) = Target::start(|seen| {
+        let poison = seen.headers["webhook-id"].to_str().unwrap().ends_with("001");
+        let down = seen.headers.contains_key("down");
+        let status = if poison || down { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+        Response::builder().status(status).header("retry-after", "7").body(Body::empty()).unwrap()
+    })
+    .await;
+    let healthy = sink(config(&url));
+    for _ in 0..3 {
+        assert_eq!(short(&send(&healthy, &plain(1)).await).0, "retry");
+        assert_eq!(short(&send(&healthy, &plain(2)).await).0, "delivered");
+    }
+    let down = sink(HttpSinkConfig { headers: vec![("down".into(), "1".into())], ..config(&url) });
+    assert_eq!(short(&send(&down, &plain(2)).await), ("retry", "http_503"));
+    for number in 3..6 {
+        let outcome = send(&down, &plain(number)).await;
+        let after = Some(Duration::from_secs(7));
+        assert!(matches!(&outcome, Outcome::Unavailable { code, after: a, .. } if code == "http_503" && *a == after));
+    }
+}
+
+#[tokio::test]
+async fn a_named_wait_is_handed_on() {
+    let (_, url) = Target::start(|seen| {
+        let value = seen.path.trim_start_matches('/').replace('_', " ");
+        Response::builder().status(429).header("retry-after", value).body(Body::empty()).unwrap()
+    })
+    .await;
+    for (value, expected) in [
+        ("120", Some(120)),
+        ("Thu,_01_Jan_2026_00:01:00_GMT", Some(60)),
+        ("Thu,_01_Jan_2020_00:00:00_GMT", None),
+        ("soon", None),
+    ] {
+        let outcome = send(&sink(config(format!("{url}/{value}"))), &plain(1)).await;
+        let Outcome::Retry { after, .. } = outcome else { panic!("{outcome:?}") };
+        // A date with a wrong weekday is no date, one in the past is no wait.
+        assert_eq!(after.filter(|after| !after.is_zero()).map(|after| after.as_secs()), expected, "{value}");
+    }
+}
+
+#[tokio::test]
+async fn redirects_are_not_followed_and_named() {
+    let (target, url) = Target::start(|seen| match seen.path.as_str() {
+        "/from" => Response::builder().status(307).header("location", "/to\u{a0}").body(Body::empty()).unwrap(),
+        _ => Response::new(Body::empty()),
+    })
+    .await;
+    let outcome = send(&sink(config(format!("{url}/from"))), &plain(1)).await;
+    assert_eq!(short(&outcome), ("dead", "http_redirect"));
+    assert_eq!(target.seen().len(), 1);
+}
+
+#[tokio::test]
+async fn a_target_that_never_answers_costs_one_attempt() {
+    let (url, _) = raw_target(|stream| async move {
+        let _kept_open = stream;
+        std::future::pending().await
+    })
+    .await;
+    let sink = sink(HttpSinkConfig { timeout: Duration::from_millis(200), ..config(url) });
+    assert_eq!(short(&send(&sink, &plain(1)).await), ("retry", "timeout"));
+    assert_eq!(short(&send(&sink, &plain(2)).await), ("unavailable", "timeout"));
+}
+
+#[tokio::test]
+async fn a_lost_connection_says_little() {
+    let (url, _) = raw_target(|mut stream| async move {
+        let _ = stream.write_all(b"HTTP/1.1 20").await;
+    })
+    .await;
+    let sink = sink(config(url));
+    assert_eq!(short(&send(&sink, &plain(1)).await), ("retry", "connection_lost"));
+    assert_eq!(short(&send(&sink, &plain(2)).await), ("unavailable", "connection_lost"));
+}
+
+#[tokio::test]
+async fn a_target_that_is_not_there_is_unavailable() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let outcome = send(&sink(config(format!("http://127.0.0.1:{port}"))), &plain(1)).await;
+    assert_eq!(short(&outcome), ("unavailable", "connect_refused"));
+    let outcome = send(&sink(config("http://no-such-host.invalid")), &plain(1)).await;
+    assert_eq!(short(&outcome).0, "unavailable", "{outcome:?}");
+}
+
+#[tokio::test]
+async fn a_slow_answer_body_does_not_hold_up_its_outcome() {
+    for (status, expected) in [("200 OK", ("delivered", "")), ("500 Oh", ("retry", "http_500"))] {
+        let (url, _) = raw_target(move |mut stream| async move {
+            let head = format!("HTTP/1.1 {status}\r\ncontent-length: 100000\r\n\r\nslow");
+            let _ = stream.write_all(head.as_bytes()).await;
+            std::future::pending().await
+        })
+        .await;
+        let began = Instant::now();
+        let outcome = send(&sink(config(url)), &plain(1)).await;
+        assert_eq!(short(&outcome), expected);
+        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+        assert!(outcome.is_delivered() || text(&outcome).ends_with(": slow"), "{outcome:?}");
+    }
+}
+
+#[tokio::test]
+async fn endless_headers_and_bodies_end() {
+    let (url, _) = raw_target(|mut stream| async move {
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n").await;
+        write_for_ever(&mut stream, b"x-more: and-more-and-more-and-more\r\n").await;
+    })
+    .await;
+    assert_eq!(short(&send(&sink(config(url)), &plain(1)).await).0, "retry");
+    let (url, _) = raw_target(|mut stream| async move {
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nx-long: ").await;
+        write_for_ever(&mut stream, b"and-more-and-more-and-more").await;
+    })
+    .await;
+    assert_eq!(short(&send(&sink(config(url)), &plain(1)).await).0, "retry");
+    let (url, _) = raw_target(|mut stream| async move {
+        let _ = stream.write_all(b"HTTP/1.1 400 No\r\n\r\n").await;
+        write_for_ever(&mut stream, &[b'x'; 16 * 1024]).await;
+    })
+    .await;
+    let outcome = send(&sink(config(url)), &plain(1)).await;
+    assert_eq!(short(&outcome), ("dead", "http_400"));
+    assert!(text(&outcome).len() < 600);
+}
+
+#[tokio::test]
+async fn what_a_target_says_is_kept_short_and_harmless() {
+    let (_, url) = Target::start(|_| {
+        let body = format!("line\nbreak\x1b[2J\0{}", "é".repeat(10_000));
+        Response::builder().status(422).body(Body::from(body)).unwrap()
+    })
+    .await;
+    let outcome = send(&sink(config(url)), &plain(1)).await;
+    assert!(text(&outcome).contains("line\\nbreak\\u{1b}[2J\\u{0}é"), "{outcome:?}");
+    assert!(!text(&outcome).chars().any(char::is_control));
+    assert!(text(&outcome).len() < 600);
+}
+
+#[tokio::test]
+async fn one_connection_serves_many_requests() {
+    let (url, connections) = raw_target(|mut stream| async move {
+        let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: 10000\r\n\r\n{}", "x".repeat(10_000));
+        loop {
+            // The body of the request has eight bytes; its head was read for the first one.
+            let mut body = [0; 8];
+            if tokio::io::AsyncReadExt::read_exact(&mut stream, &mut body).await.is_err() {
+                return;
+            }
+            let _ = stream.write_all(answer.as_bytes()).await;
+            crate::stand::read_head(&mut stream).await;
+        }
+    })
+    .await;
+    let sink = sink(config(url));
+    for number in 0..20 {
+        assert!(send(&sink, &plain(number)).await.is_delivered());
+    }
+    assert_eq!(connections.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn several_at_once_have_their_outcomes_in_order() {
+    let (_, url) = Target::start(|seen| {
+        let even = seen.headers["webhook-id"].to_str().unwrap().ends_with(['0', '2', '4', '6', '8']);
+        Response::builder().status(if even { 200 } else { 422 }).body(Body::empty()).unwrap()
+    })
+    .await;
+    let deliveries: Vec<_> = (0..10).map(plain).collect();
+    let references: Vec<_> = deliveries.iter().collect();
+    let sink = sink(config(url));
+    let outcomes = tokio::time::timeout(DEADLINE, sink.deliver(&references)).await.expect("in time");
+    let delivered: Vec<bool> = outcomes.iter().map(Outcome::is_delivered).collect();
+    assert_eq!(delivered, [true, false].repeat(5));
+    assert!(sink.deliver(&[]).await.is_empty());
+    assert_eq!((sink.capabilities().batch_max, sink.capabilities().concurrency), (1, 16));
+    sink.close().await;
+    sink.close().await;
+}
+
+#[tokio::test]
+async fn a_guarded_sink_calls_no_private_address() {
+    let (target, url) = Target::ok().await;
+    let guarded =
+        |url: &str, guard| HttpSink::new(HttpSinkConfig { guard, ..config(url) }, std::sync::Arc::new(StillClock));
+    // An address in the URL is refused before anything is made.
+    assert!(guarded(&url, Guard::PUBLIC_ONLY).is_err());
+    // A name is refused when it is resolved, each time.
+    let named = url.replace("127.0.0.1", "localhost");
+    let sink = guarded(&named, Guard::PUBLIC_ONLY).unwrap();
+    for number in 0..3 {
+        assert_eq!(short(&send(&sink, &plain(number)).await), ("unavailable", "address_forbidden"));
+    }
+    assert_eq!(target.seen().len(), 0);
+    // An allowed network is called, by name and by number.
+    let allow = ["127.0.0.0/8", "::1/128"].map(|net| net.parse().unwrap()).to_vec();
+    for url in [&url, &named] {
+        let sink = guarded(url, Guard::PublicOnly { allow: allow.clone() }).unwrap();
+        assert_eq!(short(&send(&sink, &plain(9)).await), ("delivered", ""));
+    }
+}

@@ -1,0 +1,159 @@
+//! What a target is sent.
+
+use http::HeaderMap;
+use jiff::Timestamp;
+use postbox_core::{Key, NewEvent, Topic};
+use postbox_http::HttpSinkConfig;
+use postbox_webhook::standard::{Verifier, VerifyKey};
+use postbox_webhook::{Headers, Request, UnixSeconds, Verify};
+
+use crate::stand::{NOW_S, SECRET, Seen, Target, config, delivery, event_id, plain, send, short, sink};
+
+const OTHER: &str = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
+
+fn genuine(seen: &Seen, secret: &str) -> bool {
+    let headers: Headers<'_> = seen.headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+    let verifier = Verifier::new([VerifyKey::parse(secret).unwrap()]).unwrap();
+    verifier.verify(&Request::new(&headers, &seen.body), UnixSeconds(NOW_S)).is_ok()
+}
+
+fn text(headers: &HeaderMap, name: &str) -> Option<String> {
+    assert!(headers.get_all(name).iter().count() <= 1, "{name} is there twice");
+    headers.get(name).map(|value| String::from_utf8(value.as_bytes().to_vec()).unwrap())
+}
+
+#[tokio::test]
+async fn the_request_says_everything_about_the_event() {
+    let (target, url) = Target::ok().await;
+    let occurred: Timestamp = "2025-12-24T18:00:00.123456Z".parse().unwrap();
+    let event = NewEvent::new("order.paid", &b"\x00\xff raw"[..], "application/x-thing; v=1")
+        .key("Zoë 42")
+        .aggregate("order")
+        .version(7)
+        .kind("integration")
+        .source("billing")
+        .tenant("acme & co")
+        .header("traceparent", "00-ab-cd-01")
+        .header("X-Note", "Zoë")
+        .occurred_at(occurred);
+    assert_eq!(short(&send(&sink(config(&url)), &delivery(5, event)).await), ("delivered", ""));
+    let seen = target.seen().remove(0);
+    assert_eq!(&seen.body[..], b"\x00\xff raw");
+    for (name, value) in [
+        ("content-type", "application/x-thing; v=1"),
+        ("content-length", "6"),
+        ("ce-specversion", "1.0"),
+        ("ce-id", &event_id(5).to_string()),
+        ("ce-type", "order.paid"),
+        ("ce-source", "billing"),
+        ("ce-time", "2025-12-24T18:00:00.123456Z"),
+        ("ce-subject", "Zo%C3%AB%2042"),
+        ("ce-kind", "integration"),
+        ("ce-aggregate", "order"),
+        ("ce-version", "7"),
+        ("ce-tenant", "acme%20&%20co"),
+        ("webhook-id", &event_id(5).to_string()),
+        ("webhook-timestamp", &NOW_S.to_string()),
+        ("traceparent", "00-ab-cd-01"),
+        ("x-note", "Zoë"),
+    ] {
+        assert_eq!(text(&seen.headers, name).as_deref(), Some(value), "{name}");
+    }
+    assert!(genuine(&seen, SECRET) && !genuine(&seen, OTHER));
+}
+
+#[tokio::test]
+async fn every_key_signs_while_one_rotates_and_none_without_keys() {
+    let (target, url) = Target::ok().await;
+    let keys = [SECRET, OTHER].map(|key| postbox_webhook::standard::SignKey::parse(key).unwrap()).to_vec();
+    send(&sink(HttpSinkConfig { keys, ..config(&url) }), &plain(1)).await;
+    send(&sink(HttpSinkConfig { keys: Vec::new(), ..config(&url) }), &plain(2)).await;
+    let seen = target.seen();
+    assert!(genuine(&seen[0], SECRET) && genuine(&seen[0], OTHER));
+    // A handler without a secret can still deduplicate.
+    assert_eq!(text(&seen[1].headers, "webhook-id"), Some(event_id(2).to_string()));
+    assert_eq!(text(&seen[1].headers, "webhook-signature"), None);
+}
+
+#[tokio::test]
+async fn a_replay_has_a_fresh_id_and_keeps_the_original() {
+    let (target, url) = Target::ok().await;
+    let mut replay = plain(3);
+    replay.replay = 2;
+    send(&sink(config(url)), &replay).await;
+    let seen = target.seen().remove(0);
+    assert_eq!(text(&seen.headers, "webhook-id"), Some(format!("{}-r2", event_id(3))));
+    assert_eq!(text(&seen.headers, "ce-id"), Some(event_id(3).to_string()));
+    assert!(genuine(&seen, SECRET));
+}
+
+#[tokio::test]
+async fn an_event_cannot_set_what_is_not_its_own() {
+    let (target, url) = Target::ok().await;
+    let reserved = [
+        "host",
+        "Content-Length",
+        "Transfer-Encoding",
+        "connection",
+        "webhook-id",
+        "Webhook-Signature",
+        "ce-type",
+        "CE-Source",
+        "svix-id",
+        "proxy-authorization",
+        "authorization",
+        "cookie",
+        "expect",
+        "content-encoding",
+        "content-type",
+        "x-forwarded-for",
+        "fixed",
+    ];
+    let event = reserved.iter().fold(NewEvent::json("t", "{}"), |event, name| event.header(*name, "spoofed"));
+    let fixed = HttpSinkConfig { headers: vec![("Fixed".into(), "ours".into())], ..config(&url) };
+    let outcome = send(&sink(fixed), &delivery(1, event.header("ok", "kept"))).await;
+    assert_eq!(short(&outcome), ("delivered", ""));
+    let seen = target.seen().remove(0);
+    assert!(seen.headers.values().all(|value| value != "spoofed"), "{:?}", seen.headers);
+    assert_eq!(text(&seen.headers, "ok").as_deref(), Some("kept"));
+    assert_eq!(text(&seen.headers, "fixed").as_deref(), Some("ours"));
+    assert!(genuine(&seen, SECRET));
+}
+
+#[tokio::test]
+async fn what_http_cannot_carry_is_dead_by_name_and_never_sent() {
+    let (target, url) = Target::ok().await;
+    let sink = sink(config(url));
+    // As a store could give it that another program wrote to: `NewEvent::validate` refuses most of these.
+    let event = || NewEvent::json("t", "{}");
+    for (event, code) in [
+        (event().header("x", "a\r\nhost: evil"), "header_invalid"),
+        (event().header("x", "a\0b"), "header_invalid"),
+        (event().header("x\r\ny", "a"), "header_invalid"),
+        (event().header("x y", "a"), "header_invalid"),
+        (event().header("", "a"), "header_invalid"),
+        (event().header("Zoë", "a"), "header_invalid"),
+        (event().header("a".repeat(70_000), "a"), "header_invalid"),
+        (NewEvent::new("t", "{}", "text/plain\r\nhost: evil"), "header_invalid"),
+        (event().header("Trace", "a").header("trace", "b"), "header_duplicate"),
+    ] {
+        let outcome = send(&sink, &delivery(1, event)).await;
+        assert_eq!(short(&outcome), ("dead", code), "{outcome:?}");
+        assert!(!crate::stand::text(&outcome).contains('\r'));
+    }
+    assert_eq!(target.seen().len(), 0);
+}
+
+#[tokio::test]
+async fn hostile_names_arrive_encoded() {
+    let (target, url) = Target::ok().await;
+    let mut hostile = plain(1);
+    hostile.event.topic = Topic::from_stored("a b\r\nhost: evil\u{202e}%41\"");
+    hostile.event.key = Some(Key::from_stored("\0\r\n; drop table 🔑"));
+    hostile.event.source = Some("x\ny".into());
+    assert_eq!(short(&send(&sink(config(url)), &hostile).await), ("delivered", ""));
+    let seen = target.seen().remove(0);
+    assert_eq!(text(&seen.headers, "ce-type").as_deref(), Some("a%20b%0D%0Ahost:%20evil%E2%80%AE%2541%22"));
+    assert_eq!(text(&seen.headers, "ce-subject").as_deref(), Some("%00%0D%0A;%20drop%20table%20%F0%9F%94%91"));
+    assert_eq!(text(&seen.headers, "ce-source").as_deref(), Some("x%0Ay"));
+}

@@ -1,0 +1,11 @@
+//! The sink against real servers on loopback, the ingress against a real client, and both together.
+
+#![allow(clippy::unwrap_used)]
+
+mod answers;
+mod bounds;
+mod envelope;
+mod ingress;
+mod stand;
+mod tls;
+mod together;

@@ -1,0 +1,252 @@
+//! What the tests stand on: a clock, events, targets that do as they are told, an inbox that remembers.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use axum::Router;
+use axum::body::Body;
+use axum::extract::Request;
+use axum::response::Response;
+use bytes::Bytes;
+use http::HeaderMap;
+use jiff::Timestamp;
+use postbox_core::{
+    Clock, Delivery, Error, ErrorKind, EventId, Inbound, LogName, NewEvent, Outcome, Receive, Received, Result, Seq,
+    Sink,
+};
+use postbox_http::{HttpSink, HttpSinkConfig};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+/// No test waits longer than this for anything.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
+pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+pub(crate) const NOW_S: i64 = 1_767_225_600;
+
+/// Wall time stands still; waits are real.
+pub(crate) struct StillClock;
+
+#[async_trait]
+impl Clock for StillClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_second(NOW_S).unwrap()
+    }
+
+    fn monotonic(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        tokio::time::sleep(duration).await;
+    }
+}
+
+pub(crate) fn event_id(number: u64) -> EventId {
+    format!("00000000-0000-7000-8000-{number:012x}").parse().unwrap()
+}
+
+pub(crate) fn delivery(number: u64, event: NewEvent) -> Delivery {
+    let now = StillClock.now();
+    Delivery { event: event.into_event(event_id(number), now), seq: Seq(number as i64), attempt: 1, replay: 0 }
+}
+
+pub(crate) fn plain(number: u64) -> Delivery {
+    delivery(number, NewEvent::json("order.paid", r#"{"id":1}"#))
+}
+
+pub(crate) fn config(url: impl Into<String>) -> HttpSinkConfig {
+    HttpSinkConfig {
+        keys: vec![SECRET.parse_key()],
+        timeout: Duration::from_secs(5),
+        connect_timeout: Duration::from_secs(2),
+        ..HttpSinkConfig::new(url)
+    }
+}
+
+pub(crate) trait ParseKey {
+    fn parse_key(&self) -> postbox_webhook::standard::SignKey;
+}
+
+impl ParseKey for str {
+    fn parse_key(&self) -> postbox_webhook::standard::SignKey {
+        postbox_webhook::standard::SignKey::parse(self).unwrap()
+    }
+}
+
+pub(crate) fn sink(config: HttpSinkConfig) -> HttpSink {
+    HttpSink::new(config, Arc::new(StillClock)).unwrap()
+}
+
+/// Delivers one, within the deadline.
+pub(crate) async fn send(sink: &HttpSink, delivery: &Delivery) -> Outcome {
+    let outcomes = tokio::time::timeout(DEADLINE, sink.deliver(&[delivery])).await.expect("an outcome in time");
+    assert_eq!(outcomes.len(), 1);
+    outcomes.into_iter().next().unwrap()
+}
+
+/// `(kind, code)` of an outcome.
+pub(crate) fn short(outcome: &Outcome) -> (&'static str, &str) {
+    match outcome {
+        Outcome::Delivered { duplicate: false } => ("delivered", ""),
+        Outcome::Delivered { duplicate: true } => ("duplicate", ""),
+        Outcome::Retry { code, .. } => ("retry", code),
+        Outcome::Dead { code, .. } => ("dead", code),
+        Outcome::Unavailable { code, .. } => ("unavailable", code),
+        Outcome::Gone { code, .. } => ("gone", code),
+    }
+}
+
+pub(crate) fn text(outcome: &Outcome) -> &str {
+    match outcome {
+        Outcome::Delivered { .. } => "",
+        Outcome::Retry { error, .. }
+        | Outcome::Dead { error, .. }
+        | Outcome::Unavailable { error, .. }
+        | Outcome::Gone { error, .. } => error,
+    }
+}
+
+/// Serves a router on loopback until the test ends.
+pub(crate) async fn serve(router: Router) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    address
+}
+
+/// A request as the target saw it.
+#[derive(Debug, Clone)]
+pub(crate) struct Seen {
+    pub(crate) path: String,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Bytes,
+}
+
+/// A target that remembers its requests.
+#[derive(Clone, Default)]
+pub(crate) struct Target {
+    seen: Arc<Mutex<Vec<Seen>>>,
+}
+
+impl Target {
+    /// Starts one that answers each request by its path; gives its URL.
+    pub(crate) async fn start(answer: impl Fn(&Seen) -> Response + Clone + Send + Sync + 'static) -> (Self, String) {
+        let target = Self::default();
+        let remember = target.clone();
+        let router = Router::new().fallback(move |request: Request| {
+            let (remember, answer) = (remember.clone(), answer.clone());
+            async move {
+                let (parts, body) = request.into_parts();
+                let body = axum::body::to_bytes(body, usize::MAX).await.unwrap_or_default();
+                let seen = Seen { path: parts.uri.path().to_owned(), headers: parts.headers, body };
+                let response = answer(&seen);
+                remember.seen.lock().unwrap().push(seen);
+                response
+            }
+        });
+        let address = serve(router).await;
+        (target, format!("http://{address}"))
+    }
+
+    pub(crate) async fn ok() -> (Self, String) {
+        Self::start(|_| Response::new(Body::empty())).await
+    }
+
+    pub(crate) fn seen(&self) -> Vec<Seen> {
+        self.seen.lock().unwrap().clone()
+    }
+}
+
+/// A target below HTTP: reads the request's head and hands the connection over. Counts connections.
+pub(crate) async fn raw_target<F, R>(talk: F) -> (String, Arc<AtomicUsize>)
+where
+    F: Fn(TcpStream) -> R + Send + Sync + 'static,
+    R: Future<Output = ()> + Send,
+{
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let connections = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&connections);
+    let talk = Arc::new(talk);
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            count.fetch_add(1, Ordering::SeqCst);
+            let talk = Arc::clone(&talk);
+            tokio::spawn(async move {
+                read_head(&mut stream).await;
+                talk(stream).await;
+            });
+        }
+    });
+    (url, connections)
+}
+
+pub(crate) async fn read_head(stream: &mut TcpStream) {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        match stream.read_u8().await {
+            Ok(byte) => head.push(byte),
+            Err(_) => return,
+        }
+    }
+}
+
+/// Writes until the other side hangs up.
+pub(crate) async fn write_for_ever(stream: &mut TcpStream, piece: &[u8]) {
+    while stream.write_all(piece).await.is_ok() {}
+}
+
+/// An inbox that remembers everything and can be told to fail.
+#[derive(Default)]
+pub(crate) struct Inbox {
+    pub(crate) stored: Mutex<BTreeMap<(String, String), Inbound>>,
+    pub(crate) mode: Mutex<Mode>,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) enum Mode {
+    #[default]
+    Works,
+    Down,
+    Hangs,
+}
+
+impl Inbox {
+    pub(crate) fn set(&self, mode: Mode) {
+        *self.mode.lock().unwrap() = mode;
+    }
+
+    pub(crate) fn all(&self) -> Vec<Inbound> {
+        self.stored.lock().unwrap().values().cloned().collect()
+    }
+}
+
+#[async_trait]
+impl Receive for Inbox {
+    async fn receive(&self, _log: &LogName, inbound: Inbound) -> Result<Received> {
+        let mode = *self.mode.lock().unwrap();
+        match mode {
+            Mode::Works => {}
+            Mode::Down => return Err(Error::new(ErrorKind::Unavailable, "receive", "database_down", "it is down")),
+            Mode::Hangs => std::future::pending().await,
+        }
+        let mut stored = self.stored.lock().unwrap();
+        let key = (inbound.source.to_string(), inbound.message_id.clone());
+        match stored.get(&key) {
+            Some(before) if before.digest == inbound.digest => Ok(Received::Duplicate),
+            Some(_) => Ok(Received::Conflict),
+            None => {
+                stored.insert(key, inbound);
+                Ok(Received::Accepted(event_id(stored.len() as u64)))
+            }
+        }
+    }
+
+    async fn forget(&self, _older_than: Duration) -> Result<u64> {
+        Ok(0)
+    }
+}
