@@ -203,4 +203,39 @@ mod tests {
         }
         assert!(text(NewEvent::new("t", "{}", "text/plain")).contains("payload_base64"));
     }
+
+    fn delivery(number: i64) -> Delivery {
+        let id: EventId = "01890000-0000-7000-8000-000000000001".parse().expect("an id");
+        let event = NewEvent::json("t", "{}").version(number).into_event(id, Timestamp::UNIX_EPOCH);
+        Delivery { event, seq: postbox_core::Seq(number), attempt: 1, replay: 0 }
+    }
+
+    #[tokio::test]
+    async fn a_torn_line_is_ended_and_lines_are_appended() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("events.jsonl");
+        std::fs::write(&path, "{\"whole\":1}\n{\"torn").expect("written");
+        let sink = JsonLines::file(&path).await.expect("opened");
+        let (one, two) = (delivery(1), delivery(2));
+        assert_eq!(sink.deliver(&[&one, &two]).await, [Outcome::DELIVERED, Outcome::DELIVERED]);
+        sink.close().await;
+        let text = std::fs::read_to_string(&path).expect("read");
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[..2], ["{\"whole\":1}", "{\"torn"]);
+        assert!(lines[2].contains("\"version\":1") && lines[3].contains("\"version\":2") && lines.len() == 4, "{text}");
+    }
+
+    #[tokio::test]
+    async fn a_full_disk_is_a_destination_that_is_down() {
+        let sink = JsonLines::file("/dev/full").await.expect("opened");
+        let outcomes = sink.deliver(&[&delivery(1)]).await;
+        assert!(matches!(&outcomes[..], [Outcome::Unavailable { code, .. }] if code == "write_failed"), "{outcomes:?}");
+    }
+
+    #[tokio::test]
+    async fn a_folder_that_is_not_there_is_named() {
+        let error = JsonLines::file("/nowhere/events.jsonl").await.expect_err("refused");
+        assert_eq!(error.code(), "file_not_writable");
+        assert!(error.message().contains("/nowhere/events.jsonl"));
+    }
 }

@@ -17,6 +17,9 @@ use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
 use crate::shared::{Destination, Shared};
 
+/// How long a stop waits for the answer to a request for a lane.
+const ASK_GRACE: Duration = Duration::from_secs(1);
+
 /// What one bounded run did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Drained {
@@ -328,13 +331,30 @@ impl Relay {
                     // Somebody else may be faster; asking at once in a loop would only burn both.
                     wait = fleet.ask_again_soon();
                 }
-                () = self.clock.sleep(wait) => wait = fleet.ask().await?,
+                () = self.clock.sleep(wait) => match self.ask(fleet, stop).await {
+                    Some(next) => wait = next?,
+                    None => return Ok(()),
+                },
             }
             if shared.is_gone() && fleet.is_empty() && !self.pause(shared).await {
                 warn!(subscription = self.name(), "sending nothing until this relay is started again");
                 stop.cancelled().await;
                 return Ok(());
             }
+        }
+    }
+
+    /// `None` if stopped before the store answered. A lane that is just being granted gets a moment to arrive, or nobody
+    /// could have it until its lease runs out.
+    async fn ask(&self, fleet: &mut Fleet, stop: &CancellationToken) -> Option<Result<Duration>> {
+        let stopped = async {
+            stop.cancelled().await;
+            self.clock.sleep(ASK_GRACE).await;
+        };
+        tokio::select! {
+            biased;
+            next = fleet.ask() => Some(next),
+            () = stopped => None,
         }
     }
 

@@ -3,11 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod bench;
+mod chaos;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use bench::{Answer, Bench, Recorder, event, fast};
+use chaos::{Chaos, ChaosLog, Faults};
 use postbox_core::{
     Append, BatchLimit, Capabilities, Delivery, Inspect, ListQuery, LogName, MemoryStore, NewEvent, Ordering, Outcome,
     Selection, State,
@@ -445,6 +447,54 @@ async fn scheduled_runs_drain_and_sweeps_prune() {
     let every = Every(10 * S);
     let ((), ended, ()) = tokio::join!(sweeper.run(stop.clone()), relay.run_on(&every, stop.clone()), operate);
     ended.expect("ran");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_comes_back_is_served_within_two_seconds() {
+    // Shorter and longer than the lease.
+    for outage in [S, 3 * S, 60 * S, 3_600 * S] {
+        let bench = Bench::new().await;
+        let chaos = Chaos::new(1, Faults::default());
+        let log = Arc::new(ChaosLog::new(chaos.clone(), (*bench.store).clone()));
+        let sink = Recorder::new(Capabilities::default());
+        let relay = bench.builder_on(log, bench.subscription(), fast()).sink(sink.clone()).build().expect("built");
+        let stop = CancellationToken::new();
+        let operate = async {
+            bench.append([event(1, 0)]).await;
+            sink.wait_for(1).await;
+            chaos.store_down(true);
+            tokio::time::sleep(outage).await;
+            bench.append([event(1, 1)]).await;
+            chaos.store_down(false);
+            let back = tokio::time::Instant::now();
+            sink.wait_for(2).await;
+            assert!(back.elapsed() <= 2 * S, "{:?} after an outage of {outage:?}", back.elapsed());
+            stop.cancel();
+        };
+        let (ended, ()) = tokio::join!(relay.run(stop.clone()), operate);
+        ended.expect("ran");
+        assert_eq!(sink.arrivals().len(), 2, "and nothing twice");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stop_while_the_store_is_down_ends_in_time() {
+    let bench = Bench::new().await;
+    let chaos = Chaos::new(1, Faults::default());
+    let log = Arc::new(ChaosLog::new(chaos.clone(), (*bench.store).clone()));
+    let sink = Recorder::new(Capabilities::default());
+    let relay = bench.builder_on(log, bench.subscription(), fast()).sink(sink.clone()).build().expect("built");
+    let stop = CancellationToken::new();
+    let operate = async {
+        tokio::time::sleep(S).await;
+        chaos.store_down(true);
+        tokio::time::sleep(2 * S).await;
+        stop.cancel();
+        tokio::time::Instant::now()
+    };
+    let (ended, asked) = tokio::join!(relay.run(stop.clone()), operate);
+    ended.expect("ran");
+    assert!(asked.elapsed() <= fast().drain_timeout, "{:?}", asked.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

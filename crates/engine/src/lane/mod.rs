@@ -23,7 +23,7 @@ mod settle;
 mod verdicts;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures::future::join;
@@ -57,6 +57,22 @@ impl Budget {
     }
 }
 
+/// Counts a lane as held, also when its task is aborted.
+struct Gauge<'a>(&'a AtomicU64);
+
+impl<'a> Gauge<'a> {
+    fn up(gauge: &'a AtomicU64) -> Self {
+        gauge.fetch_add(1, Ordering::Relaxed);
+        Self(gauge)
+    }
+}
+
+impl Drop for Gauge<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// A leased lane at work.
 pub(crate) struct Lane {
     shared: Arc<Shared>,
@@ -87,14 +103,14 @@ impl Lane {
     async fn hold(&self, work: impl Future<Output = Result<()>>) -> Result<()> {
         let (shared, lease) = (&self.shared, &self.held.lease);
         info!(subscription = shared.name(), lane = lease.lane, epoch = lease.epoch, "lane taken");
-        shared.metrics.lanes_held.fetch_add(1, Ordering::Relaxed);
+        let gauge = Gauge::up(&shared.metrics.lanes_held);
         let keeper = AbortOnDropHandle::new(tokio::spawn(lease::keep(shared.clone(), self.held.clone())));
         let ended = match work.await {
             Ok(()) => self.finish_late().await,
             Err(error) => Err(error),
         };
         drop(keeper);
-        shared.metrics.lanes_held.fetch_sub(1, Ordering::Relaxed);
+        drop(gauge);
         match ended {
             Err(error) if error.is_stale() && error.code() != "apply_dropped" => {
                 self.held.lose(shared, error.operation());

@@ -84,7 +84,11 @@ impl Bench {
     }
 
     pub fn builder(&self, subscription: Subscription, settings: RelaySettings) -> RelayBuilder {
-        Relay::builder(self.store.clone(), subscription)
+        self.builder_on(self.store.clone(), subscription, settings)
+    }
+
+    pub fn builder_on(&self, log: Arc<dyn Log>, subscription: Subscription, settings: RelaySettings) -> RelayBuilder {
+        Relay::builder(log, subscription)
             .settings(settings)
             .inspect(self.store.clone())
             .clock(Arc::new(self.clock.clone()))

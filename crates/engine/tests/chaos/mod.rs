@@ -110,6 +110,11 @@ impl Chaos {
         self.store_down.store(false, Ordering::SeqCst);
     }
 
+    /// The store goes away or comes back.
+    pub fn store_down(&self, down: bool) {
+        self.store_down.store(down, Ordering::SeqCst);
+    }
+
     /// Outages come and go.
     pub async fn weather(&self, until: Instant) {
         while Instant::now() < until {
