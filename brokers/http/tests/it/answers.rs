@@ -266,3 +266,17 @@ async fn a_guarded_sink_calls_no_private_address() {
         assert_eq!(short(&send(&sink, &plain(9)).await), ("delivered", ""));
     }
 }
+
+/// Runs another test of this binary with proxies that would break it.
+#[test]
+fn proxy_variables_are_not_read() {
+    let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+    again.args(["--exact", "answers::several_at_once_have_their_outcomes_in_order"]);
+    for variable in ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "https_proxy", "HTTPS_PROXY"] {
+        again.env(variable, "http://127.0.0.1:1");
+    }
+    again.env_remove("no_proxy").env_remove("NO_PROXY");
+    let output = again.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}

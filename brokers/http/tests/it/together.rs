@@ -1,13 +1,17 @@
 //! From the sink over a real connection into a real inbox.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use jiff::Timestamp;
 use postbox_core::{LogName, MemoryStore, NewEvent, Receive, SourceName};
 use postbox_http::ingress::{self, Ingress, WebhookSource};
 use postbox_webhook::{Scheme, Settings, verifier};
 
-use crate::stand::{Inbox, SECRET, StillClock, config, delivery, event_id, send, serve, short, sink};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::stand::{DEADLINE, Inbox, SECRET, StillClock, config, delivery, event_id, send, serve, short, sink};
 
 async fn inbox_at(receive: Arc<dyn Receive>) -> (Arc<Ingress>, String) {
     let verifier = verifier(Scheme::StandardWebhooks, &[SECRET], &Settings::default()).unwrap();
@@ -60,4 +64,48 @@ async fn a_second_delivery_is_a_success_and_a_replay_a_new_message() {
     assert!(send(&sink, &delivery).await.is_delivered());
     let count = |code| ingress.counts().iter().filter(|count| count.code == code).map(|count| count.count).sum::<u64>();
     assert_eq!((count("accepted"), count("duplicate")), (2, 2));
+}
+
+/// Sends bytes as they are and gives the first line of the answer.
+async fn raw(url: &str, head: &str, piece: &[u8], pieces: usize) -> String {
+    let address = url.trim_start_matches("http://").split('/').next().unwrap();
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n").as_bytes()).await.unwrap();
+    let (mut read, mut write) = stream.split();
+    let mut answer = [0; 64];
+    let sending = async {
+        for _ in 0..pieces {
+            if write.write_all(piece).await.is_err() {
+                break;
+            }
+        }
+        std::future::pending::<()>().await
+    };
+    let count = tokio::select! {
+        count = read.read(&mut answer) => count.unwrap_or(0),
+        () = sending => 0,
+        () = tokio::time::sleep(DEADLINE) => panic!("no answer"),
+    };
+    String::from_utf8_lossy(&answer[..count]).lines().next().unwrap_or_default().to_owned()
+}
+
+#[tokio::test]
+async fn over_a_real_connection_lengths_that_lie_get_nowhere() {
+    let inbox = Arc::new(Inbox::default());
+    let (ingress, url) = inbox_at(inbox.clone()).await;
+    let chunk = format!("10000\r\n{}\r\n", "x".repeat(0x10000));
+    let answer = raw(&url, "transfer-encoding: chunked", chunk.as_bytes(), 10_000).await;
+    assert!(answer.contains("413"), "{answer}");
+    let answer = raw(&url, "content-length: 99999999999", b"x", 1).await;
+    assert!(answer.contains("413"), "{answer}");
+    let answer = raw(&url, "content-length: 99999999999999999999999", b"x", 1).await;
+    assert!(answer.contains("400"), "{answer}");
+    // Longer than announced: what is over is no part of the message.
+    let answer = raw(&url, "content-length: 1", b"xx", 1).await;
+    assert!(answer.contains("401"), "{answer}");
+    assert!(inbox.all().is_empty());
+    // And the next genuine message gets in.
+    let sent = tokio::time::timeout(Duration::from_secs(10), send(&sink(config(url)), &crate::stand::plain(1))).await;
+    assert!(sent.expect("in time").is_delivered());
+    assert!(ingress.counts().iter().any(|count| count.code == "body_too_large" && count.count == 2));
 }
