@@ -7,3 +7,4 @@ async fn fixture() -> MemoryFixture {
 }
 
 postbox_testkit::store_suite!(fixture);
+postbox_testkit::apply_suite!(fixture);

@@ -75,21 +75,29 @@ impl MemoryTransaction {
 
     /// Makes everything visible at once and wakes local relays.
     pub fn commit(mut self) {
-        let mut written = std::mem::take(&mut self.written);
-        written.sort();
-        let mut state = self.store.lock();
-        for of_log in written.chunk_by(|(one, _), (other, _)| one == other) {
-            if let Some(log) = state.logs.get_mut(&of_log[0].0) {
-                log.commit(of_log.iter().map(|(_, seq)| *seq).collect());
-            }
-        }
-        let wakers = state.stir();
+        let store = self.store.clone();
+        let mut state = store.lock();
+        let wakers = self.commit_in(&mut state);
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
     }
 
     /// Takes everything back.
     pub fn rollback(self) {}
+
+    /// Commits under a lock the caller holds, and gives the relays to wake once it is released.
+    #[must_use]
+    pub(super) fn commit_in(&mut self, state: &mut State) -> Vec<Waker> {
+        let mut written = std::mem::take(&mut self.written);
+        written.sort();
+        for of_log in written.chunk_by(|(one, _), (other, _)| one == other) {
+            // The schema may have been taken down meanwhile.
+            if let Some(log) = state.logs.get_mut(&of_log[0].0) {
+                log.commit(of_log.iter().map(|(_, seq)| *seq).collect());
+            }
+        }
+        state.stir()
+    }
 }
 
 impl Drop for MemoryTransaction {

@@ -9,6 +9,7 @@
 //! future is ready at once and cancel-safety is trivial.
 
 mod append;
+mod apply;
 mod inspect;
 mod log;
 mod read;

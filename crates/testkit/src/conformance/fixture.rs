@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{EventId, LogName, NewEvent, Result, Sink, Store};
+use postbox_core::{Apply, EventId, LogName, NewEvent, Result, Sink, Store};
 
 /// What a store can do, as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +47,17 @@ pub trait OpenTransaction: Send {
     async fn commit(self: Box<Self>);
     /// Rolls back.
     async fn rollback(self: Box<Self>);
+}
+
+/// A store whose handlers share its transaction.
+#[async_trait]
+pub trait ApplyFixture: StoreFixture {
+    /// The handler under test, bound to the store. It writes the payload down as an effect, in its transaction, and only then says
+    /// what became of it: `retry` fails for now, `dead` for good, `panic` panics, anything else is delivered.
+    fn apply(&self) -> Arc<dyn Apply>;
+
+    /// The payloads whose effect was committed, in order.
+    async fn effects(&self) -> Vec<String>;
 }
 
 /// A sink and a destination that tells what reached it. Fresh for each case.

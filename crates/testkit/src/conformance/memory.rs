@@ -4,9 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{EventId, LogName, MemoryStore, MemoryTransaction, NewEvent, Result, Store};
+use postbox_core::{
+    Apply, EventId, Inspect as _, ListQuery, Log as _, LogName, MemoryStore, MemoryTransaction, NewEvent, Outcome,
+    Result, State, Store, Subscription, SubscriptionName,
+};
 
-use super::{OpenTransaction, StoreCapabilities, StoreFixture};
+use super::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
 use crate::clock::ManualClock;
 
 /// A memory store under a clock of its own.
@@ -53,6 +56,46 @@ impl StoreFixture for MemoryFixture {
     async fn pass(&self, time: Duration) {
         self.clock.advance(time);
     }
+}
+
+#[async_trait]
+impl ApplyFixture for MemoryFixture {
+    fn apply(&self) -> Arc<dyn Apply> {
+        self.store.create_log(&effects_log()).expect("the store is migrated");
+        self.store.apply(|transaction, delivery| {
+            let payload = delivery.event.payload.clone();
+            let effect = NewEvent::json("effect", payload.clone());
+            transaction.append(&effects_log(), &[effect]).expect("the effect is written");
+            match &payload[..] {
+                b"retry" => Outcome::retry("later", "not now"),
+                b"dead" => Outcome::dead("never", "not ever"),
+                b"panic" => panic!("as asked"),
+                _ => Outcome::DELIVERED,
+            }
+        })
+    }
+
+    async fn effects(&self) -> Vec<String> {
+        let auditor = SubscriptionName::new("auditor").expect("a valid name");
+        let log = effects_log();
+        self.store.create_log(&log).expect("the store is migrated");
+        self.store.subscribe(&Subscription::new(auditor.clone(), log)).await.expect("the log is there");
+        let all = ListQuery {
+            subscription: auditor,
+            state: State::Pending,
+            topic: None,
+            code: None,
+            after: None,
+            limit: 1_000,
+        };
+        let records = self.store.list(&all).await.expect("listed");
+        records.iter().map(|record| String::from_utf8_lossy(&record.event.payload).into_owned()).collect()
+    }
+}
+
+/// Where the handler under test writes its effects.
+fn effects_log() -> LogName {
+    LogName::new("effects").expect("a valid name")
 }
 
 struct Open {

@@ -5,6 +5,7 @@
 //! ```ignore
 //! async fn fixture() -> MyFixture { … }             // a fresh, migrated, empty store for each case
 //! postbox_testkit::store_suite!(fixture);           // or one of append_suite!, log_suite!, inspect_suite!, receive_suite!, migrate_suite!
+//! postbox_testkit::apply_suite!(fixture);           // where handler and store share a database
 //! postbox_testkit::sink_suite!(sink_fixture);
 //! ```
 //!
@@ -16,6 +17,7 @@ mod harness;
 mod memory;
 
 pub mod append;
+pub mod apply;
 pub mod fidelity;
 pub mod inspect;
 pub mod lease;
@@ -29,7 +31,7 @@ pub mod sink;
 pub mod steer;
 pub mod storm;
 
-pub use fixture::{OpenTransaction, SinkFixture, StoreCapabilities, StoreFixture};
+pub use fixture::{ApplyFixture, OpenTransaction, SinkFixture, StoreCapabilities, StoreFixture};
 pub use memory::MemoryFixture;
 
 /// Expands to one named test per case. The suites' macros call it; it is not meant to be called by hand.
@@ -97,6 +99,14 @@ macro_rules! migrate_suite {
     };
 }
 
+/// The suite of `Apply`. `$fixture` is an async function that gives a fresh [`ApplyFixture`].
+#[macro_export]
+macro_rules! apply_suite {
+    ($fixture:expr) => {
+        $crate::apply_cases!($fixture);
+    };
+}
+
 /// The suite of `Sink`. `$fixture` is an async function that gives a fresh [`SinkFixture`].
 #[macro_export]
 macro_rules! sink_suite {
@@ -124,6 +134,7 @@ mod tests {
     fn every_case_is_listed_in_its_suite() {
         for (file, text) in [
             ("append", include_str!("append.rs")),
+            ("apply", include_str!("apply.rs")),
             ("fidelity", include_str!("fidelity.rs")),
             ("inspect", include_str!("inspect.rs")),
             ("lease", include_str!("lease.rs")),

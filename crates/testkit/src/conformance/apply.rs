@@ -1,0 +1,143 @@
+//! Exactly-once effect: the handler's effect, the position and the delivery rows are one commit.
+
+use std::time::Duration;
+
+use postbox_core::{Batch, Delivery, Disposition, Entry, NewEvent, Outcome, Result, Settlement, State};
+
+use super::ApplyFixture;
+use super::harness::*;
+
+/// Handlers run in order; what they did is there, and so is the position.
+pub async fn effects_and_position_commit_together(fixture: &dyn ApplyFixture) {
+    let lane = Lane::open(fixture).await;
+    let batch = read(&lane, vec![keyed("a", "1"), keyed("b", "2"), event("3")]).await;
+    let outcomes = apply(fixture, &lane, &batch).await.expect("applied");
+    assert_eq!(outcomes, vec![Some(Outcome::DELIVERED); 3]);
+    assert_eq!(fixture.effects().await, ["1", "2", "3"]);
+    let stats = stats(&lane.store).await;
+    assert_eq!((stats.dispatched, stats.pending), (3, 0));
+    assert!(lane.taken_over().await.drain().await.is_empty(), "never again");
+}
+
+/// One handler fails: its effect is undone, the others' stand, and it is written down as decided.
+pub async fn a_failed_handler_undoes_only_its_own_effect(fixture: &dyn ApplyFixture) {
+    let lane = Lane::open(fixture).await;
+    let batch = read(&lane, vec![keyed("a", "1"), keyed("b", "retry"), keyed("c", "dead"), keyed("d", "4")]).await;
+    let outcomes = apply(fixture, &lane, &batch).await.expect("applied");
+    let delivered: Vec<bool> = outcomes.iter().flatten().map(Outcome::is_delivered).collect();
+    assert_eq!(delivered, [true, false, false, true]);
+    assert_eq!(fixture.effects().await, ["1", "4"]);
+    assert_eq!(listed(&lane.store, State::Retrying).await, ["retry"]);
+    assert_eq!(listed(&lane.store, State::Dead).await, ["dead"]);
+    assert_eq!(listed(&lane.store, State::Dispatched).await, ["1", "4"]);
+}
+
+/// A panic is a failure like any other.
+pub async fn a_panicking_handler_fails_alone(fixture: &dyn ApplyFixture) {
+    let lane = Lane::open(fixture).await;
+    let batch = read(&lane, vec![keyed("a", "1"), keyed("b", "panic"), keyed("c", "3")]).await;
+    let outcomes = apply(fixture, &lane, &batch).await.expect("applied");
+    assert!(outcomes[1].as_ref().is_some_and(|outcome| !outcome.is_delivered()), "{outcomes:?}");
+    assert_eq!(fixture.effects().await, ["1", "3"]);
+    assert_eq!(listed(&lane.store, State::Retrying).await, ["panic"]);
+}
+
+/// Nothing of a key runs behind a failure of that key.
+pub async fn later_events_of_a_failed_key_are_blocked_and_not_run(fixture: &dyn ApplyFixture) {
+    let lane = Lane::open(fixture).await;
+    let batch = read(&lane, vec![keyed("a", "retry"), keyed("b", "2"), keyed("a", "3"), keyed("a", "4")]).await;
+    let outcomes = apply(fixture, &lane, &batch).await.expect("applied");
+    assert!(outcomes[0].is_some() && outcomes[1].is_some());
+    assert_eq!(outcomes[2..], [None, None]);
+    assert_eq!(fixture.effects().await, ["2"]);
+    assert_eq!(listed(&lane.store, State::Blocked).await, ["3", "4"]);
+}
+
+/// Ordering none: everything runs.
+pub async fn without_order_a_failure_blocks_nobody(fixture: &dyn ApplyFixture) {
+    let lane = Lane { hold_keys: false, ..Lane::open(fixture).await };
+    let batch = read(&lane, vec![keyed("a", "retry"), keyed("a", "2")]).await;
+    let outcomes = apply(fixture, &lane, &batch).await.expect("applied");
+    assert!(outcomes.iter().all(Option::is_some), "{outcomes:?}");
+    assert_eq!(fixture.effects().await, ["2"]);
+}
+
+/// What the relay had decided without running is written with the rest.
+pub async fn entries_of_the_settlement_are_written_as_they_are(fixture: &dyn ApplyFixture) {
+    let lane = Lane::open(fixture).await;
+    let batch = read(&lane, vec![keyed("a", "1"), keyed("b", "held back"), keyed("c", "3")]).await;
+    let run = [&batch.deliveries[0], &batch.deliveries[2]];
+    let entries = vec![Entry { delivery: &batch.deliveries[1], disposition: retry(HOUR) }];
+    let settlement = Settlement { position: batch.end, entries, rewind: false, hold_keys: true };
+    fixture.apply().apply(&lane.lease, &run, settlement, &decide).await.expect("applied");
+    assert_eq!(fixture.effects().await, ["1", "3"]);
+    assert_eq!(listed(&lane.store, State::Retrying).await, ["held back"]);
+    assert_eq!(listed(&lane.store, State::Dispatched).await, ["1", "3"]);
+}
+
+/// A stale owner's handlers may have run; nothing of it stays.
+pub async fn under_a_lost_lease_nothing_is_committed(fixture: &dyn ApplyFixture) {
+    let old = Lane::open(fixture).await;
+    let batch = read(&old, vec![keyed("a", "1"), keyed("b", "retry")]).await;
+    let new = Lane { store: old.store.clone(), lease: old.lease.clone(), hold_keys: true }.taken_over().await;
+    stale(apply(fixture, &old, &batch).await);
+    assert!(fixture.effects().await.is_empty());
+    assert!(listed(&old.store, State::Retrying).await.is_empty());
+    let again = new.next(10).await;
+    assert_eq!(again.deliveries, batch.deliveries);
+    apply(fixture, &new, &again).await.expect("applied");
+    assert_eq!(fixture.effects().await, ["1"], "exactly once");
+}
+
+/// Due rows are applied the same way.
+pub async fn due_rows_are_applied_in_one_commit_too(fixture: &dyn ApplyFixture) {
+    let lane = Lane::open(fixture).await;
+    lane.past(vec![keyed("a", "1"), keyed("a", "2")], vec![(0, retry(Duration::ZERO)), (1, Disposition::Block)]).await;
+    let due = lane.due(10).await;
+    apply(fixture, &lane, &due).await.expect("applied");
+    assert_eq!(fixture.effects().await, ["1", "2"]);
+    assert_eq!(stats(&lane.store).await.dispatched, 2);
+    assert!(lane.due(10).await.deliveries.is_empty());
+}
+
+async fn read(lane: &Lane, events: Vec<NewEvent>) -> Batch {
+    append(&lane.store, &events).await;
+    lane.next(events.len()).await
+}
+
+async fn apply(fixture: &dyn ApplyFixture, lane: &Lane, batch: &Batch) -> Result<Vec<Option<Outcome>>> {
+    let run: Vec<&Delivery> = batch.deliveries.iter().collect();
+    let settlement = Settlement { position: batch.end, entries: Vec::new(), rewind: false, hold_keys: lane.hold_keys };
+    fixture.apply().apply(&lane.lease, &run, settlement, &decide).await
+}
+
+/// The engine's part, as small as it can be.
+fn decide(_: &Delivery, outcome: &Outcome) -> Disposition {
+    match outcome {
+        Outcome::Delivered { .. } => Disposition::Delivered,
+        Outcome::Dead { .. } => dead(),
+        _ => retry(HOUR),
+    }
+}
+
+/// The cases of this suite.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! apply_cases {
+    ($fixture:expr) => {
+        $crate::conformance_cases!(
+            apply,
+            $fixture,
+            [
+                effects_and_position_commit_together,
+                a_failed_handler_undoes_only_its_own_effect,
+                a_panicking_handler_fails_alone,
+                later_events_of_a_failed_key_are_blocked_and_not_run,
+                without_order_a_failure_blocks_nobody,
+                entries_of_the_settlement_are_written_as_they_are,
+                under_a_lost_lease_nothing_is_committed,
+                due_rows_are_applied_in_one_commit_too,
+            ]
+        );
+    };
+}
