@@ -271,6 +271,9 @@ impl Relay {
             let held = Held::new(lease, asked_at, ttl, stop.child_token(), CancellationToken::new());
             lanes.push(Lane::new(shared.clone(), Arc::new(held)));
         }
+        if lanes.is_empty() {
+            info!(subscription = self.name(), "no lane is free: other relays hold them, or the subscription is paused");
+        }
         let ended = futures::future::join_all(lanes.into_iter().map(|lane| lane.drain(&budget))).await;
         if shared.is_gone() {
             self.pause(shared).await;

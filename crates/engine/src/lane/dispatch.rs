@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use super::Lane;
 use super::call::{Call, Returned, call};
 use super::feed::Feed;
-use super::late::LATE_AFTER;
+use super::late::{LATE_AFTER, weigh};
 use super::verdicts::{Verdicts, holds};
 
 /// How a round of sending runs.
@@ -50,6 +50,7 @@ impl Lane {
         let mut calls = FuturesUnordered::new();
         let mut out: HashSet<usize> = HashSet::new();
         let mut spare = None;
+        let bytes = if shared.capabilities.prefix { 0 } else { weigh(batch) };
         loop {
             let mut starved = false;
             while calls.len() < pace.calls_max && feed.has_more(deliveries.len()) && self.may_send(pace, round) {
@@ -71,7 +72,7 @@ impl Lane {
                 // Nothing in flight and nothing may go out: done, or the round has ended.
                 return Vec::new();
             }
-            let may_be_late = !starved && self.may_be_late(pace, calls.len());
+            let may_be_late = !starved && self.may_be_late(pace, calls.len(), bytes);
             match self.next_event(&mut calls, starved, may_be_late, round).await {
                 Event::Returned(Returned { places, outcomes, .. }) => {
                     feed.returned();
@@ -110,12 +111,14 @@ impl Lane {
     }
 
     /// Whether the calls in flight may go on without their batch. Half of all calls at most, so that slow events leave
-    /// room for the others; not those of a sink that takes whole chunks, which is slow as a whole; not on the way out.
-    fn may_be_late(&self, pace: Pace, in_flight: usize) -> bool {
+    /// room for the others, and keeping no more than a batch's worth of payload in memory; not those of a sink that takes
+    /// whole chunks, which is slow as a whole; not on the way out.
+    fn may_be_late(&self, pace: Pace, in_flight: usize, bytes: usize) -> bool {
         let shared = &self.shared;
         !pace.probe
             && !shared.capabilities.prefix
             && self.late.len() + in_flight <= shared.capabilities.concurrency / 2
+            && self.late.bytes() + bytes <= shared.settings.batch.payload_bytes
             && !self.held.halt.is_cancelled()
     }
 

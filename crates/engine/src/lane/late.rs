@@ -7,11 +7,12 @@
 use std::borrow::Cow;
 use std::collections::HashSet;
 use std::future::poll_fn;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
-use postbox_core::{Delivery, Disposition, Entry, Outcome, Result, Seq, Settlement};
+use postbox_core::{Batch, Delivery, Disposition, Entry, Outcome, Result, Seq, Settlement};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
@@ -29,7 +30,18 @@ const LATE_MARGIN: Duration = Duration::from_secs(1);
 pub(super) struct Late {
     calls: Mutex<JoinSet<Returned>>,
     seqs: Mutex<HashSet<Seq>>,
+    /// Payload bytes of the batches that these calls keep in memory.
+    bytes: Arc<AtomicUsize>,
     added: Notify,
+}
+
+/// The part of a batch in `bytes`, until the last of its calls is back.
+struct Weight(Arc<AtomicUsize>, usize);
+
+impl Drop for Weight {
+    fn drop(&mut self) {
+        self.0.fetch_sub(self.1, Ordering::AcqRel);
+    }
 }
 
 impl Late {
@@ -37,20 +49,30 @@ impl Late {
         lock(&self.calls).len()
     }
 
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Acquire)
+    }
+
     pub(super) fn holds(&self, seq: Seq) -> bool {
         let seqs = lock(&self.seqs);
         !seqs.is_empty() && seqs.contains(&seq)
     }
 
-    /// Takes over calls whose events have their rows by now.
-    pub(super) fn adopt(&self, calls: Vec<Call>, seqs: impl Iterator<Item = Seq>) {
+    /// Takes over calls whose events have their rows by now, and which keep `bytes` of payload in memory.
+    pub(super) fn adopt(&self, calls: Vec<Call>, seqs: impl Iterator<Item = Seq>, bytes: usize) {
         if calls.is_empty() {
             return;
         }
         lock(&self.seqs).extend(seqs);
+        self.bytes.fetch_add(bytes, Ordering::AcqRel);
+        let weight = Arc::new(Weight(self.bytes.clone(), bytes));
         let mut tasks = lock(&self.calls);
         for call in calls {
-            tasks.spawn(call);
+            let weight = weight.clone();
+            tasks.spawn(async move {
+                let _weight = weight;
+                call.await
+            });
         }
         self.added.notify_one();
     }
@@ -158,4 +180,9 @@ impl Lane {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The payload bytes of a batch.
+pub(super) fn weigh(batch: &Batch) -> usize {
+    batch.deliveries.iter().map(|delivery| delivery.event.payload.len()).sum()
 }

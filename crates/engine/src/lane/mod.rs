@@ -150,7 +150,11 @@ impl Lane {
         while !halt.is_cancelled() && !shared.is_gone() {
             match shared.breaker.admit(shared.clock.monotonic()) {
                 Admission::Closed => self.round().await?,
-                Admission::Wait(wait) => self.pause(wait, halt).await,
+                Admission::Wait(wait) => tokio::select! {
+                    biased;
+                    () = self.pause(wait, halt) => {}
+                    returned = self.late.next() => self.settle_late(returned).await?,
+                },
                 Admission::Probe => {
                     shared.metrics.set_breaker(shared.breaker.state());
                     let probed = self.probe().await;

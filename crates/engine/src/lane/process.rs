@@ -10,6 +10,7 @@ use tracing::debug;
 use super::Lane;
 use super::call::Call;
 use super::dispatch::Pace;
+use super::late::weigh;
 use super::verdicts::{Verdicts, span};
 use crate::shared::Destination;
 
@@ -80,10 +81,13 @@ impl Lane {
 
     /// Lets calls go on without their batch, whose rows are written.
     pub(super) fn adopt(&self, batch: &Batch, verdicts: &Verdicts, late: Vec<Call>) {
+        if late.is_empty() {
+            return;
+        }
         let in_flight =
             |disposition: &Disposition| matches!(disposition, Disposition::Retry { code, .. } if code == "in_flight");
         let places = verdicts.exceptions().iter().filter(|(_, disposition)| in_flight(disposition));
-        self.late.adopt(late, places.map(|(place, _)| batch.deliveries[*place].seq));
+        self.late.adopt(late, places.map(|(place, _)| batch.deliveries[*place].seq), weigh(batch));
     }
 
     /// A person may have made a row due whose call is still in flight: it is not sent beside itself.
