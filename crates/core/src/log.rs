@@ -56,7 +56,8 @@ pub struct Acquired {
 /// - **Per-key order.** For writers that serialise on their aggregate before appending, `seq` order within a window and
 ///   window after window is commit order.
 /// - **Lanes.** A key always belongs to the same lane; lanes partition the events.
-/// - **Prefetch.** While `Batch::more`, `next_batch` may be called before the previous batches are settled. Settling is in order.
+/// - **Prefetch.** While `Batch::more`, `next_batch` may be called before the previous batches are settled. Settling is in order. Called
+///   without `more`, it opens no window over an unsettled one: nothing may be lost by it.
 /// - **Crash.** What was read but not settled is given again to the next holder of the lane.
 /// - **Fencing.** Every write carries the epoch. A lease that expired or was taken over gets `Stale` from `renew`, `next_batch`, `due`
 ///   and `settle`, and changes nothing. `release` of such a lease succeeds and does nothing.

@@ -110,6 +110,22 @@ pub async fn appending_in_a_transaction_is_the_same(fixture: &dyn StoreFixture) 
     assert_eq!(payloads(&lane.drain().await), ["1", "2"]);
 }
 
+/// A transaction that failed is tried again with the same ids.
+pub async fn a_rolled_back_id_is_free_again(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let mut open = fixture.begin().await;
+    open.append(&outbox(), &[event("first try").id(id(1))]).await.expect("appended");
+    open.rollback().await;
+    let mut open = fixture.begin().await;
+    open.append(&outbox(), &[event("second try").id(id(1))]).await.expect("the id is free");
+    open.savepoint().await;
+    open.append(&outbox(), &[event("phantom").id(id(2))]).await.expect("appended");
+    open.rollback_to_savepoint().await;
+    open.append(&outbox(), &[event("third try").id(id(2))]).await.expect("the id is free");
+    open.commit().await;
+    assert_eq!(payloads(&lane.drain().await), ["second try", "third try"]);
+}
+
 /// Concurrent appends of one id: one of them wins.
 pub async fn concurrent_appends_of_one_id_leave_one_event(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
@@ -147,6 +163,7 @@ macro_rules! append_cases {
                 a_taken_id_is_a_conflict_and_nothing_is_written,
                 an_unknown_log_is_not_found,
                 appending_in_a_transaction_is_the_same,
+                a_rolled_back_id_is_free_again,
                 concurrent_appends_of_one_id_leave_one_event,
             ]
         );

@@ -19,6 +19,7 @@ mod memory;
 pub mod append;
 pub mod apply;
 pub mod fidelity;
+pub mod hold;
 pub mod inspect;
 pub mod lease;
 pub mod migrate;
@@ -69,6 +70,7 @@ macro_rules! log_suite {
         $crate::read_cases!($fixture);
         $crate::order_cases!($fixture);
         $crate::settle_cases!($fixture);
+        $crate::hold_cases!($fixture);
         $crate::storm_cases!($fixture);
     };
 }
@@ -136,6 +138,7 @@ mod tests {
             ("append", include_str!("append.rs")),
             ("apply", include_str!("apply.rs")),
             ("fidelity", include_str!("fidelity.rs")),
+            ("hold", include_str!("hold.rs")),
             ("inspect", include_str!("inspect.rs")),
             ("lease", include_str!("lease.rs")),
             ("migrate", include_str!("migrate.rs")),

@@ -107,6 +107,18 @@ pub async fn prefetched_batches_come_again_after_a_crash(fixture: &dyn StoreFixt
     assert_eq!(payloads(&lane.taken_over().await.drain().await), ["3", "4", "5"]);
 }
 
+/// Reading on before the end of a window is settled is not asked for, and must not cost an event.
+pub async fn reading_on_before_settling_loses_nothing(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(2)).await;
+    assert!(!lane.next(10).await.more);
+    append(&lane.store, [event("3")]).await;
+    let limit = BatchLimit::default();
+    let _whatever_it_gives = lane.store.next_batch(&lane.lease, limit).await;
+    let _again = lane.store.next_batch(&lane.lease, limit).await;
+    assert_eq!(payloads(&lane.taken_over().await.drain().await), ["1", "2", "3"]);
+}
+
 /// A graceful stop settles what went out and leaves the rest.
 pub async fn a_rewind_reads_on_right_after_the_position(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
@@ -288,6 +300,7 @@ macro_rules! read_cases {
                 what_was_not_settled_is_given_to_the_next_holder,
                 batches_can_be_prefetched_and_settled_in_order,
                 prefetched_batches_come_again_after_a_crash,
+                reading_on_before_settling_loses_nothing,
                 a_rewind_reads_on_right_after_the_position,
                 a_rewind_without_a_position_reads_on_after_the_last_settled,
                 subscriptions_read_independently,
