@@ -1,0 +1,222 @@
+//! Appending: one round trip for any number of events, in the caller's transaction or one of our own.
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use postbox_core::{Append, Error, EventId, LogName, NewEvent, Result};
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::{Client, Row, Transaction};
+use uuid::Uuid;
+
+use crate::PostgresStore;
+use crate::classify::{classify, is_undefined_table, log_unknown};
+use crate::schema::{SchemaName, check_log_name};
+use crate::session::COMMIT;
+
+/// Appends events. Index: the log's three unique ones are extended; no lock beyond the new rows'.
+///
+/// Rows take their `seq` in the order of the arrays. Times are text, because not every driver speaks our time library.
+pub(crate) const LOG_APPEND: &str = "
+INSERT INTO {log} (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
+SELECT coalesce(e.id, {s}.uuid_v7()), e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes,
+  e.content_type, e.headers::jsonb, coalesce(e.occurred_at::timestamptz, clock_timestamp()), e.deliver_at::timestamptz
+FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::text[], $7::text[], $8::text[], $9::text[], $10::bytea[],
+  $11::text[], $12::text[], $13::text[], $14::text[])
+  AS e(id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
+RETURNING id";
+
+/// The types of [`LOG_APPEND`]'s parameters.
+const LOG_APPEND_TYPES: [Type; 14] = [
+    Type::UUID_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::INT8_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::BYTEA_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::TEXT_ARRAY,
+];
+
+/// Appends `events` in your transaction: they are seen by relays when, and only when, it commits. One round trip, whatever their number.
+///
+/// ```no_run
+/// # async fn example(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error>> {
+/// # use postbox_core::{LogName, NewEvent};
+/// let tx = client.transaction().await?;
+/// tx.execute("UPDATE orders SET paid = true WHERE id = 42", &[]).await?;
+/// let paid = NewEvent::json("order.paid", r#"{"id":42}"#).key("42");
+/// postbox_postgres::append_in(&tx, &Default::default(), &LogName::outbox(), &[paid]).await?;
+/// tx.commit().await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Errors are those of [`Append`]. As after any failed statement, Postgres then refuses everything but a rollback of your transaction,
+/// except where the events broke a limit: that is found before anything is sent.
+///
+/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction; roll it back.
+pub async fn append_in(
+    tx: &Transaction<'_>,
+    schema: &SchemaName,
+    log: &LogName,
+    events: &[NewEvent],
+) -> Result<Vec<EventId>> {
+    let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
+    let rows = columns.insert(tx.client(), schema, log).await.map_err(|error| refused(log, &error))?;
+    Ok(ids(&rows))
+}
+
+#[async_trait]
+impl Append for PostgresStore {
+    async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+        let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
+        let rows = self.bounded("append", self.append_and_commit(log, &columns)).await?;
+        self.wake();
+        Ok(ids(&rows))
+    }
+}
+
+impl PostgresStore {
+    async fn append_and_commit(&self, log: &LogName, columns: &Columns<'_>) -> Result<Vec<Row>> {
+        let session = self.session("append").await?;
+        let client = session.client();
+        let (begun, inserted, committed) = futures::join!(
+            client.batch_execute(&self.inner.preambles.write),
+            columns.insert(client, self.schema(), log),
+            client.batch_execute(COMMIT),
+        );
+        session.end_after(committed.is_ok());
+        begun.map_err(|error| classify("append", &error))?;
+        match inserted {
+            Ok(rows) => committed.map(|()| rows).map_err(|error| classify("append", &error)),
+            Err(error) if is_undefined_table(&error) => {
+                // A missing schema looks the same; say which it is.
+                postbox_core::Migrate::validate(self).await?;
+                Err(refused(log, &error))
+            }
+            Err(error) => Err(refused(log, &error)),
+        }
+    }
+}
+
+fn ids(rows: &[Row]) -> Vec<EventId> {
+    rows.iter().map(|row| EventId::from_uuid(row.get(0))).collect()
+}
+
+/// An append's error; a missing table means a missing log.
+pub(crate) fn refused(log: &LogName, error: &tokio_postgres::Error) -> Error {
+    if is_undefined_table(error) { log_unknown("append", log.as_str()) } else { classify("append", error) }
+}
+
+/// Events, column by column, borrowed.
+pub(crate) struct Columns<'a> {
+    pub(crate) ids: Vec<Option<Uuid>>,
+    pub(crate) topics: Vec<&'a str>,
+    pub(crate) keys: Vec<Option<&'a str>>,
+    pub(crate) aggregates: Vec<Option<&'a str>>,
+    pub(crate) versions: Vec<Option<i64>>,
+    pub(crate) kinds: Vec<Option<&'a str>>,
+    pub(crate) sources: Vec<Option<&'a str>>,
+    pub(crate) tenants: Vec<Option<&'a str>>,
+    pub(crate) texts: Vec<Option<&'a str>>,
+    pub(crate) bytes: Vec<Option<&'a [u8]>>,
+    pub(crate) content_types: Vec<Option<&'a str>>,
+    pub(crate) headers: Vec<Option<String>>,
+    pub(crate) occurred: Vec<Option<String>>,
+    pub(crate) deliver: Vec<Option<String>>,
+}
+
+impl<'a> Columns<'a> {
+    /// Checks every limit, then turns the events on their side. `None`: there are none.
+    pub(crate) fn of(log: &LogName, events: &'a [NewEvent]) -> Result<Option<Self>> {
+        events.iter().try_for_each(NewEvent::validate)?;
+        check_log_name("append", log)?;
+        if events.is_empty() {
+            return Ok(None);
+        }
+        fn texts<'a>(
+            events: &'a [NewEvent],
+            field: impl Fn(&'a NewEvent) -> &'a Option<String>,
+        ) -> Vec<Option<&'a str>> {
+            events.iter().map(|event| field(event).as_deref()).collect()
+        }
+        let (text, bytes) = events.iter().map(|event| split_payload(&event.payload)).unzip();
+        Ok(Some(Self {
+            ids: events.iter().map(|event| event.id.map(|id| id.as_uuid())).collect(),
+            topics: events.iter().map(|event| event.topic.as_str()).collect(),
+            keys: texts(events, |event| &event.key),
+            aggregates: texts(events, |event| &event.aggregate),
+            versions: events.iter().map(|event| event.version).collect(),
+            kinds: texts(events, |event| &event.kind),
+            sources: texts(events, |event| &event.source),
+            tenants: texts(events, |event| &event.tenant),
+            texts: text,
+            bytes,
+            content_types: texts(events, |event| &event.content_type),
+            headers: events.iter().map(headers_json).collect(),
+            occurred: events.iter().map(|event| event.occurred_at.map(|at| at.to_string())).collect(),
+            deliver: events.iter().map(|event| event.deliver_at.map(|at| at.to_string())).collect(),
+        }))
+    }
+
+    async fn insert(
+        &self,
+        client: &Client,
+        schema: &SchemaName,
+        log: &LogName,
+    ) -> Result<Vec<Row>, tokio_postgres::Error> {
+        let values: [&(dyn ToSql + Sync); 14] = [
+            &self.ids,
+            &self.topics,
+            &self.keys,
+            &self.aggregates,
+            &self.versions,
+            &self.kinds,
+            &self.sources,
+            &self.tenants,
+            &self.texts,
+            &self.bytes,
+            &self.content_types,
+            &self.headers,
+            &self.occurred,
+            &self.deliver,
+        ];
+        let params: Vec<(&(dyn ToSql + Sync), Type)> = values.into_iter().zip(LOG_APPEND_TYPES).collect();
+        client.query_typed(&schema.log_sql(LOG_APPEND, log), &params).await
+    }
+}
+
+/// A payload that is text goes to the text column, where people can read it; anything else to the bytes column. What looks like
+/// bytea's text output goes there too, because the text column refuses it.
+fn split_payload(payload: &Bytes) -> (Option<&str>, Option<&[u8]>) {
+    match std::str::from_utf8(payload) {
+        Ok(text) if !text.contains('\0') && !text.starts_with("\\x") => (Some(text), None),
+        _ => (None, Some(payload)),
+    }
+}
+
+fn headers_json(event: &NewEvent) -> Option<String> {
+    let json = || serde_json::to_string(&event.headers).expect("a map of strings is always JSON");
+    (!event.headers.is_empty()).then(json)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plain_text_goes_to_the_text_column() {
+        for (payload, is_text) in
+            [(&b"{}"[..], true), (b"", true), (b"\\x41", false), (b"a\0b", false), (b"\xff", false)]
+        {
+            let payload = Bytes::from_static(payload);
+            let (text, bytes) = split_payload(&payload);
+            assert_eq!((text.is_some(), bytes.is_some()), (is_text, !is_text), "{payload:?}");
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Handlers that work in the very transaction that settles their events: an effect happens exactly once.
+
+use std::collections::HashSet;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use futures::FutureExt as _;
+use postbox_core::{Apply, Decide, Delivery, Disposition, Entry, Key, Lease, Outcome, Result, Settlement};
+use tokio_postgres::Transaction;
+
+use crate::PostgresStore;
+use crate::classify::classify;
+
+/// A handler that works inside the store's transaction.
+///
+/// Behaviour:
+/// - `tx` is a savepoint: an outcome other than delivered, an error in SQL or a panic takes back what this call did, and nothing else.
+/// - It must not commit or roll back by SQL, and should not wait for anything but the database: the transaction is open meanwhile.
+#[async_trait]
+pub trait TxHandler: Send + Sync + 'static {
+    /// Does the event's work.
+    async fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Outcome;
+}
+
+impl PostgresStore {
+    /// Binds a handler to this store.
+    pub fn apply<H: TxHandler>(&self, handler: H) -> Arc<dyn Apply> {
+        Arc::new(TxApply { store: self.clone(), handler })
+    }
+}
+
+struct TxApply<H> {
+    store: PostgresStore,
+    handler: H,
+}
+
+/// The handlers' transaction. The planner is left alone, for it plans the handlers' statements; a statement timeout of ours too.
+/// The position is written at its end: written first, it would lock the lane while handlers run, and its lease could not be renewed.
+const APPLY_BEGIN: &str = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') = 'off'";
+
+#[async_trait]
+impl<H: TxHandler> Apply for TxApply<H> {
+    async fn apply(
+        &self,
+        lease: &Lease,
+        deliveries: &[&Delivery],
+        settlement: Settlement<'_>,
+        decide: &Decide<'_>,
+    ) -> Result<Vec<Option<Outcome>>> {
+        let failed = |error: tokio_postgres::Error| classify("apply", &error);
+        let reading = self.store.reading("apply", &lease.subscription).await?;
+        let mut session = self.store.session("apply").await?;
+        let mut tx = session
+            .client_mut()
+            .build_transaction()
+            .isolation_level(tokio_postgres::IsolationLevel::ReadCommitted)
+            .read_only(false)
+            .start()
+            .await
+            .map_err(failed)?;
+        tx.batch_execute(APPLY_BEGIN).await.map_err(failed)?;
+        let Settlement { position, mut entries, rewind, hold_keys } = settlement;
+        let mut outcomes = Vec::with_capacity(deliveries.len());
+        let mut failed_keys: HashSet<&Key> = HashSet::new();
+        for delivery in deliveries {
+            let key = delivery.event.key.as_ref().filter(|_| hold_keys);
+            if key.is_some_and(|key| failed_keys.contains(key)) {
+                entries.push(Entry { delivery, disposition: Disposition::Block });
+                outcomes.push(None);
+                continue;
+            }
+            let outcome = self.run(&mut tx, delivery).await.map_err(failed)?;
+            if !outcome.is_delivered() {
+                failed_keys.extend(key);
+            }
+            let disposition = decide(delivery, &outcome);
+            // In a stream, what has no entry is delivered.
+            if position.is_none() || disposition != Disposition::Delivered {
+                entries.push(Entry { delivery, disposition });
+            }
+            outcomes.push(Some(outcome));
+        }
+        let settlement = Settlement { position, entries, rewind, hold_keys };
+        self.store.settle_in(tx.client(), lease, &reading, &settlement).await?;
+        tx.commit().await.map_err(failed)?;
+        session.finish();
+        self.store.reader(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
+        self.store.wake();
+        Ok(outcomes)
+    }
+}
+
+impl<H: TxHandler> TxApply<H> {
+    /// Runs the handler in a savepoint. An error means that the transaction itself is lost.
+    async fn run(&self, tx: &mut Transaction<'_>, delivery: &Delivery) -> Result<Outcome, tokio_postgres::Error> {
+        let savepoint = tx.savepoint("postbox_handler").await?;
+        let outcome = AssertUnwindSafe(self.handler.handle(&savepoint, delivery))
+            .catch_unwind()
+            .await
+            .unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic)));
+        if !outcome.is_delivered() {
+            savepoint.rollback().await?;
+            return Ok(outcome);
+        }
+        // A statement that failed without the handler noticing leaves the savepoint broken: its effect is not there.
+        match savepoint.batch_execute("SELECT 1").await {
+            Ok(()) => {
+                savepoint.commit().await?;
+                Ok(outcome)
+            }
+            Err(error) if error.as_db_error().is_some() => {
+                savepoint.rollback().await?;
+                Ok(Outcome::retry("handler_sql", "a statement of the handler failed, but it reported success"))
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("the handler panicked").to_owned()
+}

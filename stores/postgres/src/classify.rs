@@ -1,0 +1,190 @@
+//! From what the driver says to what the house says: one function, one table test.
+
+use postbox_core::{Error, ErrorKind};
+use tokio_postgres::error::{DbError, SqlState};
+
+/// Maps a driver's error.
+///
+/// Never contains a secret: the driver's errors hold no credentials, and the server's text about a row is left out.
+pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -> Error {
+    let classified = match error.as_db_error() {
+        Some(database) => of_database(operation, &Facts::of(database)),
+        // No answer from the server: refused, reset, closed, or timed out. (A value that cannot be encoded is ours and permanent.)
+        None if is_conversion(error) => Error::new(
+            ErrorKind::Internal,
+            operation,
+            "store_protocol",
+            "a value could not be converted; this is a defect",
+        ),
+        None => Error::new(
+            ErrorKind::Unavailable,
+            operation,
+            "store_unreachable",
+            format!("the database cannot be reached: {}", chain(error)),
+        ),
+    };
+    classified.with_source(error.to_string())
+}
+
+/// The error of a log that is not there.
+pub(crate) fn log_unknown(operation: &'static str, log: &str) -> Error {
+    let message = format!("there is no log {log}; make it with create_log('{log}'), or run: postbox migrate up");
+    Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
+}
+
+/// The same for drivers that hand out the fields.
+#[cfg(feature = "sqlx")]
+pub(crate) fn of_sqlstate(
+    operation: &'static str,
+    state: &str,
+    constraint: Option<&str>,
+    column: Option<&str>,
+    message: &str,
+    hint: Option<&str>,
+) -> Error {
+    of_database(operation, &Facts { state, constraint, column, message, hint })
+}
+
+/// What of a server's error decides.
+struct Facts<'a> {
+    state: &'a str,
+    constraint: Option<&'a str>,
+    column: Option<&'a str>,
+    message: &'a str,
+    hint: Option<&'a str>,
+}
+
+impl<'a> Facts<'a> {
+    fn of(error: &'a DbError) -> Self {
+        Self {
+            state: error.code().code(),
+            constraint: error.constraint(),
+            column: error.column(),
+            message: error.message(),
+            hint: error.hint(),
+        }
+    }
+}
+
+fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
+    use ErrorKind::*;
+    let make = |kind: ErrorKind, code: &str, message: String| Error::new(kind, operation, code.to_owned(), message);
+    let text = || facts.message.to_owned();
+    match facts.state {
+        // check_violation: our constraints carry the stable codes of `postbox_core::limits`.
+        "23514" => {
+            let code = facts.constraint.unwrap_or("refused");
+            let hint = facts.hint.map(|hint| format!(": {hint}")).unwrap_or_default();
+            make(Invalid, code, format!("the event breaks the rule {code}{hint}"))
+        }
+        "23502" => {
+            let column = facts.column.unwrap_or("column");
+            make(Invalid, &format!("{column}_missing"), format!("the event has no {column}"))
+        }
+        "23505" if facts.constraint.is_some_and(|name| name.ends_with("_id_key")) => make(
+            Conflict,
+            "event_id_taken",
+            "an event with this id is in the log already; nothing was appended".to_owned(),
+        ),
+        "23505" => make(Conflict, "unique_violation", text()),
+        // character_not_in_repertoire, untranslatable_character, invalid text or binary representation, stack depth.
+        "22021" | "22P05" | "22P02" | "22P03" | "22P04" | "22032" | "54001" => make(Invalid, "text_invalid", text()),
+        "54000" | "22001" | "22003" | "22007" | "22008" => make(Invalid, "value_out_of_range", text()),
+        // undefined table, schema; undefined function, column, type.
+        "42P01" | "3F000" => make(Mismatch, "schema_missing", format!("{}; run: postbox migrate up", facts.message)),
+        "42883" | "42703" | "42704" => {
+            make(Mismatch, "schema_old", format!("{}; run: postbox migrate up", facts.message))
+        }
+        "42501" => make(
+            Unauthorized,
+            "permission_denied",
+            format!("{}; grant it to the role that postbox uses", facts.message),
+        ),
+        "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", facts.message)),
+        "57014" => {
+            make(Unavailable, "statement_timeout", "a statement took longer than the statement timeout".to_owned())
+        }
+        "25006" => make(Unavailable, "store_read_only", "the database is read-only; is it a standby?".to_owned()),
+        "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
+        "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
+        state => match state.get(..2).unwrap_or_default() {
+            "28" => make(Unauthorized, "login_refused", text()),
+            // connection exceptions, insufficient resources (disk full, too many connections), operator intervention (shutdown,
+            // starting up), system errors, idle transaction ended.
+            "08" | "53" | "57" | "58" | "25" => make(Unavailable, "store_unavailable", text()),
+            _ => make(Internal, "store_error", format!("{} ({state})", facts.message)),
+        },
+    }
+}
+
+/// Whether the server said that a table is not there.
+pub(crate) fn is_undefined_table(error: &tokio_postgres::Error) -> bool {
+    error.code() == Some(&SqlState::UNDEFINED_TABLE)
+}
+
+fn is_conversion(error: &tokio_postgres::Error) -> bool {
+    let text = error.to_string();
+    text.starts_with("error serializing parameter") || text.starts_with("error deserializing column")
+}
+
+/// The deepest cause says what happened; the driver's own text is only "error connecting to server".
+fn chain(error: &tokio_postgres::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(deeper) = cause {
+        text = deeper.to_string();
+        cause = deeper.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(state: &'static str) -> Facts<'static> {
+        Facts { state, constraint: None, column: None, message: "text", hint: None }
+    }
+
+    #[test]
+    fn every_sqlstate_has_its_kind_and_code() {
+        use ErrorKind::*;
+        for (state, kind, code) in [
+            ("22021", Invalid, "text_invalid"),
+            ("22P05", Invalid, "text_invalid"),
+            ("42P01", Mismatch, "schema_missing"),
+            ("3F000", Mismatch, "schema_missing"),
+            ("42703", Mismatch, "schema_old"),
+            ("42501", Unauthorized, "permission_denied"),
+            ("28P01", Unauthorized, "login_refused"),
+            ("28000", Unauthorized, "login_refused"),
+            ("3D000", Mismatch, "database_missing"),
+            ("57014", Unavailable, "statement_timeout"),
+            ("57P01", Unavailable, "store_unavailable"),
+            ("57P02", Unavailable, "store_unavailable"),
+            ("57P03", Unavailable, "store_unavailable"),
+            ("53300", Unavailable, "store_unavailable"),
+            ("53100", Unavailable, "store_unavailable"),
+            ("08006", Unavailable, "store_unavailable"),
+            ("25P03", Unavailable, "store_unavailable"),
+            ("25006", Unavailable, "store_read_only"),
+            ("40001", Unavailable, "store_contention"),
+            ("40P01", Unavailable, "store_contention"),
+            ("23505", Conflict, "unique_violation"),
+            ("XX000", Internal, "store_error"),
+        ] {
+            let error = of_database("test", &facts(state));
+            assert_eq!((error.kind(), error.code()), (kind, code), "{state}");
+        }
+    }
+
+    #[test]
+    fn constraints_are_codes() {
+        let check = Facts { constraint: Some("topic_too_long"), ..facts("23514") };
+        assert_eq!(of_database("append", &check).code(), "topic_too_long");
+        let missing = Facts { column: Some("topic"), ..facts("23502") };
+        assert_eq!(of_database("append", &missing).code(), "topic_missing");
+        let taken = Facts { constraint: Some("outbox_id_key"), ..facts("23505") };
+        assert_eq!(of_database("append", &taken).code(), "event_id_taken");
+    }
+}

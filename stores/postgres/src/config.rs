@@ -1,0 +1,93 @@
+//! How to reach a database.
+
+use std::fmt;
+use std::time::Duration;
+
+/// Where the store is and how it is used.
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PostgresConfig {
+    /// `postgres://user:password@host:port/database?sslmode=…`, or the `key=value` form. Beside what libpq calls `disable`, `prefer`
+    /// (default) and `require`, `sslmode=verify-full` checks the server's certificate and name against `sslrootcert=FILE` or the
+    /// system's certificates.
+    pub url: String,
+    /// The schema of all tables and functions. Default `postbox`.
+    pub schema: String,
+    /// Most connections at once. Default 8: a relay with prefetch uses two a lane, and a few for operators.
+    pub pool_size: usize,
+    /// Whether idle relays ask writers for a NOTIFY. Default false: polling is fast enough for nearly everybody, and NOTIFY takes a
+    /// server-wide lock at commit.
+    pub notify: bool,
+    /// The longest any one statement of ours may take; every call is bounded by it. Default 30 s.
+    pub statement_timeout: Duration,
+    /// The longest to wait for a connection to be made. Default 5 s.
+    pub connect_timeout: Duration,
+    /// The longest to wait for a free connection of the pool. Default 10 s.
+    pub pool_timeout: Duration,
+}
+
+impl PostgresConfig {
+    /// The defaults for a database.
+    pub fn new(url: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            schema: "postbox".to_owned(),
+            pool_size: 8,
+            notify: false,
+            statement_timeout: Duration::from_secs(30),
+            connect_timeout: Duration::from_secs(5),
+            pool_timeout: Duration::from_secs(10),
+        }
+    }
+
+    /// Sets the schema.
+    #[must_use]
+    pub fn schema(mut self, schema: impl Into<String>) -> Self {
+        self.schema = schema.into();
+        self
+    }
+
+    /// Sets the size of the pool.
+    #[must_use]
+    pub fn pool_size(mut self, pool_size: usize) -> Self {
+        self.pool_size = pool_size;
+        self
+    }
+
+    /// Sets whether idle relays ask for a NOTIFY.
+    #[must_use]
+    pub fn notify(mut self, notify: bool) -> Self {
+        self.notify = notify;
+        self
+    }
+
+    /// Sets the longest any one statement may take.
+    #[must_use]
+    pub fn statement_timeout(mut self, timeout: Duration) -> Self {
+        self.statement_timeout = timeout;
+        self
+    }
+}
+
+/// Without the URL, which may hold a password.
+impl fmt::Debug for PostgresConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresConfig")
+            .field("schema", &self.schema)
+            .field("pool_size", &self.pool_size)
+            .field("notify", &self.notify)
+            .field("statement_timeout", &self.statement_timeout)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn debug_shows_no_secret() {
+        let text = format!("{:?}", PostgresConfig::new("postgres://u:hunter2@h/d"));
+        assert!(!text.contains("hunter2"), "{text}");
+    }
+}

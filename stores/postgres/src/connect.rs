@@ -1,0 +1,209 @@
+//! From a URL to a pool of connections.
+
+use std::str::FromStr as _;
+use std::sync::Arc;
+
+use deadpool_postgres::{Manager, ManagerConfig, Pool, RecyclingMethod, Runtime, Timeouts};
+use postbox_core::{Error, ErrorKind, Result};
+use rustls::ClientConfig;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
+use tokio_postgres::config::SslMode;
+use tokio_postgres_rustls::MakeRustlsConnect;
+
+use crate::config::PostgresConfig;
+
+/// Where systems keep the certificates they trust, in the order we look.
+const ROOT_FILES: [&str; 4] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+];
+
+/// How to connect: the driver's settings and TLS.
+#[derive(Clone)]
+pub(crate) struct Target {
+    pub(crate) settings: tokio_postgres::Config,
+    pub(crate) tls: MakeRustlsConnect,
+}
+
+impl Target {
+    /// Reads the URL. Nothing is contacted.
+    pub(crate) fn parse(config: &PostgresConfig) -> Result<Self> {
+        let (url, tls_wish) = TlsWish::take_from(&config.url);
+        let mut settings = tokio_postgres::Config::from_str(&url).map_err(|error| {
+            // The driver names the faulty part and never the password.
+            Error::new(
+                ErrorKind::Mismatch,
+                "connect",
+                "store_url_invalid",
+                format!("the store URL is invalid: {error}; expected postgres://user@host:port/database"),
+            )
+        })?;
+        settings.connect_timeout(config.connect_timeout).keepalives_idle(std::time::Duration::from_secs(15));
+        // A blackholed network must not hold a call longer than its own timeout.
+        settings.tcp_user_timeout(config.statement_timeout);
+        if settings.get_application_name().is_none() {
+            settings.application_name("postbox");
+        }
+        if tls_wish.verify {
+            settings.ssl_mode(SslMode::Require);
+        }
+        Ok(Self { settings, tls: MakeRustlsConnect::new(tls_wish.client_config()?) })
+    }
+
+    /// A pool that makes connections when they are needed.
+    pub(crate) fn pool(&self, config: &PostgresConfig) -> Result<Pool> {
+        // Fast: a closed connection is noticed without a round trip; one that broke silently fails its call as unavailable and is dropped.
+        let manager_config = ManagerConfig { recycling_method: RecyclingMethod::Fast };
+        let manager = Manager::from_config(self.settings.clone(), self.tls.clone(), manager_config);
+        let timeouts = Timeouts {
+            wait: Some(config.pool_timeout),
+            create: Some(config.connect_timeout),
+            recycle: Some(config.connect_timeout),
+        };
+        Pool::builder(manager)
+            .max_size(config.pool_size.max(1))
+            .runtime(Runtime::Tokio1)
+            .timeouts(timeouts)
+            .build()
+            .map_err(|error| {
+                Error::new(ErrorKind::Internal, "connect", "pool", "the connection pool could not be made")
+                    .with_source(error)
+            })
+    }
+}
+
+/// What the URL asks of TLS beyond what the driver understands.
+#[derive(Default)]
+struct TlsWish {
+    verify: bool,
+    root_file: Option<String>,
+}
+
+impl TlsWish {
+    /// Takes `sslmode=verify-*` and `sslrootcert` out of a URL or a `key=value` string.
+    fn take_from(url: &str) -> (String, Self) {
+        let mut wish = Self::default();
+        let mut keep = |pair: &str| match pair.split_once('=') {
+            Some(("sslmode", "verify-full" | "verify-ca")) => {
+                wish.verify = true;
+                false
+            }
+            Some(("sslrootcert", file)) => {
+                wish.root_file = Some(file.replace("%2F", "/").replace("%2f", "/"));
+                false
+            }
+            _ => true,
+        };
+        let url = match url.split_once('?') {
+            Some((base, query)) if base.contains("://") => {
+                let kept: Vec<&str> = query.split('&').filter(|pair| keep(pair)).collect();
+                if kept.is_empty() { base.to_owned() } else { format!("{base}?{}", kept.join("&")) }
+            }
+            _ if url.contains("://") => url.to_owned(),
+            _ => url.split(' ').filter(|pair| keep(pair)).collect::<Vec<_>>().join(" "),
+        };
+        (url, wish)
+    }
+
+    fn client_config(&self) -> Result<ClientConfig> {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let builder =
+            ClientConfig::builder_with_provider(provider.clone()).with_safe_default_protocol_versions().map_err(
+                |error| Error::new(ErrorKind::Internal, "connect", "tls", "TLS could not be set up").with_source(error),
+            )?;
+        if self.verify || self.root_file.is_some() {
+            return Ok(builder.with_root_certificates(self.roots()?).with_no_client_auth());
+        }
+        // libpq's meaning of `prefer` and `require`: encrypt, believe any certificate.
+        Ok(builder
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(AnyCertificate(provider)))
+            .with_no_client_auth())
+    }
+
+    fn roots(&self) -> Result<RootCertStore> {
+        let fault = |message: String| Error::new(ErrorKind::Mismatch, "connect", "tls_roots", message);
+        let file = match &self.root_file {
+            Some(file) => file.as_str(),
+            None => ROOT_FILES.into_iter().find(|file| std::path::Path::new(file).exists()).ok_or_else(|| {
+                fault("no certificates found to verify the server by; name a file with sslrootcert".to_owned())
+            })?,
+        };
+        let mut roots = RootCertStore::empty();
+        let certificates = CertificateDer::pem_file_iter(file)
+            .map_err(|error| fault(format!("{file} cannot be read as PEM certificates")).with_source(error))?;
+        roots.add_parsable_certificates(certificates.flatten());
+        if roots.is_empty() {
+            return Err(fault(format!("{file} holds no certificate")));
+        }
+        Ok(roots)
+    }
+}
+
+/// Believes any certificate, but still checks that the peer holds its key.
+#[derive(Debug)]
+struct AnyCertificate(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for AnyCertificate {
+    fn verify_server_cert(
+        &self,
+        _end_entity: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls12_signature(message, cert, signed, &self.0.signature_verification_algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, cert, signed, &self.0.signature_verification_algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verification_is_taken_out_of_the_url() {
+        let (url, wish) =
+            TlsWish::take_from("postgres://h/d?sslmode=verify-full&sslrootcert=%2Fca.pem&connect_timeout=3");
+        assert_eq!(url, "postgres://h/d?connect_timeout=3");
+        assert!(wish.verify);
+        assert_eq!(wish.root_file.as_deref(), Some("/ca.pem"));
+        let (url, wish) = TlsWish::take_from("host=h sslmode=verify-full dbname=d");
+        assert_eq!((url.as_str(), wish.verify), ("host=h dbname=d", true));
+    }
+
+    #[test]
+    fn a_bad_url_is_a_mismatch_without_the_password() {
+        let error = Target::parse(&PostgresConfig::new("postgres://u:hunter2@h:port/d")).err().expect("refused");
+        assert_eq!(error.code(), "store_url_invalid");
+        assert!(!format!("{error} {error:?}").contains("hunter2"));
+    }
+}

@@ -1,0 +1,311 @@
+//! Reading: subscriptions, counts, lists, one event.
+
+use std::time::Duration;
+
+use postbox_core::{
+    Error, EventId, Filter, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, State, Stats,
+    SubscriptionInfo, SubscriptionName, Tenant, TopicPattern, TopicStats,
+};
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::{Client, Row};
+
+use super::is_unread;
+use crate::PostgresStore;
+use crate::classify::classify;
+use crate::decode::{EVENT_COLUMNS, Stored, event_columns, stored};
+use crate::log::is_paused;
+use crate::session::{COMMIT, Session};
+
+/// Payload bytes one list may hold: an operator's page, not an export.
+const LIST_PAYLOAD_BYTES_MAX: usize = 64 * 1024 * 1024;
+/// Most records of one list.
+const LIST_RECORDS_MAX: usize = 10_000;
+
+/// Every subscription with its lanes. Reads two small tables. No lock.
+const SUBSCRIPTION_LIST: &str = concat!(
+    "SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_until, ",
+    is_paused!(),
+    ", n.lane::int, n.epoch, n.owner, (extract(epoch FROM n.lease_until - clock_timestamp()) * 1000000)::bigint
+FROM {s}.subscription AS s LEFT JOIN {s}.lane AS n ON n.subscription = s.id
+ORDER BY s.name, n.lane"
+);
+
+/// Where every event that the subscription wants, or has a delivery row for, stands. `$1` subscription, `$2` lanes, `$3` topics, `$4` tenant.
+macro_rules! standing {
+    () => {
+        concat!(
+            "SELECT l.seq, l.topic, l.created_at, coalesce(d.state, CASE WHEN ",
+            is_unread!(),
+            " THEN 'pending' ELSE 'dispatched' END) AS state
+  FROM {log} AS l
+  JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % $2
+  LEFT JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = l.seq
+  WHERE d.seq IS NOT NULL OR (($3::text[] IS NULL OR l.topic LIKE ANY ($3)) AND ($4::text IS NULL OR l.tenant = $4))"
+        )
+    };
+}
+
+/// Counts by topic and state, of topics with pending events the hundred deepest, the rest in one row without a topic. One walk of the log.
+const STATS: &str = concat!(
+    "WITH standing AS (",
+    standing!(),
+    "),
+topic AS MATERIALIZED (
+  SELECT topic,
+    count(*) AS total,
+    count(*) FILTER (WHERE state IN ('pending', 'retrying', 'blocked', 'scheduled')) AS pending,
+    count(*) FILTER (WHERE state = 'retrying') AS retrying,
+    count(*) FILTER (WHERE state = 'blocked') AS blocked,
+    count(*) FILTER (WHERE state = 'scheduled') AS scheduled,
+    count(*) FILTER (WHERE state = 'dead') AS dead,
+    count(*) FILTER (WHERE state = 'discarded') AS discarded,
+    min(created_at) FILTER (WHERE state IN ('pending', 'retrying', 'blocked', 'scheduled')) AS oldest
+  FROM standing GROUP BY topic)
+(SELECT NULL::text AS topic, coalesce(sum(total), 0)::bigint, coalesce(sum(pending), 0)::bigint, coalesce(sum(retrying), 0)::bigint,
+  coalesce(sum(blocked), 0)::bigint, coalesce(sum(scheduled), 0)::bigint, coalesce(sum(dead), 0)::bigint, coalesce(sum(discarded), 0)::bigint,
+  (extract(epoch FROM clock_timestamp() - min(oldest)) * 1000000)::bigint
+FROM topic)
+UNION ALL
+(SELECT topic, total, pending, retrying, blocked, scheduled, dead, discarded,
+  (extract(epoch FROM clock_timestamp() - oldest) * 1000000)::bigint
+FROM topic WHERE pending > 0 ORDER BY pending DESC, topic LIMIT 100)"
+);
+
+/// One event's standing beside its columns, for a record.
+macro_rules! record_columns {
+    () => {
+        concat!(
+            event_columns!(),
+            ", coalesce(d.state, CASE WHEN ",
+            is_unread!(),
+            " THEN 'pending' ELSE 'dispatched' END), coalesce(d.attempts, 0), coalesce(d.replays, 0), d.due_at, d.code, d.error, d.updated_at"
+        )
+    };
+}
+
+/// Records with a delivery row in one state. Index: `delivery_state`, then the log's primary key. No lock.
+const RECORD_LIST_ROWS: &str = concat!(
+    "SELECT ",
+    record_columns!(),
+    " FROM {s}.delivery AS d
+JOIN {log} AS l ON l.seq = d.seq
+JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
+WHERE d.subscription = $2 AND d.state = $3 AND d.seq > $4 AND ($5::text IS NULL OR l.topic LIKE $5) AND ($6::text IS NULL OR d.code = $6)
+ORDER BY d.seq LIMIT $7"
+);
+
+/// Records whose state follows from the cursor. Index: the log's primary key, walked from `$4`. No lock.
+const RECORD_LIST_STREAM: &str = concat!(
+    "SELECT ",
+    record_columns!(),
+    " FROM {log} AS l
+JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $8
+LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
+WHERE l.seq > $4 AND d.seq IS NULL AND ($3 = 'pending') = ",
+    is_unread!(),
+    " AND ($5::text IS NULL OR l.topic LIKE $5) AND $6::text IS NULL
+  AND ($9::text[] IS NULL OR l.topic LIKE ANY ($9)) AND ($10::text IS NULL OR l.tenant = $10)
+ORDER BY l.seq LIMIT $7"
+);
+
+/// One record. Index: the log's unique id. No lock.
+const RECORD_GET: &str = concat!(
+    "SELECT ",
+    record_columns!(),
+    " FROM {log} AS l
+JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $4
+LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
+WHERE l.id = $3"
+);
+
+impl PostgresStore {
+    /// Runs a report in one snapshot; the session comes back outside of a transaction, or is dropped.
+    async fn report<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Client) -> Result<T>) -> Result<T> {
+        let session: Session = self.session(operation).await?;
+        let failed = |error: tokio_postgres::Error| classify(operation, &error);
+        session.client().batch_execute(&self.inner.preambles.report).await.map_err(failed)?;
+        let result = read(session.client()).await;
+        let ended = session.client().batch_execute(COMMIT).await;
+        session.end_after(ended.is_ok());
+        result
+    }
+
+    pub(super) async fn report_subscriptions(&self) -> Result<Vec<SubscriptionInfo>> {
+        let sql = self.schema().sql(SUBSCRIPTION_LIST);
+        let rows = self
+            .report("subscriptions", async |client: &Client| {
+                client.query_typed(&sql, &[]).await.map_err(|error| classify("subscriptions", &error))
+            })
+            .await?;
+        let mut subscriptions: Vec<SubscriptionInfo> = Vec::new();
+        for row in &rows {
+            let name: &str = row.get(0);
+            if subscriptions.last().is_none_or(|last| last.name.as_str() != name) {
+                subscriptions.push(subscription_info(row));
+            }
+            let last = subscriptions.last_mut().expect("pushed above");
+            last.lanes.extend(lane_info(row));
+        }
+        Ok(subscriptions)
+    }
+
+    pub(super) async fn report_stats(&self, name: &SubscriptionName) -> Result<Stats> {
+        let rows = self
+            .report("stats", async |client: &Client| {
+                let reading = self.look_up("stats", client, name).await?;
+                let sql = self.schema().log_sql(STATS, &reading.log);
+                let lanes = i32::from(reading.lanes);
+                let params: [(&(dyn ToSql + Sync), Type); 4] = [
+                    (&reading.id, Type::INT4),
+                    (&lanes, Type::INT4),
+                    (&reading.likes, Type::TEXT_ARRAY),
+                    (&reading.tenant(), Type::TEXT),
+                ];
+                client.query_typed(&sql, &params).await.map_err(|error| classify("stats", &error))
+            })
+            .await?;
+        let mut stats = Stats::default();
+        for row in &rows {
+            let count = |column: usize| row.get::<_, i64>(column).unsigned_abs();
+            let oldest = row.get::<_, Option<i64>>(8).map(|micros| Duration::from_micros(micros.max(0).unsigned_abs()));
+            match row.get::<_, Option<String>>(0) {
+                Some(topic) => {
+                    stats.topics.push(TopicStats {
+                        topic,
+                        pending: count(2),
+                        oldest_pending: oldest.unwrap_or_default(),
+                    });
+                }
+                None => {
+                    stats = Stats {
+                        total: count(1),
+                        pending: count(2),
+                        retrying: count(3),
+                        blocked: count(4),
+                        scheduled: count(5),
+                        dead: count(6),
+                        discarded: count(7),
+                        dispatched: count(1).saturating_sub(count(2) + count(6) + count(7)),
+                        oldest_pending: oldest,
+                        topics: std::mem::take(&mut stats.topics),
+                    };
+                }
+            }
+        }
+        Ok(stats)
+    }
+
+    pub(super) async fn report_list(&self, query: &ListQuery) -> Result<Vec<Record>> {
+        self.report("list", async |client: &Client| {
+            let reading = self.look_up("list", client, &query.subscription).await?;
+            let inline = i32::try_from(LIST_PAYLOAD_BYTES_MAX / LIST_RECORDS_MAX).unwrap_or(i32::MAX);
+            let state = query.state.as_str();
+            let after = query.after.map_or(0, |seq| seq.0);
+            let topic = query.topic.as_ref().map(TopicPattern::to_like);
+            let limit = query.limit.clamp(1, LIST_RECORDS_MAX) as i64;
+            let lanes = i32::from(reading.lanes);
+            let tenant = reading.tenant();
+            let mut params: Vec<(&(dyn ToSql + Sync), Type)> = vec![
+                (&inline, Type::INT4),
+                (&reading.id, Type::INT4),
+                (&state, Type::TEXT),
+                (&after, Type::INT8),
+                (&topic, Type::TEXT),
+                (&query.code, Type::TEXT),
+                (&limit, Type::INT8),
+            ];
+            let template = if query.state.has_row() {
+                RECORD_LIST_ROWS
+            } else {
+                params.extend([
+                    (&lanes as &(dyn ToSql + Sync), Type::INT4),
+                    (&reading.likes, Type::TEXT_ARRAY),
+                    (&tenant, Type::TEXT),
+                ]);
+                RECORD_LIST_STREAM
+            };
+            let sql = self.schema().log_sql(template, &reading.log);
+            let rows = client.query_typed(&sql, &params).await.map_err(|error| classify("list", &error))?;
+            self.records("list", client, &reading.log, &rows).await
+        })
+        .await
+    }
+
+    pub(super) async fn report_one(&self, name: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
+        self.report("get", async |client: &Client| {
+            let reading = self.look_up("get", client, name).await?;
+            let (inline, lanes, uuid) = (i32::MAX, i32::from(reading.lanes), id.as_uuid());
+            let params: [(&(dyn ToSql + Sync), Type); 4] =
+                [(&inline, Type::INT4), (&reading.id, Type::INT4), (&uuid, Type::UUID), (&lanes, Type::INT4)];
+            let sql = self.schema().log_sql(RECORD_GET, &reading.log);
+            let rows = client.query_typed(&sql, &params).await.map_err(|error| classify("get", &error))?;
+            Ok(self.records("get", client, &reading.log, &rows).await?.pop())
+        })
+        .await
+    }
+
+    /// Rows to records; large payloads are fetched as far as the bound goes, and the list ends there.
+    async fn records(
+        &self,
+        operation: &'static str,
+        client: &Client,
+        log: &LogName,
+        rows: &[Row],
+    ) -> Result<Vec<Record>> {
+        let failed = |error: tokio_postgres::Error| classify(operation, &error);
+        let mut events = rows.iter().map(stored).collect::<Result<Vec<Stored>, _>>().map_err(failed)?;
+        let limit = postbox_core::BatchLimit { events: LIST_RECORDS_MAX, payload_bytes: LIST_PAYLOAD_BYTES_MAX };
+        if !events.is_empty() {
+            self.fill_payloads(client, log, &mut events, limit).await?;
+        }
+        events.into_iter().zip(rows).map(|(event, row)| record(event, row)).collect()
+    }
+}
+
+fn record(stored: Stored, row: &Row) -> Result<Record> {
+    let column = |offset: usize| EVENT_COLUMNS + offset;
+    let count = |offset: usize| row.get::<_, i32>(column(offset)).unsigned_abs();
+    Ok(Record {
+        event: stored.delivery.event,
+        seq: stored.delivery.seq,
+        state: row.get::<_, &str>(column(0)).parse::<State>().map_err(|error: Error| error)?,
+        attempts: count(1),
+        replays: count(2),
+        due_at: row.get(column(3)),
+        code: row.get(column(4)),
+        error: row.get(column(5)),
+        updated_at: row.get(column(6)),
+    })
+}
+
+fn subscription_info(row: &Row) -> SubscriptionInfo {
+    let topics: Vec<String> = row.get(2);
+    let paused = row.get::<_, Option<String>>(4).filter(|_| row.get(7));
+    SubscriptionInfo {
+        name: SubscriptionName::from_stored(row.get::<_, String>(0)),
+        log: LogName::from_stored(row.get::<_, String>(1)),
+        filter: Filter {
+            topics: topics.into_iter().filter_map(|topic| TopicPattern::new(topic).ok()).collect(),
+            tenant: row.get::<_, Option<String>>(3).map(Tenant::from_stored),
+        },
+        lanes: Vec::new(),
+        paused: paused.map(|by| Pause {
+            until: row.get(6),
+            by,
+            why: row.get::<_, Option<String>>(5).unwrap_or_default(),
+        }),
+    }
+}
+
+fn lane_info(row: &Row) -> Option<LaneInfo> {
+    let lane: Option<i32> = row.get(8);
+    lane.map(|lane| LaneInfo {
+        lane: u16::try_from(lane).unwrap_or_default(),
+        epoch: row.get(9),
+        owner: row.get::<_, Option<String>>(10).map(OwnerId::from_stored),
+        lease_left: row
+            .get::<_, Option<i64>>(11)
+            .filter(|micros| *micros > 0)
+            .map(|micros| Duration::from_micros(micros.unsigned_abs())),
+    })
+}

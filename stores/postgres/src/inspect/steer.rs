@@ -1,0 +1,245 @@
+//! Steering: requeue, discard, prune, pause.
+//!
+//! Whatever changes delivery rows locks the subscription's lanes first, as settling does: a key's next row is decided by one at a time.
+
+use std::time::Duration;
+
+use postbox_core::{LogName, Pause, Result, Selection, SubscriptionName, TopicPattern};
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::{Client, Row};
+use uuid::Uuid;
+
+use super::is_unread;
+use crate::PostgresStore;
+use crate::classify::{classify, log_unknown};
+use crate::log::micros;
+use crate::log::settle::DELIVERY_RELEASE;
+use crate::session::COMMIT;
+
+/// Locks the cursor of every lane, in order. Index: primary key of `lane`. Waits for a settlement under way, never for a relay's sends.
+const LANE_LOCK: &str = "SELECT FROM {s}.lane WHERE subscription = $1 ORDER BY lane FOR NO KEY UPDATE";
+
+/// The delivery rows a person means, oldest first, as `chosen`. `$2` ids, `$3` topic, `$4` code, `$5` limit.
+/// Index: `delivery_state`, or the log's unique id where ids are given.
+macro_rules! chosen {
+    ($states:literal) => {
+        concat!(
+            "SELECT d.seq, d.key, d.holds FROM {s}.delivery AS d JOIN {log} AS l ON l.seq = d.seq
+  WHERE d.subscription = $1 AND ",
+            $states,
+            " AND ($2::uuid[] IS NULL OR l.id = ANY ($2)) AND ($3::text IS NULL OR l.topic LIKE $3) AND ($4::text IS NULL OR d.code = $4)
+  ORDER BY d.seq LIMIT $5"
+        )
+    };
+}
+
+/// Dead rows and waiting ones become due now. Locks the rows.
+const DELIVERY_REQUEUE: &str = concat!(
+    "WITH chosen AS MATERIALIZED (",
+    chosen!("(d.state = 'dead' OR (d.state = 'retrying' AND d.due_at > statement_timestamp()))"),
+    ")
+UPDATE {s}.delivery AS d SET
+  replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
+  state = 'retrying', halt = false, due_at = statement_timestamp(), updated_at = clock_timestamp()
+FROM chosen WHERE d.subscription = $1 AND d.seq = chosen.seq
+RETURNING d.key"
+);
+
+/// Of some keys, only the head may have a time: the rest wait for their turn. Without this, a thousand rows of one key that are due but not
+/// first would stand in front of everybody else's. Index: `delivery_held`. Locks the rows.
+const DELIVERY_HUSH: &str = "
+UPDATE {s}.delivery AS d SET due_at = NULL
+FROM unnest($2::text[]) AS touched(key)
+CROSS JOIN LATERAL (
+  SELECT h.seq FROM {s}.delivery AS h WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
+WHERE d.subscription = $1 AND d.key = touched.key AND d.holds AND d.due_at IS NOT NULL AND d.seq > head.seq";
+
+/// Takes rows out. Locks them.
+const DELIVERY_DISCARD: &str = concat!(
+    "WITH chosen AS MATERIALIZED (",
+    chosen!("d.state <> 'discarded'"),
+    ")
+UPDATE {s}.delivery AS d SET state = 'discarded', due_at = NULL, updated_at = clock_timestamp()
+FROM chosen WHERE d.subscription = $1 AND d.seq = chosen.seq
+RETURNING d.key"
+);
+
+/// Marks unread events, named by id, so that they are not sent when they are read. Index: the log's unique id.
+const DELIVERY_DISCARD_PENDING: &str = concat!(
+    "INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered)
+SELECT $1, n.lane, l.seq, l.key, 'discarded', false
+FROM {log} AS l JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % $5
+WHERE l.id = ANY ($2) AND ($3::text IS NULL OR l.topic LIKE $3) AND ",
+    is_unread!(),
+    " AND ($6::text[] IS NULL OR l.topic LIKE ANY ($6)) AND ($7::text IS NULL OR l.tenant = $7)
+ORDER BY l.seq LIMIT $4
+ON CONFLICT DO NOTHING"
+);
+
+/// Deletes, in `seq` order, events that every subscription of the log has passed and nobody needs any more. Index: the log's primary key,
+/// walked from its start. Locks the rows; those somebody else is deleting are passed over.
+///
+/// A row that a subscription does not want is passed whatever its cursor says.
+const LOG_PRUNE: &str = concat!(
+    "WITH old AS MATERIALIZED (
+  SELECT l.seq FROM {log} AS l
+  WHERE l.created_at <= statement_timestamp() - $1 * interval '1 microsecond'
+    AND NOT EXISTS (
+      SELECT FROM {s}.subscription AS s
+      JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+      WHERE s.log = $2
+        AND (s.topics = '{}' OR EXISTS (SELECT FROM unnest(s.topics) AS wanted(topic)
+          WHERE l.topic LIKE replace(replace(replace(replace(wanted.topic, '\\', '\\\\'), '%', '\\%'), '_', '\\_'), '*', '%')))
+        AND (s.tenant IS NULL OR l.tenant = s.tenant) AND ",
+    is_unread!(),
+    ")
+    AND NOT EXISTS (
+      SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id AND d.seq = l.seq
+      WHERE s.log = $2 AND d.state <> 'discarded')
+  ORDER BY l.seq LIMIT 1000 FOR UPDATE OF l SKIP LOCKED),
+marks AS (
+  DELETE FROM {s}.delivery AS d USING old, {s}.subscription AS s
+  WHERE s.log = $2 AND d.subscription = s.id AND d.seq = old.seq)
+DELETE FROM {log} AS l USING old WHERE l.seq = old.seq"
+);
+
+/// Whether a log exists and has readers: one without any is not pruned, because nobody has passed it. Reads two small tables.
+const LOG_HAS_READERS: &str = "
+SELECT EXISTS (SELECT FROM {s}.log WHERE name = $1), EXISTS (SELECT FROM {s}.subscription WHERE log = $1)";
+
+/// Pauses or resumes. Index: the unique name. Locks the row.
+const SUBSCRIPTION_SET_PAUSE: &str = "
+UPDATE {s}.subscription SET paused_by = $2, paused_why = $3, paused_until = $4 WHERE name = $1";
+
+impl PostgresStore {
+    /// Runs changes in one transaction, committed if they succeed.
+    async fn change<T>(&self, operation: &'static str, write: impl AsyncFnOnce(&Client) -> Result<T>) -> Result<T> {
+        let session = self.session(operation).await?;
+        let failed = |error: tokio_postgres::Error| classify(operation, &error);
+        session.client().batch_execute(&self.inner.preambles.change).await.map_err(failed)?;
+        let result = write(session.client()).await?;
+        session.client().batch_execute(COMMIT).await.map_err(failed)?;
+        session.finish();
+        self.wake();
+        Ok(result)
+    }
+
+    pub(super) async fn steer_requeue(&self, name: &SubscriptionName, selection: &Selection) -> Result<u64> {
+        self.change("requeue", async |client: &Client| {
+            let failed = |error: tokio_postgres::Error| classify("requeue", &error);
+            let reading = self.look_up("requeue", client, name).await?;
+            client.query_typed(&self.schema().sql(LANE_LOCK), &[(&reading.id, Type::INT4)]).await.map_err(failed)?;
+            let chosen = Chosen::of(selection);
+            let sql = self.schema().log_sql(DELIVERY_REQUEUE, &reading.log);
+            let rows = client.query_typed(&sql, &chosen.params(&reading.id)).await.map_err(failed)?;
+            let keys = keys(&rows);
+            let touched: [(&(dyn ToSql + Sync), Type); 2] = [(&reading.id, Type::INT4), (&keys, Type::TEXT_ARRAY)];
+            client.execute_typed(&self.schema().sql(DELIVERY_HUSH), &touched).await.map_err(failed)?;
+            Ok(rows.len() as u64)
+        })
+        .await
+    }
+
+    pub(super) async fn steer_discard(&self, name: &SubscriptionName, selection: &Selection) -> Result<u64> {
+        self.change("discard", async |client: &Client| {
+            let failed = |error: tokio_postgres::Error| classify("discard", &error);
+            let reading = self.look_up("discard", client, name).await?;
+            client.query_typed(&self.schema().sql(LANE_LOCK), &[(&reading.id, Type::INT4)]).await.map_err(failed)?;
+            let chosen = Chosen::of(selection);
+            let sql = self.schema().log_sql(DELIVERY_DISCARD, &reading.log);
+            let rows = client.query_typed(&sql, &chosen.params(&reading.id)).await.map_err(failed)?;
+            let keys = keys(&rows);
+            let touched: [(&(dyn ToSql + Sync), Type); 2] = [(&reading.id, Type::INT4), (&keys, Type::TEXT_ARRAY)];
+            client.execute_typed(&self.schema().sql(DELIVERY_RELEASE), &touched).await.map_err(failed)?;
+            let discarded = rows.len() as u64;
+            // Pending events have no row and no code; only ids name them.
+            if chosen.ids.is_none() || chosen.code.is_some() {
+                return Ok(discarded);
+            }
+            let left = chosen.limit.saturating_sub(rows.len() as i64);
+            let lanes = i32::from(reading.lanes);
+            let params: [(&(dyn ToSql + Sync), Type); 7] = [
+                (&reading.id, Type::INT4),
+                (&chosen.ids, Type::UUID_ARRAY),
+                (&chosen.topic, Type::TEXT),
+                (&left, Type::INT8),
+                (&lanes, Type::INT4),
+                (&reading.likes, Type::TEXT_ARRAY),
+                (&reading.tenant(), Type::TEXT),
+            ];
+            let sql = self.schema().log_sql(DELIVERY_DISCARD_PENDING, &reading.log);
+            Ok(discarded + client.execute_typed(&sql, &params).await.map_err(failed)?)
+        })
+        .await
+    }
+
+    pub(super) async fn steer_prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        self.change("prune", async |client: &Client| {
+            let failed = |error: tokio_postgres::Error| classify("prune", &error);
+            let known = self.schema().sql(LOG_HAS_READERS);
+            let row = client.query_typed_one(&known, &[(&log.as_str(), Type::TEXT)]).await.map_err(failed)?;
+            let (exists, has_readers): (bool, bool) = (row.get(0), row.get(1));
+            if !exists {
+                return Err(log_unknown("prune", log.as_str()));
+            }
+            if !has_readers {
+                return Ok(0);
+            }
+            let age_micros = micros(older_than);
+            let params: [(&(dyn ToSql + Sync), Type); 2] = [(&age_micros, Type::INT8), (&log.as_str(), Type::TEXT)];
+            client.execute_typed(&self.schema().log_sql(LOG_PRUNE, log), &params).await.map_err(failed)
+        })
+        .await
+    }
+
+    pub(super) async fn steer_pause(&self, name: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+        self.change("pause", async |client: &Client| {
+            let (by, why) = (pause.map(|pause| pause.by.as_str()), pause.map(|pause| pause.why.as_str()));
+            let until = pause.and_then(|pause| pause.until);
+            let params: [(&(dyn ToSql + Sync), Type); 4] =
+                [(&name.as_str(), Type::TEXT), (&by, Type::TEXT), (&why, Type::TEXT), (&until, Type::TIMESTAMPTZ)];
+            let set = client.execute_typed(&self.schema().sql(SUBSCRIPTION_SET_PAUSE), &params).await;
+            if set.map_err(|error| classify("pause", &error))? == 0 {
+                self.look_up("pause", client, name).await?;
+            }
+            Ok(())
+        })
+        .await
+    }
+}
+
+/// A selection as parameters.
+struct Chosen<'a> {
+    ids: Option<Vec<Uuid>>,
+    topic: Option<String>,
+    code: &'a Option<String>,
+    limit: i64,
+}
+
+impl<'a> Chosen<'a> {
+    fn of(selection: &'a Selection) -> Self {
+        Self {
+            ids: selection.ids.as_ref().map(|ids| ids.iter().map(|id| id.as_uuid()).collect()),
+            topic: selection.topic.as_ref().map(TopicPattern::to_like),
+            code: &selection.code,
+            limit: selection.limit.map_or(i64::MAX, |limit| i64::try_from(limit).unwrap_or(i64::MAX)),
+        }
+    }
+
+    fn params<'p>(&'p self, subscription: &'p i32) -> [(&'p (dyn ToSql + Sync), Type); 5] {
+        [
+            (subscription, Type::INT4),
+            (&self.ids, Type::UUID_ARRAY),
+            (&self.topic, Type::TEXT),
+            (self.code, Type::TEXT),
+            (&self.limit, Type::INT8),
+        ]
+    }
+}
+
+fn keys(rows: &[Row]) -> Vec<String> {
+    let mut keys: Vec<String> = rows.iter().filter_map(|row| row.get(0)).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    keys
+}

@@ -1,0 +1,160 @@
+//! Leases: who drives a lane, until when by the database's clock, and with which epoch.
+
+use std::time::Duration;
+
+use postbox_core::{Acquired, Error, Lease, OwnerId, Pause, Result, SubscriptionName};
+use tokio_postgres::types::{ToSql, Type};
+
+use super::micros;
+use crate::PostgresStore;
+use crate::classify::classify;
+use crate::session::COMMIT;
+
+/// True while the subscription `s` is paused, by the database's clock.
+macro_rules! is_paused {
+    () => {
+        "(s.paused_by IS NOT NULL AND coalesce(s.paused_until > clock_timestamp(), true))"
+    };
+}
+pub(crate) use is_paused;
+
+/// Counts `owner` as alive for `$3` and takes out who has been gone for an hour. Index: primary key of `replica`. Locks the row.
+const REPLICA_BEAT: &str = "
+WITH gone AS (DELETE FROM {s}.replica WHERE subscription = $1 AND owner <> $2 AND alive_until < clock_timestamp() - interval '1 hour')
+INSERT INTO {s}.replica (subscription, owner, alive_until) VALUES ($1, $2, clock_timestamp() + $3 * interval '1 microsecond')
+ON CONFLICT (subscription, owner) DO UPDATE SET alive_until = excluded.alive_until";
+
+/// Whether the subscription is paused, and how many relays are alive. Indexes: primary keys.
+const SUBSCRIPTION_PAUSE: &str = concat!(
+    "SELECT s.paused_by, s.paused_why, s.paused_until,
+  (SELECT count(*) FROM {s}.replica AS r WHERE r.subscription = s.id AND r.alive_until > clock_timestamp()), ",
+    is_paused!(),
+    " FROM {s}.subscription AS s WHERE s.id = $1"
+);
+
+/// Takes the first free lane. Index: primary key of `lane`. Locks the one row; lanes locked by somebody else are passed over.
+///
+/// `clock_timestamp()`, not `now()`: the transaction may have waited, and a lease counts from the grant.
+const LANE_ACQUIRE: &str = concat!(
+    "UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond'
+WHERE subscription = $1 AND lane = (
+  SELECT l.lane FROM {s}.lane AS l
+  WHERE l.subscription = $1 AND (l.lease_until IS NULL OR l.lease_until <= clock_timestamp())
+    AND NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND ",
+    is_paused!(),
+    ")
+  ORDER BY l.lane LIMIT 1 FOR UPDATE SKIP LOCKED)
+RETURNING lane::int, epoch"
+);
+
+/// Holds the lane, unless it was lost or the subscription is paused. Index: primary key. Locks the row.
+const LANE_RENEW: &str = concat!(
+    "UPDATE {s}.lane SET lease_until = clock_timestamp() + $4 * interval '1 microsecond'
+WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
+  AND NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND ",
+    is_paused!(),
+    ")"
+);
+
+/// Gives the lane back. Index: primary key. Locks the row.
+const LANE_RELEASE: &str = "
+UPDATE {s}.lane SET lease_until = NULL WHERE subscription = $1 AND lane = $2 AND epoch = $3";
+
+impl PostgresStore {
+    pub(crate) async fn take_lane(&self, name: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
+        let reading = self.reading("acquire", name).await?;
+        let session = self.session("acquire").await?;
+        let client = session.client();
+        let schema = self.schema();
+        let (id, ttl_micros) = (reading.id, micros(ttl));
+        let (beat, acquire, pause) =
+            (schema.sql(REPLICA_BEAT), schema.sql(LANE_ACQUIRE), schema.sql(SUBSCRIPTION_PAUSE));
+        let owner_name = owner.as_str();
+        let owned: [(&(dyn ToSql + Sync), Type); 3] =
+            [(&id, Type::INT4), (&owner_name, Type::TEXT), (&ttl_micros, Type::INT8)];
+        let (begun, beaten, lane, pause, committed) = futures::join!(
+            client.batch_execute(&self.inner.preambles.write),
+            client.execute_typed(&beat, &owned),
+            client.query_typed(&acquire, &owned),
+            client.query_typed(&pause, &owned[..1]),
+            client.batch_execute(COMMIT),
+        );
+        session.end_after(committed.is_ok());
+        let failed = |error: tokio_postgres::Error| classify("acquire", &error);
+        begun.map_err(failed)?;
+        beaten.map_err(failed)?;
+        let (lane, pause) = (lane.map_err(failed)?, pause.map_err(failed)?);
+        committed.map_err(failed)?;
+        let lease = lane.first().map(|row| Lease {
+            subscription: name.clone(),
+            log: reading.log.clone(),
+            lane: u16::try_from(row.get::<_, i32>(0)).unwrap_or_default(),
+            epoch: row.get(1),
+            owner: owner.clone(),
+        });
+        let pause = pause.first();
+        let replicas = pause.map_or(1, |row| row.get::<_, i64>(3));
+        let paused = pause.filter(|row| row.get(4)).and_then(|row| {
+            let by: Option<String> = row.get(0);
+            let (why, until) = (row.get::<_, Option<String>>(1), row.get(2));
+            by.map(|by| Pause { until, by, why: why.unwrap_or_default() })
+        });
+        Ok(Acquired {
+            // One set between the two statements says nothing beside a lease.
+            paused: paused.filter(|_| lease.is_none()),
+            lease,
+            replicas: u16::try_from(replicas.max(1)).unwrap_or(u16::MAX),
+            lanes: reading.lanes,
+        })
+    }
+
+    pub(crate) async fn hold_lane(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+        let reading = self.reading("renew", &lease.subscription).await?;
+        let session = self.session("renew").await?;
+        let client = session.client();
+        let (beat, renew) = (self.schema().sql(REPLICA_BEAT), self.schema().sql(LANE_RENEW));
+        let (id, lane, ttl_micros) = (reading.id, lease.lane.cast_signed(), micros(ttl));
+        let owner = lease.owner.as_str();
+        let held: [(&(dyn ToSql + Sync), Type); 4] =
+            [(&id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&ttl_micros, Type::INT8)];
+        let owned: [(&(dyn ToSql + Sync), Type); 3] =
+            [(&id, Type::INT4), (&owner, Type::TEXT), (&ttl_micros, Type::INT8)];
+        let (begun, renewed, beaten, committed) = futures::join!(
+            client.batch_execute(&self.inner.preambles.write),
+            client.execute_typed(&renew, &held),
+            client.execute_typed(&beat, &owned),
+            client.batch_execute(COMMIT),
+        );
+        session.end_after(committed.is_ok());
+        let failed = |error: tokio_postgres::Error| classify("renew", &error);
+        begun.map_err(failed)?;
+        let renewed = renewed.map_err(failed)?;
+        beaten.map_err(failed)?;
+        committed.map_err(failed)?;
+        if renewed == 0 { Err(Error::stale("renew")) } else { Ok(()) }
+    }
+
+    pub(crate) async fn give_lane_back(&self, lease: &Lease) -> Result<()> {
+        let reading = self.reading("release", &lease.subscription).await?;
+        self.save_passed_window(lease, &reading).await?;
+        let session = self.session("release").await?;
+        let client = session.client();
+        let release = self.schema().sql(LANE_RELEASE);
+        let lane = lease.lane.cast_signed();
+        let held: [(&(dyn ToSql + Sync), Type); 3] =
+            [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8)];
+        let (begun, released, committed) = futures::join!(
+            client.batch_execute(&self.inner.preambles.write),
+            client.execute_typed(&release, &held),
+            client.batch_execute(COMMIT),
+        );
+        session.end_after(committed.is_ok());
+        let failed = |error: tokio_postgres::Error| classify("release", &error);
+        begun.map_err(failed)?;
+        released.map_err(failed)?;
+        committed.map_err(failed)?;
+        // Whoever waits for a free lane in this process need not wait for its next poll.
+        self.wake();
+        Ok(())
+    }
+}

@@ -1,0 +1,355 @@
+//! Reading one page of a window: its statements, and what they find out beside the rows.
+//!
+//! A page is one round trip: the transaction's beginning, a guard, one or two reads and its end are sent together. Two reads, because one
+//! combined query lets the planner walk the whole primary key for the straggler half (20 times slower).
+
+use std::collections::HashSet;
+use std::pin::pin;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use futures::TryStreamExt as _;
+use postbox_core::limits::BATCH_EVENTS_MAX;
+use postbox_core::{BatchLimit, Error, ErrorKind, Lease, LogName, Result};
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::{Client, Row};
+
+use super::subscribe::Reading;
+use crate::PostgresStore;
+use crate::classify::classify;
+use crate::decode::{EVENT_COLUMNS, Raw, Stored, event_columns, stored};
+
+/// Payloads up to this size may come along with their rows.
+const INLINE_BYTES_MAX: usize = 16 * 1024;
+/// Below this a second round trip costs more than the bytes.
+const INLINE_BYTES_MIN: usize = 1024;
+/// Larger payloads than this are fetched piece by piece, so that the driver's buffers stay small beside a payload of 16 MiB.
+const SLICE_BYTES: usize = 1024 * 1024;
+
+/// The rows of a log that the lane and subscription want; folded by the planner, because the parameters are known when it plans.
+macro_rules! wanted {
+    () => {
+        "($4 = 1 OR l.slot % $4 = $3) AND ($5::text[] IS NULL OR l.topic LIKE ANY ($5)) AND ($6::text IS NULL OR l.tenant = $6)"
+    };
+}
+
+/// (b) The rest of a window: a walk of the primary key between two bounds. Index: primary key. No lock.
+///
+/// Ordered by `seq`, not by `xid`: a transaction with an early id that writes late would come before what it follows.
+pub(crate) const LOG_READ_REST: &str = concat!(
+    "SELECT ",
+    event_columns!(),
+    " FROM {log} AS l
+WHERE l.seq > $7 AND l.seq <= $8 AND l.xid >= $9 AND pg_visible_in_snapshot(l.xid, $10) AND ",
+    wanted!(),
+    " ORDER BY l.seq LIMIT $2"
+);
+
+/// (b) for a window that opens now: finds its bounds first. Indexes: `(xid, seq)` for the bounds, then the primary key. No lock.
+///
+/// The inner select is fenced (`OFFSET 0`, a sort by its index and a limit), because a plain `min(seq)` over a range of `xid` is turned into
+/// a walk of the primary key from its start. The bounds come even where no row is wanted: they say whether all were counted. They
+/// come from the rows and not from a sequence: a snapshot's `xmax` is the latest
+/// *ended* transaction plus one, so that transactions above it may already hold lower `seq` values than any bound we could name.
+pub(crate) const LOG_READ_REST_FIRST: &str = concat!(
+    "SELECT page.*, bound.low, bound.high, bound.size
+FROM (
+  SELECT min(seen.seq) - 1 AS low, max(seen.seq) AS high, count(*) AS size
+  FROM unnest($7::xid8[], $8::xid8[]) AS gap(low, high)
+  CROSS JOIN LATERAL (
+    SELECT x.seq FROM {log} AS x WHERE x.xid > gap.low AND x.xid < gap.high ORDER BY x.xid, x.seq LIMIT $11 OFFSET 0
+  ) AS seen
+) AS bound
+LEFT JOIN LATERAL (
+  SELECT ",
+    event_columns!(),
+    " FROM {log} AS l
+  WHERE l.seq > bound.low AND l.seq <= bound.high AND l.xid >= $9 AND pg_visible_in_snapshot(l.xid, $10) AND ",
+    wanted!(),
+    " ORDER BY l.seq LIMIT $2
+) AS page ON true"
+);
+
+/// (a) The stragglers: rows of transactions that were running when the window began and are over now, driven from the list of those
+/// transactions. Index: `(xid, seq)`. No lock. The fence keeps the planner from joining the other way round, which walks the log.
+pub(crate) const LOG_READ_STRAGGLERS: &str = concat!(
+    "SELECT late.*
+FROM unnest($8::xid8[]) AS running(xid)
+CROSS JOIN LATERAL (
+  SELECT ",
+    event_columns!(),
+    " FROM {log} AS l
+  WHERE l.xid = running.xid AND l.seq > $7 AND ",
+    wanted!(),
+    " ORDER BY l.seq LIMIT $2 OFFSET 0
+) AS late
+ORDER BY late.seq LIMIT $2"
+);
+
+/// How long until the first row of a lane is due, in microseconds. Index: `delivery_due`, then `delivery_held`.
+/// Rows behind an unfinished one of their key are not due, whatever their time says.
+macro_rules! due_in {
+    () => {
+        "(SELECT greatest(0, extract(epoch FROM d.due_at - clock_timestamp()) * 1000000)::bigint
+   FROM {s}.delivery AS d
+   WHERE d.subscription = $1 AND d.lane = $2 AND d.due_at IS NOT NULL
+     AND (NOT d.holds OR d.seq = (SELECT h.seq FROM {s}.delivery AS h
+       WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds ORDER BY h.seq LIMIT 1))
+   ORDER BY d.due_at LIMIT 1)"
+    };
+}
+pub(crate) use due_in;
+
+/// True while the lease is ours. Index: primary key of `lane`.
+macro_rules! leased {
+    () => {
+        "EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp())"
+    };
+}
+pub(crate) use leased;
+
+/// What a page needs to know beside its rows. Four probes that find nothing while all goes well. Indexes: primary key of `lane`,
+/// `delivery_held_lane`, `delivery_discarded`, `delivery_due`. No lock.
+pub(crate) const PAGE_GUARD: &str = concat!(
+    "SELECT ",
+    leased!(),
+    ",
+  EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1 AND lane = $2 AND holds),
+  EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1 AND lane = $2 AND state = 'discarded' AND seq > $4), ",
+    due_in!()
+);
+
+/// Which of some keys are held. Index: `delivery_held`.
+const KEYS_HELD: &str = "
+SELECT asked.key FROM unnest($2::text[]) AS asked(key)
+WHERE EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.key = asked.key AND d.holds)";
+
+/// Which of some events were discarded. Index: primary key of `delivery`.
+const EVENTS_DISCARDED: &str = "
+SELECT d.seq FROM unnest($2::bigint[]) AS asked(seq) CROSS JOIN LATERAL (
+  SELECT d.seq FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = asked.seq AND d.state = 'discarded' OFFSET 0) AS d";
+
+/// The payloads that stayed behind. Index: primary key of the log.
+const PAYLOAD_READ: &str = "SELECT seq, payload, payload_bytes FROM {log} WHERE seq = ANY ($1)";
+
+/// A piece of one payload. Index: primary key of the log.
+const PAYLOAD_SLICE: &str =
+    "SELECT substr(coalesce(payload_bytes, convert_to(payload, 'UTF8')), $2, $3) FROM {log} WHERE seq = $1";
+
+/// The parameters every read shares, `$1` to `$6`.
+pub(crate) struct Shared<'a> {
+    pub(crate) inline_bytes: i32,
+    /// One row more than asked for: whether it comes says whether there is more.
+    rows: i64,
+    lane: i32,
+    lanes: i32,
+    likes: &'a Option<Vec<String>>,
+    tenant: Option<&'a str>,
+    pub(crate) limit: BatchLimit,
+}
+
+impl<'a> Shared<'a> {
+    pub(crate) fn new(lease: &Lease, reading: &'a Reading, limit: BatchLimit) -> Self {
+        let events = limit.events.clamp(1, BATCH_EVENTS_MAX);
+        // All rows together stay within the caller's bound on bytes, whatever their payloads.
+        let inline = (limit.payload_bytes / (events + 1)).clamp(INLINE_BYTES_MIN, INLINE_BYTES_MAX);
+        Self {
+            inline_bytes: i32::try_from(inline).unwrap_or(i32::MAX),
+            rows: events as i64 + 1,
+            lane: lease.lane.into(),
+            lanes: reading.lanes.into(),
+            likes: &reading.likes,
+            tenant: reading.tenant(),
+            limit: BatchLimit { events, ..limit },
+        }
+    }
+
+    pub(crate) fn params(&self) -> Vec<(&(dyn ToSql + Sync), Type)> {
+        vec![
+            (&self.inline_bytes, Type::INT4),
+            (&self.rows, Type::INT8),
+            (&self.lane, Type::INT4),
+            (&self.lanes, Type::INT4),
+            (self.likes, Type::TEXT_ARRAY),
+            (&self.tenant, Type::TEXT),
+        ]
+    }
+}
+
+/// The answer of [`PAGE_GUARD`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Guard {
+    pub(crate) holds: bool,
+    pub(crate) discards: bool,
+    pub(crate) due_in: Option<Duration>,
+}
+
+/// The bounds of a window that opens now; both zero when nothing is in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Bounds {
+    pub(crate) low: i64,
+    pub(crate) high: i64,
+    /// How many rows were counted, up to the cap.
+    pub(crate) size: i64,
+}
+
+/// Rows in `seq` order, and the bounds if the statement gives them.
+pub(crate) async fn read_rows(
+    client: &Client,
+    sql: &str,
+    params: Vec<(&(dyn ToSql + Sync), Type)>,
+) -> Result<(Vec<Stored>, Option<Bounds>), tokio_postgres::Error> {
+    let mut rows = pin!(client.query_typed_raw(sql, params).await?);
+    let (mut page, mut bounds) = (Vec::new(), None);
+    while let Some(row) = rows.try_next().await? {
+        if bounds.is_none() && row.len() > EVENT_COLUMNS {
+            let column =
+                |offset: usize| row.try_get::<_, Option<i64>>(EVENT_COLUMNS + offset).map(Option::unwrap_or_default);
+            bounds = Some(Bounds { low: column(0)?, high: column(1)?, size: column(2)? });
+            if row.try_get::<_, Option<i64>>(0)?.is_none() {
+                continue;
+            }
+        }
+        page.push(stored(&row)?);
+    }
+    Ok((page, bounds))
+}
+
+impl PostgresStore {
+    /// Asks the guard. `Stale` comes as `None`.
+    pub(crate) async fn guard(
+        &self,
+        client: &Client,
+        lease: &Lease,
+        reading: &Reading,
+        after: i64,
+    ) -> Result<Option<Guard>, tokio_postgres::Error> {
+        let lane = lease.lane.cast_signed();
+        let sql = self.schema().sql(PAGE_GUARD);
+        let params: [(&(dyn ToSql + Sync), Type); 4] =
+            [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&after, Type::INT8)];
+        let row = client.query_typed_one(&sql, &params).await?;
+        let guard = || Guard { holds: row.get(1), discards: row.get(2), due_in: wait(&row, 3) };
+        Ok(row.get::<_, bool>(0).then(guard))
+    }
+
+    /// Cuts the page to what the caller can hold, and fetches the payloads that stayed behind. Says whether it cut.
+    pub(crate) async fn fill_payloads(
+        &self,
+        client: &Client,
+        log: &LogName,
+        rows: &mut Vec<Stored>,
+        limit: BatchLimit,
+    ) -> Result<bool> {
+        let mut room = limit.payload_bytes;
+        let fits = rows.iter().position(|row| {
+            let fits = row.size <= room;
+            room = room.saturating_sub(row.size);
+            !fits
+        });
+        // A single larger event still comes alone.
+        let keep = fits.unwrap_or(rows.len()).max(1).min(limit.events).min(rows.len());
+        let cut = keep < rows.len();
+        rows.truncate(keep);
+        let behind: Vec<usize> = (0..rows.len()).filter(|index| rows[*index].large).collect();
+        if behind.is_empty() {
+            return Ok(cut);
+        }
+        let whole: Vec<i64> =
+            behind.iter().filter(|index| rows[**index].size <= SLICE_BYTES).map(|index| rows[*index].seq()).collect();
+        if !whole.is_empty() {
+            self.fetch_whole(client, log, rows, &whole).await?;
+        }
+        for index in behind.into_iter().filter(|index| rows[*index].size > SLICE_BYTES).collect::<Vec<_>>() {
+            let payload = self.fetch_sliced(client, log, &rows[index]).await?;
+            rows[index].delivery.event.payload = payload;
+            rows[index].large = false;
+        }
+        match rows.iter().find(|row| row.large) {
+            Some(row) => Err(vanished(row.seq())),
+            None => Ok(cut),
+        }
+    }
+
+    async fn fetch_whole(&self, client: &Client, log: &LogName, rows: &mut [Stored], seqs: &[i64]) -> Result<()> {
+        let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
+        let sql = self.schema().log_sql(PAYLOAD_READ, log);
+        let params: [(&(dyn ToSql + Sync), Type); 1] = [(&seqs, Type::INT8_ARRAY)];
+        let mut found = pin!(client.query_typed_raw(&sql, params).await.map_err(failed)?);
+        while let Some(row) = found.try_next().await.map_err(failed)? {
+            let seq: i64 = row.get(0);
+            let payload = row.get::<_, Option<Raw<'_>>>(1).or(row.get(2));
+            if let (Ok(index), Some(payload)) = (rows.binary_search_by_key(&seq, Stored::seq), payload) {
+                rows[index].delivery.event.payload = Bytes::copy_from_slice(payload.0);
+                rows[index].large = false;
+            }
+        }
+        Ok(())
+    }
+
+    async fn fetch_sliced(&self, client: &Client, log: &LogName, row: &Stored) -> Result<Bytes> {
+        let sql = self.schema().log_sql(PAYLOAD_SLICE, log);
+        let (seq, slice) = (row.seq(), SLICE_BYTES as i32);
+        let mut payload = BytesMut::with_capacity(row.size);
+        while payload.len() < row.size {
+            let start = i32::try_from(payload.len()).unwrap_or(i32::MAX - 1) + 1;
+            let params: [(&(dyn ToSql + Sync), Type); 3] =
+                [(&seq, Type::INT8), (&start, Type::INT4), (&slice, Type::INT4)];
+            let piece = client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
+            let piece = piece.ok_or_else(|| vanished(seq))?;
+            let piece: &[u8] = piece.get(0);
+            if piece.is_empty() {
+                return Err(vanished(seq));
+            }
+            payload.extend_from_slice(piece);
+        }
+        Ok(payload.freeze())
+    }
+
+    /// Which of the page's keys are held and which of its events were discarded; asks only if the guard saw any.
+    pub(crate) async fn exceptions(
+        &self,
+        client: &Client,
+        reading: &Reading,
+        guard: Guard,
+        rows: &[Stored],
+    ) -> Result<(HashSet<String>, HashSet<i64>)> {
+        let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
+        let (mut held, mut discarded) = (HashSet::new(), HashSet::new());
+        if guard.holds {
+            let keys: HashSet<&str> =
+                rows.iter().filter_map(|row| row.delivery.event.key.as_ref()).map(|key| key.as_str()).collect();
+            let keys: Vec<&str> = keys.into_iter().collect();
+            let sql = self.schema().sql(KEYS_HELD);
+            let found = client
+                .query_typed(&sql, &[(&reading.id, Type::INT4), (&keys, Type::TEXT_ARRAY)])
+                .await
+                .map_err(failed)?;
+            held = found.iter().map(|row| row.get(0)).collect();
+        }
+        if guard.discards {
+            let seqs: Vec<i64> = rows.iter().map(Stored::seq).collect();
+            let sql = self.schema().sql(EVENTS_DISCARDED);
+            let found = client
+                .query_typed(&sql, &[(&reading.id, Type::INT4), (&seqs, Type::INT8_ARRAY)])
+                .await
+                .map_err(failed)?;
+            discarded = found.iter().map(|row| row.get(0)).collect();
+        }
+        Ok((held, discarded))
+    }
+}
+
+/// A wait in microseconds, if there is one.
+pub(crate) fn wait(row: &Row, column: usize) -> Option<Duration> {
+    row.get::<_, Option<i64>>(column).map(|micros| Duration::from_micros(micros.unsigned_abs()))
+}
+
+fn vanished(seq: i64) -> Error {
+    Error::new(
+        ErrorKind::Internal,
+        "next_batch",
+        "event_vanished",
+        format!("event {seq} was deleted while it was read"),
+    )
+}

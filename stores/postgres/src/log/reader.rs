@@ -1,0 +1,248 @@
+//! What a lane remembers between calls: its window, how far it has read and how far it is settled.
+//!
+//! The database knows the window and the settled position; how far we have read is only ours, so that a page costs no write and a crash
+//! gives everything unsettled again. What is remembered belongs to one epoch: another lease begins from the database.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use postbox_core::{Epoch, Error, Lease, Result};
+use tokio::sync::watch;
+use tokio_postgres::Client;
+use tokio_postgres::types::{ToSql, Type};
+
+use super::subscribe::Reading;
+use crate::PostgresStore;
+use crate::classify::classify;
+use crate::decode::AsText;
+use crate::session::COMMIT;
+use crate::snapshot::Snapshot;
+
+/// Passed windows without anything for the lane that are remembered only here. Writing down each would cost a commit for
+/// every transaction of somebody else's lane or topic; a crash re-reads at most this many.
+const PASSED_WINDOWS_MAX: u32 = 64;
+
+/// The cursor of a lane under its epoch. Index: primary key of `lane`.
+const LANE_LOAD: &str = "
+SELECT from_snap::text, to_snap::text, low, high, last_seq
+FROM {s}.lane
+WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()";
+
+/// Opens a window. Index: primary key of `lane`. Locks the row.
+///
+/// Committed durably *before* anything of the window is given out: what a window sees may come from a producer with
+/// `synchronous_commit = off` and not be on disk yet. This commit is later in the write-ahead log than everything it can see, so
+/// it takes all of it to disk; without it a crash would turn a published event into a phantom.
+const LANE_OPEN_WINDOW: &str = "
+UPDATE {s}.lane SET from_snap = $4, to_snap = $5, low = $6, high = $7, last_seq = $8
+WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()";
+
+/// One lane of this process.
+pub(crate) struct LaneReader {
+    /// One reader at a time; settling does not wait for it.
+    pub(crate) turn: tokio::sync::Mutex<()>,
+    position: Mutex<Option<Position>>,
+    /// Which local commits the last read has seen.
+    stirs: Mutex<watch::Receiver<u64>>,
+}
+
+/// Where a lane stands.
+#[derive(Debug, Clone)]
+pub(crate) struct Position {
+    pub(crate) epoch: Epoch,
+    pub(crate) window: Window,
+    /// Everything of the window up to here is dealt with.
+    pub(crate) settled: i64,
+    /// Everything of the window up to here was given out; never below `settled`.
+    pub(crate) read: i64,
+    /// Nothing of the window is left beyond `read`.
+    pub(crate) drained: bool,
+    /// Rises with every rewind, so that a read that was under way does not undo it.
+    pub(crate) rewinds: u64,
+    /// Windows passed since the cursor was last written down.
+    pub(crate) passed: u32,
+}
+
+/// The rows not visible in `from` and visible in `to`; those from transactions at or above `from.xmax` lie in `low < seq <= high`.
+#[derive(Debug, Clone)]
+pub(crate) struct Window {
+    pub(crate) from: Arc<Snapshot>,
+    pub(crate) to: Arc<Snapshot>,
+    /// Derived from the rows themselves, never from a sequence: a transaction not over yet may hold any lower `seq`.
+    pub(crate) low: i64,
+    pub(crate) high: i64,
+}
+
+impl LaneReader {
+    fn new(stirs: watch::Receiver<u64>) -> Self {
+        Self { turn: tokio::sync::Mutex::default(), position: Mutex::default(), stirs: Mutex::new(stirs) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Position>> {
+        self.position.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The position under an epoch, if it is known.
+    pub(crate) fn position(&self, epoch: Epoch) -> Option<Position> {
+        self.lock().clone().filter(|position| position.epoch == epoch)
+    }
+
+    /// Remembers how far was read, unless the lane was rewound meanwhile. Says whether it did.
+    pub(crate) fn advance(&self, position: Position) -> bool {
+        let mut known = self.lock();
+        match known.as_mut() {
+            Some(now) if now.epoch == position.epoch && now.rewinds != position.rewinds => false,
+            Some(now) if now.epoch > position.epoch => false,
+            Some(now) if now.epoch == position.epoch && Arc::ptr_eq(&now.window.to, &position.window.to) => {
+                // A batch of this window may have been settled while the next was being read.
+                let settled = now.settled.max(position.settled);
+                *now = Position { settled, ..position };
+                true
+            }
+            _ => {
+                *known = Some(position);
+                true
+            }
+        }
+    }
+
+    /// Notes a settlement that was committed.
+    pub(crate) fn settled(&self, epoch: Epoch, position: Option<i64>, rewind: bool) {
+        let mut known = self.lock();
+        let Some(now) = known.as_mut().filter(|now| now.epoch == epoch) else { return };
+        if let Some(position) = position {
+            now.settled = now.settled.max(position);
+        }
+        if rewind {
+            now.read = now.settled;
+            now.drained = false;
+            now.rewinds += 1;
+        }
+    }
+
+    /// Forgets a lost lane.
+    pub(crate) fn forget(&self) {
+        *self.lock() = None;
+    }
+
+    /// From here on, local commits are news again.
+    pub(crate) fn mark_stirs_seen(&self) {
+        self.stirs.lock().unwrap_or_else(PoisonError::into_inner).mark_unchanged_now();
+    }
+
+    /// A receiver that knows which local commits were seen by the last read.
+    pub(crate) fn stirs(&self) -> watch::Receiver<u64> {
+        self.stirs.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+trait MarkUnchanged {
+    fn mark_unchanged_now(&mut self);
+}
+
+impl MarkUnchanged for watch::Receiver<u64> {
+    fn mark_unchanged_now(&mut self) {
+        drop(self.borrow_and_update());
+    }
+}
+
+impl PostgresStore {
+    pub(crate) fn reader(&self, lease: &Lease) -> Arc<LaneReader> {
+        let mut readers = self.readers();
+        let reader = readers
+            .entry((lease.subscription.clone(), lease.lane))
+            .or_insert_with(|| Arc::new(LaneReader::new(self.inner.stirs.subscribe())));
+        reader.clone()
+    }
+
+    /// Begins where the database says.
+    pub(crate) async fn load_position(&self, client: &Client, lease: &Lease, reading: &Reading) -> Result<Position> {
+        let lane = lease.lane.cast_signed();
+        let rows = client
+            .query_typed(
+                &self.schema().sql(LANE_LOAD),
+                &[(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8)],
+            )
+            .await
+            .map_err(|error| classify("next_batch", &error))?;
+        let row = rows.first().ok_or_else(|| Error::stale("next_batch"))?;
+        let settled = row.get(4);
+        Ok(Position {
+            epoch: lease.epoch,
+            window: Window {
+                from: Arc::new(Snapshot::parse(row.get(0))?),
+                to: Arc::new(Snapshot::parse(row.get(1))?),
+                low: row.get(2),
+                high: row.get(3),
+            },
+            settled,
+            read: settled,
+            drained: false,
+            rewinds: 0,
+            passed: 0,
+        })
+    }
+
+    /// Writes a window down, durably. `Stale` if the lease was lost.
+    pub(crate) async fn open_window(
+        &self,
+        client: &Client,
+        lease: &Lease,
+        reading: &Reading,
+        position: &Position,
+    ) -> Result<()> {
+        let Window { from, to, low, high } = &position.window;
+        let (from, to) = (AsText(from.to_string()), AsText(to.to_string()));
+        let lane = lease.lane.cast_signed();
+        let sql = self.schema().sql(LANE_OPEN_WINDOW);
+        let params: [(&(dyn ToSql + Sync), Type); 8] = [
+            (&reading.id, Type::INT4),
+            (&lane, Type::INT2),
+            (&lease.epoch, Type::INT8),
+            (&from, Type::PG_SNAPSHOT),
+            (&to, Type::PG_SNAPSHOT),
+            (low, Type::INT8),
+            (high, Type::INT8),
+            (&position.settled, Type::INT8),
+        ];
+        let (begun, opened, committed) = futures::join!(
+            client.batch_execute(&self.inner.preambles.write),
+            client.execute_typed(&sql, &params),
+            client.batch_execute(COMMIT),
+        );
+        let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
+        begun.map_err(failed)?;
+        let opened = opened.map_err(failed)?;
+        committed.map_err(failed)?;
+        if opened == 0 { Err(Error::stale("next_batch")) } else { Ok(()) }
+    }
+
+    /// Writes down passed windows once there are many of them.
+    pub(crate) async fn save_if_far(
+        &self,
+        client: &Client,
+        lease: &Lease,
+        reading: &Reading,
+        position: &mut Position,
+    ) -> Result<()> {
+        if position.passed >= PASSED_WINDOWS_MAX {
+            self.open_window(client, lease, reading, position).await?;
+            position.passed = 0;
+        }
+        Ok(())
+    }
+
+    /// Writes down passed windows before the lane goes to somebody else, so that they need not be passed again.
+    pub(crate) async fn save_passed_window(&self, lease: &Lease, reading: &Reading) -> Result<()> {
+        let reader = self.reader(lease);
+        let Some(position) = reader.position(lease.epoch) else { return Ok(()) };
+        reader.forget();
+        if position.passed == 0 || !position.drained || position.read != position.settled {
+            return Ok(());
+        }
+        let session = self.session("release").await?;
+        let saved = self.open_window(session.client(), lease, reading, &position).await;
+        session.end_after(saved.is_ok());
+        // A lane that was lost needs no saving.
+        saved.or_else(|error| if error.is_stale() { Ok(()) } else { Err(error) })
+    }
+}

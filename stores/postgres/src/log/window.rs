@@ -1,0 +1,329 @@
+//! From window to window: page by page while there is more, then a look for news, then the next window.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use postbox_core::{Batch, BatchLimit, Error, Key, Lease, Result, Seq};
+use tokio_postgres::Client;
+use tokio_postgres::types::{ToSql, Type};
+
+use super::page::{
+    Guard, LOG_READ_REST, LOG_READ_REST_FIRST, LOG_READ_STRAGGLERS, Shared, due_in, leased, read_rows, wait,
+};
+use super::reader::{LaneReader, Position, Window};
+use super::subscribe::Reading;
+use crate::PostgresStore;
+use crate::classify::classify;
+use crate::decode::{AsText, Stored};
+use crate::session::COMMIT;
+use crate::snapshot::Snapshot;
+
+/// Windows without anything for the lane that one call passes before it answers.
+const WINDOWS_PER_CALL_MAX: usize = 8;
+/// Rows whose index entries are counted when a window opens: some 50 ms of work. A larger window is cut at a transaction's border, so
+/// that no backlog makes opening a window slow.
+const WINDOW_ROWS_MAX: i64 = 100_000;
+
+/// Whether anything was committed since the window ended, and what a relay wants to know when nothing was. Two probes that find nothing
+/// when idle. Indexes: `(xid, seq)` of the log, primary key of `lane`, `delivery_due`. No lock, no write: an idle relay costs reads only.
+///
+/// Transactions that are still running are left out of the ranges, so that a probe never walks what a large one has written so far.
+/// `ORDER BY xid LIMIT 1` makes the index the cheap way even on a table without statistics.
+pub(crate) const LANE_PEEK: &str = concat!(
+    "WITH current AS MATERIALIZED (SELECT pg_current_snapshot() AS snap),
+gap AS MATERIALIZED (
+  SELECT edge AS low, lead(edge) OVER (ORDER BY edge) AS high
+  FROM (SELECT $4::xid8 AS edge UNION ALL SELECT pg_snapshot_xip(snap) FROM current UNION ALL SELECT pg_snapshot_xmax(snap) FROM current) AS edges
+  WHERE edge >= $4)
+SELECT snap::text,
+  EXISTS (SELECT FROM gap CROSS JOIN LATERAL (
+    SELECT FROM {log} AS l WHERE l.xid > gap.low AND l.xid < gap.high ORDER BY l.xid LIMIT 1 OFFSET 0) AS hit),
+  EXISTS (SELECT FROM unnest($5::xid8[]) AS running(xid) CROSS JOIN LATERAL (
+    SELECT FROM {log} AS l WHERE l.xid = running.xid ORDER BY l.xid, l.seq LIMIT 1 OFFSET 0) AS hit
+    WHERE pg_visible_in_snapshot(running.xid, snap)), ",
+    leased!(),
+    ", ",
+    due_in!(),
+    " FROM current"
+);
+
+/// The first transaction of some ranges, and the one that row number `$3` belongs to. Index: `(xid, seq)`. No lock.
+const WINDOW_CUT: &str = "
+SELECT l.xid::text
+FROM unnest($1::xid8[], $2::xid8[]) AS gap(low, high)
+CROSS JOIN LATERAL (SELECT x.xid FROM {log} AS x WHERE x.xid > gap.low AND x.xid < gap.high ORDER BY x.xid, x.seq LIMIT $3 OFFSET 0) AS l
+ORDER BY l.xid OFFSET $3 - 1 LIMIT 1";
+
+/// What was found of one page.
+struct Page {
+    rows: Vec<Stored>,
+    guard: Guard,
+}
+
+impl PostgresStore {
+    pub(crate) async fn read_stream(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        let reading = self.reading("next_batch", &lease.subscription).await?;
+        let reader = self.reader(lease);
+        let _turn = reader.turn.lock().await;
+        // Before anything is looked at: a commit from here on is news to the next wait.
+        reader.mark_stirs_seen();
+        let session = self.session("next_batch").await?;
+        let lane = LaneCall {
+            store: self,
+            client: session.client(),
+            lease,
+            reading: &reading,
+            shared: Shared::new(lease, &reading, limit),
+        };
+        let batch = lane.next(&reader).await;
+        // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped future does.
+        session.finish();
+        if batch.as_ref().is_err_and(Error::is_stale) {
+            reader.forget();
+        }
+        batch
+    }
+}
+
+/// One call of `next_batch`.
+struct LaneCall<'a> {
+    store: &'a PostgresStore,
+    client: &'a Client,
+    lease: &'a Lease,
+    reading: &'a Reading,
+    shared: Shared<'a>,
+}
+
+impl LaneCall<'_> {
+    async fn next(&self, reader: &LaneReader) -> Result<Batch> {
+        let mut at = match reader.position(self.lease.epoch) {
+            Some(position) => position,
+            None => {
+                let position = self.store.load_position(self.client, self.lease, self.reading).await?;
+                reader.advance(position.clone());
+                position
+            }
+        };
+        let mut due_in = None;
+        for _ in 0..WINDOWS_PER_CALL_MAX {
+            let page = if !at.drained {
+                self.read_page(&at).await?
+            } else if at.settled < at.read {
+                // The window's last batch is not settled. Opening the next now would forget it after a crash.
+                return Ok(Batch { due_in, ..Batch::default() });
+            } else {
+                let Some(page) = self.open_next(&mut at, &mut due_in).await? else {
+                    reader.advance(at);
+                    return Ok(Batch { due_in, ..Batch::default() });
+                };
+                page
+            };
+            due_in = page.guard.due_in;
+            if page.rows.is_empty() {
+                at.drained = true;
+                continue;
+            }
+            return self.give(reader, at, page).await;
+        }
+        reader.advance(at);
+        Ok(Batch { due_in, ..Batch::default() })
+    }
+
+    /// Reads on in the window. One round trip.
+    async fn read_page(&self, at: &Position) -> Result<Page> {
+        let Window { from, to, low, high } = &at.window;
+        let (after, low) = (at.read, at.read.max(*low));
+        let (xmax, snap) = (AsText(from.xmax.to_string()), AsText(to.to_string()));
+        let sql = self.store.schema().log_sql(LOG_READ_REST, &self.reading.log);
+        let rest = async {
+            if low >= *high {
+                return Ok((Vec::new(), None));
+            }
+            let mut params = self.shared.params();
+            params.extend([
+                (&low as &(dyn ToSql + Sync), Type::INT8),
+                (high, Type::INT8),
+                (&xmax, Type::XID8),
+                (&snap, Type::PG_SNAPSHOT),
+            ]);
+            read_rows(self.client, &sql, params).await
+        };
+        let (begun, guard, late, rest, committed) = futures::join!(
+            self.client.batch_execute(&self.store.inner.preambles.read),
+            self.store.guard(self.client, self.lease, self.reading, after),
+            self.read_stragglers(from.ended_by(to), after),
+            rest,
+            self.client.batch_execute(COMMIT),
+        );
+        let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
+        begun.map_err(failed)?;
+        let guard = guard.map_err(failed)?.ok_or_else(|| Error::stale("next_batch"))?;
+        let (late, rest) = (late.map_err(failed)?, rest.map_err(failed)?.0);
+        committed.map_err(failed)?;
+        Ok(Page { rows: merge(late, rest), guard })
+    }
+
+    /// Rows of transactions that were running when the window began, `seq` order.
+    async fn read_stragglers(&self, ended: Vec<u64>, after: i64) -> Result<Vec<Stored>, tokio_postgres::Error> {
+        if ended.is_empty() {
+            return Ok(Vec::new());
+        }
+        let ended: Vec<String> = ended.iter().map(u64::to_string).collect();
+        let ended = AsText::numbers(&ended);
+        let sql = self.store.schema().log_sql(LOG_READ_STRAGGLERS, &self.reading.log);
+        let mut params = self.shared.params();
+        params.extend([(&after as &(dyn ToSql + Sync), Type::INT8), (&ended, Type::XID8_ARRAY)]);
+        Ok(read_rows(self.client, &sql, params).await?.0)
+    }
+
+    /// Looks for news and reads the first page of the window they make; `at` becomes that window. `None`: no news.
+    ///
+    /// The window is written down, durably, only once something of it is about to be given out; one that has nothing for this lane is
+    /// passed in memory.
+    async fn open_next(&self, at: &mut Position, due_in: &mut Option<std::time::Duration>) -> Result<Option<Page>> {
+        let from = at.window.to.clone();
+        let (reading, lease) = (self.reading, self.lease);
+        let sql = self.store.schema().log_sql(LANE_PEEK, &reading.log);
+        let lane = lease.lane.cast_signed();
+        let edge = AsText(from.xmax.saturating_sub(1).to_string());
+        let running: Vec<String> = from.xip.iter().map(u64::to_string).collect();
+        let running = AsText::numbers(&running);
+        let params: [(&(dyn ToSql + Sync), Type); 5] = [
+            (&reading.id, Type::INT4),
+            (&lane, Type::INT2),
+            (&lease.epoch, Type::INT8),
+            (&edge, Type::XID8),
+            (&running, Type::XID8_ARRAY),
+        ];
+        let row = self.client.query_typed_one(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
+        if !row.get::<_, bool>(3) {
+            return Err(Error::stale("next_batch"));
+        }
+        *due_in = wait(&row, 4);
+        let (rest, late): (bool, bool) = (row.get(1), row.get(2));
+        if !rest && !late {
+            return Ok(None);
+        }
+        let to = Snapshot::parse(row.get(0))?;
+        let page =
+            if from.is_zero() { self.open_whole(at, to).await? } else { self.open_between(at, to, rest).await? };
+        at.passed += 1;
+        if page.rows.is_empty() {
+            at.drained = true;
+            self.store.save_if_far(self.client, lease, reading, at).await?;
+        } else {
+            self.store.open_window(self.client, lease, reading, at).await?;
+            at.passed = 0;
+        }
+        Ok(Some(page))
+    }
+
+    /// The first window of all: everything in the log, so its lower bound need not be looked for.
+    async fn open_whole(&self, at: &mut Position, to: Snapshot) -> Result<Page> {
+        let window = Window { from: at.window.to.clone(), to: Arc::new(to), low: 0, high: i64::MAX };
+        at.enter(window);
+        self.read_page(at).await
+    }
+
+    async fn open_between(&self, at: &mut Position, mut to: Snapshot, mut rest: bool) -> Result<Page> {
+        let from = at.window.to.clone();
+        let mut rows_max = WINDOW_ROWS_MAX;
+        loop {
+            let gaps = from.gaps_until(&to);
+            rest = rest && !gaps.is_empty();
+            let (lows, highs) = (AsText::numbers(&gaps.lows), AsText::numbers(&gaps.highs));
+            let (xmax, snap) = (AsText(from.xmax.to_string()), AsText(to.to_string()));
+            let sql = self.store.schema().log_sql(LOG_READ_REST_FIRST, &self.reading.log);
+            let first = async {
+                if !rest {
+                    return Ok((Vec::new(), None));
+                }
+                let mut params = self.shared.params();
+                params.extend([
+                    (&lows as &(dyn ToSql + Sync), Type::XID8_ARRAY),
+                    (&highs, Type::XID8_ARRAY),
+                    (&xmax, Type::XID8),
+                    (&snap, Type::PG_SNAPSHOT),
+                    (&rows_max, Type::INT8),
+                ]);
+                read_rows(self.client, &sql, params).await
+            };
+            let (begun, guard, late, first, committed) = futures::join!(
+                self.client.batch_execute(&self.store.inner.preambles.read),
+                self.store.guard(self.client, self.lease, self.reading, 0),
+                self.read_stragglers(from.ended_by(&to), 0),
+                first,
+                self.client.batch_execute(COMMIT),
+            );
+            let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
+            begun.map_err(failed)?;
+            let guard = guard.map_err(failed)?.ok_or_else(|| Error::stale("next_batch"))?;
+            let (late, (first, bounds)) = (late.map_err(failed)?, first.map_err(failed)?);
+            committed.map_err(failed)?;
+            if bounds.is_some_and(|bounds| bounds.size >= rows_max) {
+                // Too large to know its bounds: they are cut short, and so must the window be.
+                (to, rows_max) = self.cut(&from, to).await?;
+                continue;
+            }
+            let (low, high) = bounds.map_or((0, 0), |bounds| (bounds.low, bounds.high));
+            at.enter(Window { from, to: Arc::new(to), low, high });
+            return Ok(Page { rows: merge(late, first), guard });
+        }
+    }
+
+    /// A smaller window end, and how many rows it may have: as many transactions as fit, or else one alone, however large.
+    async fn cut(&self, from: &Snapshot, to: Snapshot) -> Result<(Snapshot, i64)> {
+        let gaps = from.gaps_until(&to);
+        let (lows, highs) = (AsText::numbers(&gaps.lows), AsText::numbers(&gaps.highs));
+        let sql = self.store.schema().log_sql(WINDOW_CUT, &self.reading.log);
+        let xid_of_row = async |row: i64| -> Result<u64> {
+            let params: [(&(dyn ToSql + Sync), Type); 3] =
+                [(&lows, Type::XID8_ARRAY), (&highs, Type::XID8_ARRAY), (&row, Type::INT8)];
+            let found =
+                self.client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
+            let xid = found.and_then(|row| row.get::<_, &str>(0).parse().ok());
+            // Rows that were there a moment ago and are not any more: take everything.
+            Ok(xid.unwrap_or(to.xmax))
+        };
+        let (first, last) = (xid_of_row(1).await?, xid_of_row(WINDOW_ROWS_MAX).await?);
+        let xmax = if last > first { last } else { first + 1 };
+        Ok((to.cut_at(xmax.min(to.xmax)), i64::MAX))
+    }
+
+    /// Makes a batch of a page and remembers how far it goes.
+    async fn give(&self, reader: &LaneReader, mut at: Position, page: Page) -> Result<Batch> {
+        let Page { mut rows, guard } = page;
+        let more = self.store.fill_payloads(self.client, &self.reading.log, &mut rows, self.shared.limit).await?;
+        let (held, discarded) = self.store.exceptions(self.client, self.reading, guard, &rows).await?;
+        let end = rows.last().map(Stored::seq).unwrap_or(at.read);
+        at.read = end;
+        at.drained = !more;
+        if !reader.advance(at) {
+            // Rewound while we read: what we have is from before. The next call reads it again.
+            return Ok(Batch { more: true, due_in: guard.due_in, ..Batch::default() });
+        }
+        Ok(Batch {
+            deliveries: rows.into_iter().map(|row| row.delivery).collect(),
+            end: Some(Seq(end)),
+            held: held.into_iter().map(Key::from_stored).collect(),
+            discarded: discarded.into_iter().map(Seq).collect::<HashSet<_>>(),
+            more,
+            due_in: guard.due_in,
+        })
+    }
+}
+
+impl Position {
+    fn enter(&mut self, window: Window) {
+        self.window = window;
+        (self.settled, self.read, self.drained) = (0, 0, false);
+    }
+}
+
+/// Both halves of a page in one order. Each is ordered, and they share no row.
+fn merge(mut late: Vec<Stored>, mut rest: Vec<Stored>) -> Vec<Stored> {
+    late.append(&mut rest);
+    // A stable sort finds the runs that are there, and only merges them.
+    late.sort_by_key(Stored::seq);
+    late
+}

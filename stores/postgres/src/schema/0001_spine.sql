@@ -1,0 +1,252 @@
+-- Every object lives in the schema chosen by the configuration. Placeholders: {s} the quoted schema, {tag} a dollar-quote tag
+-- that does not occur in it. Names of CHECK constraints are the stable codes of postbox_core::limits, so that an INSERT typed
+-- into psql is refused with the same word as an append from Rust.
+
+-- Time-ordered ids for writers that bring none: 48 bits of milliseconds, 12 bits of the fraction of that millisecond, 62 of chance.
+CREATE FUNCTION {s}.uuid_v7() RETURNS uuid LANGUAGE sql VOLATILE PARALLEL SAFE AS ${tag}$
+  SELECT (lpad(to_hex(micros / 1000), 12, '0') || '7' || lpad(to_hex((micros % 1000) * 4096 / 1000), 3, '0')
+          || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid
+  FROM (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS micros) AS clock
+${tag}$;
+
+-- One call judges all headers, and names the broken rule as a constraint of its own.
+CREATE FUNCTION {s}.headers_are_valid(headers jsonb) RETURNS boolean LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS ${tag}$
+DECLARE
+  fault text;
+BEGIN
+  IF jsonb_typeof(headers) <> 'object' OR EXISTS (SELECT FROM jsonb_each(headers) AS h WHERE jsonb_typeof(h.value) <> 'string') THEN
+    fault := 'headers_invalid';
+  ELSE
+    SELECT CASE
+        WHEN count(*) > 64 THEN 'headers_too_many'
+        WHEN sum(octet_length(h.key) + octet_length(h.value)) > 16384 THEN 'headers_too_large'
+        WHEN bool_or(h.key COLLATE "C" !~ '^[A-Za-z0-9!#$%&''*+.^_`|~-]+$') THEN 'header_name_invalid'
+        WHEN bool_or(h.value COLLATE "C" ~ '[\u0001-\u0008\u000a-\u001f\u007f-\u009f]') THEN 'header_value_invalid'
+      END
+      INTO fault FROM jsonb_each_text(headers) AS h;
+  END IF;
+  IF fault IS NOT NULL THEN
+    RAISE EXCEPTION 'the headers break the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault,
+      HINT = 'headers are one JSON object of text values: at most 64, 16 KiB together, RFC 9110 names, no control characters';
+  END IF;
+  RETURN true;
+END
+${tag}$;
+
+CREATE TABLE {s}.log (
+  name text PRIMARY KEY,
+  created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- Makes a log: one append-only table. Idempotent.
+--
+-- Two payload columns, exactly one of them set. `payload` is text, so that an INSERT from psql or any driver keeps JSON byte for
+-- byte: in a bytea column a plain literal would go through bytea's own escapes ('{"a":"\\"}' would lose a backslash, '{"a":"\n"}'
+-- would be refused). Bytes that are no text go to `payload_bytes`. A bytea value assigned to `payload` by mistake arrives as
+-- '\x…', which is refused by name.
+--
+-- `xid` is the transaction that wrote the row: what the cursor, a snapshot, is compared with. `slot` decides the lane.
+CREATE FUNCTION {s}.create_log(log_name text) RETURNS void LANGUAGE plpgsql AS ${tag}$
+BEGIN
+  IF log_name !~ '^[a-z][a-z0-9_]{0,39}$'
+     OR log_name IN ('log', 'subscription', 'lane', 'delivery', 'receipt', 'conflict', 'replica', 'migration', 'sleeper') THEN
+    RAISE EXCEPTION '% is no log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
+      HINT = 'lower-case letters, digits and _, beginning with a letter, at most 40, and no table of Postbox itself';
+  END IF;
+  IF EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN
+    RETURN;
+  END IF;
+  EXECUTE replace(replace(${tag}_ddl$
+    CREATE TABLE <schema>.<log> (
+      seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+      xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
+      id uuid NOT NULL DEFAULT <schema>.uuid_v7() UNIQUE,
+      topic text NOT NULL,
+      key text,
+      aggregate text,
+      version bigint,
+      kind text,
+      source text,
+      tenant text,
+      payload text,
+      payload_bytes bytea,
+      content_type text,
+      headers jsonb,
+      occurred_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+      created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+      deliver_at timestamptz,
+      slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED,
+      CONSTRAINT topic_empty CHECK (topic <> ''),
+      CONSTRAINT topic_too_long CHECK (octet_length(topic) <= 255),
+      CONSTRAINT topic_invalid CHECK (topic COLLATE "C" !~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]'),
+      CONSTRAINT key_empty CHECK (key <> ''),
+      CONSTRAINT key_too_long CHECK (octet_length(key) <= 1024),
+      CONSTRAINT tenant_empty CHECK (tenant <> ''),
+      CONSTRAINT tenant_too_long CHECK (octet_length(tenant) <= 128),
+      CONSTRAINT tenant_invalid CHECK (tenant COLLATE "C" !~ '[\u0001-\u001f\u007f-\u009f]'),
+      CONSTRAINT aggregate_invalid CHECK (octet_length(aggregate) BETWEEN 1 AND 128 AND aggregate COLLATE "C" !~ '[\u0001-\u001f\u007f-\u009f]'),
+      CONSTRAINT kind_invalid CHECK (octet_length(kind) BETWEEN 1 AND 128 AND kind COLLATE "C" !~ '[\u0001-\u001f\u007f-\u009f]'),
+      CONSTRAINT source_invalid CHECK (octet_length(source) BETWEEN 1 AND 128 AND source COLLATE "C" !~ '[\u0001-\u001f\u007f-\u009f]'),
+      CONSTRAINT content_type_invalid CHECK (octet_length(content_type) BETWEEN 1 AND 128 AND content_type COLLATE "C" !~ '[\u0001-\u001f\u007f-\u009f]'),
+      CONSTRAINT payload_missing CHECK (num_nonnulls(payload, payload_bytes) = 1),
+      CONSTRAINT payload_too_large CHECK (coalesce(octet_length(payload), octet_length(payload_bytes)) <= 16777216),
+      CONSTRAINT payload_is_bytes CHECK (left(payload, 2) <> '\x'),
+      CONSTRAINT headers_invalid CHECK (headers IS NULL OR <schema>.headers_are_valid(headers)),
+      CONSTRAINT occurred_at_invalid CHECK (occurred_at > '-infinity' AND occurred_at < '9999-12-30 22:00:01+00'),
+      CONSTRAINT deliver_at_invalid CHECK (deliver_at > '-infinity' AND deliver_at < '9999-12-30 22:00:01+00')
+    );
+    CREATE INDEX <log>_xid_seq ON <schema>.<log> (xid, seq);
+    COMMENT ON COLUMN <schema>.<log>.payload IS 'text, kept byte for byte; bytes that are no text go to payload_bytes';
+    COMMENT ON COLUMN <schema>.<log>.xid IS 'the writing transaction; leave it to its default';
+  ${tag}_ddl$, '<log>', log_name), '<schema>', {schema_literal});
+  INSERT INTO {s}.log (name) VALUES (log_name);
+END
+${tag}$;
+
+SELECT {s}.create_log('outbox');
+SELECT {s}.create_log('inbox');
+
+CREATE TABLE {s}.subscription (
+  id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  name text NOT NULL UNIQUE,
+  log text NOT NULL REFERENCES {s}.log (name),
+  topics text[] NOT NULL,
+  tenant text,
+  ordering text NOT NULL CHECK (ordering IN ('key', 'none')),
+  lanes smallint NOT NULL CHECK (lanes BETWEEN 1 AND 256),
+  paused_by text,
+  paused_why text,
+  paused_until timestamptz,
+  created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- The cursor. Rewritten once per batch: room in the page and no index on what changes keep every rewrite a cheap in-page one.
+CREATE TABLE {s}.lane (
+  subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
+  lane smallint NOT NULL,
+  from_snap pg_snapshot NOT NULL,
+  to_snap pg_snapshot NOT NULL,
+  low bigint NOT NULL,
+  high bigint NOT NULL,
+  last_seq bigint NOT NULL,
+  epoch bigint NOT NULL DEFAULT 0,
+  owner text,
+  lease_until timestamptz,
+  PRIMARY KEY (subscription, lane)
+) WITH (fillfactor = 20, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);
+
+CREATE TABLE {s}.replica (
+  subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
+  owner text NOT NULL,
+  alive_until timestamptz NOT NULL,
+  PRIMARY KEY (subscription, owner)
+) WITH (fillfactor = 50);
+
+-- Events that left the stream. `ordered`: the subscription was ordered by key when the row was made. A row that `holds` keeps later
+-- events of its key from being sent; of those, only the first has its time come.
+CREATE TABLE {s}.delivery (
+  subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
+  seq bigint NOT NULL,
+  lane smallint NOT NULL,
+  key text,
+  state text NOT NULL CONSTRAINT state_unknown CHECK (state IN ('retrying', 'blocked', 'scheduled', 'dead', 'discarded')),
+  ordered boolean NOT NULL,
+  halt boolean NOT NULL DEFAULT false,
+  holds boolean NOT NULL GENERATED ALWAYS AS
+    (ordered AND key IS NOT NULL AND (state IN ('retrying', 'blocked') OR (state = 'dead' AND halt))) STORED,
+  attempts int NOT NULL DEFAULT 0,
+  replays int NOT NULL DEFAULT 0,
+  due_at timestamptz,
+  code text,
+  error text,
+  updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  PRIMARY KEY (subscription, seq),
+  CONSTRAINT due_when_waiting CHECK (CASE state WHEN 'scheduled' THEN due_at IS NOT NULL WHEN 'retrying' THEN true ELSE due_at IS NULL END)
+);
+CREATE INDEX delivery_due ON {s}.delivery (subscription, lane, due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX delivery_held ON {s}.delivery (subscription, key, seq) WHERE holds;
+CREATE INDEX delivery_held_lane ON {s}.delivery (subscription, lane) WHERE holds;
+CREATE INDEX delivery_discarded ON {s}.delivery (subscription, lane, seq) WHERE state = 'discarded';
+CREATE INDEX delivery_state ON {s}.delivery (subscription, state, seq);
+
+-- The memory of what came in. `digest` is empty for consumers that only ask `once`.
+CREATE TABLE {s}.receipt (
+  source text NOT NULL,
+  tenant text NOT NULL DEFAULT '',
+  message_id text NOT NULL,
+  digest bytea,
+  received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  PRIMARY KEY (source, tenant, message_id),
+  CONSTRAINT message_id_invalid CHECK (octet_length(message_id) BETWEEN 1 AND 255)
+);
+CREATE INDEX receipt_received ON {s}.receipt (received_at);
+
+CREATE TABLE {s}.conflict (
+  source text NOT NULL,
+  tenant text NOT NULL,
+  message_id text NOT NULL,
+  digest_stored bytea,
+  digest_refused bytea NOT NULL,
+  at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- Appends one event in the caller's transaction, from any language. An untyped literal is text.
+CREATE FUNCTION {s}.enqueue(
+  topic text, payload text, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
+  kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT NULL,
+  headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
+) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
+DECLARE
+  event_id uuid := coalesce(enqueue.id, {s}.uuid_v7());
+  -- A text that looks like bytea's output is a text all the same; only the column cannot tell.
+  bytes bytea := CASE WHEN left(enqueue.payload, 2) = '\x' THEN convert_to(enqueue.payload, 'UTF8') END;
+BEGIN
+  IF enqueue.log = 'outbox' THEN
+    INSERT INTO {s}.outbox (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
+    VALUES (event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
+      CASE WHEN bytes IS NULL THEN enqueue.payload END, bytes, enqueue.content_type, nullif(enqueue.headers, '{}'),
+      coalesce(enqueue.occurred_at, clock_timestamp()), enqueue.deliver_at);
+  ELSE
+    IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name = enqueue.log) THEN
+      RAISE EXCEPTION 'there is no log %', quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
+    END IF;
+    EXECUTE 'INSERT INTO ' || {schema_literal} || '.' || quote_ident(enqueue.log)
+      || ' (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)'
+      || ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)'
+      USING event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
+      CASE WHEN bytes IS NULL THEN enqueue.payload END, bytes, enqueue.content_type, nullif(enqueue.headers, '{}'),
+      coalesce(enqueue.occurred_at, clock_timestamp()), enqueue.deliver_at;
+  END IF;
+  RETURN event_id;
+END
+${tag}$;
+
+-- The same for jsonb: its text is what is delivered.
+CREATE FUNCTION {s}.enqueue(
+  topic text, payload jsonb, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
+  kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT NULL,
+  headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
+) RETURNS uuid LANGUAGE sql AS ${tag}$
+  SELECT {s}.enqueue(topic, payload::text, key, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, log)
+${tag}$;
+
+-- The same for bytes, which are taken for application/octet-stream unless the content type says otherwise.
+CREATE FUNCTION {s}.enqueue(
+  topic text, payload bytea, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
+  kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT 'application/octet-stream',
+  headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
+) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
+DECLARE
+  event_id uuid := coalesce(enqueue.id, {s}.uuid_v7());
+BEGIN
+  IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name = enqueue.log) THEN
+    RAISE EXCEPTION 'there is no log %', quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
+  END IF;
+  EXECUTE 'INSERT INTO ' || {schema_literal} || '.' || quote_ident(enqueue.log)
+    || ' (id, topic, key, aggregate, version, kind, source, tenant, payload_bytes, content_type, headers, occurred_at, deliver_at)'
+    || ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)'
+    USING event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
+    enqueue.payload, enqueue.content_type, nullif(enqueue.headers, '{}'), coalesce(enqueue.occurred_at, clock_timestamp()), enqueue.deliver_at;
+  RETURN event_id;
+END
+${tag}$;

@@ -1,0 +1,159 @@
+//! The schema: its name, safely quoted, and its migrations.
+
+mod migrate;
+mod rebase;
+
+use std::fmt;
+use std::str::FromStr;
+
+use postbox_core::{Error, LogName, Result};
+
+/// Longest identifier Postgres keeps; it cuts longer ones with only a notice, so that two names could become one.
+const IDENTIFIER_BYTES_MAX: usize = 63;
+
+/// Our own tables: no log may be called like one.
+const TABLES_OF_OURS: [&str; 9] =
+    ["log", "subscription", "lane", "delivery", "receipt", "conflict", "replica", "migration", "sleeper"];
+
+/// The schema all tables and functions of a store live in. Any text is allowed that Postgres can keep: it is always quoted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SchemaName {
+    name: String,
+    quoted: String,
+}
+
+impl SchemaName {
+    /// Checks and quotes a name.
+    pub fn new(name: impl Into<String>) -> Result<Self> {
+        let name = name.into();
+        let fault = if name.is_empty() {
+            Some("is empty".to_owned())
+        } else if name.len() > IDENTIFIER_BYTES_MAX {
+            Some(format!("has {} bytes; Postgres keeps {IDENTIFIER_BYTES_MAX}", name.len()))
+        } else if name.contains('\0') {
+            Some("has a NUL character".to_owned())
+        } else if name.starts_with("pg_") || name == "information_schema" {
+            Some("is reserved by Postgres".to_owned())
+        } else {
+            None
+        };
+        match fault {
+            Some(fault) => Err(Error::invalid("connect", "schema_name_invalid", format!("the schema name {fault}"))),
+            None => Ok(Self { quoted: format!("\"{}\"", name.replace('"', "\"\"")), name }),
+        }
+    }
+
+    /// The name as given.
+    pub fn as_str(&self) -> &str {
+        &self.name
+    }
+
+    /// The name as an SQL identifier.
+    pub fn quoted(&self) -> &str {
+        &self.quoted
+    }
+
+    /// The quoted identifier inside an SQL string literal.
+    fn literal(&self) -> String {
+        let escaped = self.quoted.replace('\'', "''");
+        // Without the E prefix a backslash stands for itself under standard_conforming_strings, which migrations pin.
+        format!("'{escaped}'")
+    }
+
+    /// Fills `{s}` with the schema.
+    pub(crate) fn sql(&self, template: &str) -> String {
+        template.replace("{s}", &self.quoted)
+    }
+
+    /// Fills `{s}` with the schema and `{log}` with the log's table.
+    pub(crate) fn log_sql(&self, template: &str, log: &LogName) -> String {
+        let table = format!("{}.\"{log}\"", self.quoted);
+        // The table goes in last: a hostile schema may contain the text of a placeholder.
+        let mut parts = template.split("{log}");
+        let mut sql = self.sql(parts.next().unwrap_or_default());
+        for part in parts {
+            sql.push_str(&table);
+            sql.push_str(&self.sql(part));
+        }
+        sql
+    }
+
+    /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that no name can end a body.
+    fn migration_sql(&self, template: &str) -> String {
+        let tag = (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str()));
+        let tag = tag.unwrap_or_default();
+        let mut sql = String::with_capacity(template.len() * 2);
+        let mut rest = template;
+        while let Some(at) = rest.find('{') {
+            sql.push_str(&rest[..at]);
+            rest = &rest[at..];
+            let known = [("{s}", self.quoted.as_str()), ("{tag}", &tag), ("{schema_literal}", &self.literal())]
+                .into_iter()
+                .find(|(placeholder, _)| rest.starts_with(placeholder))
+                .map(|(placeholder, value)| (placeholder.len(), value.to_owned()));
+            match known {
+                Some((length, value)) => {
+                    sql.push_str(&value);
+                    rest = &rest[length..];
+                }
+                None => {
+                    sql.push('{');
+                    rest = &rest[1..];
+                }
+            }
+        }
+        sql.push_str(rest);
+        sql
+    }
+}
+
+impl Default for SchemaName {
+    fn default() -> Self {
+        Self { name: "postbox".to_owned(), quoted: "\"postbox\"".to_owned() }
+    }
+}
+
+impl fmt::Display for SchemaName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl FromStr for SchemaName {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::new(name)
+    }
+}
+
+/// Refuses names that are tables, but no logs.
+pub(crate) fn check_log_name(operation: &'static str, log: &LogName) -> Result<()> {
+    if TABLES_OF_OURS.contains(&log.as_str()) {
+        return Err(crate::classify::log_unknown(operation, log.as_str()));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_quoted_and_bounded() {
+        let schema = SchemaName::new("we\"ird").expect("a name");
+        assert_eq!(schema.quoted(), "\"we\"\"ird\"");
+        assert_eq!(SchemaName::new("x".repeat(64)).expect_err("long").code(), "schema_name_invalid");
+        assert!(SchemaName::new("x".repeat(63)).is_ok());
+        for bad in ["", "a\0b", "pg_catalog", "information_schema"] {
+            assert!(SchemaName::new(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_placeholder_inside_a_name_stays_text() {
+        let schema = SchemaName::new("{log}{s}{tag}").expect("a name");
+        assert_eq!(schema.log_sql("{s} {log}", &LogName::outbox()), r#""{log}{s}{tag}" "{log}{s}{tag}"."outbox""#);
+        assert_eq!(schema.migration_sql("{s} {x}"), r#""{log}{s}{tag}" {x}"#);
+    }
+}

@@ -1,0 +1,147 @@
+//! A Postgres snapshot, as text goes over the wire: `xmin:xmax:xip,xip,…`.
+
+use std::fmt;
+
+use postbox_core::{Error, ErrorKind, Result};
+
+/// Which transactions were over at one moment: those below `xmax` that are not in `xip`.
+///
+/// `xmax` is one more than the latest transaction that is *over*, not the next to be given out: transactions at or above it may
+/// already be running, and may have drawn lower `seq` values than anything visible.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Snapshot {
+    pub(crate) xmin: u64,
+    pub(crate) xmax: u64,
+    /// Ascending.
+    pub(crate) xip: Vec<u64>,
+}
+
+impl Snapshot {
+    /// Before the first transaction: nothing is visible in it.
+    pub(crate) const ZERO: &'static str = "1:1:";
+
+    pub(crate) fn parse(text: &str) -> Result<Self> {
+        let read = || {
+            let mut parts = text.split(':');
+            let xmin = parts.next()?.parse().ok()?;
+            let xmax = parts.next()?.parse().ok()?;
+            let list = parts.next()?;
+            let xip =
+                if list.is_empty() { Some(Vec::new()) } else { list.split(',').map(|xid| xid.parse().ok()).collect() };
+            Some(Self { xmin, xmax, xip: xip? })
+        };
+        read().ok_or_else(|| {
+            Error::new(ErrorKind::Internal, "read", "snapshot_invalid", format!("{text:?} is no snapshot"))
+        })
+    }
+
+    pub(crate) fn is_zero(&self) -> bool {
+        self.xmax <= 1
+    }
+
+    /// Whether a transaction was over.
+    pub(crate) fn sees(&self, xid: u64) -> bool {
+        xid < self.xmin || (xid < self.xmax && self.xip.binary_search(&xid).is_err())
+    }
+
+    /// Transactions that were running here and are over in `later`: their rows are the stragglers.
+    pub(crate) fn ended_by(&self, later: &Self) -> Vec<u64> {
+        self.xip.iter().copied().filter(|xid| later.sees(*xid)).collect()
+    }
+
+    /// The open intervals of transaction ids that are at or above our `xmax` and over in `later`.
+    ///
+    /// Leaving the running ones out keeps a probe from walking the rows a large open transaction has written so far.
+    pub(crate) fn gaps_until(&self, later: &Self) -> Gaps {
+        let mut gaps = Gaps::default();
+        let mut low = self.xmax.saturating_sub(1);
+        for high in later.xip.iter().copied().filter(|xid| *xid >= self.xmax).chain([later.xmax]) {
+            if high > low + 1 {
+                gaps.lows.push(low.to_string());
+                gaps.highs.push(high.to_string());
+            }
+            low = low.max(high);
+        }
+        gaps
+    }
+
+    /// The same snapshot as it would have been had no transaction from `xmax` on been over yet.
+    pub(crate) fn cut_at(&self, xmax: u64) -> Self {
+        let xip: Vec<u64> = self.xip.iter().copied().filter(|xid| *xid < xmax).collect();
+        let xmin = xip.first().copied().unwrap_or(xmax).min(xmax);
+        Self { xmin, xmax, xip }
+    }
+}
+
+impl fmt::Display for Snapshot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}:", self.xmin, self.xmax)?;
+        for (index, xid) in self.xip.iter().enumerate() {
+            let comma = if index == 0 { "" } else { "," };
+            write!(f, "{comma}{xid}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Open intervals, as two lists of bounds for `unnest`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Gaps {
+    pub(crate) lows: Vec<String>,
+    pub(crate) highs: Vec<String>,
+}
+
+impl Gaps {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.lows.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn snapshot(text: &str) -> Snapshot {
+        Snapshot::parse(text).expect("a snapshot")
+    }
+
+    #[test]
+    fn text_round_trips() {
+        for text in ["1:1:", "10:20:", "10:20:10,14,15"] {
+            assert_eq!(snapshot(text).to_string(), text);
+        }
+        assert!(Snapshot::parse("1:x:").is_err());
+    }
+
+    #[test]
+    fn running_and_future_transactions_are_not_seen() {
+        let at = snapshot("10:20:10,14");
+        let seen: Vec<u64> = (8..22).filter(|xid| at.sees(*xid)).collect();
+        assert_eq!(seen, [8, 9, 11, 12, 13, 15, 16, 17, 18, 19]);
+        assert!(!snapshot(Snapshot::ZERO).sees(1));
+    }
+
+    #[test]
+    fn a_window_is_stragglers_and_gaps_and_nothing_else() {
+        let (from, to) = (snapshot("10:20:10,14"), snapshot("14:30:14,22,29"));
+        assert_eq!(from.ended_by(&to), [10]);
+        let gaps = from.gaps_until(&to);
+        assert_eq!((gaps.lows.join(" "), gaps.highs.join(" ")), ("19 22".into(), "22 29".into()));
+        // The same set, counted one by one.
+        for xid in 1..40 {
+            let in_window = !from.sees(xid) && to.sees(xid);
+            let in_gaps = gaps.lows.iter().zip(&gaps.highs).any(|(low, high)| {
+                low.parse::<u64>().expect("a number") < xid && xid < high.parse().expect("a number")
+            });
+            assert_eq!(in_window, in_gaps || from.ended_by(&to).contains(&xid), "{xid}");
+        }
+    }
+
+    #[test]
+    fn a_cut_snapshot_sees_less_and_never_more() {
+        let full = snapshot("14:30:14,22");
+        let cut = full.cut_at(20);
+        assert_eq!(cut.to_string(), "14:20:14");
+        assert!((1..40).all(|xid| cut.sees(xid) == (full.sees(xid) && xid < 20)));
+    }
+}

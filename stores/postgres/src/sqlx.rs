@@ -1,0 +1,82 @@
+//! The same two functions for users of `sqlx`: append, and once, in a transaction of theirs.
+
+use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName};
+use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{Executor as _, Row as _};
+use uuid::Uuid;
+
+use crate::append::{Columns, LOG_APPEND};
+use crate::classify::{log_unknown, of_sqlstate};
+use crate::once::{RECEIPT_CLAIM, check_message_id};
+use crate::schema::SchemaName;
+
+/// Appends `events` in your transaction, as [`crate::append_in`] does: `append_in(&mut *tx, …)`. One round trip, whatever their number.
+///
+/// Statements are not kept by the connection, so that a transaction-mode pooler may sit in between.
+///
+/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction; roll it back.
+pub async fn append_in(
+    connection: &mut PgConnection,
+    schema: &SchemaName,
+    log: &LogName,
+    events: &[NewEvent],
+) -> Result<Vec<EventId>> {
+    let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
+    let sql = schema.log_sql(LOG_APPEND, log);
+    let query = sqlx::query(sqlx::AssertSqlSafe(sql))
+        .bind(columns.ids.into_iter().map(|id| id.map(|id| id.to_string())).collect::<Vec<_>>())
+        .bind(columns.topics)
+        .bind(columns.keys)
+        .bind(columns.aggregates)
+        .bind(columns.versions)
+        .bind(columns.kinds)
+        .bind(columns.sources)
+        .bind(columns.tenants)
+        .bind(columns.texts)
+        .bind(columns.bytes)
+        .bind(columns.content_types)
+        .bind(columns.headers)
+        .bind(columns.occurred)
+        .bind(columns.deliver)
+        .persistent(false);
+    let rows = connection.fetch_all(query).await.map_err(|error| classify("append", Some(log), &error))?;
+    rows.iter().map(event_id).collect::<Result<_, _>>().map_err(|error| classify("append", Some(log), &error))
+}
+
+/// Whether this is the first time that `message_id` of `source` is seen, decided in your transaction; see [`crate::once_in`].
+pub async fn once_in(
+    connection: &mut PgConnection,
+    schema: &SchemaName,
+    source: &SourceName,
+    message_id: &str,
+) -> Result<bool> {
+    check_message_id(message_id)?;
+    let sql = schema.sql(RECEIPT_CLAIM);
+    let query = sqlx::query(sqlx::AssertSqlSafe(sql)).bind(source.as_str()).bind(message_id).persistent(false);
+    let claimed = connection.execute(query).await.map_err(|error| classify("once", None, &error))?;
+    Ok(claimed.rows_affected() == 1)
+}
+
+/// A uuid's 16 bytes, as they come in the binary protocol: no feature of `sqlx` is needed for them.
+fn event_id(row: &PgRow) -> Result<EventId, sqlx::Error> {
+    let bytes = row.try_get_raw(0)?.as_bytes().map_err(sqlx::Error::Decode)?;
+    Uuid::from_slice(bytes).map(EventId::from_uuid).map_err(|error| sqlx::Error::Decode(error.into()))
+}
+
+fn classify(operation: &'static str, log: Option<&LogName>, error: &sqlx::Error) -> Error {
+    let classified = match (error.as_database_error(), log) {
+        (Some(database), Some(log)) if database.code().as_deref() == Some("42P01") => {
+            log_unknown(operation, log.as_str())
+        }
+        (Some(database), _) => {
+            let state = database.code().unwrap_or_default();
+            let postgres = database.try_downcast_ref::<sqlx::postgres::PgDatabaseError>();
+            let (column, hint) = (postgres.and_then(|error| error.column()), postgres.and_then(|error| error.hint()));
+            of_sqlstate(operation, &state, database.constraint(), column, database.message(), hint)
+        }
+        (None, _) => {
+            Error::new(ErrorKind::Unavailable, operation, "store_unreachable", "the database cannot be reached")
+        }
+    };
+    classified.with_source(error.to_string())
+}

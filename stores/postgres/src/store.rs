@@ -1,0 +1,102 @@
+//! The store: a pool, a schema, and what its lanes remember between calls.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use deadpool_postgres::Pool;
+use postbox_core::{LogName, Result, SubscriptionName};
+use tokio::sync::watch;
+
+use crate::config::PostgresConfig;
+use crate::connect::Target;
+use crate::log::reader::LaneReader;
+use crate::log::subscribe::Reading;
+use crate::schema::SchemaName;
+use crate::session::Preambles;
+
+/// The Postgres store. Clones share one pool.
+#[derive(Clone)]
+pub struct PostgresStore {
+    pub(crate) inner: Arc<Inner>,
+}
+
+pub(crate) struct Inner {
+    pub(crate) pool: Pool,
+    pub(crate) target: Target,
+    pub(crate) config: PostgresConfig,
+    pub(crate) schema: SchemaName,
+    pub(crate) preambles: Preambles,
+    /// Rises with every local commit that may give a lane work.
+    pub(crate) stirs: watch::Sender<u64>,
+    /// What is known of the subscriptions this process reads; as many as it has subscriptions.
+    pub(crate) readings: Mutex<HashMap<SubscriptionName, Arc<Reading>>>,
+    /// Where each lane of this process reads; as many as it has lanes.
+    pub(crate) readers: Mutex<HashMap<(SubscriptionName, u16), Arc<LaneReader>>>,
+    /// The LISTEN connection, where asked for.
+    pub(crate) listener: crate::log::hint::Listener,
+}
+
+impl PostgresStore {
+    /// Connects, and checks that the database answers. The schema is not looked at: see [`postbox_core::Migrate`].
+    ///
+    /// Errors: `Mismatch` for a bad URL, schema name or missing database, `Unauthorized`, `Unavailable`.
+    pub async fn connect(config: PostgresConfig) -> Result<Self> {
+        let store = Self::new(config)?;
+        store.session("connect").await?.finish();
+        Ok(store)
+    }
+
+    /// A store that connects when it is first used. Needs a tokio runtime only then.
+    pub fn new(config: PostgresConfig) -> Result<Self> {
+        let schema = SchemaName::new(config.schema.as_str())?;
+        let target = Target::parse(&config)?;
+        let inner = Inner {
+            pool: target.pool(&config)?,
+            target,
+            preambles: Preambles::new(config.statement_timeout),
+            schema,
+            config,
+            stirs: watch::Sender::new(0),
+            readings: Mutex::default(),
+            readers: Mutex::default(),
+            listener: crate::log::hint::Listener::default(),
+        };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// The schema of this store, for [`crate::append_in`] and [`crate::once_in`].
+    pub fn schema(&self) -> &SchemaName {
+        &self.inner.schema
+    }
+
+    /// Tells the relays of this process that something was committed: call it after the commit of a transaction that used
+    /// [`crate::append_in`]. Only a hint that saves a poll interval.
+    pub fn wake(&self) {
+        self.inner.stirs.send_modify(|stirs| *stirs += 1);
+    }
+
+    /// Makes another log; one that is there already stays as it is.
+    pub async fn create_log(&self, log: &LogName) -> Result<()> {
+        let session = self.session("create_log").await?;
+        let sql = self.schema().sql("SELECT {s}.create_log($1)");
+        let made = session
+            .client()
+            .query_typed(&sql, &[(&log.as_str(), tokio_postgres::types::Type::TEXT)])
+            .await
+            .map_err(|error| crate::classify::classify("create_log", &error));
+        session.end_after(made.is_ok());
+        made.map(drop)
+    }
+
+    pub(crate) fn readers(&self) -> std::sync::MutexGuard<'_, HashMap<(SubscriptionName, u16), Arc<LaneReader>>> {
+        // A panic while it was locked would have been between two whole changes.
+        self.inner.readers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for PostgresStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresStore").field("config", &self.inner.config).finish_non_exhaustive()
+    }
+}

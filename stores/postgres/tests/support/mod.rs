@@ -1,0 +1,159 @@
+//! What the tests of this crate share: a migrated store in a database of its own, and a producer's transaction.
+
+#![allow(dead_code, missing_docs, unreachable_pub, reason = "each test binary uses its part")]
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, Store};
+use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName, TxHandler};
+use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
+use postbox_testkit::servers::{PgBouncer, Postgres, Version};
+use tokio_postgres::{Client, Transaction};
+
+/// A fresh database with a migrated store in it.
+pub struct Fixture {
+    pub store: PostgresStore,
+    /// Direct, for producers and checks.
+    pub url: String,
+    pub server: Postgres,
+    _pooler: Option<PgBouncer>,
+}
+
+/// A fixture on a server of that version.
+pub async fn on(version: Version) -> Fixture {
+    let server = Postgres::shared(version).await;
+    let url = server.fresh_database().await;
+    let store = migrated(PostgresConfig::new(&url)).await;
+    effects_table(&url).await;
+    Fixture { store, url, server, _pooler: None }
+}
+
+/// A fixture whose store reaches Postgres 15 through pgbouncer in transaction mode.
+pub async fn pooled() -> Fixture {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let pooler = PgBouncer::start(&server).await;
+    let database = url.rsplit('/').next().and_then(|rest| rest.split('?').next()).expect("a database in the url");
+    let store = migrated(PostgresConfig::new(pooler.url(database))).await;
+    effects_table(&url).await;
+    Fixture { store, url, server, _pooler: Some(pooler) }
+}
+
+/// Connects and migrates.
+pub async fn migrated(config: PostgresConfig) -> PostgresStore {
+    let store = PostgresStore::connect(config).await.expect("a store");
+    store.up().await.expect("migrated");
+    store
+}
+
+async fn effects_table(url: &str) {
+    let sql = "CREATE TABLE effect (n bigint GENERATED ALWAYS AS IDENTITY, payload text NOT NULL)";
+    client(url).await.batch_execute(sql).await.expect("a table for effects");
+}
+
+/// A connection of a producer or checker.
+pub async fn client(url: &str) -> Client {
+    let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.expect("a connection");
+    tokio::spawn(connection);
+    client
+}
+
+impl Fixture {
+    pub async fn client(&self) -> Client {
+        client(&self.url).await
+    }
+}
+
+#[async_trait]
+impl StoreFixture for Fixture {
+    fn store(&self) -> Arc<dyn Store> {
+        Arc::new(self.store.clone())
+    }
+
+    fn capabilities(&self) -> StoreCapabilities {
+        StoreCapabilities { concurrent_transactions: true }
+    }
+
+    async fn begin(&self) -> Box<dyn OpenTransaction> {
+        let client = self.client().await;
+        // An id at once: the transaction has its place among the others before it writes.
+        client.batch_execute("BEGIN; SELECT pg_current_xact_id()").await.expect("begun");
+        Box::new(Open { client, schema: self.store.schema().clone() })
+    }
+
+    async fn conflicts(&self) -> u64 {
+        let client = self.client().await;
+        let row = client.query_one("SELECT count(*) FROM postbox.conflict", &[]).await.expect("counted");
+        row.get::<_, i64>(0).unsigned_abs()
+    }
+}
+
+struct Open {
+    client: Client,
+    schema: SchemaName,
+}
+
+impl Open {
+    async fn run(&self, sql: &str) {
+        self.client.batch_execute(sql).await.expect(sql);
+    }
+}
+
+#[async_trait]
+impl OpenTransaction for Open {
+    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+        // The driver's transaction type borrows its client; this one only stands for the transaction that is open already (the server
+        // warns of the second BEGIN and goes on), and must not roll it back.
+        let tx = self.client.transaction().await.expect("the open transaction");
+        let appended = postbox_postgres::append_in(&tx, &self.schema, log, events).await;
+        std::mem::forget(tx);
+        appended
+    }
+
+    async fn savepoint(&mut self) {
+        self.run("SAVEPOINT here").await;
+    }
+
+    async fn rollback_to_savepoint(&mut self) {
+        self.run("ROLLBACK TO SAVEPOINT here; RELEASE SAVEPOINT here").await;
+    }
+
+    async fn commit(self: Box<Self>) {
+        self.run("COMMIT").await;
+    }
+
+    async fn rollback(self: Box<Self>) {
+        self.run("ROLLBACK").await;
+    }
+}
+
+#[async_trait]
+impl ApplyFixture for Fixture {
+    fn apply(&self) -> Arc<dyn Apply> {
+        self.store.apply(Effects)
+    }
+
+    async fn effects(&self) -> Vec<String> {
+        let rows = self.client().await.query("SELECT payload FROM effect ORDER BY n", &[]).await.expect("read");
+        rows.iter().map(|row| row.get(0)).collect()
+    }
+}
+
+/// Writes the payload down, then does as the payload says.
+struct Effects;
+
+#[async_trait]
+impl TxHandler for Effects {
+    async fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
+        let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
+        let sql = "INSERT INTO effect (payload) VALUES ($1)";
+        tx.execute_typed(sql, &[(&payload, tokio_postgres::types::Type::TEXT)]).await.expect("the effect is written");
+        match payload.as_str() {
+            "retry" => Outcome::retry("later", "not now"),
+            "dead" => Outcome::dead("never", "not ever"),
+            "panic" => panic!("as asked"),
+            _ => Outcome::DELIVERED,
+        }
+    }
+}
