@@ -64,13 +64,6 @@ impl Snapshot {
         }
         gaps
     }
-
-    /// The same snapshot as it would have been had no transaction from `xmax` on been over yet.
-    pub(crate) fn cut_at(&self, xmax: u64) -> Self {
-        let xip: Vec<u64> = self.xip.iter().copied().filter(|xid| *xid < xmax).collect();
-        let xmin = xip.first().copied().unwrap_or(xmax).min(xmax);
-        Self { xmin, xmax, xip }
-    }
 }
 
 impl fmt::Display for Snapshot {
@@ -135,13 +128,5 @@ mod tests {
             });
             assert_eq!(in_window, in_gaps || from.ended_by(&to).contains(&xid), "{xid}");
         }
-    }
-
-    #[test]
-    fn a_cut_snapshot_sees_less_and_never_more() {
-        let full = snapshot("14:30:14,22");
-        let cut = full.cut_at(20);
-        assert_eq!(cut.to_string(), "14:20:14");
-        assert!((1..40).all(|xid| cut.sees(xid) == (full.sees(xid) && xid < 20)));
     }
 }

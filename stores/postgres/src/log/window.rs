@@ -20,8 +20,8 @@ use crate::snapshot::Snapshot;
 
 /// Windows without anything for the lane that one call passes before it answers.
 const WINDOWS_PER_CALL_MAX: usize = 8;
-/// Rows whose index entries are counted when a window opens: some 50 ms of work. A larger window is cut at a transaction's border, so
-/// that no backlog makes opening a window slow.
+/// Rows whose index entries are looked at together with the first page: some 50 ms of work. The bounds of a larger window (a backlog
+/// after a long stop) are looked for once more, without a limit: some 0.3 s a million rows.
 const WINDOW_ROWS_MAX: i64 = 100_000;
 
 /// Whether anything was committed since the window ended, and what a relay wants to know when nothing was. Two probes that find nothing
@@ -46,13 +46,6 @@ SELECT snap::text,
     due_in!(),
     " FROM current"
 );
-
-/// The first transaction of some ranges, and the one that row number `$3` belongs to. Index: `(xid, seq)`. No lock.
-const WINDOW_CUT: &str = "
-SELECT l.xid::text
-FROM unnest($1::xid8[], $2::xid8[]) AS gap(low, high)
-CROSS JOIN LATERAL (SELECT x.xid FROM {log} AS x WHERE x.xid > gap.low AND x.xid < gap.high ORDER BY x.xid, x.seq LIMIT $3 OFFSET 0) AS l
-ORDER BY l.xid OFFSET $3 - 1 LIMIT 1";
 
 /// What was found of one page.
 struct Page {
@@ -225,7 +218,7 @@ impl LaneCall<'_> {
         self.read_page(at).await
     }
 
-    async fn open_between(&self, at: &mut Position, mut to: Snapshot, mut rest: bool) -> Result<Page> {
+    async fn open_between(&self, at: &mut Position, to: Snapshot, mut rest: bool) -> Result<Page> {
         let from = at.window.to.clone();
         let mut rows_max = WINDOW_ROWS_MAX;
         loop {
@@ -261,33 +254,15 @@ impl LaneCall<'_> {
             let (late, (first, bounds)) = (late.map_err(failed)?, first.map_err(failed)?);
             committed.map_err(failed)?;
             if bounds.is_some_and(|bounds| bounds.size >= rows_max) {
-                // Too large to know its bounds: they are cut short, and so must the window be.
-                (to, rows_max) = self.cut(&from, to).await?;
+                // The bounds of a part are no bounds. The window itself cannot be made smaller: a snapshot cut at some transaction's id is no
+                // moment of the database, and would show a later commit with an early id before what it follows.
+                rows_max = i64::MAX;
                 continue;
             }
             let (low, high) = bounds.map_or((0, 0), |bounds| (bounds.low, bounds.high));
             at.enter(Window { from, to: Arc::new(to), low, high });
             return Ok(Page { rows: merge(late, first), guard });
         }
-    }
-
-    /// A smaller window end, and how many rows it may have: as many transactions as fit, or else one alone, however large.
-    async fn cut(&self, from: &Snapshot, to: Snapshot) -> Result<(Snapshot, i64)> {
-        let gaps = from.gaps_until(&to);
-        let (lows, highs) = (AsText::numbers(&gaps.lows), AsText::numbers(&gaps.highs));
-        let sql = self.store.schema().log_sql(WINDOW_CUT, &self.reading.log);
-        let xid_of_row = async |row: i64| -> Result<u64> {
-            let params: [(&(dyn ToSql + Sync), Type); 3] =
-                [(&lows, Type::XID8_ARRAY), (&highs, Type::XID8_ARRAY), (&row, Type::INT8)];
-            let found =
-                self.client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
-            let xid = found.and_then(|row| row.get::<_, &str>(0).parse().ok());
-            // Rows that were there a moment ago and are not any more: take everything.
-            Ok(xid.unwrap_or(to.xmax))
-        };
-        let (first, last) = (xid_of_row(1).await?, xid_of_row(WINDOW_ROWS_MAX).await?);
-        let xmax = if last > first { last } else { first + 1 };
-        Ok((to.cut_at(xmax.min(to.xmax)), i64::MAX))
     }
 
     /// Makes a batch of a page and remembers how far it goes.
