@@ -7,8 +7,8 @@ use std::time::Duration;
 use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Settlement, Subscription, SubscriptionName};
 use postbox_testkit::servers::Version;
 
-/// More rows than a window counts together with its first page, on either side of the later commit.
-const BACKLOG: i64 = 60_000;
+/// More rows than a window counts together with its first page, with ids between the early one and the one it follows.
+const BACKLOG: i64 = 120_000;
 
 #[tokio::test]
 async fn an_early_id_keeps_its_keys_order_in_a_window_of_any_size() {
@@ -35,7 +35,6 @@ async fn an_early_id_keeps_its_keys_order_in_a_window_of_any_size() {
         .await
         .expect("the earlier commit, a later id");
     early.batch_execute("SELECT postbox.enqueue('order', '2', key => 'k'); COMMIT").await.expect("the later commit");
-    first.batch_execute(&fill).await.expect("filled");
 
     let (mut order, mut read) = (Vec::new(), 0);
     loop {
@@ -49,6 +48,6 @@ async fn an_early_id_keeps_its_keys_order_in_a_window_of_any_size() {
         order.extend(ordered.map(|it| it.event.payload.clone()));
         store.settle(&lease, Settlement { position: batch.end, ..Settlement::default() }).await.expect("settled");
     }
-    assert_eq!(read, 2 * BACKLOG + 2);
+    assert_eq!(read, BACKLOG + 2);
     assert_eq!(order, ["1", "2"], "commit order of the key");
 }
