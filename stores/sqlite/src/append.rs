@@ -1,0 +1,131 @@
+//! Appending: in a transaction of the store's own, or in yours.
+
+use async_trait::async_trait;
+use postbox_core::{Append, Error, ErrorKind, EventId, LogName, NewEvent, Result};
+use rusqlite::{Connection, params};
+use uuid::Uuid;
+
+use crate::classify::{Fault, Work};
+use crate::migrate::{checked_log, explain_missing};
+use crate::schema::{NOW_MICROS, log_table};
+use crate::store::SqliteStore;
+use crate::thread::Flush;
+
+/// The columns of an append, in the order of its parameters.
+pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, payload, created_at";
+
+#[async_trait]
+impl Append for SqliteStore {
+    async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+        let log = checked_log("append", log)?;
+        events.iter().try_for_each(NewEvent::validate)?;
+        if events.is_empty() {
+            return Ok(Vec::new());
+        }
+        let events = events.to_vec();
+        let now = self.now();
+        let ids = self
+            .writer()
+            .call("append", move |session| {
+                session.transact(Flush::Configured, |tx| insert(tx, &log, &events, Some(now)))
+            })
+            .await?;
+        self.wake();
+        Ok(ids)
+    }
+}
+
+/// Appends in *your* transaction: the change and its events commit together, or neither does. Takes a [`rusqlite::Transaction`] or
+/// a savepoint of one (both lend themselves as a connection).
+///
+/// As [`Append::append`], except that nobody is woken: call [`SqliteStore::wake`] after your commit, or let the relay poll.
+/// A connection without an open transaction is refused (`Invalid`, code `no_transaction`). If it fails, your transaction is as it
+/// was before the call.
+///
+/// ```
+/// # fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// # let mut connection = rusqlite::Connection::open_in_memory()?;
+/// use postbox_core::{LogName, NewEvent};
+///
+/// let tx = connection.transaction()?;
+/// tx.execute("INSERT INTO orders (id) VALUES (42)", [])?;
+/// postbox_sqlite::append_in(&tx, &LogName::outbox(), &[NewEvent::json("order.placed", "{}").key("42")])?;
+/// tx.commit()?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn append_in(tx: &Connection, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+    let log = checked_log("append", log)?;
+    events.iter().try_for_each(NewEvent::validate)?;
+    require_transaction("append", tx)?;
+    if events.is_empty() {
+        return Ok(Vec::new());
+    }
+    let append = || -> Work<Vec<EventId>> {
+        tx.execute_batch("SAVEPOINT postbox_append")?;
+        let inserted = insert(tx, &log, events, None);
+        tx.execute_batch(match inserted {
+            Ok(_) => "RELEASE postbox_append",
+            Err(_) => "ROLLBACK TO postbox_append; RELEASE postbox_append",
+        })?;
+        inserted
+    };
+    append().map_err(|fault| fault.into_error("append"))
+}
+
+/// Refuses a connection in autocommit mode, where the promise of one transaction could not be kept.
+pub(crate) fn require_transaction(operation: &'static str, tx: &Connection) -> Result<()> {
+    if tx.is_autocommit() {
+        let message = "there is no open transaction; begin one, and commit your change together with its events";
+        return Err(Error::invalid(operation, "no_transaction", message));
+    }
+    Ok(())
+}
+
+/// Inserts validated events one by one with one prepared statement: in-process, a row costs no round trip.
+pub(crate) fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: Option<i64>) -> Work<Vec<EventId>> {
+    // Takes the primary key and the unique index on id; holds the database's one write lock.
+    let log_append = format!(
+        "INSERT INTO {} ({APPEND_COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, coalesce(?14, {NOW_MICROS}))",
+        log_table(log)
+    );
+    let mut statement =
+        tx.prepare_cached(&log_append).map_err(|error| explain_missing("append", tx, log, Fault::from(error)))?;
+    let mut ids = Vec::with_capacity(events.len());
+    for event in events {
+        let id = event.id.unwrap_or_else(fresh_id);
+        statement.execute(params![
+            id.to_string(),
+            event.topic,
+            event.key,
+            event.aggregate,
+            event.version,
+            event.kind,
+            event.source,
+            event.tenant,
+            event.content_type,
+            headers_json(event)?,
+            event.occurred_at.map(|at| at.as_microsecond()),
+            event.deliver_at.map(|at| at.as_microsecond()),
+            event.payload.as_ref(),
+            now,
+        ])?;
+        ids.push(id);
+    }
+    Ok(ids)
+}
+
+pub(crate) fn fresh_id() -> EventId {
+    EventId::from_uuid(Uuid::now_v7())
+}
+
+/// Headers as they are stored: a JSON object, or nothing.
+pub(crate) fn headers_json(event: &NewEvent) -> Result<Option<String>> {
+    if event.headers.is_empty() {
+        return Ok(None);
+    }
+    let json = serde_json::to_string(&event.headers).map_err(|error| {
+        Error::new(ErrorKind::Internal, "append", "headers_invalid", "the headers cannot be written").with_source(error)
+    })?;
+    Ok(Some(json))
+}

@@ -1,0 +1,185 @@
+//! Exactly-once effect: the handler runs inside the transaction that settles its events.
+
+use std::collections::HashSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use async_trait::async_trait;
+use postbox_core::{Apply, Decide, Delivery, Disposition, Error, ErrorKind, Key, Lease, Outcome, Result, Settlement};
+use rusqlite::Transaction;
+use tokio::sync::oneshot;
+
+use crate::classify::Work;
+use crate::config::Synchronous;
+use crate::lease::held;
+use crate::settle::{Owned, OwnedEntry, write};
+use crate::store::SqliteStore;
+use crate::thread::{Flush, Session};
+
+/// A handler whose effect is in the same database. It runs on the store's writing thread, inside the transaction that settles the event:
+/// both commit, or neither.
+///
+/// Keep it short and inside the database: while it runs, nobody else writes to the file. An effect outside (a call, a mail) is not
+/// rolled back; for those, write a [`postbox_core::Sink`].
+///
+/// ```
+/// use postbox_core::{Delivery, Outcome};
+/// use postbox_sqlite::TxHandler;
+///
+/// struct Ledger;
+///
+/// impl TxHandler for Ledger {
+///     fn handle(&self, tx: &rusqlite::Transaction<'_>, delivery: &Delivery) -> Outcome {
+///         match tx.execute("INSERT INTO ledger (event) VALUES (?1)", [delivery.event.id.to_string()]) {
+///             Ok(_) => Outcome::DELIVERED,
+///             Err(error) => Outcome::retry("ledger", error.to_string()),
+///         }
+///     }
+/// }
+/// ```
+///
+/// Do not commit or roll back `tx` in a handler: the call then fails with code `handler_ended_transaction`, and what was committed stays
+/// without being settled. Events to append: [`crate::append_in`] with the same `tx`.
+pub trait TxHandler: Send + Sync + 'static {
+    /// Handles one event. An outcome other than delivered, or a panic, rolls back what this call did.
+    fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Outcome;
+}
+
+impl<F> TxHandler for F
+where
+    F: Fn(&Transaction<'_>, &Delivery) -> Outcome + Send + Sync + 'static,
+{
+    fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
+        self(tx, delivery)
+    }
+}
+
+impl SqliteStore {
+    /// Binds a handler to this store.
+    pub fn apply(&self, handler: impl TxHandler) -> Arc<dyn Apply> {
+        Arc::new(Applier { store: self.clone(), handler: Arc::new(handler) })
+    }
+}
+
+struct Applier {
+    store: SqliteStore,
+    handler: Arc<dyn TxHandler>,
+}
+
+type Outcomes = Vec<Option<Outcome>>;
+
+#[async_trait]
+impl Apply for Applier {
+    async fn apply(
+        &self,
+        lease: &Lease,
+        deliveries: &[&Delivery],
+        settlement: Settlement<'_>,
+        decide: &Decide<'_>,
+    ) -> Result<Outcomes> {
+        let rewind = settlement.rewind;
+        let owned = Owned::new(settlement, self.store.cursor(lease).map(|cursor| cursor.read));
+        let job = Application {
+            lease: lease.clone(),
+            deliveries: deliveries.iter().map(|delivery| (*delivery).clone()).collect(),
+            settlement: owned,
+            handler: self.handler.clone(),
+        };
+        // The decision belongs to the caller and cannot leave this task, so the open transaction asks back once.
+        let (asking, asked) = oneshot::channel::<Outcomes>();
+        let (deciding, decided) = mpsc::sync_channel::<Vec<OwnedEntry>>(1);
+        let applying = self.store.writer().call("apply", move |session| job.run(session, asking, &decided));
+        let deciding = async move {
+            // An error means that the transaction is gone; `applying` says why.
+            let outcomes = asked.await.ok()?;
+            let entries = deliveries.iter().zip(&outcomes).map(|(delivery, outcome)| {
+                let disposition = outcome.as_ref().map_or(Disposition::Block, |outcome| decide(delivery, outcome));
+                OwnedEntry::new(delivery, disposition)
+            });
+            _ = deciding.send(entries.collect());
+            Some(outcomes)
+        };
+        let (applied, outcomes) = futures::future::join(applying, deciding).await;
+        applied?;
+        if rewind {
+            self.store.set_cursor(lease, None);
+        }
+        // A handler may have appended.
+        self.store.wake();
+        outcomes.ok_or_else(|| Error::new(ErrorKind::Internal, "apply", "store_panic", "the outcomes were lost"))
+    }
+}
+
+struct Application {
+    lease: Lease,
+    deliveries: Vec<Delivery>,
+    settlement: Owned,
+    handler: Arc<dyn TxHandler>,
+}
+
+impl Application {
+    fn run(
+        mut self,
+        session: &mut Session,
+        asking: oneshot::Sender<Outcomes>,
+        decided: &mpsc::Receiver<Vec<OwnedEntry>>,
+    ) -> Work<()> {
+        let now = session.settings.now();
+        let flushed = session.settings.synchronous == Synchronous::Full;
+        // The caller answers as soon as it is polled; one that never is must not keep the write lock.
+        let patience = session.settings.busy_timeout;
+        let settings = session.settings.clone();
+        session.transact(Flush::Configured, |tx| {
+            held("apply", tx, &self.lease, now)?;
+            let outcomes = self.handle_all(tx)?;
+            // A caller that has gone wants nothing committed.
+            let entries =
+                asking.send(outcomes).ok().and_then(|()| decided.recv_timeout(patience).ok()).ok_or_else(abandoned)?;
+            self.settlement.entries.extend(entries);
+            // The handlers may have taken long: the lease must hold at the end.
+            let lane = held("apply", tx, &self.lease, settings.now())?;
+            write(tx, &self.lease, lane, &self.settlement, flushed, now)
+        })
+    }
+
+    fn handle_all(&self, tx: &Transaction<'_>) -> Work<Outcomes> {
+        let mut held_keys: HashSet<&Key> = HashSet::new();
+        let mut outcomes = Vec::with_capacity(self.deliveries.len());
+        for delivery in &self.deliveries {
+            let key = delivery.event.key.as_ref().filter(|_| self.settlement.hold_keys);
+            if key.is_some_and(|key| held_keys.contains(key)) {
+                outcomes.push(None);
+                continue;
+            }
+            let outcome = self.handle(tx, delivery)?;
+            if !outcome.is_delivered() {
+                held_keys.extend(key);
+            }
+            outcomes.push(Some(outcome));
+        }
+        Ok(outcomes)
+    }
+
+    /// Runs the handler inside a savepoint.
+    fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Work<Outcome> {
+        tx.execute_batch("SAVEPOINT postbox_handler")?;
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.handler.handle(tx, delivery)))
+            .unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));
+        if tx.is_autocommit() {
+            let message =
+                "the handler committed or rolled back the transaction it was lent; it must leave that to the store";
+            return Err(Error::new(ErrorKind::Internal, "apply", "handler_ended_transaction", message).into());
+        }
+        tx.execute_batch(if outcome.is_delivered() {
+            "RELEASE postbox_handler"
+        } else {
+            "ROLLBACK TO postbox_handler; RELEASE postbox_handler"
+        })?;
+        Ok(outcome)
+    }
+}
+
+fn abandoned() -> Error {
+    Error::new(ErrorKind::Unavailable, "apply", "apply_abandoned", "the caller went away; nothing was committed")
+}

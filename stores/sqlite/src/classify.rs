@@ -1,0 +1,162 @@
+//! What a SQLite error means to a caller.
+
+use postbox_core::{Error, ErrorKind, Result};
+use rusqlite::ffi;
+
+/// Why a job on a store thread failed: either we said so, or SQLite did.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    Told(Error),
+    Sqlite(rusqlite::Error),
+}
+
+/// The result of work on a connection, before the operation has put its name on the error.
+pub(crate) type Work<T> = Result<T, Fault>;
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self::Told(error)
+    }
+}
+
+impl From<rusqlite::Error> for Fault {
+    fn from(error: rusqlite::Error) -> Self {
+        Self::Sqlite(error)
+    }
+}
+
+impl Fault {
+    pub(crate) fn into_error(self, operation: &'static str) -> Error {
+        match self {
+            Self::Told(error) => error,
+            Self::Sqlite(error) => classify(operation, error),
+        }
+    }
+
+    /// Whether SQLite says that a table is not there.
+    pub(crate) fn is_table_missing(&self) -> bool {
+        matches!(self, Self::Sqlite(error) if error.to_string().contains("no such table"))
+    }
+}
+
+/// The one mapping from `rusqlite` errors.
+pub(crate) fn classify(operation: &'static str, error: rusqlite::Error) -> Error {
+    let code = error.sqlite_error().map_or(0, |error| error.extended_code);
+    from_code(operation, code, &error.to_string()).with_source(error)
+}
+
+/// Kind, code and cure by SQLite's extended result code and text; shared by the drivers.
+///
+/// Unknown codes become `Internal`, which callers retry with a cap: nothing is lost.
+pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> Error {
+    let error = |kind, code: &'static str, message: String| Error::new(kind, operation, code, message);
+    if text.contains("no such table: postbox_") || text.contains("no such table: main.postbox_") {
+        return schema_missing(operation, None);
+    }
+    match (extended & 0xff, extended) {
+        (ffi::SQLITE_BUSY | ffi::SQLITE_LOCKED, _) => error(
+            ErrorKind::Unavailable,
+            "store_busy",
+            "another process held the database's write lock for too long; find the long transaction, or raise the busy timeout".into(),
+        ),
+        (ffi::SQLITE_READONLY, _) | (ffi::SQLITE_PERM, _) | (ffi::SQLITE_AUTH, _) => read_only(operation),
+        (ffi::SQLITE_NOTADB, _) => error(
+            ErrorKind::Mismatch,
+            "store_not_a_database",
+            "the file is not a SQLite database (or it is encrypted); correct the store's path".into(),
+        ),
+        (ffi::SQLITE_CANTOPEN, _) => error(
+            ErrorKind::Mismatch,
+            "store_cannot_open",
+            "the database file cannot be opened; check the path and that the file and its folder are writable".into(),
+        ),
+        (ffi::SQLITE_CORRUPT, _) => error(
+            ErrorKind::Mismatch,
+            "store_corrupt",
+            format!("the database file is damaged ({text}); restore it from a backup"),
+        ),
+        (ffi::SQLITE_FULL, _) => error(
+            ErrorKind::Unavailable,
+            "store_full",
+            "the disk is full; free space and the store goes on by itself".into(),
+        ),
+        (ffi::SQLITE_IOERR, _) => {
+            error(ErrorKind::Unavailable, "store_io", format!("the disk answered with an error ({text})"))
+        }
+        (ffi::SQLITE_NOMEM, _) => error(ErrorKind::Unavailable, "store_out_of_memory", "out of memory".into()),
+        (ffi::SQLITE_INTERRUPT, _) => error(ErrorKind::Unavailable, "store_interrupted", "interrupted".into()),
+        (ffi::SQLITE_TOOBIG, _) => {
+            error(ErrorKind::Invalid, "payload_too_large", "the value is larger than SQLite can hold".into())
+        }
+        (_, ffi::SQLITE_CONSTRAINT_CHECK) => broken_check(operation, text),
+        (_, ffi::SQLITE_CONSTRAINT_UNIQUE) if text.contains(".id") => error(
+            ErrorKind::Conflict,
+            "event_id_taken",
+            "an event with this id is in the log already; nothing was written".into(),
+        ),
+        (_, ffi::SQLITE_CONSTRAINT_NOTNULL) => {
+            error(ErrorKind::Invalid, "column_missing", format!("a column must not be null ({text})"))
+        }
+        _ => error(ErrorKind::Internal, "store_error", format!("SQLite answered: {text}")),
+    }
+}
+
+/// The constraints are named by the stable codes of `NewEvent::validate`.
+fn broken_check(operation: &'static str, text: &str) -> Error {
+    let code = text.rsplit("CHECK constraint failed: ").next().unwrap_or("event_invalid").trim().to_owned();
+    Error::invalid(operation, code.clone(), format!("the event breaks the rule {code}; nothing was written"))
+}
+
+/// The file can be read but not written.
+pub(crate) fn read_only(operation: &'static str) -> Error {
+    Error::new(
+        ErrorKind::Mismatch,
+        operation,
+        "store_readonly",
+        "the database is read-only; make the file and its folder writable for this user",
+    )
+}
+
+/// There is no schema; `path` where we know the file.
+pub(crate) fn schema_missing(operation: &'static str, path: Option<&std::path::Path>) -> Error {
+    let store = path.map_or_else(|| "sqlite:FILE".into(), |path| format!("sqlite:{}", path.display()));
+    Error::new(
+        ErrorKind::Mismatch,
+        operation,
+        "schema_missing",
+        format!("the database has no Postbox tables; run: postbox migrate up --store {store}"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_sqlite_error_has_a_kind_and_a_code() {
+        for (extended, text, kind, code) in [
+            (ffi::SQLITE_BUSY, "database is locked", ErrorKind::Unavailable, "store_busy"),
+            (ffi::SQLITE_BUSY_SNAPSHOT, "database is locked", ErrorKind::Unavailable, "store_busy"),
+            (ffi::SQLITE_LOCKED, "table is locked", ErrorKind::Unavailable, "store_busy"),
+            (ffi::SQLITE_READONLY, "attempt to write", ErrorKind::Mismatch, "store_readonly"),
+            (ffi::SQLITE_READONLY_DIRECTORY, "attempt to write", ErrorKind::Mismatch, "store_readonly"),
+            (ffi::SQLITE_NOTADB, "file is not a database", ErrorKind::Mismatch, "store_not_a_database"),
+            (ffi::SQLITE_CANTOPEN, "unable to open", ErrorKind::Mismatch, "store_cannot_open"),
+            (ffi::SQLITE_CORRUPT, "malformed", ErrorKind::Mismatch, "store_corrupt"),
+            (ffi::SQLITE_FULL, "full", ErrorKind::Unavailable, "store_full"),
+            (ffi::SQLITE_IOERR_FSYNC, "disk I/O error", ErrorKind::Unavailable, "store_io"),
+            (ffi::SQLITE_CONSTRAINT_CHECK, "CHECK constraint failed: key_too_long", ErrorKind::Invalid, "key_too_long"),
+            (
+                ffi::SQLITE_CONSTRAINT_UNIQUE,
+                "UNIQUE constraint failed: postbox_outbox.id",
+                ErrorKind::Conflict,
+                "event_id_taken",
+            ),
+            (ffi::SQLITE_ERROR, "no such table: postbox_outbox", ErrorKind::Mismatch, "schema_missing"),
+            (ffi::SQLITE_ERROR, "near \"x\": syntax error", ErrorKind::Internal, "store_error"),
+        ] {
+            let error = from_code("test", extended, text);
+            assert_eq!((error.kind(), error.code()), (kind, code), "{extended} {text}");
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! How a store is opened.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use postbox_core::{Error, ErrorKind, Result};
+
+/// How long a call waits for another process that holds the write lock. Longer than any commit of ours, shorter than a lease.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What a commit of `append` and `settle` survives.
+///
+/// Opening a window and `receive` always commit with `Full`, whatever is set here: what is published, or acknowledged to a sender,
+/// is on disk first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Synchronous {
+    /// A power cut takes nothing back that was committed.
+    #[default]
+    Full,
+    /// Faster. A crash of the process loses nothing; a power cut may take back the last appends (nobody has seen them: a
+    /// window is flushed before it is read) and the last settled positions (those events are delivered again).
+    Normal,
+}
+
+impl Synchronous {
+    pub(crate) fn as_pragma(self) -> &'static str {
+        match self {
+            Self::Full => "FULL",
+            Self::Normal => "NORMAL",
+        }
+    }
+}
+
+/// Where the file is, and how it is used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SqliteConfig {
+    /// The database file. It may hold your own tables too: that is the point.
+    pub path: PathBuf,
+    /// How long a call waits for another process that holds the write lock. Default 5 s; then `Unavailable`, code `store_busy`.
+    pub busy_timeout: Duration,
+    /// What a commit survives.
+    pub synchronous: Synchronous,
+}
+
+impl SqliteConfig {
+    /// The file with the default settings.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into(), busy_timeout: BUSY_TIMEOUT, synchronous: Synchronous::default() }
+    }
+
+    /// The absolute path, or why there can be no store there.
+    pub(crate) fn resolved(&self) -> Result<PathBuf> {
+        let refuse = |code: &'static str, message: String| Err(Error::new(ErrorKind::Mismatch, "open", code, message));
+        if self.path.as_os_str().is_empty() || self.path == Path::new(":memory:") {
+            return refuse(
+                "store_path_invalid",
+                "a SQLite store needs a file that several connections share; for a store in memory use memory:".into(),
+            );
+        }
+        // Absolute also means that a leading `file:` is a name, never a URI.
+        let path = std::path::absolute(&self.path).map_err(|error| {
+            Error::new(ErrorKind::Mismatch, "open", "store_path_invalid", format!("{}: {error}", self.path.display()))
+        })?;
+        let folder = path.parent().unwrap_or(Path::new("/"));
+        if !folder.is_dir() {
+            return refuse(
+                "store_folder_missing",
+                format!("the folder {} does not exist; create it or correct the store's path", folder.display()),
+            );
+        }
+        if path.is_dir() {
+            return refuse("store_path_invalid", format!("{} is a folder; name a file in it", path.display()));
+        }
+        Ok(path)
+    }
+}

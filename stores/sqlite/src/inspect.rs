@@ -1,0 +1,398 @@
+//! What an operator sees. Reads run on a connection of their own and delay no delivery.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, Selection, Seq, State, Stats,
+    SubscriptionInfo, SubscriptionName, TopicStats,
+};
+use rusqlite::{OptionalExtension, Row, Transaction, params};
+
+use crate::classify::Work;
+use crate::clock::{timestamp, until};
+use crate::decode::{Decoded, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, seq};
+use crate::lease::{self, Stored};
+use crate::schema::log_table;
+use crate::steer;
+use crate::store::SqliteStore;
+use crate::thread::Session;
+
+/// Topics listed in [`Stats`], as its contract says.
+const STATS_TOPICS_MAX: usize = 100;
+
+/// By primary key; no lock.
+const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name";
+/// By primary key; no lock.
+const LANES_READ: &str =
+    "SELECT lane, epoch, owner, lease_until, position FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
+/// Every row of a subscription but not its event, by `postbox_delivery_state`; no lock.
+const DELIVERY_COUNTS: &str = "SELECT state, topic, count(*), min(created_at) FROM postbox_delivery \
+WHERE subscription = ?1 GROUP BY state, topic";
+/// A row by primary key; no lock.
+const DELIVERY_ROW: &str = "SELECT state, attempts, replays, due_at, code, error, updated_at FROM postbox_delivery \
+WHERE subscription = ?1 AND seq = ?2";
+
+#[async_trait]
+impl Inspect for SqliteStore {
+    async fn subscriptions(&self) -> Result<Vec<SubscriptionInfo>> {
+        self.inspector().call("subscriptions", subscriptions).await
+    }
+
+    async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
+        let name = subscription.clone();
+        self.inspector().call("stats", move |session| stats(session, &name)).await
+    }
+
+    async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
+        let query = query.clone();
+        self.inspector().call("list", move |session| list(session, &query)).await
+    }
+
+    async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
+        let name = subscription.clone();
+        self.inspector().call("get", move |session| get(session, &name, id)).await
+    }
+
+    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {
+        let changed = steer::requeue(self, subscription, selection).await?;
+        self.wake();
+        Ok(changed)
+    }
+
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {
+        let changed = steer::discard(self, subscription, selection).await?;
+        self.wake();
+        Ok(changed)
+    }
+
+    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        steer::prune(self, log, older_than).await
+    }
+
+    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+        steer::pause(self, subscription, pause).await?;
+        self.wake();
+        Ok(())
+    }
+}
+
+fn subscriptions(session: &mut Session) -> Work<Vec<SubscriptionInfo>> {
+    let now = session.settings.now();
+    let tx = session.read()?;
+    let names: Vec<String> =
+        tx.prepare_cached(SUBSCRIPTION_NAMES)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?;
+    let mut infos = Vec::with_capacity(names.len());
+    for name in names.into_iter().map(SubscriptionName::from_stored) {
+        let stored = lease::require("subscriptions", &tx, &name)?;
+        let lanes = tx
+            .prepare_cached(LANES_READ)?
+            .query_map([name.as_str()], |row| {
+                let owner: Option<String> = row.get(2)?;
+                let left = until(now, row.get(3)?);
+                Ok(LaneInfo {
+                    lane: row.get(0)?,
+                    epoch: row.get(1)?,
+                    owner: owner.map(OwnerId::from_stored),
+                    lease_left: (!left.is_zero()).then_some(left),
+                })
+            })?
+            .collect::<Result<_, _>>()?;
+        let paused = stored.paused(now).cloned();
+        infos.push(SubscriptionInfo { name, log: stored.log, filter: stored.filter, lanes, paused });
+    }
+    Ok(infos)
+}
+
+/// A subscription with the positions of its lanes: everything that tells pending from dispatched.
+pub(crate) struct Reader {
+    pub(crate) name: SubscriptionName,
+    pub(crate) stored: Stored,
+    pub(crate) table: String,
+    positions: Vec<i64>,
+}
+
+impl Reader {
+    pub(crate) fn find(operation: &'static str, tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Self> {
+        let stored = lease::require(operation, tx, name)?;
+        let positions =
+            tx.prepare_cached(LANES_READ)?.query_map([name.as_str()], |row| row.get(4))?.collect::<Result<_, _>>()?;
+        Ok(Self { name: name.clone(), table: log_table(&stored.log), stored, positions })
+    }
+
+    /// Every lane has passed what is up to here.
+    fn position_min(&self) -> i64 {
+        self.positions.iter().copied().min().unwrap_or(0)
+    }
+
+    /// No lane has passed what is beyond.
+    pub(crate) fn position_max(&self) -> i64 {
+        self.positions.iter().copied().max().unwrap_or(0)
+    }
+
+    pub(crate) fn lane(&self, head: &Head<'_>) -> u16 {
+        head.lane(self.stored.lanes)
+    }
+
+    pub(crate) fn wants(&self, head: &Head<'_>) -> bool {
+        self.stored.filter.matches(&head.topic, head.tenant.as_deref())
+    }
+
+    /// Where a row without a delivery row stands.
+    pub(crate) fn state(&self, head: &Head<'_>, seq: i64) -> State {
+        let position = self.positions.get(usize::from(self.lane(head))).copied().unwrap_or(0);
+        if seq <= position { State::Dispatched } else { State::Pending }
+    }
+}
+
+/// Pending counts as they are collected, per topic.
+#[derive(Default)]
+struct Pending {
+    topics: HashMap<String, (u64, i64)>,
+}
+
+impl Pending {
+    fn add(&mut self, topic: &str, count: u64, oldest: i64) {
+        match self.topics.get_mut(topic) {
+            Some(of_topic) => *of_topic = (of_topic.0 + count, of_topic.1.min(oldest)),
+            None => _ = self.topics.insert(topic.to_owned(), (count, oldest)),
+        }
+    }
+
+    fn into_stats(self, stats: &mut Stats, now: i64) {
+        stats.pending = self.topics.values().map(|(count, _)| count).sum();
+        stats.oldest_pending = self.topics.values().map(|(_, oldest)| until(*oldest, now)).max();
+        stats.topics = self
+            .topics
+            .into_iter()
+            .map(|(topic, (pending, oldest))| TopicStats { topic, pending, oldest_pending: until(oldest, now) })
+            .collect();
+        stats.topics.sort_by(|a, b| b.pending.cmp(&a.pending).then_with(|| a.topic.cmp(&b.topic)));
+        stats.topics.truncate(STATS_TOPICS_MAX);
+    }
+}
+
+fn stats(session: &mut Session, name: &SubscriptionName) -> Work<Stats> {
+    let now = session.settings.now();
+    let tx = session.read()?;
+    let reader = Reader::find("stats", &tx, name)?;
+    let mut stats = Stats { total: total(&tx, &reader)?, ..Stats::default() };
+    let mut pending = Pending::default();
+    let mut counts = tx.prepare_cached(DELIVERY_COUNTS)?;
+    let mut rows = counts.query([name.as_str()])?;
+    while let Some(row) = rows.next()? {
+        let state: State = row.get::<_, String>(0)?.parse()?;
+        let (topic, count, oldest): (String, u64, i64) = (row.get(1)?, count(row, 2)?, row.get(3)?);
+        match state {
+            State::Retrying => stats.retrying += count,
+            State::Blocked => stats.blocked += count,
+            State::Scheduled => stats.scheduled += count,
+            State::Dead => stats.dead += count,
+            State::Discarded => stats.discarded += count,
+            State::Pending | State::Dispatched => {}
+        }
+        if state.counts_as_pending() {
+            pending.add(&topic, count, oldest);
+        }
+    }
+    drop(rows);
+    unread(&tx, &reader, &mut pending)?;
+    pending.into_stats(&mut stats, now);
+    stats.dispatched = stats.total.saturating_sub(stats.pending + stats.dead + stats.discarded);
+    Ok(stats)
+}
+
+/// How many events of the log the subscription wants. Without a filter SQLite counts the smallest index; with one it walks the log,
+/// whose payloads it never touches.
+fn total(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
+    let table = &reader.table;
+    if reader.stored.filter.topics.is_empty() && reader.stored.filter.tenant.is_none() {
+        return Ok(tx.query_row(&format!("SELECT count(*) FROM {table}"), [], |row| count(row, 0))?);
+    }
+    let log_topics = format!("SELECT topic, tenant, count(*) FROM {table} GROUP BY topic, tenant");
+    let mut statement = tx.prepare_cached(&log_topics)?;
+    let mut rows = statement.query([])?;
+    let mut total = 0;
+    while let Some(row) = rows.next()? {
+        let (topic, tenant) = (lossy(row, 0)?.unwrap_or_default(), lossy(row, 1)?);
+        if reader.stored.filter.matches(&topic, tenant.as_deref()) {
+            total += count(row, 2)?;
+        }
+    }
+    Ok(total)
+}
+
+/// Counts what no lane has read yet: by topic in SQL beyond every lane's position, row by row where the lanes differ.
+fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut Pending) -> Work<()> {
+    let (table, name) = (&reader.table, reader.name.as_str());
+    let (from, to) = (reader.position_min(), reader.position_max());
+    // Walks the primary key from the position; no lock. A row that has left the stream is counted by its state.
+    let without_row = "NOT EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq)";
+    let log_between = format!(
+        "SELECT l.seq, l.topic, l.tenant, l.key, l.id, l.created_at FROM {table} l WHERE l.seq > ?2 AND l.seq <= ?3 AND {without_row}"
+    );
+    let mut statement = tx.prepare_cached(&log_between)?;
+    let mut rows = statement.query(params![name, from, to])?;
+    while let Some(row) = rows.next()? {
+        let head = Head::read(row)?;
+        if reader.wants(&head) && reader.state(&head, seq(row)?) == State::Pending {
+            pending.add(&head.topic, 1, row.get(5)?);
+        }
+    }
+    let log_beyond = format!(
+        "SELECT l.topic, l.tenant, count(*), min(l.created_at) FROM {table} l WHERE l.seq > ?2 AND {without_row} GROUP BY l.topic, l.tenant"
+    );
+    let mut statement = tx.prepare_cached(&log_beyond)?;
+    let mut rows = statement.query(params![name, to])?;
+    while let Some(row) = rows.next()? {
+        let (topic, tenant) = (lossy(row, 0)?.unwrap_or_default(), lossy(row, 1)?);
+        if reader.stored.filter.matches(&topic, tenant.as_deref()) {
+            pending.add(&topic, count(row, 2)?, row.get(3)?);
+        }
+    }
+    Ok(())
+}
+
+/// A `count(*)`, which is never negative.
+fn count(row: &Row<'_>, column: usize) -> rusqlite::Result<u64> {
+    Ok(row.get::<_, i64>(column)?.unsigned_abs())
+}
+
+fn lossy(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<String>> {
+    Ok(row.get_ref(column)?.as_bytes_or_null()?.map(|bytes| String::from_utf8_lossy(bytes).into_owned()))
+}
+
+/// A delivery row, without its event.
+struct DeliveryRow {
+    state: State,
+    attempts: u32,
+    replays: u32,
+    due_at: Option<i64>,
+    code: Option<String>,
+    error: Option<String>,
+    updated_at: i64,
+}
+
+impl DeliveryRow {
+    /// Reads the seven columns of [`DELIVERY_ROW`] from `at` on.
+    fn read(row: &Row<'_>, at: usize) -> rusqlite::Result<Self> {
+        Ok(Self {
+            // The CHECK constraint knows the same words.
+            state: row.get::<_, String>(at)?.parse().unwrap_or(State::Dead),
+            attempts: row.get(at + 1)?,
+            replays: row.get(at + 2)?,
+            due_at: row.get(at + 3)?,
+            code: row.get(at + 4)?,
+            error: row.get(at + 5)?,
+            updated_at: row.get(at + 6)?,
+        })
+    }
+}
+
+fn record(decoded: Decoded, state: State, row: Option<DeliveryRow>) -> Record {
+    let mut record = Record {
+        event: decoded.event,
+        seq: Seq(decoded.seq),
+        state,
+        attempts: 0,
+        replays: 0,
+        due_at: None,
+        code: None,
+        error: None,
+        updated_at: None,
+    };
+    if let Some(row) = row {
+        record.attempts = row.attempts;
+        record.replays = row.replays;
+        record.due_at = row.due_at.map(timestamp);
+        (record.code, record.error) = (row.code, row.error);
+        record.updated_at = Some(timestamp(row.updated_at));
+    }
+    record
+}
+
+fn list(session: &mut Session, query: &ListQuery) -> Work<Vec<Record>> {
+    let tx = session.read()?;
+    let reader = Reader::find("list", &tx, &query.subscription)?;
+    if query.state.has_row() { list_rows(&tx, &reader, query) } else { list_stream(&tx, &reader, query) }
+}
+
+/// Records with a delivery row.
+fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
+    // By `postbox_delivery_state`, then the log's primary key; no lock.
+    let delivery_list = format!(
+        "SELECT {LOG_COLUMNS}, d.state, d.attempts, d.replays, d.due_at, d.code, d.error, d.updated_at FROM postbox_delivery d \
+         CROSS JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1 AND d.state = ?2 AND d.seq > ?3 ORDER BY d.seq",
+        reader.table
+    );
+    let mut statement = tx.prepare_cached(&delivery_list)?;
+    let after = query.after.map_or(0, |seq| seq.0);
+    let mut rows = statement.query(params![query.subscription.as_str(), query.state.as_str(), after])?;
+    let mut records = Vec::new();
+    while records.len() < query.limit.max(1)
+        && let Some(row) = rows.next()?
+    {
+        let topic_wanted = query.topic.as_ref().is_none_or(|topic| lossy_matches(row, topic));
+        let delivery = DeliveryRow::read(row, LOG_COLUMNS_COUNT)?;
+        if topic_wanted && (query.code.is_none() || delivery.code == query.code) {
+            records.push(record(Decoded::read(row)?, query.state, Some(delivery)));
+        }
+    }
+    Ok(records)
+}
+
+fn lossy_matches(row: &Row<'_>, pattern: &postbox_core::TopicPattern) -> bool {
+    Head::read(row).is_ok_and(|head| pattern.matches(&head.topic))
+}
+
+/// Pending and dispatched records, told apart by the cursor.
+fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
+    if query.code.is_some() {
+        return Ok(Vec::new());
+    }
+    let (from, to) = match query.state {
+        State::Pending => (reader.position_min(), i64::MAX),
+        _ => (0, reader.position_max()),
+    };
+    let from = query.after.map_or(0, |seq| seq.0).max(from);
+    // Walks the log's primary key; no lock.
+    let log_list = format!(
+        "SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq > ?2 AND l.seq <= ?3 \
+         AND NOT EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq) ORDER BY l.seq",
+        reader.table
+    );
+    let mut statement = tx.prepare_cached(&log_list)?;
+    let mut rows = statement.query(params![query.subscription.as_str(), from, to])?;
+    let mut records = Vec::new();
+    while records.len() < query.limit.max(1)
+        && let Some(row) = rows.next()?
+    {
+        let head = Head::read(row)?;
+        let topic_wanted = query.topic.as_ref().is_none_or(|topic| topic.matches(&head.topic));
+        if topic_wanted && reader.wants(&head) && reader.state(&head, seq(row)?) == query.state {
+            records.push(record(Decoded::read(row)?, query.state, None));
+        }
+    }
+    Ok(records)
+}
+
+fn get(session: &mut Session, name: &SubscriptionName, id: EventId) -> Work<Option<Record>> {
+    let tx = session.read()?;
+    let reader = Reader::find("get", &tx, name)?;
+    // By the unique index on id; no lock.
+    let log_get = format!("SELECT {LOG_COLUMNS} FROM {} l WHERE l.id = ?1", reader.table);
+    let mut statement = tx.prepare_cached(&log_get)?;
+    let mut rows = statement.query([id.to_string()])?;
+    let Some(row) = rows.next()? else { return Ok(None) };
+    let seq = seq(row)?;
+    let delivery = tx
+        .prepare_cached(DELIVERY_ROW)?
+        .query_row(params![name.as_str(), seq], |row| DeliveryRow::read(row, 0))
+        .optional()?;
+    let state = match &delivery {
+        Some(delivery) => delivery.state,
+        None => reader.state(&Head::read(row)?, seq),
+    };
+    Ok(Some(record(Decoded::read(row)?, state, delivery)))
+}

@@ -1,0 +1,304 @@
+//! Lanes: made by `subscribe`, held by leases, fenced by epochs.
+
+use std::time::Duration;
+
+use postbox_core::{
+    Acquired, Error, ErrorKind, Filter, Lease, LogName, Ordering, OwnerId, Pause, StartAt, Subscription,
+    SubscriptionName, Tenant, TopicPattern,
+};
+use rusqlite::{OptionalExtension, Transaction, named_params, params};
+
+use crate::classify::Work;
+use crate::clock::{micros, timestamp};
+use crate::migrate::{enter_wal, require_log, validate};
+use crate::schema::log_table;
+use crate::thread::{Flush, Session};
+
+/// A subscription by primary key; no lock.
+const SUBSCRIPTION_READ: &str = "SELECT log, topics, tenant, ordering, lanes, paused_by, paused_why, paused_until \
+FROM postbox_subscription WHERE name = ?1";
+/// Names for error texts, by primary key; no lock.
+const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name LIMIT 50";
+/// By primary key; takes the write lock.
+const SUBSCRIPTION_INSERT: &str = "INSERT INTO postbox_subscription (name, log, topics, tenant, ordering, lanes, created_at) \
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
+/// By primary key; takes the write lock.
+const SUBSCRIPTION_UPDATE: &str =
+    "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4 WHERE name = ?1";
+/// By primary key; takes the write lock.
+const LANE_INSERT: &str = "INSERT INTO postbox_lane (subscription, lane, position, window_end) VALUES (?1, ?2, ?3, ?3)";
+/// A lane that stands beyond the last `seq` the log ever gave: the file is older than the cursor. Primary key; no lock.
+const LANE_IN_FUTURE: &str =
+    "SELECT lane, position FROM postbox_lane WHERE subscription = ?1 AND position > ?2 LIMIT 1";
+/// The last `seq` a log ever gave, pruned ones included: AUTOINCREMENT's own table of a few rows; no lock.
+const LOG_LAST: &str = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = ?1), 0)";
+/// The first lane that nobody holds, by primary key. A lease granted in the future was written before the clock went back: it is
+/// void, or a crashed holder would keep the lane until the clock catches up.
+const LANE_FREE: &str = "SELECT lane FROM postbox_lane WHERE subscription = :subscription \
+AND (lease_until <= :now OR lease_until - lease_ttl > :now + 1000000) ORDER BY lane LIMIT 1";
+/// By primary key; takes the write lock.
+const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5 \
+WHERE subscription = ?1 AND lane = ?2 RETURNING epoch";
+/// By primary key; takes the write lock; changes nothing for a stale epoch.
+const LANE_RENEW: &str = "UPDATE postbox_lane SET lease_until = :until, lease_ttl = :ttl WHERE subscription = :subscription \
+AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
+/// By primary key; takes the write lock; changes nothing for a stale epoch.
+const LANE_RELEASE: &str = "UPDATE postbox_lane SET lease_until = 0 \
+WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
+/// The lane if the lease still holds, by primary key; no lock in a read.
+const LANE_HELD: &str = "SELECT position, window_end, lease_until FROM postbox_lane WHERE subscription = :subscription \
+AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
+/// By primary key; takes the write lock.
+const REPLICA_SEEN: &str = "INSERT INTO postbox_replica (subscription, owner, seen_at) VALUES (?1, ?2, ?3) \
+ON CONFLICT (subscription, owner) DO UPDATE SET seen_at = excluded.seen_at";
+/// By primary key; no lock.
+const REPLICA_COUNT: &str =
+    "SELECT count(*) FROM postbox_replica WHERE subscription = ?1 AND seen_at > ?2 AND owner <> ?3";
+/// By primary key; no lock.
+const REPLICA_LAST: &str = "SELECT seen_at FROM postbox_replica WHERE subscription = ?1 AND owner = ?2";
+/// Relays that are long gone, by primary key; takes the write lock.
+const REPLICA_FORGET: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND seen_at < ?2";
+
+/// A subscription as it is stored.
+pub(crate) struct Stored {
+    pub(crate) log: LogName,
+    pub(crate) filter: Filter,
+    pub(crate) ordering: Ordering,
+    pub(crate) lanes: u16,
+    pub(crate) pause: Option<Pause>,
+}
+
+impl Stored {
+    /// The pause in force.
+    pub(crate) fn paused(&self, now: i64) -> Option<&Pause> {
+        self.pause.as_ref().filter(|pause| pause.until.is_none_or(|until| timestamp(now) < until))
+    }
+}
+
+/// Reads a subscription; `None` if there is none of the name.
+pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option<Stored>> {
+    let found = tx.prepare_cached(SUBSCRIPTION_READ)?.query_row([name.as_str()], |row| {
+        let topics: String = row.get(1)?;
+        let tenant: Option<String> = row.get(2)?;
+        let ordering: String = row.get(3)?;
+        let by: Option<String> = row.get(5)?;
+        let (why, until): (Option<String>, Option<i64>) = (row.get(6)?, row.get(7)?);
+        // Written by `subscribe` below; a text that does not parse (somebody's UPDATE) wants everything, which loses nothing.
+        let topics: Vec<TopicPattern> = serde_json::from_str(&topics).unwrap_or_default();
+        Ok(Stored {
+            log: LogName::from_stored(row.get::<_, String>(0)?),
+            filter: Filter { topics, tenant: tenant.map(Tenant::from_stored) },
+            ordering: if ordering == "none" { Ordering::None } else { Ordering::Key },
+            lanes: row.get(4)?,
+            pause: by.map(|by| Pause { until: until.map(timestamp), by, why: why.unwrap_or_default() }),
+        })
+    });
+    Ok(found.optional()?)
+}
+
+/// Reads a subscription that has to be there.
+pub(crate) fn require(operation: &'static str, tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Stored> {
+    if let Some(stored) = find(tx, name)? {
+        return Ok(stored);
+    }
+    let known: Vec<String> =
+        tx.prepare_cached(SUBSCRIPTION_NAMES)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?;
+    let known = if known.is_empty() { "none yet".to_owned() } else { known.join(", ") };
+    let message = format!("there is no subscription {name}; known: {known}");
+    Err(Error::new(ErrorKind::NotFound, operation, "subscription_unknown", message).into())
+}
+
+/// Makes or checks a subscription. Writes only if something differs.
+pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> Work<()> {
+    let now = session.settings.now();
+    let connection = session.connection()?;
+    validate(connection)?;
+    // Another program may have left WAL mode; readers would then wait for writers.
+    enter_wal(connection)?;
+    session.transact(Flush::Configured, |tx| {
+        let log = require_log("subscribe", tx, &subscription.log)?;
+        let last: i64 = tx.prepare_cached(LOG_LAST)?.query_row([log_table(&log)], |row| row.get(0))?;
+        let topics = serde_json::to_string(&subscription.filter.topics).expect("a list of strings is JSON");
+        let tenant = subscription.filter.tenant.as_ref().map(|tenant| tenant.as_str().to_owned());
+        let ordering = if subscription.ordering == Ordering::None { "none" } else { "key" };
+        let name = subscription.name.as_str();
+        if let Some(stored) = find(tx, &subscription.name)? {
+            refuse_other_shape(&stored, subscription)?;
+            refuse_future(tx, subscription, last)?;
+            if stored.filter != subscription.filter || stored.ordering != subscription.ordering {
+                tx.prepare_cached(SUBSCRIPTION_UPDATE)?.execute(params![name, topics, tenant, ordering])?;
+            }
+            return Ok(());
+        }
+        let row = params![name, log.as_str(), topics, tenant, ordering, subscription.lanes, now];
+        tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
+        let position = if subscription.start == StartAt::Now { last } else { 0 };
+        for lane in 0..subscription.lanes {
+            tx.prepare_cached(LANE_INSERT)?.execute(params![name, lane, position])?;
+        }
+        Ok(())
+    })
+}
+
+/// A subscription may change its filter and ordering, not its log and lanes.
+fn refuse_other_shape(stored: &Stored, asked: &Subscription) -> Work<()> {
+    let refuse = |code: &'static str, message| Err(Error::new(ErrorKind::Conflict, "subscribe", code, message).into());
+    let name = &asked.name;
+    if stored.log != asked.log {
+        let message =
+            format!("subscription {name} reads log {}, not {}; give the new one another name", stored.log, asked.log);
+        return refuse("log_differs", message);
+    }
+    if stored.lanes != asked.lanes {
+        let message = format!(
+            "subscription {name} was made with {} lanes, not {}; lanes are fixed once created",
+            stored.lanes, asked.lanes
+        );
+        return refuse("lanes_differ", message);
+    }
+    Ok(())
+}
+
+fn refuse_future(tx: &Transaction<'_>, subscription: &Subscription, last: i64) -> Work<()> {
+    let ahead: Option<(u16, i64)> = tx
+        .prepare_cached(LANE_IN_FUTURE)?
+        .query_row(params![subscription.name.as_str(), last], |row| Ok((row.get(0)?, row.get(1)?)))
+        .optional()?;
+    let Some((lane, position)) = ahead else { return Ok(()) };
+    let name = &subscription.name;
+    let message = format!(
+        "lane {lane} of {name} stands at {position}, but log {} ends at {last}: the log was restored from an older copy; restore the newer one, \
+         or start from here with: UPDATE postbox_lane SET position = {last}, window_end = {last} WHERE subscription = '{name}'",
+        subscription.log
+    );
+    Err(Error::new(ErrorKind::Mismatch, "subscribe", "cursor_from_future", message).into())
+}
+
+/// One question for a lane.
+#[derive(Clone)]
+pub(crate) struct Ask {
+    pub(crate) subscription: SubscriptionName,
+    pub(crate) owner: OwnerId,
+    pub(crate) ttl: Duration,
+    /// When the call was made: the lease counts from then, so that a wait in a queue never lengthens it.
+    pub(crate) asked_at: i64,
+}
+
+/// The answer when nothing needs to be written: paused or no lane free, and our heartbeat is fresh. Keeps hot standbys from
+/// writing at every poll.
+pub(crate) fn look(session: &mut Session, ask: &Ask) -> Work<Option<Acquired>> {
+    let tx = session.read()?;
+    let stored = require("acquire", &tx, &ask.subscription)?;
+    let seen: Option<i64> = tx
+        .prepare_cached(REPLICA_LAST)?
+        .query_row([ask.subscription.as_str(), ask.owner.as_str()], |row| row.get(0))
+        .optional()?;
+    let fresh_after = ask.asked_at.saturating_sub(micros(ask.ttl / 4));
+    if seen.is_none_or(|seen| seen < fresh_after || seen > ask.asked_at) {
+        return Ok(None);
+    }
+    let paused = stored.paused(ask.asked_at).cloned();
+    if paused.is_none() && free_lane(&tx, ask)?.is_some() {
+        return Ok(None);
+    }
+    Ok(Some(Acquired { lease: None, replicas: replicas(&tx, ask)?, lanes: stored.lanes, paused }))
+}
+
+/// Notes the heartbeat and takes a free lane if there is one.
+pub(crate) fn acquire(session: &mut Session, ask: &Ask) -> Work<Acquired> {
+    session.transact(Flush::Configured, |tx| {
+        let stored = require("acquire", tx, &ask.subscription)?;
+        beat(tx, &ask.subscription, &ask.owner, ask.asked_at, ask.ttl)?;
+        let paused = stored.paused(ask.asked_at).cloned();
+        let free = if paused.is_none() { free_lane(tx, ask)? } else { None };
+        let lease = match free {
+            Some(lane) => {
+                let until = ask.asked_at.saturating_add(micros(ask.ttl));
+                let row = params![ask.subscription.as_str(), lane, ask.owner.as_str(), until, micros(ask.ttl)];
+                let epoch = tx.prepare_cached(LANE_GRANT)?.query_row(row, |row| row.get(0))?;
+                Some(Lease {
+                    subscription: ask.subscription.clone(),
+                    log: stored.log.clone(),
+                    lane,
+                    epoch,
+                    owner: ask.owner.clone(),
+                })
+            }
+            None => None,
+        };
+        Ok(Acquired { lease, replicas: replicas(tx, ask)?, lanes: stored.lanes, paused })
+    })
+}
+
+fn free_lane(tx: &Transaction<'_>, ask: &Ask) -> Work<Option<u16>> {
+    let parameters = named_params! { ":subscription": ask.subscription.as_str(), ":now": ask.asked_at };
+    Ok(tx.prepare_cached(LANE_FREE)?.query_row(parameters, |row| row.get(0)).optional()?)
+}
+
+/// Relays seen within the lease time, the asking one included.
+fn replicas(tx: &Transaction<'_>, ask: &Ask) -> Work<u16> {
+    let alive_after = ask.asked_at.saturating_sub(micros(ask.ttl));
+    let row = params![ask.subscription.as_str(), alive_after, ask.owner.as_str()];
+    let others: u16 = tx.prepare_cached(REPLICA_COUNT)?.query_row(row, |row| row.get(0))?;
+    Ok(others.saturating_add(1))
+}
+
+fn beat(tx: &Transaction<'_>, subscription: &SubscriptionName, owner: &OwnerId, now: i64, ttl: Duration) -> Work<()> {
+    tx.prepare_cached(REPLICA_SEEN)?.execute(params![subscription.as_str(), owner.as_str(), now])?;
+    let gone_before = now.saturating_sub(micros(ttl).saturating_mul(10));
+    tx.prepare_cached(REPLICA_FORGET)?.execute(params![subscription.as_str(), gone_before])?;
+    Ok(())
+}
+
+/// Holds the lane longer; a pause ends it instead. Returns whether it is still held.
+pub(crate) fn renew(session: &mut Session, lease: &Lease, ttl: Duration) -> Work<bool> {
+    let now = session.settings.now();
+    session.transact(Flush::Configured, |tx| {
+        let paused = find(tx, &lease.subscription)?.is_none_or(|stored| stored.paused(now).is_some());
+        let changed = tx.prepare_cached(LANE_RENEW)?.execute(named_params! {
+            ":until": if paused { 0 } else { now.saturating_add(micros(ttl)) },
+            ":ttl": micros(ttl),
+            ":subscription": lease.subscription.as_str(),
+            ":lane": lease.lane,
+            ":epoch": lease.epoch,
+            ":owner": lease.owner.as_str(),
+            ":now": now,
+        })?;
+        if changed == 1 {
+            beat(tx, &lease.subscription, &lease.owner, now, ttl)?;
+        }
+        Ok(changed == 1 && !paused)
+    })
+}
+
+/// Gives the lane back. Returns whether it was ours.
+pub(crate) fn release(session: &mut Session, lease: &Lease) -> Work<bool> {
+    let now = session.settings.now();
+    session.transact(Flush::Configured, |tx| {
+        let row = params![lease.subscription.as_str(), lease.lane, lease.epoch, lease.owner.as_str(), now];
+        Ok(tx.prepare_cached(LANE_RELEASE)?.execute(row)? == 1)
+    })
+}
+
+/// Where a held lane stands.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Held {
+    pub(crate) position: i64,
+    pub(crate) window_end: i64,
+    pub(crate) lease_until: i64,
+}
+
+/// The lane, or `Stale` if the lease is no longer held.
+pub(crate) fn held(operation: &'static str, tx: &Transaction<'_>, lease: &Lease, now: i64) -> Work<Held> {
+    let parameters = named_params! {
+        ":subscription": lease.subscription.as_str(),
+        ":lane": lease.lane,
+        ":epoch": lease.epoch,
+        ":owner": lease.owner.as_str(),
+        ":now": now,
+    };
+    let held = tx.prepare_cached(LANE_HELD)?.query_row(parameters, |row| {
+        Ok(Held { position: row.get(0)?, window_end: row.get(1)?, lease_until: row.get(2)? })
+    });
+    held.optional()?.ok_or_else(|| Error::stale(operation).into())
+}

@@ -1,0 +1,114 @@
+//! The log contract: each call is one job on a store thread, or two.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Acquired, Batch, BatchLimit, Error, Lease, Log, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+};
+
+use crate::lease::Ask;
+use crate::settle::Owned;
+use crate::store::SqliteStore;
+use crate::{due, lease, settle, window};
+
+/// Stretches of unwanted rows passed over in one `next_batch`; then it answers empty and goes on at the next call.
+const STRETCHES_MAX: usize = 20;
+
+#[async_trait]
+impl Log for SqliteStore {
+    async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
+        subscription.validate()?;
+        let subscription = subscription.clone();
+        self.writer().call("subscribe", move |session| lease::subscribe(session, &subscription)).await
+    }
+
+    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
+        let ask = Ask { subscription: subscription.clone(), owner: owner.clone(), ttl, asked_at: self.now() };
+        let looking = ask.clone();
+        if let Some(nothing) = self.reader().call("acquire", move |session| lease::look(session, &looking)).await? {
+            return Ok(nothing);
+        }
+        self.writer().call("acquire", move |session| lease::acquire(session, &ask)).await
+    }
+
+    async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+        let renewed = lease.clone();
+        let held = self.writer().call("renew", move |session| lease::renew(session, &renewed, ttl)).await?;
+        if held { Ok(()) } else { Err(Error::stale("renew")) }
+    }
+
+    async fn release(&self, lease: &Lease) -> Result<()> {
+        let released = lease.clone();
+        if self.writer().call("release", move |session| lease::release(session, &released)).await? {
+            self.set_cursor(lease, None);
+            // Whoever waits for a free lane need not wait for its next poll.
+            self.wake();
+        }
+        Ok(())
+    }
+
+    async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        let mut batch = Batch::default();
+        for _ in 0..STRETCHES_MAX {
+            batch = self.next_stretch(lease, limit).await?;
+            if !batch.is_empty() || !batch.more {
+                break;
+            }
+        }
+        Ok(batch)
+    }
+
+    async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        let reading = lease.clone();
+        let due::Due { batch, faulty } =
+            self.reader().call("due", move |session| due::read(session, &reading, limit)).await?;
+        if !faulty.is_empty() {
+            let burying = lease.clone();
+            self.writer().call("due", move |session| due::bury_all(session, &burying, &faulty)).await?;
+        }
+        Ok(batch)
+    }
+
+    async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
+        let rewind = settlement.rewind;
+        let owned = Owned::new(settlement, self.cursor(lease).map(|cursor| cursor.read));
+        let settling = lease.clone();
+        self.writer().call("settle", move |session| settle::settle(session, &settling, &owned)).await?;
+        if rewind {
+            // The next read begins at the settled position.
+            self.set_cursor(lease, None);
+        }
+        Ok(())
+    }
+
+    async fn hint(&self, lease: &Lease) {
+        let mut stirs = self.stirs().subscribe();
+        // Comparing with what the last read saw closes the gap between an empty read and this wait.
+        let seen = self.cursor(lease).map_or_else(|| *stirs.borrow(), |cursor| cursor.stirs);
+        // The sender lives in the store, so the wait cannot fail while `self` is borrowed.
+        _ = stirs.wait_for(|now| *now != seen).await;
+    }
+}
+
+impl SqliteStore {
+    /// Reads one stretch and writes what it needs written before it may be handed out.
+    ///
+    /// The cursor moves only when everything has been done and nothing is awaited any more: a future that is dropped on the
+    /// way has read nothing.
+    async fn next_stretch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        let cursor = self.cursor(lease);
+        let stirs = *self.stirs().borrow();
+        let reading = lease.clone();
+        let read = self
+            .reader()
+            .call("next_batch", move |session| window::read(session, &reading, limit, cursor, stirs))
+            .await?;
+        if let Some(opening) = read.opening {
+            let opened = lease.clone();
+            self.writer().call("next_batch", move |session| window::open(session, &opened, &opening)).await?;
+        }
+        self.set_cursor(lease, Some(read.cursor));
+        Ok(read.batch)
+    }
+}

@@ -1,0 +1,200 @@
+//! The schema comes, goes and is checked.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{Error, ErrorKind, LogName, Migrate, Result};
+use rusqlite::{Connection, ErrorCode, OptionalExtension, Transaction};
+
+use crate::classify::{Fault, Work, schema_missing};
+use crate::schema::{self, MIGRATION_TABLE, MIGRATIONS, RESERVED, TABLES, VERSION, log_ddl, log_table};
+use crate::store::SqliteStore;
+use crate::thread::{Flush, Session};
+
+/// Attempts to switch to WAL mode while others start too; with the wait, half a second.
+const WAL_ATTEMPTS_MAX: u32 = 50;
+/// Between two attempts.
+const WAL_ATTEMPT_WAIT: Duration = Duration::from_millis(10);
+
+/// The highest migration applied. Primary key of a tiny table; no lock.
+const MIGRATION_LAST: &str = "SELECT coalesce(max(number), 0) FROM postbox_migration";
+/// The logs there are, by primary key; no lock.
+const LOG_NAMES: &str = "SELECT name FROM postbox_log ORDER BY name";
+/// Whether a log exists, by primary key; no lock.
+const LOG_EXISTS: &str = "SELECT 1 FROM postbox_log WHERE name = ?1";
+
+#[async_trait]
+impl Migrate for SqliteStore {
+    async fn up(&self) -> Result<Vec<String>> {
+        let applied = self.writer().call("migrate", up).await?;
+        for name in &applied {
+            tracing::info!(migration = name, "migration applied");
+        }
+        Ok(applied)
+    }
+
+    async fn down(&self) -> Result<Vec<String>> {
+        let removed = self.writer().call("migrate", down).await?;
+        self.forget_cursors();
+        Ok(removed)
+    }
+
+    async fn validate(&self) -> Result<()> {
+        self.reader().call("validate", |session| validate(session.connection()?)).await
+    }
+
+    fn script(&self) -> String {
+        let steps: String =
+            MIGRATIONS.iter().map(|step| format!("{}{}\n", (step.sql)(), schema::migration_insert(step))).collect();
+        format!("PRAGMA journal_mode = WAL;\nBEGIN IMMEDIATE;\n{MIGRATION_TABLE}\n{steps}COMMIT;\n")
+    }
+}
+
+impl SqliteStore {
+    /// Makes a log of your own beside `outbox` and `inbox`: the table `postbox_NAME`. Idempotent.
+    pub async fn create_log(&self, log: &LogName) -> Result<()> {
+        let log = checked_log("create_log", log)?;
+        self.writer()
+            .call("create_log", move |session| {
+                validate(session.connection()?)?;
+                session.transact(Flush::Configured, |tx| {
+                    if !log_exists(tx, &log)? {
+                        tx.execute_batch(&log_ddl(&log))?;
+                    }
+                    Ok(())
+                })
+            })
+            .await
+    }
+}
+
+/// Takes the write lock before it looks, so that the second of two starters finds nothing to do.
+fn up(session: &mut Session) -> Work<Vec<String>> {
+    let connection = session.create()?;
+    refuse_newer(applied(connection)?)?;
+    let mode = enter_wal(connection)?;
+    if mode != "wal" {
+        let message = format!(
+            "the database stays in journal mode {mode}; Postbox needs WAL, which needs a local file system (no network share)"
+        );
+        return Err(Error::new(ErrorKind::Mismatch, "migrate", "wal_unavailable", message).into());
+    }
+    session.transact(Flush::Always, |tx| {
+        tx.execute_batch(MIGRATION_TABLE)?;
+        let last = applied(tx)?.unwrap_or(0);
+        refuse_newer(Some(last))?;
+        let mut names = Vec::new();
+        for step in MIGRATIONS.iter().filter(|step| step.number > last) {
+            tx.execute_batch(&(step.sql)())?;
+            tx.execute_batch(&schema::migration_insert(step))?;
+            names.push(step.name.to_owned());
+        }
+        Ok(names)
+    })
+}
+
+/// Switches to WAL mode. SQLite does not wait for locks here (it could be a deadlock), so two starters on a new file need some patience.
+pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
+    let mut attempts = 0;
+    loop {
+        match connection.query_row("PRAGMA journal_mode = WAL", [], |row| row.get(0)) {
+            Err(error) if attempts < WAL_ATTEMPTS_MAX && error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy) => {
+                attempts += 1;
+                std::thread::sleep(WAL_ATTEMPT_WAIT);
+            }
+            done => return Ok(done?),
+        }
+    }
+}
+
+fn down(session: &mut Session) -> Work<Vec<String>> {
+    if !session.settings.path.exists() || applied(session.connection()?)?.is_none() {
+        return Ok(Vec::new());
+    }
+    session.transact(Flush::Always, |tx| {
+        let Some(last) = applied(tx)? else { return Ok(Vec::new()) };
+        refuse_newer(Some(last))?;
+        for log in log_names(tx)? {
+            tx.execute_batch(&format!("DROP TABLE {}", log_table(&LogName::new(log)?)))?;
+        }
+        for table in TABLES {
+            tx.execute_batch(&format!("DROP TABLE IF EXISTS {table}"))?;
+        }
+        Ok(MIGRATIONS.iter().rev().filter(|step| step.number <= last).map(|step| step.name.to_owned()).collect())
+    })
+}
+
+/// Checks that the schema is exactly the one this program speaks.
+pub(crate) fn validate(connection: &Connection) -> Work<()> {
+    match applied(connection)? {
+        None | Some(0) => Err(schema_missing("validate", connection.path().map(std::path::Path::new)).into()),
+        Some(VERSION) => Ok(()),
+        Some(older) if older < VERSION => {
+            let message = format!("the schema is at {older}, this program needs {VERSION}; run: postbox migrate up");
+            Err(Error::new(ErrorKind::Mismatch, "validate", "schema_old", message).into())
+        }
+        newer => refuse_newer(newer),
+    }
+}
+
+fn refuse_newer(applied: Option<i64>) -> Work<()> {
+    match applied {
+        Some(newer) if newer > VERSION => {
+            let message = format!("the schema is at {newer}, this program speaks {VERSION}; use a newer postbox");
+            Err(Error::new(ErrorKind::Mismatch, "validate", "schema_newer", message).into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The highest migration applied; `None` when there is no schema at all.
+fn applied(connection: &Connection) -> Work<Option<i64>> {
+    match connection.query_row(MIGRATION_LAST, [], |row| row.get(0)).map_err(Fault::from) {
+        Ok(number) => Ok(Some(number)),
+        Err(fault) if fault.is_table_missing() => Ok(None),
+        Err(fault) => Err(fault),
+    }
+}
+
+/// Refuses a log name that would be another table of ours.
+pub(crate) fn checked_log(operation: &'static str, log: &LogName) -> Result<LogName> {
+    let log = LogName::new(log.as_str())?;
+    if RESERVED.contains(&log.as_str()) {
+        return Err(Error::new(
+            ErrorKind::NotFound,
+            operation,
+            "log_unknown",
+            format!("{log} cannot be a log: Postbox has a table of that name for itself"),
+        ));
+    }
+    Ok(log)
+}
+
+fn log_exists(tx: &Transaction<'_>, log: &LogName) -> Work<bool> {
+    Ok(tx.prepare_cached(LOG_EXISTS)?.query_row([log.as_str()], |_| Ok(())).optional()?.is_some())
+}
+
+fn log_names(connection: &Connection) -> Work<Vec<String>> {
+    Ok(connection.prepare_cached(LOG_NAMES)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?)
+}
+
+/// Refuses a log that does not exist, naming those that do.
+pub(crate) fn require_log(operation: &'static str, tx: &Transaction<'_>, log: &LogName) -> Work<LogName> {
+    let log = checked_log(operation, log)?;
+    if log_exists(tx, &log)? { Ok(log) } else { Err(log_unknown(operation, tx, &log)?.into()) }
+}
+
+fn log_unknown(operation: &'static str, connection: &Connection, log: &LogName) -> Work<Error> {
+    let known = log_names(connection)?.join(", ");
+    Ok(Error::new(ErrorKind::NotFound, operation, "log_unknown", format!("there is no log {log}; known: {known}")))
+}
+
+/// What a missing log table means: an unknown log where there is a schema, a missing schema where there is none.
+pub(crate) fn explain_missing(operation: &'static str, connection: &Connection, log: &LogName, fault: Fault) -> Fault {
+    if fault.is_table_missing()
+        && let Ok(error) = log_unknown(operation, connection, log)
+    {
+        return error.into();
+    }
+    fault
+}

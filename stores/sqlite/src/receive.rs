@@ -1,0 +1,139 @@
+//! The inbox's write side: a message id is stored once.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{Inbound, LogName, Receive, Received, Result, SourceName};
+use rusqlite::{Connection, OptionalExtension, Transaction, params};
+
+use crate::append::{insert, require_transaction};
+use crate::classify::Work;
+use crate::clock::micros;
+use crate::migrate::require_log;
+use crate::schema::NOW_MICROS;
+use crate::store::SqliteStore;
+use crate::thread::Flush;
+
+/// Ids forgotten per call: the bounded step the contract asks for.
+const FORGET_IDS_MAX: usize = 1_000;
+
+/// By primary key; no lock of its own.
+const RECEIPT_FIND: &str = "SELECT digest FROM postbox_receipt WHERE source = ?1 AND tenant = ?2 AND message_id = ?3";
+/// By primary key; takes the write lock.
+const RECEIPT_INSERT: &str = "INSERT INTO postbox_receipt (source, tenant, message_id, digest, log, event_id, received_at) \
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
+/// By primary key; takes the write lock. The same refused body again only raises the count: a sender who repeats himself does not fill the disk.
+const CONFLICT_NOTE: &str = "INSERT INTO postbox_conflict (source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at) \
+VALUES (?1, ?2, ?3, ?4, ?5, 1, ?6, ?6) \
+ON CONFLICT (source, tenant, message_id, digest_refused) DO UPDATE SET times = times + 1, last_at = excluded.last_at";
+/// By `postbox_receipt_age`; takes the write lock.
+const RECEIPT_FORGET: &str = "DELETE FROM postbox_receipt WHERE (source, tenant, message_id) IN \
+(SELECT source, tenant, message_id FROM postbox_receipt WHERE received_at <= ?1 ORDER BY received_at LIMIT ?2)";
+/// By `postbox_once_age`; takes the write lock.
+const ONCE_FORGET: &str = "DELETE FROM postbox_once WHERE (source, message_id) IN \
+(SELECT source, message_id FROM postbox_once WHERE seen_at <= ?1 ORDER BY seen_at LIMIT ?2)";
+/// By `postbox_conflict_age`; takes the write lock.
+const CONFLICT_FORGET: &str = "DELETE FROM postbox_conflict WHERE (source, tenant, message_id, digest_refused) IN \
+(SELECT source, tenant, message_id, digest_refused FROM postbox_conflict WHERE last_at <= ?1 ORDER BY last_at LIMIT ?2)";
+
+#[async_trait]
+impl Receive for SqliteStore {
+    async fn receive(&self, log: &LogName, inbound: Inbound) -> Result<Received> {
+        inbound.validate()?;
+        let log = log.clone();
+        let now = self.now();
+        let received = self
+            .writer()
+            // The sender forgets the message once we accept it: flushed always.
+            .call("receive", move |session| session.transact(Flush::Always, |tx| receive(tx, &log, &inbound, now)))
+            .await?;
+        if matches!(received, Received::Accepted(_)) {
+            self.wake();
+        }
+        Ok(received)
+    }
+
+    async fn forget(&self, older_than: Duration) -> Result<u64> {
+        let oldest_kept = self.now().saturating_sub(micros(older_than));
+        self.writer()
+            .call("forget", move |session| {
+                session.transact(Flush::Configured, |tx| {
+                    let step = params![oldest_kept, FORGET_IDS_MAX as i64];
+                    let receipts = tx.prepare_cached(RECEIPT_FORGET)?.execute(step)?;
+                    let onces = tx.prepare_cached(ONCE_FORGET)?.execute(step)?;
+                    // Records of conflicts age with the ids they are about; they are no ids and do not count.
+                    tx.prepare_cached(CONFLICT_FORGET)?.execute(step)?;
+                    Ok((receipts + onces) as u64)
+                })
+            })
+            .await
+    }
+}
+
+fn receive(tx: &Transaction<'_>, log: &LogName, inbound: &Inbound, now: i64) -> Work<Received> {
+    let log = require_log("receive", tx, log)?;
+    let source = inbound.source.as_str();
+    let tenant = inbound.event.tenant.as_deref().unwrap_or_default();
+    let message_id = inbound.message_id.as_str();
+    let stored: Option<Vec<u8>> =
+        tx.prepare_cached(RECEIPT_FIND)?.query_row(params![source, tenant, message_id], |row| row.get(0)).optional()?;
+    match stored {
+        Some(stored) if stored == inbound.digest => return Ok(Received::Duplicate),
+        Some(stored) => {
+            let row = params![source, tenant, message_id, stored, inbound.digest.as_slice(), now];
+            tx.prepare_cached(CONFLICT_NOTE)?.execute(row)?;
+            tracing::warn!(source, message_id, "a known message id came with another body; it was kept out");
+            return Ok(Received::Conflict);
+        }
+        None => {}
+    }
+    let id = insert(tx, &log, std::slice::from_ref(&inbound.event), Some(now))?[0];
+    let row = params![source, tenant, message_id, inbound.digest.as_slice(), log.as_str(), id.to_string(), now];
+    tx.prepare_cached(RECEIPT_INSERT)?.execute(row)?;
+    Ok(Received::Accepted(id))
+}
+
+/// Takes note of a message id in *your* transaction: `true` the first time, `false` when it was there. Roll back on failure, and the id
+/// is free again; commit, and your effect has happened once.
+///
+/// For consumers with a loop of their own. These ids are kept apart from those of [`Receive`], so that a message which was received
+/// but not yet applied does not look applied.
+///
+/// ```
+/// # fn example(connection: &mut rusqlite::Connection) -> Result<(), Box<dyn std::error::Error>> {
+/// use postbox_core::SourceName;
+///
+/// let tx = connection.transaction()?;
+/// if postbox_sqlite::once_in(&tx, &SourceName::new("billing")?, "msg-1")? {
+///     tx.execute("UPDATE account SET balance = balance + 1", [])?;
+/// }
+/// tx.commit()?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn once_in(tx: &Connection, source: &SourceName, message_id: &str) -> Result<bool> {
+    check_message_id(message_id)?;
+    require_transaction("once", tx)?;
+    let note =
+        || -> Work<bool> { Ok(tx.prepare_cached(&once_insert())?.execute(params![source.as_str(), message_id])? == 1) };
+    note().map_err(|fault| fault.into_error("once"))
+}
+
+/// By primary key; takes the write lock.
+pub(crate) fn once_insert() -> String {
+    format!(
+        "INSERT INTO postbox_once (source, message_id, seen_at) VALUES (?1, ?2, {NOW_MICROS}) ON CONFLICT DO NOTHING"
+    )
+}
+
+/// The rule of [`Inbound::validate`] for an id alone.
+pub(crate) fn check_message_id(message_id: &str) -> Result<()> {
+    if message_id.is_empty() || message_id.len() > 255 || message_id.contains('\0') {
+        return Err(postbox_core::Error::invalid(
+            "once",
+            "message_id_invalid",
+            "the message id must have 1 to 255 bytes and no NUL character",
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,249 @@
+//! The tables, as numbered migrations. Plain SQL that SQLite 3.38 (the first with JSON built in) and later understand, so that any
+//! language's own SQLite can insert.
+
+use postbox_core::LogName;
+
+/// A step of the schema. Never changed once released; corrections are new steps.
+pub(crate) struct Migration {
+    pub(crate) number: i64,
+    pub(crate) name: &'static str,
+    pub(crate) sql: fn() -> String,
+}
+
+/// Every step, in order.
+pub(crate) const MIGRATIONS: [Migration; 1] = [Migration { number: 1, name: "0001_postbox", sql: postbox }];
+
+/// The highest number this program speaks.
+pub(crate) const VERSION: i64 = MIGRATIONS[MIGRATIONS.len() - 1].number;
+
+/// Table name endings that are not logs.
+pub(crate) const RESERVED: [&str; 9] =
+    ["conflict", "delivery", "lane", "log", "migration", "once", "receipt", "replica", "subscription"];
+
+/// Tables other than logs, in the order they are dropped.
+pub(crate) const TABLES: [&str; 9] = [
+    "postbox_delivery",
+    "postbox_lane",
+    "postbox_replica",
+    "postbox_subscription",
+    "postbox_receipt",
+    "postbox_once",
+    "postbox_conflict",
+    "postbox_log",
+    "postbox_migration",
+];
+
+/// Microseconds since 1970 by SQLite's clock, exact to its millisecond; works in versions without `subsec`.
+pub(crate) const NOW_MICROS: &str =
+    "(CAST(strftime('%s','now') AS INTEGER) * 1000000 + CAST(substr(strftime('%f','now'), 4, 3) AS INTEGER) * 1000)";
+
+/// A version 7 UUID: 48 bits of milliseconds, then chance.
+const UUID_V7: &str = "(printf('%08x-%04x-7', (CAST(strftime('%s','now') AS INTEGER) * 1000 + CAST(substr(strftime('%f','now'), 4, 3) AS INTEGER)) >> 16, \
+(CAST(strftime('%s','now') AS INTEGER) * 1000 + CAST(substr(strftime('%f','now'), 4, 3) AS INTEGER)) & 65535) \
+|| substr(lower(hex(randomblob(2))), 2) || '-' || substr('89ab', (random() & 3) + 1, 1) || substr(lower(hex(randomblob(2))), 2) \
+|| '-' || lower(hex(randomblob(6))))";
+
+/// Where migrations are recorded. Made by `up` itself.
+pub(crate) const MIGRATION_TABLE: &str = "CREATE TABLE IF NOT EXISTS postbox_migration (
+  number     INTEGER PRIMARY KEY,
+  name       TEXT    NOT NULL,
+  applied_at INTEGER NOT NULL
+);";
+
+/// Records one migration; parameters number, name.
+pub(crate) fn migration_insert(migration: &Migration) -> String {
+    // Number and name are our own constants.
+    format!(
+        "INSERT INTO postbox_migration (number, name, applied_at) VALUES ({}, '{}', {NOW_MICROS});",
+        migration.number, migration.name
+    )
+}
+
+/// The table of a log: `postbox_outbox` for `outbox`.
+pub(crate) fn log_table(log: &LogName) -> String {
+    format!("postbox_{log}")
+}
+
+/// One log.
+///
+/// - `seq` is commit order: SQLite has one writer at a time, and AUTOINCREMENT never gives a number twice, so the cursor is an integer.
+/// - Every CHECK is named by the code `NewEvent::validate` gives for the same fault, and reports it for plain INSERTs.
+/// - Times are whole microseconds since 1970, UTC; `occurred_at` and `deliver_at` may also be text that SQLite's date functions
+///   understand (`datetime('now', '+1 hour')`), UTC.
+/// - `payload` is the last column: rows that a lane passes over are judged without touching its overflow pages.
+pub(crate) fn log_ddl(log: &LogName) -> String {
+    let table = log_table(log);
+    let id_pattern = [8, 4, 4, 4, 12].map(|digits| "[0-9a-f]".repeat(digits)).join("-");
+    let control = "'*[' || char(1, 45, 31, 127, 45, 159) || ']*'";
+    // Control characters and every Unicode white space.
+    let blank = "'*[' || char(1, 45, 32, 127, 45, 160, 5760, 8192, 45, 8202, 8232, 8233, 8239, 8287, 12288) || ']*'";
+    let bytes = |column: &str| format!("length(CAST({column} AS BLOB))");
+    let nul_free = |column: &str| format!("instr(CAST({column} AS BLOB), x'00') = 0");
+    let is_text = |column: &str| format!("typeof({column}) IN ('text', 'null')");
+    let name = |column: &str| {
+        format!(
+            "CONSTRAINT {column}_invalid CHECK ({} AND ({column} IS NULL OR {} BETWEEN 1 AND 128 AND {} AND {column} NOT GLOB {control}))",
+            is_text(column),
+            bytes(column),
+            nul_free(column)
+        )
+    };
+    let names = ["aggregate", "kind", "source", "content_type"].map(name).join(",\n  ");
+    // The range of the timestamps this program can hold; text is turned by julianday when it is read.
+    let time = |column: &str| {
+        format!(
+            "CONSTRAINT {column}_invalid CHECK ({column} IS NULL OR (typeof({column}) = 'integer' \
+             AND {column} BETWEEN -377705023201000000 AND 253402207200999999) \
+             OR (typeof({column}) = 'text' AND julianday({column}) IS NOT NULL))"
+        )
+    };
+    let times = ["occurred_at", "deliver_at"].map(time).join(",\n  ");
+    format!(
+        "CREATE TABLE {table} (
+  seq          INTEGER PRIMARY KEY AUTOINCREMENT,
+  id           TEXT    NOT NULL DEFAULT {UUID_V7},
+  topic        TEXT    NOT NULL,
+  key          TEXT,
+  aggregate    TEXT,
+  version      INTEGER,
+  kind         TEXT,
+  source       TEXT,
+  tenant       TEXT,
+  content_type TEXT,
+  headers      TEXT,
+  occurred_at  INTEGER,
+  created_at   INTEGER NOT NULL DEFAULT {NOW_MICROS},
+  deliver_at   INTEGER,
+  payload      BLOB    NOT NULL,
+  CONSTRAINT event_id_invalid CHECK (typeof(id) = 'text' AND id GLOB '{id_pattern}'),
+  CONSTRAINT topic_empty CHECK (topic <> ''),
+  CONSTRAINT topic_too_long CHECK ({topic_bytes} <= 255),
+  CONSTRAINT topic_invalid CHECK (typeof(topic) = 'text' AND {topic_nul_free} AND topic NOT GLOB {blank}),
+  CONSTRAINT key_empty CHECK (key <> ''),
+  CONSTRAINT key_too_long CHECK ({key_bytes} <= 1024),
+  CONSTRAINT key_invalid CHECK ({key_is_text} AND (key IS NULL OR {key_nul_free})),
+  CONSTRAINT tenant_empty CHECK (tenant <> ''),
+  CONSTRAINT tenant_too_long CHECK ({tenant_bytes} <= 128),
+  CONSTRAINT tenant_invalid CHECK ({tenant_is_text} AND (tenant IS NULL OR {tenant_nul_free} AND tenant NOT GLOB {control})),
+  {names},
+  CONSTRAINT version_invalid CHECK (typeof(version) IN ('integer', 'null')),
+  CONSTRAINT payload_invalid CHECK (typeof(payload) IN ('blob', 'text')),
+  CONSTRAINT payload_too_large CHECK ({payload_bytes} <= 16777216),
+  CONSTRAINT headers_too_large CHECK ({headers_bytes} <= 131072),
+  CONSTRAINT headers_invalid CHECK (headers IS NULL OR {headers_nul_free} AND CASE WHEN json_valid(headers) THEN json_type(headers) = 'object' ELSE 0 END),
+  CONSTRAINT header_value_invalid CHECK (headers IS NULL OR (replace(headers, '\\\\', '') NOT GLOB '*\\[nrbf]*'
+    AND lower(replace(headers, '\\\\', '')) NOT GLOB '*\\u000[0-8a-f]*'
+    AND lower(replace(headers, '\\\\', '')) NOT GLOB '*\\u00[189]*' AND lower(replace(headers, '\\\\', '')) NOT GLOB '*\\u007f*'
+    AND headers NOT GLOB '*[' || char(127, 45, 159) || ']*')),
+  {times},
+  CONSTRAINT created_at_invalid CHECK (typeof(created_at) = 'integer' AND created_at BETWEEN -377705023201000000 AND 253402207200999999)
+);
+CREATE UNIQUE INDEX {table}_id ON {table} (id);
+INSERT INTO postbox_log (name) VALUES ('{log}');\n",
+        topic_bytes = bytes("topic"),
+        topic_nul_free = nul_free("topic"),
+        key_bytes = bytes("key"),
+        key_is_text = is_text("key"),
+        key_nul_free = nul_free("key"),
+        tenant_bytes = bytes("tenant"),
+        tenant_is_text = is_text("tenant"),
+        tenant_nul_free = nul_free("tenant"),
+        payload_bytes = bytes("payload"),
+        headers_bytes = bytes("headers"),
+        headers_nul_free = nul_free("headers"),
+    )
+}
+
+fn postbox() -> String {
+    let logs = [LogName::outbox(), LogName::inbox()].map(|log| log_ddl(&log)).concat();
+    format!("{TABLES_0001}{logs}")
+}
+
+/// Everything but the logs.
+const TABLES_0001: &str = "CREATE TABLE postbox_log (
+  name TEXT PRIMARY KEY NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE postbox_subscription (
+  name         TEXT    PRIMARY KEY NOT NULL,
+  log          TEXT    NOT NULL,
+  topics       TEXT    NOT NULL,
+  tenant       TEXT,
+  ordering     TEXT    NOT NULL CHECK (ordering IN ('key', 'none')),
+  lanes        INTEGER NOT NULL CHECK (lanes BETWEEN 1 AND 256),
+  created_at   INTEGER NOT NULL,
+  paused_by    TEXT,
+  paused_why   TEXT,
+  paused_until INTEGER
+) WITHOUT ROWID;
+CREATE TABLE postbox_lane (
+  subscription TEXT    NOT NULL,
+  lane         INTEGER NOT NULL,
+  position     INTEGER NOT NULL,
+  window_end   INTEGER NOT NULL,
+  epoch        INTEGER NOT NULL DEFAULT 0,
+  owner        TEXT,
+  lease_until  INTEGER NOT NULL DEFAULT 0,
+  lease_ttl    INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY (subscription, lane)
+) WITHOUT ROWID;
+CREATE TABLE postbox_replica (
+  subscription TEXT    NOT NULL,
+  owner        TEXT    NOT NULL,
+  seen_at      INTEGER NOT NULL,
+  PRIMARY KEY (subscription, owner)
+) WITHOUT ROWID;
+CREATE TABLE postbox_delivery (
+  subscription TEXT    NOT NULL,
+  seq          INTEGER NOT NULL,
+  lane         INTEGER NOT NULL,
+  id           TEXT    NOT NULL,
+  topic        TEXT    NOT NULL,
+  key          TEXT,
+  created_at   INTEGER NOT NULL,
+  state        TEXT    NOT NULL CHECK (state IN ('retrying', 'blocked', 'scheduled', 'dead', 'discarded')),
+  holds        INTEGER NOT NULL CHECK (holds IN (0, 1)),
+  attempts     INTEGER NOT NULL,
+  replays      INTEGER NOT NULL DEFAULT 0,
+  due_at       INTEGER,
+  code         TEXT,
+  error        TEXT,
+  updated_at   INTEGER NOT NULL,
+  PRIMARY KEY (subscription, seq),
+  CONSTRAINT delivery_due CHECK (state NOT IN ('retrying', 'scheduled') OR due_at IS NOT NULL),
+  CONSTRAINT delivery_holds CHECK (holds = 0 OR (key IS NOT NULL AND state IN ('retrying', 'blocked', 'dead'))),
+  CONSTRAINT delivery_blocked CHECK (state <> 'blocked' OR holds = 1)
+) WITHOUT ROWID;
+CREATE INDEX postbox_delivery_due ON postbox_delivery (subscription, lane, due_at) WHERE state IN ('retrying', 'scheduled');
+CREATE INDEX postbox_delivery_key ON postbox_delivery (subscription, key, seq) WHERE holds = 1;
+CREATE INDEX postbox_delivery_state ON postbox_delivery (subscription, state, seq);
+CREATE TABLE postbox_receipt (
+  source      TEXT    NOT NULL,
+  tenant      TEXT    NOT NULL,
+  message_id  TEXT    NOT NULL,
+  digest      BLOB    NOT NULL,
+  log         TEXT    NOT NULL,
+  event_id    TEXT    NOT NULL,
+  received_at INTEGER NOT NULL,
+  PRIMARY KEY (source, tenant, message_id)
+) WITHOUT ROWID;
+CREATE INDEX postbox_receipt_age ON postbox_receipt (received_at);
+CREATE TABLE postbox_once (
+  source      TEXT    NOT NULL,
+  message_id  TEXT    NOT NULL,
+  seen_at     INTEGER NOT NULL,
+  PRIMARY KEY (source, message_id)
+) WITHOUT ROWID;
+CREATE INDEX postbox_once_age ON postbox_once (seen_at);
+CREATE TABLE postbox_conflict (
+  source         TEXT    NOT NULL,
+  tenant         TEXT    NOT NULL,
+  message_id     TEXT    NOT NULL,
+  digest_stored  BLOB    NOT NULL,
+  digest_refused BLOB    NOT NULL,
+  times          INTEGER NOT NULL,
+  first_at       INTEGER NOT NULL,
+  last_at        INTEGER NOT NULL,
+  PRIMARY KEY (source, tenant, message_id, digest_refused)
+) WITHOUT ROWID;
+CREATE INDEX postbox_conflict_age ON postbox_conflict (last_at);
+";

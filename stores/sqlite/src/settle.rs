@@ -1,0 +1,233 @@
+//! Settling: the position and every delivery row in one commit, under the lease's epoch.
+
+use std::collections::BTreeSet;
+
+use postbox_core::limits::ERROR_BYTES_MAX;
+use postbox_core::{Delivery, Disposition, Key, Lease, Settlement, State, SubscriptionName};
+use rusqlite::{OptionalExtension, Transaction, named_params, params};
+
+use crate::classify::Work;
+use crate::clock::micros;
+use crate::config::Synchronous;
+use crate::decode::Decoded;
+use crate::lease::{Held, held};
+use crate::schema::log_table;
+use crate::thread::{Flush, Session};
+use crate::window::log_end;
+
+/// Lane by primary key; takes the write lock. The epoch was checked in this transaction.
+const LANE_SETTLE: &str =
+    "UPDATE postbox_lane SET position = ?3, window_end = max(window_end, ?4) WHERE subscription = ?1 AND lane = ?2";
+/// A row by primary key; no lock of its own.
+const DELIVERY_FIND: &str = "SELECT state, attempts, due_at FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+/// A row by primary key; takes the write lock. Code and error stay when the new disposition has none.
+const DELIVERY_PUT: &str = "INSERT INTO postbox_delivery \
+(subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, due_at, code, error, updated_at) \
+VALUES (:subscription, :seq, :lane, :id, :topic, :key, :created_at, :state, :holds, :attempts, :due_at, :code, :error, :now) \
+ON CONFLICT (subscription, seq) DO UPDATE SET state = excluded.state, holds = excluded.holds, attempts = excluded.attempts, \
+due_at = excluded.due_at, code = coalesce(excluded.code, code), error = coalesce(excluded.error, error), updated_at = excluded.updated_at";
+/// A row by primary key; takes the write lock.
+const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+/// The head of a key, if it is blocked, is due now: whatever it waited for is gone. By `postbox_delivery_key`; takes the write lock.
+const DELIVERY_RELEASE_HEAD: &str = "UPDATE postbox_delivery SET state = 'retrying', due_at = ?3, updated_at = ?3 \
+WHERE subscription = ?1 AND state = 'blocked' AND seq = (SELECT min(seq) FROM postbox_delivery \
+WHERE subscription = ?1 AND key = ?2 AND holds = 1)";
+
+/// A settlement that owns what it needs on another thread: no payloads.
+pub(crate) struct Owned {
+    pub(crate) position: Option<i64>,
+    pub(crate) hold_keys: bool,
+    pub(crate) entries: Vec<OwnedEntry>,
+}
+
+/// One event and its disposition.
+pub(crate) struct OwnedEntry {
+    seq: i64,
+    id: String,
+    topic: String,
+    key: Option<Key>,
+    created_at: i64,
+    disposition: Disposition,
+}
+
+impl Owned {
+    /// Takes over a settlement; `read` is how far this lease was given events, beyond which no position goes.
+    pub(crate) fn new(settlement: Settlement<'_>, read: Option<i64>) -> Self {
+        let position = settlement.position.map(|position| position.0.min(read.unwrap_or(i64::MAX)));
+        let entries =
+            settlement.entries.into_iter().map(|entry| OwnedEntry::new(entry.delivery, entry.disposition)).collect();
+        Self { position, hold_keys: settlement.hold_keys, entries }
+    }
+}
+
+impl OwnedEntry {
+    pub(crate) fn new(delivery: &Delivery, disposition: Disposition) -> Self {
+        let event = &delivery.event;
+        Self {
+            seq: delivery.seq.0,
+            id: event.id.to_string(),
+            topic: event.topic.as_str().to_owned(),
+            key: event.key.clone(),
+            created_at: event.created_at.as_microsecond(),
+            disposition,
+        }
+    }
+}
+
+/// Settles in a transaction of its own.
+pub(crate) fn settle(session: &mut Session, lease: &Lease, settlement: &Owned) -> Work<()> {
+    let now = session.settings.now();
+    let flushed = session.settings.synchronous == Synchronous::Full;
+    session.transact(Flush::Configured, |tx| {
+        let lane = held("settle", tx, lease, now)?;
+        write(tx, lease, lane, settlement, flushed, now)
+    })
+}
+
+/// Writes a settlement in a transaction whose lease was checked in it. `flushed`: the commit will be.
+pub(crate) fn write(
+    tx: &Transaction<'_>,
+    lease: &Lease,
+    lane: Held,
+    settlement: &Owned,
+    flushed: bool,
+    now: i64,
+) -> Work<()> {
+    // Never back.
+    let position = settlement.position.unwrap_or(lane.position).max(lane.position);
+    for entry in &settlement.entries {
+        let streaming = lane.position < entry.seq && entry.seq <= position;
+        write_entry(tx, lease, entry, settlement.hold_keys, streaming, now)?;
+    }
+    if position > lane.position {
+        // This very commit flushes all that is visible, so the next window is opened by the way.
+        let window_end = if flushed { log_end(tx, &log_table(&lease.log))? } else { 0 };
+        let row = params![lease.subscription.as_str(), lease.lane, position, window_end];
+        tx.prepare_cached(LANE_SETTLE)?.execute(row)?;
+    }
+    // Only now is it known who is still ahead of whom.
+    let keys: BTreeSet<&Key> = settlement.entries.iter().filter_map(|entry| entry.key.as_ref()).collect();
+    keys.into_iter().try_for_each(|key| release_head(tx, &lease.subscription, key.as_str(), now))
+}
+
+/// Makes the next of a key due if nothing is ahead of it any more.
+pub(crate) fn release_head(tx: &Transaction<'_>, subscription: &SubscriptionName, key: &str, now: i64) -> Work<()> {
+    tx.prepare_cached(DELIVERY_RELEASE_HEAD)?.execute(params![subscription.as_str(), key, now])?;
+    Ok(())
+}
+
+/// How a row shall look.
+struct Row<'a> {
+    state: State,
+    holds: bool,
+    attempts: u32,
+    due_at: Option<i64>,
+    code: Option<&'a str>,
+    error: Option<&'a str>,
+}
+
+fn write_entry(
+    tx: &Transaction<'_>,
+    lease: &Lease,
+    entry: &OwnedEntry,
+    hold_keys: bool,
+    streaming: bool,
+    now: i64,
+) -> Work<()> {
+    let name = lease.subscription.as_str();
+    let found: Option<(String, u32, Option<i64>)> = tx
+        .prepare_cached(DELIVERY_FIND)?
+        .query_row(params![name, entry.seq], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
+        .optional()?;
+    let attempts = match &found {
+        // A person's word stands: discarded stays discarded, dead is left only by a replay.
+        Some((state, ..)) if !state.parse::<State>()?.may_become(State::Dispatched) => return Ok(()),
+        Some((_, attempts, _)) => *attempts,
+        None if streaming => 0,
+        // A due row that vanished meanwhile.
+        None => return Ok(()),
+    };
+    let holds = hold_keys && entry.key.is_some();
+    let row = Row { state: State::Retrying, holds, attempts, due_at: None, code: None, error: None };
+    let row = match &entry.disposition {
+        Disposition::Delivered | Disposition::Discarded => {
+            tx.prepare_cached(DELIVERY_DELETE)?.execute(params![name, entry.seq])?;
+            return Ok(());
+        }
+        Disposition::Retry { after, counted, code, error } => Row {
+            attempts: attempts.saturating_add(u32::from(*counted)),
+            due_at: Some(now.saturating_add(micros(*after))),
+            code: Some(code),
+            error: Some(cut(error)),
+            ..row
+        },
+        // Without order there is nothing to wait for. With it, `release_head` decides once all entries are written.
+        Disposition::Block if holds => Row { state: State::Blocked, ..row },
+        Disposition::Block => Row { due_at: Some(now), ..row },
+        Disposition::Schedule { at } => {
+            Row { state: State::Scheduled, holds: false, due_at: Some(at.as_microsecond()), ..row }
+        }
+        Disposition::Dead { code, error, halt } => Row {
+            state: State::Dead,
+            holds: *halt && entry.key.is_some(),
+            attempts: attempts.saturating_add(1),
+            code: Some(code),
+            error: Some(cut(error)),
+            ..row
+        },
+    };
+    put(tx, lease, entry, &row, now)
+}
+
+fn put(tx: &Transaction<'_>, lease: &Lease, entry: &OwnedEntry, row: &Row<'_>, now: i64) -> Work<()> {
+    tx.prepare_cached(DELIVERY_PUT)?.execute(named_params! {
+        ":subscription": lease.subscription.as_str(),
+        ":seq": entry.seq,
+        ":lane": lease.lane,
+        ":id": entry.id,
+        ":topic": entry.topic,
+        ":key": entry.key.as_ref().map(Key::as_str),
+        ":created_at": entry.created_at,
+        ":state": row.state.as_str(),
+        ":holds": row.holds,
+        ":attempts": row.attempts,
+        ":due_at": row.due_at,
+        ":code": row.code,
+        ":error": row.error,
+        ":now": now,
+    })?;
+    Ok(())
+}
+
+/// Writes an event that breaks a rule SQL could not check down as dead, with the rule as its code. Its key flows on: the event
+/// can never be delivered as it stands, and a person sees it.
+pub(crate) fn bury(tx: &Transaction<'_>, lease: &Lease, faulty: &Decoded, now: i64) -> Work<()> {
+    let Some(fault) = &faulty.fault else { return Ok(()) };
+    let delivery = Delivery { event: faulty.event.clone(), seq: postbox_core::Seq(faulty.seq), attempt: 1, replay: 0 };
+    let entry = OwnedEntry::new(&delivery, Disposition::Discarded);
+    let found: Option<String> = tx
+        .prepare_cached(DELIVERY_FIND)?
+        .query_row(params![lease.subscription.as_str(), entry.seq], |row| row.get(0))
+        .optional()?;
+    if found.is_some_and(|state| state == "discarded") {
+        return Ok(());
+    }
+    let row = Row {
+        state: State::Dead,
+        holds: false,
+        attempts: 0,
+        due_at: None,
+        code: Some(fault.code()),
+        error: Some(cut(fault.message())),
+    };
+    put(tx, lease, &entry, &row, now)?;
+    match &entry.key {
+        Some(key) => release_head(tx, &lease.subscription, key.as_str(), now),
+        None => Ok(()),
+    }
+}
+
+/// An error text within its limit, cut between characters.
+fn cut(error: &str) -> &str {
+    &error[..error.floor_char_boundary(ERROR_BYTES_MAX)]
+}

@@ -1,0 +1,107 @@
+//! Appending in an `sqlx` transaction.
+
+use ::sqlx::sqlite::SqliteArguments;
+use ::sqlx::{Arguments, AssertSqlSafe, SqliteConnection};
+use postbox_core::{Error, EventId, LogName, NewEvent, Result, SourceName};
+
+use crate::append::{APPEND_COLUMNS, fresh_id, headers_json};
+use crate::classify::from_code;
+use crate::migrate::checked_log;
+use crate::receive::{check_message_id, once_insert};
+use crate::schema::{NOW_MICROS, log_table};
+
+/// Events in one statement: 13 parameters each stay far below SQLite's limit of 32,766, and a statement is one message to the
+/// connection's thread.
+const EVENTS_PER_STATEMENT: usize = 500;
+
+/// Appends in *your* transaction: the change and its events commit together, or neither does.
+///
+/// As [`crate::append_in`]; pass `&mut *tx`. More than 500 events take several statements: if one fails, or the future is dropped, roll your
+/// transaction back. Cancel-safety: that of your transaction.
+pub async fn append_in(connection: &mut SqliteConnection, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+    let log = checked_log("append", log)?;
+    events.iter().try_for_each(NewEvent::validate)?;
+    let mut ids = Vec::with_capacity(events.len());
+    for chunk in events.chunks(EVENTS_PER_STATEMENT) {
+        let mut arguments = SqliteArguments::default();
+        for event in chunk {
+            let id = event.id.unwrap_or_else(fresh_id);
+            bind(&mut arguments, id, event)?;
+            ids.push(id);
+        }
+        let row = format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MICROS})");
+        let rows = vec![row; chunk.len()].join(", ");
+        // The only text that is not ours is the log's name, which is letters, digits and underscores.
+        let log_append = format!("INSERT INTO {} ({APPEND_COLUMNS}) VALUES {rows}", log_table(&log));
+        let inserted = ::sqlx::query_with(AssertSqlSafe(log_append), arguments).execute(&mut *connection).await;
+        if let Err(error) = inserted {
+            return Err(explain(connection, &log, classify("append", error)).await);
+        }
+    }
+    Ok(ids)
+}
+
+/// Takes note of a message id in *your* transaction: `true` the first time. As [`crate::once_in`]; pass `&mut *tx`.
+pub async fn once_in(connection: &mut SqliteConnection, source: &SourceName, message_id: &str) -> Result<bool> {
+    check_message_id(message_id)?;
+    let noted = ::sqlx::query(AssertSqlSafe(once_insert()))
+        .bind(source.as_str())
+        .bind(message_id)
+        .execute(connection)
+        .await
+        .map_err(|error| classify("once", error))?;
+    Ok(noted.rows_affected() == 1)
+}
+
+fn bind(arguments: &mut SqliteArguments, id: EventId, event: &NewEvent) -> Result<()> {
+    let micros = |at: Option<jiff::Timestamp>| at.map(|at| at.as_microsecond());
+    let headers = headers_json(event)?;
+    let added = (|| {
+        arguments.add(id.to_string())?;
+        arguments.add(event.topic.clone())?;
+        arguments.add(event.key.clone())?;
+        arguments.add(event.aggregate.clone())?;
+        arguments.add(event.version)?;
+        arguments.add(event.kind.clone())?;
+        arguments.add(event.source.clone())?;
+        arguments.add(event.tenant.clone())?;
+        arguments.add(event.content_type.clone())?;
+        arguments.add(headers)?;
+        arguments.add(micros(event.occurred_at))?;
+        arguments.add(micros(event.deliver_at))?;
+        arguments.add(event.payload.to_vec())
+    })();
+    added.map_err(|error| {
+        Error::new(postbox_core::ErrorKind::Internal, "append", "bind_failed", "a value could not be bound")
+            .with_source(error)
+    })
+}
+
+/// The one mapping from `sqlx` errors; the codes are SQLite's own.
+fn classify(operation: &'static str, error: ::sqlx::Error) -> Error {
+    let (code, text) = match error.as_database_error() {
+        Some(database) => {
+            let code = database.code().and_then(|code| code.parse().ok()).unwrap_or(0);
+            (code, database.message().to_owned())
+        }
+        None => (0, error.to_string()),
+    };
+    from_code(operation, code, &text).with_source(error)
+}
+
+/// A missing log table is an unknown log where there is a schema.
+async fn explain(connection: &mut SqliteConnection, log: &LogName, error: Error) -> Error {
+    if error.code() != "schema_missing" {
+        return error;
+    }
+    let known: Result<Vec<(String,)>, _> =
+        ::sqlx::query_as("SELECT name FROM postbox_log ORDER BY name").fetch_all(connection).await;
+    match known {
+        Ok(known) => {
+            let known: Vec<String> = known.into_iter().map(|(name,)| name).collect();
+            let message = format!("there is no log {log}; known: {}", known.join(", "));
+            Error::new(postbox_core::ErrorKind::NotFound, "append", "log_unknown", message)
+        }
+        Err(_) => error,
+    }
+}

@@ -1,0 +1,146 @@
+//! The store itself: three connections, and what it remembers between calls.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use postbox_core::{Clock, Error, ErrorKind, Lease, Result, SubscriptionName};
+use tokio::sync::watch;
+
+use crate::clock::MachineClock;
+use crate::config::SqliteConfig;
+use crate::migrate::validate;
+use crate::thread::{Role, Settings, Thread};
+use crate::window::Cursor;
+
+/// A Postbox store in a SQLite file. Cheap to clone; clones share everything.
+///
+/// ```no_run
+/// # async fn example() -> postbox_core::Result<()> {
+/// use postbox_core::{Append, LogName, Migrate, NewEvent};
+/// use postbox_sqlite::{SqliteConfig, SqliteStore};
+///
+/// let store = SqliteStore::open(SqliteConfig::new("shop.db")).await?;
+/// store.up().await?;
+/// store.append(&LogName::outbox(), &[NewEvent::json("order.paid", r#"{"id":1}"#).key("42")]).await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct SqliteStore {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    settings: Arc<Settings>,
+    writer: Thread,
+    reader: Thread,
+    inspector: Thread,
+    /// How far each lane has been read, which is not written down: a crash reads again from the settled position.
+    cursors: Mutex<HashMap<(SubscriptionName, u16), Cursor>>,
+    /// Rises with everything of ours that may give a lane work.
+    stirs: watch::Sender<u64>,
+}
+
+impl fmt::Debug for SqliteStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SqliteStore").field("path", &self.shared.settings.path).finish_non_exhaustive()
+    }
+}
+
+impl SqliteStore {
+    /// Opens the file, or prepares to: a file that is not there is made by [`postbox_core::Migrate::up`] and by nothing else.
+    ///
+    /// Errors (`Mismatch`): `store_path_invalid`, `store_folder_missing`, `store_readonly`, `store_not_a_database`,
+    /// `store_cannot_open`. A missing schema is reported by the first call that needs it.
+    pub async fn open(config: SqliteConfig) -> Result<Self> {
+        Self::open_with_clock(config, Arc::new(MachineClock::new())).await
+    }
+
+    /// [`Self::open`] with another clock: the one lease deadlines, due times and stamps are measured on.
+    pub async fn open_with_clock(config: SqliteConfig, clock: Arc<dyn Clock>) -> Result<Self> {
+        let settings = Arc::new(Settings {
+            path: config.resolved()?,
+            busy_timeout: config.busy_timeout,
+            synchronous: config.synchronous,
+            clock,
+        });
+        let thread = |name, role| Thread::start(name, role, settings.clone());
+        let store = Self {
+            shared: Arc::new(Shared {
+                writer: thread("postbox-write", Role::Writer)?,
+                reader: thread("postbox-read", Role::Reader)?,
+                inspector: thread("postbox-look", Role::Reader)?,
+                cursors: Mutex::default(),
+                stirs: watch::Sender::new(0),
+                settings,
+            }),
+        };
+        if store.shared.settings.path.exists() {
+            // The first read of the file is what tells a database from something else.
+            let looked = store.writer().call("open", |session| validate(session.connection()?)).await;
+            match looked {
+                Err(error) if !error.code().starts_with("schema_") => return Err(name_file(error, &store)),
+                _ => {}
+            }
+        }
+        Ok(store)
+    }
+
+    /// Wakes this store's relays: call it after your own commit, and they need not wait for their next poll. Only a hint.
+    pub fn wake(&self) {
+        self.shared.stirs.send_modify(|stirs| *stirs = stirs.wrapping_add(1));
+    }
+
+    pub(crate) fn writer(&self) -> &Thread {
+        &self.shared.writer
+    }
+
+    pub(crate) fn reader(&self) -> &Thread {
+        &self.shared.reader
+    }
+
+    pub(crate) fn inspector(&self) -> &Thread {
+        &self.shared.inspector
+    }
+
+    pub(crate) fn now(&self) -> i64 {
+        self.shared.settings.now()
+    }
+
+    pub(crate) fn stirs(&self) -> &watch::Sender<u64> {
+        &self.shared.stirs
+    }
+
+    /// How far this lease has read, if it has.
+    pub(crate) fn cursor(&self, lease: &Lease) -> Option<Cursor> {
+        self.cursors()
+            .get(&(lease.subscription.clone(), lease.lane))
+            .filter(|cursor| cursor.epoch == lease.epoch)
+            .cloned()
+    }
+
+    pub(crate) fn set_cursor(&self, lease: &Lease, cursor: Option<Cursor>) {
+        let lane = (lease.subscription.clone(), lease.lane);
+        match cursor {
+            Some(cursor) => _ = self.cursors().insert(lane, cursor),
+            None => _ = self.cursors().remove(&lane),
+        }
+    }
+
+    pub(crate) fn forget_cursors(&self) {
+        self.cursors().clear();
+    }
+
+    fn cursors(&self) -> MutexGuard<'_, HashMap<(SubscriptionName, u16), Cursor>> {
+        // Every change is one insert or remove, so a panic elsewhere leaves nothing half done.
+        self.shared.cursors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Puts the file's name in front of a one-line error.
+fn name_file(error: Error, store: &SqliteStore) -> Error {
+    let message = format!("{}: {}", store.shared.settings.path.display(), error.message());
+    let kind: ErrorKind = error.kind();
+    Error::new(kind, "open", error.code().to_owned(), message).with_verdict(error.verdict()).with_source(error)
+}

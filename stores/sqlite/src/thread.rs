@@ -1,0 +1,227 @@
+//! A connection on a thread of its own, fed by a bounded queue.
+//!
+//! SQLite calls block, so they never run on an async worker. The store has three of these: one that writes, one that reads for
+//! relays (in WAL mode a reader never waits for a writer, so a batch is read while the last one is being flushed), and one
+//! that reads for operators, so that counting a long log delays no delivery.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Clock, Error, ErrorKind, Result};
+use rusqlite::{Connection, OpenFlags, Transaction, TransactionBehavior};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::classify::{Fault, Work, read_only, schema_missing};
+use crate::config::Synchronous;
+
+/// Jobs waiting at one thread. Each lane has at most a few at once, and a full queue makes callers wait, which is the back-pressure wanted.
+const QUEUE_JOBS_MAX: usize = 64;
+/// Prepared statements kept per connection: more than this crate has.
+const STATEMENTS_MAX: usize = 128;
+/// A write-ahead log that grew beyond this under a long reader is cut back at the next checkpoint.
+const WAL_BYTES_KEPT: i64 = 64 * 1024 * 1024;
+
+/// What a thread's connection may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Role {
+    Writer,
+    Reader,
+}
+
+/// What every thread of a store knows.
+pub(crate) struct Settings {
+    pub(crate) path: PathBuf,
+    pub(crate) busy_timeout: Duration,
+    pub(crate) synchronous: Synchronous,
+    pub(crate) clock: Arc<dyn Clock>,
+}
+
+impl Settings {
+    pub(crate) fn now(&self) -> i64 {
+        self.clock.now().as_microsecond()
+    }
+}
+
+type Job = Box<dyn FnOnce(&mut Session) + Send>;
+
+/// The way to a connection.
+#[derive(Clone)]
+pub(crate) struct Thread {
+    jobs: mpsc::Sender<Job>,
+    settings: Arc<Settings>,
+}
+
+impl fmt::Debug for Thread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Thread").field("path", &self.settings.path).finish_non_exhaustive()
+    }
+}
+
+impl Thread {
+    /// Starts a thread; it ends when the last handle is dropped and its queue is empty.
+    pub(crate) fn start(name: &str, role: Role, settings: Arc<Settings>) -> Result<Self> {
+        let (jobs, mut queue) = mpsc::channel::<Job>(QUEUE_JOBS_MAX);
+        let mut session = Session { settings: settings.clone(), role, connection: None };
+        std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                while let Some(job) = queue.blocking_recv() {
+                    job(&mut session);
+                }
+            })
+            .map_err(|error| {
+                Error::new(ErrorKind::Unavailable, "open", "store_thread", "no thread could be started")
+                    .with_source(error)
+            })?;
+        Ok(Self { jobs, settings })
+    }
+
+    /// Runs `work` on the thread's connection and waits for its result.
+    ///
+    /// Bounded: a job that has waited longer than twice the busy timeout is refused unrun, and one that runs waits for locks
+    /// at most the busy timeout. A job whose caller has gone is not started. Cancel-safe, but a started job runs to its end.
+    pub(crate) async fn call<T, F>(&self, operation: &'static str, work: F) -> Result<T>
+    where
+        T: Send + 'static,
+        F: FnOnce(&mut Session) -> Work<T> + Send + 'static,
+    {
+        let (answer, result) = oneshot::channel();
+        let clock = self.settings.clock.clone();
+        let queued = clock.monotonic();
+        let patience = self.settings.busy_timeout * 2;
+        let job = move |session: &mut Session| {
+            if answer.is_closed() {
+                return;
+            }
+            if clock.monotonic().saturating_sub(queued) > patience {
+                _ = answer.send(Err(overloaded(operation)));
+                return;
+            }
+            let done = catch_unwind(AssertUnwindSafe(|| work(session)))
+                .unwrap_or_else(|_| Err(Fault::Told(panicked(operation))))
+                .map_err(|fault| fault.into_error(operation));
+            if done.is_err() {
+                session.recover();
+            }
+            _ = answer.send(done);
+        };
+        self.jobs.send(Box::new(job)).await.map_err(|_| panicked(operation))?;
+        result.await.unwrap_or_else(|_| Err(panicked(operation)))
+    }
+}
+
+fn overloaded(operation: &'static str) -> Error {
+    Error::new(
+        ErrorKind::Unavailable,
+        operation,
+        "store_busy",
+        "the store's queue is not served in time; another process may hold the write lock",
+    )
+}
+
+fn panicked(operation: &'static str) -> Error {
+    Error::new(
+        ErrorKind::Internal,
+        operation,
+        "store_panic",
+        "the store's thread met a defect; the call was rolled back",
+    )
+}
+
+fn run<T>(connection: &mut Connection, work: impl FnOnce(&Transaction<'_>) -> Work<T>) -> Work<T> {
+    let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+    let done = work(&transaction)?;
+    transaction.commit()?;
+    Ok(done)
+}
+
+/// Whether a commit is flushed before it returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Flush {
+    /// Whatever the configuration says: somebody outside is about to be told.
+    Always,
+    /// As [`Synchronous`] says.
+    Configured,
+}
+
+/// What a job works on: the thread's connection, opened when first needed.
+pub(crate) struct Session {
+    pub(crate) settings: Arc<Settings>,
+    role: Role,
+    connection: Option<Connection>,
+}
+
+impl Session {
+    /// The connection to an existing file. Never creates one: only `migrate up` does.
+    pub(crate) fn connection(&mut self) -> Work<&mut Connection> {
+        if self.connection.is_none() {
+            if !self.settings.path.exists() {
+                return Err(schema_missing("open", Some(&self.settings.path)).into());
+            }
+            self.connection = Some(self.open(OpenFlags::empty())?);
+        }
+        Ok(self.connection.as_mut().expect("opened just above"))
+    }
+
+    /// The connection to a file that is made if it is not there.
+    pub(crate) fn create(&mut self) -> Work<&mut Connection> {
+        if self.connection.is_none() {
+            self.connection = Some(self.open(OpenFlags::SQLITE_OPEN_CREATE)?);
+        }
+        Ok(self.connection.as_mut().expect("opened just above"))
+    }
+
+    /// Runs `work` in a transaction that holds the write lock from its first statement on (so that it never fails half-way for
+    /// want of a lock), and commits if it succeeds.
+    ///
+    /// `flush`: the commit is flushed to disk whatever the configuration says. That flush covers everything the transaction can
+    /// see, commits of other processes with weaker settings included: there is one write-ahead log, and it is flushed as a whole.
+    pub(crate) fn transact<T>(&mut self, flush: Flush, work: impl FnOnce(&Transaction<'_>) -> Work<T>) -> Work<T> {
+        let configured = self.settings.synchronous;
+        let raise = flush == Flush::Always && configured != Synchronous::Full;
+        let connection = self.connection()?;
+        if raise {
+            connection.pragma_update(None, "synchronous", Synchronous::Full.as_pragma())?;
+        }
+        let done = run(connection, work);
+        if raise {
+            connection.pragma_update(None, "synchronous", configured.as_pragma())?;
+        }
+        done
+    }
+
+    /// One snapshot for several reads.
+    pub(crate) fn read(&mut self) -> Work<Transaction<'_>> {
+        Ok(self.connection()?.transaction()?)
+    }
+
+    /// Opens the file with this thread's settings.
+    fn open(&self, create: OpenFlags) -> Work<Connection> {
+        // No URI flag: a path is a path. No shared cache: it would let readers see uncommitted rows.
+        let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX | create;
+        let connection = Connection::open_with_flags(&self.settings.path, flags)?;
+        connection.busy_timeout(self.settings.busy_timeout)?;
+        connection.set_prepared_statement_cache_capacity(STATEMENTS_MAX);
+        if connection.is_readonly("main")? {
+            return Err(read_only("open").into());
+        }
+        connection.pragma_update(None, "synchronous", self.settings.synchronous.as_pragma())?;
+        connection.pragma_update_and_check(None, "journal_size_limit", WAL_BYTES_KEPT, |_| Ok(()))?;
+        if self.role == Role::Reader {
+            connection.pragma_update(None, "query_only", true)?;
+        }
+        Ok(connection)
+    }
+
+    /// After a failed job: a connection that is still inside a transaction, or whose file went away, is not trusted again.
+    fn recover(&mut self) {
+        if self.connection.as_ref().is_some_and(|connection| !connection.is_autocommit())
+            || !self.settings.path.exists()
+        {
+            self.connection = None;
+        }
+    }
+}

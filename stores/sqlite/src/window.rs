@@ -1,0 +1,285 @@
+//! Reading a lane's stream.
+//!
+//! SQLite has one writer at a time and AUTOINCREMENT numbers rows inside its transaction, so `seq` order *is* commit order: whatever a
+//! snapshot shows beyond the cursor is new, and nothing can appear behind it. The cursor is an integer.
+//!
+//! **Visible is not durable.** Another process may commit with `synchronous = NORMAL`: its rows can be read before they are flushed, and a
+//! power cut takes them back. So what a batch contains was seen by a flushed commit first: the lane row's `window_end` says up to where.
+//! Reading beyond it opens the next window, which is one write to the lane row, committed with a flush of the write-ahead log (and with
+//! it of everything before) *before* the batch is handed out. `settle` moves the window along in its own commit, so that a busy
+//! lane pays for one flush a batch.
+
+use std::collections::HashMap;
+
+use postbox_core::{Batch, BatchLimit, Delivery, Error, Key, Lease, Seq};
+use rusqlite::{OptionalExtension, Transaction, named_params, params};
+
+use crate::classify::Work;
+use crate::clock::until;
+use crate::decode::{Decoded, Head, LOG_COLUMNS, payload_len, seq};
+use crate::lease::{self, Stored, held};
+use crate::schema::log_table;
+use crate::settle::bury;
+use crate::thread::{Flush, Session};
+
+/// Rows looked at in one read when the lane wants few of them: bounds the time of a call, not its result.
+const SCAN_ROWS_MAX: usize = 50_000;
+
+/// Unwanted rows after which a busy lane writes its position down, so that retention can follow.
+const PASS_ROWS: i64 = 1_000;
+
+/// The last row of a log, by primary key; no lock.
+const LOG_END: &str = "SELECT coalesce(max(seq), 0) FROM ";
+/// Opens a window or passes unwanted rows. Lane by primary key; takes the write lock; changes nothing for a stale epoch.
+const LANE_OPEN_WINDOW: &str = "UPDATE postbox_lane SET window_end = max(window_end, :window_end), position = max(position, :position) \
+WHERE subscription = :subscription AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
+/// Rows of the stretch just read that have left the stream already, by primary key; no lock.
+const DELIVERY_IN_RANGE: &str =
+    "SELECT seq, state FROM postbox_delivery WHERE subscription = ?1 AND seq > ?2 AND seq <= ?3";
+/// Whether any key of the subscription is held, by `postbox_delivery_key`; no lock.
+const DELIVERY_ANY_HELD: &str = "SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND holds = 1 LIMIT 1";
+/// Whether a key is held by an event before one, by `postbox_delivery_key`; no lock.
+const DELIVERY_KEY_HELD: &str =
+    "SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND key = ?2 AND holds = 1 AND seq < ?3 LIMIT 1";
+/// When the first row of the lane is due, by `postbox_delivery_due`, passing those behind the head of their key
+/// (`postbox_delivery_key`); no lock.
+const DELIVERY_NEXT_DUE: &str = "SELECT d.due_at FROM postbox_delivery d WHERE d.subscription = ?1 AND d.lane = ?2 \
+AND d.state IN ('retrying', 'scheduled') AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h \
+WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds = 1 AND h.seq < d.seq)) ORDER BY d.due_at LIMIT 1";
+
+/// How far a lease has read.
+#[derive(Debug, Clone)]
+pub(crate) struct Cursor {
+    pub(crate) epoch: i64,
+    /// The last row that was looked at.
+    pub(crate) read: i64,
+    /// The last row of the last batch that was handed out; unsettled while it is beyond the lane's position.
+    given: i64,
+    /// The store's own stirs when the read began: a later one is a reason to look again.
+    pub(crate) stirs: u64,
+    idle: Option<Idle>,
+}
+
+/// What an empty read found, so that the next one need not look: as long as nobody writes to the file, nothing of it changes.
+#[derive(Debug, Clone)]
+struct Idle {
+    data_version: i64,
+    lease_until: i64,
+    due_at: Option<i64>,
+}
+
+/// One read, and what has to be written before it may be handed out.
+pub(crate) struct Read {
+    pub(crate) batch: Batch,
+    pub(crate) cursor: Cursor,
+    pub(crate) opening: Option<Opening>,
+}
+
+/// What `next_batch` writes.
+pub(crate) struct Opening {
+    /// The end of the new window: the last row the read's snapshot shows.
+    window_end: i64,
+    /// Rows up to here are dealt with: nobody wanted them, and nothing before them is unsettled.
+    position: i64,
+    /// Events that cannot be delivered as they are.
+    faulty: Vec<Decoded>,
+}
+
+/// Reads on from the cursor, or from the settled position when this lease has not read yet.
+pub(crate) fn read(
+    session: &mut Session,
+    lease: &Lease,
+    limit: BatchLimit,
+    cursor: Option<Cursor>,
+    stirs: u64,
+) -> Work<Read> {
+    let now = session.settings.now();
+    let connection = session.connection()?;
+    // Taken before the snapshot: if somebody commits in between, the next call only looks once more than it must.
+    let data_version: i64 = connection.prepare_cached("PRAGMA data_version")?.query_row([], |row| row.get(0))?;
+    if let Some(cursor) = &cursor
+        && let Some(idle) = cursor.idle.as_ref().filter(|idle| idle.data_version == data_version)
+    {
+        if idle.lease_until <= now {
+            return Err(Error::stale("next_batch").into());
+        }
+        let batch = Batch { due_in: idle.due_at.map(|at| until(now, at)), ..Batch::default() };
+        return Ok(Read { batch, cursor: Cursor { stirs, ..cursor.clone() }, opening: None });
+    }
+    let tx = session.read()?;
+    let lane = held("next_batch", &tx, lease, now)?;
+    let stored = lease::find(&tx, &lease.subscription)?.ok_or_else(|| Error::stale("next_batch"))?;
+    let from = cursor.as_ref().map_or(lane.position, |cursor| cursor.read.max(lane.position));
+    let given = cursor.as_ref().map_or(0, |cursor| cursor.given);
+    let stretch = Stretch::read(&tx, &stored, lease.lane, from, limit)?;
+    let due_at: Option<i64> = tx
+        .prepare_cached(DELIVERY_NEXT_DUE)?
+        .query_row(params![lease.subscription.as_str(), lease.lane], |row| row.get(0))
+        .optional()?;
+    let idle = (stretch.last == from).then_some(Idle { data_version, lease_until: lane.lease_until, due_at });
+    let more = stretch.last < stretch.end;
+    let Stretch { deliveries, faulty, last, end } = stretch;
+    let mut batch = Batch { due_in: due_at.map(|at| until(now, at)), more, deliveries, ..Batch::default() };
+    leave_out(&tx, lease, from, last, &mut batch)?;
+    hold(&tx, lease, &mut batch)?;
+    batch.end = (!batch.deliveries.is_empty()).then_some(Seq(last));
+    // Rows nobody wanted need no settlement: the position follows when all before them is settled and the lane has nothing
+    // better to do, or is far behind.
+    let passed = last - lane.position;
+    let passes = batch.end.is_none() && given <= lane.position && passed > 0 && (last == from || passed >= PASS_ROWS);
+    let opens = last > lane.window_end && (batch.end.is_some() || !faulty.is_empty());
+    let opening = (passes || opens || !faulty.is_empty()).then_some(Opening {
+        window_end: if opens { end } else { 0 },
+        position: if passes { last } else { 0 },
+        faulty,
+    });
+    let given = batch.end.map_or(given, |end| end.0);
+    let cursor = Cursor { epoch: lease.epoch, read: last, given, stirs, idle };
+    Ok(Read { batch, cursor, opening })
+}
+
+/// Writes what a read needs written. Flushed if anything of it is going to be published.
+pub(crate) fn open(session: &mut Session, lease: &Lease, opening: &Opening) -> Work<()> {
+    let now = session.settings.now();
+    let flush = if opening.window_end > 0 { Flush::Always } else { Flush::Configured };
+    session.transact(flush, |tx| {
+        let changed = tx.prepare_cached(LANE_OPEN_WINDOW)?.execute(named_params! {
+            ":window_end": opening.window_end,
+            ":position": opening.position,
+            ":subscription": lease.subscription.as_str(),
+            ":lane": lease.lane,
+            ":epoch": lease.epoch,
+            ":owner": lease.owner.as_str(),
+            ":now": now,
+        })?;
+        if changed == 0 {
+            return Err(Error::stale("next_batch").into());
+        }
+        opening.faulty.iter().try_for_each(|faulty| bury(tx, lease, faulty, now))
+    })
+}
+
+/// The last row of a log.
+pub(crate) fn log_end(tx: &Transaction<'_>, table: &str) -> Work<i64> {
+    Ok(tx.prepare_cached(&format!("{LOG_END}{table}"))?.query_row([], |row| row.get(0))?)
+}
+
+/// A piece of the log as it was read.
+struct Stretch {
+    deliveries: Vec<Delivery>,
+    faulty: Vec<Decoded>,
+    /// The last row looked at.
+    last: i64,
+    /// The last row the snapshot shows.
+    end: i64,
+}
+
+impl Stretch {
+    fn read(tx: &Transaction<'_>, stored: &Stored, lane: u16, from: i64, limit: BatchLimit) -> Work<Self> {
+        let table = log_table(&stored.log);
+        let end = log_end(tx, &table)?;
+        let mut stretch = Self { deliveries: Vec::new(), faulty: Vec::new(), last: from, end: end.max(from) };
+        if end <= from {
+            return Ok(stretch);
+        }
+        // Walks the primary key; no lock, and in WAL mode no wait.
+        let log_read = format!("SELECT {LOG_COLUMNS} FROM {table} l WHERE l.seq > ?1 ORDER BY l.seq");
+        let mut statement = tx.prepare_cached(&log_read)?;
+        let mut rows = statement.query([from])?;
+        let mut room = Room::new(limit);
+        let mut scanned = 0;
+        while scanned < SCAN_ROWS_MAX
+            && !room.is_full()
+            && let Some(row) = rows.next()?
+        {
+            scanned += 1;
+            let head = Head::read(row)?;
+            let ours = stored.lanes == 1 || head.lane(stored.lanes) == lane;
+            if ours && stored.filter.matches(&head.topic, head.tenant.as_deref()) {
+                if !room.take(payload_len(row)?) {
+                    break;
+                }
+                let decoded = Decoded::read(row)?;
+                match decoded.fault {
+                    None => stretch.deliveries.push(delivery(decoded, 1, 0)),
+                    Some(_) => stretch.faulty.push(decoded),
+                }
+            }
+            stretch.last = seq(row)?;
+        }
+        Ok(stretch)
+    }
+}
+
+pub(crate) fn delivery(decoded: Decoded, attempt: u32, replay: u32) -> Delivery {
+    Delivery { event: decoded.event, seq: Seq(decoded.seq), attempt, replay }
+}
+
+/// Marks what a person discarded before it was read, and drops what has left the stream already.
+fn leave_out(tx: &Transaction<'_>, lease: &Lease, from: i64, last: i64, batch: &mut Batch) -> Work<()> {
+    if batch.deliveries.is_empty() {
+        return Ok(());
+    }
+    let mut statement = tx.prepare_cached(DELIVERY_IN_RANGE)?;
+    let rows: HashMap<i64, String> = statement
+        .query_map(params![lease.subscription.as_str(), from, last], |row| Ok((row.get(0)?, row.get(1)?)))?
+        .collect::<Result<_, _>>()?;
+    if rows.is_empty() {
+        return Ok(());
+    }
+    batch.deliveries.retain(|delivery| rows.get(&delivery.seq.0).is_none_or(|state| state == "discarded"));
+    batch.discarded =
+        batch.deliveries.iter().map(|delivery| delivery.seq).filter(|seq| rows.contains_key(&seq.0)).collect();
+    Ok(())
+}
+
+/// Notes the keys with an earlier unfinished event.
+fn hold(tx: &Transaction<'_>, lease: &Lease, batch: &mut Batch) -> Work<()> {
+    let name = lease.subscription.as_str();
+    let any = tx.prepare_cached(DELIVERY_ANY_HELD)?.query_row([name], |_| Ok(())).optional()?;
+    if batch.deliveries.is_empty() || any.is_none() {
+        return Ok(());
+    }
+    let mut first: HashMap<&Key, Seq> = HashMap::new();
+    for delivery in &batch.deliveries {
+        if let Some(key) = &delivery.event.key {
+            first.entry(key).or_insert(delivery.seq);
+        }
+    }
+    let mut statement = tx.prepare_cached(DELIVERY_KEY_HELD)?;
+    for (key, seq) in first {
+        if statement.query_row(params![name, key.as_str(), seq.0], |_| Ok(())).optional()?.is_some() {
+            batch.held.insert(key.clone());
+        }
+    }
+    Ok(())
+}
+
+/// What still fits into a batch.
+pub(crate) struct Room {
+    events: usize,
+    payload_bytes: usize,
+    is_empty: bool,
+}
+
+impl Room {
+    pub(crate) fn new(limit: BatchLimit) -> Self {
+        Self { events: limit.events.max(1), payload_bytes: limit.payload_bytes, is_empty: true }
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.events == 0
+    }
+
+    /// Takes an event if it fits; the first one always does.
+    pub(crate) fn take(&mut self, payload_bytes: usize) -> bool {
+        let fits = self.events > 0 && payload_bytes <= self.payload_bytes;
+        if !fits && !self.is_empty {
+            return false;
+        }
+        self.events -= 1;
+        self.payload_bytes = self.payload_bytes.saturating_sub(payload_bytes);
+        self.is_empty = false;
+        true
+    }
+}

@@ -1,0 +1,141 @@
+//! A migrated store in a file of its own.
+
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Apply, Batch, BatchLimit, Delivery, EventId, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId, Result,
+    Settlement, Store, Subscription, SubscriptionName,
+};
+use postbox_sqlite::{SqliteConfig, SqliteStore, append_in};
+use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
+use rusqlite::Connection;
+use tempfile::TempDir;
+
+/// Longer than any case; nothing has to happen within it.
+pub(crate) const LONG: Duration = Duration::from_secs(600);
+
+pub(crate) struct Fixture {
+    folder: TempDir,
+    pub(crate) store: SqliteStore,
+}
+
+impl Fixture {
+    pub(crate) async fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let store = SqliteStore::open(SqliteConfig::new(folder.path().join("shop.db"))).await.expect("opened");
+        store.up().await.expect("migrated");
+        Self { folder, store }
+    }
+
+    pub(crate) fn path(&self) -> PathBuf {
+        self.folder.path().join("shop.db")
+    }
+
+    /// A connection of a program that knows nothing of Postbox.
+    pub(crate) fn connect(&self) -> Connection {
+        let connection = Connection::open(self.path()).expect("opened");
+        connection.busy_timeout(Duration::from_secs(10)).expect("set");
+        connection
+    }
+
+    /// Subscribes `reader` to the outbox and takes its lane.
+    pub(crate) async fn lane(&self) -> Lease {
+        let name = SubscriptionName::new("reader").expect("valid");
+        self.store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+        let owner = OwnerId::new("test").expect("valid");
+        self.store.acquire(&name, &owner, LONG).await.expect("asked").lease.expect("free")
+    }
+
+    pub(crate) async fn next(&self, lease: &Lease) -> Batch {
+        self.store.next_batch(lease, BatchLimit::default()).await.expect("read")
+    }
+
+    pub(crate) async fn settle(&self, lease: &Lease, batch: &Batch) {
+        let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
+        self.store.settle(lease, settlement).await.expect("settled");
+    }
+}
+
+pub(crate) async fn fixture() -> Fixture {
+    Fixture::new().await
+}
+
+#[async_trait]
+impl StoreFixture for Fixture {
+    fn store(&self) -> Arc<dyn Store> {
+        Arc::new(self.store.clone())
+    }
+
+    fn capabilities(&self) -> StoreCapabilities {
+        StoreCapabilities { concurrent_transactions: false }
+    }
+
+    async fn begin(&self) -> Box<dyn OpenTransaction> {
+        let connection = self.connect();
+        tokio::task::block_in_place(|| connection.execute_batch("BEGIN IMMEDIATE")).expect("the lock is free in time");
+        Box::new(Open(connection))
+    }
+
+    async fn conflicts(&self) -> u64 {
+        let count: i64 =
+            self.connect().query_row("SELECT count(*) FROM postbox_conflict", [], |row| row.get(0)).expect("counted");
+        count.unsigned_abs()
+    }
+}
+
+#[async_trait]
+impl ApplyFixture for Fixture {
+    fn apply(&self) -> Arc<dyn Apply> {
+        self.connect().execute_batch("CREATE TABLE IF NOT EXISTS effects (payload TEXT NOT NULL)").expect("made");
+        self.store.apply(effect)
+    }
+
+    async fn effects(&self) -> Vec<String> {
+        let connection = self.connect();
+        let mut statement = connection.prepare("SELECT payload FROM effects ORDER BY rowid").expect("prepared");
+        statement.query_map([], |row| row.get(0)).expect("read").collect::<Result<_, _>>().expect("text")
+    }
+}
+
+/// Writes the payload down, and only then says what became of it.
+fn effect(tx: &rusqlite::Transaction<'_>, delivery: &Delivery) -> Outcome {
+    let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
+    tx.execute("INSERT INTO effects (payload) VALUES (?1)", [&payload]).expect("written");
+    match payload.as_str() {
+        "retry" => Outcome::retry("not_now", "later"),
+        "dead" => Outcome::dead("never", "no"),
+        "panic" => panic!("on purpose"),
+        _ => Outcome::DELIVERED,
+    }
+}
+
+/// A transaction on a connection of its own; closing it rolls back.
+struct Open(Connection);
+
+#[async_trait]
+impl OpenTransaction for Open {
+    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+        append_in(&self.0, log, events)
+    }
+
+    async fn savepoint(&mut self) {
+        self.0.execute_batch("SAVEPOINT mine").expect("set");
+    }
+
+    async fn rollback_to_savepoint(&mut self) {
+        self.0.execute_batch("ROLLBACK TO mine; RELEASE mine").expect("rolled back");
+    }
+
+    async fn commit(self: Box<Self>) {
+        self.0.execute_batch("COMMIT").expect("committed");
+    }
+
+    async fn rollback(self: Box<Self>) {
+        self.0.execute_batch("ROLLBACK").expect("rolled back");
+    }
+}

@@ -1,0 +1,8 @@
+//! Every suite a store must pass, on a real file.
+
+mod common;
+
+use common::fixture;
+
+postbox_testkit::store_suite!(fixture);
+postbox_testkit::apply_suite!(fixture);
