@@ -6,6 +6,7 @@ mod apply;
 mod classify;
 mod clock;
 mod config;
+mod count;
 mod decode;
 mod due;
 mod inspect;

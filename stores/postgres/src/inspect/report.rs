@@ -118,7 +118,20 @@ LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
 WHERE l.id = $3"
 );
 
+/// Every event of a log. Walks an index of it. No lock.
+const LOG_COUNT: &str = "SELECT count(*) FROM {log} AS l";
+
 impl PostgresStore {
+    /// How many events `log` has, whoever reads it or nobody. Walks the log.
+    pub async fn count(&self, log: &LogName) -> Result<u64> {
+        let counted = self.report("count", async |client: &Client| {
+            let sql = self.schema().log_sql(LOG_COUNT, log);
+            client.query_typed(&sql, &[]).await.map_err(|error| classify("count", &error))
+        });
+        let rows = self.bounded("count", counted).await?;
+        Ok(rows.first().map_or(0, |row| row.get::<_, i64>(0).unsigned_abs()))
+    }
+
     /// Runs a report in one snapshot; the session comes back outside of a transaction, or is dropped.
     async fn report<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Client) -> Result<T>) -> Result<T> {
         let session: Session = self.session(operation).await?;
