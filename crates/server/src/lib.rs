@@ -1,12 +1,36 @@
 //! Config, wiring, HTTP API and metrics: what turns the Postbox library into a service.
+//!
+//! ```no_run
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! use postbox_server::{Config, Service};
+//!
+//! let config = Config::parse("[subscriptions.orders-out]\nsink = { type = \"stdout\" }\n")?;
+//! let service = Service::start(config).await?;
+//! println!("http://{}/readyz", service.address());
+//! service.stop();
+//! service.wait().await?;
+//! # Ok(()) }
+//! ```
+//!
+//! # What this crate deliberately does not do
+//!
+//! It contains no SQL and no delivery logic: it reads a file, joins stores, relays and sinks, and shows what they say.
 
+mod cache;
 mod config;
-mod schedule;
+mod cron;
+mod http;
+mod metrics;
+mod part;
 mod secret;
+mod service;
+mod sources;
 mod store;
 mod wiring;
 
 pub use config::*;
-pub use schedule::Schedule;
+pub use cron::Cron;
 pub use secret::Secret;
-pub use store::{MissingFile, StoreUrl, count_outbox, open_store, schema_script};
+pub use service::Service;
+pub use store::{StoreUrl, count_outbox, open_store, rebase};
+pub use wiring::relay;

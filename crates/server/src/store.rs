@@ -3,7 +3,10 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use postbox_core::{Error, ErrorKind, Result, Store};
+use postbox_core::{Error, LogName, MemoryStore, Result, Store};
+use postbox_engine::TokioClock;
+use postbox_postgres::{PostgresConfig, PostgresStore};
+use postbox_sqlite::{SqliteConfig, SqliteStore};
 
 use crate::config::StoreConfig;
 
@@ -41,54 +44,43 @@ impl StoreUrl {
     }
 }
 
-/// What to do when the SQLite file is not there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MissingFile {
-    /// Make it: only for whoever creates the schema.
-    Create,
-    /// Say so: a mistyped path makes no empty database.
-    Refuse,
+/// Opens the store that `config` names. Makes nothing: a SQLite file that is not there is made by its migration.
+pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
+    Ok(match parse(config)? {
+        StoreUrl::Postgres => Arc::new(PostgresStore::connect(postgres(config)).await?),
+        StoreUrl::Sqlite(path) => Arc::new(SqliteStore::open(SqliteConfig::new(path)).await?),
+        StoreUrl::Memory => Arc::new(MemoryStore::new(Arc::new(TokioClock::new()))),
+    })
 }
 
-/// Opens the store that `config` names.
-pub async fn open_store(config: &StoreConfig, missing: MissingFile) -> Result<Arc<dyn Store>> {
-    match parse(config)? {
-        StoreUrl::Postgres => Err(later()),
-        StoreUrl::Sqlite(path) => {
-            if missing == MissingFile::Refuse && !path.exists() {
-                return Err(Error::new(
-                    ErrorKind::Mismatch,
-                    "open",
-                    "store_missing",
-                    format!("there is no file {}; make it with `postbox migrate up`", path.display()),
-                ));
-            }
-            Err(later())
-        }
-        StoreUrl::Memory => Err(later()),
-    }
-}
-
-/// All migrations of the kind of store that `config` names, as one SQL script. Needs no connection.
-pub fn schema_script(config: &StoreConfig) -> Result<String> {
-    match parse(config)? {
-        StoreUrl::Postgres => Err(later()),
-        StoreUrl::Sqlite(_) => Err(later()),
-        StoreUrl::Memory => Ok("-- the memory store has no schema\n".into()),
-    }
-}
-
-/// How many events the outbox has, whoever reads it.
+/// How many events the outbox has, whoever reads it or nobody.
 pub async fn count_outbox(config: &StoreConfig) -> Result<u64> {
+    let outbox = LogName::outbox();
     match parse(config)? {
-        StoreUrl::Postgres => Err(later()),
-        StoreUrl::Sqlite(_) => Err(later()),
+        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.count(&outbox).await,
+        StoreUrl::Sqlite(path) => SqliteStore::open(SqliteConfig::new(path)).await?.count(&outbox).await,
+        // It was made a moment ago.
         StoreUrl::Memory => Ok(0),
     }
 }
 
-fn later() -> Error {
-    Error::new(ErrorKind::Internal, "open", "not_yet", "not wired yet")
+/// Puts cursors and rows right after a dump was restored into another Postgres cluster. Stop every relay first.
+pub async fn rebase(config: &StoreConfig) -> Result<()> {
+    match parse(config)? {
+        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.rebase().await,
+        StoreUrl::Sqlite(_) | StoreUrl::Memory => {
+            let text = "only a Postgres store can need this: the cursors of the others are plain numbers";
+            Err(Error::invalid("rebase", "rebase_not_needed", text))
+        }
+    }
+}
+
+fn postgres(config: &StoreConfig) -> PostgresConfig {
+    PostgresConfig::new(config.url.expose())
+        .schema(config.schema.as_str())
+        .pool_size(config.pool)
+        .notify(config.notify)
+        .statement_timeout(config.statement_timeout)
 }
 
 fn parse(config: &StoreConfig) -> Result<StoreUrl> {

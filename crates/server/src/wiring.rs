@@ -1,11 +1,72 @@
 //! From configuration to running parts.
 
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Clock, Error, Result as PostboxResult, Sink, Store};
+use postbox_engine::{JsonLines, Relay};
+use postbox_http::{Guard, HttpSink, HttpSinkConfig};
+use postbox_webhook::{Scheme, Settings, Verify, standard};
+
+use crate::config::{HttpConfig, SinkConfig, SubscriptionConfig};
 use crate::secret::Secret;
 
-/// Whether a key can sign and verify; the message never repeats it.
-pub(crate) fn check_key(secret: &Secret) -> Result<(), String> {
-    if secret.expose().len() < 16 {
-        return Err("the secret is too short to be a key; make one with 24 random bytes or more".into());
+/// What the HTTP client leaves of the subscription's timeout, so that it is the one to give up and can say why.
+const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
+
+/// The relay of a subscription, with its sink. Touches no store.
+pub async fn relay(
+    store: &Arc<dyn Store>,
+    config: &SubscriptionConfig,
+    clock: &Arc<dyn Clock>,
+) -> PostboxResult<Relay> {
+    let mut builder = Relay::builder(Arc::clone(store) as _, config.subscription.clone())
+        .inspect(Arc::clone(store) as _)
+        .settings(config.settings.clone())
+        .clock(Arc::clone(clock));
+    if let Some(sink) = sink(config, clock).await? {
+        builder = builder.sink(sink);
     }
-    Ok(())
+    builder.build()
+}
+
+async fn sink(config: &SubscriptionConfig, clock: &Arc<dyn Clock>) -> PostboxResult<Option<Arc<dyn Sink>>> {
+    Ok(match &config.sink {
+        SinkConfig::None => None,
+        SinkConfig::Stdout => Some(Arc::new(JsonLines::stdout())),
+        SinkConfig::File { path } => Some(Arc::new(JsonLines::file(path).await?)),
+        SinkConfig::Http(http) => Some(Arc::new(HttpSink::new(http_sink(http, config)?, Arc::clone(clock))?)),
+    })
+}
+
+fn http_sink(http: &HttpConfig, config: &SubscriptionConfig) -> PostboxResult<HttpSinkConfig> {
+    let keys = sign_keys(&http.secrets).map_err(|text| {
+        Error::invalid("configure", "secret_invalid", format!("subscription {}: {text}", config.subscription.name))
+    })?;
+    let mut sink = HttpSinkConfig::new(http.url.as_str());
+    sink.keys = keys;
+    sink.headers = http.headers.iter().map(|(name, value)| (name.clone(), value.expose().to_owned())).collect();
+    sink.guard = if http.public_only { Guard::PUBLIC_ONLY } else { Guard::Off };
+    sink.ca_file.clone_from(&http.ca_file);
+    let timeout = config.settings.deliver_timeout;
+    sink.timeout = timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2);
+    sink.connect_timeout = sink.connect_timeout.min(sink.timeout);
+    if let Some(source) = &http.source {
+        sink.source.clone_from(source);
+    }
+    if let Some(concurrency) = config.settings.concurrency {
+        sink.concurrency = concurrency;
+    }
+    Ok(sink)
+}
+
+/// The keys a sink signs with. The message never repeats a key.
+pub(crate) fn sign_keys(secrets: &[Secret]) -> Result<Vec<standard::SignKey>, String> {
+    secrets.iter().map(|secret| standard::SignKey::parse(secret.expose()).map_err(|error| error.to_string())).collect()
+}
+
+/// The verifier of a source. The message never repeats a key.
+pub(crate) fn verifier(scheme: Scheme, secrets: &[Secret], settings: &Settings) -> Result<Box<dyn Verify>, String> {
+    let secrets: Vec<&str> = secrets.iter().map(Secret::expose).collect();
+    postbox_webhook::verifier(scheme, &secrets, settings).map_err(|error| error.to_string())
 }

@@ -5,9 +5,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
-use postbox_core::{BatchLimit, LogName, RetryPolicy, SourceName, Subscription};
+use postbox_core::{LogName, SourceName, Subscription};
+use postbox_engine::RelaySettings;
+use postbox_http::ingress::Origin;
+use postbox_webhook::{Scheme, Settings};
 
-use crate::schedule::Schedule;
+use crate::cron::Cron;
 use crate::secret::Secret;
 
 /// A whole configuration.
@@ -54,37 +57,15 @@ impl Default for StoreConfig {
     }
 }
 
-/// What happens to a key when one of its events dies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnDead {
-    /// The next event of the key goes out.
-    #[default]
-    Continue,
-    /// The key waits for a person.
-    Halt,
-}
-
 /// `[subscriptions.NAME]`: who reads which log, and where it goes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SubscriptionConfig {
     /// Name, log, filter, ordering, lanes, start.
     pub subscription: Subscription,
-    /// Bounds of one read.
-    pub batch: BatchLimit,
-    /// When to try again.
-    pub retry: RetryPolicy,
-    /// What happens to a key when one of its events dies.
-    pub on_dead: OnDead,
-    /// Longest time one delivery may take.
-    pub timeout: Duration,
-    /// Most deliveries at once; `None`: what the sink thinks right.
-    pub concurrency: Option<usize>,
-    /// Longest wait between two looks at an idle log.
-    pub poll_interval: Duration,
-    /// How long a lane stays with a relay that says nothing.
-    pub lease: Duration,
+    /// Batches, retries, timeouts, polling, lease.
+    pub settings: RelaySettings,
     /// Deliver only at these times, all that is there, instead of always.
-    pub schedule: Option<Schedule>,
+    pub schedule: Option<Cron>,
     /// Where the events go.
     pub sink: SinkConfig,
 }
@@ -92,18 +73,7 @@ pub struct SubscriptionConfig {
 impl SubscriptionConfig {
     /// A subscription with everything else at its default.
     pub fn new(subscription: Subscription, sink: SinkConfig) -> Self {
-        Self {
-            subscription,
-            batch: BatchLimit::default(),
-            retry: RetryPolicy::default(),
-            on_dead: OnDead::default(),
-            timeout: Duration::from_secs(30),
-            concurrency: None,
-            poll_interval: Duration::from_secs(1),
-            lease: Duration::from_secs(15),
-            schedule: None,
-            sink,
-        }
+        Self { subscription, settings: RelaySettings::default(), schedule: None, sink }
     }
 }
 
@@ -144,8 +114,12 @@ pub struct HttpConfig {
     pub secrets: Vec<Secret>,
     /// Fixed headers on every request.
     pub headers: Vec<(String, Secret)>,
-    /// Whether loopback, private and link-local addresses may be called.
-    pub allow_private: bool,
+    /// Refuse loopback, private and link-local addresses: for URLs that somebody else chose.
+    pub public_only: bool,
+    /// Certificates (PEM) to trust beside the system's.
+    pub ca_file: Option<PathBuf>,
+    /// `ce-source` of events that name no source.
+    pub source: Option<String>,
 }
 
 /// `[sources.NAME]`: where messages come from.
@@ -159,43 +133,25 @@ pub struct SourceConfig {
     pub scheme: Scheme,
     /// Live keys; several while one rotates. At least one.
     pub secrets: Vec<Secret>,
-    /// How far the sender's clock may be off.
-    pub tolerance: Duration,
+    /// What the scheme needs beside its secrets.
+    pub settings: Settings,
     /// Largest body.
     pub body_max: usize,
     /// Where topic, key and tenant of the stored event come from.
-    pub mapping: Mapping,
+    pub mapping: MappingConfig,
 }
 
-/// The signature schemes of this release.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scheme {
-    /// Standard Webhooks 1.0, `v1` and `v1a`.
-    Standard,
-}
-
-/// Where the fields of an inbound event come from. Each is a literal text, `header:NAME` or `json:/POINTER` into the body.
+/// Where the fields of an inbound event come from; `None`: what suits the scheme.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Mapping {
-    /// The sender's id of the message. Default: the scheme's own.
+pub struct MappingConfig {
+    /// The sender's id of the message.
     pub id: Option<Origin>,
-    /// The topic. Default: the name of the source.
+    /// The topic.
     pub topic: Option<Origin>,
-    /// The ordering key. Default: none.
+    /// The ordering key.
     pub key: Option<Origin>,
-    /// The tenant. Default: none.
+    /// The tenant; then every message must have one.
     pub tenant: Option<Origin>,
-}
-
-/// One place in an inbound message.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Origin {
-    /// Always this text.
-    Literal(String),
-    /// This request header.
-    Header(String),
-    /// This place in the JSON body (RFC 6901).
-    Json(String),
 }
 
 /// `[server]`: the HTTP side.
@@ -221,7 +177,7 @@ pub struct RetentionConfig {
     /// Ids of received messages older than this are forgotten: longer than any sender's retries.
     pub remember_ids: Duration,
     /// When the sweep runs.
-    pub schedule: Schedule,
+    pub schedule: Cron,
 }
 
 impl Default for RetentionConfig {

@@ -5,7 +5,14 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use postbox_core::limits::{BATCH_EVENTS_MAX, LANES_MAX};
-use postbox_core::{LogName, Ordering, SourceName, StartAt, Subscription, SubscriptionName, Tenant, TopicPattern};
+use postbox_core::{
+    LogName, Ordering, RetryPolicy, SourceName, StartAt, Subscription, SubscriptionName, Tenant, TopicPattern,
+};
+use postbox_engine::OnDead;
+use postbox_http::HttpSinkConfig;
+use postbox_http::ingress::Origin;
+use postbox_webhook::plain::{Encoding, Hash, Layout};
+use postbox_webhook::{Scheme, Settings, Tolerance};
 use toml::de::DeTable;
 
 use super::faults::{Fault, suggestion};
@@ -125,16 +132,23 @@ fn read_subscription(name: &At<String>, section: Section<'_, '_>) -> Option<Subs
 
     let sink = read_sink(&section);
     let mut config = SubscriptionConfig::new(subscription, SinkConfig::None);
-    set(&mut config.batch.events, section.integer("batch", 1..=BATCH_EVENTS_MAX as u64).map(|batch| batch as usize));
-    set(&mut config.batch.payload_bytes, section.size("batch_bytes", 1..=1 << 30));
+    let settings = &mut config.settings;
+    set(&mut settings.batch.events, section.integer("batch", 1..=BATCH_EVENTS_MAX as u64).map(|batch| batch as usize));
+    set(&mut settings.batch.payload_bytes, section.size("batch_bytes", 1..=1 << 30));
     if let Some(retry) = section.section("retry") {
-        read_retry(retry, &mut config);
+        read_retry(retry, &mut settings.retry);
     }
-    set(&mut config.on_dead, choice(&section, "on_dead", &[("continue", OnDead::Continue), ("halt", OnDead::Halt)]));
-    set(&mut config.timeout, section.duration("timeout", Duration::from_millis(1)));
-    config.concurrency = section.integer("concurrency", 1..=CONCURRENCY_MAX).map(|most| most as usize);
-    set(&mut config.poll_interval, section.duration("poll_interval", Duration::from_millis(1)));
-    set(&mut config.lease, section.duration("lease", LEASE_MIN));
+    if let Some(breaker) = section.section("breaker") {
+        set(&mut settings.breaker.base, breaker.duration("base", Duration::from_millis(1)));
+        set(&mut settings.breaker.max, breaker.duration("max", Duration::from_millis(1)));
+        breaker.finish();
+    }
+    set(&mut settings.on_dead, choice(&section, "on_dead", &[("continue", OnDead::Continue), ("halt", OnDead::Halt)]));
+    set(&mut settings.deliver_timeout, section.duration("timeout", Duration::from_millis(1)));
+    settings.concurrency = section.integer("concurrency", 1..=CONCURRENCY_MAX).map(|most| most as usize);
+    set(&mut settings.poll_max, section.duration("poll_interval", Duration::from_millis(1)));
+    settings.poll_min = settings.poll_min.min(settings.poll_max);
+    set(&mut settings.lease_ttl, section.duration("lease", LEASE_MIN));
     config.schedule = section.parsed("schedule", str::parse);
     section.finish();
     config.sink = sink?;
@@ -163,8 +177,7 @@ fn choice<T: Copy>(section: &Section<'_, '_>, key: &'static str, choices: &[(&st
     })
 }
 
-fn read_retry(section: Section<'_, '_>, config: &mut SubscriptionConfig) {
-    let retry = &mut config.retry;
+fn read_retry(section: Section<'_, '_>, retry: &mut RetryPolicy) {
     set(&mut retry.attempts_max, section.integer("max_attempts", 1..=ATTEMPTS_MAX).map(|most| most as u32));
     set(&mut retry.base, section.duration("base", Duration::from_millis(1)));
     set(&mut retry.delay_max, section.duration("max", Duration::from_millis(1)));
@@ -234,60 +247,46 @@ fn read_file_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
 
 fn read_http_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
     let secrets = read_secrets(section);
-    let allow_private = section.boolean("allow_private").unwrap_or(false);
+    let known = secrets.iter().all(|secret| !secret.expose().is_empty());
+    if known && let Err(text) = crate::wiring::sign_keys(&secrets) {
+        section.fault(if section.has("secret") { "secret" } else { "secrets" }, format!("{}: {text}", section.path));
+    }
+    let public_only = section.boolean("public_only").unwrap_or(false);
+    let ca_file = section.string("ca_file").map(|at| at.value.into());
+    let source = section.string("source").map(|at| at.value);
     let mut headers = Vec::new();
     for (name, at) in section.section("headers").map(|table| table.texts()).unwrap_or_default() {
-        if http::HeaderName::try_from(name.as_str()).is_err() {
-            section.reader.fault(at.line, format!("{}.headers: {name:?} is no header name", section.path));
-            continue;
+        let path = format!("{}.headers.{name}", section.path);
+        let Some(value) = section.reader.secret(&path, &at, false) else { continue };
+        let probe = HttpSinkConfig {
+            headers: vec![(name.clone(), value.expose().to_owned())],
+            ..HttpSinkConfig::new("https://example.org/")
+        };
+        for fault in probe.faults() {
+            section.reader.fault(at.line, format!("{path}: {fault}"));
         }
-        if let Some(value) = section.reader.secret(&format!("{}.headers.{name}", section.path), &at, false) {
-            if http::HeaderValue::try_from(value.expose()).is_err() {
-                section
-                    .reader
-                    .fault(at.line, format!("{}.headers.{name}: a header's value has no line breaks", section.path));
-            }
-            headers.push((name, value));
-        }
+        headers.push((name, value));
     }
     if !section.has("url") {
         section.fault("url", format!("{} needs a url, e.g. url = \"https://example.org/hook\"", section.path));
     }
     let url = section.parsed("url", check_url)?;
-    Some(SinkConfig::Http(HttpConfig { url, secrets, headers, allow_private }))
+    Some(SinkConfig::Http(HttpConfig { url, secrets, headers, public_only, ca_file, source }))
 }
 
 fn check_url(text: &str) -> Result<String, String> {
-    let url =
-        url::Url::parse(text).map_err(|error| format!("{text:?} is no URL ({error}); write https://host/path"))?;
-    if !matches!(url.scheme(), "http" | "https") || url.host_str().is_none() {
-        return Err(format!("{text:?} must begin with https:// or http:// and name a host"));
+    match HttpSinkConfig::new(text).faults().into_iter().next() {
+        Some(fault) => Err(fault),
+        None => Ok(text.to_owned()),
     }
-    if !url.username().is_empty() || url.password().is_some() {
-        return Err("a URL holds no user or password; send an authorization header instead: headers = { authorization = \"env:HOOK_AUTH\" }".into());
-    }
-    Ok(text.to_owned())
 }
 
-/// `secret = "…"` and `secrets = ["…"]`, checked to be usable keys.
+/// `secret = "…"` and `secrets = ["…"]`.
 fn read_secrets(section: &Section<'_, '_>) -> Vec<Secret> {
     let single = section.string("secret").into_iter();
     let all = single.chain(section.strings("secrets").unwrap_or_default());
-    let resolved =
-        all.filter_map(|at| section.reader.secret(&section.path, &at, false).map(|secret| (at.line, secret)));
-    let usable = resolved.filter(|(line, secret)| {
-        let fault = (!secret.expose().is_empty()).then(|| crate::wiring::check_key(secret)).and_then(Result::err);
-        if let Some(text) = &fault {
-            section.reader.fault(*line, format!("{}: {text}", section.path));
-        }
-        fault.is_none()
-    });
-    usable.map(|(_, secret)| secret).collect()
+    all.filter_map(|at| section.reader.secret(&section.path, &at, false)).collect()
 }
-
-/// Schemes of the plan that this program does not have yet.
-const SCHEMES_PLANNED: [&str; 7] = ["stripe", "github", "shopify", "slack", "twilio", "sns", "hmac"];
-const SCHEMES: [&str; 1] = ["standard"];
 
 fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option<SourceConfig> {
     let source_name = name_of(&section, name, SourceName::new)?;
@@ -314,24 +313,29 @@ fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option<SourceConf
         }
         None => section.fault("type", format!("[{}] has no type; write type = \"webhook\"", section.path)),
     }
+    let faults_before = section.reader.count();
     let scheme = read_scheme(&section);
-    let fault_count = section.reader.count();
+    let settings = read_settings(&section, scheme);
+    let faults_before_secrets = section.reader.count();
     let secrets = read_secrets(&section);
-    if secrets.is_empty() && section.reader.count() == fault_count {
-        let text = format!(
-            "[{}] has no secrets; nothing unverified is accepted: write secrets = [\"env:NAME\"]",
-            section.path
-        );
+    if secrets.is_empty() && section.reader.count() == faults_before_secrets {
+        let path = &section.path;
+        let text = format!("[{path}] has no secrets; nothing unverified is accepted: write secrets = [\"env:NAME\"]");
         section.fault("secrets", text);
+    }
+    if let Some(scheme) = scheme
+        && section.reader.count() == faults_before
+    {
+        check_source(&section, scheme, &secrets, &settings);
     }
     let source = SourceConfig {
         name: source_name,
         log: section.parsed("log", |text| message(LogName::new(text))).unwrap_or_else(LogName::inbox),
-        scheme: scheme.unwrap_or(Scheme::Standard),
+        scheme: scheme.unwrap_or(Scheme::StandardWebhooks),
+        settings,
         secrets,
-        tolerance: section.duration("tolerance", Duration::from_secs(1)).unwrap_or(Duration::from_secs(300)),
         body_max: section.size("body_max", 1..=BODY_BYTES_MAX).unwrap_or(BODY_BYTES_DEFAULT),
-        mapping: Mapping {
+        mapping: MappingConfig {
             id: section.parsed("id", parse_origin),
             topic: section.parsed("topic", parse_origin),
             key: section.parsed("key", parse_origin),
@@ -344,16 +348,68 @@ fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option<SourceConf
 
 fn read_scheme(section: &Section<'_, '_>) -> Option<Scheme> {
     if !section.has("scheme") {
-        section.fault("scheme", format!("[{}] has no scheme; write scheme = \"standard\"", section.path));
-        return None;
+        section.fault("scheme", format!("[{}] has no scheme; write scheme = \"standard-webhooks\"", section.path));
     }
     section.parsed("scheme", |text| match text {
-        "standard" | "standard-webhooks" => Ok(Scheme::Standard),
-        planned if SCHEMES_PLANNED.contains(&planned) => {
-            Err(format!("the scheme {planned:?} is not in this release; use {}", SCHEMES.join(", ")))
-        }
-        other => Err(format!("{other:?} is no scheme; {}", suggestion(other, &SCHEMES))),
+        "standard" => Ok(Scheme::StandardWebhooks),
+        "sns" => Err("the scheme \"sns\" is not in this release".to_owned()),
+        other => other
+            .parse()
+            .map_err(|_| format!("{other:?} is no scheme; {}", suggestion(other, &Scheme::ALL.map(Scheme::as_str)))),
     })
+}
+
+fn read_settings(section: &Section<'_, '_>, scheme: Option<Scheme>) -> Settings {
+    let mut settings = Settings::default();
+    if let Some(tolerance) = section.duration("tolerance", Duration::from_secs(1)) {
+        let seconds = u32::try_from(tolerance.as_secs()).unwrap_or(u32::MAX);
+        settings.tolerance = Tolerance { past_s: seconds, future_s: seconds };
+    }
+    // Without a scheme every key is allowed, so that one fault does not look like three.
+    if scheme.is_none_or(|scheme| scheme == Scheme::Twilio) {
+        settings.public_url = section.parsed("public_url", check_url);
+    }
+    if scheme.is_none_or(|scheme| scheme == Scheme::Hmac) {
+        settings.layout = read_layout(section);
+    }
+    settings
+}
+
+fn read_layout(section: &Section<'_, '_>) -> Option<Layout> {
+    let header = |text: &str| {
+        http::HeaderName::try_from(text).map(|name| name.to_string()).map_err(|_| format!("{text:?} is no header name"))
+    };
+    let layout = section.parsed("signature_header", header).map(Layout::new);
+    let prefix = section.string("signature_prefix");
+    let hash = choice(section, "hash", &[("sha256", Hash::Sha256), ("sha512", Hash::Sha512)]);
+    let encoding = choice(section, "encoding", &[("hex", Encoding::Hex), ("base64", Encoding::Base64)]);
+    let timestamp_header = section.parsed("timestamp_header", header);
+    let separator = section.string("separator");
+    let mut layout = layout?;
+    set(&mut layout.prefix, prefix.map(|at| at.value));
+    set(&mut layout.hash, hash);
+    set(&mut layout.encoding, encoding);
+    layout.timestamp_header = timestamp_header;
+    set(&mut layout.separator, separator.map(|at| at.value));
+    Some(layout)
+}
+
+/// Whether scheme, secrets and settings make a verifier together.
+fn check_source(section: &Section<'_, '_>, scheme: Scheme, secrets: &[Secret], settings: &Settings) {
+    let path = &section.path;
+    if scheme == Scheme::Twilio && settings.public_url.is_none() {
+        section.fault(
+            "scheme",
+            format!("[{path}] needs public_url, the URL as given to Twilio: it is part of what is signed"),
+        );
+    } else if scheme == Scheme::Hmac && settings.layout.is_none() {
+        section.fault("scheme", format!("[{path}] needs signature_header, e.g. \"x-signature\""));
+    } else if secrets.iter().all(|secret| !secret.expose().is_empty())
+        // What is unset for a command that does not need it is empty; only real keys are checked.
+        && let Err(text) = crate::wiring::verifier(scheme, secrets, settings)
+    {
+        section.fault(if section.has("secrets") { "secrets" } else { "secret" }, format!("[{path}]: {text}"));
+    }
 }
 
 fn parse_origin(text: &str) -> Result<Origin, String> {

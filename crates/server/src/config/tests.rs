@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use postbox_engine::{OnDead, RelaySettings};
+
 use super::*;
 
 /// The secret of the published Standard Webhooks vectors.
@@ -50,8 +52,8 @@ fn the_examples_in_the_default_file_are_right_when_uncommented() {
     // What the comments show as defaults are the defaults.
     let shown = &config.subscriptions[0];
     let plain = SubscriptionConfig::new(shown.subscription.clone(), shown.sink.clone());
-    assert_eq!((shown.batch, &shown.retry, shown.on_dead), (plain.batch, &plain.retry, plain.on_dead));
-    assert_eq!((shown.timeout, shown.poll_interval, shown.lease), (plain.timeout, plain.poll_interval, plain.lease));
+    let expected = RelaySettings { concurrency: shown.settings.concurrency, ..plain.settings };
+    assert_eq!(shown.settings, expected);
 }
 
 #[test]
@@ -80,9 +82,9 @@ sink = { type = "http", url = "https://example.org/hook", secret = "env:HOOK_SEC
     let subscription = &config.subscriptions[0];
     assert_eq!(subscription.subscription.filter.topics.len(), 2);
     assert_eq!(subscription.subscription.lanes, 4);
-    assert_eq!(subscription.retry.attempts_max, 3);
-    assert_eq!(subscription.retry.base, Duration::from_millis(250));
-    assert_eq!(subscription.on_dead, OnDead::Halt);
+    assert_eq!(subscription.settings.retry.attempts_max, 3);
+    assert_eq!(subscription.settings.retry.base, Duration::from_millis(250));
+    assert_eq!(subscription.settings.on_dead, OnDead::Halt);
     let SinkConfig::Http(http) = &subscription.sink else { panic!("not http: {:?}", subscription.sink) };
     assert_eq!(http.secrets, [crate::Secret::new(KEY)]);
 }
@@ -100,7 +102,7 @@ retry = { max_attempts = "ten" }
 sink = { type = "kafka", brokers = "x" }
 [sources.partner]
 type = "webhook"
-scheme = "stripe"
+scheme = "sns"
 [server]
 listen = "localhost"
 [subscription.x]
@@ -179,7 +181,7 @@ fn names_urls_and_schedules_are_checked() {
     assert!(fault("[subscriptions.a]\nschedule = \"at three\"").contains("second minute hour"));
     assert!(fault("[subscriptions.a]\ntopics = [\"order paid\"]").contains("white space"));
     let url = |url: &str| fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\" }}"));
-    assert!(url("example.org/hook").contains("no URL"));
+    assert!(url("example.org/hook").contains("https://"));
     assert!(url("ftp://example.org/").contains("https://"));
     assert!(!url("https://u:hunter2@h/").contains("hunter2"));
     assert!(fault("[subscriptions.a]\nretry = { base = \"10m\" }").contains("longer than max"));
@@ -187,8 +189,55 @@ fn names_urls_and_schedules_are_checked() {
 
 #[test]
 fn a_source_needs_a_key() {
-    assert!(fault("[sources.a]\ntype = \"webhook\"\nscheme = \"standard\"").contains("has no secrets"));
-    let text = "[sources.a]\ntype = \"webhook\"\nscheme = \"standard\"\nsecrets = [\"env:PARTNER_SECRET\"]\nkey = \"json:/data/id\"\n";
+    assert!(fault("[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"").contains("has no secrets"));
+    let text = "[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"env:PARTNER_SECRET\"]\nkey = \"json:/data/id\"\n";
     let config = parse(text).expect("no faults");
-    assert_eq!(config.sources[0].mapping.key, Some(Origin::Json("/data/id".into())));
+    assert_eq!(config.sources[0].mapping.key, Some(postbox_http::ingress::Origin::Json("/data/id".into())));
+}
+
+#[test]
+fn every_scheme_has_what_it_needs() {
+    let source = |scheme: &str, more: &str| {
+        let text = format!("[sources.a]\ntype = \"webhook\"\nscheme = \"{scheme}\"\nsecret = \"{KEY}\"\n{more}");
+        parse(&text).map(|config| config.sources[0].scheme).map_err(|faults| faults.to_string())
+    };
+    for scheme in ["standard-webhooks", "stripe", "github", "shopify", "slack"] {
+        assert!(source(scheme, "").is_ok(), "{scheme}: {:?}", source(scheme, ""));
+    }
+    assert!(source("twilio", "").expect_err("no URL").contains("needs public_url"));
+    assert!(source("twilio", "public_url = \"https://h/in/a\"").is_ok());
+    assert!(source("hmac", "").expect_err("no header").contains("needs signature_header"));
+    assert!(source("hmac", "signature_header = \"x-sig\"\nhash = \"sha512\"\nencoding = \"base64\"").is_ok());
+    assert!(source("strype", "").expect_err("none").contains("did you mean `stripe`?"));
+    assert!(
+        source("slack", "signature_header = \"x\"")
+            .expect_err("unknown key")
+            .contains("unknown key `signature_header`")
+    );
+}
+
+/// Every TOML example in the README and the guides is a configuration that this program accepts.
+#[test]
+fn the_examples_in_the_documentation_are_right() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let guides = std::fs::read_dir(root.join("docs/guide")).expect("the guides are there");
+    let pages = guides.map(|entry| entry.expect("a guide").path()).chain([root.join("README.md")]);
+    let mut examples = 0;
+    for page in pages.filter(|page| page.extension().is_some_and(|extension| extension == "md")) {
+        let text = std::fs::read_to_string(&page).expect("a page of text");
+        for example in text.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next()) {
+            // Cargo manifests are TOML too.
+            if example.contains("[dependencies]") || example.contains("[package]") {
+                continue;
+            }
+            let url = |name: &str| name.contains("STORE") || name.contains("URL");
+            let env = |name: &str| Some(if url(name) { "postgres://localhost/db" } else { KEY }.to_owned());
+            let reading = Reading { file: &page.display().to_string(), env: &env, secrets_needed: true };
+            if let Err(faults) = Config::parse_with(example, reading) {
+                panic!("{faults}\nin\n{example}");
+            }
+            examples += 1;
+        }
+    }
+    assert!(examples > 0, "the documentation shows no configuration");
 }

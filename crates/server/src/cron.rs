@@ -5,23 +5,25 @@ use std::str::FromStr;
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
+#[cfg(test)]
+use postbox_engine::Schedule as _;
 
 /// When something happens again and again: `second minute hour day month weekday`, in UTC.
 ///
 /// Always UTC, so that no run is skipped or doubled when a region changes its clocks.
 #[derive(Clone)]
-pub struct Schedule(croner::Cron);
+pub struct Cron(croner::Cron);
 
-impl Schedule {
-    /// The first moment after `now`, or `None` when there is none left (e.g. the 30th of February).
-    pub fn next_after(&self, now: Timestamp) -> Option<Timestamp> {
+impl postbox_engine::Schedule for Cron {
+    /// `None` when there is no time left (e.g. the 30th of February).
+    fn next_after(&self, now: Timestamp) -> Option<Timestamp> {
         let local = now.to_zoned(TimeZone::UTC).datetime();
         let next = self.0.find_next_occurrence(&local, false).ok()?;
         Some(next.to_zoned(TimeZone::UTC).ok()?.timestamp())
     }
 }
 
-impl FromStr for Schedule {
+impl FromStr for Cron {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -36,19 +38,19 @@ impl FromStr for Schedule {
     }
 }
 
-impl fmt::Display for Schedule {
+impl fmt::Display for Cron {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.0.as_str())
     }
 }
 
-impl fmt::Debug for Schedule {
+impl fmt::Debug for Cron {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Schedule({self})")
+        write!(f, "Cron({self})")
     }
 }
 
-impl PartialEq for Schedule {
+impl PartialEq for Cron {
     fn eq(&self, other: &Self) -> bool {
         self.0.as_str() == other.0.as_str()
     }
@@ -60,7 +62,7 @@ mod tests {
 
     fn next(expression: &str, now: &str) -> String {
         let now: Timestamp = now.parse().expect("a time");
-        expression.parse::<Schedule>().expect("a schedule").next_after(now).expect("a next time").to_string()
+        expression.parse::<Cron>().expect("a schedule").next_after(now).expect("a next time").to_string()
     }
 
     #[test]
@@ -76,13 +78,13 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused_with_the_form() {
-        let error = "at three".parse::<Schedule>().expect_err("refused");
+        let error = "at three".parse::<Cron>().expect_err("refused");
         assert!(error.contains("second minute hour day month weekday"), "{error}");
     }
 
     #[test]
     fn a_day_that_never_comes_has_no_next() {
-        let schedule: Schedule = "0 0 3 30 2 *".parse().expect("well formed");
+        let schedule: Cron = "0 0 3 30 2 *".parse().expect("well formed");
         assert_eq!(schedule.next_after("2026-11-21T09:00:00Z".parse().expect("a time")), None);
     }
 }

@@ -1,0 +1,77 @@
+//! The HTTP side: health, readiness, metrics, and webhooks in.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use postbox_core::{Clock, Store};
+use tokio::time::timeout;
+
+use crate::cache::Cached;
+use crate::metrics::Measures;
+use crate::part::Part;
+
+/// Longest wait for the store before it counts as not reachable: probes give up after a few seconds.
+const STORE_WAIT: Duration = Duration::from_secs(2);
+/// How long readiness is kept: probes come every second at most, and nobody from outside shall make work for the store.
+const READY_TTL: Duration = Duration::from_secs(1);
+
+/// What the handlers know.
+pub(crate) struct Api {
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) parts: Vec<Arc<Part>>,
+    pub(crate) measures: Measures,
+    faults: Cached<Vec<String>>,
+}
+
+impl Api {
+    pub(crate) fn new(store: Arc<dyn Store>, parts: Vec<Arc<Part>>, measures: Measures, clock: Arc<dyn Clock>) -> Self {
+        Self { store, parts, measures, faults: Cached::new(clock, READY_TTL) }
+    }
+
+    /// Everything that keeps this service from its work, one line each.
+    async fn find_faults(&self) -> Vec<String> {
+        let mut faults = Vec::new();
+        match timeout(STORE_WAIT, self.store.validate()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => faults.push(format!("store: {}", error.message())),
+            Err(_) => faults.push(format!("store: no answer within {STORE_WAIT:?}")),
+        }
+        faults.extend(self.parts.iter().filter_map(|part| Some(format!("{}: {}", part.name, part.fault()?))));
+        faults
+    }
+}
+
+/// All routes; `ingress` brings its own under `/in`.
+pub(crate) fn router(api: Arc<Api>, ingress: Router) -> Router {
+    Router::new()
+        .route("/healthz", get(healthz))
+        .route("/readyz", get(readyz))
+        .route("/metrics", get(metrics))
+        .with_state(api)
+        .merge(ingress)
+        .fallback(async || (StatusCode::NOT_FOUND, "here are /healthz, /readyz, /metrics and /in/SOURCE\n"))
+}
+
+/// The process lives and answers.
+async fn healthz() -> &'static str {
+    "ok\n"
+}
+
+/// The store is reachable with the right schema, every relay works, no breaker is open.
+async fn readyz(State(api): State<Arc<Api>>) -> Response {
+    let faults = api.faults.get(api.find_faults()).await;
+    if faults.is_empty() {
+        return "ready\n".into_response();
+    }
+    (StatusCode::SERVICE_UNAVAILABLE, faults.join("\n") + "\n").into_response()
+}
+
+async fn metrics(State(api): State<Arc<Api>>) -> Response {
+    let page = api.measures.page().await;
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page).into_response()
+}

@@ -1,0 +1,222 @@
+//! `/metrics`: what the relays counted, and what the store says of depth and lag.
+//!
+//! Counters come from memory and are always fresh. Depth and lag cost the store a scan and are kept for five seconds. Topics
+//! are chosen by whoever appends, so only the deepest have a label of their own; the rest is summed up as `other`.
+
+mod text;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Clock, Result, State, Stats, Store, SubscriptionInfo, TopicStats};
+use postbox_engine::{BreakerState, MetricsSnapshot};
+use postbox_http::ingress::Count;
+use tokio::time::timeout;
+
+use self::text::{Kind, Page};
+use crate::cache::Cached;
+use crate::part::Part;
+use crate::sources::Sources;
+
+/// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several of them share one answer.
+const STATS_TTL: Duration = Duration::from_secs(5);
+/// Longest wait for the store: scrapers give up after 10 s by default.
+const STATS_WAIT: Duration = Duration::from_secs(5);
+/// Most topics with a label of their own per subscription.
+const TOPICS_MAX: usize = 30;
+
+/// The label of everything that has none of its own.
+const OTHER: &str = "other";
+
+/// Everything that is measured.
+pub(crate) struct Measures {
+    store: Arc<dyn Store>,
+    parts: Vec<Arc<Part>>,
+    sources: Sources,
+    stats: Cached<Option<Vec<(SubscriptionInfo, Stats)>>>,
+}
+
+impl Measures {
+    pub(crate) fn new(store: Arc<dyn Store>, parts: Vec<Arc<Part>>, sources: Sources, clock: Arc<dyn Clock>) -> Self {
+        Self { store, parts, sources, stats: Cached::new(clock, STATS_TTL) }
+    }
+
+    /// The page.
+    pub(crate) async fn page(&self) -> String {
+        let mut page = Page::default();
+        page.family("postbox_build_info", Kind::Gauge, "Which program this is.")
+            .count(&[("version", env!("CARGO_PKG_VERSION"))], 1);
+        let stats = self.stats.get(async { timeout(STATS_WAIT, self.count()).await.ok().and_then(Result::ok) }).await;
+        page.family("postbox_store_up", Kind::Gauge, "Whether the store answered when it was asked last.")
+            .count(&[], u64::from(stats.is_some()));
+        if let Some(stats) = stats.as_deref() {
+            depth(&mut page, stats);
+        }
+        self.relays(&mut page);
+        self.received(&mut page);
+        page.finish()
+    }
+
+    async fn count(&self) -> Result<Vec<(SubscriptionInfo, Stats)>> {
+        let mut counted = Vec::new();
+        for info in self.store.subscriptions().await? {
+            let stats = self.store.stats(&info.name).await?;
+            counted.push((info, stats));
+        }
+        Ok(counted)
+    }
+
+    fn relays(&self, page: &mut Page) {
+        type Read = fn(&MetricsSnapshot) -> u64;
+        const COUNTERS: [(&str, &str, Read); 11] = [
+            ("postbox_fetched_total", "Events read.", |m| m.fetched),
+            ("postbox_delivered_total", "Events the destination has, duplicates included.", |m| m.delivered),
+            ("postbox_retries_total", "Attempts that failed and will be repeated.", |m| m.retries),
+            ("postbox_dead_total", "Events that died.", |m| m.dead),
+            ("postbox_unavailable_total", "Deliveries that found the whole destination down.", |m| m.unavailable),
+            ("postbox_blocked_total", "Events put behind an earlier one of their key.", |m| m.blocked),
+            ("postbox_batches_total", "Batches settled.", |m| m.batches),
+            ("postbox_stale_writes_total", "Writes refused because the lane had another owner.", |m| m.stale_writes),
+            ("postbox_store_errors_total", "Calls to the store that failed and were repeated.", |m| m.store_errors),
+            ("postbox_timeouts_total", "Deliveries that exceeded the time limit.", |m| m.timeouts),
+            ("postbox_breaker_opened_total", "Times the breaker opened.", |m| m.breaker_opened),
+        ];
+        let snapshots: Vec<_> = self.parts.iter().map(|part| (part.name.as_str(), part.metrics().snapshot())).collect();
+        for (name, help, read) in COUNTERS {
+            let mut family = page.family(name, Kind::Counter, help);
+            for (subscription, snapshot) in &snapshots {
+                family.count(&[("subscription", subscription)], read(snapshot));
+            }
+        }
+        let mut family = page.family("postbox_failures_total", Kind::Counter, "Failed deliveries by topic and reason.");
+        for part in &self.parts {
+            for ((topic, code), count) in capped(part.metrics().failures_by_cause()) {
+                family.count(&[("subscription", part.name.as_str()), ("topic", &topic), ("code", &code)], count);
+            }
+        }
+        let mut family = page.family("postbox_lease_renewals_total", Kind::Counter, "Lease renewals by result.");
+        for (subscription, m) in &snapshots {
+            for (result, count) in [("ok", m.renewals_ok), ("failed", m.renewals_failed), ("lost", m.leases_lost)] {
+                family.count(&[("subscription", subscription), ("result", result)], count);
+            }
+        }
+        let mut family = page.family("postbox_lanes_held", Kind::Gauge, "Lanes this process drives now.");
+        for (subscription, snapshot) in &snapshots {
+            family.count(&[("subscription", subscription)], snapshot.lanes_held);
+        }
+        let help = "How the destination stands: 0 answers, 1 is being asked again, 2 does not answer.";
+        let mut family = page.family("postbox_breaker_state", Kind::Gauge, help);
+        for part in &self.parts {
+            let state = match part.metrics().breaker_state() {
+                BreakerState::Closed => 0,
+                BreakerState::HalfOpen => 1,
+                BreakerState::Open => 2,
+            };
+            family.count(&[("subscription", part.name.as_str())], state);
+        }
+    }
+
+    fn received(&self, page: &mut Page) {
+        let counts = self.sources.counts();
+        let name = |count: &Count| count.source.as_ref().map_or_else(|| "none".to_owned(), |source| source.to_string());
+        let help = "Messages from outside by source and answer.";
+        let mut family = page.family("postbox_received_total", Kind::Counter, help);
+        for count in &counts {
+            // Every answer that was ever given, and the three that everybody draws.
+            if count.count > 0 || ["accepted", "duplicate", "conflict"].contains(&count.code) {
+                family.count(&[("source", &name(count)), ("result", count.code)], count.count);
+            }
+        }
+        let help = "Repetitions by the layer that recognised them: timestamp (signed too long ago), inbox (id known), destination (it said so).";
+        let mut family = page.family("postbox_duplicates_total", Kind::Counter, help);
+        for (code, layer) in [("timestamp_too_old", "timestamp"), ("duplicate", "inbox")] {
+            for count in counts.iter().filter(|count| count.code == code) {
+                family.count(&[("layer", layer), ("name", &name(count))], count.count);
+            }
+        }
+        for part in &self.parts {
+            family.count(&[("layer", "destination"), ("name", part.name.as_str())], part.metrics().duplicates());
+        }
+    }
+}
+
+fn depth(page: &mut Page, counted: &[(SubscriptionInfo, Stats)]) {
+    let mut family = page.family("postbox_events", Kind::Gauge, "Events in the log by state.");
+    for (info, stats) in counted {
+        let unread = stats.pending.saturating_sub(stats.retrying + stats.blocked + stats.scheduled);
+        let counts = [
+            (State::Pending, unread),
+            (State::Retrying, stats.retrying),
+            (State::Blocked, stats.blocked),
+            (State::Scheduled, stats.scheduled),
+            (State::Dead, stats.dead),
+            (State::Discarded, stats.discarded),
+            (State::Dispatched, stats.dispatched),
+        ];
+        for (state, count) in counts {
+            family.count(&[("subscription", info.name.as_str()), ("state", state.as_str())], count);
+        }
+    }
+    let mut family =
+        page.family("postbox_oldest_pending_seconds", Kind::Gauge, "Age of the oldest event that is not delivered.");
+    for (info, stats) in counted {
+        family.sample(&[("subscription", info.name.as_str())], stats.oldest_pending.unwrap_or_default().as_secs_f64());
+    }
+    let mut family = page.family("postbox_paused", Kind::Gauge, "Whether a person paused the subscription.");
+    for (info, _) in counted {
+        family.count(&[("subscription", info.name.as_str())], u64::from(info.paused.is_some()));
+    }
+    let mut family = page.family("postbox_depth", Kind::Gauge, "Events to be delivered, by topic.");
+    for (info, stats) in counted {
+        let listed: u64 = own_topics(stats).map(|topic| topic.pending).sum();
+        for topic in own_topics(stats) {
+            family.count(&[("subscription", info.name.as_str()), ("topic", &topic.topic)], topic.pending);
+        }
+        family.count(&[("subscription", info.name.as_str()), ("topic", OTHER)], stats.pending.saturating_sub(listed));
+    }
+    let mut family =
+        page.family("postbox_lag_seconds", Kind::Gauge, "Age of the oldest event to be delivered, by topic.");
+    for (info, stats) in counted {
+        for topic in own_topics(stats) {
+            let labels = [("subscription", info.name.as_str()), ("topic", topic.topic.as_str())];
+            family.sample(&labels, topic.oldest_pending.as_secs_f64());
+        }
+    }
+}
+
+/// The topics with a label of their own: the deepest. A topic that is really called `other` is among the others.
+fn own_topics(stats: &Stats) -> impl Iterator<Item = &TopicStats> {
+    stats.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER)
+}
+
+/// The largest causes by name, the rest as `other`: hostile topics must not fill a time series database.
+fn capped(causes: std::collections::BTreeMap<(String, String), u64>) -> Vec<((String, String), u64)> {
+    let mut causes: Vec<_> = causes.into_iter().collect();
+    causes.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    let mut own = Vec::new();
+    let mut rest = 0;
+    for (cause, count) in causes {
+        if own.len() < TOPICS_MAX && cause.0 != OTHER {
+            own.push((cause, count));
+        } else {
+            rest += count;
+        }
+    }
+    if rest > 0 {
+        own.push(((OTHER.into(), OTHER.into()), rest));
+    }
+    own
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hostile_topics_do_not_become_labels() {
+        let causes = (0..1_000).map(|n| ((format!("t{n}"), "http_500".to_owned()), 1)).collect();
+        let capped = capped(causes);
+        assert_eq!(capped.len(), TOPICS_MAX + 1);
+        assert_eq!(capped.iter().map(|(_, count)| count).sum::<u64>(), 1_000);
+    }
+}

@@ -1,0 +1,184 @@
+//! The service: relays, the retention sweep and the HTTP side, started together, stopped together.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store};
+use postbox_engine::{Sweeper, TokioClock};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+use tracing::{error, info};
+
+use crate::config::Config;
+use crate::http::{Api, router};
+use crate::metrics::Measures;
+use crate::part::Part;
+use crate::sources::Sources;
+use crate::store::open_store;
+use crate::wiring;
+
+/// Part of the stop deadline that is left to the relays for settling and giving their lanes back after the last answer.
+const SETTLE_SHARE: Duration = Duration::from_millis(500);
+
+/// A running service. Dropping it ends everything at once, without settling; nothing is lost, but what was in flight may
+/// arrive again.
+pub struct Service {
+    address: SocketAddr,
+    stop: CancellationToken,
+    task: AbortOnDropHandle<Result<()>>,
+}
+
+impl Service {
+    /// Opens the configured store and starts.
+    pub async fn start(config: Config) -> Result<Self> {
+        let store = open_store(&config.store).await?;
+        Self::start_on(config, store).await
+    }
+
+    /// Starts on a store that is open already. Everything that can be wrong is found before the first event goes out: the
+    /// schema, each subscription, each sink and source, the port.
+    pub async fn start_on(config: Config, store: Arc<dyn Store>) -> Result<Self> {
+        let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
+        store.validate().await?;
+        let mut parts = Vec::with_capacity(config.subscriptions.len());
+        for subscription in &config.subscriptions {
+            let mut subscription = subscription.clone();
+            let most = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
+            subscription.settings.drain_timeout = subscription.settings.drain_timeout.min(most);
+            store.subscribe(&subscription.subscription).await?;
+            parts.push(Part::new(wiring::relay(&store, &subscription, &clock).await?, subscription.schedule.clone()));
+        }
+        let sources = Sources::build(&config.sources, &store, &clock)?;
+        let listener = bind(config.server.listen).await?;
+        let address = listener.local_addr().unwrap_or(config.server.listen);
+        info!(%address, subscriptions = parts.len(), sources = config.sources.len(), "postbox serves");
+
+        let ingress = sources.router();
+        let measures = Measures::new(Arc::clone(&store), parts.clone(), sources, Arc::clone(&clock));
+        let api = Arc::new(Api::new(Arc::clone(&store), parts.clone(), measures, Arc::clone(&clock)));
+        let stop = CancellationToken::new();
+        let mut tasks: JoinSet<Result<()>> = JoinSet::new();
+        for part in parts {
+            let (clock, stop) = (Arc::clone(&clock), stop.clone());
+            tasks.spawn(async move {
+                part.supervise(clock, stop).await;
+                Ok(())
+            });
+        }
+        let sweeper = sweeper(&config, &store, &clock);
+        let sweeper_stop = stop.clone();
+        tasks.spawn(async move {
+            sweeper.run(sweeper_stop.clone()).await;
+            sweeper_stop.cancelled().await;
+            Ok(())
+        });
+        tasks.spawn(serve(listener, router(api, ingress), stop.clone()));
+        let task = tokio::spawn(lead(tasks, stop.clone(), config.server.stop_timeout));
+        Ok(Self { address, stop, task: AbortOnDropHandle::new(task) })
+    }
+
+    /// Where it listens; the real port when the configuration said 0.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Asks it to stop. Idempotent; returns at once.
+    pub fn stop(&self) {
+        self.stop.cancel();
+    }
+
+    /// Cancel it to ask for a stop while somebody else waits.
+    pub fn stop_handle(&self) -> CancellationToken {
+        self.stop.clone()
+    }
+
+    /// Waits until it has stopped: after [`Self::stop`], or because a part of it failed for good.
+    ///
+    /// An error with code `stop_timeout` says that the deadline passed; what was in flight then may arrive again.
+    pub async fn wait(self) -> Result<()> {
+        match self.task.await {
+            Ok(ended) => ended,
+            Err(error) => {
+                Err(Error::new(ErrorKind::Internal, "serve", "service_failed", format!("the service failed: {error}")))
+            }
+        }
+    }
+}
+
+fn sweeper(config: &Config, store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Sweeper {
+    let mut logs: Vec<LogName> = config.subscriptions.iter().map(|config| config.subscription.log.clone()).collect();
+    logs.extend([LogName::outbox(), LogName::inbox()]);
+    logs.extend(config.sources.iter().map(|source| source.log.clone()));
+    logs.sort();
+    logs.dedup();
+    Sweeper::new(Arc::clone(store) as _, logs, Arc::clone(clock))
+        .events_older_than(config.retention.older_than)
+        .message_ids_older_than(Arc::clone(store) as _, config.retention.remember_ids)
+        .schedule(config.retention.schedule.clone())
+}
+
+async fn bind(address: SocketAddr) -> Result<TcpListener> {
+    TcpListener::bind(address).await.map_err(|source| {
+        let (code, why) = match source.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                ("port_in_use", "is in use; stop the other program or set another port in [server] listen")
+            }
+            std::io::ErrorKind::PermissionDenied => {
+                ("port_refused", "is not ours to open; use a port above 1023 in [server] listen")
+            }
+            std::io::ErrorKind::AddrNotAvailable => {
+                ("address_unknown", "is not an address of this machine; correct [server] listen")
+            }
+            _ => ("listen_failed", "cannot be listened on; correct [server] listen"),
+        };
+        Error::new(ErrorKind::Mismatch, "listen", code, format!("{address} {why}")).with_source(source)
+    })
+}
+
+async fn serve(listener: TcpListener, router: axum::Router, stop: CancellationToken) -> Result<()> {
+    axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned()).await.map_err(|source| {
+        Error::new(ErrorKind::Internal, "serve", "serve_failed", "the HTTP side failed").with_source(source)
+    })
+}
+
+/// Waits for the stop, or for the first part that ends without one; then for all, as long as the deadline allows.
+async fn lead(mut tasks: JoinSet<Result<()>>, stop: CancellationToken, deadline: Duration) -> Result<()> {
+    let mut ended = Ok(());
+    tokio::select! {
+        () = stop.cancelled() => {}
+        Some(early) = tasks.join_next() => {
+            ended = flatten(early);
+            stop.cancel();
+        }
+    }
+    info!("postbox stops");
+    let rest = async {
+        while let Some(one) = tasks.join_next().await {
+            let one = flatten(one);
+            if ended.is_ok() {
+                ended = one;
+            }
+        }
+    };
+    if timeout(deadline, rest).await.is_err() {
+        // Dropping the set ends what is left: it is not settled, so it will be delivered again.
+        let text = format!("did not stop within {deadline:?}; what was in flight may arrive again");
+        return Err(Error::new(ErrorKind::Unavailable, "stop", "stop_timeout", text));
+    }
+    match &ended {
+        Ok(()) => info!("postbox stopped"),
+        Err(error) => error!(%error, "postbox failed"),
+    }
+    ended
+}
+
+fn flatten(joined: std::result::Result<Result<()>, tokio::task::JoinError>) -> Result<()> {
+    match joined {
+        Ok(result) => result,
+        Err(error) => Err(Error::new(ErrorKind::Internal, "serve", "task_failed", format!("a task failed: {error}"))),
+    }
+}

@@ -1,0 +1,47 @@
+//! Webhooks in: the configured sources on the ingress, and what became of their messages.
+
+use std::sync::Arc;
+
+use axum::Router;
+use postbox_core::{Clock, Error, Result, Store};
+use postbox_http::ingress::{self, Count, Ingress, Origin, WebhookSource};
+
+use crate::config::SourceConfig;
+use crate::wiring::verifier;
+
+/// Every configured source, ready to be served.
+pub(crate) struct Sources(Arc<Ingress>);
+
+impl Sources {
+    pub(crate) fn build(configs: &[SourceConfig], store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Self> {
+        let sources = configs.iter().map(source).collect::<Result<Vec<_>>>()?;
+        Ok(Self(Ingress::new(sources, Arc::clone(store) as _, Arc::clone(clock))?))
+    }
+
+    /// `POST /in/{source}`.
+    pub(crate) fn router(&self) -> Router {
+        ingress::router(Arc::clone(&self.0))
+    }
+
+    /// How often each source gave each answer.
+    pub(crate) fn counts(&self) -> Vec<Count> {
+        self.0.counts()
+    }
+}
+
+fn source(config: &SourceConfig) -> Result<WebhookSource> {
+    let verifier = verifier(config.scheme, &config.secrets, &config.settings)
+        .map_err(|text| Error::invalid("configure", "secret_invalid", format!("source {}: {text}", config.name)))?;
+    let mut source = WebhookSource::new(config.name.clone(), config.log.clone(), verifier);
+    source.limits.body_bytes = config.body_max;
+    let overrule = |place: &mut Vec<Origin>, origin: &Option<Origin>| {
+        if let Some(origin) = origin {
+            *place = vec![origin.clone()];
+        }
+    };
+    overrule(&mut source.mapping.id, &config.mapping.id);
+    overrule(&mut source.mapping.topic, &config.mapping.topic);
+    overrule(&mut source.mapping.key, &config.mapping.key);
+    overrule(&mut source.mapping.tenant, &config.mapping.tenant);
+    Ok(source)
+}

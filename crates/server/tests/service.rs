@@ -1,0 +1,225 @@
+//! The service as a whole, on the memory store: start, work, be asked, stop.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postbox_core::{Append as _, Inspect as _, LogName, MemoryStore, NewEvent, Store};
+use postbox_engine::TokioClock;
+use postbox_server::{Config, Service};
+use postbox_webhook::UnixSeconds;
+use postbox_webhook::standard::{SignKey, Signer};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
+
+/// The secret of the published Standard Webhooks vectors.
+const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+/// Nothing here takes long; this only turns a hang into a failure.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+fn memory() -> Arc<MemoryStore> {
+    Arc::new(MemoryStore::new(Arc::new(TokioClock::new())))
+}
+
+async fn start(text: &str, store: &Arc<MemoryStore>) -> Result<Service> {
+    let config = Config::parse(&format!("{text}\n[server]\nlisten = \"127.0.0.1:0\"\nstop_timeout = \"5s\"\n"))?;
+    Ok(Service::start_on(config, Arc::clone(store) as Arc<dyn Store>).await?)
+}
+
+async fn stop(service: Service) -> Result<()> {
+    service.stop();
+    service.stop();
+    Ok(timeout(DEADLINE, service.wait()).await??)
+}
+
+/// One HTTP exchange: status and body.
+async fn exchange(address: SocketAddr, head: &str, body: &str) -> Result<(u16, String)> {
+    let mut stream = TcpStream::connect(address).await?;
+    let request = format!("{head}\r\nhost: test\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+    stream.write_all(request.as_bytes()).await?;
+    let mut answer = String::new();
+    timeout(DEADLINE, stream.read_to_string(&mut answer)).await??;
+    let status = answer.split(' ').nth(1).context("no status")?.parse()?;
+    let body = answer.split_once("\r\n\r\n").context("no body")?.1.to_owned();
+    Ok((status, body))
+}
+
+async fn get(address: SocketAddr, path: &str) -> Result<(u16, String)> {
+    exchange(address, &format!("GET {path} HTTP/1.1"), "").await
+}
+
+/// Asks again until the answer is as wanted.
+async fn until(what: &str, mut wanted: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    let asking = async {
+        while !wanted().await? {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Ok::<_, anyhow::Error>(())
+    };
+    timeout(DEADLINE, asking).await.with_context(|| format!("never: {what}"))?
+}
+
+fn file_subscription(path: &std::path::Path) -> String {
+    format!("[subscriptions.out]\nsink = {{ type = \"file\", path = {:?} }}\n", path.display().to_string())
+}
+
+#[tokio::test]
+async fn it_delivers_and_says_so() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("events.jsonl");
+    let store = memory();
+    let service = start(&file_subscription(&path), &store).await?;
+    let events: Vec<NewEvent> =
+        (0..10).map(|n| NewEvent::json("order.paid", format!("{{\"n\":{n}}}")).key(n.to_string())).collect();
+    store.append(&LogName::outbox(), &events).await?;
+
+    until("ten lines", async || Ok(std::fs::read_to_string(&path).unwrap_or_default().lines().count() == 10)).await?;
+    ensure!(get(service.address(), "/healthz").await? == (200, "ok\n".into()));
+    ensure!(get(service.address(), "/readyz").await? == (200, "ready\n".into()));
+    ensure!(get(service.address(), "/nowhere").await?.0 == 404);
+    until("counted", async || {
+        let (status, page) = get(service.address(), "/metrics").await?;
+        ensure!(status == 200);
+        check_page(&page)?;
+        Ok(page.contains("postbox_delivered_total{subscription=\"out\"} 10\n"))
+    })
+    .await?;
+    stop(service).await
+}
+
+/// What Prometheus insists on: samples stand right under their family, no series twice.
+fn check_page(page: &str) -> Result<()> {
+    let mut family = "";
+    let (mut families, mut seen) = (std::collections::HashSet::new(), std::collections::HashSet::new());
+    for line in page.lines() {
+        if let Some(named) = line.strip_prefix("# TYPE ") {
+            family = named.split(' ').next().context("no name")?;
+            ensure!(families.insert(family), "{family} twice");
+        } else if !line.starts_with('#') {
+            let (series, value) = line.rsplit_once(' ').context("no value")?;
+            ensure!(series.split('{').next() == Some(family), "{series} under {family}");
+            ensure!(seen.insert(series), "{series} twice");
+            value.parse::<f64>().with_context(|| format!("{line}: no number"))?;
+        }
+    }
+    ensure!(seen.len() > 20, "hardly anything is measured:\n{page}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_dead_destination_makes_it_unready_and_healthy() -> Result<()> {
+    let nobody = TcpListener::bind("127.0.0.1:0").await?;
+    let target = nobody.local_addr()?;
+    drop(nobody);
+    let store = memory();
+    let text = format!(
+        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://{target}/\", secret = \"{SECRET}\" }}\n"
+    );
+    let service = start(&text, &store).await?;
+    store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await?;
+    until("unready", async || {
+        let (status, body) = get(service.address(), "/readyz").await?;
+        Ok(status == 503 && body.contains("out: ") && body.contains("breaker"))
+    })
+    .await?;
+    ensure!(get(service.address(), "/healthz").await?.0 == 200);
+    let (_, page) = get(service.address(), "/metrics").await?;
+    ensure!(page.contains("postbox_breaker_opened_total{subscription=\"out\"} "), "{page}");
+    stop(service).await
+}
+
+#[tokio::test]
+async fn verified_webhooks_are_stored_once() -> Result<()> {
+    let text = format!(
+        "[subscriptions.apply]\nlog = \"inbox\"\n[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n"
+    );
+    let store = memory();
+    let service = start(&text, &store).await?;
+    let body = r#"{"type":"invoice.paid","id":7}"#;
+    let now = UnixSeconds(jiff::Timestamp::now().as_second());
+    let signed = Signer::new([SignKey::parse(SECRET)?])?.sign("msg_1", now, body.as_bytes())?;
+    let mut head = "POST /in/partner HTTP/1.1".to_owned();
+    for (name, value) in signed.headers() {
+        head += &format!("\r\n{name}: {value}");
+    }
+    ensure!(exchange(service.address(), &head, body).await?.0 == 202);
+    ensure!(exchange(service.address(), &head, body).await?.0 == 200);
+    ensure!(exchange(service.address(), "POST /in/partner HTTP/1.1", body).await?.0 == 401);
+    ensure!(store.stats(&"apply".parse()?).await?.pending == 1);
+    let (_, page) = get(service.address(), "/metrics").await?;
+    for line in [
+        "postbox_received_total{source=\"partner\",result=\"accepted\"} 1\n",
+        "postbox_duplicates_total{layer=\"inbox\",name=\"partner\"} 1\n",
+    ] {
+        ensure!(page.contains(line), "{line} is not in\n{page}");
+    }
+    check_page(&page)?;
+    stop(service).await
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_told_before_anything_goes_out() -> Result<()> {
+    let holder = TcpListener::bind("127.0.0.1:0").await?;
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("events.jsonl");
+    let store = memory();
+    store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await?;
+    let text = format!("{}[server]\nlisten = \"{}\"\n", file_subscription(&path), holder.local_addr()?);
+    let error = match Service::start_on(Config::parse(&text)?, store as Arc<dyn Store>).await {
+        Ok(_) => anyhow::bail!("it started"),
+        Err(error) => error,
+    };
+    ensure!(error.code() == "port_in_use" && error.message().contains("[server] listen"), "{error}");
+    ensure!(std::fs::read_to_string(&path).unwrap_or_default().is_empty());
+    Ok(())
+}
+
+#[tokio::test]
+async fn it_can_be_stopped_at_any_moment_any_number_of_times() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let store = memory();
+    for round in 0..20 {
+        let service = start(&file_subscription(&folder.path().join("events.jsonl")), &store).await?;
+        store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await?;
+        let early = service.stop_handle();
+        for _ in 0..round % 4 {
+            tokio::task::yield_now().await;
+        }
+        tokio::join!(async { early.cancel() }, async { service.stop() });
+        timeout(DEADLINE, service.wait()).await??;
+    }
+    // Whatever was stopped in between: every event is there, once.
+    let last = start(&file_subscription(&folder.path().join("events.jsonl")), &store).await?;
+    until("twenty lines", async || {
+        let lines = std::fs::read_to_string(folder.path().join("events.jsonl"))?;
+        Ok(lines.lines().count() == 20)
+    })
+    .await?;
+    stop(last).await
+}
+
+#[tokio::test]
+async fn without_a_sink_events_stay_pending() -> Result<()> {
+    let store = memory();
+    store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await?;
+    let service = start("[subscriptions.out]\n", &store).await?;
+    ensure!(get(service.address(), "/readyz").await?.0 == 200);
+    ensure!(store.stats(&"out".parse()?).await?.pending == 1);
+    stop(service).await?;
+    ensure!(store.stats(&"out".parse()?).await?.pending == 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_schedule_delivers_at_its_time() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("events.jsonl");
+    let store = memory();
+    store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await?;
+    let text = file_subscription(&path).replace("sink =", "schedule = \"* * * * * *\"\nsink =");
+    let service = start(&text, &store).await?;
+    until("one line", async || Ok(std::fs::read_to_string(&path).unwrap_or_default().lines().count() == 1)).await?;
+    stop(service).await
+}
