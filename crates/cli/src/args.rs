@@ -176,6 +176,8 @@ pub(crate) enum Migrate {
     Validate,
     /// Print the schema as SQL, for other tools
     Print,
+    /// After a dump was restored into another Postgres cluster: put cursors and rows right (stop every relay first)
+    Rebase,
 }
 
 /// The error's text without the operation, which would only say "parse" or "validate".

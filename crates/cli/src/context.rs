@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use postbox_core::{Store, SubscriptionInfo};
-use postbox_server::{Config, LogFormat, MissingFile, Secret, StoreUrl, SubscriptionConfig, open_store};
+use postbox_server::{Config, LogConfig, LogFormat, Secret, StoreUrl, SubscriptionConfig, open_store};
 
 use crate::args::Global;
 use crate::failure::Failure;
@@ -12,7 +12,9 @@ use crate::failure::Failure;
 /// What a command needs the configuration for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// It delivers or receives: every secret must be there.
+    /// It delivers and receives until it is stopped: every secret must be there, and its lifecycle is told.
+    Serve,
+    /// It delivers once: every secret must be there.
     Deliver,
     /// It only looks at the store or steers it.
     Inspect,
@@ -34,8 +36,8 @@ impl Context {
         }
         if let Some(level) = &global.log_level {
             config.log.level.clone_from(level);
-        } else if purpose == Purpose::Inspect {
-            // Commands that end at once have no lifecycle to tell of.
+        } else if purpose != Purpose::Serve && config.log == LogConfig::default() {
+            // Commands that end by themselves have no lifecycle to tell of.
             config.log.level = "warn".into();
         }
         if global.log_json {
@@ -45,14 +47,9 @@ impl Context {
         Ok(Self { config, only: global.only.clone() })
     }
 
-    /// Opens the store; a SQLite file that is not there is an error, so that a mistyped path makes no empty database.
+    /// Opens the store.
     pub(crate) async fn store(&self) -> Result<Arc<dyn Store>, Failure> {
-        Ok(open_store(&self.config.store, MissingFile::Refuse).await?)
-    }
-
-    /// Opens the store; makes a SQLite file that is not there.
-    pub(crate) async fn store_made(&self) -> Result<Arc<dyn Store>, Failure> {
-        Ok(open_store(&self.config.store, MissingFile::Create).await?)
+        Ok(open_store(&self.config.store).await?)
     }
 
     /// The configured subscriptions that are meant.
@@ -110,7 +107,7 @@ fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
 
 /// The named file; else `postbox.toml` if it is there; else the defaults.
 fn load_config(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
-    let secrets_needed = purpose == Purpose::Deliver;
+    let secrets_needed = purpose != Purpose::Inspect;
     match &global.config {
         Some(path) => Ok(Config::load(path, secrets_needed)?),
         None if Path::new(postbox_server::FILE_DEFAULT).exists() => {

@@ -10,6 +10,7 @@ mod context;
 mod failure;
 mod logging;
 mod output;
+mod signals;
 mod text;
 
 use std::process::ExitCode;

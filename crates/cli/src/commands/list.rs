@@ -37,12 +37,10 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
         while records.len() < wanted.limit {
             query.limit = (wanted.limit - records.len()).min(PAGE);
             let page = store.list(&query).await?;
-            let full = page.len() == query.limit;
-            query.after = page.last().map(|record| record.seq);
+            // A page may be short because its payloads are large; only an empty one is the end.
+            let Some(last) = page.last() else { break };
+            query.after = Some(last.seq);
             records.extend(page.into_iter().map(|record| (info.name.to_string(), record)));
-            if !full {
-                break;
-            }
         }
     }
     if json {

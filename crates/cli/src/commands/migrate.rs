@@ -1,11 +1,11 @@
-//! `postbox migrate up|down|validate|print`.
+//! `postbox migrate up|down|validate|print|rebase`.
 
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
 pub(super) async fn up(context: &Context) -> Result<(), Failure> {
-    let applied = context.store_made().await?.up().await?;
+    let applied = context.store().await?.up().await?;
     for name in &applied {
         output::line(&format!("applied {name}"))?;
     }
@@ -30,6 +30,11 @@ pub(super) async fn validate(context: &Context) -> Result<(), Failure> {
     output::line("the schema is right")
 }
 
-pub(super) fn print(context: &Context) -> Result<(), Failure> {
-    output::print(&postbox_server::schema_script(&context.config.store)?)
+pub(super) async fn print(context: &Context) -> Result<(), Failure> {
+    output::print(&context.store().await?.script())
+}
+
+pub(super) async fn rebase(context: &Context) -> Result<(), Failure> {
+    postbox_server::rebase(&context.config.store).await?;
+    output::line("cursors and rows fit this cluster; start the relays again")
 }

@@ -33,10 +33,12 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         Command::Migrate(Migrate::Up) => migrate::up(&inspect()?).await,
         Command::Migrate(Migrate::Down { yes }) => migrate::down(&inspect()?, yes).await,
         Command::Migrate(Migrate::Validate) => migrate::validate(&inspect()?).await,
-        Command::Migrate(Migrate::Print) => migrate::print(&inspect()?),
-        Command::Run => run::run(Context::load(global, Purpose::Deliver)?).await,
+        Command::Migrate(Migrate::Print) => migrate::print(&inspect()?).await,
+        Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?).await,
+        Command::Run => run::run(Context::load(global, Purpose::Serve)?).await,
         Command::Dispatch { limit, forever } => {
-            dispatch::run(&Context::load(global, Purpose::Deliver)?, limit, forever).await
+            let purpose = if forever { Purpose::Serve } else { Purpose::Deliver };
+            dispatch::run(&Context::load(global, purpose)?, limit, forever).await
         }
         Command::Stats { json } => stats::run(&inspect()?, json).await,
         Command::List { state, limit, topic, code, json } => {

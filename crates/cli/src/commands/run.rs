@@ -1,8 +1,25 @@
-//! `postbox run`.
+//! `postbox run`: the service, until a signal.
+
+use postbox_server::Service;
 
 use crate::context::Context;
 use crate::failure::Failure;
+use crate::signals::stopped;
 
-pub(super) async fn run(_context: Context) -> Result<(), Failure> {
-    Err(Failure::failed("not yet"))
+pub(super) async fn run(context: Context) -> Result<(), Failure> {
+    // Before the start, so that a signal during it is not lost to the default action.
+    let stopped = stopped();
+    tokio::pin!(stopped);
+    let service = tokio::select! {
+        started = Service::start(context.config) => started?,
+        () = &mut stopped => return Ok(()),
+    };
+    let stop = service.stop_handle();
+    let ended = service.wait();
+    tokio::pin!(ended);
+    tokio::select! {
+        ended = &mut ended => return Ok(ended?),
+        () = &mut stopped => stop.cancel(),
+    }
+    Ok(ended.await?)
 }

@@ -60,7 +60,7 @@ fn line(pending: u64, dispatched: u64, dead: u64, total: u64) -> Result<(), Fail
 /// Without a subscription nobody has read anything: all of the outbox is pending.
 async fn none_registered(context: &Context) -> Result<(), Failure> {
     let total = postbox_server::count_outbox(&context.config.store).await?;
-    output::note("no subscription yet: all that is in the outbox is pending");
+    output::note("no subscription yet: all of the outbox is pending");
     line(total, 0, 0, total)
 }
 

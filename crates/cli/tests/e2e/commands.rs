@@ -1,0 +1,227 @@
+//! Every command, in the order in which one would use them.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use anyhow::{Context as _, Result, ensure};
+use axum::Router;
+use axum::http::StatusCode;
+use axum::routing::post;
+
+use crate::room::{Kind, Room};
+
+const FILE_SINK: &str = "[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n";
+
+/// A webhook target whose answer can be set.
+struct Target {
+    address: SocketAddr,
+    status: Arc<AtomicU16>,
+}
+
+impl Target {
+    async fn start(status: u16) -> Result<Self> {
+        let status = Arc::new(AtomicU16::new(status));
+        let answer = Arc::clone(&status);
+        let handler = async move || StatusCode::from_u16(answer.load(Ordering::Relaxed)).unwrap_or_default();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        tokio::spawn(axum::serve(listener, Router::new().route("/", post(handler))).into_future());
+        Ok(Self { address, status })
+    }
+
+    fn answer(&self, status: u16) {
+        self.status.store(status, Ordering::Relaxed);
+    }
+
+    fn config(&self) -> String {
+        format!("[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://{}/\" }}\n", self.address)
+    }
+}
+
+async fn inserted_by_sql_and_dispatched_to_a_file(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    room.config(FILE_SINK)?;
+    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=0\n");
+    room.insert_three().await?;
+    ensure!(room.ok(&["stats"])? == "pending=3 dispatched=0 dead=0 total=3\n");
+    ensure!(room.ok(&["list", "--state", "pending"])?.lines().count() == 3);
+
+    ensure!(room.ok(&["dispatch", "--limit", "1"])? == "fetched=1 dispatched=1 failed=0 dead=0\n");
+    ensure!(room.ok(&["dispatch"])? == "fetched=2 dispatched=2 failed=0 dead=0\n");
+    ensure!(room.ok(&["dispatch"])? == "fetched=0 dispatched=0 failed=0 dead=0\n");
+    let lines = room.lines("out.jsonl")?;
+    let payloads: Vec<i64> = lines.iter().filter_map(|line| line["payload"]["n"].as_i64()).collect();
+    let of_key_1: Vec<i64> = payloads.iter().copied().filter(|n| *n != 2).collect();
+    ensure!(lines.len() == 3 && of_key_1 == [1, 3], "{payloads:?}");
+
+    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=3 dead=0 total=3\n");
+    let stats: serde_json::Value = serde_json::from_str(&room.ok(&["stats", "--json"])?)?;
+    ensure!(stats[0]["subscription"] == "out" && stats[0]["dispatched"] == 3 && stats[0]["blocked"] == 0, "{stats}");
+
+    let listed: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", "dispatched", "--json"])?)?;
+    ensure!(listed.as_array().map(Vec::len) == Some(3) && listed[2]["event"]["payload"]["n"] == 3, "{listed}");
+    let id = listed[0]["event"]["id"].as_str().context("no id")?;
+    let shown = room.ok(&["show", id])?;
+    ensure!(shown.contains("order.placed") && shown.contains("dispatched") && shown.contains("{\"n\":1}"), "{shown}");
+    ensure!(room.ok(&["show", id, "--json"])?.contains("\"state\": \"dispatched\""));
+
+    ensure!(room.ok(&["prune", "--older-than", "1h"])? == "pruned=0\n");
+    ensure!(room.ok(&["prune", "--older-than", "0s"])? == "pruned=3\n");
+    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=0\n");
+    Ok(())
+}
+
+async fn dead_events_are_retried_and_discarded_by_a_person(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    let target = Target::start(422).await?;
+    room.config(&target.config())?;
+    room.insert_three().await?;
+    ensure!(room.ok(&["dispatch"])? == "fetched=3 dispatched=0 failed=0 dead=3\n");
+    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=0 dead=3 total=3\n");
+
+    let dead = room.ok(&["list", "--state", "dead"])?;
+    ensure!(dead.lines().count() == 3 && dead.contains("http_422"), "{dead}");
+    let ids: Vec<&str> = dead.lines().filter_map(|line| line.split('\t').next()).collect();
+    ensure!(room.ok(&["list", "--state", "dead", "--topic", "order.paid"])?.lines().count() == 1);
+    ensure!(room.ok(&["list", "--state", "dead", "--code", "http_500"])?.is_empty());
+
+    target.answer(200);
+    ensure!(room.ok(&["retry", ids[0]])? == "retried=1\n");
+    ensure!(room.ok(&["retry", ids[0]])?.starts_with("retried="));
+    ensure!(room.ok(&["dispatch"])?.contains("dispatched=1"));
+    ensure!(room.ok(&["retry", ids[0]])? == "retried=0\n");
+    ensure!(room.ok(&["discard", ids[1]])? == "discarded=1\n");
+    ensure!(room.ok(&["discard", ids[1]])? == "discarded=0\n");
+    ensure!(room.ok(&["retry", "--all", "--code", "no_such_code"])? == "retried=0\n");
+    ensure!(room.ok(&["retry", "--all", "--topic", "order.*", "--limit", "5"])? == "retried=1\n");
+    ensure!(room.ok(&["dispatch"])?.contains("dispatched=1"));
+    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=2 dead=0 total=3\n");
+
+    let unknown = room.refuses(1, &["retry", "00000000-0000-7000-8000-000000000000"])?;
+    ensure!(unknown.contains("no log has an event"), "{unknown}");
+    Ok(())
+}
+
+async fn a_paused_subscription_delivers_nothing_until_resumed(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    room.config(FILE_SINK)?;
+    room.insert_three().await?;
+    room.ok(&["pause", "out", "--why", "a test"])?;
+    ensure!(room.ok(&["dispatch"])? == "fetched=0 dispatched=0 failed=0 dead=0\n");
+    let output = room.output(&["doctor"])?;
+    let said = String::from_utf8(output.stdout)?;
+    ensure!(
+        output.status.code() == Some(1) && said.contains("a test") && said.contains("postbox resume out"),
+        "{said}"
+    );
+    room.ok(&["resume", "out"])?;
+    ensure!(room.ok(&["dispatch"])? == "fetched=3 dispatched=3 failed=0 dead=0\n");
+    room.ok(&["pause", "out", "--for", "1s"])?;
+    Ok(())
+}
+
+async fn the_doctor_names_the_cause(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    let target = Target::start(500).await?;
+    room.config(&target.config().replace("sink", "retry = { max_attempts = 5, base = \"1h\", max = \"1h\" }\nsink"))?;
+    room.insert_three().await?;
+    room.ok(&["dispatch"])?;
+    let said = String::from_utf8(room.output(&["doctor"])?.stdout)?;
+    for expected in ["retrying", "http_500", "blocked", "key 1", "no relay drives lane 0", "postbox run"] {
+        ensure!(said.contains(expected), "{expected:?} is not in\n{said}");
+    }
+    let json: serde_json::Value = serde_json::from_slice(&room.output(&["doctor", "--json"])?.stdout)?;
+    ensure!(json.as_array().is_some_and(|findings| findings.len() > 2), "{json}");
+    Ok(())
+}
+
+async fn hostile_text_cannot_steer_the_terminal(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    room.config(FILE_SINK)?;
+    let escape = match kind {
+        Kind::Sqlite => "char(27)",
+        Kind::Postgres => "chr(27)",
+    };
+    room.sql(&format!(
+        "INSERT INTO OUTBOX (topic, key, payload) VALUES ('a', {escape} || ']0;owned', '{{\"x\":\"plain\"}}')"
+    ))
+    .await?;
+    for args in [&["list", "--state", "pending"][..], &["list", "--state", "pending", "--json"]] {
+        let printed = room.ok(args)?;
+        ensure!(!printed.contains('\u{1b}') && printed.contains("owned"), "{printed:?}");
+    }
+    Ok(())
+}
+
+async fn the_schema_comes_and_goes(kind: Kind) -> Result<()> {
+    let room = Room::empty(kind).await?;
+    let complaint = room.refuses(1, &["migrate", "validate"])?;
+    ensure!(complaint.lines().count() == 1 && complaint.contains("postbox migrate up"), "{complaint}");
+    ensure!(room.ok(&["migrate", "up"])?.contains("the schema is ready"));
+    ensure!(room.ok(&["migrate", "up"])? == "the schema is up to date\n");
+    ensure!(room.ok(&["migrate", "validate"])? == "the schema is right\n");
+    ensure!(room.ok(&["migrate", "print"])?.contains("CREATE TABLE"));
+    match kind {
+        Kind::Postgres => ensure!(room.ok(&["migrate", "rebase"])?.contains("start the relays again")),
+        Kind::Sqlite => ensure!(room.refuses(1, &["migrate", "rebase"])?.contains("only a Postgres store")),
+    }
+    let complaint = room.refuses(2, &["migrate", "down"])?;
+    ensure!(complaint.contains("--yes"), "{complaint}");
+    ensure!(room.ok(&["migrate", "down", "--yes"])?.contains("the schema is gone"));
+    room.refuses(1, &["migrate", "validate"])?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn without_a_subscription_the_outbox_is_pending() -> Result<()> {
+    for kind in [Kind::Sqlite, Kind::Postgres] {
+        let room = Room::migrated(kind).await?;
+        room.insert_three().await?;
+        ensure!(room.ok(&["stats"])? == "pending=3 dispatched=0 dead=0 total=3\n", "{kind:?}");
+        ensure!(room.ok(&["dispatch"])? == "fetched=0 dispatched=0 failed=0 dead=0\n");
+    }
+    Ok(())
+}
+
+#[test]
+fn init_writes_a_file_that_is_right_and_overwrites_nothing() -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+    let room = runtime.block_on(Room::empty(Kind::Sqlite))?;
+    ensure!(room.ok(&["init"])?.contains("postbox.toml"));
+    ensure!(room.ok(&["check-config"])?.contains("right"));
+    ensure!(room.refuses(1, &["init"])?.contains("--force"));
+    room.ok(&["init", "--force"])?;
+    Ok(())
+}
+
+#[test]
+fn completions_name_every_command() -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+    let room = runtime.block_on(Room::empty(Kind::Sqlite))?;
+    for shell in ["bash", "zsh", "fish"] {
+        let script = room.ok(&["completions", shell])?;
+        ensure!(script.contains("check-config") && script.contains("dispatch"), "{shell}");
+    }
+    Ok(())
+}
+
+macro_rules! on_both {
+    ($($name:ident),* $(,)?) => {
+        mod on_sqlite {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)] async fn $name() -> anyhow::Result<()> { super::$name(crate::room::Kind::Sqlite).await })*
+        }
+        mod on_postgres {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)] async fn $name() -> anyhow::Result<()> { super::$name(crate::room::Kind::Postgres).await })*
+        }
+    };
+}
+
+on_both!(
+    inserted_by_sql_and_dispatched_to_a_file,
+    dead_events_are_retried_and_discarded_by_a_person,
+    a_paused_subscription_delivers_nothing_until_resumed,
+    the_doctor_names_the_cause,
+    hostile_text_cannot_steer_the_terminal,
+    the_schema_comes_and_goes,
+);

@@ -1,0 +1,8 @@
+//! The binary from the outside: what is typed, what is printed, how it ends. On SQLite and on real Postgres.
+
+mod commands;
+mod demo;
+mod faults;
+mod inbox;
+mod room;
+mod run;
