@@ -1,0 +1,59 @@
+//! Orders and their events commit together, or not at all. Every third order is rolled back on purpose.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use anyhow::{Context as _, ensure};
+use postbox::postgres::{PostgresConfig, PostgresStore, append_in};
+use postbox::{Delivery, LogName, Migrate as _, NewEvent, Relay, Subscription, handler_sink};
+use tokio_postgres::NoTls;
+
+const ORDERS: i64 = 30;
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let url = std::env::var("DATABASE_URL").context("set DATABASE_URL to an empty Postgres database")?;
+    let (mut client, connection) = tokio_postgres::connect(&url, NoTls).await?;
+    tokio::spawn(connection);
+    client.batch_execute("CREATE TABLE orders (id bigint PRIMARY KEY, state text NOT NULL)").await?;
+
+    // Once, or from your deployment: `postbox migrate up --store URL`.
+    let store = Arc::new(PostgresStore::connect(PostgresConfig::new(&url)).await?);
+    store.up().await?;
+
+    for id in 1..=ORDERS {
+        let transaction = client.transaction().await?;
+        transaction.execute("INSERT INTO orders VALUES ($1, 'paid')", &[&id]).await?;
+        let paid = NewEvent::json("order.paid", format!(r#"{{"order":{id}}}"#)).key(id.to_string());
+        append_in(&transaction, store.schema(), &LogName::outbox(), &[paid]).await?;
+        if id % 3 == 0 {
+            transaction.rollback().await?;
+        } else {
+            transaction.commit().await?;
+        }
+    }
+
+    // In a service: `relay.run(stop)` in a task, or the `postbox` program beside it.
+    let told = Arc::new(Mutex::new(BTreeSet::new()));
+    let shipping = handler_sink({
+        let told = Arc::clone(&told);
+        move |delivery: Delivery| {
+            let key = delivery.event.key.map(|key| key.to_string());
+            told.lock().expect("no handler panics").extend(key);
+            async {}
+        }
+    });
+    let subscription = Subscription::new("shipping".parse()?, LogName::outbox());
+    let drained = Relay::builder(store, subscription).sink(Arc::new(shipping)).build()?.drain(None).await?;
+
+    let rows = client.query("SELECT id::text FROM orders", &[]).await?;
+    let committed: BTreeSet<String> = rows.iter().map(|row| row.get(0)).collect();
+    let told = told.lock().expect("no handler panics");
+    ensure!(*told == committed, "orders {committed:?}, but shipping heard of {told:?}");
+    println!(
+        "{} orders committed, {} rolled back; shipping heard of exactly the committed ones",
+        drained.dispatched,
+        ORDERS / 3
+    );
+    Ok(())
+}

@@ -1,0 +1,47 @@
+//! An outbox in the SQLite file your program already has. The relay writes JSON lines; one note is rolled back on purpose.
+
+use std::sync::Arc;
+
+use anyhow::ensure;
+use postbox::sqlite::{SqliteConfig, SqliteStore, append_in};
+use postbox::{JsonLines, LogName, Migrate as _, NewEvent, Relay, Subscription};
+use rusqlite::Connection;
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("notes.db");
+    let store = Arc::new(SqliteStore::open(SqliteConfig::new(&file)).await?);
+    store.up().await?;
+
+    let mut connection = Connection::open(&file)?;
+    connection.execute_batch("CREATE TABLE note (id INTEGER PRIMARY KEY, text TEXT NOT NULL)")?;
+    for (id, text) in [(1, "buy milk"), (2, "regretted"), (3, "call home")] {
+        let transaction = connection.transaction()?;
+        transaction.execute("INSERT INTO note VALUES (?1, ?2)", (id, text))?;
+        let written = NewEvent::json("note.written", serde_json::json!({ "id": id, "text": text }).to_string());
+        append_in(&transaction, &LogName::outbox(), &[written.key(id.to_string())])?;
+        if text != "regretted" {
+            transaction.commit()?;
+        } // Dropped otherwise, which rolls back.
+    }
+    // Any language can do the same: the outbox is a table.
+    connection.execute_batch(
+        r#"BEGIN; INSERT INTO note VALUES (4, 'from SQL');
+           INSERT INTO postbox_outbox (topic, key, payload) VALUES ('note.written', '4', '{"id":4,"text":"from SQL"}'); COMMIT"#,
+    )?;
+
+    let lines = folder.path().join("notes.jsonl");
+    let subscription = Subscription::new("export".parse()?, LogName::outbox());
+    let relay = Relay::builder(store, subscription).sink(Arc::new(JsonLines::file(&lines).await?)).build()?;
+    relay.drain(None).await?;
+
+    let mut told = Vec::new();
+    for line in std::fs::read_to_string(&lines)?.lines() {
+        let event: serde_json::Value = serde_json::from_str(line)?;
+        told.push(event["payload"]["text"].as_str().unwrap_or_default().to_owned());
+    }
+    ensure!(told == ["buy milk", "call home", "from SQL"], "{told:?}");
+    println!("exported {told:?}; what was rolled back was never told");
+    Ok(())
+}
