@@ -1,3 +1,78 @@
-//! Benchmarks.
+//! Benchmarks: `cargo xtask bench drain | latency | append`. Each prints, from one run, our figure, the limit beside it and the
+//! ratio.
+#![allow(clippy::print_stdout, reason = "a command for people")]
 
-fn main() {}
+mod append;
+mod child;
+mod drain;
+mod fill;
+mod latency;
+mod machine;
+mod plain;
+mod server;
+mod table;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask bench", about = "Benchmarks of Postbox, each against its limit in the same run")]
+struct Arguments {
+    #[command(subcommand)]
+    bench: Bench,
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// A backlog to a sink that does nothing, against reading the same rows with one paged SELECT.
+    Drain(drain::Options),
+    /// From the commit to the delivery, at steady rates and with writers that saturate the machine.
+    Latency(latency::Options),
+    /// Events in the caller's transaction, against the same INSERT into a bare table.
+    Append(append::Options),
+    /// One measured process of the above.
+    #[command(hide = true)]
+    Child(child::Job),
+}
+
+/// Which stores to measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Stores {
+    Postgres,
+    Sqlite,
+    Both,
+}
+
+impl Stores {
+    fn postgres(self) -> bool {
+        self != Self::Sqlite
+    }
+
+    fn sqlite(self) -> bool {
+        self != Self::Postgres
+    }
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    match run(Arguments::parse().bench).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(bench: Bench) -> anyhow::Result<()> {
+    if !matches!(bench, Bench::Child(_)) {
+        println!("{}", machine::describe());
+    }
+    match bench {
+        Bench::Drain(options) => drain::run(&options).await,
+        Bench::Latency(options) => latency::run(&options).await,
+        Bench::Append(options) => append::run(&options).await,
+        Bench::Child(job) => job.run().await,
+    }
+}

@@ -1,0 +1,30 @@
+//! What the machine says of itself and of a process.
+
+use anyhow::Context as _;
+
+/// Peak resident memory of this process in MiB.
+pub(crate) fn memory_peak_mib() -> anyhow::Result<f64> {
+    let status = std::fs::read_to_string("/proc/self/status").context("/proc/self/status")?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).context("no VmHWM")?;
+    let kib: f64 = line.split_whitespace().nth(1).context("no number")?.parse()?;
+    Ok(kib / 1024.0)
+}
+
+/// Processor time this process has used, in seconds.
+pub(crate) fn processor_seconds() -> anyhow::Result<f64> {
+    /// What Linux counts in, on every architecture we run on (`sysconf(_SC_CLK_TCK)`).
+    const TICKS_PER_SECOND: f64 = 100.0;
+    let stat = std::fs::read_to_string("/proc/self/stat").context("/proc/self/stat")?;
+    // The name in parentheses may contain anything; fields count from behind it.
+    let fields = stat.rsplit_once(')').context("no name")?.1.split_whitespace();
+    let ticks: f64 = fields.skip(11).take(2).map(|field| field.parse::<f64>().unwrap_or(0.0)).sum();
+    Ok(ticks / TICKS_PER_SECOND)
+}
+
+/// One line about the machine and how busy it is: ratios taken in one run compare, absolute figures of a shared machine do not.
+pub(crate) fn describe() -> String {
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load.split_whitespace().next().unwrap_or("?").to_owned();
+    let cores = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
+    format!("{cores} cores, load {load} at the start; compare ratios, not absolute figures")
+}
