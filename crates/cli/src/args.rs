@@ -19,22 +19,25 @@ pub(crate) struct Args {
 const AFTER_HELP: &str = "Start here: `postbox demo` shows the whole thing in a few seconds and proves that nothing got lost.\n\
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.";
 
+/// The heading of what every command takes.
+const EVERYWHERE: &str = "Everywhere";
+
 #[derive(Debug, clap::Args)]
 pub(crate) struct Global {
     /// The configuration [default: postbox.toml if it is there]
-    #[arg(long, global = true, env = "POSTBOX_CONFIG", value_name = "FILE")]
+    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_CONFIG", value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// The store, instead of the configured one: postgres://…, sqlite:PATH or memory:
-    #[arg(long, global = true, env = "POSTBOX_STORE", value_name = "URL", hide_env_values = true)]
+    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_STORE", value_name = "URL")]
     pub(crate) store: Option<String>,
     /// Only this subscription [default: all]
-    #[arg(long = "subscription", global = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
+    #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
     pub(crate) only: Option<SubscriptionName>,
     /// What to log, on standard error: error, warn, info, debug, trace, or a filter
-    #[arg(long, global = true, env = "POSTBOX_LOG", value_name = "LEVEL")]
+    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_LOG", value_name = "LEVEL")]
     pub(crate) log_level: Option<String>,
     /// Log JSON lines
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = EVERYWHERE)]
     pub(crate) log_json: bool,
 }
 

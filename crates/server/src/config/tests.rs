@@ -219,7 +219,7 @@ fn every_scheme_has_what_it_needs() {
 /// Every TOML example in the README and the guides is a configuration that this program accepts.
 #[test]
 fn the_examples_in_the_documentation_are_right() {
-    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let guides = std::fs::read_dir(root.join("docs/guide")).expect("the guides are there");
     let pages = guides.map(|entry| entry.expect("a guide").path()).chain([root.join("README.md")]);
     let mut examples = 0;

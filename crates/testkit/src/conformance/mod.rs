@@ -2,7 +2,7 @@
 //!
 //! Write a fixture, name it to a macro, and every case of the suite becomes a `#[tokio::test]` of its own:
 //!
-//! ```ignore
+//! ```text
 //! async fn fixture() -> MyFixture { … }             // a fresh, migrated, empty store for each case
 //! postbox_testkit::store_suite!(fixture);           // or one of append_suite!, log_suite!, inspect_suite!, receive_suite!, migrate_suite!
 //! postbox_testkit::apply_suite!(fixture);           // where handler and store share a database

@@ -55,10 +55,13 @@ const PHANTOM: &str =
 const TWICE: &str = "SELECT count(*) FROM (SELECT 1 FROM receiver.ledger GROUP BY event HAVING count(*) > 1)";
 const DISORDERED: &str = "SELECT count(*) FROM (SELECT version, lag(version, 1, 0) OVER (PARTITION BY name ORDER BY line) AS before \
      FROM receiver.ledger) WHERE version < before";
-/// Every order stands at the version that its last committed note says.
-const UNNOTED: &str = "SELECT count(*) FROM shop.orders AS o FULL JOIN \
-     (SELECT name, max(version) AS version FROM note WHERE outcome = 'committed' GROUP BY name) AS n ON n.name = o.id \
-     WHERE n.version IS NOT o.version";
+/// Orders that do not stand at the version that their last committed note says, by the orders' primary key …
+const UNNOTED: &str = "SELECT count(*) FROM \
+     (SELECT name, max(version) AS version FROM note WHERE outcome = 'committed' GROUP BY name) AS n \
+     LEFT JOIN shop.orders AS o ON o.id = n.name WHERE o.version IS NOT n.version";
+/// … and orders without any.
+const UNNOTED_ORDERS: &str =
+    "SELECT count(*) FROM shop.orders WHERE id NOT IN (SELECT name FROM note WHERE outcome = 'committed')";
 /// Each step of an order moves its price once.
 const CENTS_SHOP: &str = "SELECT coalesce(sum(cents * version), 0) FROM shop.orders";
 const CENTS_LEDGER: &str = "SELECT coalesce(sum(cents), 0) FROM receiver.ledger";
@@ -84,7 +87,7 @@ pub(super) fn count(shop: &Path, receiver: &Path, notes: &Path) -> anyhow::Resul
         phantom: count(PHANTOM)?,
         twice: count(TWICE)?,
         disordered: count(DISORDERED)?,
-        unnoted: count(UNNOTED)?,
+        unnoted: count(UNNOTED)? + count(UNNOTED_ORDERS)?,
         cents_shop: number(CENTS_SHOP)?,
         cents_ledger: number(CENTS_LEDGER)?,
     })

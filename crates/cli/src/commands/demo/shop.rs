@@ -22,6 +22,8 @@ const ROLLBACK_PERCENT: u32 = 10;
 /// Least time between two customers. SQLite has one write lock and no queue for it: a shop that took it again at once would
 /// keep the relay out.
 const BREATH: Duration = Duration::from_micros(500);
+/// Longest time between two customers, so that a small shop does not stand empty.
+const PACE_MAX: Duration = Duration::from_millis(5);
 /// Orders in progress at once.
 const OPEN_MAX: usize = 50;
 
@@ -73,7 +75,7 @@ impl Shop {
         // A commit survives the death of the process, which is what is played here; no flush for each customer.
         connection.pragma_update(None, "synchronous", "NORMAL")?;
         connection.execute(SHOP_SCHEMA, [])?;
-        let pace = spread / u32::try_from(steps(orders)).unwrap_or(u32::MAX);
+        let pace = (spread / u32::try_from(steps(orders)).unwrap_or(u32::MAX)).min(PACE_MAX);
         let notes = BufWriter::new(File::create_new(notes)?);
         Ok(Self { connection, notes, random: SmallRng::seed_from_u64(seed), orders, pace })
     }
