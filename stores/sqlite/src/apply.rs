@@ -17,6 +17,10 @@ use crate::settle::{Owned, OwnedEntry, write};
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
+/// Whether a table of the application checks foreign keys at the commit only. Walks the small schema table; no lock of its own.
+const DEFERRED_KEYS_USED: &str =
+    "SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE type = 'table' AND sql LIKE '%initially%deferred%')";
+
 /// A handler whose effect is in the same database. It runs on the store's writing thread, inside the transaction that settles the event:
 /// both commit, or neither.
 ///
@@ -144,6 +148,7 @@ impl Application {
     }
 
     fn handle_all(&self, tx: &Transaction<'_>) -> Work<Outcomes> {
+        let deferred = tx.query_row(DEFERRED_KEYS_USED, [], |row| row.get(0))?;
         let mut held_keys: HashSet<&Key> = HashSet::new();
         let mut outcomes = Vec::with_capacity(self.deliveries.len());
         for delivery in &self.deliveries {
@@ -152,7 +157,7 @@ impl Application {
                 outcomes.push(None);
                 continue;
             }
-            let outcome = self.handle(tx, delivery)?;
+            let outcome = self.handle(tx, delivery, deferred)?;
             if !outcome.is_delivered() {
                 held_keys.extend(key);
             }
@@ -161,15 +166,20 @@ impl Application {
         Ok(outcomes)
     }
 
-    /// Runs the handler inside a savepoint.
-    fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Work<Outcome> {
+    /// Runs the handler inside a savepoint. `deferred`: there are constraints that SQLite would check at the commit only.
+    fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery, deferred: bool) -> Work<Outcome> {
         tx.execute_batch("SAVEPOINT postbox_handler")?;
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.handler.handle(tx, delivery)))
+        let broken_before = if deferred { broken_keys(tx)? } else { 0 };
+        let mut outcome = catch_unwind(AssertUnwindSafe(|| self.handler.handle(tx, delivery)))
             .unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));
         if tx.is_autocommit() {
             let message =
                 "the handler committed or rolled back the transaction it was lent; it must leave that to the store";
             return Err(Error::new(ErrorKind::Internal, "apply", "handler_ended_transaction", message).into());
+        }
+        if deferred && outcome.is_delivered() && broken_keys(tx)? > broken_before {
+            // The commit would fail for everybody, again and again.
+            outcome = Outcome::retry("foreign_key", "the handler left a foreign key that points nowhere");
         }
         tx.execute_batch(if outcome.is_delivered() {
             "RELEASE postbox_handler"
@@ -178,6 +188,11 @@ impl Application {
         })?;
         Ok(outcome)
     }
+}
+
+/// Rows whose foreign key points nowhere. Walks every child table: paid only where constraints are deferred.
+fn broken_keys(tx: &Transaction<'_>) -> Work<i64> {
+    Ok(tx.query_row("SELECT count(*) FROM pragma_foreign_key_check", [], |row| row.get(0))?)
 }
 
 fn abandoned() -> Error {

@@ -19,6 +19,8 @@ use crate::config::Synchronous;
 
 /// Jobs waiting at one thread. Each lane has at most a few at once, and a full queue makes callers wait, which is the back-pressure wanted.
 const QUEUE_JOBS_MAX: usize = 64;
+/// A job is never refused for a wait shorter than this, however small the busy timeout.
+const PATIENCE_MIN: Duration = Duration::from_secs(1);
 /// Prepared statements kept per connection: more than this crate has.
 const STATEMENTS_MAX: usize = 128;
 /// A write-ahead log that grew beyond this under a long reader is cut back at the next checkpoint.
@@ -91,7 +93,7 @@ impl Thread {
         let (answer, result) = oneshot::channel();
         let clock = self.settings.clock.clone();
         let queued = clock.monotonic();
-        let patience = self.settings.busy_timeout * 2;
+        let patience = (self.settings.busy_timeout * 2).max(PATIENCE_MIN);
         let job = move |session: &mut Session| {
             if answer.is_closed() {
                 return;
@@ -223,5 +225,56 @@ impl Session {
         {
             self.connection = None;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::MachineClock;
+
+    fn thread(synchronous: Synchronous) -> (tempfile::TempDir, Thread) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("shop.db");
+        Connection::open(&path).expect("opened").execute_batch("PRAGMA journal_mode = WAL").expect("set");
+        let busy_timeout = Duration::from_secs(1);
+        let clock = Arc::new(MachineClock::new());
+        let settings = Settings { path, busy_timeout, synchronous, clock };
+        (folder, Thread::start("test", Role::Writer, Arc::new(settings)).expect("started"))
+    }
+
+    async fn synchronous_in(thread: &Thread, flush: Flush) -> i64 {
+        let ask = move |session: &mut Session| {
+            session.transact(flush, |tx| Ok(tx.query_row("PRAGMA synchronous", [], |row| row.get(0))?))
+        };
+        thread.call("test", ask).await.expect("asked")
+    }
+
+    #[tokio::test]
+    async fn what_is_about_to_be_told_is_flushed_whatever_the_configuration_says() {
+        const NORMAL: i64 = 1;
+        const FULL: i64 = 2;
+        let (_folder, thread) = thread(Synchronous::Normal);
+        assert_eq!(synchronous_in(&thread, Flush::Configured).await, NORMAL);
+        assert_eq!(synchronous_in(&thread, Flush::Always).await, FULL);
+        assert_eq!(synchronous_in(&thread, Flush::Configured).await, NORMAL, "and back");
+    }
+
+    #[tokio::test]
+    async fn a_panicking_job_is_an_error_and_rolls_back() {
+        let (_folder, thread) = thread(Synchronous::Full);
+        let broken: Result<()> = thread
+            .call("test", |session| {
+                session.transact(Flush::Configured, |tx| {
+                    tx.execute_batch("CREATE TABLE half (id)")?;
+                    panic!("on purpose")
+                })
+            })
+            .await;
+        assert_eq!(broken.expect_err("a defect").code(), "store_panic");
+        let tables = |session: &mut Session| {
+            Ok(session.connection()?.query_row("SELECT count(*) FROM sqlite_master", [], |row| row.get::<_, i64>(0))?)
+        };
+        assert_eq!(thread.call("test", tables).await.expect("the thread lives on"), 0);
     }
 }

@@ -35,6 +35,10 @@ fn ledger(tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
             append_in(tx, &LogName::outbox(), &[NewEvent::json("followed", "done")]).expect("appended");
             Outcome::DELIVERED
         }
+        "orphan" => {
+            tx.execute("INSERT INTO booking (account) VALUES (42)", []).expect("accepted for now");
+            Outcome::DELIVERED
+        }
         "commit" => {
             tx.execute_batch("COMMIT").expect("committed");
             Outcome::DELIVERED
@@ -115,6 +119,21 @@ async fn a_handler_that_ends_the_transaction_is_refused() {
     assert_eq!(error.code(), "handler_ended_transaction");
     let stats = fixture.store.stats(&lease.subscription).await.expect("counted");
     assert_eq!(stats.pending, 1, "nothing was settled");
+}
+
+#[tokio::test]
+async fn a_constraint_checked_at_the_commit_fails_its_handler_only() {
+    let (fixture, lease) = prepared(&[("a", "1"), ("b", "orphan"), ("c", "3")]).await;
+    fixture
+        .connect()
+        .execute_batch(
+            "CREATE TABLE account (id INTEGER PRIMARY KEY); \
+             CREATE TABLE booking (account INTEGER REFERENCES account (id) DEFERRABLE INITIALLY DEFERRED)",
+        )
+        .expect("made");
+    let outcomes = fixture.apply(&lease).await.expect("applied");
+    assert_eq!(outcomes[1], Some(Outcome::retry("foreign_key", "the handler left a foreign key that points nowhere")));
+    assert_eq!(fixture.entries(), ["1", "3"]);
 }
 
 #[tokio::test]

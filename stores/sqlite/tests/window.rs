@@ -1,0 +1,59 @@
+//! What is handed out was seen by a flushed commit first, and what was not handed out was not read.
+
+mod common;
+
+use common::{Fixture, fixture};
+use futures::FutureExt as _;
+use postbox_core::{Append, BatchLimit, Lease, Log, LogName, NewEvent, Settlement};
+use postbox_sqlite::{SqliteConfig, SqliteStore, Synchronous};
+
+fn window_end(fixture: &Fixture) -> i64 {
+    fixture.connect().query_row("SELECT window_end FROM postbox_lane", [], |row| row.get(0)).expect("a lane")
+}
+
+async fn append(store: &SqliteStore, count: usize) {
+    let events: Vec<NewEvent> = (0..count).map(|n| NewEvent::json("t", n.to_string())).collect();
+    store.append(&LogName::outbox(), &events).await.expect("appended");
+}
+
+async fn read(store: &SqliteStore, lease: &Lease, events: usize) -> postbox_core::Batch {
+    store.next_batch(lease, BatchLimit { events, ..BatchLimit::default() }).await.expect("read")
+}
+
+/// (That this commit is flushed whatever the configuration says is tested beside the thread.)
+#[tokio::test]
+async fn no_batch_is_handed_out_beyond_the_window() {
+    for synchronous in [Synchronous::Full, Synchronous::Normal] {
+        let fixture = fixture().await;
+        let config = SqliteConfig { synchronous, ..SqliteConfig::new(fixture.path()) };
+        let store = SqliteStore::open(config).await.expect("opened");
+        let lease = fixture.lane().await;
+        for round in 0..10 {
+            append(&store, 7).await;
+            let batch = read(&store, &lease, 3).await;
+            let last = batch.deliveries.last().expect("there are more than are read").seq.0;
+            let end = window_end(&fixture);
+            assert!(last <= end, "{synchronous:?}, round {round}");
+            let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
+            append(&store, 1).await;
+            store.settle(&lease, settlement).await.expect("settled");
+            let moved = window_end(&fixture) > end;
+            assert_eq!(moved, synchronous == Synchronous::Full, "only a flushed settlement opens the next window");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_read_that_was_dropped_has_read_nothing() {
+    let fixture = fixture().await;
+    let lease = fixture.lane().await;
+    append(&fixture.store, 10).await;
+    for _ in 0..20 {
+        let dropped =
+            fixture.store.next_batch(&lease, BatchLimit { events: 4, ..BatchLimit::default() }).now_or_never();
+        // Polled once: the job is on its way, perhaps done.
+        assert!(dropped.is_none(), "an answer needs the other thread");
+    }
+    let batch = read(&fixture.store, &lease, 100).await;
+    assert_eq!(batch.deliveries.len(), 10);
+}
