@@ -90,7 +90,7 @@ impl PostgresStore {
             columns.insert(client, self.schema(), log),
             client.batch_execute(COMMIT),
         );
-        session.end_after(committed.is_ok());
+        session.end_after(begun.is_ok() && committed.is_ok());
         begun.map_err(|error| classify("append", &error))?;
         match inserted {
             Ok(rows) => committed.map(|()| rows).map_err(|error| classify("append", &error)),

@@ -65,7 +65,7 @@ impl Receive for PostgresStore {
             client.execute_typed(&sql, &params),
             client.batch_execute(COMMIT),
         );
-        session.end_after(committed.is_ok());
+        session.end_after(begun.is_ok() && committed.is_ok());
         let failed = |error: tokio_postgres::Error| classify("forget", &error);
         begun.and(committed).map_err(failed)?;
         forgotten.map_err(failed)

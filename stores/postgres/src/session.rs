@@ -103,6 +103,8 @@ pub(crate) struct Preambles {
     pub(crate) read: String,
     /// For writing: durable even where the role or database says `synchronous_commit = off`, and never left open by a stopped process.
     pub(crate) write: String,
+    /// For a lane's cursor where it passes over nothing of its own: no wait for the disk.
+    pub(crate) pass: String,
     /// For an operator's queries, which may walk a table.
     pub(crate) report: String,
     /// For an operator's changes: as durable as a relay's, planned as the planner likes.
@@ -124,6 +126,9 @@ impl Preambles {
         Self {
             read: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; {common}; {planner}"),
             write: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {planner}; {durable}"),
+            pass: format!(
+                "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {planner}; SET LOCAL synchronous_commit = off"
+            ),
             report: format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}"),
             change: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {durable}"),
         }

@@ -79,7 +79,7 @@ impl PostgresStore {
             client.query_typed(&pause, &owned[..1]),
             client.batch_execute(COMMIT),
         );
-        session.end_after(committed.is_ok());
+        session.end_after(begun.is_ok() && committed.is_ok());
         let failed = |error: tokio_postgres::Error| classify("acquire", &error);
         begun.map_err(failed)?;
         beaten.map_err(failed)?;
@@ -125,7 +125,7 @@ impl PostgresStore {
             client.execute_typed(&beat, &owned),
             client.batch_execute(COMMIT),
         );
-        session.end_after(committed.is_ok());
+        session.end_after(begun.is_ok() && committed.is_ok());
         let failed = |error: tokio_postgres::Error| classify("renew", &error);
         begun.map_err(failed)?;
         let renewed = renewed.map_err(failed)?;
@@ -136,7 +136,7 @@ impl PostgresStore {
 
     pub(crate) async fn give_lane_back(&self, lease: &Lease) -> Result<()> {
         let reading = self.reading("release", &lease.subscription).await?;
-        self.save_passed_window(lease, &reading).await?;
+        self.reader(lease).forget();
         let session = self.session("release").await?;
         let client = session.client();
         let release = self.schema().sql(LANE_RELEASE);
@@ -148,7 +148,7 @@ impl PostgresStore {
             client.execute_typed(&release, &held),
             client.batch_execute(COMMIT),
         );
-        session.end_after(committed.is_ok());
+        session.end_after(begun.is_ok() && committed.is_ok());
         let failed = |error: tokio_postgres::Error| classify("release", &error);
         begun.map_err(failed)?;
         released.map_err(failed)?;

@@ -100,10 +100,10 @@ macro_rules! due_in {
 }
 pub(crate) use due_in;
 
-/// True while the lease is ours. Index: primary key of `lane`.
+/// True while the lease is ours, and never on a standby: it may lack rows of a window that is settled as read. Index: primary key of `lane`.
 macro_rules! leased {
     () => {
-        "EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp())"
+        "EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()) AND NOT pg_is_in_recovery()"
     };
 }
 pub(crate) use leased;

@@ -2,6 +2,9 @@
 //!
 //! The database knows the window and the settled position; how far we have read is only ours, so that a page costs no write and a crash
 //! gives everything unsettled again. What is remembered belongs to one epoch: another lease begins from the database.
+//!
+//! The window here is never ahead of the one in the database. A crash takes back transaction ids that were not flushed, and gives them
+//! out again: a snapshot remembered from before it would take the new transactions for seen, and lose their events.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,10 +19,6 @@ use crate::classify::classify;
 use crate::decode::AsText;
 use crate::session::COMMIT;
 use crate::snapshot::Snapshot;
-
-/// Passed windows without anything for the lane that are remembered only here. Writing down each would cost a commit for
-/// every transaction of somebody else's lane or topic; a crash re-reads at most this many.
-const PASSED_WINDOWS_MAX: u32 = 64;
 
 /// The cursor of a lane under its epoch. Index: primary key of `lane`.
 const LANE_LOAD: &str = "
@@ -58,8 +57,6 @@ pub(crate) struct Position {
     pub(crate) drained: bool,
     /// Rises with every rewind, so that a read that was under way does not undo it.
     pub(crate) rewinds: u64,
-    /// Windows passed since the cursor was last written down.
-    pub(crate) passed: u32,
 }
 
 /// The rows not visible in `from` and visible in `to`; those from transactions at or above `from.xmax` lie in `low < seq <= high`.
@@ -178,7 +175,6 @@ impl PostgresStore {
             read: settled,
             drained: false,
             rewinds: 0,
-            passed: 0,
         })
     }
 
@@ -189,6 +185,31 @@ impl PostgresStore {
         lease: &Lease,
         reading: &Reading,
         position: &Position,
+    ) -> Result<()> {
+        self.write_window(client, lease, reading, position, &self.inner.preambles.write).await
+    }
+
+    /// Writes down a window without anything for the lane, without waiting for the disk. `Stale` if the lease was lost.
+    ///
+    /// A crash may take this back, but never without taking it back here: this commit is later in the write-ahead log than every id the
+    /// window has passed, so while the row stands, so do they. Whoever peeks next compares the row with what is remembered.
+    pub(crate) async fn pass_window(
+        &self,
+        client: &Client,
+        lease: &Lease,
+        reading: &Reading,
+        position: &Position,
+    ) -> Result<()> {
+        self.write_window(client, lease, reading, position, &self.inner.preambles.pass).await
+    }
+
+    async fn write_window(
+        &self,
+        client: &Client,
+        lease: &Lease,
+        reading: &Reading,
+        position: &Position,
+        preamble: &str,
     ) -> Result<()> {
         let Window { from, to, low, high } = &position.window;
         let (from, to) = (AsText(from.to_string()), AsText(to.to_string()));
@@ -205,7 +226,7 @@ impl PostgresStore {
             (&position.settled, Type::INT8),
         ];
         let (begun, opened, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.write),
+            client.batch_execute(preamble),
             client.execute_typed(&sql, &params),
             client.batch_execute(COMMIT),
         );
@@ -214,35 +235,5 @@ impl PostgresStore {
         let opened = opened.map_err(failed)?;
         committed.map_err(failed)?;
         if opened == 0 { Err(Error::stale("next_batch")) } else { Ok(()) }
-    }
-
-    /// Writes down passed windows once there are many of them.
-    pub(crate) async fn save_if_far(
-        &self,
-        client: &Client,
-        lease: &Lease,
-        reading: &Reading,
-        position: &mut Position,
-    ) -> Result<()> {
-        if position.passed >= PASSED_WINDOWS_MAX {
-            self.open_window(client, lease, reading, position).await?;
-            position.passed = 0;
-        }
-        Ok(())
-    }
-
-    /// Writes down passed windows before the lane goes to somebody else, so that they need not be passed again.
-    pub(crate) async fn save_passed_window(&self, lease: &Lease, reading: &Reading) -> Result<()> {
-        let reader = self.reader(lease);
-        let Some(position) = reader.position(lease.epoch) else { return Ok(()) };
-        reader.forget();
-        if position.passed == 0 || !position.drained || position.read != position.settled {
-            return Ok(());
-        }
-        let session = self.session("release").await?;
-        let saved = self.open_window(session.client(), lease, reading, &position).await;
-        session.end_after(saved.is_ok());
-        // A lane that was lost needs no saving.
-        saved.or_else(|error| if error.is_stale() { Ok(()) } else { Err(error) })
     }
 }

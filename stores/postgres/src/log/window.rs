@@ -28,6 +28,7 @@ const WINDOW_ROWS_MAX: i64 = 100_000;
 /// when idle. Indexes: `(xid, seq)` of the log, primary key of `lane`, `delivery_due`. No lock, no write: an idle relay costs reads only.
 ///
 /// Transactions that are still running are left out of the ranges, so that a probe never walks what a large one has written so far.
+/// The last column is false where the cursor is no longer what we wrote: a crash or a failover took it back.
 /// `ORDER BY xid LIMIT 1` makes the index the cheap way even on a table without statistics.
 pub(crate) const LANE_PEEK: &str = concat!(
     "WITH current AS MATERIALIZED (SELECT pg_current_snapshot() AS snap),
@@ -44,8 +45,17 @@ SELECT snap::text,
     leased!(),
     ", ",
     due_in!(),
-    " FROM current"
+    ", EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND lane = $2 AND to_snap::text = $6 AND last_seq >= $7)
+FROM current"
 );
+
+/// What a look for news brought.
+enum Look {
+    Nothing,
+    Page(Page),
+    /// The database went back to an earlier cursor: what we remember is of transactions that never were.
+    Undone,
+}
 
 /// What was found of one page.
 struct Page {
@@ -91,11 +101,7 @@ impl LaneCall<'_> {
     async fn next(&self, reader: &LaneReader) -> Result<Batch> {
         let mut at = match reader.position(self.lease.epoch) {
             Some(position) => position,
-            None => {
-                let position = self.store.load_position(self.client, self.lease, self.reading).await?;
-                reader.advance(position.clone());
-                position
-            }
+            None => self.load(reader).await?,
         };
         let mut due_in = None;
         for _ in 0..WINDOWS_PER_CALL_MAX {
@@ -105,11 +111,19 @@ impl LaneCall<'_> {
                 // The window's last batch is not settled. Opening the next now would forget it after a crash.
                 return Ok(Batch { due_in, ..Batch::default() });
             } else {
-                let Some(page) = self.open_next(&mut at, &mut due_in).await? else {
-                    reader.advance(at);
-                    return Ok(Batch { due_in, ..Batch::default() });
-                };
-                page
+                match self.open_next(&mut at, &mut due_in).await? {
+                    Look::Page(page) => page,
+                    Look::Nothing => {
+                        reader.advance(at);
+                        return Ok(Batch { due_in, ..Batch::default() });
+                    }
+                    Look::Undone => {
+                        // Everything given out is settled, so nobody is surprised.
+                        reader.forget();
+                        at = self.load(reader).await?;
+                        continue;
+                    }
+                }
             };
             due_in = page.guard.due_in;
             if page.rows.is_empty() {
@@ -120,6 +134,13 @@ impl LaneCall<'_> {
         }
         reader.advance(at);
         Ok(Batch { due_in, ..Batch::default() })
+    }
+
+    /// Begins where the database says.
+    async fn load(&self, reader: &LaneReader) -> Result<Position> {
+        let position = self.store.load_position(self.client, self.lease, self.reading).await?;
+        reader.advance(position.clone());
+        Ok(position)
     }
 
     /// Reads on in the window. One round trip.
@@ -169,11 +190,11 @@ impl LaneCall<'_> {
         Ok(read_rows(self.client, &sql, params).await?.0)
     }
 
-    /// Looks for news and reads the first page of the window they make; `at` becomes that window. `None`: no news.
+    /// Looks for news and reads the first page of the window they make; `at` becomes that window.
     ///
-    /// The window is written down, durably, only once something of it is about to be given out; one that has nothing for this lane is
-    /// passed in memory.
-    async fn open_next(&self, at: &mut Position, due_in: &mut Option<std::time::Duration>) -> Result<Option<Page>> {
+    /// The window is written down before `at` counts: durably if something of it is about to be given out, else without waiting for the
+    /// disk.
+    async fn open_next(&self, at: &mut Position, due_in: &mut Option<std::time::Duration>) -> Result<Look> {
         let from = at.window.to.clone();
         let (reading, lease) = (self.reading, self.lease);
         let sql = self.store.schema().log_sql(LANE_PEEK, &reading.log);
@@ -181,34 +202,38 @@ impl LaneCall<'_> {
         let edge = AsText(from.xmax.saturating_sub(1).to_string());
         let running: Vec<String> = from.xip.iter().map(u64::to_string).collect();
         let running = AsText::numbers(&running);
-        let params: [(&(dyn ToSql + Sync), Type); 5] = [
+        let known = from.to_string();
+        let params: [(&(dyn ToSql + Sync), Type); 7] = [
             (&reading.id, Type::INT4),
             (&lane, Type::INT2),
             (&lease.epoch, Type::INT8),
             (&edge, Type::XID8),
             (&running, Type::XID8_ARRAY),
+            (&known, Type::TEXT),
+            (&at.settled, Type::INT8),
         ];
         let row = self.client.query_typed_one(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
         if !row.get::<_, bool>(3) {
             return Err(Error::stale("next_batch"));
         }
         *due_in = wait(&row, 4);
+        if !row.get::<_, bool>(5) {
+            return Ok(Look::Undone);
+        }
         let (rest, late): (bool, bool) = (row.get(1), row.get(2));
         if !rest && !late {
-            return Ok(None);
+            return Ok(Look::Nothing);
         }
         let to = Snapshot::parse(row.get(0))?;
         let page =
             if from.is_zero() { self.open_whole(at, to).await? } else { self.open_between(at, to, rest).await? };
-        at.passed += 1;
         if page.rows.is_empty() {
             at.drained = true;
-            self.store.save_if_far(self.client, lease, reading, at).await?;
+            self.store.pass_window(self.client, lease, reading, at).await?;
         } else {
             self.store.open_window(self.client, lease, reading, at).await?;
-            at.passed = 0;
         }
-        Ok(Some(page))
+        Ok(Look::Page(page))
     }
 
     /// The first window of all: everything in the log, so its lower bound need not be looked for.
