@@ -1,6 +1,7 @@
 //! `postbox run` and signals.
 
 use std::collections::HashMap;
+use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use axum::Router;
 use axum::http::HeaderMap;
 use axum::routing::post;
 
-use crate::room::{DEADLINE, Kind, Room};
+use crate::room::{DEADLINE, Kind, Room, signal};
 
 /// Event ids as the target received them, with how often.
 type Seen = Arc<Mutex<HashMap<String, u32>>>;
@@ -35,29 +36,30 @@ fn count(seen: &Seen) -> usize {
 
 /// Starts, lets some through, stops under load; several times; then everything arrives exactly once.
 async fn sigterm_under_load_repeats_nothing(kind: Kind) -> Result<()> {
-    const EVENTS: usize = 600;
-    const STOPS: usize = 5;
+    // `POSTBOX_TEST_STOPS=50` for the long version.
+    let stops: usize = std::env::var("POSTBOX_TEST_STOPS").ok().and_then(|stops| stops.parse().ok()).unwrap_or(20);
+    let events = 120 * stops;
     let room = Room::migrated(kind).await?;
     let (address, seen) = target().await?;
     room.config(&format!(
         "[subscriptions.out]\nbatch = 50\nsink = {{ type = \"http\", url = \"http://{address}/\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n"
     ))?;
-    let rows: Vec<String> = (0..EVENTS).map(|n| format!("('order.placed', '{}', '{{\"n\":{n}}}')", n % 40)).collect();
+    let rows: Vec<String> = (0..events).map(|n| format!("('order.placed', '{}', '{{\"n\":{n}}}')", n % 40)).collect();
     room.sql(&format!("INSERT INTO OUTBOX (topic, key, payload) VALUES {}", rows.join(","))).await?;
-    for stop in 1..=STOPS {
+    for stop in 1..=stops {
         let served = room.serve().await?;
-        let enough = stop * EVENTS / (STOPS + 2);
+        let enough = stop * events / (stops + 2);
         until(|| count(&seen) >= enough).await?;
         served.terminate().await?;
     }
-    ensure!(count(&seen) < EVENTS, "everything was through before the last stop; nothing was stopped under load");
+    ensure!(count(&seen) < events, "everything was through before the last stop; nothing was stopped under load");
     let served = room.serve().await?;
-    until(|| count(&seen) == EVENTS).await?;
+    until(|| count(&seen) == events).await?;
     served.terminate().await?;
     let seen = seen.lock().expect("no panic while it is held");
     let repeated: Vec<_> = seen.iter().filter(|(_, times)| **times > 1).collect();
     ensure!(repeated.is_empty(), "{} came more than once", repeated.len());
-    ensure!(room.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
+    ensure!(room.ok(&["stats"])? == format!("pending=0 dispatched={events} dead=0 total={events}\n"));
     Ok(())
 }
 
@@ -78,6 +80,28 @@ async fn on_sqlite_sigterm_under_load_repeats_nothing() -> Result<()> {
 #[tokio::test]
 async fn on_postgres_sigterm_under_load_repeats_nothing() -> Result<()> {
     sigterm_under_load_repeats_nothing(Kind::Postgres).await
+}
+
+#[tokio::test]
+async fn dispatch_in_a_loop_goes_on_until_sigterm_and_then_counts() -> Result<()> {
+    let room = Room::migrated(Kind::Sqlite).await?;
+    room.config("[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n")?;
+    let mut command = tokio::process::Command::from(room.command(&["dispatch", "--loop", "--log-level", "error"]));
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true).spawn()?;
+    let pid = child.id().context("it has ended already")?;
+    for round in 1..=2 {
+        room.insert_three().await?;
+        until(|| room.lines("out.jsonl").is_ok_and(|lines| lines.len() == 3 * round)).await?;
+    }
+    signal(pid, "TERM")?;
+    let output = tokio::time::timeout(DEADLINE, child.wait_with_output()).await.context("it does not stop")??;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    ensure!(
+        output.stdout == b"fetched=6 dispatched=6 failed=0 dead=0\n",
+        "{}",
+        String::from_utf8_lossy(&output.stdout)
+    );
+    Ok(())
 }
 
 #[tokio::test]
