@@ -39,6 +39,11 @@ struct TxApply<H> {
 /// The position is written at its end: written first, it would lock the lane while handlers run, and its lease could not be renewed.
 const APPLY_BEGIN: &str = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') = 'off'";
 
+/// Whether a handler's effect can be kept. A statement that failed without the handler noticing leaves its savepoint broken; a deferred
+/// constraint would fail the whole transaction at its end, for ever and for everybody in it. Rolled back, so that constraints stay as
+/// deferred as they were for the handlers after it.
+const EFFECT_CHECK: &str = "SAVEPOINT postbox_check; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT postbox_check; RELEASE SAVEPOINT postbox_check";
+
 #[async_trait]
 impl<H: TxHandler> Apply for TxApply<H> {
     async fn apply(
@@ -103,15 +108,18 @@ impl<H: TxHandler> TxApply<H> {
             savepoint.rollback().await?;
             return Ok(outcome);
         }
-        // A statement that failed without the handler noticing leaves the savepoint broken: its effect is not there.
-        match savepoint.batch_execute("SELECT 1").await {
+        match savepoint.batch_execute(EFFECT_CHECK).await {
             Ok(()) => {
                 savepoint.commit().await?;
                 Ok(outcome)
             }
             Err(error) if error.as_db_error().is_some() => {
                 savepoint.rollback().await?;
-                Ok(Outcome::retry("handler_sql", "a statement of the handler failed, but it reported success"))
+                let said = error.as_db_error().map(|it| it.message()).unwrap_or_default();
+                Ok(Outcome::retry(
+                    "handler_sql",
+                    format!("the handler reported success, but its effect cannot be kept: {said}"),
+                ))
             }
             Err(error) => Err(error),
         }
