@@ -17,7 +17,8 @@ macro_rules! event_columns {
         "l.seq, l.id, l.topic, l.key, l.aggregate, l.version, l.kind, l.source, l.tenant, \
          CASE WHEN octet_length(l.payload) <= $1 THEN l.payload END AS payload, \
          CASE WHEN octet_length(l.payload_bytes) <= $1 THEN l.payload_bytes END AS payload_bytes, \
-         coalesce(octet_length(l.payload), octet_length(l.payload_bytes)) AS size, \
+         CASE WHEN coalesce(octet_length(l.payload), octet_length(l.payload_bytes)) > $1 \
+           THEN coalesce(octet_length(l.payload), octet_length(l.payload_bytes)) END AS behind, \
          l.content_type, l.headers::text AS headers, l.occurred_at, l.created_at, l.deliver_at"
     };
 }
@@ -29,24 +30,38 @@ pub(crate) const EVENT_COLUMNS: usize = 17;
 /// A row as it was read.
 pub(crate) struct Stored {
     pub(crate) delivery: Delivery,
-    /// The payload's size in bytes, whether it came along or not.
-    pub(crate) size: usize,
-    /// Whether the payload stayed behind.
-    pub(crate) large: bool,
+    /// The size in bytes of a payload that stayed behind; zero when it came along.
+    pub(crate) behind: usize,
 }
 
 impl Stored {
     pub(crate) fn seq(&self) -> i64 {
         self.delivery.seq.0
     }
+
+    /// The payload's size in bytes, whether it came along or not.
+    pub(crate) fn size(&self) -> usize {
+        self.behind.max(self.delivery.event.payload.len())
+    }
+
+    pub(crate) fn is_behind(&self) -> bool {
+        self.behind > 0
+    }
+
+    /// The payload has arrived.
+    pub(crate) fn fill(&mut self, payload: Bytes) {
+        self.delivery.event.payload = payload;
+        self.behind = 0;
+    }
 }
 
 /// Reads one row of [`event_columns`], as a first attempt.
 pub(crate) fn stored(row: &Row) -> Result<Stored, tokio_postgres::Error> {
-    let text: Option<Raw<'_>> = row.try_get(9)?;
-    let bytes: Option<Raw<'_>> = row.try_get(10)?;
-    let size: i32 = row.try_get(11)?;
-    let payload = text.or(bytes);
+    let behind: Option<i32> = row.try_get(11)?;
+    let payload = match behind {
+        Some(_) => Bytes::new(),
+        None => Bytes::copy_from_slice(row.try_get::<_, Option<Raw<'_>>>(9)?.map_or_else(|| row.try_get(10), Ok)?.0),
+    };
     let event = Event {
         id: EventId::from_uuid(row.try_get(1)?),
         topic: Topic::from_stored(row.try_get::<_, String>(2)?),
@@ -56,15 +71,15 @@ pub(crate) fn stored(row: &Row) -> Result<Stored, tokio_postgres::Error> {
         kind: row.try_get(6)?,
         source: row.try_get(7)?,
         tenant: row.try_get::<_, Option<String>>(8)?.map(Tenant::from_stored),
-        payload: payload.as_ref().map_or_else(Bytes::new, |raw| Bytes::copy_from_slice(raw.0)),
+        payload,
         content_type: row.try_get(12)?,
         headers: row.try_get::<_, Option<&str>>(13)?.map(headers).unwrap_or_default(),
-        occurred_at: row.try_get::<_, Timestamp>(14)?,
-        created_at: row.try_get::<_, Timestamp>(15)?,
+        occurred_at: row.try_get::<_, Stamp>(14)?.0,
+        created_at: row.try_get::<_, Stamp>(15)?.0,
         deliver_at: row.try_get(16)?,
     };
     let delivery = Delivery { event, seq: Seq(row.try_get(0)?), attempt: 1, replay: 0 };
-    Ok(Stored { delivery, size: usize::try_from(size).unwrap_or_default(), large: payload.is_none() })
+    Ok(Stored { delivery, behind: behind.unwrap_or_default().unsigned_abs() as usize })
 }
 
 /// The table's CHECK guarantees an object of strings.
@@ -82,6 +97,25 @@ impl<'a> FromSql<'a> for Raw<'a> {
 
     fn accepts(ty: &Type) -> bool {
         matches!(*ty, Type::TEXT | Type::BYTEA)
+    }
+}
+
+/// A time, decoded without the detour over a signed duration that the driver's own conversion takes.
+struct Stamp(Timestamp);
+
+impl<'a> FromSql<'a> for Stamp {
+    fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, BoxError> {
+        /// From Postgres's epoch, the year 2000, to everybody else's.
+        const EPOCH_MICROS: i64 = 946_684_800_000_000;
+        let micros = i64::from_be_bytes(raw.try_into()?);
+        let micros = micros.checked_add(EPOCH_MICROS).ok_or("a time out of range")?;
+        // Not from_microsecond: it refuses the last second of the range.
+        let nanos = i32::try_from(micros.rem_euclid(1_000_000))? * 1_000;
+        Ok(Self(Timestamp::new(micros.div_euclid(1_000_000), nanos)?))
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        *ty == Type::TIMESTAMPTZ
     }
 }
 

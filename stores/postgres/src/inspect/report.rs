@@ -13,7 +13,7 @@ use super::is_unread;
 use crate::PostgresStore;
 use crate::classify::classify;
 use crate::decode::{EVENT_COLUMNS, Stored, event_columns, stored};
-use crate::log::is_paused;
+use crate::log::{fitting, is_paused};
 use crate::session::{COMMIT, Session};
 
 /// Payload bytes one list may hold: an operator's page, not an export.
@@ -268,9 +268,8 @@ impl PostgresStore {
         let failed = |error: tokio_postgres::Error| classify(operation, &error);
         let mut events = rows.iter().map(stored).collect::<Result<Vec<Stored>, _>>().map_err(failed)?;
         let limit = postbox_core::BatchLimit { events: LIST_RECORDS_MAX, payload_bytes: LIST_PAYLOAD_BYTES_MAX };
-        if !events.is_empty() {
-            self.fill_payloads(client, log, &mut events, limit).await?;
-        }
+        events.truncate(fitting(&events, limit));
+        self.fill_payloads(client, log, &mut events).await?;
         events.into_iter().zip(rows).map(|(event, row)| record(event, row)).collect()
     }
 }

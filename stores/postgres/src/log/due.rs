@@ -6,7 +6,7 @@ use postbox_core::{Batch, BatchLimit, Error, Key, Lease, Result};
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 
-use super::page::Shared;
+use super::page::{Shared, fitting};
 use super::subscribe::Reading;
 use crate::PostgresStore;
 use crate::classify::classify;
@@ -67,20 +67,22 @@ impl PostgresStore {
         params.push((&reading.id, Type::INT4));
         let (begun, guard, rows, committed) = futures::join!(
             client.batch_execute(&self.inner.preambles.read),
-            self.guard(client, lease, reading, i64::MAX),
+            self.guard(client, lease, reading),
             client.query_typed(&sql, &params),
             client.batch_execute(COMMIT),
         );
         let failed = |error: tokio_postgres::Error| classify("due", &error);
         begun.map_err(failed)?;
-        let guard = guard.map_err(failed)?.ok_or_else(|| Error::stale("due"))?;
+        let left = guard.map_err(failed)?.ok_or_else(|| Error::stale("due"))?;
         let rows = rows.map_err(failed)?;
         committed.map_err(failed)?;
         let waiting = rows.iter().map(waiting).collect::<Result<Vec<_>, _>>().map_err(failed)?;
         let mut ready = ready(waiting);
-        self.fill_payloads(client, &reading.log, &mut ready, shared.limit).await?;
+        ready.truncate(fitting(&ready, shared.limit));
+        self.fill_payloads(client, &reading.log, &mut ready).await?;
+        let exceptions = self.exceptions(client, lease, reading, left, i64::MAX).await?;
         let deliveries = ready.into_iter().map(|stored| stored.delivery).collect();
-        Ok(Batch { deliveries, due_in: guard.due_in, ..Batch::default() })
+        Ok(Batch { deliveries, due_in: exceptions.due_in, ..Batch::default() })
     }
 }
 

@@ -8,12 +8,15 @@ mod due;
 pub(crate) mod hint;
 mod lease;
 mod page;
+#[cfg(test)]
+mod plans;
 pub(crate) mod reader;
 pub(crate) mod settle;
 pub(crate) mod subscribe;
 mod window;
 
 pub(crate) use lease::is_paused;
+pub(crate) use page::fitting;
 
 use std::time::Duration;
 

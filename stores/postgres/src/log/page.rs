@@ -23,6 +23,10 @@ use crate::decode::{EVENT_COLUMNS, Raw, Stored, event_columns, stored};
 const INLINE_BYTES_MAX: usize = 16 * 1024;
 /// Below this a second round trip costs more than the bytes.
 const INLINE_BYTES_MIN: usize = 1024;
+/// Batches read at once from a backlog. Four take most of the fixed cost of a page away; more would only cost memory.
+const AHEAD_BATCHES: usize = 4;
+/// Rows read at once, however large the batches.
+const AHEAD_ROWS_MAX: usize = 4_096;
 /// Larger payloads than this are fetched piece by piece, so that the driver's buffers stay small beside a payload of 16 MiB.
 const SLICE_BYTES: usize = 1024 * 1024;
 
@@ -98,7 +102,6 @@ macro_rules! due_in {
    ORDER BY d.due_at LIMIT 1)"
     };
 }
-pub(crate) use due_in;
 
 /// True while the lease is ours, and never on a standby: it may lack rows of a window that is settled as read. Index: primary key of `lane`.
 macro_rules! leased {
@@ -108,14 +111,16 @@ macro_rules! leased {
 }
 pub(crate) use leased;
 
-/// What a page needs to know beside its rows. Four probes that find nothing while all goes well. Indexes: primary key of `lane`,
-/// `delivery_held_lane`, `delivery_discarded`, `delivery_due`. No lock.
-pub(crate) const PAGE_GUARD: &str = concat!(
-    "SELECT ",
-    leased!(),
-    ",
-  EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1 AND lane = $2 AND holds),
-  EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1 AND lane = $2 AND state = 'discarded' AND seq > $4), ",
+/// What every page asks: is the lane ours, and has anything of the subscription left the stream? Indexes: primary keys of `lane` and
+/// `delivery`. No lock. Cheap to plan, because it is planned for every page; the rest is asked only if there are rows.
+pub(crate) const PAGE_GUARD: &str =
+    concat!("SELECT ", leased!(), ", EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1)");
+
+/// What left the stream in this lane: whether keys are held, whether unread events were discarded, and when the next is due.
+/// Indexes: `delivery_held_lane`, `delivery_discarded`, `delivery_due`. No lock.
+const LANE_EXCEPTIONS: &str = concat!(
+    "SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1 AND lane = $2 AND holds),
+  EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1 AND lane = $2 AND state = 'discarded' AND seq > $3), ",
     due_in!()
 );
 
@@ -136,32 +141,61 @@ const PAYLOAD_READ: &str = "SELECT seq, payload, payload_bytes FROM {log} WHERE 
 const PAYLOAD_SLICE: &str =
     "SELECT substr(coalesce(payload_bytes, convert_to(payload, 'UTF8')), $2, $3) FROM {log} WHERE seq = $1";
 
+/// How many rows, in their order, a caller can hold. A single larger one still comes alone.
+pub(crate) fn fitting<'a>(rows: impl IntoIterator<Item = &'a Stored>, limit: BatchLimit) -> usize {
+    let mut room = limit.payload_bytes;
+    let fit = rows.into_iter().take(limit.events).enumerate().take_while(|(index, row)| {
+        let fits = *index == 0 || row.size() <= room;
+        room = room.saturating_sub(row.size());
+        fits
+    });
+    fit.count()
+}
+
 /// The parameters every read shares, `$1` to `$6`.
 pub(crate) struct Shared<'a> {
     pub(crate) inline_bytes: i32,
-    /// One row more than asked for: whether it comes says whether there is more.
+    /// One row more than wanted: whether it comes says whether there is more.
     rows: i64,
     lane: i32,
     lanes: i32,
     likes: &'a Option<Vec<String>>,
     tenant: Option<&'a str>,
+    /// What the caller can hold.
     pub(crate) limit: BatchLimit,
 }
 
 impl<'a> Shared<'a> {
+    /// For reading as much as the caller can hold.
     pub(crate) fn new(lease: &Lease, reading: &'a Reading, limit: BatchLimit) -> Self {
         let events = limit.events.clamp(1, BATCH_EVENTS_MAX);
+        Self::reading(lease, reading, BatchLimit { events, ..limit }, events)
+    }
+
+    /// For reading some batches ahead: most of what a page costs beside its rows, it costs once.
+    pub(crate) fn ahead(lease: &Lease, reading: &'a Reading, limit: BatchLimit) -> Self {
+        let events = limit.events.clamp(1, BATCH_EVENTS_MAX);
+        let rows = events.saturating_mul(AHEAD_BATCHES).min(AHEAD_ROWS_MAX).max(events);
+        Self::reading(lease, reading, BatchLimit { events, ..limit }, rows)
+    }
+
+    fn reading(lease: &Lease, reading: &'a Reading, limit: BatchLimit, rows: usize) -> Self {
         // All rows together stay within the caller's bound on bytes, whatever their payloads.
-        let inline = (limit.payload_bytes / (events + 1)).clamp(INLINE_BYTES_MIN, INLINE_BYTES_MAX);
+        let inline = (limit.payload_bytes / (rows + 1)).clamp(INLINE_BYTES_MIN, INLINE_BYTES_MAX);
         Self {
             inline_bytes: i32::try_from(inline).unwrap_or(i32::MAX),
-            rows: events as i64 + 1,
+            rows: rows as i64 + 1,
             lane: lease.lane.into(),
             lanes: reading.lanes.into(),
             likes: &reading.likes,
             tenant: reading.tenant(),
-            limit: BatchLimit { events, ..limit },
+            limit,
         }
+    }
+
+    /// The most rows one read gives.
+    pub(crate) fn rows_max(&self) -> usize {
+        usize::try_from(self.rows - 1).unwrap_or_default()
     }
 
     pub(crate) fn params(&self) -> Vec<(&(dyn ToSql + Sync), Type)> {
@@ -176,9 +210,9 @@ impl<'a> Shared<'a> {
     }
 }
 
-/// The answer of [`PAGE_GUARD`].
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Guard {
+/// What left the stream in a lane.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Exceptions {
     pub(crate) holds: bool,
     pub(crate) discards: bool,
     pub(crate) due_in: Option<Duration>,
@@ -198,9 +232,10 @@ pub(crate) async fn read_rows(
     client: &Client,
     sql: &str,
     params: Vec<(&(dyn ToSql + Sync), Type)>,
+    capacity: usize,
 ) -> Result<(Vec<Stored>, Option<Bounds>), tokio_postgres::Error> {
     let mut rows = pin!(client.query_typed_raw(sql, params).await?);
-    let (mut page, mut bounds) = (Vec::new(), None);
+    let (mut page, mut bounds) = (Vec::with_capacity(capacity), None);
     while let Some(row) = rows.try_next().await? {
         if bounds.is_none() && row.len() > EVENT_COLUMNS {
             let column =
@@ -216,58 +251,61 @@ pub(crate) async fn read_rows(
 }
 
 impl PostgresStore {
-    /// Asks the guard. `Stale` comes as `None`.
+    /// Asks the guard: whether anything left the stream. `None`: the lease was lost.
     pub(crate) async fn guard(
         &self,
         client: &Client,
         lease: &Lease,
         reading: &Reading,
-        after: i64,
-    ) -> Result<Option<Guard>, tokio_postgres::Error> {
+    ) -> Result<Option<bool>, tokio_postgres::Error> {
         let lane = lease.lane.cast_signed();
         let sql = self.schema().sql(PAGE_GUARD);
-        let params: [(&(dyn ToSql + Sync), Type); 4] =
-            [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&after, Type::INT8)];
+        let params: [(&(dyn ToSql + Sync), Type); 3] =
+            [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8)];
         let row = client.query_typed_one(&sql, &params).await?;
-        let guard = || Guard { holds: row.get(1), discards: row.get(2), due_in: wait(&row, 3) };
-        Ok(row.get::<_, bool>(0).then(guard))
+        Ok(row.get::<_, bool>(0).then(|| row.get(1)))
     }
 
-    /// Cuts the page to what the caller can hold, and fetches the payloads that stayed behind. Says whether it cut.
-    pub(crate) async fn fill_payloads(
+    /// What left the stream in a lane, where something did.
+    pub(crate) async fn exceptions(
         &self,
         client: &Client,
-        log: &LogName,
-        rows: &mut Vec<Stored>,
-        limit: BatchLimit,
-    ) -> Result<bool> {
-        let mut room = limit.payload_bytes;
-        let fits = rows.iter().position(|row| {
-            let fits = row.size <= room;
-            room = room.saturating_sub(row.size);
-            !fits
-        });
-        // A single larger event still comes alone.
-        let keep = fits.unwrap_or(rows.len()).max(1).min(limit.events).min(rows.len());
-        let cut = keep < rows.len();
-        rows.truncate(keep);
-        let behind: Vec<usize> = (0..rows.len()).filter(|index| rows[*index].large).collect();
+        lease: &Lease,
+        reading: &Reading,
+        any: bool,
+        after: i64,
+    ) -> Result<Exceptions> {
+        if !any {
+            return Ok(Exceptions::default());
+        }
+        let lane = lease.lane.cast_signed();
+        let sql = self.schema().sql(LANE_EXCEPTIONS);
+        let params: [(&(dyn ToSql + Sync), Type); 3] =
+            [(&reading.id, Type::INT4), (&lane, Type::INT2), (&after, Type::INT8)];
+        let row = client.query_typed_one(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
+        Ok(Exceptions { holds: row.get(0), discards: row.get(1), due_in: wait(&row, 2) })
+    }
+
+    /// Fetches the payloads that stayed behind.
+    pub(crate) async fn fill_payloads(&self, client: &Client, log: &LogName, rows: &mut [Stored]) -> Result<()> {
+        let behind: Vec<usize> = (0..rows.len()).filter(|index| rows[*index].is_behind()).collect();
         if behind.is_empty() {
-            return Ok(cut);
+            return Ok(());
         }
         let whole: Vec<i64> =
-            behind.iter().filter(|index| rows[**index].size <= SLICE_BYTES).map(|index| rows[*index].seq()).collect();
+            behind.iter().filter(|index| rows[**index].behind <= SLICE_BYTES).map(|index| rows[*index].seq()).collect();
         if !whole.is_empty() {
             self.fetch_whole(client, log, rows, &whole).await?;
         }
-        for index in behind.into_iter().filter(|index| rows[*index].size > SLICE_BYTES).collect::<Vec<_>>() {
-            let payload = self.fetch_sliced(client, log, &rows[index]).await?;
-            rows[index].delivery.event.payload = payload;
-            rows[index].large = false;
+        for index in behind {
+            if rows[index].behind > SLICE_BYTES {
+                let payload = self.fetch_sliced(client, log, &rows[index]).await?;
+                rows[index].fill(payload);
+            }
         }
-        match rows.iter().find(|row| row.large) {
+        match rows.iter().find(|row| row.is_behind()) {
             Some(row) => Err(vanished(row.seq())),
-            None => Ok(cut),
+            None => Ok(()),
         }
     }
 
@@ -280,8 +318,7 @@ impl PostgresStore {
             let seq: i64 = row.get(0);
             let payload = row.get::<_, Option<Raw<'_>>>(1).or(row.get(2));
             if let (Ok(index), Some(payload)) = (rows.binary_search_by_key(&seq, Stored::seq), payload) {
-                rows[index].delivery.event.payload = Bytes::copy_from_slice(payload.0);
-                rows[index].large = false;
+                rows[index].fill(Bytes::copy_from_slice(payload.0));
             }
         }
         Ok(())
@@ -290,8 +327,8 @@ impl PostgresStore {
     async fn fetch_sliced(&self, client: &Client, log: &LogName, row: &Stored) -> Result<Bytes> {
         let sql = self.schema().log_sql(PAYLOAD_SLICE, log);
         let (seq, slice) = (row.seq(), SLICE_BYTES as i32);
-        let mut payload = BytesMut::with_capacity(row.size);
-        while payload.len() < row.size {
+        let mut payload = BytesMut::with_capacity(row.behind);
+        while payload.len() < row.behind {
             let start = i32::try_from(payload.len()).unwrap_or(i32::MAX - 1) + 1;
             let params: [(&(dyn ToSql + Sync), Type); 3] =
                 [(&seq, Type::INT8), (&start, Type::INT4), (&slice, Type::INT4)];
@@ -306,17 +343,17 @@ impl PostgresStore {
         Ok(payload.freeze())
     }
 
-    /// Which of the page's keys are held and which of its events were discarded; asks only if the guard saw any.
-    pub(crate) async fn exceptions(
+    /// Which of the page's keys are held and which of its events were discarded; asks only if there are any.
+    pub(crate) async fn held_and_discarded(
         &self,
         client: &Client,
         reading: &Reading,
-        guard: Guard,
+        exceptions: Exceptions,
         rows: &[Stored],
     ) -> Result<(HashSet<String>, HashSet<i64>)> {
         let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
         let (mut held, mut discarded) = (HashSet::new(), HashSet::new());
-        if guard.holds {
+        if exceptions.holds {
             let keys: HashSet<&str> =
                 rows.iter().filter_map(|row| row.delivery.event.key.as_ref()).map(|key| key.as_str()).collect();
             let keys: Vec<&str> = keys.into_iter().collect();
@@ -327,7 +364,7 @@ impl PostgresStore {
                 .map_err(failed)?;
             held = found.iter().map(|row| row.get(0)).collect();
         }
-        if guard.discards {
+        if exceptions.discards {
             let seqs: Vec<i64> = rows.iter().map(Stored::seq).collect();
             let sql = self.schema().sql(EVENTS_DISCARDED);
             let found = client
@@ -341,7 +378,7 @@ impl PostgresStore {
 }
 
 /// A wait in microseconds, if there is one.
-pub(crate) fn wait(row: &Row, column: usize) -> Option<Duration> {
+fn wait(row: &Row, column: usize) -> Option<Duration> {
     row.get::<_, Option<i64>>(column).map(|micros| Duration::from_micros(micros.unsigned_abs()))
 }
 

@@ -6,6 +6,7 @@
 //! The window here is never ahead of the one in the database. A crash takes back transaction ids that were not flushed, and gives them
 //! out again: a snapshot remembered from before it would take the new transactions for seen, and lose their events.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use postbox_core::{Epoch, Error, Lease, Result};
@@ -16,7 +17,7 @@ use tokio_postgres::types::{ToSql, Type};
 use super::subscribe::Reading;
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::decode::AsText;
+use crate::decode::{AsText, Stored};
 use crate::session::COMMIT;
 use crate::snapshot::Snapshot;
 
@@ -40,6 +41,8 @@ pub(crate) struct LaneReader {
     /// One reader at a time; settling does not wait for it.
     pub(crate) turn: tokio::sync::Mutex<()>,
     position: Mutex<Option<Position>>,
+    /// Rows that were read and not given out yet.
+    ahead: Mutex<Option<Ahead>>,
     /// Which local commits the last read has seen.
     stirs: Mutex<watch::Receiver<u64>>,
 }
@@ -69,9 +72,26 @@ pub(crate) struct Window {
     pub(crate) high: i64,
 }
 
+/// What was read beyond the last batch, in `seq` order. Bounded by a page; empty for most of a lane's life.
+struct Ahead {
+    epoch: Epoch,
+    rewinds: u64,
+    window: Arc<Snapshot>,
+    /// The rows come right after this place.
+    after: i64,
+    rows: VecDeque<Stored>,
+    /// The window has more beyond them.
+    more: bool,
+}
+
 impl LaneReader {
     fn new(stirs: watch::Receiver<u64>) -> Self {
-        Self { turn: tokio::sync::Mutex::default(), position: Mutex::default(), stirs: Mutex::new(stirs) }
+        Self {
+            turn: tokio::sync::Mutex::default(),
+            position: Mutex::default(),
+            ahead: Mutex::default(),
+            stirs: Mutex::new(stirs),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Position>> {
@@ -102,6 +122,23 @@ impl LaneReader {
         }
     }
 
+    /// Keeps rows for the call that reads on from here.
+    pub(crate) fn keep_ahead(&self, at: &Position, rows: VecDeque<Stored>, more: bool) {
+        let ahead =
+            Ahead { epoch: at.epoch, rewinds: at.rewinds, window: at.window.to.clone(), after: at.read, rows, more };
+        *self.ahead.lock().unwrap_or_else(PoisonError::into_inner) = Some(ahead).filter(|ahead| !ahead.rows.is_empty());
+    }
+
+    /// The rows that were kept for here, and whether the window has more beyond them. Anything else that was kept is thrown away.
+    pub(crate) fn take_ahead(&self, at: &Position) -> Option<(VecDeque<Stored>, bool)> {
+        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        let fits = ahead.epoch == at.epoch
+            && ahead.rewinds == at.rewinds
+            && ahead.after == at.read
+            && Arc::ptr_eq(&ahead.window, &at.window.to);
+        fits.then_some((ahead.rows, ahead.more))
+    }
+
     /// Notes a settlement that was committed.
     pub(crate) fn settled(&self, epoch: Epoch, position: Option<i64>, rewind: bool) {
         let mut known = self.lock();
@@ -119,6 +156,7 @@ impl LaneReader {
     /// Forgets a lost lane.
     pub(crate) fn forget(&self) {
         *self.lock() = None;
+        *self.ahead.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// From here on, local commits are news again.

@@ -177,7 +177,7 @@ impl PostgresStore {
         settlement: &Settlement<'_>,
     ) -> Result<()> {
         let (begun, fenced, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.write),
+            client.batch_execute(&self.inner.preambles.change),
             self.fence(client, lease, reading, settlement),
             client.batch_execute(COMMIT),
         );

@@ -1,6 +1,6 @@
 //! From window to window: page by page while there is more, then a look for news, then the next window.
 
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 
 use postbox_core::{Batch, BatchLimit, Error, Key, Lease, Result, Seq};
@@ -8,7 +8,7 @@ use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
 use super::page::{
-    Guard, LOG_READ_REST, LOG_READ_REST_FIRST, LOG_READ_STRAGGLERS, Shared, due_in, leased, read_rows, wait,
+    Exceptions, LOG_READ_REST, LOG_READ_REST_FIRST, LOG_READ_STRAGGLERS, Shared, fitting, leased, read_rows,
 };
 use super::reader::{LaneReader, Position, Window};
 use super::subscribe::Reading;
@@ -25,7 +25,7 @@ const WINDOWS_PER_CALL_MAX: usize = 8;
 const WINDOW_ROWS_MAX: i64 = 100_000;
 
 /// Whether anything was committed since the window ended, and what a relay wants to know when nothing was. Two probes that find nothing
-/// when idle. Indexes: `(xid, seq)` of the log, primary key of `lane`, `delivery_due`. No lock, no write: an idle relay costs reads only.
+/// when idle. Indexes: `(xid, seq)` of the log, primary keys of `lane` and `delivery`. No lock, no write: an idle relay costs reads only.
 ///
 /// Transactions that are still running are left out of the ranges, so that a probe never walks what a large one has written so far.
 /// The last column is false where the cursor is no longer what we wrote: a crash or a failover took it back.
@@ -43,9 +43,9 @@ SELECT snap::text,
     SELECT FROM {log} AS l WHERE l.xid = running.xid ORDER BY l.xid, l.seq LIMIT 1 OFFSET 0) AS hit
     WHERE pg_visible_in_snapshot(running.xid, snap)), ",
     leased!(),
-    ", ",
-    due_in!(),
-    ", EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND lane = $2 AND to_snap::text = $6 AND last_seq >= $7)
+    ",
+  EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1),
+  EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND lane = $2 AND to_snap::text = $6 AND last_seq >= $7)
 FROM current"
 );
 
@@ -59,8 +59,10 @@ enum Look {
 
 /// What was found of one page.
 struct Page {
-    rows: Vec<Stored>,
-    guard: Guard,
+    rows: VecDeque<Stored>,
+    /// The window has more beyond them.
+    more: bool,
+    exceptions: Exceptions,
 }
 
 impl PostgresStore {
@@ -76,7 +78,7 @@ impl PostgresStore {
             client: session.client(),
             lease,
             reading: &reading,
-            shared: Shared::new(lease, &reading, limit),
+            shared: Shared::ahead(lease, &reading, limit),
         };
         let batch = lane.next(&reader).await;
         // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped future does.
@@ -106,10 +108,14 @@ impl LaneCall<'_> {
         let mut due_in = None;
         for _ in 0..WINDOWS_PER_CALL_MAX {
             let page = if !at.drained {
-                self.read_page(&at).await?
+                match reader.take_ahead(&at) {
+                    Some((rows, more)) => self.give_ahead(&at, rows, more).await?,
+                    None => self.read_page(&at).await?,
+                }
             } else if at.settled < at.read {
                 // The window's last batch is not settled. Opening the next now would forget it after a crash.
-                return Ok(Batch { due_in, ..Batch::default() });
+                let Page { exceptions, .. } = self.give_ahead(&at, VecDeque::new(), false).await?;
+                return Ok(Batch { due_in: exceptions.due_in, ..Batch::default() });
             } else {
                 match self.open_next(&mut at, &mut due_in).await? {
                     Look::Page(page) => page,
@@ -125,7 +131,7 @@ impl LaneCall<'_> {
                     }
                 }
             };
-            due_in = page.guard.due_in;
+            due_in = page.exceptions.due_in;
             if page.rows.is_empty() {
                 at.drained = true;
                 continue;
@@ -141,6 +147,14 @@ impl LaneCall<'_> {
         let position = self.store.load_position(self.client, self.lease, self.reading).await?;
         reader.advance(position.clone());
         Ok(position)
+    }
+
+    /// A page of what we have already, perhaps nothing. Whether the lane is still ours is asked all the same.
+    async fn give_ahead(&self, at: &Position, rows: VecDeque<Stored>, more: bool) -> Result<Page> {
+        let guard = self.store.guard(self.client, self.lease, self.reading).await;
+        let left = guard.map_err(|error| classify("next_batch", &error))?.ok_or_else(|| Error::stale("next_batch"))?;
+        let exceptions = self.store.exceptions(self.client, self.lease, self.reading, left, at.read).await?;
+        Ok(Page { rows, more, exceptions })
     }
 
     /// Reads on in the window. One round trip.
@@ -160,21 +174,22 @@ impl LaneCall<'_> {
                 (&xmax, Type::XID8),
                 (&snap, Type::PG_SNAPSHOT),
             ]);
-            read_rows(self.client, &sql, params).await
+            read_rows(self.client, &sql, params, self.shared.rows_max() + 1).await
         };
         let (begun, guard, late, rest, committed) = futures::join!(
             self.client.batch_execute(&self.store.inner.preambles.read),
-            self.store.guard(self.client, self.lease, self.reading, after),
+            self.store.guard(self.client, self.lease, self.reading),
             self.read_stragglers(from.ended_by(to), after),
             rest,
             self.client.batch_execute(COMMIT),
         );
         let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
         begun.map_err(failed)?;
-        let guard = guard.map_err(failed)?.ok_or_else(|| Error::stale("next_batch"))?;
+        let left = guard.map_err(failed)?.ok_or_else(|| Error::stale("next_batch"))?;
         let (late, rest) = (late.map_err(failed)?, rest.map_err(failed)?.0);
         committed.map_err(failed)?;
-        Ok(Page { rows: merge(late, rest), guard })
+        let exceptions = self.store.exceptions(self.client, self.lease, self.reading, left, after).await?;
+        Ok(self.page(late, rest, exceptions))
     }
 
     /// Rows of transactions that were running when the window began, `seq` order.
@@ -187,7 +202,7 @@ impl LaneCall<'_> {
         let sql = self.store.schema().log_sql(LOG_READ_STRAGGLERS, &self.reading.log);
         let mut params = self.shared.params();
         params.extend([(&after as &(dyn ToSql + Sync), Type::INT8), (&ended, Type::XID8_ARRAY)]);
-        Ok(read_rows(self.client, &sql, params).await?.0)
+        Ok(read_rows(self.client, &sql, params, self.shared.rows_max() + 1).await?.0)
     }
 
     /// Looks for news and reads the first page of the window they make; `at` becomes that window.
@@ -216,7 +231,7 @@ impl LaneCall<'_> {
         if !row.get::<_, bool>(3) {
             return Err(Error::stale("next_batch"));
         }
-        *due_in = wait(&row, 4);
+        *due_in = self.store.exceptions(self.client, lease, reading, row.get(4), 0).await?.due_in;
         if !row.get::<_, bool>(5) {
             return Ok(Look::Undone);
         }
@@ -264,18 +279,18 @@ impl LaneCall<'_> {
                     (&snap, Type::PG_SNAPSHOT),
                     (&rows_max, Type::INT8),
                 ]);
-                read_rows(self.client, &sql, params).await
+                read_rows(self.client, &sql, params, self.shared.rows_max() + 1).await
             };
             let (begun, guard, late, first, committed) = futures::join!(
                 self.client.batch_execute(&self.store.inner.preambles.read),
-                self.store.guard(self.client, self.lease, self.reading, 0),
+                self.store.guard(self.client, self.lease, self.reading),
                 self.read_stragglers(from.ended_by(&to), 0),
                 first,
                 self.client.batch_execute(COMMIT),
             );
             let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
             begun.map_err(failed)?;
-            let guard = guard.map_err(failed)?.ok_or_else(|| Error::stale("next_batch"))?;
+            let left = guard.map_err(failed)?.ok_or_else(|| Error::stale("next_batch"))?;
             let (late, (first, bounds)) = (late.map_err(failed)?, first.map_err(failed)?);
             committed.map_err(failed)?;
             if bounds.is_some_and(|bounds| bounds.size >= rows_max) {
@@ -284,31 +299,50 @@ impl LaneCall<'_> {
                 rows_max = i64::MAX;
                 continue;
             }
+            let exceptions = self.store.exceptions(self.client, self.lease, self.reading, left, 0).await?;
             let (low, high) = bounds.map_or((0, 0), |bounds| (bounds.low, bounds.high));
             at.enter(Window { from, to: Arc::new(to), low, high });
-            return Ok(Page { rows: merge(late, first), guard });
+            return Ok(self.page(late, first, exceptions));
         }
     }
 
-    /// Makes a batch of a page and remembers how far it goes.
+    /// Both halves of a page in one order. Each is ordered, and they share no row.
+    fn page(&self, mut late: Vec<Stored>, mut rest: Vec<Stored>, exceptions: Exceptions) -> Page {
+        if late.is_empty() {
+            std::mem::swap(&mut late, &mut rest);
+        }
+        late.append(&mut rest);
+        // A stable sort finds the runs that are there, and merges them.
+        late.sort_by_key(Stored::seq);
+        // Beyond what one half gives at most, rows of the other may stand before rows that did not come.
+        let more = late.len() > self.shared.rows_max();
+        late.truncate(self.shared.rows_max());
+        Page { rows: late.into(), more, exceptions }
+    }
+
+    /// Makes a batch of a page's beginning and remembers how far it goes.
     async fn give(&self, reader: &LaneReader, mut at: Position, page: Page) -> Result<Batch> {
-        let Page { mut rows, guard } = page;
-        let more = self.store.fill_payloads(self.client, &self.reading.log, &mut rows, self.shared.limit).await?;
-        let (held, discarded) = self.store.exceptions(self.client, self.reading, guard, &rows).await?;
+        let Page { rows: mut ahead, more: more_beyond, exceptions } = page;
+        let fitting = fitting(&ahead, self.shared.limit);
+        let mut rows: Vec<Stored> = ahead.drain(..fitting).collect();
+        self.store.fill_payloads(self.client, &self.reading.log, &mut rows).await?;
+        let (held, discarded) = self.store.held_and_discarded(self.client, self.reading, exceptions, &rows).await?;
+        let more = more_beyond || !ahead.is_empty();
         let end = rows.last().map(Stored::seq).unwrap_or(at.read);
         at.read = end;
         at.drained = !more;
-        if !reader.advance(at) {
+        if !reader.advance(at.clone()) {
             // Rewound while we read: what we have is from before. The next call reads it again.
-            return Ok(Batch { more: true, due_in: guard.due_in, ..Batch::default() });
+            return Ok(Batch { more: true, due_in: exceptions.due_in, ..Batch::default() });
         }
+        reader.keep_ahead(&at, ahead, more_beyond);
         Ok(Batch {
             deliveries: rows.into_iter().map(|row| row.delivery).collect(),
             end: Some(Seq(end)),
             held: held.into_iter().map(Key::from_stored).collect(),
             discarded: discarded.into_iter().map(Seq).collect::<HashSet<_>>(),
             more,
-            due_in: guard.due_in,
+            due_in: exceptions.due_in,
         })
     }
 }
@@ -318,12 +352,4 @@ impl Position {
         self.window = window;
         (self.settled, self.read, self.drained) = (0, 0, false);
     }
-}
-
-/// Both halves of a page in one order. Each is ordered, and they share no row.
-fn merge(mut late: Vec<Stored>, mut rest: Vec<Stored>) -> Vec<Stored> {
-    late.append(&mut rest);
-    // A stable sort finds the runs that are there, and only merges them.
-    late.sort_by_key(Stored::seq);
-    late
 }

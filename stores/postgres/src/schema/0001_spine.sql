@@ -1,5 +1,5 @@
--- Every object lives in the schema chosen by the configuration. Placeholders: {s} the quoted schema, {tag} a dollar-quote tag
--- that does not occur in it. Names of CHECK constraints are the stable codes of postbox_core::limits, so that an INSERT typed
+-- Every object lives in the schema chosen by the configuration. The placeholders in braces are the quoted schema, the same as a string
+-- literal, and a dollar-quote tag that does not occur in it; none may stand in a comment, which a line break in a name would end. Names of CHECK constraints are the stable codes of postbox_core::limits, so that an INSERT typed
 -- into psql is refused with the same word as an append from Rust.
 
 -- Time-ordered ids for writers that bring none: 48 bits of milliseconds, 12 bits of the fraction of that millisecond, 62 of chance.
