@@ -323,6 +323,29 @@ async fn a_gone_destination_pauses_the_subscription_until_a_person_resumes() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_relay_dropped_in_the_middle_of_a_probe_probes_again_when_run_again() {
+    let bench = Bench::new().await;
+    bench.append((0..10).map(|n| event(n, n))).await;
+    let sink = Recorder::new(Capabilities { concurrency: 1, ..Capabilities::default() });
+    let calls = std::sync::atomic::AtomicUsize::new(0);
+    sink.script(move |_| match calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+        0 => Answer::Say(Outcome::unavailable("connect_refused", "down")),
+        1 => Answer::Hang,
+        _ => Answer::Say(Outcome::DELIVERED),
+    });
+    let relay = Arc::new(bench.relay(sink.clone(), RelaySettings { deliver_timeout: 300 * S, ..fast() }));
+    let run = tokio::spawn({
+        let relay = relay.clone();
+        async move { relay.run(CancellationToken::new()).await }
+    });
+    sink.wait_for(2).await;
+    run.abort();
+    assert!(run.await.expect_err("aborted").is_cancelled());
+    bench.run_for(&relay, 60 * S).await;
+    assert_eq!(bench.stats().await.dispatched, 10);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_crashed_relays_work_is_taken_over_within_lease_plus_a_second() {
     let bench = Bench::new().await;
     bench.append((0..10).map(|n| event(n, n))).await;

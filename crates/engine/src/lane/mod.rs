@@ -157,9 +157,9 @@ impl Lane {
                 },
                 Admission::Probe => {
                     shared.metrics.set_breaker(shared.breaker.state());
+                    let turn = ProbeTurn(shared);
                     let probed = self.probe().await;
-                    shared.breaker.probe_ended(shared.clock.monotonic());
-                    shared.metrics.set_breaker(shared.breaker.state());
+                    drop(turn);
                     if !probed? {
                         self.pause(shared.settings.poll_max, halt).await;
                     }
@@ -228,6 +228,17 @@ impl Lane {
 
     fn pace(&self, probe: bool) -> Pace {
         Pace { calls_max: self.shared.capabilities.concurrency, probe }
+    }
+}
+
+/// The one probe a half-open breaker allows. Ends with its lane, even if that panics or is dropped in the middle: otherwise no lane of the relay
+/// would ever probe again.
+struct ProbeTurn<'a>(&'a Shared);
+
+impl Drop for ProbeTurn<'_> {
+    fn drop(&mut self) {
+        self.0.breaker.probe_ended(self.0.clock.monotonic());
+        self.0.metrics.set_breaker(self.0.breaker.state());
     }
 }
 
