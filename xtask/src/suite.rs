@@ -67,7 +67,7 @@ fn examples(steps: &mut Steps) {
         "run: cargo fmt --all in examples/",
         in_examples().args(["fmt", "--all", "--check"]),
     );
-    let cure = "an example above does not build: its code is what users copy";
+    let cure = "an example above does not build (users copy it), or its lock file is behind: cargo check in examples/ renews it";
     let mut clippy = in_examples();
     clippy.args(["clippy", "--quiet", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]);
     steps.command("examples: lints", cure, &mut clippy);

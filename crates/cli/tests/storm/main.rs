@@ -7,7 +7,7 @@
 //!
 //! Replay: `POSTBOX_SEED=… cargo nextest run --workspace --all-features -E 'test(storm)'`.
 
-#![allow(missing_docs, clippy::print_stderr, reason = "a test that prints its seed and its counts")]
+#![allow(clippy::print_stderr, reason = "a test that prints its seed and its counts")]
 
 mod endpoint;
 mod relay;
