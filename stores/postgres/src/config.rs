@@ -16,8 +16,10 @@ pub struct PostgresConfig {
     /// Most connections at once. Default 8: a relay with prefetch uses two a lane, and a few for operators.
     pub pool_size: usize,
     /// Whether idle relays ask writers for a NOTIFY. Default false: polling is fast enough for nearly everybody, and NOTIFY takes a
-    /// server-wide lock at commit.
+    /// server-wide lock at commit. The relay's role must own the log's table, or its owner must have called `notify_enable(log)` once.
     pub notify: bool,
+    /// Where to LISTEN, if not at `url`: a transaction-mode pooler does not carry notifications.
+    pub listen_url: Option<String>,
     /// The longest any one statement of ours may take; every call is bounded by it. Default 30 s.
     pub statement_timeout: Duration,
     /// The longest to wait for a connection to be made. Default 5 s.
@@ -34,6 +36,7 @@ impl PostgresConfig {
             schema: "postbox".to_owned(),
             pool_size: 8,
             notify: false,
+            listen_url: None,
             statement_timeout: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(5),
             pool_timeout: Duration::from_secs(10),
@@ -58,6 +61,13 @@ impl PostgresConfig {
     #[must_use]
     pub fn notify(mut self, notify: bool) -> Self {
         self.notify = notify;
+        self
+    }
+
+    /// Sets where to LISTEN.
+    #[must_use]
+    pub fn listen_url(mut self, url: impl Into<String>) -> Self {
+        self.listen_url = Some(url.into());
         self
     }
 

@@ -23,7 +23,8 @@ pub struct PostgresStore {
 
 pub(crate) struct Inner {
     pub(crate) pool: Pool,
-    pub(crate) target: Target,
+    /// Where notifications are listened for.
+    pub(crate) listen_target: Target,
     pub(crate) config: PostgresConfig,
     pub(crate) schema: SchemaName,
     pub(crate) preambles: Preambles,
@@ -51,9 +52,13 @@ impl PostgresStore {
     pub fn new(config: PostgresConfig) -> Result<Self> {
         let schema = SchemaName::new(config.schema.as_str())?;
         let target = Target::parse(&config)?;
+        let listen_target = match &config.listen_url {
+            Some(url) => Target::parse(&PostgresConfig { url: url.clone(), ..config.clone() })?,
+            None => target.clone(),
+        };
         let inner = Inner {
             pool: target.pool(&config)?,
-            target,
+            listen_target,
             preambles: Preambles::new(config.statement_timeout),
             schema,
             config,

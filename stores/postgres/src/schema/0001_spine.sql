@@ -250,3 +250,44 @@ BEGIN
   RETURN event_id;
 END
 ${tag}$;
+
+-- Relays that are asleep, for writers that are asked to wake them. Not logged: a crash costs a hint.
+CREATE UNLOGGED TABLE {s}.sleeper (
+  log text NOT NULL,
+  owner text NOT NULL,
+  asleep_until timestamptz NOT NULL,
+  PRIMARY KEY (log, owner)
+);
+
+-- After every INSERT statement on a log whose writers are asked to notify: only if somebody sleeps, because a commit with a NOTIFY takes a
+-- server-wide lock. It runs as its owner, so that a writer needs no right to see who sleeps.
+CREATE FUNCTION {s}.notify_sleepers() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  IF EXISTS (SELECT FROM {s}.sleeper WHERE log = TG_TABLE_NAME AND asleep_until > clock_timestamp()) THEN
+    PERFORM pg_notify('postbox_' || TG_RELID, '');
+  END IF;
+  RETURN NULL;
+END
+${tag}$;
+
+-- Asks the writers of a log to wake sleepers, or no more. Idempotent. Both answer with the channel.
+CREATE FUNCTION {s}.notify_enable(log_name text) RETURNS text LANGUAGE plpgsql AS ${tag}$
+DECLARE
+  log_table regclass := ({schema_literal} || '.' || quote_ident(log_name))::regclass;
+BEGIN
+  IF NOT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgrelid = log_table AND tgname = 'postbox_notify') THEN
+    EXECUTE 'CREATE OR REPLACE TRIGGER postbox_notify AFTER INSERT ON ' || log_table
+      || ' FOR EACH STATEMENT EXECUTE FUNCTION ' || {schema_literal} || '.notify_sleepers()';
+  END IF;
+  RETURN 'postbox_' || log_table::oid;
+END
+${tag}$;
+
+CREATE FUNCTION {s}.notify_disable(log_name text) RETURNS text LANGUAGE plpgsql AS ${tag}$
+DECLARE
+  log_table regclass := ({schema_literal} || '.' || quote_ident(log_name))::regclass;
+BEGIN
+  EXECUTE 'DROP TRIGGER IF EXISTS postbox_notify ON ' || log_table;
+  RETURN 'postbox_' || log_table::oid;
+END
+${tag}$;

@@ -49,7 +49,7 @@ BEGIN
   END LOOP;
 END
 ${tag}$;
-DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.log, {s}.migration;
+DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
 DROP FUNCTION IF EXISTS {s}.create_log, {s}.headers_are_valid, {s}.uuid_v7;
 DO ${tag}$
 DECLARE
