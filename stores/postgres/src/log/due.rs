@@ -54,7 +54,10 @@ impl PostgresStore {
     pub(crate) async fn read_due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let reading = self.reading("due", &lease.subscription).await?;
         let session = self.session("due").await?;
-        let batch = self.read_due_on(session.client(), lease, &reading, limit).await;
+        let mut batch = self.read_due_on(session.client(), lease, &reading, limit).await;
+        if batch.as_ref().is_err_and(Error::is_stale) && self.reader(lease).forget_place() {
+            batch = self.read_due_on(session.client(), lease, &reading, limit).await;
+        }
         session.finish();
         batch
     }

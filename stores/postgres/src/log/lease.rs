@@ -50,10 +50,11 @@ RETURNING lane::int, epoch"
 /// Holds the lane, unless it was lost or the subscription is paused. Index: primary key. Locks the row.
 const LANE_RENEW: &str = concat!(
     "UPDATE {s}.lane SET lease_until = clock_timestamp() + $4 * interval '1 microsecond'
-WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
+WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
   AND NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND ",
     is_paused!(),
-    ")"
+    ")
+RETURNING ctid::text"
 );
 
 /// Gives the lane back. Index: primary key. Locks the row.
@@ -109,10 +110,20 @@ impl PostgresStore {
     }
 
     pub(crate) async fn hold_lane(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+        let held = self.try_hold(lease, ttl).await;
+        if held.as_ref().is_err_and(Error::is_stale) && self.reader(lease).forget_place() {
+            return self.try_hold(lease, ttl).await;
+        }
+        held
+    }
+
+    async fn try_hold(&self, lease: &Lease, ttl: Duration) -> Result<()> {
         let reading = self.reading("renew", &lease.subscription).await?;
         let session = self.session("renew").await?;
         let client = session.client();
-        let (beat, renew) = (self.schema().sql(REPLICA_BEAT), self.schema().sql(LANE_RENEW));
+        let reader = self.reader(lease);
+        let beat = self.schema().sql(REPLICA_BEAT);
+        let renew = self.schema().sql(LANE_RENEW).replace("{place}", &reader.place());
         let (id, lane, ttl_micros) = (reading.id, lease.lane.cast_signed(), micros(ttl));
         let owner = lease.owner.as_str();
         let held: [(&(dyn ToSql + Sync), Type); 4] =
@@ -121,7 +132,7 @@ impl PostgresStore {
             [(&id, Type::INT4), (&owner, Type::TEXT), (&ttl_micros, Type::INT8)];
         let (begun, renewed, beaten, committed) = futures::join!(
             client.batch_execute(&self.inner.preambles.write),
-            client.execute_typed(&renew, &held),
+            client.query_typed_opt(&renew, &held),
             client.execute_typed(&beat, &owned),
             client.batch_execute(COMMIT),
         );
@@ -131,7 +142,9 @@ impl PostgresStore {
         let renewed = renewed.map_err(failed)?;
         beaten.map_err(failed)?;
         committed.map_err(failed)?;
-        if renewed == 0 { Err(Error::stale("renew")) } else { Ok(()) }
+        let row = renewed.ok_or_else(|| Error::stale("renew"))?;
+        reader.found_at(row.get(0));
+        Ok(())
     }
 
     pub(crate) async fn give_lane_back(&self, lease: &Lease) -> Result<()> {

@@ -106,7 +106,7 @@ macro_rules! due_in {
 /// True while the lease is ours, and never on a standby: it may lack rows of a window that is settled as read. Index: primary key of `lane`.
 macro_rules! leased {
     () => {
-        "EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()) AND NOT pg_is_in_recovery()"
+        "EXISTS (SELECT FROM {s}.lane WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()) AND NOT pg_is_in_recovery()"
     };
 }
 pub(crate) use leased;
@@ -259,7 +259,7 @@ impl PostgresStore {
         reading: &Reading,
     ) -> Result<Option<bool>, tokio_postgres::Error> {
         let lane = lease.lane.cast_signed();
-        let sql = self.schema().sql(PAGE_GUARD);
+        let sql = self.schema().sql(PAGE_GUARD).replace("{place}", &self.reader(lease).place());
         let params: [(&(dyn ToSql + Sync), Type); 3] =
             [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8)];
         let row = client.query_typed_one(&sql, &params).await?;

@@ -17,14 +17,15 @@ use crate::session::COMMIT;
 
 /// Moves the position, if the lease is ours. Index: primary key of `lane`. Locks the row: everything that writes delivery rows of the lane
 /// takes this lock first, so that nobody decides on a key's next row while somebody else changes its rows. Never moves back.
-const LANE_SETTLE: &str = "
+pub(crate) const LANE_SETTLE: &str = "
 UPDATE {s}.lane SET last_seq = greatest(last_seq, $4)
-WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()";
+WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
+RETURNING ctid::text";
 
 /// The same guard and lock without a position. Index: primary key of `lane`. Locks the row.
 const LANE_GUARD: &str = "
-SELECT FROM {s}.lane
-WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
+SELECT ctid::text FROM {s}.lane
+WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
 FOR NO KEY UPDATE";
 
 /// What every disposition that keeps a row says of it, as `e`. Waits count from now, by the database's clock.
@@ -149,6 +150,15 @@ fn cut(error: &str) -> Cow<'_, str> {
 
 impl PostgresStore {
     pub(crate) async fn write_settlement(&self, lease: &Lease, settlement: &Settlement<'_>) -> Result<()> {
+        let written = self.try_settlement(lease, settlement).await;
+        if written.as_ref().is_err_and(Error::is_stale) && self.reader(lease).forget_place() {
+            // Nothing was written. Perhaps only the row was not where we looked for it.
+            return self.try_settlement(lease, settlement).await;
+        }
+        written
+    }
+
+    async fn try_settlement(&self, lease: &Lease, settlement: &Settlement<'_>) -> Result<()> {
         let reading = self.reading("settle", &lease.subscription).await?;
         let reader = self.reader(lease);
         let session = self.session("settle").await?;
@@ -162,7 +172,7 @@ impl PostgresStore {
         session.end_after(written.is_ok());
         match &written {
             Ok(()) => reader.settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind),
-            Err(error) if error.is_stale() => reader.forget(),
+            Err(error) if error.is_stale() && reader.place().is_empty() => reader.forget(),
             Err(_) => {}
         }
         written
@@ -213,7 +223,12 @@ impl PostgresStore {
         reading: &Reading,
         settlement: &Settlement<'_>,
     ) -> Result<()> {
-        self.fence(client, lease, reading, settlement).await?;
+        let fenced = self.fence(client, lease, reading, settlement).await;
+        if fenced.as_ref().is_err_and(Error::is_stale) && self.reader(lease).forget_place() {
+            self.fence(client, lease, reading, settlement).await?;
+        } else {
+            fenced?;
+        }
         self.write_rows(client, lease, reading, settlement).await.map_err(|error| classify("apply", &error))
     }
 
@@ -229,15 +244,16 @@ impl PostgresStore {
         let position = settlement.position.map(|seq| seq.0).unwrap_or_default();
         let lane_params: [(&(dyn ToSql + Sync), Type); 4] =
             [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&position, Type::INT8)];
-        let held = if settlement.position.is_some() {
-            client.execute_typed(&self.schema().sql(LANE_SETTLE), &lane_params).await
-        } else {
-            client.execute_typed(&self.schema().sql(LANE_GUARD), &lane_params[..3]).await
+        let reader = self.reader(lease);
+        let (template, params) = match settlement.position {
+            Some(_) => (LANE_SETTLE, &lane_params[..]),
+            None => (LANE_GUARD, &lane_params[..3]),
         };
-        match held.map_err(|error| classify("settle", &error))? {
-            0 => Err(Error::stale("settle")),
-            _ => Ok(()),
-        }
+        let sql = self.schema().sql(template).replace("{place}", &reader.place());
+        let held = client.query_typed_opt(&sql, params).await.map_err(|error| classify("settle", &error))?;
+        let row = held.ok_or_else(|| Error::stale("settle"))?;
+        reader.found_at(row.get(0));
+        Ok(())
     }
 
     async fn write_rows(

@@ -45,7 +45,7 @@ SELECT snap::text,
     leased!(),
     ",
   EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1),
-  EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND lane = $2 AND to_snap::text = $6 AND last_seq >= $7)
+  EXISTS (SELECT FROM {s}.lane WHERE {place} subscription = $1 AND lane = $2 AND to_snap::text = $6 AND last_seq >= $7)
 FROM current"
 );
 
@@ -80,7 +80,11 @@ impl PostgresStore {
             reading: &reading,
             shared: Shared::ahead(lease, &reading, limit),
         };
-        let batch = lane.next(&reader).await;
+        let mut batch = lane.next(&reader).await;
+        if batch.as_ref().is_err_and(Error::is_stale) && reader.forget_place() {
+            // Perhaps only the row was not where we looked for it.
+            batch = lane.next(&reader).await;
+        }
         // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped future does.
         session.finish();
         if batch.as_ref().is_err_and(Error::is_stale) {
@@ -212,7 +216,8 @@ impl LaneCall<'_> {
     async fn open_next(&self, at: &mut Position, due_in: &mut Option<std::time::Duration>) -> Result<Look> {
         let from = at.window.to.clone();
         let (reading, lease) = (self.reading, self.lease);
-        let sql = self.store.schema().log_sql(LANE_PEEK, &reading.log);
+        let place = self.store.reader(lease).place();
+        let sql = self.store.schema().log_sql(LANE_PEEK, &reading.log).replace("{place}", &place);
         let lane = lease.lane.cast_signed();
         let edge = AsText(from.xmax.saturating_sub(1).to_string());
         let running: Vec<String> = from.xip.iter().map(u64::to_string).collect();
