@@ -20,7 +20,7 @@ pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -
             ErrorKind::Unavailable,
             operation,
             "store_unreachable",
-            format!("the database cannot be reached: {}", chain(error)),
+            format!("the database cannot be reached ({}); is it running, and is the store's URL right?", chain(error)),
         ),
     };
     classified.with_source(error.to_string())
