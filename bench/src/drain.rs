@@ -1,11 +1,14 @@
 //! How fast a backlog goes out when the destination costs nothing.
 
+use anyhow::Context as _;
 use clap::Args;
 use postbox_core::LogName;
+use postbox_testkit::servers::PrivatePostgres;
 
 use crate::Stores;
 use crate::child::{self, Figure, Job, Task};
 use crate::fill::{self, Shape};
+use crate::machine;
 use crate::server::{self, connect, wal_bytes};
 use crate::table::{Table, per_second, percent, rate, thousands};
 
@@ -58,7 +61,21 @@ impl Options {
             self.batch,
             thousands(self.keys as f64)
         );
-        Table::new(title, &["backlog", "relay", "plain SELECT", "ratio", "WAL B/event", "peak memory", "plain's"])
+        Table::new(
+            title,
+            &[
+                "backlog",
+                "relay",
+                "plain SELECT",
+                "ratio",
+                "CPU/event",
+                "plain's",
+                "CPU ratio",
+                "WAL B/event",
+                "peak memory",
+                "plain's",
+            ],
+        )
     }
 }
 
@@ -75,7 +92,7 @@ async fn postgres(options: &Options) -> anyhow::Result<()> {
         filled = *rows;
         settle_down(&client).await?;
         let label = format!("{} events", thousands(*rows as f64));
-        measure_postgres(options, &url, &format!("free-{rows}"), label, &mut table).await?;
+        measure_postgres(options, &server, &url, &format!("free-{rows}"), label, &mut table).await?;
     }
     // An id below everything that follows, in every snapshot, with an event of its own that stays invisible.
     let mut writer = connect(&url).await?;
@@ -86,11 +103,11 @@ async fn postgres(options: &Options) -> anyhow::Result<()> {
     fill::postgres(&mut client, filled, filled + more, in_one).await?;
     settle_down(&client).await?;
     let label = format!("+ {} in one transaction, 1,000,000 keys", thousands(more as f64));
-    measure_postgres(options, &url, "held", format!("{label}, another held open"), &mut table).await?;
+    measure_postgres(options, &server, &url, "held", format!("{label}, another held open"), &mut table).await?;
     held.rollback().await?;
-    measure_postgres(options, &url, "released", label, &mut table).await?;
+    measure_postgres(options, &server, &url, "released", label, &mut table).await?;
     table.print();
-    println!("  {RATIO_WANTED}");
+    println!("  {RATIO_WANTED}; CPU: client and server together");
     Ok(())
 }
 
@@ -102,18 +119,28 @@ async fn settle_down(client: &tokio_postgres::Client) -> anyhow::Result<()> {
 
 async fn measure_postgres(
     options: &Options,
+    server: &PrivatePostgres,
     url: &str,
     subscription: &str,
     label: String,
     table: &mut Table,
 ) -> anyhow::Result<()> {
     let client = connect(url).await?;
-    let before = options.job(Task::Plain, url, subscription).in_child().await?;
+    let before = with_server(server, &options.job(Task::Plain, url, subscription)).await?;
     let wal = wal_bytes(&client).await?;
-    let relay = options.job(Task::Relay, url, subscription).in_child().await?;
+    let relay = with_server(server, &options.job(Task::Relay, url, subscription)).await?;
     let wal = (wal_bytes(&client).await? - wal) as f64 / relay.events.max(1) as f64;
-    let after = options.job(Task::Plain, url, subscription).in_child().await?;
-    line(table, label, relay, faster(before, after), format!("{wal:.2}"))
+    let after = with_server(server, &options.job(Task::Plain, url, subscription)).await?;
+    line(table, label, relay, better(before, after), format!("{wal:.2}"))
+}
+
+/// A child's figure with the server's processor time added to its own.
+async fn with_server(server: &PrivatePostgres, job: &Job) -> anyhow::Result<Figure> {
+    let pid = server.pid().context("the server runs")?;
+    let before = machine::processor_seconds_of_family(pid)?;
+    let figure = job.in_child().await?;
+    let used = machine::processor_seconds_of_family(pid)? - before;
+    Ok(Figure { processor_seconds: figure.processor_seconds + used, ..figure })
 }
 
 async fn sqlite(options: &Options) -> anyhow::Result<()> {
@@ -130,23 +157,30 @@ async fn sqlite(options: &Options) -> anyhow::Result<()> {
         let before = options.job(Task::Plain, &path, &subscription).in_child().await?;
         let relay = options.job(Task::Relay, &path, &subscription).in_child().await?;
         let after = options.job(Task::Plain, &path, &subscription).in_child().await?;
-        line(&mut table, format!("{} events", thousands(*rows as f64)), relay, faster(before, after), "–".into())?;
+        line(&mut table, format!("{} events", thousands(*rows as f64)), relay, better(before, after), "–".into())?;
     }
     table.print();
     Ok(())
 }
 
 /// The limit is the better of a run before and one after ours: a warm cache must not flatter us.
-fn faster(one: Figure, two: Figure) -> Figure {
-    if one.seconds <= two.seconds { one } else { two }
+fn better(one: Figure, two: Figure) -> Figure {
+    Figure {
+        seconds: one.seconds.min(two.seconds),
+        processor_seconds: one.processor_seconds.min(two.processor_seconds),
+        ..one
+    }
 }
 
 fn line(table: &mut Table, label: String, relay: Figure, plain: Figure, wal: String) -> anyhow::Result<()> {
     anyhow::ensure!(relay.events == plain.events, "the relay delivered {} of {}", relay.events, plain.events);
     let ratio = percent(per_second(relay.events, relay.seconds), per_second(plain.events, plain.seconds));
+    let effort = percent(plain.processor_seconds, relay.processor_seconds);
+    let micros = |figure: Figure| format!("{:.2} µs", 1e6 * figure.processor_seconds / figure.events.max(1) as f64);
     let memory = |figure: Figure| format!("{:.0} MiB", figure.memory_mib);
     let rates = [rate(relay.events, relay.seconds), rate(plain.events, plain.seconds)];
     let [ours, limit] = rates;
-    table.row([label, ours, limit, ratio, wal, memory(relay), memory(plain)]);
+    let [ours_micros, limit_micros] = [micros(relay), micros(plain)];
+    table.row([label, ours, limit, ratio, ours_micros, limit_micros, effort, wal, memory(relay), memory(plain)]);
     Ok(())
 }

@@ -12,13 +12,27 @@ pub(crate) fn memory_peak_mib() -> anyhow::Result<f64> {
 
 /// Processor time this process has used, in seconds.
 pub(crate) fn processor_seconds() -> anyhow::Result<f64> {
+    let [user, system, ..] = times("self")?;
+    Ok(user + system)
+}
+
+/// Processor time a process and its children, those that have ended too, have used, in seconds.
+pub(crate) fn processor_seconds_of_family(pid: u32) -> anyhow::Result<f64> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).context("the children")?;
+    // A child that ends meanwhile is counted by its parent.
+    let living: f64 = children.split_whitespace().filter_map(|child| times(child).ok()).flatten().sum();
+    Ok(living + times(&pid.to_string())?.iter().sum::<f64>())
+}
+
+/// User and system time of a process, and of its children that have ended, in seconds.
+fn times(pid: &str) -> anyhow::Result<[f64; 4]> {
     /// What Linux counts in, on every architecture we run on (`sysconf(_SC_CLK_TCK)`).
     const TICKS_PER_SECOND: f64 = 100.0;
-    let stat = std::fs::read_to_string("/proc/self/stat").context("/proc/self/stat")?;
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).context("no such process")?;
     // The name in parentheses may contain anything; fields count from behind it.
     let fields = stat.rsplit_once(')').context("no name")?.1.split_whitespace();
-    let ticks: f64 = fields.skip(11).take(2).map(|field| field.parse::<f64>().unwrap_or(0.0)).sum();
-    Ok(ticks / TICKS_PER_SECOND)
+    let mut ticks = fields.skip(11).map(|field| field.parse::<f64>().unwrap_or(0.0));
+    Ok(std::array::from_fn(|_| ticks.next().unwrap_or(0.0) / TICKS_PER_SECOND))
 }
 
 /// One line about the machine and how busy it is: ratios taken in one run compare, absolute figures of a shared machine do not.
@@ -26,5 +40,7 @@ pub(crate) fn describe() -> String {
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let load = load.split_whitespace().next().unwrap_or("?").to_owned();
     let cores = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
-    format!("{cores} cores, load {load} at the start; compare ratios, not absolute figures")
+    format!(
+        "{cores} cores, load {load} at the start; compare ratios, not absolute figures, and processor time where others are at work"
+    )
 }

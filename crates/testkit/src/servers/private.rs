@@ -103,6 +103,11 @@ impl PrivatePostgres {
         self.postgres.fresh_database().await
     }
 
+    /// The first process's id, for whoever measures it; `None` while it is stopped.
+    pub fn pid(&self) -> Option<u32> {
+        self.server.as_ref().map(Child::id)
+    }
+
     /// A crash as Postgres sees it: every process stops where it is, nothing is flushed (`pg_ctl stop -m immediate`).
     pub fn stop_immediate(&mut self) {
         self.stop("QUIT");
