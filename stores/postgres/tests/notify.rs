@@ -4,7 +4,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Subscription, SubscriptionName};
+use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Settlement, Subscription, SubscriptionName};
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
 use tokio::time::timeout;
@@ -20,30 +20,30 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
     let lease = store.acquire(&name, &owner, Duration::from_secs(60)).await.expect("acquired").lease.expect("a lane");
-    // The listener connects in the background; until it does, a hint may be lost.
+    until_listening(&writer).await;
+    // The first wait only declares: a writer that looked before it sent nothing. Read once more, then really wait.
+    timeout(LONG, store.hint(&lease)).await.expect("a declaration lets the caller read once more");
+    let nothing = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
+    assert!(nothing.deliveries.is_empty(), "nothing was written yet");
+    store.settle(&lease, Settlement { position: nothing.end, ..Default::default() }).await.expect("settled");
+    let mut hint = store.hint(&lease);
+    assert!(futures::poll!(&mut hint).is_pending(), "nothing to wake for");
+    writer.batch_execute("INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '{}')").await.expect("written");
+    timeout(LONG, hint).await.expect("woken by another connection's commit");
+    let read = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
+    assert_eq!(read.deliveries.len(), 1, "what was written");
+}
+
+/// The listener connects in the background; until it has, a hint may be lost, and that is allowed.
+async fn until_listening(client: &tokio_postgres::Client) {
+    const LISTENING: &str = "
+        SELECT count(*) FROM pg_stat_activity
+        WHERE datname = current_database() AND state = 'idle' AND query LIKE 'LISTEN %'";
     let deadline = Instant::now() + LONG;
-    let mut woken = false;
-    while !woken && Instant::now() < deadline {
-        // The first wait only declares; the second really waits.
-        timeout(LONG, store.hint(&lease)).await.expect("a declaration lets the caller read once more");
-        let read = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
-        store
-            .settle(&lease, postbox_core::Settlement { position: read.end, ..Default::default() })
-            .await
-            .expect("settled");
-        let hint = timeout(Duration::from_millis(300), store.hint(&lease));
-        let write = writer.batch_execute("INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '{}')");
-        let (hint, write) = tokio::join!(hint, write);
-        write.expect("written");
-        woken = hint.is_ok();
-        let read = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
-        assert_eq!(read.deliveries.len(), 1, "woken or not, it is there");
-        store
-            .settle(&lease, postbox_core::Settlement { position: read.end, ..Default::default() })
-            .await
-            .expect("settled");
+    while client.query_one(LISTENING, &[]).await.expect("asked").get::<_, i64>(0) == 0 {
+        assert!(Instant::now() < deadline, "never listened");
+        tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert!(woken, "never woken");
 }
 
 #[tokio::test]
