@@ -35,6 +35,7 @@ use self::dispatch::Pace;
 use self::due::Alarm;
 use self::late::Late;
 pub(crate) use self::lease::Held;
+use self::read::Until;
 use crate::breaker::Admission;
 use crate::shared::Shared;
 
@@ -173,7 +174,7 @@ impl Lane {
     async fn round(&self) -> Result<()> {
         let round = self.held.halt.child_token();
         let stream = async {
-            let ended = self.stream(&round).await;
+            let ended = self.stream(&round, Until::Stopped).await.map(drop);
             round.cancel();
             ended
         };
@@ -193,32 +194,22 @@ impl Lane {
         let round = self.held.halt.child_token();
         let one = BatchLimit { events: 1, ..self.shared.settings.batch };
         let stream_first = self.shared.random.unit() < 0.5;
-        if stream_first && self.stream_once(one, true, &round).await?.is_some() {
+        if stream_first && self.stream_probe(one, &round).await? {
             return Ok(true);
         }
         if self.due_once(one, true, &round).await? > 0 {
             return Ok(true);
         }
-        Ok(!stream_first && self.stream_once(one, true, &round).await?.is_some())
+        Ok(!stream_first && self.stream_probe(one, &round).await?)
     }
 
     async fn once(&self, budget: &Budget) -> Result<()> {
         let (shared, halt) = (&self.shared, &self.held.halt);
         while !halt.is_cancelled() && !shared.is_gone() && shared.breaker.is_closed() {
             let round = halt.child_token();
-            let mut granted = budget.take(shared.settings.batch.events);
-            if granted == 0 {
-                return Ok(());
-            }
-            let limit = |events| BatchLimit { events, ..shared.settings.batch };
-            let due = self.due_once(limit(granted), false, &round).await?;
-            granted = granted.saturating_sub(due);
-            let streamed = match granted {
-                0 => Some(0),
-                _ => self.stream_once(limit(granted), false, &round).await?,
-            };
-            budget.give_back(granted.saturating_sub(streamed.unwrap_or_default()));
-            if due == 0 && streamed.is_none() {
+            // Whatever is due by now, whenever the last look was.
+            self.alarm.ring_in(shared.clock.monotonic(), Duration::ZERO);
+            if self.stream(&round, Until::Empty(budget)).await? == 0 {
                 let Some(returned) = self.late.next_of_these().await else { return Ok(()) };
                 self.settle_late(returned).await?;
             }

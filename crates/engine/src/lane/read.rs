@@ -9,76 +9,117 @@ use futures::future::join;
 use postbox_core::{Batch, BatchLimit, Key, Result};
 use tokio_util::sync::CancellationToken;
 
-use super::Lane;
 use super::process::Progress;
+use super::{Budget, Lane};
 use crate::poll::Poll;
 
+/// How long a stream goes on.
+#[derive(Clone, Copy)]
+pub(super) enum Until<'a> {
+    /// Until its round ends.
+    Stopped,
+    /// Until nothing is pending or the budget is used up.
+    Empty(&'a Budget),
+}
+
+impl Until<'_> {
+    /// What the next read may bring; `None` when the budget is used up.
+    fn grant(self, batch: BatchLimit) -> Option<BatchLimit> {
+        match self {
+            Self::Stopped => Some(batch),
+            Self::Empty(budget) => match budget.take(batch.events) {
+                0 => None,
+                events => Some(BatchLimit { events, ..batch }),
+            },
+        }
+    }
+
+    fn give_back(self, unused: usize) {
+        if let Self::Empty(budget) = self {
+            budget.give_back(unused);
+        }
+    }
+}
+
 impl Lane {
-    /// Reads and delivers the stream until `round` ends. At most two batches are in memory: the one going out and the
-    /// one read meanwhile.
-    pub(super) async fn stream(&self, round: &CancellationToken) -> Result<()> {
+    /// Reads and delivers the stream until `round` ends, or as `until` says; how many events there were. At most two batches are in
+    /// memory: the one going out and the one read meanwhile.
+    pub(super) async fn stream(&self, round: &CancellationToken, until: Until<'_>) -> Result<usize> {
         let settings = &self.shared.settings;
         let mut poll = Poll::new(settings.poll_min, settings.poll_max);
         let mut ahead: Option<Arc<Batch>> = None;
         // Keys held by the batch that was settled after `ahead` was read: the store could not know of them then.
         let mut carried: HashSet<Key> = HashSet::new();
+        let mut count = 0;
         while !round.is_cancelled() {
+            if let Until::Empty(budget) = until {
+                count += self.due_if_rung(budget, round).await?;
+            }
             let batch = match ahead.take() {
                 Some(batch) => batch,
                 None => {
                     carried.clear();
-                    match self.read(settings.batch, round).await? {
+                    let Some(limit) = until.grant(settings.batch) else { break };
+                    let read = self.read(limit, round).await?;
+                    until.give_back(limit.events - read.as_ref().map_or(0, |batch| batch.deliveries.len()));
+                    match read {
                         Some(batch) => batch,
                         None => break,
                     }
                 }
             };
             if batch.is_empty() {
-                self.idle(&mut poll, round).await;
+                match until {
+                    Until::Stopped => self.idle(&mut poll, round).await,
+                    Until::Empty(_) => break,
+                }
                 continue;
             }
             poll.reset();
             self.alarm.set_busy(true);
-            let read_ahead = async {
-                match batch.more {
-                    true => self.read_once(settings.batch).await,
-                    false => Ok(None),
-                }
-            };
+            count += batch.deliveries.len();
+            let read_ahead = self.read_ahead(&batch, until);
             let (next, progress) = join(read_ahead, self.process(&batch, &carried, self.pace(false), round)).await;
             match progress? {
                 Progress::Settled { holding } => carried = holding,
                 // Only now that no read is in flight: a rewind beside a read could be overtaken by it.
                 Progress::Short(verdicts, late) => {
                     self.settle_short(&batch, &verdicts, late).await?;
-                    return next.map(drop);
+                    until.give_back(next?.map_or(0, |unread| unread.deliveries.len()));
+                    return Ok(count);
                 }
             }
             ahead = next?;
         }
-        match ahead {
+        if let Some(unread) = ahead {
             // It was read but will not be processed; without a rewind the next read would skip it.
-            Some(_) => self.rewind().await,
-            None => Ok(()),
+            self.rewind().await?;
+            until.give_back(unread.deliveries.len());
         }
+        Ok(count)
     }
 
-    /// Reads one batch of the stream and delivers it; how many events there were.
-    pub(super) async fn stream_once(
-        &self,
-        limit: BatchLimit,
-        probe: bool,
-        round: &CancellationToken,
-    ) -> Result<Option<usize>> {
-        let Some(batch) = self.read(limit, round).await? else { return Ok(None) };
-        if batch.is_empty() {
+    /// The next batch, while one goes out; `None` where there is none, the budget is used up, or the store failed.
+    async fn read_ahead(&self, batch: &Batch, until: Until<'_>) -> Result<Option<Arc<Batch>>> {
+        let Some(limit) = batch.more.then(|| until.grant(self.shared.settings.batch)).flatten() else {
             return Ok(None);
+        };
+        let next = self.read_once(limit).await?;
+        until.give_back(limit.events - next.as_ref().map_or(0, |next| next.deliveries.len()));
+        Ok(next)
+    }
+
+    /// Reads one batch of the stream and delivers it as a probe; whether there was anything.
+    pub(super) async fn stream_probe(&self, limit: BatchLimit, round: &CancellationToken) -> Result<bool> {
+        let Some(batch) = self.read(limit, round).await? else { return Ok(false) };
+        if batch.is_empty() {
+            return Ok(false);
         }
-        let progress = self.process(&batch, &HashSet::new(), self.pace(probe), round).await?;
+        let progress = self.process(&batch, &HashSet::new(), self.pace(true), round).await?;
         if let Progress::Short(verdicts, late) = progress {
             self.settle_short(&batch, &verdicts, late).await?;
         }
-        Ok(Some(batch.deliveries.len()))
+        Ok(true)
     }
 
     /// Delivers rows whose time has come, until `round` ends. Runs beside the stream, so that a slow poison event in here
@@ -106,6 +147,22 @@ impl Lane {
             }
         }
         Ok(())
+    }
+
+    /// Delivers due rows if it is time to look for them; how many there were.
+    pub(super) async fn due_if_rung(&self, budget: &Budget, round: &CancellationToken) -> Result<usize> {
+        let batch = self.shared.settings.batch;
+        if !self.alarm.left(self.shared.clock.monotonic()).is_zero() {
+            return Ok(0);
+        }
+        let Some(limit) = Until::Empty(budget).grant(batch) else { return Ok(0) };
+        let count = self.due_once(limit, false, round).await?;
+        budget.give_back(limit.events - count);
+        if count > 0 {
+            // What was delivered may have released the next of its key.
+            self.alarm.ring_in(self.shared.clock.monotonic(), Duration::ZERO);
+        }
+        Ok(count)
     }
 
     /// Reads one batch of due rows and delivers it; how many there were.
