@@ -9,6 +9,10 @@ pub enum Part {
     Timestamp,
     /// The message id.
     Id,
+    /// Another field of the body that the signature covers (SNS).
+    Field,
+    /// The body as a whole (SNS: it holds the signature).
+    Body,
 }
 
 impl Part {
@@ -17,6 +21,8 @@ impl Part {
             Self::Signature => "signature",
             Self::Timestamp => "timestamp",
             Self::Id => "message id",
+            Self::Field => "signed field",
+            Self::Body => "body",
         }
     }
 }
@@ -40,6 +46,24 @@ pub enum Refusal {
     /// There are signatures, but none of a version that is accepted. Older versions are never fallen back to.
     #[error("no signature is of an accepted version; older ones are not fallen back to")]
     VersionUnsupported,
+    /// SNS: signed with SHA-1. The cure is a setting of the sender's topic.
+    #[error("signed with SHA-1, which is not accepted: set the topic's SignatureVersion to 2")]
+    VersionOutdated,
+    /// SNS: genuine or not, it is of a topic that is not yours.
+    #[error("the message is of a topic that is not allowed")]
+    TopicNotAllowed,
+    /// SNS: the certificate would have to be fetched from somewhere else than AWS.
+    #[error("the certificate's URL is not one of AWS SNS itself: a forgery")]
+    CertificateUrlRefused,
+    /// SNS: the URL that would confirm the subscription leads elsewhere, or confirms something else.
+    #[error("the confirmation's URL is not one of AWS SNS itself, or not for this topic and token")]
+    SubscribeUrlRefused,
+    /// SNS: the certificate handed in belongs to another URL than the message names.
+    #[error("the certificate handed in is not the one that the message names")]
+    CertificateOther,
+    /// SNS: the certificate is not valid at this time.
+    #[error("the certificate has expired or is not valid yet: an old message, or a clock that is off")]
+    CertificateExpired,
     /// Well-formed, but made with another key or over other bytes.
     #[error("no signature fits any configured key: another secret, or the body was changed on the way")]
     Mismatch,
@@ -56,7 +80,7 @@ pub enum Refusal {
 
 impl Refusal {
     /// Every refusal, for tables of counters.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 24] = [
         Self::Missing(Part::Signature),
         Self::Missing(Part::Timestamp),
         Self::Missing(Part::Id),
@@ -66,7 +90,17 @@ impl Refusal {
         Self::Malformed(Part::Signature),
         Self::Malformed(Part::Timestamp),
         Self::Malformed(Part::Id),
+        Self::Missing(Part::Field),
+        Self::Duplicate(Part::Field),
+        Self::Malformed(Part::Field),
+        Self::Malformed(Part::Body),
         Self::VersionUnsupported,
+        Self::VersionOutdated,
+        Self::TopicNotAllowed,
+        Self::CertificateUrlRefused,
+        Self::SubscribeUrlRefused,
+        Self::CertificateOther,
+        Self::CertificateExpired,
         Self::Mismatch,
         Self::BodyUnsigned,
         Self::TooOld,
@@ -85,7 +119,18 @@ impl Refusal {
             Self::Malformed(Part::Signature) => "signature_malformed",
             Self::Malformed(Part::Timestamp) => "timestamp_malformed",
             Self::Malformed(Part::Id) => "id_malformed",
+            Self::Missing(Part::Field) => "field_missing",
+            Self::Duplicate(Part::Field) => "field_duplicate",
+            Self::Malformed(Part::Field) => "field_malformed",
+            // A body is never missing or there twice; it is wrong or right.
+            Self::Missing(Part::Body) | Self::Duplicate(Part::Body) | Self::Malformed(Part::Body) => "body_malformed",
             Self::VersionUnsupported => "signature_version_unsupported",
+            Self::VersionOutdated => "signature_version_outdated",
+            Self::TopicNotAllowed => "topic_not_allowed",
+            Self::CertificateUrlRefused => "certificate_url_refused",
+            Self::SubscribeUrlRefused => "subscribe_url_refused",
+            Self::CertificateOther => "certificate_other",
+            Self::CertificateExpired => "certificate_expired",
             Self::Mismatch => "signature_mismatch",
             Self::BodyUnsigned => "body_unsigned",
             Self::TooOld => "timestamp_too_old",

@@ -8,6 +8,7 @@
 //! | [`shopify`] | yes | | body |
 //! | [`slack`] | yes | | time, body |
 //! | [`twilio`] | yes | | public URL, form parameters or body hash |
+//! | [`sns`] (AWS) | yes | | id, time, topic, subject, message; RSA-SHA256 |
 //! | [`plain`] | yes | yes | body, and a time if you configure one |
 //!
 //! ```
@@ -53,6 +54,7 @@ pub mod github;
 pub mod plain;
 pub mod shopify;
 pub mod slack;
+pub mod sns;
 pub mod standard;
 pub mod stripe;
 pub mod twilio;

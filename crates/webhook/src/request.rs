@@ -71,12 +71,22 @@ pub enum Scheme {
     Twilio,
     /// `hmac`
     Hmac,
+    /// `sns`: no shared secret and a certificate to fetch, so its [`crate::sns::Verifier`] is no [`Verify`].
+    Sns,
 }
 
 impl Scheme {
     /// Every scheme.
-    pub const ALL: [Self; 7] =
-        [Self::StandardWebhooks, Self::Stripe, Self::GitHub, Self::Shopify, Self::Slack, Self::Twilio, Self::Hmac];
+    pub const ALL: [Self; 8] = [
+        Self::StandardWebhooks,
+        Self::Stripe,
+        Self::GitHub,
+        Self::Shopify,
+        Self::Slack,
+        Self::Twilio,
+        Self::Hmac,
+        Self::Sns,
+    ];
 
     /// The name used in configuration.
     pub fn as_str(self) -> &'static str {
@@ -88,6 +98,7 @@ impl Scheme {
             Self::Slack => "slack",
             Self::Twilio => "twilio",
             Self::Hmac => "hmac",
+            Self::Sns => "sns",
         }
     }
 }
@@ -100,7 +111,7 @@ impl fmt::Display for Scheme {
 
 /// The text names no scheme.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no webhook scheme; one of standard-webhooks, stripe, github, shopify, slack, twilio, hmac")]
+#[error("{0:?} is no webhook scheme; one of standard-webhooks, stripe, github, shopify, slack, twilio, hmac, sns")]
 pub struct SchemeUnknown(String);
 
 impl FromStr for Scheme {

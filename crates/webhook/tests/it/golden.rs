@@ -88,7 +88,7 @@ fn verifier_of(scheme: &str, secret: &str) -> Box<dyn Verify> {
 
 #[test]
 fn signatures_of_an_independent_implementation_are_accepted_and_belong_to_one_scheme_only() {
-    let fixtures: serde_json::Value = serde_json::from_str(include_str!("fixtures/signatures.json")).expect("JSON");
+    let fixtures: serde_json::Value = serde_json::from_str(include_str!("../fixtures/signatures.json")).expect("JSON");
     let cases = fixtures.as_array().expect("a list");
     assert!(cases.len() > 100);
     for case in cases {

@@ -1,0 +1,174 @@
+//! The fields of a body that are ever signed, each once and each a string.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
+
+use crate::error::{Part, Refusal};
+
+/// A field that is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Field {
+    Message,
+    MessageId,
+    Signature,
+    SignatureVersion,
+    SigningCertUrl,
+    Subject,
+    SubscribeUrl,
+    Timestamp,
+    Token,
+    TopicArn,
+    Type,
+}
+
+impl Field {
+    const ALL: [Self; 11] = [
+        Self::Message,
+        Self::MessageId,
+        Self::Signature,
+        Self::SignatureVersion,
+        Self::SigningCertUrl,
+        Self::Subject,
+        Self::SubscribeUrl,
+        Self::Timestamp,
+        Self::Token,
+        Self::TopicArn,
+        Self::Type,
+    ];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Message => "Message",
+            Self::MessageId => "MessageId",
+            Self::Signature => "Signature",
+            Self::SignatureVersion => "SignatureVersion",
+            Self::SigningCertUrl => "SigningCertURL",
+            Self::Subject => "Subject",
+            Self::SubscribeUrl => "SubscribeURL",
+            Self::Timestamp => "Timestamp",
+            Self::Token => "Token",
+            Self::TopicArn => "TopicArn",
+            Self::Type => "Type",
+        }
+    }
+
+    /// What a refusal calls it.
+    pub(super) fn part(self) -> Part {
+        match self {
+            Self::Signature | Self::SignatureVersion => Part::Signature,
+            Self::Timestamp => Part::Timestamp,
+            Self::MessageId => Part::Id,
+            _ => Part::Field,
+        }
+    }
+}
+
+/// What one field was.
+#[derive(Debug, Clone, Default)]
+enum Found {
+    #[default]
+    Nothing,
+    Null,
+    Text(String),
+    Other,
+    Twice,
+}
+
+/// What a body says.
+#[derive(Debug)]
+pub(super) struct Fields([Found; Field::ALL.len()]);
+
+impl Fields {
+    pub(super) fn parse(body: &[u8]) -> Result<Self, Refusal> {
+        let mut json = serde_json::Deserializer::from_slice(body);
+        let read = json.deserialize_map(Object).and_then(|fields| json.end().map(|()| fields));
+        read.map_err(|_| Refusal::Malformed(Part::Body))
+    }
+
+    /// The field's text.
+    pub(super) fn take(&mut self, field: Field) -> Result<String, Refusal> {
+        match std::mem::take(&mut self.0[field as usize]) {
+            Found::Text(text) => Ok(text),
+            Found::Nothing => Err(Refusal::Missing(field.part())),
+            Found::Twice => Err(Refusal::Duplicate(field.part())),
+            Found::Null | Found::Other => Err(Refusal::Malformed(field.part())),
+        }
+    }
+
+    /// The text of a field that may be left out; `null` is left out too.
+    pub(super) fn take_optional(&mut self, field: Field) -> Result<Option<String>, Refusal> {
+        match &self.0[field as usize] {
+            Found::Nothing | Found::Null => Ok(None),
+            _ => self.take(field).map(Some),
+        }
+    }
+}
+
+/// Reads an object's known fields and steps over the others.
+struct Object;
+
+impl<'de> Visitor<'de> for Object {
+    type Value = Fields;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<Fields, M::Error> {
+        let mut found: [Found; Field::ALL.len()] = Default::default();
+        while let Some(name) = map.next_key::<Cow<'de, str>>()? {
+            let Some(field) = Field::ALL.into_iter().find(|field| field.name() == name) else {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            };
+            let value = match map.next_value::<serde_json::Value>()? {
+                serde_json::Value::String(text) => Found::Text(text),
+                serde_json::Value::Null => Found::Null,
+                _ => Found::Other,
+            };
+            let place = &mut found[field as usize];
+            *place = if matches!(place, Found::Nothing) { value } else { Found::Twice };
+        }
+        Ok(Fields(found))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(body: &str) -> Result<String, &'static str> {
+        Fields::parse(body.as_bytes()).and_then(|mut fields| fields.take(Field::MessageId)).map_err(Refusal::code)
+    }
+
+    #[test]
+    fn a_known_field_is_there_once_and_a_string() {
+        for (body, expected) in [
+            (r#"{"MessageId":"a"}"#, Ok("a")),
+            (r#" {"x":[{"MessageId":1}],"MessageId":"a"} "#, Ok("a")),
+            (r#"{"Message\u0049d":"\u0061"}"#, Ok("a")),
+            (r#"{"messageid":"b","MessageId":"a","MessageID":"c","x":1,"x":2}"#, Ok("a")),
+            (r#"{}"#, Err("id_missing")),
+            (r#"{"MessageId":"a","MessageId":"a"}"#, Err("id_duplicate")),
+            (r#"{"MessageId":"a","Message\u0049d":"b"}"#, Err("id_duplicate")),
+            (r#"{"MessageId":null,"MessageId":"a"}"#, Err("id_duplicate")),
+            (r#"{"MessageId":1}"#, Err("id_malformed")),
+            (r#"{"MessageId":null}"#, Err("id_malformed")),
+            (r#"{"MessageId":["a"]}"#, Err("id_malformed")),
+            ("", Err("body_malformed")),
+            ("null", Err("body_malformed")),
+            (r#"["MessageId","a"]"#, Err("body_malformed")),
+            (r#"{"MessageId":"a"}{}"#, Err("body_malformed")),
+            (r#"{"MessageId":"a",}"#, Err("body_malformed")),
+            (r#"{"MessageId":"\ud800"}"#, Err("body_malformed")),
+            ("\u{feff}{\"MessageId\":\"a\"}", Err("body_malformed")),
+        ] {
+            assert_eq!(id(body).as_deref().map_err(|code| *code), expected, "{body}");
+        }
+        assert_eq!(Fields::parse(b"{\"MessageId\":\"\xff\"}").unwrap_err().code(), "body_malformed");
+        let deep = format!("{{\"x\":{}1{}}}", "[".repeat(100_000), "]".repeat(100_000));
+        assert!(Fields::parse(deep.as_bytes()).is_err() || id(&deep) == Err("id_missing"), "no stack overflows");
+    }
+}
