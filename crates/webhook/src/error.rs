@@ -67,6 +67,9 @@ pub enum Refusal {
     /// Well-formed, but made with another key or over other bytes.
     #[error("no signature fits any configured key: another secret, or the body was changed on the way")]
     Mismatch,
+    /// Made with an old key whose overlap has ended ([`crate::Verifier::retiring`]).
+    #[error("signed with an old key whose overlap has ended: does the sender still use it, or has somebody found it?")]
+    KeyRetired,
     /// The body is not covered by the signature (Twilio: neither a form nor a body hash).
     #[error("the signature does not cover the body")]
     BodyUnsigned,
@@ -80,7 +83,7 @@ pub enum Refusal {
 
 impl Refusal {
     /// Every refusal, for tables of counters.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::Missing(Part::Signature),
         Self::Missing(Part::Timestamp),
         Self::Missing(Part::Id),
@@ -102,6 +105,7 @@ impl Refusal {
         Self::CertificateOther,
         Self::CertificateExpired,
         Self::Mismatch,
+        Self::KeyRetired,
         Self::BodyUnsigned,
         Self::TooOld,
         Self::TooNew,
@@ -132,6 +136,7 @@ impl Refusal {
             Self::CertificateOther => "certificate_other",
             Self::CertificateExpired => "certificate_expired",
             Self::Mismatch => "signature_mismatch",
+            Self::KeyRetired => "key_retired",
             Self::BodyUnsigned => "body_unsigned",
             Self::TooOld => "timestamp_too_old",
             Self::TooNew => "timestamp_too_new",

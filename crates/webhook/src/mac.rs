@@ -2,7 +2,7 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use hmac::{Hmac, KeyInit, Mac};
+use hmac::{Hmac, KeyInit, Mac as _};
 use sha1::Sha1;
 use sha2::{Digest, Sha256, Sha512};
 use subtle::ConstantTimeEq;
@@ -11,25 +11,40 @@ use crate::secret::SecretBytes;
 
 const ANY_LENGTH: &str = "HMAC takes keys of any length";
 
+/// A code that we computed. It has no `==`: the way to compare it is [`Mac::is`].
+pub(crate) struct Mac<const N: usize>([u8; N]);
+
+impl<const N: usize> Mac<N> {
+    /// Whether the other side has computed the same, in constant time.
+    pub(crate) fn is(&self, theirs: &[u8; N]) -> bool {
+        same(&self.0, theirs)
+    }
+
+    /// To be written down by whoever signs.
+    pub(crate) fn bytes(&self) -> &[u8; N] {
+        &self.0
+    }
+}
+
 /// HMAC-SHA256 over the parts glued together.
-pub(crate) fn hmac_sha256(key: &SecretBytes, parts: &[&[u8]]) -> [u8; 32] {
+pub(crate) fn hmac_sha256(key: &SecretBytes, parts: &[&[u8]]) -> Mac<32> {
     let mut mac = Hmac::<Sha256>::new_from_slice(key.expose()).expect(ANY_LENGTH);
     parts.iter().for_each(|part| mac.update(part));
-    mac.finalize().into_bytes().into()
+    Mac(mac.finalize().into_bytes().into())
 }
 
 /// HMAC-SHA512 over the parts glued together.
-pub(crate) fn hmac_sha512(key: &SecretBytes, parts: &[&[u8]]) -> [u8; 64] {
+pub(crate) fn hmac_sha512(key: &SecretBytes, parts: &[&[u8]]) -> Mac<64> {
     let mut mac = Hmac::<Sha512>::new_from_slice(key.expose()).expect(ANY_LENGTH);
     parts.iter().for_each(|part| mac.update(part));
-    mac.finalize().into_bytes().into()
+    Mac(mac.finalize().into_bytes().into())
 }
 
 /// HMAC-SHA1, for Twilio only (as a MAC, SHA-1 is not broken).
-pub(crate) fn hmac_sha1(key: &SecretBytes, parts: &[&[u8]]) -> [u8; 20] {
+pub(crate) fn hmac_sha1(key: &SecretBytes, parts: &[&[u8]]) -> Mac<20> {
     let mut mac = Hmac::<Sha1>::new_from_slice(key.expose()).expect(ANY_LENGTH);
     parts.iter().for_each(|part| mac.update(part));
-    mac.finalize().into_bytes().into()
+    Mac(mac.finalize().into_bytes().into())
 }
 
 /// SHA-256 over the parts glued together.
@@ -40,8 +55,10 @@ pub(crate) fn sha256(parts: &[&[u8]]) -> [u8; 32] {
 }
 
 /// Equality in constant time. Both sides have the same length by type, so there is no shorter match.
-pub(crate) fn same<const N: usize>(ours: &[u8; N], theirs: &[u8; N]) -> bool {
-    ours.ct_eq(theirs).into()
+///
+/// Generic over what is compared so that a test can count the comparisons.
+pub(crate) fn same<T: ConstantTimeEq, const N: usize>(ours: &[T; N], theirs: &[T; N]) -> bool {
+    ours.as_slice().ct_eq(theirs.as_slice()).into()
 }
 
 /// Decodes lower-case hex of exactly `N` bytes.
@@ -89,28 +106,75 @@ mod tests {
         SecretBytes::unchecked(bytes)
     }
 
+    const JEFE: &[u8] = b"what do ya want for nothing?";
+    const LONG_KEY_TEXT: &[u8] = b"Test Using Larger Than Block-Size Key - Hash Key First";
+
     #[test]
-    fn rfc_4231_cases() {
+    fn rfc_4231_cases_of_sha_256() {
+        let counting: Vec<u8> = (1..=25).collect();
+        let long = b"This is a test using a larger than block-size key and a larger than block-size data. The key needs to be hashed before being used by the HMAC algorithm.";
         for (secret, data, expected) in [
             (&[0x0b; 20][..], &b"Hi There"[..], "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"),
+            (b"Jefe", JEFE, "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"),
+            (&[0xaa; 20], &[0xdd; 50], "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe"),
+            (&counting, &[0xcd; 50], "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b"),
+            // The RFC prints the first half only: truncation is another scheme's business.
+            (&[0x0c; 20], b"Test With Truncation", "a3b6167473100ee06e0c796c2955552bfa6f7c0a6a8aef8b93f860aab0cd20c5"),
+            (&[0xaa; 131], LONG_KEY_TEXT, "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54"),
+            (&[0xaa; 131], long, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"),
+        ] {
+            assert_eq!(to_hex(hmac_sha256(&key(secret), &[data]).bytes()), expected);
+        }
+    }
+
+    #[test]
+    fn rfc_4231_cases_of_sha_512() {
+        let counting: Vec<u8> = (1..=25).collect();
+        for (secret, data, expected) in [
+            (
+                &[0x0b; 20][..],
+                &b"Hi There"[..],
+                "87aa7cdea5ef619d4ff0b4241a1d6cb02379f4e2ce4ec2787ad0b30545e17cdedaa833b7d6b8a702038b274eaea3f4e4be9d914eeb61f1702e696c203a126854",
+            ),
             (
                 b"Jefe",
-                b"what do ya want for nothing?",
-                "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843",
+                JEFE,
+                "164b7a7bfcf819e2e395fbe73b56e0a387bd64222e831fd610270cd7ea2505549758bf75c05a994a6d034f65f8f0e6fdcaeab1a34d4a6b4b636e070a38bce737",
             ),
-            (&[0xaa; 20], &[0xdd; 50], "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe"),
+            (
+                &[0xaa; 20],
+                &[0xdd; 50],
+                "fa73b0089d56a284efb0f0756c890be9b1b5dbdd8ee81a3655f83e33b2279d39bf3e848279a722c806b485a47e67c807b946a337bee8942674278859e13292fb",
+            ),
+            (
+                &counting,
+                &[0xcd; 50],
+                "b0ba465637458c6990e5a8c5f61d4af7e576d97ff94b872de76f8050361ee3dba91ca5c11aa25eb4d679275cc5788063a5f19741120c4f2de2adebeb10a298dd",
+            ),
             (
                 &[0xaa; 131],
-                b"Test Using Larger Than Block-Size Key - Hash Key First",
-                "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54",
+                LONG_KEY_TEXT,
+                "80b24263c7c1a3ebb71493c1dd7be8b49b46d1f41b4aeec1121b013783f8f3526b56d037e05f2598bd0fd2215d6a1e5295e64f73f63f0aec8b915a985d786598",
             ),
         ] {
-            assert_eq!(to_hex(&hmac_sha256(&key(secret), &[data])), expected);
+            // In two parts: that is the same message.
+            let (head, tail) = data.split_at(data.len() / 2);
+            assert_eq!(to_hex(hmac_sha512(&key(secret), &[head, tail]).bytes()), expected);
         }
-        assert_eq!(
-            to_hex(&hmac_sha512(&key(b"Jefe"), &[b"what do ya want ", b"for nothing?"])),
-            "164b7a7bfcf819e2e395fbe73b56e0a387bd64222e831fd610270cd7ea2505549758bf75c05a994a6d034f65f8f0e6fdcaeab1a34d4a6b4b636e070a38bce737"
-        );
+    }
+
+    #[test]
+    fn rfc_2202_cases_of_sha_1() {
+        let counting: Vec<u8> = (1..=25).collect();
+        for (secret, data, expected) in [
+            (&[0x0b; 20][..], &b"Hi There"[..], "b617318655057264e28bc0b6fb378c8ef146be00"),
+            (b"Jefe", JEFE, "effcdf6ae5eb2fa2d27416d5f184df9c259a7c79"),
+            (&[0xaa; 20], &[0xdd; 50], "125d7342b9ac11cd91a39af48aa17b4f63f175d3"),
+            (&counting, &[0xcd; 50], "4c9007f4026250c6bc8414f9bf50c86c2d7235da"),
+            (&[0xaa; 80], LONG_KEY_TEXT, "aa4ae5e15272d00e95705637ce8a3b55ed402112"),
+        ] {
+            assert_eq!(to_hex(hmac_sha1(&key(secret), &[data]).bytes()), expected);
+        }
     }
 
     #[test]

@@ -3,10 +3,11 @@
 //! Without a signed time a captured message can be replayed for ever; deduplicate by a digest of the body.
 
 use crate::error::{Part, Refusal, SecretError, SignError};
-use crate::mac::{from_base64, from_hex, hmac_sha256, hmac_sha512, same, to_base64, to_hex};
-use crate::request::{Request, Scheme, Verified, Verify};
-use crate::secret::{Keys, text_secret};
-use crate::time::{Tolerance, UnixSeconds};
+use crate::keyed::{self, Key, Live, Timed};
+use crate::mac::{from_base64, from_hex, hmac_sha256, hmac_sha512, to_base64, to_hex};
+use crate::request::{Request, Scheme};
+use crate::secret::text_secret;
+use crate::time::UnixSeconds;
 
 text_secret! {
     /// The shared secret.
@@ -63,7 +64,7 @@ impl Layout {
         }
     }
 
-    fn check(&self) -> Result<(), SecretError> {
+    pub(crate) fn checked(self) -> Result<Self, SecretError> {
         if self.signature_header.is_empty() || self.timestamp_header.as_deref() == Some("") {
             return Err(SecretError::Setting("a header name is empty"));
         }
@@ -71,7 +72,7 @@ impl Layout {
         if self.timestamp_header.is_some() && ambiguous {
             return Err(SecretError::Setting("the separator must not be empty or begin with a digit"));
         }
-        Ok(())
+        Ok(self)
     }
 
     /// The MAC as it stands in the header, prefix included.
@@ -82,8 +83,8 @@ impl Layout {
             Encoding::Base64 => to_base64(mac),
         };
         let mac = match self.hash {
-            Hash::Sha256 => encode(&hmac_sha256(&key.0, &parts)),
-            Hash::Sha512 => encode(&hmac_sha512(&key.0, &parts)),
+            Hash::Sha256 => encode(hmac_sha256(&key.0, &parts).bytes()),
+            Hash::Sha512 => encode(hmac_sha512(&key.0, &parts).bytes()),
         };
         format!("{}{mac}", self.prefix)
     }
@@ -114,8 +115,7 @@ pub struct Signer {
 impl Signer {
     /// A signer.
     pub fn new(key: Secret, layout: Layout) -> Result<Self, SecretError> {
-        layout.check()?;
-        Ok(Self { key, layout })
+        Ok(Self { key, layout: layout.checked()? })
     }
 
     /// The headers to send with `body`: the signature's, and the timestamp's if the layout has one.
@@ -131,35 +131,38 @@ impl Signer {
 }
 
 /// Verifies a layout of your own.
-#[derive(Debug, Clone)]
-pub struct Verifier {
-    keys: Keys<Secret>,
-    layout: Layout,
-    tolerance: Tolerance,
-}
+pub type Verifier = keyed::Verifier<Secret>;
 
 impl Verifier {
     /// A verifier that accepts any of `keys`.
     pub fn new(keys: impl IntoIterator<Item = Secret>, layout: Layout) -> Result<Self, SecretError> {
-        layout.check()?;
-        Ok(Self { keys: Keys::new(keys)?, layout, tolerance: Tolerance::default() })
-    }
-
-    /// Sets how far the signed time may be off, where the layout has one.
-    #[must_use]
-    pub fn tolerance(mut self, tolerance: Tolerance) -> Self {
-        self.tolerance = tolerance;
-        self
+        Self::with(keys.into_iter().map(Live::always), layout.checked()?)
     }
 }
 
-impl Verify for Verifier {
-    fn scheme(&self) -> Scheme {
-        Scheme::Hmac
-    }
+/// What the headers say.
+#[doc(hidden)]
+pub struct Claim<'r> {
+    layout: &'r Layout,
+    timestamp: Option<&'r str>,
+    signed_at: Option<UnixSeconds>,
+    signature: Signature,
+}
 
-    fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal> {
-        let layout = &self.layout;
+/// A decoded MAC.
+enum Signature {
+    Sha256([u8; 32]),
+    Sha512([u8; 64]),
+}
+
+impl Timed for Secret {}
+
+impl Key for Secret {
+    const SCHEME: Scheme = Scheme::Hmac;
+    type Settings = Layout;
+    type Claim<'r> = Claim<'r>;
+
+    fn read<'r>(layout: &'r Layout, request: &Request<'r>) -> Result<Claim<'r>, Refusal> {
         let timestamp = match &layout.timestamp_header {
             Some(name) => Some(request.headers.only(Part::Timestamp, name)?),
             None => None,
@@ -167,21 +170,22 @@ impl Verify for Verifier {
         let signed_at = timestamp.map(UnixSeconds::parse).transpose()?;
         let header = request.headers.only(Part::Signature, &layout.signature_header)?;
         let text = header.strip_prefix(layout.prefix.as_str()).ok_or(Refusal::VersionUnsupported)?;
-        let parts = layout.parts(timestamp, request.body);
-        let key = match layout.hash {
-            Hash::Sha256 => {
-                let signature = layout.decode(text)?;
-                self.keys.position(|key| same(&hmac_sha256(&key.0, &parts), &signature))
-            }
-            Hash::Sha512 => {
-                let signature = layout.decode(text)?;
-                self.keys.position(|key| same(&hmac_sha512(&key.0, &parts), &signature))
-            }
+        let signature = match layout.hash {
+            Hash::Sha256 => Signature::Sha256(layout.decode(text)?),
+            Hash::Sha512 => Signature::Sha512(layout.decode(text)?),
         };
-        let key = key.ok_or(Refusal::Mismatch)?;
-        if let Some(signed_at) = signed_at {
-            self.tolerance.check(signed_at, now)?;
+        Ok(Claim { layout, timestamp, signed_at, signature })
+    }
+
+    fn signed(&self, claim: &Claim<'_>, body: &[u8]) -> bool {
+        let parts = claim.layout.parts(claim.timestamp, body);
+        match &claim.signature {
+            Signature::Sha256(signature) => hmac_sha256(&self.0, &parts).is(signature),
+            Signature::Sha512(signature) => hmac_sha512(&self.0, &parts).is(signature),
         }
-        Ok(Verified { message_id: None, signed_at, key })
+    }
+
+    fn signed_at(claim: &Claim<'_>) -> Option<UnixSeconds> {
+        claim.signed_at
     }
 }

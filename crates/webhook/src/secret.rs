@@ -86,6 +86,15 @@ impl<K> Keys<K> {
         }
     }
 
+    /// One more.
+    pub(crate) fn push(&mut self, key: K) -> Result<(), SecretError> {
+        if self.0.len() == KEYS_MAX {
+            return Err(SecretError::TooMany { given: KEYS_MAX + 1, max: KEYS_MAX });
+        }
+        self.0.push(key);
+        Ok(())
+    }
+
     /// The place of the first key that fits.
     pub(crate) fn position(&self, fits: impl FnMut(&K) -> bool) -> Option<usize> {
         self.0.iter().position(fits)

@@ -1,8 +1,9 @@
 //! A verifier from configuration: scheme, secrets and a few settings as text.
 
 use crate::error::SecretError;
+use crate::keyed::{Key, Live, Verifier};
 use crate::request::{Scheme, Verify};
-use crate::time::Tolerance;
+use crate::time::{Tolerance, UnixSeconds};
 use crate::{github, plain, shopify, slack, standard, stripe, twilio};
 
 /// What a scheme needs beside its secrets.
@@ -18,33 +19,45 @@ pub struct Settings {
 
 /// Makes the verifier of `scheme` that accepts any of `secrets`.
 pub fn verifier(scheme: Scheme, secrets: &[&str], settings: &Settings) -> Result<Box<dyn Verify>, SecretError> {
-    let tolerance = settings.tolerance;
-    Ok(match scheme {
-        Scheme::StandardWebhooks => {
-            Box::new(standard::Verifier::new(all(secrets, standard::VerifyKey::parse)?)?.tolerance(tolerance))
-        }
-        Scheme::Stripe => Box::new(stripe::Verifier::new(all(secrets, stripe::Secret::new)?)?.tolerance(tolerance)),
-        Scheme::GitHub => Box::new(github::Verifier::new(all(secrets, github::Secret::new)?)?),
-        Scheme::Shopify => Box::new(shopify::Verifier::new(all(secrets, shopify::Secret::new)?)?),
-        Scheme::Slack => Box::new(slack::Verifier::new(all(secrets, slack::Secret::new)?)?.tolerance(tolerance)),
+    let secrets: Vec<_> = secrets.iter().map(|secret| (*secret, None)).collect();
+    verifier_in_rotation(scheme, &secrets, settings)
+}
+
+/// The same for secrets of which some have an end: the last second at which they verify ([`crate::Verifier::retiring`]). At least one has none.
+pub fn verifier_in_rotation(
+    scheme: Scheme,
+    secrets: &[(&str, Option<UnixSeconds>)],
+    settings: &Settings,
+) -> Result<Box<dyn Verify>, SecretError> {
+    match scheme {
+        Scheme::StandardWebhooks => make(secrets, standard::VerifyKey::parse, (), settings),
+        Scheme::Stripe => make(secrets, stripe::Secret::new, (), settings),
+        Scheme::GitHub => make(secrets, github::Secret::new, (), settings),
+        Scheme::Shopify => make(secrets, shopify::Secret::new, (), settings),
+        Scheme::Slack => make(secrets, slack::Secret::new, (), settings),
         Scheme::Twilio => {
             let missing = SecretError::Setting("the twilio scheme needs public_url: the URL as given to Twilio");
             let url = settings.public_url.as_deref().ok_or(missing)?;
-            Box::new(twilio::Verifier::new(all(secrets, twilio::Secret::new)?, url)?)
+            make(secrets, twilio::Secret::new, twilio::PublicUrl::parse(url)?, settings)
         }
         Scheme::Hmac => {
             let missing = SecretError::Setting("the hmac scheme needs a layout: at least the signature's header");
             let layout = settings.layout.clone().ok_or(missing)?;
-            Box::new(plain::Verifier::new(all(secrets, plain::Secret::new)?, layout)?.tolerance(tolerance))
+            make(secrets, plain::Secret::new, layout.checked()?, settings)
         }
-        Scheme::Sns => {
-            return Err(SecretError::Setting("sns has topics and certificates, not secrets: see sns::Verifier"));
-        }
-    })
+        Scheme::Sns => Err(SecretError::Setting("sns has topics and certificates, not secrets: see sns::Verifier")),
+    }
 }
 
-fn all<K>(secrets: &[&str], parse: impl Fn(&str) -> Result<K, SecretError>) -> Result<Vec<K>, SecretError> {
-    secrets.iter().map(|secret| parse(secret)).collect()
+fn make<K: Key + 'static>(
+    secrets: &[(&str, Option<UnixSeconds>)],
+    parse: impl Fn(&str) -> Result<K, SecretError>,
+    its: K::Settings,
+    settings: &Settings,
+) -> Result<Box<dyn Verify>, SecretError> {
+    let live = |(secret, until): &(&str, Option<UnixSeconds>)| Ok(Live { key: parse(secret)?, until: *until });
+    let keys: Vec<Live<K>> = secrets.iter().map(live).collect::<Result<_, SecretError>>()?;
+    Ok(Box::new(Verifier::with(keys, its)?.within(settings.tolerance)))
 }
 
 #[cfg(test)]
@@ -63,6 +76,9 @@ mod tests {
             assert_eq!(verifier(scheme, &[secret], &settings).unwrap().scheme(), scheme);
             assert_eq!(verifier(scheme, &[], &settings).unwrap_err(), SecretError::None);
             assert!(verifier(scheme, &[secret, ""], &settings).is_err(), "{scheme}");
+            let ends = (secret, Some(UnixSeconds(0)));
+            assert!(verifier_in_rotation(scheme, &[(secret, None), ends], &settings).is_ok(), "{scheme}");
+            assert!(matches!(verifier_in_rotation(scheme, &[ends], &settings), Err(SecretError::Setting(_))));
             assert_eq!(scheme.as_str().parse(), Ok(scheme));
         }
         for scheme in [Scheme::Twilio, Scheme::Hmac, Scheme::Sns] {

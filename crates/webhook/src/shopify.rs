@@ -3,11 +3,11 @@
 //! Only the body is signed: `X-Shopify-Topic`, `X-Shopify-Webhook-Id` and `X-Shopify-Event-Id` are not. After a rotation Shopify may
 //! sign with the old secret for an hour; keep both.
 
-use crate::error::{Part, Refusal, SecretError};
-use crate::mac::{from_base64, hmac_sha256, same};
-use crate::request::{Request, Scheme, Verified, Verify};
-use crate::secret::{Keys, text_secret};
-use crate::time::UnixSeconds;
+use crate::error::{Part, Refusal};
+use crate::keyed::{self, Key};
+use crate::mac::{from_base64, hmac_sha256};
+use crate::request::{Request, Scheme};
+use crate::secret::text_secret;
 
 text_secret! {
     /// An app's client secret.
@@ -15,28 +15,19 @@ text_secret! {
 }
 
 /// Verifies what Shopify sends.
-#[derive(Debug, Clone)]
-pub struct Verifier {
-    keys: Keys<Secret>,
-}
+pub type Verifier = keyed::Verifier<Secret>;
 
-impl Verifier {
-    /// A verifier that accepts any of `keys`.
-    pub fn new(keys: impl IntoIterator<Item = Secret>) -> Result<Self, SecretError> {
-        Ok(Self { keys: Keys::new(keys)? })
-    }
-}
+impl Key for Secret {
+    const SCHEME: Scheme = Scheme::Shopify;
+    type Settings = ();
+    type Claim<'r> = [u8; 32];
 
-impl Verify for Verifier {
-    fn scheme(&self) -> Scheme {
-        Scheme::Shopify
-    }
-
-    fn verify(&self, request: &Request<'_>, _now: UnixSeconds) -> Result<Verified, Refusal> {
+    fn read<'r>((): &'r (), request: &Request<'r>) -> Result<[u8; 32], Refusal> {
         let header = request.headers.only(Part::Signature, "x-shopify-hmac-sha256")?;
-        let signature = from_base64(header).ok_or(Refusal::Malformed(Part::Signature))?;
-        let fits = |key: &Secret| same(&hmac_sha256(&key.0, &[request.body]), &signature);
-        let key = self.keys.position(fits).ok_or(Refusal::Mismatch)?;
-        Ok(Verified { message_id: None, signed_at: None, key })
+        from_base64(header).ok_or(Refusal::Malformed(Part::Signature))
+    }
+
+    fn signed(&self, signature: &[u8; 32], body: &[u8]) -> bool {
+        hmac_sha256(&self.0, &[body]).is(signature)
     }
 }

@@ -6,11 +6,12 @@
 //! While a secret is rolled Stripe signs with both, old and new, for up to 24 hours. Every version but `v1` is ignored (`v0` is
 //! for tests and is not a signature). Stripe retries for three days with a fresh `t`; deduplicate by the event's `id`.
 
-use crate::error::{Part, Refusal, SecretError};
-use crate::mac::{from_hex, hmac_sha256, same};
-use crate::request::{Request, Scheme, Verified, Verify};
-use crate::secret::{Keys, text_secret};
-use crate::time::{Tolerance, UnixSeconds};
+use crate::error::{Part, Refusal};
+use crate::keyed::{self, Key, Timed};
+use crate::mac::{from_hex, hmac_sha256};
+use crate::request::{Request, Scheme};
+use crate::secret::text_secret;
+use crate::time::UnixSeconds;
 
 /// Most `v1` signatures in one header; Stripe sends two at most.
 const SIGNATURES_MAX: usize = 16;
@@ -21,46 +22,34 @@ text_secret! {
 }
 
 /// Verifies what Stripe sends.
-#[derive(Debug, Clone)]
-pub struct Verifier {
-    keys: Keys<Secret>,
-    tolerance: Tolerance,
-}
+pub type Verifier = keyed::Verifier<Secret>;
 
-impl Verifier {
-    /// A verifier that accepts any of `keys`.
-    pub fn new(keys: impl IntoIterator<Item = Secret>) -> Result<Self, SecretError> {
-        Ok(Self { keys: Keys::new(keys)?, tolerance: Tolerance::default() })
+impl Timed for Secret {}
+
+impl Key for Secret {
+    const SCHEME: Scheme = Scheme::Stripe;
+    type Settings = ();
+    type Claim<'r> = SignatureHeader<'r>;
+
+    fn read<'r>((): &'r (), request: &Request<'r>) -> Result<SignatureHeader<'r>, Refusal> {
+        SignatureHeader::parse(request.headers.only(Part::Signature, "stripe-signature")?)
     }
 
-    /// Sets how far the signed time may be off.
-    #[must_use]
-    pub fn tolerance(mut self, tolerance: Tolerance) -> Self {
-        self.tolerance = tolerance;
-        self
-    }
-}
-
-impl Verify for Verifier {
-    fn scheme(&self) -> Scheme {
-        Scheme::Stripe
+    fn signed(&self, header: &SignatureHeader<'_>, body: &[u8]) -> bool {
+        let mac = hmac_sha256(&self.0, &[header.timestamp.as_bytes(), b".", body]);
+        header.signatures.iter().any(|signature| mac.is(signature))
     }
 
-    fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal> {
-        let header = SignatureHeader::parse(request.headers.only(Part::Signature, "stripe-signature")?)?;
-        let signed_at = UnixSeconds::parse(header.timestamp)?;
-        let fits = |key: &Secret| {
-            let mac = hmac_sha256(&key.0, &[header.timestamp.as_bytes(), b".", request.body]);
-            header.signatures.iter().any(|signature| same(&mac, signature))
-        };
-        let key = self.keys.position(fits).ok_or(Refusal::Mismatch)?;
-        self.tolerance.check(signed_at, now)?;
-        Ok(Verified { message_id: None, signed_at: Some(signed_at), key })
+    fn signed_at(header: &SignatureHeader<'_>) -> Option<UnixSeconds> {
+        Some(header.signed_at)
     }
 }
 
-struct SignatureHeader<'a> {
+/// What the header says.
+#[doc(hidden)]
+pub struct SignatureHeader<'a> {
     timestamp: &'a str,
+    signed_at: UnixSeconds,
     signatures: Vec<[u8; 32]>,
 }
 
@@ -86,7 +75,7 @@ impl<'a> SignatureHeader<'a> {
         match (versions, signatures.is_empty()) {
             (0, _) => Err(Refusal::VersionUnsupported),
             (_, true) => Err(Refusal::Malformed(Part::Signature)),
-            _ => Ok(Self { timestamp, signatures }),
+            _ => Ok(Self { timestamp, signed_at: UnixSeconds::parse(timestamp)?, signatures }),
         }
     }
 }

@@ -11,10 +11,10 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Part, Refusal, SecretError};
+use crate::keyed::{self, Key, Live};
 use crate::mac::{from_base64, from_hex, hmac_sha1, same, sha256, to_hex};
-use crate::request::{Request, Scheme, Verified, Verify};
-use crate::secret::{Keys, text_secret};
-use crate::time::UnixSeconds;
+use crate::request::{Request, Scheme};
+use crate::secret::text_secret;
 
 text_secret! {
     /// An account's auth token.
@@ -22,37 +22,42 @@ text_secret! {
 }
 
 /// Verifies what Twilio sends to one URL.
-#[derive(Debug, Clone)]
-pub struct Verifier {
-    keys: Keys<Secret>,
-    urls: Vec<String>,
-}
+pub type Verifier = keyed::Verifier<Secret>;
 
 impl Verifier {
     /// A verifier that accepts any of `keys` for `public_url`: the URL as given to Twilio, without its query.
     pub fn new(keys: impl IntoIterator<Item = Secret>, public_url: &str) -> Result<Self, SecretError> {
-        Ok(Self { keys: Keys::new(keys)?, urls: url_spellings(public_url)? })
+        Self::with(keys.into_iter().map(Live::always), PublicUrl::parse(public_url)?)
     }
 }
 
-impl Verify for Verifier {
-    fn scheme(&self) -> Scheme {
-        Scheme::Twilio
-    }
+/// What a request says of itself.
+#[doc(hidden)]
+pub struct Claim<'r> {
+    urls: &'r PublicUrl,
+    tail: Vec<u8>,
+    signature: [u8; 20],
+}
 
-    fn verify(&self, request: &Request<'_>, _now: UnixSeconds) -> Result<Verified, Refusal> {
+impl Key for Secret {
+    const SCHEME: Scheme = Scheme::Twilio;
+    type Settings = PublicUrl;
+    type Claim<'r> = Claim<'r>;
+
+    fn read<'r>(urls: &'r PublicUrl, request: &Request<'r>) -> Result<Claim<'r>, Refusal> {
         let header = request.headers.only(Part::Signature, "x-twilio-signature")?;
         let signature = from_base64(header).ok_or(Refusal::Malformed(Part::Signature))?;
-        let tail = signed_tail(request)?;
-        for url in &self.urls {
-            let parts = [url.as_bytes(), tail.as_slice()];
-            if let Some(key) = self.keys.position(|key| same(&hmac_sha1(&key.0, &parts), &signature)) {
-                // The spelling of the URL is left out: the same message by another port spelling is the same message.
-                let message_id = format!("sha256:{}", to_hex(&sha256(&[self.urls[0].as_bytes(), &tail])));
-                return Ok(Verified { message_id: Some(message_id), signed_at: None, key });
-            }
-        }
-        Err(Refusal::Mismatch)
+        Ok(Claim { urls, tail: signed_tail(request)?, signature })
+    }
+
+    fn signed(&self, claim: &Claim<'_>, _body: &[u8]) -> bool {
+        let fits = |url: &String| hmac_sha1(&self.0, &[url.as_bytes(), &claim.tail]).is(&claim.signature);
+        claim.urls.0.iter().any(fits)
+    }
+
+    fn message_id(urls: &PublicUrl, claim: &Claim<'_>) -> Option<String> {
+        // One spelling of the URL for all: the same message by another port spelling is the same message.
+        Some(format!("sha256:{}", to_hex(&sha256(&[urls.0[0].as_bytes(), &claim.tail]))))
     }
 }
 
@@ -131,32 +136,41 @@ fn form_decode(text: &[u8]) -> Cow<'_, [u8]> {
 }
 
 /// The URL as configured, and its twin with the default port added or the port taken away.
-fn url_spellings(url: &str) -> Result<Vec<String>, SecretError> {
-    let wrong =
-        SecretError::Setting("the public URL must be http(s)://host[:port]/path as given to Twilio, without a query");
-    let (scheme, rest) = url.split_once("://").ok_or(wrong.clone())?;
-    let port = match scheme {
-        "https" => "443",
-        "http" => "80",
-        _ => return Err(wrong),
-    };
-    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
-    let forbidden = |c: char| matches!(c, '@' | '?' | '#') || c.is_whitespace() || c.is_control();
-    if authority.is_empty() || rest.contains(forbidden) {
-        return Err(wrong);
+#[doc(hidden)]
+#[derive(Debug, Clone)]
+pub struct PublicUrl([String; 2]);
+
+impl PublicUrl {
+    pub(crate) fn parse(url: &str) -> Result<Self, SecretError> {
+        let wrong = SecretError::Setting(
+            "the public URL must be http(s)://host[:port]/path as given to Twilio, without a query",
+        );
+        let (scheme, rest) = url.split_once("://").ok_or(wrong.clone())?;
+        let port = match scheme {
+            "https" => "443",
+            "http" => "80",
+            _ => return Err(wrong),
+        };
+        let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+        let forbidden = |c: char| matches!(c, '@' | '?' | '#') || c.is_whitespace() || c.is_control();
+        if authority.is_empty() || rest.contains(forbidden) {
+            return Err(wrong);
+        }
+        // The last colon separates a port unless it stands inside an IPv6 literal's brackets.
+        let twin = match authority.rsplit_once(':').filter(|(_, digits)| digits.bytes().all(|b| b.is_ascii_digit())) {
+            Some((host, _)) => format!("{scheme}://{host}{path}"),
+            None => format!("{scheme}://{authority}:{port}{path}"),
+        };
+        Ok(Self([url.to_owned(), twin]))
     }
-    // The last colon separates a port unless it stands inside an IPv6 literal's brackets.
-    let twin = match authority.rsplit_once(':').filter(|(_, digits)| digits.bytes().all(|b| b.is_ascii_digit())) {
-        Some((host, _)) => format!("{scheme}://{host}{path}"),
-        None => format!("{scheme}://{authority}:{port}{path}"),
-    };
-    Ok(vec![url.to_owned(), twin])
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::headers::Headers;
+    use crate::request::{Verified, Verify};
+    use crate::time::UnixSeconds;
 
     const FORM: &str = "application/x-www-form-urlencoded; charset=utf-8";
     const CALL: &str =
@@ -198,7 +212,7 @@ mod tests {
     fn a_body_that_nothing_signs_is_refused() {
         // The signature of a call without parameters, with a body smuggled in.
         let url = "https://mycompany.com/a";
-        let signature = crate::mac::to_base64(&hmac_sha1(&Secret::unchecked("12345").0, &[url.as_bytes()]));
+        let signature = crate::mac::to_base64(hmac_sha1(&Secret::unchecked("12345").0, &[url.as_bytes()]).bytes());
         assert!(verify(url, "", FORM, "", &signature).is_ok());
         assert_eq!(verify(url, "", "application/json", "{}", &signature), Err(Refusal::BodyUnsigned));
         assert_eq!(verify(url, "", "", "a=b", &signature), Err(Refusal::BodyUnsigned));
@@ -221,8 +235,8 @@ mod tests {
         for url in ["", "mycompany.com/a", "ftp://a/b", "https://", "https://u@h/a", "https://h/a?b", "https://h/#a"] {
             assert!(Verifier::new([Secret::unchecked("12345")], url).is_err(), "{url}");
         }
-        assert_eq!(url_spellings("https://[::1]/a").unwrap()[1], "https://[::1]:443/a");
-        assert_eq!(url_spellings("http://h:80").unwrap()[1], "http://h");
+        assert_eq!(PublicUrl::parse("https://[::1]/a").unwrap().0[1], "https://[::1]:443/a");
+        assert_eq!(PublicUrl::parse("http://h:80").unwrap().0[1], "http://h");
     }
 
     #[test]

@@ -30,7 +30,9 @@ impl SignKey {
 
     fn entry(&self, preamble: &str, body: &[u8]) -> String {
         match self {
-            Self::Symmetric(key) => format!("v1,{}", to_base64(&hmac_sha256(&key.0, &[preamble.as_bytes(), body]))),
+            Self::Symmetric(key) => {
+                format!("v1,{}", to_base64(hmac_sha256(&key.0, &[preamble.as_bytes(), body]).bytes()))
+            }
             Self::Asymmetric(key) => {
                 let message = [preamble.as_bytes(), body].concat();
                 format!("v1a,{}", to_base64(&key.0.sign(&message).to_bytes()))

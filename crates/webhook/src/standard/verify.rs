@@ -5,10 +5,10 @@ use ed25519_dalek::Signature;
 use super::{ID_HEADER, PublicKey, SIGNATURE_HEADER, SymmetricKey, TIMESTAMP_HEADER, is_id, preamble};
 use crate::error::{Part, Refusal, SecretError};
 use crate::headers::Headers;
-use crate::mac::{from_base64, hmac_sha256, same};
-use crate::request::{Request, Scheme, Verified, Verify};
-use crate::secret::Keys;
-use crate::time::{Tolerance, UnixSeconds};
+use crate::keyed::{self, Key, Timed};
+use crate::mac::{from_base64, hmac_sha256};
+use crate::request::{Request, Scheme};
+use crate::time::UnixSeconds;
 
 /// Most entries in one signature list: as many as a sender's keys could make, twice over.
 const ENTRIES_MAX: usize = 16;
@@ -45,32 +45,25 @@ impl From<PublicKey> for VerifyKey {
 }
 
 /// Verifies what any sender of Standard Webhooks sends.
-#[derive(Debug, Clone)]
-pub struct Verifier {
-    keys: Keys<VerifyKey>,
-    tolerance: Tolerance,
+pub type Verifier = keyed::Verifier<VerifyKey>;
+
+/// What the three headers say.
+#[doc(hidden)]
+pub struct Claim<'r> {
+    id: &'r str,
+    signed_at: UnixSeconds,
+    preamble: String,
+    entries: Entries,
 }
 
-impl Verifier {
-    /// A verifier that accepts any of `keys`.
-    pub fn new(keys: impl IntoIterator<Item = VerifyKey>) -> Result<Self, SecretError> {
-        Ok(Self { keys: Keys::new(keys)?, tolerance: Tolerance::default() })
-    }
+impl Timed for VerifyKey {}
 
-    /// Sets how far the signed time may be off.
-    #[must_use]
-    pub fn tolerance(mut self, tolerance: Tolerance) -> Self {
-        self.tolerance = tolerance;
-        self
-    }
-}
+impl Key for VerifyKey {
+    const SCHEME: Scheme = Scheme::StandardWebhooks;
+    type Settings = ();
+    type Claim<'r> = Claim<'r>;
 
-impl Verify for Verifier {
-    fn scheme(&self) -> Scheme {
-        Scheme::StandardWebhooks
-    }
-
-    fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal> {
+    fn read<'r>((): &'r (), request: &Request<'r>) -> Result<Claim<'r>, Refusal> {
         let [id_header, timestamp_header, signature_header] = family(request.headers);
         let id = request.headers.only(Part::Id, id_header)?;
         if !is_id(id) {
@@ -78,10 +71,19 @@ impl Verify for Verifier {
         }
         let signed_at = UnixSeconds::parse(request.headers.only(Part::Timestamp, timestamp_header)?)?;
         let entries = Entries::parse(request.headers.only(Part::Signature, signature_header)?)?;
-        let preamble = preamble(id, signed_at);
-        let key = self.keys.position(|key| entries.fit(key, &preamble, request.body)).ok_or(Refusal::Mismatch)?;
-        self.tolerance.check(signed_at, now)?;
-        Ok(Verified { message_id: Some(id.to_owned()), signed_at: Some(signed_at), key })
+        Ok(Claim { id, signed_at, preamble: preamble(id, signed_at), entries })
+    }
+
+    fn signed(&self, claim: &Claim<'_>, body: &[u8]) -> bool {
+        claim.entries.fit(self, &claim.preamble, body)
+    }
+
+    fn signed_at(claim: &Claim<'_>) -> Option<UnixSeconds> {
+        Some(claim.signed_at)
+    }
+
+    fn message_id((): &(), claim: &Claim<'_>) -> Option<String> {
+        Some(claim.id.to_owned())
     }
 }
 
@@ -127,7 +129,7 @@ impl Entries {
         match key {
             VerifyKey::Symmetric(key) => {
                 let mac = hmac_sha256(&key.0, &[preamble.as_bytes(), body]);
-                self.v1.iter().any(|signature| same(&mac, signature))
+                self.v1.iter().any(|signature| mac.is(signature))
             }
             VerifyKey::Public(_) if self.v1a.is_empty() => false,
             VerifyKey::Public(key) => {

@@ -1,0 +1,182 @@
+//! One verifier for every scheme with keys; what differs between them is the key's type and how that type's scheme reads a request.
+//!
+//! The order of the checks and the rules of rotation are the same for all, so they stand here once. Keys cannot be mixed:
+//! `Verifier<stripe::Secret>` and `Verifier<slack::Secret>` are different types.
+
+use std::fmt;
+
+use crate::error::{Refusal, SecretError};
+use crate::request::{Request, Scheme, Verified, Verify};
+use crate::secret::Keys;
+use crate::time::{Tolerance, UnixSeconds};
+
+/// A key of a scheme. Sealed: the schemes of this crate are all there are.
+pub trait Key: fmt::Debug + Send + Sync {
+    /// The scheme.
+    const SCHEME: Scheme;
+
+    /// What its verifier needs beside the keys.
+    type Settings: fmt::Debug + Send + Sync;
+
+    /// What a request says of itself, decoded.
+    type Claim<'r>;
+
+    /// Reads a request and refuses what no key could make acceptable.
+    fn read<'r>(settings: &'r Self::Settings, request: &Request<'r>) -> Result<Self::Claim<'r>, Refusal>;
+
+    /// Whether this key signed exactly that.
+    fn signed(&self, claim: &Self::Claim<'_>, body: &[u8]) -> bool;
+
+    /// When it was signed; asked of genuine claims only.
+    fn signed_at(_claim: &Self::Claim<'_>) -> Option<UnixSeconds> {
+        None
+    }
+
+    /// The id that was signed; asked of genuine claims only.
+    fn message_id(_settings: &Self::Settings, _claim: &Self::Claim<'_>) -> Option<String> {
+        None
+    }
+}
+
+/// A key of a scheme that signs a time.
+pub trait Timed: Key {}
+
+/// Verifies what the senders of one scheme send: [`crate::github::Verifier`] and its siblings.
+#[derive(Debug, Clone)]
+pub struct Verifier<K: Key> {
+    keys: Keys<Live<K>>,
+    settings: K::Settings,
+    tolerance: Tolerance,
+}
+
+impl<K: Key<Settings = ()>> Verifier<K> {
+    /// A verifier that accepts any of `keys`, 1 to 8.
+    pub fn new(keys: impl IntoIterator<Item = K>) -> Result<Self, SecretError> {
+        Self::with(keys.into_iter().map(Live::always), ())
+    }
+}
+
+impl<K: Key> Verifier<K> {
+    pub(crate) fn with(keys: impl IntoIterator<Item = Live<K>>, settings: K::Settings) -> Result<Self, SecretError> {
+        let keys = Keys::new(keys)?;
+        if keys.iter().all(|live| live.until.is_some()) {
+            return Err(SecretError::Setting(
+                "every secret has an end; one must have none, or nothing verifies one day",
+            ));
+        }
+        Ok(Self { keys, settings, tolerance: Tolerance::default() })
+    }
+
+    /// Accepts an old key too, up to and including `until`. Afterwards what it signs is refused as [`Refusal::KeyRetired`], however early
+    /// the message says it was signed: whoever has found the old key can write any time.
+    pub fn retiring(mut self, key: K, until: UnixSeconds) -> Result<Self, SecretError> {
+        self.keys.push(Live { key, until: Some(until) })?;
+        Ok(self)
+    }
+
+    pub(crate) fn within(mut self, tolerance: Tolerance) -> Self {
+        self.tolerance = tolerance;
+        self
+    }
+}
+
+impl<K: Timed> Verifier<K> {
+    /// Sets how far the signed time may be off.
+    #[must_use]
+    pub fn tolerance(self, tolerance: Tolerance) -> Self {
+        self.within(tolerance)
+    }
+}
+
+impl<K: Key> Verify for Verifier<K> {
+    fn scheme(&self) -> Scheme {
+        K::SCHEME
+    }
+
+    fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal> {
+        let claim = K::read(&self.settings, request)?;
+        let signed = |live: &Live<K>| live.key.signed(&claim, request.body);
+        let Some(key) = self.keys.position(|live| live.is_live(now) && signed(live)) else {
+            let retired = self.keys.iter().any(|live| !live.is_live(now) && signed(live));
+            return Err(if retired { Refusal::KeyRetired } else { Refusal::Mismatch });
+        };
+        let signed_at = K::signed_at(&claim);
+        // Only now: a count of stale messages is a count of genuine ones.
+        signed_at.map_or(Ok(()), |signed_at| self.tolerance.check(signed_at, now))?;
+        Ok(Verified { message_id: K::message_id(&self.settings, &claim), signed_at, key })
+    }
+}
+
+/// A key and the last second at which it verifies.
+#[derive(Debug, Clone)]
+pub(crate) struct Live<K> {
+    pub(crate) key: K,
+    pub(crate) until: Option<UnixSeconds>,
+}
+
+impl<K> Live<K> {
+    pub(crate) fn always(key: K) -> Self {
+        Self { key, until: None }
+    }
+
+    fn is_live(&self, now: UnixSeconds) -> bool {
+        self.until.is_none_or(|until| now <= until)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::headers::Headers;
+    use crate::mac::{hmac_sha256, to_hex};
+    use crate::{github, slack};
+
+    const END: UnixSeconds = UnixSeconds(1_000_000);
+
+    fn verdict(verifier: &dyn Verify, fields: &[(&str, &str)], now: i64) -> Result<usize, Refusal> {
+        let headers: Headers<'_> = fields.iter().map(|(name, value)| (*name, value.as_bytes())).collect();
+        verifier.verify(&Request::new(&headers, b"{}"), UnixSeconds(now)).map(|verified| verified.key)
+    }
+
+    #[test]
+    fn an_old_key_verifies_until_its_end_and_not_a_second_longer() {
+        let key = |text: &str| github::Secret::new(text).unwrap();
+        let (new, old, other) = ("new-new-new-new-new", "old-old-old-old-old", "other-other-other-other");
+        let verifier = github::Verifier::new([key(new)]).unwrap().retiring(key(old), END).unwrap();
+        let by = |secret: &str| format!("sha256={}", to_hex(hmac_sha256(&key(secret).0, &[b"{}"]).bytes()));
+        let at = |secret, now| verdict(&verifier, &[("x-hub-signature-256", &by(secret))], now);
+        assert_eq!([at(new, 0), at(new, END.0 + 1), at(new, i64::MAX)], [Ok(0); 3]);
+        assert_eq!([at(old, i64::MIN), at(old, 0), at(old, END.0)], [Ok(1); 3]);
+        assert_eq!([at(old, END.0 + 1), at(old, i64::MAX)], [Err(Refusal::KeyRetired); 2]);
+        assert_eq!([at(other, 0), at(other, END.0 + 1)], [Err(Refusal::Mismatch); 2]);
+    }
+
+    #[test]
+    fn the_end_is_compared_with_now_and_not_with_what_the_message_says() {
+        let key = |text: &str| slack::Secret::new(text).unwrap();
+        let (new, old) = ("new-new-new-new-new", "old-old-old-old-old");
+        let verifier = slack::Verifier::new([key(new)]).unwrap().retiring(key(old), END).unwrap();
+        let time = END.0 - 1;
+        let mac = hmac_sha256(&key(old).0, &[format!("v0:{time}:{{}}").as_bytes()]);
+        let fields = [
+            ("x-slack-request-timestamp", &*time.to_string()),
+            ("x-slack-signature", &*format!("v0={}", to_hex(mac.bytes()))),
+        ];
+        assert_eq!(verdict(&verifier, &fields, END.0), Ok(1));
+        // Within the tolerance, before the end by its own account, and refused.
+        assert_eq!(verdict(&verifier, &fields, END.0 + 1), Err(Refusal::KeyRetired));
+    }
+
+    #[test]
+    fn there_are_few_keys_and_one_of_them_stays() {
+        let key = || github::Secret::new("0123456789abcdef").unwrap();
+        let mut verifier = github::Verifier::new([key()]).unwrap();
+        for _ in 1..8 {
+            verifier = verifier.retiring(key(), END).unwrap();
+        }
+        assert!(matches!(verifier.retiring(key(), END), Err(SecretError::TooMany { given: 9, max: 8 })));
+        let ends = || Live { key: key(), until: Some(END) };
+        assert!(matches!(github::Verifier::with([ends(), ends()], ()), Err(SecretError::Setting(_))));
+        assert!(matches!(github::Verifier::with([], ()), Err(SecretError::None)));
+    }
+}
