@@ -9,6 +9,9 @@ use subtle::ConstantTimeEq;
 
 use crate::secret::SecretBytes;
 
+#[cfg(test)]
+mod equal_time;
+
 const ANY_LENGTH: &str = "HMAC takes keys of any length";
 
 /// A code that we computed. It has no `==`: the way to compare it is [`Mac::is`].
