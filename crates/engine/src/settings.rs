@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use postbox_core::limits::BATCH_EVENTS_MAX;
-use postbox_core::{BatchLimit, Error, Result, RetryPolicy};
+use postbox_core::{BatchLimit, Error, Rate, Result, RetryPolicy};
 
 use crate::breaker::BreakerPolicy;
 
@@ -30,6 +30,9 @@ pub struct RelaySettings {
     pub breaker: BreakerPolicy,
     /// Fewer calls at once than the sink can take. Default: what the sink declares.
     pub concurrency: Option<usize>,
+    /// Most events in a time, over all lanes of this relay, retries included. Waiting for it costs no attempt. Each replica keeps to it by
+    /// itself. Not for handlers that apply in a transaction. Default: as fast as the sink takes them.
+    pub rate: Option<Rate>,
     /// How long a lane belongs to this relay without renewal; a crashed relay's work is taken over after it. Renewed at a
     /// third. Default 10 s: two renewals may fail before the lane is lost.
     pub lease_ttl: Duration,
@@ -51,6 +54,7 @@ impl Default for RelaySettings {
             on_dead: OnDead::default(),
             breaker: BreakerPolicy::default(),
             concurrency: None,
+            rate: None,
             lease_ttl: Duration::from_secs(10),
             deliver_timeout: Duration::from_secs(30),
             drain_timeout: Duration::from_secs(10),

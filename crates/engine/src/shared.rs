@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use postbox_core::limits::ERROR_BYTES_MAX;
 use postbox_core::{
-    Apply, Capabilities, Clock, Delivery, Disposition, Error, Log, Ordering, Outcome, Random, Seq, Sink, Subscription,
+    Apply, Bucket, Capabilities, Clock, Delivery, Disposition, Error, Log, Ordering, Outcome, Random, Seq, Sink,
+    Subscription,
 };
 use tokio::sync::Semaphore;
 use tracing::{error, info, warn};
@@ -20,6 +21,8 @@ use crate::settings::{OnDead, RelaySettings};
 /// database that comes back.
 const STORE_BACKOFF_MIN: Duration = Duration::from_millis(20);
 const STORE_BACKOFF_MAX: Duration = Duration::from_millis(500);
+/// What of an unused rate is kept for a burst: enough that short waits between calls do not cost throughput, too little to be felt by the destination.
+const RATE_BURST: Duration = Duration::from_millis(100);
 /// Most deliveries one transaction of an apply handler covers: bounds both the transaction and what a rollback repeats.
 const APPLY_CHUNK_MAX: usize = 64;
 
@@ -42,6 +45,8 @@ pub(crate) struct Shared {
     pub(crate) breaker: Breaker,
     /// Calls to the sink in flight over all lanes.
     pub(crate) permits: Arc<Semaphore>,
+    /// Keeps all lanes together to the subscription's rate.
+    pace: Option<Mutex<Bucket>>,
     /// Set by a `Gone` outcome: why the destination must not be called again.
     gone: Mutex<Option<String>>,
     /// How many deliveries the next apply transaction takes. Shrinks to one when a transaction overruns its time, to find the culprit.
@@ -68,6 +73,12 @@ impl Shared {
         };
         capabilities.batch_max = capabilities.batch_max.max(1);
         capabilities.concurrency = capabilities.concurrency.max(1).min(settings.concurrency.unwrap_or(usize::MAX));
+        if let Some(rate) = settings.rate {
+            // A larger call would be far ahead of the rate at once, and make the rest wait for long.
+            let at_once = RATE_BURST.as_nanos() / rate.interval().as_nanos().max(1);
+            capabilities.batch_max = capabilities.batch_max.min(usize::try_from(at_once).unwrap_or(usize::MAX).max(1));
+        }
+        let pace = settings.rate.map(|rate| Mutex::new(Bucket::new(rate, RATE_BURST)));
         let permits = Arc::new(Semaphore::new(capabilities.concurrency.min(Semaphore::MAX_PERMITS)));
         Self {
             log,
@@ -80,6 +91,7 @@ impl Shared {
             metrics,
             breaker,
             permits,
+            pace,
             gone: Mutex::new(None),
             apply_chunk: AtomicUsize::new(APPLY_CHUNK_MAX),
             overran: Mutex::new(HashSet::new()),
@@ -154,6 +166,18 @@ impl Shared {
         if self.breaker.answered() {
             self.metrics.set_breaker(self.breaker.state());
             info!(subscription = self.name(), "destination answers again, breaker closed");
+        }
+    }
+
+    /// How long the rate wants to be waited for; `None`: send now.
+    pub(crate) fn rate_wait(&self) -> Option<Duration> {
+        lock(self.pace.as_ref()?).wait(self.clock.monotonic())
+    }
+
+    /// So many events go out now. A call of several may exceed the rate for a moment; the next one waits the longer.
+    pub(crate) fn rate_spend(&self, count: usize) {
+        if let Some(pace) = &self.pace {
+            lock(pace).spend(u32::try_from(count).unwrap_or(u32::MAX), self.clock.monotonic());
         }
     }
 

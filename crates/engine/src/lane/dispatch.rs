@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt};
 use postbox_core::{Batch, Delivery, Disposition, Key, Outcome, Sink};
@@ -27,6 +28,7 @@ pub(super) struct Pace {
 enum Event {
     Returned(Returned),
     Permit(OwnedSemaphorePermit),
+    Paced,
     Late,
     Ended,
 }
@@ -53,7 +55,12 @@ impl Lane {
         let bytes = if shared.capabilities.prefix { 0 } else { weigh(batch) };
         loop {
             let mut starved = false;
+            let mut paced = None;
             while calls.len() < pace.calls_max && feed.has_more(deliveries.len()) && self.may_send(pace, round) {
+                paced = shared.rate_wait();
+                if paced.is_some() {
+                    break;
+                }
                 let Some(permit) = spare.take().or_else(|| shared.permits.clone().try_acquire_owned().ok()) else {
                     starved = true;
                     break;
@@ -62,24 +69,27 @@ impl Lane {
                 if places.is_empty() {
                     break;
                 }
+                shared.rate_spend(places.len());
                 if !shared.capabilities.prefix {
                     out.extend(&places);
                 }
                 calls.push(call(shared.clone(), sink.clone(), batch.clone(), places, permit));
             }
             spare = None;
-            if calls.is_empty() && !starved {
+            if calls.is_empty() && !starved && paced.is_none() {
                 // Nothing in flight and nothing may go out: done, or the round has ended.
                 return Vec::new();
             }
-            let may_be_late = !starved && self.may_be_late(pace, calls.len(), bytes);
-            match self.next_event(&mut calls, starved, may_be_late, round).await {
+            let may_be_late = !starved && paced.is_none() && self.may_be_late(pace, calls.len(), bytes);
+            match self.next_event(&mut calls, starved, paced, may_be_late, round).await {
                 Event::Returned(Returned { places, outcomes, .. }) => {
                     feed.returned();
                     places.iter().for_each(|place| _ = out.remove(place));
                     self.absorb(deliveries, &places, outcomes, &mut feed, verdicts, round);
                 }
                 Event::Permit(permit) => spare = Some(permit),
+                // What may be sent is looked at again, the lease too: it may have ended during the wait.
+                Event::Paced => {}
                 Event::Late => {
                     for place in out {
                         verdicts.failed(place, self.in_flight());
@@ -96,6 +106,7 @@ impl Lane {
         &self,
         calls: &mut FuturesUnordered<Call>,
         starved: bool,
+        paced: Option<Duration>,
         may_be_late: bool,
         round: &CancellationToken,
     ) -> Event {
@@ -105,6 +116,7 @@ impl Lane {
             Some(returned) = calls.next(), if !calls.is_empty() => Event::Returned(returned),
             () = round.cancelled(), if calls.is_empty() => Event::Ended,
             Ok(permit) = self.shared.permits.clone().acquire_owned(), if starved => Event::Permit(permit),
+            () = self.shared.clock.sleep(paced.unwrap_or_default()), if paced.is_some() => Event::Paced,
             () = self.shared.clock.sleep(LATE_AFTER), if may_be_late => Event::Late,
             else => Event::Ended,
         }
