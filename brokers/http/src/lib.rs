@@ -15,6 +15,7 @@
 //! - [`HttpSink`] posts each event's payload as it is, with CloudEvents binary-mode headers and Standard Webhooks signatures;
 //!   the answer's status becomes an [`Outcome`](postbox_core::Outcome). It serves webhook targets and your own HTTP handlers alike.
 //! - [`ingress`] is an axum router for `POST /in/{source}`: verifies on the raw bytes, stores once, answers 2xx only then.
+//! - [`serve`](mod@serve) serves such a router to strangers: deadlines, and a bound on connections.
 //! - [`Guard`] keeps a sink away from private addresses, whatever the URL or the DNS says.
 //!
 //! The README of this crate has the tables: headers, statuses, codes, limits.
@@ -29,11 +30,12 @@ mod cloudevents;
 mod config;
 mod envelope;
 mod guard;
+pub mod serve;
 mod sink;
 pub mod source;
 mod tls;
 
-pub use config::HttpSinkConfig;
+pub use config::{ClientCert, HttpSinkConfig};
 pub use guard::Guard;
 pub use ipnet::IpNet;
 pub use sink::HttpSink;

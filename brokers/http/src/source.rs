@@ -20,11 +20,13 @@
 //! | status | when |
 //! |---|---|
 //! | 202 | stored, durably |
-//! | 200 | stored before: the same body (duplicate), or another one (conflict: kept out, counted, logged) |
+//! | 200 | stored before: the same body (duplicate), or another one (conflict: kept out, counted, logged); a handshake; or your own function ([`WebhookSource::convert`]) wants nothing of it |
 //! | 401 | not verified; the body never says why, the counter does |
 //! | 404 | no such source |
 //! | 408, 413, 415 | the body comes too slowly, is too large, or has a content encoding |
 //! | 422 | genuine, but it has no id, topic or tenant where the mapping says, or breaks a limit of events |
+//! | 429 + `Retry-After` | genuine, but more than the source's rate; nothing is stored |
+//! | 500 | your own function panicked |
 //! | 503 + `Retry-After` | the store is down or too slow, or too much is being received at once |
 //!
 //! Nothing of a request that is not verified is stored, not even its id. A conflict is answered with success because no repetition
@@ -32,25 +34,32 @@
 
 mod answer;
 mod body;
+mod convert;
+mod handshake;
 mod json;
 mod mapping;
 mod receive;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use axum::Router;
 use axum::routing::post;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
-use postbox_core::{Clock, Error, LogName, Receive, Result, SourceName};
+use postbox_core::{BoxError, Bucket, Clock, Error, LogName, NewEvent, Rate, Receive, Result, SourceName};
 use postbox_webhook::Verify;
 use tokio::sync::Semaphore;
 
 pub use answer::Count;
+pub use convert::Message;
 pub use mapping::{Mapping, Origin};
 
 use answer::Counters;
+use convert::Convert;
+
+/// What of an unused rate is kept for a burst: senders that send once a second should not be told to slow down.
+const BURST: Duration = Duration::from_secs(1);
 
 /// Bounds on what one source may cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +73,8 @@ pub struct SourceLimits {
     pub body_timeout: Duration,
     /// Most verified messages on their way into the store at once. Default 256.
     pub concurrency: usize,
+    /// Most verified messages in a time. Default: no limit. What is not verified does not count, so nobody else can use it up.
+    pub rate: Option<Rate>,
     /// Longest wait for the store. Default 10 s; after that the sender comes again.
     pub store_timeout: Duration,
 }
@@ -75,6 +86,7 @@ impl Default for SourceLimits {
             buffered_bytes: 32 * 1024 * 1024,
             body_timeout: Duration::from_secs(10),
             concurrency: 256,
+            rate: None,
             store_timeout: Duration::from_secs(10),
         }
     }
@@ -93,13 +105,55 @@ pub struct WebhookSource {
     pub mapping: Mapping,
     /// Bounds.
     pub limits: SourceLimits,
+    /// CloudEvents: who gets consent by the `OPTIONS` handshake, by the names they send in `WebHook-Request-Origin`. Default: nobody. Consent is not
+    /// authentication: what then comes is verified as everything else.
+    pub allowed_origins: Vec<String>,
+    convert: Option<Convert>,
 }
 
 impl WebhookSource {
     /// A source with the scheme's usual mapping and the default limits.
     pub fn new(name: SourceName, log: LogName, verifier: Box<dyn Verify>) -> Self {
         let mapping = Mapping::usual(verifier.scheme(), &name);
-        Self { name, log, verifier, mapping, limits: SourceLimits::default() }
+        Self {
+            name,
+            log,
+            verifier,
+            mapping,
+            limits: SourceLimits::default(),
+            allowed_origins: Vec::new(),
+            convert: None,
+        }
+    }
+
+    /// Stores events of your own making instead of the messages as they came: `convert` gets each verified message once per request, and gives the event
+    /// to store, or `None` if there is nothing to store. The id by which it is stored once is the message's, from the mapping; so is the tenant, if
+    /// the mapping has one.
+    ///
+    /// An error is answered with 422 and logged; a panic with 500, and the sender comes again.
+    ///
+    /// ```
+    /// # use postbox_core::{LogName, NewEvent, SourceName};
+    /// # use postbox_http::ingress::WebhookSource;
+    /// # use postbox_webhook::{Scheme, Settings, verifier};
+    /// # fn example(secret: &str) -> Result<WebhookSource, Box<dyn std::error::Error>> {
+    /// # let stripe = verifier(Scheme::Stripe, &[secret], &Settings::default())?;
+    /// let source = WebhookSource::new(SourceName::new("stripe")?, LogName::inbox(), stripe).convert(|message| {
+    ///     let body: serde_json::Value = serde_json::from_slice(message.body)?;
+    ///     let Some(invoice) = body["data"]["object"]["id"].as_str().filter(|_| body["type"] == "invoice.paid") else {
+    ///         return Ok(None);
+    ///     };
+    ///     Ok(Some(NewEvent::json("billing.paid", message.body.clone()).key(invoice)))
+    /// });
+    /// # Ok(source) }
+    /// ```
+    #[must_use]
+    pub fn convert<F>(mut self, convert: F) -> Self
+    where
+        F: Fn(&Message<'_>) -> std::result::Result<Option<NewEvent>, BoxError> + Send + Sync + 'static,
+    {
+        self.convert = Some(Convert::new(convert));
+        self
     }
 }
 
@@ -116,6 +170,7 @@ struct Gate {
     source: WebhookSource,
     buffered: Semaphore,
     storing: Semaphore,
+    rate: Option<Mutex<Bucket>>,
     counters: Counters,
 }
 
@@ -160,13 +215,15 @@ impl Gate {
         Ok(Self {
             buffered: Semaphore::new(buffered),
             storing: Semaphore::new(limits.concurrency),
+            rate: limits.rate.map(|rate| Mutex::new(Bucket::new(rate, BURST))),
             counters: Counters::default(),
             source,
         })
     }
 }
 
-/// The routes: `POST /in/{source}`. Mount or merge them anywhere; axum's own body limit does not apply to them.
+/// The routes: `POST /in/{source}`, and `OPTIONS` for the CloudEvents handshake. Mount or merge them anywhere; axum's own body limit does not apply
+/// to them. Serve them with [`serve`](crate::serve::serve), or with something else that has deadlines for heads and a bound on connections.
 pub fn router(ingress: Arc<Ingress>) -> Router {
-    Router::new().route("/in/{source}", post(receive::receive)).with_state(ingress)
+    Router::new().route("/in/{source}", post(receive::receive).options(handshake::consent)).with_state(ingress)
 }

@@ -1,6 +1,7 @@
 //! What the sender hears, and what the owner counts.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
@@ -15,6 +16,15 @@ pub(super) enum Answer {
     Conflict,
     /// A provider's handshake, answered after verification; nothing is stored.
     Challenge(String),
+    /// CloudEvents: this origin may send, so many a minute (`None`: as many as it likes).
+    Consent {
+        origin: String,
+        per_minute: Option<u64>,
+    },
+    /// CloudEvents: no consent. The status alone would not be one anyway; only the headers are.
+    OriginRefused,
+    /// The source's own function wants nothing of it.
+    Ignored,
     Refused(Refusal),
     UnknownSource,
     EncodingRefused,
@@ -23,16 +33,23 @@ pub(super) enum Answer {
     BodyBroken,
     /// Genuine, but not an event; the code says which part is wrong.
     Unmapped(&'static str),
+    /// The source's own function panicked.
+    ConvertPanicked,
     Busy,
+    /// More than the source's rate; the wait until the next.
+    TooMany(Duration),
     StoreDown,
 }
 
 /// Codes that are not refusals of the verifier.
-const CODES: [&str; 16] = [
+const CODES: [&str; 22] = [
     "accepted",
     "duplicate",
     "conflict",
     "challenge",
+    "consent",
+    "origin_refused",
+    "ignored",
     "source_unknown",
     "encoding_refused",
     "body_too_large",
@@ -43,7 +60,10 @@ const CODES: [&str; 16] = [
     "key_unmapped",
     "tenant_unmapped",
     "event_invalid",
+    "convert_failed",
+    "convert_panicked",
     "busy",
+    "rate_limited",
     "store_unavailable",
 ];
 
@@ -54,6 +74,9 @@ impl Answer {
             Self::Duplicate => "duplicate",
             Self::Conflict => "conflict",
             Self::Challenge(_) => "challenge",
+            Self::Consent { .. } => "consent",
+            Self::OriginRefused => "origin_refused",
+            Self::Ignored => "ignored",
             Self::Refused(refusal) => refusal.code(),
             Self::UnknownSource => "source_unknown",
             Self::EncodingRefused => "encoding_refused",
@@ -61,7 +84,9 @@ impl Answer {
             Self::BodyTooSlow => "body_too_slow",
             Self::BodyBroken => "body_broken",
             Self::Unmapped(code) => code,
+            Self::ConvertPanicked => "convert_panicked",
             Self::Busy => "busy",
+            Self::TooMany(_) => "rate_limited",
             Self::StoreDown => "store_unavailable",
         }
     }
@@ -69,7 +94,10 @@ impl Answer {
     fn status(&self) -> StatusCode {
         match self {
             Self::Accepted => StatusCode::ACCEPTED,
-            Self::Duplicate | Self::Conflict | Self::Challenge(_) => StatusCode::OK,
+            Self::Duplicate | Self::Conflict | Self::Challenge(_) | Self::Consent { .. } | Self::Ignored => {
+                StatusCode::OK
+            }
+            Self::OriginRefused => StatusCode::FORBIDDEN,
             Self::Refused(_) => StatusCode::UNAUTHORIZED,
             Self::UnknownSource => StatusCode::NOT_FOUND,
             Self::EncodingRefused => StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -77,6 +105,9 @@ impl Answer {
             Self::BodyTooSlow => StatusCode::REQUEST_TIMEOUT,
             Self::BodyBroken => StatusCode::BAD_REQUEST,
             Self::Unmapped(_) => StatusCode::UNPROCESSABLE_ENTITY,
+            // The sender comes again, perhaps to a mended function.
+            Self::ConvertPanicked => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::TooMany(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::Busy | Self::StoreDown => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
@@ -86,6 +117,8 @@ impl Answer {
         match self {
             Self::Busy => Some(HeaderValue::from_static("1")),
             Self::StoreDown => Some(HeaderValue::from_static("10")),
+            // Whole seconds, up: whoever comes at the very moment would be too early.
+            Self::TooMany(wait) => Some(HeaderValue::from(wait.as_secs() + 1)),
             _ => None,
         }
     }
@@ -103,6 +136,14 @@ impl IntoResponse for Answer {
         response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
         if let Some(wait) = self.retry_after() {
             response.headers_mut().insert(header::RETRY_AFTER, wait);
+        }
+        if let Self::Consent { origin, per_minute } = &self
+            && let Ok(origin) = HeaderValue::try_from(origin.as_str())
+        {
+            let rate = per_minute.map_or(HeaderValue::from_static("*"), HeaderValue::from);
+            response.headers_mut().insert("webhook-allowed-origin", origin);
+            response.headers_mut().insert("webhook-allowed-rate", rate);
+            response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("POST, OPTIONS"));
         }
         response
     }
@@ -155,12 +196,18 @@ mod tests {
 
     #[test]
     fn every_answer_has_a_counter_of_its_own() {
-        let unmapped = ["id_unmapped", "topic_unmapped", "key_unmapped", "tenant_unmapped", "event_invalid"];
+        let unmapped =
+            ["id_unmapped", "topic_unmapped", "key_unmapped", "tenant_unmapped", "event_invalid", "convert_failed"];
         let answers = [
             Answer::Accepted,
             Answer::Duplicate,
             Answer::Conflict,
             Answer::Challenge(String::new()),
+            Answer::Consent { origin: "o".into(), per_minute: None },
+            Answer::OriginRefused,
+            Answer::Ignored,
+            Answer::ConvertPanicked,
+            Answer::TooMany(Duration::ZERO),
             Answer::UnknownSource,
             Answer::EncodingRefused,
             Answer::BodyTooLarge,

@@ -8,8 +8,11 @@ use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
 use postbox_core::{Inbound, NewEvent, SourceName};
 use postbox_webhook::{Scheme, Verified};
 use sha2::{Digest, Sha256};
+use tracing::warn;
 
 use super::WebhookSource;
+use super::answer::Answer;
+use super::convert::Message;
 use super::json::text_at;
 use crate::cloudevents;
 
@@ -89,31 +92,59 @@ pub(super) struct Genuine<'a> {
 }
 
 impl Genuine<'_> {
-    /// The message for the store, or the code of what is missing or wrong.
-    pub(super) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, &'static str> {
+    /// The message for the store, or what the sender hears instead.
+    pub(super) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Answer> {
+        let unmapped = |code| {
+            warn!(source = %source.name, code, "a genuine webhook is not an event by this source's mapping; refused");
+            Answer::Unmapped(code)
+        };
         let digest: [u8; 32] = Sha256::digest(&self.body).into();
+        let message_id = self.message_id(&source.mapping, &digest).map_err(unmapped)?;
+        let tenant = self.tenant(&source.mapping, &digest).map_err(unmapped)?;
+        let mut event = match &source.convert {
+            None => self.event(source, &digest).map_err(unmapped)?,
+            Some(convert) => {
+                let Self { headers, body, verified } = &self;
+                convert.call(&Message { source: &source.name, message_id: &message_id, verified, headers, body })?
+            }
+        };
+        if tenant.is_some() {
+            event.tenant = tenant;
+        }
+        event.source.get_or_insert_with(|| source.name.to_string());
+        if source.convert.is_none() {
+            keep_headers(&mut event, self.headers, &message_id);
+        } else {
+            event.headers.insert(MESSAGE_ID_HEADER.into(), message_id.clone());
+        }
+        event.validate().map_err(|_| unmapped("event_invalid"))?;
+        Ok(Inbound { source: source.name.clone(), message_id, digest, event })
+    }
+
+    fn message_id(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<String, &'static str> {
+        let id = self.find(&mapping.id, digest).ok().flatten().ok_or("id_unmapped")?;
+        let fits = id.len() <= MESSAGE_ID_BYTES_MAX && !id.chars().any(char::is_control);
+        if fits { Ok(id) } else { Err("id_unmapped") }
+    }
+
+    fn tenant(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<Option<String>, &'static str> {
+        match self.find(&mapping.tenant, digest) {
+            Ok(None) if mapping.tenant.is_empty() => Ok(None),
+            Ok(Some(tenant)) => Ok(Some(tenant)),
+            _ => Err("tenant_unmapped"),
+        }
+    }
+
+    /// The message as it came, as an event.
+    fn event(&self, source: &WebhookSource, digest: &[u8; 32]) -> Result<NewEvent, &'static str> {
         let mapping = &source.mapping;
-        let message_id = self.find(&mapping.id, &digest).and_then(|id| id.ok_or(())).map_err(|()| "id_unmapped")?;
-        if message_id.len() > MESSAGE_ID_BYTES_MAX || message_id.chars().any(char::is_control) {
-            return Err("id_unmapped");
-        }
-        let topic =
-            self.find(&mapping.topic, &digest).and_then(|topic| topic.ok_or(())).map_err(|()| "topic_unmapped")?;
-        let key = self.find(&mapping.key, &digest).map_err(|()| "key_unmapped")?;
-        let tenant = self.find(&mapping.tenant, &digest).map_err(|()| "tenant_unmapped")?;
-        if tenant.is_none() && !mapping.tenant.is_empty() {
-            return Err("tenant_unmapped");
-        }
+        let topic = self.find(&mapping.topic, digest).ok().flatten().ok_or("topic_unmapped")?;
         let mut event = NewEvent::new(topic, self.body.clone(), self.content_type());
-        event.key = key;
-        event.tenant = tenant;
-        event.source = Some(source.name.to_string());
+        event.key = self.find(&mapping.key, digest).map_err(|()| "key_unmapped")?;
         if source.verifier.scheme() == Scheme::StandardWebhooks {
             self.restore(&mut event);
         }
-        keep_headers(&mut event, self.headers, &message_id);
-        event.validate().map_err(|_| "event_invalid")?;
-        Ok(Inbound { source: source.name.clone(), message_id, digest, event })
+        Ok(event)
     }
 
     fn content_type(&self) -> String {

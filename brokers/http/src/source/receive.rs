@@ -1,16 +1,16 @@
 //! One request, from the first byte to the answer.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use axum::extract::{Path, Request, State};
 use http::request::Parts;
 use postbox_core::{Error, ErrorKind, Inbound, Received};
-use postbox_webhook::{Headers, Scheme, UnixSeconds, Verified};
+use postbox_webhook::{Headers, UnixSeconds, Verified};
 use tracing::{debug, error, warn};
 
 use super::answer::Answer;
 use super::body::{check_headers, read};
-use super::json::text_at;
+use super::handshake::challenge;
 use super::mapping::Genuine;
 use super::{Gate, Ingress};
 
@@ -39,10 +39,8 @@ impl Ingress {
             return Ok(Answer::Challenge(challenge));
         }
         let genuine = Genuine { headers: &parts.headers, body: received.bytes.clone(), verified };
-        let inbound = genuine.into_inbound(source).map_err(|code| {
-            warn!(source = %source.name, code, "a genuine webhook is not an event by this source's mapping; refused");
-            Answer::Unmapped(code)
-        })?;
+        let inbound = genuine.into_inbound(source)?;
+        self.pace(gate)?;
         // Not waited for: a sender that is told to come again soon is better off than one that waits in a queue it cannot see.
         let _place = gate.storing.try_acquire().map_err(|_| Answer::Busy)?;
         tokio::select! {
@@ -52,6 +50,13 @@ impl Ingress {
                 Err(Answer::StoreDown)
             }
         }
+    }
+
+    /// Keeps the source to its rate.
+    fn pace(&self, gate: &Gate) -> Result<(), Answer> {
+        let Some(rate) = &gate.rate else { return Ok(()) };
+        let mut bucket = rate.lock().unwrap_or_else(PoisonError::into_inner);
+        bucket.take(self.clock.monotonic()).map_err(Answer::TooMany)
     }
 
     fn verify(&self, gate: &Gate, parts: &Parts, body: &[u8]) -> Result<Verified, Answer> {
@@ -101,10 +106,4 @@ fn blame(gate: &Gate, failure: &Error) -> Answer {
             Answer::StoreDown
         }
     }
-}
-
-/// Slack asks once whether the URL is ours. Only a verified question is answered.
-fn challenge(scheme: Scheme, body: &[u8]) -> Option<String> {
-    let asked = scheme == Scheme::Slack && text_at(body, "/type")? == "url_verification";
-    asked.then(|| text_at(body, "/challenge"))?
 }

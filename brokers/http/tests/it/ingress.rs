@@ -8,7 +8,7 @@ use axum::body::Body;
 use bytes::Bytes;
 use futures::stream;
 use http::{Request, StatusCode};
-use postbox_core::{LogName, SourceName, Tenant};
+use postbox_core::{LogName, NewEvent, SourceName, Tenant};
 use postbox_http::ingress::{self, Ingress, Origin, SourceLimits, WebhookSource};
 use postbox_webhook::standard::{SignKey, Signer};
 use postbox_webhook::{Scheme, Settings, UnixSeconds, plain, verifier};
@@ -39,7 +39,8 @@ impl Stand {
         let answer = tokio::time::timeout(DEADLINE, self.router.clone().oneshot(request)).await.expect("an answer");
         let answer = answer.unwrap();
         let status = answer.status();
-        assert_eq!(answer.headers().contains_key("retry-after"), status == StatusCode::SERVICE_UNAVAILABLE);
+        let again = [StatusCode::SERVICE_UNAVAILABLE, StatusCode::TOO_MANY_REQUESTS].contains(&status);
+        assert_eq!(answer.headers().contains_key("retry-after"), again);
         let body = axum::body::to_bytes(answer.into_body(), 4096).await.unwrap();
         (status, String::from_utf8(body.to_vec()).unwrap())
     }
@@ -363,6 +364,98 @@ async fn a_proxy_s_noise_does_not_keep_a_message_out() {
     assert_eq!(event.headers["a-list"], "1, 2");
     assert!(!format!("{event:?}").contains("canary"));
     assert!(!event.headers.contains_key("webhook-signature") && !event.headers.contains_key("a-binary"));
+}
+
+#[tokio::test]
+async fn more_than_the_rate_is_told_to_come_again_and_nobody_else_can_use_it_up() {
+    let mut slow = source("hooks", Scheme::StandardWebhooks);
+    slow.limits.rate = Some("2/h".parse().unwrap());
+    let stand = Stand::new(vec![slow]);
+    for number in 0..100 {
+        let mut forged = message("msg_x", "{}");
+        forged.headers_mut().insert("webhook-id", format!("msg_{number}").parse().unwrap());
+        same(&stand.post(forged).await, UNVERIFIED);
+    }
+    same(&stand.post(message("msg_1", "{}")).await, ACCEPTED);
+    let answer = stand.router.clone().oneshot(message("msg_2", "{}")).await.unwrap();
+    assert_eq!(answer.status(), StatusCode::TOO_MANY_REQUESTS);
+    let wait: u64 = answer.headers()["retry-after"].to_str().unwrap().parse().unwrap();
+    assert!((1_700..=1_800).contains(&wait), "{wait} s until the next");
+    assert_eq!((stand.count("rate_limited"), stand.inbox.all().len()), (1, 1));
+}
+
+#[tokio::test]
+async fn cloudevents_consent_is_given_to_known_origins_only() {
+    let mut known = source("hooks", Scheme::StandardWebhooks);
+    known.allowed_origins = vec!["Events.example.org".into()];
+    known.limits.rate = Some("2/s".parse().unwrap());
+    let mut free = source("free", Scheme::StandardWebhooks);
+    free.allowed_origins = vec!["a".into(), "b".into()];
+    let stand = Stand::new(vec![known, free]);
+    let ask = async |path: &str, origins: &[&str]| {
+        let request = Request::options(path).header("webhook-request-rate", "120");
+        let request = request.header("webhook-request-callback", "http://127.0.0.1:1/confirm");
+        let request = origins.iter().fold(request, |request, origin| request.header("webhook-request-origin", *origin));
+        let answer = stand.router.clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap();
+        let header = |name: &str| answer.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
+        (answer.status(), header("webhook-allowed-origin"), header("webhook-allowed-rate"), header("allow"))
+    };
+    let granted = |origin: &str, rate: &str| {
+        (StatusCode::OK, Some(origin.to_owned()), Some(rate.to_owned()), Some("POST, OPTIONS".to_owned()))
+    };
+    assert_eq!(ask("/in/hooks", &["events.EXAMPLE.org"]).await, granted("Events.example.org", "120"));
+    assert_eq!(ask("/in/free", &["b"]).await, granted("b", "*"));
+    let refused = (StatusCode::FORBIDDEN, None, None, None);
+    for origins in [&["evil.example.org"][..], &["*"], &[""], &[], &["events.example.org", "events.example.org"]] {
+        assert_eq!(ask("/in/hooks", origins).await, refused, "{origins:?}");
+    }
+    assert_eq!(ask("/in/nobody", &["b"]).await.0, StatusCode::NOT_FOUND);
+    assert_eq!((stand.count("consent"), stand.count("origin_refused")), (2, 5));
+    // Consent is no authentication.
+    let unsigned = Request::post("/in/hooks").header("origin", "events.example.org").body(Body::from("{}")).unwrap();
+    same(&stand.post(unsigned).await, UNVERIFIED);
+}
+
+#[tokio::test]
+async fn a_source_s_own_function_makes_the_event() {
+    let mut own = source("hooks", Scheme::StandardWebhooks).convert(|message| {
+        let body: serde_json::Value = serde_json::from_slice(message.body)?;
+        match body["type"].as_str() {
+            Some("invoice.paid") => {
+                let text = format!("paid by {} ({})", body["who"], message.message_id);
+                Ok(Some(NewEvent::new("billing.paid", text, "text/plain").key("c1")))
+            }
+            Some("broken") => panic!("as told"),
+            Some("huge") => Ok(Some(NewEvent::new("x y", "", "text/plain"))),
+            _ => Ok(None),
+        }
+    });
+    own.mapping.tenant = vec![Origin::Json("/tenant".into())];
+    let stand = Stand::new(vec![own]);
+    let post = |id: &'static str, body: &'static str| stand.post(message(id, body));
+    same(&post("m1", r#"{"type":"invoice.paid","who":"ann","tenant":"acme"}"#).await, ACCEPTED);
+    // Another body under the id is a conflict, although the event made of it could be the same.
+    same(&post("m1", r#"{"type":"invoice.paid","who":"ann","tenant":"acme" }"#).await, (StatusCode::OK, "conflict"));
+    same(&post("m2", r#"{"type":"invoice.sent","tenant":"acme"}"#).await, (StatusCode::OK, "ignored"));
+    let unmapped = |code| (StatusCode::UNPROCESSABLE_ENTITY, code);
+    same(&post("m3", r#"{"type":"invoice.paid"}"#).await, unmapped("tenant_unmapped"));
+    same(&post("m4", "no json").await, unmapped("tenant_unmapped"));
+    same(&post("m5", r#"{"type":"huge","tenant":"acme"}"#).await, unmapped("event_invalid"));
+    let broken = post("m6", r#"{"type":"broken","tenant":"acme"}"#).await;
+    same(&broken, (StatusCode::INTERNAL_SERVER_ERROR, "convert_panicked"));
+    let stored = stand.inbox.all();
+    assert_eq!(stored.len(), 1);
+    let event = &stored[0].event;
+    assert_eq!((event.topic.as_str(), &event.payload[..]), ("billing.paid", &br#"paid by "ann" (m1)"#[..]));
+    assert_eq!((event.key.as_deref(), event.tenant.as_deref()), (Some("c1"), Some("acme")));
+    assert_eq!((event.source.as_deref(), event.headers["postbox-message-id"].as_str()), (Some("hooks"), "m1"));
+    // Nobody who is not verified reaches the function.
+    let forged = Request::post("/in/hooks").body(Body::from(r#"{"type":"broken"}"#)).unwrap();
+    same(&stand.post(forged).await, UNVERIFIED);
+
+    let refusing = Stand::new(vec![source("hooks", Scheme::StandardWebhooks).convert(|_| Err("not today".into()))]);
+    same(&refusing.post(message("m1", "{}")).await, unmapped("convert_failed"));
+    assert!(refusing.inbox.all().is_empty());
 }
 
 #[test]

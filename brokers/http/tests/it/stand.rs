@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, LazyLock, Mutex};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use axum::Router;
@@ -37,7 +37,8 @@ impl Clock for StillClock {
     }
 
     fn monotonic(&self) -> Duration {
-        Duration::ZERO
+        static ZERO: LazyLock<Instant> = LazyLock::new(Instant::now);
+        ZERO.elapsed()
     }
 
     async fn sleep(&self, duration: Duration) {

@@ -1,0 +1,83 @@
+//! A connection that is closed so that the last answer is heard.
+//!
+//! A client that is told 413 in the middle of its body is still sending. If the socket were closed now, what it sends would be answered with a reset,
+//! and many clients then report a broken connection instead of the answer that lies before it. So the write side ends first, and what still
+//! comes is read and thrown away: so many bytes at most, and no longer than a connection may owe.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+/// How much is thrown away for politeness: what is in the buffers of a client and its kernel, several times over.
+const LINGER_BYTES_MAX: usize = 8 * 1024 * 1024;
+/// How much is read at once.
+const SCRATCH_BYTES: usize = 8 * 1024;
+
+pub(super) struct Lingering {
+    stream: TcpStream,
+    /// What may still be thrown away, once the write side has ended.
+    left: Option<usize>,
+}
+
+impl Lingering {
+    pub(super) fn new(stream: TcpStream) -> Self {
+        Self { stream, left: None }
+    }
+}
+
+impl AsyncRead for Lingering {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Lingering {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut left = match self.left {
+            Some(left) => left,
+            None => {
+                ready!(Pin::new(&mut self.stream).poll_shutdown(context))?;
+                LINGER_BYTES_MAX
+            }
+        };
+        loop {
+            self.left = Some(left);
+            let mut scratch = [MaybeUninit::uninit(); SCRATCH_BYTES];
+            let mut scratch = ReadBuf::uninit(&mut scratch);
+            let read = ready!(Pin::new(&mut self.stream).poll_read(context, &mut scratch));
+            let thrown_away = scratch.filled().len();
+            if read.is_err() || thrown_away == 0 || thrown_away >= left {
+                return Poll::Ready(Ok(()));
+            }
+            left -= thrown_away;
+        }
+    }
+}

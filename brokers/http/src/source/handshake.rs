@@ -1,0 +1,51 @@
+//! What providers ask before they send: is this URL yours, and do you want this?
+
+use std::sync::Arc;
+
+use axum::extract::{Path, State};
+use http::HeaderMap;
+use postbox_webhook::Scheme;
+use tracing::info;
+
+use super::answer::Answer;
+use super::json::text_at;
+use super::{Gate, Ingress};
+
+/// Slack asks once whether the URL is ours. Only a verified question is answered.
+pub(super) fn challenge(scheme: Scheme, body: &[u8]) -> Option<String> {
+    let asked = scheme == Scheme::Slack && text_at(body, "/type")? == "url_verification";
+    asked.then(|| text_at(body, "/challenge"))?
+}
+
+/// CloudEvents asks by `OPTIONS` whether an origin may send here. Nobody can sign this question, so only names that the configuration knows are answered;
+/// the callback URL that a stranger may name is never called.
+pub(super) async fn consent(
+    State(ingress): State<Arc<Ingress>>,
+    Path(name): Path<String>,
+    headers: HeaderMap,
+) -> Answer {
+    let Some(gate) = ingress.gates.get(&name) else {
+        ingress.unknown.count(&Answer::UnknownSource);
+        return Answer::UnknownSource;
+    };
+    let answer = gate.consent_to(&headers);
+    gate.counters.count(&answer);
+    info!(source = %gate.source.name, answer = answer.code(), "an origin asked whether it may send");
+    answer
+}
+
+impl Gate {
+    fn consent_to(&self, headers: &HeaderMap) -> Answer {
+        let mut asking = headers.get_all("webhook-request-origin").iter();
+        // Two origins in one question are none.
+        let (Some(origin), None) = (asking.next(), asking.next()) else { return Answer::OriginRefused };
+        let known = |known: &&String| known.as_bytes().eq_ignore_ascii_case(origin.as_bytes());
+        match self.source.allowed_origins.iter().find(known) {
+            Some(origin) => {
+                let per_minute = self.source.limits.rate.map(postbox_core::Rate::per_minute);
+                Answer::Consent { origin: origin.clone(), per_minute }
+            }
+            None => Answer::OriginRefused,
+        }
+    }
+}

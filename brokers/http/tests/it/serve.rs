@@ -1,0 +1,223 @@
+//! Serving strangers: slow ones, endless ones, and the others meanwhile.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::routing::get;
+use postbox_core::{LogName, SourceName};
+use postbox_http::ingress::{self, Ingress, SourceLimits, WebhookSource};
+use postbox_http::serve::{ServeLimits, serve};
+use postbox_webhook::{Scheme, Settings, verifier};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use crate::stand::{DEADLINE, Inbox, SECRET, StillClock, config, plain, send, short, sink};
+
+struct Server {
+    address: SocketAddr,
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+async fn start(router: Router, limits: ServeLimits) -> Server {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (stop, stopped) = oneshot::channel();
+    let stopped = async { drop(stopped.await) };
+    let task = tokio::spawn(serve(listener, router, limits, Arc::new(StillClock), stopped));
+    Server { address, stop, task }
+}
+
+async fn start_ingress(limits: ServeLimits, of_source: SourceLimits) -> (Server, Arc<Inbox>, Arc<Ingress>) {
+    let inbox = Arc::new(Inbox::default());
+    let verifier = verifier(Scheme::StandardWebhooks, &[SECRET], &Settings::default()).unwrap();
+    let mut source = WebhookSource::new(SourceName::new("peer").unwrap(), LogName::inbox(), verifier);
+    source.limits = of_source;
+    let ingress = Ingress::new(vec![source], inbox.clone(), Arc::new(StillClock)).unwrap();
+    let server = start(ingress::router(Arc::clone(&ingress)), limits).await;
+    (server, inbox, ingress)
+}
+
+async fn connect(server: &Server, first: &[u8]) -> TcpStream {
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    stream.write_all(first).await.unwrap();
+    stream
+}
+
+/// What the other side sends until it ends the connection, in whichever way.
+async fn hear(stream: &mut TcpStream) -> String {
+    let mut heard = Vec::new();
+    let _ = timeout(DEADLINE, stream.read_to_end(&mut heard)).await.expect("the connection ends");
+    String::from_utf8_lossy(&heard).into_owned()
+}
+
+const PATIENT: ServeLimits = ServeLimits { connections: 32, header_timeout: Duration::from_secs(3_600) };
+const HASTY: ServeLimits = ServeLimits { connections: 512, header_timeout: Duration::from_millis(300) };
+const SLOW: [&[u8]; 4] = [
+    b"",
+    b"POST /in/peer HTTP/1.1\r\nhost: x\r\nx-slow: ",
+    b"POST /in/peer HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{",
+    b"PRI * HTTP/2.0\r\n",
+];
+
+#[tokio::test]
+async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
+    let body_for_ever = SourceLimits { body_timeout: Duration::from_secs(3_600), ..SourceLimits::default() };
+    let (server, inbox, _) = start_ingress(PATIENT, body_for_ever).await;
+    let sink = sink(config(format!("http://{}/in/peer", server.address)));
+    let mut slow = Vec::new();
+    for number in 0..400 {
+        slow.push(connect(&server, SLOW[number % SLOW.len()]).await);
+        if number % 20 == 19 {
+            assert_eq!(short(&send(&sink, &plain(number as u64)).await), ("delivered", ""), "after {number} slow ones");
+        }
+    }
+    assert_eq!(inbox.all().len(), 20);
+    // Those that were pushed out hear the end of it; as many as there are places may still be there.
+    let ends = slow.iter_mut().take(400 - PATIENT.connections).map(hear);
+    timeout(DEADLINE, futures::future::join_all(ends)).await.expect("they are all closed");
+    // And they leave their places.
+    drop(slow);
+    assert!(send(&sink, &plain(1_000)).await.is_delivered());
+}
+
+#[tokio::test]
+async fn whoever_sends_no_head_in_time_is_let_go() {
+    let (server, ..) = start_ingress(HASTY, SourceLimits::default()).await;
+    for first in [SLOW[0], SLOW[1], SLOW[3]] {
+        hear(&mut connect(&server, first).await).await;
+    }
+    // Byte by byte is no better.
+    let mut dripping = connect(&server, b"POST /in/peer HTTP/1.1\r\n").await;
+    let drip = async { while dripping.write_all(b"x").await.is_ok() && !pause().await {} };
+    timeout(DEADLINE, drip).await.expect("it is closed");
+    // Nor is a second request that does not come.
+    let mut idle = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    assert!(hear(&mut idle).await.starts_with("HTTP/1.1 404"));
+}
+
+/// A moment; never says stop.
+async fn pause() -> bool {
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    false
+}
+
+#[tokio::test]
+async fn an_answer_that_is_not_read_holds_up_nobody() {
+    let router = Router::new().route("/", get(async || "x".repeat(64 * 1024 * 1024)));
+    let server = start(router, ServeLimits { connections: 1, ..HASTY }).await;
+    let mut lazy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    let mut first = [0; 15];
+    lazy.read_exact(&mut first).await.unwrap();
+    assert_eq!(&first, b"HTTP/1.1 200 OK");
+    // There is one place only, and it is free again without one byte more being read.
+    let mut next = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
+    assert!(hear(&mut next).await.starts_with("HTTP/1.1 404"));
+    assert!(hear(&mut lazy).await.len() < 64 * 1024 * 1024);
+}
+
+#[tokio::test]
+async fn a_stop_lets_requests_in_service_finish_and_nobody_else_delays_it() {
+    let (begun, finish) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (tell, wait) = (Arc::clone(&begun), Arc::clone(&finish));
+    let router = Router::new().route(
+        "/",
+        get(async move || {
+            tell.notify_one();
+            wait.notified().await;
+            "done"
+        }),
+    );
+    let server = start(router, PATIENT).await;
+    let mut busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    let mut idle: Vec<_> = Vec::new();
+    for first in SLOW {
+        idle.push(connect(&server, first).await);
+    }
+    timeout(DEADLINE, begun.notified()).await.expect("the request is in service");
+    server.stop.send(()).unwrap();
+    for idle in idle.iter_mut().take(2) {
+        hear(idle).await;
+    }
+    finish.notify_one();
+    let answer = hear(&mut busy).await;
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("done"), "{answer}");
+    timeout(DEADLINE, server.task).await.expect("it has stopped").unwrap();
+    assert!(TcpStream::connect(server.address).await.is_err());
+}
+
+#[tokio::test]
+async fn both_versions_of_http_are_spoken() {
+    let server = start(Router::new().route("/", get(async || "here")), ServeLimits::default()).await;
+    let url = format!("http://{}/", server.address);
+    let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(rustls::RootCertStore::empty())
+        .with_no_client_auth();
+    let client = || reqwest::Client::builder().no_proxy().tls_backend_preconfigured(tls.clone());
+    for (client, version) in [
+        (client().http1_only().build().unwrap(), http::Version::HTTP_11),
+        (client().http2_prior_knowledge().build().unwrap(), http::Version::HTTP_2),
+    ] {
+        let answers = futures::future::join_all((0..20).map(|_| client.get(&url).send())).await;
+        for answer in answers {
+            let answer = answer.unwrap();
+            assert_eq!((answer.version(), answer.status().as_u16()), (version, 200));
+        }
+    }
+}
+
+/// Resident memory of this process, in bytes.
+fn memory_bytes() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4_096
+}
+
+#[tokio::test]
+async fn a_body_without_end_is_cut_at_the_limit_and_hears_why() {
+    let (server, inbox, ingress) = start_ingress(ServeLimits::default(), SourceLimits::default()).await;
+    let before = memory_bytes();
+    let chunk = format!("10000\r\n{}\r\n", "x".repeat(0x10000));
+    for head in ["transfer-encoding: chunked", "content-length: 68719476736"] {
+        let head = format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n");
+        // A client that first sends what it has and then listens, as most do: three times the limit.
+        let mut polite = connect(&server, head.as_bytes()).await;
+        for _ in 0..48 {
+            polite.write_all(chunk.as_bytes()).await.expect("what is sent is taken");
+        }
+        let mut answer = [0; 12];
+        timeout(DEADLINE, polite.read_exact(&mut answer)).await.expect("an answer").unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 413");
+        // One that never listens: it gets rid of so much and no more.
+        let mut deaf = connect(&server, head.as_bytes()).await;
+        let mut sent = 0;
+        while timeout(DEADLINE, deaf.write_all(chunk.as_bytes())).await.expect("taken or refused").is_ok() {
+            sent += chunk.len();
+            assert!(sent < 256 * 1024 * 1024, "nobody stops it");
+        }
+    }
+    assert!(memory_bytes().saturating_sub(before) < 64 * 1024 * 1024, "{} MiB more", (memory_bytes() - before) >> 20);
+    assert!(inbox.all().is_empty());
+    assert!(ingress.counts().iter().any(|count| count.code == "body_too_large" && count.count == 4));
+}
+
+#[tokio::test]
+async fn what_would_unpack_to_a_thousand_times_its_size_is_not_even_read() {
+    let (server, inbox, _) = start_ingress(ServeLimits::default(), SourceLimits::default()).await;
+    for encoding in ["gzip", "deflate", "br", "zstd", "x-gzip", "identity, gzip", "\"gzip\"", ""] {
+        let head = format!(
+            "POST /in/peer HTTP/1.1\r\nhost: x\r\ncontent-encoding: {encoding}\r\ntransfer-encoding: chunked\r\n\r\n"
+        );
+        let mut stream = connect(&server, head.as_bytes()).await;
+        let mut answer = [0; 12];
+        timeout(DEADLINE, stream.read_exact(&mut answer)).await.expect("an answer before any body").unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 415", "{encoding:?}");
+    }
+    assert!(inbox.all().is_empty());
+}
