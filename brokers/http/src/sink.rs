@@ -14,7 +14,7 @@ use url::Url;
 use crate::classify::{Blame, Finding, classify_failure, classify_status, retry_after};
 use crate::config::HttpSinkConfig;
 use crate::envelope::Envelope;
-use crate::guard::{Guard, GuardedResolver};
+use crate::guard::{Guard, GuardedResolver, Lookup, SystemLookup};
 use crate::tls;
 
 /// How much of an answer is kept for a person to read.
@@ -43,6 +43,10 @@ impl HttpSink {
     ///
     /// `clock` stamps signatures and reads dates in `Retry-After`.
     pub fn new(config: HttpSinkConfig, clock: Arc<dyn Clock>) -> Result<Self> {
+        Self::with_lookup(config, clock, Arc::new(SystemLookup))
+    }
+
+    pub(crate) fn with_lookup(config: HttpSinkConfig, clock: Arc<dyn Clock>, lookup: Arc<dyn Lookup>) -> Result<Self> {
         config.validate()?;
         let url = config.target().map_err(|fault| Error::invalid("configure", "http_sink_invalid", fault))?;
         let signer = match config.keys.is_empty() {
@@ -62,7 +66,7 @@ impl HttpSink {
             })
             .collect();
         Ok(Self {
-            client: client(&config, &url)?,
+            client: client(&config, &url, lookup)?,
             url,
             envelope: Envelope { signer, fixed, source: config.source },
             blame: Blame::default(),
@@ -111,8 +115,8 @@ impl Sink for HttpSink {
     }
 }
 
-fn client(config: &HttpSinkConfig, url: &Url) -> Result<Client> {
-    let tls = tls::client_config(url.scheme() == "https", config.ca_file.as_deref())?;
+fn client(config: &HttpSinkConfig, url: &Url, lookup: Arc<dyn Lookup>) -> Result<Client> {
+    let tls = tls::client_config(url.scheme() == "https", config.ca_file.as_deref(), config.client_cert.as_ref())?;
     let mut builder = Client::builder()
         .tls_backend_preconfigured(tls)
         .no_proxy()
@@ -128,7 +132,7 @@ fn client(config: &HttpSinkConfig, url: &Url) -> Result<Client> {
         .tcp_nodelay(true)
         .user_agent(concat!("postbox/", env!("CARGO_PKG_VERSION")));
     if config.guard != Guard::Off {
-        builder = builder.dns_resolver(GuardedResolver { guard: config.guard.clone() });
+        builder = builder.dns_resolver(GuardedResolver { guard: config.guard.clone(), lookup });
     }
     builder.build().map_err(|error| {
         Error::new(ErrorKind::Internal, "configure", "http_client_failed", "the HTTP client could not be built")

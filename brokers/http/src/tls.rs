@@ -8,13 +8,20 @@ use std::sync::Arc;
 
 use postbox_core::{Error, Result};
 use rustls::crypto::ring;
-use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore};
 use rustls_platform_verifier::Verifier;
+use tracing::warn;
+
+use crate::config::ClientCert;
 
 /// The client's TLS settings for a target.
-pub(crate) fn client_config(https: bool, ca_file: Option<&Path>) -> Result<ClientConfig> {
+pub(crate) fn client_config(
+    https: bool,
+    ca_file: Option<&Path>,
+    client_cert: Option<&ClientCert>,
+) -> Result<ClientConfig> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
@@ -23,7 +30,7 @@ pub(crate) fn client_config(https: bool, ca_file: Option<&Path>) -> Result<Clien
         // Never used: the URL is plain and redirects are not followed. With no roots it would trust nobody.
         return Ok(builder.with_root_certificates(RootCertStore::empty()).with_no_client_auth());
     }
-    let extra = ca_file.map(read_certificates).transpose()?.unwrap_or_default();
+    let extra = ca_file.map(|path| read_certificates("ca_file", path)).transpose()?.unwrap_or_default();
     let verifier = Verifier::new_with_extra_roots(extra, provider).map_err(|error| {
         Error::invalid(
             "configure",
@@ -33,15 +40,28 @@ pub(crate) fn client_config(https: bool, ca_file: Option<&Path>) -> Result<Clien
         .with_source(error)
     })?;
     let builder = builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier));
-    let mut config = builder.with_no_client_auth();
+    let mut config = match client_cert {
+        None => builder.with_no_client_auth(),
+        Some(ClientCert { cert_file, key_file }) => {
+            let certificates = read_certificates("client_cert", cert_file)?;
+            builder.with_client_auth_cert(certificates, read_key(key_file)?).map_err(|error| {
+                let text = format!(
+                    "client_cert {} and client_key {} do not fit each other: {error}",
+                    cert_file.display(),
+                    key_file.display()
+                );
+                Error::invalid("configure", "client_cert_invalid", text)
+            })?
+        }
+    };
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(config)
 }
 
-fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
-    let unusable = |why: String| {
-        Error::invalid("configure", "ca_file_invalid", format!("ca_file {} is unusable: {why}", path.display()))
-    };
+fn read_certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let code = if key == "ca_file" { "ca_file_invalid" } else { "client_cert_invalid" };
+    let unusable =
+        |why: String| Error::invalid("configure", code, format!("{key} {} is unusable: {why}", path.display()));
     let certificates = CertificateDer::pem_file_iter(path)
         .and_then(Iterator::collect::<std::result::Result<Vec<_>, _>>)
         .map_err(|error| unusable(error.to_string()))?;
@@ -51,20 +71,39 @@ fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     Ok(certificates)
 }
 
+/// The key of a client certificate. Says so when others can read it: whoever has it is us for every target.
+fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
+    let shown = path.display();
+    #[cfg(unix)]
+    if let Ok(file) = std::fs::metadata(path) {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = file.permissions().mode() & 0o777;
+        if mode & 0o077 != 0 {
+            warn!("client_key {shown} can be read by other users (mode {mode:o}); run: chmod 600 {shown}");
+        }
+    }
+    PrivateKeyDer::from_pem_file(path).map_err(|error| {
+        let text = format!(
+            "client_key {shown} is unusable: {error}; it must hold a private key in PEM form, without a passphrase, that this user may read"
+        );
+        Error::invalid("configure", "client_cert_invalid", text)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_plain_target_needs_no_certificates_and_no_provider() {
-        assert!(client_config(false, None).is_ok());
+        assert!(client_config(false, None, None).is_ok());
         assert!(rustls::crypto::CryptoProvider::get_default().is_none());
     }
 
     #[test]
     fn an_unusable_ca_file_is_named() {
         for path in ["/nonexistent/ca.pem", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")] {
-            let error = client_config(true, Some(Path::new(path))).expect_err("unusable");
+            let error = client_config(true, Some(Path::new(path)), None).expect_err("unusable");
             assert_eq!(error.code(), "ca_file_invalid");
             assert!(error.message().contains(path));
         }

@@ -1,40 +1,82 @@
 //! HTTPS with a private authority, without any process-wide provider.
 
 use std::io::Write;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
-use postbox_http::{Guard, HttpSink, HttpSinkConfig};
-use rustls::ServerConfig;
-use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::server::conn::auto;
+use postbox_core::Sink;
+use postbox_http::{ClientCert, Guard, HttpSink, HttpSinkConfig};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{RootCertStore, ServerConfig};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
 use crate::stand::{StillClock, config, plain, send, short};
 
-/// A server with a certificate for `name`, made by an authority whose certificate is in the file. Gives its port.
-async fn tls_target(name: &str) -> (u16, tempfile::NamedTempFile) {
-    let authority_key = rcgen::KeyPair::generate().unwrap();
-    let mut authority = rcgen::CertificateParams::new(Vec::new()).unwrap();
-    authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-    let authority_certificate = authority.self_signed(&authority_key).unwrap();
-    let issuer = rcgen::Issuer::new(authority, authority_key);
-    let key = rcgen::KeyPair::generate().unwrap();
-    let certificate = rcgen::CertificateParams::new([name.to_owned()]).unwrap().signed_by(&key, &issuer).unwrap();
+/// An authority, and what it certifies.
+struct Authority {
+    issuer: rcgen::Issuer<'static, rcgen::KeyPair>,
+    /// Its certificate as a file.
+    file: tempfile::NamedTempFile,
+    der: CertificateDer<'static>,
+}
 
+impl Authority {
+    fn new() -> Self {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let certificate = params.self_signed(&key).unwrap();
+        let file = file_of(&certificate.pem());
+        Self { issuer: rcgen::Issuer::new(params, key), file, der: certificate.der().clone() }
+    }
+
+    fn certify(&self, name: &str) -> (rcgen::Certificate, rcgen::KeyPair) {
+        let key = rcgen::KeyPair::generate().unwrap();
+        let params = rcgen::CertificateParams::new([name.to_owned()]).unwrap();
+        (params.signed_by(&key, &self.issuer).unwrap(), key)
+    }
+
+    /// A certificate and its key as files.
+    fn client_cert(&self) -> (ClientCert, [tempfile::NamedTempFile; 2]) {
+        let (certificate, key) = self.certify("postbox");
+        let files = [file_of(&certificate.pem()), file_of(&key.serialize_pem())];
+        let [cert_file, key_file] = [&files[0], &files[1]].map(|file| file.path().to_owned());
+        (ClientCert { cert_file, key_file }, files)
+    }
+
+    /// A server's settings with a certificate for `name`; with `clients`, only those it certified get in.
+    fn server(&self, name: &str, clients: Option<&Self>) -> ServerConfig {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
+        let builder = match clients {
+            None => builder.unwrap().with_no_client_auth(),
+            Some(authority) => {
+                let mut roots = RootCertStore::empty();
+                roots.add(authority.der.clone()).unwrap();
+                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build().unwrap();
+                builder.unwrap().with_client_cert_verifier(verifier)
+            }
+        };
+        let (certificate, key) = self.certify(name);
+        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
+        builder.with_single_cert(vec![certificate.der().clone()], key).unwrap()
+    }
+}
+
+fn file_of(text: &str) -> tempfile::NamedTempFile {
     let mut file = tempfile::NamedTempFile::new().unwrap();
-    file.write_all(authority_certificate.pem().as_bytes()).unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    file
+}
 
-    let server = ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_no_client_auth()
-        .with_single_cert(
-            vec![certificate.der().clone()],
-            PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der())),
-        )
-        .unwrap();
-    let acceptor = TlsAcceptor::from(Arc::new(server));
+/// Serves on loopback, one raw answer a connection; gives the port.
+async fn raw_server(config: ServerConfig) -> u16 {
+    let acceptor = TlsAcceptor::from(Arc::new(config));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     tokio::spawn(async move {
@@ -49,7 +91,13 @@ async fn tls_target(name: &str) -> (u16, tempfile::NamedTempFile) {
             });
         }
     });
-    (port, file)
+    port
+}
+
+/// A server with a certificate for `name`, made by an authority whose certificate is in the file. Gives its port.
+async fn tls_target(name: &str) -> (u16, tempfile::NamedTempFile) {
+    let authority = Authority::new();
+    (raw_server(authority.server(name, None)).await, authority.file)
 }
 
 fn https(host: &str, port: u16, ca: Option<&tempfile::NamedTempFile>) -> HttpSinkConfig {
@@ -102,4 +150,74 @@ async fn a_plain_answer_to_a_tls_greeting_is_a_tls_failure() {
         ..https("localhost", port, Some(&ca))
     };
     assert_eq!(outcome(config).await.0, "unavailable");
+}
+
+#[tokio::test]
+async fn a_target_that_asks_for_a_client_certificate_gets_ours() {
+    let (authority, of_clients) = (Authority::new(), Authority::new());
+    let port = raw_server(authority.server("localhost", Some(&of_clients))).await;
+    let target = https("localhost", port, Some(&authority.file));
+    let (ours, _files) = of_clients.client_cert();
+    let known = HttpSinkConfig { client_cert: Some(ours.clone()), ..target.clone() };
+    assert_eq!(outcome(known).await.0, "delivered");
+    // None, and one that another authority made.
+    let (strange, _files) = Authority::new().client_cert();
+    for client_cert in [None, Some(strange)] {
+        let (kind, _) = outcome(HttpSinkConfig { client_cert, ..target.clone() }).await;
+        assert_ne!(kind, "delivered");
+    }
+    // What does not fit, is not there or is no key is told when the sink is made, and the files are named.
+    let (other, _files) = of_clients.client_cert();
+    let ClientCert { cert_file, key_file } = ours;
+    for wrong in [
+        ClientCert { cert_file: cert_file.clone(), key_file: other.key_file },
+        ClientCert { cert_file: cert_file.clone(), key_file: "/nonexistent/key.pem".into() },
+        ClientCert { cert_file: cert_file.clone(), key_file: cert_file.clone() },
+        ClientCert { cert_file: key_file.clone(), key_file },
+    ] {
+        let config = HttpSinkConfig { client_cert: Some(wrong.clone()), ..target.clone() };
+        let error = HttpSink::new(config, Arc::new(StillClock)).err().expect("refused");
+        assert_eq!(error.code(), "client_cert_invalid");
+        let named = [&wrong.cert_file, &wrong.key_file].map(|file| file.display().to_string());
+        assert!(named.iter().any(|file| error.message().contains(file)), "{}", error.message());
+        assert!(!error.message().contains("PRIVATE KEY"));
+    }
+}
+
+#[tokio::test]
+async fn http_2_is_used_where_it_is_offered() {
+    let authority = Authority::new();
+    for (offered, version) in [("h2", http::Version::HTTP_2), ("http/1.1", http::Version::HTTP_11)] {
+        let mut config = authority.server("localhost", None);
+        config.alpn_protocols = vec![offered.as_bytes().to_vec()];
+        let acceptor = TlsAcceptor::from(Arc::new(config));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (connections, seen) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(Vec::new())));
+        let (count, versions) = (Arc::clone(&connections), Arc::clone(&seen));
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                count.fetch_add(1, Ordering::SeqCst);
+                let (acceptor, versions) = (acceptor.clone(), Arc::clone(&versions));
+                tokio::spawn(async move {
+                    let Ok(stream) = acceptor.accept(stream).await else { return };
+                    let service = hyper::service::service_fn(move |request: http::Request<hyper::body::Incoming>| {
+                        versions.lock().unwrap().push(request.version());
+                        async { Ok::<_, std::convert::Infallible>(http::Response::new(axum::body::Body::empty())) }
+                    });
+                    let server = auto::Builder::new(TokioExecutor::new());
+                    let _ = server.serve_connection(TokioIo::new(stream), service).await;
+                });
+            }
+        });
+        let sink = HttpSink::new(https("localhost", port, Some(&authority.file)), Arc::new(StillClock)).unwrap();
+        assert!(send(&sink, &plain(1)).await.is_delivered());
+        let events: Vec<_> = (2..52).map(plain).collect();
+        let outcomes = sink.deliver(&events.iter().collect::<Vec<_>>()).await;
+        assert!(outcomes.iter().all(postbox_core::Outcome::is_delivered), "{outcomes:?}");
+        assert_eq!(*seen.lock().unwrap(), vec![version; 51]);
+        if version == http::Version::HTTP_2 {
+            assert_eq!(connections.load(Ordering::SeqCst), 1, "one connection carries them all");
+        }
+    }
 }

@@ -1,0 +1,143 @@
+//! Which addresses are let through, one by one.
+
+use super::*;
+
+fn refused(host: &str) -> bool {
+    let url = Url::parse(&format!("http://{host}/")).expect(host);
+    assert!(!matches!(url.host(), Some(Host::Domain(_))), "{host} is a name");
+    Guard::PUBLIC_ONLY.check_literal(&url).is_err()
+}
+
+#[test]
+fn every_form_of_a_forbidden_address_is_refused() {
+    for host in [
+        "127.0.0.1",
+        "127.1",
+        "2130706433",
+        "0x7f.1",
+        "0x7f000001",
+        "0177.0.0.1",
+        "017700000001",
+        "①②⑦.0.0.1",
+        "127.0.0.1.",
+        "0",
+        "0.0.0.0",
+        "0.1.2.3",
+        "10.0.0.1",
+        "10.255.255.255",
+        "100.64.0.1",
+        "100.100.100.200",
+        "100.127.255.255",
+        "168.63.129.16",
+        "169.254.169.254",
+        "0xa9fea9fe",
+        "2852039166",
+        "172.16.0.1",
+        "172.31.255.255",
+        "192.0.0.1",
+        "192.0.2.1",
+        "192.88.99.1",
+        "192.168.0.1",
+        "198.18.0.1",
+        "198.19.255.255",
+        "198.51.100.1",
+        "203.0.113.1",
+        "224.0.0.1",
+        "239.255.255.255",
+        "240.0.0.1",
+        "255.255.255.255",
+        "[::]",
+        "[::1]",
+        "[::127.0.0.1]",
+        "[::a00:1]",
+        "[::ffff:127.0.0.1]",
+        "[::ffff:10.0.0.1]",
+        "[::ffff:a9fe:a9fe]",
+        "[::ffff:0:127.0.0.1]",
+        "[64:ff9b::a9fe:a9fe]",
+        "[64:ff9b::10.0.0.1]",
+        "[64:ff9b:1::1]",
+        "[100::1]",
+        "[2001::1]",
+        "[2001:0:4136:e378:8000:63bf:3fff:fdd2]",
+        "[2001:2::1]",
+        "[2001:10::1]",
+        "[2001:20::1]",
+        "[2001:db8::1]",
+        "[2002:7f00:1::]",
+        "[2002:a9fe:a9fe::]",
+        "[3ffe::1]",
+        "[3fff::1]",
+        "[5f00::1]",
+        "[fc00::1]",
+        "[fd00:ec2::254]",
+        "[fe80::1]",
+        "[febf::1]",
+        "[fec0::1]",
+        "[ff02::1]",
+        "[4000::1]",
+        "[1fff::1]",
+    ] {
+        assert!(refused(host), "{host} got through");
+    }
+}
+
+#[test]
+fn public_addresses_pass() {
+    for host in [
+        "1.1.1.1",
+        "8.8.8.8",
+        "9.255.255.255",
+        "11.0.0.1",
+        "100.63.255.255",
+        "100.128.0.1",
+        "126.255.255.255",
+        "128.0.0.1",
+        "169.253.0.1",
+        "172.15.0.1",
+        "172.32.0.1",
+        "192.0.1.1",
+        "198.17.0.1",
+        "198.20.0.1",
+        "223.255.255.255",
+        "[2606:4700::1111]",
+        "[2a00:1450::1]",
+        "[::ffff:8.8.8.8]",
+        "[64:ff9b::808:808]",
+    ] {
+        assert!(!refused(host), "{host} is refused");
+    }
+}
+
+#[test]
+fn an_allowed_network_is_allowed_in_every_form() {
+    let guard = Guard::PublicOnly { allow: vec!["127.0.0.0/8".parse().expect("a network")] };
+    for (address, expected) in
+        [("127.0.0.1", true), ("::ffff:127.0.0.1", true), ("::1", false), ("10.0.0.1", false), ("8.8.8.8", true)]
+    {
+        assert_eq!(guard.permits(address.parse().expect("an address")), expected, "{address}");
+    }
+    assert!(Guard::Off.permits(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+}
+
+#[test]
+fn one_forbidden_address_among_good_ones_spoils_the_name() {
+    let good = SocketAddr::from(([8, 8, 8, 8], 0));
+    let bad = SocketAddr::from(([10, 0, 0, 1], 0));
+    assert!(Guard::PUBLIC_ONLY.check_all(&[good]).is_ok());
+    assert!(Guard::PUBLIC_ONLY.check_all(&[good, bad]).is_err());
+}
+
+#[tokio::test]
+async fn names_are_checked_when_they_are_resolved() {
+    for name in ["localhost", "localhost."] {
+        let url = Url::parse(&format!("http://{name}/")).expect("a URL");
+        assert!(matches!(url.host(), Some(Host::Domain(_))));
+        let resolver = GuardedResolver { guard: Guard::PUBLIC_ONLY, lookup: Arc::new(SystemLookup) };
+        let resolved = resolver.resolve(name.parse().expect("a name")).await;
+        assert!(resolved.is_err(), "{name}");
+    }
+    let allow = ["127.0.0.0/8", "::1/128"].map(|net| net.parse().expect("a network")).to_vec();
+    let resolver = GuardedResolver { guard: Guard::PublicOnly { allow }, lookup: Arc::new(SystemLookup) };
+    assert!(resolver.resolve("localhost".parse().expect("a name")).await.is_ok());
+}
