@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store};
 use postbox_engine::{Sweeper, TokioClock};
+use postbox_http::serve::serve;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -76,7 +77,12 @@ impl Service {
             sweeper_stop.cancelled().await;
             Ok(())
         });
-        tasks.spawn(serve(listener, router(api, ingress), stop.clone()));
+        let serving =
+            serve(listener, router(api, ingress), config.server.limits, clock, stop.clone().cancelled_owned());
+        tasks.spawn(async move {
+            serving.await;
+            Ok(())
+        });
         let task = tokio::spawn(lead(tasks, stop.clone(), config.server.stop_timeout));
         Ok(Self { address, stop, task: AbortOnDropHandle::new(task) })
     }
@@ -136,12 +142,6 @@ async fn bind(address: SocketAddr) -> Result<TcpListener> {
             _ => ("listen_failed", "cannot be listened on; correct [server] listen"),
         };
         Error::new(ErrorKind::Mismatch, "listen", code, format!("{address} {why}")).with_source(source)
-    })
-}
-
-async fn serve(listener: TcpListener, router: axum::Router, stop: CancellationToken) -> Result<()> {
-    axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned()).await.map_err(|source| {
-        Error::new(ErrorKind::Internal, "serve", "serve_failed", "the HTTP side failed").with_source(source)
     })
 }
 

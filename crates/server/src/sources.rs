@@ -33,7 +33,8 @@ fn source(config: &SourceConfig) -> Result<WebhookSource> {
     let verifier = verifier(config.scheme, &config.secrets, &config.settings)
         .map_err(|text| Error::invalid("configure", "secret_invalid", format!("source {}: {text}", config.name)))?;
     let mut source = WebhookSource::new(config.name.clone(), config.log.clone(), verifier);
-    source.limits.body_bytes = config.body_max;
+    source.limits = config.limits;
+    source.allowed_origins.clone_from(&config.allowed_origins);
     let overrule = |place: &mut Vec<Origin>, origin: &Option<Origin>| {
         if let Some(origin) = origin {
             *place = vec![origin.clone()];

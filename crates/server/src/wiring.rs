@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use postbox_core::{Clock, Error, Result as PostboxResult, Sink, Store};
 use postbox_engine::{JsonLines, Relay};
-use postbox_http::{Guard, HttpSink, HttpSinkConfig};
+use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_webhook::{Scheme, Settings, Verify, standard};
 
 use crate::config::{HttpConfig, SinkConfig, SubscriptionConfig};
@@ -46,8 +46,9 @@ fn http_sink(http: &HttpConfig, config: &SubscriptionConfig) -> PostboxResult<Ht
     let mut sink = HttpSinkConfig::new(http.url.as_str());
     sink.keys = keys;
     sink.headers = http.headers.iter().map(|(name, value)| (name.clone(), value.expose().to_owned())).collect();
-    sink.guard = if http.public_only { Guard::PUBLIC_ONLY } else { Guard::Off };
+    sink.guard.clone_from(&http.guard);
     sink.ca_file.clone_from(&http.ca_file);
+    sink.client_cert.clone_from(&http.client_cert);
     let timeout = config.settings.deliver_timeout;
     sink.timeout = timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2);
     sink.connect_timeout = sink.connect_timeout.min(sink.timeout);

@@ -4,10 +4,11 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{LogName, SourceName, Subscription};
 use postbox_engine::RelaySettings;
-use postbox_http::ingress::Origin;
+use postbox_http::ingress::{Origin, SourceLimits};
+use postbox_http::serve::ServeLimits;
+use postbox_http::{ClientCert, Guard};
 use postbox_webhook::{Scheme, Settings};
 
 use crate::cron::Cron;
@@ -114,10 +115,12 @@ pub struct HttpConfig {
     pub secrets: Vec<Secret>,
     /// Fixed headers on every request.
     pub headers: Vec<(String, Secret)>,
-    /// Refuse loopback, private and link-local addresses: for URLs that somebody else chose.
-    pub public_only: bool,
+    /// Which addresses may be called: all, or (for URLs that somebody else chose) public ones and those of some networks.
+    pub guard: Guard,
     /// Certificates (PEM) to trust beside the system's.
     pub ca_file: Option<PathBuf>,
+    /// What to show a target that asks for a client certificate.
+    pub client_cert: Option<ClientCert>,
     /// `ce-source` of events that name no source.
     pub source: Option<String>,
 }
@@ -135,8 +138,10 @@ pub struct SourceConfig {
     pub secrets: Vec<Secret>,
     /// What the scheme needs beside its secrets.
     pub settings: Settings,
-    /// Largest body.
-    pub body_max: usize,
+    /// What it may cost.
+    pub limits: SourceLimits,
+    /// CloudEvents: who gets consent by the handshake.
+    pub allowed_origins: Vec<String>,
     /// Where topic, key and tenant of the stored event come from.
     pub mapping: MappingConfig,
 }
@@ -159,13 +164,19 @@ pub struct MappingConfig {
 pub struct ServerConfig {
     /// Address and port.
     pub listen: SocketAddr,
+    /// Most connections, and how long a head may take.
+    pub limits: ServeLimits,
     /// Longest time a stop may take.
     pub stop_timeout: Duration,
 }
 
 impl Default for ServerConfig {
     fn default() -> Self {
-        Self { listen: SocketAddr::from(([127, 0, 0, 1], 8600)), stop_timeout: Duration::from_secs(20) }
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 8600)),
+            limits: ServeLimits::default(),
+            stop_timeout: Duration::from_secs(20),
+        }
     }
 }
 
@@ -215,8 +226,3 @@ pub enum LogFormat {
     /// One JSON object a line.
     Json,
 }
-
-/// Largest body of an inbound message when nothing else is said: what GitHub sends at most is 25 MB, most senders stay below 1 MB.
-pub(super) const BODY_BYTES_DEFAULT: usize = 1024 * 1024;
-/// Largest body that may be allowed: the body becomes a payload.
-pub(super) const BODY_BYTES_MAX: usize = PAYLOAD_BYTES_MAX;

@@ -52,7 +52,8 @@ fn the_examples_in_the_default_file_are_right_when_uncommented() {
     // What the comments show as defaults are the defaults.
     let shown = &config.subscriptions[0];
     let plain = SubscriptionConfig::new(shown.subscription.clone(), shown.sink.clone());
-    let expected = RelaySettings { concurrency: shown.settings.concurrency, ..plain.settings };
+    let RelaySettings { concurrency, rate, .. } = shown.settings;
+    let expected = RelaySettings { concurrency, rate, ..plain.settings };
     assert_eq!(shown.settings, expected);
 }
 
@@ -121,7 +122,7 @@ fn unknown_keys_are_refused_with_the_nearest_name() {
         "postbox.toml:2: unknown key `max_atempts` in [subscriptions.a.retry]; did you mean `max_attempts`?"
     );
     assert!(fault("[sevrer]").contains("did you mean `server`?"));
-    assert!(fault("[server]\nport = 1").contains("known here: listen, stop_timeout"));
+    assert!(fault("[server]\nport = 1").contains("known here: listen, connections, header_timeout, stop_timeout"));
     assert!(fault("stray = 1").contains("unknown section `stray`"));
 }
 
@@ -214,6 +215,65 @@ fn every_scheme_has_what_it_needs() {
             .expect_err("unknown key")
             .contains("unknown key `signature_header`")
     );
+}
+
+#[test]
+fn sinks_and_sources_are_bounded_as_the_file_says() {
+    let config = parse(
+        r#"
+[subscriptions.a]
+rate = "50/s"
+sink = { type = "http", url = "https://h/", public_only = true, allow = ["10.20.0.0/16", "fd00::1"], client_cert = "a.pem", client_key = "a.key" }
+[sources.a]
+type = "webhook"
+scheme = "github"
+secret = "0123456789abcdef"
+body_max = "2MiB"
+body_timeout = "3s"
+concurrency = 7
+rate = "600/m"
+allowed_origins = ["events.example.org"]
+[server]
+connections = 100
+header_timeout = "2s"
+"#,
+    )
+    .expect("no faults");
+    assert_eq!(config.subscriptions[0].settings.rate, "50/s".parse().ok());
+    let SinkConfig::Http(http) = &config.subscriptions[0].sink else { panic!("not http") };
+    let allow = ["10.20.0.0/16", "fd00::1/128"].map(|net| net.parse().expect("a network")).to_vec();
+    assert_eq!(http.guard, postbox_http::Guard::PublicOnly { allow });
+    assert_eq!(http.client_cert.as_ref().map(|cert| cert.key_file.as_path()), Some(Path::new("a.key")));
+    let source = &config.sources[0];
+    assert_eq!((source.limits.body_bytes, source.limits.concurrency), (2 << 20, 7));
+    assert_eq!((source.limits.body_timeout, source.limits.rate), (Duration::from_secs(3), "600/m".parse().ok()));
+    assert_eq!(source.allowed_origins, ["events.example.org"]);
+    assert_eq!((config.server.limits.connections, config.server.limits.header_timeout), (100, Duration::from_secs(2)));
+}
+
+#[test]
+fn bounds_that_are_none_are_refused_with_a_cure() {
+    let sink =
+        |keys: &str| fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"https://h/\", {keys} }}"));
+    assert!(sink("allow = [\"10.0.0.0/8\"]").contains("add public_only = true"));
+    assert!(
+        sink("public_only = true, allow = [\"10.0.0.0/33\"]").contains("is no network; write e.g. \"10.20.0.0/16\"")
+    );
+    assert!(sink("public_only = true, allow = [\"internal\"]").contains("is no network"));
+    assert!(sink("client_cert = \"a.pem\"").contains("no client_key"));
+    assert!(sink("client_key = \"a.pem\"").contains("no client_cert"));
+    assert!(sink("headers = { webhook-id = \"x\" }").contains("give a `secret`"));
+    assert!(sink("headers = { Host = \"x\" }").contains("it is the host of the url"));
+    assert!(fault("[subscriptions.a]\nrate = \"fast\"").contains("e.g. \"50/s\""));
+    assert!(fault("[subscriptions.a]\nrate = 50").contains("must be text in quotes"));
+    let source = |keys: &str| {
+        fault(&format!("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"{KEY}\"\n{keys}"))
+    };
+    assert!(source("rate = \"0/s\"").contains("is no rate"));
+    assert!(source("concurrency = 0").contains("out of range"));
+    assert!(source("body_timeout = \"1ms\"").contains("too short"));
+    assert!(source("allowed_origins = [\"*\"]").contains("is no origin; write the name"));
+    assert!(fault("[server]\nconnections = 0").contains("out of range"));
 }
 
 /// Every TOML example in the README and the guides is a configuration that this program accepts.

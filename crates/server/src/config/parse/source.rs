@@ -1,0 +1,187 @@
+//! `[sources.NAME]`.
+
+use std::time::Duration;
+
+use postbox_core::limits::PAYLOAD_BYTES_MAX;
+use postbox_core::{LogName, SourceName};
+use postbox_http::ingress::{Origin, SourceLimits};
+use postbox_webhook::plain::{Encoding, Hash, Layout};
+use postbox_webhook::{Scheme, Settings, Tolerance};
+
+use super::super::faults::suggestion;
+use super::super::model::{MappingConfig, SourceConfig};
+use super::super::reader::{At, Section};
+use super::{BROKERS_PLANNED, check_url, choice, message, name_of, read_secrets, set};
+use crate::secret::Secret;
+
+pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option<SourceConfig> {
+    let source_name = name_of(&section, name, SourceName::new)?;
+    match section.string("type") {
+        Some(kind) if kind.value == "webhook" => {}
+        Some(kind) if BROKERS_PLANNED.contains(&kind.value.as_str()) => {
+            let text = format!(
+                "{}: sources of type {:?} are not in this release; use webhook",
+                section.name("type"),
+                kind.value
+            );
+            section.reader.fault(kind.line, text);
+            return None;
+        }
+        Some(kind) => {
+            let text = format!(
+                "{}: {:?} is no source; {}",
+                section.name("type"),
+                kind.value,
+                suggestion(&kind.value, &["webhook"])
+            );
+            section.reader.fault(kind.line, text);
+            return None;
+        }
+        None => section.fault("type", format!("[{}] has no type; write type = \"webhook\"", section.path)),
+    }
+    let faults_before = section.reader.count();
+    let scheme = read_scheme(&section);
+    let settings = read_settings(&section, scheme);
+    let faults_before_secrets = section.reader.count();
+    let secrets = read_secrets(&section);
+    if secrets.is_empty() && section.reader.count() == faults_before_secrets {
+        let path = &section.path;
+        let text = format!("[{path}] has no secrets; nothing unverified is accepted: write secrets = [\"env:NAME\"]");
+        section.fault("secrets", text);
+    }
+    if let Some(scheme) = scheme
+        && section.reader.count() == faults_before
+    {
+        check_source(&section, scheme, &secrets, &settings);
+    }
+    let source = SourceConfig {
+        name: source_name,
+        log: section.parsed("log", |text| message(LogName::new(text))).unwrap_or_else(LogName::inbox),
+        scheme: scheme.unwrap_or(Scheme::StandardWebhooks),
+        settings,
+        secrets,
+        limits: read_limits(&section),
+        allowed_origins: read_origins(&section),
+        mapping: MappingConfig {
+            id: section.parsed("id", parse_origin),
+            topic: section.parsed("topic", parse_origin),
+            key: section.parsed("key", parse_origin),
+            tenant: section.parsed("tenant", parse_origin),
+        },
+    };
+    section.finish();
+    Some(source)
+}
+
+/// Most verified messages on their way into the store at once that may be allowed: more than any store commits at a time.
+const CONCURRENCY_MAX: u64 = 10_000;
+
+fn read_limits(section: &Section<'_, '_>) -> SourceLimits {
+    let mut limits = SourceLimits::default();
+    set(&mut limits.body_bytes, section.size("body_max", 1..=PAYLOAD_BYTES_MAX));
+    set(&mut limits.body_timeout, section.duration("body_timeout", Duration::from_millis(100)));
+    set(&mut limits.concurrency, section.integer("concurrency", 1..=CONCURRENCY_MAX).map(|most| most as usize));
+    limits.rate = section.parsed("rate", |text| message(text.parse()));
+    limits
+}
+
+/// CloudEvents: who gets consent. A star is refused: it would consent to everybody's sending here.
+fn read_origins(section: &Section<'_, '_>) -> Vec<String> {
+    let names = section.strings("allowed_origins").unwrap_or_default();
+    let names = names.into_iter().filter(|at| {
+        let name = !at.value.is_empty() && at.value.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'*');
+        if !name {
+            let path = section.name("allowed_origins");
+            let text = format!(
+                "{path}: {:?} is no origin; write the name the sender gives, e.g. \"eventgrid.azure.net\"",
+                at.value
+            );
+            section.reader.fault(at.line, text);
+        }
+        name
+    });
+    names.map(|at| at.value).collect()
+}
+
+fn read_scheme(section: &Section<'_, '_>) -> Option<Scheme> {
+    if !section.has("scheme") {
+        section.fault("scheme", format!("[{}] has no scheme; write scheme = \"standard-webhooks\"", section.path));
+    }
+    section.parsed("scheme", |text| match text {
+        "standard" => Ok(Scheme::StandardWebhooks),
+        "sns" => Err("the scheme \"sns\" is not in this release".to_owned()),
+        other => other
+            .parse()
+            .map_err(|_| format!("{other:?} is no scheme; {}", suggestion(other, &Scheme::ALL.map(Scheme::as_str)))),
+    })
+}
+
+fn read_settings(section: &Section<'_, '_>, scheme: Option<Scheme>) -> Settings {
+    let mut settings = Settings::default();
+    if let Some(tolerance) = section.duration("tolerance", Duration::from_secs(1)) {
+        let seconds = u32::try_from(tolerance.as_secs()).unwrap_or(u32::MAX);
+        settings.tolerance = Tolerance { past_s: seconds, future_s: seconds };
+    }
+    // Without a scheme every key is allowed, so that one fault does not look like three.
+    if scheme.is_none_or(|scheme| scheme == Scheme::Twilio) {
+        settings.public_url = section.parsed("public_url", check_url);
+    }
+    if scheme.is_none_or(|scheme| scheme == Scheme::Hmac) {
+        settings.layout = read_layout(section);
+    }
+    settings
+}
+
+fn read_layout(section: &Section<'_, '_>) -> Option<Layout> {
+    let header = |text: &str| {
+        http::HeaderName::try_from(text).map(|name| name.to_string()).map_err(|_| format!("{text:?} is no header name"))
+    };
+    let layout = section.parsed("signature_header", header).map(Layout::new);
+    let prefix = section.string("signature_prefix");
+    let hash = choice(section, "hash", &[("sha256", Hash::Sha256), ("sha512", Hash::Sha512)]);
+    let encoding = choice(section, "encoding", &[("hex", Encoding::Hex), ("base64", Encoding::Base64)]);
+    let timestamp_header = section.parsed("timestamp_header", header);
+    let separator = section.string("separator");
+    let mut layout = layout?;
+    set(&mut layout.prefix, prefix.map(|at| at.value));
+    set(&mut layout.hash, hash);
+    set(&mut layout.encoding, encoding);
+    layout.timestamp_header = timestamp_header;
+    set(&mut layout.separator, separator.map(|at| at.value));
+    Some(layout)
+}
+
+/// Whether scheme, secrets and settings make a verifier together.
+fn check_source(section: &Section<'_, '_>, scheme: Scheme, secrets: &[Secret], settings: &Settings) {
+    let path = &section.path;
+    if scheme == Scheme::Twilio && settings.public_url.is_none() {
+        section.fault(
+            "scheme",
+            format!("[{path}] needs public_url, the URL as given to Twilio: it is part of what is signed"),
+        );
+    } else if scheme == Scheme::Hmac && settings.layout.is_none() {
+        section.fault("scheme", format!("[{path}] needs signature_header, e.g. \"x-signature\""));
+    } else if secrets.iter().all(|secret| !secret.expose().is_empty())
+        // What is unset for a command that does not need it is empty; only real keys are checked.
+        && let Err(text) = crate::wiring::verifier(scheme, secrets, settings)
+    {
+        section.fault(if section.has("secrets") { "secrets" } else { "secret" }, format!("[{path}]: {text}"));
+    }
+}
+
+fn parse_origin(text: &str) -> Result<Origin, String> {
+    if let Some(header) = text.strip_prefix("header:") {
+        let name = http::HeaderName::try_from(header).map_err(|_| format!("{header:?} is no header name"))?;
+        return Ok(Origin::Header(name.as_str().to_owned()));
+    }
+    if let Some(pointer) = text.strip_prefix("json:") {
+        if !pointer.starts_with('/') {
+            return Err(format!("{pointer:?} is no JSON pointer; it begins with a slash, e.g. \"json:/data/id\""));
+        }
+        return Ok(Origin::Json(pointer.to_owned()));
+    }
+    if text.is_empty() {
+        return Err("is empty; write a fixed text, \"header:NAME\" or \"json:/POINTER\"".into());
+    }
+    Ok(Origin::Literal(text.to_owned()))
+}
