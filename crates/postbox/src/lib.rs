@@ -24,7 +24,7 @@
 //! | `postgres` | the `postgres` module: `PostgresStore`, `append_in` for `tokio-postgres` | yes |
 //! | `sqlite` | the `sqlite` module: `SqliteStore`, `append_in` for `rusqlite` | yes |
 //! | `sqlx` | `append_in` for `sqlx` transactions, in both | no |
-//! | `http` | the `http` module: the signed webhook sink and the webhook ingress | yes |
+//! | `http` | the `http` module: the signed webhook sink and the webhook ingress; the `webhook` module: sign and verify | yes |
 //!
 //! # The guarantee
 //!
@@ -47,3 +47,6 @@ pub use postbox_postgres as postgres;
 /// The SQLite store.
 #[cfg(feature = "sqlite")]
 pub use postbox_sqlite as sqlite;
+/// Signing and verifying webhooks: keys for the sink, verifiers for the ingress.
+#[cfg(feature = "http")]
+pub use postbox_webhook as webhook;

@@ -16,7 +16,10 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("postbox-sqlite", &["postbox-core"]),
     ("postbox-http", &["postbox-core", "postbox-webhook"]),
     ("postbox-engine", &["postbox-core"]),
-    ("postbox", &["postbox-core", "postbox-engine", "postbox-http", "postbox-postgres", "postbox-sqlite"]),
+    (
+        "postbox",
+        &["postbox-core", "postbox-engine", "postbox-http", "postbox-postgres", "postbox-sqlite", "postbox-webhook"],
+    ),
     (
         "postbox-server",
         &["postbox-core", "postbox-engine", "postbox-http", "postbox-postgres", "postbox-sqlite", "postbox-webhook"],
