@@ -148,7 +148,8 @@ impl Genuine<'_> {
     }
 
     fn content_type(&self) -> String {
-        let text = self.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        // As bytes: a parameter may be in UTF-8, and what was sent is what is stored.
+        let text = self.headers.get(header::CONTENT_TYPE).and_then(|value| std::str::from_utf8(value.as_bytes()).ok());
         text.unwrap_or("application/octet-stream").to_owned()
     }
 
@@ -252,12 +253,13 @@ fn is_kept(name: &HeaderName) -> bool {
 }
 
 /// Keeps the sender's id and then the request's headers by name, as long as an event has room for them: a proxy's noise must not make a genuine message
-/// impossible to store.
+/// impossible to store. Last come those that only repeat what is known, so that an event's own (63 beside the id) are not lost for them.
 fn keep_headers(event: &mut NewEvent, headers: &HeaderMap, message_id: &str) {
     let mut room = HEADER_BYTES_MAX - MESSAGE_ID_HEADER.len() - message_id.len();
     event.headers.insert(MESSAGE_ID_HEADER.into(), message_id.into());
     let mut names: Vec<&HeaderName> = headers.keys().filter(|name| is_kept(name)).collect();
-    names.sort_by_key(|name| name.as_str());
+    let repeats = |name: &str| name.starts_with(cloudevents::PREFIX) || name.starts_with("webhook-");
+    names.sort_by_key(|name| (repeats(name.as_str()), name.as_str()));
     for name in names {
         let values: Option<Vec<&str>> =
             headers.get_all(name).iter().map(|value| std::str::from_utf8(value.as_bytes()).ok()).collect();
