@@ -45,6 +45,8 @@ impl Service {
     pub async fn start_on(config: Config, store: Arc<dyn Store>) -> Result<Self> {
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         store.validate().await?;
+        // First of what can fail, because a port in use is what fails most, and subscriptions would be left behind in the store.
+        let listener = bind(config.server.listen).await?;
         let mut parts = Vec::with_capacity(config.subscriptions.len());
         for subscription in &config.subscriptions {
             let mut subscription = subscription.clone();
@@ -54,7 +56,6 @@ impl Service {
             parts.push(Part::new(wiring::relay(&store, &subscription, &clock).await?, subscription.schedule.clone()));
         }
         let sources = Sources::build(&config.sources, &store, &clock)?;
-        let listener = bind(config.server.listen).await?;
         let address = listener.local_addr().unwrap_or(config.server.listen);
         info!(%address, subscriptions = parts.len(), sources = config.sources.len(), "postbox serves");
 

@@ -112,7 +112,11 @@ fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
         state => match state.get(..2).unwrap_or_default() {
-            "28" => make(Unauthorized, "login_refused", text()),
+            "28" => make(
+                Unauthorized,
+                "login_refused",
+                format!("{}; correct the user or the password in the store's URL", facts.message),
+            ),
             // connection exceptions, insufficient resources (disk full, too many connections), operator intervention (shutdown,
             // starting up), system errors, idle transaction ended.
             "08" | "53" | "57" | "58" | "25" => make(Unavailable, "store_unavailable", text()),
