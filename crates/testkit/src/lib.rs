@@ -2,6 +2,7 @@
 
 pub mod clock;
 pub mod conformance;
+pub mod hostile;
 pub mod ledger;
 pub mod proxy;
 pub mod servers;

@@ -6,6 +6,7 @@ use postbox_core::{EventId, NewEvent};
 
 use super::StoreFixture;
 use super::harness::*;
+use crate::hostile;
 
 /// Every field that was set, and nothing that was not.
 pub async fn every_field_comes_back(fixture: &dyn StoreFixture) {
@@ -50,26 +51,7 @@ pub async fn inspecting_shows_the_same_bytes(fixture: &dyn StoreFixture) {
 /// Payloads are bytes: never parsed, never re-encoded.
 pub async fn payload_bytes_come_back_identical(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let deep = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
-    let payloads: Vec<Vec<u8>> = vec![
-        Vec::new(),
-        vec![0],
-        (0..=255).collect(),
-        vec![0xff, 0xfe, 0xc0, 0x80, 0xed, 0xa0, 0x80],
-        b"\xef\xbb\xbf{}".to_vec(),
-        deep.into_bytes(),
-        b"1e400".to_vec(),
-        b"-0".to_vec(),
-        b"1234567890123456789012345".to_vec(),
-        b"{\"a\":1,\"a\":2}".to_vec(),
-        b"{ \"b\" : 1.0 ,\n\t\"a\":1.10 }\r\n".to_vec(),
-        b"\"\\u0000\\ud800\"".to_vec(),
-        b"{\"\":\"\"}".to_vec(),
-        "\"\u{202e}\u{200b}\u{feff}é𝄞\"".as_bytes().to_vec(),
-        b"not json at all".to_vec(),
-        b"\\x00\\000'; --".to_vec(),
-        b"\\N".to_vec(),
-    ];
+    let payloads = hostile::payloads();
     // With the JSON content type, because that is where a store is tempted to understand.
     append(&lane.store, payloads.iter().map(|bytes| NewEvent::json("t", bytes.clone())).collect::<Vec<_>>()).await;
     let read = lane.drain().await;
@@ -91,35 +73,7 @@ pub async fn a_payload_at_the_limit_comes_back(fixture: &dyn StoreFixture) {
 /// Names may be any language, any quote, any wildcard, up to their limits.
 pub async fn strange_topics_and_keys_come_back(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let strange = [
-        "zażółć.gęślą",
-        "订单.已付",
-        "\u{202e}rtl",
-        "zero\u{200b}width",
-        "🦀",
-        "e\u{301}",
-        "É",
-        "é",
-        "'",
-        "\"",
-        "';--",
-        "$1",
-        "%s",
-        "%",
-        "_",
-        "*",
-        "\\",
-        "\\x41",
-        "a..b",
-        ".",
-        "$JS.API",
-        "null",
-        "NULL",
-        "{}",
-        "{a,b}",
-        "\u{fffd}",
-        "\u{10ffff}",
-    ];
+    let strange = hostile::names();
     let mut events: Vec<NewEvent> =
         strange.iter().map(|name| NewEvent::json(*name, "1").key(*name).tenant(*name).aggregate(*name)).collect();
     events.push(NewEvent::json("t".repeat(TOPIC_BYTES_MAX), "1").key("k".repeat(KEY_BYTES_MAX)));
@@ -152,8 +106,7 @@ pub async fn keys_that_look_alike_are_different(fixture: &dyn StoreFixture) {
 /// As many headers as allowed, with every kind of value.
 pub async fn headers_come_back(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let values =
-        ["", " ", "tab\there", "\"quoted\", 'and'", "back\\slash", "ünïcödé 🦀", "{\"json\":1}", "a=>b", "NULL"];
+    let values = hostile::header_values();
     let mut full = event("1");
     for n in 0..HEADERS_MAX - 2 {
         full = full.header(format!("h-{n}"), values[n % values.len()]);

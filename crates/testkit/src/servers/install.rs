@@ -33,6 +33,14 @@ pub(super) fn postgres_bin(version: Version) -> anyhow::Result<PathBuf> {
     candidates.into_iter().find(|bin| bin.join("initdb").is_file()).ok_or_else(|| Missing(version.name()).into())
 }
 
+/// The psql program, of whichever version: beside a packaged server, or on the path.
+pub(super) fn psql() -> anyhow::Result<PathBuf> {
+    let beside = postgres_bin(Version::V15).ok().map(|bin| bin.join("psql"));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path = std::env::split_paths(&path).map(|folder| folder.join("psql"));
+    beside.into_iter().chain(on_path).find(|program| program.is_file()).ok_or_else(|| Missing("psql").into())
+}
+
 /// The pgbouncer program.
 pub(super) fn pgbouncer() -> anyhow::Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();

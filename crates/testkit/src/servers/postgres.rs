@@ -1,6 +1,8 @@
 //! A Postgres somebody runs for us, seen from a test.
 
+use std::io::Write as _;
 use std::path::Path;
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -119,6 +121,31 @@ impl Postgres {
             Ok(name) => self.url_of(&name),
             Err(error) => panic!("{}: creating a database: {error:#}", self.inner.version.name()),
         }
+    }
+
+    /// Runs a script through psql, as a person would, and gives what it printed: a line a row, columns separated by `|`.
+    ///
+    /// # Panics
+    ///
+    /// If psql is not installed, or at the first statement that fails.
+    pub fn psql(url: &str, script: &str) -> String {
+        let program = super::install::psql().unwrap_or_else(|error| unavailable(&error));
+        // By standard input, not --command: that would put everything into one transaction.
+        let mut child = std::process::Command::new(program)
+            .args(["--no-psqlrc", "--quiet", "--tuples-only", "--no-align", "--set=ON_ERROR_STOP=1", url])
+            .env("PGOPTIONS", "--client-min-messages=warning")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("psql is there: we looked");
+        let mut stdin = child.stdin.take().expect("it is piped");
+        // A psql that stopped at a fault hears no more; its exit status tells.
+        let _ = stdin.write_all(script.as_bytes());
+        drop(stdin);
+        let output = child.wait_with_output().expect("our own child");
+        assert!(output.status.success(), "psql: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("the databases of tests are UTF-8")
     }
 
     async fn create_database(&self) -> anyhow::Result<String> {
