@@ -9,7 +9,7 @@ use axum::Router;
 use axum::http::StatusCode;
 use axum::routing::post;
 
-use crate::room::{Kind, Room};
+use crate::room::{Kind, Room, on_both};
 
 const FILE_SINK: &str = "[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n";
 
@@ -204,17 +204,6 @@ fn completions_name_every_command() -> Result<()> {
         ensure!(script.contains("check-config") && script.contains("dispatch"), "{shell}");
     }
     Ok(())
-}
-
-macro_rules! on_both {
-    ($($name:ident),* $(,)?) => {
-        mod on_sqlite {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)] async fn $name() -> anyhow::Result<()> { super::$name(crate::room::Kind::Sqlite).await })*
-        }
-        mod on_postgres {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)] async fn $name() -> anyhow::Result<()> { super::$name(crate::room::Kind::Postgres).await })*
-        }
-    };
 }
 
 on_both!(

@@ -2,7 +2,9 @@
 
 mod commands;
 mod demo;
+mod endpoint;
 mod faults;
 mod inbox;
+mod outages;
 mod room;
 mod run;

@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::servers::{Postgres, Version};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::sync::watch;
 
 /// Nothing here takes long; this only turns a hang into a failure.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -34,6 +35,11 @@ impl Room {
             Kind::Postgres => Postgres::shared(Version::V15).await.fresh_database().await,
         };
         Ok(Self { folder, kind, url })
+    }
+
+    /// A store somewhere else, as it is.
+    pub(crate) fn on(kind: Kind, url: String) -> Result<Self> {
+        Ok(Self { folder: tempfile::tempdir()?, kind, url })
     }
 
     /// A store with its schema.
@@ -99,6 +105,28 @@ impl Room {
         Ok(())
     }
 
+    /// Everything that is in the store, to compare with later: "nothing changed".
+    pub(crate) async fn snapshot(&self) -> Result<Vec<u8>> {
+        if self.kind == Kind::Sqlite {
+            return Ok(bytes(&self.path("postbox.db")).unwrap_or_default());
+        }
+        const TABLES: &str = "SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname) FROM pg_class AS c \
+            JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.relkind = 'r' \
+            AND n.nspname NOT IN ('pg_catalog', 'information_schema') ORDER BY 1";
+        let (client, connection) = tokio_postgres::connect(&self.url, tokio_postgres::NoTls).await?;
+        let connection = tokio::spawn(connection);
+        let mut all = String::new();
+        for row in client.query(TABLES, &[]).await? {
+            let table: String = row.get(0);
+            let rows = format!("SELECT coalesce(string_agg(t::text, E'\\n' ORDER BY t::text), '') FROM {table} AS t");
+            let rows: String = client.query_one(&rows, &[]).await?.get(0);
+            all += &format!("{table}\n{rows}\n");
+        }
+        drop(client);
+        connection.await??;
+        Ok(all.into_bytes())
+    }
+
     /// Three events: two of key 1 and one of key 2.
     pub(crate) async fn insert_three(&self) -> Result<()> {
         self.sql(
@@ -117,7 +145,13 @@ impl Room {
 
     /// `postbox run` until it says where it listens.
     pub(crate) async fn serve(&self) -> Result<Served> {
+        self.serve_with(&[]).await
+    }
+
+    /// The same with these variables in its environment.
+    pub(crate) async fn serve_with(&self, env: &[(&str, &str)]) -> Result<Served> {
         let mut command = tokio::process::Command::from(self.command(&["run", "--log-json"]));
+        command.envs(env.iter().copied());
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true).spawn()?;
         let mut lines = BufReader::new(child.stderr.take().context("no stderr")?).lines();
         let started = async {
@@ -130,12 +164,11 @@ impl Room {
             anyhow::bail!("it ended without listening")
         };
         let address = tokio::time::timeout(DEADLINE, started).await.context("it never listened")??;
-        let log = tokio::spawn(async move {
-            let mut log = Vec::new();
+        let (note, log) = watch::channel(Vec::new());
+        tokio::spawn(async move {
             while let Ok(Some(line)) = lines.next_line().await {
-                log.push(line);
+                note.send_modify(|log| log.push(line));
             }
-            log
         });
         Ok(Served { child, address, log })
     }
@@ -145,7 +178,8 @@ impl Room {
 pub(crate) struct Served {
     child: tokio::process::Child,
     pub(crate) address: String,
-    log: tokio::task::JoinHandle<Vec<String>>,
+    /// What it logged since it listens; closed when it has ended.
+    log: watch::Receiver<Vec<String>>,
 }
 
 impl Served {
@@ -154,9 +188,28 @@ impl Served {
         let pid = self.child.id().context("it has ended already")?;
         signal(pid, "TERM")?;
         let status = tokio::time::timeout(DEADLINE, self.child.wait()).await.context("it does not stop")??;
-        let log = self.log.await?;
+        while self.log.changed().await.is_ok() {}
+        let log = self.log.borrow().clone();
         ensure!(status.success(), "it ended with {status}: {log:#?}");
         Ok(log)
+    }
+
+    /// SIGKILL; gives the moment.
+    pub(crate) async fn kill(mut self) -> Result<Instant> {
+        self.child.start_kill()?;
+        let killed = Instant::now();
+        self.child.wait().await?;
+        Ok(killed)
+    }
+
+    /// Waits until so many lines of its log say this.
+    pub(crate) async fn logged(&self, text: &str, lines: usize) -> Result<()> {
+        let mut log = self.log.clone();
+        let said = log.wait_for(|log| log.iter().filter(|line| line.contains(text)).count() >= lines);
+        tokio::time::timeout(DEADLINE, said)
+            .await
+            .with_context(|| format!("it never said {text:?} {lines} times"))??;
+        Ok(())
     }
 }
 
@@ -180,3 +233,16 @@ pub(crate) fn complaint(output: &Output, code: i32, args: &[&str]) -> Result<Str
 pub(crate) fn bytes(path: &Path) -> Option<Vec<u8>> {
     std::fs::read(path).ok()
 }
+
+/// A test of each of these functions for each store.
+macro_rules! on_both {
+    ($($name:ident),* $(,)?) => {
+        mod on_sqlite {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)] async fn $name() -> anyhow::Result<()> { super::$name(crate::room::Kind::Sqlite).await })*
+        }
+        mod on_postgres {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)] async fn $name() -> anyhow::Result<()> { super::$name(crate::room::Kind::Postgres).await })*
+        }
+    };
+}
+pub(crate) use on_both;

@@ -1,0 +1,122 @@
+//! A webhook endpoint that notes every arrival with its time, and can stand refused until it is opened.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use axum::Router;
+use axum::body::Bytes;
+use axum::http::{HeaderMap, StatusCode};
+use axum::routing::post;
+use tokio::net::TcpSocket;
+use tokio::sync::watch;
+
+use crate::room::DEADLINE;
+
+/// One request.
+#[derive(Debug, Clone)]
+pub(crate) struct Arrival {
+    pub(crate) at: Instant,
+    pub(crate) key: String,
+    /// The `n` of its payload.
+    pub(crate) n: i64,
+    /// What the sender calls itself in `x-relay`.
+    pub(crate) relay: String,
+    /// Whether it was answered with success.
+    pub(crate) taken: bool,
+}
+
+/// What the endpoint says to an event of this key, and after how long.
+pub(crate) type Answer = fn(key: &str) -> (u16, Duration);
+
+/// A port that is ours while nobody listens on it: connecting is refused.
+pub(crate) struct Shut {
+    socket: TcpSocket,
+    address: SocketAddr,
+}
+
+impl Shut {
+    pub(crate) fn reserve() -> Result<Self> {
+        let socket = TcpSocket::new_v4()?;
+        socket.bind(SocketAddr::from(([127, 0, 0, 1], 0)))?;
+        let address = socket.local_addr()?;
+        Ok(Self { socket, address })
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}/", self.address)
+    }
+
+    pub(crate) fn open(self, answer: Answer) -> Result<Endpoint> {
+        let (note, arrivals) = watch::channel(Vec::new());
+        let handler = async move |headers: HeaderMap, body: Bytes| {
+            let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default().to_owned();
+            let payload: serde_json::Value = serde_json::from_slice(&body).unwrap_or_default();
+            let (status, wait) = answer(&text("ce-subject"));
+            let status = StatusCode::from_u16(status).unwrap_or_default();
+            let (at, taken) = (Instant::now(), status.is_success());
+            let n = payload["n"].as_i64().unwrap_or(-1);
+            let arrival = Arrival { at, key: text("ce-subject"), n, relay: text("x-relay"), taken };
+            note.send_modify(|arrivals: &mut Vec<Arrival>| arrivals.push(arrival));
+            tokio::time::sleep(wait).await;
+            status
+        };
+        let listener = self.socket.listen(1024)?;
+        tokio::spawn(axum::serve(listener, Router::new().route("/", post(handler))).into_future());
+        Ok(Endpoint { address: self.address, arrivals })
+    }
+}
+
+/// A webhook endpoint on loopback.
+pub(crate) struct Endpoint {
+    address: SocketAddr,
+    arrivals: watch::Receiver<Vec<Arrival>>,
+}
+
+impl Endpoint {
+    pub(crate) fn start(answer: Answer) -> Result<Self> {
+        Shut::reserve()?.open(answer)
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}/", self.address)
+    }
+
+    /// What has arrived so far, in its order.
+    pub(crate) fn arrivals(&self) -> Vec<Arrival> {
+        self.arrivals.borrow().clone()
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.arrivals.borrow().len()
+    }
+
+    /// Waits until what has arrived is as wanted, and gives it.
+    pub(crate) async fn until(&self, what: &str, wanted: impl Fn(&[Arrival]) -> bool) -> Result<Vec<Arrival>> {
+        let mut arrivals = self.arrivals.clone();
+        let waited = tokio::time::timeout(DEADLINE, arrivals.wait_for(|arrivals| wanted(arrivals))).await;
+        let seen = waited.with_context(|| format!("{what}: it never came; {} arrived", self.count()))??;
+        Ok(seen.clone())
+    }
+
+    /// Waits until nothing has arrived for so long.
+    pub(crate) async fn quiet_for(&self, time: Duration) -> Result<()> {
+        let mut arrivals = self.arrivals.clone();
+        let quiet = async {
+            arrivals.mark_unchanged();
+            while tokio::time::timeout(time, arrivals.changed()).await.is_ok() {}
+        };
+        tokio::time::timeout(DEADLINE, quiet).await.context("it never grew quiet")
+    }
+}
+
+/// The numbers of what was taken of one key, first arrivals only.
+pub(crate) fn firsts(arrivals: &[Arrival], key: &str) -> Vec<i64> {
+    let mut firsts = Vec::new();
+    for arrival in arrivals.iter().filter(|arrival| arrival.taken && arrival.key == key) {
+        if !firsts.contains(&arrival.n) {
+            firsts.push(arrival.n);
+        }
+    }
+    firsts
+}

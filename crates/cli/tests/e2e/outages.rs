@@ -1,0 +1,239 @@
+//! Who dies and who comes back: a relay that is killed, a database that is stopped, a destination that is down, one event that
+//! is refused for ever. Each on the running binary, timed where a time is promised.
+
+#![allow(clippy::print_stderr, reason = "the times that were measured")]
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
+
+use crate::endpoint::{Arrival, Endpoint, Shut, firsts};
+use crate::room::{Kind, Room, on_both};
+
+/// How long a working destination takes: enough that a fault finds work in the middle.
+const PACE: Duration = Duration::from_millis(5);
+
+fn takes_all(_key: &str) -> (u16, Duration) {
+    (204, PACE)
+}
+
+/// `events` events round robin over `keys` keys, numbered from 0.
+async fn fill(room: &Room, keys: usize, events: usize) -> Result<()> {
+    let rows: Vec<String> =
+        (0..events).map(|n| format!("('order.placed', 'k{}', '{{\"n\":{n}}}')", n % keys)).collect();
+    room.sql(&format!("INSERT INTO OUTBOX (topic, key, payload) VALUES {}", rows.join(","))).await
+}
+
+/// Everything arrived, each key in its order.
+fn ensure_whole(arrivals: &[Arrival], keys: usize, events: usize) -> Result<()> {
+    for key in 0..keys {
+        let wanted: Vec<i64> = (0..events).filter(|n| n % keys == key).map(|n| n as i64).collect();
+        let found = firsts(arrivals, &format!("k{key}"));
+        ensure!(found == wanted, "key k{key}: {found:?} instead of {wanted:?}");
+    }
+    Ok(())
+}
+
+fn distinct(arrivals: &[Arrival]) -> usize {
+    arrivals
+        .iter()
+        .filter(|arrival| arrival.taken)
+        .map(|arrival| arrival.n)
+        .collect::<std::collections::HashSet<_>>()
+        .len()
+}
+
+/// Two relays share a subscription; one gets SIGKILL while it delivers; the other takes its lanes over.
+async fn a_killed_relay_is_succeeded_within_its_lease_and_a_second(lanes: usize) -> Result<()> {
+    const LEASE: Duration = Duration::from_secs(3);
+    const KEYS: usize = 40;
+    const EVENTS: usize = 1_000;
+    const BATCH: usize = 20;
+    let room = Room::migrated(Kind::Postgres).await?;
+    let endpoint = Endpoint::start(takes_all)?;
+    room.config(&format!(
+        "[subscriptions.out]\nlanes = {lanes}\nlease = \"3s\"\nbatch = {BATCH}\nconcurrency = 2\n\
+         sink = {{ type = \"http\", url = \"{}\", headers = {{ x-relay = \"env:RELAY\" }} }}\n\
+         [server]\nlisten = \"127.0.0.1:0\"\n",
+        endpoint.url()
+    ))?;
+    let doomed = room.serve_with(&[("RELAY", "doomed")]).await?;
+    doomed.logged("lane taken", lanes).await?;
+    let heir = room.serve_with(&[("RELAY", "heir")]).await?;
+    // With two lanes the newcomer gets its share before anything goes wrong.
+    heir.logged("lane taken", lanes - 1).await?;
+    fill(&room, KEYS, EVENTS).await?;
+    let by = |arrivals: &[Arrival], relay: &str| arrivals.iter().filter(|arrival| arrival.relay == relay).count();
+    endpoint.until("the first relay delivers", |arrivals| by(arrivals, "doomed") >= 100).await?;
+
+    let killed = doomed.kill().await?;
+    let mut owner: HashMap<String, String> = HashMap::new();
+    for arrival in endpoint.arrivals() {
+        owner.insert(arrival.key, arrival.relay);
+    }
+    let inherited =
+        |arrival: &Arrival| arrival.relay == "heir" && owner.get(&arrival.key).is_some_and(|relay| relay == "doomed");
+    let arrivals = endpoint.until("the heir delivers", |arrivals| arrivals.iter().any(inherited)).await?;
+    let first = arrivals.iter().find(|arrival| inherited(arrival)).context("it was there a moment ago")?;
+    let taken_over = first.at.duration_since(killed);
+    eprintln!("takeover, {lanes} lane(s), lease {LEASE:?}: delivering again {taken_over:?} after SIGKILL");
+    ensure!(taken_over <= LEASE + Duration::from_secs(1), "{taken_over:?} is longer than the lease and a second");
+
+    let arrivals = endpoint.until("all events", |arrivals| distinct(arrivals) == EVENTS).await?;
+    ensure_whole(&arrivals, KEYS, EVENTS)?;
+    let repeats = arrivals.len() - EVENTS;
+    ensure!(repeats <= 2 * BATCH * lanes, "{repeats} repeats are more than the killed relay had in flight");
+    heir.terminate().await?;
+    ensure!(room.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_relay_is_succeeded_by_its_standby() -> Result<()> {
+    a_killed_relay_is_succeeded_within_its_lease_and_a_second(1).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_relay_is_succeeded_by_its_neighbour() -> Result<()> {
+    a_killed_relay_is_succeeded_within_its_lease_and_a_second(2).await
+}
+
+/// The database goes while the relay delivers, and comes back.
+async fn the_database_returns(stop: fn(&mut PrivatePostgres), lease: &str) -> Result<()> {
+    const AGAIN_MAX: Duration = Duration::from_secs(2);
+    const KEYS: usize = 40;
+    const EVENTS: usize = 1_000;
+    let mut postgres = PrivatePostgres::launch(Version::V15, Settings::durable()).await;
+    let room = Room::on(Kind::Postgres, postgres.fresh_database().await)?;
+    room.ok(&["migrate", "up"])?;
+    let endpoint = Endpoint::start(takes_all)?;
+    room.config(&format!(
+        "[subscriptions.out]\nlease = \"{lease}\"\nbatch = 20\nconcurrency = 4\n\
+         sink = {{ type = \"http\", url = \"{}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
+        endpoint.url()
+    ))?;
+    fill(&room, KEYS, EVENTS).await?;
+    let relay = room.serve().await?;
+    endpoint.until("the relay delivers", |arrivals| arrivals.len() >= 100).await?;
+
+    stop(&mut postgres);
+    // Until it has sent what it had in memory; long enough that it waits its longest between two tries, and that a short lease is lost.
+    endpoint.quiet_for(Duration::from_millis(1_500)).await?;
+    let before = endpoint.count();
+    postgres.start().await;
+    let accepts = Instant::now();
+    let arrivals = endpoint.until("delivering again", |arrivals| arrivals.len() > before).await?;
+    let again = arrivals[before].at.saturating_duration_since(accepts);
+    eprintln!("database restart, lease {lease}: delivering again {again:?} after it accepts connections");
+    ensure!(before < EVENTS && again <= AGAIN_MAX, "{again:?} is too long ({before} were delivered before)");
+
+    let arrivals = endpoint.until("all events", |arrivals| distinct(arrivals) == EVENTS).await?;
+    ensure_whole(&arrivals, KEYS, EVENTS)?;
+    relay.terminate().await?;
+    ensure!(room.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_fast_stop_of_the_database_it_delivers_again() -> Result<()> {
+    the_database_returns(PrivatePostgres::stop_fast, "10s").await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_crash_of_the_database_longer_than_the_lease_it_delivers_again() -> Result<()> {
+    the_database_returns(PrivatePostgres::stop_immediate, "1s").await
+}
+
+/// Nobody listens at the destination; then somebody does.
+async fn a_dead_destination_counts_no_attempt_and_drains_when_it_returns(kind: Kind) -> Result<()> {
+    const KEYS: usize = 10;
+    const EVENTS: usize = 30;
+    let room = Room::migrated(kind).await?;
+    let shut = Shut::reserve()?;
+    // One attempt: an event that were blamed for its destination would be dead.
+    room.config(&format!(
+        "[subscriptions.out]\nretry = {{ max_attempts = 1 }}\nbreaker = {{ base = \"20ms\", max = \"100ms\" }}\n\
+         sink = {{ type = \"http\", url = \"{}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
+        shut.url()
+    ))?;
+    fill(&room, KEYS, EVENTS).await?;
+    let relay = room.serve().await?;
+    relay.logged("destination is down, breaker open", 5).await?;
+    ensure!(room.ok(&["stats"])? == format!("pending={EVENTS} dispatched=0 dead=0 total={EVENTS}\n"));
+    let mut listed = 0;
+    for state in ["pending", "retrying", "blocked"] {
+        let records: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", state, "--json"])?)?;
+        for record in records.as_array().context("a list")? {
+            ensure!(record["attempts"] == 0, "an attempt was counted: {record}");
+            listed += 1;
+        }
+        if let Some(id) = records[0]["event"]["id"].as_str() {
+            let shown = room.ok(&["show", id])?;
+            ensure!(!shown.contains("attempt(s)"), "{shown}");
+        }
+    }
+    ensure!(listed == EVENTS, "{listed} of {EVENTS} are waiting");
+
+    let endpoint = shut.open(takes_all)?;
+    let arrivals = endpoint.until("all events", |arrivals| arrivals.len() >= EVENTS).await?;
+    ensure!(arrivals.len() == EVENTS, "something came twice");
+    ensure_whole(&arrivals, KEYS, EVENTS)?;
+    relay.terminate().await?;
+    ensure!(room.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
+    Ok(())
+}
+
+const POISON: &str = "k7";
+
+fn refuses_one_key(key: &str) -> (u16, Duration) {
+    if key == POISON { (500, 20 * PACE) } else { (204, PACE) }
+}
+
+/// From the first arrival to the last one taken, with a hundred keys of which `poison` says how one is answered.
+async fn time_of_the_others(kind: Kind, answer: crate::endpoint::Answer) -> Result<Duration> {
+    const KEYS: usize = 100;
+    const EVENTS: usize = 800;
+    let poisoned = answer(POISON).0 == 500;
+    let room = Room::migrated(kind).await?;
+    let endpoint = Endpoint::start(answer)?;
+    // It goes again soon and for ever: all the time while the others go out, it is there.
+    room.config(&format!(
+        "[subscriptions.out]\nbatch = 100\nconcurrency = 8\nretry = {{ max_attempts = 10000, base = \"10ms\", max = \"10ms\" }}\n\
+         sink = {{ type = \"http\", url = \"{}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
+        endpoint.url()
+    ))?;
+    fill(&room, KEYS, EVENTS).await?;
+    let relay = room.serve().await?;
+    let wanted = if poisoned { EVENTS - EVENTS / KEYS } else { EVENTS };
+    let arrivals = endpoint.until("the other keys", |arrivals| distinct(arrivals) == wanted).await?;
+    let last = arrivals.iter().filter(|arrival| arrival.taken).map(|arrival| arrival.at).max();
+    let time = last.context("some were taken")?.duration_since(arrivals[0].at);
+    if poisoned {
+        endpoint.until("the poison again", |now| now.len() >= arrivals.len() + 2).await?;
+        let poison: Vec<i64> = endpoint.arrivals().iter().filter(|it| it.key == POISON).map(|it| it.n).collect();
+        ensure!(poison.len() > 3 && poison.iter().all(|n| *n == 7), "only its first may go: {poison:?}");
+    }
+    let repeats = arrivals.iter().filter(|arrival| arrival.taken).count() - wanted;
+    ensure!(repeats == 0, "{repeats} came twice");
+    relay.terminate().await?;
+    let stats: serde_json::Value = serde_json::from_str(&room.ok(&["stats", "--json"])?)?;
+    let (retrying, blocked) = if poisoned { (1, EVENTS / KEYS - 1) } else { (0, 0) };
+    ensure!(stats[0]["retrying"] == retrying && stats[0]["blocked"] == blocked, "{stats}");
+    ensure!(stats[0]["dispatched"] == wanted && stats[0]["dead"] == 0, "{stats}");
+    Ok(time)
+}
+
+async fn one_poison_key_of_a_hundred_does_not_slow_the_others(kind: Kind) -> Result<()> {
+    let without = time_of_the_others(kind, takes_all).await?;
+    let with = time_of_the_others(kind, refuses_one_key).await?;
+    eprintln!("{kind:?}: 100 keys in {without:?}, the other 99 beside a poison one in {with:?}");
+    ensure!(with <= without * 2 + Duration::from_secs(1), "{with:?} beside the poison, {without:?} without");
+    Ok(())
+}
+
+on_both!(
+    a_dead_destination_counts_no_attempt_and_drains_when_it_returns,
+    one_poison_key_of_a_hundred_does_not_slow_the_others,
+);
