@@ -4,6 +4,7 @@ mod commands;
 mod demo;
 mod endpoint;
 mod faults;
+mod hostile;
 mod inbox;
 mod outages;
 mod room;
