@@ -1,11 +1,13 @@
 //! What is wrong is said in one line with the cure, ends with 1 or 2, and changes nothing.
 
 use std::net::TcpListener;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, Stdio};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 
-use crate::room::{Kind, Room, bytes};
+use crate::room::{Kind, Room, bytes, complaint};
 
 fn one_line(complaint: &str) -> Result<()> {
     ensure!(complaint.lines().count() == 1, "more than one line: {complaint}");
@@ -47,6 +49,7 @@ async fn every_fault_of_a_configuration_is_listed_at_its_line() -> Result<()> {
         room.path("postbox.toml"),
         "[subscriptions.a]\nbatsh = 1\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\" }\n[server]\nlisten = \"here\"\n",
     )?;
+    let before = room.snapshot().await?;
     for args in [&["check-config"][..], &["run"], &["dispatch"]] {
         let complaint = room.refuses(2, args)?;
         let places: Vec<&str> =
@@ -54,6 +57,7 @@ async fn every_fault_of_a_configuration_is_listed_at_its_line() -> Result<()> {
         ensure!(places == ["postbox.toml:2", "postbox.toml:3", "postbox.toml:5"], "{args:?}: {complaint}");
         ensure!(complaint.contains("did you mean `batch`?") && complaint.contains("NOT_THERE"), "{complaint}");
     }
+    ensure!(room.snapshot().await? == before, "the store was changed");
     Ok(())
 }
 
@@ -61,9 +65,13 @@ async fn every_fault_of_a_configuration_is_listed_at_its_line() -> Result<()> {
 async fn a_missing_secret_stops_who_delivers_and_not_who_looks() -> Result<()> {
     let room = Room::migrated(Kind::Sqlite).await?;
     room.config("[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\" }\n")?;
-    let complaint = room.refuses(2, &["dispatch"])?;
-    one_line(&complaint)?;
-    ensure!(complaint.contains("NOT_THERE"));
+    let before = room.snapshot().await?;
+    for args in [&["run"][..], &["dispatch"], &["check-config"]] {
+        let complaint = room.refuses(2, args)?;
+        one_line(&complaint)?;
+        ensure!(complaint.contains("postbox.toml:") && complaint.contains("export NOT_THERE="), "{complaint}");
+    }
+    ensure!(room.snapshot().await? == before, "the store was changed");
     room.ok(&["stats"])?;
     Ok(())
 }
@@ -73,6 +81,7 @@ async fn a_store_without_schema_is_told_and_left_alone() -> Result<()> {
     for kind in [Kind::Sqlite, Kind::Postgres] {
         let room = Room::empty(kind).await?;
         room.config("[subscriptions.a]\nsink = { type = \"stdout\" }\n")?;
+        let before = room.snapshot().await?;
         for args in
             [&["run"][..], &["dispatch"], &["stats"], &["list", "--state", "dead"], &["prune", "--older-than", "1d"]]
         {
@@ -80,7 +89,7 @@ async fn a_store_without_schema_is_told_and_left_alone() -> Result<()> {
             one_line(&complaint)?;
             ensure!(complaint.contains("migrate up"), "{kind:?} {args:?}: {complaint}");
         }
-        ensure!(bytes(&room.path("postbox.db")).is_none_or(|bytes| bytes.is_empty()), "a database was made");
+        ensure!(room.snapshot().await? == before, "something was made");
     }
     Ok(())
 }
@@ -93,13 +102,15 @@ async fn a_newer_schema_is_told_and_left_alone() -> Result<()> {
         room.sql(&format!("INSERT INTO {migration} SELECT 9999, 'from_the_future', applied_at FROM {migration}"))
             .await?;
         room.config("[subscriptions.a]\nsink = { type = \"stdout\" }\n")?;
+        let before = room.snapshot().await?;
         for args in
             [&["run"][..], &["dispatch"], &["migrate", "up"], &["migrate", "down", "--yes"], &["migrate", "validate"]]
         {
             let complaint = room.refuses(1, args)?;
             one_line(&complaint)?;
-            ensure!(complaint.contains("newer"), "{kind:?} {args:?}: {complaint}");
+            ensure!(complaint.contains("use a newer postbox"), "{kind:?} {args:?}: {complaint}");
         }
+        ensure!(room.snapshot().await? == before, "{kind:?}: the store was changed");
     }
     Ok(())
 }
@@ -113,6 +124,62 @@ async fn a_store_out_of_reach_is_told_without_its_password() -> Result<()> {
         let complaint = room.refuses(1, args)?;
         one_line(&complaint)?;
         ensure!(!complaint.contains("hunter2"), "{complaint}");
+        ensure!(complaint.contains("is it running, and is the store's URL right?"), "{complaint}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_database_or_user_that_is_not_there_is_told() -> Result<()> {
+    let room = Room::empty(Kind::Postgres).await?;
+    let (server, database) = room.url.rsplit_once('/').context("a URL with a database")?;
+    let host = server.rsplit_once('@').context("a URL with a user")?.1;
+    for (url, cure) in [
+        (format!("{server}/no_such_database"), "create it first"),
+        (format!("postgres://no_such_user:hunter2@{host}/{database}"), "correct the user or the password"),
+    ] {
+        for args in [&["stats", "--store", &url][..], &["migrate", "up", "--store", &url], &["run", "--store", &url]] {
+            let complaint = room.refuses(1, args)?;
+            one_line(&complaint)?;
+            ensure!(complaint.contains(cure) && !complaint.contains("hunter2"), "{complaint}");
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_cursor_from_the_future_is_told_with_its_cure() -> Result<()> {
+    for kind in [Kind::Sqlite, Kind::Postgres] {
+        let room = Room::migrated(kind).await?;
+        room.config("[subscriptions.a]\nsink = { type = \"file\", path = \"out.jsonl\" }\n")?;
+        room.insert_three().await?;
+        ensure!(room.ok(&["dispatch"])?.contains("dispatched=3"));
+        // As after a restore of an older copy, or of a dump into a younger cluster.
+        room.sql(match kind {
+            Kind::Sqlite => "UPDATE postbox_lane SET position = 900, window_end = 900",
+            Kind::Postgres => "UPDATE postbox.lane SET from_snap = '9000000:9000000:', to_snap = '9000000:9000000:'",
+        })
+        .await?;
+        let before = room.snapshot().await?;
+        for args in [&["run"][..], &["dispatch"]] {
+            let complaint = room.refuses(1, args)?;
+            one_line(&complaint)?;
+            ensure!(complaint.contains("cursor_from_future"), "{kind:?} {args:?}: {complaint}");
+        }
+        ensure!(room.snapshot().await? == before, "{kind:?}: the store was changed");
+        let complaint = room.refuses(1, &["dispatch"])?;
+        match kind {
+            Kind::Sqlite => {
+                let cure = complaint.split("with: ").nth(1).context("a cure")?;
+                room.sql(cure.trim_end().trim_end_matches("(cursor_from_future)")).await?;
+            }
+            Kind::Postgres => {
+                ensure!(complaint.contains("postbox migrate rebase"), "{complaint}");
+                room.ok(&["migrate", "rebase"])?;
+            }
+        }
+        room.insert_three().await?;
+        ensure!(room.ok(&["dispatch"])?.contains("fetched=3 dispatched=3"), "{kind:?}: it was not cured");
     }
     Ok(())
 }
@@ -126,10 +193,12 @@ async fn a_port_in_use_is_told_before_anything_goes_out() -> Result<()> {
         "[subscriptions.a]\nsink = {{ type = \"file\", path = \"out.jsonl\" }}\n[server]\nlisten = \"{}\"\n",
         holder.local_addr()?
     ))?;
+    let before = room.snapshot().await?;
     let complaint = room.refuses(1, &["run", "--log-level", "error"])?;
+    ensure!(room.snapshot().await? == before, "the store was changed");
     one_line(&complaint)?;
     ensure!(complaint.contains("is in use") && complaint.contains("[server] listen"), "{complaint}");
-    ensure!(room.lines("out.jsonl")?.is_empty());
+    ensure!(!room.path("out.jsonl").exists(), "the sink was opened");
     Ok(())
 }
 
@@ -151,6 +220,35 @@ async fn a_read_only_file_is_told() -> Result<()> {
         ensure!(complaint.contains("read-only") && complaint.contains("writable"), "{args:?}: {complaint}");
     }
     ensure!(bytes(&path) == Some(bytes_now), "the file was changed");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_file_of_somebody_else_is_told() -> Result<()> {
+    let room = Room::migrated(Kind::Sqlite).await?;
+    room.config("[subscriptions.a]\nsink = { type = \"stdout\" }\n")?;
+    room.insert_three().await?;
+    // Its own copy, because the folders above the real one may be closed to others.
+    let program = room.path("program");
+    std::fs::copy(env!("CARGO_BIN_EXE_postbox"), &program)?;
+    let folder = room.path(".");
+    for (path, mode) in [(&program, 0o755), (&room.path("postbox.db"), 0o444), (&folder, 0o555)] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
+    }
+    let before = room.snapshot().await?;
+    for args in [&["dispatch"][..], &["run"], &["migrate", "down", "--yes"], &["prune", "--older-than", "0s"]] {
+        let mut command = Command::new(&program);
+        command.args(args).current_dir(&folder).stdin(Stdio::null()).env("POSTBOX_STORE", &room.url);
+        // Root may write everywhere; nobody may not. Who is not root cannot change, and need not.
+        if std::fs::metadata("/proc/self")?.uid() == 0 {
+            command.uid(65_534).gid(65_534);
+        }
+        let complaint = complaint(&command.output()?, 1, args)?;
+        one_line(&complaint)?;
+        ensure!(complaint.contains("postbox.db") && complaint.contains("writable"), "{args:?}: {complaint}");
+    }
+    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o755))?;
+    ensure!(room.snapshot().await? == before, "the file was changed");
     Ok(())
 }
 

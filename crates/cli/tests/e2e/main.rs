@@ -7,5 +7,6 @@ mod faults;
 mod hostile;
 mod inbox;
 mod outages;
+mod psql;
 mod room;
 mod run;

@@ -1,0 +1,79 @@
+//! A Postgres that is filled and looked at with psql only: what a program in any language has to do, and nothing else.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use postbox_testkit::servers::Postgres;
+
+use crate::endpoint::{Endpoint, firsts};
+use crate::room::{Kind, Room};
+
+/// An application's transactions: two commit with their events, one takes its event back, one takes back a part of itself.
+const SHOP: &str = r#"
+CREATE TABLE orders (id int PRIMARY KEY, total int);
+BEGIN;
+INSERT INTO orders VALUES (1, 10);
+SELECT postbox.enqueue(topic => 'order.placed', payload => '{"n":1}', key => 'ok');
+COMMIT;
+BEGIN;
+INSERT INTO orders VALUES (2, 20);
+SELECT postbox.enqueue(topic => 'order.placed', payload => '{"n":-2}', key => 'ok');
+ROLLBACK;
+BEGIN;
+SAVEPOINT regret;
+SELECT postbox.enqueue('order.placed', '{"n":-3}');
+ROLLBACK TO SAVEPOINT regret;
+SELECT postbox.enqueue('order.paid', jsonb_build_object('n', 2), key => 'ok', headers => '{"traceparent":"00-1"}');
+COMMIT;
+INSERT INTO postbox.outbox (topic, key, payload) VALUES ('order.placed', 'bad', '{"n":3}'), ('order.paid', 'ok', '{"n":4}');
+INSERT INTO postbox.outbox (topic, key, payload) SELECT 'order.shipped', 'ok', json_build_object('n', n) FROM generate_series(5, 6) AS n;
+"#;
+
+static MENDED: AtomicBool = AtomicBool::new(false);
+
+fn refuses_the_bad_key_until_mended(key: &str) -> (u16, Duration) {
+    let status = if key == "bad" && !MENDED.load(Ordering::Relaxed) { 422 } else { 204 };
+    (status, Duration::ZERO)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_database_filled_from_psql_only_is_relayed() -> Result<()> {
+    let room = Room::empty(Kind::Postgres).await?;
+    let endpoint = Endpoint::start(refuses_the_bad_key_until_mended)?;
+    room.config(&format!(
+        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"{}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
+        endpoint.url()
+    ))?;
+    ensure!(room.ok(&["migrate", "up"])?.contains("the schema is ready"));
+    let ids = Postgres::psql(&room.url, SHOP);
+    ensure!(
+        ids.lines().count() == 4 && ids.lines().all(|id| id.len() == 36),
+        "enqueue answers with the event id: {ids}"
+    );
+    ensure!(room.ok(&["stats"])? == "pending=6 dispatched=0 dead=0 total=6\n");
+    ensure!(room.ok(&["list", "--state", "pending"])?.lines().count() == 6);
+
+    ensure!(room.ok(&["dispatch", "--limit", "2"])? == "fetched=2 dispatched=2 failed=0 dead=0\n");
+    ensure!(room.ok(&["stats"])? == "pending=4 dispatched=2 dead=0 total=6\n");
+
+    let relay = room.serve().await?;
+    endpoint.until("the backlog", |arrivals| firsts(arrivals, "ok") == [1, 2, 4, 5, 6]).await?;
+    // While it runs, psql is all that anybody needs.
+    Postgres::psql(&room.url, "SELECT postbox.enqueue('order.placed', '{\"n\":7}'::bytea, key => 'ok')");
+    endpoint.until("the newcomer", |arrivals| firsts(arrivals, "ok") == [1, 2, 4, 5, 6, 7]).await?;
+    relay.terminate().await?;
+    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=6 dead=1 total=7\n");
+
+    let dead: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", "dead", "--json"])?)?;
+    ensure!(dead[0]["code"] == "http_422" && dead[0]["event"]["key"] == "bad", "{dead}");
+    let id = dead[0]["event"]["id"].as_str().context("an id")?;
+    ensure!(Postgres::psql(&room.url, &format!("SELECT key FROM postbox.outbox WHERE id = '{id}'")) == "bad\n");
+    MENDED.store(true, Ordering::Relaxed);
+    ensure!(room.ok(&["retry", id])? == "retried=1\n");
+    ensure!(room.ok(&["dispatch"])? == "fetched=1 dispatched=1 failed=0 dead=0\n");
+    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=7 dead=0 total=7\n");
+    let arrivals = endpoint.arrivals();
+    ensure!(firsts(&arrivals, "bad") == [3] && arrivals.len() == 8, "{arrivals:?}");
+    Ok(())
+}
