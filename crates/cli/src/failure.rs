@@ -50,7 +50,7 @@ impl From<postbox_core::Error> for Failure {
         let mut cause = error.source();
         while let Some(source) = cause {
             let said = source.to_string();
-            if !text.contains(&said) {
+            if says_more(&text, &said) {
                 text.push_str(": ");
                 text.push_str(&said);
             }
@@ -61,6 +61,12 @@ impl From<postbox_core::Error> for Failure {
             text.split(['\n', '\r']).map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
         Self::Failed(format!("{text} ({})", error.code()))
     }
+}
+
+/// Whether a cause adds to what was said: not itself, not itself behind the name of the operation, not a driver's "db error" for what the server said.
+fn says_more(text: &str, cause: &str) -> bool {
+    let plain = cause.split_once(": ").map_or(cause, |(_, rest)| rest);
+    cause != "db error" && !text.contains(cause) && !text.contains(plain)
 }
 
 impl From<LoadError> for Failure {
