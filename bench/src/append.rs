@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use crate::server::{self, connect, wal_bytes};
 use crate::table::{Table, percent, rate};
-use crate::{Stores, child, fill};
+use crate::{Stores, child, fill, machine};
 
 const KEYS: usize = 10_000;
 
@@ -91,6 +91,7 @@ async fn postgres(options: &Options) -> anyhow::Result<()> {
     println!(
         "  the bare table has a primary key and nothing else: no unique event id, no checks, no transaction id, no slot"
     );
+    println!("  peak memory of all writers in one process: {:.0} MiB", machine::memory_peak_mib()?);
     Ok(())
 }
 

@@ -105,6 +105,7 @@ async fn postgres(options: &Options) -> anyhow::Result<()> {
     let label = format!("+ {} in one transaction, 1,000,000 keys", thousands(more as f64));
     measure_postgres(options, &server, &url, "held", format!("{label}, another held open"), &mut table).await?;
     held.rollback().await?;
+    settle_down(&client).await?;
     measure_postgres(options, &server, &url, "released", label, &mut table).await?;
     table.print();
     println!("  {RATIO_WANTED}; CPU: client and server together");

@@ -16,13 +16,15 @@ use uuid::Uuid;
 
 use crate::child::{Job, Task};
 use crate::table::{Table, milliseconds, percent, rate};
-use crate::{child, fill, server};
+use crate::{child, fill, machine, server};
 
 /// Writers of the steady rates: few enough to leave the machine idle most of the time.
 const STEADY_WRITERS: usize = 8;
 /// After the last commit, how long deliveries may take before the run counts as failed.
 const TAIL: Duration = Duration::from_secs(20);
 const KEYS: usize = 10_000;
+/// Events before the clock starts.
+const WARM_UP: usize = 1;
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
@@ -54,7 +56,19 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     let server = server::start().await;
     let mut table = Table::new(
         "latency: Postgres 15, fsync on, one event per commit, from the commit's answer to the delivery",
-        &["load", "relay p50", "p99", "NOTIFY p50", "p99", "limit p50", "p99", "p50 / limit"],
+        &[
+            "load",
+            "relay p50",
+            "p99",
+            "NOTIFY p50",
+            "p99",
+            "limit p50",
+            "p99",
+            "p50 / limit",
+            "WAL B/event",
+            "NOTIFY's",
+            "limit's",
+        ],
     );
     for rate in &options.rates {
         let load = Load { writers: STEADY_WRITERS, rate: Some(*rate), seconds: options.seconds };
@@ -64,19 +78,23 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         let best = relay.p50().min(notified.p50());
         let ratio = format!("{:.1}x", best.as_secs_f64() / limit.p50().as_secs_f64());
         let figures = [&relay, &notified, &limit].into_iter().flat_map(|it| [it.p50(), it.p99()]).map(milliseconds);
-        table.row([format!("{rate} events/s")].into_iter().chain(figures).chain([ratio]));
+        let wal = [&relay, &notified, &limit].map(|it| format!("{:.0}", it.wal_per_event));
+        table.row([format!("{rate} events/s")].into_iter().chain(figures).chain([ratio]).chain(wal));
     }
     table.print();
     println!(
         "  limit: a reader that asks without pause and promises nothing; wanted at 500/s: p50 ≤ 3, p99 ≤ 10, NOTIFY p50 ≤ 1 ms"
     );
+    println!("  WAL: the writers' and the relay's together; the limit writes none of its own");
     saturated(&server, options).await?;
+    println!("\n  peak memory of writers and relay in one process: {:.0} MiB", machine::memory_peak_mib()?);
     idle(&server).await
 }
 
 async fn saturated(server: &postbox_testkit::servers::PrivatePostgres, options: &Options) -> anyhow::Result<()> {
     let title = format!("latency: {} writers committing as fast as they can", options.writers);
-    let mut table = Table::new(title, &["relay", "p50", "p99", "commits", "writers alone", "ratio"]);
+    let mut table =
+        Table::new(title, &["relay", "p50", "p99", "commits", "writers alone", "ratio", "WAL B/event", "alone"]);
     let load = Load { writers: options.writers, rate: None, seconds: options.seconds };
     let alone = measure(server, load, Reader::Nobody).await?;
     for (name, reader) in [("polling", Reader::Relay), ("NOTIFY", Reader::Notified)] {
@@ -88,6 +106,8 @@ async fn saturated(server: &postbox_testkit::servers::PrivatePostgres, options: 
             rate(with.commits, with.seconds),
             rate(alone.commits, alone.seconds),
             percent(with.commits as f64 / with.seconds, alone.commits as f64 / alone.seconds),
+            format!("{:.0}", with.wal_per_event),
+            format!("{:.0}", alone.wal_per_event),
         ]);
     }
     table.print();
@@ -118,6 +138,7 @@ struct Measured {
     latencies: Vec<Duration>,
     commits: usize,
     seconds: f64,
+    wal_per_event: f64,
 }
 
 impl Measured {
@@ -190,6 +211,12 @@ async fn measure(
     let stamps = Arc::new(Stamps::default());
     let stop = CancellationToken::new();
     let reading = tokio::spawn(read(reader, url.clone(), Arc::clone(&stamps), stop.clone()));
+    if reader != Reader::Nobody {
+        warm_up(&url, &stamps).await?;
+    }
+    let client = server::connect(&url).await?;
+    client.batch_execute("CHECKPOINT").await?;
+    let wal = server::wal_bytes(&client).await?;
     let start = Instant::now();
     let writing = (0..load.writers).map(|number| tokio::spawn(write(number, load, url.clone(), Arc::clone(&stamps))));
     let mut commits = 0;
@@ -198,7 +225,10 @@ async fn measure(
     }
     let seconds = start.elapsed().as_secs_f64();
     let deadline = Instant::now() + TAIL;
-    while reader != Reader::Nobody && stamps.arrivals.load(Ordering::SeqCst) < commits && Instant::now() < deadline {
+    while reader != Reader::Nobody
+        && stamps.arrivals.load(Ordering::SeqCst) < commits + WARM_UP
+        && Instant::now() < deadline
+    {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     stop.cancel();
@@ -206,7 +236,22 @@ async fn measure(
     let latencies = stamps.latencies();
     let missing = commits - latencies.len();
     anyhow::ensure!(reader == Reader::Nobody || missing == 0, "{missing} of {commits} events did not arrive in time");
-    Ok(Measured { latencies, commits, seconds })
+    let wal_per_event = (server::wal_bytes(&client).await? - wal) as f64 / commits.max(1) as f64;
+    Ok(Measured { latencies, commits, seconds, wal_per_event })
+}
+
+/// Waits until the reader reads: how long it takes to start is not how long an event takes. Not among the commits.
+async fn warm_up(url: &str, stamps: &Stamps) -> anyhow::Result<()> {
+    let mut client = server::connect(url).await?;
+    let transaction = client.transaction().await?;
+    postbox_postgres::append_in(&transaction, &fill::schema(), &LogName::outbox(), &[fill::event(0, KEYS)]).await?;
+    transaction.commit().await?;
+    let deadline = Instant::now() + TAIL;
+    while stamps.arrivals.load(Ordering::SeqCst) < WARM_UP {
+        anyhow::ensure!(Instant::now() < deadline, "the reader did not start in time");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(())
 }
 
 /// Commits one event per transaction at its share of the rate; returns how many.
