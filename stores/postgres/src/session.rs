@@ -103,8 +103,8 @@ pub(crate) struct Preambles {
     pub(crate) read: String,
     /// For writing: durable even where the role or database says `synchronous_commit = off`, and never left open by a stopped process.
     pub(crate) write: String,
-    /// For a lane's cursor where it passes over nothing of its own: no wait for the disk.
-    pub(crate) pass: String,
+    /// For a call of ours that sets the planner itself.
+    pub(crate) call: String,
     /// For an operator's queries, which may walk a table.
     pub(crate) report: String,
     /// For an operator's changes: as durable as a relay's, planned as the planner likes.
@@ -115,9 +115,10 @@ impl Preambles {
     pub(crate) fn new(statement_timeout: Duration) -> Self {
         let timeout_ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
         // The isolation is named because the database's default may be another, under which our guarded updates would fail.
-        let common = format!(
-            "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {timeout_ms}; SET LOCAL jit = off"
+        let timeouts = format!(
+            "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {timeout_ms}"
         );
+        let common = format!("{timeouts}; SET LOCAL jit = off");
         let planner = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_hashjoin = off; \
                        SET LOCAL enable_mergejoin = off; SET LOCAL enable_sort = off; SET LOCAL enable_incremental_sort = off; \
                        SET LOCAL enable_material = off; SET LOCAL max_parallel_workers_per_gather = 0";
@@ -126,9 +127,7 @@ impl Preambles {
         Self {
             read: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; {common}; {planner}"),
             write: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {planner}; {durable}"),
-            pass: format!(
-                "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {planner}; SET LOCAL synchronous_commit = off"
-            ),
+            call: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {timeouts}"),
             report: format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}"),
             change: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {durable}"),
         }

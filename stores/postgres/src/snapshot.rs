@@ -35,10 +35,6 @@ impl Snapshot {
         })
     }
 
-    pub(crate) fn is_zero(&self) -> bool {
-        self.xmax <= 1
-    }
-
     /// Whether a transaction was over.
     pub(crate) fn sees(&self, xid: u64) -> bool {
         xid < self.xmin || (xid < self.xmax && self.xip.binary_search(&xid).is_err())
@@ -47,22 +43,6 @@ impl Snapshot {
     /// Transactions that were running here and are over in `later`: their rows are the stragglers.
     pub(crate) fn ended_by(&self, later: &Self) -> Vec<u64> {
         self.xip.iter().copied().filter(|xid| later.sees(*xid)).collect()
-    }
-
-    /// The open intervals of transaction ids that are at or above our `xmax` and over in `later`.
-    ///
-    /// Leaving the running ones out keeps a probe from walking the rows a large open transaction has written so far.
-    pub(crate) fn gaps_until(&self, later: &Self) -> Gaps {
-        let mut gaps = Gaps::default();
-        let mut low = self.xmax.saturating_sub(1);
-        for high in later.xip.iter().copied().filter(|xid| *xid >= self.xmax).chain([later.xmax]) {
-            if high > low + 1 {
-                gaps.lows.push(low.to_string());
-                gaps.highs.push(high.to_string());
-            }
-            low = low.max(high);
-        }
-        gaps
     }
 }
 
@@ -74,19 +54,6 @@ impl fmt::Display for Snapshot {
             write!(f, "{comma}{xid}")?;
         }
         Ok(())
-    }
-}
-
-/// Open intervals, as two lists of bounds for `unnest`.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Gaps {
-    pub(crate) lows: Vec<String>,
-    pub(crate) highs: Vec<String>,
-}
-
-impl Gaps {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.lows.is_empty()
     }
 }
 
@@ -115,18 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_stragglers_and_gaps_and_nothing_else() {
-        let (from, to) = (snapshot("10:20:10,14"), snapshot("14:30:14,22,29"));
-        assert_eq!(from.ended_by(&to), [10]);
-        let gaps = from.gaps_until(&to);
-        assert_eq!((gaps.lows.join(" "), gaps.highs.join(" ")), ("19 22".into(), "22 29".into()));
-        // The same set, counted one by one.
-        for xid in 1..40 {
-            let in_window = !from.sees(xid) && to.sees(xid);
-            let in_gaps = gaps.lows.iter().zip(&gaps.highs).any(|(low, high)| {
-                low.parse::<u64>().expect("a number") < xid && xid < high.parse().expect("a number")
-            });
-            assert_eq!(in_window, in_gaps || from.ended_by(&to).contains(&xid), "{xid}");
-        }
+    fn stragglers_are_what_ran_and_is_over() {
+        assert_eq!(snapshot("10:20:10,14").ended_by(&snapshot("14:30:14,22,29")), [10]);
     }
 }

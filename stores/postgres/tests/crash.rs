@@ -5,11 +5,11 @@ mod support;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, Filter, Lease, Log as _, LogName, NewEvent, OwnerId, Subscription,
+    Append as _, Batch, BatchLimit, Filter, Lease, Log as _, LogName, NewEvent, OwnerId, Settlement, Subscription,
     SubscriptionName, TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
-use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
+use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
 /// Transactions whose traces are only in memory when the server dies.
 const UNFLUSHED: usize = 50;
@@ -43,6 +43,8 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     let producer = support::client(&url).await;
     producer.execute("SELECT postbox.enqueue('others', '{}')", &[]).await.expect("appended");
     assert!(read(&store, &lease).await.is_empty());
+    // At the beginning of a page of the write-ahead log: a full page would be flushed in the background.
+    producer.batch_execute("SELECT pg_switch_wal()").await.expect("a new segment");
     producer.execute("SELECT postbox.enqueue('others', '{}')", &[]).await.expect("appended");
     for _ in 0..UNFLUSHED {
         producer.batch_execute("BEGIN; SELECT pg_current_xact_id(); ROLLBACK").await.expect("an id used up");
@@ -72,4 +74,41 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
         }
     }
     panic!("the event is never read");
+}
+
+/// After a failover that lost a window, its positions mean nothing in the window before: they would pass events nobody has seen.
+#[tokio::test]
+async fn a_settlement_of_a_lost_window_moves_nothing() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let name = SubscriptionName::new("s").expect("a name");
+    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    let owner = OwnerId::new("me").expect("a name");
+    let acquired = store.acquire(&name, &owner, Duration::from_secs(300)).await.expect("acquired");
+    let lease = acquired.lease.expect("a free lane");
+    let one = [NewEvent::json("t", "{}")];
+    store.append(&LogName::outbox(), &one).await.expect("appended");
+    let first = read(&store, &lease).await;
+    let settle = |position| Settlement { position, hold_keys: true, ..Settlement::default() };
+    store.settle(&lease, settle(first.end)).await.expect("settled");
+    let client = support::client(&url).await;
+    client.batch_execute("CREATE TABLE before_failover AS SELECT * FROM postbox.lane").await.expect("remembered");
+    store.append(&LogName::outbox(), &one).await.expect("appended");
+    let second = read(&store, &lease).await;
+    assert_eq!(second.deliveries.len(), 1);
+
+    let back = "UPDATE postbox.lane AS l SET from_snap = b.from_snap, to_snap = b.to_snap, last_seq = b.last_seq FROM before_failover AS b
+        RETURNING l.last_seq";
+    let position: i64 = client.query_one(back, &[]).await.expect("taken back").get(0);
+    let error = store.settle(&lease, settle(second.end)).await.expect_err("of a window that never was");
+    assert_eq!((error.code(), error.is_stale()), ("window_undone", true), "{error:?}");
+    let error = store.next_batch(&lease, BatchLimit::default()).await.expect_err("it was not settled");
+    assert_eq!(error.code(), "window_undone");
+    let kept: i64 = client.query_one("SELECT last_seq FROM postbox.lane", &[]).await.expect("read").get(0);
+    assert_eq!(kept, position, "nothing was passed");
+
+    store.release(&lease).await.expect("given back, as the engine does");
+    let acquired = store.acquire(&name, &owner, Duration::from_secs(300)).await.expect("acquired");
+    let again = read(&store, &acquired.lease.expect("free again")).await;
+    assert_eq!(again.deliveries, second.deliveries, "it comes again");
 }

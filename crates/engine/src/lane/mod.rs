@@ -113,7 +113,8 @@ impl Lane {
         drop(keeper);
         drop(gauge);
         match ended {
-            Err(error) if error.is_stale() && error.code() != "apply_dropped" => {
+            // Any other stale error is of what was read; the lane itself is still ours.
+            Err(error) if error.is_stale() && error.code() == "stale_lease" => {
                 self.held.lose(shared, error.operation());
                 Ok(())
             }

@@ -70,13 +70,13 @@ impl PostgresStore {
         params.push((&reading.id, Type::INT4));
         let (begun, guard, rows, committed) = futures::join!(
             client.batch_execute(&self.inner.preambles.read),
-            self.guard(client, lease, reading),
+            self.guard(client, lease, reading, None),
             client.query_typed(&sql, &params),
             client.batch_execute(COMMIT),
         );
         let failed = |error: tokio_postgres::Error| classify("due", &error);
         begun.map_err(failed)?;
-        let left = guard.map_err(failed)?.ok_or_else(|| Error::stale("due"))?;
+        let left = guard?.left_stream;
         let rows = rows.map_err(failed)?;
         committed.map_err(failed)?;
         let waiting = rows.iter().map(waiting).collect::<Result<Vec<_>, _>>().map_err(failed)?;

@@ -17,7 +17,8 @@ use tokio_postgres::{Client, Row};
 use super::subscribe::Reading;
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::decode::{EVENT_COLUMNS, Raw, Stored, event_columns, stored};
+use crate::decode::{Raw, Stored, event_columns, stored};
+use crate::snapshot::Snapshot;
 
 /// Payloads up to this size may come along with their rows.
 const INLINE_BYTES_MAX: usize = 16 * 1024;
@@ -49,33 +50,9 @@ WHERE l.seq > $7 AND l.seq <= $8 AND l.xid >= $9 AND pg_visible_in_snapshot(l.xi
     " ORDER BY l.seq LIMIT $2"
 );
 
-/// (b) for a window that opens now: finds its bounds first. Indexes: `(xid, seq)` for the bounds, then the primary key. No lock.
-///
-/// The inner select is fenced (`OFFSET 0`, a sort by its index and a limit), because a plain `min(seq)` over a range of `xid` is turned into
-/// a walk of the primary key from its start. The bounds come even where no row is wanted: they say whether all were counted. They
-/// come from the rows and not from a sequence: a snapshot's `xmax` is the latest
-/// *ended* transaction plus one, so that transactions above it may already hold lower `seq` values than any bound we could name.
-pub(crate) const LOG_READ_REST_FIRST: &str = concat!(
-    "SELECT page.*, bound.low, bound.high, bound.size
-FROM (
-  SELECT min(seen.seq) - 1 AS low, max(seen.seq) AS high, count(*) AS size
-  FROM unnest($7::xid8[], $8::xid8[]) AS gap(low, high)
-  CROSS JOIN LATERAL (
-    SELECT x.seq FROM {log} AS x WHERE x.xid > gap.low AND x.xid < gap.high ORDER BY x.xid, x.seq LIMIT $11 OFFSET 0
-  ) AS seen
-) AS bound
-LEFT JOIN LATERAL (
-  SELECT ",
-    event_columns!(),
-    " FROM {log} AS l
-  WHERE l.seq > bound.low AND l.seq <= bound.high AND l.xid >= $9 AND pg_visible_in_snapshot(l.xid, $10) AND ",
-    wanted!(),
-    " ORDER BY l.seq LIMIT $2
-) AS page ON true"
-);
-
 /// (a) The stragglers: rows of transactions that were running when the window began and are over now, driven from the list of those
-/// transactions. Index: `(xid, seq)`. No lock. The fence keeps the planner from joining the other way round, which walks the log.
+/// transactions. Index: `(xid, seq)`. No lock. The fence keeps the planner from joining the other way round, which walks the log; a range of one
+/// id keeps it from taking the order from the primary key, which walks it too.
 pub(crate) const LOG_READ_STRAGGLERS: &str = concat!(
     "SELECT late.*
 FROM unnest($8::xid8[]) AS running(xid)
@@ -83,9 +60,9 @@ CROSS JOIN LATERAL (
   SELECT ",
     event_columns!(),
     " FROM {log} AS l
-  WHERE l.xid = running.xid AND l.seq > $7 AND ",
+  WHERE l.xid >= running.xid AND l.xid <= running.xid AND l.seq > $7 AND ",
     wanted!(),
-    " ORDER BY l.seq LIMIT $2 OFFSET 0
+    " ORDER BY l.xid, l.seq LIMIT $2 OFFSET 0
 ) AS late
 ORDER BY late.seq LIMIT $2"
 );
@@ -103,18 +80,13 @@ macro_rules! due_in {
     };
 }
 
-/// True while the lease is ours, and never on a standby: it may lack rows of a window that is settled as read. Index: primary key of `lane`.
-macro_rules! leased {
-    () => {
-        "EXISTS (SELECT FROM {s}.lane WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()) AND NOT pg_is_in_recovery()"
-    };
-}
-pub(crate) use leased;
-
-/// What every page asks: is the lane ours, and has anything of the subscription left the stream? Indexes: primary keys of `lane` and
-/// `delivery`. No lock. Cheap to plan, because it is planned for every page; the rest is asked only if there are rows.
-pub(crate) const PAGE_GUARD: &str =
-    concat!("SELECT ", leased!(), ", EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1)");
+/// What every page asks: is the lane ours, is its window still the one we read, and has anything of the subscription left the stream?
+/// Nothing is ours on a standby: it may lack rows of a window that is settled as read. Indexes: primary keys of `lane` and `delivery`. No
+/// lock. Cheap to plan, because it is planned for every page; the rest is asked only if there are rows.
+pub(crate) const PAGE_GUARD: &str = "
+SELECT coalesce(l.to_snap::text = $4, true), EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1)
+FROM {s}.lane AS l
+WHERE {place} l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() AND NOT pg_is_in_recovery()";
 
 /// What left the stream in this lane: whether keys are held, whether unread events were discarded, and when the next is due.
 /// Indexes: `delivery_held_lane`, `delivery_discarded`, `delivery_due`. No lock.
@@ -156,11 +128,11 @@ pub(crate) fn fitting<'a>(rows: impl IntoIterator<Item = &'a Stored>, limit: Bat
 pub(crate) struct Shared<'a> {
     pub(crate) inline_bytes: i32,
     /// One row more than wanted: whether it comes says whether there is more.
-    rows: i64,
+    pub(crate) rows: i64,
     lane: i32,
-    lanes: i32,
-    likes: &'a Option<Vec<String>>,
-    tenant: Option<&'a str>,
+    pub(crate) lanes: i32,
+    pub(crate) likes: &'a Option<Vec<String>>,
+    pub(crate) tenant: Option<&'a str>,
     /// What the caller can hold.
     pub(crate) limit: BatchLimit,
 }
@@ -210,6 +182,14 @@ impl<'a> Shared<'a> {
     }
 }
 
+/// What the guard of a page found.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Guarded {
+    pub(crate) same_window: bool,
+    /// Whether the subscription has delivery rows.
+    pub(crate) left_stream: bool,
+}
+
 /// What left the stream in a lane.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Exceptions {
@@ -218,52 +198,38 @@ pub(crate) struct Exceptions {
     pub(crate) due_in: Option<Duration>,
 }
 
-/// The bounds of a window that opens now; both zero when nothing is in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Bounds {
-    pub(crate) low: i64,
-    pub(crate) high: i64,
-    /// How many rows were counted, up to the cap.
-    pub(crate) size: i64,
-}
-
-/// Rows in `seq` order, and the bounds if the statement gives them.
+/// Rows in `seq` order.
 pub(crate) async fn read_rows(
     client: &Client,
     sql: &str,
     params: Vec<(&(dyn ToSql + Sync), Type)>,
     capacity: usize,
-) -> Result<(Vec<Stored>, Option<Bounds>), tokio_postgres::Error> {
+) -> Result<Vec<Stored>, tokio_postgres::Error> {
     let mut rows = pin!(client.query_typed_raw(sql, params).await?);
-    let (mut page, mut bounds) = (Vec::with_capacity(capacity), None);
+    let mut page = Vec::with_capacity(capacity);
     while let Some(row) = rows.try_next().await? {
-        if bounds.is_none() && row.len() > EVENT_COLUMNS {
-            let column =
-                |offset: usize| row.try_get::<_, Option<i64>>(EVENT_COLUMNS + offset).map(Option::unwrap_or_default);
-            bounds = Some(Bounds { low: column(0)?, high: column(1)?, size: column(2)? });
-            if row.try_get::<_, Option<i64>>(0)?.is_none() {
-                continue;
-            }
-        }
         page.push(stored(&row)?);
     }
-    Ok((page, bounds))
+    Ok(page)
 }
 
 impl PostgresStore {
-    /// Asks the guard: whether anything left the stream. `None`: the lease was lost.
+    /// Asks the guard, and whether the window still is `window`, where one is named. `Stale` if the lane is not ours.
     pub(crate) async fn guard(
         &self,
         client: &Client,
         lease: &Lease,
         reading: &Reading,
-    ) -> Result<Option<bool>, tokio_postgres::Error> {
+        window: Option<&Snapshot>,
+    ) -> Result<Guarded> {
         let lane = lease.lane.cast_signed();
+        let window = window.map(Snapshot::to_string);
         let sql = self.schema().sql(PAGE_GUARD).replace("{place}", &self.reader(lease).place());
-        let params: [(&(dyn ToSql + Sync), Type); 3] =
-            [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8)];
-        let row = client.query_typed_one(&sql, &params).await?;
-        Ok(row.get::<_, bool>(0).then(|| row.get(1)))
+        let params: [(&(dyn ToSql + Sync), Type); 4] =
+            [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&window, Type::TEXT)];
+        let row = client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
+        let row = row.ok_or_else(|| Error::stale("next_batch"))?;
+        Ok(Guarded { same_window: row.get(0), left_stream: row.get(1) })
     }
 
     /// What left the stream in a lane, where something did.

@@ -12,13 +12,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use postbox_core::{Epoch, Error, Lease, Result};
 use tokio::sync::watch;
 use tokio_postgres::Client;
-use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::types::Type;
 
 use super::subscribe::Reading;
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::decode::{AsText, Stored};
-use crate::session::COMMIT;
+use crate::decode::Stored;
 use crate::snapshot::Snapshot;
 
 /// The cursor of a lane under its epoch. Index: primary key of `lane`.
@@ -27,16 +26,6 @@ SELECT from_snap::text, to_snap::text, low, high, last_seq
 FROM {s}.lane
 WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()";
 
-/// Opens a window. Index: primary key of `lane`. Locks the row.
-///
-/// Committed durably *before* anything of the window is given out: what a window sees may come from a producer with
-/// `synchronous_commit = off` and not be on disk yet. This commit is later in the write-ahead log than everything it can see, so
-/// it takes all of it to disk; without it a crash would turn a published event into a phantom.
-const LANE_OPEN_WINDOW: &str = "
-UPDATE {s}.lane SET from_snap = $4, to_snap = $5, low = $6, high = $7, last_seq = $8
-WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
-RETURNING ctid::text";
-
 /// One lane of this process.
 pub(crate) struct LaneReader {
     /// One reader at a time; settling does not wait for it.
@@ -44,7 +33,7 @@ pub(crate) struct LaneReader {
     position: Mutex<Option<Position>>,
     /// Rows that were read and not given out yet.
     ahead: Mutex<Option<Ahead>>,
-    /// Where the newest version of the lane's row was last seen, as a condition.
+    /// Where the newest version of the lane's row was last seen, as Postgres writes a `ctid`.
     place: Mutex<Option<String>>,
     /// Which local commits the last read has seen.
     stirs: Mutex<watch::Receiver<u64>>,
@@ -163,13 +152,17 @@ impl LaneReader {
     /// a look-up by key walks over all of them: 1 ms after 20,000 batches (measured), and so on without end. Only a hint: the other conditions
     /// stand beside it, and where it leads to no row the caller asks again by key.
     pub(crate) fn place(&self) -> String {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
+        self.ctid().map(|ctid| format!("ctid = '{ctid}' AND")).unwrap_or_default()
+    }
+
+    /// The row's place itself, if it is known.
+    pub(crate) fn ctid(&self) -> Option<String> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Remembers where a new version of the row is.
     pub(crate) fn found_at(&self, ctid: &str) {
-        let place = format!("ctid = '{ctid}' AND");
-        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(place);
+        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(ctid.to_owned());
     }
 
     /// Forgets the row's place; says whether it was known.
@@ -238,67 +231,5 @@ impl PostgresStore {
             drained: false,
             rewinds: 0,
         })
-    }
-
-    /// Writes a window down, durably. `Stale` if the lease was lost.
-    pub(crate) async fn open_window(
-        &self,
-        client: &Client,
-        lease: &Lease,
-        reading: &Reading,
-        position: &Position,
-    ) -> Result<()> {
-        self.write_window(client, lease, reading, position, &self.inner.preambles.write).await
-    }
-
-    /// Writes down a window without anything for the lane, without waiting for the disk. `Stale` if the lease was lost.
-    ///
-    /// A crash may take this back, but never without taking it back here: this commit is later in the write-ahead log than every id the
-    /// window has passed, so while the row stands, so do they. Whoever peeks next compares the row with what is remembered.
-    pub(crate) async fn pass_window(
-        &self,
-        client: &Client,
-        lease: &Lease,
-        reading: &Reading,
-        position: &Position,
-    ) -> Result<()> {
-        self.write_window(client, lease, reading, position, &self.inner.preambles.pass).await
-    }
-
-    async fn write_window(
-        &self,
-        client: &Client,
-        lease: &Lease,
-        reading: &Reading,
-        position: &Position,
-        preamble: &str,
-    ) -> Result<()> {
-        let Window { from, to, low, high } = &position.window;
-        let (from, to) = (AsText(from.to_string()), AsText(to.to_string()));
-        let lane = lease.lane.cast_signed();
-        let reader = self.reader(lease);
-        let sql = self.schema().sql(LANE_OPEN_WINDOW).replace("{place}", &reader.place());
-        let params: [(&(dyn ToSql + Sync), Type); 8] = [
-            (&reading.id, Type::INT4),
-            (&lane, Type::INT2),
-            (&lease.epoch, Type::INT8),
-            (&from, Type::PG_SNAPSHOT),
-            (&to, Type::PG_SNAPSHOT),
-            (low, Type::INT8),
-            (high, Type::INT8),
-            (&position.settled, Type::INT8),
-        ];
-        let (begun, opened, committed) = futures::join!(
-            client.batch_execute(preamble),
-            client.query_typed(&sql, &params),
-            client.batch_execute(COMMIT),
-        );
-        let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
-        begun.map_err(failed)?;
-        let opened = opened.map_err(failed)?;
-        committed.map_err(failed)?;
-        let row = opened.first().ok_or_else(|| Error::stale("next_batch"))?;
-        reader.found_at(row.get(0));
-        Ok(())
     }
 }

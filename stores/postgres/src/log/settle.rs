@@ -11,20 +11,23 @@ use tokio_postgres::types::{ToSql, Type};
 
 use super::micros;
 use super::subscribe::Reading;
+use super::window::undone;
 use crate::PostgresStore;
 use crate::classify::classify;
 use crate::session::COMMIT;
 
 /// Moves the position, if the lease is ours. Index: primary key of `lane`. Locks the row: everything that writes delivery rows of the lane
 /// takes this lock first, so that nobody decides on a key's next row while somebody else changes its rows. Never moves back.
+///
+/// Only in the window it belongs to: after a failover that lost the window, the same number would pass events of the one before.
 pub(crate) const LANE_SETTLE: &str = "
-UPDATE {s}.lane SET last_seq = greatest(last_seq, $4)
+UPDATE {s}.lane SET last_seq = CASE WHEN coalesce(to_snap::text = $5, true) THEN greatest(last_seq, $4) ELSE last_seq END
 WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
-RETURNING ctid::text";
+RETURNING ctid::text, coalesce(to_snap::text = $5, true)";
 
 /// The same guard and lock without a position. Index: primary key of `lane`. Locks the row.
 const LANE_GUARD: &str = "
-SELECT ctid::text FROM {s}.lane
+SELECT ctid::text, true FROM {s}.lane
 WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
 FOR NO KEY UPDATE";
 
@@ -242,9 +245,15 @@ impl PostgresStore {
     ) -> Result<()> {
         let lane = lease.lane.cast_signed();
         let position = settlement.position.map(|seq| seq.0).unwrap_or_default();
-        let lane_params: [(&(dyn ToSql + Sync), Type); 4] =
-            [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&position, Type::INT8)];
         let reader = self.reader(lease);
+        let window = reader.position(lease.epoch).map(|at| at.window.to.to_string());
+        let lane_params: [(&(dyn ToSql + Sync), Type); 5] = [
+            (&reading.id, Type::INT4),
+            (&lane, Type::INT2),
+            (&lease.epoch, Type::INT8),
+            (&position, Type::INT8),
+            (&window, Type::TEXT),
+        ];
         let (template, params) = match settlement.position {
             Some(_) => (LANE_SETTLE, &lane_params[..]),
             None => (LANE_GUARD, &lane_params[..3]),
@@ -253,6 +262,9 @@ impl PostgresStore {
         let held = client.query_typed_opt(&sql, params).await.map_err(|error| classify("settle", &error))?;
         let row = held.ok_or_else(|| Error::stale("settle"))?;
         reader.found_at(row.get(0));
+        if !row.get::<_, bool>(1) {
+            return Err(undone("settle"));
+        }
         Ok(())
     }
 

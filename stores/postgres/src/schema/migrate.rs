@@ -14,7 +14,11 @@ struct Migration {
     sql: &'static str,
 }
 
-const MIGRATIONS: [Migration; 1] = [Migration { version: 1, name: "0001_spine", sql: include_str!("0001_spine.sql") }];
+const MIGRATIONS: [Migration; 1] = [Migration {
+    version: 1,
+    name: "0001_spine",
+    sql: concat!(include_str!("0001_window.sql"), "\n", include_str!("0001_spine.sql")),
+}];
 
 /// Two starters wait for each other here; the lock ends with the transaction, so that it is right behind a pooler. Index: none.
 /// The timeouts are lifted because rebuilding a large table may take long; string literals mean what they say.
@@ -46,11 +50,12 @@ DECLARE
 BEGIN
   FOR of_log IN SELECT name FROM {s}.log LOOP
     EXECUTE 'DROP TABLE ' || {schema_literal} || '.' || quote_ident(of_log);
+    EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_window');
   END LOOP;
 END
 ${tag}$;
 DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.headers_are_valid, {s}.uuid_v7;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.headers_are_valid, {s}.uuid_v7;
 DO ${tag}$
 DECLARE
   overload regprocedure;
