@@ -1,7 +1,9 @@
 //! The verifiers against vectors, an independent implementation, and everything that must be refused.
 #![allow(clippy::unwrap_used)]
+#![allow(clippy::print_stdout, reason = "random tests print their seed")]
 
 mod bad_input;
+mod differential;
 mod golden;
 mod matrix;
 mod mutations;

@@ -1,7 +1,7 @@
 //! Genuine messages of every scheme, damaged in one place: a bit, a byte, a byte too many or too few, two swapped, the
 //! end cut off; in the signature, the time, the id, the query, the body. None may be accepted as anything else.
 //!
-//! `POSTBOX_TEST_MUTATIONS=10000000 POSTBOX_SEED=1 cargo nextest run --release -p postbox-webhook mutation` is the long version.
+//! `POSTBOX_TEST_MUTATIONS=10000000 POSTBOX_SEED=1 cargo test --release -p postbox-webhook --test it -- --nocapture mutations` is the long version.
 //!
 //! Where a scheme signs bytes, whatever was damaged must be refused. Where it signs a *meaning* (the parameters of Twilio's
 //! forms, the fields of SNS's JSON), the bytes can change and the meaning stay (`%2b` for `%2B`, a space between fields);
@@ -39,14 +39,16 @@ impl Random {
     }
 }
 
+/// What is accepted, in words; `None` if it is refused.
+type Receive = Box<dyn Fn(&Message) -> Option<String>>;
+
 /// One scheme's sender and receiver.
 struct Subject {
     name: String,
     /// Whether a meaning is signed rather than bytes.
     by_meaning: bool,
     send: Box<dyn Fn(&mut Random) -> Message>,
-    /// What is accepted, in words; `None` if it is refused.
-    receive: Box<dyn Fn(&Message) -> Option<String>>,
+    receive: Receive,
 }
 
 fn subject(kit: Kit, verifier: Box<dyn Verify>) -> Subject {
@@ -182,7 +184,7 @@ fn pool(subject: &Subject, random: &mut Random) -> Vec<(Message, String)> {
     (0..POOL).map(fresh).collect()
 }
 
-fn number(name: &str) -> Option<u64> {
+pub(crate) fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is no number")))
 }
 
