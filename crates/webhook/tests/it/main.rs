@@ -8,5 +8,6 @@ mod golden;
 mod matrix;
 mod mutations;
 mod random;
+mod samples;
 mod senders;
 mod sns;
