@@ -39,6 +39,7 @@ mod handshake;
 mod json;
 mod mapping;
 mod receive;
+mod sns;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -48,7 +49,7 @@ use axum::Router;
 use axum::routing::post;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{BoxError, Bucket, Clock, Error, LogName, NewEvent, Rate, Receive, Result, SourceName};
-use postbox_webhook::Verify;
+use postbox_webhook::{Scheme, Verify};
 use tokio::sync::Semaphore;
 
 pub use answer::Count;
@@ -57,6 +58,7 @@ pub use mapping::{Mapping, Origin};
 
 use answer::Counters;
 use convert::Convert;
+use sns::Sns;
 
 /// What of an unused rate is kept for a burst: senders that send once a second should not be told to slow down.
 const BURST: Duration = Duration::from_secs(1);
@@ -99,8 +101,7 @@ pub struct WebhookSource {
     pub name: SourceName,
     /// The log it stores into.
     pub log: LogName,
-    /// Scheme and keys.
-    pub verifier: Box<dyn Verify>,
+    check: Check,
     /// Where id, topic, key and tenant come from.
     pub mapping: Mapping,
     /// Bounds.
@@ -111,19 +112,52 @@ pub struct WebhookSource {
     convert: Option<Convert>,
 }
 
+/// How a message is verified.
+#[derive(Debug)]
+enum Check {
+    /// By keys that both sides know.
+    Keys(Box<dyn Verify>),
+    /// By a certificate that AWS has.
+    Sns(Box<Sns>),
+}
+
+impl Check {
+    fn scheme(&self) -> Scheme {
+        match self {
+            Self::Keys(verifier) => verifier.scheme(),
+            Self::Sns(_) => Scheme::Sns,
+        }
+    }
+}
+
+impl From<Sns> for Check {
+    fn from(sns: Sns) -> Self {
+        Self::Sns(Box::new(sns))
+    }
+}
+
 impl WebhookSource {
     /// A source with the scheme's usual mapping and the default limits.
     pub fn new(name: SourceName, log: LogName, verifier: Box<dyn Verify>) -> Self {
-        let mapping = Mapping::usual(verifier.scheme(), &name);
-        Self {
-            name,
-            log,
-            verifier,
-            mapping,
-            limits: SourceLimits::default(),
-            allowed_origins: Vec::new(),
-            convert: None,
-        }
+        Self::checked_by(name, log, Check::Keys(verifier))
+    }
+
+    /// A source for AWS SNS, which has no shared secret: the ingress fetches the certificates that messages name, from hosts of AWS only.
+    ///
+    /// With `confirm`, a genuine request to confirm a subscription to one of the verifier's topics is answered by visiting its URL; without, it is
+    /// logged, and you confirm in AWS.
+    pub fn sns(
+        name: SourceName,
+        log: LogName,
+        verifier: postbox_webhook::sns::Verifier,
+        confirm: bool,
+    ) -> Result<Self> {
+        Ok(Self::checked_by(name, log, Sns::new(verifier, confirm)?.into()))
+    }
+
+    fn checked_by(name: SourceName, log: LogName, check: Check) -> Self {
+        let mapping = Mapping::usual(check.scheme(), &name);
+        Self { name, log, check, mapping, limits: SourceLimits::default(), allowed_origins: Vec::new(), convert: None }
     }
 
     /// Stores events of your own making instead of the messages as they came: `convert` gets each verified message once per request, and gives the event

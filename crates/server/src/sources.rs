@@ -7,7 +7,7 @@ use postbox_core::{Clock, Error, Result, Store};
 use postbox_http::ingress::{self, Count, Ingress, Origin, WebhookSource};
 
 use crate::config::SourceConfig;
-use crate::wiring::verifier;
+use crate::wiring::{sns_verifier, verifier};
 
 /// Every configured source, ready to be served.
 pub(crate) struct Sources(Arc<Ingress>);
@@ -30,9 +30,17 @@ impl Sources {
 }
 
 fn source(config: &SourceConfig) -> Result<WebhookSource> {
-    let verifier = verifier(config.scheme, &config.secrets, &config.settings)
-        .map_err(|text| Error::invalid("configure", "secret_invalid", format!("source {}: {text}", config.name)))?;
-    let mut source = WebhookSource::new(config.name.clone(), config.log.clone(), verifier);
+    let invalid = |text| Error::invalid("configure", "secret_invalid", format!("source {}: {text}", config.name));
+    let (name, log) = (config.name.clone(), config.log.clone());
+    let mut source = match &config.sns {
+        Some(sns) => {
+            let verifier = sns_verifier(sns, &config.settings).map_err(invalid)?;
+            WebhookSource::sns(name, log, verifier, sns.confirm)?
+        }
+        None => {
+            WebhookSource::new(name, log, verifier(config.scheme, &config.secrets, &config.settings).map_err(invalid)?)
+        }
+    };
     source.limits = config.limits;
     source.allowed_origins.clone_from(&config.allowed_origins);
     let overrule = |place: &mut Vec<Origin>, origin: &Option<Origin>| {

@@ -6,9 +6,9 @@ use std::time::Duration;
 use postbox_core::{Clock, Error, Result as PostboxResult, Sink, Store};
 use postbox_engine::{JsonLines, Relay};
 use postbox_http::{HttpSink, HttpSinkConfig};
-use postbox_webhook::{Scheme, Settings, Verify, standard};
+use postbox_webhook::{Scheme, Settings, UnixSeconds, Verify, sns, standard};
 
-use crate::config::{HttpConfig, SinkConfig, SubscriptionConfig};
+use crate::config::{HttpConfig, LiveSecret, SinkConfig, SnsConfig, SubscriptionConfig};
 use crate::secret::Secret;
 
 /// What the HTTP client leaves of the subscription's timeout, so that it is the one to give up and can say why.
@@ -67,7 +67,14 @@ pub(crate) fn sign_keys(secrets: &[Secret]) -> Result<Vec<standard::SignKey>, St
 }
 
 /// The verifier of a source. The message never repeats a key.
-pub(crate) fn verifier(scheme: Scheme, secrets: &[Secret], settings: &Settings) -> Result<Box<dyn Verify>, String> {
-    let secrets: Vec<&str> = secrets.iter().map(Secret::expose).collect();
-    postbox_webhook::verifier(scheme, &secrets, settings).map_err(|error| error.to_string())
+pub(crate) fn verifier(scheme: Scheme, secrets: &[LiveSecret], settings: &Settings) -> Result<Box<dyn Verify>, String> {
+    let seconds = |until: jiff::Timestamp| UnixSeconds(until.as_second());
+    let secrets: Vec<_> = secrets.iter().map(|live| (live.secret.expose(), live.until.map(seconds))).collect();
+    postbox_webhook::verifier_in_rotation(scheme, &secrets, settings).map_err(|error| error.to_string())
+}
+
+/// The verifier of a source of AWS SNS.
+pub(crate) fn sns_verifier(config: &SnsConfig, settings: &Settings) -> Result<sns::Verifier, String> {
+    let verifier = sns::Verifier::new(config.topics.iter().cloned()).map_err(|error| error.to_string())?;
+    Ok(verifier.tolerance(settings.tolerance))
 }

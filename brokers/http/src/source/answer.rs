@@ -25,6 +25,13 @@ pub(super) enum Answer {
     OriginRefused,
     /// The source's own function wants nothing of it.
     Ignored,
+    /// SNS: a subscription was confirmed; was not, because the configuration does not say so; could not be; has ended.
+    Confirmed,
+    Unconfirmed,
+    ConfirmationFailed,
+    Unsubscribed,
+    /// SNS: the certificate could not be fetched.
+    CertificateUnavailable,
     Refused(Refusal),
     UnknownSource,
     EncodingRefused,
@@ -42,7 +49,7 @@ pub(super) enum Answer {
 }
 
 /// Codes that are not refusals of the verifier.
-const CODES: [&str; 22] = [
+const CODES: [&str; 27] = [
     "accepted",
     "duplicate",
     "conflict",
@@ -50,6 +57,11 @@ const CODES: [&str; 22] = [
     "consent",
     "origin_refused",
     "ignored",
+    "confirmed",
+    "unconfirmed",
+    "confirmation_failed",
+    "unsubscribed",
+    "certificate_unavailable",
     "source_unknown",
     "encoding_refused",
     "body_too_large",
@@ -77,6 +89,11 @@ impl Answer {
             Self::Consent { .. } => "consent",
             Self::OriginRefused => "origin_refused",
             Self::Ignored => "ignored",
+            Self::Confirmed => "confirmed",
+            Self::Unconfirmed => "unconfirmed",
+            Self::ConfirmationFailed => "confirmation_failed",
+            Self::Unsubscribed => "unsubscribed",
+            Self::CertificateUnavailable => "certificate_unavailable",
             Self::Refused(refusal) => refusal.code(),
             Self::UnknownSource => "source_unknown",
             Self::EncodingRefused => "encoding_refused",
@@ -94,9 +111,14 @@ impl Answer {
     fn status(&self) -> StatusCode {
         match self {
             Self::Accepted => StatusCode::ACCEPTED,
-            Self::Duplicate | Self::Conflict | Self::Challenge(_) | Self::Consent { .. } | Self::Ignored => {
-                StatusCode::OK
-            }
+            Self::Duplicate
+            | Self::Conflict
+            | Self::Challenge(_)
+            | Self::Consent { .. }
+            | Self::Ignored
+            | Self::Confirmed
+            | Self::Unconfirmed
+            | Self::Unsubscribed => StatusCode::OK,
             Self::OriginRefused => StatusCode::FORBIDDEN,
             Self::Refused(_) => StatusCode::UNAUTHORIZED,
             Self::UnknownSource => StatusCode::NOT_FOUND,
@@ -108,7 +130,9 @@ impl Answer {
             // The sender comes again, perhaps to a mended function.
             Self::ConvertPanicked => StatusCode::INTERNAL_SERVER_ERROR,
             Self::TooMany(_) => StatusCode::TOO_MANY_REQUESTS,
-            Self::Busy | Self::StoreDown => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Busy | Self::StoreDown | Self::ConfirmationFailed | Self::CertificateUnavailable => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
         }
     }
 
@@ -116,7 +140,9 @@ impl Answer {
     fn retry_after(&self) -> Option<HeaderValue> {
         match self {
             Self::Busy => Some(HeaderValue::from_static("1")),
-            Self::StoreDown => Some(HeaderValue::from_static("10")),
+            Self::StoreDown | Self::ConfirmationFailed | Self::CertificateUnavailable => {
+                Some(HeaderValue::from_static("10"))
+            }
             // Whole seconds, up: whoever comes at the very moment would be too early.
             Self::TooMany(wait) => Some(HeaderValue::from(wait.as_secs() + 1)),
             _ => None,
@@ -206,6 +232,11 @@ mod tests {
             Answer::Consent { origin: "o".into(), per_minute: None },
             Answer::OriginRefused,
             Answer::Ignored,
+            Answer::Confirmed,
+            Answer::Unconfirmed,
+            Answer::ConfirmationFailed,
+            Answer::Unsubscribed,
+            Answer::CertificateUnavailable,
             Answer::ConvertPanicked,
             Answer::TooMany(Duration::ZERO),
             Answer::UnknownSource,

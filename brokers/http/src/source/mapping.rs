@@ -30,7 +30,7 @@ pub enum Origin {
     Header(String),
     /// This place in the JSON body (RFC 6901): a string, number or boolean.
     Json(String),
-    /// The id that the scheme signs (Standard Webhooks, Twilio).
+    /// The id that the scheme signs (Standard Webhooks, Twilio, SNS).
     SignedId,
     /// `sha256:` and the digest of the body: for schemes that sign no id. A replay cannot change it.
     BodyDigest,
@@ -60,6 +60,7 @@ impl Mapping {
     /// | shopify | digest of the body | `x-shopify-topic` | |
     /// | slack | `/event_id`, else digest | `/event/type`, else `/type` | |
     /// | twilio | digest of what is signed | | |
+    /// | sns | `MessageId` | | |
     /// | hmac | digest of the body | `/type` | |
     ///
     /// Where nothing gives a topic it is the source's name.
@@ -76,7 +77,7 @@ impl Mapping {
             Scheme::Slack => {
                 (vec![json("/event_id"), Origin::BodyDigest], vec![json("/event/type"), json("/type")], vec![])
             }
-            Scheme::Twilio => (vec![Origin::SignedId], vec![], vec![]),
+            Scheme::Twilio | Scheme::Sns => (vec![Origin::SignedId], vec![], vec![]),
             _ => (vec![Origin::BodyDigest], vec![json("/type")], vec![]),
         };
         topic.push(Origin::Literal(source.to_string()));
@@ -141,7 +142,7 @@ impl Genuine<'_> {
         let topic = self.find(&mapping.topic, digest).ok().flatten().ok_or("topic_unmapped")?;
         let mut event = NewEvent::new(topic, self.body.clone(), self.content_type());
         event.key = self.find(&mapping.key, digest).map_err(|()| "key_unmapped")?;
-        if source.verifier.scheme() == Scheme::StandardWebhooks {
+        if source.check.scheme() == Scheme::StandardWebhooks {
             self.restore(&mut event);
         }
         Ok(event)

@@ -5,14 +5,14 @@ use std::sync::{Arc, PoisonError};
 use axum::extract::{Path, Request, State};
 use http::request::Parts;
 use postbox_core::{Error, ErrorKind, Inbound, Received};
-use postbox_webhook::{Headers, UnixSeconds, Verified};
+use postbox_webhook::{Headers, Refusal, UnixSeconds, Verified, Verify};
 use tracing::{debug, error, warn};
 
 use super::answer::Answer;
 use super::body::{check_headers, read};
 use super::handshake::challenge;
 use super::mapping::Genuine;
-use super::{Gate, Ingress};
+use super::{Check, Gate, Ingress};
 
 /// The handler. Dropping it (the sender hung up) may or may not have stored the message; the sender's repetition is a duplicate then.
 pub(super) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Path<String>, request: Request) -> Answer {
@@ -34,8 +34,8 @@ impl Ingress {
         let source = &gate.source;
         check_headers(&parts.headers, &source.limits)?;
         let received = read(body, &source.limits, &gate.buffered, &*self.clock).await?;
-        let verified = self.verify(gate, parts, &received.bytes)?;
-        if let Some(challenge) = challenge(source.verifier.scheme(), &received.bytes) {
+        let verified = self.verify(gate, parts, &received.bytes).await?;
+        if let Some(challenge) = challenge(source.check.scheme(), &received.bytes) {
             return Ok(Answer::Challenge(challenge));
         }
         let genuine = Genuine { headers: &parts.headers, body: received.bytes.clone(), verified };
@@ -59,19 +59,27 @@ impl Ingress {
         bucket.take(self.clock.monotonic()).map_err(Answer::TooMany)
     }
 
-    fn verify(&self, gate: &Gate, parts: &Parts, body: &[u8]) -> Result<Verified, Answer> {
-        let headers: Headers<'_> =
-            parts.headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
-        let request = postbox_webhook::Request { headers: &headers, query: parts.uri.query(), body };
-        let now = UnixSeconds(self.clock.now().as_second());
-        gate.source.verifier.verify(&request, now).map_err(|refusal| {
+    async fn verify(&self, gate: &Gate, parts: &Parts, body: &[u8]) -> Result<Verified, Answer> {
+        let verified = match &gate.source.check {
+            Check::Keys(verifier) => self.verify_by_keys(&**verifier, parts, body).map_err(Answer::Refused),
+            Check::Sns(sns) => sns.check(body, &*self.clock).await,
+        };
+        if let Err(Answer::Refused(refusal)) = &verified {
             // Anybody can cause a mismatch as often as they like; only the key's owner (or a replay) a stale time.
             match refusal.is_stale() {
                 true => warn!(source = %gate.source.name, code = refusal.code(), "webhook refused: {refusal}"),
                 false => debug!(source = %gate.source.name, code = refusal.code(), "webhook refused: {refusal}"),
             }
-            Answer::Refused(refusal)
-        })
+        }
+        verified
+    }
+
+    fn verify_by_keys(&self, verifier: &dyn Verify, parts: &Parts, body: &[u8]) -> Result<Verified, Refusal> {
+        let headers: Headers<'_> =
+            parts.headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+        let request = postbox_webhook::Request { headers: &headers, query: parts.uri.query(), body };
+        let now = UnixSeconds(self.clock.now().as_second());
+        verifier.verify(&request, now)
     }
 
     async fn store(&self, gate: &Gate, inbound: Inbound) -> Result<Answer, Answer> {

@@ -4,11 +4,13 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use postbox_core::{LogName, SourceName, Subscription};
 use postbox_engine::RelaySettings;
 use postbox_http::ingress::{Origin, SourceLimits};
 use postbox_http::serve::ServeLimits;
 use postbox_http::{ClientCert, Guard};
+use postbox_webhook::sns::TopicArn;
 use postbox_webhook::{Scheme, Settings};
 
 use crate::cron::Cron;
@@ -134,8 +136,10 @@ pub struct SourceConfig {
     pub log: LogName,
     /// How its messages are signed.
     pub scheme: Scheme,
-    /// Live keys; several while one rotates. At least one.
-    pub secrets: Vec<Secret>,
+    /// Live keys; several while one rotates. At least one, but for SNS.
+    pub secrets: Vec<LiveSecret>,
+    /// What SNS has instead of keys.
+    pub sns: Option<SnsConfig>,
     /// What the scheme needs beside its secrets.
     pub settings: Settings,
     /// What it may cost.
@@ -144,6 +148,24 @@ pub struct SourceConfig {
     pub allowed_origins: Vec<String>,
     /// Where topic, key and tenant of the stored event come from.
     pub mapping: MappingConfig,
+}
+
+/// A key of a source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LiveSecret {
+    /// The key.
+    pub secret: Secret,
+    /// The last second at which it verifies; `None`: as long as it is here.
+    pub until: Option<Timestamp>,
+}
+
+/// A source of AWS SNS.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SnsConfig {
+    /// The topics whose messages are taken.
+    pub topics: Vec<TopicArn>,
+    /// Whether subscriptions to them are confirmed.
+    pub confirm: bool,
 }
 
 /// Where the fields of an inbound event come from; `None`: what suits the scheme.

@@ -17,6 +17,12 @@ pub(super) struct At<T> {
     pub(super) value: T,
 }
 
+/// One of a list.
+pub(super) enum Entry<'r, 'i> {
+    Text(At<String>),
+    Table(Section<'r, 'i>),
+}
+
 /// Where `env:NAME` is looked up.
 pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
@@ -201,6 +207,24 @@ impl<'r, 'i> Section<'r, 'i> {
             }
         }
         Some(strings)
+    }
+
+    /// A list of texts and tables.
+    pub(super) fn entries(&self, key: &'static str) -> Option<Vec<Entry<'r, 'i>>> {
+        let value = self.value(key)?;
+        let Some(array) = value.get_ref().as_array() else {
+            self.wrong_type(key, value, "a list, e.g. [\"…\"]");
+            return None;
+        };
+        let entries = array.iter().filter_map(|item| match item.get_ref().as_str() {
+            Some(text) => Some(Entry::Text(At { line: self.reader.line(&item.span()), value: text.to_owned() })),
+            None if item.get_ref().as_table().is_some() => self.subsection(key, item).map(Entry::Table),
+            None => {
+                self.wrong_type(key, item, "a list of texts, or of tables");
+                None
+            }
+        });
+        Some(entries.collect())
     }
 
     pub(super) fn section(&self, key: &'static str) -> Option<Section<'r, 'i>> {

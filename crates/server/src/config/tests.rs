@@ -103,7 +103,7 @@ retry = { max_attempts = "ten" }
 sink = { type = "kafka", brokers = "x" }
 [sources.partner]
 type = "webhook"
-scheme = "sns"
+scheme = "sms"
 [server]
 listen = "localhost"
 [subscription.x]
@@ -214,6 +214,43 @@ fn every_scheme_has_what_it_needs() {
         source("slack", "signature_header = \"x\"")
             .expect_err("unknown key")
             .contains("unknown key `signature_header`")
+    );
+}
+
+#[test]
+fn an_old_key_may_carry_the_date_its_overlap_ends() {
+    let source = |secrets: &str| {
+        format!("[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [{secrets}]\n")
+    };
+    let text = source("\"env:PARTNER_SECRET\", { secret = \"env:HOOK_SECRET\", until = \"2026-12-01T00:00:00Z\" }");
+    let secrets = parse(&text).expect("no faults").sources.remove(0).secrets;
+    assert_eq!(secrets[0].until, None);
+    assert_eq!(secrets[1].until, "2026-12-01T00:00:00Z".parse().ok());
+    let retiring = |table: &str| fault(&source(&format!("\"env:PARTNER_SECRET\", {table}")));
+    assert!(retiring("{ secret = \"env:HOOK_SECRET\", until = \"soon\" }").contains("e.g. \"2026-12-01T00:00:00Z\""));
+    assert!(retiring("{ until = \"2026-12-01T00:00:00Z\" }").contains("has no secret"));
+    assert!(retiring("{ secret = \"env:HOOK_SECRET\", untill = \"x\" }").contains("did you mean `until`?"));
+    assert!(retiring("7").contains("must be a list of texts"));
+    // Only old ones: then nobody could send once the date has come.
+    let only = fault(&source("{ secret = \"env:HOOK_SECRET\", until = \"2026-12-01T00:00:00Z\" }"));
+    assert!(only.starts_with("postbox.toml:4: "), "{only}");
+}
+
+#[test]
+fn sns_has_topics_instead_of_secrets() {
+    const TOPIC: &str = "topics = [\"arn:aws:sns:eu-central-1:123456789012:orders\"]";
+    let text = |keys: &str| format!("[sources.a]\ntype = \"webhook\"\nscheme = \"sns\"\n{keys}\n");
+    let sns = parse(&text(&format!("{TOPIC}\nconfirm = true"))).expect("no faults").sources.remove(0).sns;
+    assert!(sns.is_some_and(|sns| sns.confirm && sns.topics.len() == 1));
+    assert!(fault(&text("")).contains("name yours: topics = "));
+    assert!(fault(&text("topics = []")).contains("name at least one"));
+    assert!(
+        faults(&text("topics = [\"arn:aws:sns:eu-central-1:123456789012:*\"]"))[0].contains("a topic is arn:aws:sns:")
+    );
+    assert!(fault(&text(&format!("{TOPIC}\nsecret = \"x\""))).contains("signs with a certificate"));
+    assert!(
+        fault("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"0123456789abcdef\"\nconfirm = true")
+            .contains("unknown key `confirm`")
     );
 }
 

@@ -2,17 +2,18 @@
 
 use std::time::Duration;
 
+use jiff::Timestamp;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{LogName, SourceName};
 use postbox_http::ingress::{Origin, SourceLimits};
 use postbox_webhook::plain::{Encoding, Hash, Layout};
+use postbox_webhook::sns::{TOLERANCE, TopicArn};
 use postbox_webhook::{Scheme, Settings, Tolerance};
 
 use super::super::faults::suggestion;
-use super::super::model::{MappingConfig, SourceConfig};
-use super::super::reader::{At, Section};
-use super::{BROKERS_PLANNED, check_url, choice, message, name_of, read_secrets, set};
-use crate::secret::Secret;
+use super::super::model::{LiveSecret, MappingConfig, SnsConfig, SourceConfig};
+use super::super::reader::{At, Entry, Section};
+use super::{BROKERS_PLANNED, check_url, choice, message, name_of, set};
 
 pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option<SourceConfig> {
     let source_name = name_of(&section, name, SourceName::new)?;
@@ -43,13 +44,15 @@ pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option
     let scheme = read_scheme(&section);
     let settings = read_settings(&section, scheme);
     let faults_before_secrets = section.reader.count();
-    let secrets = read_secrets(&section);
-    if secrets.is_empty() && section.reader.count() == faults_before_secrets {
+    let is_sns = scheme == Some(Scheme::Sns);
+    let secrets = if is_sns { Vec::new() } else { read_live_secrets(&section) };
+    let sns = is_sns.then(|| read_sns(&section));
+    if secrets.is_empty() && !is_sns && section.reader.count() == faults_before_secrets {
         let path = &section.path;
         let text = format!("[{path}] has no secrets; nothing unverified is accepted: write secrets = [\"env:NAME\"]");
         section.fault("secrets", text);
     }
-    if let Some(scheme) = scheme
+    if let Some(scheme) = scheme.filter(|_| !is_sns)
         && section.reader.count() == faults_before
     {
         check_source(&section, scheme, &secrets, &settings);
@@ -60,6 +63,7 @@ pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option
         scheme: scheme.unwrap_or(Scheme::StandardWebhooks),
         settings,
         secrets,
+        sns,
         limits: read_limits(&section),
         allowed_origins: read_origins(&section),
         mapping: MappingConfig {
@@ -71,6 +75,65 @@ pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option
     };
     section.finish();
     Some(source)
+}
+
+/// `secret = "…"` and `secrets = ["…", { secret = "…", until = "…" }]`.
+fn read_live_secrets(section: &Section<'_, '_>) -> Vec<LiveSecret> {
+    let forever = |at: At<String>| {
+        let secret = section.reader.secret(&section.path, &at, false)?;
+        Some(LiveSecret { secret, until: None })
+    };
+    let mut secrets: Vec<LiveSecret> = section.string("secret").and_then(forever).into_iter().collect();
+    for entry in section.entries("secrets").unwrap_or_default() {
+        secrets.extend(match entry {
+            Entry::Text(at) => forever(at),
+            Entry::Table(table) => read_retiring(table),
+        });
+    }
+    secrets
+}
+
+fn read_retiring(table: Section<'_, '_>) -> Option<LiveSecret> {
+    let secret = table.string("secret").and_then(|at| table.reader.secret(&table.path, &at, false));
+    if !table.has("secret") {
+        table
+            .fault("secret", format!("{} has no secret; write {{ secret = \"env:NAME\", until = \"…\" }}", table.path));
+    }
+    let until = table.parsed("until", |text| {
+        text.parse::<Timestamp>()
+            .map_err(|_| format!("{text:?} is no time; write it in UTC, e.g. \"2026-12-01T00:00:00Z\""))
+    });
+    table.finish();
+    Some(LiveSecret { secret: secret?, until })
+}
+
+/// What SNS has instead of secrets.
+fn read_sns(section: &Section<'_, '_>) -> SnsConfig {
+    for key in ["secret", "secrets"] {
+        if section.has(key) {
+            let path = &section.path;
+            let text =
+                format!("[{path}] has {key}, but SNS signs with a certificate; leave it out and name your topics");
+            section.fault(key, text);
+        }
+    }
+    let mut topics = Vec::new();
+    for at in section.strings("topics").unwrap_or_default() {
+        match TopicArn::parse(&at.value) {
+            Ok(topic) => topics.push(topic),
+            Err(error) => section.reader.fault(at.line, format!("{}: {error}", section.name("topics"))),
+        }
+    }
+    if !section.has("topics") {
+        let text = format!(
+            "[{}] has no topics; SNS signs for everybody, so name yours: topics = [\"arn:aws:sns:REGION:ACCOUNT:NAME\"]",
+            section.path
+        );
+        section.fault("topics", text);
+    } else if topics.is_empty() {
+        section.fault("topics", format!("{} is empty; name at least one", section.name("topics")));
+    }
+    SnsConfig { topics, confirm: section.boolean("confirm").unwrap_or(false) }
 }
 
 /// Most verified messages on their way into the store at once that may be allowed: more than any store commits at a time.
@@ -109,7 +172,6 @@ fn read_scheme(section: &Section<'_, '_>) -> Option<Scheme> {
     }
     section.parsed("scheme", |text| match text {
         "standard" => Ok(Scheme::StandardWebhooks),
-        "sns" => Err("the scheme \"sns\" is not in this release".to_owned()),
         other => other
             .parse()
             .map_err(|_| format!("{other:?} is no scheme; {}", suggestion(other, &Scheme::ALL.map(Scheme::as_str)))),
@@ -118,6 +180,9 @@ fn read_scheme(section: &Section<'_, '_>) -> Option<Scheme> {
 
 fn read_settings(section: &Section<'_, '_>, scheme: Option<Scheme>) -> Settings {
     let mut settings = Settings::default();
+    if scheme == Some(Scheme::Sns) {
+        settings.tolerance = TOLERANCE;
+    }
     if let Some(tolerance) = section.duration("tolerance", Duration::from_secs(1)) {
         let seconds = u32::try_from(tolerance.as_secs()).unwrap_or(u32::MAX);
         settings.tolerance = Tolerance { past_s: seconds, future_s: seconds };
@@ -152,7 +217,7 @@ fn read_layout(section: &Section<'_, '_>) -> Option<Layout> {
 }
 
 /// Whether scheme, secrets and settings make a verifier together.
-fn check_source(section: &Section<'_, '_>, scheme: Scheme, secrets: &[Secret], settings: &Settings) {
+fn check_source(section: &Section<'_, '_>, scheme: Scheme, secrets: &[LiveSecret], settings: &Settings) {
     let path = &section.path;
     if scheme == Scheme::Twilio && settings.public_url.is_none() {
         section.fault(
@@ -161,7 +226,7 @@ fn check_source(section: &Section<'_, '_>, scheme: Scheme, secrets: &[Secret], s
         );
     } else if scheme == Scheme::Hmac && settings.layout.is_none() {
         section.fault("scheme", format!("[{path}] needs signature_header, e.g. \"x-signature\""));
-    } else if secrets.iter().all(|secret| !secret.expose().is_empty())
+    } else if secrets.iter().all(|live| !live.secret.expose().is_empty())
         // What is unset for a command that does not need it is empty; only real keys are checked.
         && let Err(text) = crate::wiring::verifier(scheme, secrets, settings)
     {

@@ -1,0 +1,192 @@
+//! SNS from the request to the answer, with an AWS that does as it is told.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use axum::Router;
+use axum::body::Body;
+use bytes::Bytes;
+use futures::future::{BoxFuture, join_all};
+use http::{Request, StatusCode};
+use jiff::Timestamp;
+use postbox_core::{LogName, MemoryStore, SourceName};
+use postbox_testkit::clock::ManualClock;
+use postbox_webhook::sns::{TopicArn, Verifier};
+use tower::ServiceExt;
+
+use super::super::{Ingress, WebhookSource, router};
+use super::{Fetch, Fetched, Sns};
+
+/// Signed by openssl, with the certificate beside them; see the generator in that folder.
+const MESSAGES: &str =
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/webhook/tests/fixtures/sns/messages.json"));
+const SIGNING: &[u8] =
+    include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/webhook/tests/fixtures/sns/signing.pem"));
+const TOPIC: &str = "arn:aws:sns:eu-central-1:123456789012:orders";
+const CERTIFICATE: &str = "SimpleNotificationService-0123456789abcdef0123456789abcdef";
+/// 2030-01-01T00:00:00Z, the time of every message.
+const NOW_S: i64 = 1_893_456_000;
+
+/// What AWS says.
+#[derive(Clone, Copy, PartialEq)]
+enum Mode {
+    Works,
+    Down,
+    Refuses,
+    SaysNonsense,
+}
+
+struct Aws {
+    mode: Mutex<Mode>,
+    asked: Mutex<Vec<String>>,
+}
+
+impl Fetch for Aws {
+    fn get(&self, url: String) -> BoxFuture<'_, Fetched> {
+        self.asked.lock().expect("no panic").push(url.clone());
+        let mode = *self.mode.lock().expect("no panic");
+        Box::pin(async move {
+            // Others come in meanwhile.
+            tokio::task::yield_now().await;
+            match mode {
+                Mode::Works if url.ends_with(".pem") && !url.contains(CERTIFICATE) => Fetched::Refused("404".into()),
+                Mode::Works => Fetched::Body(Bytes::from_static(SIGNING)),
+                Mode::Down => Fetched::Failed("503".into()),
+                Mode::Refuses => Fetched::Refused("404".into()),
+                Mode::SaysNonsense => Fetched::Body(Bytes::from_static(b"<html>")),
+            }
+        })
+    }
+}
+
+struct Stand {
+    aws: Arc<Aws>,
+    ingress: Arc<Ingress>,
+    router: Router,
+}
+
+impl Stand {
+    fn new(confirm: bool) -> Self {
+        let aws = Arc::new(Aws { mode: Mutex::new(Mode::Works), asked: Mutex::default() });
+        let verifier = Verifier::new([TopicArn::parse(TOPIC).expect("a topic")]).expect("a verifier");
+        let name = SourceName::new("aws").expect("a name");
+        let sns = Sns::with_fetch(verifier, confirm, aws.clone());
+        let source = WebhookSource::checked_by(name, LogName::inbox(), sns.into());
+        let clock = Arc::new(ManualClock::new(Timestamp::from_second(NOW_S).expect("a time")));
+        let store = Arc::new(MemoryStore::new(clock.clone()));
+        let ingress = Ingress::new(vec![source], store, clock).expect("an ingress");
+        Self { aws, router: router(Arc::clone(&ingress)), ingress }
+    }
+
+    fn set(&self, mode: Mode) {
+        *self.aws.mode.lock().expect("no panic") = mode;
+    }
+
+    fn asked(&self) -> Vec<String> {
+        self.aws.asked.lock().expect("no panic").clone()
+    }
+
+    async fn post(&self, body: String) -> (u16, String) {
+        let request = Request::post("/in/aws").header("content-type", "text/plain; charset=UTF-8");
+        let answer = self.router.clone().oneshot(request.body(Body::from(body)).expect("a request")).await;
+        let answer = answer.expect("an answer");
+        let status = answer.status();
+        assert_eq!(answer.headers().contains_key("retry-after"), status == StatusCode::SERVICE_UNAVAILABLE);
+        let text = axum::body::to_bytes(answer.into_body(), 4_096).await.expect("a body");
+        (status.as_u16(), String::from_utf8_lossy(&text).into_owned())
+    }
+
+    fn count(&self, code: &str) -> u64 {
+        self.ingress.counts().iter().filter(|count| count.code == code).map(|count| count.count).sum()
+    }
+}
+
+fn fixture(name: &str) -> String {
+    let cases: Vec<BTreeMap<String, String>> = serde_json::from_str(MESSAGES).expect("JSON");
+    let case = cases.into_iter().find(|case| case["name"] == name).expect("a case of that name");
+    case["body"].clone()
+}
+
+fn is(answer: &(u16, String), status: u16, text: &str) {
+    assert_eq!((answer.0, answer.1.as_str()), (status, text));
+}
+
+#[tokio::test]
+async fn a_notification_is_stored_once_and_a_crowd_costs_one_certificate() {
+    let stand = Stand::new(false);
+    let answers = join_all((0..50).map(|_| stand.post(fixture("notification")))).await;
+    assert!(answers.iter().all(|(status, _)| *status == 202 || *status == 200), "{answers:?}");
+    assert_eq!((stand.count("accepted"), stand.count("duplicate")), (1, 49));
+    assert_eq!(stand.asked().len(), 1);
+    // The same id with another text is another message under a known id, and as genuine.
+    is(&stand.post(fixture("notification of an empty text")).await, 200, "conflict");
+    assert_eq!(stand.asked().len(), 1);
+}
+
+#[tokio::test]
+async fn what_is_not_genuine_leaves_no_trace_and_asks_nobody_but_aws() {
+    let stand = Stand::new(true);
+    let genuine = fixture("notification");
+    let host = "https://sns.eu-central-1.amazonaws.com/";
+    for (body, code, asked) in [
+        (genuine.replace(":orders", ":others"), "topic_not_allowed", 0),
+        (genuine.replace(host, "https://sns.eu-central-1.amazonaws.com.evil.example/"), "certificate_url_refused", 0),
+        (genuine.replace(host, "https://127.0.0.1/"), "certificate_url_refused", 0),
+        (fixture("version 1"), "signature_version_outdated", 0),
+        ("{}".into(), "signature_missing", 0),
+        (genuine.replace("Hello!", "Hello?"), "signature_mismatch", 1),
+        (fixture("subscription").replace("You have", "You may have"), "signature_mismatch", 1),
+        (genuine.replace(CERTIFICATE, "Another"), "certificate_url_refused", 2),
+    ] {
+        let before = stand.count(code);
+        is(&stand.post(body).await, 401, "unverified");
+        assert_eq!((stand.count(code), stand.asked().len()), (before + 1, asked), "{code}");
+    }
+    assert!(stand.asked().iter().all(|url| url.starts_with(host) && url.ends_with(".pem")), "{:?}", stand.asked());
+    is(&stand.post(genuine).await, 202, "accepted");
+}
+
+#[tokio::test]
+async fn without_the_certificate_the_sender_comes_again() {
+    let stand = Stand::new(false);
+    stand.set(Mode::Down);
+    is(&stand.post(fixture("notification")).await, 503, "certificate_unavailable");
+    for mode in [Mode::Refuses, Mode::SaysNonsense] {
+        stand.set(mode);
+        is(&stand.post(fixture("notification")).await, 401, "unverified");
+    }
+    stand.set(Mode::Works);
+    is(&stand.post(fixture("notification")).await, 202, "accepted");
+}
+
+#[tokio::test]
+async fn strangers_cannot_make_us_ask_aws_for_ever() {
+    let stand = Stand::new(false);
+    is(&stand.post(fixture("notification")).await, 202, "accepted");
+    for number in 0..100 {
+        let (status, _) = stand.post(fixture("notification").replace(CERTIFICATE, &format!("Guess-{number}"))).await;
+        assert!(status == 401 || status == 503, "{status}");
+    }
+    assert!(stand.asked().len() <= 10, "{} requests", stand.asked().len());
+    is(&stand.post(fixture("notification")).await, 200, "duplicate");
+}
+
+#[tokio::test]
+async fn a_subscription_is_confirmed_if_the_configuration_says_so() {
+    let stand = Stand::new(false);
+    is(&stand.post(fixture("subscription")).await, 200, "unconfirmed");
+    is(&stand.post(fixture("unsubscription")).await, 200, "unsubscribed");
+    assert_eq!(stand.asked().len(), 1, "only the certificate");
+
+    let stand = Stand::new(true);
+    is(&stand.post(fixture("notification")).await, 202, "accepted");
+    stand.set(Mode::Down);
+    is(&stand.post(fixture("subscription")).await, 503, "confirmation_failed");
+    stand.set(Mode::Works);
+    is(&stand.post(fixture("subscription")).await, 200, "confirmed");
+    is(&stand.post(fixture("unsubscription")).await, 200, "unsubscribed");
+    let asked = stand.asked();
+    assert_eq!(asked.len(), 3, "the certificate, and twice the confirmation; nothing for the unsubscription");
+    assert!(asked[2].contains("Action=ConfirmSubscription"));
+    assert_eq!(stand.count("accepted"), 1);
+}
