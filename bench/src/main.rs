@@ -1,4 +1,4 @@
-//! Benchmarks: `cargo xtask bench drain | latency | append`. Each prints, from one run, our figure, the limit beside it and the
+//! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound`. Each prints, from one run, our figure, the limit beside it and the
 //! ratio.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
@@ -6,8 +6,11 @@ mod append;
 mod child;
 mod drain;
 mod fill;
+mod ingress;
 mod latency;
 mod machine;
+mod outbound;
+mod peer;
 mod plain;
 mod server;
 mod table;
@@ -31,6 +34,13 @@ enum Bench {
     Latency(latency::Options),
     /// Events in the caller's transaction, against the same INSERT into a bare table.
     Append(append::Options),
+    /// Webhooks in, verified and stored durably, against an axum server that only inserts the row.
+    Ingress(ingress::Options),
+    /// Events out over HTTP, against the same client posting from memory; and beside a target that hangs.
+    Outbound(outbound::Options),
+    /// The other side of HTTP.
+    #[command(hide = true)]
+    Peer(peer::Job),
     /// One measured process of the above.
     #[command(hide = true)]
     Child(child::Job),
@@ -66,13 +76,16 @@ async fn main() -> ExitCode {
 }
 
 async fn run(bench: Bench) -> anyhow::Result<()> {
-    if !matches!(bench, Bench::Child(_)) {
+    if !matches!(bench, Bench::Child(_) | Bench::Peer(_)) {
         println!("{}", machine::describe());
     }
     match bench {
         Bench::Drain(options) => drain::run(&options).await,
         Bench::Latency(options) => latency::run(&options).await,
         Bench::Append(options) => append::run(&options).await,
+        Bench::Ingress(options) => ingress::run(&options).await,
+        Bench::Outbound(options) => outbound::run(&options).await,
+        Bench::Peer(job) => job.run().await,
         Bench::Child(job) => job.run().await,
     }
 }

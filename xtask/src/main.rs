@@ -30,7 +30,7 @@ enum Task {
     },
     /// Installs the servers the tests use (Postgres 15 and 18, pgbouncer). Does nothing where they are.
     Servers,
-    /// Measures: `drain`, `latency` or `append`; each prints our figure, its limit and the ratio. `-- --help` tells the options.
+    /// Measures: `drain`, `latency`, `append`, `ingress` or `outbound`; each prints our figure, its limit and the ratio. `-- --help` tells the options.
     Bench {
         /// Handed to the benchmark.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

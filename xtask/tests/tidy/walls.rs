@@ -36,7 +36,18 @@ const ROOMS: &[(&str, &[&str])] = &[
             "postbox-webhook",
         ],
     ),
-    ("postbox-bench", &["postbox-core", "postbox-engine", "postbox-postgres", "postbox-sqlite", "postbox-testkit"]),
+    (
+        "postbox-bench",
+        &[
+            "postbox-core",
+            "postbox-engine",
+            "postbox-http",
+            "postbox-postgres",
+            "postbox-sqlite",
+            "postbox-testkit",
+            "postbox-webhook",
+        ],
+    ),
     ("xtask", &[]),
 ];
 
@@ -48,7 +59,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
     ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench"]),
     ("reqwest", &["postbox-http"]),
-    ("axum", &["postbox-http", "postbox-server", "postbox-cli"]),
+    ("axum", &["postbox-http", "postbox-server", "postbox-cli", "postbox-bench"]),
     ("clap", &["postbox-cli", "postbox-bench", "xtask"]),
     ("toml", &["postbox-server"]),
 ];

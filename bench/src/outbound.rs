@@ -1,0 +1,150 @@
+//! Events out over HTTP: the relay against the same client posting from memory, and what a target that hangs costs the others.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use clap::Args;
+use futures::StreamExt as _;
+use postbox_core::{BatchLimit, Delivery, EventId, LogName, Seq, Sink, Store, Subscription};
+use postbox_engine::{Relay, RelaySettings, TokioClock};
+use postbox_http::{HttpSink, HttpSinkConfig};
+use postbox_webhook::standard::SignKey;
+use uuid::Uuid;
+
+use crate::peer::{Role, SECRET};
+use crate::server::{self, connect};
+use crate::table::{Table, percent, rate, thousands};
+use crate::{child, fill};
+
+const KEYS: usize = 10_000;
+/// Targets that answer, in the second table.
+const OTHERS: usize = 3;
+
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Events of each line.
+    #[arg(long, default_value_t = 20_000)]
+    rows: usize,
+    /// Connections to a target.
+    #[arg(long, default_value_t = 64)]
+    connections: usize,
+    /// Events per batch.
+    #[arg(long, default_value_t = 1_000)]
+    batch: usize,
+    /// Rounds; the second table is the sum of them, with and without the hanging target by turns.
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+}
+
+pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    let server = server::start().await;
+    let url = server.fresh_database().await;
+    let store = child::open(&url).await?;
+    store.up().await?;
+    let mut client = connect(&url).await?;
+    fill::postgres(&mut client, 0, options.rows, fill::Shape { keys: KEYS, transaction: 1_000 }).await?;
+    client.batch_execute("VACUUM ANALYZE").await?;
+
+    let (_target, address) = Role::Target.start("").await?;
+    let title = format!(
+        "outbound: {} events of {} B, signed, {} connections, key order on, Postgres 15",
+        thousands(options.rows as f64),
+        fill::PAYLOAD_BYTES,
+        options.connections
+    );
+    let mut table = Table::new(title, &["round", "relay", "from memory", "ratio"]);
+    for round in 0..options.rounds {
+        let relay = options.relay(&store, &address, &format!("round-{round}")).await?;
+        let start = Instant::now();
+        let drained = relay.drain(None).await?;
+        let ours = start.elapsed().as_secs_f64();
+        ensure!(drained.dispatched as usize == options.rows, "{drained:?}");
+        let memory = options.from_memory(&address).await?.as_secs_f64();
+        let rates = [ours, memory].map(|seconds| rate(options.rows, seconds));
+        let [ours_rate, memory_rate] = rates;
+        table.row([(round + 1).to_string(), ours_rate, memory_rate, percent(memory, ours)]);
+    }
+    table.print();
+    println!("  wanted: ratio ≥ 60 %");
+    options.with_a_target_that_hangs(&store, &address).await
+}
+
+impl Options {
+    fn sink(&self, address: &str) -> anyhow::Result<Arc<HttpSink>> {
+        let config = HttpSinkConfig {
+            keys: vec![SignKey::parse(SECRET)?],
+            concurrency: self.connections,
+            ..HttpSinkConfig::new(format!("http://{address}/hook"))
+        };
+        Ok(Arc::new(HttpSink::new(config, Arc::new(TokioClock::new()))?))
+    }
+
+    async fn relay(&self, store: &Arc<dyn Store>, address: &str, name: &str) -> anyhow::Result<Relay> {
+        let batch = BatchLimit { events: self.batch, ..BatchLimit::default() };
+        let settings = RelaySettings { batch, ..RelaySettings::default() };
+        let builder = Relay::builder(Arc::clone(store) as _, Subscription::new(name.parse()?, LogName::outbox()));
+        Ok(builder.sink(self.sink(address)?).settings(settings).build()?)
+    }
+
+    /// The same client, signatures and all, with everything in memory and nothing to remember.
+    async fn from_memory(&self, address: &str) -> anyhow::Result<Duration> {
+        let sink = self.sink(address)?;
+        let now = jiff::Timestamp::now();
+        let deliveries: Vec<Delivery> = (0..self.rows)
+            .map(|n| {
+                let event = fill::event(n, KEYS).into_event(EventId::from_uuid(Uuid::now_v7()), now);
+                Delivery { event, seq: Seq(n as i64), attempt: 1, replay: 0 }
+            })
+            .collect();
+        let start = Instant::now();
+        let posting = futures::stream::iter(&deliveries).map(|delivery| async {
+            let outcomes = sink.deliver(&[delivery]).await;
+            outcomes.iter().all(postbox_core::Outcome::is_delivered)
+        });
+        let delivered =
+            posting.buffer_unordered(self.connections).filter(|fine| std::future::ready(*fine)).count().await;
+        ensure!(delivered == self.rows, "{delivered} of {}", self.rows);
+        Ok(start.elapsed())
+    }
+
+    async fn with_a_target_that_hangs(&self, store: &Arc<dyn Store>, address: &str) -> anyhow::Result<()> {
+        let (_hanging, nowhere) = Role::Hangs.start("").await?;
+        let mut together = [Duration::ZERO; 2];
+        for round in 0..self.rounds {
+            for (which, total) in together.iter_mut().enumerate() {
+                let name = |target: &str| format!("hang-{round}-{which}-{target}");
+                let mut others = Vec::new();
+                for other in 0..OTHERS {
+                    others.push(self.relay(store, address, &name(&other.to_string())).await?);
+                }
+                let hanging = self.relay(store, &nowhere, &name("hanging")).await?;
+                let hang = async {
+                    match which {
+                        0 => std::future::pending().await,
+                        _ => hanging.drain(None).await.map(drop),
+                    }
+                };
+                let start = Instant::now();
+                let drains = futures::future::try_join_all(others.iter().map(|relay| relay.drain(None)));
+                tokio::select! {
+                    drained = drains => drop(drained?),
+                    ended = hang => anyhow::bail!("the target that hangs ended the run: {ended:?}"),
+                }
+                *total += start.elapsed();
+            }
+        }
+        let events = self.rows * OTHERS * self.rounds;
+        let [without, with] = together.map(|time| time.as_secs_f64());
+        let mut table = Table::new(
+            format!("outbound: {OTHERS} targets that answer, and one that never does"),
+            &["targets", "rate of those that answer", "cost"],
+        );
+        table.row([format!("{OTHERS}"), rate(events, without), String::new()]);
+        let cost = format!("{:.1} %", 100.0 * (1.0 - without / with));
+        table.row([format!("{OTHERS} and one that hangs"), rate(events, with), cost]);
+        table.print();
+        println!("  wanted: cost ≤ 5 %");
+        Ok(())
+    }
+}
