@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
 
 use crate::endpoint::{Arrival, Endpoint, Shut, firsts};
-use crate::room::{Kind, Room, on_both};
+use crate::room::{Kind, Room, on_both, signal};
 
 /// How long a working destination takes: enough that a fault finds work in the middle.
 const PACE: Duration = Duration::from_millis(5);
@@ -45,13 +45,22 @@ fn distinct(arrivals: &[Arrival]) -> usize {
         .len()
 }
 
-/// Two relays share a subscription; one gets SIGKILL while it delivers; the other takes its lanes over.
-async fn a_killed_relay_is_succeeded_within_its_lease_and_a_second(lanes: usize) -> Result<()> {
+/// How a relay leaves without saying so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Leaves {
+    /// SIGKILL.
+    Dies,
+    /// SIGSTOP; once everything is delivered by others it comes back and believes that no time has passed.
+    Freezes,
+}
+
+/// Two relays share a subscription; one leaves while it delivers; the other takes its lanes over.
+async fn a_relay_is_succeeded_within_its_lease_and_a_second(kind: Kind, leaves: Leaves, lanes: usize) -> Result<()> {
     const LEASE: Duration = Duration::from_secs(3);
     const KEYS: usize = 40;
     const EVENTS: usize = 1_000;
     const BATCH: usize = 20;
-    let room = Room::migrated(Kind::Postgres).await?;
+    let room = Room::migrated(kind).await?;
     let endpoint = Endpoint::start(takes_all)?;
     room.config(&format!(
         "[subscriptions.out]\nlanes = {lanes}\nlease = \"3s\"\nbatch = {BATCH}\nconcurrency = 2\n\
@@ -68,7 +77,13 @@ async fn a_killed_relay_is_succeeded_within_its_lease_and_a_second(lanes: usize)
     let by = |arrivals: &[Arrival], relay: &str| arrivals.iter().filter(|arrival| arrival.relay == relay).count();
     endpoint.until("the first relay delivers", |arrivals| by(arrivals, "doomed") >= 100).await?;
 
-    let killed = doomed.kill().await?;
+    let (left, frozen) = match leaves {
+        Leaves::Dies => (doomed.kill().await?, None),
+        Leaves::Freezes => {
+            signal(doomed.pid()?, "STOP")?;
+            (Instant::now(), Some(doomed))
+        }
+    };
     let mut owner: HashMap<String, String> = HashMap::new();
     for arrival in endpoint.arrivals() {
         owner.insert(arrival.key, arrival.relay);
@@ -77,14 +92,25 @@ async fn a_killed_relay_is_succeeded_within_its_lease_and_a_second(lanes: usize)
         |arrival: &Arrival| arrival.relay == "heir" && owner.get(&arrival.key).is_some_and(|relay| relay == "doomed");
     let arrivals = endpoint.until("the heir delivers", |arrivals| arrivals.iter().any(inherited)).await?;
     let first = arrivals.iter().find(|arrival| inherited(arrival)).context("it was there a moment ago")?;
-    let taken_over = first.at.duration_since(killed);
-    eprintln!("takeover, {lanes} lane(s), lease {LEASE:?}: delivering again {taken_over:?} after SIGKILL");
+    let taken_over = first.at.duration_since(left);
+    eprintln!(
+        "takeover, {kind:?}, one {leaves:?}, {lanes} lane(s), lease {LEASE:?}: delivering again after {taken_over:?}"
+    );
     ensure!(taken_over <= LEASE + Duration::from_secs(1), "{taken_over:?} is longer than the lease and a second");
 
     let arrivals = endpoint.until("all events", |arrivals| distinct(arrivals) == EVENTS).await?;
     ensure_whole(&arrivals, KEYS, EVENTS)?;
     let repeats = arrivals.len() - EVENTS;
-    ensure!(repeats <= 2 * BATCH * lanes, "{repeats} repeats are more than the killed relay had in flight");
+    ensure!(repeats <= 2 * BATCH * lanes, "{repeats} repeats are more than the one that left had in flight");
+    if let Some(frozen) = frozen {
+        // It notices that its time is over before it sends anything more, and goes on as a standby.
+        let sent = by(&arrivals, "doomed");
+        signal(frozen.pid()?, "CONT")?;
+        frozen.logged("lease lost", 1).await?;
+        frozen.terminate().await?;
+        let sent_since = by(&endpoint.arrivals(), "doomed") - sent;
+        ensure!(sent_since == 0, "{sent_since} requests of a relay whose lease was over");
+    }
     heir.terminate().await?;
     ensure!(room.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
     Ok(())
@@ -92,12 +118,22 @@ async fn a_killed_relay_is_succeeded_within_its_lease_and_a_second(lanes: usize)
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_relay_is_succeeded_by_its_standby() -> Result<()> {
-    a_killed_relay_is_succeeded_within_its_lease_and_a_second(1).await
+    a_relay_is_succeeded_within_its_lease_and_a_second(Kind::Postgres, Leaves::Dies, 1).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn on_sqlite_a_killed_relay_is_succeeded_by_its_standby() -> Result<()> {
+    a_relay_is_succeeded_within_its_lease_and_a_second(Kind::Sqlite, Leaves::Dies, 1).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_relay_is_succeeded_by_its_neighbour() -> Result<()> {
-    a_killed_relay_is_succeeded_within_its_lease_and_a_second(2).await
+    a_relay_is_succeeded_within_its_lease_and_a_second(Kind::Postgres, Leaves::Dies, 2).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frozen_relay_is_succeeded_and_sends_nothing_when_it_thaws() -> Result<()> {
+    a_relay_is_succeeded_within_its_lease_and_a_second(Kind::Postgres, Leaves::Freezes, 1).await
 }
 
 /// The database goes while the relay delivers, and comes back.

@@ -183,10 +183,13 @@ pub(crate) struct Served {
 }
 
 impl Served {
+    pub(crate) fn pid(&self) -> Result<u32> {
+        self.child.id().context("it has ended already")
+    }
+
     /// SIGTERM; it must end with 0 in time. Gives what it logged.
     pub(crate) async fn terminate(mut self) -> Result<Vec<String>> {
-        let pid = self.child.id().context("it has ended already")?;
-        signal(pid, "TERM")?;
+        signal(self.pid()?, "TERM")?;
         let status = tokio::time::timeout(DEADLINE, self.child.wait()).await.context("it does not stop")??;
         while self.log.changed().await.is_ok() {}
         let log = self.log.borrow().clone();
