@@ -58,7 +58,7 @@ enum Leaves {
 async fn a_relay_is_succeeded_within_its_lease_and_a_second(kind: Kind, leaves: Leaves, lanes: usize) -> Result<()> {
     const LEASE: Duration = Duration::from_secs(3);
     const KEYS: usize = 40;
-    const EVENTS: usize = 1_000;
+    const EVENTS: usize = 600;
     const BATCH: usize = 20;
     let room = Room::migrated(kind).await?;
     let endpoint = Endpoint::start(takes_all)?;
