@@ -11,6 +11,8 @@ use postbox_webhook::{Refusal, Tolerance, UnixSeconds};
 use ring::signature::RsaKeyPair;
 use serde_json::{Value, json};
 
+use crate::senders::Kit;
+
 const MESSAGES: &str = include_str!("../fixtures/sns/messages.json");
 const SIGNING: &[u8] = include_bytes!("../fixtures/sns/signing.pem");
 const SIGNING_KEY: &str = include_str!("../fixtures/sns/signing-key.pem");
@@ -157,6 +159,14 @@ fn fields_of_a_notification() {
         (with(base(), "Timestamp", "1893456000"), "timestamp_malformed"),
         (with(base(), "Timestamp", "2030-01-01T00:00:00.000+00:00"), "timestamp_malformed"),
         (with(base(), "Timestamp", " 2030-01-01T00:00:00.000Z"), "timestamp_malformed"),
+        (with(base(), "Timestamp", "2030-01-01T00:00:00.000Z "), "timestamp_malformed"),
+        (with(base(), "Timestamp", "+2030-01-01T00:00:00Z"), "timestamp_malformed"),
+        (with(base(), "Timestamp", "-2030-01-01T00:00:00Z"), "timestamp_malformed"),
+        (with(base(), "Timestamp", "1.893456e9"), "timestamp_malformed"),
+        (with(base(), "Timestamp", "99999999999999999999"), "timestamp_malformed"),
+        (with(base(), "Timestamp", "2030-01-01T00:00:00.00000000000000000000Z"), "timestamp_malformed"),
+        (with(base(), "Timestamp", ""), "timestamp_malformed"),
+        (with(base(), "Timestamp", NOW.0), "timestamp_malformed"),
         (with(base(), "SignatureVersion", "1"), "signature_version_outdated"),
         (with(base(), "SignatureVersion", "3"), "signature_version_unsupported"),
         (with(base(), "SignatureVersion", "2 "), "signature_version_unsupported"),
@@ -221,6 +231,11 @@ fn signatures() {
         (json!(STANDARD.encode([0; 256])), "signature_mismatch"),
         (json!(STANDARD.encode([0xff; 256])), "signature_mismatch"),
         (json!(signature("Message\nHello!\n")), "signature_mismatch"),
+        // The right codes of other schemes over the same body, in the encoding of this one.
+        (json!(STANDARD.encode(Kit::Shopify.code(b"0123456789abcdef", "", "", body.as_bytes()))), "signature_mismatch"),
+        (json!(format!("v1,{right}")), "signature_malformed"),
+        (json!(format!("{right} {right}")), "signature_malformed"),
+        (json!(&right[..right.len() / 2]), "signature_mismatch"),
     ] {
         let body = with(message.clone(), "Signature", signature).to_string();
         assert_eq!(verdict(body.as_bytes(), NOW), expected, "{body}");
@@ -245,6 +260,22 @@ fn changing_what_is_signed_is_refused_and_what_is_not_is_never_handed_out() {
     }
     let unsigned = with(with(message, "UnsubscribeURL", "http://evil.example"), "Token", "evil");
     assert_eq!(verify(unsigned.to_string().as_bytes(), NOW), Ok(genuine));
+}
+
+#[test]
+fn a_reserialised_body_is_the_same_message() {
+    let message: Value = serde_json::from_str(&signed(with(notification(), "Message", "Zo\u{eb} /"))).expect("JSON");
+    let genuine = verify(message.to_string().as_bytes(), NOW).expect("genuine");
+    let pretty = serde_json::to_string_pretty(&message).expect("JSON");
+    let escaped = message.to_string().replace('\u{eb}', "\\u00eb").replace('/', "\\/");
+    let reordered: String = {
+        let fields = message.as_object().expect("an object").iter().rev();
+        let fields: Vec<String> = fields.map(|(name, value)| format!("{}:{value}", json!(name))).collect();
+        format!("{{{}}}", fields.join(" , "))
+    };
+    for body in [pretty, escaped, reordered] {
+        assert_eq!(verify(body.as_bytes(), NOW).as_ref(), Ok(&genuine), "{body}");
+    }
 }
 
 #[test]
