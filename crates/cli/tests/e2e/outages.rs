@@ -15,6 +15,9 @@ use crate::room::{Kind, Room, on_both, signal};
 /// How long a working destination takes: enough that a fault finds work in the middle.
 const PACE: Duration = Duration::from_millis(5);
 
+/// So much has arrived when the fault comes: no multiple of the batches of 20, so that it comes in the middle of one.
+const UNDER_WAY: usize = 107;
+
 fn takes_all(_key: &str) -> (u16, Duration) {
     (204, PACE)
 }
@@ -75,7 +78,7 @@ async fn a_relay_is_succeeded_within_its_lease_and_a_second(kind: Kind, leaves: 
     heir.logged("lane taken", lanes - 1).await?;
     fill(&room, KEYS, EVENTS).await?;
     let by = |arrivals: &[Arrival], relay: &str| arrivals.iter().filter(|arrival| arrival.relay == relay).count();
-    endpoint.until("the first relay delivers", |arrivals| by(arrivals, "doomed") >= 100).await?;
+    endpoint.until("the first relay delivers", |arrivals| by(arrivals, "doomed") >= UNDER_WAY).await?;
 
     let (left, frozen) = match leaves {
         Leaves::Dies => (doomed.kill().await?, None),
@@ -152,7 +155,7 @@ async fn the_database_returns(stop: fn(&mut PrivatePostgres), lease: &str) -> Re
     ))?;
     fill(&room, KEYS, EVENTS).await?;
     let relay = room.serve().await?;
-    endpoint.until("the relay delivers", |arrivals| arrivals.len() >= 100).await?;
+    endpoint.until("the relay delivers", |arrivals| arrivals.len() >= UNDER_WAY).await?;
 
     stop(&mut postgres);
     // Until it has sent what it had in memory; long enough that it waits its longest between two tries, and that a short lease is lost.
