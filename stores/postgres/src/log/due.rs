@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use postbox_core::{Batch, BatchLimit, Error, Key, Lease, Result};
+use postbox_core::{Batch, BatchLimit, Key, Lease, Result};
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 
@@ -54,10 +54,7 @@ impl PostgresStore {
     pub(crate) async fn read_due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let reading = self.reading("due", &lease.subscription).await?;
         let session = self.session("due").await?;
-        let mut batch = self.read_due_on(session.client(), lease, &reading, limit).await;
-        if batch.as_ref().is_err_and(Error::is_stale) && self.reader(lease).forget_place() {
-            batch = self.read_due_on(session.client(), lease, &reading, limit).await;
-        }
+        let batch = self.read_due_on(session.client(), lease, &reading, limit).await;
         session.finish();
         batch
     }

@@ -6,6 +6,7 @@ use postbox_core::{Acquired, Error, Lease, OwnerId, Pause, Result, SubscriptionN
 use tokio_postgres::types::{ToSql, Type};
 
 use super::micros;
+use super::reader::missed;
 use crate::PostgresStore;
 use crate::classify::classify;
 use crate::session::COMMIT;
@@ -110,20 +111,21 @@ impl PostgresStore {
     }
 
     pub(crate) async fn hold_lane(&self, lease: &Lease, ttl: Duration) -> Result<()> {
-        let held = self.try_hold(lease, ttl).await;
-        if held.as_ref().is_err_and(Error::is_stale) && self.reader(lease).forget_place() {
-            return self.try_hold(lease, ttl).await;
+        let place = self.reader(lease).place();
+        let held = self.try_hold(lease, ttl, &place).await;
+        if missed(&held, &place) {
+            return self.try_hold(lease, ttl, "").await;
         }
         held
     }
 
-    async fn try_hold(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+    async fn try_hold(&self, lease: &Lease, ttl: Duration, place: &str) -> Result<()> {
         let reading = self.reading("renew", &lease.subscription).await?;
         let session = self.session("renew").await?;
         let client = session.client();
         let reader = self.reader(lease);
         let beat = self.schema().sql(REPLICA_BEAT);
-        let renew = self.schema().sql(LANE_RENEW).replace("{place}", &reader.place());
+        let renew = self.schema().sql(LANE_RENEW).replace("{place}", place);
         let (id, lane, ttl_micros) = (reading.id, lease.lane.cast_signed(), micros(ttl));
         let owner = lease.owner.as_str();
         let held: [(&(dyn ToSql + Sync), Type); 4] =

@@ -14,6 +14,7 @@ use postbox_core::{BatchLimit, Error, ErrorKind, Lease, LogName, Result};
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 
+use super::reader::missed;
 use super::subscribe::Reading;
 use crate::PostgresStore;
 use crate::classify::classify;
@@ -224,12 +225,20 @@ impl PostgresStore {
     ) -> Result<Guarded> {
         let lane = lease.lane.cast_signed();
         let window = window.map(Snapshot::to_string);
-        let sql = self.schema().sql(PAGE_GUARD).replace("{place}", &self.reader(lease).place());
         let params: [(&(dyn ToSql + Sync), Type); 4] =
             [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&window, Type::TEXT)];
-        let row = client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
-        let row = row.ok_or_else(|| Error::stale("next_batch"))?;
-        Ok(Guarded { same_window: row.get(0), left_stream: row.get(1) })
+        let ask = async |place: String| {
+            let sql = self.schema().sql(PAGE_GUARD).replace("{place}", &place);
+            let row = client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
+            let row = row.ok_or_else(|| Error::stale("next_batch"))?;
+            Ok(Guarded { same_window: row.get(0), left_stream: row.get(1) })
+        };
+        let place = self.reader(lease).place();
+        let guarded = ask(place.clone()).await;
+        if missed(&guarded, &place) {
+            return ask(String::new()).await;
+        }
+        guarded
     }
 
     /// What left the stream in a lane, where something did.

@@ -150,7 +150,7 @@ impl LaneReader {
     ///
     /// Every settlement writes a new version of the row. While anybody in the database holds a snapshot, no old version can be removed, and
     /// a look-up by key walks over all of them: 1 ms after 20,000 batches (measured), and so on without end. Only a hint: the other conditions
-    /// stand beside it, and where it leads to no row the caller asks again by key.
+    /// stand beside it, and where it leads to no row the caller asks again by key: see [`missed`].
     pub(crate) fn place(&self) -> String {
         self.ctid().map(|ctid| format!("ctid = '{ctid}' AND")).unwrap_or_default()
     }
@@ -163,11 +163,6 @@ impl LaneReader {
     /// Remembers where a new version of the row is.
     pub(crate) fn found_at(&self, ctid: &str) {
         *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(ctid.to_owned());
-    }
-
-    /// Forgets the row's place; says whether it was known.
-    pub(crate) fn forget_place(&self) -> bool {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner).take().is_some()
     }
 
     /// Forgets a lost lane.
@@ -195,6 +190,14 @@ impl MarkUnchanged for watch::Receiver<u64> {
     fn mark_unchanged_now(&mut self) {
         drop(self.borrow_and_update());
     }
+}
+
+/// Whether a guarded statement only missed the lane's row at its place, and must be asked again by key.
+///
+/// Reads, settlements and renewals of one lane run side by side, and each of the latter two moves the row: not to find it where it was says
+/// nothing, however often it happens. Only by key a lost lease is lost.
+pub(crate) fn missed<T>(answer: &Result<T>, place: &str) -> bool {
+    !place.is_empty() && answer.as_ref().is_err_and(|error| error.code() == "stale_lease")
 }
 
 impl PostgresStore {

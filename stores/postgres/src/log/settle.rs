@@ -10,6 +10,7 @@ use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
 use super::micros;
+use super::reader::missed;
 use super::subscribe::Reading;
 use super::window::undone;
 use crate::PostgresStore;
@@ -153,69 +154,36 @@ fn cut(error: &str) -> Cow<'_, str> {
 
 impl PostgresStore {
     pub(crate) async fn write_settlement(&self, lease: &Lease, settlement: &Settlement<'_>) -> Result<()> {
-        let written = self.try_settlement(lease, settlement).await;
-        if written.as_ref().is_err_and(Error::is_stale) && self.reader(lease).forget_place() {
-            // Nothing was written. Perhaps only the row was not where we looked for it.
-            return self.try_settlement(lease, settlement).await;
-        }
-        written
-    }
-
-    async fn try_settlement(&self, lease: &Lease, settlement: &Settlement<'_>) -> Result<()> {
         let reading = self.reading("settle", &lease.subscription).await?;
         let reader = self.reader(lease);
-        let session = self.session("settle").await?;
-        let client = session.client();
-        let written = if settlement.entries.is_empty() {
-            self.write_position(client, lease, &reading, settlement).await
-        } else {
-            self.write_entries(client, lease, &reading, settlement).await
-        };
-        // After an error the connection may still be in the transaction.
-        session.end_after(written.is_ok());
+        let place = reader.place();
+        let mut written = self.try_settlement(lease, &reading, settlement, &place).await;
+        if missed(&written, &place) {
+            written = self.try_settlement(lease, &reading, settlement, "").await;
+        }
         match &written {
             Ok(()) => reader.settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind),
-            Err(error) if error.is_stale() && reader.place().is_empty() => reader.forget(),
+            // Of a lost window everything stays refused until the lane is given back: what else of it was given out must not be settled either.
+            Err(error) if error.code() == "stale_lease" => reader.forget(),
             Err(_) => {}
         }
         written
     }
 
-    /// All went well: one update, sent with the transaction's ends in one round trip.
-    async fn write_position(
+    async fn try_settlement(
         &self,
-        client: &Client,
         lease: &Lease,
         reading: &Reading,
         settlement: &Settlement<'_>,
+        place: &str,
     ) -> Result<()> {
-        let (begun, fenced, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.change),
-            self.fence(client, lease, reading, settlement),
-            client.batch_execute(COMMIT),
-        );
-        begun.map_err(|error| classify("settle", &error))?;
-        fenced?;
-        committed.map_err(|error| classify("settle", &error))
-    }
-
-    async fn write_entries(
-        &self,
-        client: &Client,
-        lease: &Lease,
-        reading: &Reading,
-        settlement: &Settlement<'_>,
-    ) -> Result<()> {
-        let (begun, fenced) = futures::join!(
-            client.batch_execute(&self.inner.preambles.write),
-            self.fence(client, lease, reading, settlement),
-        );
-        begun.map_err(|error| classify("settle", &error))?;
-        fenced?;
-        let (written, committed) =
-            futures::join!(self.write_rows(client, lease, reading, settlement), client.batch_execute(COMMIT),);
-        written.map_err(|error| classify("settle", &error))?;
-        committed.map_err(|error| classify("settle", &error))
+        let session = self.session("settle").await?;
+        let call = SettleCall { store: self, client: session.client(), lease, reading, settlement, place };
+        let written =
+            if settlement.entries.is_empty() { call.write_position().await } else { call.write_entries().await };
+        // After an error the connection may still be in the transaction.
+        session.end_after(written.is_ok());
+        written
     }
 
     /// Settles inside somebody else's transaction: what a handler did and its position become one fact.
@@ -226,26 +194,58 @@ impl PostgresStore {
         reading: &Reading,
         settlement: &Settlement<'_>,
     ) -> Result<()> {
-        let fenced = self.fence(client, lease, reading, settlement).await;
-        if fenced.as_ref().is_err_and(Error::is_stale) && self.reader(lease).forget_place() {
-            self.fence(client, lease, reading, settlement).await?;
-        } else {
-            fenced?;
+        let place = self.reader(lease).place();
+        let mut call = SettleCall { store: self, client, lease, reading, settlement, place: &place };
+        let mut fenced = call.fence().await;
+        if missed(&fenced, &place) {
+            call.place = "";
+            fenced = call.fence().await;
         }
-        self.write_rows(client, lease, reading, settlement).await.map_err(|error| classify("apply", &error))
+        fenced?;
+        call.write_rows().await.map_err(|error| classify("apply", &error))
+    }
+}
+
+/// One settlement on one connection.
+struct SettleCall<'a> {
+    store: &'a PostgresStore,
+    client: &'a Client,
+    lease: &'a Lease,
+    reading: &'a Reading,
+    settlement: &'a Settlement<'a>,
+    /// Where the lane's row is looked for.
+    place: &'a str,
+}
+
+impl SettleCall<'_> {
+    /// All went well: one update, sent with the transaction's ends in one round trip.
+    async fn write_position(&self) -> Result<()> {
+        let (begun, fenced, committed) = futures::join!(
+            self.client.batch_execute(&self.store.inner.preambles.change),
+            self.fence(),
+            self.client.batch_execute(COMMIT),
+        );
+        begun.map_err(|error| classify("settle", &error))?;
+        fenced?;
+        committed.map_err(|error| classify("settle", &error))
+    }
+
+    async fn write_entries(&self) -> Result<()> {
+        let (begun, fenced) =
+            futures::join!(self.client.batch_execute(&self.store.inner.preambles.write), self.fence(),);
+        begun.map_err(|error| classify("settle", &error))?;
+        fenced?;
+        let (written, committed) = futures::join!(self.write_rows(), self.client.batch_execute(COMMIT),);
+        written.map_err(|error| classify("settle", &error))?;
+        committed.map_err(|error| classify("settle", &error))
     }
 
     /// Moves the position under the lease's epoch. Nothing else of a settlement may be written before this said yes.
-    async fn fence(
-        &self,
-        client: &Client,
-        lease: &Lease,
-        reading: &Reading,
-        settlement: &Settlement<'_>,
-    ) -> Result<()> {
+    async fn fence(&self) -> Result<()> {
+        let Self { lease, reading, settlement, .. } = self;
         let lane = lease.lane.cast_signed();
         let position = settlement.position.map(|seq| seq.0).unwrap_or_default();
-        let reader = self.reader(lease);
+        let reader = self.store.reader(lease);
         let window = reader.position(lease.epoch).map(|at| at.window.to.to_string());
         let lane_params: [(&(dyn ToSql + Sync), Type); 5] = [
             (&reading.id, Type::INT4),
@@ -258,8 +258,8 @@ impl PostgresStore {
             Some(_) => (LANE_SETTLE, &lane_params[..]),
             None => (LANE_GUARD, &lane_params[..3]),
         };
-        let sql = self.schema().sql(template).replace("{place}", &reader.place());
-        let held = client.query_typed_opt(&sql, params).await.map_err(|error| classify("settle", &error))?;
+        let sql = self.store.schema().sql(template).replace("{place}", self.place);
+        let held = self.client.query_typed_opt(&sql, params).await.map_err(|error| classify("settle", &error))?;
         let row = held.ok_or_else(|| Error::stale("settle"))?;
         reader.found_at(row.get(0));
         if !row.get::<_, bool>(1) {
@@ -268,15 +268,10 @@ impl PostgresStore {
         Ok(())
     }
 
-    async fn write_rows(
-        &self,
-        client: &Client,
-        lease: &Lease,
-        reading: &Reading,
-        settlement: &Settlement<'_>,
-    ) -> Result<(), tokio_postgres::Error> {
+    async fn write_rows(&self) -> Result<(), tokio_postgres::Error> {
+        let Self { lease, reading, settlement, .. } = self;
         let writes = Writes::of(settlement);
-        let schema = self.schema();
+        let schema = self.store.schema();
         // Only what comes from the stream may make a row: a due row that vanished was taken away by a person.
         let keep = schema.sql(if settlement.position.is_some() { DELIVERY_UPSERT } else { DELIVERY_UPDATE });
         let lane = lease.lane.cast_signed();
@@ -298,20 +293,22 @@ impl PostgresStore {
                 (&writes.waits, Type::INT8_ARRAY),
                 (&writes.ats, Type::TIMESTAMPTZ_ARRAY),
             ];
-            client.execute_typed(&keep, &params).await
+            self.client.execute_typed(&keep, &params).await
         };
         let (delete, release) = (schema.sql(DELIVERY_DELETE), schema.sql(DELIVERY_RELEASE));
         let deleting = async {
             if writes.delivered.is_empty() {
                 return Ok(0);
             }
-            client.execute_typed(&delete, &[(&reading.id, Type::INT4), (&writes.delivered, Type::INT8_ARRAY)]).await
+            self.client
+                .execute_typed(&delete, &[(&reading.id, Type::INT4), (&writes.delivered, Type::INT8_ARRAY)])
+                .await
         };
         let releasing = async {
             if writes.touched.is_empty() {
                 return Ok(0);
             }
-            client.execute_typed(&release, &[(&reading.id, Type::INT4), (&writes.touched, Type::TEXT_ARRAY)]).await
+            self.client.execute_typed(&release, &[(&reading.id, Type::INT4), (&writes.touched, Type::TEXT_ARRAY)]).await
         };
         let (kept, deleted, released) = futures::join!(keeping, deleting, releasing);
         kept.and(deleted).and(released).map(drop)

@@ -80,11 +80,7 @@ impl PostgresStore {
             reading: &reading,
             shared: Shared::ahead(lease, &reading, limit),
         };
-        let mut batch = lane.next(&reader).await;
-        if batch.as_ref().is_err_and(Error::is_stale) && reader.forget_place() {
-            // Perhaps only the row was not where we looked for it.
-            batch = lane.next(&reader).await;
-        }
+        let batch = lane.next(&reader).await;
         // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped future does.
         session.finish();
         if batch.as_ref().is_err_and(Error::is_stale) {

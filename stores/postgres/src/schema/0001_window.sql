@@ -144,7 +144,13 @@ BEGIN
         WHERE l.ctid = at.ctid AND l.subscription = of_subscription AND l.lane = of_lane AND l.epoch = under_epoch
           AND l.lease_until > clock_timestamp()
         RETURNING l.ctid::text INTO place;
-      -- Between the look and now the row can have been renewed (then the caller asks again) or taken over.
+      -- Between the look and now the row can have been renewed, and so moved, or taken over.
+      IF place IS NULL THEN
+        UPDATE <schema>.lane AS l
+          SET from_snap = l.to_snap, to_snap = now_snap, low = window_low, high = window_high, last_seq = 0
+          WHERE l.subscription = of_subscription AND l.lane = of_lane AND l.epoch = under_epoch AND l.lease_until > clock_timestamp()
+          RETURNING l.ctid::text INTO place;
+      END IF;
       verdict := CASE WHEN place IS NULL THEN 'stale' ELSE 'window' END;
       window_to := now_snap::text;
       RETURN NEXT;

@@ -1,0 +1,50 @@
+//! One lane's reads, settlements and renewals run at the same time, and each of the latter two moves the lane's row.
+
+mod support;
+
+use std::time::Duration;
+
+use postbox_core::{
+    Append as _, BatchLimit, Log as _, LogName, NewEvent, OwnerId, Settlement, Subscription, SubscriptionName,
+};
+use postbox_postgres::PostgresConfig;
+use postbox_testkit::servers::{Postgres, Version};
+
+const EVENTS: usize = 3_000;
+const TTL: Duration = Duration::from_secs(60);
+
+/// The row is looked for where it was last seen. To miss it there is no lost lease, however often the others moved it meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let name = SubscriptionName::new("s").expect("a name");
+    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    let events: Vec<NewEvent> = (0..EVENTS).map(|n| NewEvent::json("t", n.to_string())).collect();
+    store.append(&LogName::outbox(), &events).await.expect("appended");
+    let owner = OwnerId::new("me").expect("a name");
+    let lease = store.acquire(&name, &owner, TTL).await.expect("acquired").lease.expect("a free lane");
+    let limit = BatchLimit { events: 5, ..BatchLimit::default() };
+    let mut batch = store.next_batch(&lease, limit).await.expect("read");
+    let mut delivered = 0;
+    while !batch.is_empty() {
+        delivered += batch.deliveries.len();
+        let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
+        let ahead = async {
+            match batch.more {
+                true => store.next_batch(&lease, limit).await.map(Some),
+                false => Ok(None),
+            }
+        };
+        let (next, settled, renewed, due) =
+            tokio::join!(ahead, store.settle(&lease, settlement), store.renew(&lease, TTL), store.due(&lease, limit),);
+        settled.expect("settled");
+        renewed.expect("renewed");
+        due.expect("looked");
+        batch = match next.expect("read ahead") {
+            Some(next) => next,
+            None => store.next_batch(&lease, limit).await.expect("read"),
+        };
+    }
+    assert_eq!(delivered, EVENTS);
+}
