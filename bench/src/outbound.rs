@@ -60,7 +60,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         let drained = relay.drain(None).await?;
         let ours = start.elapsed().as_secs_f64();
         ensure!(drained.dispatched as usize == options.rows, "{drained:?}");
-        let memory = options.from_memory(&address).await?.as_secs_f64();
+        let memory = options.post_from_memory(&address).await?.as_secs_f64();
         let rates = [ours, memory].map(|seconds| rate(options.rows, seconds));
         let [ours_rate, memory_rate] = rates;
         table.row([(round + 1).to_string(), ours_rate, memory_rate, percent(memory, ours)]);
@@ -88,7 +88,7 @@ impl Options {
     }
 
     /// The same client, signatures and all, with everything in memory and nothing to remember.
-    async fn from_memory(&self, address: &str) -> anyhow::Result<Duration> {
+    async fn post_from_memory(&self, address: &str) -> anyhow::Result<Duration> {
         let sink = self.sink(address)?;
         let now = jiff::Timestamp::now();
         let deliveries: Vec<Delivery> = (0..self.rows)

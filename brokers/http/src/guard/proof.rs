@@ -312,7 +312,7 @@ fn no_forbidden_address_is_ever_connected_to() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(
         output.status.success() && text.contains("spellings="),
-        "strace and unshare must work here (a container may forbid both):\n{text}\n{}",
+        "the recorded run failed: the guard let something through, or strace and unshare do not work here (a container may forbid both):\n{text}\n{}",
         String::from_utf8_lossy(&output.stderr)
     );
     let record = std::fs::read_to_string(record.path()).expect("the record");

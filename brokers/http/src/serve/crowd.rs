@@ -11,9 +11,12 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use postbox_core::Clock;
 use tokio::sync::Notify;
-use tracing::debug;
+use tracing::warn;
 
 use super::ServeLimits;
+
+/// How often it is logged that connections were pushed out.
+const LOG_EVERY: Duration = Duration::from_secs(60);
 
 /// All connections of a listener.
 pub(super) struct Crowd {
@@ -29,6 +32,9 @@ struct Seats {
     open: usize,
     /// Told to go, and still there.
     leaving: usize,
+    /// Pushed out by newcomers since that was logged last, and when that was.
+    pushed_out: u64,
+    logged_at: Option<Duration>,
     /// Who owes something, by a number that grows with time.
     owing: BTreeMap<u64, Owing>,
     next: u64,
@@ -74,7 +80,7 @@ impl Crowd {
                 if seats.leaving == 0
                     && let Some((_, owing)) = seats.owing.pop_first()
                 {
-                    debug!(debt = ?owing.debt, "all places are taken; the connection that owes for the longest time goes");
+                    seats.pushed_out += 1;
                     seats.leaving += 1;
                     owing.close.notify_one();
                 }
@@ -89,7 +95,24 @@ impl Crowd {
     /// Closes connections whose request has not come in time.
     pub(super) fn close_overdue(&self) {
         let now = self.clock.monotonic();
+        self.log_pushed_out(now);
         self.close(|owing| now.saturating_sub(owing.since) >= self.limits.header_timeout);
+    }
+
+    /// Says that places are short, now and then: a crowd must not fill the log as well.
+    fn log_pushed_out(&self, now: Duration) {
+        let mut seats = self.seats();
+        let due = seats.logged_at.is_none_or(|at| now.saturating_sub(at) >= LOG_EVERY);
+        if seats.pushed_out > 0 && due {
+            let count = std::mem::take(&mut seats.pushed_out);
+            seats.logged_at = Some(now);
+            let places = self.limits.connections;
+            warn!(
+                count,
+                places,
+                "all places for connections were taken; those that sent no whole request for the longest time were closed"
+            );
+        }
     }
 
     /// Closes connections without a request.

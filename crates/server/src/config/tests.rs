@@ -297,6 +297,12 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
         sink("public_only = true, allow = [\"10.0.0.0/33\"]").contains("is no network; write e.g. \"10.20.0.0/16\"")
     );
     assert!(sink("public_only = true, allow = [\"internal\"]").contains("is no network"));
+    let guarded = |url: &str| {
+        fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\", public_only = true }}"))
+    };
+    for url in ["http://127.0.0.1/", "http://0x7f.1/", "https://[::ffff:10.0.0.1]/", "http://169.254.169.254/latest"] {
+        assert!(guarded(url).contains("is not public; allow its network"), "{url}");
+    }
     assert!(sink("client_cert = \"a.pem\"").contains("no client_key"));
     assert!(sink("client_key = \"a.pem\"").contains("no client_cert"));
     assert!(sink("headers = { webhook-id = \"x\" }").contains("give a `secret`"));

@@ -8,7 +8,7 @@ use postbox_http::{ClientCert, Guard, HttpSinkConfig, IpNet};
 use super::super::faults::suggestion;
 use super::super::model::{HttpConfig, SinkConfig};
 use super::super::reader::Section;
-use super::{BROKERS_PLANNED, check_url, read_secrets};
+use super::{BROKERS_PLANNED, read_secrets};
 
 const SINKS: [&str; 4] = ["http", "file", "stdout", "none"];
 
@@ -82,7 +82,10 @@ fn read_http_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
     if !section.has("url") {
         section.fault("url", format!("{} needs a url, e.g. url = \"https://example.org/hook\"", section.path));
     }
-    let url = section.parsed("url", check_url)?;
+    let url = section.parsed("url", |text| {
+        let probe = HttpSinkConfig { guard: guard.clone(), ..HttpSinkConfig::new(text) };
+        probe.faults().into_iter().next().map_or_else(|| Ok(text.to_owned()), Err)
+    })?;
     Some(SinkConfig::Http(HttpConfig { url, secrets, headers, guard, ca_file, client_cert, source }))
 }
 
