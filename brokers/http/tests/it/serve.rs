@@ -44,7 +44,8 @@ async fn start_ingress(limits: ServeLimits, of_source: SourceLimits) -> (Server,
 }
 
 async fn connect(server: &Server, first: &[u8]) -> TcpStream {
-    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    let stream = timeout(DEADLINE, TcpStream::connect(server.address)).await.expect("a connection in time");
+    let mut stream = stream.unwrap();
     stream.write_all(first).await.unwrap();
     stream
 }
