@@ -33,6 +33,9 @@ pub(crate) struct Global {
     /// Only this subscription [default: all]
     #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
     pub(crate) only: Option<SubscriptionName>,
+    /// Only subscriptions of this log, e.g. inbox [default: all]
+    #[arg(long = "log", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "LOG", value_parser = plain::<LogName>)]
+    pub(crate) log: Option<LogName>,
     /// What to log, on standard error: error, warn, info, debug, trace, or a filter
     #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_LOG", value_name = "LEVEL")]
     pub(crate) log_level: Option<String>,
@@ -125,14 +128,11 @@ pub(crate) enum Command {
         #[arg(value_name = "ID", required = true, value_parser = plain::<EventId>)]
         ids: Vec<EventId>,
     },
-    /// Delete old dispatched events; pending and dead ones stay
+    /// Delete old dispatched events of every log that has a subscription; pending and dead ones stay
     Prune {
         /// How old, e.g. 7d
         #[arg(long, value_name = "AGE", value_parser = duration)]
         older_than: Duration,
-        /// Only this log [default: every log that has a subscription]
-        #[arg(long, value_name = "LOG", value_parser = plain::<LogName>)]
-        log: Option<LogName>,
     },
     /// Stop delivering for a subscription until it is resumed
     Pause {

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use postbox_core::{Store, SubscriptionInfo};
+use postbox_core::{LogName, Store, SubscriptionInfo};
 use postbox_server::{Config, LogConfig, LogFormat, Secret, StoreUrl, SubscriptionConfig, open_store};
 
 use crate::args::Global;
@@ -23,6 +23,8 @@ pub(crate) enum Purpose {
 /// The configuration and what was typed.
 pub(crate) struct Context {
     pub(crate) config: Config,
+    /// Only what reads this log.
+    pub(crate) log: Option<LogName>,
     only: Option<postbox_core::SubscriptionName>,
 }
 
@@ -44,7 +46,7 @@ impl Context {
             config.log.format = LogFormat::Json;
         }
         crate::logging::start(&config.log)?;
-        Ok(Self { config, only: global.only.clone() })
+        Ok(Self { config, log: global.log.clone(), only: global.only.clone() })
     }
 
     /// Opens the store.
@@ -57,6 +59,7 @@ impl Context {
         let all = self.config.subscriptions.iter();
         let meant: Vec<_> = all
             .filter(|config| self.only.as_ref().is_none_or(|only| *only == config.subscription.name))
+            .filter(|config| self.log.as_ref().is_none_or(|log| *log == config.subscription.log))
             .cloned()
             .collect();
         match &self.only {
@@ -80,6 +83,9 @@ impl Context {
             }
             infos = store.subscriptions().await?;
         }
+        if let Some(log) = &self.log {
+            infos.retain(|info| info.log == *log);
+        }
         let Some(only) = &self.only else { return Ok(infos) };
         let known: Vec<String> = infos.iter().map(|info| info.name.to_string()).collect();
         let meant: Vec<_> = infos.into_iter().filter(|info| info.name == *only).collect();
@@ -90,9 +96,12 @@ impl Context {
     pub(crate) async fn some_registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
         let infos = self.registered(store).await?;
         if infos.is_empty() {
-            return Err(Failure::failed(
-                "there is no subscription yet; add [subscriptions.NAME] to the configuration and name it with --config",
-            ));
+            return Err(Failure::failed(match &self.log {
+                None => "there is no subscription yet; add [subscriptions.NAME] to the configuration and name it with --config".to_owned(),
+                Some(log) => format!(
+                    "no subscription reads {log} yet; add [subscriptions.NAME] with log = \"{log}\" to the configuration and name it with --config"
+                ),
+            }));
         }
         Ok(infos)
     }

@@ -53,12 +53,11 @@ pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
     })
 }
 
-/// How many events the outbox has, whoever reads it or nobody.
-pub async fn count_outbox(config: &StoreConfig) -> Result<u64> {
-    let outbox = LogName::outbox();
+/// How many events `log` has, whoever reads it or nobody.
+pub async fn count_log(config: &StoreConfig, log: &LogName) -> Result<u64> {
     match parse(config)? {
-        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.count(&outbox).await,
-        StoreUrl::Sqlite(path) => SqliteStore::open(SqliteConfig::new(path)).await?.count(&outbox).await,
+        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.count(log).await,
+        StoreUrl::Sqlite(path) => SqliteStore::open(SqliteConfig::new(path)).await?.count(log).await,
         // It was made a moment ago.
         StoreUrl::Memory => Ok(0),
     }

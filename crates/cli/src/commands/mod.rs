@@ -50,7 +50,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             retry::run(&inspect()?, if all { None } else { Some(ids) }, topic, code, limit).await
         }
         Command::Discard { ids } => discard::run(&inspect()?, ids).await,
-        Command::Prune { older_than, log } => prune::run(&inspect()?, older_than, log).await,
+        Command::Prune { older_than } => prune::run(&inspect()?, older_than).await,
         Command::Pause { name, why, span } => pause::pause(&inspect()?, &name, why, span).await,
         Command::Resume { name } => pause::resume(&inspect()?, &name).await,
         Command::Doctor { json } => doctor::run(&inspect()?, json).await,

@@ -11,10 +11,10 @@ use crate::failure::Failure;
 use crate::output;
 use crate::text::grouped;
 
-pub(super) async fn run(context: &Context, older_than: Duration, log: Option<LogName>) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, older_than: Duration) -> Result<(), Failure> {
     let store = context.store().await?;
-    let logs: BTreeSet<LogName> = match log {
-        Some(log) => [log].into(),
+    let logs: BTreeSet<LogName> = match &context.log {
+        Some(log) => [log.clone()].into(),
         None => context.registered(store.as_ref()).await?.into_iter().map(|info| info.log).collect(),
     };
     // Draws on standard error, and only at a terminal.

@@ -1,6 +1,6 @@
 //! `postbox stats`: one line for scripts, a table for people, everything as JSON.
 
-use postbox_core::{Stats, SubscriptionInfo};
+use postbox_core::{LogName, Stats, SubscriptionInfo};
 use serde::Serialize;
 
 use crate::context::Context;
@@ -57,10 +57,11 @@ fn line(pending: u64, dispatched: u64, dead: u64, total: u64) -> Result<(), Fail
     output::line(&format!("pending={pending} dispatched={dispatched} dead={dead} total={total}"))
 }
 
-/// Without a subscription nobody has read anything: all of the outbox is pending.
+/// Without a subscription nobody has read anything: all of the log is pending.
 async fn none_registered(context: &Context) -> Result<(), Failure> {
-    let total = postbox_server::count_outbox(&context.config.store).await?;
-    output::note("no subscription yet: all of the outbox is pending");
+    let log = context.log.clone().unwrap_or_else(LogName::outbox);
+    let total = postbox_server::count_log(&context.config.store, &log).await?;
+    output::note(&format!("no subscription yet: all of the {log} is pending"));
     line(total, 0, 0, total)
 }
 

@@ -1,60 +1,88 @@
-//! Webhooks in: stored by `run`, seen by the same commands, applied by an HTTP handler.
+//! Webhooks in: stored by `run`, seen and steered by the same commands as the outbox, applied by an HTTP handler.
 
-use anyhow::{Result, ensure};
-use jiff::Timestamp;
-use postbox_webhook::UnixSeconds;
-use postbox_webhook::standard::{SignKey, Signer};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
+use anyhow::{Context as _, Result, ensure};
 
-use crate::room::{Kind, Room};
+use crate::endpoint::Endpoint;
+use crate::room::{Kind, Room, on_both};
+use crate::sender::{Sender, partner};
 
-/// The secret of the published Standard Webhooks vectors.
-const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
-
-async fn post(address: &str, id: &str, body: &str) -> Result<String> {
-    let now = UnixSeconds(Timestamp::now().as_second());
-    let signed = Signer::new([SignKey::parse(SECRET)?])?.sign(id, now, body.as_bytes())?;
-    let mut request = "POST /in/partner HTTP/1.1\r\nhost: test\r\nconnection: close\r\n".to_owned();
-    for (name, value) in signed.headers() {
-        request += &format!("{name}: {value}\r\n");
+/// Sends these while a service runs; it is stopped then.
+async fn send(room: &Room, messages: &[(&str, &str, u16)]) -> Result<Vec<String>> {
+    let served = room.serve().await?;
+    let mut sender = Sender::connect(&served.address).await?;
+    for (id, body, status) in messages {
+        let heard = sender.send(id, body).await?;
+        ensure!(heard == *status, "{id} was answered with {heard}");
     }
-    request += &format!("content-length: {}\r\n\r\n{body}", body.len());
-    let mut stream = TcpStream::connect(address).await?;
-    stream.write_all(request.as_bytes()).await?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await?;
-    Ok(answer.split(' ').nth(1).unwrap_or_default().to_owned())
+    served.terminate().await
 }
 
 async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
-    // No sink yet: messages are stored and stay pending.
-    let source = format!(
-        "[subscriptions.apply]\nlog = \"inbox\"\nSINK\n[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n[server]\nlisten = \"127.0.0.1:0\"\n"
-    );
-    room.config(&source.replace("SINK", ""))?;
-    let served = room.serve().await?;
-    ensure!(post(&served.address, "msg_1", "{\"type\":\"invoice.paid\"}").await? == "202");
-    ensure!(post(&served.address, "msg_1", "{\"type\":\"invoice.paid\"}").await? == "200");
-    ensure!(post(&served.address, "msg_2", "{\"type\":\"invoice.sent\"}").await? == "202");
-    served.terminate().await?;
+    // Nobody applies yet: messages are stored, and counted.
+    room.config(&partner())?;
+    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=0 dead=0 total=0\n");
+    let (paid, sent) = ("{\"type\":\"invoice.paid\"}", "{\"type\":\"invoice.sent\"}");
+    send(&room, &[("msg_1", paid, 202), ("msg_1", paid, 200), ("msg_2", sent, 202)]).await?;
+    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=2 dispatched=0 dead=0 total=2\n");
+    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=0\n");
+    let complaint = room.refuses(1, &["list", "--log", "inbox", "--state", "pending"])?;
+    ensure!(complaint.contains("log = \"inbox\""), "{complaint}");
+    let complaint = room.refuses(1, &["stats", "--log", "nowhere"])?;
+    ensure!(complaint.contains("nowhere"), "{complaint}");
 
-    ensure!(room.ok(&["stats", "--subscription", "apply"])? == "pending=2 dispatched=0 dead=0 total=2\n");
-    let listed = room.ok(&["list", "--state", "pending", "--subscription", "apply", "--json"])?;
-    ensure!(listed.contains("invoice.paid"), "{listed}");
-    room.config(&source.replace("SINK", "sink = { type = \"file\", path = \"applied.jsonl\" }"))?;
-    ensure!(room.ok(&["dispatch"])? == "fetched=2 dispatched=2 failed=0 dead=0\n");
+    let apply = "[subscriptions.apply]\nlog = \"inbox\"\nSINK\n[subscriptions.out]\n";
+    room.config(&(apply.replace("SINK", "") + &partner()))?;
+    room.insert_three().await?;
+    ensure!(room.ok(&["stats"])? == "pending=5 dispatched=0 dead=0 total=5\n");
+    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=2 dispatched=0 dead=0 total=2\n");
+    let listed = room.ok(&["list", "--log", "inbox", "--state", "pending"])?;
+    ensure!(listed.lines().count() == 2 && listed.contains("invoice.paid"), "{listed}");
+    let id = listed.split('\t').next().context("no id")?.to_owned();
+    ensure!(room.ok(&["show", &id, "--log", "inbox"])?.contains("invoice.paid"));
+    room.refuses(1, &["show", &id, "--log", "outbox"])?;
+
+    let file = "sink = { type = \"file\", path = \"applied.jsonl\" }";
+    room.config(&(apply.replace("SINK", file) + &partner()))?;
+    ensure!(room.ok(&["dispatch", "--log", "inbox"])? == "fetched=2 dispatched=2 failed=0 dead=0\n");
     ensure!(room.lines("applied.jsonl")?.len() == 2);
+    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=2 dead=0 total=2\n");
+    ensure!(room.ok(&["prune", "--log", "inbox", "--older-than", "0s"])? == "pruned=2\n");
     Ok(())
 }
 
-#[tokio::test]
-async fn on_sqlite_inbox_rows_work_with_the_same_commands() -> Result<()> {
-    inbox_rows_work_with_the_same_commands(Kind::Sqlite).await
+/// The handler refused them all; it is mended, and they are brought back a few at a time.
+async fn dead_messages_are_revived_oldest_first(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    let refusing = Endpoint::start(|_| (422, std::time::Duration::ZERO))?;
+    let config = |url: String| {
+        format!("[subscriptions.apply]\nlog = \"inbox\"\nsink = {{ type = \"http\", url = \"{url}\" }}\n{}", partner())
+    };
+    // Stored first, so that the order in which they came is known.
+    room.config(&partner())?;
+    let bodies: Vec<(String, String)> =
+        (0..6).map(|n| (format!("msg_{n}"), format!("{{\"type\":\"invoice.paid\",\"n\":{n}}}"))).collect();
+    let messages: Vec<_> = bodies.iter().map(|(id, body)| (id.as_str(), body.as_str(), 202)).collect();
+    send(&room, &messages).await?;
+    room.config(&config(refusing.url()))?;
+    ensure!(room.ok(&["dispatch"])? == "fetched=6 dispatched=0 failed=0 dead=6\n");
+    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=0 dead=6 total=6\n");
+
+    let mended = Endpoint::start(|_| (200, std::time::Duration::ZERO))?;
+    room.config(&config(mended.url()))?;
+    ensure!(room.refuses(1, &["retry", "--log", "outbox", "--all"])?.contains("no subscription reads outbox"));
+    let numbers = || mended.arrivals().iter().map(|arrival| arrival.n).collect::<std::collections::BTreeSet<_>>();
+    ensure!(room.ok(&["retry", "--log", "inbox", "--all", "--limit", "2"])? == "retried=2\n");
+    ensure!(room.ok(&["dispatch"])?.contains("dispatched=2"));
+    ensure!(numbers() == [0, 1].into(), "{:?}", numbers());
+    let listed = room.ok(&["list", "--log", "inbox", "--state", "dead"])?;
+    let id = listed.split('\t').next().context("no id")?;
+    ensure!(room.ok(&["discard", "--log", "inbox", id])? == "discarded=1\n");
+    ensure!(room.ok(&["retry", "--log", "inbox", "--all", "--limit", "2"])? == "retried=2\n");
+    ensure!(room.ok(&["dispatch"])?.contains("dispatched=2"));
+    ensure!(numbers() == [0, 1, 3, 4].into(), "{:?}", numbers());
+    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=4 dead=1 total=6\n");
+    Ok(())
 }
 
-#[tokio::test]
-async fn on_postgres_inbox_rows_work_with_the_same_commands() -> Result<()> {
-    inbox_rows_work_with_the_same_commands(Kind::Postgres).await
-}
+on_both!(inbox_rows_work_with_the_same_commands, dead_messages_are_revived_oldest_first);

@@ -1,6 +1,7 @@
 //! The binary from the outside: what is typed, what is printed, how it ends. On SQLite and on real Postgres.
 
 mod commands;
+mod deliveries;
 mod demo;
 mod endpoint;
 mod faults;
@@ -10,3 +11,4 @@ mod outages;
 mod psql;
 mod room;
 mod run;
+mod sender;

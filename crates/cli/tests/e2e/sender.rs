@@ -1,0 +1,65 @@
+//! A sender of Standard Webhooks that keeps its connection, as providers do.
+
+use anyhow::{Context as _, Result};
+use jiff::Timestamp;
+use postbox_webhook::UnixSeconds;
+use postbox_webhook::standard::{SignKey, Signer};
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::net::TcpStream;
+
+/// The secret of the published Standard Webhooks vectors.
+pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+
+/// A source called `partner` that takes what [`Sender`] sends, and a port of its own.
+pub(crate) fn partner() -> String {
+    format!(
+        "[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n[server]\nlisten = \"127.0.0.1:0\"\n"
+    )
+}
+
+/// One connection to one ingress.
+pub(crate) struct Sender {
+    signer: Signer,
+    stream: BufReader<TcpStream>,
+}
+
+impl Sender {
+    pub(crate) async fn connect(address: &str) -> Result<Self> {
+        let stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        Ok(Self { signer: Signer::new([SignKey::parse(SECRET)?])?, stream: BufReader::new(stream) })
+    }
+
+    /// Sends a message as of now; gives the status.
+    pub(crate) async fn send(&mut self, id: &str, body: &str) -> Result<u16> {
+        self.send_at(Timestamp::now().as_second(), id, body).await
+    }
+
+    /// Sends a message that was signed at this second.
+    pub(crate) async fn send_at(&mut self, second: i64, id: &str, body: &str) -> Result<u16> {
+        let signed = self.signer.sign(id, UnixSeconds(second), body.as_bytes())?;
+        let mut request = "POST /in/partner HTTP/1.1\r\nhost: test\r\n".to_owned();
+        for (name, value) in signed.headers() {
+            request += &format!("{name}: {value}\r\n");
+        }
+        request += &format!("content-length: {}\r\n\r\n{body}", body.len());
+        self.stream.write_all(request.as_bytes()).await?;
+        let mut line = String::new();
+        self.stream.read_line(&mut line).await?;
+        let status = line.split(' ').nth(1).context("no status line")?.parse()?;
+        let mut length = 0;
+        loop {
+            line.clear();
+            anyhow::ensure!(self.stream.read_line(&mut line).await? > 0, "it ended within the head");
+            let head = line.trim_end().to_ascii_lowercase();
+            if head.is_empty() {
+                break;
+            }
+            if let Some(value) = head.strip_prefix("content-length:") {
+                length = value.trim().parse()?;
+            }
+        }
+        self.stream.read_exact(&mut vec![0; length]).await?;
+        Ok(status)
+    }
+}
