@@ -2,6 +2,8 @@
 //!
 //! `POSTBOX_TEST_DELIVERIES=1000000` for the long version, `POSTBOX_TEST_SEED=…` to repeat one.
 
+#![allow(clippy::print_stderr, reason = "a test that prints its seed and its counts")]
+
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -134,7 +136,7 @@ async fn every_message_has_one_effect_through_repetitions_and_kills(kind: Kind) 
     let deliveries = number("POSTBOX_TEST_DELIVERIES", 2_000) as usize;
     let seed = number("POSTBOX_TEST_SEED", u64::from(SmallRng::from_os_rng().random::<u32>()));
     let kills = 3.max(deliveries / 25_000);
-    println!("POSTBOX_TEST_SEED={seed} POSTBOX_TEST_DELIVERIES={deliveries}");
+    eprintln!("POSTBOX_TEST_SEED={seed} POSTBOX_TEST_DELIVERIES={deliveries}");
     let (plan, messages) = plan(deliveries, seed);
     let plan = Arc::new(plan);
 
@@ -179,7 +181,7 @@ async fn every_message_has_one_effect_through_repetitions_and_kills(kind: Kind) 
     let count = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
     let (accepted, known, again) = (count(&heard.accepted), count(&heard.known), count(&heard.again));
     let effects = effects.lock().expect("no panic while it is held");
-    println!(
+    eprintln!(
         "{kind:?}: {deliveries} deliveries of {messages} messages by {SENDERS} senders in {:.1} s ({:.0}/s), {kills} kills; accepted {accepted}, known {known}, \
          again {again}; {} effects, {} deliveries of done ones, all in {:.1} s",
         sent.as_secs_f64(),
