@@ -55,6 +55,12 @@ impl Receive for PostgresStore {
     }
 
     async fn forget(&self, older_than: Duration) -> Result<u64> {
+        self.bounded("forget", self.forget_some(older_than)).await
+    }
+}
+
+impl PostgresStore {
+    async fn forget_some(&self, older_than: Duration) -> Result<u64> {
         let session = self.session("forget").await?;
         let client = session.client();
         let sql = self.schema().sql(RECEIPT_FORGET);
@@ -70,9 +76,7 @@ impl Receive for PostgresStore {
         begun.and(committed).map_err(failed)?;
         forgotten.map_err(failed)
     }
-}
 
-impl PostgresStore {
     async fn receive_once(&self, log: &LogName, inbound: &Inbound) -> Result<Received> {
         let events = slice::from_ref(&inbound.event);
         let Some(event) = Columns::of(log, events)? else { unreachable!("one event is not none") };

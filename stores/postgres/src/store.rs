@@ -7,13 +7,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use deadpool_postgres::Pool;
 use postbox_core::{LogName, Result, SubscriptionName};
 use tokio::sync::watch;
+use tokio_postgres::types::{ToSql, Type};
 
+use crate::classify::classify;
 use crate::config::PostgresConfig;
 use crate::connect::Target;
 use crate::log::reader::LaneReader;
 use crate::log::subscribe::Reading;
 use crate::schema::SchemaName;
-use crate::session::Preambles;
+use crate::session::{COMMIT, Preambles};
 
 /// The Postgres store. Clones share one pool.
 #[derive(Clone)]
@@ -83,15 +85,24 @@ impl PostgresStore {
 
     /// Makes another log; one that is there already stays as it is.
     pub async fn create_log(&self, log: &LogName) -> Result<()> {
+        self.bounded("create_log", self.make_log(log)).await
+    }
+
+    async fn make_log(&self, log: &LogName) -> Result<()> {
         let session = self.session("create_log").await?;
+        let client = session.client();
         let sql = self.schema().sql("SELECT {s}.create_log($1)");
-        let made = session
-            .client()
-            .query_typed(&sql, &[(&log.as_str(), tokio_postgres::types::Type::TEXT)])
-            .await
-            .map_err(|error| crate::classify::classify("create_log", &error));
-        session.end_after(made.is_ok());
-        made.map(drop)
+        let params: [(&(dyn ToSql + Sync), Type); 1] = [(&log.as_str(), Type::TEXT)];
+        let (begun, made, committed) = futures::join!(
+            client.batch_execute(&self.inner.preambles.change),
+            client.query_typed(&sql, &params),
+            client.batch_execute(COMMIT),
+        );
+        session.end_after(begun.is_ok() && committed.is_ok());
+        let failed = |error: tokio_postgres::Error| classify("create_log", &error);
+        begun.map_err(failed)?;
+        made.map_err(failed)?;
+        committed.map_err(failed)
     }
 
     pub(crate) fn readers(&self) -> std::sync::MutexGuard<'_, HashMap<(SubscriptionName, u16), Arc<LaneReader>>> {

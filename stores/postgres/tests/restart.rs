@@ -5,11 +5,12 @@ mod support;
 use std::time::{Duration, Instant};
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, ErrorKind, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent, OwnerId,
-    Seq, Settlement, Subscription, SubscriptionName,
+    Append as _, Batch, BatchLimit, ErrorKind, Filter, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent,
+    OwnerId, Receive as _, Seq, Settlement, Subscription, SubscriptionName, Tenant, TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
-use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
+use postbox_testkit::proxy::{Fault, FaultProxy};
+use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
 const TTL: Duration = Duration::from_secs(60);
 
@@ -133,6 +134,44 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
     assert_eq!(payloads(&next(&store, &lease).await), ["6"]);
 }
 
+/// A straggler is judged like any other event: not wanted, it gets no row; with a later time, it waits for that.
+#[tokio::test]
+async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let topics = vec![TopicPattern::new("a_b.*").expect("a pattern")];
+    let filter = Filter { topics, tenant: Some(Tenant::new("acme").expect("a tenant")) };
+    store.subscribe(&Subscription { filter, ..Subscription::new(name(), LogName::outbox()) }).await.expect("new");
+    let owner = OwnerId::new("one").expect("an owner");
+    let acquired = store.acquire(&name(), &owner, Duration::from_secs(600)).await.expect("asked");
+    let lease = acquired.lease.expect("free");
+    let early = support::client(&url).await;
+    early
+        .batch_execute(
+            "BEGIN;
+             SELECT postbox.enqueue('a_b.c', 'wanted', key => 'k', tenant => 'acme');
+             SELECT postbox.enqueue('a_b.c', 'later', key => 'k', tenant => 'acme', deliver_at => now() + interval '1 hour');
+             SELECT postbox.enqueue('axb.c', 'other topic', key => 'k', tenant => 'acme');
+             SELECT postbox.enqueue('a_b.c', 'other tenant', key => 'k', tenant => 'evil')",
+        )
+        .await
+        .expect("open");
+    store.append(&LogName::outbox(), &[NewEvent::json("a_b.c", "first").tenant("acme")]).await.expect("appended");
+    let batch = next(&store, &lease).await;
+    assert_eq!(payloads(&batch), ["first"]);
+    settle(&store, &lease, batch.end).await;
+    early.batch_execute("COMMIT").await.expect("committed behind the cursor's place");
+    store.release(&lease).await.expect("released");
+    store.rebase().await.expect("rebased");
+    let stats = store.stats(&name()).await.expect("counted");
+    assert_eq!((stats.retrying, stats.scheduled, stats.pending), (1, 1, 2));
+    let lease = store.acquire(&name(), &owner, Duration::from_secs(600)).await.expect("asked").lease.expect("free");
+    let due = store.due(&lease, BatchLimit::default()).await.expect("read");
+    assert_eq!(payloads(&due), ["wanted"]);
+    assert_eq!(payloads(&next(&store, &lease).await), Vec::<String>::new());
+}
+
 /// A wrong address, database or password: one line, the right kind, no secret.
 #[tokio::test]
 async fn unreachable_stores_say_so() {
@@ -151,4 +190,30 @@ async fn unreachable_stores_say_so() {
     assert_eq!(error.code(), "schema_missing");
     let error = store.subscribe(&Subscription::new(name(), LogName::outbox())).await.expect_err("empty");
     assert_eq!(error.code(), "schema_missing");
+}
+
+/// A server that stopped answering holds nobody for ever: retention and making a log give up like every other call.
+#[tokio::test]
+async fn a_silent_server_holds_up_no_call() {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let proxy = FaultProxy::in_front_of(&url, 1).await;
+    let mut config = PostgresConfig::new(proxy.url(&url));
+    (config.statement_timeout, config.pool_timeout) = (Duration::from_millis(500), Duration::from_millis(500));
+    let store = support::migrated(config).await;
+    let log = LogName::new("more").expect("a name");
+    store.create_log(&log).await.expect("made");
+    proxy.set_both(Fault::Blackhole);
+    let patience = Duration::from_secs(20);
+    let calls = futures::join!(
+        tokio::time::timeout(patience, store.forget(Duration::ZERO)),
+        tokio::time::timeout(patience, store.create_log(&log)),
+    );
+    let errors = [
+        calls.0.expect("forget gives up").expect_err("no answer"),
+        calls.1.expect("create_log gives up").expect_err("no answer"),
+    ];
+    for error in errors {
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    }
 }

@@ -54,3 +54,13 @@ macro_rules! is_unread {
     };
 }
 pub(crate) use is_unread;
+
+/// True where subscription `s` wants row `l` of its log: topics and tenant, for statements about many subscriptions.
+macro_rules! is_wanted {
+    () => {
+        "((s.topics = '{}' OR EXISTS (SELECT FROM unnest(s.topics) AS wanted(topic)
+  WHERE l.topic LIKE replace(replace(replace(replace(wanted.topic, '\\', '\\\\'), '%', '\\%'), '_', '\\_'), '*', '%')))
+  AND (s.tenant IS NULL OR l.tenant = s.tenant))"
+    };
+}
+pub(crate) use is_wanted;

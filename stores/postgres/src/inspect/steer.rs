@@ -9,7 +9,7 @@ use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 use uuid::Uuid;
 
-use super::is_unread;
+use super::{is_unread, is_wanted};
 use crate::PostgresStore;
 use crate::classify::{classify, log_unknown};
 use crate::log::micros;
@@ -88,9 +88,9 @@ const LOG_PRUNE: &str = concat!(
       SELECT FROM {s}.subscription AS s
       JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
       WHERE s.log = $2
-        AND (s.topics = '{}' OR EXISTS (SELECT FROM unnest(s.topics) AS wanted(topic)
-          WHERE l.topic LIKE replace(replace(replace(replace(wanted.topic, '\\', '\\\\'), '%', '\\%'), '_', '\\_'), '*', '%')))
-        AND (s.tenant IS NULL OR l.tenant = s.tenant) AND ",
+        AND ",
+    is_wanted!(),
+    " AND ",
     is_unread!(),
     ")
     AND NOT EXISTS (

@@ -7,7 +7,7 @@ use postbox_core::{Error, ErrorKind, Result};
 
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::inspect::is_unread;
+use crate::inspect::{is_unread, is_wanted};
 use crate::session::COMMIT;
 
 /// Every log. Reads a tiny table.
@@ -31,15 +31,19 @@ LEFT JOIN {log} AS l ON l.slot % s.lanes = n.lane
 WHERE s.log = '{name}' GROUP BY n.subscription, n.lane"
 );
 
-/// Unread rows before it leave the stream and are due now; with delivery rows they keep their key's order. Walks the log.
+/// Unread rows before it that the subscription wants leave the stream: due now, or at their later time as if they had been read. With delivery
+/// rows they keep their key's order. Walks the log.
 const DELIVERY_OF_STRAGGLERS: &str = concat!(
     "INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, due_at)
-SELECT s.id, n.lane, l.seq, l.key, 'retrying', s.ordering = 'key', clock_timestamp()
+SELECT s.id, n.lane, l.seq, l.key, CASE WHEN l.deliver_at > l.created_at THEN 'scheduled' ELSE 'retrying' END, s.ordering = 'key',
+  CASE WHEN l.deliver_at > l.created_at THEN l.deliver_at ELSE clock_timestamp() END
 FROM {s}.subscription AS s
 JOIN {s}.lane AS n ON n.subscription = s.id
 JOIN postbox_passed AS p ON p.subscription = s.id AND p.lane = n.lane
 JOIN {log} AS l ON l.slot % s.lanes = n.lane AND l.seq < p.seq
 WHERE s.log = '{name}' AND ",
+    is_wanted!(),
+    " AND ",
     is_unread!(),
     " ON CONFLICT DO NOTHING"
 );
