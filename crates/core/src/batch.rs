@@ -114,6 +114,12 @@ pub enum Disposition {
     Discarded,
 }
 
+impl Disposition {
+    /// The code of a [`Retry`](Self::Retry) whose call is still under way: its holder writes the outcome, or crashes. [`Log::acquire`](crate::Log::acquire)
+    /// makes such rows of the lane due at once, because whoever takes a lane finds no call of it in flight. No sink may use the word.
+    pub const IN_FLIGHT: &'static str = "in_flight";
+}
+
 /// One delivery and its disposition.
 #[derive(Debug, Clone)]
 pub struct Entry<'a> {

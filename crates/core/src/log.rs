@@ -80,6 +80,9 @@ pub trait Log: Send + Sync + 'static {
     async fn subscribe(&self, subscription: &Subscription) -> Result<()>;
 
     /// Takes a lane that nobody holds, for `ttl`, and counts as a heartbeat of `owner`. Needs `subscribe` first.
+    ///
+    /// With the grant, rows of the lane that wait for a call in flight ([`Disposition::IN_FLIGHT`](crate::Disposition::IN_FLIGHT)) become due
+    /// now: the call ended with the former holder, and a graceful one has written its outcome before it gave the lane back.
     async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired>;
 
     /// Holds the lane for another `ttl` from now. A pause also ends the lease: `Stale`.

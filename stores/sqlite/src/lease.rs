@@ -39,6 +39,9 @@ AND (lease_until <= :now OR lease_until - lease_ttl > :now + 1000000) ORDER BY l
 /// By primary key; takes the write lock.
 const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5 \
 WHERE subscription = ?1 AND lane = ?2 RETURNING epoch";
+/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index `postbox_delivery_in_flight`; takes the write lock.
+const DELIVERY_HURRY: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
+WHERE subscription = ?1 AND lane = ?2 AND code = 'in_flight' AND state = 'retrying' AND due_at > ?3";
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
 const LANE_RENEW: &str = "UPDATE postbox_lane SET lease_until = :until, lease_ttl = :ttl WHERE subscription = :subscription \
 AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
@@ -216,6 +219,8 @@ pub(crate) fn acquire(session: &mut Session, ask: &Ask) -> Work<Acquired> {
                 let until = ask.asked_at.saturating_add(micros(ask.ttl));
                 let row = params![ask.subscription.as_str(), lane, ask.owner.as_str(), until, micros(ask.ttl)];
                 let epoch = tx.prepare_cached(LANE_GRANT)?.query_row(row, |row| row.get(0))?;
+                let hurried = params![ask.subscription.as_str(), lane, ask.asked_at];
+                tx.prepare_cached(DELIVERY_HURRY)?.execute(hurried)?;
                 Some(Lease {
                     subscription: ask.subscription.clone(),
                     log: stored.log.clone(),

@@ -48,11 +48,13 @@ impl Log for MemoryStore {
             lane.lease_until = Some(monotonic + ttl);
             // What the last holder read but did not settle is read again.
             lane.read = lane.settled;
+            let epoch = lane.epoch;
+            reader.hurry_in_flight(index as u16, now);
             Lease {
                 subscription: subscription.clone(),
                 log: reader.subscription.log.clone(),
                 lane: index as u16,
-                epoch: lane.epoch,
+                epoch,
                 owner: owner.clone(),
             }
         });

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
+use crate::batch::Disposition;
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::{Event, EventId, NewEvent};
 use crate::inspect::Pause;
@@ -282,6 +283,17 @@ impl Reader {
     /// The first unfinished event of a key.
     pub(super) fn head(&self, key: &Key) -> Option<i64> {
         self.holding.get(key).and_then(|seqs| seqs.first().copied())
+    }
+
+    /// Makes due what waits for a call of the lane's former holder.
+    pub(super) fn hurry_in_flight(&mut self, lane: u16, now: Timestamp) {
+        let waits = |row: &DeliveryRow| {
+            row.lane == lane && row.state == EventState::Retrying && row.code.as_deref() == Some(Disposition::IN_FLIGHT)
+        };
+        for row in self.deliveries.values_mut().filter(|row| waits(row) && !row.is_due(now)) {
+            // Whether it holds its key does not depend on the time.
+            (row.due_at, row.updated_at) = (Some(now), now);
+        }
     }
 
     /// Makes the head of a key due, if it was blocked: whatever it waited for is gone.

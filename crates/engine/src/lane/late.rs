@@ -2,7 +2,7 @@
 //!
 //! When nothing else of a batch can be done, its slow events leave the stream as uncounted retries with code `in_flight`, due
 //! only after the call's time limit, and the batch settles. The call goes on; its outcome is written to the row like that of a
-//! due one. A crash in between costs a repetition, as with any event in flight.
+//! due one. A crash in between costs a repetition, as with any event in flight: whoever takes the lane next finds such rows due at once.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -117,7 +117,7 @@ impl Lane {
         Disposition::Retry {
             after: self.shared.settings.deliver_timeout.saturating_add(LATE_MARGIN),
             counted: false,
-            code: Cow::Borrowed("in_flight"),
+            code: Cow::Borrowed(Disposition::IN_FLIGHT),
             error: "the destination has not answered yet".to_owned(),
         }
     }

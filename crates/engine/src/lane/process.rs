@@ -84,8 +84,10 @@ impl Lane {
         if late.is_empty() {
             return;
         }
-        let in_flight =
-            |disposition: &Disposition| matches!(disposition, Disposition::Retry { code, .. } if code == "in_flight");
+        let in_flight = |disposition: &Disposition| match disposition {
+            Disposition::Retry { code, .. } => code == Disposition::IN_FLIGHT,
+            _ => false,
+        };
         let places = verdicts.exceptions().iter().filter(|(_, disposition)| in_flight(disposition));
         self.late.adopt(late, places.map(|(place, _)| batch.deliveries[*place].seq), weigh(batch));
     }

@@ -135,6 +135,47 @@ pub async fn a_released_lease_is_stale(fixture: &dyn StoreFixture) {
     lane.store.release(&lane.lease).await.expect("twice does nothing");
 }
 
+/// A call of the former holder is over: its event waits for nobody. Others keep their times.
+pub async fn a_takeover_makes_calls_in_flight_due_at_once(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let events = vec![keyed("a", "1"), keyed("a", "2"), keyed("b", "3"), event("4"), keyed("c", "5")];
+    let exceptions = vec![(0, in_flight()), (1, Disposition::Block), (2, retry(HOUR)), (3, in_flight())];
+    let ids = lane.past(events, exceptions).await;
+    lane.store.renew(&lane.lease, LONG).await.expect("still ours");
+    assert_eq!(acquire(&lane.store, "reader", "two", LONG).await.lease, None);
+    assert!(lane.due(10).await.deliveries.is_empty(), "whoever holds the lane waits for its own calls");
+    let new = lane.taken_over().await;
+    let due = new.due(10).await;
+    assert_eq!(payloads(&due.deliveries), ["1", "2", "4"]);
+    assert!(due.deliveries.iter().all(|delivery| delivery.attempt == 1), "a crash costs no attempt");
+    assert_eq!(record(&new.store, ids[2]).await.state, State::Retrying, "not its time yet");
+    new.settle_due(&due, vec![Disposition::Delivered; 3]).await;
+    assert!(new.due(10).await.deliveries.is_empty());
+}
+
+/// A lane that changes hands says nothing about calls of the other lanes.
+pub async fn a_takeover_leaves_calls_of_other_lanes_alone(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    store.subscribe(&Subscription { lanes: 2, ..reader() }).await.expect("new");
+    let (one, two) = (Lane::take(&store, "reader", "one").await, Lane::take(&store, "reader", "one").await);
+    append(&store, numbered(20)).await;
+    for lane in [&one, &two] {
+        let batch = lane.next(100).await;
+        assert!(!batch.deliveries.is_empty(), "20 keys spread over two lanes");
+        lane.settle(&batch, (0..batch.deliveries.len()).map(|index| (index, in_flight())).collect()).await;
+    }
+    // By the same relay, which still has calls of its other lane.
+    store.release(&two.lease).await.expect("given back");
+    let two = Lane::take(&store, "reader", "one").await;
+    assert!(!two.due(100).await.deliveries.is_empty());
+    assert!(one.due(100).await.deliveries.is_empty());
+}
+
+fn in_flight() -> Disposition {
+    let error = "the destination has not answered yet".into();
+    Disposition::Retry { after: HOUR, counted: false, code: Disposition::IN_FLIGHT.into(), error }
+}
+
 /// A settlement under a lost lease changes neither position nor rows.
 pub async fn a_stale_settlement_changes_nothing(fixture: &dyn StoreFixture) {
     let old = Lane::open(fixture).await;
@@ -268,6 +309,8 @@ macro_rules! lease_cases {
                 an_expired_lease_is_stale_even_if_nobody_took_it,
                 after_a_takeover_every_call_of_the_old_owner_is_stale,
                 a_released_lease_is_stale,
+                a_takeover_makes_calls_in_flight_due_at_once,
+                a_takeover_leaves_calls_of_other_lanes_alone,
                 a_stale_settlement_changes_nothing,
                 lanes_are_given_one_by_one,
                 concurrent_acquires_never_share_a_lane,

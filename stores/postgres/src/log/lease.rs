@@ -48,6 +48,16 @@ WHERE subscription = $1 AND lane = (
 RETURNING lane::int, epoch"
 );
 
+/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index: `delivery_in_flight`. Locks the rows.
+///
+/// A statement after the grant and not a part of it, so that it sees a settlement that committed just before. The lane just granted is the
+/// one whose row this transaction wrote: `$2` may hold others, with calls in flight.
+const DELIVERY_HURRY: &str = "
+UPDATE {s}.delivery AS d SET due_at = clock_timestamp(), updated_at = clock_timestamp()
+FROM {s}.lane AS l
+WHERE l.subscription = $1 AND l.owner = $2 AND l.xmin = pg_current_xact_id()::xid
+  AND d.subscription = l.subscription AND d.lane = l.lane AND d.code = 'in_flight' AND d.state = 'retrying' AND d.due_at > clock_timestamp()";
+
 /// Holds the lane, unless it was lost or the subscription is paused. Index: primary key. Locks the row.
 const LANE_RENEW: &str = concat!(
     "UPDATE {s}.lane SET lease_until = clock_timestamp() + $4 * interval '1 microsecond'
@@ -69,15 +79,20 @@ impl PostgresStore {
         let client = session.client();
         let schema = self.schema();
         let (id, ttl_micros) = (reading.id, micros(ttl));
-        let (beat, acquire, pause) =
-            (schema.sql(REPLICA_BEAT), schema.sql(LANE_ACQUIRE), schema.sql(SUBSCRIPTION_PAUSE));
+        let (beat, acquire, hurry, pause) = (
+            schema.sql(REPLICA_BEAT),
+            schema.sql(LANE_ACQUIRE),
+            schema.sql(DELIVERY_HURRY),
+            schema.sql(SUBSCRIPTION_PAUSE),
+        );
         let owner_name = owner.as_str();
         let owned: [(&(dyn ToSql + Sync), Type); 3] =
             [(&id, Type::INT4), (&owner_name, Type::TEXT), (&ttl_micros, Type::INT8)];
-        let (begun, beaten, lane, pause, committed) = futures::join!(
+        let (begun, beaten, lane, hurried, pause, committed) = futures::join!(
             client.batch_execute(&self.inner.preambles.write),
             client.execute_typed(&beat, &owned),
             client.query_typed(&acquire, &owned),
+            client.execute_typed(&hurry, &owned[..2]),
             client.query_typed(&pause, &owned[..1]),
             client.batch_execute(COMMIT),
         );
@@ -85,7 +100,9 @@ impl PostgresStore {
         let failed = |error: tokio_postgres::Error| classify("acquire", &error);
         begun.map_err(failed)?;
         beaten.map_err(failed)?;
-        let (lane, pause) = (lane.map_err(failed)?, pause.map_err(failed)?);
+        let lane = lane.map_err(failed)?;
+        hurried.map_err(failed)?;
+        let pause = pause.map_err(failed)?;
         committed.map_err(failed)?;
         let lease = lane.first().map(|row| Lease {
             subscription: name.clone(),
