@@ -8,7 +8,7 @@ use tokio_postgres::{Client, Row, Transaction};
 use uuid::Uuid;
 
 use crate::PostgresStore;
-use crate::classify::{classify, is_undefined_table, log_unknown};
+use crate::classify::{classify, is_undefined, log_unknown};
 use crate::schema::{SchemaName, check_log_name};
 use crate::session::COMMIT;
 
@@ -94,7 +94,7 @@ impl PostgresStore {
         begun.map_err(|error| classify("append", &error))?;
         match inserted {
             Ok(rows) => committed.map(|()| rows).map_err(|error| classify("append", &error)),
-            Err(error) if is_undefined_table(&error) => {
+            Err(error) if is_undefined(&error) => {
                 // A missing schema looks the same; say which it is.
                 postbox_core::Migrate::validate(self).await?;
                 Err(refused(log, &error))
@@ -110,7 +110,7 @@ fn ids(rows: &[Row]) -> Vec<EventId> {
 
 /// An append's error; a missing table means a missing log.
 pub(crate) fn refused(log: &LogName, error: &tokio_postgres::Error) -> Error {
-    if is_undefined_table(error) { log_unknown("append", log.as_str()) } else { classify("append", error) }
+    if is_undefined(error) { log_unknown("append", log.as_str()) } else { classify("append", error) }
 }
 
 /// Events, column by column, borrowed.

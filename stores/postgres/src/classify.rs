@@ -125,9 +125,10 @@ fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
     }
 }
 
-/// Whether the server said that a table is not there.
-pub(crate) fn is_undefined_table(error: &tokio_postgres::Error) -> bool {
-    error.code() == Some(&SqlState::UNDEFINED_TABLE)
+/// Whether the server said that a table is not there, or a function of its log.
+pub(crate) fn is_undefined(error: &tokio_postgres::Error) -> bool {
+    let states = [SqlState::UNDEFINED_TABLE, SqlState::UNDEFINED_FUNCTION, SqlState::INVALID_SCHEMA_NAME];
+    error.code().is_some_and(|state| states.contains(state))
 }
 
 fn is_conversion(error: &tokio_postgres::Error) -> bool {

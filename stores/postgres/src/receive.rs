@@ -6,35 +6,16 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, EventId, Inbound, LogName, Receive, Received, Result};
 use tokio_postgres::types::{ToSql, Type};
-use tokio_postgres::{Client, Row};
 
 use crate::PostgresStore;
 use crate::append::{Columns, refused};
-use crate::classify::{classify, is_undefined_table};
+use crate::classify::{classify, is_undefined};
 use crate::log::micros;
 use crate::session::COMMIT;
 
-/// Remembers the message and stores its event, in one statement; neither if it is known. Indexes: primary key of `receipt`, on which a
-/// second receiver of the id waits for the first, and the log's. Locks the new rows only.
-const RECEIPT_ACCEPT: &str = "
-WITH claim AS (
-  INSERT INTO {s}.receipt (source, tenant, message_id, digest) VALUES ($1, coalesce($2, ''), $3, $4) ON CONFLICT DO NOTHING RETURNING 1),
-event AS (
-  INSERT INTO {log} (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
-  SELECT coalesce($5::uuid, {s}.uuid_v7()), $6, $7, $8, $9::bigint, $10, $11, $2, $12, $13::bytea, $14, $15::jsonb,
-    coalesce($16::timestamptz, clock_timestamp()), $17::timestamptz
-  FROM claim
-  RETURNING id)
-SELECT id FROM event";
-
-/// The digest a known message came with first. Index: primary key of `receipt`.
-const RECEIPT_DIGEST: &str =
-    "SELECT digest FROM {s}.receipt WHERE source = $1 AND tenant = coalesce($2, '') AND message_id = $3";
-
-/// Writes down that a known id came with another body. No index.
-const CONFLICT_NOTE: &str = "
-INSERT INTO {s}.conflict (source, tenant, message_id, digest_stored, digest_refused)
-SELECT $1, coalesce($2, ''), $3, $4, $5";
+/// Remembers the message and stores its event, or says what is known of it: see `0001_receive.sql`.
+const LOG_RECEIVE: &str = "SELECT verdict, event
+FROM {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)";
 
 /// Forgets old ids, a thousand at a time. Index: `receipt_received`. Locks the rows; those of a running receiver are passed over.
 const RECEIPT_FORGET: &str = "
@@ -82,7 +63,7 @@ impl PostgresStore {
         let Some(event) = Columns::of(log, events)? else { unreachable!("one event is not none") };
         let session = self.session("receive").await?;
         let client = session.client();
-        let accept = self.schema().log_sql(RECEIPT_ACCEPT, log);
+        let receive = self.schema().sql(&LOG_RECEIVE.replace("{name}", log.as_str()));
         let digest = inbound.digest.as_slice();
         let (source, message_id) = (inbound.source.as_str(), inbound.message_id.as_str());
         let text = Type::TEXT;
@@ -105,64 +86,35 @@ impl PostgresStore {
             (&event.occurred[0], text.clone()),
             (&event.deliver[0], text),
         ];
-        let (begun, accepted, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.write),
-            client.query_typed(&accept, &params),
+        let (begun, received, committed) = futures::join!(
+            client.batch_execute(&self.inner.preambles.call),
+            client.query_typed_one(&receive, &params),
             client.batch_execute(COMMIT),
         );
-        let accepted = match accepted {
-            Err(error) if is_undefined_table(&error) => {
-                session.finish();
+        // Every statement was awaited to its end: no transaction is open.
+        session.finish();
+        let failed = |error: tokio_postgres::Error| classify("receive", &error);
+        let row = match received {
+            Err(error) if is_undefined(&error) => {
                 postbox_core::Migrate::validate(self).await?;
                 return Err(refused(log, &error));
             }
-            accepted => accepted.map_err(|error| classify("receive", &error)),
+            received => received.map_err(failed),
         };
-        let failed = |error: tokio_postgres::Error| classify("receive", &error);
-        let outcome = async {
-            begun.map_err(failed)?;
-            let accepted: Vec<Row> = accepted?;
-            committed.map_err(failed)?;
-            match accepted.first() {
-                Some(row) => Ok(Received::Accepted(EventId::from_uuid(row.get(0)))),
-                None => self.compare(client, inbound).await,
-            }
-        }
-        .await;
-        session.finish();
-        outcome
-    }
-
-    /// The id is known: the same message again, or another one under its id?
-    async fn compare(&self, client: &Client, inbound: &Inbound) -> Result<Received> {
-        let failed = |error: tokio_postgres::Error| classify("receive", &error);
-        let (source, message_id) = (inbound.source.as_str(), inbound.message_id.as_str());
-        let tenant = inbound.event.tenant.as_deref();
-        let identity: [(&(dyn ToSql + Sync), Type); 3] =
-            [(&source, Type::TEXT), (&tenant, Type::TEXT), (&message_id, Type::TEXT)];
-        let stored = client.query_typed_opt(&self.schema().sql(RECEIPT_DIGEST), &identity).await.map_err(failed)?;
-        let Some(stored) = stored else {
+        begun.map_err(failed)?;
+        let row = row?;
+        committed.map_err(failed)?;
+        match row.get(0) {
+            "accepted" => Ok(Received::Accepted(EventId::from_uuid(row.get(1)))),
+            "duplicate" => Ok(Received::Duplicate),
+            "conflict" => Ok(Received::Conflict),
             // Forgotten between two statements: the sender comes again and is accepted.
-            return Err(Error::new(
+            _ => Err(Error::new(
                 ErrorKind::Unavailable,
                 "receive",
                 "store_contention",
                 "the message's record was just forgotten; send it again",
-            ));
-        };
-        let stored: Option<&[u8]> = stored.get(0);
-        let digest = inbound.digest.as_slice();
-        if stored.is_none_or(|stored| stored == digest) {
-            return Ok(Received::Duplicate);
+            )),
         }
-        let params: [(&(dyn ToSql + Sync), Type); 5] = [
-            (&source, Type::TEXT),
-            (&tenant, Type::TEXT),
-            (&message_id, Type::TEXT),
-            (&stored, Type::BYTEA),
-            (&digest, Type::BYTEA),
-        ];
-        client.execute_typed(&self.schema().sql(CONFLICT_NOTE), &params).await.map_err(failed)?;
-        Ok(Received::Conflict)
     }
 }

@@ -100,6 +100,7 @@ BEGIN
     COMMENT ON COLUMN <schema>.<log>.xid IS 'the writing transaction; leave it to its default';
   ${tag}_ddl$, '<log>', log_name), '<schema>', {schema_literal});
   PERFORM {s}.create_window(log_name);
+  PERFORM {s}.create_receive(log_name);
   INSERT INTO {s}.log (name) VALUES (log_name);
 END
 ${tag}$;

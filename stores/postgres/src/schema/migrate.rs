@@ -17,7 +17,13 @@ struct Migration {
 const MIGRATIONS: [Migration; 1] = [Migration {
     version: 1,
     name: "0001_spine",
-    sql: concat!(include_str!("0001_window.sql"), "\n", include_str!("0001_spine.sql")),
+    sql: concat!(
+        include_str!("0001_window.sql"),
+        "\n",
+        include_str!("0001_receive.sql"),
+        "\n",
+        include_str!("0001_spine.sql")
+    ),
 }];
 
 /// Two starters wait for each other here; the lock ends with the transaction, so that it is right behind a pooler. Index: none.
@@ -51,11 +57,12 @@ BEGIN
   FOR of_log IN SELECT name FROM {s}.log LOOP
     EXECUTE 'DROP TABLE ' || {schema_literal} || '.' || quote_ident(of_log);
     EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_window');
+    EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_receive');
   END LOOP;
 END
 ${tag}$;
 DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.headers_are_valid, {s}.uuid_v7;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.create_receive, {s}.headers_are_valid, {s}.uuid_v7;
 DO ${tag}$
 DECLARE
   overload regprocedure;

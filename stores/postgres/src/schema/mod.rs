@@ -153,7 +153,8 @@ mod tests {
     /// A line break in a name would end the comment, and the rest of the name would be SQL.
     #[test]
     fn no_comment_in_a_migration_has_a_placeholder() {
-        let sql = concat!(include_str!("0001_window.sql"), include_str!("0001_spine.sql"));
+        let sql =
+            concat!(include_str!("0001_window.sql"), include_str!("0001_receive.sql"), include_str!("0001_spine.sql"));
         let comments = sql.lines().filter_map(|line| line.split_once("--")).map(|(_, comment)| comment);
         assert!(comments.clone().count() > 10);
         for comment in comments {
