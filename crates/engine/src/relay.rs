@@ -31,6 +31,9 @@ pub struct Drained {
     pub failed: u64,
     /// Events that died.
     pub dead: u64,
+    /// Lanes that were lost before they were empty: taken over, paused, or the store went back to an earlier state. What was left of them is
+    /// for their next owner.
+    pub lanes_lost: u64,
 }
 
 /// Builds a [`Relay`].
@@ -244,7 +247,8 @@ impl Relay {
 
     /// Delivers what is pending now, at most `limit` events, and returns. Retrying events that are not due are left.
     ///
-    /// Takes every lane nobody else holds. A destination that is down ends it early; a store that is down is an error.
+    /// Takes every lane nobody else holds. A destination that is down ends it early; a store that is down, or goes down midway, is an error,
+    /// and what was delivered until then is in [`Self::metrics`]. A lane lost midway is counted in [`Drained::lanes_lost`].
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn drain(&self, limit: Option<usize>) -> Result<Drained> {
@@ -278,7 +282,13 @@ impl Relay {
         if shared.is_gone() {
             self.pause(shared).await;
         }
-        ended.into_iter().collect::<Result<Vec<()>>>()?;
+        let mut lanes_lost = 0;
+        for error in ended.into_iter().filter_map(Result::err) {
+            if !error.is_stale() {
+                return Err(error);
+            }
+            lanes_lost += 1;
+        }
         let after = self.metrics.snapshot();
         let dead = after.dead - before.dead;
         Ok(Drained {
@@ -286,6 +296,7 @@ impl Relay {
             dispatched: after.delivered - before.delivered,
             failed: (after.failed - before.failed).saturating_sub(dead),
             dead,
+            lanes_lost,
         })
     }
 

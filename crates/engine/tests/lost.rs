@@ -3,11 +3,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod bench;
+mod chaos;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bench::{Answer, Bench, Recorder, event, fast};
-use postbox_core::{Capabilities, Outcome, State};
+use chaos::{Chaos, ChaosLog, Faults};
+use postbox_core::{BatchLimit, Capabilities, ErrorKind, Inspect, Outcome, Pause, State};
 use postbox_engine::RelaySettings;
 use tokio_util::sync::CancellationToken;
 
@@ -32,4 +35,47 @@ async fn a_call_that_died_with_its_relay_is_repeated_after_the_lease() {
     bench.run_for(&bench.relay(sink.clone(), settings), 8 * S).await;
     let versions: Vec<i64> = sink.arrivals().iter().map(|arrival| arrival.version).collect();
     assert_eq!(versions, [1, 2], "the lease is 5 s, the call's limit 600 s");
+}
+
+/// One event a second, two a batch: a drain of 30 events takes long enough to lose something midway.
+fn slow() -> (Arc<Recorder>, RelaySettings) {
+    let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 1, prefix: false });
+    sink.takes(S);
+    (sink, RelaySettings { batch: BatchLimit { events: 2, ..BatchLimit::default() }, ..fast() })
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_whose_store_dies_midway_is_an_error() {
+    let bench = Bench::new().await;
+    bench.append((0..30).map(|n| event(n, n))).await;
+    let (sink, settings) = slow();
+    let chaos = Chaos::new(1, Faults::default());
+    let log = Arc::new(ChaosLog::new(chaos.clone(), (*bench.store).clone()));
+    let relay = bench.builder_on(log, bench.subscription(), settings).sink(sink).build().expect("built");
+    let dying = async {
+        tokio::time::sleep(7 * S).await;
+        chaos.store_down(true);
+    };
+    let (drained, ()) = tokio::join!(relay.drain(None), dying);
+    let error = drained.expect_err("most was not delivered");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    let delivered = relay.metrics().snapshot().delivered;
+    assert!((1..30).contains(&delivered), "{delivered}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_that_loses_its_lane_says_so() {
+    let bench = Bench::new().await;
+    bench.append((0..30).map(|n| event(n, n))).await;
+    let (sink, settings) = slow();
+    let relay = bench.relay(sink, settings);
+    let pausing = async {
+        tokio::time::sleep(7 * S).await;
+        let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
+        bench.store.pause(&bench.subscription().name, Some(&pause)).await.expect("paused");
+    };
+    let (drained, ()) = tokio::join!(relay.drain(None), pausing);
+    let drained = drained.expect("what was delivered counts");
+    assert_eq!(drained.lanes_lost, 1);
+    assert!((1..30).contains(&drained.dispatched), "{drained:?}");
 }

@@ -28,18 +28,28 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
         stopping.cancel();
     });
     let mut limit = limit.map(|limit| usize::try_from(limit).unwrap_or(usize::MAX));
-    let mut total = Drained::default();
-    loop {
+    let mut lanes_lost = 0;
+    let mut ended = Ok(());
+    'rounds: loop {
         let mut round = Drained::default();
         for relay in &relays {
             if limit == Some(0) || stop.is_cancelled() {
                 break;
             }
-            let drained = relay.drain_until(limit, stop.clone()).await?;
-            limit = limit.map(|limit| limit.saturating_sub(drained.fetched as usize));
-            add(&mut round, drained);
+            match relay.drain_until(limit, stop.clone()).await {
+                Ok(drained) => {
+                    limit = limit.map(|limit| limit.saturating_sub(drained.fetched as usize));
+                    round.fetched += drained.fetched;
+                    round.lanes_lost += drained.lanes_lost;
+                }
+                Err(error) => {
+                    ended = Err(error);
+                    break 'rounds;
+                }
+            }
         }
-        add(&mut total, round);
+        // With --forever the next round takes them again.
+        lanes_lost = round.lanes_lost;
         if !forever || stop.is_cancelled() {
             break;
         }
@@ -51,8 +61,14 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
         }
     }
     signal.abort();
-    let Drained { fetched, dispatched, failed, dead } = total;
-    output::line(&format!("fetched={fetched} dispatched={dispatched} failed={failed} dead={dead}"))
+    output::line(&summary(&relays))?;
+    ended?;
+    if lanes_lost > 0 && !forever {
+        return Err(Failure::failed(format!(
+            "{lanes_lost} lane(s) were lost before they were empty: another relay took them, or somebody paused the subscription"
+        )));
+    }
+    Ok(())
 }
 
 async fn relays(context: &Context, store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Vec<Relay>, Failure> {
@@ -73,9 +89,14 @@ async fn relays(context: &Context, store: &Arc<dyn Store>, clock: &Arc<dyn Clock
     Ok(relays)
 }
 
-fn add(sum: &mut Drained, more: Drained) {
-    sum.fetched += more.fetched;
-    sum.dispatched += more.dispatched;
-    sum.failed += more.failed;
-    sum.dead += more.dead;
+/// What was done, also by a run that failed midway.
+fn summary(relays: &[Relay]) -> String {
+    let (mut fetched, mut dispatched, mut failed, mut dead) = (0, 0, 0, 0);
+    for done in relays.iter().map(|relay| relay.metrics().snapshot()) {
+        fetched += done.fetched;
+        dispatched += done.delivered;
+        failed += done.failed.saturating_sub(done.dead);
+        dead += done.dead;
+    }
+    format!("fetched={fetched} dispatched={dispatched} failed={failed} dead={dead}")
 }

@@ -141,7 +141,7 @@ impl Lane {
         }
         let shared = &self.shared;
         if !self.held.is_safe(shared.clock.monotonic()) {
-            self.held.lose(shared, "too close to its end to send");
+            self.held.run_out(shared);
             return false;
         }
         if shared.is_gone() || !(pace.probe || shared.breaker.is_closed()) {

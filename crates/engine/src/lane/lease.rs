@@ -1,10 +1,10 @@
 //! Holding a lane: renewal in the background, and the check before each send.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use postbox_core::Lease;
+use postbox_core::{Error, ErrorKind, Lease};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -20,6 +20,8 @@ pub(crate) struct Held {
     /// Nanoseconds on the monotonic clock.
     until: AtomicU64,
     lost: AtomicBool,
+    /// How it was lost, until somebody asks.
+    loss: Mutex<Option<Error>>,
     /// Stop sending, settle what is known.
     pub(crate) halt: CancellationToken,
     /// Drop what is in flight.
@@ -34,7 +36,8 @@ impl Held {
         halt: CancellationToken,
         abandon: CancellationToken,
     ) -> Self {
-        Self { lease, ttl, until: AtomicU64::new(nanos(asked_at + ttl)), lost: AtomicBool::new(false), halt, abandon }
+        let until = AtomicU64::new(nanos(asked_at + ttl));
+        Self { lease, ttl, until, lost: AtomicBool::new(false), loss: Mutex::default(), halt, abandon }
     }
 
     /// When we stop trusting the lease: a tenth before its end, for the way of a send to its destination.
@@ -52,15 +55,28 @@ impl Held {
         self.lost.load(Ordering::Acquire)
     }
 
+    /// How the lane was lost: `Stale` when somebody else may have it, otherwise what is wrong with the store.
+    pub(crate) fn take_loss(&self) -> Option<Error> {
+        self.loss.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
     /// The lane is no longer ours: nothing more is sent, what is in flight is dropped.
-    pub(crate) fn lose(&self, shared: &Shared, why: &str) {
+    pub(crate) fn lose(&self, shared: &Shared, error: Error) {
         if self.lost.swap(true, Ordering::AcqRel) {
             return;
         }
         shared.metrics.add(&shared.metrics.leases_lost, 1);
-        warn!(subscription = shared.name(), lane = self.lease.lane, epoch = self.lease.epoch, why, "lease lost");
+        let (lane, epoch) = (self.lease.lane, self.lease.epoch);
+        warn!(subscription = shared.name(), lane, epoch, code = error.code(), why = error.message(), "lease lost");
+        *self.loss.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
         self.halt.cancel();
         self.abandon.cancel();
+    }
+
+    /// The lane is no longer ours, because the store did not say in time that it is.
+    pub(crate) fn run_out(&self, shared: &Shared) {
+        let message = "the lease was not renewed in time: the store did not answer, or this process stood still";
+        self.lose(shared, Error::new(ErrorKind::Unavailable, "renew", "lease_not_renewed", message));
     }
 }
 
@@ -74,11 +90,11 @@ pub(super) async fn keep(shared: Arc<Shared>, held: Arc<Held>) {
         let asked_at = clock.monotonic();
         let left = held.safe_until().saturating_sub(asked_at);
         if left.is_zero() {
-            return held.lose(&shared, "not renewed in time");
+            return held.run_out(&shared);
         }
         let answer = tokio::select! {
             answer = shared.log.renew(&held.lease, held.ttl) => answer,
-            () = clock.sleep(left) => return held.lose(&shared, "not renewed in time"),
+            () = clock.sleep(left) => return held.run_out(&shared),
         };
         match answer {
             Ok(()) => {
@@ -86,11 +102,11 @@ pub(super) async fn keep(shared: Arc<Shared>, held: Arc<Held>) {
                 shared.metrics.add(&shared.metrics.renewals_ok, 1);
                 wait = held.ttl / 3;
             }
-            Err(error) if error.is_stale() => return held.lose(&shared, "taken over, expired or paused"),
+            Err(error) if error.is_stale() => return held.lose(&shared, error),
             Err(error) => {
                 shared.metrics.add(&shared.metrics.renewals_failed, 1);
                 if !shared.store_failed(&error) {
-                    return held.lose(&shared, error.code());
+                    return held.lose(&shared, error);
                 }
                 wait = (held.ttl / 12).min(Duration::from_millis(250));
             }

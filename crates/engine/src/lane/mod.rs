@@ -92,15 +92,22 @@ impl Lane {
     /// Works until halted or the lease is lost, then gives the lane back. An error is permanent: a person must act.
     pub(crate) async fn run(self) -> Result<()> {
         let work = self.rounds();
-        self.hold(work).await
+        match self.hold(work).await {
+            // Lost, or the store is down: the next owner reads it again.
+            Err(error) if error.is_stale() || !error.is_permanent() => Ok(()),
+            ended => ended,
+        }
     }
 
-    /// Works until nothing is pending now, the budget is used up, the destination is down, or halted.
+    /// Works until nothing is pending now, the budget is used up, the destination is down, or halted. An error says why it could not: `Stale` of a
+    /// lost lane, otherwise the store's.
     pub(crate) async fn drain(self, budget: &Budget) -> Result<()> {
         let work = self.once(budget);
-        self.hold(work).await
+        self.hold(work).await?;
+        self.held.take_loss().map_or(Ok(()), Err)
     }
 
+    /// Works under the lease; gives the lane back if it is still ours. A lane that was lost is told by [`Held::take_loss`].
     async fn hold(&self, work: impl Future<Output = Result<()>>) -> Result<()> {
         let (shared, lease) = (&self.shared, &self.held.lease);
         info!(subscription = shared.name(), lane = lease.lane, epoch = lease.epoch, "lane taken");
@@ -115,20 +122,16 @@ impl Lane {
         match ended {
             // Any other stale error is of what was read; the lane itself is still ours.
             Err(error) if error.is_stale() && error.code() == "stale_lease" => {
-                self.held.lose(shared, error.operation());
+                self.held.lose(shared, error);
                 Ok(())
             }
-            // Repeated until the lane was lost or the drain time was over: the next owner reads it again.
-            Err(error) if !error.is_stale() && !error.is_permanent() => {
-                self.give_back().await;
-                Ok(())
-            }
-            Err(error) if error.is_stale() => {
-                info!(subscription = shared.name(), lane = lease.lane, why = error.message(), "lane is read again");
-                self.give_back().await;
-                Ok(())
-            }
+            // Anything else was repeated until the lane was lost or the drain time was over.
             ended => {
+                if let Err(error) = &ended
+                    && error.is_stale()
+                {
+                    info!(subscription = shared.name(), lane = lease.lane, why = error.message(), "lane is read again");
+                }
                 self.give_back().await;
                 ended
             }
