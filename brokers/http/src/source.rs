@@ -29,6 +29,9 @@
 //! | 500 | your own function panicked |
 //! | 503 + `Retry-After` | the store is down or too slow, or too much is being received at once |
 //!
+//! More than half of a source's genuine arrivals within a minute being repetitions (known ids, times that are too old), and at least 100: that is a replay
+//! storm, and it is logged as a warning once in ten minutes.
+//!
 //! Nothing of a request that is not verified is stored, not even its id. A conflict is answered with success because no repetition
 //! could change it, and a sender that hears an error repeats for days.
 
@@ -40,9 +43,10 @@ mod json;
 mod mapping;
 mod receive;
 mod sns;
+mod storm;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
@@ -59,6 +63,7 @@ pub use mapping::{Mapping, Origin};
 use answer::Counters;
 use convert::Convert;
 use sns::Sns;
+use storm::Storm;
 
 /// What of an unused rate is kept for a burst: senders that send once a second should not be told to slow down.
 const BURST: Duration = Duration::from_secs(1);
@@ -206,6 +211,7 @@ struct Gate {
     storing: Semaphore,
     rate: Option<Mutex<Bucket>>,
     counters: Counters,
+    storm: Mutex<Storm>,
 }
 
 impl Ingress {
@@ -231,6 +237,10 @@ impl Ingress {
 }
 
 impl Gate {
+    fn storm(&self) -> MutexGuard<'_, Storm> {
+        self.storm.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn new(source: WebhookSource) -> Result<Self> {
         let limits = source.limits;
         let fault = |text: &str| {
@@ -251,6 +261,7 @@ impl Gate {
             storing: Semaphore::new(limits.concurrency),
             rate: limits.rate.map(|rate| Mutex::new(Bucket::new(rate, BURST))),
             counters: Counters::default(),
+            storm: Mutex::default(),
             source,
         })
     }

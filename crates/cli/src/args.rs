@@ -76,11 +76,11 @@ pub(crate) enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// List events in one state, oldest first
+    /// List events in one state, oldest first; or messages that were kept out, the latest first
     List {
-        /// pending, retrying, blocked, scheduled, dead, discarded or dispatched
-        #[arg(long, value_parser = plain::<State>)]
-        state: State,
+        /// pending, retrying, blocked, scheduled, dead, discarded or dispatched; or conflict: came with a known id and another body
+        #[arg(long, value_parser = listed)]
+        state: Listed,
         /// At most this many
         #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=100_000))]
         limit: u64,
@@ -186,6 +186,19 @@ pub(crate) enum Migrate {
 /// The error's text without the operation, which would only say "parse" or "validate".
 fn plain<T: std::str::FromStr<Err = postbox_core::Error>>(text: &str) -> Result<T, String> {
     text.parse().map_err(|error: postbox_core::Error| error.message().to_owned())
+}
+
+/// What can be listed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Listed {
+    /// Events in a state.
+    Events(State),
+    /// Messages whose id was known with another body. They are no events: they never came in.
+    Conflicts,
+}
+
+fn listed(text: &str) -> Result<Listed, String> {
+    if text == "conflict" { Ok(Listed::Conflicts) } else { plain(text).map(Listed::Events) }
 }
 
 fn pattern(text: &str) -> Result<TopicPattern, String> {

@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::log::Epoch;
 use crate::names::{LogName, OwnerId, SubscriptionName};
+use crate::receive::Conflict;
 use crate::state::State;
 use crate::subscription::Filter;
 
@@ -168,6 +169,8 @@ pub trait Inspect: Send + Sync + 'static {
     async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64>;
     /// Deletes old dispatched events of one log; returns how many.
     async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64>;
+    /// Messages that were kept out because their id was known with another body: the latest first, at most `limit`.
+    async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>>;
     /// Pauses or resumes. A pause ends running leases at their next renewal.
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()>;
 }

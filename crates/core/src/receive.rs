@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use jiff::Timestamp;
 
 use crate::error::{Error, Result};
 use crate::event::{EventId, NewEvent};
@@ -48,13 +49,35 @@ pub enum Received {
     Conflict,
 }
 
+/// The record of a message that came with a known id and another body: it was kept out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Conflict {
+    /// Where it came from.
+    pub source: SourceName,
+    /// Its tenant, if it had one.
+    pub tenant: Option<String>,
+    /// The id.
+    pub message_id: String,
+    /// SHA-256 of the body that was stored first.
+    pub digest_stored: Vec<u8>,
+    /// SHA-256 of the body that came later.
+    pub digest_refused: Vec<u8>,
+    /// How often that body came.
+    pub times: u64,
+    /// When it came first.
+    pub first_at: Timestamp,
+    /// When it came last.
+    pub last_at: Timestamp,
+}
+
 /// Stores messages from outside once.
 ///
 /// Behaviour:
 /// - `(source, tenant, message_id)` is stored once, with the digest; the event goes to the log in the same transaction. When `Accepted` comes
 ///   back, it is durable.
 /// - k concurrent calls with one id: exactly one `Accepted`.
-/// - A conflict leaves a record (source, id, both digests, when) and no event.
+/// - A conflict leaves a record ([`Conflict`]) and no event; the same body again only raises its count, so that a sender who repeats himself does
+///   not fill the disk. Records are forgotten with the ids of their age.
 /// - Call it only with verified messages: nothing else may create a row, not even of the id.
 /// - A store that is down: `Unavailable`; the sender must be told to come again.
 ///

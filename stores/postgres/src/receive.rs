@@ -17,6 +17,13 @@ use crate::session::COMMIT;
 const LOG_RECEIVE: &str = "SELECT verdict, event
 FROM {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)";
 
+/// Forgets old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows; those of a running receiver are passed over.
+const CONFLICT_FORGET: &str = "
+DELETE FROM {s}.conflict AS c
+USING (SELECT source, tenant, message_id, digest_refused FROM {s}.conflict
+  WHERE last_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY last_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
+WHERE c.source = old.source AND c.tenant = old.tenant AND c.message_id = old.message_id AND c.digest_refused = old.digest_refused";
+
 /// Forgets old ids, a thousand at a time. Index: `receipt_received`. Locks the rows; those of a running receiver are passed over.
 const RECEIPT_FORGET: &str = "
 DELETE FROM {s}.receipt AS r
@@ -47,14 +54,18 @@ impl PostgresStore {
         let sql = self.schema().sql(RECEIPT_FORGET);
         let age_micros = micros(older_than);
         let params: [(&(dyn ToSql + Sync), Type); 1] = [(&age_micros, Type::INT8)];
-        let (begun, forgotten, committed) = futures::join!(
+        let conflicts = self.schema().sql(CONFLICT_FORGET);
+        // Records of conflicts age like the ids they are about; they are no ids and do not count.
+        let (begun, forgotten, passed, committed) = futures::join!(
             client.batch_execute(&self.inner.preambles.write),
             client.execute_typed(&sql, &params),
+            client.execute_typed(&conflicts, &params),
             client.batch_execute(COMMIT),
         );
         session.end_after(begun.is_ok() && committed.is_ok());
         let failed = |error: tokio_postgres::Error| classify("forget", &error);
         begun.and(committed).map_err(failed)?;
+        passed.map_err(failed)?;
         forgotten.map_err(failed)
     }
 

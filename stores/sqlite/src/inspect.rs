@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, Selection, Seq, State, Stats,
-    SubscriptionInfo, SubscriptionName, TopicStats,
+    Conflict, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, Selection, Seq,
+    SourceName, State, Stats, SubscriptionInfo, SubscriptionName, TopicStats,
 };
 use rusqlite::{OptionalExtension, Row, Transaction, params};
 
@@ -34,6 +34,10 @@ WHERE subscription = ?1 GROUP BY state, topic";
 const DELIVERY_ROW: &str = "SELECT state, attempts, replays, due_at, code, error, updated_at FROM postbox_delivery \
 WHERE subscription = ?1 AND seq = ?2";
 
+/// By `postbox_conflict_age`; no lock.
+const CONFLICT_LIST: &str = "SELECT source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at FROM postbox_conflict \
+ORDER BY last_at DESC LIMIT ?1";
+
 #[async_trait]
 impl Inspect for SqliteStore {
     async fn subscriptions(&self) -> Result<Vec<SubscriptionInfo>> {
@@ -53,6 +57,11 @@ impl Inspect for SqliteStore {
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
         let name = subscription.clone();
         self.inspector().call("get", move |session| get(session, &name, id)).await
+    }
+
+    async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>> {
+        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+        self.inspector().call("conflicts", move |session| conflicts(session, limit)).await
     }
 
     async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {
@@ -310,6 +319,26 @@ fn record(decoded: Decoded, state: State, row: Option<DeliveryRow>) -> Record {
         record.updated_at = Some(timestamp(row.updated_at));
     }
     record
+}
+
+fn conflicts(session: &mut Session, limit: i64) -> Work<Vec<Conflict>> {
+    let tx = session.read()?;
+    let mut statement = tx.prepare_cached(CONFLICT_LIST)?;
+    let mut rows = statement.query(params![limit])?;
+    let mut conflicts = Vec::new();
+    while let Some(row) = rows.next()? {
+        conflicts.push(Conflict {
+            source: SourceName::from_stored(row.get::<_, String>(0)?),
+            tenant: Some(row.get::<_, String>(1)?).filter(|tenant| !tenant.is_empty()),
+            message_id: row.get(2)?,
+            digest_stored: row.get(3)?,
+            digest_refused: row.get(4)?,
+            times: count(row, 5)?,
+            first_at: timestamp(row.get(6)?),
+            last_at: timestamp(row.get(7)?),
+        });
+    }
+    Ok(conflicts)
 }
 
 fn list(session: &mut Session, query: &ListQuery) -> Work<Vec<Record>> {

@@ -25,11 +25,29 @@ pub(super) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Pat
         Ok(answer) | Err(answer) => answer,
     };
     gate.counters.count(&answer);
+    ingress.watch(gate, &answer);
     debug!(source = %gate.source.name, answer = answer.code(), "webhook received");
     answer
 }
 
 impl Ingress {
+    /// Warns of a source that repeats itself.
+    fn watch(&self, gate: &Gate, answer: &Answer) {
+        let repeat = match answer {
+            Answer::Accepted | Answer::Conflict => false,
+            Answer::Duplicate => true,
+            Answer::Refused(refusal) if refusal.is_stale() => *refusal == Refusal::TooOld,
+            _ => return,
+        };
+        let warning = gate.storm().observe(self.clock.monotonic(), repeat);
+        if let Some(warning) = warning {
+            warn!(
+                source = %gate.source.name, repeats = warning.repeats, arrivals = warning.arrivals,
+                "replay storm: most of what came within a minute had come before; it is kept out"
+            );
+        }
+    }
+
     async fn pass(&self, gate: &Gate, parts: &Parts, body: axum::body::Body) -> Result<Answer, Answer> {
         let source = &gate.source;
         check_headers(&parts.headers, &source.limits)?;
@@ -65,8 +83,9 @@ impl Ingress {
             Check::Sns(sns) => sns.check(body, &*self.clock).await,
         };
         if let Err(Answer::Refused(refusal)) = &verified {
-            // Anybody can cause a mismatch as often as they like; only the key's owner (or a replay) a stale time.
-            match refusal.is_stale() {
+            // Anybody can cause these as often as they like: a mismatch with nothing at hand, a stale time with one captured message. All
+            // are counted; of the stale ones, which may mean that a clock is off, one in a while is told.
+            match refusal.is_stale() && gate.storm().tells_of_stale(self.clock.monotonic()) {
                 true => warn!(source = %gate.source.name, code = refusal.code(), "webhook refused: {refusal}"),
                 false => debug!(source = %gate.source.name, code = refusal.code(), "webhook refused: {refusal}"),
             }

@@ -43,6 +43,7 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
             for info in look_at_subscriptions(context, store.as_ref(), &mut findings).await? {
                 examine(store.as_ref(), &info, &mut findings).await?;
             }
+            findings.extend(conflicts(store.as_ref()).await?);
         }
         Err(error) => findings.push(Finding {
             subscription: None,
@@ -77,6 +78,23 @@ async fn look_at_subscriptions(
         });
     }
     Ok(infos)
+}
+
+/// Messages that were kept out. The sender thinks that they arrived.
+async fn conflicts(store: &dyn Store) -> Result<Option<Finding>, Failure> {
+    let conflicts = store.conflicts(LOOK).await?;
+    let Some(last) = conflicts.first() else { return Ok(None) };
+    let most = if conflicts.len() == LOOK { "at least " } else { "" };
+    Ok(Some(Finding {
+        subscription: None,
+        gravity: Gravity::Note,
+        what: format!(
+            "{most}{} message(s) came with a known id and another body and were kept out, the last from {}",
+            conflicts.len(),
+            last.source
+        ),
+        cure: Some("postbox list --state conflict".into()),
+    }))
 }
 
 /// Everything about one subscription, the causes before the symptoms.

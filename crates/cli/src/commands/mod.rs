@@ -1,11 +1,12 @@
 //! One file a command.
 
-use crate::args::{Args, Command, Migrate};
+use crate::args::{Args, Command, Listed, Migrate};
 use crate::context::{Context, Purpose};
 use crate::failure::Failure;
 
 mod check_config;
 mod completions;
+mod conflicts;
 pub(crate) mod demo;
 mod discard;
 mod dispatch;
@@ -41,7 +42,13 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             dispatch::run(&Context::load(global, purpose)?, limit, forever).await
         }
         Command::Stats { json } => stats::run(&inspect()?, json).await,
-        Command::List { state, limit, topic, code, json } => {
+        Command::List { state: Listed::Conflicts, limit, topic: None, code: None, json } => {
+            conflicts::list(&inspect()?, limit as usize, json).await
+        }
+        Command::List { state: Listed::Conflicts, .. } => Err(Failure::usage(
+            "a conflict has no topic and no code: it never became an event; leave --topic and --code out",
+        )),
+        Command::List { state: Listed::Events(state), limit, topic, code, json } => {
             list::run(&inspect()?, list::Wanted { state, limit: limit as usize, topic, code }, json).await
         }
         Command::Show { id, json } => show::run(&inspect()?, id, json).await,

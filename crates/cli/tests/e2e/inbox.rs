@@ -1,9 +1,13 @@
 //! Webhooks in: stored by `run`, seen and steered by the same commands as the outbox, applied by an HTTP handler.
 
+use std::time::Duration;
+
 use anyhow::{Context as _, Result, ensure};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 
 use crate::endpoint::Endpoint;
-use crate::room::{Kind, Room, on_both};
+use crate::room::{DEADLINE, Kind, Room, on_both};
 use crate::sender::{Sender, partner};
 
 /// Sends these while a service runs; it is stopped then.
@@ -54,7 +58,7 @@ async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
 /// The handler refused them all; it is mended, and they are brought back a few at a time.
 async fn dead_messages_are_revived_oldest_first(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
-    let refusing = Endpoint::start(|_| (422, std::time::Duration::ZERO))?;
+    let refusing = Endpoint::start(|_| (422, Duration::ZERO))?;
     let config = |url: String| {
         format!("[subscriptions.apply]\nlog = \"inbox\"\nsink = {{ type = \"http\", url = \"{url}\" }}\n{}", partner())
     };
@@ -68,7 +72,7 @@ async fn dead_messages_are_revived_oldest_first(kind: Kind) -> Result<()> {
     ensure!(room.ok(&["dispatch"])? == "fetched=6 dispatched=0 failed=0 dead=6\n");
     ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=0 dead=6 total=6\n");
 
-    let mended = Endpoint::start(|_| (200, std::time::Duration::ZERO))?;
+    let mended = Endpoint::start(|_| (200, Duration::ZERO))?;
     room.config(&config(mended.url()))?;
     ensure!(room.refuses(1, &["retry", "--log", "outbox", "--all"])?.contains("no subscription reads outbox"));
     let numbers = || mended.arrivals().iter().map(|arrival| arrival.n).collect::<std::collections::BTreeSet<_>>();
@@ -85,4 +89,84 @@ async fn dead_messages_are_revived_oldest_first(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-on_both!(inbox_rows_work_with_the_same_commands, dead_messages_are_revived_oldest_first);
+/// The same id with another body: kept out, and to be seen.
+async fn conflicts_are_listed_for_a_person(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    room.config(&partner())?;
+    ensure!(room.ok(&["list", "--state", "conflict"])?.is_empty());
+    let (first, other) = ("{\"type\":\"invoice.paid\",\"n\":1}", "{\"type\":\"invoice.paid\",\"n\":2}");
+    let log = send(&room, &[("msg_1", first, 202), ("msg_1", other, 200), ("msg_1", other, 200)]).await?;
+    ensure!(log.iter().any(|line| line.contains("WARN") && line.contains("another body")), "{log:#?}");
+    let listed = room.ok(&["list", "--log", "inbox", "--state", "conflict"])?;
+    let cells: Vec<&str> = listed.trim_end().split('\t').collect();
+    ensure!(
+        listed.lines().count() == 1 && cells.len() == 8 && cells[..4] == ["msg_1", "partner", "-", "2"],
+        "{listed}"
+    );
+    let json: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", "conflict", "--json"])?)?;
+    let (stored, refused) = (json[0]["digest_stored"].as_str(), json[0]["digest_refused"].as_str());
+    ensure!(json[0]["times"] == 2 && stored != refused && stored.is_some_and(|hex| hex.len() == 64), "{json}");
+    let told = String::from_utf8(room.output(&["doctor"])?.stdout)?;
+    ensure!(told.contains("1 message(s)") && told.contains("postbox list --state conflict"), "{told}");
+    room.refuses(2, &["list", "--state", "conflict", "--topic", "invoice.*"])?;
+    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=1 dispatched=0 dead=0 total=1\n");
+    Ok(())
+}
+
+async fn metrics(address: &str) -> Result<String> {
+    let mut stream = TcpStream::connect(address).await?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n").await?;
+    let mut page = String::new();
+    stream.read_to_string(&mut page).await?;
+    Ok(page)
+}
+
+/// Repetitions are counted where they were recognised, and many of them are told of once.
+async fn a_replay_storm_is_counted_by_layer_and_told_once(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    let applied_before = Endpoint::start(|_| (409, Duration::ZERO))?;
+    let sink = format!("sink = {{ type = \"http\", url = \"{}\" }}", applied_before.url());
+    room.config(&format!("[subscriptions.apply]\nlog = \"inbox\"\n{sink}\n{}", partner()))?;
+    let served = room.serve().await?;
+    let mut sender = Sender::connect(&served.address).await?;
+    let body = "{\"type\":\"invoice.paid\"}";
+    ensure!(sender.send("msg_1", body).await? == 202);
+    let long_ago = jiff::Timestamp::now().as_second() - 3_600;
+    for _ in 0..99 {
+        ensure!(sender.send("msg_1", body).await? == 200);
+    }
+    for _ in 0..200 {
+        ensure!(sender.send_at(long_ago, "msg_1", body).await? == 401);
+    }
+    applied_before.until("applied", |arrivals| !arrivals.is_empty()).await?;
+    let expected = [
+        "postbox_duplicates_total{layer=\"timestamp\",name=\"partner\"} 200\n",
+        "postbox_duplicates_total{layer=\"inbox\",name=\"partner\"} 99\n",
+        "postbox_duplicates_total{layer=\"destination\",name=\"apply\"} 1\n",
+    ];
+    // The answer is counted when it has been read, a moment after it was given.
+    let counted = async {
+        loop {
+            let page = metrics(&served.address).await?;
+            match expected.iter().find(|line| !page.contains(**line)) {
+                None => return anyhow::Ok(()),
+                Some(line) => ensure!(line.contains("destination"), "no {line} in\n{page}"),
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(DEADLINE, counted).await.context("a duplicate at the destination was never counted")??;
+    let log = served.terminate().await?;
+    let told = |text: &str| log.iter().filter(|line| line.contains(text)).count();
+    ensure!(told("replay storm") == 1 && told("timestamp_too_old") == 1, "{log:#?}");
+    let storm = log.iter().find(|line| line.contains("replay storm")).context("no storm")?;
+    ensure!(storm.contains("WARN") && storm.contains("partner"), "{storm}");
+    Ok(())
+}
+
+on_both!(
+    inbox_rows_work_with_the_same_commands,
+    dead_messages_are_revived_oldest_first,
+    conflicts_are_listed_for_a_person,
+    a_replay_storm_is_counted_by_layer_and_told_once,
+);

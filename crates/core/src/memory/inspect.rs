@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::{Inspect, LaneInfo, ListQuery, Pause, Record, Selection, Stats, SubscriptionInfo, TopicStats};
 use crate::names::{LogName, SubscriptionName};
+use crate::receive::Conflict;
 use crate::state::State as EventState;
 
 /// Events deleted per call of `prune`: the bounded step the contract asks for.
@@ -55,6 +56,10 @@ impl Inspect for MemoryStore {
         let (reader, log) = state.reader_mut("get", subscription)?;
         let found = log.ids.get(&id).and_then(|seq| Some((*seq, log.rows.get(seq)?)));
         Ok(found.and_then(|(seq, row)| Some(reader.record(seq, row.commit?, &row.event))))
+    }
+
+    async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>> {
+        Ok(self.state("conflicts")?.inbox.conflicts(limit))
     }
 
     async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {

@@ -29,7 +29,6 @@ use crate::names::LogName;
 use state::State;
 
 pub use append::MemoryTransaction;
-pub use receive::MemoryConflict;
 
 /// The one migration of a store without a schema, so that `up` and `down` have something to say.
 const MIGRATION: &str = "0001_memory";

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use super::MemoryStore;
 use crate::error::Result;
 use crate::names::{LogName, SourceName};
-use crate::receive::{Inbound, Receive, Received};
+use crate::receive::{Conflict, Inbound, Receive, Received};
 
 /// Ids forgotten per call: the bounded step the contract asks for.
 const FORGET_IDS_MAX: usize = 1_000;
@@ -23,38 +23,44 @@ type Identity = (SourceName, Option<String>, String);
 #[derive(Default)]
 pub(super) struct Inbox {
     seen: HashMap<Identity, (/* digest */ [u8; 32], /* when */ Timestamp)>,
-    conflicts: Vec<MemoryConflict>,
-}
-
-/// The record of a message that came with a known id and another body.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MemoryConflict {
-    /// Where it came from.
-    pub source: SourceName,
-    /// The id.
-    pub message_id: String,
-    /// The digest stored first.
-    pub digest_stored: [u8; 32],
-    /// The digest that came later and was kept out.
-    pub digest_refused: [u8; 32],
-    /// When it came.
-    pub at: Timestamp,
-}
-
-impl MemoryStore {
-    /// Messages that were kept out because their id was known with another body, oldest first.
-    pub fn conflicts(&self) -> Vec<MemoryConflict> {
-        self.lock().inbox.conflicts.clone()
-    }
+    conflicts: Vec<Conflict>,
 }
 
 impl Inbox {
+    /// The latest first.
+    pub(super) fn conflicts(&self, limit: usize) -> Vec<Conflict> {
+        let mut latest = self.conflicts.clone();
+        latest.sort_by_key(|conflict| std::cmp::Reverse(conflict.last_at));
+        latest.truncate(limit);
+        latest
+    }
+
     fn note_conflict(&mut self, identity: Identity, stored: [u8; 32], refused: [u8; 32], at: Timestamp) {
-        let (source, _, message_id) = identity;
+        let (source, tenant, message_id) = identity;
+        let known = self.conflicts.iter_mut().find(|known| {
+            known.source == source
+                && known.tenant == tenant
+                && known.message_id == message_id
+                && known.digest_refused == refused
+        });
+        if let Some(known) = known {
+            known.times += 1;
+            known.last_at = at;
+            return;
+        }
         if self.conflicts.len() == CONFLICTS_MAX {
             self.conflicts.remove(0);
         }
-        self.conflicts.push(MemoryConflict { source, message_id, digest_stored: stored, digest_refused: refused, at });
+        self.conflicts.push(Conflict {
+            source,
+            tenant,
+            message_id,
+            digest_stored: stored.into(),
+            digest_refused: refused.into(),
+            times: 1,
+            first_at: at,
+            last_at: at,
+        });
     }
 }
 
@@ -92,6 +98,7 @@ impl Receive for MemoryStore {
         for identity in &old {
             seen.remove(identity);
         }
+        state.inbox.conflicts.retain(|conflict| conflict.last_at > oldest_kept);
         Ok(old.len() as u64)
     }
 }

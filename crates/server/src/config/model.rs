@@ -142,6 +142,8 @@ pub struct SourceConfig {
     pub sns: Option<SnsConfig>,
     /// What the scheme needs beside its secrets.
     pub settings: Settings,
+    /// How long its sender goes on sending a message that was not answered: ids are remembered longer.
+    pub retry_horizon: Duration,
     /// What it may cost.
     pub limits: SourceLimits,
     /// CloudEvents: who gets consent by the handshake.

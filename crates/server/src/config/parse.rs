@@ -5,11 +5,15 @@ mod sink;
 mod source;
 mod subscription;
 
+use std::time::Duration;
+
+use postbox_core::SourceName;
 use toml::de::DeTable;
 
 use super::faults::{Fault, suggestion};
 use super::model::Config;
 use super::reader::{At, Lookup, Reader, Section};
+use super::values::duration_text;
 use crate::secret::Secret;
 use postbox_http::HttpSinkConfig;
 
@@ -53,18 +57,40 @@ fn read_root(root: &Section<'_, '_>, config: &mut Config) {
     for (name, section) in root.section("subscriptions").map(|table| table.sections()).unwrap_or_default() {
         config.subscriptions.extend(subscription::read_subscription(&name, section));
     }
+    let mut horizons = Vec::new();
     for (name, section) in root.section("sources").map(|table| table.sections()).unwrap_or_default() {
-        config.sources.extend(source::read_source(&name, section));
+        let source = source::read_source(&name, section);
+        horizons.extend(source.as_ref().map(|source| (name.line, source.name.clone(), source.retry_horizon)));
+        config.sources.extend(source);
     }
     if let Some(section) = root.section("server") {
         house::read_server(section, &mut config.server);
     }
-    if let Some(section) = root.section("retention") {
-        house::read_retention(section, &mut config.retention);
-    }
+    let section = root.section("retention");
+    let remembering = section.and_then(|section| house::read_retention(section, &mut config.retention));
+    check_horizons(root.reader, &horizons, config.retention.remember_ids, remembering);
     if let Some(section) = root.section("log") {
         house::read_log(section, &mut config.log);
     }
+}
+
+/// An id that is forgotten while its sender still repeats it would be applied a second time.
+fn check_horizons(
+    reader: &Reader<'_>,
+    horizons: &[(usize, SourceName, Duration)],
+    remembered: Duration,
+    line: Option<usize>,
+) {
+    let Some((source_line, source, horizon)) = horizons.iter().max_by_key(|(_, _, horizon)| *horizon) else { return };
+    if remembered >= *horizon {
+        return;
+    }
+    let (remembered, horizon) = (duration_text(remembered), duration_text(*horizon));
+    let text = format!(
+        "retention.remember_ids is {remembered:?}, but the sender of sources.{source} repeats a message for {horizon:?}, and what is repeated \
+         after that would be applied twice; write remember_ids = {horizon:?} or longer, or sources.{source}.retry_horizon if it gives up sooner"
+    );
+    reader.fault(line.unwrap_or(*source_line), text);
 }
 
 fn set<T>(field: &mut T, value: Option<T>) {

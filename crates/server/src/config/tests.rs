@@ -38,6 +38,28 @@ fn the_default_file_says_exactly_the_defaults() {
 }
 
 #[test]
+fn ids_are_remembered_longer_than_senders_repeat() {
+    let source = |more: &str, scheme: &str| {
+        format!("[sources.partner]\ntype = \"webhook\"\nscheme = \"{scheme}\"\nsecret = \"{KEY}\"\n{more}\n")
+    };
+    let told = fault(&(source("", "stripe") + "[retention]\nremember_ids = \"47h\"\n"));
+    assert!(told.contains(":7: ") && told.contains("\"47h\"") && told.contains("sources.partner"), "{told}");
+    assert!(told.contains("write remember_ids = \"3d\"") && told.contains("sources.partner.retry_horizon"), "{told}");
+    // The same rule for what is configured, and for what is not.
+    let told = fault(&source("retry_horizon = \"60d\"", "standard"));
+    assert!(told.contains(":1: ") && told.contains("\"30d\"") && told.contains("remember_ids = \"60d\""), "{told}");
+    parse(&(source("retry_horizon = \"1h\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n")).expect("it is so");
+    parse(&(source("", "stripe") + "[retention]\nremember_ids = \"3d\"\n")).expect("it is so");
+    parse("[retention]\nremember_ids = \"1s\"\n").expect("without a source nobody repeats anything");
+    let defaults = Config::default().retention.remember_ids;
+    for scheme in ["standard", "stripe", "github", "shopify", "slack"] {
+        let horizon = parse(&source("", scheme)).expect("right").sources[0].retry_horizon;
+        assert!(Duration::from_secs(86_400) <= horizon && horizon <= Duration::from_secs(7 * 86_400), "{scheme}");
+    }
+    assert!(defaults >= Duration::from_secs(7 * 86_400));
+}
+
+#[test]
 fn the_examples_in_the_default_file_are_right_when_uncommented() {
     let uncommented: Vec<String> = DEFAULT_TOML
         .lines()

@@ -38,6 +38,14 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     Ok(total)
 }
 
+/// Writes a duration as a person would in a configuration: `3d`, `90m`, `1500ms`.
+pub(crate) fn duration_text(duration: Duration) -> String {
+    let ms = duration.as_millis();
+    let units = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000)];
+    let exact = units.into_iter().find(|(_, unit)| ms >= *unit && ms.is_multiple_of(*unit));
+    exact.map_or_else(|| format!("{ms}ms"), |(name, unit)| format!("{}{name}", ms / unit))
+}
+
 /// Reads `512KiB`, `8MiB`, `1MB` or a plain number of bytes.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let bad =

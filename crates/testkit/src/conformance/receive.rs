@@ -40,6 +40,34 @@ pub async fn the_same_id_with_another_body_is_a_conflict(fixture: &dyn StoreFixt
     assert_eq!(payloads(&inbox_lane(fixture).await.drain().await), ["body"]);
 }
 
+/// A person can see them: which id, which bodies, how often, when. Repeating a body does not add a record.
+pub async fn conflicts_are_listed_the_latest_first(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    assert_eq!(store.conflicts(10).await.expect("listed"), []);
+    accepted(store.receive(&LogName::inbox(), inbound("m1", "body")).await);
+    let mut of_tenant = inbound("m1", "body");
+    of_tenant.event.tenant = Some("acme".into());
+    accepted(store.receive(&LogName::inbox(), of_tenant.clone()).await);
+    of_tenant.digest = inbound("m1", "third").digest;
+    for conflicting in [inbound("m1", "forged"), inbound("m1", "forged"), of_tenant, inbound("m1", "forged")] {
+        let answer = store.receive(&LogName::inbox(), conflicting).await.expect("answered");
+        assert_eq!(answer, Received::Conflict);
+        fixture.pass(SHORT).await;
+    }
+    let listed = store.conflicts(10).await.expect("listed");
+    let told: Vec<_> = listed.iter().map(|c| (c.message_id.as_str(), c.tenant.as_deref(), c.times)).collect();
+    assert_eq!(told, [("m1", None, 3), ("m1", Some("acme"), 1)]);
+    assert_eq!(listed[0].source.as_str(), "hooks");
+    assert_eq!(listed[0].digest_stored, inbound("m1", "body").digest);
+    assert_eq!(listed[0].digest_refused, inbound("m1", "forged").digest);
+    assert!(listed[0].first_at < listed[0].last_at && listed[1].first_at == listed[1].last_at, "{listed:?}");
+    assert_eq!(store.conflicts(1).await.expect("listed"), listed[..1]);
+    assert_eq!(store.forget(HOUR).await.expect("swept"), 0);
+    assert_eq!(store.conflicts(10).await.expect("listed").len(), 2);
+    store.forget(SHORT / 2).await.expect("swept");
+    assert_eq!(store.conflicts(10).await.expect("listed"), [], "forgotten with the ids of their age");
+}
+
 /// Ids are the sender's: another source may use the same one, and so may another tenant.
 pub async fn ids_are_unique_per_source_and_tenant(fixture: &dyn StoreFixture) {
     let store = fixture.store();
@@ -194,6 +222,7 @@ macro_rules! receive_cases {
                 a_message_is_stored_once_and_can_be_read,
                 the_same_message_again_is_a_duplicate,
                 the_same_id_with_another_body_is_a_conflict,
+                conflicts_are_listed_the_latest_first,
                 ids_are_unique_per_source_and_tenant,
                 of_concurrent_copies_exactly_one_is_accepted,
                 of_concurrent_bodies_one_wins_and_the_other_conflicts,

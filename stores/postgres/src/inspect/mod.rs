@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    EventId, Inspect, ListQuery, LogName, Pause, Record, Result, Selection, Stats, SubscriptionInfo, SubscriptionName,
+    Conflict, EventId, Inspect, ListQuery, LogName, Pause, Record, Result, Selection, Stats, SubscriptionInfo,
+    SubscriptionName,
 };
 
 use crate::PostgresStore;
@@ -28,6 +29,10 @@ impl Inspect for PostgresStore {
 
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
         self.bounded("get", self.report_one(subscription, id)).await
+    }
+
+    async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>> {
+        self.bounded("conflicts", self.report_conflicts(limit)).await
     }
 
     async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Error, EventId, Filter, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, State, Stats,
-    SubscriptionInfo, SubscriptionName, Tenant, TopicPattern, TopicStats,
+    Conflict, Error, EventId, Filter, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, SourceName, State,
+    Stats, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern, TopicStats,
 };
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
@@ -118,6 +118,11 @@ LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
 WHERE l.id = $3"
 );
 
+/// Ids that came with another body. Index: `conflict_last`. No lock.
+const CONFLICT_LIST: &str = "
+SELECT source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at
+FROM {s}.conflict ORDER BY last_at DESC LIMIT $1";
+
 /// Every event of a log. Walks an index of it. No lock.
 const LOG_COUNT: &str = "SELECT count(*) FROM {log} AS l";
 
@@ -160,6 +165,27 @@ impl PostgresStore {
             last.lanes.extend(lane_info(row));
         }
         Ok(subscriptions)
+    }
+
+    pub(super) async fn report_conflicts(&self, limit: usize) -> Result<Vec<Conflict>> {
+        let sql = self.schema().sql(CONFLICT_LIST);
+        let limit = i64::try_from(limit.min(LIST_RECORDS_MAX)).expect("the most of a list is no large number");
+        let read = async |client: &Client| {
+            let params: [(&(dyn ToSql + Sync), Type); 1] = [(&limit, Type::INT8)];
+            client.query_typed(&sql, &params).await.map_err(|error| classify("conflicts", &error))
+        };
+        let rows = self.report("conflicts", read).await?;
+        let conflict = |row: &Row| Conflict {
+            source: SourceName::from_stored(row.get::<_, String>(0)),
+            tenant: Some(row.get::<_, String>(1)).filter(|tenant| !tenant.is_empty()),
+            message_id: row.get(2),
+            digest_stored: row.get(3),
+            digest_refused: row.get(4),
+            times: row.get::<_, i64>(5).unsigned_abs(),
+            first_at: row.get(6),
+            last_at: row.get(7),
+        };
+        Ok(rows.iter().map(conflict).collect())
     }
 
     pub(super) async fn report_stats(&self, name: &SubscriptionName) -> Result<Stats> {

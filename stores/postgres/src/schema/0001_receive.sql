@@ -46,8 +46,10 @@ BEGIN
       ELSIF known IS NULL OR known = with_digest THEN
         verdict := 'duplicate';
       ELSE
-        INSERT INTO <schema>.conflict (source, tenant, message_id, digest_stored, digest_refused)
-          VALUES (of_source, coalesce(of_tenant, ''), of_message, known, with_digest);
+        -- The same body again only raises the count: a sender who repeats himself does not fill the disk.
+        INSERT INTO <schema>.conflict AS c (source, tenant, message_id, digest_stored, digest_refused)
+          VALUES (of_source, coalesce(of_tenant, ''), of_message, known, with_digest)
+          ON CONFLICT (source, tenant, message_id, digest_refused) DO UPDATE SET times = c.times + 1, last_at = clock_timestamp();
         verdict := 'conflict';
       END IF;
     END

@@ -188,10 +188,14 @@ CREATE TABLE {s}.conflict (
   source text NOT NULL,
   tenant text NOT NULL,
   message_id text NOT NULL,
-  digest_stored bytea,
+  digest_stored bytea NOT NULL,
   digest_refused bytea NOT NULL,
-  at timestamptz NOT NULL DEFAULT clock_timestamp()
+  times bigint NOT NULL DEFAULT 1,
+  first_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  last_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  PRIMARY KEY (source, tenant, message_id, digest_refused)
 );
+CREATE INDEX conflict_last ON {s}.conflict (last_at);
 
 -- Appends one event in the caller's transaction, from any language. An untyped literal is text.
 CREATE FUNCTION {s}.enqueue(

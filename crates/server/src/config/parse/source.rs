@@ -64,6 +64,9 @@ pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option
         settings,
         secrets,
         sns,
+        retry_horizon: section
+            .duration("retry_horizon", Duration::ZERO)
+            .unwrap_or(scheme.map_or(HORIZON_UNKNOWN, retry_horizon)),
         limits: read_limits(&section),
         allowed_origins: read_origins(&section),
         mapping: MappingConfig {
@@ -134,6 +137,29 @@ fn read_sns(section: &Section<'_, '_>) -> SnsConfig {
         section.fault("topics", format!("{} is empty; name at least one", section.name("topics")));
     }
     SnsConfig { topics, confirm: section.boolean("confirm").unwrap_or(false) }
+}
+
+/// For senders that nothing is known of.
+const HORIZON_UNKNOWN: Duration = Duration::from_hours(7 * 24);
+
+/// How long senders of a scheme go on, by their own documents, rounded up; `docs/guide/inbox.md` has the table.
+fn retry_horizon(scheme: Scheme) -> Duration {
+    let days = |days: u64| Duration::from_hours(days * 24);
+    match scheme {
+        // The recommended schedule sums up to 76 hours.
+        Scheme::StandardWebhooks => days(4),
+        Scheme::Stripe => days(3),
+        // Not by itself: by hand, among the deliveries of the last three days.
+        Scheme::GitHub => days(3),
+        // 8 within 4 hours now, 19 within 48 hours for older subscriptions.
+        Scheme::Shopify => days(2),
+        // Three within minutes; hourly for a day where delayed events are on.
+        Scheme::Slack => days(1),
+        Scheme::Twilio => days(1),
+        // Up to an hour by a delivery policy.
+        Scheme::Sns => days(1),
+        _ => HORIZON_UNKNOWN,
+    }
 }
 
 /// Most verified messages on their way into the store at once that may be allowed: more than any store commits at a time.
