@@ -11,6 +11,8 @@ use postbox_core::{
     SubscriptionName,
 };
 
+#[cfg(test)]
+pub(crate) use self::steer::LOG_PRUNE;
 use crate::PostgresStore;
 
 #[async_trait]

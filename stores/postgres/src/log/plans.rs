@@ -6,6 +6,7 @@ use tokio_postgres::Client;
 
 use super::page::{LOG_READ_REST, LOG_READ_STRAGGLERS, PAGE_GUARD};
 use super::settle::LANE_SETTLE;
+use crate::inspect::LOG_PRUNE;
 use crate::{PostgresConfig, PostgresStore, SchemaName};
 use postbox_core::{LogName, Migrate as _};
 use postbox_testkit::servers::{Postgres, Version};
@@ -115,6 +116,44 @@ async fn no_statement_walks_the_log() {
     }
 }
 
+/// Retention asks every hour, and most of the log is young: that is not looked at.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_retention_walks_what_is_young() {
+    for version in Version::ALL {
+        let url = Postgres::shared(version).await.fresh_database().await;
+        let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
+        store.up().await.expect("migrated");
+        let session = store.session("test").await.expect("a connection");
+        let client = session.client();
+        let fill = format!(
+            "ALTER TABLE postbox.outbox SET (autovacuum_enabled = false);
+             INSERT INTO postbox.outbox (topic, key, payload, created_at)
+             SELECT 'topic', 'k' || n % 1000, repeat('x', 100), now() - CASE WHEN n <= 20 THEN interval '1 day' ELSE interval '0' END
+             FROM generate_series(1, {ROWS}) AS n"
+        );
+        client.batch_execute(&fill).await.expect("filled");
+        for analysed in [false, true] {
+            if analysed {
+                client.batch_execute("ANALYZE postbox.outbox").await.expect("analysed");
+            }
+            let case = Case {
+                name: "retention",
+                sql: LOG_PRUNE,
+                params: &["3600000000::bigint", "'outbox'::text"],
+                indexes: &["outbox_pkey"],
+                place: "",
+                rows_max: 2_500,
+            };
+            let plan = explain(&store, client, &case).await;
+            let context = format!("(Postgres {}, analysed: {analysed})\n{plan}", version.number());
+            assert!(!plan.contains("Seq Scan on outbox") && plan.contains("outbox_pkey"), "{context}");
+            let touched = rows_touched(&plan);
+            assert!(touched <= case.rows_max, "{touched} rows touched {context}");
+        }
+        session.finish();
+    }
+}
+
 fn judge(plan: &str, indexes: &[&str], rows_max: u64, context: &str) {
     assert!(!plan.contains("Seq Scan on outbox"), "{context}");
     assert!(!plan.contains("Hash Join") && !plan.contains("Merge Join"), "{context}");
@@ -219,7 +258,11 @@ async fn explain(store: &PostgresStore, client: &Client, case: &Case) -> String 
         sql = sql.replace(&format!("${}", index + 1), value);
     }
     let preambles = &store.inner.preambles;
-    let preamble = if case.sql.contains("UPDATE") { &preambles.change } else { &preambles.read };
+    let preamble = match case.sql {
+        LOG_PRUNE => &preambles.write,
+        sql if sql.contains("UPDATE") => &preambles.change,
+        _ => &preambles.read,
+    };
     client.batch_execute(preamble).await.expect("begun");
     let rows = client.query_typed(&format!("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {sql}"), &[]).await;
     let rows = rows.unwrap_or_else(|error| panic!("{}: {error:?}\n{sql}", case.name));
