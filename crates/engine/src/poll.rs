@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
-/// Longest wait in which hints are ignored: an idle relay with a store that hints for nothing reads 200 times a second at
-/// most, and a true hint after a false one is heard soon.
+/// Longest wait in which hints are ignored: an idle relay with a store that hints for nothing reads some 400 times a second at
+/// most, and a true hint after false ones is heard soon.
 const DEAF_MAX: Duration = Duration::from_millis(10);
+/// Hints in a row that may lead to nothing. One or two are common and no fault: a notification comes after the read that saw its event.
+const HINTS_FALSE_MAX: u32 = 3;
 
 /// Adaptive polling of one lane.
 ///
@@ -15,36 +17,37 @@ pub(crate) struct Poll {
     min: Duration,
     max: Duration,
     next: Duration,
-    deaf: bool,
+    /// Hints in a row that led to an empty read.
+    false_hints: u32,
 }
 
 impl Poll {
     pub(crate) fn new(min: Duration, max: Duration) -> Self {
-        Self { min, max: max.max(min), next: min, deaf: false }
+        Self { min, max: max.max(min), next: min, false_hints: 0 }
     }
 
     /// Something was read: the next wait is short again.
     pub(crate) fn reset(&mut self) {
         self.next = self.min;
-        self.deaf = false;
+        self.false_hints = 0;
     }
 
     /// The wait after another empty read.
     pub(crate) fn pause(&mut self) -> Duration {
         let pause = self.next;
         self.next = self.next.mul_f64(1.5).clamp(self.min, self.max);
-        if self.deaf { pause.min(DEAF_MAX) } else { pause }
+        if self.is_deaf() { pause.min(DEAF_MAX) } else { pause }
     }
 
-    /// Whether hints are ignored during the next wait, which is short then: the last one led to an empty read, and a
+    /// Whether hints are ignored during the next wait, which is short then: the last ones led to empty reads, and a
     /// store whose hint resolves for nothing must not turn an idle relay into a busy loop.
     pub(crate) fn is_deaf(&self) -> bool {
-        self.deaf
+        self.false_hints >= HINTS_FALSE_MAX
     }
 
     /// Says whether the wait that just ended was ended by a hint.
     pub(crate) fn woken_by_hint(&mut self, hinted: bool) {
-        self.deaf = hinted;
+        self.false_hints = if hinted { self.false_hints + 1 } else { 0 };
     }
 }
 
@@ -63,5 +66,18 @@ mod tests {
         assert!(until_idle < Duration::from_millis(350), "{until_idle:?}");
         poll.reset();
         assert_eq!(poll.pause(), Duration::from_millis(1));
+    }
+
+    #[test]
+    fn a_store_that_hints_for_nothing_is_not_listened_to_for_a_while() {
+        let mut poll = Poll::new(Duration::from_millis(1), Duration::from_millis(100));
+        for _ in 0..HINTS_FALSE_MAX {
+            assert!(!poll.is_deaf());
+            poll.woken_by_hint(true);
+        }
+        assert!(poll.is_deaf());
+        assert!((0..20).map(|_| poll.pause()).all(|pause| pause <= DEAF_MAX));
+        poll.woken_by_hint(false);
+        assert!(!poll.is_deaf(), "after one wait without it, a hint is heard again");
     }
 }
