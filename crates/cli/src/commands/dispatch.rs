@@ -1,5 +1,6 @@
 //! `postbox dispatch`: deliver what is there, once or again and again.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -61,7 +62,11 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
         }
     }
     signal.abort();
-    output::line(&summary(&relays))?;
+    let done = Done::of(&relays);
+    // A run that could not even begin has done nothing to speak of: its error is all it says.
+    if ended.is_ok() || done.fetched > 0 {
+        output::line(&done.to_string())?;
+    }
     ended?;
     if lanes_lost > 0 && !forever {
         return Err(Failure::failed(format!(
@@ -90,13 +95,30 @@ async fn relays(context: &Context, store: &Arc<dyn Store>, clock: &Arc<dyn Clock
 }
 
 /// What was done, also by a run that failed midway.
-fn summary(relays: &[Relay]) -> String {
-    let (mut fetched, mut dispatched, mut failed, mut dead) = (0, 0, 0, 0);
-    for done in relays.iter().map(|relay| relay.metrics().snapshot()) {
-        fetched += done.fetched;
-        dispatched += done.delivered;
-        failed += done.failed.saturating_sub(done.dead);
-        dead += done.dead;
+#[derive(Default)]
+struct Done {
+    fetched: u64,
+    dispatched: u64,
+    failed: u64,
+    dead: u64,
+}
+
+impl Done {
+    fn of(relays: &[Relay]) -> Self {
+        let mut done = Self::default();
+        for relay in relays.iter().map(|relay| relay.metrics().snapshot()) {
+            done.fetched += relay.fetched;
+            done.dispatched += relay.delivered;
+            done.failed += relay.failed.saturating_sub(relay.dead);
+            done.dead += relay.dead;
+        }
+        done
     }
-    format!("fetched={fetched} dispatched={dispatched} failed={failed} dead={dead}")
+}
+
+impl fmt::Display for Done {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { fetched, dispatched, failed, dead } = self;
+        write!(f, "fetched={fetched} dispatched={dispatched} failed={failed} dead={dead}")
+    }
 }
