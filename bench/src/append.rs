@@ -53,7 +53,8 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
 struct Figure {
     events: usize,
     seconds: f64,
-    wal_per_event: f64,
+    /// On Postgres of write-ahead log; on SQLite of all that was written, log and checkpoints.
+    bytes_per_event: f64,
 }
 
 impl Figure {
@@ -82,8 +83,8 @@ async fn postgres(options: &Options) -> anyhow::Result<()> {
                 rate(ours.events, ours.seconds),
                 rate(bare.events, bare.seconds),
                 percent(ours.per_second(), bare.per_second()),
-                format!("{:.0}", ours.wal_per_event),
-                format!("{:.0}", bare.wal_per_event),
+                format!("{:.0}", ours.bytes_per_event),
+                format!("{:.0}", bare.bytes_per_event),
             ]);
         }
     }
@@ -110,8 +111,8 @@ async fn measure_postgres(url: &str, batch: usize, writers: usize, seconds: u64,
         events += writer??;
     }
     let seconds = start.elapsed().as_secs_f64();
-    let wal_per_event = (wal_bytes(&client).await? - wal) as f64 / events.max(1) as f64;
-    Ok(Figure { events, seconds, wal_per_event })
+    let bytes_per_event = (wal_bytes(&client).await? - wal) as f64 / events.max(1) as f64;
+    Ok(Figure { events, seconds, bytes_per_event })
 }
 
 async fn write_postgres(url: &str, number: usize, batch: usize, until: Instant, bare: bool) -> anyhow::Result<usize> {
@@ -155,15 +156,22 @@ async fn sqlite(options: &Options) -> anyhow::Result<()> {
     connection.execute_batch("PRAGMA synchronous = NORMAL")?;
     let mut table = Table::new(
         "append: SQLite, WAL, synchronous = NORMAL, in the caller's rusqlite transaction",
-        &["events a transaction", "append_in", "bare INSERT", "ratio"],
+        &["events a transaction", "append_in", "bare INSERT", "ratio", "written B/event", "bare's"],
     );
     for batch in &options.batch {
         let ours = measure_sqlite(&mut connection, *batch, options.seconds, false)?;
         let bare = measure_sqlite(&mut connection, *batch, options.seconds, true)?;
-        let ratio = percent(ours.per_second(), bare.per_second());
-        table.row([batch.to_string(), rate(ours.events, ours.seconds), rate(bare.events, bare.seconds), ratio]);
+        table.row([
+            batch.to_string(),
+            rate(ours.events, ours.seconds),
+            rate(bare.events, bare.seconds),
+            percent(ours.per_second(), bare.per_second()),
+            format!("{:.0}", ours.bytes_per_event),
+            format!("{:.0}", bare.bytes_per_event),
+        ]);
     }
     table.print();
+    println!("  peak memory: {:.0} MiB", machine::memory_peak_mib()?);
     Ok(())
 }
 
@@ -173,6 +181,7 @@ fn measure_sqlite(
     seconds: u64,
     bare: bool,
 ) -> anyhow::Result<Figure> {
+    let written = machine::written_bytes()?;
     let start = Instant::now();
     let until = start + Duration::from_secs(seconds);
     let mut count = 0;
@@ -190,5 +199,7 @@ fn measure_sqlite(
         transaction.commit()?;
         count += batch;
     }
-    Ok(Figure { events: count, seconds: start.elapsed().as_secs_f64(), wal_per_event: 0.0 })
+    let seconds = start.elapsed().as_secs_f64();
+    let bytes_per_event = (machine::written_bytes()? - written) / count.max(1) as f64;
+    Ok(Figure { events: count, seconds, bytes_per_event })
 }

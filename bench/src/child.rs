@@ -60,6 +60,8 @@ pub(crate) struct Figure {
     pub(crate) seconds: f64,
     pub(crate) memory_mib: f64,
     pub(crate) processor_seconds: f64,
+    /// What the process wrote, to files and sockets.
+    pub(crate) written_bytes: f64,
 }
 
 impl Job {
@@ -79,6 +81,7 @@ impl Job {
             seconds: number("seconds")?,
             memory_mib: number("memory_mib")?,
             processor_seconds: number("processor_seconds")?,
+            written_bytes: number("written_bytes")?,
         })
     }
 
@@ -90,7 +93,10 @@ impl Job {
             Task::Idle => self.idle().await?,
         };
         let memory_mib = machine::memory_peak_mib()?;
-        let figure = json!({ "events": events, "seconds": seconds, "memory_mib": memory_mib, "processor_seconds": processor_seconds });
+        let figure = json!({
+            "events": events, "seconds": seconds, "memory_mib": memory_mib, "processor_seconds": processor_seconds,
+            "written_bytes": machine::written_bytes()?,
+        });
         println!("{figure}");
         Ok(())
     }

@@ -54,7 +54,8 @@ impl Options {
         Job { task, store: store.to_owned(), subscription: subscription.to_owned(), batch: self.batch }
     }
 
-    fn table(&self, store: &str) -> Table {
+    /// `written`: what of the relay's writes is counted.
+    fn table(&self, store: &str, written: &'static str) -> Table {
         let title = format!(
             "drain: {store}, payload {} B, batch {}, key order on, {} keys, a sink that does nothing",
             fill::PAYLOAD_BYTES,
@@ -71,7 +72,7 @@ impl Options {
                 "CPU/event",
                 "plain's",
                 "CPU ratio",
-                "WAL B/event",
+                written,
                 "peak memory",
                 "plain's",
             ],
@@ -85,7 +86,7 @@ async fn postgres(options: &Options) -> anyhow::Result<()> {
     let url = server.fresh_database().await;
     child::open(&url).await?.up().await?;
     let mut client = connect(&url).await?;
-    let mut table = options.table("Postgres 15, fsync on, one durable commit per batch");
+    let mut table = options.table("Postgres 15, fsync on, one durable commit per batch", "WAL B/event");
     let mut filled = 0;
     for rows in &options.rows {
         fill::postgres(&mut client, filled, *rows, options.shape()).await?;
@@ -149,7 +150,7 @@ async fn sqlite(options: &Options) -> anyhow::Result<()> {
     let path = folder.path().join("bench.db").to_string_lossy().into_owned();
     child::open(&path).await?.up().await?;
     let mut connection = rusqlite::Connection::open(&path)?;
-    let mut table = options.table("SQLite");
+    let mut table = options.table("SQLite", "written B/event");
     let mut filled = 0;
     for rows in &options.rows {
         fill::sqlite(&mut connection, filled, *rows, options.shape())?;
@@ -158,9 +159,11 @@ async fn sqlite(options: &Options) -> anyhow::Result<()> {
         let before = options.job(Task::Plain, &path, &subscription).in_child().await?;
         let relay = options.job(Task::Relay, &path, &subscription).in_child().await?;
         let after = options.job(Task::Plain, &path, &subscription).in_child().await?;
-        line(&mut table, format!("{} events", thousands(*rows as f64)), relay, better(before, after), "–".into())?;
+        let written = format!("{:.1}", relay.written_bytes / relay.events.max(1) as f64);
+        line(&mut table, format!("{} events", thousands(*rows as f64)), relay, better(before, after), written)?;
     }
     table.print();
+    println!("  written: the write-ahead log and its checkpoints");
     Ok(())
 }
 

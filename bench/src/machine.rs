@@ -10,6 +10,13 @@ pub(crate) fn memory_peak_mib() -> anyhow::Result<f64> {
     Ok(kib / 1024.0)
 }
 
+/// Bytes this process has handed to the kernel to write: files, sockets and all.
+pub(crate) fn written_bytes() -> anyhow::Result<f64> {
+    let io = std::fs::read_to_string("/proc/self/io").context("/proc/self/io")?;
+    let line = io.lines().find_map(|line| line.strip_prefix("wchar: ")).context("no wchar")?;
+    Ok(line.trim().parse()?)
+}
+
 /// Processor time this process has used, in seconds.
 pub(crate) fn processor_seconds() -> anyhow::Result<f64> {
     let [user, system, ..] = times("self")?;
