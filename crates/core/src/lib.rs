@@ -69,6 +69,8 @@ pub use subscription::{Filter, Ordering, StartAt, Subscription};
 
 /// Limits every store enforces, in Rust before the round trip and in SQL as named constraints.
 pub mod limits {
+    use std::time::Duration;
+
     /// Longest topic in bytes: what every broker we know accepts as a subject, topic or routing key.
     pub const TOPIC_BYTES_MAX: usize = 255;
     /// Longest ordering key in bytes: fits an index entry and a Kafka key without surprise.
@@ -83,6 +85,9 @@ pub mod limits {
     pub const NAME_BYTES_MAX: usize = 128;
     /// Longest id of a message from outside, in bytes.
     pub const MESSAGE_ID_BYTES_MAX: usize = 255;
+    /// Shortest time for which ids of messages from outside are remembered: 7 days, about twice as long as the most patient sender whose documents we
+    /// know goes on by itself. What comes again after it was forgotten is applied again.
+    pub const MESSAGE_IDS_AGE_MIN: Duration = Duration::from_hours(7 * 24);
     /// Longest error text kept with a delivery, in bytes; the rest is cut.
     pub const ERROR_BYTES_MAX: usize = 2_048;
     /// Most lanes of one subscription: more than any deployment has replicas.

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, Inspect, LogName, Receive, Result};
+use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
+use postbox_core::{Clock, Error, Inspect, LogName, Receive, Result};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -44,7 +45,7 @@ impl Sweeper {
             receive: None,
             logs,
             events_age: 7 * DAY,
-            // Longer than any sender we know keeps retrying.
+            // Longer than any sender we know keeps retrying, and as long as Stripe lets a person send an event again.
             message_ids_age: 30 * DAY,
             schedule: Box::new(Every(Duration::from_secs(3_600))),
             clock,
@@ -58,12 +59,19 @@ impl Sweeper {
         self
     }
 
-    /// Also forgets ids of inbound messages older than `age`, which must be longer than the senders' longest retry horizon.
-    #[must_use]
-    pub fn message_ids_older_than(mut self, receive: Arc<dyn Receive>, age: Duration) -> Self {
+    /// Also forgets ids of inbound messages older than `age`: 7 days ([`MESSAGE_IDS_AGE_MIN`]) or more, which is checked, and as long as your senders go on
+    /// repeating a message, which only you know. A message that comes again after its id was forgotten is applied again.
+    pub fn message_ids_older_than(mut self, receive: Arc<dyn Receive>, age: Duration) -> Result<Self> {
+        if age < MESSAGE_IDS_AGE_MIN {
+            let (age, least) = (age.as_secs(), MESSAGE_IDS_AGE_MIN.as_secs());
+            let text = format!(
+                "message ids must be remembered for {least} s (7 days) or longer, not {age} s: what is sent again after that is applied twice"
+            );
+            return Err(Error::invalid("configure", "message_ids_age_too_short", text));
+        }
         self.receive = Some(receive);
         self.message_ids_age = age;
-        self
+        Ok(self)
     }
 
     /// When to sweep.
@@ -125,5 +133,50 @@ impl Sweeper {
             }
         }
         Ok(removed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_core::{ErrorKind, Inbound, MemoryStore, NewEvent, Received};
+
+    use super::*;
+    use crate::clock::TokioClock;
+
+    const S: Duration = Duration::from_secs(1);
+
+    /// What is forgotten is applied again when it comes again.
+    #[tokio::test(start_paused = true)]
+    async fn no_message_id_is_forgotten_within_a_week() {
+        let clock: Arc<dyn Clock> = Arc::new(TokioClock::simulated(jiff::Timestamp::UNIX_EPOCH));
+        let store = Arc::new(MemoryStore::new(Arc::clone(&clock)));
+        let sweeper = |age: Duration| {
+            let sweeper = Sweeper::new(Arc::clone(&store) as _, vec![LogName::inbox()], Arc::clone(&clock));
+            sweeper.message_ids_older_than(Arc::clone(&store) as _, age)
+        };
+        for short in [Duration::ZERO, S, MESSAGE_IDS_AGE_MIN - Duration::from_millis(1)] {
+            let error = sweeper(short).err().expect("refused");
+            assert_eq!((error.kind(), error.code()), (ErrorKind::Invalid, "message_ids_age_too_short"));
+            assert!(error.message().contains("7 days"), "{error}");
+        }
+        let inbound = Inbound {
+            source: "partner".parse().expect("a name"),
+            message_id: "msg_1".into(),
+            digest: [0; 32],
+            event: NewEvent::json("t", "{}"),
+        };
+        let receive = async || store.receive(&LogName::inbox(), inbound.clone()).await.expect("received");
+        let sweep = async |age: Duration| {
+            let sweeper = sweeper(age).expect("long enough");
+            sweeper.sweep(&CancellationToken::new()).await.expect("swept").message_ids
+        };
+        assert!(matches!(receive().await, Received::Accepted(_)));
+        tokio::time::sleep(MESSAGE_IDS_AGE_MIN - S).await;
+        assert_eq!(sweep(MESSAGE_IDS_AGE_MIN).await, 0);
+        assert_eq!(receive().await, Received::Duplicate);
+        tokio::time::sleep(2 * S).await;
+        assert_eq!(sweep(2 * MESSAGE_IDS_AGE_MIN).await, 0);
+        assert_eq!(sweep(MESSAGE_IDS_AGE_MIN).await, 1);
+        assert!(matches!(receive().await, Received::Accepted(_)));
     }
 }

@@ -71,7 +71,7 @@ impl Service {
                 Ok(())
             });
         }
-        let sweeper = sweeper(&config, &store, &clock);
+        let sweeper = sweeper(&config, &store, &clock)?;
         let sweeper_stop = stop.clone();
         tasks.spawn(async move {
             sweeper.run(sweeper_stop.clone()).await;
@@ -116,16 +116,16 @@ impl Service {
     }
 }
 
-fn sweeper(config: &Config, store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Sweeper {
+fn sweeper(config: &Config, store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Sweeper> {
     let mut logs: Vec<LogName> = config.subscriptions.iter().map(|config| config.subscription.log.clone()).collect();
     logs.extend([LogName::outbox(), LogName::inbox()]);
     logs.extend(config.sources.iter().map(|source| source.log.clone()));
     logs.sort();
     logs.dedup();
-    Sweeper::new(Arc::clone(store) as _, logs, Arc::clone(clock))
+    Ok(Sweeper::new(Arc::clone(store) as _, logs, Arc::clone(clock))
         .events_older_than(config.retention.older_than)
-        .message_ids_older_than(Arc::clone(store) as _, config.retention.remember_ids)
-        .schedule(config.retention.schedule.clone())
+        .message_ids_older_than(Arc::clone(store) as _, config.retention.remember_ids)?
+        .schedule(config.retention.schedule.clone()))
 }
 
 async fn bind(address: SocketAddr) -> Result<TcpListener> {

@@ -209,7 +209,7 @@ impl Default for ServerConfig {
 pub struct RetentionConfig {
     /// Dispatched events older than this go. Pending and dead ones never.
     pub older_than: Duration,
-    /// Ids of received messages older than this are forgotten: longer than any sender's retries.
+    /// Ids of received messages older than this are forgotten: 7 days or more, and as long as any sender repeats a message.
     pub remember_ids: Duration,
     /// When the sweep runs.
     pub schedule: Cron,

@@ -8,6 +8,7 @@ mod subscription;
 use std::time::Duration;
 
 use postbox_core::SourceName;
+use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
 use toml::de::DeTable;
 
 use super::faults::{Fault, suggestion};
@@ -68,29 +69,40 @@ fn read_root(root: &Section<'_, '_>, config: &mut Config) {
     }
     let section = root.section("retention");
     let remembering = section.and_then(|section| house::read_retention(section, &mut config.retention));
-    check_horizons(root.reader, &horizons, config.retention.remember_ids, remembering);
+    check_memory(root.reader, &horizons, config.retention.remember_ids, remembering);
     if let Some(section) = root.section("log") {
         house::read_log(section, &mut config.log);
     }
 }
 
-/// An id that is forgotten while its sender still repeats it would be applied a second time.
-fn check_horizons(
+/// An id that is forgotten while its sender still repeats it would be applied a second time. Nothing is remembered for less than 7 days, whatever a
+/// sender is said to do: a horizon is what its documents promise, and people send messages again by hand.
+fn check_memory(
     reader: &Reader<'_>,
     horizons: &[(usize, SourceName, Duration)],
     remembered: Duration,
     line: Option<usize>,
 ) {
-    let Some((source_line, source, horizon)) = horizons.iter().max_by_key(|(_, _, horizon)| *horizon) else { return };
-    if remembered >= *horizon {
-        return;
+    let longest = horizons.iter().max_by_key(|(_, _, horizon)| *horizon);
+    match longest {
+        Some((source_line, source, horizon)) if remembered < *horizon && *horizon > MESSAGE_IDS_AGE_MIN => {
+            let (remembered, horizon) = (duration_text(remembered), duration_text(*horizon));
+            let text = format!(
+                "retention.remember_ids is {remembered:?}, but the sender of sources.{source} repeats a message for {horizon:?}, and what is repeated \
+                 after that would be applied twice; write remember_ids = {horizon:?} or longer, or sources.{source}.retry_horizon if it gives up sooner"
+            );
+            reader.fault(line.unwrap_or(*source_line), text);
+        }
+        _ if remembered < MESSAGE_IDS_AGE_MIN => {
+            let (remembered, least) = (duration_text(remembered), duration_text(MESSAGE_IDS_AGE_MIN));
+            let text = format!(
+                "retention.remember_ids is {remembered:?}, and what is sent again after that would be applied twice; write remember_ids = {least:?}, \
+                 the least, or longer"
+            );
+            reader.fault(line.unwrap_or_default(), text);
+        }
+        _ => {}
     }
-    let (remembered, horizon) = (duration_text(remembered), duration_text(*horizon));
-    let text = format!(
-        "retention.remember_ids is {remembered:?}, but the sender of sources.{source} repeats a message for {horizon:?}, and what is repeated \
-         after that would be applied twice; write remember_ids = {horizon:?} or longer, or sources.{source}.retry_horizon if it gives up sooner"
-    );
-    reader.fault(line.unwrap_or(*source_line), text);
 }
 
 fn set<T>(field: &mut T, value: Option<T>) {

@@ -42,15 +42,31 @@ fn ids_are_remembered_longer_than_senders_repeat() {
     let source = |more: &str, scheme: &str| {
         format!("[sources.partner]\ntype = \"webhook\"\nscheme = \"{scheme}\"\nsecret = \"{KEY}\"\n{more}\n")
     };
+    // Never less than a week, whatever the sender says, and whether there is a sender or not.
+    let cure = "write remember_ids = \"7d\", the least";
     let told = fault(&(source("", "stripe") + "[retention]\nremember_ids = \"47h\"\n"));
-    assert!(told.contains(":7: ") && told.contains("\"47h\"") && told.contains("sources.partner"), "{told}");
-    assert!(told.contains("write remember_ids = \"3d\"") && told.contains("sources.partner.retry_horizon"), "{told}");
-    // The same rule for what is configured, and for what is not.
+    assert!(told.contains(":7: ") && told.contains("\"47h\"") && told.contains(cure), "{told}");
+    for short in ["0s", "1s", "3d", "6d23h59m59s"] {
+        let told = fault(&format!("[retention]\nolder_than = \"1d\"\nremember_ids = \"{short}\"\n"));
+        assert!(told.contains(":3: ") && told.contains(cure), "{told}");
+    }
+    let told = fault(&(source("retry_horizon = \"1h\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n"));
+    assert!(told.contains(cure), "{told}");
+    // And never less than the sender repeats: the same rule for what is configured, and for what is not.
+    let told = fault(&(source("retry_horizon = \"8d\"", "stripe") + "[retention]\nremember_ids = \"7d\"\n"));
+    assert!(told.contains(":7: ") && told.contains("\"7d\"") && told.contains("sources.partner"), "{told}");
+    assert!(told.contains("write remember_ids = \"8d\"") && told.contains("sources.partner.retry_horizon"), "{told}");
     let told = fault(&source("retry_horizon = \"60d\"", "standard"));
     assert!(told.contains(":1: ") && told.contains("\"30d\"") && told.contains("remember_ids = \"60d\""), "{told}");
-    parse(&(source("retry_horizon = \"1h\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n")).expect("it is so");
-    parse(&(source("", "stripe") + "[retention]\nremember_ids = \"3d\"\n")).expect("it is so");
-    parse("[retention]\nremember_ids = \"1s\"\n").expect("without a source nobody repeats anything");
+    // One fault and one cure, where both rules are broken.
+    let told = fault(&(source("retry_horizon = \"60d\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n"));
+    assert!(told.contains("write remember_ids = \"60d\""), "{told}");
+    parse(&(source("retry_horizon = \"8d\"", "stripe") + "[retention]\nremember_ids = \"8d\"\n")).expect("it is so");
+    for scheme in ["standard", "stripe", "github", "shopify", "slack"] {
+        parse(&(source("", scheme) + "[retention]\nremember_ids = \"7d\"\n"))
+            .expect("a week is enough for all we know");
+    }
+    parse("[retention]\nremember_ids = \"7d\"\n").expect("it is so");
     let defaults = Config::default().retention.remember_ids;
     for scheme in ["standard", "stripe", "github", "shopify", "slack"] {
         let horizon = parse(&source("", scheme)).expect("right").sources[0].retry_horizon;

@@ -51,7 +51,7 @@ pub(super) fn read_server(section: Section<'_, '_>, server: &mut ServerConfig) {
 /// Gives the line of `remember_ids`, if it is there.
 pub(super) fn read_retention(section: Section<'_, '_>, retention: &mut RetentionConfig) -> Option<usize> {
     set(&mut retention.older_than, section.duration("older_than", Duration::ZERO));
-    set(&mut retention.remember_ids, section.duration("remember_ids", Duration::from_secs(1)));
+    set(&mut retention.remember_ids, section.duration("remember_ids", Duration::ZERO));
     set(&mut retention.schedule, section.parsed("schedule", str::parse));
     let line = section.string("remember_ids").map(|at| at.line);
     section.finish();

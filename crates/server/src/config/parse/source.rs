@@ -142,21 +142,31 @@ fn read_sns(section: &Section<'_, '_>) -> SnsConfig {
 /// For senders that nothing is known of.
 const HORIZON_UNKNOWN: Duration = Duration::from_hours(7 * 24);
 
-/// How long senders of a scheme go on, by their own documents, rounded up; `docs/guide/inbox.md` has the table.
+/// How long senders of a scheme go on by the documents named here, rounded up to whole days. `docs/guide/inbox.md` has the same table for users.
 fn retry_horizon(scheme: Scheme) -> Duration {
     let days = |days: u64| Duration::from_hours(days * 24);
     match scheme {
-        // The recommended schedule sums up to 76 hours.
+        // The example schedule of the specification ends 75 h 35 min 5 s after the first attempt; Svix's own after 27 h 35 min.
+        // https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md#deliverability-and-reliability
+        // https://docs.svix.com/retries
         Scheme::StandardWebhooks => days(4),
+        // By itself for up to three days. A person can have any event of the last 30 days sent again.
+        // https://docs.stripe.com/webhooks#automatic-retries https://docs.stripe.com/webhooks/process-undelivered-events
         Scheme::Stripe => days(3),
-        // Not by itself: by hand, among the deliveries of the last three days.
-        Scheme::GitHub => days(3),
-        // 8 within 4 hours now, 19 within 48 hours for older subscriptions.
+        // Never by itself. By hand, among the deliveries of the last three days at github.com and of the last seven on Enterprise Server.
+        // https://docs.github.com/en/webhooks/testing-and-troubleshooting-webhooks/redelivering-webhooks
+        Scheme::GitHub => days(7),
+        // Eight times within four hours since September 2024, and up to a day late; 19 times within 48 hours before.
+        // https://shopify.dev/changelog/updates-to-webhook-retry-mechanism https://shopify.dev/docs/apps/build/webhooks/best-practices
         Scheme::Shopify => days(2),
-        // Three within minutes; hourly for a day where delayed events are on.
-        Scheme::Slack => days(1),
+        // Three times within minutes (at once, after one, after five); where *delayed events* are on, hourly for 24 hours after that.
+        // https://docs.slack.dev/apis/events-api
+        Scheme::Slack => days(2),
+        // Once more by default, five times at most, all of it within 15 seconds (`rc` and `tt`).
+        // https://www.twilio.com/docs/usage/webhooks/webhooks-connection-overrides
         Scheme::Twilio => days(1),
-        // Up to an hour by a delivery policy.
+        // HTTP and HTTPS: 3,600 seconds in all, a hard limit. What went to a dead letter queue does not come from SNS any more.
+        // https://docs.aws.amazon.com/sns/latest/dg/sns-message-delivery-retries.html
         Scheme::Sns => days(1),
         _ => HORIZON_UNKNOWN,
     }
