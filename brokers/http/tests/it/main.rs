@@ -6,6 +6,7 @@ mod answers;
 mod bounds;
 mod envelope;
 mod ingress;
+mod samples;
 mod serve;
 mod stand;
 mod tls;
