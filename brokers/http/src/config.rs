@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
+use jiff::Timestamp;
 use postbox_core::{Error, Result};
-use postbox_webhook::standard::SignKey;
+use postbox_webhook::UnixSeconds;
+use postbox_webhook::standard::{SignKey, Signer};
 use url::Url;
 
 use crate::envelope::is_reserved;
@@ -25,6 +27,8 @@ pub struct HttpSinkConfig {
     pub url: String,
     /// Keys to sign with, all of them each time; several while one rotates. None: not signed.
     pub keys: Vec<SignKey>,
+    /// Old keys, which sign too, each up to and including the second of its end. At least one of `keys` must stay.
+    pub keys_retiring: Vec<(SignKey, Timestamp)>,
     /// Headers on every request, e.g. `authorization`. They win over an event's headers of the same name.
     pub headers: Vec<(String, String)>,
     /// `ce-source` of events that name no source.
@@ -60,6 +64,7 @@ impl HttpSinkConfig {
         Self {
             url: url.into(),
             keys: Vec::new(),
+            keys_retiring: Vec::new(),
             headers: Vec::new(),
             source: "postbox".into(),
             connect_timeout: Duration::from_secs(5),
@@ -75,6 +80,7 @@ impl HttpSinkConfig {
     pub fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
         faults.extend(self.target().err());
+        faults.extend(self.signer().err());
         if self.source.is_empty() {
             faults.push("source must not be empty: CloudEvents requires one".into());
         }
@@ -105,6 +111,25 @@ impl HttpSinkConfig {
             faults if faults.is_empty() => Ok(()),
             faults => Err(Error::invalid("configure", "http_sink_invalid", faults.join("; "))),
         }
+    }
+
+    /// What signs; `None` without keys. What is wrong with the keys never repeats one.
+    pub(crate) fn signer(&self) -> Result<Option<Signer>, String> {
+        if self.keys.is_empty() {
+            return match self.keys_retiring.is_empty() {
+                true => Ok(None),
+                false => {
+                    Err("every secret has an end; give the new one too, without an end, or nothing is signed one day"
+                        .into())
+                }
+            };
+        }
+        let signer = Signer::new(self.keys.iter().cloned());
+        let retiring = self.keys_retiring.iter().map(|(key, until)| (key.clone(), UnixSeconds(until.as_second())));
+        let signer = signer.and_then(|signer| {
+            retiring.into_iter().try_fold(signer, |signer, (key, until)| signer.retiring(key, until))
+        });
+        signer.map(Some).map_err(|error| error.to_string())
     }
 
     /// The parsed URL, or what is wrong with it. The text is not repeated when it may hold a password.
@@ -138,6 +163,7 @@ impl fmt::Debug for HttpSinkConfig {
         f.debug_struct("HttpSinkConfig")
             .field("url", &self.url.split(['?', '@']).next().unwrap_or_default())
             .field("keys", &self.keys.len())
+            .field("keys_retiring", &self.keys_retiring.len())
             .field("headers", &names)
             .field("source", &self.source)
             .field("connect_timeout", &self.connect_timeout)

@@ -7,7 +7,6 @@ use async_trait::async_trait;
 use futures::future::join_all;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use postbox_core::{Capabilities, Clock, Delivery, Error, ErrorKind, Outcome, Result, Sink};
-use postbox_webhook::standard::Signer;
 use reqwest::{Client, Response, redirect, retry};
 use url::Url;
 
@@ -48,14 +47,9 @@ impl HttpSink {
 
     pub(crate) fn with_lookup(config: HttpSinkConfig, clock: Arc<dyn Clock>, lookup: Arc<dyn Lookup>) -> Result<Self> {
         config.validate()?;
-        let url = config.target().map_err(|fault| Error::invalid("configure", "http_sink_invalid", fault))?;
-        let signer = match config.keys.is_empty() {
-            true => None,
-            false => Some(
-                Signer::new(config.keys.iter().cloned())
-                    .map_err(|error| Error::invalid("configure", "http_sink_invalid", error.to_string()))?,
-            ),
-        };
+        let invalid = |fault| Error::invalid("configure", "http_sink_invalid", fault);
+        let url = config.target().map_err(invalid)?;
+        let signer = config.signer().map_err(invalid)?;
         let fixed: HeaderMap = config
             .headers
             .iter()

@@ -9,7 +9,6 @@ use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_webhook::{Scheme, Settings, UnixSeconds, Verify, sns, standard};
 
 use crate::config::{HttpConfig, LiveSecret, SinkConfig, SnsConfig, SubscriptionConfig};
-use crate::secret::Secret;
 
 /// What the HTTP client leaves of the subscription's timeout, so that it is the one to give up and can say why.
 const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
@@ -40,11 +39,10 @@ async fn sink(config: &SubscriptionConfig, clock: &Arc<dyn Clock>) -> PostboxRes
 }
 
 fn http_sink(http: &HttpConfig, config: &SubscriptionConfig) -> PostboxResult<HttpSinkConfig> {
-    let keys = sign_keys(&http.secrets).map_err(|text| {
+    let mut sink = HttpSinkConfig::new(http.url.as_str());
+    give_keys(&mut sink, &http.secrets).map_err(|text| {
         Error::invalid("configure", "secret_invalid", format!("subscription {}: {text}", config.subscription.name))
     })?;
-    let mut sink = HttpSinkConfig::new(http.url.as_str());
-    sink.keys = keys;
     sink.headers = http.headers.iter().map(|(name, value)| (name.clone(), value.expose().to_owned())).collect();
     sink.guard.clone_from(&http.guard);
     sink.ca_file.clone_from(&http.ca_file);
@@ -62,8 +60,22 @@ fn http_sink(http: &HttpConfig, config: &SubscriptionConfig) -> PostboxResult<Ht
 }
 
 /// The keys a sink signs with. The message never repeats a key.
-pub(crate) fn sign_keys(secrets: &[Secret]) -> Result<Vec<standard::SignKey>, String> {
-    secrets.iter().map(|secret| standard::SignKey::parse(secret.expose()).map_err(|error| error.to_string())).collect()
+fn give_keys(sink: &mut HttpSinkConfig, secrets: &[LiveSecret]) -> Result<(), String> {
+    for live in secrets {
+        let key = standard::SignKey::parse(live.secret.expose()).map_err(|error| error.to_string())?;
+        match live.until {
+            None => sink.keys.push(key),
+            Some(until) => sink.keys_retiring.push((key, until)),
+        }
+    }
+    Ok(())
+}
+
+/// Whether a sink can sign with these. The message never repeats a key.
+pub(crate) fn check_sign_keys(secrets: &[LiveSecret]) -> Result<(), String> {
+    let mut probe = HttpSinkConfig::new("https://example.org/");
+    give_keys(&mut probe, secrets)?;
+    probe.faults().into_iter().next().map_or(Ok(()), Err)
 }
 
 /// The verifier of a source. The message never repeats a key.

@@ -61,7 +61,7 @@ impl<K: Key> Verifier<K> {
         let keys = Keys::new(keys)?;
         if keys.iter().all(|live| live.until.is_some()) {
             return Err(SecretError::Setting(
-                "every secret has an end; one must have none, or nothing verifies one day",
+                "every secret has an end; give the new one too, without an end, or nothing verifies one day",
             ));
         }
         Ok(Self { keys, settings, tolerance: Tolerance::default() })
@@ -107,7 +107,7 @@ impl<K: Key> Verify for Verifier<K> {
     }
 }
 
-/// A key and the last second at which it verifies.
+/// A key and the last second at which it verifies, or signs.
 #[derive(Debug, Clone)]
 pub(crate) struct Live<K> {
     pub(crate) key: K,
@@ -119,7 +119,8 @@ impl<K> Live<K> {
         Self { key, until: None }
     }
 
-    fn is_live(&self, now: UnixSeconds) -> bool {
+    /// Whether it counts at this second.
+    pub(crate) fn is_live(&self, now: UnixSeconds) -> bool {
         self.until.is_none_or(|until| now <= until)
     }
 }

@@ -1,13 +1,20 @@
 //! What a target is sent.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
 use http::HeaderMap;
 use jiff::Timestamp;
-use postbox_core::{Key, NewEvent, Topic};
-use postbox_http::HttpSinkConfig;
+use postbox_core::{Clock, Key, NewEvent, Topic};
+use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_webhook::standard::{Verifier, VerifyKey};
 use postbox_webhook::{Headers, Request, UnixSeconds, Verify};
 
-use crate::stand::{NOW_S, SECRET, Seen, Target, config, delivery, event_id, plain, send, short, sink};
+use crate::stand::{
+    NOW_S, ParseKey, SECRET, Seen, StillClock, Target, config, delivery, event_id, plain, send, short, sink,
+};
 
 const OTHER: &str = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
 
@@ -73,6 +80,44 @@ async fn every_key_signs_while_one_rotates_and_none_without_keys() {
     // A handler without a secret can still deduplicate.
     assert_eq!(text(&seen[1].headers, "webhook-id"), Some(event_id(2).to_string()));
     assert_eq!(text(&seen[1].headers, "webhook-signature"), None);
+}
+
+/// A clock that is set by hand.
+struct SetClock(AtomicI64);
+
+#[async_trait]
+impl Clock for SetClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::from_second(self.0.load(Ordering::Relaxed)).unwrap()
+    }
+
+    fn monotonic(&self) -> Duration {
+        StillClock.monotonic()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        StillClock.sleep(duration).await;
+    }
+}
+
+#[tokio::test]
+async fn an_old_key_signs_until_its_end_and_not_a_second_longer() {
+    let (target, url) = Target::ok().await;
+    let clock = Arc::new(SetClock(AtomicI64::new(NOW_S)));
+    let end = Timestamp::from_second(NOW_S + 60).unwrap();
+    let config = HttpSinkConfig { keys_retiring: vec![(OTHER.parse_key(), end)], ..config(&url) };
+    let sink = HttpSink::new(config.clone(), clock.clone()).unwrap();
+    for (second, old_signs) in [(0, true), (60, true), (61, false), (200, false), (30, true)] {
+        clock.0.store(NOW_S + second, Ordering::Relaxed);
+        assert_eq!(short(&send(&sink, &plain(1)).await), ("delivered", ""));
+        let seen = target.seen().pop().unwrap();
+        assert_eq!((genuine(&seen, SECRET), genuine(&seen, OTHER)), (true, old_signs), "{second}");
+    }
+    // Not signed at all is a choice; not signed any more is a mistake.
+    let only = HttpSinkConfig { keys: Vec::new(), ..config };
+    let refused = HttpSink::new(only.clone(), clock).err().expect("refused");
+    assert!(refused.message().contains("every secret has an end; give the new one too"), "{refused}");
+    assert!(!format!("{only:?}").contains("AAECAwQ"));
 }
 
 #[tokio::test]

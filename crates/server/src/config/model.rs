@@ -113,8 +113,8 @@ impl SinkConfig {
 pub struct HttpConfig {
     /// Where to.
     pub url: String,
-    /// Keys to sign with; several while one rotates. None: not signed.
-    pub secrets: Vec<Secret>,
+    /// Keys to sign with; several while one rotates, and at least one of them without an end. None: not signed.
+    pub secrets: Vec<LiveSecret>,
     /// Fixed headers on every request.
     pub headers: Vec<(String, Secret)>,
     /// Which addresses may be called: all, or (for URLs that somebody else chose) public ones and those of some networks.
@@ -152,12 +152,12 @@ pub struct SourceConfig {
     pub mapping: MappingConfig,
 }
 
-/// A key of a source.
+/// A key of a source or of a sink.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LiveSecret {
     /// The key.
     pub secret: Secret,
-    /// The last second at which it verifies; `None`: as long as it is here.
+    /// The last second at which it verifies or signs; `None`: as long as it is here.
     pub until: Option<Timestamp>,
 }
 

@@ -1,6 +1,7 @@
 //! From TOML text to a [`Config`], or to every fault in it. A file here for each section there.
 
 mod house;
+mod secrets;
 mod sink;
 mod source;
 mod subscription;
@@ -15,7 +16,6 @@ use super::faults::{Fault, suggestion};
 use super::model::Config;
 use super::reader::{At, Lookup, Reader, Section};
 use super::values::duration_text;
-use crate::secret::Secret;
 use postbox_http::HttpSinkConfig;
 
 /// Brokers of the plan that this program does not have yet, as sinks and as sources.
@@ -135,13 +135,6 @@ fn choice<T: Copy>(section: &Section<'_, '_>, key: &'static str, choices: &[(&st
         let words: Vec<&str> = choices.iter().map(|(word, _)| *word).collect();
         found.map(|(_, value)| *value).ok_or_else(|| format!("{text:?} is not one of {}", words.join(", ")))
     })
-}
-
-/// `secret = "…"` and `secrets = ["…"]`.
-fn read_secrets(section: &Section<'_, '_>) -> Vec<Secret> {
-    let single = section.string("secret").into_iter();
-    let all = single.chain(section.strings("secrets").unwrap_or_default());
-    all.filter_map(|at| section.reader.secret(&section.path, &at, false)).collect()
 }
 
 fn check_url(text: &str) -> Result<String, String> {

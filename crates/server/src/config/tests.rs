@@ -125,7 +125,7 @@ sink = { type = "http", url = "https://example.org/hook", secret = "env:HOOK_SEC
     assert_eq!(subscription.settings.retry.base, Duration::from_millis(250));
     assert_eq!(subscription.settings.on_dead, OnDead::Halt);
     let SinkConfig::Http(http) = &subscription.sink else { panic!("not http: {:?}", subscription.sink) };
-    assert_eq!(http.secrets, [crate::Secret::new(KEY)]);
+    assert_eq!(http.secrets, [LiveSecret { secret: crate::Secret::new(KEY), until: None }]);
 }
 
 #[test]
@@ -271,7 +271,43 @@ fn an_old_key_may_carry_the_date_its_overlap_ends() {
     assert!(retiring("7").contains("must be a list of texts"));
     // Only old ones: then nobody could send once the date has come.
     let only = fault(&source("{ secret = \"env:HOOK_SECRET\", until = \"2026-12-01T00:00:00Z\" }"));
-    assert!(only.starts_with("postbox.toml:4: "), "{only}");
+    assert!(only.starts_with("postbox.toml:4: ") && only.contains("give the new one too, without an end"), "{only}");
+}
+
+#[test]
+fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
+    let subscription = |secrets: &str| {
+        format!("[subscriptions.a.sink]\ntype = \"http\"\nurl = \"https://h/\"\nsecrets = [{secrets}]\n")
+    };
+    const OLD: &str = "{ secret = \"env:HOOK_SECRET\", until = \"2026-12-01T00:00:00Z\" }";
+    let config = parse(&subscription(&format!("\"env:PARTNER_SECRET\", {OLD}"))).expect("no faults");
+    let SinkConfig::Http(http) = &config.subscriptions[0].sink else { panic!("not http") };
+    assert_eq!(http.secrets[0].until, None);
+    assert_eq!(http.secrets[1].until, "2026-12-01T00:00:00Z".parse().ok());
+    // In any order, and beside `secret`.
+    parse(&subscription(&format!("{OLD}, \"env:PARTNER_SECRET\""))).expect("no faults");
+    parse(&subscription(OLD).replace("secrets", "secret = \"env:PARTNER_SECRET\"\nsecrets")).expect("no faults");
+    // Only old ones: then nothing would be signed once the last date has come.
+    for only in [OLD.to_owned(), format!("{OLD}, {OLD}")] {
+        let told = fault(&subscription(&only));
+        assert!(
+            told.starts_with("postbox.toml:4: ") && told.contains("give the new one too, without an end"),
+            "{told}"
+        );
+    }
+    let retiring = |table: &str| fault(&subscription(&format!("\"env:PARTNER_SECRET\", {table}")));
+    assert!(retiring("{ secret = \"env:HOOK_SECRET\", until = \"soon\" }").contains("e.g. \"2026-12-01T00:00:00Z\""));
+    assert!(retiring("{ until = \"2026-12-01T00:00:00Z\" }").contains("has no secret"));
+    assert!(retiring("{ secret = \"env:HOOK_SECRET\", untill = \"x\" }").contains("did you mean `until`?"));
+    let short = retiring("{ secret = \"env:SHORT\", until = \"2026-12-01T00:00:00Z\" }");
+    assert!(short.starts_with("postbox.toml:4: ") && !short.contains("whsec_abc"), "{short}");
+    // A new one that is not there yet is one fault, not two.
+    assert!(fault(&subscription(&format!("\"env:NOT_THERE\", {OLD}"))).contains("NOT_THERE"));
+    // As many as are allowed at the sink, and told before it starts.
+    assert!(fault(&subscription(&["\"env:PARTNER_SECRET\""; 9].join(", "))).contains("at most 8"));
+    // Who only looks does without them.
+    let reading = Reading { env: &|_| None, secrets_needed: false, ..Reading::default() };
+    assert!(Config::parse_with(&subscription(&format!("\"env:PARTNER_SECRET\", {OLD}")), reading).is_ok());
 }
 
 #[test]

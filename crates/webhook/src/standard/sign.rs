@@ -6,6 +6,7 @@ use ed25519_dalek::Signer as _;
 
 use super::{ID_HEADER, SIGNATURE_HEADER, SigningKey, SymmetricKey, TIMESTAMP_HEADER, is_id, preamble};
 use crate::error::{SecretError, SignError};
+use crate::keyed::Live;
 use crate::mac::{hmac_sha256, to_base64};
 use crate::secret::Keys;
 use crate::time::UnixSeconds;
@@ -56,13 +57,20 @@ impl From<SigningKey> for SignKey {
 /// Signs messages with every live key, so that receivers may switch from the old one to the new one at their leisure.
 #[derive(Debug, Clone)]
 pub struct Signer {
-    keys: Keys<SignKey>,
+    keys: Keys<Live<SignKey>>,
 }
 
 impl Signer {
     /// A signer with 1 to 8 keys; entries come in their order.
     pub fn new(keys: impl IntoIterator<Item = SignKey>) -> Result<Self, SecretError> {
-        Ok(Self { keys: Keys::new(keys)? })
+        Ok(Self { keys: Keys::new(keys.into_iter().map(Live::always))? })
+    }
+
+    /// Signs with an old key too, up to and including `until`. So a rotation ends by itself, and a receiver that has not switched by then refuses
+    /// what comes, instead of trusting a key for ever that may have been found.
+    pub fn retiring(mut self, key: SignKey, until: UnixSeconds) -> Result<Self, SecretError> {
+        self.keys.push(Live { key, until: Some(until) })?;
+        Ok(self)
     }
 
     /// Signs `body` under `id`, at `now`. Sign each attempt anew: receivers refuse old timestamps.
@@ -73,7 +81,8 @@ impl Signer {
         let timestamp = now.0.to_string();
         UnixSeconds::parse(&timestamp).map_err(|_| SignError::Timestamp)?;
         let preamble = preamble(id, now);
-        let entries: Vec<String> = self.keys.iter().map(|key| key.entry(&preamble, body)).collect();
+        let live = self.keys.iter().filter(|live| live.is_live(now));
+        let entries: Vec<String> = live.map(|live| live.key.entry(&preamble, body)).collect();
         Ok(Signed { id: id.to_owned(), timestamp, signature: entries.join(" ") })
     }
 }
@@ -99,5 +108,39 @@ impl Signed {
 impl fmt::Debug for Signed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Signed({} at {})", self.id, self.timestamp)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const END: UnixSeconds = UnixSeconds(1_000_000);
+
+    fn key(byte: u8) -> SignKey {
+        SymmetricKey::from_bytes(&[byte; 32]).unwrap().into()
+    }
+
+    #[test]
+    fn an_old_key_signs_until_its_end_and_not_a_second_longer() {
+        let signature = |signer: &Signer, now| signer.sign("msg_1", now, b"{}").unwrap().signature;
+        let [new, old] = [1, 2].map(|byte| Signer::new([key(byte)]).unwrap());
+        let both = new.clone().retiring(key(2), END).unwrap();
+        for now in [UnixSeconds(1), END] {
+            assert_eq!(signature(&both, now), format!("{} {}", signature(&new, now), signature(&old, now)));
+        }
+        for now in [UnixSeconds(END.0 + 1), UnixSeconds(999_999_999_999)] {
+            assert_eq!(signature(&both, now), signature(&new, now));
+        }
+    }
+
+    #[test]
+    fn there_are_few_keys_and_one_of_them_has_no_end() {
+        assert!(matches!(Signer::new([]), Err(SecretError::None)));
+        let mut signer = Signer::new([key(0)]).unwrap();
+        for byte in 1..8 {
+            signer = signer.retiring(key(byte), END).unwrap();
+        }
+        assert!(matches!(signer.retiring(key(9), END), Err(SecretError::TooMany { given: 9, max: 8 })));
     }
 }

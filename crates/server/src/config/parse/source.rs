@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use jiff::Timestamp;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{LogName, SourceName};
 use postbox_http::ingress::{Origin, SourceLimits};
@@ -12,7 +11,8 @@ use postbox_webhook::{Scheme, Settings, Tolerance};
 
 use super::super::faults::suggestion;
 use super::super::model::{LiveSecret, MappingConfig, SnsConfig, SourceConfig};
-use super::super::reader::{At, Entry, Section};
+use super::super::reader::{At, Section};
+use super::secrets::read_secrets;
 use super::{BROKERS_PLANNED, check_url, choice, message, name_of, set};
 
 pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option<SourceConfig> {
@@ -45,7 +45,7 @@ pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option
     let settings = read_settings(&section, scheme);
     let faults_before_secrets = section.reader.count();
     let is_sns = scheme == Some(Scheme::Sns);
-    let secrets = if is_sns { Vec::new() } else { read_live_secrets(&section) };
+    let secrets = if is_sns { Vec::new() } else { read_secrets(&section) };
     let sns = is_sns.then(|| read_sns(&section));
     if secrets.is_empty() && !is_sns && section.reader.count() == faults_before_secrets {
         let path = &section.path;
@@ -78,36 +78,6 @@ pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option
     };
     section.finish();
     Some(source)
-}
-
-/// `secret = "…"` and `secrets = ["…", { secret = "…", until = "…" }]`.
-fn read_live_secrets(section: &Section<'_, '_>) -> Vec<LiveSecret> {
-    let forever = |at: At<String>| {
-        let secret = section.reader.secret(&section.path, &at, false)?;
-        Some(LiveSecret { secret, until: None })
-    };
-    let mut secrets: Vec<LiveSecret> = section.string("secret").and_then(forever).into_iter().collect();
-    for entry in section.entries("secrets").unwrap_or_default() {
-        secrets.extend(match entry {
-            Entry::Text(at) => forever(at),
-            Entry::Table(table) => read_retiring(table),
-        });
-    }
-    secrets
-}
-
-fn read_retiring(table: Section<'_, '_>) -> Option<LiveSecret> {
-    let secret = table.string("secret").and_then(|at| table.reader.secret(&table.path, &at, false));
-    if !table.has("secret") {
-        table
-            .fault("secret", format!("{} has no secret; write {{ secret = \"env:NAME\", until = \"…\" }}", table.path));
-    }
-    let until = table.parsed("until", |text| {
-        text.parse::<Timestamp>()
-            .map_err(|_| format!("{text:?} is no time; write it in UTC, e.g. \"2026-12-01T00:00:00Z\""))
-    });
-    table.finish();
-    Some(LiveSecret { secret: secret?, until })
 }
 
 /// What SNS has instead of secrets.
