@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use postbox_core::{LogName, Store, SubscriptionInfo};
+use postbox_core::{LogName, Store, SubscriptionInfo, SubscriptionName};
 use postbox_server::{Config, LogConfig, LogFormat, Secret, StoreUrl, SubscriptionConfig, open_store};
 
 use crate::args::Global;
@@ -25,7 +25,8 @@ pub(crate) struct Context {
     pub(crate) config: Config,
     /// Only what reads this log.
     pub(crate) log: Option<LogName>,
-    only: Option<postbox_core::SubscriptionName>,
+    /// Only this subscription.
+    pub(crate) only: Option<SubscriptionName>,
 }
 
 impl Context {

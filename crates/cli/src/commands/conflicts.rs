@@ -1,6 +1,8 @@
 //! `postbox list --state conflict`: message ids that came again with another body, and were kept out.
 
-use postbox_core::Conflict;
+use std::collections::BTreeSet;
+
+use postbox_core::{Conflict, LogName};
 use serde::Serialize;
 
 use crate::context::Context;
@@ -23,7 +25,15 @@ struct ConflictJson<'a> {
 }
 
 pub(super) async fn list(context: &Context, limit: usize, json: bool) -> Result<(), Failure> {
-    let conflicts = context.store().await?.conflicts(limit).await?;
+    if context.only.is_some() {
+        return Err(Failure::usage(
+            "a conflict belongs to no subscription: it never became an event; leave --subscription out, or narrow by --log",
+        ));
+    }
+    let conflicts = match &context.log {
+        None => context.store().await?.conflicts(limit).await?,
+        Some(log) => of_log(context, log, limit).await?,
+    };
     if json {
         return output::json(&conflicts.iter().map(to_json).collect::<Vec<_>>());
     }
@@ -33,6 +43,38 @@ pub(super) async fn list(context: &Context, limit: usize, json: bool) -> Result<
     }
     let head = ["message id", "source", "tenant", "times", "first", "last", "stored sha256", "refused sha256"];
     output::rows(&head, &conflicts.iter().map(row).collect::<Vec<_>>())
+}
+
+/// The latest of one log. The record names the source and not the log, so it is the configuration that says which log a source stores into; what
+/// came from a source that is not in it is counted and told, not hidden.
+async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<Vec<Conflict>, Failure> {
+    let store = context.store().await?;
+    let log_of = |conflict: &Conflict| {
+        context.config.sources.iter().find(|source| source.name == conflict.source).map(|source| &source.log)
+    };
+    let mut wanted = limit;
+    loop {
+        let mut conflicts = store.conflicts(wanted).await?;
+        let all = conflicts.len() < wanted;
+        let strangers: BTreeSet<String> = conflicts
+            .iter()
+            .filter(|conflict| log_of(conflict).is_none())
+            .map(|conflict| conflict.source.to_string())
+            .collect();
+        conflicts.retain(|conflict| log_of(conflict) == Some(log));
+        conflicts.truncate(limit);
+        if all || conflicts.len() == limit {
+            if !strangers.is_empty() {
+                let strangers = strangers.into_iter().collect::<Vec<_>>().join(", ");
+                output::note(&format!(
+                    "the configuration has no source {strangers}, so nobody knows which log its conflicts are of; leave --log out to see them"
+                ));
+            }
+            return Ok(conflicts);
+        }
+        // Others were among the latest: look further back.
+        wanted = wanted.saturating_mul(2);
+    }
 }
 
 fn row(conflict: &Conflict) -> Vec<String> {

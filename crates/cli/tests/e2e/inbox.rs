@@ -8,7 +8,7 @@ use tokio::net::TcpStream;
 
 use crate::endpoint::Endpoint;
 use crate::room::{DEADLINE, Kind, Room, on_both};
-use crate::sender::{Sender, partner};
+use crate::sender::{SECRET, Sender, partner};
 
 /// Sends these while a service runs; it is stopped then.
 async fn send(room: &Room, messages: &[(&str, &str, u16)]) -> Result<Vec<String>> {
@@ -113,6 +113,61 @@ async fn conflicts_are_listed_for_a_person(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// Two sources, two logs: each sees its own, however many of the other came later.
+async fn conflicts_are_narrowed_to_one_log(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    let source = |name: &str, log: &str| {
+        format!(
+            "[sources.{name}]\ntype = \"webhook\"\nscheme = \"standard\"\nlog = \"{log}\"\nsecrets = [\"{SECRET}\"]\n"
+        )
+    };
+    let server = "[server]\nlisten = \"127.0.0.1:0\"\n";
+    let [here, there] = [source("here", "inbox"), source("there", "outbox")];
+    room.config(&(here.clone() + &there + server))?;
+    let served = room.serve().await?;
+    let mut sender = Sender::connect(&served.address).await?;
+    let (first, other) = ("{\"n\":1}", "{\"n\":2}");
+    for (source, ids) in [("here", 0..2), ("there", 2..7)] {
+        for n in ids {
+            let id = format!("msg_{n}");
+            for (body, status) in [(first, 202), (other, 200)] {
+                let heard = sender.send_to(source, &id, body).await?;
+                ensure!(heard == status, "{source} {id} was answered with {heard}");
+            }
+        }
+    }
+    served.terminate().await?;
+
+    let ids = |args: &[&str]| -> Result<Vec<String>> {
+        let listed = room.ok(&[&["list", "--state", "conflict"], args].concat())?;
+        Ok(listed.lines().filter_map(|line| Some(line.split('\t').next()?.to_owned())).collect())
+    };
+    ensure!(ids(&[])?.len() == 7);
+    let here_only = ids(&["--log", "inbox"])?;
+    ensure!(
+        here_only.len() == 2 && here_only.iter().all(|id| ["msg_0", "msg_1"].contains(&id.as_str())),
+        "{here_only:?}"
+    );
+    ensure!(
+        ids(&["--log", "inbox", "--limit", "1"])?.len() == 1,
+        "those of the other log came later and took its place"
+    );
+    let there_only = ids(&["--log", "outbox", "--limit", "3"])?;
+    ensure!(there_only.len() == 3 && there_only.iter().all(|id| *id > "msg_1".to_owned()), "{there_only:?}");
+    ensure!(ids(&["--log", "billing"])?.is_empty());
+    let complaint = room.refuses(2, &["list", "--state", "conflict", "--subscription", "out"])?;
+    ensure!(complaint.contains("leave --subscription out"), "{complaint}");
+
+    // A source that is gone from the configuration: of which log it was, nobody knows.
+    room.config(&(here + server))?;
+    let output = room.output(&["list", "--state", "conflict", "--log", "outbox"])?;
+    let told = String::from_utf8(output.stderr)?;
+    ensure!(output.status.success() && output.stdout.is_empty());
+    ensure!(told.contains("no source there") && told.contains("leave --log out"), "{told}");
+    ensure!(ids(&[])?.len() == 7);
+    Ok(())
+}
+
 async fn metrics(address: &str) -> Result<String> {
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n").await?;
@@ -168,5 +223,6 @@ on_both!(
     inbox_rows_work_with_the_same_commands,
     dead_messages_are_revived_oldest_first,
     conflicts_are_listed_for_a_person,
+    conflicts_are_narrowed_to_one_log,
     a_replay_storm_is_counted_by_layer_and_told_once,
 );

@@ -35,10 +35,19 @@ impl Sender {
         self.send_at(Timestamp::now().as_second(), id, body).await
     }
 
+    /// Sends a message as of now to another source.
+    pub(crate) async fn send_to(&mut self, source: &str, id: &str, body: &str) -> Result<u16> {
+        self.post(source, Timestamp::now().as_second(), id, body).await
+    }
+
     /// Sends a message that was signed at this second.
     pub(crate) async fn send_at(&mut self, second: i64, id: &str, body: &str) -> Result<u16> {
+        self.post("partner", second, id, body).await
+    }
+
+    async fn post(&mut self, source: &str, second: i64, id: &str, body: &str) -> Result<u16> {
         let signed = self.signer.sign(id, UnixSeconds(second), body.as_bytes())?;
-        let mut request = "POST /in/partner HTTP/1.1\r\nhost: test\r\n".to_owned();
+        let mut request = format!("POST /in/{source} HTTP/1.1\r\nhost: test\r\n");
         for (name, value) in signed.headers() {
             request += &format!("{name}: {value}\r\n");
         }
