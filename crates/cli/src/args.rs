@@ -118,7 +118,7 @@ pub(crate) enum Command {
         /// Only this reason code, e.g. http_500
         #[arg(long, requires = "all")]
         code: Option<String>,
-        /// At most this many, oldest first
+        /// At most this many, the oldest of all subscriptions that are meant first
         #[arg(long, value_name = "N", requires = "all", value_parser = clap::value_parser!(u64).range(1..))]
         limit: Option<u64>,
     },

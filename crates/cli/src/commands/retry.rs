@@ -1,10 +1,17 @@
 //! `postbox retry ID…` and `postbox retry --all`.
 
-use postbox_core::{EventId, Selection, State, Store, SubscriptionInfo, TopicPattern};
+use std::collections::VecDeque;
+
+use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo, TopicPattern};
 
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
+
+/// Most events of one subscription and state that are looked at ahead, to find the oldest of all: bounds the memory.
+const PAGE: usize = 100;
+/// Most ids in one call of the store: bounds its statement.
+const IDS_MAX: usize = 1_000;
 
 pub(super) async fn run(
     context: &Context,
@@ -15,21 +22,97 @@ pub(super) async fn run(
 ) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
-    let mut retried = 0;
-    for info in &infos {
-        let left = limit.map(|limit| limit.saturating_sub(retried as usize));
-        if left == Some(0) {
-            break;
+    let wanted = Selection { ids: ids.clone(), topic, code, limit };
+    let retried = match limit {
+        Some(limit) if infos.len() > 1 => oldest_of_all(store.as_ref(), &infos, &wanted, limit).await?,
+        _ => {
+            let mut retried = 0;
+            for info in &infos {
+                retried += store.requeue(&info.name, &wanted).await?;
+            }
+            retried
         }
-        let selection = Selection { ids: ids.clone(), topic: topic.clone(), code: code.clone(), limit: left };
-        retried += store.requeue(&info.name, &selection).await?;
-    }
+    };
     if retried == 0
         && let Some(ids) = &ids
     {
         explain(store.as_ref(), &infos, ids).await?;
     }
     output::line(&format!("retried={retried}"))
+}
+
+/// Retries the oldest over several subscriptions, by when they were appended. The store narrows within one subscription only, and one with many dead
+/// events would otherwise use up the limit before the next is looked at.
+async fn oldest_of_all(
+    store: &dyn Store,
+    infos: &[SubscriptionInfo],
+    wanted: &Selection,
+    limit: usize,
+) -> Result<u64, Failure> {
+    let mut heads = Vec::new();
+    for (place, info) in infos.iter().enumerate() {
+        for state in [State::Dead, State::Retrying] {
+            let (topic, code) = (wanted.topic.clone(), wanted.code.clone());
+            let limit = limit.min(PAGE);
+            let query = ListQuery { subscription: info.name.clone(), state, topic, code, after: None, limit };
+            let mut ahead = Ahead { place, query, page: VecDeque::new() };
+            ahead.fill(store).await?;
+            heads.push(ahead);
+        }
+    }
+    let mut retried = 0;
+    while retried < limit {
+        let found = next_of_all(store, &mut heads, infos.len(), (limit - retried).min(IDS_MAX)).await?;
+        if found.iter().all(Vec::is_empty) {
+            break;
+        }
+        // One that is due already, as those are that were just sent again, changes nothing and does not count; then the search goes on.
+        for (info, ids) in infos.iter().zip(found).filter(|(_, ids)| !ids.is_empty()) {
+            let selection = Selection { ids: Some(ids), ..Selection::default() };
+            retried += store.requeue(&info.name, &selection).await? as usize;
+        }
+    }
+    Ok(retried as u64)
+}
+
+/// The next oldest, for each subscription its own.
+async fn next_of_all(
+    store: &dyn Store,
+    heads: &mut [Ahead],
+    subscriptions: usize,
+    count: usize,
+) -> Result<Vec<Vec<EventId>>, Failure> {
+    let mut found = vec![Vec::new(); subscriptions];
+    for _ in 0..count {
+        let waiting = heads.iter_mut().filter(|ahead| !ahead.page.is_empty());
+        let Some(oldest) = waiting.min_by_key(|ahead| ahead.page.front().map(age)) else { break };
+        found[oldest.place].extend(oldest.page.pop_front().map(|record| record.event.id));
+        if oldest.page.is_empty() {
+            oldest.fill(store).await?;
+        }
+    }
+    Ok(found)
+}
+
+/// Places in two logs say nothing of each other; times of the store's clock do.
+fn age(record: &Record) -> (jiff::Timestamp, i64) {
+    (record.event.created_at, record.seq.0)
+}
+
+/// What comes next in one subscription and state, oldest first.
+struct Ahead {
+    place: usize,
+    query: ListQuery,
+    page: VecDeque<Record>,
+}
+
+impl Ahead {
+    /// Reads on. A page may be short because its payloads are large; only an empty one is the end.
+    async fn fill(&mut self, store: &dyn Store) -> Result<(), Failure> {
+        self.page = store.list(&self.query).await?.into();
+        self.query.after = self.page.back().map(|record| record.seq).or(self.query.after);
+        Ok(())
+    }
 }
 
 /// Why naming an event changed nothing: it is not dead, which is no failure, or it is not there, which is one.

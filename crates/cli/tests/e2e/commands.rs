@@ -103,6 +103,41 @@ async fn dead_events_are_retried_and_discarded_by_a_person(kind: Kind) -> Result
     Ok(())
 }
 
+/// Two subscriptions and two logs, dead events of both in turn: a limit takes the oldest of all.
+async fn a_limited_retry_takes_the_oldest_over_all_subscriptions(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    let target = Target::start(422).await?;
+    let subscription =
+        |name: &str, topic: &str| target.config().replace(".out]", &format!(".{name}]\ntopics = [\"{topic}.*\"]"));
+    room.config(&(subscription("alpha", "a") + &subscription("beta", "b") + &subscription("gamma", "none")))?;
+    for n in 0..10 {
+        let topic = if n % 2 == 0 { "b" } else { "a" };
+        room.sql(&format!("INSERT INTO OUTBOX (topic, key, payload) VALUES ('{topic}.x', 'k{n}', '{{\"n\":{n}}}');"))
+            .await?;
+    }
+    ensure!(room.ok(&["dispatch"])? == "fetched=10 dispatched=0 failed=0 dead=10\n");
+    let dead = || -> Result<std::collections::BTreeSet<i64>> {
+        let listed: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", "dead", "--json"])?)?;
+        let records = listed.as_array().context("no list")?;
+        Ok(records.iter().filter_map(|record| record["event"]["payload"]["n"].as_i64()).collect())
+    };
+    ensure!(room.ok(&["retry", "--all", "--limit", "3"])? == "retried=3\n");
+    ensure!(dead()? == (3..10).collect(), "{:?}", dead()?);
+    // Those are on their way: they are older than what is dead, and do not use up the limit again.
+    ensure!(room.ok(&["retry", "--all", "--limit", "2"])? == "retried=2\n");
+    ensure!(dead()? == (5..10).collect(), "{:?}", dead()?);
+    ensure!(room.ok(&["retry", "--all", "--limit", "2", "--topic", "a.*"])? == "retried=2\n");
+    ensure!(dead()? == [6, 8, 9].into(), "{:?}", dead()?);
+    ensure!(room.ok(&["retry", "--all", "--limit", "7", "--subscription", "alpha"])? == "retried=1\n");
+    ensure!(dead()? == [6, 8].into(), "{:?}", dead()?);
+    ensure!(room.ok(&["retry", "--all", "--limit", "1000", "--code", "http_500"])? == "retried=0\n");
+    ensure!(room.ok(&["retry", "--all", "--limit", "1000", "--code", "http_422"])? == "retried=2\n");
+    ensure!(room.ok(&["retry", "--all", "--limit", "1000"])? == "retried=0\n");
+    target.answer(200);
+    ensure!(room.ok(&["dispatch"])?.contains("dispatched=10"));
+    Ok(())
+}
+
 async fn a_paused_subscription_delivers_nothing_until_resumed(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
     room.config(FILE_SINK)?;
@@ -209,6 +244,7 @@ fn completions_name_every_command() -> Result<()> {
 on_both!(
     inserted_by_sql_and_dispatched_to_a_file,
     dead_events_are_retried_and_discarded_by_a_person,
+    a_limited_retry_takes_the_oldest_over_all_subscriptions,
     a_paused_subscription_delivers_nothing_until_resumed,
     the_doctor_names_the_cause,
     hostile_text_cannot_steer_the_terminal,
