@@ -1,15 +1,18 @@
 //! Every command, in the order in which one would use them.
 
 use std::net::SocketAddr;
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use axum::Router;
 use axum::http::StatusCode;
 use axum::routing::post;
 
-use crate::room::{Kind, Room, on_both};
+use crate::endpoint::Endpoint;
+use crate::room::{DEADLINE, Kind, Room, on_both};
 
 const FILE_SINK: &str = "[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n";
 
@@ -138,6 +141,59 @@ async fn a_limited_retry_takes_the_oldest_over_all_subscriptions(kind: Kind) -> 
     Ok(())
 }
 
+/// Scripts read the last line and the exit code: 0 with the counts when it is drained, 1 with the counts when it was interrupted, 1 without
+/// when it could not begin.
+async fn dispatch_says_how_it_ended(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    room.config(FILE_SINK)?;
+    room.insert_three().await?;
+    let drained = room.output(&["dispatch"])?;
+    ensure!(drained.status.code() == Some(0) && drained.stderr.is_empty());
+    ensure!(drained.stdout == b"fetched=3 dispatched=3 failed=0 dead=0\n");
+
+    // What failed is in the counts, not in the exit code: it will be tried again, or waits for a person.
+    let target = Target::start(500).await?;
+    room.config(&target.config())?;
+    room.insert_three().await?;
+    let failed = room.output(&["dispatch", "--subscription", "out"])?;
+    let said = String::from_utf8(failed.stdout)?;
+    ensure!(failed.status.code() == Some(0) && said == "fetched=3 dispatched=0 failed=2 dead=0\n", "{said}");
+
+    // It could not begin: it fetched nothing, and says only why.
+    room.config("[subscriptions.other]\nsink = { type = \"file\", path = \"no/such/folder/out.jsonl\" }\n")?;
+    let complaint = room.refuses(1, &["dispatch"])?;
+    ensure!(complaint.lines().count() == 1 && complaint.contains("no/such/folder"), "{complaint}");
+    Ok(())
+}
+
+/// A person pauses the subscription while it is being drained: its lane is lost at the next renewal.
+async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    let slow = Endpoint::start(|_| (200, Duration::from_millis(50)))?;
+    room.config(&format!(
+        "[subscriptions.out]\nlease = \"1s\"\nconcurrency = 1\nordering = \"none\"\nbatch = 1\nsink = {{ type = \"http\", url = \"{}\" }}\n",
+        slow.url()
+    ))?;
+    for _ in 0..100 {
+        room.insert_three().await?;
+    }
+    let mut command = tokio::process::Command::from(room.command(&["dispatch", "--log-level", "off"]));
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true).spawn()?;
+    slow.until("the first", |arrivals| !arrivals.is_empty()).await?;
+    room.ok(&["pause", "out", "--why", "a test"])?;
+    let output = tokio::time::timeout(DEADLINE, child.wait_with_output()).await.context("it does not end")??;
+    let (said, told) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(output.status.code() == Some(1), "{}: {said}{told}", output.status);
+    let counts: Vec<u64> = said.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
+    let [fetched, dispatched, 0, 0] = counts[..] else { anyhow::bail!("{said}") };
+    ensure!(said.lines().count() == 1 && (1..300).contains(&fetched) && (1..=fetched).contains(&dispatched), "{said}");
+    ensure!(told.lines().count() == 1 && told.contains("1 lane(s) were lost") && told.contains("paused"), "{told}");
+    // Nothing is lost: the rest goes out when it is resumed.
+    room.ok(&["resume", "out"])?;
+    ensure!(room.ok(&["stats"])?.contains("total=300\n"));
+    Ok(())
+}
+
 async fn a_paused_subscription_delivers_nothing_until_resumed(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
     room.config(FILE_SINK)?;
@@ -245,6 +301,8 @@ on_both!(
     inserted_by_sql_and_dispatched_to_a_file,
     dead_events_are_retried_and_discarded_by_a_person,
     a_limited_retry_takes_the_oldest_over_all_subscriptions,
+    dispatch_says_how_it_ended,
+    a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts,
     a_paused_subscription_delivers_nothing_until_resumed,
     the_doctor_names_the_cause,
     hostile_text_cannot_steer_the_terminal,
