@@ -5,7 +5,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use rand::rngs::SmallRng;
@@ -16,7 +16,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::servers::free_port;
+use crate::servers::listen_anywhere;
 
 /// Bytes held back per connection before the proxy stops reading, as a full socket would.
 const HELD_BYTES_MAX: usize = 1024 * 1024;
@@ -73,8 +73,8 @@ struct Shared {
     opened: watch::Sender<bool>,
     resets: watch::Sender<u64>,
     stop: CancellationToken,
-    /// The next connection that sends this loses the answer to it.
-    lose: std::sync::Mutex<Option<Vec<u8>>>,
+    /// The next connection whose server answers with this is reset instead.
+    lose: watch::Sender<Option<Vec<u8>>>,
     lost: AtomicUsize,
     connections: AtomicUsize,
     held: [AtomicU64; 2],
@@ -88,9 +88,9 @@ impl FaultProxy {
     ///
     /// If it cannot listen.
     pub async fn start(upstream: SocketAddr, seed: u64) -> Self {
-        let port = free_port().expect("a free loopback port");
-        let address = SocketAddr::from(([127, 0, 0, 1], port));
-        let listener = TcpListener::bind(address).await.expect("the port was free a moment ago");
+        let listener = listen_anywhere().expect("a free loopback port");
+        let listener = TcpListener::from_std(listener).expect("a socket that the runtime can wait for");
+        let address = listener.local_addr().expect("a bound socket");
         let shared = Arc::new(Shared {
             upstream,
             seed,
@@ -99,7 +99,7 @@ impl FaultProxy {
             opened: watch::Sender::new(true),
             resets: watch::Sender::new(0),
             stop: CancellationToken::new(),
-            lose: std::sync::Mutex::default(),
+            lose: watch::Sender::new(None),
             lost: AtomicUsize::new(0),
             connections: AtomicUsize::new(0),
             held: Default::default(),
@@ -165,10 +165,19 @@ impl FaultProxy {
         self.listen(true).await;
     }
 
-    /// The next connection that sends `request` (`b"COMMIT"`) is reset when the server *answers* it: the server did it, the client
-    /// never hears. Once; await [`Self::answer_lost`].
-    pub fn lose_answer_to(&self, request: &[u8]) {
-        *self.shared.lose.lock().expect("nobody panics while holding it") = Some(request.to_vec());
+    /// The next connection whose server sends these bytes is reset in their place: what comes before them passes, of them nothing.
+    /// `b"COMMIT\0"`, Postgres's word for a commit that is done: the server did it, the client never hears. Once; await
+    /// [`Self::answer_lost`].
+    ///
+    /// It is the answer that is named, not the request: answers to earlier requests of a pipeline are still on their way then.
+    /// Bytes that may be the beginning of the answer wait for what follows them.
+    ///
+    /// # Panics
+    ///
+    /// If `answer` is empty.
+    pub fn lose_answer(&self, answer: &[u8]) {
+        assert!(!answer.is_empty(), "an answer has bytes");
+        self.shared.lose.send_replace(Some(answer.to_vec()));
     }
 
     /// Waits until `count` answers were lost since the start.
@@ -253,8 +262,7 @@ async fn serve(shared: Arc<Shared>, mut client: TcpStream, number: u64) {
     let mut resets = shared.resets.subscribe();
     if let Ok(mut server) = TcpStream::connect(shared.upstream).await {
         let _ = (client.set_nodelay(true), server.set_nodelay(true));
-        let losing = AtomicBool::new(false);
-        let pump = |direction| Pump::new(&shared, &losing, direction, number);
+        let pump = |direction| Pump::new(&shared, direction, number);
         let (up, down) = (pump(Direction::ToServer), pump(Direction::ToClient));
         let (client_read, client_write) = client.split();
         let (server_read, server_write) = server.split();
@@ -285,38 +293,39 @@ impl From<std::io::Error> for Reset {
 /// One direction of one connection.
 struct Pump<'a> {
     shared: &'a Shared,
-    losing: &'a AtomicBool,
     direction: Direction,
     random: SmallRng,
     /// Read and not passed on.
     kept: Vec<u8>,
     /// Passed on under the present fault.
     passed: usize,
-    /// The end of what passed, to find a request that comes in two pieces.
-    tail: Vec<u8>,
+    /// The other side says no more.
+    ended: bool,
 }
 
 impl<'a> Pump<'a> {
-    fn new(shared: &'a Shared, losing: &'a AtomicBool, direction: Direction, number: u64) -> Self {
+    fn new(shared: &'a Shared, direction: Direction, number: u64) -> Self {
         let random = SmallRng::seed_from_u64(shared.seed ^ (number << 1) ^ direction as u64);
-        Self { shared, losing, direction, random, kept: Vec::new(), passed: 0, tail: Vec::new() }
+        Self { shared, direction, random, kept: Vec::new(), passed: 0, ended: false }
     }
 
     async fn run(mut self, mut from: ReadHalf<'_>, mut to: WriteHalf<'_>) -> Result<(), Reset> {
         let mut faults = self.shared.faults[self.direction as usize].subscribe();
+        let mut lose = self.shared.lose.subscribe();
         let mut chunk = vec![0; CHUNK_BYTES];
-        let mut ended = false;
         loop {
             let fault = faults.borrow_and_update().clone();
+            lose.mark_unchanged();
             self.apply(&fault, &mut to).await?;
-            if ended && self.kept.is_empty() {
+            if self.ended && self.kept.is_empty() {
                 let _ = to.shutdown().await;
                 return Ok(());
             }
             tokio::select! {
                 _ = faults.changed() => self.passed = 0,
-                read = from.read(&mut chunk), if !ended && self.kept.len() < HELD_BYTES_MAX => match read? {
-                    0 => ended = true,
+                _ = lose.changed() => {}
+                read = from.read(&mut chunk), if !self.ended && self.kept.len() < HELD_BYTES_MAX => match read? {
+                    0 => self.ended = true,
                     n => self.kept.extend_from_slice(&chunk[..n]),
                 }
             }
@@ -325,11 +334,6 @@ impl<'a> Pump<'a> {
 
     /// Does to the kept bytes what the fault says.
     async fn apply(&mut self, fault: &Fault, to: &mut WriteHalf<'_>) -> Result<(), Reset> {
-        if self.direction == Direction::ToClient && self.losing.load(Ordering::SeqCst) && !self.kept.is_empty() {
-            self.shared.lost.fetch_add(1, Ordering::SeqCst);
-            self.shared.event.notify_waiters();
-            return Err(Reset);
-        }
         match fault {
             Fault::None => self.pass(usize::MAX, to).await?,
             Fault::Delay { base, jitter } if !self.kept.is_empty() => {
@@ -357,14 +361,45 @@ impl<'a> Pump<'a> {
     }
 
     async fn pass(&mut self, bytes_max: usize, to: &mut WriteHalf<'_>) -> Result<(), Reset> {
-        let bytes = self.kept.len().min(bytes_max);
+        let wanted = self.shared.lose.borrow().clone().filter(|_| self.direction == Direction::ToClient);
+        let before = wanted.as_ref().map_or(Before::Nothing, |answer| self.before(answer));
+        let free = match before {
+            Before::Whole(bytes) | Before::Begun(bytes) => bytes,
+            Before::Nothing => self.kept.len(),
+        };
+        let bytes = free.min(bytes_max);
         let piece: Vec<u8> = self.kept.drain(..bytes).collect();
-        if self.direction == Direction::ToServer {
-            self.watch_for_request(&piece);
-        }
         to.write_all(&piece).await?;
         self.passed += bytes;
+        if matches!(before, Before::Whole(_)) && bytes == free && self.take(wanted) {
+            self.shared.lost.fetch_add(1, Ordering::SeqCst);
+            self.shared.event.notify_waiters();
+            return Err(Reset);
+        }
         Ok(())
+    }
+
+    /// Where the answer that shall be lost is in the kept bytes.
+    fn before(&self, answer: &[u8]) -> Before {
+        if let Some(bytes) = self.kept.windows(answer.len()).position(|window| window == answer) {
+            return Before::Whole(bytes);
+        }
+        let last = self.kept.len().saturating_sub(answer.len() - 1);
+        match (last..self.kept.len()).find(|from| answer.starts_with(&self.kept[*from..])) {
+            Some(bytes) if !self.ended => Before::Begun(bytes),
+            _ => Before::Nothing,
+        }
+    }
+
+    /// Whether it is this connection that loses the answer: one does, and it is over for the others.
+    fn take(&self, answer: Option<Vec<u8>>) -> bool {
+        self.shared.lose.send_if_modified(|wanted| {
+            let ours = *wanted == answer;
+            if ours {
+                *wanted = None;
+            }
+            ours
+        })
     }
 
     fn note_held(&self) {
@@ -373,19 +408,14 @@ impl<'a> Pump<'a> {
             self.shared.event.notify_waiters();
         }
     }
+}
 
-    /// Marks the connection when the request whose answer shall be lost goes by. Before it is passed on: the answer comes later.
-    fn watch_for_request(&mut self, piece: &[u8]) {
-        let mut wanted = self.shared.lose.lock().expect("nobody panics while holding it");
-        let Some(request) = wanted.as_ref() else { return self.tail.clear() };
-        self.tail.extend_from_slice(piece);
-        if self.tail.windows(request.len().max(1)).any(|window| window == request.as_slice()) {
-            self.losing.store(true, Ordering::SeqCst);
-            *wanted = None;
-            self.tail.clear();
-        } else {
-            let keep = self.tail.len().min(request.len());
-            self.tail.drain(..self.tail.len() - keep);
-        }
-    }
+/// How many kept bytes come before the answer that shall be lost.
+enum Before {
+    /// All of it is there.
+    Whole(usize),
+    /// The last bytes may be its beginning.
+    Begun(usize),
+    /// There is none of it.
+    Nothing,
 }

@@ -19,12 +19,13 @@
 
 mod install;
 mod pgbouncer;
+mod ports;
 mod postgres;
 mod private;
 mod process;
 mod shared;
 
-pub(crate) use process::free_port;
+pub(crate) use ports::listen_anywhere;
 
 pub use pgbouncer::PgBouncer;
 pub use postgres::{Postgres, Version};

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 
+use super::ports::free_port;
 use super::postgres::connect;
 use super::private::tail;
 use super::process::{self, Leash, Ward};
@@ -53,7 +54,7 @@ impl PgBouncer {
             Some(tokio_postgres::config::Host::Tcp(host)) => host.clone(),
             _ => "127.0.0.1".to_owned(),
         };
-        let port = process::free_port()?;
+        let port = free_port()?;
         let config = format!(
             "[databases]\n* = host={host} port={} user={}\n\
              [pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = transaction\n\

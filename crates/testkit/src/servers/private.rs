@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 
+use super::ports::free_port;
 use super::postgres::connect;
 use super::process::{self, Leash, Ward};
 use super::{Postgres, Version, install, unavailable};
 
 /// A loaded machine takes several seconds over crash recovery; more than this is a hang.
-const START_SECONDS_MAX: u64 = 60;
+pub(super) const START_SECONDS_MAX: u64 = 60;
 /// How often a start is tried when somebody else took the port first.
 const PORT_TRIES: usize = 5;
 
@@ -60,6 +61,8 @@ pub struct PrivatePostgres {
     cluster: Cluster,
     port: u16,
     server: Option<Child>,
+    /// The pid of the WAL writer, while it is frozen.
+    frozen: Option<i32>,
     leash: Leash,
 }
 
@@ -85,7 +88,7 @@ impl PrivatePostgres {
         cluster.create(settings)?;
         let (server, port) = cluster.start_anywhere().await.with_context(|| version.name())?;
         let postgres = Postgres::on_port(version, port);
-        Ok(Self { postgres, cluster, port, server: Some(server), leash })
+        Ok(Self { postgres, cluster, port, server: Some(server), frozen: None, leash })
     }
 
     /// The server as everybody else sees it.
@@ -133,6 +136,20 @@ impl PrivatePostgres {
         self.signal("CONT");
     }
 
+    /// Freezes the process that flushes in the background, until the server is stopped: what nobody's own commit took to disk is not
+    /// there, and a stop without notice loses it. (A long `wal_writer_delay` is no promise: it may end at any moment of the test.)
+    ///
+    /// # Panics
+    ///
+    /// If there is no such process.
+    pub async fn freeze_wal_writer(&mut self) {
+        const WAL_WRITER: &str = "SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'";
+        let client = connect(&self.url()).await.expect("the server is running: call start first");
+        let pid = client.query_one(WAL_WRITER, &[]).await.expect("a server has one").get(0);
+        process::signal(pid, "STOP").expect("a process of our own server");
+        self.frozen = Some(pid);
+    }
+
     /// Starts it again on the same port with the same data, and waits until it accepts connections.
     ///
     /// # Panics
@@ -150,6 +167,10 @@ impl PrivatePostgres {
 
     fn stop(&mut self, signal: &str) {
         self.signal(signal);
+        if let Some(pid) = self.frozen.take() {
+            // It can hear of no stop, and every stop waits for it. It may be gone already: its parent has killed it.
+            let _ = process::signal(pid, "KILL");
+        }
         if let Some(mut server) = self.server.take() {
             server.wait().expect("our own child can be waited for");
         }
@@ -157,12 +178,15 @@ impl PrivatePostgres {
 
     fn signal(&self, signal: &str) {
         let server = self.server.as_ref().expect("the server is running: call start first");
-        process::signal(server, signal).expect("our own child can be signalled");
+        process::signal(server.id(), signal).expect("our own child can be signalled");
     }
 }
 
 impl Drop for PrivatePostgres {
     fn drop(&mut self) {
+        if let Some(pid) = self.frozen.take() {
+            let _ = process::signal(pid, "CONT");
+        }
         self.leash.let_go(self.server.as_mut());
     }
 }
@@ -209,7 +233,7 @@ impl Cluster {
     pub(super) async fn start_anywhere(&self) -> anyhow::Result<(Child, u16)> {
         let mut tried = 0;
         loop {
-            let port = process::free_port()?;
+            let port = free_port()?;
             tried += 1;
             match self.start(port).await {
                 Ok(server) => return Ok((server, port)),

@@ -1,18 +1,12 @@
 //! Starting programs without privileges, and stopping them whatever happens to us.
 
 use std::fs;
-use std::net::TcpListener;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
 use anyhow::Context as _;
-use rand::rngs::SmallRng;
-use rand::{Rng as _, SeedableRng as _};
-
-/// Below the range Linux takes outgoing ports from, so that a server stopped for a while finds its port free again.
-const PORTS: std::ops::Range<u16> = 20_000..32_000;
 
 /// Stops the process in the pid file `$1` with signal `$3` if it is the one that works in folder `$2` (a pid may have been
 /// given to somebody else meanwhile), waits until it is gone (a zombie has no folder any more), and removes folder `$4`.
@@ -79,22 +73,13 @@ pub(super) fn scratch(prefix: &str) -> anyhow::Result<PathBuf> {
     Ok(folder.canonicalize()?)
 }
 
-/// A loopback port nobody listens on. Somebody may take it before we do: try again with another then.
-pub(crate) fn free_port() -> anyhow::Result<u16> {
-    let mut random = SmallRng::from_os_rng();
-    (0..1_000)
-        .map(|_| random.random_range(PORTS))
-        .find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok())
-        .context("no free loopback port between 20000 and 32000")
-}
-
 /// Sends a signal to a process of ours.
-pub(super) fn signal(child: &Child, signal: &str) -> anyhow::Result<()> {
+pub(super) fn signal(pid: impl std::fmt::Display, signal: &str) -> anyhow::Result<()> {
     let status = Command::new("sh")
-        .args(["-c", "kill \"-$1\" \"$2\"", "sh", signal, &child.id().to_string()])
+        .args(["-c", "kill \"-$1\" \"$2\"", "sh", signal, &pid.to_string()])
         .status()
         .context("sh")?;
-    anyhow::ensure!(status.success(), "cannot send {signal} to process {}", child.id());
+    anyhow::ensure!(status.success(), "cannot send {signal} to process {pid}");
     Ok(())
 }
 
@@ -112,6 +97,13 @@ pub(super) struct Ward {
 }
 
 impl Ward {
+    /// Whether the process is there: it works in its folder, as [`STOP`] sees it.
+    pub(super) fn lives(&self) -> bool {
+        let pid = fs::read_to_string(&self.pid_file).unwrap_or_default();
+        let pid = pid.lines().next().unwrap_or_default();
+        fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|folder| folder == self.working)
+    }
+
     fn guard(&self, wait: &str, extra: &[&Path]) -> Command {
         let mut command = Command::new("sh");
         let script = format!("{STOP}\n{wait}\n");

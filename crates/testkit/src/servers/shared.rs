@@ -6,11 +6,12 @@ use std::hash::{Hash as _, Hasher as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 
 use super::postgres::connect;
-use super::private::{Cluster, Settings};
+use super::private::{Cluster, START_SECONDS_MAX, Settings};
 use super::process;
 use super::{Postgres, Version, install};
 
@@ -34,7 +35,7 @@ pub(super) async fn find_or_start(version: Version) -> anyhow::Result<Postgres> 
     let starter = lock_file(&folder.join("starter"))?;
     starter.lock()?;
     let cluster = Cluster { bin, folder: folder.clone() };
-    let port = match running(&folder).await {
+    let port = match running(&cluster).await? {
         Some(port) => port,
         None => start(&cluster, &settings).await.with_context(|| version.name())?,
     };
@@ -58,10 +59,23 @@ fn lock_file(path: &Path) -> anyhow::Result<File> {
     File::options().create(true).append(true).open(path).with_context(|| format!("{}", path.display()))
 }
 
-async fn running(folder: &Path) -> Option<u16> {
-    let port = fs::read_to_string(folder.join("run/port")).ok()?.trim().parse().ok()?;
-    connect(&format!("postgres://postgres@127.0.0.1:{port}/postgres?connect_timeout=5")).await.ok()?;
-    Some(port)
+/// The port of the server that runs already. However long a busy machine lets it take to answer: only one whose first process is gone
+/// is none, for its folder is removed then.
+async fn running(cluster: &Cluster) -> anyhow::Result<Option<u16>> {
+    let run = cluster.folder.join("run");
+    let Ok(port) = fs::read_to_string(run.join("port")) else { return Ok(None) };
+    let port = port.trim().parse()?;
+    let ward = cluster.below(&run).ward(run);
+    let deadline = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
+    let url = format!("postgres://postgres@127.0.0.1:{port}/postgres?connect_timeout=5");
+    while let Err(error) = connect(&url).await {
+        if !ward.lives() {
+            return Ok(None);
+        }
+        anyhow::ensure!(Instant::now() < deadline, "the shared server does not answer on port {port}: {error:#}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Ok(Some(port))
 }
 
 async fn start(cluster: &Cluster, settings: &Settings) -> anyhow::Result<u16> {

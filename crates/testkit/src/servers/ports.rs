@@ -1,0 +1,58 @@
+//! Loopback ports that stay ours: no other test is given one while this process lives, whoever listens on it or not.
+//!
+//! A server that is stopped for a while, and a program that is only told its port, leave the port unbound. So a port is claimed, apart
+//! from being bound: by a name that one socket of the machine can have at a time, and that goes with our process, however it ends.
+
+use std::net::TcpListener;
+
+use anyhow::Context as _;
+use rand::rngs::SmallRng;
+use rand::{Rng as _, SeedableRng as _};
+
+/// Below the range Linux takes outgoing ports from, so that no connection takes a port that is unbound for a while.
+const PORTS: std::ops::Range<u16> = 20_000..32_000;
+/// Many more than can be taken.
+const TRIES: usize = 1_000;
+
+/// A loopback port that nobody listens on, ours until this process ends. Only a program that is no test may still take it.
+pub(super) fn free_port() -> anyhow::Result<u16> {
+    Ok(listen_anywhere()?.local_addr()?.port())
+}
+
+/// Listens on such a port.
+pub(crate) fn listen_anywhere() -> anyhow::Result<TcpListener> {
+    let mut random = SmallRng::from_os_rng();
+    let mut ports = (0..TRIES).map(|_| random.random_range(PORTS));
+    let listener =
+        ports.find_map(|port| if claim::is_ours(port) { TcpListener::bind(("127.0.0.1", port)).ok() } else { None });
+    let listener = listener.context("no free loopback port between 20000 and 32000")?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+#[cfg(target_os = "linux")]
+mod claim {
+    use std::os::linux::net::SocketAddrExt as _;
+    use std::os::unix::net::{SocketAddr, UnixDatagram};
+    use std::sync::Mutex;
+
+    /// Held until this process ends.
+    static CLAIMED: Mutex<Vec<UnixDatagram>> = Mutex::new(Vec::new());
+
+    /// Claims a port, unless somebody has it.
+    pub(super) fn is_ours(port: u16) -> bool {
+        // An abstract name: it is in no folder, is seen where the port is seen, and is gone with its socket.
+        let name = SocketAddr::from_abstract_name(format!("postbox-test-port-{port}"));
+        let Ok(claim) = name.and_then(|name| UnixDatagram::bind_addr(&name)) else { return false };
+        CLAIMED.lock().expect("nobody panics while holding it").push(claim);
+        true
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod claim {
+    /// There is no such name elsewhere: two tests may be given one port.
+    pub(super) fn is_ours(_port: u16) -> bool {
+        true
+    }
+}
