@@ -23,7 +23,7 @@ const ASK_GRACE: Duration = Duration::from_secs(1);
 /// What one bounded run did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Drained {
-    /// Events read.
+    /// Events read. One that waits behind a slow one of its key is read again when its turn comes, and counted again.
     pub fetched: u64,
     /// Events the destination has now.
     pub dispatched: u64,

@@ -51,7 +51,7 @@ async fn inserted_by_sql_and_dispatched_to_a_file(kind: Kind) -> Result<()> {
     ensure!(room.ok(&["list", "--state", "pending"])?.lines().count() == 3);
 
     ensure!(room.ok(&["dispatch", "--limit", "1"])? == "fetched=1 dispatched=1 failed=0 dead=0\n");
-    ensure!(room.ok(&["dispatch"])? == "fetched=2 dispatched=2 failed=0 dead=0\n");
+    ensure!(room.dispatch(&[])? == "dispatched=2 failed=0 dead=0");
     ensure!(room.ok(&["dispatch"])? == "fetched=0 dispatched=0 failed=0 dead=0\n");
     let lines = room.lines("out.jsonl")?;
     let payloads: Vec<i64> = lines.iter().filter_map(|line| line["payload"]["n"].as_i64()).collect();
@@ -80,7 +80,7 @@ async fn dead_events_are_retried_and_discarded_by_a_person(kind: Kind) -> Result
     let target = Target::start(422).await?;
     room.config(&target.config())?;
     room.insert_three().await?;
-    ensure!(room.ok(&["dispatch"])? == "fetched=3 dispatched=0 failed=0 dead=3\n");
+    ensure!(room.dispatch(&[])? == "dispatched=0 failed=0 dead=3");
     ensure!(room.ok(&["stats"])? == "pending=0 dispatched=0 dead=3 total=3\n");
 
     let dead = room.ok(&["list", "--state", "dead"])?;
@@ -207,7 +207,7 @@ async fn a_paused_subscription_delivers_nothing_until_resumed(kind: Kind) -> Res
         "{said}"
     );
     room.ok(&["resume", "out"])?;
-    ensure!(room.ok(&["dispatch"])? == "fetched=3 dispatched=3 failed=0 dead=0\n");
+    ensure!(room.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
     room.ok(&["pause", "out", "--for", "1s"])?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A webhook endpoint that notes every arrival with its time, and can stand refused until it is opened.
+//! A webhook endpoint that notes every arrival with its time, can stand refused until it is opened, and can keep its answers to itself.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -49,6 +49,7 @@ impl Shut {
 
     pub(crate) fn open(self, answer: Answer) -> Result<Endpoint> {
         let (note, arrivals) = watch::channel(Vec::new());
+        let (answered_max, may_answer) = watch::channel(usize::MAX);
         let handler = async move |headers: HeaderMap, body: Bytes| {
             let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default().to_owned();
             let payload: serde_json::Value = serde_json::from_slice(&body).unwrap_or_default();
@@ -57,13 +58,19 @@ impl Shut {
             let (at, taken) = (Instant::now(), status.is_success());
             let n = payload["n"].as_i64().unwrap_or(-1);
             let arrival = Arrival { at, key: text("ce-subject"), n, relay: text("x-relay"), taken };
-            note.send_modify(|arrivals: &mut Vec<Arrival>| arrivals.push(arrival));
+            let mut number = 0;
+            note.send_modify(|arrivals: &mut Vec<Arrival>| {
+                arrivals.push(arrival);
+                number = arrivals.len();
+            });
             tokio::time::sleep(wait).await;
+            // Fails only when the test is over.
+            let _ = may_answer.clone().wait_for(|max| number <= *max).await;
             status
         };
         let listener = self.socket.listen(1024)?;
         tokio::spawn(axum::serve(listener, Router::new().route("/", post(handler))).into_future());
-        Ok(Endpoint { address: self.address, arrivals })
+        Ok(Endpoint { address: self.address, arrivals, answered_max })
     }
 }
 
@@ -71,6 +78,7 @@ impl Shut {
 pub(crate) struct Endpoint {
     address: SocketAddr,
     arrivals: watch::Receiver<Vec<Arrival>>,
+    answered_max: watch::Sender<usize>,
 }
 
 impl Endpoint {
@@ -80,6 +88,16 @@ impl Endpoint {
 
     pub(crate) fn url(&self) -> String {
         format!("http://{}/", self.address)
+    }
+
+    /// Answers so many requests and lets the later ones wait: a fault that is to find work under way does, however late it comes.
+    pub(crate) fn answer_only(&self, requests: usize) {
+        self.answered_max.send_replace(requests);
+    }
+
+    /// Answers everything, those that wait first.
+    pub(crate) fn answer_all(&self) {
+        self.answer_only(usize::MAX);
     }
 
     /// What has arrived so far, in its order.

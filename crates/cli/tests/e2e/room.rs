@@ -82,6 +82,15 @@ impl Room {
         Ok(String::from_utf8(output.stdout)?)
     }
 
+    /// `postbox dispatch`: what became of the events. Not how many were fetched: one that waits behind a slow one of its key is fetched
+    /// again, and what is slow depends on the machine.
+    pub(crate) fn dispatch(&self, args: &[&str]) -> Result<String> {
+        let printed = self.ok(&[&["dispatch"], args].concat())?;
+        let (fetched, became) = printed.trim_end().split_once(' ').context("two counts at least")?;
+        ensure!(fetched.starts_with("fetched="), "{printed}");
+        Ok(became.to_owned())
+    }
+
     /// It must end with `code` and print nothing but its complaint; gives that.
     pub(crate) fn refuses(&self, code: i32, args: &[&str]) -> Result<String> {
         complaint(&self.output(args)?, code, args)
@@ -188,8 +197,13 @@ impl Served {
     }
 
     /// SIGTERM; it must end with 0 in time. Gives what it logged.
-    pub(crate) async fn terminate(mut self) -> Result<Vec<String>> {
+    pub(crate) async fn terminate(self) -> Result<Vec<String>> {
         signal(self.pid()?, "TERM")?;
+        self.ended().await
+    }
+
+    /// It must end with 0 in time. Gives what it logged.
+    pub(crate) async fn ended(mut self) -> Result<Vec<String>> {
         let status = tokio::time::timeout(DEADLINE, self.child.wait()).await.context("it does not stop")??;
         while self.log.changed().await.is_ok() {}
         let log = self.log.borrow().clone();

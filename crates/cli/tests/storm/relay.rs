@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use rand::Rng;
 use rand::rngs::SmallRng;
@@ -12,6 +13,9 @@ use tempfile::TempDir;
 pub(crate) const BATCH: usize = 200;
 /// Lanes in the storm's configuration.
 pub(crate) const LANES: usize = 4;
+
+/// Far longer than anything takes.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 const BINARY: &str = env!("CARGO_BIN_EXE_postbox");
 
@@ -55,7 +59,8 @@ impl Relays {
         for place in 0..self.running.len() {
             let Some(status) = self.running[place].child.try_wait().expect("our own child") else { continue };
             let log = self.running[place].log();
-            let refused = status.code() == Some(1) && log.contains("(store_un") && !log.contains("lane taken");
+            let away = log.contains("(store_un") || log.contains("(store_timeout)");
+            let refused = status.code() == Some(1) && away && !log.contains("lane taken");
             assert!(refused, "a relay ended by itself, {status}:\n{log}");
             self.replace(place);
         }
@@ -76,9 +81,10 @@ impl Relays {
         self.kills
     }
 
-    /// SIGTERM; each must end with exit code 0.
-    pub(crate) fn stop(mut self) {
+    /// SIGTERM; each must end with exit code 0. One that was started a moment ago may not catch signals yet: it says when it serves.
+    pub(crate) async fn stop(mut self) {
         for relay in &self.running {
+            until("a relay serves", || relay.log().contains("postbox serves").then_some(())).await;
             let kill = Command::new("kill").arg("-TERM").arg(relay.child.id().to_string()).status();
             assert!(kill.expect("kill runs").success());
         }
@@ -123,10 +129,28 @@ impl Relay {
     }
 }
 
+/// Waits until there is an answer.
+pub(crate) async fn until<T>(what: &str, mut answer: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(answer) = answer() {
+            return answer;
+        }
+        assert!(Instant::now() < deadline, "waited too long until {what}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
 /// `postbox migrate up`.
 pub(crate) fn migrate(store: &str) {
     let status = Command::new(BINARY).args(["migrate", "up", "--store", store]).stdout(Stdio::null()).status();
     assert!(status.expect("the binary starts").success());
+}
+
+/// Waits until the store says that nothing is pending. The last arrival is not the last settlement: that comes a moment later, or a
+/// lease later from the heir of one that was killed.
+pub(crate) async fn settled(store: &str) {
+    until("everything is settled", || stats(store).starts_with("pending=0 ").then_some(())).await;
 }
 
 /// The summary line of `postbox stats`.
