@@ -26,9 +26,10 @@ async fn read(store: &PostgresStore, lease: &Lease) -> Batch {
 
 #[tokio::test]
 async fn ids_given_out_twice_around_a_crash_lose_no_event() {
-    // Nobody flushes but those who commit.
-    let settings = Settings::durable().with("wal_writer_delay", "10s").with("autovacuum", "off");
+    let settings = Settings::durable().with("autovacuum", "off");
     let mut server = PrivatePostgres::launch(Version::V15, settings).await;
+    // Nobody flushes but those who commit.
+    server.freeze_wal_writer().await;
     let url = server.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let name = SubscriptionName::new("s").expect("a name");

@@ -17,7 +17,7 @@ pub(super) const SHORT: Duration = Duration::from_millis(300);
 /// A wait that never ends within a case.
 pub(super) const HOUR: Duration = Duration::from_secs(3_600);
 /// The deadline of things that happen by themselves.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(super) fn outbox() -> LogName {
     LogName::outbox()

@@ -3,6 +3,7 @@
 #![allow(dead_code, missing_docs, unreachable_pub, reason = "each test binary uses its part")]
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, Store};
@@ -10,6 +11,9 @@ use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName, TxHandler};
 use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
 use postbox_testkit::servers::{PgBouncer, Postgres, Version};
 use tokio_postgres::{Client, Transaction};
+
+/// Far longer than anything takes.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A fresh database with a migrated store in it.
 pub struct Fixture {
@@ -40,8 +44,9 @@ pub async fn pooled() -> Fixture {
     Fixture { store, url, server, _pooler: Some(pooler) }
 }
 
-/// Connects and migrates.
-pub async fn migrated(config: PostgresConfig) -> PostgresStore {
+/// Connects and migrates. A busy machine may take its time: what is tested here is not how long a connection takes.
+pub async fn migrated(mut config: PostgresConfig) -> PostgresStore {
+    (config.connect_timeout, config.pool_timeout) = (PATIENCE, PATIENCE);
     let store = PostgresStore::connect(config).await.expect("a store");
     store.up().await.expect("migrated");
     store
