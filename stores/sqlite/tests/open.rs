@@ -69,7 +69,7 @@ async fn many_programs_may_start_at_once_on_no_file() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("shop.db");
     let starts = (0..8).map(|_| {
-        let config = SqliteConfig::new(&path);
+        let config = common::config(&path);
         tokio::spawn(async move { SqliteStore::open(config).await?.up().await })
     });
     let mut applied = Vec::new();
@@ -140,7 +140,10 @@ async fn a_lock_held_elsewhere_for_too_long_is_unavailable() {
     assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "store_busy"));
     store.validate().await.expect("reading needs no lock");
     other.execute_batch("ROLLBACK").expect("unlocked");
-    store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("free again");
+    // It works again; on a busy machine a call may still wait longer for its turn than a store with so little patience allows.
+    while let Err(error) = store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await {
+        assert_eq!(error.code(), "store_busy");
+    }
 }
 
 #[tokio::test]

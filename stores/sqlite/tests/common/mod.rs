@@ -19,6 +19,14 @@ use tempfile::TempDir;
 /// Longer than any case; nothing has to happen within it.
 pub(crate) const LONG: Duration = Duration::from_secs(600);
 
+/// How long a lock is waited for: on a busy disk a flush takes what it takes.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The default settings, but for the patience.
+pub(crate) fn config(path: impl Into<PathBuf>) -> SqliteConfig {
+    SqliteConfig { busy_timeout: PATIENCE, ..SqliteConfig::new(path) }
+}
+
 pub(crate) struct Fixture {
     folder: TempDir,
     pub(crate) store: SqliteStore,
@@ -27,7 +35,7 @@ pub(crate) struct Fixture {
 impl Fixture {
     pub(crate) async fn new() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
-        let store = SqliteStore::open(SqliteConfig::new(folder.path().join("shop.db"))).await.expect("opened");
+        let store = SqliteStore::open(config(folder.path().join("shop.db"))).await.expect("opened");
         store.up().await.expect("migrated");
         Self { folder, store }
     }
@@ -39,7 +47,7 @@ impl Fixture {
     /// A connection of a program that knows nothing of Postbox.
     pub(crate) fn connect(&self) -> Connection {
         let connection = Connection::open(self.path()).expect("opened");
-        connection.busy_timeout(Duration::from_secs(10)).expect("set");
+        connection.busy_timeout(PATIENCE).expect("set");
         connection
     }
 
