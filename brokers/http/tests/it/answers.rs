@@ -1,7 +1,7 @@
 //! Every way a target can answer, or fail to.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::response::Response;
@@ -10,7 +10,9 @@ use postbox_core::{Outcome, Sink};
 use postbox_http::{Guard, HttpSink, HttpSinkConfig};
 use tokio::io::AsyncWriteExt;
 
-use crate::stand::{DEADLINE, StillClock, Target, config, plain, raw_target, send, short, sink, text, write_for_ever};
+use crate::stand::{
+    DEADLINE, StillClock, Target, config, nobody, plain, raw_target, send, short, sink, text, write_for_ever,
+};
 
 /// The status is the path.
 fn status_of(path: &str) -> StatusCode {
@@ -143,8 +145,8 @@ async fn a_lost_connection_says_little() {
 
 #[tokio::test]
 async fn a_target_that_is_not_there_is_unavailable() {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let outcome = send(&sink(config(format!("http://127.0.0.1:{port}"))), &plain(1)).await;
+    let (address, _nobody) = nobody();
+    let outcome = send(&sink(config(format!("http://{address}"))), &plain(1)).await;
     assert_eq!(short(&outcome), ("unavailable", "connect_refused"));
     let outcome = send(&sink(config("http://no-such-host.invalid")), &plain(1)).await;
     assert_eq!(short(&outcome).0, "unavailable", "{outcome:?}");
@@ -159,10 +161,9 @@ async fn a_slow_answer_body_does_not_hold_up_its_outcome() {
             std::future::pending().await
         })
         .await;
-        let began = Instant::now();
+        // It would wait for an hour otherwise.
         let outcome = send(&sink(config(url)), &plain(1)).await;
         assert_eq!(short(&outcome), expected);
-        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
         assert!(outcome.is_delivered() || text(&outcome).ends_with(": slow"), "{outcome:?}");
     }
 }

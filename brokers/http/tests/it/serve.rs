@@ -9,6 +9,7 @@ use axum::routing::get;
 use postbox_core::{LogName, SourceName};
 use postbox_http::ingress::{self, Ingress, SourceLimits, WebhookSource};
 use postbox_http::serve::{ServeLimits, serve};
+use postbox_testkit::clock::ManualClock;
 use postbox_webhook::{Scheme, Settings, verifier};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -16,10 +17,11 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::stand::{DEADLINE, Inbox, SECRET, StillClock, config, plain, send, short, sink};
+use crate::stand::{DEADLINE, HOUR, Inbox, SECRET, StillClock, config, plain, send, short, sink};
 
 struct Server {
     address: SocketAddr,
+    clock: Arc<ManualClock>,
     stop: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
@@ -29,8 +31,23 @@ async fn start(router: Router, limits: ServeLimits) -> Server {
     let address = listener.local_addr().unwrap();
     let (stop, stopped) = oneshot::channel();
     let stopped = async { drop(stopped.await) };
-    let task = tokio::spawn(serve(listener, router, limits, Arc::new(StillClock), stopped));
-    Server { address, stop, task }
+    let clock = Arc::new(ManualClock::default());
+    let task = tokio::spawn(serve(listener, router, limits, clock.clone(), stopped));
+    Server { address, clock, stop, task }
+}
+
+/// No time passes for the server but here: however slow the machine is, nobody is late who ought to be in time.
+async fn while_time_passes<T>(clock: &ManualClock, waiting: impl Future<Output = T>) -> T {
+    let passing = async {
+        loop {
+            clock.advance(MOMENT);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::select! {
+        waited = waiting => waited,
+        () = passing => unreachable!("time passes for ever"),
+    }
 }
 
 async fn start_ingress(limits: ServeLimits, of_source: SourceLimits) -> (Server, Arc<Inbox>, Arc<Ingress>) {
@@ -57,8 +74,9 @@ async fn hear(stream: &mut TcpStream) -> String {
     String::from_utf8_lossy(&heard).into_owned()
 }
 
-const PATIENT: ServeLimits = ServeLimits { connections: 32, header_timeout: Duration::from_secs(3_600) };
-const HASTY: ServeLimits = ServeLimits { connections: 512, header_timeout: Duration::from_millis(300) };
+/// Much shorter than what is waited for.
+const MOMENT: Duration = Duration::from_millis(50);
+const LIMITS: ServeLimits = ServeLimits { connections: 32, header_timeout: Duration::from_secs(10) };
 const SLOW: [&[u8]; 4] = [
     b"",
     b"POST /in/peer HTTP/1.1\r\nhost: x\r\nx-slow: ",
@@ -68,8 +86,8 @@ const SLOW: [&[u8]; 4] = [
 
 #[tokio::test]
 async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
-    let body_for_ever = SourceLimits { body_timeout: Duration::from_secs(3_600), ..SourceLimits::default() };
-    let (server, inbox, _) = start_ingress(PATIENT, body_for_ever).await;
+    let body_for_ever = SourceLimits { body_timeout: HOUR, ..SourceLimits::default() };
+    let (server, inbox, _) = start_ingress(LIMITS, body_for_ever).await;
     let sink = sink(config(format!("http://{}/in/peer", server.address)));
     let mut slow = Vec::new();
     for number in 0..400 {
@@ -80,7 +98,7 @@ async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
     }
     assert_eq!(inbox.all().len(), 20);
     // Those that were pushed out hear the end of it; as many as there are places may still be there.
-    let ends = slow.iter_mut().take(400 - PATIENT.connections).map(hear);
+    let ends = slow.iter_mut().take(400 - LIMITS.connections).map(hear);
     timeout(DEADLINE, futures::future::join_all(ends)).await.expect("they are all closed");
     // And they leave their places.
     drop(slow);
@@ -89,17 +107,21 @@ async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
 
 #[tokio::test]
 async fn whoever_sends_no_head_in_time_is_let_go() {
-    let (server, ..) = start_ingress(HASTY, SourceLimits::default()).await;
+    let (server, ..) = start_ingress(LIMITS, SourceLimits::default()).await;
     for first in [SLOW[0], SLOW[1], SLOW[3]] {
-        hear(&mut connect(&server, first).await).await;
+        let mut slow = connect(&server, first).await;
+        while_time_passes(&server.clock, hear(&mut slow)).await;
     }
     // Byte by byte is no better.
     let mut dripping = connect(&server, b"POST /in/peer HTTP/1.1\r\n").await;
     let drip = async { while dripping.write_all(b"x").await.is_ok() && !pause().await {} };
-    timeout(DEADLINE, drip).await.expect("it is closed");
+    while_time_passes(&server.clock, timeout(DEADLINE, drip)).await.expect("it is closed");
     // Nor is a second request that does not come.
     let mut idle = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n").await;
-    assert!(hear(&mut idle).await.starts_with("HTTP/1.1 404"));
+    let mut answer = [0; 12];
+    timeout(DEADLINE, idle.read_exact(&mut answer)).await.expect("an answer").unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 404");
+    while_time_passes(&server.clock, hear(&mut idle)).await;
 }
 
 /// A moment; never says stop.
@@ -111,7 +133,7 @@ async fn pause() -> bool {
 #[tokio::test]
 async fn an_answer_that_is_not_read_holds_up_nobody() {
     let router = Router::new().route("/", get(async || "x".repeat(64 * 1024 * 1024)));
-    let server = start(router, ServeLimits { connections: 1, ..HASTY }).await;
+    let server = start(router, ServeLimits { connections: 1, ..LIMITS }).await;
     let mut lazy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
     let mut first = [0; 15];
     lazy.read_exact(&mut first).await.unwrap();
@@ -134,7 +156,7 @@ async fn a_stop_lets_requests_in_service_finish_and_nobody_else_delays_it() {
             "done"
         }),
     );
-    let server = start(router, PATIENT).await;
+    let server = start(router, LIMITS).await;
     let mut busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
     let mut idle: Vec<_> = Vec::new();
     for first in SLOW {
@@ -142,13 +164,16 @@ async fn a_stop_lets_requests_in_service_finish_and_nobody_else_delays_it() {
     }
     timeout(DEADLINE, begun.notified()).await.expect("the request is in service");
     server.stop.send(()).unwrap();
-    for idle in idle.iter_mut().take(2) {
-        hear(idle).await;
-    }
-    finish.notify_one();
-    let answer = hear(&mut busy).await;
-    assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("done"), "{answer}");
-    timeout(DEADLINE, server.task).await.expect("it has stopped").unwrap();
+    let rest = async {
+        for idle in idle.iter_mut().take(2) {
+            hear(idle).await;
+        }
+        finish.notify_one();
+        let answer = hear(&mut busy).await;
+        assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("done"), "{answer}");
+        timeout(DEADLINE, server.task).await.expect("it has stopped").unwrap();
+    };
+    while_time_passes(&server.clock, rest).await;
     assert!(TcpStream::connect(server.address).await.is_err());
 }
 

@@ -20,10 +20,12 @@ use postbox_core::{
 };
 use postbox_http::{HttpSink, HttpSinkConfig};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
-/// No test waits longer than this for anything.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
+/// No test waits longer than this for anything; nothing takes nearly as long.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+/// A wait that no test sees the end of.
+pub(crate) const HOUR: Duration = Duration::from_secs(3_600);
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 pub(crate) const NOW_S: i64 = 1_767_225_600;
 
@@ -60,12 +62,7 @@ pub(crate) fn plain(number: u64) -> Delivery {
 }
 
 pub(crate) fn config(url: impl Into<String>) -> HttpSinkConfig {
-    HttpSinkConfig {
-        keys: vec![SECRET.parse_key()],
-        timeout: Duration::from_secs(5),
-        connect_timeout: Duration::from_secs(2),
-        ..HttpSinkConfig::new(url)
-    }
+    HttpSinkConfig { keys: vec![SECRET.parse_key()], timeout: HOUR, connect_timeout: HOUR, ..HttpSinkConfig::new(url) }
 }
 
 pub(crate) trait ParseKey {
@@ -184,6 +181,13 @@ where
         }
     });
     (url, connections)
+}
+
+/// An address at which connecting is refused, and nobody else can listen while the socket is there.
+pub(crate) fn nobody() -> (SocketAddr, TcpSocket) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    (socket.local_addr().unwrap(), socket)
 }
 
 pub(crate) async fn read_head(stream: &mut TcpStream) {
