@@ -59,7 +59,7 @@ async fn main() -> anyhow::Result<()> {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(20), all_billed).await?;
+    tokio::time::timeout(Duration::from_secs(60), all_billed).await?;
     stop.cancel();
     listening.await??;
 

@@ -12,7 +12,7 @@ use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::proxy::{Fault, FaultProxy};
 use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
-const TTL: Duration = Duration::from_secs(60);
+const TTL: Duration = Duration::from_secs(600);
 
 fn name() -> SubscriptionName {
     SubscriptionName::new("reader").expect("a name")

@@ -11,7 +11,7 @@ use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
 
 const EVENTS: usize = 3_000;
-const TTL: Duration = Duration::from_secs(60);
+const TTL: Duration = Duration::from_secs(600);
 
 /// The row is looked for where it was last seen. To miss it there is no lost lease, however often the others moved it meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
