@@ -1,6 +1,7 @@
 //! What an HTTP sink needs to know.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use postbox_webhook::standard::{SignKey, Signer};
 use url::Url;
 
 use crate::envelope::is_reserved;
-use crate::guard::Guard;
+use crate::guard::{Guard, Ourselves};
 
 /// Most requests at once to one target: beyond this a target needs a conversation, not a setting.
 const CONCURRENCY_MAX: usize = 1_024;
@@ -42,6 +43,8 @@ pub struct HttpSinkConfig {
     pub concurrency: usize,
     /// Which addresses may be called.
     pub guard: Guard,
+    /// Where this process listens itself. A guarded sink never calls these, whatever is allowed; `0.0.0.0` and `::` mean every address of this machine.
+    pub listening: Vec<SocketAddr>,
     /// Certificates (PEM) to trust beside the system's, for a private authority.
     pub ca_file: Option<PathBuf>,
     /// What to show a target that asks for a client certificate (mutual TLS).
@@ -71,6 +74,7 @@ impl HttpSinkConfig {
             timeout: Duration::from_secs(20),
             concurrency: 16,
             guard: Guard::Off,
+            listening: Vec::new(),
             ca_file: None,
             client_cert: None,
         }
@@ -151,7 +155,7 @@ impl HttpSinkConfig {
         if url.fragment().is_some() {
             return Err("the url has a fragment (#…), which is never sent; leave it out".into());
         }
-        self.guard.check_literal(&url)?;
+        self.guard.check_literal(&url, &Ourselves::behind(&url, &self.listening))?;
         Ok(url)
     }
 }
@@ -170,6 +174,7 @@ impl fmt::Debug for HttpSinkConfig {
             .field("timeout", &self.timeout)
             .field("concurrency", &self.concurrency)
             .field("guard", &self.guard)
+            .field("listening", &self.listening)
             .field("ca_file", &self.ca_file)
             .field("client_cert", &self.client_cert)
             .finish()

@@ -12,7 +12,7 @@
 
 use std::fmt;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 
 use futures::future::BoxFuture;
@@ -47,30 +47,74 @@ impl Guard {
 
     /// Checks a URL whose host is an address; names are checked when they are resolved. The URL parser has turned `0x7f.1`,
     /// `2130706433` and their like into numbers already.
-    pub(crate) fn check_literal(&self, url: &Url) -> Result<(), String> {
+    pub(crate) fn check_literal(&self, url: &Url, ourselves: &Ourselves) -> Result<(), String> {
         let address = match url.host() {
             Some(Host::Ipv4(address)) => IpAddr::V4(address),
             Some(Host::Ipv6(address)) => IpAddr::V6(address),
             _ => return Ok(()),
         };
-        if self.permits(address) { Ok(()) } else { Err(Forbidden(address).to_string()) }
+        self.check(address, ourselves).map_err(|forbidden| forbidden.to_string())
     }
 
-    fn check_all(&self, addresses: &[SocketAddr]) -> Result<(), Forbidden> {
-        match addresses.iter().find(|address| !self.permits(address.ip())) {
-            Some(address) => Err(Forbidden(address.ip())),
-            None => Ok(()),
+    /// One forbidden address among good ones spoils them all.
+    fn check_all(&self, addresses: &[SocketAddr], ourselves: &Ourselves) -> Result<(), Forbidden> {
+        addresses.iter().try_for_each(|address| self.check(address.ip(), ourselves))
+    }
+
+    fn check(&self, address: IpAddr, ourselves: &Ourselves) -> Result<(), Forbidden> {
+        match self {
+            Self::PublicOnly { .. } if ourselves.listen_at(address) => Err(Forbidden::Ourselves(address)),
+            _ if self.permits(address) => Ok(()),
+            _ => Err(Forbidden::NotPublic(address)),
         }
     }
 }
 
+/// Where this process listens, as far as one target's port leads there. Allowing a network does not allow these: a customer's URL would make us post to our
+/// own ingress, or ask our own metrics.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Ourselves(Vec<IpAddr>);
+
+impl Ourselves {
+    pub(crate) fn behind(url: &Url, listening: &[SocketAddr]) -> Self {
+        let same_port = listening.iter().filter(|own| Some(own.port()) == url.port_or_known_default());
+        Self(same_port.map(|own| own.ip().to_canonical()).collect())
+    }
+
+    fn listen_at(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        // Nobody's address as a target means this machine, as a listener every address of this machine.
+        self.0.iter().any(|own| {
+            *own == address || address.is_unspecified() || own.is_unspecified() && is_of_this_machine(address)
+        })
+    }
+}
+
+/// Only to an address of its own does a machine bind a socket. Nothing is sent.
+fn is_of_this_machine(address: IpAddr) -> bool {
+    UdpSocket::bind((address, 0)).is_ok()
+}
+
 /// A name or URL led to an address that the guard does not permit.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Forbidden(pub(crate) IpAddr);
+pub(crate) enum Forbidden {
+    NotPublic(IpAddr),
+    Ourselves(IpAddr),
+}
 
 impl fmt::Display for Forbidden {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the target's address {} is not public; allow its network explicitly if it is meant", self.0)
+        match self {
+            Self::NotPublic(address) => {
+                write!(f, "the target's address {address} is not public; allow its network explicitly if it is meant")
+            }
+            Self::Ourselves(address) => {
+                write!(
+                    f,
+                    "the target's address {address} with this port is where we listen ourselves; a guarded sink never calls that, whatever is allowed"
+                )
+            }
+        }
     }
 }
 
@@ -99,16 +143,17 @@ impl Lookup for SystemLookup {
 /// Resolves names for the client and lets no forbidden address through.
 pub(crate) struct GuardedResolver {
     pub(crate) guard: Guard,
+    pub(crate) ourselves: Ourselves,
     pub(crate) lookup: Arc<dyn Lookup>,
 }
 
 impl Resolve for GuardedResolver {
     fn resolve(&self, name: Name) -> Resolving {
-        let guard = self.guard.clone();
+        let (guard, ourselves) = (self.guard.clone(), self.ourselves.clone());
         let looking = self.lookup.look_up(name.as_str());
         Box::pin(async move {
             let addresses = looking.await?;
-            guard.check_all(&addresses)?;
+            guard.check_all(&addresses, &ourselves)?;
             Ok(Box::new(addresses.into_iter()) as Addrs)
         })
     }

@@ -13,7 +13,7 @@ use url::Url;
 use crate::classify::{Blame, Finding, classify_failure, classify_status, retry_after};
 use crate::config::HttpSinkConfig;
 use crate::envelope::Envelope;
-use crate::guard::{Guard, GuardedResolver, Lookup, SystemLookup};
+use crate::guard::{Guard, GuardedResolver, Lookup, Ourselves, SystemLookup};
 use crate::tls;
 
 /// How much of an answer is kept for a person to read.
@@ -126,7 +126,8 @@ fn client(config: &HttpSinkConfig, url: &Url, lookup: Arc<dyn Lookup>) -> Result
         .tcp_nodelay(true)
         .user_agent(concat!("postbox/", env!("CARGO_PKG_VERSION")));
     if config.guard != Guard::Off {
-        builder = builder.dns_resolver(GuardedResolver { guard: config.guard.clone(), lookup });
+        let ourselves = Ourselves::behind(url, &config.listening);
+        builder = builder.dns_resolver(GuardedResolver { guard: config.guard.clone(), ourselves, lookup });
     }
     builder.build().map_err(|error| {
         Error::new(ErrorKind::Internal, "configure", "http_client_failed", "the HTTP client could not be built")

@@ -47,16 +47,17 @@ impl Service {
         store.validate().await?;
         // First of what can fail, because a port in use is what fails most, and subscriptions would be left behind in the store.
         let listener = bind(config.server.listen).await?;
+        let address = listener.local_addr().unwrap_or(config.server.listen);
         let mut parts = Vec::with_capacity(config.subscriptions.len());
         for subscription in &config.subscriptions {
             let mut subscription = subscription.clone();
             let most = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
             subscription.settings.drain_timeout = subscription.settings.drain_timeout.min(most);
             store.subscribe(&subscription.subscription).await?;
-            parts.push(Part::new(wiring::relay(&store, &subscription, &clock).await?, subscription.schedule.clone()));
+            let relay = wiring::relay(&store, &subscription, address, &clock).await?;
+            parts.push(Part::new(relay, subscription.schedule.clone()));
         }
         let sources = Sources::build(&config.sources, &store, &clock)?;
-        let address = listener.local_addr().unwrap_or(config.server.listen);
         info!(%address, subscriptions = parts.len(), sources = config.sources.len(), "postbox serves");
 
         let ingress = sources.router();

@@ -1,5 +1,6 @@
 //! From configuration to running parts.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,28 +14,36 @@ use crate::config::{HttpConfig, LiveSecret, SinkConfig, SnsConfig, SubscriptionC
 /// What the HTTP client leaves of the subscription's timeout, so that it is the one to give up and can say why.
 const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
 
-/// The relay of a subscription, with its sink. Touches no store.
+/// The relay of a subscription, with its sink. Touches no store. `listening` is where the service listens: guarded sinks do not call that.
 pub async fn relay(
     store: &Arc<dyn Store>,
     config: &SubscriptionConfig,
+    listening: SocketAddr,
     clock: &Arc<dyn Clock>,
 ) -> PostboxResult<Relay> {
     let mut builder = Relay::builder(Arc::clone(store) as _, config.subscription.clone())
         .inspect(Arc::clone(store) as _)
         .settings(config.settings.clone())
         .clock(Arc::clone(clock));
-    if let Some(sink) = sink(config, clock).await? {
+    if let Some(sink) = sink(config, listening, clock).await? {
         builder = builder.sink(sink);
     }
     builder.build()
 }
 
-async fn sink(config: &SubscriptionConfig, clock: &Arc<dyn Clock>) -> PostboxResult<Option<Arc<dyn Sink>>> {
+async fn sink(
+    config: &SubscriptionConfig,
+    listening: SocketAddr,
+    clock: &Arc<dyn Clock>,
+) -> PostboxResult<Option<Arc<dyn Sink>>> {
     Ok(match &config.sink {
         SinkConfig::None => None,
         SinkConfig::Stdout => Some(Arc::new(JsonLines::stdout())),
         SinkConfig::File { path } => Some(Arc::new(JsonLines::file(path).await?)),
-        SinkConfig::Http(http) => Some(Arc::new(HttpSink::new(http_sink(http, config)?, Arc::clone(clock))?)),
+        SinkConfig::Http(http) => {
+            let sink = HttpSinkConfig { listening: vec![listening], ..http_sink(http, config)? };
+            Some(Arc::new(HttpSink::new(sink, Arc::clone(clock))?))
+        }
     })
 }
 

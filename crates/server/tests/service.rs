@@ -160,6 +160,29 @@ async fn verified_webhooks_are_stored_once() -> Result<()> {
     stop(service).await
 }
 
+/// A name that leads back to us, in a network that is allowed.
+#[tokio::test]
+async fn a_guarded_sink_does_not_call_the_service_itself() -> Result<()> {
+    let holder = TcpListener::bind("127.0.0.1:0").await?;
+    let port = holder.local_addr()?.port();
+    drop(holder);
+    let store = memory();
+    let text = format!(
+        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://localhost:{port}/in/nobody\", public_only = true, allow = [\"127.0.0.0/8\", \"::1\"] }}\n\
+         [server]\nlisten = \"127.0.0.1:{port}\"\nstop_timeout = \"5s\"\n"
+    );
+    let service = Service::start_on(Config::parse(&text)?, Arc::clone(&store) as Arc<dyn Store>).await?;
+    store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await?;
+    until("refused", async || {
+        let (_, page) = get(service.address(), "/metrics").await?;
+        Ok(page.contains("code=\"address_forbidden\"} "))
+    })
+    .await?;
+    let (_, page) = get(service.address(), "/metrics").await?;
+    ensure!(!page.contains("result=\"source_unknown\""), "it called itself:\n{page}");
+    stop(service).await
+}
+
 #[tokio::test]
 async fn a_port_in_use_is_told_before_anything_goes_out() -> Result<()> {
     let holder = TcpListener::bind("127.0.0.1:0").await?;

@@ -5,7 +5,7 @@ use super::*;
 fn refused(host: &str) -> bool {
     let url = Url::parse(&format!("http://{host}/")).expect(host);
     assert!(!matches!(url.host(), Some(Host::Domain(_))), "{host} is a name");
-    Guard::PUBLIC_ONLY.check_literal(&url).is_err()
+    Guard::PUBLIC_ONLY.check_literal(&url, &Ourselves::default()).is_err()
 }
 
 #[test]
@@ -124,8 +124,12 @@ fn an_allowed_network_is_allowed_in_every_form() {
 fn one_forbidden_address_among_good_ones_spoils_the_name() {
     let good = SocketAddr::from(([8, 8, 8, 8], 0));
     let bad = SocketAddr::from(([10, 0, 0, 1], 0));
-    assert!(Guard::PUBLIC_ONLY.check_all(&[good]).is_ok());
-    assert!(Guard::PUBLIC_ONLY.check_all(&[good, bad]).is_err());
+    assert!(Guard::PUBLIC_ONLY.check_all(&[good], &Ourselves::default()).is_ok());
+    assert!(Guard::PUBLIC_ONLY.check_all(&[good, bad], &Ourselves::default()).is_err());
+}
+
+fn resolver(guard: Guard) -> GuardedResolver {
+    GuardedResolver { guard, ourselves: Ourselves::default(), lookup: Arc::new(SystemLookup) }
 }
 
 #[tokio::test]
@@ -133,11 +137,44 @@ async fn names_are_checked_when_they_are_resolved() {
     for name in ["localhost", "localhost."] {
         let url = Url::parse(&format!("http://{name}/")).expect("a URL");
         assert!(matches!(url.host(), Some(Host::Domain(_))));
-        let resolver = GuardedResolver { guard: Guard::PUBLIC_ONLY, lookup: Arc::new(SystemLookup) };
-        let resolved = resolver.resolve(name.parse().expect("a name")).await;
+        let resolved = resolver(Guard::PUBLIC_ONLY).resolve(name.parse().expect("a name")).await;
         assert!(resolved.is_err(), "{name}");
     }
     let allow = ["127.0.0.0/8", "::1/128"].map(|net| net.parse().expect("a network")).to_vec();
-    let resolver = GuardedResolver { guard: Guard::PublicOnly { allow }, lookup: Arc::new(SystemLookup) };
-    assert!(resolver.resolve("localhost".parse().expect("a name")).await.is_ok());
+    assert!(resolver(Guard::PublicOnly { allow }).resolve("localhost".parse().expect("a name")).await.is_ok());
+}
+
+#[test]
+fn our_own_addresses_are_refused_whatever_is_allowed() {
+    let everything = Guard::PublicOnly { allow: vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()] };
+    let told = |guard: &Guard, url: &str, listening: &str| {
+        let url = Url::parse(url).expect(url);
+        guard.check_literal(&url, &Ourselves::behind(&url, &[listening.parse().expect(listening)])).err()
+    };
+    for (url, listening) in [
+        ("http://127.0.0.1:8600/in/x", "127.0.0.1:8600"),
+        ("http://0x7f.1:8600/", "127.0.0.1:8600"),
+        ("http://[::ffff:127.0.0.1]:8600/", "127.0.0.1:8600"),
+        ("http://127.0.0.1:8600/", "[::ffff:127.0.0.1]:8600"),
+        ("http://0.0.0.0:8600/", "127.0.0.1:8600"),
+        ("http://[::]:8600/", "127.0.0.1:8600"),
+        ("http://127.0.0.1:8600/", "0.0.0.0:8600"),
+        ("http://127.9.9.9:8600/", "0.0.0.0:8600"),
+        ("http://127.0.0.1:8600/", "[::]:8600"),
+        ("http://8.8.8.8/", "8.8.8.8:80"),
+        ("https://8.8.8.8/", "8.8.8.8:443"),
+    ] {
+        let told = told(&everything, url, listening).unwrap_or_else(|| panic!("{url} leads to {listening}"));
+        assert!(told.contains("we listen ourselves"), "{told}");
+    }
+    for (url, listening) in [
+        ("http://127.0.0.1:8601/", "127.0.0.1:8600"),
+        ("http://127.0.0.2:8600/", "127.0.0.1:8600"),
+        ("http://8.8.8.8:8600/", "0.0.0.0:8600"),
+        ("https://8.8.8.8/", "8.8.8.8:80"),
+    ] {
+        assert_eq!(told(&everything, url, listening), None, "{url} is not {listening}");
+    }
+    // Whoever writes the configuration may point wherever he likes.
+    assert_eq!(told(&Guard::Off, "http://127.0.0.1:8600/", "127.0.0.1:8600"), None);
 }

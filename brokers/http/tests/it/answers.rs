@@ -268,6 +268,35 @@ async fn a_guarded_sink_calls_no_private_address() {
     }
 }
 
+#[tokio::test]
+async fn a_guarded_sink_never_calls_ourselves() {
+    let (target, url) = Target::ok().await;
+    let named = url.replace("127.0.0.1", "localhost");
+    let own: std::net::SocketAddr = url.trim_start_matches("http://").parse().unwrap();
+    let allow = ["127.0.0.0/8", "::1/128"].map(|net| net.parse().unwrap()).to_vec();
+    let guarded = |url: &str, guard: &Guard, listening: &str| {
+        let listening = vec![listening.parse().unwrap()];
+        HttpSink::new(
+            HttpSinkConfig { guard: guard.clone(), listening, ..config(url) },
+            std::sync::Arc::new(StillClock),
+        )
+    };
+    let allowing = Guard::PublicOnly { allow };
+    for listening in [own.to_string(), format!("0.0.0.0:{}", own.port()), format!("[::]:{}", own.port())] {
+        assert!(guarded(&url, &allowing, &listening).is_err(), "by number, before anything is made");
+        let outcome = send(&guarded(&named, &allowing, &listening).unwrap(), &plain(1)).await;
+        assert_eq!(short(&outcome), ("unavailable", "address_forbidden"));
+        assert!(text(&outcome).contains("we listen ourselves"), "{outcome:?}");
+        assert_eq!(target.seen().len(), 0);
+        // The operator's own URL may lead back: one log into another.
+        assert!(guarded(&url, &Guard::Off, &listening).is_ok());
+    }
+    for (url, guard) in [(&named, &allowing), (&url, &allowing), (&url, &Guard::Off), (&named, &Guard::Off)] {
+        let sink = guarded(url, guard, "127.0.0.1:1").unwrap();
+        assert_eq!(short(&send(&sink, &plain(2)).await), ("delivered", ""));
+    }
+}
+
 /// Runs another test of this binary with proxies that would break it.
 #[test]
 fn proxy_variables_are_not_read() {

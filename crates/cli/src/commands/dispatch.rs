@@ -84,7 +84,7 @@ async fn relays(context: &Context, store: &Arc<dyn Store>, clock: &Arc<dyn Clock
             output::note(&format!("{} has no sink; its events stay pending", config.subscription.name));
             continue;
         }
-        relays.push(postbox_server::relay(store, config, clock).await?);
+        relays.push(postbox_server::relay(store, config, context.config.server.listen, clock).await?);
     }
     if configs.is_empty() {
         output::note(

@@ -194,6 +194,26 @@ async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -
     Ok(())
 }
 
+/// A customer's URL whose name leads to where we listen: nothing is called, whatever network is allowed.
+async fn a_guarded_sink_does_not_call_ourselves(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    let target = Endpoint::start(|_| (200, Duration::ZERO))?;
+    let url = target.url().replace("127.0.0.1", "localhost");
+    let port: u16 = url.trim_end_matches('/').rsplit(':').next().context("no port")?.parse()?;
+    let config = |listen: u16| {
+        format!(
+            "[subscriptions.out]\nsink = {{ type = \"http\", url = \"{url}\", public_only = true, allow = [\"127.0.0.0/8\", \"::1\"] }}\n[server]\nlisten = \"127.0.0.1:{listen}\"\n"
+        )
+    };
+    room.insert_three().await?;
+    room.config(&config(port))?;
+    ensure!(room.ok(&["dispatch"])?.contains(" dispatched=0 "));
+    ensure!(target.count() == 0, "it was called");
+    room.config(&config(port.wrapping_add(1).max(1)))?;
+    ensure!(room.ok(&["dispatch"])? == "fetched=3 dispatched=3 failed=0 dead=0\n");
+    Ok(())
+}
+
 async fn a_paused_subscription_delivers_nothing_until_resumed(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
     room.config(FILE_SINK)?;
@@ -302,6 +322,7 @@ on_both!(
     dead_events_are_retried_and_discarded_by_a_person,
     a_limited_retry_takes_the_oldest_over_all_subscriptions,
     dispatch_says_how_it_ended,
+    a_guarded_sink_does_not_call_ourselves,
     a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts,
     a_paused_subscription_delivers_nothing_until_resumed,
     the_doctor_names_the_cause,

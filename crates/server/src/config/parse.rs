@@ -13,7 +13,7 @@ use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
 use toml::de::DeTable;
 
 use super::faults::{Fault, suggestion};
-use super::model::Config;
+use super::model::{Config, SinkConfig};
 use super::reader::{At, Lookup, Reader, Section};
 use super::values::duration_text;
 use postbox_http::HttpSinkConfig;
@@ -55,8 +55,11 @@ fn read_root(root: &Section<'_, '_>, config: &mut Config) {
     if let Some(section) = root.section("store") {
         house::read_store(section, &mut config.store);
     }
+    let mut lines = Vec::new();
     for (name, section) in root.section("subscriptions").map(|table| table.sections()).unwrap_or_default() {
-        config.subscriptions.extend(subscription::read_subscription(&name, section));
+        let subscription = subscription::read_subscription(&name, section);
+        lines.extend(subscription.is_some().then_some(name.line));
+        config.subscriptions.extend(subscription);
     }
     let mut horizons = Vec::new();
     for (name, section) in root.section("sources").map(|table| table.sections()).unwrap_or_default() {
@@ -67,11 +70,24 @@ fn read_root(root: &Section<'_, '_>, config: &mut Config) {
     if let Some(section) = root.section("server") {
         house::read_server(section, &mut config.server);
     }
+    check_targets(root.reader, &lines, config);
     let section = root.section("retention");
     let remembering = section.and_then(|section| house::read_retention(section, &mut config.retention));
     check_memory(root.reader, &horizons, config.retention.remember_ids, remembering);
     if let Some(section) = root.section("log") {
         house::read_log(section, &mut config.log);
+    }
+}
+
+/// A URL that somebody else chose must not lead back to us. Names are looked up later, at each connection; numbers are known now.
+fn check_targets(reader: &Reader<'_>, lines: &[usize], config: &Config) {
+    for (line, subscription) in lines.iter().zip(&config.subscriptions) {
+        let SinkConfig::Http(http) = &subscription.sink else { continue };
+        let (guard, listening) = (http.guard.clone(), vec![config.server.listen]);
+        let probe = HttpSinkConfig { guard, listening, ..HttpSinkConfig::new(http.url.as_str()) };
+        for fault in probe.faults() {
+            reader.fault(*line, format!("subscriptions.{}.sink: {fault}", subscription.subscription.name));
+        }
     }
 }
 

@@ -377,6 +377,16 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
     for url in ["http://127.0.0.1/", "http://0x7f.1/", "https://[::ffff:10.0.0.1]/", "http://169.254.169.254/latest"] {
         assert!(guarded(url).contains("is not public; allow its network"), "{url}");
     }
+    let own = |listen: &str, url: &str| {
+        format!(
+            "[server]\nlisten = \"{listen}\"\n[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\", public_only = true, allow = [\"127.0.0.0/8\"] }}\n"
+        )
+    };
+    for listen in ["127.0.0.1:8600", "0.0.0.0:8600", "[::]:8600"] {
+        let told = fault(&own(listen, "http://127.0.0.1:8600/in/a"));
+        assert!(told.starts_with("postbox.toml:3: ") && told.contains("where we listen ourselves"), "{told}");
+        parse(&own(listen, "http://127.0.0.1:8601/in/a")).expect("another port is somebody else");
+    }
     assert!(sink("client_cert = \"a.pem\"").contains("no client_key"));
     assert!(sink("client_key = \"a.pem\"").contains("no client_cert"));
     assert!(sink("headers = { webhook-id = \"x\" }").contains("give a `secret`"));
