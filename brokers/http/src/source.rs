@@ -62,6 +62,7 @@ pub use mapping::{Mapping, Origin};
 
 use answer::Counters;
 use convert::Convert;
+use mapping::Dropped;
 use sns::Sns;
 use storm::Storm;
 
@@ -115,6 +116,7 @@ pub struct WebhookSource {
     /// authentication: what then comes is verified as everything else.
     pub allowed_origins: Vec<String>,
     convert: Option<Convert>,
+    dropped: Dropped,
 }
 
 /// How a message is verified.
@@ -162,7 +164,16 @@ impl WebhookSource {
 
     fn checked_by(name: SourceName, log: LogName, check: Check) -> Self {
         let mapping = Mapping::usual(check.scheme(), &name);
-        Self { name, log, check, mapping, limits: SourceLimits::default(), allowed_origins: Vec::new(), convert: None }
+        Self {
+            name,
+            log,
+            check,
+            mapping,
+            limits: SourceLimits::default(),
+            allowed_origins: Vec::new(),
+            convert: None,
+            dropped: Dropped::default(),
+        }
     }
 
     /// Stores events of your own making instead of the messages as they came: `convert` gets each verified message once per request, and gives the event
@@ -233,6 +244,11 @@ impl Ingress {
     pub fn counts(&self) -> Vec<Count> {
         let known = self.gates.values().flat_map(|gate| gate.counters.counts(Some(&gate.source.name)));
         known.chain(self.unknown.counts(None).filter(|count| count.count > 0)).collect()
+    }
+
+    /// How many headers of each source's messages were not kept, because an event has no room for them or they are no text.
+    pub fn headers_dropped(&self) -> Vec<(SourceName, u64)> {
+        self.gates.values().map(|gate| (gate.source.name.clone(), gate.source.dropped.headers())).collect()
     }
 }
 

@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
-use crate::limits::{HEADER_BYTES_MAX, HEADERS_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX};
+use crate::limits::{HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX};
 use crate::names::{Key, Tenant, Topic};
 
 /// An event's globally unique id, a UUID; version 7 where Postbox makes it, so that ids sort by time.
@@ -69,6 +69,9 @@ pub mod header {
     pub const TRACEPARENT: &str = "traceparent";
     /// W3C trace context: vendor state.
     pub const TRACESTATE: &str = "tracestate";
+    /// The sender's id of a message from outside, noted by the inbox. It does not count towards the limits of headers: an event that another Postbox
+    /// could append, with as many headers as there may be, must not lose one to our note.
+    pub const MESSAGE_ID: &str = "postbox-message-id";
 }
 
 /// The content type meant when none is given.
@@ -312,14 +315,16 @@ fn check_text(what: &str, text: Option<&str>) -> Result<()> {
 }
 
 fn check_headers(headers: &Headers) -> Result<()> {
-    if headers.len() > HEADERS_MAX {
+    let noted = headers.get(header::MESSAGE_ID).filter(|id| id.len() <= MESSAGE_ID_BYTES_MAX);
+    if headers.len() - usize::from(noted.is_some()) > HEADERS_MAX {
         return Err(Error::invalid(
             "validate",
             "headers_too_many",
             format!("the event has {} headers; at most {HEADERS_MAX} are allowed", headers.len()),
         ));
     }
-    let bytes: usize = headers.iter().map(|(name, value)| name.len() + value.len()).sum();
+    let noted_bytes = noted.map_or(0, |id| header::MESSAGE_ID.len() + id.len());
+    let bytes = headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>() - noted_bytes;
     if bytes > HEADER_BYTES_MAX {
         return Err(Error::invalid(
             "validate",
@@ -370,6 +375,17 @@ mod tests {
         assert_eq!(code((0..65).fold(event(), |event, n| event.header(format!("h{n}"), ""))), "headers_too_many");
         assert_eq!(code(event().kind("")), "kind_invalid");
         assert_eq!(code(event().key("k".repeat(1025))), "key_too_long");
+    }
+
+    #[test]
+    fn the_inbox_s_note_takes_no_header_s_place() {
+        let full =
+            (0..64).fold(NewEvent::json("t", "{}"), |event, n| event.header(format!("h{n:02}"), "v".repeat(253)));
+        assert!(full.validate().is_ok());
+        assert!(full.clone().header(header::MESSAGE_ID, "i".repeat(255)).validate().is_ok());
+        assert_eq!(code(full.clone().header("h64", "")), "headers_too_many");
+        // Longer than any id: then it is a header like every other.
+        assert_eq!(code(full.header(header::MESSAGE_ID, "i".repeat(256))), "headers_too_many");
     }
 
     #[test]

@@ -77,7 +77,7 @@ pub mod limits {
     pub const KEY_BYTES_MAX: usize = 1_024;
     /// Largest payload in bytes (16 MiB). Larger facts belong in an object store, their address in the event.
     pub const PAYLOAD_BYTES_MAX: usize = 16 * 1024 * 1024;
-    /// Most headers on one event.
+    /// Most headers on one event: with those a sink adds, below the 100 that HTTP servers commonly take.
     pub const HEADERS_MAX: usize = 64;
     /// All header names and values of one event together, in bytes: the usual limit of HTTP servers.
     pub const HEADER_BYTES_MAX: usize = 16 * 1024;

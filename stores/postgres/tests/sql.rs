@@ -94,6 +94,7 @@ async fn sql_and_rust_refuse_with_the_same_word() {
     let fixture = support::on(Version::V15).await;
     let client = fixture.client().await;
     let event = || NewEvent::json("t", "{}");
+    let noted = |bytes: usize| event().header(postbox_core::header::MESSAGE_ID, "i".repeat(bytes));
     let cases = [
         NewEvent::json("", "{}"),
         NewEvent::json("x".repeat(TOPIC_BYTES_MAX + 1), "{}"),
@@ -118,6 +119,9 @@ async fn sql_and_rust_refuse_with_the_same_word() {
         event().header("a", "x\u{80}"),
         event().header("a", "x".repeat(HEADER_BYTES_MAX)),
         (0..=HEADERS_MAX).fold(event(), |event, n| event.header(format!("h{n}"), "")),
+        (0..HEADERS_MAX).fold(noted(255), |event, n| event.header(format!("h{n:02}"), "v".repeat(253))),
+        (0..HEADERS_MAX).fold(noted(256), |event, n| event.header(format!("h{n:02}"), "")),
+        noted(255).header("a", "x".repeat(HEADER_BYTES_MAX)),
         event().header("Ok-Name_1~", "tab\tand é are fine"),
         event().key("any thing\n goes"),
         NewEvent::json("ä.ö", "{}"),

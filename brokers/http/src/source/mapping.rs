@@ -1,10 +1,12 @@
 //! From a verified request to an event.
 
 use std::borrow::Cow;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, header};
-use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
+use postbox_core::header::MESSAGE_ID;
+use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX};
 use postbox_core::{Inbound, NewEvent, SourceName};
 use postbox_webhook::{Scheme, Verified};
 use sha2::{Digest, Sha256};
@@ -15,11 +17,6 @@ use super::answer::Answer;
 use super::convert::Message;
 use super::json::text_at;
 use crate::cloudevents;
-
-/// The event header that holds the sender's id of the message.
-const MESSAGE_ID_HEADER: &str = "postbox-message-id";
-/// Longest message id in bytes, as `Inbound` says.
-const MESSAGE_ID_BYTES_MAX: usize = 255;
 
 /// One place in an inbound message.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -113,12 +110,10 @@ impl Genuine<'_> {
             event.tenant = tenant;
         }
         event.source.get_or_insert_with(|| source.name.to_string());
-        if source.convert.is_none() {
-            keep_headers(&mut event, self.headers, &message_id);
-        } else {
-            event.headers.insert(MESSAGE_ID_HEADER.into(), message_id.clone());
-        }
+        event.headers.insert(MESSAGE_ID.into(), message_id.clone());
+        let dropped = if source.convert.is_none() { keep_headers(&mut event, self.headers) } else { 0 };
         event.validate().map_err(|_| unmapped("event_invalid"))?;
+        source.dropped.note(&source.name, dropped);
         Ok(Inbound { source: source.name.clone(), message_id, digest, event })
     }
 
@@ -253,27 +248,62 @@ fn is_kept(name: &HeaderName) -> bool {
     !DROPPED.contains(&name) && !DROPPED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Keeps the sender's id and then the request's headers by name, as long as an event has room for them: a proxy's noise must not make a genuine message
-/// impossible to store. Last come those that only repeat what is known, so that an event's own (63 beside the id) are not lost for them.
-fn keep_headers(event: &mut NewEvent, headers: &HeaderMap, message_id: &str) {
-    let mut room = HEADER_BYTES_MAX - MESSAGE_ID_HEADER.len() - message_id.len();
-    event.headers.insert(MESSAGE_ID_HEADER.into(), message_id.into());
+/// Keeps the request's headers by name, as long as an event has room for them: a proxy's noise must not make a genuine message impossible to store. Last come
+/// those that only repeat what is known, so that an event's own are not lost for them. Says how many had to be left out.
+fn keep_headers(event: &mut NewEvent, headers: &HeaderMap) -> u64 {
+    let (mut places, mut room) = (HEADERS_MAX, HEADER_BYTES_MAX);
     let mut names: Vec<&HeaderName> = headers.keys().filter(|name| is_kept(name)).collect();
     let repeats = |name: &str| name.starts_with(cloudevents::PREFIX) || name.starts_with("webhook-");
     names.sort_by_key(|name| (repeats(name.as_str()), name.as_str()));
+    let mut dropped = 0;
     for name in names {
-        let values: Option<Vec<&str>> =
-            headers.get_all(name).iter().map(|value| std::str::from_utf8(value.as_bytes()).ok()).collect();
-        let Some(values) = values else { continue };
-        let value = match values.as_slice() {
-            [value] => Cow::Borrowed(*value),
-            several => Cow::Owned(several.join(", ")),
+        let text = text_of(headers, name).filter(|text| name.as_str().len() + text.len() <= room && places > 0);
+        let Some(text) = text else {
+            dropped += 1;
+            continue;
         };
-        let size = name.as_str().len() + value.len();
-        let harmless = !value.chars().any(|c| c.is_control() && c != '\t');
-        if harmless && size <= room && event.headers.len() < HEADERS_MAX {
-            room -= size;
-            event.headers.insert(name.as_str().into(), value.into_owned());
+        places -= 1;
+        room -= name.as_str().len() + text.len();
+        event.headers.insert(name.as_str().into(), text.into_owned());
+    }
+    dropped
+}
+
+/// A header's values as one text, if that is what they are.
+fn text_of<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<Cow<'h, str>> {
+    let values = headers.get_all(name).iter().map(|value| std::str::from_utf8(value.as_bytes()).ok());
+    let values = values.collect::<Option<Vec<&str>>>()?;
+    let text = match values.as_slice() {
+        [value] => Cow::Borrowed(*value),
+        several => Cow::Owned(several.join(", ")),
+    };
+    Some(text).filter(|text| !text.chars().any(|c| c.is_control() && c != '\t'))
+}
+
+/// What a source's messages lost because an event had no room for it.
+#[derive(Debug, Default)]
+pub(super) struct Dropped {
+    messages: AtomicU64,
+    headers: AtomicU64,
+}
+
+impl Dropped {
+    /// Counts, and tells of the first, second, fourth … message: a proxy that adds too much adds it to all.
+    fn note(&self, source: &SourceName, headers: u64) {
+        if headers == 0 {
+            return;
         }
+        self.headers.fetch_add(headers, Ordering::Relaxed);
+        let messages = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
+        if messages.is_power_of_two() {
+            warn!(
+                %source, code = "headers_dropped", headers, messages,
+                "a message has headers that are not kept: an event has {HEADERS_MAX} at most, {HEADER_BYTES_MAX} bytes together, and of text; the rest is stored"
+            );
+        }
+    }
+
+    pub(super) fn headers(&self) -> u64 {
+        self.headers.load(Ordering::Relaxed)
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use jiff::Timestamp;
+use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
 use postbox_core::{LogName, MemoryStore, NewEvent, Receive, SourceName};
 use postbox_http::ingress::{self, Ingress, WebhookSource};
 use postbox_webhook::{Scheme, Settings, verifier};
@@ -48,6 +49,31 @@ async fn an_event_arrives_as_it_left() {
         assert_eq!(arrived.event.headers.get(name), Some(value), "{name}");
     }
     assert_eq!(arrived.event.headers["ce-id"], event_id(5).to_string());
+}
+
+#[tokio::test]
+async fn as_many_headers_as_an_event_can_have_arrive_all() {
+    let inbox = Arc::new(Inbox::default());
+    let (ingress, url) = inbox_at(inbox.clone()).await;
+    let sink = sink(config(url));
+    let dropped = || ingress.headers_dropped().iter().map(|(_, count)| count).sum::<u64>();
+    // To the last header and the last byte, and one with room for what the sink adds.
+    for (number, count) in [(1, 8), (2, HEADERS_MAX)] {
+        let value = "v".repeat(HEADER_BYTES_MAX / HEADERS_MAX - 3);
+        let event = NewEvent::json("t", "{}").source("billing").tenant("acme");
+        let event = (0..count).fold(event, |event, n| event.header(format!("h{n:02}"), value.clone()));
+        event.validate().expect("it can be appended");
+        assert_eq!(short(&send(&sink, &delivery(number, event.clone())).await), ("delivered", ""));
+        let arrived = inbox.all().into_iter().find(|it| it.message_id == event_id(number).to_string()).unwrap();
+        for (name, value) in &event.headers {
+            assert_eq!(arrived.event.headers.get(name), Some(value), "{name}");
+        }
+        assert_eq!(arrived.event.headers["postbox-message-id"], event_id(number).to_string());
+        // What only repeats the envelope gave way, and that is counted.
+        let repeated = ["ce-id", "ce-source", "ce-tenant", "webhook-id"];
+        let kept = repeated.iter().filter(|name| arrived.event.headers.contains_key(**name)).count();
+        assert_eq!((kept, dropped()), if count == HEADERS_MAX { (0, 4) } else { (4, 0) });
+    }
 }
 
 #[tokio::test]

@@ -1,8 +1,8 @@
 //! What goes in comes out, to the byte: hostile payloads, texts and times.
 
 use jiff::{SignedDuration, Timestamp};
-use postbox_core::limits::{HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
-use postbox_core::{EventId, NewEvent};
+use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
+use postbox_core::{EventId, NewEvent, header};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -103,7 +103,7 @@ pub async fn keys_that_look_alike_are_different(fixture: &dyn StoreFixture) {
     assert_eq!(held, ["a"]);
 }
 
-/// As many headers as allowed, with every kind of value.
+/// As many headers as allowed, with every kind of value, and the inbox's note beside them.
 pub async fn headers_come_back(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let values = hostile::header_values();
@@ -111,8 +111,8 @@ pub async fn headers_come_back(fixture: &dyn StoreFixture) {
     for n in 0..HEADERS_MAX - 2 {
         full = full.header(format!("h-{n}"), values[n % values.len()]);
     }
-    full = full.header("!#$%&'*+-.^_`|~", "odd name").header("UPPER", "v");
-    let long = event("2").header("long", "x".repeat(16_000));
+    full = full.header("!#$%&'*+-.^_`|~", "odd name").header("UPPER", "v").header(header::MESSAGE_ID, "msg_1");
+    let long = event("2").header("long", "x".repeat(HEADER_BYTES_MAX - 4)).header(header::MESSAGE_ID, "i".repeat(255));
     let cases = event("3").header("Case", "1").header("case", "2");
     append(&lane.store, [full.clone(), long.clone(), cases.clone()]).await;
     let read = lane.drain().await;
