@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use postbox_core::Topic;
+use postbox_core::{Event, Topic};
 
 use crate::breaker::BreakerState;
 
 /// Most (topic, code) pairs counted by name; the rest is counted under `other`, so that no input makes the table grow.
 const CAUSES_MAX: usize = 500;
+/// Most sources of duplicates counted by name, for the same reason: who appends chooses the name.
+const SOURCES_MAX: usize = 50;
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -19,6 +21,7 @@ macro_rules! counters {
             $(pub(crate) $name: AtomicU64,)*
             pub(crate) breaker: AtomicU64,
             causes: Mutex<BTreeMap<(String, String), u64>>,
+            duplicates_from: Mutex<BTreeMap<Option<String>, u64>>,
         }
 
         /// All counters at one moment.
@@ -100,6 +103,11 @@ impl Metrics {
         self.causes.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Duplicates by the source of their events. At most 50 by name; what comes later is under `other`.
+    pub fn duplicates_by_source(&self) -> BTreeMap<Option<String>, u64> {
+        self.duplicates_from.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     pub(crate) fn add(&self, counter: &AtomicU64, count: usize) {
         if count > 0 {
             counter.fetch_add(count as u64, Ordering::Relaxed);
@@ -108,6 +116,17 @@ impl Metrics {
 
     pub(crate) fn set_breaker(&self, state: BreakerState) {
         self.breaker.store(state as u64, Ordering::Relaxed);
+    }
+
+    /// The destination had this one already.
+    pub(crate) fn duplicate(&self, event: &Event) {
+        self.duplicates.fetch_add(1, Ordering::Relaxed);
+        let mut sources = self.duplicates_from.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut source = event.source.clone();
+        if sources.len() >= SOURCES_MAX && !sources.contains_key(&source) {
+            source = Some("other".to_owned());
+        }
+        *sources.entry(source).or_default() += 1;
     }
 
     pub(crate) fn failure(&self, topic: &Topic, code: &str) {
@@ -135,5 +154,14 @@ mod tests {
         assert_eq!(causes.len(), CAUSES_MAX + 1);
         assert_eq!(causes.values().sum::<u64>(), 10_000);
         assert_eq!(metrics.failed(), 10_000);
+        let id = "00000000-0000-7000-8000-000000000001".parse().expect("an id");
+        for n in 0..10_000 {
+            let event = postbox_core::NewEvent::json("t", "{}").source(format!("s{n}"));
+            metrics.duplicate(&event.into_event(id, jiff::Timestamp::UNIX_EPOCH));
+        }
+        let sources = metrics.duplicates_by_source();
+        assert_eq!(sources.len(), SOURCES_MAX + 1);
+        assert_eq!(sources.values().sum::<u64>(), 10_000);
+        assert_eq!(metrics.duplicates(), 10_000);
     }
 }

@@ -3,29 +3,44 @@
 use std::sync::Arc;
 
 use axum::Router;
-use postbox_core::{Clock, Error, Result, Store};
+use postbox_core::{Clock, Error, LogName, Result, SourceName, Store};
 use postbox_http::ingress::{self, Count, Ingress, Origin, WebhookSource};
 
 use crate::config::SourceConfig;
 use crate::wiring::{sns_verifier, verifier};
 
 /// Every configured source, ready to be served.
-pub(crate) struct Sources(Arc<Ingress>);
+pub(crate) struct Sources {
+    ingress: Arc<Ingress>,
+    /// Which log each stores into.
+    logs: Vec<(SourceName, LogName)>,
+}
 
 impl Sources {
     pub(crate) fn build(configs: &[SourceConfig], store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Self> {
         let sources = configs.iter().map(source).collect::<Result<Vec<_>>>()?;
-        Ok(Self(Ingress::new(sources, Arc::clone(store) as _, Arc::clone(clock))?))
+        let logs = configs.iter().map(|config| (config.name.clone(), config.log.clone())).collect();
+        Ok(Self { ingress: Ingress::new(sources, Arc::clone(store) as _, Arc::clone(clock))?, logs })
     }
 
     /// `POST /in/{source}`.
     pub(crate) fn router(&self) -> Router {
-        ingress::router(Arc::clone(&self.0))
+        ingress::router(Arc::clone(&self.ingress))
+    }
+
+    /// The sources that store into a log.
+    pub(crate) fn of_log(&self, log: &LogName) -> impl Iterator<Item = &SourceName> {
+        self.logs.iter().filter(move |(_, its)| its == log).map(|(source, _)| source)
+    }
+
+    /// How many headers of each source's messages an event had no room for.
+    pub(crate) fn headers_dropped(&self) -> Vec<(SourceName, u64)> {
+        self.ingress.headers_dropped()
     }
 
     /// How often each source gave each answer.
     pub(crate) fn counts(&self) -> Vec<Count> {
-        self.0.counts()
+        self.ingress.counts()
     }
 }
 

@@ -134,7 +134,7 @@ async fn a_dead_destination_makes_it_unready_and_healthy() -> Result<()> {
 #[tokio::test]
 async fn verified_webhooks_are_stored_once() -> Result<()> {
     let text = format!(
-        "[subscriptions.apply]\nlog = \"inbox\"\n[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n"
+        "[subscriptions.apply]\nlog = \"inbox\"\n[subscriptions.out]\n[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n"
     );
     let store = memory();
     let service = start(&text, &store).await?;
@@ -152,7 +152,11 @@ async fn verified_webhooks_are_stored_once() -> Result<()> {
     let (_, page) = get(service.address(), "/metrics").await?;
     for line in [
         "postbox_received_total{source=\"partner\",result=\"accepted\"} 1\n",
-        "postbox_duplicates_total{layer=\"inbox\",name=\"partner\"} 1\n",
+        "postbox_duplicates_total{layer=\"timestamp\",source=\"partner\"} 0\n",
+        "postbox_duplicates_total{layer=\"inbox\",source=\"partner\"} 1\n",
+        "postbox_duplicates_total{layer=\"destination\",source=\"partner\",subscription=\"apply\"} 0\n",
+        "postbox_duplicates_total{layer=\"destination\",source=\"none\",subscription=\"out\"} 0\n",
+        "postbox_headers_dropped_total{source=\"partner\"} 0\n",
     ] {
         ensure!(page.contains(line), "{line} is not in\n{page}");
     }

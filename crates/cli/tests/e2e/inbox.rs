@@ -168,6 +168,30 @@ async fn conflicts_are_narrowed_to_one_log(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// A proxy adds more than an event can keep: the message is stored, and the loss is counted and told, the first times.
+#[tokio::test]
+async fn headers_that_are_not_kept_are_counted_and_told() -> Result<()> {
+    let room = Room::migrated(Kind::Sqlite).await?;
+    room.config(&(partner() + "[subscriptions.apply]\nlog = \"inbox\"\n"))?;
+    let served = room.serve().await?;
+    let mut sender = Sender::connect(&served.address).await?;
+    ensure!(sender.send("msg_0", "{}").await? == 202);
+    sender.more = (0..70).map(|n| format!("x-noise-{n:02}: {n}\r\n")).collect();
+    for n in 1..=3 {
+        ensure!(sender.send(&format!("msg_{n}"), "{}").await? == 202);
+    }
+    let page = metrics(&served.address).await?;
+    // Six of the noise and `webhook-id`, three times.
+    ensure!(page.contains("postbox_headers_dropped_total{source=\"partner\"} 21\n"), "{page}");
+    let log = served.terminate().await?;
+    let told: Vec<&String> = log.iter().filter(|line| line.contains("headers_dropped")).collect();
+    ensure!(told.len() == 2 && told.iter().all(|line| line.contains("WARN") && line.contains("partner")), "{log:#?}");
+    let listed: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", "pending", "--json"])?)?;
+    ensure!(listed[1]["event"]["headers"].as_object().map(serde_json::Map::len) == Some(65), "{listed}");
+    ensure!(listed[1]["event"]["headers"]["postbox-message-id"] == "msg_1", "{listed}");
+    Ok(())
+}
+
 async fn metrics(address: &str) -> Result<String> {
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n").await?;
@@ -195,9 +219,9 @@ async fn a_replay_storm_is_counted_by_layer_and_told_once(kind: Kind) -> Result<
     }
     applied_before.until("applied", |arrivals| !arrivals.is_empty()).await?;
     let expected = [
-        "postbox_duplicates_total{layer=\"timestamp\",name=\"partner\"} 200\n",
-        "postbox_duplicates_total{layer=\"inbox\",name=\"partner\"} 99\n",
-        "postbox_duplicates_total{layer=\"destination\",name=\"apply\"} 1\n",
+        "postbox_duplicates_total{layer=\"timestamp\",source=\"partner\"} 200\n",
+        "postbox_duplicates_total{layer=\"inbox\",source=\"partner\"} 99\n",
+        "postbox_duplicates_total{layer=\"destination\",source=\"partner\",subscription=\"apply\"} 1\n",
     ];
     // The answer is counted when it has been read, a moment after it was given.
     let counted = async {

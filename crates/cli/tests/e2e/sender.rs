@@ -21,13 +21,19 @@ pub(crate) fn partner() -> String {
 pub(crate) struct Sender {
     signer: Signer,
     stream: BufReader<TcpStream>,
+    /// More headers, each with its line break.
+    pub(crate) more: String,
 }
 
 impl Sender {
     pub(crate) async fn connect(address: &str) -> Result<Self> {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
-        Ok(Self { signer: Signer::new([SignKey::parse(SECRET)?])?, stream: BufReader::new(stream) })
+        Ok(Self {
+            signer: Signer::new([SignKey::parse(SECRET)?])?,
+            stream: BufReader::new(stream),
+            more: String::new(),
+        })
     }
 
     /// Sends a message as of now; gives the status.
@@ -51,6 +57,7 @@ impl Sender {
         for (name, value) in signed.headers() {
             request += &format!("{name}: {value}\r\n");
         }
+        request += &self.more;
         request += &format!("content-length: {}\r\n\r\n{body}", body.len());
         self.stream.write_all(request.as_bytes()).await?;
         let mut line = String::new();

@@ -187,7 +187,12 @@ impl Lane {
         let shared = &*self.shared;
         let disposition = match &outcome {
             None => Disposition::Block,
-            Some(Outcome::Delivered { .. }) => return verdicts.delivered(place),
+            Some(Outcome::Delivered { duplicate }) => {
+                if *duplicate {
+                    shared.metrics.duplicate(&delivery.event);
+                }
+                return verdicts.delivered(place);
+            }
             Some(outcome) => shared.decide(delivery, outcome),
         };
         match &outcome {

@@ -162,7 +162,7 @@ impl Lane {
         round: &CancellationToken,
     ) {
         let shared = &*self.shared;
-        let (mut duplicates, mut delivered, mut answered) = (0, 0, false);
+        let (mut delivered, mut answered) = (0, false);
         // Keys of which an event of this call died or was not accepted: the sink may have stopped the rest of them.
         let mut stopped: HashSet<&Key> = HashSet::new();
         for (&place, outcome) in places.iter().zip(outcomes) {
@@ -171,7 +171,9 @@ impl Lane {
             if let Outcome::Delivered { duplicate } = outcome {
                 answered = true;
                 delivered += 1;
-                duplicates += usize::from(duplicate);
+                if duplicate {
+                    shared.metrics.duplicate(&delivery.event);
+                }
                 verdicts.delivered(place);
                 feed.done(place);
                 continue;
@@ -222,7 +224,6 @@ impl Lane {
             }
         }
         shared.metrics.add(&shared.metrics.delivered, delivered);
-        shared.metrics.add(&shared.metrics.duplicates, duplicates);
         if answered {
             shared.answered();
         }

@@ -131,6 +131,9 @@ impl Lane {
         let mut entries: Vec<Entry<'_>> = Vec::with_capacity(places.len());
         for (place, outcome) in places.iter().zip(outcomes) {
             let delivery = &batch.deliveries[*place];
+            if let Outcome::Delivered { duplicate: true } = outcome {
+                shared.metrics.duplicate(&delivery.event);
+            }
             let disposition = self.late_disposition(delivery, outcome);
             match disposition {
                 Disposition::Delivered => delivered += 1,

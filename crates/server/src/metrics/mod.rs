@@ -5,6 +5,7 @@
 
 mod text;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -116,6 +117,18 @@ impl Measures {
         }
     }
 
+    /// What a destination had already, by source: zeros for the sources that may come, so that the first one is seen as a rise.
+    fn duplicates(&self, part: &Part) -> BTreeMap<Option<String>, u64> {
+        let mut counted = part.metrics().duplicates_by_source();
+        for source in self.sources.of_log(&part.relay.subscription().log) {
+            counted.entry(Some(source.to_string())).or_default();
+        }
+        if counted.is_empty() {
+            counted.insert(None, 0);
+        }
+        counted
+    }
+
     fn received(&self, page: &mut Page) {
         let counts = self.sources.counts();
         let name = |count: &Count| count.source.as_ref().map_or_else(|| "none".to_owned(), |source| source.to_string());
@@ -127,15 +140,24 @@ impl Measures {
                 family.count(&[("source", &name(count)), ("result", count.code)], count.count);
             }
         }
-        let help = "Repetitions by the layer that recognised them: timestamp (signed too long ago), inbox (id known), destination (it said so).";
+        let help = "Headers of messages from outside that were not kept: an event has no room for them.";
+        let mut family = page.family("postbox_headers_dropped_total", Kind::Counter, help);
+        for (source, count) in self.sources.headers_dropped() {
+            family.count(&[("source", source.as_str())], count);
+        }
+        let help = "Repetitions by the layer that recognised them (timestamp: signed too long ago, inbox: id known, destination: it said so) and by source.";
         let mut family = page.family("postbox_duplicates_total", Kind::Counter, help);
         for (code, layer) in [("timestamp_too_old", "timestamp"), ("duplicate", "inbox")] {
             for count in counts.iter().filter(|count| count.code == code) {
-                family.count(&[("layer", layer), ("name", &name(count))], count.count);
+                family.count(&[("layer", layer), ("source", &name(count))], count.count);
             }
         }
         for part in &self.parts {
-            family.count(&[("layer", "destination"), ("name", part.name.as_str())], part.metrics().duplicates());
+            for (source, count) in self.duplicates(part) {
+                let source = source.as_deref().unwrap_or("none");
+                let labels = [("layer", "destination"), ("source", source), ("subscription", part.name.as_str())];
+                family.count(&labels, count);
+            }
         }
     }
 }
@@ -190,7 +212,7 @@ fn own_topics(stats: &Stats) -> impl Iterator<Item = &TopicStats> {
 }
 
 /// The largest causes by name, the rest as `other`: hostile topics must not fill a time series database.
-fn capped(causes: std::collections::BTreeMap<(String, String), u64>) -> Vec<((String, String), u64)> {
+fn capped(causes: BTreeMap<(String, String), u64>) -> Vec<((String, String), u64)> {
     let mut causes: Vec<_> = causes.into_iter().collect();
     causes.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
     let mut own = Vec::new();
