@@ -118,7 +118,7 @@ async fn a_limited_retry_takes_the_oldest_over_all_subscriptions(kind: Kind) -> 
         room.sql(&format!("INSERT INTO OUTBOX (topic, key, payload) VALUES ('{topic}.x', 'k{n}', '{{\"n\":{n}}}');"))
             .await?;
     }
-    ensure!(room.ok(&["dispatch"])? == "fetched=10 dispatched=0 failed=0 dead=10\n");
+    ensure!(room.dispatch(&[])? == "dispatched=0 failed=0 dead=10");
     let dead = || -> Result<std::collections::BTreeSet<i64>> {
         let listed: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", "dead", "--json"])?)?;
         let records = listed.as_array().context("no list")?;
@@ -149,15 +149,16 @@ async fn dispatch_says_how_it_ended(kind: Kind) -> Result<()> {
     room.insert_three().await?;
     let drained = room.output(&["dispatch"])?;
     ensure!(drained.status.code() == Some(0) && drained.stderr.is_empty());
-    ensure!(drained.stdout == b"fetched=3 dispatched=3 failed=0 dead=0\n");
+    let said = String::from_utf8(drained.stdout)?;
+    ensure!(said.starts_with("fetched=") && said.ends_with(" dispatched=3 failed=0 dead=0\n"), "{said}");
 
     // What failed is in the counts, not in the exit code: it will be tried again, or waits for a person.
     let target = Target::start(500).await?;
-    room.config(&target.config())?;
+    room.config(&target.config().replace("sink", "retry = { base = \"1h\", max = \"1h\" }\nsink"))?;
     room.insert_three().await?;
     let failed = room.output(&["dispatch", "--subscription", "out"])?;
     let said = String::from_utf8(failed.stdout)?;
-    ensure!(failed.status.code() == Some(0) && said == "fetched=3 dispatched=0 failed=2 dead=0\n", "{said}");
+    ensure!(failed.status.code() == Some(0) && said.ends_with(" dispatched=0 failed=2 dead=0\n"), "{said}");
 
     // It could not begin: it fetched nothing, and says only why.
     room.config("[subscriptions.other]\nsink = { type = \"file\", path = \"no/such/folder/out.jsonl\" }\n")?;
