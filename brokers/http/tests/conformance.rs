@@ -11,6 +11,7 @@ use postbox_core::{NewEvent, Sink};
 use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_testkit::clock::ManualClock;
 use postbox_testkit::conformance::SinkFixture;
+use postbox_testkit::servers::listen_anywhere;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
@@ -45,7 +46,8 @@ async fn endpoint() -> Endpoint {
             }
         }
     });
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    // Nobody else listens there when it is taken down.
+    let listener = TcpListener::from_std(listen_anywhere().expect("a free port")).expect("a listener");
     let url = format!("http://{}/hook", listener.local_addr().expect("an address"));
     let (stop, stopped) = oneshot::channel::<()>();
     let server = tokio::spawn(async move {

@@ -111,13 +111,14 @@ fn ensure_identical(case: &Case, arrived: &Event) -> Result<()> {
 
 async fn the_hostile_list_arrives_identical_or_is_refused_by_name(kind: Kind) -> Result<()> {
     let (sender, receiver) = (Room::migrated(kind).await?, Room::migrated(kind).await?);
+    // Sixteen mebibytes take a debug build on a busy machine its time.
     receiver.config(&format!(
-        "[sources.peer]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\nbody_max = \"16MiB\"\n\
+        "[sources.peer]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\nbody_max = \"16MiB\"\nbody_timeout = \"10m\"\n\
          [server]\nlisten = \"127.0.0.1:0\"\n"
     ))?;
     let inbox = receiver.serve().await?;
     sender.config(&format!(
-        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://{}/in/peer\", secret = \"{SECRET}\" }}\n\
+        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://{}/in/peer\", secret = \"{SECRET}\", timeout = \"10m\" }}\n\
          [server]\nlisten = \"127.0.0.1:0\"\n",
         inbox.address
     ))?;

@@ -25,9 +25,8 @@ mod private;
 mod process;
 mod shared;
 
-pub(crate) use ports::listen_anywhere;
-
 pub use pgbouncer::PgBouncer;
+pub use ports::listen_anywhere;
 pub use postgres::{Postgres, Version};
 pub use private::{PrivatePostgres, Settings};
 

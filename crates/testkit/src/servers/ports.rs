@@ -19,8 +19,12 @@ pub(super) fn free_port() -> anyhow::Result<u16> {
     Ok(listen_anywhere()?.local_addr()?.port())
 }
 
-/// Listens on such a port.
-pub(crate) fn listen_anywhere() -> anyhow::Result<TcpListener> {
+/// Listens on a loopback port that is ours until this process ends: once it is closed, connecting is refused.
+///
+/// # Errors
+///
+/// If there is none.
+pub fn listen_anywhere() -> anyhow::Result<TcpListener> {
     let mut random = SmallRng::from_os_rng();
     let mut ports = (0..TRIES).map(|_| random.random_range(PORTS));
     let listener =
