@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, Result, State, Stats, Store, SubscriptionInfo, TopicStats};
+use postbox_core::{Clock, Result, SourceName, State, Stats, Store, SubscriptionInfo, TopicStats};
 use postbox_engine::{BreakerState, MetricsSnapshot};
 use postbox_http::ingress::Count;
 use tokio::time::timeout;
@@ -28,6 +28,8 @@ const TOPICS_MAX: usize = 30;
 
 /// The label of everything that has none of its own.
 const OTHER: &str = "other";
+/// The label of what is of no source.
+const NONE: &str = "none";
 
 /// Everything that is measured.
 pub(crate) struct Measures {
@@ -117,21 +119,9 @@ impl Measures {
         }
     }
 
-    /// What a destination had already, by source: zeros for the sources that may come, so that the first one is seen as a rise.
-    fn duplicates(&self, part: &Part) -> BTreeMap<Option<String>, u64> {
-        let mut counted = part.metrics().duplicates_by_source();
-        for source in self.sources.of_log(&part.relay.subscription().log) {
-            counted.entry(Some(source.to_string())).or_default();
-        }
-        if counted.is_empty() {
-            counted.insert(None, 0);
-        }
-        counted
-    }
-
     fn received(&self, page: &mut Page) {
         let counts = self.sources.counts();
-        let name = |count: &Count| count.source.as_ref().map_or_else(|| "none".to_owned(), |source| source.to_string());
+        let name = |count: &Count| count.source.as_ref().map_or_else(|| NONE.to_owned(), SourceName::to_string);
         let help = "Messages from outside by source and answer.";
         let mut family = page.family("postbox_received_total", Kind::Counter, help);
         for count in &counts {
@@ -153,9 +143,9 @@ impl Measures {
             }
         }
         for part in &self.parts {
-            for (source, count) in self.duplicates(part) {
-                let source = source.as_deref().unwrap_or("none");
-                let labels = [("layer", "destination"), ("source", source), ("subscription", part.name.as_str())];
+            let known = self.sources.of_log(&part.relay.subscription().log).map(SourceName::to_string);
+            for (source, count) in by_source(part.metrics().duplicates_by_source(), known) {
+                let labels = [("layer", "destination"), ("source", &*source), ("subscription", part.name.as_str())];
                 family.count(&labels, count);
             }
         }
@@ -211,6 +201,19 @@ fn own_topics(stats: &Stats) -> impl Iterator<Item = &TopicStats> {
     stats.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER)
 }
 
+/// What a destination had already, by label: with zeros for the sources that may come, so that the first one is seen as a rise. Who appends chooses the
+/// source, `none` included: one label, one series.
+fn by_source(counted: BTreeMap<Option<String>, u64>, known: impl Iterator<Item = String>) -> BTreeMap<String, u64> {
+    let mut labels: BTreeMap<String, u64> = known.map(|source| (source, 0)).collect();
+    for (source, count) in counted {
+        *labels.entry(source.unwrap_or_else(|| NONE.into())).or_default() += count;
+    }
+    if labels.is_empty() {
+        labels.insert(NONE.into(), 0);
+    }
+    labels
+}
+
 /// The largest causes by name, the rest as `other`: hostile topics must not fill a time series database.
 fn capped(causes: BTreeMap<(String, String), u64>) -> Vec<((String, String), u64)> {
     let mut causes: Vec<_> = causes.into_iter().collect();
@@ -240,5 +243,15 @@ mod tests {
         let capped = capped(causes);
         assert_eq!(capped.len(), TOPICS_MAX + 1);
         assert_eq!(capped.iter().map(|(_, count)| count).sum::<u64>(), 1_000);
+    }
+
+    #[test]
+    fn every_source_is_one_series() {
+        let counted = BTreeMap::from([(None, 1), (Some("none".to_owned()), 2), (Some("stripe".to_owned()), 4)]);
+        let known = || ["github", "stripe"].map(String::from).into_iter();
+        let expected = [("github", 0), ("none", 3), ("stripe", 4)].map(|(source, count)| (source.to_owned(), count));
+        assert_eq!(by_source(counted, known()), expected.into());
+        assert_eq!(by_source(BTreeMap::new(), std::iter::empty()), [("none".to_owned(), 0)].into());
+        assert_eq!(by_source(BTreeMap::new(), known()).len(), 2);
     }
 }
