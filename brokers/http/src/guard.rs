@@ -83,16 +83,20 @@ impl Ourselves {
 
     fn listen_at(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
-        // Nobody's address as a target means this machine, as a listener every address of this machine.
-        self.0.iter().any(|own| {
-            *own == address || address.is_unspecified() || own.is_unspecified() && is_of_this_machine(address)
-        })
+        // Nobody's address as a target means this machine, as a listener every address of this machine; that of version 6 takes both versions.
+        let takes = |own: &IpAddr| own.is_unspecified() && (own.is_ipv6() || address.is_ipv4());
+        self.0
+            .iter()
+            .any(|own| *own == address || address.is_unspecified() || takes(own) && is_of_this_machine(address))
     }
 }
 
-/// Only to an address of its own does a machine bind a socket. Nothing is sent.
+/// Only to an address of its own does a machine bind a socket; nothing is sent. When it says something else than "not mine", it might be.
 fn is_of_this_machine(address: IpAddr) -> bool {
-    UdpSocket::bind((address, 0)).is_ok()
+    match UdpSocket::bind((address, 0)) {
+        Ok(_) => true,
+        Err(error) => !matches!(error.kind(), io::ErrorKind::AddrNotAvailable | io::ErrorKind::InvalidInput),
+    }
 }
 
 /// A name or URL led to an address that the guard does not permit.

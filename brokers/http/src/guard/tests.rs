@@ -146,7 +146,8 @@ async fn names_are_checked_when_they_are_resolved() {
 
 #[test]
 fn our_own_addresses_are_refused_whatever_is_allowed() {
-    let everything = Guard::PublicOnly { allow: vec!["0.0.0.0/0".parse().unwrap(), "::/0".parse().unwrap()] };
+    let allow = ["0.0.0.0/0", "::/0"].map(|net| net.parse().expect("a network")).to_vec();
+    let everything = Guard::PublicOnly { allow };
     let told = |guard: &Guard, url: &str, listening: &str| {
         let url = Url::parse(url).expect(url);
         guard.check_literal(&url, &Ourselves::behind(&url, &[listening.parse().expect(listening)])).err()
@@ -171,6 +172,10 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
         ("http://127.0.0.1:8601/", "127.0.0.1:8600"),
         ("http://127.0.0.2:8600/", "127.0.0.1:8600"),
         ("http://8.8.8.8:8600/", "0.0.0.0:8600"),
+        ("http://8.8.8.8:8600/", "[::]:8600"),
+        ("http://[2606:4700::1]:8600/", "[::]:8600"),
+        ("http://[fe80::1]:8600/", "[::]:8600"),
+        ("http://[::1]:8600/", "0.0.0.0:8600"),
         ("https://8.8.8.8/", "8.8.8.8:80"),
     ] {
         assert_eq!(told(&everything, url, listening), None, "{url} is not {listening}");
