@@ -154,7 +154,8 @@ async fn dispatch_says_how_it_ended(kind: Kind) -> Result<()> {
 
     // What failed is in the counts, not in the exit code: it will be tried again, or waits for a person.
     let target = Target::start(500).await?;
-    room.config(&target.config().replace("sink", "retry = { base = \"1h\", max = \"1h\" }\nsink"))?;
+    // Without chance: a retry that is due at once would be fetched again.
+    room.config(&target.config().replace("sink", "retry = { delays = [\"1h\"] }\nsink"))?;
     room.insert_three().await?;
     let failed = room.output(&["dispatch", "--subscription", "out"])?;
     let said = String::from_utf8(failed.stdout)?;
@@ -211,7 +212,7 @@ async fn a_guarded_sink_does_not_call_ourselves(kind: Kind) -> Result<()> {
     ensure!(room.ok(&["dispatch"])?.contains(" dispatched=0 "));
     ensure!(target.count() == 0, "it was called");
     room.config(&config(port.wrapping_add(1).max(1)))?;
-    ensure!(room.ok(&["dispatch"])? == "fetched=3 dispatched=3 failed=0 dead=0\n");
+    ensure!(room.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
     Ok(())
 }
 

@@ -153,7 +153,7 @@ async fn conflicts_are_narrowed_to_one_log(kind: Kind) -> Result<()> {
         "those of the other log came later and took its place"
     );
     let there_only = ids(&["--log", "outbox", "--limit", "3"])?;
-    ensure!(there_only.len() == 3 && there_only.iter().all(|id| *id > "msg_1".to_owned()), "{there_only:?}");
+    ensure!(there_only.len() == 3 && there_only.iter().all(|id| id.as_str() > "msg_1"), "{there_only:?}");
     ensure!(ids(&["--log", "billing"])?.is_empty());
     let complaint = room.refuses(2, &["list", "--state", "conflict", "--subscription", "out"])?;
     ensure!(complaint.contains("leave --subscription out"), "{complaint}");
