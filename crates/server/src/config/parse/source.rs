@@ -129,7 +129,8 @@ fn retry_horizon(scheme: Scheme) -> Duration {
         // Eight times within four hours since September 2024, and up to a day late; 19 times within 48 hours before.
         // https://shopify.dev/changelog/updates-to-webhook-retry-mechanism https://shopify.dev/docs/apps/build/webhooks/best-practices
         Scheme::Shopify => days(2),
-        // Three times within minutes (at once, after one, after five); where *delayed events* are on, hourly for 24 hours after that.
+        // Three times within minutes (at once, after one, after five). Where *delayed events* are on, for about a day more: said so elsewhere, not
+        // found in the document itself, and allowed for.
         // https://docs.slack.dev/apis/events-api
         Scheme::Slack => days(2),
         // Once more by default, five times at most, all of it within 15 seconds (`rc` and `tt`).
