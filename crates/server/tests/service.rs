@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result, ensure};
 use postbox_core::{Append as _, Inspect as _, LogName, MemoryStore, NewEvent, Store};
 use postbox_engine::TokioClock;
 use postbox_server::{Config, Service};
+use postbox_testkit::servers::listen_anywhere;
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{SignKey, Signer};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -167,13 +168,12 @@ async fn verified_webhooks_are_stored_once() -> Result<()> {
 /// A name that leads back to us, in a network that is allowed.
 #[tokio::test]
 async fn a_guarded_sink_does_not_call_the_service_itself() -> Result<()> {
-    let holder = TcpListener::bind("127.0.0.1:0").await?;
-    let port = holder.local_addr()?.port();
-    drop(holder);
+    // Named before it is listened on, so nobody else may take it meanwhile.
+    let port = listen_anywhere()?.local_addr()?.port();
     let store = memory();
     let text = format!(
         "[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://localhost:{port}/in/nobody\", public_only = true, allow = [\"127.0.0.0/8\", \"::1\"] }}\n\
-         [server]\nlisten = \"127.0.0.1:{port}\"\nstop_timeout = \"5s\"\n"
+         [server]\nlisten = \"127.0.0.1:{port}\"\nstop_timeout = \"60s\"\n"
     );
     let service = Service::start_on(Config::parse(&text)?, Arc::clone(&store) as Arc<dyn Store>).await?;
     store.append(&LogName::outbox(), &[NewEvent::json("order.paid", "{}")]).await?;
