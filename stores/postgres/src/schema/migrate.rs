@@ -62,7 +62,7 @@ BEGIN
 END
 ${tag}$;
 DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.create_receive, {s}.headers_are_valid, {s}.uuid_v7;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.create_receive, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7;
 DO ${tag}$
 DECLARE
   overload regprocedure;
