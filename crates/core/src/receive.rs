@@ -1,11 +1,12 @@
 //! The receive contract: the inbox's write side.
 
+use std::slice;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::event::{EventId, NewEvent};
 use crate::limits::MESSAGE_ID_BYTES_MAX;
 use crate::names::{LogName, SourceName};
@@ -75,20 +76,31 @@ pub struct Conflict {
 /// Behaviour:
 /// - `(source, tenant, message_id)` is stored once, with the digest; the event goes to the log in the same transaction. When `Accepted` comes
 ///   back, it is durable.
-/// - k concurrent calls with one id: exactly one `Accepted`.
+/// - The messages of one call are one commit, and their events stand in the log in the order given. A failure is one of the whole call, and
+///   stores nothing of it; who must know which message it was receives each alone.
+/// - k concurrent calls with one id: exactly one `Accepted`. Within a call the first one.
 /// - A conflict leaves a record ([`Conflict`]) and no event; the same body again only raises its count, so that a sender who repeats himself does
 ///   not fill the disk. Records are forgotten with the ids of their age.
 /// - Call it only with verified messages: nothing else may create a row, not even of the id.
 /// - A store that is down: `Unavailable`; the sender must be told to come again.
 ///
-/// Cancel-safety: a dropped future may or may not have stored; receiving again answers `Duplicate` then.
+/// Cancel-safety: a dropped future may or may not have stored, but all or nothing of a call; receiving again answers `Duplicate` then.
 #[async_trait]
 pub trait Receive: Send + Sync + 'static {
+    /// Stores messages in one commit; what became of each, in the order given. However many there are: a caller bounds them.
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>>;
+
     /// Stores one message.
-    async fn receive(&self, log: &LogName, inbound: Inbound) -> Result<Received>;
+    async fn receive(&self, log: &LogName, inbound: Inbound) -> Result<Received> {
+        let received = self.receive_many(log, slice::from_ref(&inbound)).await?;
+        received
+            .first()
+            .copied()
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "receive", "store_protocol", "the store gave no answer"))
+    }
 
     /// Forgets ids older than `older_than`, a bounded number per call; returns how many. The dedupe memory must be longer than the sender's
-    /// longest retry horizon.
+    /// longest retry horizon, and no shorter than [`MESSAGE_IDS_AGE_MIN`](crate::limits::MESSAGE_IDS_AGE_MIN).
     async fn forget(&self, older_than: Duration) -> Result<u64>;
 }
 

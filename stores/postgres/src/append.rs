@@ -133,14 +133,16 @@ pub(crate) struct Columns<'a> {
 
 impl<'a> Columns<'a> {
     /// Checks every limit, then turns the events on their side. `None`: there are none.
-    pub(crate) fn of(log: &LogName, events: &'a [NewEvent]) -> Result<Option<Self>> {
-        events.iter().try_for_each(NewEvent::validate)?;
+    pub(crate) fn of(log: &LogName, events: impl IntoIterator<Item = &'a NewEvent>) -> Result<Option<Self>> {
+        let events: Vec<&NewEvent> = events.into_iter().collect();
+        events.iter().try_for_each(|event| event.validate())?;
         check_log_name("append", log)?;
         if events.is_empty() {
             return Ok(None);
         }
+        let events = events.as_slice();
         fn texts<'a>(
-            events: &'a [NewEvent],
+            events: &[&'a NewEvent],
             field: impl Fn(&'a NewEvent) -> &'a Option<String>,
         ) -> Vec<Option<&'a str>> {
             events.iter().map(|event| field(event).as_deref()).collect()
@@ -158,7 +160,7 @@ impl<'a> Columns<'a> {
             texts: text,
             bytes,
             content_types: texts(events, |event| &event.content_type),
-            headers: events.iter().map(headers_json).collect(),
+            headers: events.iter().map(|event| headers_json(event)).collect(),
             occurred: events.iter().map(|event| event.occurred_at.map(|at| at.to_string())).collect(),
             deliver: events.iter().map(|event| event.deliver_at.map(|at| at.to_string())).collect(),
         }))
@@ -170,6 +172,11 @@ impl<'a> Columns<'a> {
         schema: &SchemaName,
         log: &LogName,
     ) -> Result<Vec<Row>, tokio_postgres::Error> {
+        client.query_typed(&schema.log_sql(LOG_APPEND, log), &self.params()).await
+    }
+
+    /// Every column, as [`LOG_APPEND`] takes them.
+    pub(crate) fn params(&self) -> Vec<(&(dyn ToSql + Sync), Type)> {
         let values: [&(dyn ToSql + Sync); 14] = [
             &self.ids,
             &self.topics,
@@ -186,8 +193,7 @@ impl<'a> Columns<'a> {
             &self.occurred,
             &self.deliver,
         ];
-        let params: Vec<(&(dyn ToSql + Sync), Type)> = values.into_iter().zip(LOG_APPEND_TYPES).collect();
-        client.query_typed(&schema.log_sql(LOG_APPEND, log), &params).await
+        values.into_iter().zip(LOG_APPEND_TYPES).collect()
     }
 }
 

@@ -1,10 +1,9 @@
 //! The inbox's write side: a message from outside is stored once.
 
-use std::slice;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Error, ErrorKind, EventId, Inbound, LogName, Receive, Received, Result};
+use postbox_core::{Error, ErrorKind, Inbound, LogName, Receive, Received, Result};
 use tokio_postgres::types::{ToSql, Type};
 
 use crate::PostgresStore;
@@ -13,9 +12,9 @@ use crate::classify::{classify, is_undefined};
 use crate::log::micros;
 use crate::session::COMMIT;
 
-/// Remembers the message and stores its event, or says what is known of it: see `0001_receive.sql`.
-const LOG_RECEIVE: &str = "SELECT verdict, event
-FROM {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)";
+/// Remembers the messages and stores their events, or says what is known of them: see `0001_receive.sql`.
+const LOG_RECEIVE: &str =
+    "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)";
 
 /// Forgets old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows; those of a running receiver are passed over.
 const CONFLICT_FORGET: &str = "
@@ -33,10 +32,13 @@ WHERE r.source = old.source AND r.tenant = old.tenant AND r.message_id = old.mes
 
 #[async_trait]
 impl Receive for PostgresStore {
-    async fn receive(&self, log: &LogName, inbound: Inbound) -> Result<Received> {
-        inbound.validate()?;
-        let received = self.bounded("receive", self.receive_once(log, &inbound)).await?;
-        if matches!(received, Received::Accepted(_)) {
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        inbound.iter().try_for_each(Inbound::validate)?;
+        let Some(events) = Columns::of(log, inbound.iter().map(|inbound| &inbound.event))? else {
+            return Ok(Vec::new());
+        };
+        let received = self.bounded("receive", self.receive_at_once(log, inbound, &events)).await?;
+        if received.iter().any(|received| matches!(received, Received::Accepted(_))) {
             self.wake();
         }
         Ok(received)
@@ -69,63 +71,59 @@ impl PostgresStore {
         forgotten.map_err(failed)
     }
 
-    async fn receive_once(&self, log: &LogName, inbound: &Inbound) -> Result<Received> {
-        let events = slice::from_ref(&inbound.event);
-        let Some(event) = Columns::of(log, events)? else { unreachable!("one event is not none") };
+    async fn receive_at_once(&self, log: &LogName, inbound: &[Inbound], events: &Columns<'_>) -> Result<Vec<Received>> {
         let session = self.session("receive").await?;
         let client = session.client();
         let receive = self.schema().sql(&LOG_RECEIVE.replace("{name}", log.as_str()));
-        let digest = inbound.digest.as_slice();
-        let (source, message_id) = (inbound.source.as_str(), inbound.message_id.as_str());
-        let text = Type::TEXT;
-        let params: [(&(dyn ToSql + Sync), Type); 17] = [
-            (&source, text.clone()),
-            (&event.tenants[0], text.clone()),
-            (&message_id, text.clone()),
-            (&digest, Type::BYTEA),
-            (&event.ids[0], Type::UUID),
-            (&event.topics[0], text.clone()),
-            (&event.keys[0], text.clone()),
-            (&event.aggregates[0], text.clone()),
-            (&event.versions[0], Type::INT8),
-            (&event.kinds[0], text.clone()),
-            (&event.sources[0], text.clone()),
-            (&event.texts[0], text.clone()),
-            (&event.bytes[0], Type::BYTEA),
-            (&event.content_types[0], text.clone()),
-            (&event.headers[0], text.clone()),
-            (&event.occurred[0], text.clone()),
-            (&event.deliver[0], text),
+        let sources: Vec<&str> = inbound.iter().map(|message| message.source.as_str()).collect();
+        let message_ids: Vec<&str> = inbound.iter().map(|message| message.message_id.as_str()).collect();
+        let digests: Vec<&[u8]> = inbound.iter().map(|message| message.digest.as_slice()).collect();
+        let (patience_ms, by_identity) = (self.inner.preambles.statement_timeout_ms, by_identity(inbound));
+        let mut params: Vec<(&(dyn ToSql + Sync), Type)> = vec![
+            (&patience_ms, Type::INT4),
+            (&by_identity, Type::INT4_ARRAY),
+            (&sources, Type::TEXT_ARRAY),
+            (&message_ids, Type::TEXT_ARRAY),
+            (&digests, Type::BYTEA_ARRAY),
         ];
-        let (begun, received, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.call),
-            client.query_typed_one(&receive, &params),
-            client.batch_execute(COMMIT),
-        );
-        // Every statement was awaited to its end: no transaction is open.
+        params.extend(events.params());
+        // One statement is its own transaction: a webhook that comes alone waits for one answer, not for those of BEGIN and COMMIT too.
+        let received = client.query_typed_one(&receive, &params).await;
+        // It was awaited to its end: no transaction is open.
         session.finish();
-        let failed = |error: tokio_postgres::Error| classify("receive", &error);
-        let row = match received {
+        match received {
+            Ok(row) => row.get::<_, Vec<&str>>(0).into_iter().map(judge).collect(),
             Err(error) if is_undefined(&error) => {
                 postbox_core::Migrate::validate(self).await?;
-                return Err(refused(log, &error));
+                Err(refused(log, &error))
             }
-            received => received.map_err(failed),
-        };
-        begun.map_err(failed)?;
-        let row = row?;
-        committed.map_err(failed)?;
-        match row.get(0) {
-            "accepted" => Ok(Received::Accepted(EventId::from_uuid(row.get(1)))),
-            "duplicate" => Ok(Received::Duplicate),
-            "conflict" => Ok(Received::Conflict),
-            // Forgotten between two statements: the sender comes again and is accepted.
-            _ => Err(Error::new(
-                ErrorKind::Unavailable,
-                "receive",
-                "store_contention",
-                "the message's record was just forgotten; send it again",
-            )),
+            Err(error) => Err(classify("receive", &error)),
         }
+    }
+}
+
+/// The places of the messages, counted from one, in the order of their identities. In this order every call locks them: two calls that bring the
+/// same messages wait for each other, and never each for the other.
+fn by_identity(inbound: &[Inbound]) -> Vec<i32> {
+    let mut places: Vec<i32> = (1..=inbound.len() as i32).collect();
+    places.sort_by_key(|place| {
+        let message = &inbound[*place as usize - 1];
+        (message.source.as_str(), message.event.tenant.as_deref(), message.message_id.as_str())
+    });
+    places
+}
+
+fn judge(verdict: &str) -> Result<Received> {
+    match verdict {
+        "duplicate" => Ok(Received::Duplicate),
+        "conflict" => Ok(Received::Conflict),
+        event => event.parse().map(Received::Accepted).map_err(|_| {
+            Error::new(
+                ErrorKind::Internal,
+                "receive",
+                "store_protocol",
+                "the database gave neither an id nor a verdict",
+            )
+        }),
     }
 }

@@ -38,16 +38,21 @@ const CONFLICT_FORGET: &str = "DELETE FROM postbox_conflict WHERE (source, tenan
 
 #[async_trait]
 impl Receive for SqliteStore {
-    async fn receive(&self, log: &LogName, inbound: Inbound) -> Result<Received> {
-        inbound.validate()?;
-        let log = log.clone();
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        inbound.iter().try_for_each(Inbound::validate)?;
+        let (log, inbound) = (log.clone(), inbound.to_vec());
         let now = self.now();
         let received = self
             .writer()
-            // The sender forgets the message once we accept it: flushed always.
-            .call("receive", move |session| session.transact(Flush::Always, |tx| receive(tx, &log, &inbound, now)))
+            .call("receive", move |session| {
+                // The sender forgets the message once we accept it: flushed always.
+                session.transact(Flush::Always, |tx| {
+                    let log = require_log("receive", tx, &log)?;
+                    inbound.iter().map(|inbound| receive(tx, &log, inbound, now)).collect::<Work<Vec<_>>>()
+                })
+            })
             .await?;
-        if matches!(received, Received::Accepted(_)) {
+        if received.iter().any(|received| matches!(received, Received::Accepted(_))) {
             self.wake();
         }
         Ok(received)
@@ -71,7 +76,6 @@ impl Receive for SqliteStore {
 }
 
 fn receive(tx: &Transaction<'_>, log: &LogName, inbound: &Inbound, now: i64) -> Work<Received> {
-    let log = require_log("receive", tx, log)?;
     let source = inbound.source.as_str();
     let tenant = inbound.event.tenant.as_deref().unwrap_or_default();
     let message_id = inbound.message_id.as_str();
@@ -87,7 +91,7 @@ fn receive(tx: &Transaction<'_>, log: &LogName, inbound: &Inbound, now: i64) -> 
         }
         None => {}
     }
-    let id = insert(tx, &log, std::slice::from_ref(&inbound.event), Some(now))?[0];
+    let id = insert(tx, log, std::slice::from_ref(&inbound.event), Some(now))?[0];
     let row = params![source, tenant, message_id, inbound.digest.as_slice(), log.as_str(), id.to_string(), now];
     tx.prepare_cached(RECEIPT_INSERT)?.execute(row)?;
     Ok(Received::Accepted(id))

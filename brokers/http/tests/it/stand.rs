@@ -232,7 +232,7 @@ impl Inbox {
 
 #[async_trait]
 impl Receive for Inbox {
-    async fn receive(&self, _log: &LogName, inbound: Inbound) -> Result<Received> {
+    async fn receive_many(&self, _log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
         let mode = *self.mode.lock().unwrap();
         match mode {
             Mode::Works => {}
@@ -240,15 +240,18 @@ impl Receive for Inbox {
             Mode::Hangs => std::future::pending().await,
         }
         let mut stored = self.stored.lock().unwrap();
-        let key = (inbound.source.to_string(), inbound.message_id.clone());
-        match stored.get(&key) {
-            Some(before) if before.digest == inbound.digest => Ok(Received::Duplicate),
-            Some(_) => Ok(Received::Conflict),
-            None => {
-                stored.insert(key, inbound);
-                Ok(Received::Accepted(event_id(stored.len() as u64)))
+        let judge = |inbound: &Inbound| {
+            let key = (inbound.source.to_string(), inbound.message_id.clone());
+            match stored.get(&key) {
+                Some(before) if before.digest == inbound.digest => Received::Duplicate,
+                Some(_) => Received::Conflict,
+                None => {
+                    stored.insert(key, inbound.clone());
+                    Received::Accepted(event_id(stored.len() as u64))
+                }
             }
-        }
+        };
+        Ok(inbound.iter().map(judge).collect())
     }
 
     async fn forget(&self, _older_than: Duration) -> Result<u64> {

@@ -9,6 +9,7 @@ use jiff::Timestamp;
 
 use super::MemoryStore;
 use crate::error::Result;
+use crate::event::NewEvent;
 use crate::names::{LogName, SourceName};
 use crate::receive::{Conflict, Inbound, Receive, Received};
 
@@ -64,29 +65,63 @@ impl Inbox {
     }
 }
 
+/// What a call's messages are, before anything is stored.
+#[derive(Default)]
+struct Judged {
+    /// `None`: to be accepted.
+    verdicts: Vec<Option<Received>>,
+    fresh: HashMap<Identity, [u8; 32]>,
+    events: Vec<NewEvent>,
+    conflicts: Vec<(Identity, /* stored */ [u8; 32], /* refused */ [u8; 32])>,
+}
+
+impl Judged {
+    fn of(inbox: &Inbox, inbound: &[Inbound]) -> Self {
+        let mut judged = Self::default();
+        for Inbound { source, message_id, digest, event } in inbound {
+            let identity = (source.clone(), event.tenant.clone(), message_id.clone());
+            let known = inbox.seen.get(&identity).map(|(stored, _)| stored).or_else(|| judged.fresh.get(&identity));
+            judged.verdicts.push(match known.copied() {
+                Some(stored) if stored == *digest => Some(Received::Duplicate),
+                Some(stored) => {
+                    judged.conflicts.push((identity, stored, *digest));
+                    Some(Received::Conflict)
+                }
+                None => {
+                    judged.fresh.insert(identity, *digest);
+                    judged.events.push(event.clone());
+                    None
+                }
+            });
+        }
+        judged
+    }
+}
+
 #[async_trait]
 impl Receive for MemoryStore {
-    async fn receive(&self, log: &LogName, inbound: Inbound) -> Result<Received> {
-        inbound.validate()?;
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        inbound.iter().try_for_each(Inbound::validate)?;
         let now = self.clock().now();
-        let Inbound { source, message_id, digest, event } = inbound;
-        let identity = (source, event.tenant.clone(), message_id);
         let mut state = self.state("receive")?;
-        match state.inbox.seen.get(&identity).copied() {
-            Some((stored, _)) if stored == digest => return Ok(Received::Duplicate),
-            Some((stored, _)) => {
-                state.inbox.note_conflict(identity, stored, digest, now);
-                return Ok(Received::Conflict);
-            }
-            None => {}
+        let judged = Judged::of(&state.inbox, inbound);
+        let rows = state.insert(log, &judged.events, now)?;
+        let (ids, seqs): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
+        if let Some(log) = state.logs.get_mut(log) {
+            log.commit(seqs);
         }
-        let (id, seq) = state.insert(log, &[event], now)?[0];
-        state.logs.get_mut(log).expect("just inserted into").commit(vec![seq]);
-        state.inbox.seen.insert(identity, (digest, now));
-        let wakers = state.stir();
+        state.inbox.seen.extend(judged.fresh.into_iter().map(|(identity, digest)| (identity, (digest, now))));
+        for (identity, stored, refused) in judged.conflicts {
+            state.inbox.note_conflict(identity, stored, refused, now);
+        }
+        let wakers = if ids.is_empty() { Vec::new() } else { state.stir() };
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
-        Ok(Received::Accepted(id))
+        let mut ids = ids.into_iter();
+        let verdicts = judged.verdicts.into_iter();
+        Ok(verdicts
+            .map(|known| known.or_else(|| ids.next().map(Received::Accepted)).expect("one id for each"))
+            .collect())
     }
 
     async fn forget(&self, older_than: Duration) -> Result<u64> {

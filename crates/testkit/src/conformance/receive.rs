@@ -125,6 +125,73 @@ pub async fn of_concurrent_bodies_one_wins_and_the_other_conflicts(fixture: &dyn
     assert_eq!(inbox_lane(fixture).await.drain().await.len(), 1);
 }
 
+/// What comes together is one commit: each has its own verdict, and the events stand in the order given.
+pub async fn messages_of_one_call_are_judged_each(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    assert_eq!(store.receive_many(&LogName::inbox(), &[]).await.expect("answered"), []);
+    accepted(store.receive(&LogName::inbox(), inbound("known", "0")).await);
+    let call = ["z 1", "known 0", "a 2", "known forged", "z 1", "a other", "m 3"];
+    let call = call.map(|message| message.split_once(' ').expect("two words")).map(|(id, body)| inbound(id, body));
+    let answers = store.receive_many(&LogName::inbox(), &call).await.expect("answered");
+    let words = answers.iter().map(|answer| match answer {
+        Received::Accepted(_) => "accepted",
+        Received::Duplicate => "duplicate",
+        Received::Conflict => "conflict",
+    });
+    let words: Vec<&str> = words.collect();
+    assert_eq!(words, ["accepted", "duplicate", "accepted", "conflict", "duplicate", "conflict", "accepted"]);
+    let read = inbox_lane(fixture).await.drain().await;
+    assert_eq!(payloads(&read), ["0", "1", "2", "3"]);
+    let ids = |n: usize| read[n].event.id;
+    assert_eq!([answers[0], answers[2], answers[6]], [1, 2, 3].map(|n| Received::Accepted(ids(n))));
+    assert_eq!(fixture.conflicts().await, 2);
+}
+
+/// A call is all or nothing, whichever of its messages is the bad one.
+pub async fn a_refused_message_takes_its_call_with_it(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let taken = EventId::from_uuid(uuid::Uuid::from_u128(1));
+    store.append(&LogName::inbox(), &[event("first").id(taken)]).await.expect("appended");
+    accepted(store.receive(&LogName::inbox(), inbound("known", "body")).await);
+    let mut clash = inbound("m2", "body");
+    clash.event.id = Some(taken);
+    let call = [inbound("m1", "body"), inbound("known", "forged"), clash, inbound("m3", "body")];
+    refused(store.receive_many(&LogName::inbox(), &call).await, ErrorKind::Conflict, "event_id_taken");
+    let mut bad = call.clone();
+    bad[2].event.topic = String::new();
+    refused(store.receive_many(&LogName::inbox(), &bad).await, ErrorKind::Invalid, "topic_empty");
+    assert_eq!(fixture.conflicts().await, 0, "nor is a conflict noted");
+    for n in [0, 3] {
+        accepted(store.receive(&LogName::inbox(), call[n].clone()).await);
+    }
+    assert_eq!(inbox_lane(fixture).await.drain().await.len(), 4);
+}
+
+/// A sender that repeats everything to two replicas, in another order each time: they wait for each other, and never each for the other.
+pub async fn calls_with_the_same_messages_do_not_lock_each_other_out(fixture: &dyn StoreFixture) {
+    const MESSAGES: usize = 40;
+    let store = fixture.store();
+    for round in 0..5 {
+        let calls = (0..4).map(|caller| {
+            let mut call: Vec<Inbound> = (0..MESSAGES).map(|n| inbound(&format!("m{round}-{n}"), "body")).collect();
+            call.rotate_left(caller * 11);
+            if caller % 2 == 0 {
+                call.reverse();
+            }
+            let store = store.clone();
+            tokio::spawn(async move { store.receive_many(&LogName::inbox(), &call).await })
+        });
+        let mut won = 0;
+        for answer in futures::future::join_all(calls).await {
+            let answers = answer.expect("no panic").expect("answered, at once");
+            won += answers.iter().filter(|answer| matches!(answer, Received::Accepted(_))).count();
+        }
+        assert_eq!(won, MESSAGES);
+    }
+    assert_eq!(inbox_lane(fixture).await.drain().await.len(), 5 * MESSAGES);
+    assert_eq!(fixture.conflicts().await, 0);
+}
+
 /// Ids are bytes to us, within reason.
 pub async fn message_ids_are_checked_and_kept_exactly(fixture: &dyn StoreFixture) {
     let store = fixture.store();
@@ -226,6 +293,9 @@ macro_rules! receive_cases {
                 ids_are_unique_per_source_and_tenant,
                 of_concurrent_copies_exactly_one_is_accepted,
                 of_concurrent_bodies_one_wins_and_the_other_conflicts,
+                messages_of_one_call_are_judged_each,
+                a_refused_message_takes_its_call_with_it,
+                calls_with_the_same_messages_do_not_lock_each_other_out,
                 message_ids_are_checked_and_kept_exactly,
                 a_refused_message_does_not_use_up_its_id,
                 forgetting_takes_old_ids_only,
