@@ -38,6 +38,7 @@
 mod answer;
 mod body;
 mod convert;
+mod gather;
 mod handshake;
 mod json;
 mod mapping;
@@ -62,6 +63,7 @@ pub use mapping::{Mapping, Origin};
 
 use answer::Counters;
 use convert::Convert;
+use gather::Gather;
 use mapping::Dropped;
 use sns::Sns;
 use storm::Storm;
@@ -211,7 +213,6 @@ impl WebhookSource {
 pub struct Ingress {
     gates: BTreeMap<String, Gate>,
     unknown: Counters,
-    receive: Arc<dyn Receive>,
     clock: Arc<dyn Clock>,
 }
 
@@ -220,6 +221,7 @@ struct Gate {
     source: WebhookSource,
     buffered: Semaphore,
     storing: Semaphore,
+    gather: Arc<Gather>,
     rate: Option<Mutex<Bucket>>,
     counters: Counters,
     storm: Mutex<Storm>,
@@ -231,12 +233,12 @@ impl Ingress {
         let mut gates = BTreeMap::new();
         for source in sources {
             let name = source.name.to_string();
-            let gate = Gate::new(source)?;
+            let gate = Gate::new(source, &receive, &clock)?;
             if gates.insert(name.clone(), gate).is_some() {
                 return Err(Error::invalid("configure", "source_twice", format!("there are two sources named {name}")));
             }
         }
-        Ok(Arc::new(Self { gates, unknown: Counters::default(), receive, clock }))
+        Ok(Arc::new(Self { gates, unknown: Counters::default(), clock }))
     }
 
     /// How often each source gave each answer, zeros included: `accepted`, `duplicate` (replayed id), `conflict`,
@@ -257,7 +259,7 @@ impl Gate {
         self.storm.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn new(source: WebhookSource) -> Result<Self> {
+    fn new(source: WebhookSource, receive: &Arc<dyn Receive>, clock: &Arc<dyn Clock>) -> Result<Self> {
         let limits = source.limits;
         let fault = |text: &str| {
             Err(Error::invalid("configure", "source_limits_invalid", format!("source {}: {text}", source.name)))
@@ -275,6 +277,7 @@ impl Gate {
         Ok(Self {
             buffered: Semaphore::new(buffered),
             storing: Semaphore::new(limits.concurrency),
+            gather: Gather::new(Arc::clone(receive), Arc::clone(clock), source.log.clone(), limits.store_timeout),
             rate: limits.rate.map(|rate| Mutex::new(Bucket::new(rate, BURST))),
             counters: Counters::default(),
             storm: Mutex::default(),

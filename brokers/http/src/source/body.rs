@@ -37,7 +37,9 @@ pub(super) async fn read<'a>(
     buffered: &'a Semaphore,
     clock: &dyn Clock,
 ) -> Result<Received<'a>, Answer> {
+    // In this order: a body that is there needs no timer.
     tokio::select! {
+        biased;
         received = collect(body, limits.body_bytes, buffered) => received,
         () = clock.sleep(limits.body_timeout) => Err(Answer::BodyTooSlow),
     }

@@ -104,7 +104,7 @@ impl Ingress {
     async fn store(&self, gate: &Gate, inbound: Inbound) -> Result<Answer, Answer> {
         let source = &gate.source;
         let message_id = inbound.message_id.clone();
-        match self.receive.receive(&source.log, inbound).await {
+        match gate.gather.store(inbound).await {
             Ok(Received::Accepted(_)) => Ok(Answer::Accepted),
             Ok(Received::Duplicate) => Ok(Answer::Duplicate),
             Ok(Received::Conflict) => {

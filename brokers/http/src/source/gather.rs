@@ -1,0 +1,331 @@
+//! Messages that come together are stored together: one commit, and one wait for the disk, for all that arrived while the last one ran.
+//!
+//! Nobody waits for company. A message that finds a flight free leaves at once; only while all are under way do others gather.
+
+use std::collections::VecDeque;
+use std::slice;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received};
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+
+/// Calls to the store at once: while one waits for the disk, the next is worked on.
+const FLIGHTS_MAX: usize = 2;
+/// A call takes no further message once it has so many, or so many bytes of payload.
+const MESSAGES_MAX: usize = 128;
+const BYTES_MAX: usize = 1024 * 1024;
+
+/// What one sender hears; the failure is shared by all of a call.
+pub(super) type Verdict = Result<Received, Arc<Error>>;
+
+/// One source's way into its log. What waits is bounded by the source's concurrency.
+pub(super) struct Gather {
+    receive: Arc<dyn Receive>,
+    clock: Arc<dyn Clock>,
+    log: LogName,
+    /// Longest call.
+    timeout: Duration,
+    waiting: Mutex<Waiting>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    messages: VecDeque<Message>,
+    flights: usize,
+}
+
+struct Message {
+    inbound: Inbound,
+    answer: oneshot::Sender<Verdict>,
+}
+
+impl Gather {
+    pub(super) fn new(receive: Arc<dyn Receive>, clock: Arc<dyn Clock>, log: LogName, timeout: Duration) -> Arc<Self> {
+        Arc::new(Self { receive, clock, log, timeout, waiting: Mutex::default() })
+    }
+
+    /// Stores one message, with whatever else is there. Dropped, the message may or may not be stored.
+    pub(super) async fn store(self: &Arc<Self>, inbound: Inbound) -> Verdict {
+        match self.take_off(inbound) {
+            // Alone, and on the sender's own task: a hand-over would cost more than it could save.
+            Ok((_flight, inbound)) => {
+                self.call(slice::from_ref(&inbound)).await.map(|verdicts| verdicts[0]).map_err(Arc::new)
+            }
+            Err(verdict) => verdict.await.unwrap_or_else(|_| Err(Arc::new(broken_off()))),
+        }
+    }
+
+    /// A place for a call of its own; where there is none, the message waits, and its verdict comes.
+    fn take_off(self: &Arc<Self>, inbound: Inbound) -> Result<(Flight, Inbound), oneshot::Receiver<Verdict>> {
+        let mut waiting = self.waiting();
+        if waiting.flights < FLIGHTS_MAX {
+            waiting.flights += 1;
+            return Ok((Flight(Arc::clone(self)), inbound));
+        }
+        let (answer, verdict) = oneshot::channel();
+        waiting.messages.push_back(Message { inbound, answer });
+        Err(verdict)
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Stores until nothing waits.
+    async fn fly(self: Arc<Self>) {
+        let _flight = Flight(Arc::clone(&self));
+        while let Some(messages) = self.board() {
+            self.store_all(messages).await;
+        }
+    }
+
+    /// What the next call takes.
+    fn board(&self) -> Option<Vec<Message>> {
+        let mut waiting = self.waiting();
+        let mut boarded: Vec<Message> = Vec::new();
+        let mut bytes = 0;
+        while boarded.len() < MESSAGES_MAX && bytes < BYTES_MAX {
+            let Some(message) = waiting.messages.pop_front() else { break };
+            // Whose sender has gone need not be stored: it was promised nothing, and comes again.
+            if !message.answer.is_closed() {
+                bytes += message.inbound.event.payload.len();
+                boarded.push(message);
+            }
+        }
+        (!boarded.is_empty()).then_some(boarded)
+    }
+
+    async fn store_all(&self, messages: Vec<Message>) {
+        let (inbound, answers): (Vec<_>, Vec<_>) =
+            messages.into_iter().map(|message| (message.inbound, message.answer)).unzip();
+        match self.call(&inbound).await {
+            Ok(verdicts) => {
+                for (answer, verdict) in answers.into_iter().zip(verdicts) {
+                    // Nobody may listen any more: the sender comes again and hears that it is known.
+                    let _ = answer.send(Ok(verdict));
+                }
+            }
+            // One of several spoiled the call: each is asked about alone.
+            Err(error) if inbound.len() > 1 && is_of_one(&error) => {
+                for (inbound, answer) in inbound.chunks(1).zip(answers) {
+                    let verdict = self.call(inbound).await.map(|verdicts| verdicts[0]);
+                    let _ = answer.send(verdict.map_err(Arc::new));
+                }
+            }
+            Err(error) => {
+                let error = Arc::new(error);
+                for answer in answers {
+                    let _ = answer.send(Err(Arc::clone(&error)));
+                }
+            }
+        }
+    }
+
+    /// One verdict for each message, or a failure.
+    async fn call(&self, inbound: &[Inbound]) -> Result<Vec<Received>, Error> {
+        let verdicts = tokio::select! {
+            verdicts = self.receive.receive_many(&self.log, inbound) => verdicts?,
+            () = self.clock.sleep(self.timeout) => {
+                return Err(Error::new(ErrorKind::Unavailable, "receive", "store_timeout", "the store did not answer in time"));
+            }
+        };
+        if verdicts.len() != inbound.len() {
+            return Err(Error::new(
+                ErrorKind::Internal,
+                "receive",
+                "store_protocol",
+                "the store's answer has another length",
+            ));
+        }
+        Ok(verdicts)
+    }
+}
+
+/// The call that had the message panicked.
+fn broken_off() -> Error {
+    let text = "the call that stored this message broke off; this is a defect";
+    Error::new(ErrorKind::Internal, "receive", "receive_broken_off", text)
+}
+
+/// Whether a failure may be about a single message; otherwise the store is away, busy or not set up.
+fn is_of_one(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal)
+}
+
+/// A place among the calls under way. Whoever leaves it, be it by a panic or because its sender hung up, hands it to those who wait.
+struct Flight(Arc<Gather>);
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        let mut waiting = self.0.waiting();
+        match Handle::try_current() {
+            Ok(runtime) if !waiting.messages.is_empty() => {
+                runtime.spawn(Arc::clone(&self.0).fly());
+            }
+            _ => waiting.flights -= 1,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use async_trait::async_trait;
+    use futures::future::join_all;
+    use postbox_core::NewEvent;
+    use postbox_testkit::clock::ManualClock;
+    use tokio::sync::Semaphore;
+    use tokio::task::JoinHandle;
+
+    use super::*;
+
+    /// A store whose calls each wait for leave, and that dislikes some words.
+    struct Gated {
+        leave: Semaphore,
+        /// What each call brought, when it came.
+        calls: Mutex<Vec<Vec<String>>>,
+        called: tokio::sync::Notify,
+    }
+
+    #[async_trait]
+    impl Receive for Gated {
+        async fn receive_many(&self, _log: &LogName, inbound: &[Inbound]) -> postbox_core::Result<Vec<Received>> {
+            let ids: Vec<String> = inbound.iter().map(|message| message.message_id.clone()).collect();
+            self.calls.lock().expect("no panic while held").push(ids.clone());
+            self.called.notify_one();
+            self.leave.acquire().await.expect("never closed").forget();
+            let has = |word: &str| ids.iter().any(|id| id == word);
+            assert!(!has("panic"), "on purpose");
+            if has("away") {
+                return Err(Error::new(ErrorKind::Unavailable, "receive", "store_unreachable", "it is away"));
+            }
+            if has("bad") {
+                return Err(Error::invalid("receive", "text_invalid", "the database does not like it"));
+            }
+            let id = "00000000-0000-7000-8000-000000000000".parse().expect("well-formed");
+            Ok(ids.iter().map(|_| Received::Accepted(id)).collect())
+        }
+
+        async fn forget(&self, _older_than: Duration) -> postbox_core::Result<u64> {
+            Ok(0)
+        }
+    }
+
+    impl Gated {
+        /// Until so many calls have come.
+        async fn calls(&self, count: usize) -> Vec<Vec<String>> {
+            loop {
+                let calls = self.calls.lock().expect("no panic while held").clone();
+                if calls.len() >= count {
+                    return calls;
+                }
+                self.called.notified().await;
+            }
+        }
+    }
+
+    fn gather() -> (Arc<Gated>, Arc<Gather>) {
+        let calls = Mutex::default();
+        let store = Arc::new(Gated { leave: Semaphore::new(0), calls, called: tokio::sync::Notify::new() });
+        let clock = Arc::new(ManualClock::default());
+        let gather = Gather::new(Arc::clone(&store) as _, clock, LogName::inbox(), Duration::from_secs(600));
+        (store, gather)
+    }
+
+    fn message(id: &str, bytes: usize) -> Inbound {
+        Inbound {
+            source: "hooks".parse().expect("well-formed"),
+            message_id: id.to_owned(),
+            digest: [0; 32],
+            event: NewEvent::new("topic", vec![0; bytes], "application/octet-stream"),
+        }
+    }
+
+    /// Sends each, so that it has arrived when this returns. The runtime of these tests has one thread.
+    async fn send(gather: &Arc<Gather>, ids: &[&str], bytes: usize) -> Vec<JoinHandle<Verdict>> {
+        let mut sent = Vec::new();
+        for id in ids {
+            let (gather, message) = (Arc::clone(gather), message(id, bytes));
+            sent.push(tokio::spawn(async move { gather.store(message).await }));
+            tokio::task::yield_now().await;
+        }
+        sent
+    }
+
+    async fn codes(sent: Vec<JoinHandle<Verdict>>) -> Vec<String> {
+        let told = |verdict: Verdict| verdict.map_or_else(|error| error.code().to_owned(), |_| "accepted".to_owned());
+        join_all(sent).await.into_iter().map(|verdict| told(verdict.expect("no panic"))).collect()
+    }
+
+    #[tokio::test]
+    async fn what_arrives_while_calls_are_under_way_goes_together() {
+        let (store, gather) = gather();
+        let sent = send(&gather, &["1", "2", "3", "4", "5"], 10).await;
+        assert_eq!(store.calls(2).await, [["1"], ["2"]], "the first ones left at once, each alone");
+        store.leave.add_permits(3);
+        assert_eq!(codes(sent).await, ["accepted"; 5]);
+        assert_eq!(store.calls(3).await[2], ["3", "4", "5"]);
+        assert_eq!(gather.waiting().flights, 0);
+    }
+
+    #[tokio::test]
+    async fn a_call_takes_so_much_and_no_more() {
+        let (store, gather) = gather();
+        let ids: Vec<String> = (0..MESSAGES_MAX + 12).map(|n| n.to_string()).collect();
+        let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
+        let small = send(&gather, &ids, 10).await;
+        store.leave.add_permits(100);
+        codes(small).await;
+        let sizes: Vec<usize> = store.calls(4).await.iter().map(Vec::len).collect();
+        assert_eq!(sizes, [1, 1, MESSAGES_MAX, 10]);
+        store.leave.forget_permits(100);
+        let large = send(&gather, &["a", "b", "c", "d", "e"], BYTES_MAX).await;
+        store.leave.add_permits(100);
+        codes(large).await;
+        assert!(store.calls(9).await[4..].iter().all(|call| call.len() == 1));
+    }
+
+    #[tokio::test]
+    async fn a_bad_message_is_its_senders_trouble_only() {
+        let (store, gather) = gather();
+        let sent = send(&gather, &["1", "2", "3", "bad", "5"], 10).await;
+        store.leave.add_permits(100);
+        assert_eq!(codes(sent).await, ["accepted", "accepted", "accepted", "text_invalid", "accepted"]);
+    }
+
+    #[tokio::test]
+    async fn a_store_that_is_away_is_asked_once_for_all() {
+        let (store, gather) = gather();
+        let sent = send(&gather, &["1", "2", "3", "away", "5"], 10).await;
+        store.leave.add_permits(100);
+        let away = "store_unreachable";
+        assert_eq!(codes(sent).await, ["accepted", "accepted", away, away, away]);
+        assert_eq!(store.calls(3).await.len(), 3);
+    }
+
+    #[tokio::test]
+    async fn senders_that_hang_up_hold_up_nobody() {
+        let (store, gather) = gather();
+        let mut sent = send(&gather, &["1", "2", "3", "4"], 10).await;
+        for gone in [2, 1, 0] {
+            sent.remove(gone).abort();
+        }
+        // Nobody gives the first two calls leave: they ended with their senders, and the third message was not worth a call.
+        assert_eq!(store.calls(3).await, [["1"], ["2"], ["4"]]);
+        store.leave.add_permits(1);
+        assert_eq!(codes(sent).await, ["accepted"]);
+        assert_eq!(gather.waiting().flights, 0);
+    }
+
+    #[tokio::test]
+    async fn a_panic_in_the_store_wedges_nobody() {
+        let (store, gather) = gather();
+        let sent = send(&gather, &["1", "2", "3", "panic"], 10).await;
+        store.leave.add_permits(100);
+        assert_eq!(codes(sent).await, ["accepted", "accepted", "receive_broken_off", "receive_broken_off"]);
+        let later = send(&gather, &["5", "6", "7"], 10).await;
+        assert_eq!(codes(later).await, ["accepted"; 3]);
+        assert_eq!(gather.waiting().flights, 0);
+    }
+}
