@@ -223,8 +223,9 @@ CREATE TABLE {s}.conflict (
   digest_stored bytea NOT NULL,
   digest_refused bytea NOT NULL,
   times bigint NOT NULL DEFAULT 1,
-  first_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-  last_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  -- One moment for both: the clock goes on between two defaults.
+  first_at timestamptz NOT NULL DEFAULT statement_timestamp(),
+  last_at timestamptz NOT NULL DEFAULT statement_timestamp(),
   PRIMARY KEY (source, tenant, message_id, digest_refused)
 );
 CREATE INDEX conflict_last ON {s}.conflict (last_at);
