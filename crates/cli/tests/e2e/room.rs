@@ -53,9 +53,11 @@ impl Room {
         self.folder.path().join(name)
     }
 
-    /// Writes the configuration; the store's section is put in front.
+    /// Writes the configuration; the store's section is put in front. Where it does not say where to listen, that is on a free port: the
+    /// default one is for one test at a time.
     pub(crate) fn config(&self, text: &str) -> Result<()> {
-        std::fs::write(self.path("postbox.toml"), format!("[store]\nurl = {:?}\n{text}", self.url))?;
+        let server = if text.contains("[server]") { "" } else { "\n[server]\nlisten = \"127.0.0.1:0\"\n" };
+        std::fs::write(self.path("postbox.toml"), format!("[store]\nurl = {:?}\n{text}{server}", self.url))?;
         Ok(())
     }
 
