@@ -1,9 +1,8 @@
 //! Messages that come together are stored together: one commit, and one wait for the disk, for all that arrived while the last one ran.
 //!
-//! Nobody waits for company. A message that finds a flight free leaves at once; only while all are under way do others gather.
+//! Nobody waits for company: a call leaves with whatever has arrived as soon as one is free.
 
 use std::collections::VecDeque;
-use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -48,25 +47,19 @@ impl Gather {
 
     /// Stores one message, with whatever else is there. Dropped, the message may or may not be stored.
     pub(super) async fn store(self: &Arc<Self>, inbound: Inbound) -> Verdict {
-        match self.take_off(inbound) {
-            // Alone, and on the sender's own task: a hand-over would cost more than it could save.
-            Ok((_flight, inbound)) => {
-                self.call(slice::from_ref(&inbound)).await.map(|verdicts| verdicts[0]).map_err(Arc::new)
-            }
-            Err(verdict) => verdict.await.unwrap_or_else(|_| Err(Arc::new(broken_off()))),
-        }
-    }
-
-    /// A place for a call of its own; where there is none, the message waits, and its verdict comes.
-    fn take_off(self: &Arc<Self>, inbound: Inbound) -> Result<(Flight, Inbound), oneshot::Receiver<Verdict>> {
-        let mut waiting = self.waiting();
-        if waiting.flights < FLIGHTS_MAX {
-            waiting.flights += 1;
-            return Ok((Flight(Arc::clone(self)), inbound));
-        }
         let (answer, verdict) = oneshot::channel();
-        waiting.messages.push_back(Message { inbound, answer });
-        Err(verdict)
+        let takes_off = {
+            let mut waiting = self.waiting();
+            waiting.messages.push_back(Message { inbound, answer });
+            let free = waiting.flights < FLIGHTS_MAX;
+            waiting.flights += usize::from(free);
+            free
+        };
+        if takes_off {
+            // A task of its own: the others must not depend on this sender's patience.
+            tokio::spawn(Arc::clone(self).fly());
+        }
+        verdict.await.unwrap_or_else(|_| Err(Arc::new(broken_off())))
     }
 
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
@@ -76,7 +69,11 @@ impl Gather {
     /// Stores until nothing waits.
     async fn fly(self: Arc<Self>) {
         let _flight = Flight(Arc::clone(&self));
-        while let Some(messages) = self.board() {
+        loop {
+            // What the runtime has at hand comes first, requests that are being read among it: they come along instead of each taking a
+            // call of its own. It is not a wait; alone, one goes at once.
+            tokio::task::yield_now().await;
+            let Some(messages) = self.board() else { return };
             self.store_all(messages).await;
         }
     }
@@ -154,7 +151,7 @@ fn is_of_one(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal)
 }
 
-/// A place among the calls under way. Whoever leaves it, be it by a panic or because its sender hung up, hands it to those who wait.
+/// A place among the calls under way. Left, be it by a panic, it goes to those who wait.
 struct Flight(Arc<Gather>);
 
 impl Drop for Flight {
@@ -242,15 +239,31 @@ mod tests {
         }
     }
 
-    /// Sends each, so that it has arrived when this returns. The runtime of these tests has one thread.
+    /// Sends each; all have arrived when this returns. The runtime of these tests has one thread.
     async fn send(gather: &Arc<Gather>, ids: &[&str], bytes: usize) -> Vec<JoinHandle<Verdict>> {
         let mut sent = Vec::new();
         for id in ids {
             let (gather, message) = (Arc::clone(gather), message(id, bytes));
             sent.push(tokio::spawn(async move { gather.store(message).await }));
+        }
+        tokio::task::yield_now().await;
+        sent
+    }
+
+    /// Two calls that wait for leave, as many as there may be.
+    async fn occupy(store: &Gated, gather: &Arc<Gather>) -> Vec<JoinHandle<Verdict>> {
+        let mut sent = send(gather, &["1"], 10).await;
+        store.calls(1).await;
+        sent.extend(send(gather, &["2"], 10).await);
+        assert_eq!(store.calls(2).await, [["1"], ["2"]], "each left at once, alone");
+        sent
+    }
+
+    /// Until no call is under way.
+    async fn landed(gather: &Gather) {
+        while gather.waiting().flights > 0 {
             tokio::task::yield_now().await;
         }
-        sent
     }
 
     async fn codes(sent: Vec<JoinHandle<Verdict>>) -> Vec<String> {
@@ -261,71 +274,75 @@ mod tests {
     #[tokio::test]
     async fn what_arrives_while_calls_are_under_way_goes_together() {
         let (store, gather) = gather();
-        let sent = send(&gather, &["1", "2", "3", "4", "5"], 10).await;
-        assert_eq!(store.calls(2).await, [["1"], ["2"]], "the first ones left at once, each alone");
+        let mut sent = occupy(&store, &gather).await;
+        sent.extend(send(&gather, &["3", "4", "5"], 10).await);
         store.leave.add_permits(3);
         assert_eq!(codes(sent).await, ["accepted"; 5]);
         assert_eq!(store.calls(3).await[2], ["3", "4", "5"]);
-        assert_eq!(gather.waiting().flights, 0);
+        landed(&gather).await;
+    }
+
+    #[tokio::test]
+    async fn what_arrives_at_once_goes_together() {
+        let (store, gather) = gather();
+        store.leave.add_permits(2);
+        let sent = send(&gather, &["1", "2", "3", "4"], 10).await;
+        assert_eq!(codes(sent).await, ["accepted"; 4]);
+        assert_eq!(store.calls(1).await, [["1", "2", "3", "4"]]);
     }
 
     #[tokio::test]
     async fn a_call_takes_so_much_and_no_more() {
         let (store, gather) = gather();
+        store.leave.add_permits(100);
         let ids: Vec<String> = (0..MESSAGES_MAX + 12).map(|n| n.to_string()).collect();
         let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-        let small = send(&gather, &ids, 10).await;
-        store.leave.add_permits(100);
-        codes(small).await;
-        let sizes: Vec<usize> = store.calls(4).await.iter().map(Vec::len).collect();
-        assert_eq!(sizes, [1, 1, MESSAGES_MAX, 10]);
-        store.leave.forget_permits(100);
-        let large = send(&gather, &["a", "b", "c", "d", "e"], BYTES_MAX).await;
-        store.leave.add_permits(100);
-        codes(large).await;
-        assert!(store.calls(9).await[4..].iter().all(|call| call.len() == 1));
+        codes(send(&gather, &ids, 10).await).await;
+        let sizes: Vec<usize> = store.calls(2).await.iter().map(Vec::len).collect();
+        assert_eq!(sizes, [MESSAGES_MAX, 12]);
+        codes(send(&gather, &["a", "b", "c", "d", "e"], BYTES_MAX).await).await;
+        assert!(store.calls(7).await[2..].iter().all(|call| call.len() == 1));
     }
 
     #[tokio::test]
     async fn a_bad_message_is_its_senders_trouble_only() {
         let (store, gather) = gather();
-        let sent = send(&gather, &["1", "2", "3", "bad", "5"], 10).await;
         store.leave.add_permits(100);
+        let sent = send(&gather, &["1", "2", "3", "bad", "5"], 10).await;
         assert_eq!(codes(sent).await, ["accepted", "accepted", "accepted", "text_invalid", "accepted"]);
     }
 
     #[tokio::test]
     async fn a_store_that_is_away_is_asked_once_for_all() {
         let (store, gather) = gather();
-        let sent = send(&gather, &["1", "2", "3", "away", "5"], 10).await;
         store.leave.add_permits(100);
-        let away = "store_unreachable";
-        assert_eq!(codes(sent).await, ["accepted", "accepted", away, away, away]);
-        assert_eq!(store.calls(3).await.len(), 3);
+        let sent = send(&gather, &["1", "2", "away", "4"], 10).await;
+        assert_eq!(codes(sent).await, ["store_unreachable"; 4]);
+        assert_eq!(store.calls(1).await.len(), 1);
     }
 
     #[tokio::test]
     async fn senders_that_hang_up_hold_up_nobody() {
         let (store, gather) = gather();
-        let mut sent = send(&gather, &["1", "2", "3", "4"], 10).await;
+        let mut sent = occupy(&store, &gather).await;
+        sent.extend(send(&gather, &["3", "4"], 10).await);
         for gone in [2, 1, 0] {
             sent.remove(gone).abort();
         }
-        // Nobody gives the first two calls leave: they ended with their senders, and the third message was not worth a call.
-        assert_eq!(store.calls(3).await, [["1"], ["2"], ["4"]]);
-        store.leave.add_permits(1);
+        store.leave.add_permits(3);
         assert_eq!(codes(sent).await, ["accepted"]);
-        assert_eq!(gather.waiting().flights, 0);
+        assert_eq!(store.calls(3).await[2], ["4"], "the third was not worth a call any more");
     }
 
     #[tokio::test]
     async fn a_panic_in_the_store_wedges_nobody() {
         let (store, gather) = gather();
-        let sent = send(&gather, &["1", "2", "3", "panic"], 10).await;
+        let mut sent = occupy(&store, &gather).await;
+        sent.extend(send(&gather, &["3", "panic"], 10).await);
         store.leave.add_permits(100);
         assert_eq!(codes(sent).await, ["accepted", "accepted", "receive_broken_off", "receive_broken_off"]);
         let later = send(&gather, &["5", "6", "7"], 10).await;
         assert_eq!(codes(later).await, ["accepted"; 3]);
-        assert_eq!(gather.waiting().flights, 0);
+        landed(&gather).await;
     }
 }
