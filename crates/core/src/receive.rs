@@ -77,7 +77,7 @@ pub struct Conflict {
 /// - `(source, tenant, message_id)` is stored once, with the digest; the event goes to the log in the same transaction. When `Accepted` comes
 ///   back, it is durable.
 /// - The messages of one call are one commit, and their events stand in the log in the order given. A failure is one of the whole call, and
-///   stores nothing of it; who must know which message it was receives each alone.
+///   stores nothing of it; who must know which message it was receives each alone. A call of no messages does nothing.
 /// - k concurrent calls with one id: exactly one `Accepted`. Within a call the first one.
 /// - A conflict leaves a record ([`Conflict`]) and no event; the same body again only raises its count, so that a sender who repeats himself does
 ///   not fill the disk. Records are forgotten with the ids of their age.

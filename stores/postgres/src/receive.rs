@@ -14,7 +14,7 @@ use crate::session::COMMIT;
 
 /// Remembers the messages and stores their events, or says what is known of them: see `0001_receive.sql`.
 const LOG_RECEIVE: &str =
-    "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)";
+    "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
 
 /// Forgets old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows; those of a running receiver are passed over.
 const CONFLICT_FORGET: &str = "
@@ -78,9 +78,8 @@ impl PostgresStore {
         let sources: Vec<&str> = inbound.iter().map(|message| message.source.as_str()).collect();
         let message_ids: Vec<&str> = inbound.iter().map(|message| message.message_id.as_str()).collect();
         let digests: Vec<&[u8]> = inbound.iter().map(|message| message.digest.as_slice()).collect();
-        let (patience_ms, by_identity) = (self.inner.preambles.statement_timeout_ms, by_identity(inbound));
+        let by_identity = by_identity(inbound);
         let mut params: Vec<(&(dyn ToSql + Sync), Type)> = vec![
-            (&patience_ms, Type::INT4),
             (&by_identity, Type::INT4_ARRAY),
             (&sources, Type::TEXT_ARRAY),
             (&message_ids, Type::TEXT_ARRAY),

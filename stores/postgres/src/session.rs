@@ -96,8 +96,6 @@ impl PostgresStore {
 
 /// The statements that begin our transactions, made once per store. Each is one message.
 pub(crate) struct Preambles {
-    /// For a call that is a transaction of its own, and has no preamble.
-    pub(crate) statement_timeout_ms: i32,
     /// For reading: the planner is pinned to nested loops over indexes.
     ///
     /// The planner believes that a LIMIT without statistics is cheap to reach by a sequential scan, a hash join or a sort; each of these walks
@@ -115,7 +113,7 @@ pub(crate) struct Preambles {
 
 impl Preambles {
     pub(crate) fn new(statement_timeout: Duration) -> Self {
-        let timeout_ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128) as i32;
+        let timeout_ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
         // The isolation is named because the database's default may be another, under which our guarded updates would fail.
         let timeouts = format!(
             "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {timeout_ms}"
@@ -127,7 +125,6 @@ impl Preambles {
         // Raised only where it is `off`: a stricter setting than `on` stays.
         let durable = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') = 'off'";
         Self {
-            statement_timeout_ms: timeout_ms,
             read: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; {common}; {planner}"),
             write: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {planner}; {durable}"),
             call: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {timeouts}"),

@@ -39,6 +39,9 @@ const CONFLICT_FORGET: &str = "DELETE FROM postbox_conflict WHERE (source, tenan
 #[async_trait]
 impl Receive for SqliteStore {
     async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        if inbound.is_empty() {
+            return Ok(Vec::new());
+        }
         inbound.iter().try_for_each(Inbound::validate)?;
         let (log, inbound) = (log.clone(), inbound.to_vec());
         let now = self.now();

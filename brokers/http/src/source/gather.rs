@@ -3,11 +3,12 @@
 //! Nobody waits for company: a call leaves with whatever has arrived as soon as one is free.
 
 use std::collections::VecDeque;
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures::FutureExt as _;
 use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received};
-use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 /// Calls to the store at once: while one waits for the disk, the next is worked on.
@@ -19,7 +20,7 @@ const BYTES_MAX: usize = 1024 * 1024;
 /// What one sender hears; the failure is shared by all of a call.
 pub(super) type Verdict = Result<Received, Arc<Error>>;
 
-/// One source's way into its log. What waits is bounded by the source's concurrency.
+/// One source's way into its log. What waits is bounded by the source's concurrency, twice over for senders that hung up.
 pub(super) struct Gather {
     receive: Arc<dyn Receive>,
     clock: Arc<dyn Clock>,
@@ -32,6 +33,8 @@ pub(super) struct Gather {
 #[derive(Default)]
 struct Waiting {
     messages: VecDeque<Message>,
+    /// At so many, those whose sender has gone are let go.
+    swept_at: usize,
     flights: usize,
 }
 
@@ -51,47 +54,21 @@ impl Gather {
         let takes_off = {
             let mut waiting = self.waiting();
             waiting.messages.push_back(Message { inbound, answer });
-            let free = waiting.flights < FLIGHTS_MAX;
-            waiting.flights += usize::from(free);
-            free
+            waiting.sweep();
+            (waiting.flights < FLIGHTS_MAX).then(|| {
+                waiting.flights += 1;
+                Flight { gather: Arc::clone(self), landed: false }
+            })
         };
-        if takes_off {
+        if let Some(flight) = takes_off {
             // A task of its own: the others must not depend on this sender's patience.
-            tokio::spawn(Arc::clone(self).fly());
+            tokio::spawn(flight.fly());
         }
         verdict.await.unwrap_or_else(|_| Err(Arc::new(broken_off())))
     }
 
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Stores until nothing waits.
-    async fn fly(self: Arc<Self>) {
-        let _flight = Flight(Arc::clone(&self));
-        loop {
-            // What the runtime has at hand comes first, requests that are being read among it: they come along instead of each taking a
-            // call of its own. It is not a wait; alone, one goes at once.
-            tokio::task::yield_now().await;
-            let Some(messages) = self.board() else { return };
-            self.store_all(messages).await;
-        }
-    }
-
-    /// What the next call takes.
-    fn board(&self) -> Option<Vec<Message>> {
-        let mut waiting = self.waiting();
-        let mut boarded: Vec<Message> = Vec::new();
-        let mut bytes = 0;
-        while boarded.len() < MESSAGES_MAX && bytes < BYTES_MAX {
-            let Some(message) = waiting.messages.pop_front() else { break };
-            // Whose sender has gone need not be stored: it was promised nothing, and comes again.
-            if !message.answer.is_closed() {
-                bytes += message.inbound.event.payload.len();
-                boarded.push(message);
-            }
-        }
-        (!boarded.is_empty()).then_some(boarded)
     }
 
     async fn store_all(&self, messages: Vec<Message>) {
@@ -107,6 +84,9 @@ impl Gather {
             // One of several spoiled the call: each is asked about alone.
             Err(error) if inbound.len() > 1 && is_of_one(&error) => {
                 for (inbound, answer) in inbound.chunks(1).zip(answers) {
+                    if answer.is_closed() {
+                        continue;
+                    }
                     let verdict = self.call(inbound).await.map(|verdicts| verdicts[0]);
                     let _ = answer.send(verdict.map_err(Arc::new));
                 }
@@ -146,22 +126,69 @@ fn broken_off() -> Error {
     Error::new(ErrorKind::Internal, "receive", "receive_broken_off", text)
 }
 
-/// Whether a failure may be about a single message; otherwise the store is away, busy or not set up.
+/// Whether a failure may be about a single message; otherwise the store is away, busy or not set up. Contention is: somebody holds one message.
 fn is_of_one(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal)
+        || error.code() == "store_contention"
 }
 
-/// A place among the calls under way. Left, be it by a panic, it goes to those who wait.
-struct Flight(Arc<Gather>);
+impl Waiting {
+    /// Lets go of messages that nobody waits for any more, once there are twice as many as at the last time.
+    fn sweep(&mut self) {
+        if self.messages.len() >= self.swept_at.max(2 * MESSAGES_MAX) {
+            self.messages.retain(|message| !message.answer.is_closed());
+            self.swept_at = 2 * self.messages.len();
+        }
+    }
+}
+
+/// A place among the calls under way.
+struct Flight {
+    gather: Arc<Gather>,
+    landed: bool,
+}
+
+impl Flight {
+    /// Stores until nothing waits.
+    async fn fly(mut self) {
+        loop {
+            // What the runtime has at hand comes first, requests that are being read among it: they come along instead of each taking a
+            // call of its own. It is not a wait; alone, one goes at once.
+            tokio::task::yield_now().await;
+            let Some(messages) = self.board() else { return };
+            // A panic in the store is the end of its messages, whose answers are dropped, and of nothing else.
+            let _ = AssertUnwindSafe(self.gather.store_all(messages)).catch_unwind().await;
+        }
+    }
+
+    /// What the next call takes. `None`: nothing waits, and the place is free.
+    fn board(&mut self) -> Option<Vec<Message>> {
+        let mut waiting = self.gather.waiting();
+        let mut boarded: Vec<Message> = Vec::new();
+        let mut bytes = 0;
+        while boarded.len() < MESSAGES_MAX && bytes < BYTES_MAX {
+            let Some(message) = waiting.messages.pop_front() else { break };
+            // Whose sender has gone need not be stored: it was promised nothing, and comes again.
+            if !message.answer.is_closed() {
+                bytes += message.inbound.event.payload.len();
+                boarded.push(message);
+            }
+        }
+        if boarded.is_empty() {
+            // Under the same lock: whoever comes next finds the place free.
+            waiting.flights -= 1;
+            self.landed = true;
+            return None;
+        }
+        Some(boarded)
+    }
+}
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        let mut waiting = self.0.waiting();
-        match Handle::try_current() {
-            Ok(runtime) if !waiting.messages.is_empty() => {
-                runtime.spawn(Arc::clone(&self.0).fly());
-            }
-            _ => waiting.flights -= 1,
+        // Its runtime has ended; the next one begins anew.
+        if !self.landed {
+            self.gather.waiting().flights -= 1;
         }
     }
 }
@@ -222,11 +249,16 @@ mod tests {
         }
     }
 
+    const TIMEOUT: Duration = Duration::from_secs(600);
+
     fn gather() -> (Arc<Gated>, Arc<Gather>) {
+        gather_by(Arc::new(ManualClock::default()))
+    }
+
+    fn gather_by(clock: Arc<ManualClock>) -> (Arc<Gated>, Arc<Gather>) {
         let calls = Mutex::default();
         let store = Arc::new(Gated { leave: Semaphore::new(0), calls, called: tokio::sync::Notify::new() });
-        let clock = Arc::new(ManualClock::default());
-        let gather = Gather::new(Arc::clone(&store) as _, clock, LogName::inbox(), Duration::from_secs(600));
+        let gather = Gather::new(Arc::clone(&store) as _, clock, LogName::inbox(), TIMEOUT);
         (store, gather)
     }
 
@@ -332,6 +364,45 @@ mod tests {
         store.leave.add_permits(3);
         assert_eq!(codes(sent).await, ["accepted"]);
         assert_eq!(store.calls(3).await[2], ["4"], "the third was not worth a call any more");
+    }
+
+    #[tokio::test]
+    async fn calls_that_hang_end_and_the_next_are_made() {
+        let clock = Arc::new(ManualClock::default());
+        let (store, gather) = gather_by(Arc::clone(&clock));
+        let mut sent = occupy(&store, &gather).await;
+        sent.extend(send(&gather, &["3"], 10).await);
+        clock.advance(TIMEOUT);
+        assert_eq!(store.calls(3).await[2], ["3"]);
+        store.leave.add_permits(1);
+        assert_eq!(codes(sent).await, ["store_timeout", "store_timeout", "accepted"]);
+    }
+
+    #[tokio::test]
+    async fn who_hangs_up_leaves_nothing_behind() {
+        let (store, gather) = gather();
+        let sent = occupy(&store, &gather).await;
+        for _ in 0..10 * MESSAGES_MAX {
+            send(&gather, &["gone"], 10).await.remove(0).abort();
+            tokio::task::yield_now().await;
+        }
+        assert!(gather.waiting().messages.len() <= 2 * MESSAGES_MAX);
+        store.leave.add_permits(2);
+        assert_eq!(codes(sent).await, ["accepted"; 2]);
+    }
+
+    #[test]
+    fn a_runtime_that_ends_leaves_its_places_to_the_next() {
+        let runtime = || tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        let (store, gather) = gather();
+        runtime().block_on(async {
+            send(&gather, &["1", "2"], 10).await;
+        });
+        store.leave.add_permits(1);
+        runtime().block_on(async {
+            assert_eq!(codes(send(&gather, &["3"], 10).await).await, ["accepted"]);
+            landed(&gather).await;
+        });
     }
 
     #[tokio::test]

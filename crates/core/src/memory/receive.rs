@@ -101,6 +101,9 @@ impl Judged {
 #[async_trait]
 impl Receive for MemoryStore {
     async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        if inbound.is_empty() {
+            return Ok(Vec::new());
+        }
         inbound.iter().try_for_each(Inbound::validate)?;
         let now = self.clock().now();
         let mut state = self.state("receive")?;

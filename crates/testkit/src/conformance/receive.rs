@@ -192,6 +192,31 @@ pub async fn calls_with_the_same_messages_do_not_lock_each_other_out(fixture: &d
     assert_eq!(fixture.conflicts().await, 0);
 }
 
+/// Nor do calls with the same other bodies of one message, which come in either order.
+pub async fn calls_with_the_same_conflicts_do_not_lock_each_other_out(fixture: &dyn StoreFixture) {
+    const BODIES: usize = 40;
+    let store = fixture.store();
+    accepted(store.receive(&LogName::inbox(), inbound("m1", "body")).await);
+    for _ in 0..5 {
+        let calls = (0..4).map(|caller| {
+            let mut call: Vec<Inbound> = (0..BODIES).map(|n| inbound("m1", &format!("other {n:02}"))).collect();
+            call.rotate_left(caller * 11);
+            if caller % 2 == 0 {
+                call.reverse();
+            }
+            let store = store.clone();
+            tokio::spawn(async move { store.receive_many(&LogName::inbox(), &call).await })
+        });
+        for answer in futures::future::join_all(calls).await {
+            let answers = answer.expect("no panic").expect("answered, at once");
+            assert_eq!(answers, [Received::Conflict; BODIES]);
+        }
+    }
+    let records = store.conflicts(2 * BODIES).await.expect("listed");
+    assert_eq!(records.len(), BODIES);
+    assert!(records.iter().all(|record| record.times == 5 * 4), "{records:?}");
+}
+
 /// Ids are bytes to us, within reason.
 pub async fn message_ids_are_checked_and_kept_exactly(fixture: &dyn StoreFixture) {
     let store = fixture.store();
@@ -296,6 +321,7 @@ macro_rules! receive_cases {
                 messages_of_one_call_are_judged_each,
                 a_refused_message_takes_its_call_with_it,
                 calls_with_the_same_messages_do_not_lock_each_other_out,
+                calls_with_the_same_conflicts_do_not_lock_each_other_out,
                 message_ids_are_checked_and_kept_exactly,
                 a_refused_message_does_not_use_up_its_id,
                 forgetting_takes_old_ids_only,

@@ -46,7 +46,7 @@ BEGIN
     WHEN topic COLLATE "C" ~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]' THEN 'topic_invalid'
     WHEN num_nonnulls(payload, payload_bytes) <> 1 THEN 'payload_missing'
     WHEN coalesce(octet_length(payload), octet_length(payload_bytes)) > 16777216 THEN 'payload_too_large'
-    WHEN left(payload, 2) = '\x' THEN 'payload_is_bytes'
+    WHEN left(payload, 2) = E'\\x' THEN 'payload_is_bytes'
     WHEN occurred_at <= '-infinity' OR occurred_at >= '9999-12-30 22:00:01+00' THEN 'occurred_at_invalid'
     WHEN deliver_at <= '-infinity' OR deliver_at >= '9999-12-30 22:00:01+00' THEN 'deliver_at_invalid'
     WHEN key = '' THEN 'key_empty'
@@ -239,7 +239,7 @@ CREATE FUNCTION {s}.enqueue(
 DECLARE
   event_id uuid := coalesce(enqueue.id, {s}.uuid_v7());
   -- A text that looks like bytea's output is a text all the same; only the column cannot tell.
-  bytes bytea := CASE WHEN left(enqueue.payload, 2) = '\x' THEN convert_to(enqueue.payload, 'UTF8') END;
+  bytes bytea := CASE WHEN left(enqueue.payload, 2) = E'\\x' THEN convert_to(enqueue.payload, 'UTF8') END;
 BEGIN
   IF enqueue.log = 'outbox' THEN
     INSERT INTO {s}.outbox (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
