@@ -90,18 +90,15 @@ const CASES: [Case; 5] = [
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_statement_walks_the_log() {
     for version in Version::ALL {
-        let url = Postgres::shared(version).await.fresh_database().await;
-        let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
-        store.up().await.expect("migrated");
+        // The ids are ours to choose.
+        let store = filled(
+            version,
+            "INSERT INTO postbox.outbox (xid, topic, key, payload)
+             SELECT (n + 1000)::text::xid8, 'topic', 'k' || n % 1000, repeat('x', 100)",
+        )
+        .await;
         let session = store.session("test").await.expect("a session");
         let client = session.client();
-        // Nobody else may analyse it meanwhile; and the ids are ours to choose.
-        let fill = format!(
-            "ALTER TABLE postbox.outbox SET (autovacuum_enabled = false);
-             INSERT INTO postbox.outbox (xid, topic, key, payload)
-             SELECT (n + 1000)::text::xid8, 'topic', 'k' || n % 1000, repeat('x', 100) FROM generate_series(1, {ROWS}) AS n"
-        );
-        client.batch_execute(&fill).await.expect("filled");
         for analysed in [false, true] {
             if analysed {
                 client.batch_execute("ANALYZE postbox.outbox").await.expect("analysed");
@@ -120,18 +117,14 @@ async fn no_statement_walks_the_log() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_retention_walks_what_is_young() {
     for version in Version::ALL {
-        let url = Postgres::shared(version).await.fresh_database().await;
-        let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
-        store.up().await.expect("migrated");
-        let session = store.session("test").await.expect("a connection");
+        let store = filled(
+            version,
+            "INSERT INTO postbox.outbox (topic, key, payload, created_at)
+             SELECT 'topic', 'k' || n % 1000, repeat('x', 100), now() - CASE WHEN n <= 20 THEN interval '1 day' ELSE interval '0' END",
+        )
+        .await;
+        let session = store.session("test").await.expect("a session");
         let client = session.client();
-        let fill = format!(
-            "ALTER TABLE postbox.outbox SET (autovacuum_enabled = false);
-             INSERT INTO postbox.outbox (topic, key, payload, created_at)
-             SELECT 'topic', 'k' || n % 1000, repeat('x', 100), now() - CASE WHEN n <= 20 THEN interval '1 day' ELSE interval '0' END
-             FROM generate_series(1, {ROWS}) AS n"
-        );
-        client.batch_execute(&fill).await.expect("filled");
         for analysed in [false, true] {
             if analysed {
                 client.batch_execute("ANALYZE postbox.outbox").await.expect("analysed");
@@ -152,6 +145,20 @@ async fn no_retention_walks_what_is_young() {
         }
         session.finish();
     }
+}
+
+/// A store whose outbox has a row for each `n` up to [`ROWS`], and nobody else to analyse it meanwhile.
+async fn filled(version: Version, insert: &str) -> PostgresStore {
+    let url = Postgres::shared(version).await.fresh_database().await;
+    let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
+    store.up().await.expect("migrated");
+    let session = store.session("test").await.expect("a session");
+    let fill = format!(
+        "ALTER TABLE postbox.outbox SET (autovacuum_enabled = false); {insert} FROM generate_series(1, {ROWS}) AS n"
+    );
+    session.client().batch_execute(&fill).await.expect("filled");
+    session.finish();
+    store
 }
 
 fn judge(plan: &str, indexes: &[&str], rows_max: u64, context: &str) {
