@@ -10,7 +10,6 @@ use uuid::Uuid;
 use crate::PostgresStore;
 use crate::classify::{classify, is_undefined, log_unknown};
 use crate::schema::{SchemaName, check_log_name};
-use crate::session::COMMIT;
 
 /// Appends events. Index: the log's three unique ones are extended; no lock beyond the new rows'.
 ///
@@ -84,22 +83,14 @@ impl Append for PostgresStore {
 impl PostgresStore {
     async fn append_and_commit(&self, log: &LogName, columns: &Columns<'_>) -> Result<Vec<Row>> {
         let session = self.session("append").await?;
-        let client = session.client();
-        let (begun, inserted, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.write),
-            columns.insert(client, self.schema(), log),
-            client.batch_execute(COMMIT),
-        );
-        session.end_after(begun.is_ok() && committed.is_ok());
-        begun.map_err(|error| classify("append", &error))?;
-        match inserted {
-            Ok(rows) => committed.map(|()| rows).map_err(|error| classify("append", &error)),
+        let insert = async |client: &Client| columns.insert(client, self.schema(), log).await;
+        match session.transact(&self.inner.preambles.write, insert).await {
             Err(error) if is_undefined(&error) => {
                 // A missing schema looks the same; say which it is.
                 postbox_core::Migrate::validate(self).await?;
                 Err(refused(log, &error))
             }
-            Err(error) => Err(refused(log, &error)),
+            inserted => inserted.map_err(|error| refused(log, &error)),
         }
     }
 }

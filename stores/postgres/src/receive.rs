@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, Inbound, LogName, Receive, Received, Result};
+use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
 use crate::PostgresStore;
 use crate::append::{Columns, refused};
 use crate::classify::{classify, is_undefined};
 use crate::log::micros;
-use crate::session::COMMIT;
 
 /// Remembers the messages and stores their events, or says what is known of them: see `0001_receive.sql`.
 const LOG_RECEIVE: &str =
@@ -52,23 +52,18 @@ impl Receive for PostgresStore {
 impl PostgresStore {
     async fn forget_some(&self, older_than: Duration) -> Result<u64> {
         let session = self.session("forget").await?;
-        let client = session.client();
-        let sql = self.schema().sql(RECEIPT_FORGET);
+        let (receipts, conflicts) = (self.schema().sql(RECEIPT_FORGET), self.schema().sql(CONFLICT_FORGET));
         let age_micros = micros(older_than);
         let params: [(&(dyn ToSql + Sync), Type); 1] = [(&age_micros, Type::INT8)];
-        let conflicts = self.schema().sql(CONFLICT_FORGET);
-        // Records of conflicts age like the ids they are about; they are no ids and do not count.
-        let (begun, forgotten, passed, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.write),
-            client.execute_typed(&sql, &params),
-            client.execute_typed(&conflicts, &params),
-            client.batch_execute(COMMIT),
-        );
-        session.end_after(begun.is_ok() && committed.is_ok());
-        let failed = |error: tokio_postgres::Error| classify("forget", &error);
-        begun.and(committed).map_err(failed)?;
-        passed.map_err(failed)?;
-        forgotten.map_err(failed)
+        let forget = async |client: &Client| {
+            // Records of conflicts age like the ids they are about; they are no ids and do not count.
+            let (forgotten, passed) =
+                futures::join!(client.execute_typed(&receipts, &params), client.execute_typed(&conflicts, &params));
+            let forgotten = forgotten?;
+            passed.map(|_| forgotten)
+        };
+        let forgotten = session.transact(&self.inner.preambles.write, forget).await;
+        forgotten.map_err(|error| classify("forget", &error))
     }
 
     async fn receive_at_once(&self, log: &LogName, inbound: &[Inbound], events: &Columns<'_>) -> Result<Vec<Received>> {

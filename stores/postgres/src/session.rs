@@ -37,6 +37,24 @@ impl Session {
         self.object.as_mut().expect("only finish and drop take the connection, and both consume the session")
     }
 
+    /// Runs a transaction that is sent as a whole, and gives the connection back unless the transaction may still be open on it.
+    ///
+    /// `work` sends statements that need not know each other's answers; those of BEGIN and COMMIT are not waited for either. After an error in
+    /// between, COMMIT rolls back. The first error, in the order sent, is told.
+    pub(crate) async fn transact<T>(
+        self,
+        preamble: &str,
+        work: impl AsyncFnOnce(&Client) -> Result<T, tokio_postgres::Error>,
+    ) -> Result<T, tokio_postgres::Error> {
+        let client = self.client();
+        let (begun, worked, committed) =
+            futures::join!(client.batch_execute(preamble), work(client), client.batch_execute(COMMIT));
+        self.end_after(begun.is_ok() && committed.is_ok());
+        begun?;
+        let worked = worked?;
+        committed.map(|()| worked)
+    }
+
     /// Gives the connection back: no transaction is open.
     pub(crate) fn finish(mut self) {
         drop(self.object.take());

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use deadpool_postgres::Pool;
 use postbox_core::{LogName, Result, SubscriptionName};
 use tokio::sync::watch;
+use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
 use crate::classify::classify;
@@ -15,7 +16,7 @@ use crate::connect::Target;
 use crate::log::reader::LaneReader;
 use crate::log::subscribe::Reading;
 use crate::schema::SchemaName;
-use crate::session::{COMMIT, Preambles};
+use crate::session::Preambles;
 
 /// The Postgres store. Clones share one pool.
 #[derive(Clone)]
@@ -90,19 +91,11 @@ impl PostgresStore {
 
     async fn make_log(&self, log: &LogName) -> Result<()> {
         let session = self.session("create_log").await?;
-        let client = session.client();
         let sql = self.schema().sql("SELECT {s}.create_log($1)");
         let params: [(&(dyn ToSql + Sync), Type); 1] = [(&log.as_str(), Type::TEXT)];
-        let (begun, made, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.change),
-            client.query_typed(&sql, &params),
-            client.batch_execute(COMMIT),
-        );
-        session.end_after(begun.is_ok() && committed.is_ok());
-        let failed = |error: tokio_postgres::Error| classify("create_log", &error);
-        begun.map_err(failed)?;
-        made.map_err(failed)?;
-        committed.map_err(failed)
+        let make = async |client: &Client| client.query_typed(&sql, &params).await;
+        let made = session.transact(&self.inner.preambles.change, make).await;
+        made.map(drop).map_err(|error| classify("create_log", &error))
     }
 
     pub(crate) fn readers(&self) -> std::sync::MutexGuard<'_, HashMap<(SubscriptionName, u16), Arc<LaneReader>>> {

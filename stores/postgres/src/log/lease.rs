@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use postbox_core::{Acquired, Error, Lease, OwnerId, Pause, Result, SubscriptionName};
+use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
 use super::micros;
 use super::reader::missed;
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::session::COMMIT;
 
 /// True while the subscription `s` is paused, by the database's clock.
 macro_rules! is_paused {
@@ -76,7 +76,6 @@ impl PostgresStore {
     pub(crate) async fn take_lane(&self, name: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
         let reading = self.reading("acquire", name).await?;
         let session = self.session("acquire").await?;
-        let client = session.client();
         let schema = self.schema();
         let (id, ttl_micros) = (reading.id, micros(ttl));
         let (beat, acquire, hurry, pause) = (
@@ -88,22 +87,20 @@ impl PostgresStore {
         let owner_name = owner.as_str();
         let owned: [(&(dyn ToSql + Sync), Type); 3] =
             [(&id, Type::INT4), (&owner_name, Type::TEXT), (&ttl_micros, Type::INT8)];
-        let (begun, beaten, lane, hurried, pause, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.write),
-            client.execute_typed(&beat, &owned),
-            client.query_typed(&acquire, &owned),
-            client.execute_typed(&hurry, &owned[..2]),
-            client.query_typed(&pause, &owned[..1]),
-            client.batch_execute(COMMIT),
-        );
-        session.end_after(begun.is_ok() && committed.is_ok());
-        let failed = |error: tokio_postgres::Error| classify("acquire", &error);
-        begun.map_err(failed)?;
-        beaten.map_err(failed)?;
-        let lane = lane.map_err(failed)?;
-        hurried.map_err(failed)?;
-        let pause = pause.map_err(failed)?;
-        committed.map_err(failed)?;
+        let take = async |client: &Client| {
+            let (beaten, lane, hurried, pause) = futures::join!(
+                client.execute_typed(&beat, &owned),
+                client.query_typed(&acquire, &owned),
+                client.execute_typed(&hurry, &owned[..2]),
+                client.query_typed(&pause, &owned[..1]),
+            );
+            beaten?;
+            let lane = lane?;
+            hurried?;
+            Ok((lane, pause?))
+        };
+        let taken = session.transact(&self.inner.preambles.write, take).await;
+        let (lane, pause) = taken.map_err(|error| classify("acquire", &error))?;
         let lease = lane.first().map(|row| Lease {
             subscription: name.clone(),
             log: reading.log.clone(),
@@ -139,7 +136,6 @@ impl PostgresStore {
     async fn try_hold(&self, lease: &Lease, ttl: Duration, place: &str) -> Result<()> {
         let reading = self.reading("renew", &lease.subscription).await?;
         let session = self.session("renew").await?;
-        let client = session.client();
         let reader = self.reader(lease);
         let beat = self.schema().sql(REPLICA_BEAT);
         let renew = self.schema().sql(LANE_RENEW).replace("{place}", place);
@@ -149,18 +145,14 @@ impl PostgresStore {
             [(&id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&ttl_micros, Type::INT8)];
         let owned: [(&(dyn ToSql + Sync), Type); 3] =
             [(&id, Type::INT4), (&owner, Type::TEXT), (&ttl_micros, Type::INT8)];
-        let (begun, renewed, beaten, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.write),
-            client.query_typed_opt(&renew, &held),
-            client.execute_typed(&beat, &owned),
-            client.batch_execute(COMMIT),
-        );
-        session.end_after(begun.is_ok() && committed.is_ok());
-        let failed = |error: tokio_postgres::Error| classify("renew", &error);
-        begun.map_err(failed)?;
-        let renewed = renewed.map_err(failed)?;
-        beaten.map_err(failed)?;
-        committed.map_err(failed)?;
+        let hold = async |client: &Client| {
+            let (renewed, beaten) =
+                futures::join!(client.query_typed_opt(&renew, &held), client.execute_typed(&beat, &owned));
+            let renewed = renewed?;
+            beaten.map(|_| renewed)
+        };
+        let renewed = session.transact(&self.inner.preambles.write, hold).await;
+        let renewed = renewed.map_err(|error| classify("renew", &error))?;
         let row = renewed.ok_or_else(|| Error::stale("renew"))?;
         reader.found_at(row.get(0));
         Ok(())
@@ -170,21 +162,13 @@ impl PostgresStore {
         let reading = self.reading("release", &lease.subscription).await?;
         self.reader(lease).forget();
         let session = self.session("release").await?;
-        let client = session.client();
         let release = self.schema().sql(LANE_RELEASE);
         let lane = lease.lane.cast_signed();
         let held: [(&(dyn ToSql + Sync), Type); 3] =
             [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8)];
-        let (begun, released, committed) = futures::join!(
-            client.batch_execute(&self.inner.preambles.write),
-            client.execute_typed(&release, &held),
-            client.batch_execute(COMMIT),
-        );
-        session.end_after(begun.is_ok() && committed.is_ok());
-        let failed = |error: tokio_postgres::Error| classify("release", &error);
-        begun.map_err(failed)?;
-        released.map_err(failed)?;
-        committed.map_err(failed)?;
+        let give_back = async |client: &Client| client.execute_typed(&release, &held).await;
+        let released = session.transact(&self.inner.preambles.write, give_back).await;
+        released.map_err(|error| classify("release", &error))?;
         // Whoever waits for a free lane in this process need not wait for its next poll.
         self.wake();
         Ok(())
