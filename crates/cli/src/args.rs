@@ -104,6 +104,9 @@ pub(crate) enum Command {
         json: bool,
     },
     /// Send dead events again, and retrying ones now
+    ///
+    /// Works in steps of at most 1000 events, so that relays go on meanwhile, and prints retried=N at the end. Interrupted or
+    /// failed midway, it prints what was done until then and ends with 1; the same command goes on with the rest.
     #[command(group = clap::ArgGroup::new("which").required(true).args(["ids", "all"]))]
     Retry {
         /// The events' ids
@@ -123,6 +126,9 @@ pub(crate) enum Command {
         limit: Option<u64>,
     },
     /// Take events out: they will not be delivered
+    ///
+    /// Works in steps of at most 1000 events and prints discarded=N at the end, also when it is interrupted or fails midway (then
+    /// it ends with 1, and the same command goes on with the rest).
     Discard {
         /// The events' ids
         #[arg(value_name = "ID", required = true, value_parser = plain::<EventId>)]

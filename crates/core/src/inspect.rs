@@ -5,8 +5,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::event::{Event, EventId, Seq};
+use crate::limits::CHANGE_EVENTS_MAX;
 use crate::log::Epoch;
 use crate::names::{LogName, OwnerId, SubscriptionName};
 use crate::receive::Conflict;
@@ -131,14 +132,43 @@ pub struct ListQuery {
 /// Which delivery rows to change. `None` fields do not narrow.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Selection {
-    /// Only these events.
+    /// Only these events; at most [`CHANGE_EVENTS_MAX`].
     pub ids: Option<Vec<EventId>>,
     /// Only rows with a topic matching this pattern.
     pub topic: Option<crate::names::TopicPattern>,
     /// Only rows with this code.
     pub code: Option<String>,
-    /// At most this many, oldest first.
+    /// Only after this place: where the step before ended.
+    pub after: Option<Seq>,
+    /// At most this many, oldest first. One step takes no more than [`CHANGE_EVENTS_MAX`].
     pub limit: Option<usize>,
+}
+
+impl Selection {
+    /// Checks the number of ids. Stores call this first.
+    pub fn validate(&self, operation: &'static str) -> Result<()> {
+        let ids = self.ids.as_ref().map_or(0, Vec::len);
+        if ids > CHANGE_EVENTS_MAX {
+            let text = format!("{ids} ids are too many for one call; give at most {CHANGE_EVENTS_MAX} at a time");
+            return Err(Error::invalid(operation, "too_many_ids", text));
+        }
+        Ok(())
+    }
+
+    /// The most that one step changes.
+    pub fn step_max(&self) -> usize {
+        self.limit.unwrap_or(usize::MAX).min(CHANGE_EVENTS_MAX)
+    }
+}
+
+/// What one step of a change did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[must_use = "there may be more: go on with `next` as `Selection::after`"]
+pub struct Changed {
+    /// How many events this step changed.
+    pub count: u64,
+    /// Where the next step begins; `None`: nothing that is meant is left.
+    pub next: Option<Seq>,
 }
 
 /// What an operator sees and steers. Reads one snapshot per call.
@@ -146,6 +176,9 @@ pub struct Selection {
 /// Behaviour:
 /// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known names in the message.
 /// - `list` gives rows in `seq` order after `after`; `Pending` and `Dispatched` are derived from the cursor.
+/// - `requeue` and `discard` take one bounded step, committed by itself, so that no relay waits for long: at most [`CHANGE_EVENTS_MAX`] events. Go on
+///   with [`Changed::next`] until there is none. What comes to be meant again behind that place meanwhile, because it was sent and died once more,
+///   is not taken again.
 /// - `requeue` makes dead rows due now with attempts 0 and one more replay, and retrying rows due now; idempotent: a second call finds nothing
 ///   dead. It never touches events that are pending, dispatched or discarded.
 /// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and releases the next of their keys; discarded
@@ -163,10 +196,10 @@ pub trait Inspect: Send + Sync + 'static {
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>>;
     /// One event, if the log has it.
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>>;
-    /// Sends dead (and retrying) events again now; returns how many.
-    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64>;
-    /// Takes events out; returns how many.
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64>;
+    /// Sends dead (and retrying) events again now, one step.
+    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed>;
+    /// Takes events out, one step.
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed>;
     /// Deletes old dispatched events of one log; returns how many.
     async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64>;
     /// Messages that were kept out because their id was known with another body: the latest first, at most `limit`.

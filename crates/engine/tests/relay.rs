@@ -106,7 +106,7 @@ async fn a_permanent_failure_dies_at_once_and_a_replay_has_a_fresh_dedupe_id() {
     assert_eq!(relay.drain(None).await.expect("drained").dead, 1);
     assert_eq!(relay.drain(None).await.expect("drained").fetched, 0, "the dead are not retried on their own");
     let name = bench.subscription().name;
-    assert_eq!(bench.store.requeue(&name, &Selection::default()).await.expect("requeued"), 1);
+    assert_eq!(bench.store.requeue(&name, &Selection::default()).await.expect("requeued").count, 1);
     assert_eq!(relay.drain(None).await.expect("drained").dispatched, 1);
     assert!(sink.arrivals()[0].dedupe_id.ends_with("-r1"));
 }

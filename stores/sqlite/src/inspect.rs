@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Conflict, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, Selection, Seq,
+    Changed, Conflict, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, Selection, Seq,
     SourceName, State, Stats, SubscriptionInfo, SubscriptionName, TopicStats,
 };
 use rusqlite::{OptionalExtension, Row, Transaction, params};
@@ -64,13 +64,13 @@ impl Inspect for SqliteStore {
         self.inspector().call("conflicts", move |session| conflicts(session, limit)).await
     }
 
-    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {
+    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         let changed = steer::requeue(self, subscription, selection).await?;
         self.wake();
         Ok(changed)
     }
 
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         let changed = steer::discard(self, subscription, selection).await?;
         self.wake();
         Ok(changed)

@@ -1,25 +1,24 @@
 //! What an operator changes: requeue, discard, prune, pause. In bounded steps, so that the write lock is never held for long.
 
-use std::collections::HashSet;
-use std::sync::Arc;
+use std::collections::{BTreeSet, HashSet};
 use std::time::Duration;
 
-use postbox_core::{EventId, LogName, Ordering, Pause, Result, Selection, State, SubscriptionName};
-use rusqlite::{Transaction, params};
+use postbox_core::{Changed, EventId, LogName, Ordering, Pause, Result, Selection, Seq, State, SubscriptionName};
+use rusqlite::{OptionalExtension as _, Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::micros;
 use crate::decode::{Head, seq};
 use crate::inspect::Reader;
-use crate::lease;
+use crate::lease::{self, Stored};
 use crate::migrate::require_log;
 use crate::schema::log_table;
 use crate::settle::release_head;
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
-/// Rows changed in one transaction: some milliseconds of the write lock.
-const STEP_ROWS_MAX: usize = 2_000;
+/// Rows looked at in one step: some tens of milliseconds of the write lock, however few of them are meant.
+const STEP_LOOK_MAX: usize = 20_000;
 /// Events deleted per call of `prune`: the bounded step the contract asks for.
 const PRUNE_EVENTS_MAX: usize = 1_000;
 /// Events too young to prune that are passed over before `prune` gives up: stamps follow `seq` but for jumps of the clock.
@@ -28,6 +27,9 @@ const PRUNE_YOUNG_MAX: usize = 1_000;
 /// Rows of a subscription in `seq` order, by primary key; no lock of its own.
 const DELIVERY_SELECT: &str = "SELECT seq, id, topic, key, state, code, due_at FROM postbox_delivery \
 WHERE subscription = ?1 AND seq > ?2 AND state IN ('retrying', 'blocked', 'scheduled', 'dead') ORDER BY seq";
+/// The same, one row.
+const DELIVERY_ONE: &str = "SELECT seq, id, topic, key, state, code, due_at FROM postbox_delivery \
+WHERE subscription = ?1 AND seq = ?2 AND state IN ('retrying', 'blocked', 'scheduled', 'dead')";
 /// By primary key; takes the write lock. A person's replay begins anew.
 const DELIVERY_REPLAY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, due_at = ?3, \
 holds = (?4 AND key IS NOT NULL), updated_at = ?3 WHERE subscription = ?1 AND seq = ?2 AND state = 'dead'";
@@ -54,178 +56,202 @@ const SUBSCRIPTION_PAUSE: &str =
 /// A delivery row that a person may mean.
 struct Candidate {
     seq: i64,
+    id: String,
+    topic: String,
     key: Option<String>,
     state: State,
+    code: Option<String>,
     due_at: Option<i64>,
+}
+
+impl Candidate {
+    fn read(row: &Row<'_>) -> Work<Self> {
+        let state = row.get::<_, String>(4)?.parse()?;
+        let (seq, id, topic, key) = (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
+        Ok(Self { seq, id, topic, key, state, code: row.get(5)?, due_at: row.get(6)? })
+    }
 }
 
 /// A selection, ready to be asked row by row.
 struct Chosen {
     selection: Selection,
     ids: Option<HashSet<String>>,
+    after: i64,
 }
 
 impl Chosen {
     fn new(selection: &Selection) -> Self {
         let ids = selection.ids.as_ref().map(|ids| ids.iter().map(EventId::to_string).collect());
-        Self { selection: selection.clone(), ids }
+        Self { selection: selection.clone(), ids, after: selection.after.map_or(i64::MIN, |after| after.0) }
     }
 
     fn topic(&self, topic: &str) -> bool {
         self.selection.topic.as_ref().is_none_or(|pattern| pattern.matches(topic))
     }
 
-    /// The next rows after `after` that are meant and that `wanted` accepts, at most `limit`.
+    fn means(&self, row: &Candidate) -> bool {
+        self.ids.as_ref().is_none_or(|ids| ids.contains(&row.id))
+            && self.topic(&row.topic)
+            && (self.selection.code.is_none() || row.code == self.selection.code)
+    }
+
+    /// The next rows that are meant and that `wanted` accepts, oldest first, and where the next step begins.
     fn next(
         &self,
         tx: &Transaction<'_>,
+        stored: &Stored,
         subscription: &SubscriptionName,
-        after: i64,
-        limit: usize,
         wanted: impl Fn(&Candidate) -> bool,
-    ) -> Work<Vec<Candidate>> {
-        let mut statement = tx.prepare_cached(DELIVERY_SELECT)?;
-        let mut rows = statement.query(params![subscription.as_str(), after])?;
+    ) -> Work<(Vec<Candidate>, Option<Seq>)> {
+        let max = self.selection.step_max();
         let mut chosen = Vec::new();
-        while chosen.len() < limit
-            && let Some(row) = rows.next()?
-        {
-            let (id, topic, code): (String, String, Option<String>) = (row.get(1)?, row.get(2)?, row.get(5)?);
-            let meant = self.ids.as_ref().is_none_or(|ids| ids.contains(&id))
-                && self.topic(&topic)
-                && (self.selection.code.is_none() || code == self.selection.code);
-            let state = row.get::<_, String>(4)?.parse()?;
-            let candidate = Candidate { seq: row.get(0)?, key: row.get(3)?, state, due_at: row.get(6)? };
-            if meant && wanted(&candidate) {
+        if max == 0 {
+            return Ok((chosen, None));
+        }
+        if let Some(ids) = &self.ids {
+            let mut statement = tx.prepare_cached(DELIVERY_ONE)?;
+            for seq in seqs_of(tx, stored, ids)?.into_iter().filter(|seq| *seq > self.after) {
+                let mut rows = statement.query(params![subscription.as_str(), seq])?;
+                let Some(row) = rows.next()? else { continue };
+                let candidate = Candidate::read(row)?;
+                if self.means(&candidate) && wanted(&candidate) {
+                    chosen.push(candidate);
+                }
+                if chosen.len() == max {
+                    return Ok((chosen, Some(Seq(seq))));
+                }
+            }
+            return Ok((chosen, None));
+        }
+        let mut statement = tx.prepare_cached(DELIVERY_SELECT)?;
+        let mut rows = statement.query(params![subscription.as_str(), self.after])?;
+        let (mut looked, mut last) = (0, self.after);
+        while chosen.len() < max && looked < STEP_LOOK_MAX {
+            let Some(row) = rows.next()? else { return Ok((chosen, None)) };
+            let candidate = Candidate::read(row)?;
+            (looked, last) = (looked + 1, candidate.seq);
+            if self.means(&candidate) && wanted(&candidate) {
                 chosen.push(candidate);
             }
         }
-        Ok(chosen)
+        Ok((chosen, Some(Seq(last))))
     }
 }
 
-/// One step of a change: how many rows, and after which place to go on (`None`: done).
-type Step = (usize, Option<i64>);
-
-/// Takes steps until one has nothing more to do or the selection's limit is reached.
-async fn in_steps(
-    store: &SqliteStore,
-    operation: &'static str,
-    limit: Option<usize>,
-    step: impl Fn(&mut Session, i64, usize) -> Work<Step> + Send + Sync + 'static,
-) -> Result<u64> {
-    let step = Arc::new(step);
-    let (mut left, mut after, mut changed) = (limit.unwrap_or(usize::MAX), 0, 0);
-    while left > 0 {
-        let (step, rows) = (step.clone(), left.min(STEP_ROWS_MAX));
-        let (count, next) = store.writer().call(operation, move |session| step(session, after, rows)).await?;
-        changed += count as u64;
-        left -= count.min(left);
-        let Some(next) = next else { break };
-        after = next;
+/// The places of events in a subscription's log, in their order.
+fn seqs_of(tx: &Transaction<'_>, stored: &Stored, ids: &HashSet<String>) -> Work<BTreeSet<i64>> {
+    // By the unique index on id; takes no lock of its own.
+    let log_seq = format!("SELECT seq FROM {} WHERE id = ?1", log_table(&stored.log));
+    let mut statement = tx.prepare_cached(&log_seq)?;
+    let mut seqs = BTreeSet::new();
+    for id in ids {
+        let seq: Option<i64> = statement.query_row([id], |row| row.get(0)).optional()?;
+        seqs.extend(seq);
     }
-    Ok(changed)
+    Ok(seqs)
 }
 
-fn next_step(rows: &[Candidate], limit: usize) -> Step {
-    let next = rows.last().filter(|_| rows.len() == limit).map(|row| row.seq);
-    (rows.len(), next)
-}
-
-/// Makes dead rows due now as new attempts, and retrying rows due now.
-pub(crate) async fn requeue(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<u64> {
+/// One step that makes dead rows due now as new attempts, and retrying rows due now.
+pub(crate) async fn requeue(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+    selection.validate("requeue")?;
     let (name, chosen) = (name.clone(), Chosen::new(selection));
-    in_steps(store, "requeue", selection.limit, move |session, after, limit| {
-        let now = session.settings.now();
-        session.transact(Flush::Configured, |tx| {
-            let stored = lease::require("requeue", tx, &name)?;
-            let hold_keys = stored.ordering == Ordering::Key;
-            let rows = chosen.next(tx, &name, after, limit, |row| match row.state {
-                State::Dead => true,
-                State::Retrying => row.due_at.is_none_or(|at| at > now),
-                _ => false,
-            })?;
-            for row in &rows {
-                match row.state {
-                    State::Dead => {
-                        tx.prepare_cached(DELIVERY_REPLAY)?.execute(params![name.as_str(), row.seq, now, hold_keys])?
-                    }
-                    _ => tx.prepare_cached(DELIVERY_HURRY)?.execute(params![name.as_str(), row.seq, now])?,
-                };
-            }
-            Ok(next_step(&rows, limit))
-        })
-    })
-    .await
+    store.writer().call("requeue", move |session| requeue_step(session, &name, &chosen)).await
 }
 
-/// Takes events out: rows by selection, unread ones by id.
-pub(crate) async fn discard(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<u64> {
-    let (of_rows, chosen) = (name.clone(), Chosen::new(selection));
-    let rows = in_steps(store, "discard", selection.limit, move |session, after, limit| {
-        let now = session.settings.now();
-        session.transact(Flush::Configured, |tx| {
-            lease::require("discard", tx, &of_rows)?;
-            let rows = chosen.next(tx, &of_rows, after, limit, |row| row.state.may_become(State::Discarded))?;
-            for row in &rows {
-                tx.prepare_cached(DELIVERY_DISCARD)?.execute(params![of_rows.as_str(), row.seq, now])?;
-            }
-            for key in rows.iter().filter_map(|row| row.key.as_deref()) {
-                release_head(tx, &of_rows, key, now)?;
-            }
-            Ok(next_step(&rows, limit))
-        })
-    })
-    .await?;
-    let left = selection.limit.map_or(usize::MAX, |limit| limit.saturating_sub(usize::try_from(rows).unwrap_or(limit)));
-    // A code never matches what has none.
-    if selection.code.is_some() || selection.ids.is_none() || left == 0 {
-        return Ok(rows);
-    }
-    let (name, selection) = (name.clone(), selection.clone());
-    let unread =
-        store.writer().call("discard", move |session| discard_unread(session, &name, &selection, left)).await?;
-    Ok(rows + unread)
-}
-
-fn discard_unread(session: &mut Session, name: &SubscriptionName, selection: &Selection, limit: usize) -> Work<u64> {
+fn requeue_step(session: &mut Session, name: &SubscriptionName, chosen: &Chosen) -> Work<Changed> {
     let now = session.settings.now();
-    let chosen = Chosen::new(selection);
     session.transact(Flush::Configured, |tx| {
-        let reader = Reader::find("discard", tx, name)?;
-        // By the unique index on id; takes no lock of its own.
-        let log_head = format!("SELECT seq, topic, tenant, key, id, created_at FROM {} WHERE id = ?1", reader.table);
-        let mut statement = tx.prepare_cached(&log_head)?;
-        let mut discarded = 0;
-        for id in selection.ids.iter().flatten() {
-            if discarded == limit {
-                break;
-            }
-            let mut rows = statement.query([id.to_string()])?;
-            let Some(row) = rows.next()? else { continue };
-            let (head, seq) = (Head::read(row)?, seq(row)?);
-            if !reader.wants(&head) || !chosen.topic(&head.topic) || reader.state(&head, seq) != State::Pending {
-                continue;
-            }
-            let key: Option<String> = row
-                .get_ref(3)?
-                .as_bytes_or_null()
-                .map_err(rusqlite::Error::from)?
-                .map(|key| String::from_utf8_lossy(key).into_owned());
-            let created_at: i64 = row.get(5)?;
-            discarded += tx.prepare_cached(DELIVERY_DISCARD_UNREAD)?.execute(params![
-                name.as_str(),
-                seq,
-                reader.lane(&head),
-                id.to_string(),
-                head.topic,
-                key,
-                created_at,
-                now
-            ])?;
+        let stored = lease::require("requeue", tx, name)?;
+        let hold_keys = stored.ordering == Ordering::Key;
+        let (rows, next) = chosen.next(tx, &stored, name, |row| match row.state {
+            State::Dead => true,
+            State::Retrying => row.due_at.is_none_or(|at| at > now),
+            _ => false,
+        })?;
+        for row in &rows {
+            match row.state {
+                State::Dead => {
+                    tx.prepare_cached(DELIVERY_REPLAY)?.execute(params![name.as_str(), row.seq, now, hold_keys])?
+                }
+                _ => tx.prepare_cached(DELIVERY_HURRY)?.execute(params![name.as_str(), row.seq, now])?,
+            };
         }
-        Ok(discarded as u64)
+        Ok(Changed { count: rows.len() as u64, next })
     })
+}
+
+/// One step that takes events out: rows by selection, unread ones by id.
+pub(crate) async fn discard(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+    selection.validate("discard")?;
+    let (name, chosen) = (name.clone(), Chosen::new(selection));
+    store.writer().call("discard", move |session| discard_step(session, &name, &chosen)).await
+}
+
+fn discard_step(session: &mut Session, name: &SubscriptionName, chosen: &Chosen) -> Work<Changed> {
+    let now = session.settings.now();
+    session.transact(Flush::Configured, |tx| {
+        let stored = lease::require("discard", tx, name)?;
+        let (rows, next) = chosen.next(tx, &stored, name, |row| row.state.may_become(State::Discarded))?;
+        for row in &rows {
+            tx.prepare_cached(DELIVERY_DISCARD)?.execute(params![name.as_str(), row.seq, now])?;
+        }
+        for key in rows.iter().filter_map(|row| row.key.as_deref()) {
+            release_head(tx, name, key, now)?;
+        }
+        let mut changed = Changed { count: rows.len() as u64, next };
+        // A code never matches what has none.
+        if next.is_none() && chosen.selection.code.is_none() {
+            let left = chosen.selection.step_max() - rows.len();
+            let unread = discard_unread(tx, name, chosen, left, now)?;
+            changed.count += unread as u64;
+            // They are not found again, so the next step may look from the same place.
+            changed.next = (unread > 0 && unread == left).then_some(Seq(chosen.after));
+        }
+        Ok(changed)
+    })
+}
+
+/// Marks unread events, named by id, so that they are not sent when they are read.
+fn discard_unread(
+    tx: &Transaction<'_>,
+    name: &SubscriptionName,
+    chosen: &Chosen,
+    limit: usize,
+    now: i64,
+) -> Work<usize> {
+    let Some(ids) = &chosen.ids else { return Ok(0) };
+    let reader = Reader::find("discard", tx, name)?;
+    // By primary key; takes no lock of its own.
+    let log_head = format!("SELECT seq, topic, tenant, key, id, created_at FROM {} WHERE seq = ?1", reader.table);
+    let mut statement = tx.prepare_cached(&log_head)?;
+    let mut discarded = 0;
+    for seq in seqs_of(tx, &reader.stored, ids)? {
+        if discarded == limit {
+            break;
+        }
+        let mut rows = statement.query([seq])?;
+        let Some(row) = rows.next()? else { continue };
+        let head = Head::read(row)?;
+        if !reader.wants(&head) || !chosen.topic(&head.topic) || reader.state(&head, seq) != State::Pending {
+            continue;
+        }
+        let text = |column: usize| -> Work<Option<String>> {
+            let bytes = row.get_ref(column)?.as_bytes_or_null().map_err(rusqlite::Error::from)?;
+            Ok(bytes.map(|bytes| String::from_utf8_lossy(bytes).into_owned()))
+        };
+        let (key, id, created_at): (_, _, i64) = (text(3)?, text(4)?, row.get(5)?);
+        discarded += tx.prepare_cached(DELIVERY_DISCARD_UNREAD)?.execute(params![
+            name.as_str(),
+            seq,
+            reader.lane(&head),
+            id,
+            head.topic,
+            key,
+            created_at,
+            now
+        ])?;
+    }
+    Ok(discarded)
 }
 
 /// Deletes old events that every subscription is done with.

@@ -210,7 +210,7 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
     ];
     assert_eq!(codes, expected);
     // A replay does not help, and does no harm.
-    assert_eq!(fixture.store.requeue(&name, &Selection::default()).await.expect("asked"), 6);
+    assert_eq!(fixture.store.requeue(&name, &Selection::default()).await.expect("asked").count, 6);
     use postbox_core::{BatchLimit, Log};
     let due = fixture.store.due(&lease, BatchLimit::default()).await.expect("read");
     assert!(due.deliveries.is_empty());

@@ -1,7 +1,9 @@
 //! `postbox discard ID…`.
 
+use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{EventId, Selection};
 
+use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
@@ -18,12 +20,21 @@ pub(super) async fn run(context: &Context, ids: Vec<EventId>) -> Result<(), Fail
         return Err(Failure::usage(text));
     };
     let wanted = ids.len() as u64;
-    let discarded = store.discard(&info.name, &Selection { ids: Some(ids), ..Selection::default() }).await?;
-    if discarded < wanted {
+    let mut steps = Steps::begin("discarded");
+    let ended = async {
+        for ids in ids.chunks(CHANGE_EVENTS_MAX) {
+            let selection = Selection { ids: Some(ids.to_vec()), ..Selection::default() };
+            steps.take(selection, async |selection| store.discard(&info.name, selection).await).await?;
+        }
+        Ok(())
+    };
+    let ended = ended.await;
+    let discarded = steps.count();
+    if ended.is_ok() && discarded < wanted {
         output::note(&format!(
             "{} of {wanted} changed nothing: unknown, delivered already or taken out before (see `postbox show ID`)",
             wanted - discarded
         ));
     }
-    output::line(&format!("discarded={discarded}"))
+    steps.end(ended)
 }

@@ -21,6 +21,7 @@ mod retry;
 mod run;
 mod show;
 mod stats;
+mod steps;
 
 /// Runs the command that was typed.
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {

@@ -2,16 +2,16 @@
 
 use std::collections::VecDeque;
 
+use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo, TopicPattern};
 
+use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
 /// Most events of one subscription and state that are looked at ahead, to find the oldest of all: bounds the memory.
 const PAGE: usize = 100;
-/// Most ids in one call of the store: bounds its statement.
-const IDS_MAX: usize = 1_000;
 
 pub(super) async fn run(
     context: &Context,
@@ -22,23 +22,48 @@ pub(super) async fn run(
 ) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
-    let wanted = Selection { ids: ids.clone(), topic, code, limit };
-    let retried = match limit {
-        Some(limit) if infos.len() > 1 => oldest_of_all(store.as_ref(), &infos, &wanted, limit).await?,
-        _ => {
-            let mut retried = 0;
-            for info in &infos {
-                retried += store.requeue(&info.name, &wanted).await?;
-            }
-            retried
+    let mut steps = Steps::begin("retried");
+    let ended = match (&ids, limit) {
+        (Some(ids), _) => by_id(store.as_ref(), &infos, ids, &mut steps).await,
+        (None, Some(limit)) if infos.len() > 1 => {
+            let wanted = Selection { topic, code, ..Selection::default() };
+            oldest_of_all(store.as_ref(), &infos, &wanted, limit, &mut steps).await
+        }
+        (None, limit) => {
+            let wanted = Selection { topic, code, limit, ..Selection::default() };
+            of_each(store.as_ref(), &infos, &wanted, &mut steps).await
         }
     };
-    if retried == 0
-        && let Some(ids) = &ids
-    {
-        explain(store.as_ref(), &infos, ids).await?;
+    let explained = match &ids {
+        Some(ids) if ended.is_ok() && steps.count() == 0 => explain(store.as_ref(), &infos, ids).await,
+        _ => Ok(()),
+    };
+    explained?;
+    steps.end(ended)
+}
+
+async fn by_id(
+    store: &dyn Store,
+    infos: &[SubscriptionInfo],
+    ids: &[EventId],
+    steps: &mut Steps,
+) -> Result<(), Failure> {
+    for ids in ids.chunks(CHANGE_EVENTS_MAX) {
+        of_each(store, infos, &Selection { ids: Some(ids.to_vec()), ..Selection::default() }, steps).await?;
     }
-    output::line(&format!("retried={retried}"))
+    Ok(())
+}
+
+async fn of_each(
+    store: &dyn Store,
+    infos: &[SubscriptionInfo],
+    wanted: &Selection,
+    steps: &mut Steps,
+) -> Result<(), Failure> {
+    for info in infos {
+        steps.take(wanted.clone(), async |selection| store.requeue(&info.name, selection).await).await?;
+    }
+    Ok(())
 }
 
 /// Retries the oldest over several subscriptions, by when they were appended. The store narrows within one subscription only, and one with many dead
@@ -48,7 +73,8 @@ async fn oldest_of_all(
     infos: &[SubscriptionInfo],
     wanted: &Selection,
     limit: usize,
-) -> Result<u64, Failure> {
+    steps: &mut Steps,
+) -> Result<(), Failure> {
     let mut heads = Vec::new();
     for (place, info) in infos.iter().enumerate() {
         for state in [State::Dead, State::Retrying] {
@@ -60,19 +86,20 @@ async fn oldest_of_all(
             heads.push(ahead);
         }
     }
-    let mut retried = 0;
-    while retried < limit {
-        let found = next_of_all(store, &mut heads, infos.len(), (limit - retried).min(IDS_MAX)).await?;
+    let limit = limit as u64;
+    while steps.count() < limit {
+        let left = usize::try_from(limit - steps.count()).unwrap_or(usize::MAX);
+        let found = next_of_all(store, &mut heads, infos.len(), left.min(CHANGE_EVENTS_MAX)).await?;
         if found.iter().all(Vec::is_empty) {
             break;
         }
         // One that is due already, as those are that were just sent again, changes nothing and does not count; then the search goes on.
         for (info, ids) in infos.iter().zip(found).filter(|(_, ids)| !ids.is_empty()) {
             let selection = Selection { ids: Some(ids), ..Selection::default() };
-            retried += store.requeue(&info.name, &selection).await? as usize;
+            steps.take(selection, async |selection| store.requeue(&info.name, selection).await).await?;
         }
     }
-    Ok(retried as u64)
+    Ok(())
 }
 
 /// The next oldest, for each subscription its own.

@@ -12,3 +12,4 @@ mod psql;
 mod room;
 mod run;
 mod sender;
+mod steps;

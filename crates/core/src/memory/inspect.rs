@@ -11,7 +11,9 @@ use super::MemoryStore;
 use super::state::{DeliveryRow, LogState, Reader};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
-use crate::inspect::{Inspect, LaneInfo, ListQuery, Pause, Record, Selection, Stats, SubscriptionInfo, TopicStats};
+use crate::inspect::{
+    Changed, Inspect, LaneInfo, ListQuery, Pause, Record, Selection, Stats, SubscriptionInfo, TopicStats,
+};
 use crate::names::{LogName, SubscriptionName};
 use crate::receive::Conflict;
 use crate::state::State as EventState;
@@ -62,15 +64,17 @@ impl Inspect for MemoryStore {
         Ok(self.state("conflicts")?.inbox.conflicts(limit))
     }
 
-    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {
+    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        selection.validate("requeue")?;
         let now = self.clock().now();
         let mut state = self.state("requeue")?;
         let (reader, log) = state.reader_mut("requeue", subscription)?;
-        let chosen = reader.select(log, selection, |row| match row.state {
+        let mut chosen = reader.select(log, selection, |row| match row.state {
             EventState::Dead => true,
             EventState::Retrying => !row.is_due(now),
             _ => false,
         });
+        let changed = cut_to_step(&mut chosen, selection);
         for (seq, row) in &chosen {
             let due = DeliveryRow { due_at: Some(now), updated_at: now, ..row.clone() };
             let row = match row.state {
@@ -88,17 +92,18 @@ impl Inspect for MemoryStore {
         let wakers = state.stir();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
-        Ok(chosen.len() as u64)
+        Ok(changed)
     }
 
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        selection.validate("discard")?;
         let now = self.clock().now();
         let mut state = self.state("discard")?;
         let (reader, log) = state.reader_mut("discard", subscription)?;
         let mut chosen = reader.select(log, selection, |row| row.state.may_become(EventState::Discarded));
         chosen.extend(reader.select_pending(log, selection, now));
         chosen.sort_by_key(|(seq, _)| *seq);
-        chosen.truncate(selection.limit.unwrap_or(usize::MAX));
+        let changed = cut_to_step(&mut chosen, selection);
         for (seq, row) in &chosen {
             let row = DeliveryRow { state: EventState::Discarded, due_at: None, updated_at: now, ..row.clone() };
             let key = row.key.clone();
@@ -110,7 +115,7 @@ impl Inspect for MemoryStore {
         let wakers = state.stir();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
-        Ok(chosen.len() as u64)
+        Ok(changed)
     }
 
     async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
@@ -143,6 +148,14 @@ impl Inspect for MemoryStore {
         state.reader_mut("pause", subscription)?.0.pause = pause.cloned();
         Ok(())
     }
+}
+
+/// Cuts what was chosen, oldest first, to one step.
+fn cut_to_step(chosen: &mut Vec<(i64, DeliveryRow)>, selection: &Selection) -> Changed {
+    let all = chosen.len();
+    chosen.truncate(selection.step_max());
+    let next = chosen.last().filter(|_| chosen.len() < all).map(|(seq, _)| Seq(*seq));
+    Changed { count: chosen.len() as u64, next }
 }
 
 impl Reader {
@@ -224,6 +237,7 @@ impl Reader {
     ) -> Vec<(i64, DeliveryRow)> {
         let ids: Option<HashSet<EventId>> = selection.ids.as_ref().map(|ids| ids.iter().copied().collect());
         self.deliveries()
+            .filter(|(seq, _)| selection.after.is_none_or(|after| *seq > after.0))
             .filter(|(_, row)| wanted(row))
             .filter(|(_, row)| selection.code.is_none() || row.code == selection.code)
             .filter(|(seq, _)| {
@@ -231,7 +245,6 @@ impl Reader {
                 ids.as_ref().is_none_or(|ids| ids.contains(&event.id))
                     && selection.topic.as_ref().is_none_or(|topic| topic.matches(event.topic.as_str()))
             })
-            .take(selection.limit.unwrap_or(usize::MAX))
             .map(|(seq, row)| (seq, row.clone()))
             .collect()
     }

@@ -91,7 +91,7 @@ pub async fn the_next_of_a_key_is_due_once_its_head_is_discarded(fixture: &dyn S
     let ids = blocked_pair(&lane, retry(HOUR)).await;
     assert!(lane.due(10).await.deliveries.is_empty());
     let selection = Selection { ids: Some(vec![ids[0]]), ..Selection::default() };
-    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded"), 1);
+    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded").count, 1);
     assert_eq!(payloads(&lane.drain_due().await), ["2", "3"]);
 }
 
@@ -140,9 +140,9 @@ pub async fn a_halting_dead_event_holds_its_key_until_a_person_acts(fixture: &dy
     lane.settle(&batch, vec![(0, Disposition::Block)]).await;
     assert!(lane.due(10).await.deliveries.is_empty());
     let named_by = |id| Selection { ids: Some(vec![id]), ..Selection::default() };
-    lane.store.discard(&named("reader"), &named_by(second[0])).await.expect("discarded");
+    assert_eq!(lane.store.discard(&named("reader"), &named_by(second[0])).await.expect("discarded").count, 1);
     assert_eq!(payloads(&lane.drain_due().await), ["4"]);
-    lane.store.requeue(&named("reader"), &named_by(first[0])).await.expect("replayed");
+    assert_eq!(lane.store.requeue(&named("reader"), &named_by(first[0])).await.expect("replayed").count, 1);
     assert_eq!(payloads(&lane.drain_due().await), ["1", "2", "5"]);
 }
 

@@ -189,7 +189,7 @@ async fn in_every_state(fixture: &dyn StoreFixture) -> Lane {
         )
         .await;
     let selection = Selection { ids: Some(vec![ids[4]]), ..Selection::default() };
-    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded"), 1);
+    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded").count, 1);
     append(&lane.store, [event("pending-1"), keyed("a", "pending-2")]).await;
     lane
 }

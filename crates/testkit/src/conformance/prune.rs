@@ -38,7 +38,7 @@ pub async fn nothing_undelivered_is_ever_pruned(fixture: &dyn StoreFixture) {
     fixture.pass(SHORT).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 1, "only what was sent");
     assert_eq!(stats(&lane.store).await.total, 6);
-    lane.store.requeue(&named("reader"), &Selection::default()).await.expect("replayed");
+    assert_eq!(lane.store.requeue(&named("reader"), &Selection::default()).await.expect("replayed").count, 1);
     let mut due = payloads(&lane.drain_due().await);
     due.sort();
     assert_eq!(due, ["blocked", "dead", "retrying", "scheduled"]);
@@ -65,7 +65,7 @@ pub async fn discarded_events_go_once_they_are_passed(fixture: &dyn StoreFixture
     let ids = lane.past(vec![event("1")], vec![(0, dead())]).await;
     let unread = append(&lane.store, [event("2")]).await;
     let both = Selection { ids: Some(vec![ids[0], unread[0]]), ..Selection::default() };
-    assert_eq!(lane.store.discard(&named("reader"), &both).await.expect("discarded"), 2);
+    assert_eq!(lane.store.discard(&named("reader"), &both).await.expect("discarded").count, 2);
     fixture.pass(SHORT).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 1, "the other one is not passed yet");
     let batch = lane.next(10).await;

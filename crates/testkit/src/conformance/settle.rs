@@ -104,7 +104,7 @@ pub async fn settling_a_row_that_was_discarded_meanwhile_succeeds(fixture: &dyn 
     let ids = lane.past(vec![keyed("a", "1"), keyed("b", "2")], vec![(0, now()), (1, now())]).await;
     let due = lane.due(10).await;
     let selection = Selection { ids: Some(vec![ids[0]]), ..Selection::default() };
-    lane.store.discard(&named("reader"), &selection).await.expect("discarded");
+    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded").count, 1);
     lane.settle_due(&due, vec![retry(HOUR), Disposition::Delivered]).await;
     assert_eq!(record(&lane.store, ids[0]).await.state, State::Discarded);
     assert_eq!(record(&lane.store, ids[1]).await.state, State::Dispatched);
@@ -117,7 +117,7 @@ pub async fn settling_a_row_that_was_pruned_meanwhile_succeeds(fixture: &dyn Sto
     let ids = lane.past(vec![keyed("a", "1"), keyed("b", "2")], vec![(0, now()), (1, now())]).await;
     let due = lane.due(10).await;
     let selection = Selection { ids: Some(vec![ids[0]]), ..Selection::default() };
-    lane.store.discard(&named("reader"), &selection).await.expect("discarded");
+    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded").count, 1);
     fixture.pass(SHORT).await;
     assert_eq!(lane.store.prune(&outbox(), Duration::ZERO).await.expect("pruned"), 1);
     lane.settle_due(&due, vec![retry(Duration::ZERO), retry(Duration::ZERO)]).await;
@@ -131,7 +131,7 @@ pub async fn an_event_discarded_in_flight_is_not_retried(fixture: &dyn StoreFixt
     let ids = append(&lane.store, [keyed("a", "1"), keyed("b", "2")]).await;
     let batch = lane.next(10).await;
     let selection = Selection { ids: Some(vec![ids[0]]), ..Selection::default() };
-    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded"), 1);
+    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded").count, 1);
     lane.settle(&batch, vec![(0, retry(Duration::ZERO)), (1, retry(Duration::ZERO))]).await;
     assert_eq!(payloads(&lane.due(10).await.deliveries), ["2"]);
     assert_eq!(record(&lane.store, ids[0]).await.state, State::Discarded);
@@ -142,7 +142,7 @@ pub async fn an_event_discarded_before_it_was_read_is_marked(fixture: &dyn Store
     let lane = Lane::open(fixture).await;
     let ids = append(&lane.store, numbered(3)).await;
     let selection = Selection { ids: Some(vec![ids[1]]), ..Selection::default() };
-    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded"), 1);
+    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded").count, 1);
     let batch = lane.next(10).await;
     let unmarked: Vec<_> =
         batch.deliveries.iter().filter(|delivery| !batch.discarded.contains(&delivery.seq)).cloned().collect();

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use postbox_core::{Disposition, EventId, NewEvent, Selection, State, TopicPattern};
+use postbox_core::limits::CHANGE_EVENTS_MAX;
+use postbox_core::{Changed, Disposition, ErrorKind, EventId, NewEvent, Selection, State, TopicPattern};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -34,7 +35,7 @@ pub async fn replaying_twice_replays_once(fixture: &dyn StoreFixture) {
         tokio::spawn(async move { store.requeue(&named("reader"), &only(id)).await })
     });
     for click in futures::future::join_all(clicks).await {
-        click.expect("no panic").expect("each answers");
+        let _ = click.expect("no panic").expect("each answers");
     }
     requeue(&lane, Selection::default()).await;
     assert_eq!(record(&lane.store, id).await.replays, 1);
@@ -180,16 +181,74 @@ pub async fn a_replay_is_found_by_the_next_read(fixture: &dyn StoreFixture) {
     assert_eq!(lane.drain_due().await.len(), 1);
 }
 
+/// No step is large, however much is meant; what was sent and died once more behind the place of the last step is not sent again.
+pub async fn a_large_replay_goes_in_bounded_steps(fixture: &dyn StoreFixture) {
+    const EVENTS: usize = 2 * CHANGE_EVENTS_MAX + 500;
+    let lane = Lane::open(fixture).await;
+    lane.past(numbered(EVENTS), (0..EVENTS).map(|index| (index, dead())).collect()).await;
+    let mut selection = Selection::default();
+    let mut counts = Vec::new();
+    loop {
+        let changed = lane.store.requeue(&named("reader"), &selection).await.expect("replayed");
+        counts.push(changed.count);
+        let due = lane.due(EVENTS).await;
+        assert_eq!(due.deliveries.len() as u64, changed.count);
+        lane.settle_due(&due, vec![dead(); due.deliveries.len()]).await;
+        if changed.next.is_none() {
+            break;
+        }
+        selection.after = changed.next;
+        assert!(counts.len() < 10, "it never ends: {counts:?}");
+    }
+    assert!(counts.iter().all(|count| *count <= CHANGE_EVENTS_MAX as u64), "{counts:?}");
+    assert_eq!(counts.iter().sum::<u64>(), EVENTS as u64, "{counts:?}");
+    let records = lane.store.list(&query(State::Dead)).await.expect("listed");
+    assert!(!records.is_empty() && records.iter().all(|record| record.replays == 1));
+}
+
+/// Steps of any size take all that is named: what failed, what waits, what was not read yet.
+pub async fn small_steps_discard_all_that_is_named(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let exceptions = vec![(0, dead()), (1, retry(HOUR)), (2, dead())];
+    let mut ids = lane.past(numbered(4), exceptions).await;
+    ids.extend(append(&lane.store, [event("5"), event("6"), event("7")]).await);
+    let mut selection = Selection { ids: Some(ids), limit: Some(0), ..Selection::default() };
+    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("asked"), Changed::default());
+    selection.limit = Some(2);
+    let mut counts = Vec::new();
+    while counts.len() < 10 {
+        let changed = lane.store.discard(&named("reader"), &selection).await.expect("discarded");
+        counts.push(changed.count);
+        if changed.next.is_none() {
+            break;
+        }
+        selection.after = changed.next;
+    }
+    assert!(counts.len() < 10 && counts.iter().all(|count| *count <= 2), "{counts:?}");
+    assert_eq!((counts.iter().sum::<u64>(), stats(&lane.store).await.discarded), (6, 6), "{counts:?}");
+}
+
+/// A list without a limit would make a statement without a limit.
+pub async fn too_many_ids_at_once_are_refused(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let id = lane.past(vec![event("1")], vec![(0, dead())]).await[0];
+    let mut selection = Selection { ids: Some(vec![id; CHANGE_EVENTS_MAX + 1]), ..Selection::default() };
+    refused(lane.store.requeue(&named("reader"), &selection).await, ErrorKind::Invalid, "too_many_ids");
+    refused(lane.store.discard(&named("reader"), &selection).await, ErrorKind::Invalid, "too_many_ids");
+    selection.ids.as_mut().expect("set above").truncate(CHANGE_EVENTS_MAX);
+    assert_eq!(requeue(&lane, selection).await, 1);
+}
+
 fn only(id: EventId) -> Selection {
     Selection { ids: Some(vec![id]), ..Selection::default() }
 }
 
 async fn requeue(lane: &Lane, selection: Selection) -> u64 {
-    lane.store.requeue(&named("reader"), &selection).await.expect("replayed")
+    lane.store.requeue(&named("reader"), &selection).await.expect("replayed").count
 }
 
 async fn discard(lane: &Lane, selection: Selection) -> u64 {
-    lane.store.discard(&named("reader"), &selection).await.expect("discarded")
+    lane.store.discard(&named("reader"), &selection).await.expect("discarded").count
 }
 
 /// The cases of this suite.
@@ -212,6 +271,9 @@ macro_rules! steer_cases {
                 discarding_leaves_the_dispatched_and_other_subscriptions_alone,
                 discarding_a_follower_keeps_the_others_waiting,
                 a_replay_is_found_by_the_next_read,
+                a_large_replay_goes_in_bounded_steps,
+                small_steps_discard_all_that_is_named,
+                too_many_ids_at_once_are_refused,
             ]
         );
     };

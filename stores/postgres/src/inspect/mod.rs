@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Conflict, EventId, Inspect, ListQuery, LogName, Pause, Record, Result, Selection, Stats, SubscriptionInfo,
+    Changed, Conflict, EventId, Inspect, ListQuery, LogName, Pause, Record, Result, Selection, Stats, SubscriptionInfo,
     SubscriptionName,
 };
 
 #[cfg(test)]
-pub(crate) use self::steer::LOG_PRUNE;
+pub(crate) use self::steer::{DELIVERY_HUSH, DELIVERY_REQUEUE_CHOSEN, LOG_PRUNE};
 use crate::PostgresStore;
 
 #[async_trait]
@@ -37,11 +37,11 @@ impl Inspect for PostgresStore {
         self.bounded("conflicts", self.report_conflicts(limit)).await
     }
 
-    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {
+    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         self.bounded("requeue", self.steer_requeue(subscription, selection)).await
     }
 
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<u64> {
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         self.bounded("discard", self.steer_discard(subscription, selection)).await
     }
 

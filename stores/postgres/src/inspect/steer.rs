@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use postbox_core::{LogName, Pause, Result, Selection, SubscriptionName, TopicPattern};
+use postbox_core::{Changed, LogName, Pause, Result, Selection, Seq, SubscriptionName, TopicPattern};
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 use uuid::Uuid;
@@ -14,64 +14,93 @@ use crate::PostgresStore;
 use crate::classify::{classify, log_unknown};
 use crate::log::micros;
 use crate::log::settle::DELIVERY_RELEASE;
+use crate::log::subscribe::Reading;
 use crate::session::COMMIT;
 
 /// Locks the cursor of every lane, in order. Index: primary key of `lane`. Waits for a settlement under way, never for a relay's sends.
 const LANE_LOCK: &str = "SELECT FROM {s}.lane WHERE subscription = $1 ORDER BY lane FOR NO KEY UPDATE";
 
-/// The delivery rows a person means, oldest first, as `chosen`. `$2` ids, `$3` topic, `$4` code, `$5` limit.
-/// Index: `delivery_state`, or the log's unique id where ids are given.
+/// The delivery rows a person means, oldest first. `$2` topic, `$3` code, `$4` after, `$5` limit, `$6` ids.
+///
+/// A walk of the primary key from `$4`, a few rows of the log by its primary key for their topics; no lock, so it may be long. With ids: the log's
+/// unique id, then the primary key; fenced, or the order of the result would make the planner walk all rows for a few.
 macro_rules! chosen {
-    ($states:literal) => {
+    (walk, $states:expr) => {
         concat!(
-            "SELECT d.seq, d.key, d.holds FROM {s}.delivery AS d JOIN {log} AS l ON l.seq = d.seq
-  WHERE d.subscription = $1 AND ",
+            "SELECT d.seq FROM {s}.delivery AS d JOIN {log} AS l ON l.seq = d.seq
+  WHERE d.subscription = $1 AND d.seq > $4 AND ",
             $states,
-            " AND ($2::uuid[] IS NULL OR l.id = ANY ($2)) AND ($3::text IS NULL OR l.topic LIKE $3) AND ($4::text IS NULL OR d.code = $4)
+            " AND ($2::text IS NULL OR l.topic LIKE $2) AND ($3::text IS NULL OR d.code = $3)
   ORDER BY d.seq LIMIT $5"
+        )
+    };
+    (ids, $states:expr) => {
+        concat!(
+            "SELECT chosen.seq FROM (
+  SELECT d.seq FROM {log} AS l JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = l.seq
+  WHERE l.id = ANY ($6) AND d.seq > $4 AND ",
+            $states,
+            " AND ($2::text IS NULL OR l.topic LIKE $2) AND ($3::text IS NULL OR d.code = $3) OFFSET 0) AS chosen
+  ORDER BY chosen.seq LIMIT $5"
         )
     };
 }
 
-/// Dead rows and waiting ones become due now. Locks the rows.
+/// True for a row that a person may send again.
+macro_rules! may_be_requeued {
+    () => {
+        "(d.state = 'dead' OR (d.state = 'retrying' AND d.due_at > statement_timestamp()))"
+    };
+}
+
+/// Rows to send again; see `chosen`.
+pub(crate) const DELIVERY_REQUEUE_CHOSEN: Choose =
+    Choose { walk: chosen!(walk, may_be_requeued!()), of_ids: chosen!(ids, may_be_requeued!()) };
+
+/// Rows to take out; see `chosen`.
+const DELIVERY_DISCARD_CHOSEN: Choose =
+    Choose { walk: chosen!(walk, "d.state <> 'discarded'"), of_ids: chosen!(ids, "d.state <> 'discarded'") };
+
+/// Dead rows and waiting ones become due now, if they still are. Index: primary key. Locks the rows.
 const DELIVERY_REQUEUE: &str = concat!(
-    "WITH chosen AS MATERIALIZED (",
-    chosen!("(d.state = 'dead' OR (d.state = 'retrying' AND d.due_at > statement_timestamp()))"),
-    ")
-UPDATE {s}.delivery AS d SET
+    "UPDATE {s}.delivery AS d SET
   replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
   state = 'retrying', halt = false, due_at = statement_timestamp(), updated_at = clock_timestamp()
-FROM chosen WHERE d.subscription = $1 AND d.seq = chosen.seq
-RETURNING d.key"
+WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND ",
+    may_be_requeued!(),
+    " RETURNING d.key"
 );
 
 /// Of some keys, only the head may have a time: the rest wait for their turn. Without this, a thousand rows of one key that are due but not
-/// first would stand in front of everybody else's. Index: `delivery_held`. Locks the rows.
-const DELIVERY_HUSH: &str = "
+/// first would stand in front of everybody else's. Index: `delivery_held`, then the primary key. Locks the rows.
+///
+/// Fenced and in order, so that no statistics lead elsewhere: those of a table of dead rows say that nothing holds its key and nothing has a time,
+/// and a walk of all that has one, for each key, then looks cheap.
+pub(crate) const DELIVERY_HUSH: &str = "
 UPDATE {s}.delivery AS d SET due_at = NULL
 FROM unnest($2::text[]) AS touched(key)
 CROSS JOIN LATERAL (
   SELECT h.seq FROM {s}.delivery AS h WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
-WHERE d.subscription = $1 AND d.key = touched.key AND d.holds AND d.due_at IS NOT NULL AND d.seq > head.seq";
+CROSS JOIN LATERAL (
+  SELECT b.seq FROM {s}.delivery AS b WHERE b.subscription = $1 AND b.key = touched.key AND b.holds AND b.seq > head.seq
+    AND b.due_at IS NOT NULL ORDER BY b.seq OFFSET 0) AS behind
+WHERE d.subscription = $1 AND d.seq = behind.seq";
 
-/// Takes rows out. Locks them.
-const DELIVERY_DISCARD: &str = concat!(
-    "WITH chosen AS MATERIALIZED (",
-    chosen!("d.state <> 'discarded'"),
-    ")
+/// Takes rows out, if nobody did. Index: primary key. Locks the rows.
+const DELIVERY_DISCARD: &str = "
 UPDATE {s}.delivery AS d SET state = 'discarded', due_at = NULL, updated_at = clock_timestamp()
-FROM chosen WHERE d.subscription = $1 AND d.seq = chosen.seq
-RETURNING d.key"
-);
+WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND d.state <> 'discarded' RETURNING d.key";
 
-/// Marks unread events, named by id, so that they are not sent when they are read. Index: the log's unique id.
+/// Marks unread events, named by id, so that they are not sent when they are read. Index: the log's unique id; fenced, as `chosen` is.
 const DELIVERY_DISCARD_PENDING: &str = concat!(
     "INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered)
 SELECT $1, n.lane, l.seq, l.key, 'discarded', false
-FROM {log} AS l JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % $5
-WHERE l.id = ANY ($2) AND ($3::text IS NULL OR l.topic LIKE $3) AND ",
+FROM (SELECT * FROM {log} WHERE id = ANY ($2) OFFSET 0) AS l
+JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % $5
+WHERE ($3::text IS NULL OR l.topic LIKE $3) AND ",
     is_unread!(),
     " AND ($6::text[] IS NULL OR l.topic LIKE ANY ($6)) AND ($7::text IS NULL OR l.tenant = $7)
+  AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq)
 ORDER BY l.seq LIMIT $4
 ON CONFLICT DO NOTHING"
 );
@@ -136,39 +165,39 @@ impl PostgresStore {
         Ok(result)
     }
 
-    pub(super) async fn steer_requeue(&self, name: &SubscriptionName, selection: &Selection) -> Result<u64> {
-        self.change("requeue", async |client: &Client| {
-            let failed = |error: tokio_postgres::Error| classify("requeue", &error);
+    pub(super) async fn steer_requeue(&self, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        selection.validate("requeue")?;
+        let change = RowChange {
+            operation: "requeue",
+            choose: DELIVERY_REQUEUE_CHOSEN,
+            change: DELIVERY_REQUEUE,
+            afterwards: DELIVERY_HUSH,
+        };
+        // Pinned to indexes, as all that is fenced above counts on.
+        self.change_after(&self.inner.preambles.write, "requeue", async |client: &Client| {
             let reading = self.look_up("requeue", client, name).await?;
-            client.query_typed(&self.schema().sql(LANE_LOCK), &[(&reading.id, Type::INT4)]).await.map_err(failed)?;
-            let chosen = Chosen::of(selection);
-            let sql = self.schema().log_sql(DELIVERY_REQUEUE, &reading.log);
-            let rows = client.query_typed(&sql, &chosen.params(&reading.id)).await.map_err(failed)?;
-            let keys = keys(&rows);
-            let touched: [(&(dyn ToSql + Sync), Type); 2] = [(&reading.id, Type::INT4), (&keys, Type::TEXT_ARRAY)];
-            client.execute_typed(&self.schema().sql(DELIVERY_HUSH), &touched).await.map_err(failed)?;
-            Ok(rows.len() as u64)
+            self.change_rows(client, &reading, &change, &Chosen::of(selection)).await
         })
         .await
     }
 
-    pub(super) async fn steer_discard(&self, name: &SubscriptionName, selection: &Selection) -> Result<u64> {
-        self.change("discard", async |client: &Client| {
-            let failed = |error: tokio_postgres::Error| classify("discard", &error);
+    pub(super) async fn steer_discard(&self, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        selection.validate("discard")?;
+        let change = RowChange {
+            operation: "discard",
+            choose: DELIVERY_DISCARD_CHOSEN,
+            change: DELIVERY_DISCARD,
+            afterwards: DELIVERY_RELEASE,
+        };
+        self.change_after(&self.inner.preambles.write, "discard", async |client: &Client| {
             let reading = self.look_up("discard", client, name).await?;
-            client.query_typed(&self.schema().sql(LANE_LOCK), &[(&reading.id, Type::INT4)]).await.map_err(failed)?;
             let chosen = Chosen::of(selection);
-            let sql = self.schema().log_sql(DELIVERY_DISCARD, &reading.log);
-            let rows = client.query_typed(&sql, &chosen.params(&reading.id)).await.map_err(failed)?;
-            let keys = keys(&rows);
-            let touched: [(&(dyn ToSql + Sync), Type); 2] = [(&reading.id, Type::INT4), (&keys, Type::TEXT_ARRAY)];
-            client.execute_typed(&self.schema().sql(DELIVERY_RELEASE), &touched).await.map_err(failed)?;
-            let discarded = rows.len() as u64;
+            let changed = self.change_rows(client, &reading, &change, &chosen).await?;
             // Pending events have no row and no code; only ids name them.
-            if chosen.ids.is_none() || chosen.code.is_some() {
-                return Ok(discarded);
+            if chosen.ids.is_none() || chosen.code.is_some() || changed.next.is_some() {
+                return Ok(changed);
             }
-            let left = chosen.limit.saturating_sub(rows.len() as i64);
+            let left = chosen.limit - changed.count as i64;
             let lanes = i32::from(reading.lanes);
             let params: [(&(dyn ToSql + Sync), Type); 7] = [
                 (&reading.id, Type::INT4),
@@ -180,9 +209,52 @@ impl PostgresStore {
                 (&reading.tenant(), Type::TEXT),
             ];
             let sql = self.schema().log_sql(DELIVERY_DISCARD_PENDING, &reading.log);
-            Ok(discarded + client.execute_typed(&sql, &params).await.map_err(failed)?)
+            let pending = client.execute_typed(&sql, &params).await.map_err(|error| classify("discard", &error))?;
+            // They are not found again, so the next step may look from the same place.
+            let next = (pending > 0 && pending == left as u64).then_some(Seq(chosen.after));
+            Ok(Changed { count: changed.count + pending, next })
         })
         .await
+    }
+
+    /// One step over delivery rows.
+    ///
+    /// What is meant is found before the lanes are locked, however many rows have to be looked at for it: under the lock only the step's own rows are
+    /// written, each if it still is what was found. Ids are the exception. They are few, and what a relay writes down of them between the look and
+    /// the lock must not fall between rows and unread events.
+    async fn change_rows(
+        &self,
+        client: &Client,
+        reading: &Reading,
+        change: &RowChange,
+        chosen: &Chosen<'_>,
+    ) -> Result<Changed> {
+        let failed = |error: tokio_postgres::Error| classify(change.operation, &error);
+        let lock = async || {
+            let lock = self.schema().sql(LANE_LOCK);
+            client.query_typed(&lock, &[(&reading.id, Type::INT4)]).await.map(drop).map_err(failed)
+        };
+        let mut params = chosen.params(&reading.id);
+        let choose = if chosen.ids.is_some() {
+            lock().await?;
+            change.choose.of_ids
+        } else {
+            params.truncate(5);
+            change.choose.walk
+        };
+        let rows = client.query_typed(&self.schema().log_sql(choose, &reading.log), &params).await.map_err(failed)?;
+        let seqs: Vec<i64> = rows.iter().map(|row| row.get(0)).collect();
+        let Some(last) = seqs.last() else { return Ok(Changed::default()) };
+        let next = (seqs.len() as i64 == chosen.limit).then_some(Seq(*last));
+        if chosen.ids.is_none() {
+            lock().await?;
+        }
+        let meant: [(&(dyn ToSql + Sync), Type); 2] = [(&reading.id, Type::INT4), (&seqs, Type::INT8_ARRAY)];
+        let rows = client.query_typed(&self.schema().sql(change.change), &meant).await.map_err(failed)?;
+        let keys = keys(&rows);
+        let touched: [(&(dyn ToSql + Sync), Type); 2] = [(&reading.id, Type::INT4), (&keys, Type::TEXT_ARRAY)];
+        client.execute_typed(&self.schema().sql(change.afterwards), &touched).await.map_err(failed)?;
+        Ok(Changed { count: rows.len() as u64, next })
     }
 
     pub(super) async fn steer_prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
@@ -221,11 +293,27 @@ impl PostgresStore {
     }
 }
 
+/// How rows are found: along the primary key, or by ids.
+pub(crate) struct Choose {
+    pub(crate) walk: &'static str,
+    of_ids: &'static str,
+}
+
+/// A change of delivery rows, as statements.
+struct RowChange {
+    operation: &'static str,
+    choose: Choose,
+    change: &'static str,
+    /// What the keys of the changed rows need.
+    afterwards: &'static str,
+}
+
 /// A selection as parameters.
 struct Chosen<'a> {
     ids: Option<Vec<Uuid>>,
     topic: Option<String>,
     code: &'a Option<String>,
+    after: i64,
     limit: i64,
 }
 
@@ -235,17 +323,19 @@ impl<'a> Chosen<'a> {
             ids: selection.ids.as_ref().map(|ids| ids.iter().map(|id| id.as_uuid()).collect()),
             topic: selection.topic.as_ref().map(TopicPattern::to_like),
             code: &selection.code,
-            limit: selection.limit.map_or(i64::MAX, |limit| i64::try_from(limit).unwrap_or(i64::MAX)),
+            after: selection.after.map_or(i64::MIN, |after| after.0),
+            limit: i64::try_from(selection.step_max()).unwrap_or(i64::MAX),
         }
     }
 
-    fn params<'p>(&'p self, subscription: &'p i32) -> [(&'p (dyn ToSql + Sync), Type); 5] {
-        [
+    fn params<'p>(&'p self, subscription: &'p i32) -> Vec<(&'p (dyn ToSql + Sync), Type)> {
+        vec![
             (subscription, Type::INT4),
-            (&self.ids, Type::UUID_ARRAY),
             (&self.topic, Type::TEXT),
             (self.code, Type::TEXT),
+            (&self.after, Type::INT8),
             (&self.limit, Type::INT8),
+            (&self.ids, Type::UUID_ARRAY),
         ]
     }
 }

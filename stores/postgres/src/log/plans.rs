@@ -6,7 +6,7 @@ use tokio_postgres::Client;
 
 use super::page::{LOG_READ_REST, LOG_READ_STRAGGLERS, PAGE_GUARD};
 use super::settle::LANE_SETTLE;
-use crate::inspect::LOG_PRUNE;
+use crate::inspect::{DELIVERY_HUSH, DELIVERY_REQUEUE_CHOSEN, LOG_PRUNE};
 use crate::{PostgresConfig, PostgresStore, SchemaName};
 use postbox_core::{LogName, Migrate as _};
 use postbox_testkit::servers::{Postgres, Version};
@@ -142,6 +142,48 @@ async fn no_retention_walks_what_is_young() {
             assert!(!plan.contains("Seq Scan on outbox") && plan.contains("outbox_pkey"), "{context}");
             let touched = rows_touched(&plan);
             assert!(touched <= case.rows_max, "{touched} rows touched {context}");
+        }
+        session.finish();
+    }
+}
+
+/// A person sends many dead events again. Statistics taken before know of no row that holds its key or has a time; looking for those by time, once
+/// for each key, took seconds a step, under the lanes' locks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
+    for version in Version::ALL {
+        let store =
+            filled(version, "INSERT INTO postbox.outbox (topic, key, payload) SELECT 'topic', 'k' || n % 1000, 'x'")
+                .await;
+        let session = store.session("test").await.expect("a session");
+        let client = session.client();
+        let fill = "ALTER TABLE postbox.delivery SET (autovacuum_enabled = false);
+             INSERT INTO postbox.subscription (name, log, topics, ordering, lanes) VALUES ('s', 'outbox', '{}', 'key', 1);
+             INSERT INTO postbox.delivery (subscription, lane, seq, key, state, ordered)
+             SELECT s.id, 0, l.seq, l.key, 'dead', true FROM postbox.outbox AS l, postbox.subscription AS s";
+        client.batch_execute(fill).await.expect("filled");
+        for analysed in [false, true] {
+            if analysed {
+                client.batch_execute("ANALYZE postbox.outbox; ANALYZE postbox.delivery").await.expect("analysed");
+            }
+            client.batch_execute(&store.inner.preambles.write).await.expect("begun");
+            let keys: Vec<String> = (0..1000).map(|n| format!("\"k{n}\"")).collect();
+            let hush = SchemaName::default().sql(DELIVERY_HUSH).replace("$1", "1");
+            let hush = hush.replace("$2::text[]", &format!("'{{{}}}'::text[]", keys.join(",")));
+            let walk = SchemaName::default().log_sql(DELIVERY_REQUEUE_CHOSEN.walk, &LogName::outbox());
+            let walk = [("$1", "1"), ("$2", "'t%'"), ("$3", "NULL"), ("$4", "0"), ("$5", "1000")]
+                .iter()
+                .fold(walk, |sql, (from, to)| sql.replace(from, to));
+            for (sql, index, times) in [(hush, "delivery_held", 2), (walk, "delivery_pkey", 1)] {
+                let rows = client.query_typed(&format!("EXPLAIN {sql}"), &[]).await.expect("explained");
+                let plan: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
+                let plan = plan.join("\n");
+                let context = format!("(Postgres {}, analysed: {analysed})\n{plan}", version.number());
+                assert!(plan.matches(&format!(" {index} ")).count() >= times, "not by {index} {context}");
+                let wrong = [" delivery_due ", " delivery_state ", "Seq Scan", "Sort"];
+                assert!(!wrong.iter().any(|wrong| plan.contains(wrong)), "{context}");
+            }
+            client.batch_execute("ROLLBACK").await.expect("ended");
         }
         session.finish();
     }

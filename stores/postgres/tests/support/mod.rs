@@ -64,6 +64,17 @@ pub async fn client(url: &str) -> Client {
     client
 }
 
+/// Waits until somebody waits for a lock that this connection holds.
+pub async fn until_waited_for(holder: &Client) {
+    let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))";
+    let wait = async {
+        while holder.query_one(waiting, &[]).await.expect("asked").get::<_, i64>(0) == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, wait).await.expect("nobody came to the lock");
+}
+
 impl Fixture {
     pub async fn client(&self) -> Client {
         client(&self.url).await
