@@ -74,8 +74,8 @@ WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND ",
 /// Of some keys, only the head may have a time: the rest wait for their turn. Without this, a thousand rows of one key that are due but not
 /// first would stand in front of everybody else's. Index: `delivery_held`, then the primary key. Locks the rows.
 ///
-/// Fenced and in order, so that no statistics lead elsewhere: those of a table of dead rows say that nothing holds its key and nothing has a time,
-/// and a walk of all that has one, for each key, then looks cheap.
+/// Fenced and in order, so that no statistics lead elsewhere: those of a table of dead rows say that nothing holds its key, and to compare all that
+/// does with each of the keys then looks cheap.
 pub(crate) const DELIVERY_HUSH: &str = "
 UPDATE {s}.delivery AS d SET due_at = NULL
 FROM unnest($2::text[]) AS touched(key)
