@@ -1,5 +1,6 @@
 //! The relay: one subscription driven by this process, until stopped, once, or on a schedule.
 
+use std::ops::AddAssign;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -12,7 +13,7 @@ use crate::breaker::Breaker;
 use crate::clock::{SystemRandom, TokioClock};
 use crate::fleet::Fleet;
 use crate::lane::{Budget, Held, Lane};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, MetricsSnapshot};
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
 use crate::shared::{Destination, Shared};
@@ -163,6 +164,35 @@ impl Drop for Running<'_> {
     }
 }
 
+impl Drained {
+    /// What was done between two moments of a relay's metrics.
+    pub fn between(before: &MetricsSnapshot, after: &MetricsSnapshot) -> Self {
+        let dead = after.dead - before.dead;
+        Self {
+            fetched: after.fetched - before.fetched,
+            dispatched: after.delivered - before.delivered,
+            failed: (after.failed - before.failed).saturating_sub(dead),
+            dead,
+            lanes_lost: 0,
+        }
+    }
+
+    /// Deliveries tried: what a limit counts.
+    pub fn tried(&self) -> u64 {
+        self.dispatched + self.failed + self.dead
+    }
+}
+
+impl AddAssign for Drained {
+    fn add_assign(&mut self, other: Self) {
+        self.fetched += other.fetched;
+        self.dispatched += other.dispatched;
+        self.failed += other.failed;
+        self.dead += other.dead;
+        self.lanes_lost += other.lanes_lost;
+    }
+}
+
 impl Relay {
     /// Begins to build a relay of `subscription` on `log`.
     pub fn builder(log: Arc<dyn Log>, subscription: Subscription) -> RelayBuilder {
@@ -245,7 +275,10 @@ impl Relay {
         Ok(())
     }
 
-    /// Delivers what is pending now, at most `limit` events, and returns. Retrying events that are not due are left.
+    /// Delivers what is pending now, and returns. Retrying events that are not due are left.
+    ///
+    /// At most `limit` deliveries are tried, and no fewer while there are events that may go. One that has to wait, behind an earlier event of its
+    /// key or for its time, or that was taken out, does not count; one that is due again within the same run counts again. With a limit, one lane goes after the other.
     ///
     /// Takes every lane nobody else holds. A destination that is down ends it early; a store that is down, or goes down midway, is an error,
     /// and what was delivered until then is in [`Self::metrics`]. A lane lost midway is counted in [`Drained::lanes_lost`].
@@ -289,15 +322,7 @@ impl Relay {
             }
             lanes_lost += 1;
         }
-        let after = self.metrics.snapshot();
-        let dead = after.dead - before.dead;
-        Ok(Drained {
-            fetched: after.fetched - before.fetched,
-            dispatched: after.delivered - before.delivered,
-            failed: (after.failed - before.failed).saturating_sub(dead),
-            dead,
-            lanes_lost,
-        })
+        Ok(Drained { lanes_lost, ..Drained::between(&before, &self.metrics.snapshot()) })
     }
 
     fn name(&self) -> &str {

@@ -37,17 +37,6 @@ async fn drain_delivers_everything_once_in_key_order() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn drain_stops_at_its_limit() {
-    let bench = Bench::new().await;
-    bench.append((0..100).map(|n| event(n, n))).await;
-    let sink = Recorder::new(Capabilities::default());
-    let relay = bench.relay(sink.clone(), fast());
-    assert_eq!(relay.drain(Some(30)).await.expect("drained").dispatched, 30);
-    assert_eq!(bench.stats().await.pending, 70);
-    assert_eq!(relay.drain(Some(1_000)).await.expect("drained").dispatched, 70);
-}
-
-#[tokio::test(start_paused = true)]
 async fn a_failed_event_holds_its_key_and_nothing_else() {
     for capabilities in bench::all_capabilities() {
         let bench = Bench::new().await;

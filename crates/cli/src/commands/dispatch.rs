@@ -1,11 +1,10 @@
 //! `postbox dispatch`: deliver what is there, once or again and again.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, Store};
-use postbox_engine::{Drained, Relay, TokioClock};
+use postbox_engine::{Drained, MetricsSnapshot, Relay, TokioClock};
 use postbox_server::SinkConfig;
 use tokio_util::sync::CancellationToken;
 
@@ -39,9 +38,8 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
             }
             match relay.drain_until(limit, stop.clone()).await {
                 Ok(drained) => {
-                    limit = limit.map(|limit| limit.saturating_sub(drained.fetched as usize));
-                    round.fetched += drained.fetched;
-                    round.lanes_lost += drained.lanes_lost;
+                    limit = limit.map(|limit| limit.saturating_sub(drained.tried() as usize));
+                    round += drained;
                 }
                 Err(error) => {
                     ended = Err(error);
@@ -62,10 +60,15 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
         }
     }
     signal.abort();
-    let done = Done::of(&relays);
+    // Of the metrics, not of the rounds: what was done by a run that failed midway is in there, too.
+    let mut done = Drained::default();
+    for relay in &relays {
+        done += Drained::between(&MetricsSnapshot::default(), &relay.metrics().snapshot());
+    }
     // A run that could not even begin has done nothing to speak of: its error is all it says.
     if ended.is_ok() || done.fetched > 0 {
-        output::line(&done.to_string())?;
+        let Drained { fetched, dispatched, failed, dead, .. } = done;
+        output::line(&format!("fetched={fetched} dispatched={dispatched} failed={failed} dead={dead}"))?;
     }
     ended?;
     if lanes_lost > 0 && !forever {
@@ -92,33 +95,4 @@ async fn relays(context: &Context, store: &Arc<dyn Store>, clock: &Arc<dyn Clock
         );
     }
     Ok(relays)
-}
-
-/// What was done, also by a run that failed midway.
-#[derive(Default)]
-struct Done {
-    fetched: u64,
-    dispatched: u64,
-    failed: u64,
-    dead: u64,
-}
-
-impl Done {
-    fn of(relays: &[Relay]) -> Self {
-        let mut done = Self::default();
-        for relay in relays.iter().map(|relay| relay.metrics().snapshot()) {
-            done.fetched += relay.fetched;
-            done.dispatched += relay.delivered;
-            done.failed += relay.failed.saturating_sub(relay.dead);
-            done.dead += relay.dead;
-        }
-        done
-    }
-}
-
-impl fmt::Display for Done {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { fetched, dispatched, failed, dead } = self;
-        write!(f, "fetched={fetched} dispatched={dispatched} failed={failed} dead={dead}")
-    }
 }

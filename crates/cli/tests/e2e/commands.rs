@@ -168,6 +168,24 @@ async fn dispatch_says_how_it_ended(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// The first call outlives its batch and the second waits behind it; two subscriptions share the limit.
+async fn a_limit_is_kept_though_the_target_is_slow(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    let slow = Endpoint::start(|_| (200, Duration::from_millis(400)))?;
+    let subscription =
+        |name: &str| format!("[subscriptions.{name}]\nsink = {{ type = \"http\", url = \"{}\" }}\n", slow.url());
+    room.config(&(subscription("a") + &subscription("b")))?;
+    for n in 0..3 {
+        room.sql(&format!("INSERT INTO OUTBOX (topic, key, payload) VALUES ('t', 'k', '{{\"n\":{n}}}');")).await?;
+    }
+    ensure!(room.dispatch(&["--limit", "2"])? == "dispatched=2 failed=0 dead=0");
+    ensure!(room.dispatch(&["--limit", "3"])? == "dispatched=3 failed=0 dead=0");
+    ensure!(room.dispatch(&["--limit", "3"])? == "dispatched=1 failed=0 dead=0");
+    let numbers: Vec<i64> = slow.arrivals().iter().map(|arrival| arrival.n).collect();
+    ensure!(numbers == [0, 1, 2, 0, 1, 2], "{numbers:?}");
+    Ok(())
+}
+
 /// A person pauses the subscription while it is being drained: its lane is lost at the next renewal.
 async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
@@ -326,6 +344,7 @@ on_both!(
     dead_events_are_retried_and_discarded_by_a_person,
     a_limited_retry_takes_the_oldest_over_all_subscriptions,
     dispatch_says_how_it_ended,
+    a_limit_is_kept_though_the_target_is_slow,
     a_guarded_sink_does_not_call_ourselves,
     a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts,
     a_paused_subscription_delivers_nothing_until_resumed,

@@ -217,7 +217,10 @@ impl Lane {
         {
             held.insert(key.clone());
         }
-        verdicts.failed(place, disposition);
+        match outcome {
+            Some(_) => verdicts.failed(place, disposition),
+            None => verdicts.put_aside(place, disposition),
+        }
     }
 }
 

@@ -11,6 +11,7 @@
 //! batch before when it was read ahead.
 
 mod apply;
+mod budget;
 mod call;
 mod dispatch;
 mod due;
@@ -23,7 +24,7 @@ mod settle;
 mod verdicts;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures::future::join;
@@ -31,6 +32,7 @@ use postbox_core::{BatchLimit, Result};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::info;
 
+pub(crate) use self::budget::Budget;
 use self::dispatch::Pace;
 use self::due::Alarm;
 use self::late::Late;
@@ -38,25 +40,6 @@ pub(crate) use self::lease::Held;
 use self::read::Until;
 use crate::breaker::Admission;
 use crate::shared::Shared;
-
-/// How many events a bounded run may still read.
-pub(crate) struct Budget(AtomicUsize);
-
-impl Budget {
-    pub(crate) fn new(limit: Option<usize>) -> Self {
-        Self(AtomicUsize::new(limit.unwrap_or(usize::MAX)))
-    }
-
-    fn take(&self, wanted: usize) -> usize {
-        let taken = |left: usize| left.min(wanted);
-        let before = self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| Some(left - taken(left)));
-        taken(before.unwrap_or_default())
-    }
-
-    fn give_back(&self, unused: usize) {
-        self.0.fetch_add(unused, Ordering::AcqRel);
-    }
-}
 
 /// Counts a lane as held, also when its task is aborted.
 struct Gauge<'a>(&'a AtomicU64);
@@ -201,7 +184,7 @@ impl Lane {
         if stream_first && self.stream_probe(one, &round).await? {
             return Ok(true);
         }
-        if self.due_once(one, true, &round).await? > 0 {
+        if self.due_once(one, true, &round).await?.count > 0 {
             return Ok(true);
         }
         Ok(!stream_first && self.stream_probe(one, &round).await?)
@@ -209,13 +192,18 @@ impl Lane {
 
     async fn once(&self, budget: &Budget) -> Result<()> {
         let (shared, halt) = (&self.shared, &self.held.halt);
+        let _turn = budget.turn().await;
         while !halt.is_cancelled() && !shared.is_gone() && shared.breaker.is_closed() {
             let round = halt.child_token();
             // Whatever is due by now, whenever the last look was.
             self.alarm.ring_in(shared.clock.monotonic(), Duration::ZERO);
             if self.stream(&round, Until::Empty(budget)).await? == 0 {
-                let Some(returned) = self.late.next_of_these().await else { return Ok(()) };
-                self.settle_late(returned).await?;
+                match self.late.next_of_these().await {
+                    Some(returned) => self.settle_late(returned).await?,
+                    // What had to wait behind its key still does: others may go in its place.
+                    None if budget.replace_blocked() => {}
+                    None => return Ok(()),
+                }
             }
         }
         Ok(())

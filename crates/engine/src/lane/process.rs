@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::Lane;
+use super::budget::Unsent;
 use super::call::Call;
 use super::dispatch::Pace;
 use super::late::weigh;
@@ -17,9 +18,9 @@ use crate::shared::Destination;
 /// What became of a stream batch.
 pub(super) enum Progress {
     /// All of it is written down; `holding` are the keys that later events must wait for.
-    Settled { holding: HashSet<Key> },
+    Settled { holding: HashSet<Key>, unsent: Unsent },
     /// It was cut short: the caller settles it once no read is in flight, then lets the late calls go on.
-    Short(Verdicts, Vec<Call>),
+    Short { verdicts: Verdicts, late: Vec<Call>, unsent: Unsent },
 }
 
 impl Lane {
@@ -37,14 +38,17 @@ impl Lane {
                 let late = self.dispatch(sink, batch, &mut verdicts, pace, round).await;
                 // Of a lost lane the store would refuse whatever we know.
                 if self.held.is_lost() || !verdicts.is_complete() {
-                    return Ok(Progress::Short(verdicts, late));
+                    let unsent = verdicts.unsent();
+                    return Ok(Progress::Short { verdicts, late, unsent });
                 }
                 self.settle(verdicts.settle_stream(batch, self.shared.holds_keys())).await?;
                 self.adopt(batch, &verdicts, late);
             }
             Destination::Apply(apply) => {
                 if !self.apply_stream(&**apply, batch, &mut verdicts, round).await? {
-                    return Ok(Progress::Short(Verdicts::new(batch.deliveries.len()), Vec::new()));
+                    let unsent = verdicts.unsent();
+                    let verdicts = Verdicts::new(batch.deliveries.len());
+                    return Ok(Progress::Short { verdicts, late: Vec::new(), unsent });
                 }
             }
         }
@@ -53,17 +57,22 @@ impl Lane {
             subscription = self.shared.name(), lane = self.held.lease.lane, events = batch.deliveries.len(),
             exceptions = verdicts.exceptions().len(), %first, %last, "batch settled"
         );
-        Ok(Progress::Settled { holding: verdicts.holding_keys(&batch.deliveries) })
+        Ok(Progress::Settled { holding: verdicts.holding_keys(&batch.deliveries), unsent: verdicts.unsent() })
     }
 
-    /// Sends and settles due rows.
-    pub(super) async fn process_due(&self, batch: &Arc<Batch>, pace: Pace, round: &CancellationToken) -> Result<()> {
+    /// Sends and settles due rows; what of them did not go out.
+    pub(super) async fn process_due(
+        &self,
+        batch: &Arc<Batch>,
+        pace: Pace,
+        round: &CancellationToken,
+    ) -> Result<Unsent> {
         let mut verdicts = self.plan_due(batch);
         match &self.shared.destination {
             Destination::Sink(sink) => {
                 let late = self.dispatch(sink, batch, &mut verdicts, pace, round).await;
                 if self.held.is_lost() {
-                    return Ok(());
+                    return Ok(verdicts.unsent());
                 }
                 self.settle(verdicts.settle_due(batch, self.shared.holds_keys())).await?;
                 self.adopt(batch, &verdicts, late);
@@ -76,7 +85,7 @@ impl Lane {
             events = batch.deliveries.len(),
             "due rows settled"
         );
-        Ok(())
+        Ok(verdicts.unsent())
     }
 
     /// Lets calls go on without their batch, whose rows are written.

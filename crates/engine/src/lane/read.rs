@@ -9,8 +9,9 @@ use futures::future::join;
 use postbox_core::{Batch, BatchLimit, Key, Result};
 use tokio_util::sync::CancellationToken;
 
+use super::Lane;
+use super::budget::{Budget, Grant, Unsent};
 use super::process::Progress;
-use super::{Budget, Lane};
 use crate::poll::Poll;
 
 /// How long a stream goes on.
@@ -23,22 +24,43 @@ pub(super) enum Until<'a> {
 }
 
 impl Until<'_> {
-    /// What the next read may bring; `None` when the budget is used up.
-    fn grant(self, batch: BatchLimit) -> Option<BatchLimit> {
+    /// What the next read may bring, as a limit and to be given back; `None` when the budget is used up.
+    fn grant(self, batch: BatchLimit) -> Option<(BatchLimit, Option<Grant>)> {
         match self {
-            Self::Stopped => Some(batch),
-            Self::Empty(budget) => match budget.take(batch.events) {
-                0 => None,
-                events => Some(BatchLimit { events, ..batch }),
-            },
+            Self::Stopped => Some((batch, None)),
+            Self::Empty(budget) => {
+                let grant = budget.take(batch.events)?;
+                Some((BatchLimit { events: grant.events, ..batch }, Some(grant)))
+            }
         }
     }
 
-    fn give_back(self, unused: usize) {
-        if let Self::Empty(budget) = self {
-            budget.give_back(unused);
+    /// The read brought only so many.
+    fn give_back(self, grant: Option<Grant>, read: Option<&Arc<Batch>>) {
+        if let (Self::Empty(budget), Some(grant)) = (self, grant) {
+            budget.give_back(grant, read.map_or(0, |batch| batch.deliveries.len()));
         }
     }
+
+    /// These were read and did not go out.
+    fn give_back_unsent(self, unsent: Unsent) {
+        if let Self::Empty(budget) = self {
+            budget.give_back_unsent(unsent);
+        }
+    }
+
+    /// A whole batch did not go out.
+    fn give_back_batch(self, batch: &Batch) {
+        self.give_back_unsent(Unsent { other: batch.deliveries.len(), ..Unsent::default() });
+    }
+}
+
+/// What became of one read of due rows.
+#[derive(Default)]
+pub(super) struct Due {
+    /// How many there were.
+    pub(super) count: usize,
+    pub(super) unsent: Unsent,
 }
 
 impl Lane {
@@ -59,9 +81,9 @@ impl Lane {
                 Some(batch) => batch,
                 None => {
                     carried.clear();
-                    let Some(limit) = until.grant(settings.batch) else { break };
+                    let Some((limit, grant)) = until.grant(settings.batch) else { break };
                     let read = self.read(limit, round).await?;
-                    until.give_back(limit.events - read.as_ref().map_or(0, |batch| batch.deliveries.len()));
+                    until.give_back(grant, read.as_ref());
                     match read {
                         Some(batch) => batch,
                         None => break,
@@ -81,11 +103,17 @@ impl Lane {
             let read_ahead = self.read_ahead(&batch, until);
             let (next, progress) = join(read_ahead, self.process(&batch, &carried, self.pace(false), round)).await;
             match progress? {
-                Progress::Settled { holding } => carried = holding,
+                Progress::Settled { holding, unsent } => {
+                    carried = holding;
+                    until.give_back_unsent(unsent);
+                }
                 // Only now that no read is in flight: a rewind beside a read could be overtaken by it.
-                Progress::Short(verdicts, late) => {
+                Progress::Short { verdicts, late, unsent } => {
                     self.settle_short(&batch, &verdicts, late).await?;
-                    until.give_back(next?.map_or(0, |unread| unread.deliveries.len()));
+                    until.give_back_unsent(unsent);
+                    if let Some(unread) = next? {
+                        until.give_back_batch(&unread);
+                    }
                     return Ok(count);
                 }
             }
@@ -94,18 +122,18 @@ impl Lane {
         if let Some(unread) = ahead {
             // It was read but will not be processed; without a rewind the next read would skip it.
             self.rewind().await?;
-            until.give_back(unread.deliveries.len());
+            until.give_back_batch(&unread);
         }
         Ok(count)
     }
 
     /// The next batch, while one goes out; `None` where there is none, the budget is used up, or the store failed.
     async fn read_ahead(&self, batch: &Batch, until: Until<'_>) -> Result<Option<Arc<Batch>>> {
-        let Some(limit) = batch.more.then(|| until.grant(self.shared.settings.batch)).flatten() else {
+        let Some((limit, grant)) = batch.more.then(|| until.grant(self.shared.settings.batch)).flatten() else {
             return Ok(None);
         };
         let next = self.read_once(limit).await?;
-        until.give_back(limit.events - next.as_ref().map_or(0, |next| next.deliveries.len()));
+        until.give_back(grant, next.as_ref());
         Ok(next)
     }
 
@@ -116,7 +144,7 @@ impl Lane {
             return Ok(false);
         }
         let progress = self.process(&batch, &HashSet::new(), self.pace(true), round).await?;
-        if let Progress::Short(verdicts, late) = progress {
+        if let Progress::Short { verdicts, late, .. } = progress {
             self.settle_short(&batch, &verdicts, late).await?;
         }
         Ok(true)
@@ -141,7 +169,7 @@ impl Lane {
                 }
                 continue;
             }
-            if self.due_once(self.shared.settings.batch, false, round).await? > 0 {
+            if self.due_once(self.shared.settings.batch, false, round).await?.count > 0 {
                 // What was delivered may have released the next of its key.
                 self.alarm.ring_in(clock.monotonic(), Duration::ZERO);
             }
@@ -155,9 +183,10 @@ impl Lane {
         if !self.alarm.left(self.shared.clock.monotonic()).is_zero() {
             return Ok(0);
         }
-        let Some(limit) = Until::Empty(budget).grant(batch) else { return Ok(0) };
-        let count = self.due_once(limit, false, round).await?;
-        budget.give_back(limit.events - count);
+        let Some(grant) = budget.take_for_due(batch.events) else { return Ok(0) };
+        let Due { count, unsent } = self.due_once(BatchLimit { events: grant.events, ..batch }, false, round).await?;
+        budget.give_back(grant, count);
+        budget.give_back_unsent(unsent);
         if count > 0 {
             // What was delivered may have released the next of its key.
             self.alarm.ring_in(self.shared.clock.monotonic(), Duration::ZERO);
@@ -165,22 +194,24 @@ impl Lane {
         Ok(count)
     }
 
-    /// Reads one batch of due rows and delivers it; how many there were.
-    pub(super) async fn due_once(&self, limit: BatchLimit, probe: bool, round: &CancellationToken) -> Result<usize> {
+    /// Reads one batch of due rows and delivers it.
+    pub(super) async fn due_once(&self, limit: BatchLimit, probe: bool, round: &CancellationToken) -> Result<Due> {
         self.alarm.wind(self.shared.clock.monotonic());
         let lease = &self.held.lease;
-        let Some(batch) = self.repeat(round, || self.shared.log.due(lease, limit)).await? else { return Ok(0) };
+        let Some(batch) = self.repeat(round, || self.shared.log.due(lease, limit)).await? else {
+            return Ok(Due::default());
+        };
         self.note_due(&batch);
         if batch.deliveries.is_empty() {
-            return Ok(0);
+            return Ok(Due::default());
         }
         self.shared.metrics.add(&self.shared.metrics.fetched, batch.deliveries.len());
         // Half of the calls at most: many slow rows must leave room for the stream.
         let mut pace = self.pace(probe);
         pace.calls_max = pace.calls_max.div_ceil(2);
         let batch = Arc::new(batch);
-        self.process_due(&batch, pace, round).await?;
-        Ok(batch.deliveries.len())
+        let unsent = self.process_due(&batch, pace, round).await?;
+        Ok(Due { count: batch.deliveries.len(), unsent })
     }
 
     /// One read of the stream; `None` when the round ended first.

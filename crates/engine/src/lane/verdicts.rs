@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use postbox_core::{Batch, Delivery, Disposition, Entry, Key, Seq, Settlement};
 
+use super::budget::Unsent;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mark {
     /// Not decided: not sent, in flight, or the destination was down.
@@ -24,6 +26,8 @@ pub(super) struct Verdicts {
     /// Why a delivery that still waits could not be sent.
     notes: Vec<(usize, Cow<'static, str>, String)>,
     waiting: usize,
+    /// What was put aside.
+    aside: Unsent,
     /// The last delivery the destination answered for. Everything up to it must be written down.
     answered: Option<usize>,
 }
@@ -35,6 +39,7 @@ impl Verdicts {
             exceptions: Vec::new(),
             notes: Vec::new(),
             waiting: count,
+            aside: Unsent::default(),
             answered: None,
         }
     }
@@ -67,8 +72,17 @@ impl Verdicts {
 
     /// It is not sent now, for a reason of its own (held key, later time, discarded).
     pub(super) fn put_aside(&mut self, index: usize, disposition: Disposition) {
+        match disposition {
+            Disposition::Block | Disposition::Retry { .. } => self.aside.blocked += 1,
+            _ => self.aside.other += 1,
+        }
         self.mark(index, Mark::Excepted);
         self.exceptions.push((index, disposition));
+    }
+
+    /// What did not go out, whatever becomes of it.
+    pub(super) fn unsent(&self) -> Unsent {
+        Unsent { other: self.aside.other + self.waiting, ..self.aside }
     }
 
     /// It was not accepted because the destination is down; it keeps waiting.
@@ -132,7 +146,7 @@ impl Verdicts {
                 },
                 Mark::Waiting => match &delivery.event.key {
                     Some(key) if hold_keys && !waiting_keys.insert(key) => Disposition::Block,
-                    _ => self.unsent(index),
+                    _ => self.not_sent(index),
                 },
             };
             entries.push(Entry { delivery, disposition });
@@ -140,7 +154,7 @@ impl Verdicts {
         entries
     }
 
-    fn unsent(&self, index: usize) -> Disposition {
+    fn not_sent(&self, index: usize) -> Disposition {
         let (code, error) = match self.notes.iter().find(|(at, ..)| *at == index) {
             Some((_, code, error)) => (code.clone(), error.clone()),
             None => ("not_sent".into(), "the relay stopped sending before this event's turn".to_owned()),
