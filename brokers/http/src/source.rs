@@ -40,6 +40,7 @@ mod body;
 mod convert;
 mod gather;
 mod handshake;
+mod headers;
 mod json;
 mod mapping;
 mod receive;
@@ -56,6 +57,7 @@ use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{BoxError, Bucket, Clock, Error, LogName, NewEvent, Rate, Receive, Result, SourceName};
 use postbox_webhook::{Scheme, Verify};
 use tokio::sync::Semaphore;
+use tracing::warn;
 
 pub use answer::Count;
 pub use convert::Message;
@@ -64,7 +66,7 @@ pub use mapping::{Mapping, Origin};
 use answer::Counters;
 use convert::Convert;
 use gather::Gather;
-use mapping::Dropped;
+use headers::Dropped;
 use sns::Sns;
 use storm::Storm;
 
@@ -180,7 +182,8 @@ impl WebhookSource {
 
     /// Stores events of your own making instead of the messages as they came: `convert` gets each verified message once per request, and gives the event
     /// to store, or `None` if there is nothing to store. The id by which it is stored once is the message's, from the mapping; so is the tenant, if
-    /// the mapping has one.
+    /// the mapping has one. If it has none and your function sets a tenant, take it from the body: a message is known by source, tenant and id, so
+    /// one captured message would be stored again under every tenant that an unsigned header says.
     ///
     /// An error is answered with 422 and logged; a panic with 500, and the sender comes again.
     ///
@@ -228,7 +231,7 @@ struct Gate {
 }
 
 impl Ingress {
-    /// Takes the sources; two of one name, or limits that contradict themselves, are refused.
+    /// Takes the sources; two of one name, limits that contradict themselves, or a tenant that nobody signed ([`Mapping::fault`]) are refused.
     pub fn new(sources: Vec<WebhookSource>, receive: Arc<dyn Receive>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         let mut gates = BTreeMap::new();
         for source in sources {
@@ -261,6 +264,13 @@ impl Gate {
 
     fn new(source: WebhookSource, receive: &Arc<dyn Receive>, clock: &Arc<dyn Clock>) -> Result<Self> {
         let limits = source.limits;
+        let scheme = source.check.scheme();
+        if let Some(fault) = source.mapping.fault(scheme) {
+            return Err(Error::invalid("configure", "tenant_unsigned", format!("source {}: {fault}", source.name)));
+        }
+        if let Some(risk) = source.mapping.risk(scheme) {
+            warn!(source = %source.name, code = "id_unsigned", "{risk}");
+        }
         let fault = |text: &str| {
             Err(Error::invalid("configure", "source_limits_invalid", format!("source {}: {text}", source.name)))
         };

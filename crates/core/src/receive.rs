@@ -18,7 +18,7 @@ pub struct Inbound {
     pub source: SourceName,
     /// The sender's id of the message: 1 to 255 bytes, no NUL.
     pub message_id: String,
-    /// SHA-256 of the raw body as it was received.
+    /// SHA-256 of what was signed, usually the raw body: a known id with another digest is a conflict.
     pub digest: [u8; 32],
     /// The event to store: payload = the raw body.
     pub event: NewEvent,

@@ -32,6 +32,11 @@ pub trait Key: fmt::Debug + Send + Sync {
         None
     }
 
+    /// The digest of what was signed, if that is not the body; asked of genuine claims only.
+    fn digest(_settings: &Self::Settings, _claim: &Self::Claim<'_>) -> Option<[u8; 32]> {
+        None
+    }
+
     /// The id that was signed; asked of genuine claims only.
     fn message_id(_settings: &Self::Settings, _claim: &Self::Claim<'_>) -> Option<String> {
         None
@@ -103,7 +108,8 @@ impl<K: Key> Verify for Verifier<K> {
         let signed_at = K::signed_at(&claim);
         // Only now: a count of stale messages is a count of genuine ones.
         signed_at.map_or(Ok(()), |signed_at| self.tolerance.check(signed_at, now))?;
-        Ok(Verified { message_id: K::message_id(&self.settings, &claim), signed_at, key })
+        let message_id = K::message_id(&self.settings, &claim);
+        Ok(Verified { message_id, signed_at, digest: K::digest(&self.settings, &claim), key })
     }
 }
 

@@ -68,6 +68,10 @@ impl Layout {
         if self.signature_header.is_empty() || self.timestamp_header.as_deref() == Some("") {
             return Err(SecretError::Setting("a header name is empty"));
         }
+        let twice = |name: &String| name.eq_ignore_ascii_case(&self.signature_header);
+        if self.timestamp_header.as_ref().is_some_and(twice) {
+            return Err(SecretError::Setting("one header cannot hold both the signature and the time"));
+        }
         let ambiguous = self.separator.is_empty() || self.separator.starts_with(|c: char| c.is_ascii_digit());
         if self.timestamp_header.is_some() && ambiguous {
             return Err(SecretError::Setting("the separator must not be empty or begin with a digit"));

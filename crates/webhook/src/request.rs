@@ -33,6 +33,9 @@ pub struct Verified {
     pub message_id: Option<String>,
     /// When it was signed, if the scheme says so.
     pub signed_at: Option<UnixSeconds>,
+    /// SHA-256 of what was signed, where that is not the body as it was sent: Twilio signs the parameters of a form, SNS some fields, and both can be spelt
+    /// in more than one way. Messages of one id that have the same digest say the same; `None`: compare the bodies.
+    pub digest: Option<[u8; 32]>,
     /// Which of the verifier's keys fitted, counted from 0: shows when an old key is no longer in use.
     pub key: usize,
 }

@@ -57,6 +57,9 @@ macro_rules! text_secret {
                 $(if !text.starts_with($prefix) {
                     return Err($crate::SecretError::Prefix { expected: $prefix });
                 })?
+                if !text.is_empty() && text.trim().is_empty() {
+                    return Err($crate::SecretError::Setting("the secret is blank: white space and nothing else"));
+                }
                 let (min, max) = ($crate::secret::TEXT_BYTES_MIN, $crate::secret::TEXT_BYTES_MAX);
                 $crate::secret::SecretBytes::new($scheme, text.as_bytes(), min, max).map(Self)
             }

@@ -55,9 +55,13 @@ impl Key for Secret {
         claim.urls.0.iter().any(fits)
     }
 
-    fn message_id(urls: &PublicUrl, claim: &Claim<'_>) -> Option<String> {
+    fn digest(urls: &PublicUrl, claim: &Claim<'_>) -> Option<[u8; 32]> {
         // One spelling of the URL for all: the same message by another port spelling is the same message.
-        Some(format!("sha256:{}", to_hex(&sha256(&[urls.0[0].as_bytes(), &claim.tail]))))
+        Some(sha256(&[urls.0[0].as_bytes(), &claim.tail]))
+    }
+
+    fn message_id(urls: &PublicUrl, claim: &Claim<'_>) -> Option<String> {
+        Self::digest(urls, claim).map(|digest| format!("sha256:{}", to_hex(&digest)))
     }
 }
 

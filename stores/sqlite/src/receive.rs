@@ -89,7 +89,6 @@ fn receive(tx: &Transaction<'_>, log: &LogName, inbound: &Inbound, now: i64) -> 
         Some(stored) => {
             let row = params![source, tenant, message_id, stored, inbound.digest.as_slice(), now];
             tx.prepare_cached(CONFLICT_NOTE)?.execute(row)?;
-            tracing::warn!(source, message_id, "a known message id came with another body; it was kept out");
             return Ok(Received::Conflict);
         }
         None => {}

@@ -1,13 +1,12 @@
 //! From a verified request to an event.
 
-use std::borrow::Cow;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::fmt;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, header};
+use http::{HeaderMap, header};
 use postbox_core::header::MESSAGE_ID;
-use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX};
-use postbox_core::{Inbound, NewEvent, SourceName};
+use postbox_core::limits::MESSAGE_ID_BYTES_MAX;
+use postbox_core::{Error, Inbound, NewEvent, SourceName};
 use postbox_webhook::{Scheme, Verified};
 use sha2::{Digest, Sha256};
 use tracing::warn;
@@ -15,6 +14,7 @@ use tracing::warn;
 use super::WebhookSource;
 use super::answer::Answer;
 use super::convert::Message;
+use super::headers::keep_headers;
 use super::json::text_at;
 use crate::cloudevents;
 
@@ -25,12 +25,43 @@ pub enum Origin {
     Literal(String),
     /// This request header. Headers are not signed by any scheme, `webhook-id` excepted.
     Header(String),
-    /// This place in the JSON body (RFC 6901): a string, number or boolean.
+    /// This place in the JSON body (RFC 6901): a string, number or boolean. Of an SNS message only the signed fields are signed.
     Json(String),
     /// The id that the scheme signs (Standard Webhooks, Twilio, SNS).
     SignedId,
-    /// `sha256:` and the digest of the body: for schemes that sign no id. A replay cannot change it.
+    /// `sha256:` and the digest of the body, or of what is signed where that is another text (Twilio, SNS): for schemes that sign no id. A
+    /// replay cannot change it.
     BodyDigest,
+}
+
+/// What AWS signs of a notification, as places in its JSON.
+const SNS_SIGNED: [&str; 6] = ["/Message", "/MessageId", "/Subject", "/Timestamp", "/TopicArn", "/Type"];
+
+impl Origin {
+    /// Whether the scheme's signature covers it, so that only who has the key can change it.
+    pub fn is_signed_by(&self, scheme: Scheme) -> bool {
+        match self {
+            Self::Literal(_) | Self::SignedId | Self::BodyDigest => true,
+            // `svix-id` is not, although Svix signs it: it may stand unsigned beside the `webhook-id` that was read.
+            Self::Header(name) => {
+                scheme == Scheme::StandardWebhooks && name.eq_ignore_ascii_case(postbox_webhook::standard::ID_HEADER)
+            }
+            Self::Json(pointer) => scheme != Scheme::Sns || SNS_SIGNED.contains(&pointer.as_str()),
+        }
+    }
+}
+
+/// As the configuration writes it.
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Literal(text) => f.write_str(text),
+            Self::Header(name) => write!(f, "header:{name}"),
+            Self::Json(pointer) => write!(f, "json:{pointer}"),
+            Self::SignedId => f.write_str("the signed id"),
+            Self::BodyDigest => f.write_str("the digest of what is signed"),
+        }
+    }
 }
 
 /// Where the fields of an event come from: of each list, the first place that holds something.
@@ -42,7 +73,8 @@ pub struct Mapping {
     pub topic: Vec<Origin>,
     /// The ordering key; without one the event is in no order.
     pub key: Vec<Origin>,
-    /// The tenant. Required if the list is not empty: an event without its tenant would be everybody's.
+    /// The tenant. Required if the list is not empty: an event without its tenant would be everybody's. It is part of what a message is known
+    /// by, so it comes from what is signed only: see [`Mapping::fault`].
     pub tenant: Vec<Origin>,
 }
 
@@ -80,6 +112,25 @@ impl Mapping {
         topic.push(Origin::Literal(source.to_string()));
         Self { id, topic, key, tenant: Vec::new() }
     }
+
+    /// What makes it unusable for a scheme, and the cure: a tenant that nobody signed. A message is known by source, tenant and id, so whoever
+    /// captured one could have it stored again under as many tenants as he can think of. An ingress does not start with it.
+    pub fn fault(&self, scheme: Scheme) -> Option<String> {
+        let origin = self.tenant.iter().find(|origin| !origin.is_signed_by(scheme))?;
+        Some(format!(
+            "the tenant would come from {origin}, which {scheme} does not sign: one captured message could be stored again under every tenant that its \
+             sender makes up; write a fixed text (a source for each tenant), or a place in what is signed, e.g. \"json:/tenant\""
+        ))
+    }
+
+    /// What is allowed and still a risk: an id that nobody signed.
+    pub fn risk(&self, scheme: Scheme) -> Option<String> {
+        let origin = self.id.iter().find(|origin| !origin.is_signed_by(scheme))?;
+        Some(format!(
+            "the id comes from {origin}, which {scheme} does not sign: whoever captured one message can have it stored, and applied, again and again under \
+             other ids; leave `id` out, or take it from what is signed"
+        ))
+    }
 }
 
 /// A verified request with everything a mapping may look at.
@@ -89,15 +140,59 @@ pub(super) struct Genuine<'a> {
     pub(super) verified: Verified,
 }
 
+/// Why a genuine message is no event, for the owner's log. Of the message it holds nothing but its id.
+struct Unmapped {
+    /// For the sender and the counter.
+    code: &'static str,
+    /// Of the event.
+    field: &'static str,
+    /// The rule that is broken.
+    rule: String,
+    why: String,
+}
+
+/// What an event's rule can be about, as its code begins.
+const FIELDS: [&str; 9] =
+    ["topic", "key", "tenant", "kind", "aggregate", "source", "content_type", "payload", "header"];
+
+impl Unmapped {
+    fn new(code: &'static str, field: &'static str, why: impl Into<String>) -> Self {
+        Self { code, field, rule: code.into(), why: why.into() }
+    }
+
+    fn invalid(error: &Error) -> Self {
+        let field = FIELDS.into_iter().find(|field| error.code().starts_with(field)).unwrap_or("event");
+        Self { code: "event_invalid", field, rule: error.code().into(), why: shown(error.message()) }
+    }
+
+    fn tell(self, source: &SourceName, message_id: &str) -> Answer {
+        let Self { code, field, rule, why } = self;
+        let message_id = shown(message_id);
+        warn!(%source, code, field, rule, message_id, "a genuine webhook is not an event by this source's mapping; refused: {why}");
+        Answer::Unmapped(code)
+    }
+}
+
+/// Most characters of a sender's text in a log line.
+const SHOWN_MAX: usize = 200;
+
+/// A sender's text for the log: nothing in it steers a terminal, and it has an end.
+pub(super) fn shown(text: &str) -> String {
+    let mut shown: String = text.escape_debug().take(SHOWN_MAX).collect();
+    if text.escape_debug().nth(SHOWN_MAX).is_some() {
+        shown.push('…');
+    }
+    shown
+}
+
 impl Genuine<'_> {
     /// The message for the store, or what the sender hears instead.
     pub(super) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Answer> {
-        let unmapped = |code| {
-            warn!(source = %source.name, code, "a genuine webhook is not an event by this source's mapping; refused");
-            Answer::Unmapped(code)
-        };
-        let digest: [u8; 32] = Sha256::digest(&self.body).into();
-        let message_id = self.message_id(&source.mapping, &digest).map_err(unmapped)?;
+        // What is compared is what was signed: another spelling of it is a repetition, not another message.
+        let digest = self.verified.digest.unwrap_or_else(|| Sha256::digest(&self.body).into());
+        let message_id =
+            self.message_id(&source.mapping, &digest).map_err(|unmapped| unmapped.tell(&source.name, "-"))?;
+        let unmapped = |unmapped: Unmapped| unmapped.tell(&source.name, &message_id);
         let tenant = self.tenant(&source.mapping, &digest).map_err(unmapped)?;
         let mut event = match &source.convert {
             None => self.event(source, &digest).map_err(unmapped)?,
@@ -112,31 +207,41 @@ impl Genuine<'_> {
         event.source.get_or_insert_with(|| source.name.to_string());
         event.headers.insert(MESSAGE_ID.into(), message_id.clone());
         let dropped = if source.convert.is_none() { keep_headers(&mut event, self.headers) } else { 0 };
-        event.validate().map_err(|_| unmapped("event_invalid"))?;
+        event.validate().map_err(|error| unmapped(Unmapped::invalid(&error)))?;
         source.dropped.note(&source.name, dropped);
         Ok(Inbound { source: source.name.clone(), message_id, digest, event })
     }
 
-    fn message_id(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<String, &'static str> {
-        let id = self.find(&mapping.id, digest).ok().flatten().ok_or("id_unmapped")?;
-        let fits = id.len() <= MESSAGE_ID_BYTES_MAX && !id.chars().any(char::is_control);
-        if fits { Ok(id) } else { Err("id_unmapped") }
+    fn message_id(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<String, Unmapped> {
+        let unmapped = |why: String| Unmapped::new("id_unmapped", "id", why);
+        let id = self.required(&mapping.id, digest).map_err(unmapped)?;
+        if id.len() > MESSAGE_ID_BYTES_MAX {
+            let (bytes, begins) = (id.len(), shown(&id.chars().take(40).collect::<String>()));
+            return Err(unmapped(format!(
+                "the id has {bytes} bytes, at most {MESSAGE_ID_BYTES_MAX} are allowed; it begins with {begins}"
+            )));
+        }
+        if id.chars().any(char::is_control) {
+            return Err(unmapped(format!("the id {} has control characters", shown(&id))));
+        }
+        Ok(id)
     }
 
-    fn tenant(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<Option<String>, &'static str> {
-        match self.find(&mapping.tenant, digest) {
-            Ok(None) if mapping.tenant.is_empty() => Ok(None),
-            Ok(Some(tenant)) => Ok(Some(tenant)),
-            _ => Err("tenant_unmapped"),
+    fn tenant(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<Option<String>, Unmapped> {
+        if mapping.tenant.is_empty() {
+            return Ok(None);
         }
+        let tenant = self.required(&mapping.tenant, digest);
+        tenant.map(Some).map_err(|why| Unmapped::new("tenant_unmapped", "tenant", why))
     }
 
     /// The message as it came, as an event.
-    fn event(&self, source: &WebhookSource, digest: &[u8; 32]) -> Result<NewEvent, &'static str> {
+    fn event(&self, source: &WebhookSource, digest: &[u8; 32]) -> Result<NewEvent, Unmapped> {
         let mapping = &source.mapping;
-        let topic = self.find(&mapping.topic, digest).ok().flatten().ok_or("topic_unmapped")?;
+        let topic =
+            self.required(&mapping.topic, digest).map_err(|why| Unmapped::new("topic_unmapped", "topic", why))?;
         let mut event = NewEvent::new(topic, self.body.clone(), self.content_type());
-        event.key = self.find(&mapping.key, digest).map_err(|()| "key_unmapped")?;
+        event.key = self.find(&mapping.key, digest).map_err(|why| Unmapped::new("key_unmapped", "key", why))?;
         if source.check.scheme() == Scheme::StandardWebhooks {
             self.restore(&mut event);
         }
@@ -159,12 +264,18 @@ impl Genuine<'_> {
         event.occurred_at = attribute("ce-time").and_then(|time| time.parse().ok());
     }
 
+    /// What the first place that holds something says, or why there is none.
+    fn required(&self, origins: &[Origin], digest: &[u8; 32]) -> Result<String, String> {
+        let looked_at = || origins.iter().map(Origin::to_string).collect::<Vec<_>>().join(", nor at ");
+        self.find(origins, digest)?.ok_or_else(|| format!("there is none at {}", looked_at()))
+    }
+
     /// The first place that holds something; an error if a header is there twice, for then it says two things.
-    fn find(&self, origins: &[Origin], digest: &[u8; 32]) -> Result<Option<String>, ()> {
+    fn find(&self, origins: &[Origin], digest: &[u8; 32]) -> Result<Option<String>, String> {
         for origin in origins {
             let found = match origin {
                 Origin::Literal(text) => Some(text.clone()),
-                Origin::Header(name) => only(self.headers, name)?,
+                Origin::Header(name) => only(self.headers, name).map_err(|()| format!("{origin} is there twice"))?,
                 Origin::Json(pointer) => text_at(&self.body, pointer),
                 Origin::SignedId => self.verified.message_id.clone(),
                 Origin::BodyDigest => Some(digest_text(digest)),
@@ -193,117 +304,4 @@ fn only(headers: &HeaderMap, name: &str) -> Result<Option<String>, ()> {
         Some(prefix) if prefix.eq_ignore_ascii_case(cloudevents::PREFIX) => cloudevents::decode(value.as_bytes()),
         _ => std::str::from_utf8(value.as_bytes()).ok().map(str::to_owned),
     })
-}
-
-/// Headers that are not kept: transport, credentials and signatures, what proxies add, and what has become a field of the event.
-const DROPPED: [&str; 41] = [
-    "accept",
-    "accept-charset",
-    "accept-encoding",
-    "accept-language",
-    "authorization",
-    "cache-control",
-    "ce-aggregate",
-    "ce-kind",
-    "ce-specversion",
-    "ce-subject",
-    "ce-time",
-    "ce-type",
-    "ce-version",
-    "connection",
-    "content-encoding",
-    "content-length",
-    "content-type",
-    "cookie",
-    "date",
-    "expect",
-    "forwarded",
-    "host",
-    "keep-alive",
-    "pragma",
-    "stripe-signature",
-    "svix-signature",
-    "svix-timestamp",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    "user-agent",
-    "via",
-    "webhook-signature",
-    "webhook-timestamp",
-    "x-api-key",
-    "x-real-ip",
-    "x-shopify-hmac-sha256",
-    "x-slack-request-timestamp",
-    "x-slack-signature",
-    "x-twilio-signature",
-];
-
-/// Beginnings of names that are not kept.
-const DROPPED_PREFIXES: [&str; 4] = ["x-forwarded-", "x-hub-signature", "proxy-", "postbox-"];
-
-fn is_kept(name: &HeaderName) -> bool {
-    let name = name.as_str();
-    !DROPPED.contains(&name) && !DROPPED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
-}
-
-/// Keeps the request's headers by name, as long as an event has room for them: a proxy's noise must not make a genuine message impossible to store. Last come
-/// those that only repeat what is known, so that an event's own are not lost for them. Says how many had to be left out.
-fn keep_headers(event: &mut NewEvent, headers: &HeaderMap) -> u64 {
-    let (mut places, mut room) = (HEADERS_MAX, HEADER_BYTES_MAX);
-    let mut names: Vec<&HeaderName> = headers.keys().filter(|name| is_kept(name)).collect();
-    let repeats = |name: &str| name.starts_with(cloudevents::PREFIX) || name.starts_with("webhook-");
-    names.sort_by_key(|name| (repeats(name.as_str()), name.as_str()));
-    let mut dropped = 0;
-    for name in names {
-        let text = text_of(headers, name).filter(|text| name.as_str().len() + text.len() <= room && places > 0);
-        let Some(text) = text else {
-            dropped += 1;
-            continue;
-        };
-        places -= 1;
-        room -= name.as_str().len() + text.len();
-        event.headers.insert(name.as_str().into(), text.into_owned());
-    }
-    dropped
-}
-
-/// A header's values as one text, if that is what they are.
-fn text_of<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<Cow<'h, str>> {
-    let values = headers.get_all(name).iter().map(|value| std::str::from_utf8(value.as_bytes()).ok());
-    let values = values.collect::<Option<Vec<&str>>>()?;
-    let text = match values.as_slice() {
-        [value] => Cow::Borrowed(*value),
-        several => Cow::Owned(several.join(", ")),
-    };
-    Some(text).filter(|text| !text.chars().any(|c| c.is_control() && c != '\t'))
-}
-
-/// What a source's messages lost because an event had no room for it.
-#[derive(Debug, Default)]
-pub(super) struct Dropped {
-    messages: AtomicU64,
-    headers: AtomicU64,
-}
-
-impl Dropped {
-    /// Counts, and tells of the first, second, fourth … message: a proxy that adds too much adds it to all.
-    fn note(&self, source: &SourceName, headers: u64) {
-        if headers == 0 {
-            return;
-        }
-        self.headers.fetch_add(headers, Ordering::Relaxed);
-        let messages = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
-        if messages.is_power_of_two() {
-            warn!(
-                %source, code = "headers_dropped", headers, messages,
-                "a message has headers that are not kept: an event has {HEADERS_MAX} at most, {HEADER_BYTES_MAX} bytes together, and of text; the rest is stored"
-            );
-        }
-    }
-
-    pub(super) fn headers(&self) -> u64 {
-        self.headers.load(Ordering::Relaxed)
-    }
 }

@@ -11,7 +11,7 @@ use tracing::{debug, error, warn};
 use super::answer::Answer;
 use super::body::{check_headers, read};
 use super::handshake::challenge;
-use super::mapping::Genuine;
+use super::mapping::{Genuine, shown};
 use super::{Check, Gate, Ingress};
 
 /// The handler. Dropping it (the sender hung up) may or may not have stored the message; the sender's repetition is a duplicate then.
@@ -108,19 +108,24 @@ impl Ingress {
             Ok(Received::Accepted(_)) => Ok(Answer::Accepted),
             Ok(Received::Duplicate) => Ok(Answer::Duplicate),
             Ok(Received::Conflict) => {
-                warn!(source = %source.name, message_id, "a webhook came with a known id and another body; kept out");
+                // Whoever can sign makes as many as he likes.
+                if let Some(conflicts) = gate.storm().tells_of_conflict(self.clock.monotonic()) {
+                    let message_id = shown(&message_id);
+                    warn!(source = %source.name, message_id, conflicts, "a webhook came with a known id and another body; kept out");
+                }
                 Ok(Answer::Conflict)
             }
-            Err(failure) => Err(blame(gate, &failure)),
+            Err(failure) => Err(blame(gate, &message_id, &failure)),
         }
     }
 }
 
-fn blame(gate: &Gate, failure: &Error) -> Answer {
+fn blame(gate: &Gate, message_id: &str, failure: &Error) -> Answer {
     let (source, code) = (&gate.source.name, failure.code());
     match failure.kind() {
         ErrorKind::Invalid => {
-            warn!(%source, code, "a genuine webhook was refused by the store: {failure}");
+            let message_id = shown(message_id);
+            warn!(%source, code, message_id, "a genuine webhook was refused by the store: {failure}");
             Answer::Unmapped("event_invalid")
         }
         ErrorKind::Unavailable | ErrorKind::RateLimited => {

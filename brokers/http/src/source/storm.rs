@@ -1,4 +1,4 @@
-//! Whether a source is repeating itself: a replay storm is told once, however many messages it has.
+//! What is told once in a while, however often it happens: a source that repeats itself, a storm of conflicts.
 
 use std::time::Duration;
 
@@ -25,6 +25,32 @@ pub(super) struct Storm {
     slices: [Slice; SLICES],
     warned_at: Option<Duration>,
     stale_at: Option<Duration>,
+    conflicts: Told,
+}
+
+/// Something of which each may matter, and a thousand are noise: the first is told, the second, fourth, eighth …, and one in ten minutes; after as long a
+/// silence it begins anew. Counters are exact all the same.
+#[derive(Debug, Default)]
+pub(super) struct Told {
+    count: u64,
+    happened_at: Duration,
+    told_at: Duration,
+}
+
+impl Told {
+    /// It happened; how often lately, if that is to be told.
+    pub(super) fn observe(&mut self, now: Duration) -> Option<u64> {
+        if now.saturating_sub(self.happened_at) >= QUIET {
+            self.count = 0;
+        }
+        self.happened_at = now;
+        self.count += 1;
+        let tells = self.count.is_power_of_two() || now.saturating_sub(self.told_at) >= QUIET;
+        if tells {
+            self.told_at = now;
+        }
+        tells.then_some(self.count)
+    }
 }
 
 /// What there was within a minute when a warning was due.
@@ -42,6 +68,11 @@ impl Storm {
             self.stale_at = Some(now);
         }
         tells
+    }
+
+    /// A known id came with another body; how many did lately, if that is to be told.
+    pub(super) fn tells_of_conflict(&mut self, now: Duration) -> Option<u64> {
+        self.conflicts.observe(now)
     }
 
     /// Counts a genuine arrival; gives a warning if there is a storm and nobody was warned lately.
@@ -88,6 +119,17 @@ mod tests {
         let mut storm = Storm::default();
         let told = (0..1_800).filter(|n| storm.tells_of_stale(START + Duration::from_secs(*n))).count();
         assert_eq!(told, 3);
+    }
+
+    #[test]
+    fn of_many_conflicts_few_are_told_and_of_few_all() {
+        let mut storm = Storm::default();
+        let at = |n: u64| START + Duration::from_millis(100) * u32::try_from(n).expect("few");
+        let told: Vec<u64> = (1..=18_000).filter_map(|n| storm.tells_of_conflict(at(n))).collect();
+        // Half an hour: powers of two, and between the last ones what was due after ten minutes.
+        assert_eq!(told, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 14_192, 16_384]);
+        let later = at(18_000) + QUIET;
+        assert!((0..24).all(|n| storm.tells_of_conflict(later + QUIET * n) == Some(1)), "one in ten minutes is one");
     }
 
     #[test]

@@ -16,26 +16,26 @@ use tower::ServiceExt;
 
 use crate::stand::{DEADLINE, Inbox, Mode, NOW_S, SECRET, StillClock};
 
-const TEXT_SECRET: &str = "0123456789abcdef";
+pub(crate) const TEXT_SECRET: &str = "0123456789abcdef";
 
-struct Stand {
-    inbox: Arc<Inbox>,
-    ingress: Arc<Ingress>,
+pub(crate) struct Stand {
+    pub(crate) inbox: Arc<Inbox>,
+    pub(crate) ingress: Arc<Ingress>,
     router: Router,
 }
 
 impl Stand {
-    fn new(sources: Vec<WebhookSource>) -> Self {
+    pub(crate) fn new(sources: Vec<WebhookSource>) -> Self {
         let inbox = Arc::new(Inbox::default());
         let ingress = Ingress::new(sources, inbox.clone(), Arc::new(StillClock)).unwrap();
         Self { inbox, router: ingress::router(Arc::clone(&ingress)), ingress }
     }
 
-    fn standard() -> Self {
+    pub(crate) fn standard() -> Self {
         Self::new(vec![source("hooks", Scheme::StandardWebhooks)])
     }
 
-    async fn post(&self, request: Request<Body>) -> (StatusCode, String) {
+    pub(crate) async fn post(&self, request: Request<Body>) -> (StatusCode, String) {
         let answer = tokio::time::timeout(DEADLINE, self.router.clone().oneshot(request)).await.expect("an answer");
         let answer = answer.unwrap();
         let status = answer.status();
@@ -45,38 +45,38 @@ impl Stand {
         (status, String::from_utf8(body.to_vec()).unwrap())
     }
 
-    fn count(&self, code: &str) -> u64 {
+    pub(crate) fn count(&self, code: &str) -> u64 {
         self.ingress.counts().iter().filter(|count| count.code == code).map(|count| count.count).sum()
     }
 }
 
-fn source(name: &str, scheme: Scheme) -> WebhookSource {
+pub(crate) fn source(name: &str, scheme: Scheme) -> WebhookSource {
     let secret = if scheme == Scheme::StandardWebhooks { SECRET } else { TEXT_SECRET };
     let settings = Settings { layout: Some(plain::Layout::new("x-sig")), ..Settings::default() };
     let verifier = verifier(scheme, &[secret], &settings).unwrap();
     WebhookSource::new(SourceName::new(name).unwrap(), LogName::inbox(), verifier)
 }
 
-fn signed(id: &str, body: &[u8]) -> http::request::Builder {
+pub(crate) fn signed(id: &str, body: &[u8]) -> http::request::Builder {
     let signer = Signer::new([SignKey::parse(SECRET).unwrap()]).unwrap();
     let signed = signer.sign(id, UnixSeconds(NOW_S), body).unwrap();
     let builder = Request::post("/in/hooks").header("content-type", "application/json");
     signed.headers().into_iter().fold(builder, |builder, (name, value)| builder.header(name, value))
 }
 
-fn message(id: &str, body: &'static str) -> Request<Body> {
+pub(crate) fn message(id: &str, body: &'static str) -> Request<Body> {
     signed(id, body.as_bytes()).body(Body::from(body)).unwrap()
 }
 
-fn hex_mac(body: &[u8]) -> String {
+pub(crate) fn hex_mac(body: &[u8]) -> String {
     let key = plain::Secret::new(TEXT_SECRET).unwrap();
     plain::Signer::new(key, plain::Layout::new("s")).unwrap().sign(UnixSeconds(NOW_S), body).unwrap().remove(0).1
 }
 
-const ACCEPTED: (StatusCode, &str) = (StatusCode::ACCEPTED, "accepted");
-const UNVERIFIED: (StatusCode, &str) = (StatusCode::UNAUTHORIZED, "unverified");
+pub(crate) const ACCEPTED: (StatusCode, &str) = (StatusCode::ACCEPTED, "accepted");
+pub(crate) const UNVERIFIED: (StatusCode, &str) = (StatusCode::UNAUTHORIZED, "unverified");
 
-fn same(answer: &(StatusCode, String), expected: (StatusCode, &str)) {
+pub(crate) fn same(answer: &(StatusCode, String), expected: (StatusCode, &str)) {
     assert_eq!((answer.0, answer.1.as_str()), expected);
 }
 

@@ -6,6 +6,7 @@ mod answers;
 mod bounds;
 mod envelope;
 mod ingress;
+mod known;
 mod samples;
 mod serve;
 mod stand;

@@ -75,7 +75,16 @@ impl Message {
 
     /// The same in the words of the other schemes. There is one key only, number 0: the certificate's.
     pub fn verified(&self) -> Verified {
-        Verified { message_id: Some(self.message_id().to_owned()), signed_at: Some(self.published_at()), key: 0 }
+        let message_id = Some(self.message_id().to_owned());
+        Verified { message_id, signed_at: Some(self.published_at()), digest: Some(*self.digest()), key: 0 }
+    }
+
+    /// SHA-256 of what was signed: the same for every spelling of the JSON around it.
+    pub fn digest(&self) -> &[u8; 32] {
+        match self {
+            Self::Notification(it) => &it.digest,
+            Self::SubscriptionConfirmation(it) | Self::UnsubscribeConfirmation(it) => &it.digest,
+        }
     }
 }
 
@@ -92,6 +101,8 @@ pub struct Notification {
     pub message: String,
     /// When it was published.
     pub published_at: UnixSeconds,
+    /// SHA-256 of what was signed.
+    pub digest: [u8; 32],
 }
 
 /// `Type` is `SubscriptionConfirmation` or `UnsubscribeConfirmation`.
@@ -109,6 +120,8 @@ pub struct Confirmation {
     pub subscribe_url: SubscribeUrl,
     /// When it was sent first.
     pub published_at: UnixSeconds,
+    /// SHA-256 of what was signed.
+    pub digest: [u8; 32],
 }
 
 impl fmt::Debug for Confirmation {

@@ -12,6 +12,7 @@ use super::fields::{Field, Fields};
 use super::message::{Confirmation, Message, Notification, TopicArn};
 use super::urls::{CertificateUrl, SubscribeUrl};
 use crate::error::{Part, Refusal, SecretError};
+use crate::mac::sha256;
 use crate::time::{Tolerance, UnixSeconds};
 
 /// Longest message id; AWS's are UUIDs.
@@ -122,7 +123,8 @@ fn assemble(fields: &mut Fields, topic_arn: TopicArn) -> Result<(Message, String
             None => signed,
         };
         let signed = signed.add(Field::Timestamp, &timestamp).finish(&topic_arn, &kind);
-        let notification = Notification { message_id, topic_arn, subject, message, published_at };
+        let digest = sha256(&[signed.as_bytes()]);
+        let notification = Notification { message_id, topic_arn, subject, message, published_at, digest };
         return Ok((Message::Notification(notification), signed));
     }
     let wrap = match kind.as_str() {
@@ -138,7 +140,8 @@ fn assemble(fields: &mut Fields, topic_arn: TopicArn) -> Result<(Message, String
         .add(Field::Timestamp, &timestamp)
         .add(Field::Token, single_line(&token)?)
         .finish(&topic_arn, &kind);
-    let confirmation = Confirmation { message_id, topic_arn, message, token, subscribe_url, published_at };
+    let digest = sha256(&[signed.as_bytes()]);
+    let confirmation = Confirmation { message_id, topic_arn, message, token, subscribe_url, published_at, digest };
     Ok((wrap(confirmation), signed))
 }
 

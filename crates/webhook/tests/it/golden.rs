@@ -27,7 +27,7 @@ fn standard_webhooks_symmetric() {
     assert_eq!(signed.signature, V1);
     let verifier = standard::Verifier::new([SymmetricKey::parse(SECRET).expect("a key").into()]).expect("a verifier");
     let verified = check(&verifier, &signed.headers(), BODY, TIME).expect("genuine");
-    assert_eq!(verified, Verified { message_id: Some(ID.into()), signed_at: Some(TIME), key: 0 });
+    assert_eq!(verified, Verified { message_id: Some(ID.into()), signed_at: Some(TIME), digest: None, key: 0 });
 }
 
 #[test]
