@@ -13,6 +13,9 @@ pub(super) fn run(global: &Global) -> Result<(), Failure> {
     let config = Config::load(&path, true)?;
     let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
     output::line(&format!("{}: right. {subscriptions} subscription(s), {sources} source(s)", path.display()))?;
+    for warning in &config.warnings {
+        output::line(&format!("{}:{}: warning: {}", path.display(), warning.line, warning.text))?;
+    }
     for config in &config.subscriptions {
         let subscription = &config.subscription;
         let topics: Vec<&str> = subscription.filter.topics.iter().map(|pattern| pattern.as_str()).collect();

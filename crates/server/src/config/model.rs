@@ -13,6 +13,7 @@ use postbox_http::{ClientCert, Guard};
 use postbox_webhook::sns::TopicArn;
 use postbox_webhook::{Scheme, Settings};
 
+use super::faults::Fault;
 use crate::cron::Cron;
 use crate::secret::Secret;
 
@@ -31,6 +32,8 @@ pub struct Config {
     pub retention: RetentionConfig,
     /// `[log]`
     pub log: LogConfig,
+    /// What is allowed and still a risk, each at its line.
+    pub warnings: Vec<Fault>,
 }
 
 /// `[store]`: where the logs are.

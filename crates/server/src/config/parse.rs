@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use postbox_core::SourceName;
 use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
+use postbox_webhook::Tolerance;
 use toml::de::DeTable;
 
 use super::faults::{Fault, suggestion};
@@ -34,7 +35,8 @@ pub(super) fn parse(text: &str, env: Lookup<'_>, secrets_needed: bool) -> Result
         read_root(&Section::new(&reader, String::new(), 1, root.get_ref()), &mut config);
         Section::finish_root(&reader, root.get_ref());
     }
-    let faults = reader.into_faults();
+    let (faults, warnings) = reader.into_findings();
+    config.warnings = warnings;
     if faults.is_empty() { Ok(config) } else { Err(faults) }
 }
 
@@ -61,10 +63,13 @@ fn read_root(root: &Section<'_, '_>, config: &mut Config) {
         lines.extend(subscription.is_some().then_some(name.line));
         config.subscriptions.extend(subscription);
     }
-    let mut horizons = Vec::new();
+    let (mut horizons, mut tolerances) = (Vec::new(), Vec::new());
     for (name, section) in root.section("sources").map(|table| table.sections()).unwrap_or_default() {
+        let tolerance_line = section.line_of("tolerance");
         let source = source::read_source(&name, section);
         horizons.extend(source.as_ref().map(|source| (name.line, source.name.clone(), source.retry_horizon)));
+        let tolerance = source.as_ref().zip(tolerance_line);
+        tolerances.extend(tolerance.map(|(source, line)| (line, source.name.clone(), source.settings.tolerance)));
         config.sources.extend(source);
     }
     if let Some(section) = root.section("server") {
@@ -74,6 +79,7 @@ fn read_root(root: &Section<'_, '_>, config: &mut Config) {
     let section = root.section("retention");
     let remembering = section.and_then(|section| house::read_retention(section, &mut config.retention));
     check_memory(root.reader, &horizons, config.retention.remember_ids, remembering);
+    check_tolerances(root.reader, &tolerances, config.retention.remember_ids);
     if let Some(section) = root.section("log") {
         house::read_log(section, &mut config.log);
     }
@@ -118,6 +124,21 @@ fn check_memory(
             reader.fault(line.unwrap_or_default(), text);
         }
         _ => {}
+    }
+}
+
+/// A message whose id is forgotten must be too old to be taken again. Signed as far ahead as is allowed, it is young for twice the tolerance.
+fn check_tolerances(reader: &Reader<'_>, tolerances: &[(usize, SourceName, Tolerance)], remembered: Duration) {
+    for (line, source, tolerance) in tolerances {
+        let fresh = Duration::from_secs(u64::from(tolerance.past_s) + u64::from(tolerance.future_s));
+        if fresh >= remembered {
+            let (fresh, remembered) = (duration_text(fresh), duration_text(remembered));
+            let text = format!(
+                "sources.{source}.tolerance lets a message be sent again for up to {fresh:?} (twice the tolerance), but its id is remembered for {remembered:?} \
+                 only, and what comes after that would be applied twice; write tolerance = \"5m\", or a longer retention.remember_ids"
+            );
+            reader.fault(*line, text);
+        }
     }
 }
 

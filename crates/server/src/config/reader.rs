@@ -33,11 +33,12 @@ pub(super) struct Reader<'a> {
     /// Whether a missing variable is a fault. Commands that only look at a store do not need the sinks' secrets.
     secrets_needed: bool,
     faults: RefCell<Vec<Fault>>,
+    warnings: RefCell<Vec<Fault>>,
 }
 
 impl<'a> Reader<'a> {
     pub(super) fn new(text: &'a str, env: Lookup<'a>, secrets_needed: bool) -> Self {
-        Self { text, env, secrets_needed, faults: RefCell::default() }
+        Self { text, env, secrets_needed, faults: RefCell::default(), warnings: RefCell::default() }
     }
 
     pub(super) fn line(&self, span: &Range<usize>) -> usize {
@@ -53,8 +54,9 @@ impl<'a> Reader<'a> {
         self.faults.borrow().len()
     }
 
-    pub(super) fn into_faults(self) -> Vec<Fault> {
-        self.faults.into_inner()
+    /// The faults, and the warnings.
+    pub(super) fn into_findings(self) -> (Vec<Fault>, Vec<Fault>) {
+        (self.faults.into_inner(), self.warnings.into_inner())
     }
 
     /// Resolves `env:NAME`; other text is the secret itself.
@@ -95,8 +97,18 @@ impl<'r, 'i> Section<'r, 'i> {
 
     /// Writes a fault down at the key's line, or at the section's when the key is not there.
     pub(super) fn fault(&self, key: &str, text: impl Into<String>) {
-        let line = self.find(key).map_or(self.line, |value| self.reader.line(&value.span()));
-        self.reader.fault(line, text);
+        self.reader.fault(self.line_of(key).unwrap_or(self.line), text);
+    }
+
+    /// Writes down what is allowed and still a risk.
+    pub(super) fn warning(&self, key: &str, text: impl Into<String>) {
+        let fault = Fault { line: self.line_of(key).unwrap_or(self.line), text: text.into() };
+        self.reader.warnings.borrow_mut().push(fault);
+    }
+
+    /// The line of a key, if it is there.
+    pub(super) fn line_of(&self, key: &str) -> Option<usize> {
+        self.find(key).map(|value| self.reader.line(&value.span()))
     }
 
     fn find(&self, key: &str) -> Option<&'r Spanned<DeValue<'i>>> {

@@ -14,6 +14,7 @@ fn env(name: &str) -> Option<String> {
         "HOOK_SECRET" | "PARTNER_SECRET" => Some(KEY.into()),
         "DATABASE_URL" => Some("postgres://u:hunter2@h/db".into()),
         "SHORT" => Some("whsec_abc".into()),
+        "BLANK" => Some(" ".repeat(16)),
         _ => None,
     }
 }
@@ -326,6 +327,90 @@ fn sns_has_topics_instead_of_secrets() {
         fault("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"0123456789abcdef\"\nconfirm = true")
             .contains("unknown key `confirm`")
     );
+}
+
+#[test]
+fn a_tenant_comes_from_what_is_signed() {
+    let source = |scheme: &str, keys: &str| {
+        format!("[sources.a]\ntype = \"webhook\"\nscheme = \"{scheme}\"\nsecret = \"{KEY}\"\n{keys}\n")
+    };
+    for scheme in ["shopify", "github", "stripe", "slack", "standard-webhooks"] {
+        let told = fault(&source(scheme, "tenant = \"header:x-shopify-shop-domain\""));
+        assert!(told.starts_with("postbox.toml:5: [sources.a]: the tenant would come from header:x-shopify"), "{told}");
+        assert!(told.contains("a source for each tenant"), "{told}");
+        for tenant in ["acme", "json:/tenant"] {
+            parse(&source(scheme, &format!("tenant = \"{tenant}\""))).expect("signed, or fixed");
+        }
+    }
+    let sns = |tenant: &str| {
+        let topics = "topics = [\"arn:aws:sns:eu-central-1:123456789012:orders\"]";
+        format!("[sources.a]\ntype = \"webhook\"\nscheme = \"sns\"\n{topics}\ntenant = \"json:{tenant}\"\n")
+    };
+    assert!(fault(&sns("/MessageAttributes/shop/Value")).contains("sns does not sign"));
+    parse(&sns("/Subject")).expect("it is signed");
+}
+
+#[test]
+fn an_id_that_nobody_signed_is_a_warning_at_its_line() {
+    let source =
+        |id: &str| format!("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"{KEY}\"\nid = \"{id}\"\n");
+    let warnings = parse(&source("header:x-github-delivery")).expect("allowed").warnings;
+    assert_eq!(warnings.iter().map(|warning| warning.line).collect::<Vec<_>>(), [5]);
+    assert!(warnings[0].text.contains("applied, again and again under other ids"), "{warnings:?}");
+    assert_eq!(parse(&source("json:/delivery")).expect("signed").warnings, []);
+    assert!(fault(&source("one")).contains("every message would have the same id"));
+}
+
+#[test]
+fn what_no_message_could_fit_is_told_before_it_starts() {
+    let source = |keys: &str| {
+        fault(&format!("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"{KEY}\"\n{keys}\n"))
+    };
+    assert!(source("topic = \"a b\"").contains("no white space"));
+    assert!(source(&format!("tenant = \"{}\"", "t".repeat(129))).contains("at most 128"));
+    assert!(source(&format!("key = \"{}\"", "k".repeat(1_025))).contains("at most 1024"));
+}
+
+#[test]
+fn a_secret_with_nothing_in_it_is_told_at_its_line() {
+    let source = |secrets: &str| fault(&format!("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\n{secrets}\n"));
+    for secrets in [
+        "secret = \"\"",
+        "secret = \"                \"",
+        "secrets = [\"0123456789abcdef\", \"\"]",
+        "secrets = [\"0123456789abcdef\", { secret = \"\\t\", until = \"2026-12-01T00:00:00Z\" }]",
+        "secret = \"env:BLANK\"",
+    ] {
+        let told = source(secrets);
+        assert!(told.starts_with("postbox.toml:4: ") && told.contains("empty or blank; write"), "{told}");
+    }
+    assert!(source("secrets = []").contains("has no secrets"));
+}
+
+#[test]
+fn a_tolerance_fits_what_is_signed_and_remembered() {
+    let source = |scheme: &str, keys: &str| {
+        format!("[sources.a]\ntype = \"webhook\"\nscheme = \"{scheme}\"\nsecret = \"{KEY}\"\n{keys}\n")
+    };
+    let hmac = "signature_header = \"x-sig\"\n";
+    for (scheme, more) in
+        [("github", ""), ("shopify", ""), ("twilio", "public_url = \"https://h/in/a\"\n"), ("hmac", hmac)]
+    {
+        let told = fault(&source(scheme, &format!("tolerance = \"5m\"\n{more}")));
+        assert!(told.starts_with("postbox.toml:5: ") && told.contains("leave it out"), "{told}");
+    }
+    let timed = format!("{hmac}timestamp_header = \"x-time\"\n");
+    parse(&source("hmac", &format!("tolerance = \"5m\"\n{timed}"))).expect("it signs a time");
+    let twice = fault(&source("hmac", &format!("{hmac}timestamp_header = \"X-Sig\"\n")));
+    assert!(twice.starts_with("postbox.toml:6: ") && twice.contains("both the signature and the time"), "{twice}");
+    // Signed as far ahead as is allowed, a message is fresh for twice the tolerance.
+    for (tolerance, remembered) in [("60d", "30d"), ("15d", "30d"), ("4d", "7d")] {
+        let text = source("slack", &format!("tolerance = \"{tolerance}\"\n"))
+            + &format!("[retention]\nremember_ids = \"{remembered}\"\n");
+        let told = fault(&text);
+        assert!(told.starts_with("postbox.toml:5: ") && told.contains("would be applied twice"), "{told}");
+    }
+    parse(&source("slack", "tolerance = \"14d\"\n")).expect("28 days are less than 30");
 }
 
 #[test]

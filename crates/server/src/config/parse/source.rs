@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
-use postbox_core::{LogName, SourceName};
-use postbox_http::ingress::{Origin, SourceLimits};
+use postbox_core::{Key, LogName, SourceName, Tenant, Topic};
+use postbox_http::ingress::{Mapping, Origin, SourceLimits};
 use postbox_webhook::plain::{Encoding, Hash, Layout};
 use postbox_webhook::sns::{TOLERANCE, TopicArn};
 use postbox_webhook::{Scheme, Settings, Tolerance};
@@ -57,6 +57,17 @@ pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option
     {
         check_source(&section, scheme, &secrets, &settings);
     }
+    let mapping = MappingConfig {
+        id: read_origin(&section, "id", |_| {
+            Err::<(), _>("every message would have the same id; write \"json:/POINTER\", or leave it out".into())
+        }),
+        topic: read_origin(&section, "topic", |text| message(Topic::new(text))),
+        key: read_origin(&section, "key", |text| message(Key::new(text))),
+        tenant: read_origin(&section, "tenant", |text| message(Tenant::new(text))),
+    };
+    if let Some(scheme) = scheme {
+        check_mapping(&section, scheme, &mapping);
+    }
     let source = SourceConfig {
         name: source_name,
         log: section.parsed("log", |text| message(LogName::new(text))).unwrap_or_else(LogName::inbox),
@@ -69,12 +80,7 @@ pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option
             .unwrap_or(scheme.map_or(HORIZON_UNKNOWN, retry_horizon)),
         limits: read_limits(&section),
         allowed_origins: read_origins(&section),
-        mapping: MappingConfig {
-            id: section.parsed("id", parse_origin),
-            topic: section.parsed("topic", parse_origin),
-            key: section.parsed("key", parse_origin),
-            tenant: section.parsed("tenant", parse_origin),
-        },
+        mapping,
     };
     section.finish();
     Some(source)
@@ -201,7 +207,24 @@ fn read_settings(section: &Section<'_, '_>, scheme: Option<Scheme>) -> Settings 
     if scheme.is_none_or(|scheme| scheme == Scheme::Hmac) {
         settings.layout = read_layout(section);
     }
+    if let Some(scheme) = scheme.filter(|scheme| section.has("tolerance") && !signs_time(*scheme, &settings)) {
+        let path = &section.path;
+        let cure = match scheme {
+            Scheme::Hmac => "leave it out, or name the sender's timestamp_header if its time is signed",
+            _ => "leave it out; what is sent again is known by its id, for retention.remember_ids",
+        };
+        let text = format!("[{path}] has a tolerance, but nothing in {scheme} signs a time that could be off; {cure}");
+        section.fault("tolerance", text);
+    }
     settings
+}
+
+fn signs_time(scheme: Scheme, settings: &Settings) -> bool {
+    match scheme {
+        Scheme::GitHub | Scheme::Shopify | Scheme::Twilio => false,
+        Scheme::Hmac => settings.layout.as_ref().is_none_or(|layout| layout.timestamp_header.is_some()),
+        _ => true,
+    }
 }
 
 fn read_layout(section: &Section<'_, '_>) -> Option<Layout> {
@@ -215,6 +238,13 @@ fn read_layout(section: &Section<'_, '_>) -> Option<Layout> {
     let timestamp_header = section.parsed("timestamp_header", header);
     let separator = section.string("separator");
     let mut layout = layout?;
+    if timestamp_header.as_ref() == Some(&layout.signature_header) {
+        let text = format!(
+            "[{}]: {:?} cannot hold both the signature and the time; name the header that holds the time, or leave timestamp_header out",
+            section.path, layout.signature_header
+        );
+        section.fault("timestamp_header", text);
+    }
     set(&mut layout.prefix, prefix.map(|at| at.value));
     set(&mut layout.hash, hash);
     set(&mut layout.encoding, encoding);
@@ -239,6 +269,30 @@ fn check_source(section: &Section<'_, '_>, scheme: Scheme, secrets: &[LiveSecret
     {
         section.fault(if section.has("secrets") { "secrets" } else { "secret" }, format!("[{path}]: {text}"));
     }
+}
+
+/// What of a message its sender's signature must cover: all that it is known by.
+fn check_mapping(section: &Section<'_, '_>, scheme: Scheme, mapping: &MappingConfig) {
+    let list = |origin: &Option<Origin>| origin.iter().cloned().collect();
+    let known_by = Mapping { id: list(&mapping.id), tenant: list(&mapping.tenant), ..Mapping::default() };
+    if let Some(fault) = known_by.fault(scheme) {
+        section.fault("tenant", format!("[{}]: {fault}", section.path));
+    }
+    if let Some(risk) = known_by.risk(scheme) {
+        section.warning("id", format!("[{}]: {risk}", section.path));
+    }
+}
+
+/// A place, or a text that an event can have there.
+fn read_origin<T>(
+    section: &Section<'_, '_>,
+    key: &'static str,
+    fixed: impl FnOnce(&str) -> Result<T, String>,
+) -> Option<Origin> {
+    section.parsed(key, |text| match parse_origin(text)? {
+        Origin::Literal(text) => fixed(&text).map(|_| Origin::Literal(text)),
+        place => Ok(place),
+    })
 }
 
 fn parse_origin(text: &str) -> Result<Origin, String> {
