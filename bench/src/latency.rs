@@ -267,7 +267,7 @@ async fn write(number: usize, load: Load, url: String, stamps: Arc<Stamps>) -> a
         if pace.is_some() {
             ticks.tick().await;
         }
-        let id = EventId::from_uuid(Uuid::now_v7());
+        let id = EventId::now_v7();
         let event = fill::event(number + count * load.writers, KEYS).id(id);
         let transaction = client.transaction().await?;
         postbox_postgres::append_in(&transaction, &fill::schema(), &LogName::outbox(), &[event]).await?;

@@ -10,7 +10,6 @@ use postbox_core::{BatchLimit, Delivery, EventId, LogName, Seq, Sink, Store, Sub
 use postbox_engine::{Relay, RelaySettings, TokioClock};
 use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_webhook::standard::SignKey;
-use uuid::Uuid;
 
 use crate::peer::{Role, SECRET};
 use crate::server::{self, connect};
@@ -93,7 +92,7 @@ impl Options {
         let now = jiff::Timestamp::now();
         let deliveries: Vec<Delivery> = (0..self.rows)
             .map(|n| {
-                let event = fill::event(n, KEYS).into_event(EventId::from_uuid(Uuid::now_v7()), now);
+                let event = fill::event(n, KEYS).into_event(EventId::now_v7(), now);
                 Delivery { event, seq: Seq(n as i64), attempt: 1, replay: 0 }
             })
             .collect();

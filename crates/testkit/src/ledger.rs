@@ -7,7 +7,7 @@
 //!
 //! let ledger = Ledger::default();
 //! let transaction = ledger.begin();
-//! let id = EventId::from_uuid(uuid::Uuid::now_v7());
+//! let id = EventId::now_v7();
 //! ledger.append(transaction, id, Some("order-1"), 1);
 //! ledger.end(transaction, Fate::Committed);
 //! assert_eq!(ledger.check().lost, [id]);

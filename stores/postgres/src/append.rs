@@ -3,8 +3,8 @@
 use async_trait::async_trait;
 use bytes::Bytes;
 use postbox_core::{Append, Error, EventId, LogName, NewEvent, Result};
-use tokio_postgres::types::{ToSql, Type};
-use tokio_postgres::{Client, Row, Transaction};
+use tokio_postgres::types::{Kind, ToSql, Type};
+use tokio_postgres::{Client, Transaction};
 use uuid::Uuid;
 
 use crate::PostgresStore;
@@ -16,12 +16,11 @@ use crate::schema::{SchemaName, check_log_name};
 /// Rows take their `seq` in the order of the arrays. Times are text, because not every driver speaks our time library.
 pub(crate) const LOG_APPEND: &str = "
 INSERT INTO {log} (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
-SELECT coalesce(e.id, {s}.uuid_v7()), e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes,
+SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes,
   e.content_type, e.headers::jsonb, coalesce(e.occurred_at::timestamptz, clock_timestamp()), e.deliver_at::timestamptz
 FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::text[], $7::text[], $8::text[], $9::text[], $10::bytea[],
   $11::text[], $12::text[], $13::text[], $14::text[])
-  AS e(id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
-RETURNING id";
+  AS e(id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)";
 
 /// The types of [`LOG_APPEND`]'s parameters.
 const LOG_APPEND_TYPES: [Type; 14] = [
@@ -66,22 +65,22 @@ pub async fn append_in(
     events: &[NewEvent],
 ) -> Result<Vec<EventId>> {
     let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
-    let rows = columns.insert(tx.client(), schema, log).await.map_err(|error| refused(log, &error))?;
-    Ok(ids(&rows))
+    columns.insert(tx.client(), schema, log).await.map_err(|error| refused(log, &error))?;
+    Ok(columns.event_ids())
 }
 
 #[async_trait]
 impl Append for PostgresStore {
     async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
         let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
-        let rows = self.bounded("append", self.append_and_commit(log, &columns)).await?;
+        self.bounded("append", self.append_and_commit(log, &columns)).await?;
         self.wake();
-        Ok(ids(&rows))
+        Ok(columns.event_ids())
     }
 }
 
 impl PostgresStore {
-    async fn append_and_commit(&self, log: &LogName, columns: &Columns<'_>) -> Result<Vec<Row>> {
+    async fn append_and_commit(&self, log: &LogName, columns: &Columns<'_>) -> Result<()> {
         let session = self.session("append").await?;
         let insert = async |client: &Client| columns.insert(client, self.schema(), log).await;
         match session.transact(&self.inner.preambles.write, insert).await {
@@ -95,10 +94,6 @@ impl PostgresStore {
     }
 }
 
-fn ids(rows: &[Row]) -> Vec<EventId> {
-    rows.iter().map(|row| EventId::from_uuid(row.get(0))).collect()
-}
-
 /// An append's error; a missing table means a missing log.
 pub(crate) fn refused(log: &LogName, error: &tokio_postgres::Error) -> Error {
     if is_undefined(error) { log_unknown("append", log.as_str()) } else { classify("append", error) }
@@ -106,7 +101,7 @@ pub(crate) fn refused(log: &LogName, error: &tokio_postgres::Error) -> Error {
 
 /// Events, column by column, borrowed.
 pub(crate) struct Columns<'a> {
-    pub(crate) ids: Vec<Option<Uuid>>,
+    pub(crate) ids: Vec<Uuid>,
     pub(crate) topics: Vec<&'a str>,
     pub(crate) keys: Vec<Option<&'a str>>,
     pub(crate) aggregates: Vec<Option<&'a str>>,
@@ -140,7 +135,7 @@ impl<'a> Columns<'a> {
         }
         let (text, bytes) = events.iter().map(|event| split_payload(&event.payload)).unzip();
         Ok(Some(Self {
-            ids: events.iter().map(|event| event.id.map(|id| id.as_uuid())).collect(),
+            ids: events.iter().map(|event| event.id.unwrap_or_else(EventId::now_v7).as_uuid()).collect(),
             topics: events.iter().map(|event| event.topic.as_str()).collect(),
             keys: texts(events, |event| &event.key),
             aggregates: texts(events, |event| &event.aggregate),
@@ -157,13 +152,13 @@ impl<'a> Columns<'a> {
         }))
     }
 
-    async fn insert(
-        &self,
-        client: &Client,
-        schema: &SchemaName,
-        log: &LogName,
-    ) -> Result<Vec<Row>, tokio_postgres::Error> {
-        client.query_typed(&schema.log_sql(LOG_APPEND, log), &self.params()).await
+    async fn insert(&self, client: &Client, schema: &SchemaName, log: &LogName) -> Result<(), tokio_postgres::Error> {
+        client.execute_typed(&schema.log_sql(LOG_APPEND, log), &self.params()).await.map(drop)
+    }
+
+    /// The events' ids, in the order given: those they had, and new ones.
+    pub(crate) fn event_ids(&self) -> Vec<EventId> {
+        self.ids.iter().copied().map(EventId::from_uuid).collect()
     }
 
     /// Every column, as [`LOG_APPEND`] takes them.
@@ -185,6 +180,31 @@ impl<'a> Columns<'a> {
             &self.deliver,
         ];
         values.into_iter().zip(LOG_APPEND_TYPES).collect()
+    }
+
+    /// The first event's fields, in the order of [`params`](Self::params). There is one: columns of no events are not made.
+    pub(crate) fn first(&self) -> Vec<(&(dyn ToSql + Sync), Type)> {
+        let values: [&(dyn ToSql + Sync); 14] = [
+            &self.ids[0],
+            &self.topics[0],
+            &self.keys[0],
+            &self.aggregates[0],
+            &self.versions[0],
+            &self.kinds[0],
+            &self.sources[0],
+            &self.tenants[0],
+            &self.texts[0],
+            &self.bytes[0],
+            &self.content_types[0],
+            &self.headers[0],
+            &self.occurred[0],
+            &self.deliver[0],
+        ];
+        let of_one = |types: Type| match types.kind() {
+            Kind::Array(member) => member.clone(),
+            _ => types,
+        };
+        values.into_iter().zip(LOG_APPEND_TYPES.map(of_one)).collect()
     }
 }
 

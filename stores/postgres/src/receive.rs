@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Error, ErrorKind, Inbound, LogName, Receive, Received, Result};
+use postbox_core::{Error, ErrorKind, EventId, Inbound, LogName, Receive, Received, Result};
 use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
@@ -12,9 +12,13 @@ use crate::append::{Columns, refused};
 use crate::classify::{classify, is_undefined};
 use crate::log::micros;
 
-/// Remembers the messages and stores their events, or says what is known of them: see `0001_receive.sql`.
+/// Remembers a message and stores its event, or says what is known of it: see `0001_receive.sql`. Index: primary key of `receipt`. Locks its row.
 const LOG_RECEIVE: &str =
-    "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
+    "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)";
+
+/// The same for several messages.
+const LOG_RECEIVE_MANY: &str =
+    "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
 
 /// Forgets old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows; those of a running receiver are passed over.
 const CONFLICT_FORGET: &str = "
@@ -66,10 +70,48 @@ impl PostgresStore {
         forgotten.map_err(|error| classify("forget", &error))
     }
 
+    /// One statement, which is its own transaction: a webhook waits for one answer, not for those of BEGIN and COMMIT too.
     async fn receive_at_once(&self, log: &LogName, inbound: &[Inbound], events: &Columns<'_>) -> Result<Vec<Received>> {
         let session = self.session("receive").await?;
-        let client = session.client();
+        let received = match inbound {
+            [only] => self.receive_one(session.client(), log, only, events).await,
+            several => self.receive_several(session.client(), log, several, events).await,
+        };
+        // It was awaited to its end: no transaction is open.
+        session.finish();
+        match received {
+            Ok(verdicts) => verdicts.iter().zip(events.event_ids()).map(|(verdict, id)| judge(verdict, id)).collect(),
+            Err(error) if is_undefined(&error) => {
+                postbox_core::Migrate::validate(self).await?;
+                Err(refused(log, &error))
+            }
+            Err(error) => Err(classify("receive", &error)),
+        }
+    }
+
+    async fn receive_one(
+        &self,
+        client: &Client,
+        log: &LogName,
+        inbound: &Inbound,
+        event: &Columns<'_>,
+    ) -> Result<Vec<String>, tokio_postgres::Error> {
         let receive = self.schema().sql(&LOG_RECEIVE.replace("{name}", log.as_str()));
+        let (source, digest) = (inbound.source.as_str(), inbound.digest.as_slice());
+        let mut params: Vec<(&(dyn ToSql + Sync), Type)> =
+            vec![(&source, Type::TEXT), (&inbound.message_id, Type::TEXT), (&digest, Type::BYTEA)];
+        params.extend(event.first());
+        Ok(vec![client.query_typed_one(&receive, &params).await?.get(0)])
+    }
+
+    async fn receive_several(
+        &self,
+        client: &Client,
+        log: &LogName,
+        inbound: &[Inbound],
+        events: &Columns<'_>,
+    ) -> Result<Vec<String>, tokio_postgres::Error> {
+        let receive = self.schema().sql(&LOG_RECEIVE_MANY.replace("{name}", log.as_str()));
         let sources: Vec<&str> = inbound.iter().map(|message| message.source.as_str()).collect();
         let message_ids: Vec<&str> = inbound.iter().map(|message| message.message_id.as_str()).collect();
         let digests: Vec<&[u8]> = inbound.iter().map(|message| message.digest.as_slice()).collect();
@@ -81,18 +123,7 @@ impl PostgresStore {
             (&digests, Type::BYTEA_ARRAY),
         ];
         params.extend(events.params());
-        // One statement is its own transaction: a webhook that comes alone waits for one answer, not for those of BEGIN and COMMIT too.
-        let received = client.query_typed_one(&receive, &params).await;
-        // It was awaited to its end: no transaction is open.
-        session.finish();
-        match received {
-            Ok(row) => row.get::<_, Vec<&str>>(0).into_iter().map(judge).collect(),
-            Err(error) if is_undefined(&error) => {
-                postbox_core::Migrate::validate(self).await?;
-                Err(refused(log, &error))
-            }
-            Err(error) => Err(classify("receive", &error)),
-        }
+        Ok(client.query_typed_one(&receive, &params).await?.get(0))
     }
 }
 
@@ -107,17 +138,11 @@ fn by_identity(inbound: &[Inbound]) -> Vec<i32> {
     places
 }
 
-fn judge(verdict: &str) -> Result<Received> {
+fn judge(verdict: &str, id: EventId) -> Result<Received> {
     match verdict {
+        "accepted" => Ok(Received::Accepted(id)),
         "duplicate" => Ok(Received::Duplicate),
         "conflict" => Ok(Received::Conflict),
-        event => event.parse().map(Received::Accepted).map_err(|_| {
-            Error::new(
-                ErrorKind::Internal,
-                "receive",
-                "store_protocol",
-                "the database gave neither an id nor a verdict",
-            )
-        }),
+        _ => Err(Error::new(ErrorKind::Internal, "receive", "store_protocol", "the database gave no verdict")),
     }
 }

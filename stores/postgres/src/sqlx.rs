@@ -1,9 +1,8 @@
 //! The same two functions for users of `sqlx`: append, and once, in a transaction of theirs.
 
 use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName};
-use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{Executor as _, Row as _};
-use uuid::Uuid;
+use sqlx::Executor as _;
+use sqlx::postgres::PgConnection;
 
 use crate::append::{Columns, LOG_APPEND};
 use crate::classify::{log_unknown, of_sqlstate};
@@ -22,9 +21,10 @@ pub async fn append_in(
     events: &[NewEvent],
 ) -> Result<Vec<EventId>> {
     let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
+    let ids = columns.event_ids();
     let sql = schema.log_sql(LOG_APPEND, log);
     let query = sqlx::query(sqlx::AssertSqlSafe(sql))
-        .bind(columns.ids.into_iter().map(|id| id.map(|id| id.to_string())).collect::<Vec<_>>())
+        .bind(columns.ids.iter().map(ToString::to_string).collect::<Vec<_>>())
         .bind(columns.topics)
         .bind(columns.keys)
         .bind(columns.aggregates)
@@ -39,8 +39,8 @@ pub async fn append_in(
         .bind(columns.occurred)
         .bind(columns.deliver)
         .persistent(false);
-    let rows = connection.fetch_all(query).await.map_err(|error| classify("append", Some(log), &error))?;
-    rows.iter().map(event_id).collect::<Result<_, _>>().map_err(|error| classify("append", Some(log), &error))
+    connection.execute(query).await.map_err(|error| classify("append", Some(log), &error))?;
+    Ok(ids)
 }
 
 /// Whether this is the first time that `message_id` of `source` is seen, decided in your transaction; see [`crate::once_in`].
@@ -55,12 +55,6 @@ pub async fn once_in(
     let query = sqlx::query(sqlx::AssertSqlSafe(sql)).bind(source.as_str()).bind(message_id).persistent(false);
     let claimed = connection.execute(query).await.map_err(|error| classify("once", None, &error))?;
     Ok(claimed.rows_affected() == 1)
-}
-
-/// A uuid's 16 bytes, as they come in the binary protocol: no feature of `sqlx` is needed for them.
-fn event_id(row: &PgRow) -> Result<EventId, sqlx::Error> {
-    let bytes = row.try_get_raw(0)?.as_bytes().map_err(sqlx::Error::Decode)?;
-    Uuid::from_slice(bytes).map(EventId::from_uuid).map_err(|error| sqlx::Error::Decode(error.into()))
 }
 
 fn classify(operation: &'static str, log: Option<&LogName>, error: &sqlx::Error) -> Error {

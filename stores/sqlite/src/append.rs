@@ -3,7 +3,6 @@
 use async_trait::async_trait;
 use postbox_core::{Append, Error, ErrorKind, EventId, LogName, NewEvent, Result};
 use rusqlite::{Connection, params};
-use uuid::Uuid;
 
 use crate::classify::{Fault, Work};
 use crate::migrate::{checked_log, explain_missing};
@@ -93,7 +92,7 @@ pub(crate) fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: O
         tx.prepare_cached(&log_append).map_err(|error| explain_missing("append", tx, log, Fault::from(error)))?;
     let mut ids = Vec::with_capacity(events.len());
     for event in events {
-        let id = event.id.unwrap_or_else(fresh_id);
+        let id = event.id.unwrap_or_else(EventId::now_v7);
         statement.execute(params![
             id.to_string(),
             event.topic,
@@ -113,10 +112,6 @@ pub(crate) fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: O
         ids.push(id);
     }
     Ok(ids)
-}
-
-pub(crate) fn fresh_id() -> EventId {
-    EventId::from_uuid(Uuid::now_v7())
 }
 
 /// Headers as they are stored: a JSON object, or nothing.

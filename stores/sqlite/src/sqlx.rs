@@ -4,7 +4,7 @@ use ::sqlx::sqlite::SqliteArguments;
 use ::sqlx::{Arguments, AssertSqlSafe, SqliteConnection};
 use postbox_core::{Error, EventId, LogName, NewEvent, Result, SourceName};
 
-use crate::append::{APPEND_COLUMNS, fresh_id, headers_json};
+use crate::append::{APPEND_COLUMNS, headers_json};
 use crate::classify::from_code;
 use crate::migrate::checked_log;
 use crate::receive::{check_message_id, once_insert};
@@ -25,7 +25,7 @@ pub async fn append_in(connection: &mut SqliteConnection, log: &LogName, events:
     for chunk in events.chunks(EVENTS_PER_STATEMENT) {
         let mut arguments = SqliteArguments::default();
         for event in chunk {
-            let id = event.id.unwrap_or_else(fresh_id);
+            let id = event.id.unwrap_or_else(EventId::now_v7);
             bind(&mut arguments, id, event)?;
             ids.push(id);
         }

@@ -53,7 +53,7 @@ fn child_writer() {
                     row.get(0)
                 })
                 .expect("updated");
-            let id = EventId::from_uuid(uuid::Uuid::now_v7());
+            let id = EventId::now_v7();
             say(format!("append {id} {key} {version}"));
             let event = NewEvent::json("order.changed", format!("{version}")).id(id).key(key.to_string());
             append_in(&tx, &LogName::outbox(), &[event]).expect("appended");

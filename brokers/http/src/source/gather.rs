@@ -1,14 +1,18 @@
 //! Messages that come together are stored together: one commit, and one wait for the disk, for all that arrived while the last one ran.
 //!
-//! Nobody waits for company: a call leaves with whatever has arrived as soon as one is free.
+//! Nobody waits for company: a call leaves with whatever has arrived as soon as one is free. Who is alone, as most are, is stored by his own task.
 
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received};
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 /// Calls to the store at once: while one waits for the disk, the next is worked on.
@@ -25,7 +29,7 @@ pub(super) struct Gather {
     receive: Arc<dyn Receive>,
     clock: Arc<dyn Clock>,
     log: LogName,
-    /// Longest call.
+    /// Longest call, and longest wait for one.
     timeout: Duration,
     waiting: Mutex<Waiting>,
 }
@@ -36,6 +40,8 @@ struct Waiting {
     /// At so many, those whose sender has gone are let go.
     swept_at: usize,
     flights: usize,
+    /// The last call had more than one message: the next is likely to have company too.
+    crowded: bool,
 }
 
 struct Message {
@@ -48,23 +54,34 @@ impl Gather {
         Arc::new(Self { receive, clock, log, timeout, waiting: Mutex::default() })
     }
 
-    /// Stores one message, with whatever else is there. Dropped, the message may or may not be stored.
+    /// Stores one message, with whatever else is there, or fails within the time given. Dropped, the message may or may not be stored.
     pub(super) async fn store(self: &Arc<Self>, inbound: Inbound) -> Verdict {
         let (answer, verdict) = oneshot::channel();
-        let takes_off = {
-            let mut waiting = self.waiting();
-            waiting.messages.push_back(Message { inbound, answer });
-            waiting.sweep();
-            (waiting.flights < FLIGHTS_MAX).then(|| {
-                waiting.flights += 1;
-                Flight { gather: Arc::clone(self), landed: false }
-            })
-        };
-        if let Some(flight) = takes_off {
+        match self.line_up(Message { inbound, answer }) {
+            Turn::Waits => {}
+            // The call has its own deadline.
+            Turn::Alone(flight) => Carried::new(flight.hop()).await,
             // A task of its own: the others must not depend on this sender's patience.
-            tokio::spawn(flight.fly());
+            Turn::InCompany(flight) => drop(tokio::spawn(flight.fly())),
         }
-        verdict.await.unwrap_or_else(|_| Err(Arc::new(broken_off())))
+        tokio::select! {
+            biased;
+            verdict = verdict => verdict.unwrap_or_else(|_| Err(Arc::new(broken_off()))),
+            () = self.clock.sleep(self.timeout) => Err(Arc::new(too_slow())),
+        }
+    }
+
+    fn line_up(self: &Arc<Self>, message: Message) -> Turn {
+        let mut waiting = self.waiting();
+        waiting.messages.push_back(message);
+        waiting.sweep();
+        if waiting.flights == FLIGHTS_MAX {
+            return Turn::Waits;
+        }
+        let alone = waiting.flights == 0 && !waiting.crowded;
+        waiting.flights += 1;
+        let flight = Flight { gather: Arc::clone(self), landed: false };
+        if alone { Turn::Alone(flight) } else { Turn::InCompany(flight) }
     }
 
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
@@ -104,9 +121,7 @@ impl Gather {
     async fn call(&self, inbound: &[Inbound]) -> Result<Vec<Received>, Error> {
         let verdicts = tokio::select! {
             verdicts = self.receive.receive_many(&self.log, inbound) => verdicts?,
-            () = self.clock.sleep(self.timeout) => {
-                return Err(Error::new(ErrorKind::Unavailable, "receive", "store_timeout", "the store did not answer in time"));
-            }
+            () = self.clock.sleep(self.timeout) => return Err(too_slow()),
         };
         if verdicts.len() != inbound.len() {
             return Err(Error::new(
@@ -118,6 +133,10 @@ impl Gather {
         }
         Ok(verdicts)
     }
+}
+
+fn too_slow() -> Error {
+    Error::new(ErrorKind::Unavailable, "receive", "store_timeout", "the store did not answer in time")
 }
 
 /// The call that had the message panicked.
@@ -142,6 +161,16 @@ impl Waiting {
     }
 }
 
+/// What a message that has come finds.
+enum Turn {
+    /// Every place is taken: whoever has one takes the message along.
+    Waits,
+    /// Nobody else is there.
+    Alone(Flight),
+    /// Others are on their way, or were a moment ago.
+    InCompany(Flight),
+}
+
 /// A place among the calls under way.
 struct Flight {
     gather: Arc<Gather>,
@@ -153,12 +182,35 @@ impl Flight {
     async fn fly(mut self) {
         loop {
             // What the runtime has at hand comes first, requests that are being read among it: they come along instead of each taking a
-            // call of its own. It is not a wait; alone, one goes at once.
+            // call of its own. It is not a wait.
             tokio::task::yield_now().await;
-            let Some(messages) = self.board() else { return };
-            // A panic in the store is the end of its messages, whose answers are dropped, and of nothing else.
-            let _ = AssertUnwindSafe(self.gather.store_all(messages)).catch_unwind().await;
+            if !self.leg().await {
+                return;
+            }
         }
+    }
+
+    /// Stores what waits now, and leaves to another task what has come meanwhile.
+    async fn hop(mut self) {
+        if self.leg().await && !self.land() {
+            tokio::spawn(self.fly());
+        }
+    }
+
+    /// One call. Returns whether the place is still taken: there was something to store.
+    async fn leg(&mut self) -> bool {
+        let Some(messages) = self.board() else { return false };
+        // A panic in the store is the end of its messages, whose answers are dropped, and of nothing else.
+        let _ = AssertUnwindSafe(self.gather.store_all(messages)).catch_unwind().await;
+        true
+    }
+
+    /// Gives up the place, unless something waits.
+    fn land(&mut self) -> bool {
+        let mut waiting = self.gather.waiting();
+        self.landed = waiting.messages.is_empty();
+        waiting.flights -= usize::from(self.landed);
+        self.landed
     }
 
     /// What the next call takes. `None`: nothing waits, and the place is free.
@@ -180,6 +232,7 @@ impl Flight {
             self.landed = true;
             return None;
         }
+        waiting.crowded = boarded.len() > 1;
         Some(boarded)
     }
 }
@@ -193,8 +246,41 @@ impl Drop for Flight {
     }
 }
 
+/// A call in its sender's own task, which saves waking another one. It may have taken others along, and a connection's transaction must not be cut in two:
+/// if the sender hangs up, it goes on in a task of its own.
+struct Carried(Option<BoxFuture<'static, ()>>);
+
+impl Carried {
+    fn new(call: impl Future<Output = ()> + Send + 'static) -> Self {
+        Self(Some(Box::pin(call)))
+    }
+}
+
+impl Future for Carried {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        if let Some(call) = &mut self.0 {
+            ready!(call.poll_unpin(context));
+            self.0 = None;
+        }
+        Poll::Ready(())
+    }
+}
+
+impl Drop for Carried {
+    fn drop(&mut self) {
+        // Without a runtime everything ends.
+        if let (Some(call), Ok(runtime)) = (self.0.take(), Handle::try_current()) {
+            runtime.spawn(call);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use async_trait::async_trait;
     use futures::future::join_all;
     use postbox_core::NewEvent;
@@ -210,6 +296,7 @@ mod tests {
         /// What each call brought, when it came.
         calls: Mutex<Vec<Vec<String>>>,
         called: tokio::sync::Notify,
+        answered: AtomicUsize,
     }
 
     #[async_trait]
@@ -227,6 +314,7 @@ mod tests {
             if has("bad") {
                 return Err(Error::invalid("receive", "text_invalid", "the database does not like it"));
             }
+            self.answered.fetch_add(1, Ordering::Relaxed);
             let id = "00000000-0000-7000-8000-000000000000".parse().expect("well-formed");
             Ok(ids.iter().map(|_| Received::Accepted(id)).collect())
         }
@@ -257,7 +345,8 @@ mod tests {
 
     fn gather_by(clock: Arc<ManualClock>) -> (Arc<Gated>, Arc<Gather>) {
         let calls = Mutex::default();
-        let store = Arc::new(Gated { leave: Semaphore::new(0), calls, called: tokio::sync::Notify::new() });
+        let (called, answered) = (tokio::sync::Notify::new(), AtomicUsize::new(0));
+        let store = Arc::new(Gated { leave: Semaphore::new(0), calls, called, answered });
         let gather = Gather::new(Arc::clone(&store) as _, clock, LogName::inbox(), TIMEOUT);
         (store, gather)
     }
@@ -317,40 +406,71 @@ mod tests {
     #[tokio::test]
     async fn what_arrives_at_once_goes_together() {
         let (store, gather) = gather();
-        store.leave.add_permits(2);
         let sent = send(&gather, &["1", "2", "3", "4"], 10).await;
+        assert_eq!(store.calls(2).await, [&["1"][..], &["2", "3", "4"]], "the first could not know of the others");
+        store.leave.add_permits(2);
         assert_eq!(codes(sent).await, ["accepted"; 4]);
-        assert_eq!(store.calls(1).await, [["1", "2", "3", "4"]]);
+        landed(&gather).await;
+        let sent = send(&gather, &["5", "6", "7"], 10).await;
+        assert_eq!(store.calls(3).await[2], ["5", "6", "7"], "this time it could");
+        store.leave.add_permits(1);
+        assert_eq!(codes(sent).await, ["accepted"; 3]);
+    }
+
+    #[tokio::test]
+    async fn who_is_alone_again_is_stored_by_his_own_task() {
+        let (store, gather) = gather();
+        let sent = send(&gather, &["1", "2", "3"], 10).await;
+        store.leave.add_permits(4);
+        codes(sent).await;
+        for crowded in [true, false] {
+            landed(&gather).await;
+            assert_eq!(gather.waiting().crowded, crowded);
+            codes(send(&gather, &["4"], 10).await).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn a_call_outlives_the_sender_whose_task_it_was() {
+        let (store, gather) = gather();
+        let sent = send(&gather, &["1"], 10).await;
+        store.calls(1).await;
+        sent.into_iter().for_each(|sender| sender.abort());
+        store.leave.add_permits(1);
+        landed(&gather).await;
+        assert_eq!(store.answered.load(Ordering::Relaxed), 1, "not broken off");
     }
 
     #[tokio::test]
     async fn a_call_takes_so_much_and_no_more() {
         let (store, gather) = gather();
-        store.leave.add_permits(100);
         let ids: Vec<String> = (0..MESSAGES_MAX + 12).map(|n| n.to_string()).collect();
         let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-        codes(send(&gather, &ids, 10).await).await;
-        let sizes: Vec<usize> = store.calls(2).await.iter().map(Vec::len).collect();
-        assert_eq!(sizes, [MESSAGES_MAX, 12]);
+        let sent = send(&gather, &ids, 10).await;
+        store.leave.add_permits(100);
+        codes(sent).await;
+        let sizes: Vec<usize> = store.calls(3).await.iter().map(Vec::len).collect();
+        assert_eq!(sizes, [1, MESSAGES_MAX, 11]);
         codes(send(&gather, &["a", "b", "c", "d", "e"], BYTES_MAX).await).await;
-        assert!(store.calls(7).await[2..].iter().all(|call| call.len() == 1));
+        assert!(store.calls(8).await[3..].iter().all(|call| call.len() == 1));
     }
 
     #[tokio::test]
     async fn a_bad_message_is_its_senders_trouble_only() {
         let (store, gather) = gather();
-        store.leave.add_permits(100);
         let sent = send(&gather, &["1", "2", "3", "bad", "5"], 10).await;
+        store.leave.add_permits(100);
         assert_eq!(codes(sent).await, ["accepted", "accepted", "accepted", "text_invalid", "accepted"]);
+        assert_eq!(store.calls(2).await[1].len(), 4, "they went together");
     }
 
     #[tokio::test]
     async fn a_store_that_is_away_is_asked_once_for_all() {
         let (store, gather) = gather();
+        let sent = send(&gather, &["1", "2", "3", "away", "5"], 10).await;
         store.leave.add_permits(100);
-        let sent = send(&gather, &["1", "2", "away", "4"], 10).await;
-        assert_eq!(codes(sent).await, ["store_unreachable"; 4]);
-        assert_eq!(store.calls(1).await.len(), 1);
+        assert_eq!(codes(sent).await[1..], ["store_unreachable"; 4]);
+        assert_eq!(store.calls(2).await.len(), 2, "the first, and the others");
     }
 
     #[tokio::test]
@@ -371,11 +491,24 @@ mod tests {
         let clock = Arc::new(ManualClock::default());
         let (store, gather) = gather_by(Arc::clone(&clock));
         let mut sent = occupy(&store, &gather).await;
+        clock.advance(TIMEOUT / 2);
         sent.extend(send(&gather, &["3"], 10).await);
-        clock.advance(TIMEOUT);
+        clock.advance(TIMEOUT / 2);
         assert_eq!(store.calls(3).await[2], ["3"]);
         store.leave.add_permits(1);
         assert_eq!(codes(sent).await, ["store_timeout", "store_timeout", "accepted"]);
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_for_a_call_longer_than_a_call_may_take() {
+        let clock = Arc::new(ManualClock::default());
+        let (store, gather) = gather_by(Arc::clone(&clock));
+        let mut sent = occupy(&store, &gather).await;
+        sent.extend(send(&gather, &["3"], 10).await);
+        clock.advance(TIMEOUT);
+        assert_eq!(codes(sent).await, ["store_timeout"; 3]);
+        landed(&gather).await;
+        assert_eq!(store.calls(2).await.len(), 2, "its sender has been answered");
     }
 
     #[tokio::test]

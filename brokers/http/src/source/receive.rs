@@ -61,13 +61,7 @@ impl Ingress {
         self.pace(gate)?;
         // Not waited for: a sender that is told to come again soon is better off than one that waits in a queue it cannot see.
         let _place = gate.storing.try_acquire().map_err(|_| Answer::Busy)?;
-        tokio::select! {
-            stored = self.store(gate, inbound) => stored,
-            () = self.clock.sleep(source.limits.store_timeout) => {
-                warn!(source = %source.name, "the store did not answer in time; the sender was told to come again");
-                Err(Answer::StoreDown)
-            }
-        }
+        self.store(gate, inbound).await
     }
 
     /// Keeps the source to its rate.

@@ -58,11 +58,12 @@ BEGIN
     EXECUTE 'DROP TABLE ' || {schema_literal} || '.' || quote_ident(of_log);
     EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_window');
     EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_receive');
+    EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_receive_many');
   END LOOP;
 END
 ${tag}$;
 DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.create_receive, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.create_receive, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7;
 DO ${tag}$
 DECLARE
   overload regprocedure;
