@@ -74,6 +74,7 @@ impl Options {
         let config = HttpSinkConfig {
             keys: vec![SignKey::parse(SECRET)?],
             concurrency: self.connections,
+            allow: vec!["127.0.0.1/32".parse()?],
             ..HttpSinkConfig::new(format!("http://{address}/hook"))
         };
         Ok(Arc::new(HttpSink::new(config, Arc::new(TokioClock::new()))?))

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
+use ipnet::IpNet;
 use jiff::Timestamp;
 use postbox_core::{Error, Result};
 use postbox_webhook::UnixSeconds;
@@ -41,9 +42,10 @@ pub struct HttpSinkConfig {
     pub timeout: Duration,
     /// Most requests at once.
     pub concurrency: usize,
-    /// Which addresses may be called.
-    pub guard: Guard,
-    /// Where this process listens itself. A guarded sink never calls these, whatever is allowed; `0.0.0.0` and `::` mean every address of this machine.
+    /// Networks that may be called although they are not public. Default: none, so that a name which leads into your own network, by mistake or on
+    /// purpose, leads nowhere.
+    pub allow: Vec<IpNet>,
+    /// Where this process listens itself. A sink never calls these, whatever is allowed; `0.0.0.0` and `::` mean every address of this machine.
     pub listening: Vec<SocketAddr>,
     /// Certificates (PEM) to trust beside the system's, for a private authority.
     pub ca_file: Option<PathBuf>,
@@ -62,7 +64,7 @@ pub struct ClientCert {
 
 impl HttpSinkConfig {
     /// A target with every other setting at its default: not signed, 5 s to connect, 20 s in all, 16 requests at once,
-    /// any address.
+    /// public addresses only.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -73,7 +75,7 @@ impl HttpSinkConfig {
             connect_timeout: Duration::from_secs(5),
             timeout: Duration::from_secs(20),
             concurrency: 16,
-            guard: Guard::Off,
+            allow: Vec::new(),
             listening: Vec::new(),
             ca_file: None,
             client_cert: None,
@@ -136,6 +138,10 @@ impl HttpSinkConfig {
         signer.map(Some).map_err(|error| error.to_string())
     }
 
+    pub(crate) fn guard(&self, url: &Url) -> Guard {
+        Guard::new(&self.allow, Ourselves::behind(url, &self.listening))
+    }
+
     /// The parsed URL, or what is wrong with it. The text is not repeated when it may hold a password.
     pub(crate) fn target(&self) -> Result<Url, String> {
         if self.url.len() > URL_BYTES_MAX {
@@ -155,7 +161,7 @@ impl HttpSinkConfig {
         if url.fragment().is_some() {
             return Err("the url has a fragment (#…), which is never sent; leave it out".into());
         }
-        self.guard.check_literal(&url, &Ourselves::behind(&url, &self.listening))?;
+        self.guard(&url).check_host(&url)?;
         Ok(url)
     }
 }
@@ -173,7 +179,7 @@ impl fmt::Debug for HttpSinkConfig {
             .field("connect_timeout", &self.connect_timeout)
             .field("timeout", &self.timeout)
             .field("concurrency", &self.concurrency)
-            .field("guard", &self.guard)
+            .field("allow", &self.allow)
             .field("listening", &self.listening)
             .field("ca_file", &self.ca_file)
             .field("client_cert", &self.client_cert)

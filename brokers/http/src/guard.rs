@@ -1,12 +1,8 @@
 //! The address guard: which addresses a sink may connect to.
 //!
-//! # The default
-//!
-//! A URL in the operator's own configuration may name anything: most outboxes talk to internal services, and whoever writes
-//! that file could reach them anyway. So the default is [`Guard::Off`]. URLs that come from *customers* need
-//! [`Guard::PublicOnly`]: every address a name resolves to is checked as a number, each time a connection is made, and the
-//! connection goes to the very address that was checked, with the name kept for TLS. There is no second look-up that could
-//! answer differently, no redirect, no proxy, and a name with one forbidden address among good ones is refused altogether.
+//! Public ones, and those of networks that are allowed by name. Every address that a name resolves to is checked as a number, each time a
+//! connection is made, and the connection goes to the very address that was checked, with the name kept for TLS. There is no second look-up that
+//! could answer differently, no redirect, no proxy, and a name with one forbidden address among good ones is refused altogether.
 //!
 //! The standard library's helpers miss mapped, translated and tunnelled forms, so the tables here are our own.
 
@@ -20,54 +16,50 @@ use ipnet::IpNet;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use url::{Host, Url};
 
-/// Which addresses may be called.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Guard {
-    /// Any address: for URLs that the operator wrote.
-    #[default]
-    Off,
-    /// Public addresses only: for URLs that somebody else chose.
-    PublicOnly {
-        /// Networks that may be called all the same.
-        allow: Vec<IpNet>,
-    },
+/// Which addresses one target may have.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Guard {
+    /// Networks that may be called although they are not public.
+    allow: Vec<IpNet>,
+    ourselves: Ourselves,
 }
 
 impl Guard {
-    /// Public addresses only, without exception.
-    pub const PUBLIC_ONLY: Self = Self::PublicOnly { allow: Vec::new() };
-
-    /// Whether a connection to `address` may be made.
-    pub fn permits(&self, address: IpAddr) -> bool {
-        let Self::PublicOnly { allow } = self else { return true };
-        // `::ffff:10.0.0.1` *is* 10.0.0.1 for the operating system, so it is judged and allowed as that.
-        let address = address.to_canonical();
-        is_public(address) || allow.iter().any(|net| net.contains(&address))
+    pub(crate) fn new(allow: &[IpNet], ourselves: Ourselves) -> Self {
+        Self { allow: allow.to_vec(), ourselves }
     }
 
-    /// Checks a URL whose host is an address; names are checked when they are resolved. The URL parser has turned `0x7f.1`,
-    /// `2130706433` and their like into numbers already.
-    pub(crate) fn check_literal(&self, url: &Url, ourselves: &Ourselves) -> Result<(), String> {
-        let address = match url.host() {
-            Some(Host::Ipv4(address)) => IpAddr::V4(address),
-            Some(Host::Ipv6(address)) => IpAddr::V6(address),
+    /// Checks what of a URL's host is known without looking it up. The URL parser has turned `0x7f.1`, `2130706433` and their like into
+    /// numbers already; `localhost` can only be this machine (RFC 6761); other names are checked when they are resolved.
+    pub(crate) fn check_host(&self, url: &Url) -> Result<(), String> {
+        let addresses = match url.host() {
+            Some(Host::Ipv4(address)) => vec![IpAddr::V4(address)],
+            Some(Host::Ipv6(address)) => vec![IpAddr::V6(address)],
+            Some(Host::Domain(name)) if is_localhost(name) => {
+                vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
+            }
             _ => return Ok(()),
         };
-        self.check(address, ourselves).map_err(|forbidden| forbidden.to_string())
+        self.check(addresses).map_err(|forbidden| forbidden.to_string())
     }
 
-    /// One forbidden address among good ones spoils them all.
-    fn check_all(&self, addresses: &[SocketAddr], ourselves: &Ourselves) -> Result<(), Forbidden> {
-        addresses.iter().try_for_each(|address| self.check(address.ip(), ourselves))
-    }
-
-    fn check(&self, address: IpAddr, ourselves: &Ourselves) -> Result<(), Forbidden> {
-        match self {
-            Self::PublicOnly { .. } if ourselves.listen_at(address) => Err(Forbidden::Ourselves(address)),
-            _ if self.permits(address) => Ok(()),
-            _ => Err(Forbidden::NotPublic(address)),
+    /// Checks all addresses of one name: one forbidden among good ones spoils them all.
+    fn check(&self, addresses: impl IntoIterator<Item = IpAddr>) -> Result<(), Forbidden> {
+        // `::ffff:10.0.0.1` *is* 10.0.0.1 for the operating system, so it is judged and allowed as that.
+        let addresses: Vec<IpAddr> = addresses.into_iter().map(|address| address.to_canonical()).collect();
+        if let Some(own) = addresses.iter().find(|address| self.ourselves.listen_at(**address)) {
+            return Err(Forbidden::Ourselves(*own));
         }
+        let allowed = |address: &IpAddr| self.allow.iter().any(|net| net.contains(address));
+        let forbidden: Vec<IpAddr> =
+            addresses.into_iter().filter(|address| !is_public(*address) && !allowed(address)).collect();
+        if forbidden.is_empty() { Ok(()) } else { Err(Forbidden::NotPublic(forbidden)) }
     }
+}
+
+fn is_localhost(name: &str) -> bool {
+    let name = name.trim_end_matches('.');
+    name.eq_ignore_ascii_case("localhost") || name.to_ascii_lowercase().ends_with(".localhost")
 }
 
 /// Where this process listens, as far as one target's port leads there. Allowing a network does not allow these: a customer's URL would make us post to our
@@ -82,7 +74,6 @@ impl Ourselves {
     }
 
     fn listen_at(&self, address: IpAddr) -> bool {
-        let address = address.to_canonical();
         // Nobody's address as a target means this machine, as a listener every address of this machine; that of version 6 takes both versions.
         let takes = |own: &IpAddr| own.is_unspecified() && (own.is_ipv6() || address.is_ipv4());
         self.0
@@ -102,20 +93,28 @@ fn is_of_this_machine(address: IpAddr) -> bool {
 /// A name or URL led to an address that the guard does not permit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Forbidden {
-    NotPublic(IpAddr),
+    NotPublic(Vec<IpAddr>),
     Ourselves(IpAddr),
 }
 
 impl fmt::Display for Forbidden {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NotPublic(address) => {
-                write!(f, "the target's address {address} is not public; allow its network explicitly if it is meant")
+            Self::NotPublic(addresses) => {
+                let list = |quote: &str| {
+                    let quoted = addresses.iter().map(|address| format!("{quote}{address}{quote}"));
+                    quoted.collect::<Vec<_>>().join(", ")
+                };
+                let (spelt, quoted) = (list(""), list("\""));
+                write!(
+                    f,
+                    "the target's address {spelt} is not public; if it is meant, allow it: allow = [{quoted}], or its network"
+                )
             }
             Self::Ourselves(address) => {
                 write!(
                     f,
-                    "the target's address {address} with this port is where we listen ourselves; a guarded sink never calls that, whatever is allowed"
+                    "the target's address {address} with this port is where we listen ourselves; a sink never calls that, whatever is allowed"
                 )
             }
         }
@@ -147,17 +146,16 @@ impl Lookup for SystemLookup {
 /// Resolves names for the client and lets no forbidden address through.
 pub(crate) struct GuardedResolver {
     pub(crate) guard: Guard,
-    pub(crate) ourselves: Ourselves,
     pub(crate) lookup: Arc<dyn Lookup>,
 }
 
 impl Resolve for GuardedResolver {
     fn resolve(&self, name: Name) -> Resolving {
-        let (guard, ourselves) = (self.guard.clone(), self.ourselves.clone());
+        let guard = self.guard.clone();
         let looking = self.lookup.look_up(name.as_str());
         Box::pin(async move {
             let addresses = looking.await?;
-            guard.check_all(&addresses, &ourselves)?;
+            guard.check(addresses.iter().map(SocketAddr::ip))?;
             Ok(Box::new(addresses.into_iter()) as Addrs)
         })
     }

@@ -36,7 +36,6 @@ pub mod source;
 mod tls;
 
 pub use config::{ClientCert, HttpSinkConfig};
-pub use guard::Guard;
 pub use ipnet::IpNet;
 pub use sink::HttpSink;
 pub use source as ingress;

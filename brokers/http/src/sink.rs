@@ -13,7 +13,7 @@ use url::Url;
 use crate::classify::{Blame, Finding, classify_failure, classify_status, retry_after};
 use crate::config::HttpSinkConfig;
 use crate::envelope::Envelope;
-use crate::guard::{Guard, GuardedResolver, Lookup, Ourselves, SystemLookup};
+use crate::guard::{GuardedResolver, Lookup, SystemLookup};
 use crate::tls;
 
 /// How much of an answer is kept for a person to read.
@@ -111,7 +111,7 @@ impl Sink for HttpSink {
 
 fn client(config: &HttpSinkConfig, url: &Url, lookup: Arc<dyn Lookup>) -> Result<Client> {
     let tls = tls::client_config(url.scheme() == "https", config.ca_file.as_deref(), config.client_cert.as_ref())?;
-    let mut builder = Client::builder()
+    let builder = Client::builder()
         .tls_backend_preconfigured(tls)
         .no_proxy()
         .redirect(redirect::Policy::none())
@@ -124,11 +124,8 @@ fn client(config: &HttpSinkConfig, url: &Url, lookup: Arc<dyn Lookup>) -> Result
         .pool_idle_timeout(IDLE_TIME_MAX)
         .http1_max_headers(RESPONSE_HEADERS_MAX)
         .tcp_nodelay(true)
-        .user_agent(concat!("postbox/", env!("CARGO_PKG_VERSION")));
-    if config.guard != Guard::Off {
-        let ourselves = Ourselves::behind(url, &config.listening);
-        builder = builder.dns_resolver(GuardedResolver { guard: config.guard.clone(), ourselves, lookup });
-    }
+        .user_agent(concat!("postbox/", env!("CARGO_PKG_VERSION")))
+        .dns_resolver(GuardedResolver { guard: config.guard(url), lookup });
     builder.build().map_err(|error| {
         Error::new(ErrorKind::Internal, "configure", "http_client_failed", "the HTTP client could not be built")
             .with_source(error)

@@ -54,7 +54,8 @@ async fn endpoint() -> Endpoint {
         let served = axum::serve(listener, router).with_graceful_shutdown(async { drop(stopped.await) });
         served.await.expect("the server runs");
     });
-    let sink = HttpSink::new(HttpSinkConfig::new(url), Arc::new(ManualClock::default())).expect("a sink");
+    let config = HttpSinkConfig { allow: vec!["127.0.0.1/32".parse().expect("a network")], ..HttpSinkConfig::new(url) };
+    let sink = HttpSink::new(config, Arc::new(ManualClock::default())).expect("a sink");
     Endpoint { seen, sink: Arc::new(sink), stop: Mutex::new(Some(stop)), server }
 }
 

@@ -53,7 +53,7 @@ fn http_sink(http: &HttpConfig, config: &SubscriptionConfig) -> PostboxResult<Ht
         Error::invalid("configure", "secret_invalid", format!("subscription {}: {text}", config.subscription.name))
     })?;
     sink.headers = http.headers.iter().map(|(name, value)| (name.clone(), value.expose().to_owned())).collect();
-    sink.guard.clone_from(&http.guard);
+    sink.allow.clone_from(&http.allow);
     sink.ca_file.clone_from(&http.ca_file);
     sink.client_cert.clone_from(&http.client_cert);
     let timeout = config.settings.deliver_timeout;

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use postbox_core::{Delivery, NewEvent, Outcome, Seq, Sink};
 
-use super::{Guard, Looking, Lookup};
+use super::{Looking, Lookup};
 use crate::{HttpSink, HttpSinkConfig};
 
 const THIS_TEST: &str = "guard::proof::no_forbidden_address_is_ever_connected_to";
@@ -241,7 +241,7 @@ impl postbox_core::Clock for Clock {
 /// A sink for the URL, unless it is refused already.
 fn sink(url: &str, allow: &[&str], lookup: impl Lookup) -> Option<HttpSink> {
     let allow = allow.iter().map(|net| net.parse().expect("a network")).collect();
-    let config = HttpSinkConfig { guard: Guard::PublicOnly { allow }, ..HttpSinkConfig::new(url) };
+    let config = HttpSinkConfig { allow, ..HttpSinkConfig::new(url) };
     HttpSink::with_lookup(config, Arc::new(Clock), Arc::new(lookup)).ok()
 }
 

@@ -5,7 +5,7 @@ use super::*;
 fn refused(host: &str) -> bool {
     let url = Url::parse(&format!("http://{host}/")).expect(host);
     assert!(!matches!(url.host(), Some(Host::Domain(_))), "{host} is a name");
-    Guard::PUBLIC_ONLY.check_literal(&url, &Ourselves::default()).is_err()
+    Guard::default().check_host(&url).is_err()
 }
 
 #[test]
@@ -109,48 +109,92 @@ fn public_addresses_pass() {
     }
 }
 
+fn allowing(networks: &[&str]) -> Guard {
+    let allow: Vec<IpNet> = networks.iter().map(|net| net.parse().expect("a network")).collect();
+    Guard::new(&allow, Ourselves::default())
+}
+
+fn ip(address: &str) -> IpAddr {
+    address.parse().expect("an address")
+}
+
 #[test]
 fn an_allowed_network_is_allowed_in_every_form() {
-    let guard = Guard::PublicOnly { allow: vec!["127.0.0.0/8".parse().expect("a network")] };
+    let guard = allowing(&["127.0.0.0/8"]);
     for (address, expected) in
         [("127.0.0.1", true), ("::ffff:127.0.0.1", true), ("::1", false), ("10.0.0.1", false), ("8.8.8.8", true)]
     {
-        assert_eq!(guard.permits(address.parse().expect("an address")), expected, "{address}");
+        assert_eq!(guard.check([ip(address)]).is_ok(), expected, "{address}");
     }
-    assert!(Guard::Off.permits(IpAddr::V4(Ipv4Addr::LOCALHOST)));
 }
 
 #[test]
 fn one_forbidden_address_among_good_ones_spoils_the_name() {
-    let good = SocketAddr::from(([8, 8, 8, 8], 0));
-    let bad = SocketAddr::from(([10, 0, 0, 1], 0));
-    assert!(Guard::PUBLIC_ONLY.check_all(&[good], &Ourselves::default()).is_ok());
-    assert!(Guard::PUBLIC_ONLY.check_all(&[good, bad], &Ourselves::default()).is_err());
+    assert!(Guard::default().check([ip("8.8.8.8")]).is_ok());
+    let forbidden = Guard::default().check([ip("8.8.8.8"), ip("10.0.0.1"), ip("::ffff:10.0.0.2")]).expect_err("two");
+    assert_eq!(forbidden, Forbidden::NotPublic(vec![ip("10.0.0.1"), ip("10.0.0.2")]));
+    assert!(forbidden.to_string().contains("allow = [\"10.0.0.1\", \"10.0.0.2\"]"), "{forbidden}");
+}
+
+#[test]
+fn localhost_is_known_before_it_is_looked_up() {
+    for host in ["localhost", "LOCALHOST.", "a.b.localhost"] {
+        let url = Url::parse(&format!("http://{host}/")).expect(host);
+        assert!(Guard::default().check_host(&url).is_err(), "{host}");
+        assert!(allowing(&["127.0.0.1/32", "::1/128"]).check_host(&url).is_ok(), "{host}");
+    }
+    for host in ["localhost.example", "notlocalhost"] {
+        let url = Url::parse(&format!("http://{host}/")).expect(host);
+        assert!(Guard::default().check_host(&url).is_ok(), "{host} is anybody's");
+    }
 }
 
 fn resolver(guard: Guard) -> GuardedResolver {
-    GuardedResolver { guard, ourselves: Ourselves::default(), lookup: Arc::new(SystemLookup) }
+    GuardedResolver { guard, lookup: Arc::new(SystemLookup) }
 }
 
 #[tokio::test]
 async fn names_are_checked_when_they_are_resolved() {
     for name in ["localhost", "localhost."] {
-        let url = Url::parse(&format!("http://{name}/")).expect("a URL");
-        assert!(matches!(url.host(), Some(Host::Domain(_))));
-        let resolved = resolver(Guard::PUBLIC_ONLY).resolve(name.parse().expect("a name")).await;
-        assert!(resolved.is_err(), "{name}");
+        assert!(resolver(Guard::default()).resolve(name.parse().expect("a name")).await.is_err(), "{name}");
     }
-    let allow = ["127.0.0.0/8", "::1/128"].map(|net| net.parse().expect("a network")).to_vec();
-    assert!(resolver(Guard::PublicOnly { allow }).resolve("localhost".parse().expect("a name")).await.is_ok());
+    let allowed = resolver(allowing(&["127.0.0.0/8", "::1/128"]));
+    assert!(allowed.resolve("localhost".parse().expect("a name")).await.is_ok());
+}
+
+/// Every name is this machine's.
+struct Here;
+
+impl Lookup for Here {
+    fn look_up(&self, _name: &str) -> Looking {
+        Box::pin(async { Ok(vec![SocketAddr::from(([127, 0, 0, 1], 0))]) })
+    }
+}
+
+#[tokio::test]
+async fn a_name_that_leads_to_ourselves_is_refused_when_it_is_resolved() {
+    let url = Url::parse("http://customer.example:8600/").expect("a URL");
+    let refused = async |listening: &str| {
+        let ourselves = Ourselves::behind(&url, &[listening.parse().expect(listening)]);
+        let guard = Guard::new(&["127.0.0.0/8".parse().expect("a network")], ourselves);
+        assert!(guard.check_host(&url).is_ok(), "nobody knows yet");
+        let resolver = GuardedResolver { guard, lookup: Arc::new(Here) };
+        resolver.resolve("customer.example".parse().expect("a name")).await.err()
+    };
+    for listening in ["127.0.0.1:8600", "0.0.0.0:8600", "[::]:8600"] {
+        let told = refused(listening).await.expect(listening).to_string();
+        assert!(told.contains("we listen ourselves"), "{told}");
+    }
+    assert!(refused("127.0.0.1:8601").await.is_none(), "another port is somebody else");
 }
 
 #[test]
 fn our_own_addresses_are_refused_whatever_is_allowed() {
-    let allow = ["0.0.0.0/0", "::/0"].map(|net| net.parse().expect("a network")).to_vec();
-    let everything = Guard::PublicOnly { allow };
-    let told = |guard: &Guard, url: &str, listening: &str| {
+    let everything = ["0.0.0.0/0", "::/0"].map(|net| net.parse().expect("a network"));
+    let told = |url: &str, listening: &str| {
         let url = Url::parse(url).expect(url);
-        guard.check_literal(&url, &Ourselves::behind(&url, &[listening.parse().expect(listening)])).err()
+        let ourselves = Ourselves::behind(&url, &[listening.parse().expect(listening)]);
+        Guard::new(&everything, ourselves).check_host(&url).err()
     };
     for (url, listening) in [
         ("http://127.0.0.1:8600/in/x", "127.0.0.1:8600"),
@@ -165,7 +209,7 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
         ("http://8.8.8.8/", "8.8.8.8:80"),
         ("https://8.8.8.8/", "8.8.8.8:443"),
     ] {
-        let told = told(&everything, url, listening).unwrap_or_else(|| panic!("{url} leads to {listening}"));
+        let told = told(url, listening).unwrap_or_else(|| panic!("{url} leads to {listening}"));
         assert!(told.contains("we listen ourselves"), "{told}");
     }
     for (url, listening) in [
@@ -178,8 +222,6 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
         ("http://[::1]:8600/", "0.0.0.0:8600"),
         ("https://8.8.8.8/", "8.8.8.8:80"),
     ] {
-        assert_eq!(told(&everything, url, listening), None, "{url} is not {listening}");
+        assert_eq!(told(url, listening), None, "{url} is not {listening}");
     }
-    // Whoever writes the configuration may point wherever he likes.
-    assert_eq!(told(&Guard::Off, "http://127.0.0.1:8600/", "127.0.0.1:8600"), None);
 }

@@ -16,7 +16,7 @@ use axum::extract::Request;
 use bytes::Bytes;
 use jiff::{SignedDuration, Timestamp};
 use postbox_core::{Clock, Delivery, NewEvent};
-use postbox_http::{Guard, HttpSink, HttpSinkConfig};
+use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_webhook::standard::SigningKey;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
@@ -76,13 +76,8 @@ impl Clock for WallClock {
     }
 }
 
-/// A guarded sink, as for a URL that a customer chose; this machine is on its list.
-fn guarded(url: impl Into<String>, keys: &[&str], off_s: i64) -> HttpSink {
-    let config = HttpSinkConfig {
-        keys: keys.iter().map(|key| key.parse_key()).collect(),
-        guard: Guard::PublicOnly { allow: vec!["127.0.0.1/32".parse().unwrap()] },
-        ..config(url)
-    };
+fn signing(url: impl Into<String>, keys: &[&str], off_s: i64) -> HttpSink {
+    let config = HttpSinkConfig { keys: keys.iter().map(|key| key.parse_key()).collect(), ..config(url) };
     HttpSink::new(config, Arc::new(WallClock { off_s })).unwrap()
 }
 
@@ -131,7 +126,7 @@ async fn verifies(sample: &mut Sample, key: &str) {
 
     let payloads: [&'static [u8]; 4] =
         ["{\"name\": \"Zoë\",\n\"n\": 1e400}".as_bytes(), b"", b"\x00\xff\r\n.", &[b'x'; 1 << 20]];
-    let sink = guarded(&url, &[key], 0);
+    let sink = signing(&url, &[key], 0);
     for (number, payload) in (1..).zip(payloads) {
         assert_eq!(outcome(&sink, &delivery(number, event(payload))).await, took(), "{} bytes", payload.len());
         let id = event_id(number);
@@ -144,17 +139,17 @@ async fn verifies(sample: &mut Sample, key: &str) {
 
     // While a key rotates, both sign.
     for keys in [[OTHER, key], [key, OTHER]] {
-        assert_eq!(outcome(&guarded(&url, &keys, 0), &delivery(9, event("{}"))).await, took());
+        assert_eq!(outcome(&signing(&url, &keys, 0), &delivery(9, event("{}"))).await, took());
         sample.heard().await;
     }
-    assert_eq!(outcome(&guarded(&url, &[OTHER], 0), &delivery(9, event("{}"))).await, refused(), "another key");
-    assert_eq!(outcome(&guarded(&url, &[], 0), &delivery(9, event("{}"))).await, refused(), "not signed");
+    assert_eq!(outcome(&signing(&url, &[OTHER], 0), &delivery(9, event("{}"))).await, refused(), "another key");
+    assert_eq!(outcome(&signing(&url, &[], 0), &delivery(9, event("{}"))).await, refused(), "not signed");
     for off_s in [-200, 200] {
-        assert_eq!(outcome(&guarded(&url, &[key], off_s), &delivery(9, event("{}"))).await, took(), "{off_s} s off");
+        assert_eq!(outcome(&signing(&url, &[key], off_s), &delivery(9, event("{}"))).await, took(), "{off_s} s off");
         sample.heard().await;
     }
     for off_s in [-400, 400] {
-        assert_eq!(outcome(&guarded(&url, &[key], off_s), &delivery(9, event("{}"))).await, refused(), "{off_s} s off");
+        assert_eq!(outcome(&signing(&url, &[key], off_s), &delivery(9, event("{}"))).await, refused(), "{off_s} s off");
     }
 
     let harmless: [Tamper; 2] =
@@ -176,7 +171,7 @@ async fn verifies(sample: &mut Sample, key: &str) {
             parts.headers.insert("webhook-signature", prefix.parse().unwrap());
         },
     ];
-    let sink = guarded(between(sample, harmless.into_iter().chain(tamperings)).await, &[key], 0);
+    let sink = signing(between(sample, harmless.into_iter().chain(tamperings)).await, &[key], 0);
     for number in 0..harmless.len() {
         assert_eq!(outcome(&sink, &delivery(9, event("{\"n\":1}"))).await, took(), "harmless change {number}");
         sample.heard().await;
@@ -185,7 +180,7 @@ async fn verifies(sample: &mut Sample, key: &str) {
         assert_eq!(outcome(&sink, &delivery(9, event("{\"n\":1}"))).await, refused(), "tampering {number}");
     }
     // Nothing that was refused was called genuine: the next line is of the next genuine one.
-    assert_eq!(outcome(&guarded(&url, &[key], 0), &delivery(77, event("{}"))).await, took());
+    assert_eq!(outcome(&signing(&url, &[key], 0), &delivery(77, event("{}"))).await, took());
     assert_eq!(sample.heard().await, format!("genuine {} order.placed 2 bytes", event_id(77)));
 }
 

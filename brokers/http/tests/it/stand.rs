@@ -18,7 +18,7 @@ use postbox_core::{
     Clock, Delivery, Error, ErrorKind, EventId, Inbound, LogName, NewEvent, Outcome, Receive, Received, Result, Seq,
     Sink,
 };
-use postbox_http::{HttpSink, HttpSinkConfig};
+use postbox_http::{HttpSink, HttpSinkConfig, IpNet};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
@@ -61,8 +61,19 @@ pub(crate) fn plain(number: u64) -> Delivery {
     delivery(number, NewEvent::json("order.paid", r#"{"id":1}"#))
 }
 
+/// Targets of these tests are not public.
+pub(crate) fn this_machine() -> Vec<IpNet> {
+    ["127.0.0.0/8", "::1/128"].map(|net| net.parse().unwrap()).to_vec()
+}
+
 pub(crate) fn config(url: impl Into<String>) -> HttpSinkConfig {
-    HttpSinkConfig { keys: vec![SECRET.parse_key()], timeout: HOUR, connect_timeout: HOUR, ..HttpSinkConfig::new(url) }
+    HttpSinkConfig {
+        keys: vec![SECRET.parse_key()],
+        timeout: HOUR,
+        connect_timeout: HOUR,
+        allow: this_machine(),
+        ..HttpSinkConfig::new(url)
+    }
 }
 
 pub(crate) trait ParseKey {

@@ -38,7 +38,10 @@ impl Target {
     }
 
     fn config(&self) -> String {
-        format!("[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://{}/\" }}\n", self.address)
+        format!(
+            "[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://{}/\", allow = [\"127.0.0.1\"] }}\n",
+            self.address
+        )
     }
 }
 
@@ -172,8 +175,12 @@ async fn dispatch_says_how_it_ended(kind: Kind) -> Result<()> {
 async fn a_limit_is_kept_though_the_target_is_slow(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
     let slow = Endpoint::start(|_| (200, Duration::from_millis(400)))?;
-    let subscription =
-        |name: &str| format!("[subscriptions.{name}]\nsink = {{ type = \"http\", url = \"{}\" }}\n", slow.url());
+    let subscription = |name: &str| {
+        format!(
+            "[subscriptions.{name}]\nsink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n",
+            slow.url()
+        )
+    };
     room.config(&(subscription("a") + &subscription("b")))?;
     for n in 0..3 {
         room.sql(&format!("INSERT INTO OUTBOX (topic, key, payload) VALUES ('t', 'k', '{{\"n\":{n}}}');")).await?;
@@ -193,7 +200,7 @@ async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -
     // It cannot come to its end before it is paused, however long that takes.
     slow.answer_only(5);
     room.config(&format!(
-        "[subscriptions.out]\nlease = \"6s\"\nconcurrency = 1\nordering = \"none\"\nbatch = 1\nsink = {{ type = \"http\", url = \"{}\" }}\n",
+        "[subscriptions.out]\nlease = \"6s\"\nconcurrency = 1\nordering = \"none\"\nbatch = 1\nsink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n",
         slow.url()
     ))?;
     for _ in 0..100 {
@@ -216,22 +223,31 @@ async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -
     Ok(())
 }
 
-/// A customer's URL whose name leads to where we listen: nothing is called, whatever network is allowed.
-async fn a_guarded_sink_does_not_call_ourselves(kind: Kind) -> Result<()> {
+/// A URL of our own network is called only if that is allowed, and our own address never: told before anything is sent, with the cure.
+async fn a_private_target_must_be_allowed(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
     let target = Endpoint::start(|_| (200, Duration::ZERO))?;
-    let url = target.url().replace("127.0.0.1", "localhost");
-    let port: u16 = url.trim_end_matches('/').rsplit(':').next().context("no port")?.parse()?;
-    let config = |listen: u16| {
+    let port: u16 = target.url().trim_end_matches('/').rsplit(':').next().context("no port")?.parse()?;
+    let config = |host: &str, allow: &str, listen: u16| {
         format!(
-            "[subscriptions.out]\nsink = {{ type = \"http\", url = \"{url}\", public_only = true, allow = [\"127.0.0.0/8\", \"::1\"] }}\n[server]\nlisten = \"127.0.0.1:{listen}\"\n"
+            "[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://{host}:{port}/\", allow = [{allow}] }}\n[server]\nlisten = \"127.0.0.1:{listen}\"\n"
         )
     };
     room.insert_three().await?;
-    room.config(&config(port))?;
-    ensure!(room.ok(&["dispatch"])?.contains(" dispatched=0 "));
+    let elsewhere = port.wrapping_add(1).max(1);
+    for (host, allow, listen, cure) in [
+        ("127.0.0.1", "", elsewhere, "allow = [\"127.0.0.1\"]"),
+        ("localhost", "", elsewhere, "allow = [\"127.0.0.1\", \"::1\"]"),
+        ("127.0.0.1", "\"127.0.0.0/8\"", port, "where we listen ourselves"),
+    ] {
+        room.config(&config(host, allow, listen))?;
+        for command in ["check-config", "dispatch"] {
+            let told = room.refuses(2, &[command])?;
+            ensure!(told.contains(cure), "{command}: {told}");
+        }
+    }
     ensure!(target.count() == 0, "it was called");
-    room.config(&config(port.wrapping_add(1).max(1)))?;
+    room.config(&config("localhost", "\"127.0.0.1\", \"::1\"", elsewhere))?;
     ensure!(room.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
     Ok(())
 }
@@ -345,7 +361,7 @@ on_both!(
     a_limited_retry_takes_the_oldest_over_all_subscriptions,
     dispatch_says_how_it_ended,
     a_limit_is_kept_though_the_target_is_slow,
-    a_guarded_sink_does_not_call_ourselves,
+    a_private_target_must_be_allowed,
     a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts,
     a_paused_subscription_delivers_nothing_until_resumed,
     the_doctor_names_the_cause,

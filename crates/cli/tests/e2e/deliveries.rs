@@ -144,7 +144,10 @@ async fn every_message_has_one_effect_through_repetitions_and_kills(kind: Kind) 
     let (url, effects, mut done) = application().await?;
     // A lease of a second: what a killed one held is soon taken over.
     let apply = "[subscriptions.apply]\nlog = \"inbox\"\nlease = \"1s\"\nconcurrency = 32";
-    room.config(&format!("{apply}\nsink = {{ type = \"http\", url = \"{url}\" }}\n{}", partner()))?;
+    room.config(&format!(
+        "{apply}\nsink = {{ type = \"http\", url = \"{url}\", allow = [\"127.0.0.1\"] }}\n{}",
+        partner()
+    ))?;
 
     let mut served: Served = room.serve().await?;
     let (tell, address) = watch::channel(served.address.clone());

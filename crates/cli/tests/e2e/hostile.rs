@@ -118,7 +118,7 @@ async fn the_hostile_list_arrives_identical_or_is_refused_by_name(kind: Kind) ->
     ))?;
     let inbox = receiver.serve().await?;
     sender.config(&format!(
-        "[subscriptions.out]\ntimeout = \"10m\"\nsink = {{ type = \"http\", url = \"http://{}/in/peer\", secret = \"{SECRET}\" }}\n\
+        "[subscriptions.out]\ntimeout = \"10m\"\nsink = {{ type = \"http\", url = \"http://{}/in/peer\", allow = [\"127.0.0.1\"], secret = \"{SECRET}\" }}\n\
          [server]\nlisten = \"127.0.0.1:0\"\n",
         inbox.address
     ))?;

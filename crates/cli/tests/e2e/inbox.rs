@@ -60,7 +60,10 @@ async fn dead_messages_are_revived_oldest_first(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
     let refusing = Endpoint::start(|_| (422, Duration::ZERO))?;
     let config = |url: String| {
-        format!("[subscriptions.apply]\nlog = \"inbox\"\nsink = {{ type = \"http\", url = \"{url}\" }}\n{}", partner())
+        format!(
+            "[subscriptions.apply]\nlog = \"inbox\"\nsink = {{ type = \"http\", url = \"{url}\", allow = [\"127.0.0.1\"] }}\n{}",
+            partner()
+        )
     };
     // Stored first, so that the order in which they came is known.
     room.config(&partner())?;
@@ -204,7 +207,7 @@ async fn metrics(address: &str) -> Result<String> {
 async fn a_replay_storm_is_counted_by_layer_and_told_once(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
     let applied_before = Endpoint::start(|_| (409, Duration::ZERO))?;
-    let sink = format!("sink = {{ type = \"http\", url = \"{}\" }}", applied_before.url());
+    let sink = format!("sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}", applied_before.url());
     room.config(&format!("[subscriptions.apply]\nlog = \"inbox\"\n{sink}\n{}", partner()))?;
     let served = room.serve().await?;
     let mut sender = Sender::connect(&served.address).await?;

@@ -73,7 +73,7 @@ async fn a_relay_that_leaves_is_succeeded(kind: Kind, leaves: Leaves, lanes: usi
     let endpoint = Endpoint::start(takes_all)?;
     room.config(&format!(
         "[subscriptions.out]\nlanes = {lanes}\nlease = \"3s\"\nbatch = {BATCH}\nconcurrency = 2\n\
-         sink = {{ type = \"http\", url = \"{}\", headers = {{ x-relay = \"env:RELAY\" }} }}\n\
+         sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"], headers = {{ x-relay = \"env:RELAY\" }} }}\n\
          [server]\nlisten = \"127.0.0.1:0\"\n",
         endpoint.url()
     ))?;
@@ -158,7 +158,7 @@ async fn the_database_returns(stop: fn(&mut PrivatePostgres), lease: &str) -> Re
     let endpoint = Endpoint::start(takes_all)?;
     room.config(&format!(
         "[subscriptions.out]\nlease = \"{lease}\"\nbatch = 20\nconcurrency = 4\n\
-         sink = {{ type = \"http\", url = \"{}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
+         sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
         endpoint.url()
     ))?;
     endpoint.answer_only(UNDER_WAY);
@@ -204,7 +204,7 @@ async fn a_dead_destination_counts_no_attempt_and_drains_when_it_returns(kind: K
     // One attempt: an event that were blamed for its destination would be dead.
     room.config(&format!(
         "[subscriptions.out]\nretry = {{ max_attempts = 1 }}\nbreaker = {{ base = \"20ms\", max = \"100ms\" }}\n\
-         sink = {{ type = \"http\", url = \"{}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
+         sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
         shut.url()
     ))?;
     fill(&room, KEYS, EVENTS).await?;
@@ -251,7 +251,7 @@ async fn time_of_the_others(kind: Kind, answer: crate::endpoint::Answer) -> Resu
     // It goes again soon and for ever: all the time while the others go out, it is there.
     room.config(&format!(
         "[subscriptions.out]\nbatch = 100\nconcurrency = 8\nretry = {{ max_attempts = 10000, base = \"10ms\", max = \"10ms\" }}\n\
-         sink = {{ type = \"http\", url = \"{}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
+         sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
         endpoint.url()
     ))?;
     fill(&room, KEYS, EVENTS).await?;

@@ -42,7 +42,7 @@ async fn a_database_filled_from_psql_only_is_relayed() -> Result<()> {
     let room = Room::empty(Kind::Postgres).await?;
     let endpoint = Endpoint::start(refuses_the_bad_key_until_mended)?;
     room.config(&format!(
-        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"{}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
+        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
         endpoint.url()
     ))?;
     ensure!(room.ok(&["migrate", "up"])?.contains("the schema is ready"));

@@ -58,7 +58,7 @@ async fn sigterm_under_load_repeats_nothing(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
     let target = Target::start().await?;
     room.config(&format!(
-        "[subscriptions.out]\nbatch = 50\nsink = {{ type = \"http\", url = \"http://{}/\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
+        "[subscriptions.out]\nbatch = 50\nsink = {{ type = \"http\", url = \"http://{}/\", allow = [\"127.0.0.1\"] }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
         target.address
     ))?;
     let rows: Vec<String> = (0..events).map(|n| format!("('order.placed', '{}', '{{\"n\":{n}}}')", n % 40)).collect();
@@ -128,7 +128,7 @@ async fn logs_are_json_lines_with_levels_and_no_secret() -> Result<()> {
     let room = Room::migrated(Kind::Sqlite).await?;
     let secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
     room.config(&format!(
-        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://127.0.0.1:1/\", secret = \"{secret}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n"
+        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"http://127.0.0.1:1/\", allow = [\"127.0.0.1\"], secret = \"{secret}\" }}\n[server]\nlisten = \"127.0.0.1:0\"\n"
     ))?;
     room.insert_three().await?;
     let log = room.serve().await?.terminate().await?;

@@ -42,7 +42,7 @@ impl Relays {
             lease = "2s"
             concurrency = 32
             retry = {{ max_attempts = 50, base = "20ms", max = "200ms" }}
-            sink = {{ type = "http", url = "{endpoint}", secret = "whsec_c3Rvcm0tc3Rvcm0tc3Rvcm0tc3Rvcm0tc3Rvcm0=" }}
+            sink = {{ type = "http", url = "{endpoint}", allow = ["127.0.0.1"], secret = "whsec_c3Rvcm0tc3Rvcm0tc3Rvcm0tc3Rvcm0tc3Rvcm0=" }}
             [server]
             listen = "127.0.0.1:0"
             "#

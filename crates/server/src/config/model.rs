@@ -9,7 +9,7 @@ use postbox_core::{LogName, SourceName, Subscription};
 use postbox_engine::RelaySettings;
 use postbox_http::ingress::{Origin, SourceLimits};
 use postbox_http::serve::ServeLimits;
-use postbox_http::{ClientCert, Guard};
+use postbox_http::{ClientCert, IpNet};
 use postbox_webhook::sns::TopicArn;
 use postbox_webhook::{Scheme, Settings};
 
@@ -120,8 +120,8 @@ pub struct HttpConfig {
     pub secrets: Vec<LiveSecret>,
     /// Fixed headers on every request.
     pub headers: Vec<(String, Secret)>,
-    /// Which addresses may be called: all, or (for URLs that somebody else chose) public ones and those of some networks.
-    pub guard: Guard,
+    /// Networks that may be called although they are not public.
+    pub allow: Vec<IpNet>,
     /// Certificates (PEM) to trust beside the system's.
     pub ca_file: Option<PathBuf>,
     /// What to show a target that asks for a client certificate.

@@ -419,7 +419,7 @@ fn sinks_and_sources_are_bounded_as_the_file_says() {
         r#"
 [subscriptions.a]
 rate = "50/s"
-sink = { type = "http", url = "https://h/", public_only = true, allow = ["10.20.0.0/16", "fd00::1"], client_cert = "a.pem", client_key = "a.key" }
+sink = { type = "http", url = "https://h/", allow = ["10.20.0.0/16", "fd00::1"], client_cert = "a.pem", client_key = "a.key" }
 [sources.a]
 type = "webhook"
 scheme = "github"
@@ -438,7 +438,7 @@ header_timeout = "2s"
     assert_eq!(config.subscriptions[0].settings.rate, "50/s".parse().ok());
     let SinkConfig::Http(http) = &config.subscriptions[0].sink else { panic!("not http") };
     let allow = ["10.20.0.0/16", "fd00::1/128"].map(|net| net.parse().expect("a network")).to_vec();
-    assert_eq!(http.guard, postbox_http::Guard::PublicOnly { allow });
+    assert_eq!(http.allow, allow);
     assert_eq!(http.client_cert.as_ref().map(|cert| cert.key_file.as_path()), Some(Path::new("a.key")));
     let source = &config.sources[0];
     assert_eq!((source.limits.body_bytes, source.limits.concurrency), (2 << 20, 7));
@@ -451,25 +451,30 @@ header_timeout = "2s"
 fn bounds_that_are_none_are_refused_with_a_cure() {
     let sink =
         |keys: &str| fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"https://h/\", {keys} }}"));
-    assert!(sink("allow = [\"10.0.0.0/8\"]").contains("add public_only = true"));
-    assert!(
-        sink("public_only = true, allow = [\"10.0.0.0/33\"]").contains("is no network; write e.g. \"10.20.0.0/16\"")
-    );
-    assert!(sink("public_only = true, allow = [\"internal\"]").contains("is no network"));
-    let guarded = |url: &str| {
-        fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\", public_only = true }}"))
-    };
-    for url in ["http://127.0.0.1/", "http://0x7f.1/", "https://[::ffff:10.0.0.1]/", "http://169.254.169.254/latest"] {
-        assert!(guarded(url).contains("is not public; allow its network"), "{url}");
+    assert!(sink("allow = [\"10.0.0.0/33\"]").contains("is no network; write e.g. \"10.20.0.0/16\""));
+    assert!(sink("allow = [\"internal\"]").contains("is no network"));
+    assert!(sink("public_only = true").contains("public_only"));
+    let guarded = |url: &str| fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\" }}"));
+    for url in [
+        "http://127.0.0.1/",
+        "http://0x7f.1/",
+        "https://[::ffff:10.0.0.1]/",
+        "http://169.254.169.254/latest",
+        "http://localhost:1/",
+    ] {
+        let told = guarded(url);
+        assert!(told.contains("is not public; if it is meant, allow it: allow = [\""), "{told}");
     }
     let own = |listen: &str, url: &str| {
         format!(
-            "[server]\nlisten = \"{listen}\"\n[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\", public_only = true, allow = [\"127.0.0.0/8\"] }}\n"
+            "[server]\nlisten = \"{listen}\"\n[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\", allow = [\"127.0.0.0/8\", \"::1\"] }}\n"
         )
     };
     for listen in ["127.0.0.1:8600", "0.0.0.0:8600", "[::]:8600"] {
-        let told = fault(&own(listen, "http://127.0.0.1:8600/in/a"));
-        assert!(told.starts_with("postbox.toml:3: ") && told.contains("where we listen ourselves"), "{told}");
+        for url in ["http://127.0.0.1:8600/in/a", "http://localhost:8600/in/a"] {
+            let told = fault(&own(listen, url));
+            assert!(told.starts_with("postbox.toml:3: ") && told.contains("where we listen ourselves"), "{told}");
+        }
         parse(&own(listen, "http://127.0.0.1:8601/in/a")).expect("another port is somebody else");
     }
     assert!(sink("client_cert = \"a.pem\"").contains("no client_key"));

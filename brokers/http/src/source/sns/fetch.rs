@@ -8,7 +8,7 @@ use futures::future::BoxFuture;
 use postbox_core::{Error, ErrorKind, Result};
 use reqwest::{Client, redirect, retry};
 
-use crate::guard::{Guard, GuardedResolver, Ourselves, SystemLookup};
+use crate::guard::{Guard, GuardedResolver, SystemLookup};
 use crate::tls;
 
 /// Longest time for one request.
@@ -47,11 +47,7 @@ impl AwsClient {
             .retry(retry::never())
             .timeout(TIMEOUT)
             .pool_max_idle_per_host(1)
-            .dns_resolver(GuardedResolver {
-                guard: Guard::PUBLIC_ONLY,
-                ourselves: Ourselves::default(),
-                lookup: Arc::new(SystemLookup),
-            })
+            .dns_resolver(GuardedResolver { guard: Guard::default(), lookup: Arc::new(SystemLookup) })
             .user_agent(concat!("postbox/", env!("CARGO_PKG_VERSION")));
         let client = client.build().map_err(|error| {
             Error::new(ErrorKind::Internal, "configure", "http_client_failed", "the HTTP client could not be built")

@@ -195,6 +195,7 @@ async fn make_relay(
     let config = HttpSinkConfig {
         keys: vec![SignKey::parse(secret)?],
         timeout: Duration::from_secs(3),
+        allow: vec![target.ip().into()],
         ..HttpSinkConfig::new(format!("http://{target}/in/shop"))
     };
     let settings = RelaySettings {

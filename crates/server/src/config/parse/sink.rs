@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use postbox_http::{ClientCert, Guard, HttpSinkConfig, IpNet};
+use postbox_http::{ClientCert, HttpSinkConfig, IpNet};
 
 use super::super::faults::suggestion;
 use super::super::model::{HttpConfig, SinkConfig};
@@ -65,7 +65,7 @@ fn read_http_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
     if known && let Err(text) = crate::wiring::check_sign_keys(&secrets) {
         section.fault(if section.has("secrets") { "secrets" } else { "secret" }, format!("{}: {text}", section.path));
     }
-    let guard = read_guard(section);
+    let allow = read_allow(section);
     let ca_file = section.string("ca_file").map(|at| at.value.into());
     let client_cert = read_client_cert(section);
     let source = section.string("source").map(|at| at.value);
@@ -86,15 +86,14 @@ fn read_http_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
         section.fault("url", format!("{} needs a url, e.g. url = \"https://example.org/hook\"", section.path));
     }
     let url = section.parsed("url", |text| {
-        let probe = HttpSinkConfig { guard: guard.clone(), ..HttpSinkConfig::new(text) };
+        let probe = HttpSinkConfig { allow: allow.clone(), ..HttpSinkConfig::new(text) };
         probe.faults().into_iter().next().map_or_else(|| Ok(text.to_owned()), Err)
     })?;
-    Some(SinkConfig::Http(HttpConfig { url, secrets, headers, guard, ca_file, client_cert, source }))
+    Some(SinkConfig::Http(HttpConfig { url, secrets, headers, allow, ca_file, client_cert, source }))
 }
 
-/// `public_only` and `allow`.
-fn read_guard(section: &Section<'_, '_>) -> Guard {
-    let public_only = section.boolean("public_only").unwrap_or(false);
+/// `allow`: networks, or single addresses.
+fn read_allow(section: &Section<'_, '_>) -> Vec<IpNet> {
     let mut allow = Vec::new();
     for at in section.strings("allow").unwrap_or_default() {
         let net = at.value.parse::<IpNet>().or_else(|_| at.value.parse::<IpAddr>().map(IpNet::from));
@@ -107,18 +106,7 @@ fn read_guard(section: &Section<'_, '_>) -> Guard {
             }
         }
     }
-    match public_only {
-        true => Guard::PublicOnly { allow },
-        false if allow.is_empty() => Guard::Off,
-        false => {
-            let path = &section.path;
-            section.fault(
-                "allow",
-                format!("{path}.allow does nothing by itself: every address may be called; add public_only = true"),
-            );
-            Guard::Off
-        }
-    }
+    allow
 }
 
 /// `client_cert` and `client_key`: both or none.
