@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use http::StatusCode;
@@ -41,7 +41,9 @@ pub(crate) fn classify_status(status: StatusCode, after: Option<Duration>, text:
         }
         409 => Outcome::Delivered { duplicate: true },
         410 => Outcome::Gone { code: code(), error: text },
-        429 | 502..=504 => return Finding::Unclear { code: code(), error: text, after },
+        // About our pace, not about this event; without a named wait the breaker finds its own.
+        429 => Outcome::Unavailable { code: code(), error: text, after: Some(after.unwrap_or_default()) },
+        502..=504 => return Finding::Unclear { code: code(), error: text, after },
         408 | 425 | 500..=599 => Outcome::Retry { code: code(), error: text, after },
         _ => Outcome::Dead { code: code(), error: text },
     })
@@ -59,12 +61,15 @@ pub(crate) fn classify_failure(error: &reqwest::Error) -> Finding {
     if error.is_dns() {
         return Finding::Clear(Outcome::unavailable("dns_failed", text));
     }
+    // Also after the connection stands: with TLS 1.3 the target judges our certificate when we hold the handshake for done.
+    if let Some(tls) = cause::<rustls::Error>(error) {
+        return Finding::Clear(tls_failure(tls, text));
+    }
     if error.is_connect() {
         let refused = cause::<io::Error>(error).is_some_and(|io| io.kind() == io::ErrorKind::ConnectionRefused);
         let code = match () {
             () if error.is_timeout() => "connect_timeout",
             () if refused => "connect_refused",
-            () if is_tls(error) => "tls_failed",
             () => "connect_failed",
         };
         return Finding::Clear(Outcome::unavailable(code, text));
@@ -73,33 +78,56 @@ pub(crate) fn classify_failure(error: &reqwest::Error) -> Finding {
     Finding::Unclear { code: code.into(), error: text, after: None }
 }
 
-/// Decides the unclear cases by the company they are in.
+/// Decides the unclear cases by what the target did since the last of them.
 ///
-/// A gateway's 502, 503 or 504, a 429, a time-out and a lost connection say either that *this* event cannot be dealt with or that
-/// the *target* is down. If two different events in a row meet such an end, with no other answer between them, it is the target:
-/// [`Outcome::Unavailable`], and nobody's attempt is counted. Otherwise it is the event: [`Outcome::Retry`]. So a poison event
-/// that makes its handler answer 503 dies by itself without stopping the rest, and a dead target costs at most one attempt of one event.
+/// A gateway's 502, 503 or 504, a time-out and a lost connection say either that *this* event cannot be dealt with or that the
+/// *target* is down. It is the event, [`Outcome::Retry`], if since the last such end the target has accepted another one; without
+/// that evidence it is the target, [`Outcome::Unavailable`], and nobody's attempt is counted. So a poison event that makes its handler
+/// answer 503 dies by itself without stopping the rest; a target that goes down costs one attempt of one event, and nothing more
+/// for as long as it is down, however few events wait for it.
 #[derive(Debug, Default)]
-pub(crate) struct Blame {
-    /// The event that met an unclear end last, if nothing else came after it.
-    last: Mutex<Option<EventId>>,
+pub(crate) struct Blame(Mutex<Evidence>);
+
+#[derive(Debug, Default)]
+struct Evidence {
+    /// How many unclear ends there were.
+    ends: u64,
+    /// An event that was sent after the last of them, and accepted.
+    accepted: Option<EventId>,
 }
 
+/// A request on its way: how many unclear ends there were when it left. What left before the target went down is no evidence that it is up.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sent(u64);
+
 impl Blame {
-    pub(crate) fn judge(&self, event: EventId, finding: Finding) -> Outcome {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+    /// A request leaves.
+    pub(crate) fn sent(&self) -> Sent {
+        Sent(self.evidence().ends)
+    }
+
+    /// What its end says.
+    pub(crate) fn judge(&self, event: EventId, sent: Sent, finding: Finding) -> Outcome {
+        let mut evidence = self.evidence();
         match finding {
-            // The target was not reached at all: that says nothing of any event.
-            Finding::Clear(outcome @ Outcome::Unavailable { .. }) => outcome,
             Finding::Clear(outcome) => {
-                *last = None;
+                if outcome.is_delivered() && sent.0 == evidence.ends {
+                    evidence.accepted = Some(event);
+                }
                 outcome
             }
-            Finding::Unclear { code, error, after } => match last.replace(event) {
-                Some(other) if other != event => Outcome::Unavailable { code, error, after },
-                _ => Outcome::Retry { code, error, after },
-            },
+            Finding::Unclear { code, error, after } => {
+                evidence.ends += 1;
+                match evidence.accepted.take() {
+                    Some(other) if other != event => Outcome::Retry { code, error, after },
+                    _ => Outcome::Unavailable { code, error, after },
+                }
+            }
         }
+    }
+
+    fn evidence(&self) -> MutexGuard<'_, Evidence> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -128,8 +156,27 @@ fn cause<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error +
     std::iter::successors(Some(error), next).find_map(|error| error.downcast_ref::<E>())
 }
 
-fn is_tls(error: &reqwest::Error) -> bool {
-    cause::<rustls::Error>(error).is_some()
+/// TLS that failed says nothing of the event. What the target wants of us is named.
+fn tls_failure(error: &rustls::Error, text: String) -> Outcome {
+    use rustls::AlertDescription as Alert;
+    match error {
+        rustls::Error::AlertReceived(Alert::CertificateRequired) => {
+            let text = format!("the target demands a client certificate; set client_cert and client_key ({text})");
+            Outcome::unavailable("client_cert_required", text)
+        }
+        rustls::Error::AlertReceived(
+            Alert::BadCertificate
+            | Alert::UnsupportedCertificate
+            | Alert::CertificateRevoked
+            | Alert::CertificateExpired
+            | Alert::CertificateUnknown
+            | Alert::UnknownCA
+            | Alert::AccessDenied
+            // The signature that goes with it.
+            | Alert::DecryptError,
+        ) => Outcome::unavailable("client_cert_refused", format!("the target refuses our certificate ({text})")),
+        _ => Outcome::unavailable("tls_failed", text),
+    }
 }
 
 /// The causes in one line, without the URL (its query may hold a token).
@@ -173,7 +220,8 @@ mod tests {
                 200..=299 => "delivered",
                 409 => "duplicate",
                 410 => "gone",
-                429 | 502 | 503 | 504 => "unclear",
+                429 => "unavailable",
+                502 | 503 | 504 => "unclear",
                 408 | 425 | 500..=599 => "retry",
                 _ => "dead",
             };
@@ -182,21 +230,56 @@ mod tests {
         }
     }
 
+    fn fails() -> Finding {
+        classify_status(StatusCode::SERVICE_UNAVAILABLE, None, String::new())
+    }
+
     #[test]
-    fn one_event_is_blamed_alone_and_the_target_for_two() {
+    fn an_event_is_blamed_when_others_get_through_and_the_target_when_none_does() {
         let blame = Blame::default();
-        let fails = || classify_status(StatusCode::SERVICE_UNAVAILABLE, None, String::new());
         let works = || Finding::Clear(Outcome::DELIVERED);
-        let judge = |event, finding| kind(&Finding::Clear(blame.judge(id(event), finding)));
-        assert_eq!(judge(1, fails()), "retry");
-        assert_eq!(judge(1, fails()), "retry", "the same event again is no second witness");
+        let judge = |event, finding| kind(&Finding::Clear(blame.judge(id(event), blame.sent(), finding)));
+        assert_eq!(judge(1, fails()), "unavailable", "nothing was ever accepted");
+        assert_eq!(judge(1, fails()), "unavailable", "however often");
         assert_eq!(judge(2, works()), "delivered");
         assert_eq!(judge(1, fails()), "retry", "others get through");
+        assert_eq!(judge(1, fails()), "unavailable", "and since then no other did");
         assert_eq!(judge(2, fails()), "unavailable");
-        assert_eq!(judge(1, fails()), "unavailable");
         assert_eq!(judge(3, Finding::Clear(Outcome::unavailable("connect_refused", ""))), "unavailable");
+        assert_eq!(judge(3, Finding::Clear(Outcome::dead("http_422", ""))), "dead");
+        assert_eq!(judge(3, Finding::Clear(Outcome::retry("http_500", ""))), "retry");
+        assert_eq!(judge(1, fails()), "unavailable", "a refusal is no acceptance");
+        assert_eq!(judge(1, works()), "delivered");
+        assert_eq!(judge(1, fails()), "unavailable", "a replay of itself is no other");
         assert_eq!(judge(1, works()), "delivered");
         assert_eq!(judge(2, fails()), "retry");
+    }
+
+    #[test]
+    fn what_left_before_the_target_went_down_is_no_evidence() {
+        let blame = Blame::default();
+        let judge = |event, sent, finding| kind(&Finding::Clear(blame.judge(id(event), sent, finding)));
+        judge(1, blame.sent(), Finding::Clear(Outcome::DELIVERED));
+        let together: Vec<Sent> = (0..16).map(|_| blame.sent()).collect();
+        let mut charged = 0;
+        for (number, sent) in together.into_iter().enumerate() {
+            let finding = if number % 2 == 0 { fails() } else { Finding::Clear(Outcome::DELIVERED) };
+            charged += u32::from(judge(10 + number as u128, sent, finding) == "retry");
+        }
+        assert_eq!(charged, 1, "one outage, one attempt");
+        assert_eq!(judge(9, blame.sent(), fails()), "unavailable");
+    }
+
+    #[test]
+    fn too_many_requests_are_nobodys_fault() {
+        let blame = Blame::default();
+        let busy = |after| classify_status(StatusCode::TOO_MANY_REQUESTS, after, String::new());
+        for (named, expected) in [(None, 0), (Some(Duration::from_secs(3)), 3)] {
+            blame.judge(id(1), blame.sent(), Finding::Clear(Outcome::DELIVERED));
+            let outcome = blame.judge(id(2), blame.sent(), busy(named));
+            let Outcome::Unavailable { after, .. } = outcome else { panic!("{outcome:?}") };
+            assert_eq!(after, Some(Duration::from_secs(expected)), "it asked for patience");
+        }
     }
 
     #[test]

@@ -75,11 +75,12 @@ impl HttpSink {
             Err(outcome) => return outcome,
         };
         let request = self.client.post(self.url.clone()).headers(headers).body(delivery.event.payload.clone());
+        let sent = self.blame.sent();
         let finding = match request.send().await {
             Ok(response) => self.read(response).await,
             Err(error) => classify_failure(&error),
         };
-        self.blame.judge(delivery.event.id, finding)
+        self.blame.judge(delivery.event.id, sent, finding)
     }
 
     async fn read(&self, response: Response) -> Finding {

@@ -33,7 +33,8 @@ pub enum Outcome {
         code: Cow<'static, str>,
         /// What went wrong.
         error: String,
-        /// The destination named a wait.
+        /// The destination itself asked us to come later: the wait it named, zero when it named none. It is the least that is waited, and then
+        /// no event is ever charged for it, however often it meets this answer.
         after: Option<Duration>,
     },
     /// The destination asked never to be called again (HTTP 410). The event dies and the subscription pauses until a

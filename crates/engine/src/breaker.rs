@@ -1,7 +1,8 @@
 //! The breaker of one destination: a dead destination is not a dead event.
 //!
-//! `Unavailable` opens it; while it is open nothing is sent and no attempt is counted; then one event goes out as a probe,
-//! and any answer at all closes it. All lanes of a relay share one breaker, because they share the destination.
+//! `Unavailable` opens it; while it is open nothing is sent and no attempt is counted; then one event goes out as a probe.
+//! One that is accepted or refused for good closes it; one that is to be tried again proves nothing, and the next probe follows.
+//! All lanes of a relay share one breaker, because they share the destination.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -10,7 +11,7 @@ use std::time::Duration;
 
 use postbox_core::{Random, Seq};
 
-/// A destination may name its own wait; beyond an hour we rather ask again.
+/// A destination may name the least wait; beyond an hour we rather ask again.
 const AFTER_MAX: Duration = Duration::from_secs(3_600);
 /// How long another lane waits while one lane probes: the probe ends it, this only bounds a probe that found no event.
 const PROBED_BY_ANOTHER: Duration = Duration::from_millis(50);
@@ -93,6 +94,17 @@ struct Suspects {
     seen: HashMap<Seq, (u64, u32)>,
 }
 
+/// Who is to blame that an event found the destination down.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Culprit {
+    /// The destination.
+    Destination,
+    /// The event: an attempt like any other.
+    Event,
+    /// The event, but the destination asks it to come later: no attempt, nor shall the others wait for it.
+    Early(Duration),
+}
+
 impl Breaker {
     pub(crate) fn new(policy: BreakerPolicy) -> Self {
         Self {
@@ -142,15 +154,15 @@ impl Breaker {
                 return None;
             }
         };
-        let ceiling = self.policy.base.saturating_mul(1 << (failures - 1).min(20)).min(self.policy.max);
         // Half of it is certain: with full jitter a probe could follow the failure at once.
-        let backoff = ceiling.mul_f64(0.5 + random.unit() / 2.0);
-        let wait = after.map_or(backoff, |after| after.min(AFTER_MAX));
+        let backoff = self.ceiling(failures - 1).mul_f64(0.5 + random.unit() / 2.0);
+        // Whoever obeyed the named wait and is sent away again comes back later than told.
+        let wait = backoff.max(after.unwrap_or_default().min(AFTER_MAX));
         self.set(&mut inner, Inner::Open { until: now + wait, failures });
         Some(wait)
     }
 
-    /// The destination answered. Closes a breaker that was probing; returns whether it did.
+    /// The destination accepted an event or refused it for good. Closes a breaker that was probing; returns whether it did.
     ///
     /// An answer while it is open belongs to a call sent before it opened, and proves nothing.
     pub(crate) fn answered(&self) -> bool {
@@ -174,23 +186,34 @@ impl Breaker {
         }
     }
 
-    /// Notes that this event found the destination down; true once it has done so [`BLAME_AFTER`] times while others
-    /// were delivered in between: then the event, not the destination, is to blame, and an attempt is counted.
-    pub(crate) fn blames(&self, seq: Seq) -> bool {
+    /// Notes that this event found the destination down. Once it has done so [`BLAME_AFTER`] times while others were delivered in
+    /// between, the event, not the destination, is to blame.
+    ///
+    /// `after` says that the destination itself asked to come later. Then the event alone waits, longer each time.
+    pub(crate) fn blame(&self, seq: Seq, after: Option<Duration>) -> Culprit {
         let mut suspects = lock(&self.suspects);
         let generation = suspects.generation;
         if suspects.seen.len() >= SUSPECTS_MAX {
             suspects.seen.clear();
         }
         let (last, count) = suspects.seen.entry(seq).or_insert((generation, 1));
-        if *last != generation {
+        if *last != generation || *count >= BLAME_AFTER {
             (*last, *count) = (generation, *count + 1);
         }
-        let blamed = *count >= BLAME_AFTER;
-        if blamed {
-            suspects.seen.remove(&seq);
+        let count = *count;
+        match after {
+            _ if count < BLAME_AFTER => Culprit::Destination,
+            Some(after) => Culprit::Early(self.ceiling(count - BLAME_AFTER).max(after.min(AFTER_MAX))),
+            None => {
+                suspects.seen.remove(&seq);
+                Culprit::Event
+            }
         }
-        blamed
+    }
+
+    /// The longest wait after so many doublings.
+    fn ceiling(&self, doublings: u32) -> Duration {
+        self.policy.base.saturating_mul(1 << doublings.min(20)).min(self.policy.max)
     }
 
     fn set(&self, inner: &mut MutexGuard<'_, Inner>, next: Inner) {
@@ -272,18 +295,48 @@ mod tests {
     }
 
     #[test]
+    fn a_named_wait_is_the_least() {
+        let breaker = breaker();
+        let mut now = Duration::ZERO;
+        let mut waits = Vec::new();
+        for _ in 0..5 {
+            let wait = breaker.unavailable(now, Some(3 * S), &Fixed(1.0)).expect("opens");
+            now += wait;
+            assert_eq!(breaker.admit(now), Admission::Probe);
+            waits.push(wait.as_secs());
+        }
+        assert_eq!(waits, [3, 3, 4, 8, 8]);
+    }
+
+    /// One event that finds the destination down, round after round, while another gets through in between.
+    fn rounds(breaker: &Breaker, count: u32, after: Option<Duration>) -> Vec<Culprit> {
+        let round = |round| {
+            breaker.unavailable(round * 100 * S, None, &Fixed(0.0));
+            breaker.admit((round * 100 + 50) * S);
+            assert!(breaker.answered());
+            breaker.blame(Seq(1), after)
+        };
+        (1..=count).map(round).collect()
+    }
+
+    #[test]
     fn an_outage_blames_no_event_but_a_repeated_culprit_is_found() {
         let breaker = breaker();
         for _ in 0..100 {
-            assert!(!breaker.blames(Seq(1)), "nothing was delivered in between");
+            assert_eq!(breaker.blame(Seq(1), None), Culprit::Destination, "nothing was delivered in between");
         }
-        let mut blamed = 0;
-        for round in 1..=BLAME_AFTER {
-            breaker.unavailable(round * S, None, &Fixed(0.0));
-            breaker.admit(2 * round * S);
-            breaker.answered();
-            blamed += u32::from(breaker.blames(Seq(1)));
-        }
+        let blamed = rounds(&breaker, BLAME_AFTER, None).into_iter().filter(|it| *it == Culprit::Event).count();
         assert_eq!(blamed, 1);
+    }
+
+    #[test]
+    fn whom_the_destination_asks_to_come_later_waits_alone_and_is_never_charged() {
+        let breaker = breaker();
+        let blamed: Vec<Culprit> =
+            rounds(&breaker, 12, Some(3 * S)).into_iter().skip(BLAME_AFTER as usize - 1).collect();
+        let early = [3, 3, 4, 8, 8, 8, 8, 8].map(|seconds| Culprit::Early(seconds * S));
+        assert_eq!(blamed, early);
+        let Culprit::Early(wait) = breaker.blame(Seq(1), Some(Duration::ZERO)) else { panic!("it is known") };
+        assert_eq!(wait, 8 * S, "also when nothing was delivered in between");
     }
 }

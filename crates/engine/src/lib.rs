@@ -60,7 +60,7 @@ pub use bus::InProcessBus;
 pub use clock::{SeededRandom, SystemRandom, TokioClock};
 pub use handler::{HandlerSink, IntoOutcome, handler_sink};
 pub use json_lines::JsonLines;
-pub use metrics::{Metrics, MetricsSnapshot};
+pub use metrics::{Metrics, MetricsSnapshot, Outage};
 pub use relay::{Drained, Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept};
 pub use schedule::{Every, Schedule};

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use jiff::Timestamp;
 use postbox_core::{Event, Topic};
 
 use crate::breaker::BreakerState;
@@ -13,6 +14,15 @@ const CAUSES_MAX: usize = 500;
 /// Most sources of duplicates counted by name, for the same reason: who appends chooses the name.
 const SOURCES_MAX: usize = 50;
 
+/// A destination that is down.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outage {
+    /// When the breaker opened.
+    pub since: Timestamp,
+    /// Why the last that was sent found it down, e.g. `connect_refused`.
+    pub code: String,
+}
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// The counters of one relay since it was built; gauges are named as such. Shared by all its lanes.
@@ -20,6 +30,7 @@ macro_rules! counters {
         pub struct Metrics {
             $(pub(crate) $name: AtomicU64,)*
             pub(crate) breaker: AtomicU64,
+            outage: Mutex<Option<Outage>>,
             causes: Mutex<BTreeMap<(String, String), u64>>,
             duplicates_from: Mutex<BTreeMap<Option<String>, u64>>,
         }
@@ -98,6 +109,11 @@ impl Metrics {
         }
     }
 
+    /// Since when and why the destination is down, if it is: from the opening of the breaker until it closes, while it is being asked again too.
+    pub fn outage(&self) -> Option<Outage> {
+        self.outage.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Failed deliveries by topic and reason code. At most 500 pairs by name; what comes later is under `("other", "other")`.
     pub fn failures_by_cause(&self) -> BTreeMap<(String, String), u64> {
         self.causes.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -112,6 +128,16 @@ impl Metrics {
         if count > 0 {
             counter.fetch_add(count as u64, Ordering::Relaxed);
         }
+    }
+
+    pub(crate) fn destination_down(&self, now: Timestamp, code: &str) {
+        let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
+        let since = outage.as_ref().map_or(now, |outage| outage.since);
+        *outage = Some(Outage { since, code: code.to_owned() });
+    }
+
+    pub(crate) fn destination_up(&self) {
+        *self.outage.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     pub(crate) fn set_breaker(&self, state: BreakerState) {
@@ -157,7 +183,7 @@ mod tests {
         let id = "00000000-0000-7000-8000-000000000001".parse().expect("an id");
         for n in 0..10_000 {
             let event = postbox_core::NewEvent::json("t", "{}").source(format!("s{n}"));
-            metrics.duplicate(&event.into_event(id, jiff::Timestamp::UNIX_EPOCH));
+            metrics.duplicate(&event.into_event(id, Timestamp::UNIX_EPOCH));
         }
         let sources = metrics.duplicates_by_source();
         assert_eq!(sources.len(), SOURCES_MAX + 1);

@@ -1,5 +1,6 @@
 //! What all lanes of one relay share: the store, the destination, the settings, the breaker.
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering as Atomic};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +14,7 @@ use postbox_core::{
 use tokio::sync::Semaphore;
 use tracing::{error, info, warn};
 
-use crate::breaker::Breaker;
+use crate::breaker::{Breaker, Culprit};
 use crate::metrics::Metrics;
 use crate::settings::{OnDead, RelaySettings};
 
@@ -153,17 +154,46 @@ impl Shared {
         }
     }
 
+    /// An event found the destination down. Gives its disposition if it is the culprit; otherwise the breaker opens.
+    pub(crate) fn found_down(
+        &self,
+        delivery: &Delivery,
+        code: &Cow<'static, str>,
+        error: &str,
+        after: Option<Duration>,
+    ) -> Option<Disposition> {
+        match self.breaker.blame(delivery.seq, after) {
+            Culprit::Destination => {
+                self.unavailable(code, error, after);
+                None
+            }
+            // Others get through again and again, this one never: an attempt like any other.
+            Culprit::Event => {
+                Some(self.decide(delivery, &Outcome::Retry { code: code.clone(), error: error.to_owned(), after }))
+            }
+            Culprit::Early(after) => {
+                Some(Disposition::Retry { after, counted: false, code: code.clone(), error: clip(error) })
+            }
+        }
+    }
+
     /// The destination did not answer: opens the breaker.
     pub(crate) fn unavailable(&self, code: &str, error: &str, after: Option<Duration>) {
         let Some(wait) = self.breaker.unavailable(self.clock.monotonic(), after, &*self.random) else { return };
         self.metrics.add(&self.metrics.breaker_opened, 1);
+        self.metrics.destination_down(self.clock.now(), code);
         self.metrics.set_breaker(self.breaker.state());
         warn!(subscription = self.name(), code, error = clip(error), wait = ?wait, "destination is down, breaker open");
     }
 
-    /// The destination answered, whatever it said.
-    pub(crate) fn answered(&self) {
+    /// The destination said something of an event. Only what is final closes the breaker: one that is to be tried again may well have
+    /// met a destination that is still down.
+    pub(crate) fn answered(&self, outcome: &Outcome) {
+        if matches!(outcome, Outcome::Retry { .. } | Outcome::Unavailable { .. }) {
+            return;
+        }
         if self.breaker.answered() {
+            self.metrics.destination_up();
             self.metrics.set_breaker(self.breaker.state());
             info!(subscription = self.name(), "destination answers again, breaker closed");
         }

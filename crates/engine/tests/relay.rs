@@ -119,58 +119,6 @@ async fn a_panic_a_timeout_and_a_broken_contract_are_failed_attempts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dead_destination_burns_no_attempts_and_drains_when_it_returns() {
-    for capabilities in bench::all_capabilities() {
-        let bench = Bench::new().await;
-        bench.append((0..200).map(|n| event(n % 20, n))).await;
-        let sink = Recorder::new(capabilities);
-        sink.down(true);
-        let relay = bench.relay(sink.clone(), fast());
-        let stop = CancellationToken::new();
-        let operate = async {
-            tokio::time::sleep(600 * S).await;
-            assert!(sink.calls() < 80, "{} calls to a dead destination in ten minutes", sink.calls());
-            assert_eq!(sink.arrivals().len(), 0);
-            sink.down(false);
-            tokio::time::sleep(40 * S).await;
-            stop.cancel();
-        };
-        let (ended, ()) = tokio::join!(relay.run(stop.clone()), operate);
-        ended.expect("ran");
-        sink.assert_in_order();
-        assert!(sink.arrivals().iter().all(|arrival| arrival.attempt == 1), "{capabilities:?}");
-        assert_eq!(bench.stats().await.dispatched, 200, "{capabilities:?}");
-        assert_eq!(sink.arrivals().len(), 200, "and nothing twice");
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn an_event_that_brings_the_destination_down_is_found_and_dies() {
-    let bench = Bench::new().await;
-    bench.append((0..400).map(|n| event(n % 40, n))).await;
-    let sink = Recorder::new(Capabilities::default());
-    sink.script(|delivery| match bench::version(delivery) {
-        5 => Answer::Say(Outcome::unavailable("connection_reset", "it crashed")),
-        _ => Answer::Say(Outcome::DELIVERED),
-    });
-    let relay = bench.relay(sink.clone(), fast());
-    let stop = CancellationToken::new();
-    // Without others that get through, nobody could tell it from an outage.
-    let produce = async {
-        for n in 400..1_120 {
-            bench.append([event(n % 40, n)]).await;
-            tokio::time::sleep(5 * S).await;
-        }
-        tokio::time::sleep(60 * S).await;
-        stop.cancel();
-    };
-    let (ended, ()) = tokio::join!(relay.run(stop.clone()), produce);
-    ended.expect("ran");
-    let stats = bench.stats().await;
-    assert_eq!((stats.dead, stats.dispatched), (1, 1_119));
-}
-
-#[tokio::test(start_paused = true)]
 async fn one_poison_key_of_a_hundred_does_not_slow_the_others() {
     // The poison hangs until the timeout each time: the worst kind.
     let time = async |poison: bool| {
@@ -309,29 +257,6 @@ async fn a_gone_destination_pauses_the_subscription_until_a_person_resumes() {
     bench.store.pause(&name, None).await.expect("resumed");
     bench.run_for(&relay, 10 * S).await;
     assert_eq!(bench.stats().await.dispatched, 9);
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_relay_dropped_in_the_middle_of_a_probe_probes_again_when_run_again() {
-    let bench = Bench::new().await;
-    bench.append((0..10).map(|n| event(n, n))).await;
-    let sink = Recorder::new(Capabilities { concurrency: 1, ..Capabilities::default() });
-    let calls = std::sync::atomic::AtomicUsize::new(0);
-    sink.script(move |_| match calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
-        0 => Answer::Say(Outcome::unavailable("connect_refused", "down")),
-        1 => Answer::Hang,
-        _ => Answer::Say(Outcome::DELIVERED),
-    });
-    let relay = Arc::new(bench.relay(sink.clone(), RelaySettings { deliver_timeout: 300 * S, ..fast() }));
-    let run = tokio::spawn({
-        let relay = relay.clone();
-        async move { relay.run(CancellationToken::new()).await }
-    });
-    sink.wait_for(2).await;
-    run.abort();
-    assert!(run.await.expect_err("aborted").is_cancelled());
-    bench.run_for(&relay, 60 * S).await;
-    assert_eq!(bench.stats().await.dispatched, 10);
 }
 
 #[tokio::test(start_paused = true)]

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postbox_core::{Clock, Result, SubscriptionName};
-use postbox_engine::{BreakerState, Metrics, Relay};
+use postbox_engine::{Metrics, Relay};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::error;
@@ -42,8 +42,9 @@ impl Part {
         if let Some(fault) = self.fault.lock().unwrap_or_else(PoisonError::into_inner).clone() {
             return Some(fault);
         }
-        let open = self.metrics().breaker_state() == BreakerState::Open;
-        open.then(|| "the destination does not answer; the breaker is open".to_owned())
+        // What is wrong may be the destination, the way there or what we allow ourselves: the code says which.
+        let outage = self.metrics().outage()?;
+        Some(format!("the breaker is open since {:.0}, nothing is sent; last reason: {}", outage.since, outage.code))
     }
 
     fn set_fault(&self, fault: Option<String>) {

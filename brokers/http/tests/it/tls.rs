@@ -83,7 +83,15 @@ async fn raw_server(config: ServerConfig) -> u16 {
         while let Ok((stream, _)) = listener.accept().await {
             let acceptor = acceptor.clone();
             tokio::spawn(async move {
-                let Ok(mut stream) = acceptor.accept(stream).await else { return };
+                let mut stream = match acceptor.accept(stream).into_fallible().await {
+                    Ok(stream) => stream,
+                    Err((_, mut refused)) => {
+                        // Closed with unread bytes it would be reset, and the alert lost.
+                        let _ = refused.shutdown().await;
+                        let _ = tokio::io::copy(&mut refused, &mut tokio::io::sink()).await;
+                        return;
+                    }
+                };
                 let mut request = [0; 4096];
                 let _ = stream.read(&mut request).await;
                 let _ = stream.write_all(b"HTTP/1.1 204 No\r\nconnection: close\r\n\r\n").await;
@@ -157,9 +165,10 @@ async fn a_target_that_asks_for_a_client_certificate_gets_ours() {
     assert_eq!(outcome(known).await.0, "delivered");
     // None, and one that another authority made.
     let (strange, _files) = Authority::new().client_cert();
-    for client_cert in [None, Some(strange)] {
-        let (kind, _) = outcome(HttpSinkConfig { client_cert, ..target.clone() }).await;
-        assert_ne!(kind, "delivered");
+    for (client_cert, code) in [(None, "client_cert_required"), (Some(strange), "client_cert_refused")] {
+        let sink = HttpSink::new(HttpSinkConfig { client_cert, ..target.clone() }, Arc::new(StillClock)).unwrap();
+        let outcome = send(&sink, &plain(1)).await;
+        assert_eq!(short(&outcome), ("unavailable", code), "{outcome:?}");
     }
     // What does not fit, is not there or is no key is told when the sink is made, and the files are named.
     let (other, _files) = of_clients.client_cert();

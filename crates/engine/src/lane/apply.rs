@@ -123,7 +123,7 @@ impl Lane {
         let delivered = outcomes.iter().filter(|it| it.as_ref().is_some_and(Outcome::is_delivered)).count();
         shared.metrics.add(&shared.metrics.delivered, delivered);
         if delivered > 0 {
-            shared.answered();
+            shared.answered(&Outcome::DELIVERED);
         }
         for (place, outcome) in ready.into_iter().zip(outcomes) {
             self.applied(place, &batch.deliveries[place], outcome, verdicts, held, round);
@@ -204,7 +204,7 @@ impl Lane {
                 shared.set_gone(format!("{code}: {error}"));
                 round.cancel();
             }
-            Some(_) => shared.answered(),
+            Some(outcome) => shared.answered(outcome),
             None => {}
         }
         shared.record(delivery, &disposition);

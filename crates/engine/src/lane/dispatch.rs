@@ -162,14 +162,13 @@ impl Lane {
         round: &CancellationToken,
     ) {
         let shared = &*self.shared;
-        let (mut delivered, mut answered) = (0, false);
+        let mut delivered = 0;
         // Keys of which an event of this call died or was not accepted: the sink may have stopped the rest of them.
         let mut stopped: HashSet<&Key> = HashSet::new();
         for (&place, outcome) in places.iter().zip(outcomes) {
             let delivery = &deliveries[place];
             let key = delivery.event.key.as_ref();
             if let Outcome::Delivered { duplicate } = outcome {
-                answered = true;
                 delivered += 1;
                 if duplicate {
                     shared.metrics.duplicate(&delivery.event);
@@ -181,18 +180,16 @@ impl Lane {
             // For good, as the destination says itself: it would say so again to whoever repeats this after a crash.
             let for_good = matches!(outcome, Outcome::Dead { .. } | Outcome::Gone { .. });
             let disposition = match outcome {
-                Outcome::Unavailable { code, error, after } if !shared.breaker.blames(delivery.seq) => {
-                    shared.unavailable(&code, &error, after);
-                    shared.metrics.failure(&delivery.event.topic, &code);
-                    shared.metrics.add(&shared.metrics.unavailable, 1);
-                    verdicts.note(place, code, error);
-                    stopped.extend(key.filter(|_| shared.holds_keys()));
-                    round.cancel();
-                    continue;
-                }
-                // Others get through again and again, this one never: an attempt like any other.
                 Outcome::Unavailable { code, error, after } => {
-                    shared.decide(delivery, &Outcome::Retry { code, error, after })
+                    let Some(disposition) = shared.found_down(delivery, &code, &error, after) else {
+                        shared.metrics.failure(&delivery.event.topic, &code);
+                        shared.metrics.add(&shared.metrics.unavailable, 1);
+                        verdicts.note(place, code, error);
+                        stopped.extend(key.filter(|_| shared.holds_keys()));
+                        round.cancel();
+                        continue;
+                    };
+                    disposition
                 }
                 _ if feed.is_held(place, deliveries) || key.is_some_and(|key| stopped.contains(key)) => {
                     // The sink stopped this key at an earlier failure of the same call; this one was not tried.
@@ -201,7 +198,7 @@ impl Lane {
                     continue;
                 }
                 outcome => {
-                    answered = true;
+                    shared.answered(&outcome);
                     if let Outcome::Gone { code, error } = &outcome {
                         shared.set_gone(format!("{code}: {error}"));
                         round.cancel();
@@ -224,8 +221,8 @@ impl Lane {
             }
         }
         shared.metrics.add(&shared.metrics.delivered, delivered);
-        if answered {
-            shared.answered();
+        if delivered > 0 {
+            shared.answered(&Outcome::DELIVERED);
         }
     }
 }

@@ -153,14 +153,12 @@ impl Lane {
         let shared = &*self.shared;
         match outcome {
             Outcome::Unavailable { code, error, after } => {
-                if shared.breaker.blames(delivery.seq) {
-                    let (code, error) = (code.clone(), error.clone());
-                    return shared.decide(delivery, &Outcome::Retry { code, error, after: *after });
+                if let Some(disposition) = shared.found_down(delivery, code, error, *after) {
+                    return disposition;
                 }
-                shared.unavailable(code, error, *after);
             }
             Outcome::Gone { code, error } => shared.set_gone(format!("{code}: {error}")),
-            _ => shared.answered(),
+            outcome => shared.answered(outcome),
         }
         shared.decide(delivery, outcome)
     }

@@ -41,7 +41,7 @@ impl Lane {
                     let unsent = verdicts.unsent();
                     return Ok(Progress::Short { verdicts, late, unsent });
                 }
-                self.settle(verdicts.settle_stream(batch, self.shared.holds_keys())).await?;
+                self.settle(verdicts.settle_stream(batch, self.shared.holds_keys(), false)).await?;
                 self.adopt(batch, &verdicts, late);
             }
             Destination::Apply(apply) => {

@@ -109,7 +109,7 @@ impl Lane {
                 }
                 // Only now that no read is in flight: a rewind beside a read could be overtaken by it.
                 Progress::Short { verdicts, late, unsent } => {
-                    self.settle_short(&batch, &verdicts, late).await?;
+                    self.settle_short(&batch, &verdicts, late, self.pace(false)).await?;
                     until.give_back_unsent(unsent);
                     if let Some(unread) = next? {
                         until.give_back_batch(&unread);
@@ -145,7 +145,7 @@ impl Lane {
         }
         let progress = self.process(&batch, &HashSet::new(), self.pace(true), round).await?;
         if let Progress::Short { verdicts, late, .. } = progress {
-            self.settle_short(&batch, &verdicts, late).await?;
+            self.settle_short(&batch, &verdicts, late, self.pace(true)).await?;
         }
         Ok(true)
     }

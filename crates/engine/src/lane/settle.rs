@@ -7,6 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Lane;
 use super::call::Call;
+use super::dispatch::Pace;
 use super::verdicts::{Verdicts, count, earliest_retry};
 
 impl Lane {
@@ -55,11 +56,19 @@ impl Lane {
     }
 
     /// Settles a stream batch that was cut short; what was not answered for is read again.
-    pub(super) async fn settle_short(&self, batch: &Batch, verdicts: &Verdicts, late: Vec<Call>) -> Result<()> {
+    ///
+    /// One row tells of an outage. A probe leaves none: there would be another for each of an outage's probes.
+    pub(super) async fn settle_short(
+        &self,
+        batch: &Batch,
+        verdicts: &Verdicts,
+        late: Vec<Call>,
+        pace: Pace,
+    ) -> Result<()> {
         if self.held.is_lost() {
             return Ok(());
         }
-        self.settle(verdicts.settle_stream(batch, self.shared.holds_keys())).await?;
+        self.settle(verdicts.settle_stream(batch, self.shared.holds_keys(), !pace.probe)).await?;
         self.adopt(batch, verdicts, late);
         Ok(())
     }

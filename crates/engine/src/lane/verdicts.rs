@@ -99,14 +99,16 @@ impl Verdicts {
     /// The settlement of a stream batch.
     ///
     /// Complete: the batch's end. Cut short: the last answered delivery; what still waits before it leaves the stream as
-    /// uncounted retries, what comes after it is read again.
-    pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Settlement<'b> {
+    /// uncounted retries, what comes after it is read again. Where nothing was answered, and `testify`, the first that found the
+    /// destination down leaves the stream too: its row tells every reader of the store why nothing goes on.
+    pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool, testify: bool) -> Settlement<'b> {
         let deliveries = &batch.deliveries;
         if self.is_complete() {
             let entries = self.entries(deliveries, deliveries.len(), false, hold_keys);
             return Settlement { position: batch.end, entries, rewind: false, hold_keys };
         }
-        let Some(last) = self.answered else {
+        let witness = || self.notes.iter().map(|(at, ..)| *at).min().filter(|_| testify);
+        let Some(last) = self.answered.or_else(witness) else {
             return Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys };
         };
         let entries = self.entries(deliveries, last + 1, false, hold_keys);

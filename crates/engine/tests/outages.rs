@@ -1,0 +1,170 @@
+//! A destination that is down, or asks for patience: one named case each, on the memory store under paused time.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod bench;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bench::{Answer, Bench, Recorder, event, fast};
+use postbox_core::{Capabilities, Outcome, State};
+use postbox_engine::RelaySettings;
+use tokio_util::sync::CancellationToken;
+
+const S: Duration = Duration::from_secs(1);
+
+#[tokio::test(start_paused = true)]
+async fn a_dead_destination_burns_no_attempts_and_drains_when_it_returns() {
+    for capabilities in bench::all_capabilities() {
+        let bench = Bench::new().await;
+        bench.append((0..200).map(|n| event(n % 20, n))).await;
+        let sink = Recorder::new(capabilities);
+        sink.down(true);
+        let relay = bench.relay(sink.clone(), fast());
+        let stop = CancellationToken::new();
+        let operate = async {
+            tokio::time::sleep(600 * S).await;
+            assert!(sink.calls() < 80, "{} calls to a dead destination in ten minutes", sink.calls());
+            assert_eq!(sink.arrivals().len(), 0);
+            sink.down(false);
+            tokio::time::sleep(40 * S).await;
+            stop.cancel();
+        };
+        let (ended, ()) = tokio::join!(relay.run(stop.clone()), operate);
+        ended.expect("ran");
+        sink.assert_in_order();
+        assert!(sink.arrivals().iter().all(|arrival| arrival.attempt == 1), "{capabilities:?}");
+        assert_eq!(bench.stats().await.dispatched, 200, "{capabilities:?}");
+        assert_eq!(sink.arrivals().len(), 200, "and nothing twice");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outage_leaves_one_row_that_tells_of_it() {
+    for capabilities in bench::all_capabilities() {
+        let bench = Bench::new().await;
+        bench.append((0..200).map(|n| event(n % 20, n))).await;
+        let sink = Recorder::new(capabilities);
+        sink.down(true);
+        let relay = bench.relay(sink.clone(), fast());
+        bench.run_for(&relay, 3_600 * S).await;
+        let stats = bench.stats().await;
+        assert_eq!(stats.retrying, 1, "{capabilities:?}: {stats:?}");
+        let told = &bench.list(State::Retrying).await[0];
+        assert_eq!((told.event.version, told.attempts, told.code.as_deref()), (Some(0), 0, Some("connect_refused")));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_asks_to_come_later_is_asked_one_at_a_time_and_costs_no_life() {
+    let bench = Bench::new().await;
+    bench.append((0..300).map(|n| event(n, n))).await;
+    let sink = Recorder::new(Capabilities::default());
+    sink.script(|_| {
+        let after = Some(3 * S);
+        Answer::Say(Outcome::Unavailable { code: "http_429".into(), error: "later".into(), after })
+    });
+    let relay = bench.relay(sink.clone(), fast());
+    bench.run_for(&relay, 300 * S).await;
+    // Those in flight when the first was sent away, then single probes no closer than it said.
+    assert!(sink.calls() <= 16 + 100, "{} calls in five minutes", sink.calls());
+    assert_eq!(bench.stats().await.dead, 0);
+    // From now on it takes all but one, which it always sends away.
+    sink.script(|delivery| match bench::version(delivery) {
+        5 => Answer::Say(Outcome::Unavailable { code: "http_429".into(), error: "later".into(), after: Some(3 * S) }),
+        _ => Answer::Say(Outcome::DELIVERED),
+    });
+    let stop = CancellationToken::new();
+    let mut waited = Duration::ZERO;
+    let produce = async {
+        tokio::time::sleep(120 * S).await;
+        for n in 300..1_300 {
+            if n == 800 {
+                waited = sink.arrivals().iter().map(|arrival| arrival.waited).max().unwrap_or_default();
+            }
+            bench.append([event(n, n)]).await;
+            tokio::time::sleep(S).await;
+        }
+        stop.cancel();
+    };
+    let (ended, ()) = tokio::join!(relay.run(stop.clone()), produce);
+    ended.expect("ran");
+    let stats = bench.stats().await;
+    assert_eq!((stats.dead, stats.dispatched, stats.retrying), (0, 1_299, 1), "neither dead nor in the others' way");
+    let late = sink.arrivals().iter().filter(|it| it.version >= 800 && it.waited > 2 * S).count();
+    assert_eq!(late, 0, "in the end nobody waits for it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_probe_that_is_to_be_tried_again_does_not_open_the_gates() {
+    let bench = Bench::new().await;
+    bench.append((0..300).map(|n| event(n, n))).await;
+    let sink = Recorder::new(Capabilities::default());
+    let calls = std::sync::atomic::AtomicUsize::new(0);
+    let stumbles = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let noted = stumbles.clone();
+    sink.takes(Duration::from_millis(50));
+    sink.script(move |_| match calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+        0..16 => Answer::Say(Outcome::unavailable("connect_refused", "down")),
+        16..30 => {
+            noted.lock().unwrap().push(tokio::time::Instant::now());
+            Answer::Say(Outcome::retry("http_500", "starting"))
+        }
+        _ => Answer::Say(Outcome::DELIVERED),
+    });
+    let relay = bench.relay(sink.clone(), fast());
+    bench.run_for(&relay, 600 * S).await;
+    assert_eq!(bench.stats().await.dispatched, 300);
+    let stumbles = stumbles.lock().unwrap();
+    assert!(stumbles.windows(2).all(|two| two[1] - two[0] >= Duration::from_millis(50)), "one at a time: {stumbles:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_event_that_brings_the_destination_down_is_found_and_dies() {
+    let bench = Bench::new().await;
+    bench.append((0..400).map(|n| event(n % 40, n))).await;
+    let sink = Recorder::new(Capabilities::default());
+    sink.script(|delivery| match bench::version(delivery) {
+        5 => Answer::Say(Outcome::unavailable("connection_reset", "it crashed")),
+        _ => Answer::Say(Outcome::DELIVERED),
+    });
+    let relay = bench.relay(sink.clone(), fast());
+    let stop = CancellationToken::new();
+    // Without others that get through, nobody could tell it from an outage.
+    let produce = async {
+        for n in 400..1_120 {
+            bench.append([event(n % 40, n)]).await;
+            tokio::time::sleep(5 * S).await;
+        }
+        tokio::time::sleep(60 * S).await;
+        stop.cancel();
+    };
+    let (ended, ()) = tokio::join!(relay.run(stop.clone()), produce);
+    ended.expect("ran");
+    let stats = bench.stats().await;
+    assert_eq!((stats.dead, stats.dispatched), (1, 1_119));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_relay_dropped_in_the_middle_of_a_probe_probes_again_when_run_again() {
+    let bench = Bench::new().await;
+    bench.append((0..10).map(|n| event(n, n))).await;
+    let sink = Recorder::new(Capabilities { concurrency: 1, ..Capabilities::default() });
+    let calls = std::sync::atomic::AtomicUsize::new(0);
+    sink.script(move |_| match calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+        0 => Answer::Say(Outcome::unavailable("connect_refused", "down")),
+        1 => Answer::Hang,
+        _ => Answer::Say(Outcome::DELIVERED),
+    });
+    let relay = Arc::new(bench.relay(sink.clone(), RelaySettings { deliver_timeout: 300 * S, ..fast() }));
+    let run = tokio::spawn({
+        let relay = relay.clone();
+        async move { relay.run(CancellationToken::new()).await }
+    });
+    sink.wait_for(2).await;
+    run.abort();
+    assert!(run.await.expect_err("aborted").is_cancelled());
+    bench.run_for(&relay, 60 * S).await;
+    assert_eq!(bench.stats().await.dispatched, 10);
+}
