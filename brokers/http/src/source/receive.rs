@@ -74,7 +74,7 @@ impl Ingress {
     async fn verify(&self, gate: &Gate, parts: &Parts, body: &[u8]) -> Result<Verified, Answer> {
         let verified = match &gate.source.check {
             Check::Keys(verifier) => self.verify_by_keys(&**verifier, parts, body).map_err(Answer::Refused),
-            Check::Sns(sns) => sns.check(body, &*self.clock).await,
+            Check::Sns(sns) => sns.check(body, &self.clock).await,
         };
         if let Err(Answer::Refused(refusal)) = &verified {
             // Anybody can cause these as often as they like: a mismatch with nothing at hand, a stale time with one captured message. All

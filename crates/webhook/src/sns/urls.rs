@@ -2,8 +2,11 @@
 
 use std::fmt;
 
-/// Longest URL. AWS's have some 110 bytes for certificates and 400 for confirmations.
+/// Longest URL. AWS's for confirmations have some 400 bytes.
 const URL_BYTES_MAX: usize = 2_048;
+
+/// Longest URL of a certificate; AWS's have some 110 bytes.
+const CERTIFICATE_URL_BYTES_MAX: usize = 256;
 
 /// Longest region name; the longest there is has 14 bytes.
 const REGION_BYTES_MAX: usize = 32;
@@ -20,7 +23,8 @@ impl CertificateUrl {
     pub fn parse(url: &str) -> Option<Self> {
         let name = path_at_aws(url)?.strip_suffix(".pem")?;
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
-        (!name.is_empty() && name.bytes().all(plain)).then(|| Self(url.to_owned()))
+        let fits = !name.is_empty() && name.bytes().all(plain) && url.len() <= CERTIFICATE_URL_BYTES_MAX;
+        fits.then(|| Self(url.to_owned()))
     }
 
     /// What to fetch, and the key to cache under.

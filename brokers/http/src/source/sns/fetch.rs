@@ -8,6 +8,7 @@ use futures::future::BoxFuture;
 use postbox_core::{Error, ErrorKind, Result};
 use reqwest::{Client, redirect, retry};
 
+use super::certificates::FLIGHTS_MAX;
 use crate::guard::{Guard, GuardedResolver, SystemLookup};
 use crate::tls;
 
@@ -46,7 +47,8 @@ impl AwsClient {
             .referer(false)
             .retry(retry::never())
             .timeout(TIMEOUT)
-            .pool_max_idle_per_host(1)
+            // A connection for each, kept: a forger must not make us shake hands with AWS fifty times a second.
+            .pool_max_idle_per_host(FLIGHTS_MAX)
             .dns_resolver(GuardedResolver { guard: Guard::default(), lookup: Arc::new(SystemLookup) })
             .user_agent(concat!("postbox/", env!("CARGO_PKG_VERSION")));
         let client = client.build().map_err(|error| {

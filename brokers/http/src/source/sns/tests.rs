@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -9,9 +10,10 @@ use bytes::Bytes;
 use futures::future::{BoxFuture, join_all};
 use http::{Request, StatusCode};
 use jiff::Timestamp;
-use postbox_core::{LogName, MemoryStore, SourceName};
+use postbox_core::{Clock as _, LogName, MemoryStore, SourceName};
 use postbox_testkit::clock::ManualClock;
 use postbox_webhook::sns::{TopicArn, Verifier};
+use tokio::task::JoinHandle;
 use tower::ServiceExt;
 
 use super::super::{Ingress, WebhookSource, router};
@@ -61,6 +63,7 @@ impl Fetch for Aws {
 
 struct Stand {
     aws: Arc<Aws>,
+    clock: Arc<ManualClock>,
     ingress: Arc<Ingress>,
     router: Router,
 }
@@ -74,8 +77,8 @@ impl Stand {
         let source = WebhookSource::checked_by(name, LogName::inbox(), sns.into());
         let clock = Arc::new(ManualClock::new(Timestamp::from_second(NOW_S).expect("a time")));
         let store = Arc::new(MemoryStore::new(clock.clone()));
-        let ingress = Ingress::new(vec![source], store, clock).expect("an ingress");
-        Self { aws, router: router(Arc::clone(&ingress)), ingress }
+        let ingress = Ingress::new(vec![source], store, clock.clone()).expect("an ingress");
+        Self { aws, clock, router: router(Arc::clone(&ingress)), ingress }
     }
 
     fn set(&self, mode: Mode) {
@@ -87,8 +90,17 @@ impl Stand {
     }
 
     async fn post(&self, body: String) -> (u16, String) {
+        Self::post_to(self.router.clone(), body).await
+    }
+
+    /// The same for a task of its own.
+    fn spawn(&self, body: String) -> JoinHandle<(u16, String)> {
+        tokio::spawn(Self::post_to(self.router.clone(), body))
+    }
+
+    async fn post_to(router: Router, body: String) -> (u16, String) {
         let request = Request::post("/in/aws").header("content-type", "text/plain; charset=UTF-8");
-        let answer = self.router.clone().oneshot(request.body(Body::from(body)).expect("a request")).await;
+        let answer = router.oneshot(request.body(Body::from(body)).expect("a request")).await;
         let answer = answer.expect("an answer");
         let status = answer.status();
         assert_eq!(answer.headers().contains_key("retry-after"), status == StatusCode::SERVICE_UNAVAILABLE);
@@ -154,21 +166,124 @@ async fn without_the_certificate_the_sender_comes_again() {
     for mode in [Mode::Refuses, Mode::SaysNonsense] {
         stand.set(mode);
         is(&stand.post(fixture("notification")).await, 401, "unverified");
+        // Not asked for again for a minute, whatever AWS would say.
+        stand.set(Mode::Works);
+        let asked = stand.asked().len();
+        is(&stand.post(fixture("notification")).await, 401, "unverified");
+        assert_eq!(stand.asked().len(), asked);
+        stand.clock.advance(Duration::from_secs(60));
     }
-    stand.set(Mode::Works);
     is(&stand.post(fixture("notification")).await, 202, "accepted");
+}
+
+fn forged(name: &str) -> String {
+    fixture("notification").replace(CERTIFICATE, name)
+}
+
+/// Lets everybody do what can be done at this moment.
+async fn settle() {
+    for _ in 0..20 {
+        tokio::task::yield_now().await;
+    }
 }
 
 #[tokio::test]
 async fn strangers_cannot_make_us_ask_aws_for_ever() {
     let stand = Stand::new(false);
     is(&stand.post(fixture("notification")).await, 202, "accepted");
-    for number in 0..100 {
-        let (status, _) = stand.post(fixture("notification").replace(CERTIFICATE, &format!("Guess-{number}"))).await;
+    let posts: Vec<_> = (0..1_000).map(|number| stand.spawn(forged(&format!("Guess-{number}")))).collect();
+    settle().await;
+    assert!(stand.asked().len() <= 12, "{} requests at once", stand.asked().len());
+    for second in 1..=10 {
+        for _ in 0..50 {
+            stand.clock.advance(Duration::from_millis(20));
+            settle().await;
+        }
+        assert!(stand.asked().len() <= 12 + 50 * second, "{} requests in {second} s", stand.asked().len());
+    }
+    // Most were sent away at once, and the others have had their answers by now.
+    for post in posts {
+        assert!(post.is_finished());
+        let (status, _) = post.await.expect("no panic");
         assert!(status == 401 || status == 503, "{status}");
     }
-    assert!(stand.asked().len() <= 10, "{} requests", stand.asked().len());
     is(&stand.post(fixture("notification")).await, 200, "duplicate");
+    // One name a thousand times is one request.
+    let before = stand.asked().len();
+    for _ in 0..1_000 {
+        is(&stand.post(forged("Again")).await, 401, "unverified");
+    }
+    assert_eq!(stand.asked().len(), before + 1);
+}
+
+/// How somebody without a key uses 200 requests a second: the name of the certificate in the request of that number.
+type Forger = fn(u64) -> u64;
+
+/// At which attempt a genuine sender gets through who began at this moment of a forger's, and repeats 20 s after each refusal, as SNS does.
+async fn attempts(forger: Forger, head_start: u64) -> u32 {
+    let stand = Stand::new(false);
+    let (mut attempts, mut again_at) = (0, head_start);
+    let mut genuine: Option<JoinHandle<(u16, String)>> = None;
+    for tick in 0.. {
+        drop(stand.spawn(forged(&format!("Forged-{}", forger(tick)))));
+        if genuine.as_ref().is_some_and(JoinHandle::is_finished) {
+            match genuine.take().expect("it is there").await.expect("no panic").0 {
+                202 => break,
+                503 => again_at = tick + 200 * 20,
+                other => panic!("a genuine message was answered {other}"),
+            }
+        } else if genuine.is_none() && tick >= again_at {
+            attempts += 1;
+            genuine = Some(stand.spawn(fixture("notification")));
+        }
+        settle().await;
+        stand.clock.advance(Duration::from_millis(5));
+        assert!(attempts <= 20, "forgers keep it out");
+    }
+    let seconds = stand.clock.monotonic().as_secs_f64();
+    assert!(stand.asked().len() as f64 <= 15.0 + 50.0 * seconds, "{} requests in {seconds} s", stand.asked().len());
+    attempts
+}
+
+#[tokio::test]
+async fn forged_certificates_do_not_keep_a_genuine_message_out() {
+    // A new name each time; each name twice, three, four, ten times in a row; ten names in turns.
+    let forgers: [(Forger, u32); 6] =
+        [(|n| n, 2), (|n| n / 2, 3), (|n| n / 3, 4), (|n| n / 4, 4), (|n| n / 10, 4), (|n| n / 2_000 * 10 + n % 10, 4)];
+    for (number, (forger, most)) in forgers.into_iter().enumerate() {
+        let needed = attempts(forger, 2_000).await;
+        assert!(needed <= most, "forger {number}: {needed} attempts");
+    }
+}
+
+#[tokio::test]
+async fn a_certificate_that_was_needed_is_not_given_up_for_others() {
+    let stand = Stand::new(false);
+    is(&stand.post(fixture("notification")).await, 202, "accepted");
+    // Certificates that are there, as those of AWS's other regions are; they verify nothing that a stranger has.
+    for number in 0..40 {
+        let region = format!("https://sns.eu-west-{number}.amazonaws.com/");
+        let body = fixture("notification").replace("https://sns.eu-central-1.amazonaws.com/", &region);
+        is(&stand.post(body.replace("Hello!", "Hello?")).await, 401, "unverified");
+        stand.clock.advance(Duration::from_secs(1));
+    }
+    let asked = stand.asked().len();
+    assert_eq!(asked, 41);
+    is(&stand.post(fixture("notification")).await, 200, "duplicate");
+    assert_eq!(stand.asked().len(), asked);
+}
+
+#[tokio::test]
+async fn another_spelling_of_the_json_is_the_same_message() {
+    let stand = Stand::new(false);
+    is(&stand.post(fixture("notification")).await, 202, "accepted");
+    for spaces in 1..50 {
+        is(&stand.post(fixture("notification") + &" ".repeat(spaces)).await, 200, "duplicate");
+    }
+    let more =
+        fixture("notification").replacen('{', r#"{"MessageAttributes":{"shop":{"Type":"String","Value":"x"}},"#, 1);
+    is(&stand.post(more).await, 200, "duplicate");
+    assert_eq!((stand.count("conflict"), stand.count("duplicate")), (0, 50));
 }
 
 #[tokio::test]
