@@ -116,13 +116,13 @@ pub(crate) enum Command {
         #[arg(long)]
         all: bool,
         /// Only topics like this, e.g. 'order.*'
-        #[arg(long, value_name = "PATTERN", value_parser = pattern, requires = "all")]
+        #[arg(long, value_name = "PATTERN", value_parser = pattern, requires = "all", conflicts_with = "ids")]
         topic: Option<TopicPattern>,
         /// Only this reason code, e.g. http_500
-        #[arg(long, requires = "all")]
+        #[arg(long, requires = "all", conflicts_with = "ids")]
         code: Option<String>,
         /// At most this many, the oldest of all subscriptions that are meant first
-        #[arg(long, value_name = "N", requires = "all", value_parser = clap::value_parser!(u64).range(1..))]
+        #[arg(long, value_name = "N", requires = "all", conflicts_with = "ids", value_parser = clap::value_parser!(u64).range(1..))]
         limit: Option<u64>,
     },
     /// Take events out: they will not be delivered
@@ -204,7 +204,10 @@ pub(crate) enum Listed {
 }
 
 fn listed(text: &str) -> Result<Listed, String> {
-    if text == "conflict" { Ok(Listed::Conflicts) } else { plain(text).map(Listed::Events) }
+    if text == "conflict" {
+        return Ok(Listed::Conflicts);
+    }
+    plain(text).map(Listed::Events).map_err(|error| format!("{error}, or conflict"))
 }
 
 fn pattern(text: &str) -> Result<TopicPattern, String> {
@@ -231,7 +234,9 @@ mod tests {
         assert!(Args::try_parse_from(["postbox", "retry"]).is_err());
         assert!(Args::try_parse_from(["postbox", "retry", "--topic", "a"]).is_err());
         assert!(Args::try_parse_from(["postbox", "retry", "--all", "--topic", "a", "--limit", "5"]).is_ok());
-        let both = ["postbox", "retry", "--all", "01234567-89ab-7def-8123-456789abcdef"];
-        assert!(Args::try_parse_from(both).is_err());
+        for narrowed in [&["--all"][..], &["--topic", "a"], &["--code", "http_500"], &["--limit", "5"]] {
+            let both = [&["postbox", "retry", "01234567-89ab-7def-8123-456789abcdef"], narrowed].concat();
+            assert!(Args::try_parse_from(&both).is_err(), "{both:?}: an id is not narrowed, silently or otherwise");
+        }
     }
 }

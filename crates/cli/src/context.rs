@@ -50,9 +50,50 @@ impl Context {
         Ok(Self { config, log: global.log.clone(), only: global.only.clone() })
     }
 
-    /// Opens the store.
+    /// Opens the store. A mistyped `--log` is told here: to whoever asks for a log that is not there, "nothing" would be an untrue answer.
     pub(crate) async fn store(&self) -> Result<Arc<dyn Store>, Failure> {
+        let store = self.any_store().await?;
+        self.known_log().await?;
+        Ok(store)
+    }
+
+    /// Opens the store, whatever is in it.
+    pub(crate) async fn any_store(&self) -> Result<Arc<dyn Store>, Failure> {
         Ok(open_store(&self.config.store).await?)
+    }
+
+    /// Refuses a `--log` that neither the store nor the configuration has.
+    pub(crate) async fn known_log(&self) -> Result<(), Failure> {
+        let Some(log) = &self.log else { return Ok(()) };
+        let mut known = postbox_server::list_logs(&self.config.store).await?;
+        known.extend(self.config.subscriptions.iter().map(|config| config.subscription.log.clone()));
+        known.extend(self.config.sources.iter().map(|source| source.log.clone()));
+        if known.contains(log) {
+            return Ok(());
+        }
+        known.sort();
+        known.dedup();
+        let known = known.iter().map(LogName::as_str).collect::<Vec<_>>().join(", ");
+        Err(Failure::usage(format!("there is no log {log}; there are: {known}")))
+    }
+
+    /// The logs with events that no subscription reads, and how many there are; of those that are meant.
+    pub(crate) async fn unread(&self, store: &dyn Store) -> Result<Vec<(LogName, u64)>, Failure> {
+        let mut unread = Vec::new();
+        if self.only.is_some() {
+            return Ok(unread);
+        }
+        let read: Vec<LogName> = store.subscriptions().await?.into_iter().map(|info| info.log).collect();
+        for log in postbox_server::list_logs(&self.config.store).await? {
+            if read.contains(&log) || self.log.as_ref().is_some_and(|meant| *meant != log) {
+                continue;
+            }
+            let count = postbox_server::count_log(&self.config.store, &log).await?;
+            if count > 0 {
+                unread.push((log, count));
+            }
+        }
+        Ok(unread)
     }
 
     /// The configured subscriptions that are meant.
@@ -106,6 +147,11 @@ impl Context {
         }
         Ok(infos)
     }
+}
+
+/// What makes somebody read `log`.
+pub(crate) fn reader_wanted(log: &LogName) -> String {
+    format!("add [subscriptions.NAME] with log = \"{log}\" to postbox.toml and start `postbox run`")
 }
 
 fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {

@@ -53,6 +53,15 @@ pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
     })
 }
 
+/// The logs there are.
+pub async fn list_logs(config: &StoreConfig) -> Result<Vec<LogName>> {
+    match parse(config)? {
+        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.logs().await,
+        StoreUrl::Sqlite(path) => SqliteStore::open(SqliteConfig::new(path)).await?.logs().await,
+        StoreUrl::Memory => Ok(vec![LogName::inbox(), LogName::outbox()]),
+    }
+}
+
 /// How many events `log` has, whoever reads it or nobody.
 pub async fn count_log(config: &StoreConfig, log: &LogName) -> Result<u64> {
     match parse(config)? {

@@ -174,7 +174,7 @@ fn log_exists(tx: &Transaction<'_>, log: &LogName) -> Work<bool> {
     Ok(tx.prepare_cached(LOG_EXISTS)?.query_row([log.as_str()], |_| Ok(())).optional()?.is_some())
 }
 
-fn log_names(connection: &Connection) -> Work<Vec<String>> {
+pub(crate) fn log_names(connection: &Connection) -> Work<Vec<String>> {
     Ok(connection.prepare_cached(LOG_NAMES)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?)
 }
 

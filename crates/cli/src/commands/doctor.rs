@@ -1,12 +1,14 @@
-//! `postbox doctor`: why something is late. It looks at the store only, so it works while relays run elsewhere.
+//! `postbox doctor`: why something is late. It looks at the store, so it works while relays run elsewhere; and asks the service
+//! at the configured address, if one is there, for what only that process knows: since when its breakers are open.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{ListQuery, Record, State, Stats, Store, SubscriptionInfo};
+use postbox_core::{Disposition, ListQuery, LogName, Record, State, Stats, Store, SubscriptionInfo};
 use serde::Serialize;
 
-use crate::context::Context;
+use super::ready;
+use crate::context::{Context, reader_wanted};
 use crate::failure::Failure;
 use crate::output;
 use crate::text::{cut, grouped, span};
@@ -15,6 +17,9 @@ use crate::text::{cut, grouped, span};
 const LOOK: usize = 20;
 /// Pending for longer than this with nobody at work is late.
 const LATE: Duration = Duration::from_secs(10);
+
+/// The engine's code for an event whose turn did not come.
+const NOT_SENT: &str = "not_sent";
 
 /// How bad a finding is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -36,12 +41,16 @@ struct Finding {
 }
 
 pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
-    let store = context.store().await?;
+    let store = context.any_store().await?;
     let mut findings = Vec::new();
     match store.validate().await {
         Ok(()) => {
+            context.known_log().await?;
+            let running = ready::faults(context.config.server.listen).await;
             for info in look_at_subscriptions(context, store.as_ref(), &mut findings).await? {
-                examine(store.as_ref(), &info, &mut findings).await?;
+                let listen = context.config.server.listen;
+                let fault = running.get(info.name.as_str()).map(|fault| format!("the service at {listen}: {fault}"));
+                examine(store.as_ref(), &info, fault.as_deref(), &mut findings).await?;
             }
             findings.extend(conflicts(store.as_ref()).await?);
         }
@@ -69,14 +78,22 @@ async fn look_at_subscriptions(
     findings: &mut Vec<Finding>,
 ) -> Result<Vec<SubscriptionInfo>, Failure> {
     let infos = context.registered(store).await?;
-    if infos.is_empty() {
+    let unread = context.unread(store).await?;
+    if infos.is_empty() && unread.is_empty() {
+        let log = context.log.clone().unwrap_or_else(LogName::outbox);
         findings.push(Finding {
             subscription: None,
             gravity: Gravity::Problem,
-            what: "there is no subscription: nobody reads the outbox".into(),
-            cure: Some("add [subscriptions.NAME] to postbox.toml and start `postbox run`".into()),
+            what: format!("there is no subscription: nobody reads the {log}"),
+            cure: Some(reader_wanted(&log)),
         });
     }
+    findings.extend(unread.into_iter().map(|(log, count)| Finding {
+        subscription: None,
+        gravity: Gravity::Problem,
+        what: format!("nobody reads the {log}: {} event(s) wait there", grouped(count)),
+        cure: Some(reader_wanted(&log)),
+    }));
     Ok(infos)
 }
 
@@ -98,7 +115,12 @@ async fn conflicts(store: &dyn Store) -> Result<Option<Finding>, Failure> {
 }
 
 /// Everything about one subscription, the causes before the symptoms.
-async fn examine(store: &dyn Store, info: &SubscriptionInfo, findings: &mut Vec<Finding>) -> Result<(), Failure> {
+async fn examine(
+    store: &dyn Store,
+    info: &SubscriptionInfo,
+    fault: Option<&str>,
+    findings: &mut Vec<Finding>,
+) -> Result<(), Failure> {
     let name = info.name.as_str();
     let stats = store.stats(&info.name).await?;
     let list = async |state| {
@@ -118,13 +140,16 @@ async fn examine(store: &dyn Store, info: &SubscriptionInfo, findings: &mut Vec<
         );
     }
     lanes(info, &stats, &mut find);
+    let retrying = if stats.retrying > 0 { list(State::Retrying).await? } else { Vec::new() };
+    if let Some((what, cure)) = outage(&retrying, fault) {
+        find(Gravity::Problem, what, cure);
+    }
     if stats.dead > 0 {
         let dead = list(State::Dead).await?;
         let cure = format!("look at one with `postbox show ID`, then: postbox retry --all --subscription {name}");
         find(Gravity::Problem, format!("{} dead: {}", grouped(stats.dead), reasons(&dead)), Some(cure));
     }
     if stats.retrying > 0 {
-        let retrying = list(State::Retrying).await?;
         let what = format!("{} retrying: {}; {}", grouped(stats.retrying), reasons(&retrying), soonest(&retrying));
         find(Gravity::Note, what, None);
     }
@@ -166,6 +191,53 @@ fn lanes(info: &SubscriptionInfo, stats: &Stats, find: &mut impl FnMut(Gravity, 
     find(gravity, what, Some("start `postbox run` with this subscription in its configuration".into()));
 }
 
+/// What is known of a destination that is down: by the service that runs, and by the events that met it and were not charged.
+fn outage(retrying: &[Record], fault: Option<&str>) -> Option<(String, Option<String>)> {
+    let told = |record: &&Record| {
+        record.attempts == 0
+            && record.code.as_deref().is_some_and(|code| ![Disposition::IN_FLIGHT, NOT_SENT].contains(&code))
+    };
+    let witness = retrying.iter().filter(told).max_by_key(|record| record.updated_at);
+    let code = witness.and_then(|record| record.code.as_deref());
+    let said = witness.map(|record| {
+        let error = record.error.as_deref().unwrap_or_default();
+        let ago = record.updated_at.and_then(|at| Duration::try_from(Timestamp::now().duration_since(at)).ok());
+        let ago = ago.map_or_else(String::new, |ago| format!("{} ago, ", span(ago)));
+        format!("last tried {ago}{}: {}", code.unwrap_or_default(), cut(error, 200))
+    });
+    let what = match (fault, said) {
+        (None, None) => return None,
+        (Some(fault), None) => fault.to_owned(),
+        (None, Some(said)) => format!("the destination takes nothing, no attempt is counted; {said}"),
+        (Some(fault), Some(said)) => format!("{fault}; {said}"),
+    };
+    let code = code.or_else(|| fault?.rsplit(' ').next());
+    Some((what, code.and_then(cure).map(str::to_owned)))
+}
+
+/// What a person can do, by the code of an outage. Where there is nothing to do here the relay goes on by itself.
+fn cure(code: &str) -> Option<&'static str> {
+    Some(match code {
+        "address_forbidden" => {
+            "our own guard refused the address: correct the sink's url, or name the network in its allow = [\"…\"] if it may be called"
+        }
+        "dns_failed" => {
+            "the name in the sink's url is not found from where the relay runs: correct it, or the resolver there"
+        }
+        "connect_refused" | "connect_failed" | "connect_timeout" => {
+            "is the destination up, and can the relay's machine reach the host and port of the sink's url?"
+        }
+        "tls_failed" => {
+            "is the destination's certificate for this name and still valid? A private authority goes into the sink's ca_file"
+        }
+        "client_cert_required" => "set the sink's client_cert and client_key",
+        "client_cert_refused" => {
+            "the destination must trust the authority of the sink's client_cert; is it still valid?"
+        }
+        _ => return None,
+    })
+}
+
 /// The reason codes by how often they stand among the records, with one text each.
 fn reasons(records: &[Record]) -> String {
     let mut reasons: Vec<(&str, usize, &str)> = Vec::new();
@@ -179,7 +251,8 @@ fn reasons(records: &[Record]) -> String {
     reasons.sort_by_key(|(_, count, _)| std::cmp::Reverse(*count));
     let texts = reasons.iter().map(|(code, count, error)| match error.is_empty() {
         true => format!("{code} ({count})"),
-        false => format!("{code} ({count}, {:?})", cut(error, 100)),
+        // What a destination said was made harmless when it was stored.
+        false => format!("{code} ({count}, \"{}\")", cut(error, 100)),
     });
     texts.collect::<Vec<_>>().join(", ")
 }

@@ -3,7 +3,7 @@
 use postbox_core::{ListQuery, Record, State, TopicPattern};
 
 use super::record::RecordJson;
-use crate::context::Context;
+use crate::context::{Context, reader_wanted};
 use crate::failure::Failure;
 use crate::output;
 use crate::text::cut;
@@ -45,6 +45,14 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
     }
     if json {
         return output::json(&records.iter().map(|(name, record)| RecordJson::new(name, record)).collect::<Vec<_>>());
+    }
+    if wanted.state == State::Pending {
+        for (log, count) in context.unread(store.as_ref()).await? {
+            output::note(&format!(
+                "nobody reads the {log}, so its {count} event(s) are not shown: {}",
+                reader_wanted(&log)
+            ));
+        }
     }
     if records.is_empty() {
         output::note(&format!("nothing is {}", wanted.state));

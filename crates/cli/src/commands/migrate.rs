@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::output;
 
 pub(super) async fn up(context: &Context) -> Result<(), Failure> {
-    let applied = context.store().await?.up().await?;
+    let applied = context.any_store().await?.up().await?;
     for name in &applied {
         output::line(&format!("applied {name}"))?;
     }
@@ -18,7 +18,7 @@ pub(super) async fn down(context: &Context, yes: bool) -> Result<(), Failure> {
             "this removes every event, the undelivered ones too; say so with: postbox migrate down --yes",
         ));
     }
-    let removed = context.store().await?.down().await?;
+    let removed = context.any_store().await?.down().await?;
     for name in &removed {
         output::line(&format!("removed {name}"))?;
     }
@@ -26,12 +26,12 @@ pub(super) async fn down(context: &Context, yes: bool) -> Result<(), Failure> {
 }
 
 pub(super) async fn validate(context: &Context) -> Result<(), Failure> {
-    context.store().await?.validate().await?;
+    context.any_store().await?.validate().await?;
     output::line("the schema is right")
 }
 
 pub(super) async fn print(context: &Context) -> Result<(), Failure> {
-    output::print(&context.store().await?.script())
+    output::print(&context.any_store().await?.script())
 }
 
 pub(super) async fn rebase(context: &Context) -> Result<(), Failure> {

@@ -16,6 +16,7 @@ mod list;
 mod migrate;
 mod pause;
 mod prune;
+mod ready;
 mod record;
 mod retry;
 mod run;

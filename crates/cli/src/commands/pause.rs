@@ -1,9 +1,10 @@
 //! `postbox pause` and `postbox resume`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Pause, SubscriptionName};
+use postbox_core::{Pause, Store, SubscriptionName};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -15,8 +16,7 @@ pub(super) async fn pause(
     why: String,
     span: Option<Duration>,
 ) -> Result<(), Failure> {
-    let store = context.store().await?;
-    context.registered(store.as_ref()).await?;
+    let store = store_with(context, name).await?;
     let until = span
         .map(|span| Timestamp::now().checked_add(span).map_err(|_| Failure::usage("--for: that is too long a time")))
         .transpose()?;
@@ -29,8 +29,21 @@ pub(super) async fn pause(
 }
 
 pub(super) async fn resume(context: &Context, name: &SubscriptionName) -> Result<(), Failure> {
-    let store = context.store().await?;
-    context.registered(store.as_ref()).await?;
+    let store = store_with(context, name).await?;
     store.pause(name, None).await?;
     output::line(&format!("{name} goes on"))
+}
+
+/// The store, if `name` is among what is meant: `--log` or `--subscription` may say otherwise.
+async fn store_with(context: &Context, name: &SubscriptionName) -> Result<Arc<dyn Store>, Failure> {
+    let store = context.store().await?;
+    let meant = context.registered(store.as_ref()).await?;
+    if meant.iter().any(|info| info.name == *name) {
+        return Ok(store);
+    }
+    if let Some(info) = store.subscriptions().await?.iter().find(|info| info.name == *name) {
+        let text = format!("{name} reads the {}; leave --log and --subscription out, or name what is meant", info.log);
+        return Err(Failure::usage(text));
+    }
+    Ok(store)
 }

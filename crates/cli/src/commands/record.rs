@@ -1,7 +1,7 @@
 //! An event as JSON, for `list` and `show`.
 
 use base64::Engine as _;
-use postbox_core::{Event, Headers, Record};
+use postbox_core::{Event, Headers, Record, SubscriptionInfo};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
@@ -60,6 +60,16 @@ fn json_payload(event: &Event) -> Option<Box<RawValue>> {
     serde_json::from_str(text).ok()
 }
 
+/// The word for an event that a subscription's topics and tenant leave out: the store, which counts positions, takes it for read.
+pub(super) const NOT_SUBSCRIBED: &str = "not subscribed";
+
+/// Whether the subscription gets this event. A row says so whatever its topics are by now.
+pub(super) fn is_wanted(info: &SubscriptionInfo, record: &Record) -> bool {
+    let event = &record.event;
+    record.updated_at.is_some()
+        || info.filter.matches(event.topic.as_str(), event.tenant.as_ref().map(|tenant| tenant.as_str()))
+}
+
 /// Where an event stands in one subscription.
 #[derive(Serialize)]
 pub(super) struct DeliveryJson<'a> {
@@ -87,6 +97,12 @@ impl<'a> DeliveryJson<'a> {
             error: record.error.as_deref(),
             updated_at: record.updated_at.map(|at| at.to_string()),
         }
+    }
+
+    /// As `show` has it: a subscription that leaves the event out says so.
+    pub(super) fn of(info: &'a SubscriptionInfo, record: &'a Record) -> Self {
+        let delivery = Self::new(info.name.as_str(), record);
+        if is_wanted(info, record) { delivery } else { Self { state: NOT_SUBSCRIBED, ..delivery } }
     }
 }
 

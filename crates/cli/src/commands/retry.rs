@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo, TopicPattern};
 
+use super::record::is_wanted;
 use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
@@ -23,6 +24,10 @@ pub(super) async fn run(
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut steps = Steps::begin("retried");
+    let named = match &ids {
+        Some(ids) => Named::look(store.as_ref(), &infos, ids).await?,
+        None => Named::default(),
+    };
     let ended = match (&ids, limit) {
         (Some(ids), _) => by_id(store.as_ref(), &infos, ids, &mut steps).await,
         (None, Some(limit)) if infos.len() > 1 => {
@@ -34,12 +39,15 @@ pub(super) async fn run(
             of_each(store.as_ref(), &infos, &wanted, &mut steps).await
         }
     };
-    let explained = match &ids {
-        Some(ids) if ended.is_ok() && steps.count() == 0 => explain(store.as_ref(), &infos, ids).await,
-        _ => Ok(()),
-    };
-    explained?;
-    steps.end(ended)
+    let nothing = ended.is_ok() && steps.count() == 0;
+    if ended.is_ok() {
+        named.explain(nothing);
+    }
+    if nothing && !named.unknown.is_empty() {
+        return named.known();
+    }
+    steps.end(ended)?;
+    named.known()
 }
 
 async fn by_id(
@@ -142,24 +150,69 @@ impl Ahead {
     }
 }
 
-/// Why naming an event changed nothing: it is not dead, which is no failure, or it is not there, which is one.
-async fn explain(store: &dyn Store, infos: &[SubscriptionInfo], ids: &[EventId]) -> Result<(), Failure> {
-    for id in ids {
-        let mut known = false;
-        for info in infos {
-            let Some(record) = store.get(&info.name, *id).await? else { continue };
-            known = true;
-            let why = match record.state {
-                State::Dispatched => "it was delivered already",
-                State::Discarded => "it was taken out",
-                State::Blocked => "it waits behind an earlier event of its key; retry that one",
-                _ => "it is on its way",
-            };
-            output::note(&format!("{id} is {} in {}: {why}", record.state, info.name));
+/// How the named events stood before anything was changed.
+#[derive(Default)]
+struct Named {
+    unknown: Vec<EventId>,
+    /// Why there is nothing to send again.
+    idle: Vec<String>,
+    /// On its way: it may be due already, and then naming it changes nothing.
+    waiting: Vec<String>,
+}
+
+impl Named {
+    async fn look(store: &dyn Store, infos: &[SubscriptionInfo], ids: &[EventId]) -> Result<Self, Failure> {
+        let mut named = Self::default();
+        for id in ids {
+            let (mut known, mut moves, mut idle) = (false, false, Vec::new());
+            for info in infos {
+                let Some(record) = store.get(&info.name, *id).await? else { continue };
+                known = true;
+                if !is_wanted(info, &record) {
+                    continue;
+                }
+                let why = match record.state {
+                    State::Dead => "",
+                    State::Dispatched => "it was delivered already",
+                    State::Discarded => "it was taken out",
+                    State::Blocked => "it waits behind an earlier event of its key; retry that one",
+                    _ => "it is on its way",
+                };
+                let text = format!("{id} is {} in {}: {why}", record.state, info.name);
+                match record.state {
+                    State::Dead => moves = true,
+                    State::Retrying => {
+                        moves = true;
+                        named.waiting.push(text);
+                    }
+                    _ => idle.push(text),
+                }
+            }
+            match (known, moves) {
+                (false, _) => named.unknown.push(*id),
+                (true, false) if idle.is_empty() => named.idle.push(format!("{id}: no subscription wants it")),
+                (true, false) => named.idle.append(&mut idle),
+                (true, true) => {}
+            }
         }
-        if !known {
-            return Err(Failure::failed(format!("no log has an event {id}; it was never committed, or was pruned")));
+        Ok(named)
+    }
+
+    /// Why naming an event changed nothing: it is not dead, which is no failure.
+    fn explain(&self, nothing: bool) {
+        self.idle.iter().for_each(|text| output::note(text));
+        if nothing {
+            self.waiting.iter().for_each(|text| output::note(text));
         }
     }
-    Ok(())
+
+    /// An event that is not there is a failure.
+    fn known(&self) -> Result<(), Failure> {
+        let Some(first) = self.unknown.first() else { return Ok(()) };
+        let more = match self.unknown.len() - 1 {
+            0 => String::new(),
+            more => format!(", nor {more} other(s) of those named"),
+        };
+        Err(Failure::failed(format!("no log has an event {first}{more}; it was never committed, or was pruned")))
+    }
 }

@@ -1,10 +1,10 @@
 //! `postbox show ID`.
 
-use postbox_core::{Event, EventId, Record};
+use postbox_core::{Event, EventId, Record, SubscriptionInfo};
 use serde::Serialize;
 
-use super::record::{DeliveryJson, EventJson};
-use crate::context::Context;
+use super::record::{DeliveryJson, EventJson, NOT_SUBSCRIBED, is_wanted};
+use crate::context::{Context, reader_wanted};
 use crate::failure::Failure;
 use crate::output;
 use crate::text::{safe_line, safe_lines};
@@ -17,21 +17,28 @@ struct ShowJson<'a> {
 
 pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
-    let mut found: Vec<(String, Record)> = Vec::new();
+    let mut found: Vec<(SubscriptionInfo, Record)> = Vec::new();
     for info in context.some_registered(store.as_ref()).await? {
         if let Some(record) = store.get(&info.name, id).await? {
-            found.push((info.name.to_string(), record));
+            found.push((info, record));
         }
     }
     let Some((_, first)) = found.first() else {
-        return Err(Failure::failed(format!("no log has an event {id}; it was never committed, or was pruned")));
+        let unread = context.unread(store.as_ref()).await?;
+        return Err(Failure::failed(match unread.first() {
+            None => format!("no log has an event {id}; it was never committed, or was pruned"),
+            Some((log, _)) => format!(
+                "no subscription has an event {id}; it was never committed, was pruned, or is in the {log}, which nobody reads: {}",
+                reader_wanted(log)
+            ),
+        }));
     };
     if json {
-        let deliveries = found.iter().map(|(name, record)| DeliveryJson::new(name, record)).collect();
+        let deliveries = found.iter().map(|(info, record)| DeliveryJson::of(info, record)).collect();
         return output::json(&ShowJson { event: EventJson::new(&first.event), deliveries });
     }
     output::print(
-        &(describe(&first.event) + &found.iter().map(|(name, record)| stand(name, record)).collect::<String>()),
+        &(describe(&first.event) + &found.iter().map(|(info, record)| stand(info, record)).collect::<String>()),
     )?;
     output::print(&format!("\n{}\n", payload(&first.event)))
 }
@@ -57,8 +64,11 @@ fn describe(event: &Event) -> String {
     fields.iter().map(|(name, value)| format!("{name:<13} {}\n", safe_line(value))).collect()
 }
 
-fn stand(subscription: &str, record: &Record) -> String {
-    let mut text = format!("{subscription}: {}", record.state);
+fn stand(info: &SubscriptionInfo, record: &Record) -> String {
+    if !is_wanted(info, record) {
+        return format!("{:<13} {}: {NOT_SUBSCRIBED}\n", "delivery", info.name);
+    }
+    let mut text = format!("{}: {}", info.name, record.state);
     if record.attempts > 0 {
         text += &format!(", {} attempt(s)", record.attempts);
     }

@@ -3,14 +3,15 @@
 use postbox_core::{LogName, Stats, SubscriptionInfo};
 use serde::Serialize;
 
-use crate::context::Context;
+use crate::context::{Context, reader_wanted};
 use crate::failure::Failure;
 use crate::output;
 use crate::text::{grouped, span};
 
 #[derive(Serialize)]
 struct StatsJson<'a> {
-    subscription: &'a str,
+    /// None for a log that nobody reads.
+    subscription: Option<&'a str>,
     log: &'a str,
     pending: u64,
     retrying: u64,
@@ -23,6 +24,26 @@ struct StatsJson<'a> {
     oldest_pending_seconds: Option<f64>,
     paused: bool,
     topics: Vec<TopicJson<'a>>,
+}
+
+impl<'a> StatsJson<'a> {
+    fn unread(log: &'a LogName, count: u64) -> Self {
+        Self {
+            subscription: None,
+            log: log.as_str(),
+            pending: count,
+            retrying: 0,
+            blocked: 0,
+            scheduled: 0,
+            dead: 0,
+            discarded: 0,
+            dispatched: 0,
+            total: count,
+            oldest_pending_seconds: None,
+            paused: false,
+            topics: Vec::new(),
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -40,29 +61,27 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
         let stats = store.stats(&info.name).await?;
         counted.push((info, stats));
     }
+    let unread = context.unread(store.as_ref()).await?;
     if json {
-        return output::json(&counted.iter().map(|(info, stats)| to_json(info, stats)).collect::<Vec<_>>());
+        let mut all: Vec<StatsJson<'_>> = counted.iter().map(|(info, stats)| to_json(info, stats)).collect();
+        all.extend(unread.iter().map(|(log, count)| StatsJson::unread(log, *count)));
+        return output::json(&all);
     }
-    if counted.is_empty() {
-        return none_registered(context).await;
+    for (log, count) in &unread {
+        output::note(&format!(
+            "nobody reads the {log}: all of its {count} event(s) are pending; {}",
+            reader_wanted(log)
+        ));
     }
-    if output::is_terminal() {
+    if output::is_terminal() && !counted.is_empty() {
         table(&counted)?;
     }
     let sum = |field: fn(&Stats) -> u64| counted.iter().map(|(_, stats)| field(stats)).sum::<u64>();
-    line(sum(|stats| stats.pending), sum(|stats| stats.dispatched), sum(|stats| stats.dead), sum(|stats| stats.total))
-}
-
-fn line(pending: u64, dispatched: u64, dead: u64, total: u64) -> Result<(), Failure> {
+    // Without a subscription nobody has read anything: all of such a log is pending.
+    let waits: u64 = unread.iter().map(|(_, count)| count).sum();
+    let (pending, total) = (sum(|stats| stats.pending) + waits, sum(|stats| stats.total) + waits);
+    let (dispatched, dead) = (sum(|stats| stats.dispatched), sum(|stats| stats.dead));
     output::line(&format!("pending={pending} dispatched={dispatched} dead={dead} total={total}"))
-}
-
-/// Without a subscription nobody has read anything: all of the log is pending.
-async fn none_registered(context: &Context) -> Result<(), Failure> {
-    let log = context.log.clone().unwrap_or_else(LogName::outbox);
-    let total = postbox_server::count_log(&context.config.store, &log).await?;
-    output::note(&format!("no subscription yet: all of the {log} is pending"));
-    line(total, 0, 0, total)
 }
 
 fn table(counted: &[(SubscriptionInfo, Stats)]) -> Result<(), Failure> {
@@ -109,7 +128,7 @@ fn to_json<'a>(info: &'a SubscriptionInfo, stats: &'a Stats) -> StatsJson<'a> {
         oldest_pending_seconds: topic.oldest_pending.as_secs_f64(),
     });
     StatsJson {
-        subscription: info.name.as_str(),
+        subscription: Some(info.name.as_str()),
         log: info.log.as_str(),
         pending: stats.pending,
         retrying: stats.retrying,

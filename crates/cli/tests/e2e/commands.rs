@@ -92,8 +92,14 @@ async fn dead_events_are_retried_and_discarded_by_a_person(kind: Kind) -> Result
     ensure!(room.ok(&["list", "--state", "dead", "--topic", "order.paid"])?.lines().count() == 1);
     ensure!(room.ok(&["list", "--state", "dead", "--code", "http_500"])?.is_empty());
 
+    let nobody = "00000000-0000-7000-8000-000000000000";
+    for narrowed in [&["--topic", "zzz"][..], &["--code", "nope"], &["--limit", "1"]] {
+        room.refuses(2, &[&["retry", ids[0]], narrowed].concat())?;
+    }
     target.answer(200);
-    ensure!(room.ok(&["retry", ids[0]])? == "retried=1\n");
+    let output = room.output(&["retry", ids[0], nobody])?;
+    let said = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(output.status.code() == Some(1) && said.0 == "retried=1\n" && said.1.contains(nobody), "{said:?}");
     ensure!(room.ok(&["retry", ids[0]])?.starts_with("retried="));
     ensure!(room.ok(&["dispatch"])?.contains("dispatched=1"));
     ensure!(room.ok(&["retry", ids[0]])? == "retried=0\n");
@@ -104,7 +110,7 @@ async fn dead_events_are_retried_and_discarded_by_a_person(kind: Kind) -> Result
     ensure!(room.ok(&["dispatch"])?.contains("dispatched=1"));
     ensure!(room.ok(&["stats"])? == "pending=0 dispatched=2 dead=0 total=3\n");
 
-    let unknown = room.refuses(1, &["retry", "00000000-0000-7000-8000-000000000000"])?;
+    let unknown = room.refuses(1, &["retry", nobody])?;
     ensure!(unknown.contains("no log has an event"), "{unknown}");
     Ok(())
 }

@@ -29,11 +29,41 @@ async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
     let (paid, sent) = ("{\"type\":\"invoice.paid\"}", "{\"type\":\"invoice.sent\"}");
     send(&room, &[("msg_1", paid, 202), ("msg_1", paid, 200), ("msg_2", sent, 202)]).await?;
     ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=2 dispatched=0 dead=0 total=2\n");
-    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=0\n");
+    ensure!(room.ok(&["stats"])? == "pending=2 dispatched=0 dead=0 total=2\n", "what nobody reads is counted too");
+    let stats: serde_json::Value = serde_json::from_str(&room.ok(&["stats", "--json"])?)?;
+    ensure!(stats[0]["subscription"].is_null() && stats[0]["log"] == "inbox" && stats[0]["pending"] == 2, "{stats}");
     let complaint = room.refuses(1, &["list", "--log", "inbox", "--state", "pending"])?;
     ensure!(complaint.contains("log = \"inbox\""), "{complaint}");
-    let complaint = room.refuses(1, &["stats", "--log", "nowhere"])?;
-    ensure!(complaint.contains("nowhere"), "{complaint}");
+    for args in [&["doctor"][..], &["doctor", "--log", "inbox"]] {
+        let output = room.output(args)?;
+        let said = String::from_utf8(output.stdout)?;
+        ensure!(output.status.code() == Some(1), "{said}");
+        ensure!(said.contains("nobody reads the inbox: 2 event(s)") && said.contains("log = \"inbox\""), "{said}");
+        ensure!(!said.contains("nobody reads the outbox"), "{said}");
+    }
+    // With a reader of the other log alone it is no better hidden.
+    room.config(&("[subscriptions.out]\n".to_owned() + &partner()))?;
+    let listed = String::from_utf8(room.output(&["list", "--state", "pending"])?.stderr)?;
+    ensure!(listed.contains("nobody reads the inbox") && listed.contains("log = \"inbox\""), "{listed}");
+    let unknown = room.refuses(1, &["show", "00000000-0000-7000-8000-000000000000"])?;
+    ensure!(unknown.contains("the inbox, which nobody reads"), "{unknown}");
+    let commands: [&[&str]; 9] = [
+        &["stats"],
+        &["dispatch"],
+        &["doctor"],
+        &["list", "--state", "dead"],
+        &["list", "--state", "conflict"],
+        &["show", "00000000-0000-7000-8000-000000000000"],
+        &["retry", "--all"],
+        &["prune", "--older-than", "1h"],
+        &["pause", "out"],
+    ];
+    for command in commands {
+        let complaint = room.refuses(2, &[command, &["--log", "nowhere"]].concat())?;
+        ensure!(complaint.contains("there is no log nowhere; there are: inbox, outbox"), "{command:?}: {complaint}");
+    }
+    let complaint = room.refuses(2, &["pause", "out", "--log", "inbox"])?;
+    ensure!(complaint.contains("out reads the outbox"), "{complaint}");
 
     let apply = "[subscriptions.apply]\nlog = \"inbox\"\nSINK\n[subscriptions.out]\n";
     room.config(&(apply.replace("SINK", "") + &partner()))?;
@@ -157,7 +187,7 @@ async fn conflicts_are_narrowed_to_one_log(kind: Kind) -> Result<()> {
     );
     let there_only = ids(&["--log", "outbox", "--limit", "3"])?;
     ensure!(there_only.len() == 3 && there_only.iter().all(|id| id.as_str() > "msg_1"), "{there_only:?}");
-    ensure!(ids(&["--log", "billing"])?.is_empty());
+    room.refuses(2, &["list", "--state", "conflict", "--log", "billing"])?;
     let complaint = room.refuses(2, &["list", "--state", "conflict", "--subscription", "out"])?;
     ensure!(complaint.contains("leave --subscription out"), "{complaint}");
 

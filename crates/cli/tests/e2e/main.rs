@@ -13,3 +13,4 @@ mod room;
 mod run;
 mod sender;
 mod steps;
+mod telling;

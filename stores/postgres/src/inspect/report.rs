@@ -123,10 +123,23 @@ const CONFLICT_LIST: &str = "
 SELECT source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at
 FROM {s}.conflict ORDER BY last_at DESC LIMIT $1";
 
+/// The logs there are. By primary key. No lock.
+const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
+
 /// Every event of a log. Walks an index of it. No lock.
 const LOG_COUNT: &str = "SELECT count(*) FROM {log} AS l";
 
 impl PostgresStore {
+    /// The logs there are, by name.
+    pub async fn logs(&self) -> Result<Vec<LogName>> {
+        let listed = self.report("list logs", async |client: &Client| {
+            let sql = self.schema().sql(LOG_NAMES);
+            client.query_typed(&sql, &[]).await.map_err(|error| classify("list logs", &error))
+        });
+        let rows = self.bounded("list logs", listed).await?;
+        rows.iter().map(|row| row.get::<_, &str>(0).parse()).collect()
+    }
+
     /// How many events `log` has, whoever reads it or nobody. Walks the log.
     pub async fn count(&self, log: &LogName) -> Result<u64> {
         let counted = self.report("count", async |client: &Client| {
