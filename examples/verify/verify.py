@@ -15,6 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 TOLERANCE_S = 300
+BODY_BYTES_MAX = 16 * 1024 * 1024
 
 
 class Refused(Exception):
@@ -24,14 +25,20 @@ class Refused(Exception):
 def verify(secrets, headers, body, now=None):
     """Returns the message's id if one of `secrets` signed exactly these bytes.
 
-    `headers` is any mapping that ignores case, `body` the bytes as they came: parse them afterwards, never before.
+    `headers` are those of `http.server`; frameworks call `get_all` otherwise (`getlist`). What is there twice says two things.
+    `body` is the bytes as they came: parse them afterwards, never before.
     """
-    message_id, timestamp = headers.get("webhook-id") or "", headers.get("webhook-timestamp") or ""
+
+    def only(name):
+        values = headers.get_all(name) or [""]
+        return values[0] if len(values) == 1 else ""
+
+    message_id, timestamp = only("webhook-id"), only("webhook-timestamp")
     if not (timestamp.isascii() and timestamp.isdigit()) or len(timestamp) > 12 or "." in message_id or not message_id:
         raise Refused
     signed = f"{message_id}.{timestamp}.".encode() + body
     # "v1,<base64> v1,<base64>": one for each of the sender's keys.
-    given = [entry[3:] for entry in (headers.get("webhook-signature") or "").split(" ") if entry.startswith("v1,")]
+    given = [entry[3:] for entry in only("webhook-signature").split(" ") if entry.startswith("v1,")]
     for secret in secrets:
         key = base64.b64decode(secret.removeprefix("whsec_"))
         ours = base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
@@ -44,7 +51,14 @@ def verify(secrets, headers, body, now=None):
 
 class Receiver(BaseHTTPRequestHandler):
     def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        lengths = self.headers.get_all("content-length") or ["0"]
+        length = int(lengths[0]) if len(lengths) == 1 and lengths[0].isascii() and lengths[0].isdigit() else -1
+        # A negative length would read for ever, a huge one into memory.
+        if not 0 <= length <= BODY_BYTES_MAX:
+            self.send_response(400 if length < 0 else 413)
+            self.end_headers()
+            return
+        body = self.rfile.read(length)
         try:
             message_id = verify(SECRETS, self.headers, body)
         except Refused:

@@ -39,10 +39,14 @@ impl Sample {
 
     /// Posts and returns the status.
     fn post(&self, headers: &[(&str, &str)], body: &[u8]) -> String {
+        self.post_as(&body.len().to_string(), headers, body)
+    }
+
+    /// The same with a length that may not be so.
+    fn post_as(&self, length: &str, headers: &[(&str, &str)], body: &[u8]) -> String {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).expect("it listens");
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-        let mut request =
-            format!("POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n", body.len());
+        let mut request = format!("POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {length}\r\n");
         headers.iter().for_each(|(name, value)| request += &format!("{name}: {value}\r\n"));
         stream.write_all(&[request.as_bytes(), b"\r\n", body].concat()).expect("sent");
         let mut answer = String::new();
@@ -86,6 +90,39 @@ fn try_all(sample: &Sample, key: &str) {
     }
     for wrong in ["", "x", "-1", "1e9", "99999999999999999999"] {
         assert_eq!(sample.post(&[id, ("webhook-timestamp", wrong), signature], BODY), "401", "{wrong:?}");
+    }
+    // Another spelling of the right code is none.
+    let code = |version: &str| signature.1.strip_prefix(version).map(str::to_owned);
+    let (version, code) = match code("v1,") {
+        Some(code) => ("v1,", code),
+        None => ("v1a,", code("v1a,").expect("one of the two")),
+    };
+    let unpadded = code.trim_end_matches('=');
+    let spellings = [
+        code.replace('+', "-").replace('/', "_"),
+        unpadded.to_owned(),
+        format!("{code}="),
+        format!("{}\t{}", &code[..20], &code[20..]),
+        format!("{code},"),
+        format!("{code},x"),
+    ];
+    for spelling in spellings.into_iter().filter(|spelling| *spelling != code) {
+        let wrong = format!("{version}{spelling}");
+        assert_eq!(sample.post(&[id, time, ("webhook-signature", &wrong)], BODY), "401", "{wrong:?}");
+    }
+    // What is there twice says two things, equal or not, whichever comes first.
+    for (twice, other) in [(id, "msg_2"), (time, "1"), (signature, "v1,AAAA")] {
+        let all = [id, time, signature];
+        for other in [other, twice.1] {
+            let after = [&all[..], &[(twice.0, other)]].concat();
+            let before = [&[(twice.0, other)], &all[..]].concat();
+            assert_eq!(sample.post(&after, BODY), "401", "{} twice", twice.0);
+            assert_eq!(sample.post(&before, BODY), "401", "{} twice", twice.0);
+        }
+    }
+    for length in ["-1", "x", "99999999999", "+1", "1, 2"] {
+        let status = sample.post_as(length, &[id, time, signature], b"");
+        assert!(["400", "413"].contains(&status.as_str()), "content-length {length}: {status:?}");
     }
     for missing in 0..3 {
         let mut headers = vec![id, time, signature];
