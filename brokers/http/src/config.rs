@@ -15,6 +15,7 @@ use url::Url;
 
 use crate::envelope::is_reserved;
 use crate::guard::{Guard, Ourselves};
+use crate::tls;
 
 /// Most requests at once to one target: beyond this a target needs a conversation, not a setting.
 const CONCURRENCY_MAX: usize = 1_024;
@@ -117,6 +118,13 @@ impl HttpSinkConfig {
             faults if faults.is_empty() => Ok(()),
             faults => Err(Error::invalid("configure", "http_sink_invalid", faults.join("; "))),
         }
+    }
+
+    /// Reads the files that an `https` target needs, as making the sink does: the trusted certificates, and ours with its key.
+    /// The codes are `ca_file_invalid`, `client_cert_invalid` and `tls_roots_missing`.
+    pub fn check_files(&self) -> Result<()> {
+        let url = self.target().map_err(|fault| Error::invalid("configure", "http_sink_invalid", fault))?;
+        tls::client_config(url.scheme() == "https", self.ca_file.as_deref(), self.client_cert.as_ref()).map(drop)
     }
 
     /// What signs; `None` without keys. What is wrong with the keys never repeats one.

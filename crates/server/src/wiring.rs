@@ -80,10 +80,24 @@ fn give_keys(sink: &mut HttpSinkConfig, secrets: &[LiveSecret]) -> Result<(), St
     Ok(())
 }
 
+/// What a text that is no signing key probably is.
+fn unlike_a_key(secrets: &[LiveSecret]) -> Option<&'static str> {
+    let any = |is: fn(&str) -> bool| secrets.iter().any(|live| is(live.secret.expose()));
+    if any(|text| text.starts_with("whpk_")) {
+        return Some("a whpk_ key is the public half, for who verifies; sign with the private one, whsk_…");
+    }
+    any(|text| !text.starts_with("wh")).then_some(
+        "a sink signs with whsec_ and 24 to 64 random bytes in base64: echo \"whsec_$(openssl rand -base64 32)\"",
+    )
+}
+
 /// Whether a sink can sign with these. The message never repeats a key.
 pub(crate) fn check_sign_keys(secrets: &[LiveSecret]) -> Result<(), String> {
     let mut probe = HttpSinkConfig::new("https://example.org/");
-    give_keys(&mut probe, secrets)?;
+    give_keys(&mut probe, secrets).map_err(|text| match unlike_a_key(secrets) {
+        Some(hint) => format!("{text}; {hint}"),
+        None => text,
+    })?;
     probe.faults().into_iter().next().map_or(Ok(()), Err)
 }
 

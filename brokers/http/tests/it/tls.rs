@@ -162,6 +162,7 @@ async fn a_target_that_asks_for_a_client_certificate_gets_ours() {
     let target = https("localhost", port, Some(&authority.file));
     let (ours, _files) = of_clients.client_cert();
     let known = HttpSinkConfig { client_cert: Some(ours.clone()), ..target.clone() };
+    known.check_files().expect("they fit");
     assert_eq!(outcome(known).await.0, "delivered");
     // None, and one that another authority made.
     let (strange, _files) = Authority::new().client_cert();
@@ -180,8 +181,9 @@ async fn a_target_that_asks_for_a_client_certificate_gets_ours() {
         ClientCert { cert_file: key_file.clone(), key_file },
     ] {
         let config = HttpSinkConfig { client_cert: Some(wrong.clone()), ..target.clone() };
+        let early = config.check_files().expect_err("refused without a sink too");
         let error = HttpSink::new(config, Arc::new(StillClock)).err().expect("refused");
-        assert_eq!(error.code(), "client_cert_invalid");
+        assert_eq!((error.code(), error.message()), ("client_cert_invalid", early.message()));
         let named = [&wrong.cert_file, &wrong.key_file].map(|file| file.display().to_string());
         assert!(named.iter().any(|file| error.message().contains(file)), "{}", error.message());
         assert!(!error.message().contains("PRIVATE KEY"));

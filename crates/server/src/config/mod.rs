@@ -48,11 +48,13 @@ pub struct Reading<'a> {
     pub env: &'a dyn Fn(&str) -> Option<String>,
     /// Whether a missing variable for a sink or source is a fault. Commands that only look at the store do without.
     pub secrets_needed: bool,
+    /// Whether the files that sinks name are read too, to find what does not fit. A text alone says nothing of them.
+    pub files: bool,
 }
 
 impl Default for Reading<'_> {
     fn default() -> Self {
-        Self { file: FILE_DEFAULT, env: &|name| std::env::var(name).ok(), secrets_needed: true }
+        Self { file: FILE_DEFAULT, env: &|name| std::env::var(name).ok(), secrets_needed: true, files: false }
     }
 }
 
@@ -64,14 +66,17 @@ impl Config {
 
     /// Reads a configuration in another way.
     pub fn parse_with(text: &str, reading: Reading<'_>) -> Result<Self, Faults> {
-        parse::parse(text, reading.env, reading.secrets_needed).map_err(|faults| Faults::new(reading.file, faults))
+        parse::parse(text, &reading).map_err(|faults| Faults::new(reading.file, faults))
     }
 
-    /// Reads a file. Faults begin with its name as given.
+    /// Reads a file, and what it names if its secrets are needed. Faults begin with its name as given.
     pub fn load(path: &Path, secrets_needed: bool) -> Result<Self, LoadError> {
         let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
         let file = path.display().to_string();
-        Ok(Self::parse_with(&text, Reading { file: &file, secrets_needed, ..Reading::default() })?)
+        Ok(Self::parse_with(
+            &text,
+            Reading { file: &file, secrets_needed, files: secrets_needed, ..Reading::default() },
+        )?)
     }
 }
 

@@ -14,17 +14,18 @@ use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
 use postbox_webhook::Tolerance;
 use toml::de::DeTable;
 
+use super::Reading;
 use super::faults::{Fault, suggestion};
 use super::model::{Config, SinkConfig};
-use super::reader::{At, Lookup, Reader, Section};
+use super::reader::{At, Reader, Section};
 use super::values::duration_text;
 use postbox_http::{HttpSinkConfig, IpNet};
 
 /// Brokers of the plan that this program does not have yet, as sinks and as sources.
 const BROKERS_PLANNED: [&str; 5] = ["nats", "redis", "kafka", "amqp", "sqs"];
 
-pub(super) fn parse(text: &str, env: Lookup<'_>, secrets_needed: bool) -> Result<Config, Vec<Fault>> {
-    let reader = Reader::new(text, env, secrets_needed);
+pub(super) fn parse(text: &str, reading: &Reading<'_>) -> Result<Config, Vec<Fault>> {
+    let reader = Reader::new(text, reading);
     let (root, errors) = DeTable::parse_recoverable(text);
     for error in &errors {
         let line = error.span().map_or(0, |span| reader.line(&span));

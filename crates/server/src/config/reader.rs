@@ -7,6 +7,7 @@ use std::time::Duration;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
+use super::Reading;
 use super::faults::{Fault, suggestion};
 use super::values::{parse_duration, parse_size};
 use crate::secret::Secret;
@@ -24,7 +25,7 @@ pub(super) enum Entry<'r, 'i> {
 }
 
 /// Where `env:NAME` is looked up.
-pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
+type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// The text being read and the faults found so far.
 pub(super) struct Reader<'a> {
@@ -32,13 +33,16 @@ pub(super) struct Reader<'a> {
     env: Lookup<'a>,
     /// Whether a missing variable is a fault. Commands that only look at a store do not need the sinks' secrets.
     secrets_needed: bool,
+    /// Whether the files that are named are looked at.
+    pub(super) files: bool,
     faults: RefCell<Vec<Fault>>,
     warnings: RefCell<Vec<Fault>>,
 }
 
 impl<'a> Reader<'a> {
-    pub(super) fn new(text: &'a str, env: Lookup<'a>, secrets_needed: bool) -> Self {
-        Self { text, env, secrets_needed, faults: RefCell::default(), warnings: RefCell::default() }
+    pub(super) fn new(text: &'a str, reading: &Reading<'a>) -> Self {
+        let Reading { env, secrets_needed, files, .. } = *reading;
+        Self { text, env, secrets_needed, files, faults: RefCell::default(), warnings: RefCell::default() }
     }
 
     pub(super) fn line(&self, span: &Range<usize>) -> usize {

@@ -493,6 +493,40 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
     assert!(fault("[server]\nconnections = 0").contains("out of range"));
 }
 
+#[test]
+fn a_sink_that_could_not_sign_or_show_itself_is_told_at_its_line() {
+    let sink = |keys: &str| format!("[subscriptions.a.sink]\ntype = \"http\"\nurl = \"https://h/\"\n{keys}\n");
+    let told = fault(&sink("secrets = []"));
+    assert!(
+        told.starts_with("postbox.toml:4: ") && told.contains("leave it out to send without a signature"),
+        "{told}"
+    );
+    for (wrong, hint) in [
+        ("secret = \"plain\"", "openssl rand"),
+        ("secret = \"whpk_AAAA\"", "sign with the private one, whsk_"),
+        ("secret = \"\"", "empty or blank"),
+        ("secrets = [\"env:HOOK_SECRET\", \"\"]", "empty or blank"),
+        ("secret = \"env:BLANK\"", "empty or blank"),
+    ] {
+        let told = fault(&sink(wrong));
+        assert!(told.starts_with("postbox.toml:4: ") && told.contains(hint), "{told}");
+    }
+    // The files are looked at where they are needed, and only there.
+    let own = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    let missing = "/nonexistent/a.pem";
+    let read = |text: &str, files| Config::parse_with(text, Reading { env: &env, files, ..Reading::default() });
+    for (keys, line) in [
+        (format!("ca_file = \"{missing}\""), 4),
+        (format!("ca_file = \"{own}\""), 4),
+        (format!("client_key = \"{missing}\"\nclient_cert = \"{missing}\""), 5),
+        (format!("client_key = \"{own}\"\nclient_cert = \"{own}\""), 5),
+    ] {
+        let told = read(&sink(&keys), true).expect_err("unusable").to_string();
+        assert!(told.starts_with(&format!("postbox.toml:{line}: ")) && told.contains("is unusable"), "{told}");
+        read(&sink(&keys), false).expect("a command that only looks does without");
+    }
+}
+
 /// Every TOML example in the README and the guides is a configuration that this program accepts.
 #[test]
 fn the_examples_in_the_documentation_are_right() {
@@ -509,7 +543,7 @@ fn the_examples_in_the_documentation_are_right() {
             }
             let url = |name: &str| name.contains("STORE") || name.contains("URL");
             let env = |name: &str| Some(if url(name) { "postgres://localhost/db" } else { KEY }.to_owned());
-            let reading = Reading { file: &page.display().to_string(), env: &env, secrets_needed: true };
+            let reading = Reading { file: &page.display().to_string(), env: &env, ..Reading::default() };
             if let Err(faults) = Config::parse_with(example, reading) {
                 panic!("{faults}\nin\n{example}");
             }

@@ -60,6 +60,11 @@ fn read_file_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
 fn read_http_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
     let faults_before = section.reader.count();
     let secrets = read_secrets(section);
+    if section.has("secrets") && secrets.is_empty() && section.reader.count() == faults_before {
+        let text =
+            format!("{} has no key in secrets; name one, or leave it out to send without a signature", section.path);
+        section.fault("secrets", text);
+    }
     // What is unset for a command that does not need it is empty; only real keys are checked, and only if all are here.
     let known = secrets.iter().all(|live| !live.secret.expose().is_empty()) && section.reader.count() == faults_before;
     if known && let Err(text) = crate::wiring::check_sign_keys(&secrets) {
@@ -89,7 +94,23 @@ fn read_http_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
         let probe = HttpSinkConfig { allow: allow.clone(), ..HttpSinkConfig::new(text) };
         probe.faults().into_iter().next().map_or_else(|| Ok(text.to_owned()), Err)
     })?;
+    if section.reader.files && section.reader.count() == faults_before {
+        check_files(section, &url, ca_file.as_ref(), client_cert.as_ref());
+    }
     Some(SinkConfig::Http(HttpConfig { url, secrets, headers, allow, ca_file, client_cert, source }))
+}
+
+/// What the files hold, at the line that names them.
+fn check_files(section: &Section<'_, '_>, url: &str, ca_file: Option<&PathBuf>, client_cert: Option<&ClientCert>) {
+    if ca_file.is_none() && client_cert.is_none() {
+        return;
+    }
+    let probe =
+        HttpSinkConfig { ca_file: ca_file.cloned(), client_cert: client_cert.cloned(), ..HttpSinkConfig::new(url) };
+    if let Err(error) = probe.check_files() {
+        let key = if error.code() == "ca_file_invalid" { "ca_file" } else { "client_cert" };
+        section.fault(key, format!("{}: {}", section.path, error.message()));
+    }
 }
 
 /// `allow`: networks, or single addresses.
