@@ -1,5 +1,7 @@
 //! Which addresses are let through, one by one.
 
+use std::io::Write as _;
+
 use super::*;
 
 fn refused(host: &str) -> bool {
@@ -217,11 +219,26 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
         ("http://127.0.0.2:8600/", "127.0.0.1:8600"),
         ("http://8.8.8.8:8600/", "0.0.0.0:8600"),
         ("http://8.8.8.8:8600/", "[::]:8600"),
-        ("http://[2606:4700::1]:8600/", "[::]:8600"),
-        ("http://[fe80::1]:8600/", "[::]:8600"),
         ("http://[::1]:8600/", "0.0.0.0:8600"),
         ("https://8.8.8.8/", "8.8.8.8:80"),
     ] {
         assert_eq!(told(url, listening), None, "{url} is not {listening}");
     }
+    // Only a kernel with IPv6 can say that these are not its own; of any other they might be.
+    let foreign = [("http://[2606:4700::1]:8600/", "[::]:8600"), ("http://[fe80::1]:8600/", "[::]:8600")];
+    let has_v6 = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).is_ok();
+    for (url, listening) in foreign {
+        assert_eq!(told(url, listening).is_none(), has_v6, "{url} and {listening}, IPv6: {has_v6}");
+    }
+    if !has_v6 {
+        unproven(foreign.len());
+    }
+}
+
+/// A failure once all else is proven, or a visible skip on a machine of one's own.
+fn unproven(count: usize) {
+    let allowed = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some_and(|value| value == "1");
+    let what = format!("{count} addresses of version 6 could not be told from ours: this machine makes no IPv6 socket");
+    assert!(allowed && std::env::var_os("CI").is_none(), "all else holds, but {what}");
+    let _ = writeln!(io::stderr(), "SKIPPED: {what}");
 }
