@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use postbox_core::{Append, Error, EventId, LogName, NewEvent, Result};
+use postbox_core::{Append, Error, EventId, LogName, Migrate, NewEvent, Result};
 use tokio_postgres::types::{Kind, ToSql, Type};
 use tokio_postgres::{Client, Transaction};
 use uuid::Uuid;
@@ -84,12 +84,16 @@ impl PostgresStore {
         let session = self.session("append").await?;
         let insert = async |client: &Client| columns.insert(client, self.schema(), log).await;
         match session.transact(&self.inner.preambles.write, insert).await {
-            Err(error) if is_undefined(&error) => {
-                // A missing schema looks the same; say which it is.
-                postbox_core::Migrate::validate(self).await?;
-                Err(refused(log, &error))
-            }
-            inserted => inserted.map_err(|error| refused(log, &error)),
+            Ok(()) => Ok(()),
+            Err(error) => Err(self.why_refused(log, &error).await),
+        }
+    }
+
+    /// An append's error. A missing log and a missing schema look the same; asks which it is.
+    pub(crate) async fn why_refused(&self, log: &LogName, error: &tokio_postgres::Error) -> Error {
+        match is_undefined(error) {
+            true => Migrate::validate(self).await.err().unwrap_or_else(|| refused(log, error)),
+            false => refused(log, error),
         }
     }
 }
