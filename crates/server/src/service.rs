@@ -19,7 +19,7 @@ use crate::http::{Api, router};
 use crate::metrics::Measures;
 use crate::part::Part;
 use crate::sources::Sources;
-use crate::store::open_store;
+use crate::store::{check_receiving, open_store};
 use crate::wiring;
 
 /// Part of the stop deadline that is left to the relays for settling and giving their lanes back after the last answer.
@@ -37,6 +37,9 @@ impl Service {
     /// Opens the configured store and starts.
     pub async fn start(config: Config) -> Result<Self> {
         let store = open_store(&config.store).await?;
+        if !config.sources.is_empty() {
+            check_receiving(&config.store).await?;
+        }
         Self::start_on(config, store).await
     }
 

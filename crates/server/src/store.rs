@@ -72,6 +72,14 @@ pub async fn count_log(config: &StoreConfig, log: &LogName) -> Result<u64> {
     }
 }
 
+/// Checks that nothing in the store keeps messages from being received. Changes nothing.
+pub async fn check_receiving(config: &StoreConfig) -> Result<()> {
+    match parse(config)? {
+        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.check_receiving().await,
+        StoreUrl::Sqlite(_) | StoreUrl::Memory => Ok(()),
+    }
+}
+
 /// Puts cursors and rows right after a dump was restored into another Postgres cluster. Stop every relay first.
 pub async fn rebase(config: &StoreConfig) -> Result<()> {
     match parse(config)? {

@@ -108,7 +108,11 @@ fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
         "0A000" if facts.message.contains("recovery") => {
             make(Unavailable, "store_read_only", "the database is a standby".to_owned())
         }
-        "25006" => make(Unavailable, "store_read_only", "the database is read-only; is it a standby?".to_owned()),
+        "25006" => make(
+            Unavailable,
+            "store_read_only",
+            "the database is read-only: a standby, or default_transaction_read_only is on".to_owned(),
+        ),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
         state => match state.get(..2).unwrap_or_default() {

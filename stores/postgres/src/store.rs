@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use deadpool_postgres::Pool;
-use postbox_core::{LogName, Result, SubscriptionName};
+use postbox_core::{Error, ErrorKind, LogName, Result, SubscriptionName};
 use tokio::sync::watch;
 use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
@@ -40,6 +40,11 @@ pub(crate) struct Inner {
     /// The LISTEN connection, where asked for.
     pub(crate) listener: crate::log::hint::Listener,
 }
+
+/// How transactions begin, where that was said, and the role that it was said of. Reads settings.
+const DEFAULT_READ_ONLY: &str = "
+SELECT setting = 'on', source = 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
+FROM pg_catalog.pg_settings WHERE name = 'default_transaction_read_only'";
 
 impl PostgresStore {
     /// Connects, and checks that the database answers. The schema is not looked at: see [`postbox_core::Migrate`].
@@ -82,6 +87,34 @@ impl PostgresStore {
     /// [`crate::append_in`]. Only a hint that saves a poll interval.
     pub fn wake(&self) {
         self.inner.stirs.send_modify(|stirs| *stirs += 1);
+    }
+
+    /// Checks that messages can be received. A receive is one statement, so its transaction begins as the role or database says; everything else says itself
+    /// that it writes. For start-ups; changes nothing.
+    ///
+    /// Error: `Mismatch`, code `default_read_only`, with the cure.
+    pub async fn check_receiving(&self) -> Result<()> {
+        self.bounded("check_receiving", self.look_at_defaults()).await
+    }
+
+    async fn look_at_defaults(&self) -> Result<()> {
+        let session = self.session("check_receiving").await?;
+        let row = session.client().query_typed_one(DEFAULT_READ_ONLY, &[]).await;
+        session.finish();
+        let row = row.map_err(|error| classify("check_receiving", &error))?;
+        let (read_only, by_url, role, database): (bool, bool, String, String) =
+            (row.get(0), row.get(1), row.get(2), row.get(3));
+        if !read_only {
+            return Ok(());
+        }
+        let cure = match by_url {
+            true => "take default_transaction_read_only out of the store's URL".to_owned(),
+            false => format!(
+                "run: BEGIN READ WRITE; ALTER ROLE {role} IN DATABASE {database} SET default_transaction_read_only = off; COMMIT"
+            ),
+        };
+        let text = format!("transactions of {role} are read-only by default, so no message can be received; {cure}");
+        Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
     }
 
     /// Makes another log; one that is there already stays as it is.

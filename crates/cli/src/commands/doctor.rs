@@ -53,13 +53,11 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
                 examine(store.as_ref(), &info, fault.as_deref(), &mut findings).await?;
             }
             findings.extend(conflicts(store.as_ref()).await?);
+            if !context.config.sources.is_empty() {
+                findings.extend(postbox_server::check_receiving(&context.config.store).await.err().map(of_the_store));
+            }
         }
-        Err(error) => findings.push(Finding {
-            subscription: None,
-            gravity: Gravity::Problem,
-            what: format!("the store: {} ({})", error.message(), error.code()),
-            cure: None,
-        }),
+        Err(error) => findings.push(of_the_store(error)),
     }
     if json {
         output::json(&findings)?;
@@ -70,6 +68,12 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
         true => Err(Failure::failed("there are problems, listed above")),
         false => Ok(()),
     }
+}
+
+/// The text of an error has its cure in it.
+fn of_the_store(error: postbox_core::Error) -> Finding {
+    let what = format!("the store: {} ({})", error.message(), error.code());
+    Finding { subscription: None, gravity: Gravity::Problem, what, cure: None }
 }
 
 async fn look_at_subscriptions(

@@ -85,6 +85,34 @@ async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// A database whose transactions are read-only unless they say otherwise: all of ours do but the one that receives. Whoever receives is told at the
+/// start, whoever only delivers goes on.
+#[tokio::test]
+async fn a_database_that_is_read_only_by_default_is_told_with_its_cure() -> Result<()> {
+    let room = Room::empty(Kind::Postgres).await?;
+    let set = "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET default_transaction_read_only = on', current_database()); END $$";
+    room.sql(set).await?;
+    room.ok(&["migrate", "up"])?;
+    let three = "INSERT INTO OUTBOX (topic, payload) SELECT 't', '{}' FROM generate_series(1, 3)";
+    room.sql(&format!("BEGIN READ WRITE; {three}; COMMIT")).await?;
+    let out = "[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n";
+    room.config(out)?;
+    room.serve().await?.terminate().await?;
+    room.ok(&["dispatch"])?;
+    ensure!(room.lines("out.jsonl")?.len() == 3);
+    ensure!(room.ok(&["doctor", "--json"]).is_ok_and(|told| !told.contains("read-only")));
+
+    room.config(&(partner() + out))?;
+    let complaint = room.refuses(1, &["run", "--log-level", "error"])?;
+    ensure!(complaint.lines().count() == 1 && complaint.contains("default_read_only"), "{complaint}");
+    let told = String::from_utf8(room.output(&["doctor"])?.stdout)?;
+    ensure!(told.contains("read-only by default") && told.contains("ALTER ROLE"), "{told}");
+    let cure = complaint.split("run: ").nth(1).and_then(|rest| rest.split(" (default").next()).context("a cure")?;
+    room.sql(cure).await?;
+    send(&room, &[("msg_1", "{\"type\":\"invoice.paid\"}", 202)]).await?;
+    Ok(())
+}
+
 /// The handler refused them all; it is mended, and they are brought back a few at a time.
 async fn dead_messages_are_revived_oldest_first(kind: Kind) -> Result<()> {
     let room = Room::migrated(kind).await?;
