@@ -186,6 +186,45 @@ async fn a_cursor_from_the_future_is_told_with_its_cure() -> Result<()> {
     Ok(())
 }
 
+/// As `stores/sqlite/README.md` says it is done. The file has the log and the cursors of one moment: nothing has to be put right, what was pending then
+/// goes out (again, with its id), and what came after is gone from it. The files beside it belong to what is replaced.
+#[tokio::test]
+async fn an_older_copy_of_a_sqlite_file_goes_on_from_its_moment() -> Result<()> {
+    let room = Room::migrated(Kind::Sqlite).await?;
+    room.config("[subscriptions.a]\nsink = { type = \"file\", path = \"out.jsonl\" }\n")?;
+    let insert = |n: u32| format!("INSERT INTO OUTBOX (topic, key, payload) VALUES ('t', 'k', '{{\"n\":{n}}}');");
+    room.sql(&insert(1)).await?;
+    ensure!(room.dispatch(&[])? == "dispatched=1 failed=0 dead=0");
+    room.sql(&insert(2)).await?;
+    room.sql(&format!("VACUUM INTO '{}'", room.path("copy.db").display())).await?;
+    room.sql(&insert(3)).await?;
+    // Somebody who was killed left the file without a checkpoint: an open reader does the same.
+    let reader = rusqlite::Connection::open(room.path("postbox.db"))?;
+    reader.query_row("SELECT count(*) FROM postbox_outbox", [], |row| row.get::<_, i64>(0))?;
+    ensure!(room.dispatch(&[])? == "dispatched=2 failed=0 dead=0");
+    ensure!(bytes(&room.path("postbox.db-wal")).is_some_and(|left| !left.is_empty()), "nothing was left beside it");
+
+    let [database, left, shared] = ["postbox.db", "postbox.db-wal", "postbox.db-shm"].map(|name| room.path(name));
+    let crashed = [&database, &left, &shared].map(|path| bytes(path).unwrap_or_default());
+    drop(reader);
+    for (path, content) in [&database, &left, &shared].into_iter().zip(crashed) {
+        std::fs::write(path, content)?;
+    }
+    std::fs::remove_file(left)?;
+    std::fs::remove_file(shared)?;
+    std::fs::copy(room.path("copy.db"), database)?;
+
+    room.ok(&["migrate", "validate"])?;
+    ensure!(room.ok(&["stats"])? == "pending=1 dispatched=1 dead=0 total=2\n");
+    room.sql(&insert(4)).await?;
+    ensure!(room.dispatch(&[])? == "dispatched=2 failed=0 dead=0");
+    let lines = room.lines("out.jsonl")?;
+    let numbers: Vec<i64> = lines.iter().filter_map(|line| line["payload"]["n"].as_i64()).collect();
+    ensure!(numbers == [1, 2, 3, 2, 4], "{numbers:?}");
+    ensure!(lines[1]["id"] == lines[3]["id"], "what goes out again has its id");
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_port_in_use_is_told_before_anything_goes_out() -> Result<()> {
     let room = Room::migrated(Kind::Sqlite).await?;
