@@ -1,6 +1,5 @@
 //! The relay: one subscription driven by this process, until stopped, once, or on a schedule.
 
-use std::ops::AddAssign;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,31 +10,16 @@ use tracing::{error, info, warn};
 
 use crate::breaker::Breaker;
 use crate::clock::{SystemRandom, TokioClock};
+use crate::drained::Drained;
 use crate::fleet::Fleet;
 use crate::lane::{Budget, Held, Lane};
-use crate::metrics::{Metrics, MetricsSnapshot};
+use crate::metrics::Metrics;
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
 use crate::shared::{Destination, Shared};
 
 /// How long a stop waits for the answer to a request for a lane.
 const ASK_GRACE: Duration = Duration::from_secs(1);
-
-/// What one bounded run did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Drained {
-    /// Events read. One that waits behind a slow one of its key is read again when its turn comes, and counted again.
-    pub fetched: u64,
-    /// Events the destination has now.
-    pub dispatched: u64,
-    /// Deliveries that failed and will be tried again.
-    pub failed: u64,
-    /// Events that died.
-    pub dead: u64,
-    /// Lanes that were lost before they were empty: taken over, paused, or the store went back to an earlier state. What was left of them is
-    /// for their next owner.
-    pub lanes_lost: u64,
-}
 
 /// Builds a [`Relay`].
 #[must_use = "a builder that is not built relays nothing"]
@@ -161,35 +145,6 @@ struct Running<'a>(&'a AtomicBool);
 impl Drop for Running<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Release);
-    }
-}
-
-impl Drained {
-    /// What was done between two moments of a relay's metrics.
-    pub fn between(before: &MetricsSnapshot, after: &MetricsSnapshot) -> Self {
-        let dead = after.dead - before.dead;
-        Self {
-            fetched: after.fetched - before.fetched,
-            dispatched: after.delivered - before.delivered,
-            failed: (after.failed - before.failed).saturating_sub(dead),
-            dead,
-            lanes_lost: 0,
-        }
-    }
-
-    /// Deliveries tried: what a limit counts.
-    pub fn tried(&self) -> u64 {
-        self.dispatched + self.failed + self.dead
-    }
-}
-
-impl AddAssign for Drained {
-    fn add_assign(&mut self, other: Self) {
-        self.fetched += other.fetched;
-        self.dispatched += other.dispatched;
-        self.failed += other.failed;
-        self.dead += other.dead;
-        self.lanes_lost += other.lanes_lost;
     }
 }
 

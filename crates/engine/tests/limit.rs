@@ -24,10 +24,10 @@ async fn drain_stops_at_its_limit() {
 #[tokio::test(start_paused = true)]
 async fn a_limit_is_kept_exactly_however_slow_the_target_is() {
     for (keys, limit, seconds) in [(1, 2, 1), (1, 5, 1), (3, 7, 1), (40, 11, 1), (3, 7, 0)] {
-        for lanes in [1, 3] {
+        for (capabilities, lanes) in bench::all_capabilities().into_iter().flat_map(|it| [(it, 1), (it, 3)]) {
             let bench = Bench::with_lanes(lanes).await;
             bench.append((0..40).map(|n| event(n % keys, n))).await;
-            let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 16, prefix: false });
+            let sink = Recorder::new(capabilities);
             sink.takes(Duration::from_secs(seconds));
             let relay = bench.relay(sink.clone(), fast());
             for done in (limit..=40).step_by(limit as usize) {
@@ -38,6 +38,19 @@ async fn a_limit_is_kept_exactly_however_slow_the_target_is() {
             sink.assert_in_order();
             assert_eq!(sink.arrivals().len(), 40);
         }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limit_is_kept_when_the_target_is_down() {
+    for capabilities in bench::all_capabilities() {
+        let bench = Bench::with_lanes(2).await;
+        bench.append((0..40).map(|n| event(n, n))).await;
+        let sink = Recorder::new(capabilities);
+        sink.down(true);
+        let drained = bench.relay(sink.clone(), fast()).drain(Some(3)).await.expect("drained");
+        assert!((1..=3).contains(&drained.tried()) && drained.dispatched == 0, "{drained:?}");
+        assert_eq!(bench.stats().await.pending, 40);
     }
 }
 

@@ -80,9 +80,9 @@ impl Verdicts {
         self.exceptions.push((index, disposition));
     }
 
-    /// What did not go out, whatever becomes of it.
+    /// What did not go out, whatever becomes of it. What has a note did, and was not accepted.
     pub(super) fn unsent(&self) -> Unsent {
-        Unsent { other: self.aside.other + self.waiting, ..self.aside }
+        Unsent { other: self.aside.other + self.waiting.saturating_sub(self.notes.len()), ..self.aside }
     }
 
     /// It was not accepted because the destination is down; it keeps waiting.
