@@ -73,6 +73,11 @@ use storm::Storm;
 /// What of an unused rate is kept for a burst: senders that send once a second should not be told to slow down.
 const BURST: Duration = Duration::from_secs(1);
 
+/// Most genuine messages that are no events which the log names, one by one, in a time.
+const UNMAPPED_TOLD_PER_SECOND: u32 = 1;
+/// What of them may come at once: a whole topic that the mapping does not fit.
+const UNMAPPED_TOLD_BURST: Duration = Duration::from_secs(60);
+
 /// Bounds on what one source may cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SourceLimits {
@@ -228,6 +233,7 @@ struct Gate {
     rate: Option<Mutex<Bucket>>,
     counters: Counters,
     storm: Mutex<Storm>,
+    unmapped_told: Mutex<Bucket>,
 }
 
 impl Ingress {
@@ -283,6 +289,7 @@ impl Gate {
         if limits.body_timeout.is_zero() || limits.store_timeout.is_zero() {
             return fault("the timeouts must be longer than nothing");
         }
+        let told = Rate::per_second(UNMAPPED_TOLD_PER_SECOND).expect("a positive number a second is a rate");
         let buffered = limits.buffered_bytes.clamp(limits.body_bytes, Semaphore::MAX_PERMITS);
         Ok(Self {
             buffered: Semaphore::new(buffered),
@@ -291,6 +298,7 @@ impl Gate {
             rate: limits.rate.map(|rate| Mutex::new(Bucket::new(rate, BURST))),
             counters: Counters::default(),
             storm: Mutex::default(),
+            unmapped_told: Mutex::new(Bucket::new(told, UNMAPPED_TOLD_BURST)),
             source,
         })
     }

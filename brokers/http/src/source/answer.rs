@@ -35,6 +35,8 @@ pub(super) enum Answer {
     Refused(Refusal),
     UnknownSource,
     EncodingRefused,
+    /// Another transfer coding than `chunked`, or one beside it.
+    TransferRefused,
     BodyTooLarge,
     BodyTooSlow,
     BodyBroken,
@@ -49,7 +51,7 @@ pub(super) enum Answer {
 }
 
 /// Codes that are not refusals of the verifier.
-const CODES: [&str; 27] = [
+const CODES: [&str; 28] = [
     "accepted",
     "duplicate",
     "conflict",
@@ -64,6 +66,7 @@ const CODES: [&str; 27] = [
     "certificate_unavailable",
     "source_unknown",
     "encoding_refused",
+    "transfer_refused",
     "body_too_large",
     "body_too_slow",
     "body_broken",
@@ -97,6 +100,7 @@ impl Answer {
             Self::Refused(refusal) => refusal.code(),
             Self::UnknownSource => "source_unknown",
             Self::EncodingRefused => "encoding_refused",
+            Self::TransferRefused => "transfer_refused",
             Self::BodyTooLarge => "body_too_large",
             Self::BodyTooSlow => "body_too_slow",
             Self::BodyBroken => "body_broken",
@@ -123,6 +127,7 @@ impl Answer {
             Self::Refused(_) => StatusCode::UNAUTHORIZED,
             Self::UnknownSource => StatusCode::NOT_FOUND,
             Self::EncodingRefused => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            Self::TransferRefused => StatusCode::NOT_IMPLEMENTED,
             Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::BodyTooSlow => StatusCode::REQUEST_TIMEOUT,
             Self::BodyBroken => StatusCode::BAD_REQUEST,
@@ -160,6 +165,10 @@ impl IntoResponse for Answer {
         };
         let mut response = (self.status(), [(header::CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response();
         response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+        if self == Self::TransferRefused {
+            // Whoever stands between may see another end of the body than we do.
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
         if let Some(wait) = self.retry_after() {
             response.headers_mut().insert(header::RETRY_AFTER, wait);
         }
@@ -241,6 +250,7 @@ mod tests {
             Answer::TooMany(Duration::ZERO),
             Answer::UnknownSource,
             Answer::EncodingRefused,
+            Answer::TransferRefused,
             Answer::BodyTooLarge,
             Answer::BodyTooSlow,
             Answer::BodyBroken,

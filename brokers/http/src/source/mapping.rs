@@ -140,8 +140,23 @@ pub(super) struct Genuine<'a> {
     pub(super) verified: Verified,
 }
 
+/// Why a message gets no further.
+pub(super) enum Unfit {
+    /// The owner knows.
+    Told(Answer),
+    /// The owner is to be told.
+    Untold(Unmapped),
+}
+
+impl From<Answer> for Unfit {
+    fn from(answer: Answer) -> Self {
+        Self::Told(answer)
+    }
+}
+
 /// Why a genuine message is no event, for the owner's log. Of the message it holds nothing but its id.
-struct Unmapped {
+pub(super) struct Unmapped {
+    message_id: String,
     /// For the sender and the counter.
     code: &'static str,
     /// Of the event.
@@ -157,19 +172,26 @@ const FIELDS: [&str; 9] =
 
 impl Unmapped {
     fn new(code: &'static str, field: &'static str, why: impl Into<String>) -> Self {
-        Self { code, field, rule: code.into(), why: why.into() }
+        Self { message_id: "-".into(), code, field, rule: code.into(), why: why.into() }
     }
 
     fn invalid(error: &Error) -> Self {
         let field = FIELDS.into_iter().find(|field| error.code().starts_with(field)).unwrap_or("event");
-        Self { code: "event_invalid", field, rule: error.code().into(), why: shown(error.message()) }
+        let message_id = "-".into();
+        Self { message_id, code: "event_invalid", field, rule: error.code().into(), why: shown(error.message()) }
     }
 
-    fn tell(self, source: &SourceName, message_id: &str) -> Answer {
-        let Self { code, field, rule, why } = self;
-        let message_id = shown(message_id);
+    fn of(self, message_id: &str) -> Unfit {
+        Unfit::Untold(Self { message_id: shown(message_id), ..self })
+    }
+
+    pub(super) fn answer(&self) -> Answer {
+        Answer::Unmapped(self.code)
+    }
+
+    pub(super) fn tell(&self, source: &SourceName) {
+        let Self { message_id, code, field, rule, why } = self;
         warn!(%source, code, field, rule, message_id, "a genuine webhook is not an event by this source's mapping; refused: {why}");
-        Answer::Unmapped(code)
     }
 }
 
@@ -187,12 +209,11 @@ pub(super) fn shown(text: &str) -> String {
 
 impl Genuine<'_> {
     /// The message for the store, or what the sender hears instead.
-    pub(super) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Answer> {
+    pub(super) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Unfit> {
         // What is compared is what was signed: another spelling of it is a repetition, not another message.
         let digest = self.verified.digest.unwrap_or_else(|| Sha256::digest(&self.body).into());
-        let message_id =
-            self.message_id(&source.mapping, &digest).map_err(|unmapped| unmapped.tell(&source.name, "-"))?;
-        let unmapped = |unmapped: Unmapped| unmapped.tell(&source.name, &message_id);
+        let message_id = self.message_id(&source.mapping, &digest).map_err(Unfit::Untold)?;
+        let unmapped = |unmapped: Unmapped| unmapped.of(&message_id);
         let tenant = self.tenant(&source.mapping, &digest).map_err(unmapped)?;
         let mut event = match &source.convert {
             None => self.event(source, &digest).map_err(unmapped)?,

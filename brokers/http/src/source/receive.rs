@@ -11,7 +11,7 @@ use tracing::{debug, error, warn};
 use super::answer::Answer;
 use super::body::{check_headers, read};
 use super::handshake::challenge;
-use super::mapping::{Genuine, shown};
+use super::mapping::{Genuine, Unfit, shown};
 use super::{Check, Gate, Ingress};
 
 /// The handler. Dropping it (the sender hung up) may or may not have stored the message; the sender's repetition is a duplicate then.
@@ -57,11 +57,26 @@ impl Ingress {
             return Ok(Answer::Challenge(challenge));
         }
         let genuine = Genuine { headers: &parts.headers, body: received.bytes.clone(), verified };
-        let inbound = genuine.into_inbound(source)?;
+        let inbound = genuine.into_inbound(source).map_err(|unfit| self.answer_to(gate, &unfit))?;
         self.pace(gate)?;
         // Not waited for: a sender that is told to come again soon is better off than one that waits in a queue it cannot see.
         let _place = gate.storing.try_acquire().map_err(|_| Answer::Busy)?;
         self.store(gate, inbound).await
+    }
+
+    /// What the sender of a genuine message hears that is no event. Each is lost if nobody mends the mapping in time, so each is told; but as whoever has
+    /// captured one can send it all day, so many a minute and no more.
+    fn answer_to(&self, gate: &Gate, unfit: &Unfit) -> Answer {
+        match unfit {
+            Unfit::Told(answer) => answer.clone(),
+            Unfit::Untold(unmapped) => {
+                let mut told = gate.unmapped_told.lock().unwrap_or_else(PoisonError::into_inner);
+                if told.take(self.clock.monotonic()).is_ok() {
+                    unmapped.tell(&gate.source.name);
+                }
+                unmapped.answer()
+            }
+        }
     }
 
     /// Keeps the source to its rate.

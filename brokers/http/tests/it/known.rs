@@ -186,6 +186,20 @@ async fn what_breaks_a_rule_is_told_with_field_rule_and_id() {
 }
 
 #[tokio::test]
+async fn a_captured_message_that_is_no_event_does_not_fill_the_log() {
+    let (warnings, _guard) = Warnings::hear();
+    let mut mapped = source("hooks", Scheme::StandardWebhooks);
+    mapped.mapping.topic = header("x-kind");
+    let stand = Stand::new(vec![mapped]);
+    for _ in 0..1_000 {
+        assert_eq!(stand.post(message("msg_1", "{}")).await.0, StatusCode::UNPROCESSABLE_ENTITY);
+    }
+    assert_eq!(stand.count("topic_unmapped"), 1_000);
+    let told = warnings.all().len();
+    assert!((60..130).contains(&told), "{told} lines");
+}
+
+#[tokio::test]
 async fn credentials_of_whatever_name_are_not_kept() {
     let stand = Stand::standard();
     let mut request = message("msg_1", "{}");

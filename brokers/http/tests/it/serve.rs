@@ -10,14 +10,15 @@ use postbox_core::{LogName, SourceName};
 use postbox_http::ingress::{self, Ingress, SourceLimits, WebhookSource};
 use postbox_http::serve::{ServeLimits, serve};
 use postbox_testkit::clock::ManualClock;
-use postbox_webhook::{Scheme, Settings, verifier};
+use postbox_webhook::standard::{SignKey, Signer};
+use postbox_webhook::{Scheme, Settings, UnixSeconds, verifier};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::stand::{DEADLINE, HOUR, Inbox, SECRET, StillClock, config, plain, send, short, sink};
+use crate::stand::{DEADLINE, HOUR, Inbox, NOW_S, SECRET, StillClock, config, plain, send, short, sink};
 
 struct Server {
     address: SocketAddr,
@@ -246,4 +247,45 @@ async fn what_would_unpack_to_a_thousand_times_its_size_is_not_even_read() {
         assert_eq!(&answer, b"HTTP/1.1 415", "{encoding:?}");
     }
     assert!(inbox.all().is_empty());
+}
+
+/// A body whose end two readers could see in two places: the front door of request smuggling.
+#[tokio::test]
+async fn a_body_with_two_ends_is_refused_or_the_last_of_its_connection() {
+    let (server, inbox, ingress) = start_ingress(LIMITS, SourceLimits::default()).await;
+    let signer = Signer::new([SignKey::parse(SECRET).unwrap()]).unwrap();
+    let post = |id: &str, framing: &str| {
+        let signed = signer.sign(id, UnixSeconds(NOW_S), b"{}").unwrap();
+        let headers: String = signed.headers().iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+        format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{headers}{framing}\r\n")
+    };
+    let body = "2\r\n{}\r\n0\r\n\r\n";
+    let plain = post("next", "content-length: 2\r\nconnection: close\r\n") + "{}";
+    let answers = async |first: String| {
+        let mut stream = connect(&server, (first + body + &plain).as_bytes()).await;
+        let heard = hear(&mut stream).await;
+        let statuses = heard.split("HTTP/1.1 ").skip(1).map(|answer| answer[..3].to_owned());
+        statuses.collect::<Vec<_>>()
+    };
+    for coding in
+        ["gzip, chunked", "chunked, chunked", "x, chunked", "identity, chunked", "gzip\r\ntransfer-encoding: chunked"]
+    {
+        let answers = answers(post("coded", &format!("transfer-encoding: {coding}\r\n"))).await;
+        assert_eq!(answers, ["501"], "{coding}: and nothing more is read of that connection");
+    }
+    for coding in ["chunked, gzip", "gzip", "chunked\r\ntransfer-encoding: gzip"] {
+        assert_eq!(answers(post("coded", &format!("transfer-encoding: {coding}\r\n"))).await, ["400"], "{coding}");
+    }
+    assert!(inbox.all().is_empty());
+    let counts = ingress.counts();
+    assert_eq!(counts.iter().find(|count| count.code == "transfer_refused").map(|count| count.count), Some(5));
+    // Both a length and chunks: read by its chunks, and the last of its connection.
+    for (id, framing) in [
+        ("both-1", "content-length: 17\r\ntransfer-encoding: chunked\r\n"),
+        ("both-2", "transfer-encoding: Chunked\r\ncontent-length: 2\r\n"),
+    ] {
+        assert_eq!(answers(post(id, framing)).await, ["202"], "{framing}");
+    }
+    assert_eq!(answers(post("chunks", "transfer-encoding: chunked\r\n")).await, ["202", "202"]);
+    assert_eq!(inbox.all().len(), 4);
 }
