@@ -23,7 +23,7 @@
 //! | 200 | stored before: the same body (duplicate), or another one (conflict: kept out, counted, logged); a handshake; or your own function ([`WebhookSource::convert`]) wants nothing of it |
 //! | 401 | not verified; the body never says why, the counter does |
 //! | 404 | no such source |
-//! | 408, 413, 415 | the body comes too slowly, is too large, or has a content encoding |
+//! | 408, 413, 415, 501 | the body comes too slowly, is too large, has a content encoding, or another transfer coding than `chunked` |
 //! | 422 | genuine, but it has no id, topic or tenant where the mapping says, or breaks a limit of events |
 //! | 429 + `Retry-After` | genuine, but more than the source's rate; nothing is stored |
 //! | 500 | your own function panicked |

@@ -84,7 +84,7 @@ impl Mapping {
     /// | scheme | id | topic | key |
     /// |---|---|---|---|
     /// | standard-webhooks | `webhook-id` | `ce-type`, else `/type` | `ce-subject` |
-    /// | stripe | `/id` | `/type` | |
+    /// | stripe | `/id`, else digest of the body | `/type` | |
     /// | github | digest of the body | `x-github-event` | |
     /// | shopify | digest of the body | `x-shopify-topic` | |
     /// | slack | `/event_id`, else digest | `/event/type`, else `/type` | |
