@@ -221,7 +221,7 @@ mod tests {
                 409 => "duplicate",
                 410 => "gone",
                 429 => "unavailable",
-                502 | 503 | 504 => "unclear",
+                502..=504 => "unclear",
                 408 | 425 | 500..=599 => "retry",
                 _ => "dead",
             };

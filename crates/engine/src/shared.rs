@@ -158,10 +158,11 @@ impl Shared {
     pub(crate) fn found_down(
         &self,
         delivery: &Delivery,
-        code: &Cow<'static, str>,
+        code: &str,
         error: &str,
         after: Option<Duration>,
     ) -> Option<Disposition> {
+        let owned = || Cow::Owned(code.to_owned());
         match self.breaker.blame(delivery.seq, after) {
             Culprit::Destination => {
                 self.unavailable(code, error, after);
@@ -169,10 +170,10 @@ impl Shared {
             }
             // Others get through again and again, this one never: an attempt like any other.
             Culprit::Event => {
-                Some(self.decide(delivery, &Outcome::Retry { code: code.clone(), error: error.to_owned(), after }))
+                Some(self.decide(delivery, &Outcome::Retry { code: owned(), error: error.to_owned(), after }))
             }
             Culprit::Early(after) => {
-                Some(Disposition::Retry { after, counted: false, code: code.clone(), error: clip(error) })
+                Some(Disposition::Retry { after, counted: false, code: owned(), error: clip(error) })
             }
         }
     }
