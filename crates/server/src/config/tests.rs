@@ -521,6 +521,10 @@ fn a_sink_that_could_not_sign_or_show_itself_is_told_at_its_line() {
         (format!("client_key = \"{missing}\"\nclient_cert = \"{missing}\""), 5),
         (format!("client_key = \"{own}\"\nclient_cert = \"{own}\""), 5),
     ] {
+        // Also of a target in the own network.
+        let inside = sink(&keys).replace("https://h/", "https://10.0.0.1/") + "allow = [\"10.0.0.0/8\"]\n";
+        let told = read(&inside, true).expect_err("unusable").to_string();
+        assert!(told.starts_with(&format!("postbox.toml:{line}: ")) && told.contains("is unusable"), "{told}");
         let told = read(&sink(&keys), true).expect_err("unusable").to_string();
         assert!(told.starts_with(&format!("postbox.toml:{line}: ")) && told.contains("is unusable"), "{told}");
         read(&sink(&keys), false).expect("a command that only looks does without");

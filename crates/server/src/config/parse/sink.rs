@@ -95,18 +95,22 @@ fn read_http_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
         probe.faults().into_iter().next().map_or_else(|| Ok(text.to_owned()), Err)
     })?;
     if section.reader.files && section.reader.count() == faults_before {
-        check_files(section, &url, ca_file.as_ref(), client_cert.as_ref());
+        let probe = HttpSinkConfig {
+            allow: allow.clone(),
+            ca_file: ca_file.clone(),
+            client_cert: client_cert.clone(),
+            ..HttpSinkConfig::new(url.as_str())
+        };
+        check_files(section, &probe);
     }
     Some(SinkConfig::Http(HttpConfig { url, secrets, headers, allow, ca_file, client_cert, source }))
 }
 
 /// What the files hold, at the line that names them.
-fn check_files(section: &Section<'_, '_>, url: &str, ca_file: Option<&PathBuf>, client_cert: Option<&ClientCert>) {
-    if ca_file.is_none() && client_cert.is_none() {
+fn check_files(section: &Section<'_, '_>, probe: &HttpSinkConfig) {
+    if probe.ca_file.is_none() && probe.client_cert.is_none() {
         return;
     }
-    let probe =
-        HttpSinkConfig { ca_file: ca_file.cloned(), client_cert: client_cert.cloned(), ..HttpSinkConfig::new(url) };
     if let Err(error) = probe.check_files() {
         let key = if error.code() == "ca_file_invalid" { "ca_file" } else { "client_cert" };
         section.fault(key, format!("{}: {}", section.path, error.message()));
