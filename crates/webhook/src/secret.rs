@@ -119,6 +119,9 @@ mod tests {
             assert!(matches!(refused, Err(SecretError::Length { .. })), "{length}");
         }
         assert!(SecretBytes::new("x", &[b'a'; 16], TEXT_BYTES_MIN, TEXT_BYTES_MAX).is_ok());
+        for blank in [" ".repeat(16), "\t\n".repeat(20), "\u{a0}".repeat(16)] {
+            assert!(matches!(crate::github::Secret::new(&blank), Err(SecretError::Setting(_))), "{blank:?}");
+        }
         assert_eq!(Keys::<u8>::new([]).unwrap_err(), SecretError::None);
         assert!(matches!(Keys::new(0..9), Err(SecretError::TooMany { given: 9, max: 8 })));
     }

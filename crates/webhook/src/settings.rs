@@ -65,6 +65,16 @@ mod tests {
     use super::*;
 
     #[test]
+    fn one_header_cannot_hold_both_signature_and_time() {
+        for name in ["x-sig", "X-SIG"] {
+            let layout = plain::Layout { timestamp_header: Some(name.into()), ..plain::Layout::new("x-sig") };
+            let settings = Settings { layout: Some(layout), ..Settings::default() };
+            let refused = verifier(Scheme::Hmac, &["0123456789abcdef"], &settings).unwrap_err();
+            assert!(matches!(refused, SecretError::Setting(text) if text.contains("both")));
+        }
+    }
+
+    #[test]
     fn every_scheme_has_a_verifier_and_none_without_a_secret() {
         let settings = Settings {
             public_url: Some("https://example.org/in/x".into()),

@@ -118,8 +118,8 @@ impl Mapping {
     pub fn fault(&self, scheme: Scheme) -> Option<String> {
         let origin = self.tenant.iter().find(|origin| !origin.is_signed_by(scheme))?;
         Some(format!(
-            "the tenant would come from {origin}, which {scheme} does not sign: one captured message could be stored again under every tenant that its \
-             sender makes up; write a fixed text (a source for each tenant), or a place in what is signed, e.g. \"json:/tenant\""
+            "the tenant would come from {origin}, which {scheme} does not sign: one captured message could be stored again under every tenant that \
+             somebody makes up; write a fixed text (a source for each tenant), or a place in what is signed, e.g. \"json:/tenant\""
         ))
     }
 
