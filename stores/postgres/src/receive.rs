@@ -8,7 +8,7 @@ use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
 use crate::PostgresStore;
-use crate::append::{Columns, refused};
+use crate::append::Columns;
 use crate::classify::{classify, is_undefined};
 use crate::log::micros;
 
@@ -81,10 +81,7 @@ impl PostgresStore {
         session.finish();
         match received {
             Ok(verdicts) => verdicts.iter().zip(events.event_ids()).map(|(verdict, id)| judge(verdict, id)).collect(),
-            Err(error) if is_undefined(&error) => {
-                postbox_core::Migrate::validate(self).await?;
-                Err(refused(log, &error))
-            }
+            Err(error) if is_undefined(&error) => Err(self.why_refused(log, &error).await),
             Err(error) => Err(classify("receive", &error)),
         }
     }
