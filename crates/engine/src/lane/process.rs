@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use postbox_core::{Batch, Disposition, Key, Result};
 use tokio_util::sync::CancellationToken;
@@ -75,6 +76,9 @@ impl Lane {
                     return Ok(verdicts.unsent());
                 }
                 self.settle(verdicts.settle_due(batch, self.shared.holds_keys())).await?;
+                if !verdicts.is_complete() {
+                    self.alarm.ring_in(self.shared.clock.monotonic(), Duration::ZERO);
+                }
                 self.adopt(batch, &verdicts, late);
             }
             Destination::Apply(apply) => self.apply_due(&**apply, batch, &mut verdicts, round).await?,

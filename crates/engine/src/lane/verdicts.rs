@@ -115,22 +115,16 @@ impl Verdicts {
         Settlement { position: Some(deliveries[last].seq), entries, rewind: true, hold_keys }
     }
 
-    /// The settlement of due rows: an entry for each.
+    /// The settlement of due rows. One that was not sent has no entry: it stays as it is, due, with the reason it waits for.
     pub(super) fn settle_due<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Settlement<'b> {
         let entries = self.entries(&batch.deliveries, batch.deliveries.len(), true, hold_keys);
         Settlement { position: None, entries, rewind: false, hold_keys }
     }
 
     /// Entries of the first `end` deliveries, in their order. What still waits becomes an uncounted retry, or waits behind
-    /// one of its key.
-    fn entries<'b>(
-        &self,
-        deliveries: &'b [Delivery],
-        end: usize,
-        with_delivered: bool,
-        hold_keys: bool,
-    ) -> Vec<Entry<'b>> {
-        if self.exceptions.is_empty() && self.is_complete() && !with_delivered {
+    /// one of its key; if it is a row already, only what it met is written.
+    fn entries<'b>(&self, deliveries: &'b [Delivery], end: usize, are_rows: bool, hold_keys: bool) -> Vec<Entry<'b>> {
+        if self.exceptions.is_empty() && self.is_complete() && !are_rows {
             return Vec::new();
         }
         let mut exceptions = self.exceptions.clone();
@@ -140,12 +134,13 @@ impl Verdicts {
         let mut entries = Vec::new();
         for (index, delivery) in deliveries[..end].iter().enumerate() {
             let disposition = match self.marks[index] {
-                Mark::Delivered if with_delivered => Disposition::Delivered,
+                Mark::Delivered if are_rows => Disposition::Delivered,
                 Mark::Delivered => continue,
                 Mark::Excepted => match exceptions.next_if(|(at, _)| *at == index) {
                     Some((_, disposition)) => disposition,
                     None => continue,
                 },
+                Mark::Waiting if are_rows && self.noted(index).is_none() => continue,
                 Mark::Waiting => match &delivery.event.key {
                     Some(key) if hold_keys && !waiting_keys.insert(key) => Disposition::Block,
                     _ => self.not_sent(index),
@@ -156,9 +151,14 @@ impl Verdicts {
         entries
     }
 
+    /// What it met when the destination was down.
+    fn noted(&self, index: usize) -> Option<(&Cow<'static, str>, &String)> {
+        self.notes.iter().find(|(at, ..)| *at == index).map(|(_, code, error)| (code, error))
+    }
+
     fn not_sent(&self, index: usize) -> Disposition {
-        let (code, error) = match self.notes.iter().find(|(at, ..)| *at == index) {
-            Some((_, code, error)) => (code.clone(), error.clone()),
+        let (code, error) = match self.noted(index) {
+            Some((code, error)) => (code.clone(), error.clone()),
             None => ("not_sent".into(), "the relay stopped sending before this event's turn".to_owned()),
         };
         Disposition::Retry { after: Duration::ZERO, counted: false, code, error }
