@@ -5,7 +5,7 @@
 //! All lanes of a relay share one breaker, because they share the destination.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -83,6 +83,8 @@ pub(crate) struct Breaker {
     /// Mirror of `inner` for the check before each send.
     state: AtomicU8,
     suspects: Mutex<Suspects>,
+    /// An event was accepted since the destination asked one to come later.
+    accepted: AtomicBool,
 }
 
 /// Events that found the destination down, to tell one that keeps bringing it down from an outage.
@@ -90,8 +92,17 @@ pub(crate) struct Breaker {
 struct Suspects {
     /// Rises each time the breaker closes.
     generation: u64,
-    /// The generation in which an event was last seen here, and in how many it was.
-    seen: HashMap<Seq, (u64, u32)>,
+    seen: HashMap<Seq, Suspect>,
+}
+
+#[derive(Debug)]
+struct Suspect {
+    /// The generation in which it was last seen here.
+    generation: u64,
+    /// In how many it was.
+    count: u32,
+    /// How often it was made to wait alone.
+    early: u32,
 }
 
 /// Who is to blame that an event found the destination down.
@@ -112,6 +123,7 @@ impl Breaker {
             inner: Mutex::new(Inner::Closed),
             state: AtomicU8::new(BreakerState::Closed as u8),
             suspects: Mutex::default(),
+            accepted: AtomicBool::new(false),
         }
     }
 
@@ -186,28 +198,37 @@ impl Breaker {
         }
     }
 
+    /// The destination accepted an event: whatever it sends away next, it is not down.
+    pub(crate) fn accepted(&self) {
+        self.accepted.store(true, Ordering::Relaxed);
+    }
+
     /// Notes that this event found the destination down. Once it has done so [`BLAME_AFTER`] times while others were delivered in
     /// between, the event, not the destination, is to blame.
     ///
-    /// `after` says that the destination itself asked to come later. Then the event alone waits, longer each time.
+    /// `after` says that the destination itself asked to come later. Then the event is never charged; it alone waits, longer each time, if it
+    /// is a suspect by now or another was accepted since somebody was sent away last. So two in a row make all wait, one of many itself.
     pub(crate) fn blame(&self, seq: Seq, after: Option<Duration>) -> Culprit {
+        let alone = after.is_some() && self.accepted.swap(false, Ordering::Relaxed);
         let mut suspects = lock(&self.suspects);
         let generation = suspects.generation;
         if suspects.seen.len() >= SUSPECTS_MAX {
             suspects.seen.clear();
         }
-        let (last, count) = suspects.seen.entry(seq).or_insert((generation, 1));
-        if *last != generation || *count >= BLAME_AFTER {
-            (*last, *count) = (generation, *count + 1);
+        let suspect = suspects.seen.entry(seq).or_insert(Suspect { generation, count: 1, early: 0 });
+        if suspect.generation != generation {
+            (suspect.generation, suspect.count) = (generation, suspect.count.saturating_add(1));
         }
-        let count = *count;
         match after {
-            _ if count < BLAME_AFTER => Culprit::Destination,
-            Some(after) => Culprit::Early(self.ceiling(count - BLAME_AFTER).max(after.min(AFTER_MAX))),
-            None => {
+            Some(after) if alone || suspect.count >= BLAME_AFTER => {
+                suspect.early = suspect.early.saturating_add(1);
+                Culprit::Early(self.ceiling(suspect.early - 1).max(after.min(AFTER_MAX)))
+            }
+            None if suspect.count >= BLAME_AFTER => {
                 suspects.seen.remove(&seq);
                 Culprit::Event
             }
+            _ => Culprit::Destination,
         }
     }
 
@@ -338,5 +359,17 @@ mod tests {
         assert_eq!(blamed, early);
         let Culprit::Early(wait) = breaker.blame(Seq(1), Some(Duration::ZERO)) else { panic!("it is known") };
         assert_eq!(wait, 8 * S, "also when nothing was delivered in between");
+    }
+
+    #[test]
+    fn of_two_in_a_row_that_are_to_come_later_the_second_makes_all_wait() {
+        let breaker = breaker();
+        let later = |seq| breaker.blame(Seq(seq), Some(Duration::ZERO));
+        assert_eq!(later(1), Culprit::Destination, "nothing was ever accepted");
+        for wait in [1, 2, 4, 8, 8] {
+            breaker.accepted();
+            assert_eq!(later(1), Culprit::Early(wait * S));
+        }
+        assert_eq!(later(2), Culprit::Destination);
     }
 }

@@ -190,6 +190,9 @@ impl Shared {
     /// The destination said something of an event. Only what is final closes the breaker: one that is to be tried again may well have
     /// met a destination that is still down.
     pub(crate) fn answered(&self, outcome: &Outcome) {
+        if outcome.is_delivered() {
+            self.breaker.accepted();
+        }
         if matches!(outcome, Outcome::Retry { .. } | Outcome::Unavailable { .. }) {
             return;
         }

@@ -97,6 +97,36 @@ async fn who_asks_to_come_later_is_asked_one_at_a_time_and_costs_no_life() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn one_of_many_that_is_always_to_come_later_slows_nobody() {
+    for after in [Duration::ZERO, 3 * S] {
+        let bench = Bench::new().await;
+        let sink = Recorder::new(Capabilities::default());
+        sink.script(move |delivery| match bench::version(delivery) {
+            5 => {
+                Answer::Say(Outcome::Unavailable { code: "http_429".into(), error: "later".into(), after: Some(after) })
+            }
+            _ => Answer::Say(Outcome::DELIVERED),
+        });
+        let relay = bench.relay(sink.clone(), fast());
+        let stop = CancellationToken::new();
+        let produce = async {
+            for n in 0..3_000 {
+                bench.append([event(n, n)]).await;
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            stop.cancel();
+        };
+        let (ended, ()) = tokio::join!(relay.run(stop.clone()), produce);
+        ended.expect("ran");
+        let stats = bench.stats().await;
+        assert_eq!((stats.dead, stats.dispatched, stats.retrying), (0, 2_999, 1));
+        let slowest = sink.arrivals().iter().map(|arrival| arrival.waited).max().unwrap_or_default();
+        assert!(slowest < S, "somebody waited for {slowest:?}");
+        assert_eq!(relay.metrics().breaker_opened(), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_probe_that_is_to_be_tried_again_does_not_open_the_gates() {
     let bench = Bench::new().await;
     bench.append((0..300).map(|n| event(n, n))).await;
