@@ -16,7 +16,7 @@
 //!   the answer's status becomes an [`Outcome`](postbox_core::Outcome). It serves webhook targets and your own HTTP handlers alike.
 //! - [`ingress`] is an axum router for `POST /in/{source}`: verifies on the raw bytes, stores once, answers 2xx only then.
 //! - [`serve`](mod@serve) serves such a router to strangers: deadlines, and a bound on connections.
-//! - [`Guard`] keeps a sink away from private addresses, whatever the URL or the DNS says.
+//! - A sink calls public addresses only, and those of networks that are allowed ([`HttpSinkConfig::allow`]), whatever the URL or the DNS says.
 //!
 //! The README of this crate has the tables: headers, statuses, codes, limits.
 //!
