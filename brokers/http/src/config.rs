@@ -150,28 +150,37 @@ impl HttpSinkConfig {
         Guard::new(&self.allow, Ourselves::behind(url, &self.listening))
     }
 
-    /// The parsed URL, or what is wrong with it. The text is not repeated when it may hold a password.
+    /// The parsed URL, or what is wrong with it.
     pub(crate) fn target(&self) -> Result<Url, String> {
-        if self.url.len() > URL_BYTES_MAX {
-            return Err(format!("the url has {} bytes; at most {URL_BYTES_MAX} are allowed", self.url.len()));
-        }
-        if self.url.chars().any(|c| c.is_control() || c.is_whitespace()) {
-            return Err("the url has white space or a control character".into());
-        }
-        let url =
-            Url::parse(&self.url).map_err(|error| format!("the url is none ({error}); write https://host/path"))?;
-        if !matches!(url.scheme(), "http" | "https") || !url.has_host() {
-            return Err("the url must begin with https:// or http:// and name a host".into());
-        }
-        if !url.username().is_empty() || url.password().is_some() {
-            return Err("the url holds a user name or password; give them as a header `authorization` instead".into());
-        }
-        if url.fragment().is_some() {
-            return Err("the url has a fragment (#…), which is never sent; leave it out".into());
-        }
+        let url = parse_url(&self.url)?;
         self.guard(&url).check_host(&url)?;
         Ok(url)
     }
+}
+
+/// Checks the form of a URL, wherever it leads. The message never repeats it: it may hold a password.
+pub fn check_url(text: &str) -> Result<(), String> {
+    parse_url(text).map(drop)
+}
+
+fn parse_url(text: &str) -> Result<Url, String> {
+    if text.len() > URL_BYTES_MAX {
+        return Err(format!("the url has {} bytes; at most {URL_BYTES_MAX} are allowed", text.len()));
+    }
+    if text.chars().any(|c| c.is_control() || c.is_whitespace()) {
+        return Err("the url has white space or a control character".into());
+    }
+    let url = Url::parse(text).map_err(|error| format!("the url is none ({error}); write https://host/path"))?;
+    if !matches!(url.scheme(), "http" | "https") || !url.has_host() {
+        return Err("the url must begin with https:// or http:// and name a host".into());
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err("the url holds a user name or password; give them as a header `authorization` instead".into());
+    }
+    if url.fragment().is_some() {
+        return Err("the url has a fragment (#…), which is never sent; leave it out".into());
+    }
+    Ok(url)
 }
 
 impl fmt::Debug for HttpSinkConfig {

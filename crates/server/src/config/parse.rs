@@ -6,7 +6,6 @@ mod sink;
 mod source;
 mod subscription;
 
-use std::net::IpAddr;
 use std::time::Duration;
 
 use postbox_core::SourceName;
@@ -19,7 +18,7 @@ use super::faults::{Fault, suggestion};
 use super::model::{Config, SinkConfig};
 use super::reader::{At, Reader, Section};
 use super::values::duration_text;
-use postbox_http::{HttpSinkConfig, IpNet};
+use postbox_http::HttpSinkConfig;
 
 /// Brokers of the plan that this program does not have yet, as sinks and as sources.
 const BROKERS_PLANNED: [&str; 5] = ["nats", "redis", "kafka", "amqp", "sqs"];
@@ -174,16 +173,6 @@ fn choice<T: Copy>(section: &Section<'_, '_>, key: &'static str, choices: &[(&st
         let words: Vec<&str> = choices.iter().map(|(word, _)| *word).collect();
         found.map(|(_, value)| *value).ok_or_else(|| format!("{text:?} is not one of {}", words.join(", ")))
     })
-}
-
-fn check_url(text: &str) -> Result<String, String> {
-    // A URL of our own, which nobody calls: it may stand for any address.
-    let allow = vec![IpAddr::from([0, 0, 0, 0]), IpAddr::from([0; 16])].into_iter();
-    let allow = allow.filter_map(|address| IpNet::new(address, 0).ok()).collect();
-    match (HttpSinkConfig { allow, ..HttpSinkConfig::new(text) }).faults().into_iter().next() {
-        Some(fault) => Err(fault),
-        None => Ok(text.to_owned()),
-    }
 }
 
 fn one_line(text: &str) -> String {

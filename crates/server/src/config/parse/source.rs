@@ -13,7 +13,7 @@ use super::super::faults::suggestion;
 use super::super::model::{LiveSecret, MappingConfig, SnsConfig, SourceConfig};
 use super::super::reader::{At, Section};
 use super::secrets::read_secrets;
-use super::{BROKERS_PLANNED, check_url, choice, message, name_of, set};
+use super::{BROKERS_PLANNED, choice, message, name_of, set};
 
 pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option<SourceConfig> {
     let source_name = name_of(&section, name, SourceName::new)?;
@@ -202,7 +202,8 @@ fn read_settings(section: &Section<'_, '_>, scheme: Option<Scheme>) -> Settings 
     }
     // Without a scheme every key is allowed, so that one fault does not look like three.
     if scheme.is_none_or(|scheme| scheme == Scheme::Twilio) {
-        settings.public_url = section.parsed("public_url", check_url);
+        settings.public_url =
+            section.parsed("public_url", |text| postbox_http::check_url(text).map(|()| text.to_owned()));
     }
     if scheme.is_none_or(|scheme| scheme == Scheme::Hmac) {
         settings.layout = read_layout(section);
