@@ -22,8 +22,9 @@ use postbox_webhook::standard::{ID_HEADER, Signer, TIMESTAMP_HEADER};
 
 use crate::cloudevents;
 
-/// Names that events cannot set: framing and routing of HTTP, credentials, what the payload decides.
-const RESERVED: [&str; 24] = [
+/// Headers of one request and not of the message in it: framing and routing of HTTP, credentials, what the body decides. No event sets them on its way
+/// out, and none keeps them from its way in.
+pub(crate) const OF_ONE_REQUEST: [&str; 19] = [
     "accept-encoding",
     "authorization",
     "connection",
@@ -35,7 +36,6 @@ const RESERVED: [&str; 24] = [
     "expect",
     "forwarded",
     "host",
-    "http2-settings",
     "keep-alive",
     "set-cookie",
     "te",
@@ -44,11 +44,11 @@ const RESERVED: [&str; 24] = [
     "upgrade",
     "user-agent",
     "via",
-    "x-forwarded-for",
-    "x-forwarded-host",
-    "x-forwarded-proto",
-    "x-http-method-override",
 ];
+
+/// Other names that events cannot set.
+const RESERVED: [&str; 5] =
+    ["http2-settings", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-http-method-override"];
 
 /// Beginnings of names that events cannot set: what we sign and say ourselves.
 const RESERVED_PREFIXES: [&str; 4] = [cloudevents::PREFIX, "webhook-", "svix-", "proxy-"];
@@ -56,7 +56,9 @@ const RESERVED_PREFIXES: [&str; 4] = [cloudevents::PREFIX, "webhook-", "svix-", 
 /// Whether a header's name is not an event's to set.
 pub(crate) fn is_reserved(name: &HeaderName) -> bool {
     let name = name.as_str();
-    RESERVED.contains(&name) || RESERVED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+    OF_ONE_REQUEST.contains(&name)
+        || RESERVED.contains(&name)
+        || RESERVED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// What is the same for every event of a target.

@@ -9,16 +9,16 @@ use postbox_core::{NewEvent, SourceName};
 use tracing::warn;
 
 use crate::cloudevents;
+use crate::envelope::OF_ONE_REQUEST;
 
-/// Headers that are not kept: transport, credentials and signatures, what proxies add, and what has become a field of the event.
-const DROPPED: [&str; 61] = [
+/// Headers that are not kept beside those [of one request](OF_ONE_REQUEST): more credentials, signatures, what proxies add, and what has become a field of
+/// the event.
+const DROPPED: [&str; 42] = [
     "accept",
     "accept-charset",
-    "accept-encoding",
     "accept-language",
     "api-key",
     "apikey",
-    "authorization",
     "cache-control",
     "ce-aggregate",
     "ce-kind",
@@ -27,27 +27,10 @@ const DROPPED: [&str; 61] = [
     "ce-time",
     "ce-type",
     "ce-version",
-    "connection",
-    "content-encoding",
-    "content-length",
-    "content-type",
-    "cookie",
-    "date",
-    "expect",
-    "forwarded",
-    "host",
-    "keep-alive",
     "pragma",
-    "set-cookie",
     "stripe-signature",
     "svix-signature",
     "svix-timestamp",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    "user-agent",
-    "via",
     "webhook-signature",
     "webhook-timestamp",
     "x-access-token",
@@ -81,7 +64,9 @@ const DROPPED_PREFIXES: [&str; 7] =
 
 fn is_kept(name: &HeaderName) -> bool {
     let name = name.as_str();
-    !DROPPED.contains(&name) && !DROPPED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+    !OF_ONE_REQUEST.contains(&name)
+        && !DROPPED.contains(&name)
+        && !DROPPED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 /// Keeps the request's headers by name, as long as an event has room for them: a proxy's noise must not make a genuine message impossible to store. Last come
