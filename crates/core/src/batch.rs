@@ -118,6 +118,9 @@ impl Disposition {
     /// The code of a [`Retry`](Self::Retry) whose call is still under way: its holder writes the outcome, or crashes. [`Log::acquire`](crate::Log::acquire)
     /// makes such rows of the lane due at once, because whoever takes a lane finds no call of it in flight. No sink may use the word.
     pub const IN_FLIGHT: &'static str = "in_flight";
+
+    /// The code of a [`Retry`](Self::Retry) of an event whose turn did not come: it says nothing of the destination.
+    pub const NOT_SENT: &'static str = "not_sent";
 }
 
 /// One delivery and its disposition.

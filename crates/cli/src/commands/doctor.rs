@@ -18,9 +18,6 @@ const LOOK: usize = 20;
 /// Pending for longer than this with nobody at work is late.
 const LATE: Duration = Duration::from_secs(10);
 
-/// The engine's code for an event whose turn did not come.
-const NOT_SENT: &str = "not_sent";
-
 /// How bad a finding is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -199,7 +196,10 @@ fn lanes(info: &SubscriptionInfo, stats: &Stats, find: &mut impl FnMut(Gravity, 
 fn outage(retrying: &[Record], fault: Option<&str>) -> Option<(String, Option<String>)> {
     let told = |record: &&Record| {
         record.attempts == 0
-            && record.code.as_deref().is_some_and(|code| ![Disposition::IN_FLIGHT, NOT_SENT].contains(&code))
+            && record
+                .code
+                .as_deref()
+                .is_some_and(|code| ![Disposition::IN_FLIGHT, Disposition::NOT_SENT].contains(&code))
     };
     let witness = retrying.iter().filter(told).max_by_key(|record| record.updated_at);
     let code = witness.and_then(|record| record.code.as_deref());

@@ -159,7 +159,7 @@ impl Verdicts {
     fn not_sent(&self, index: usize) -> Disposition {
         let (code, error) = match self.noted(index) {
             Some((code, error)) => (code.clone(), error.clone()),
-            None => ("not_sent".into(), "the relay stopped sending before this event's turn".to_owned()),
+            None => (Disposition::NOT_SENT.into(), "the relay stopped sending before this event's turn".to_owned()),
         };
         Disposition::Retry { after: Duration::ZERO, counted: false, code, error }
     }
