@@ -79,21 +79,14 @@ impl Context {
 
     /// The logs with events that no subscription reads, and how many there are; of those that are meant.
     pub(crate) async fn unread(&self, store: &dyn Store) -> Result<Vec<(LogName, u64)>, Failure> {
-        let mut unread = Vec::new();
         if self.only.is_some() {
-            return Ok(unread);
+            return Ok(Vec::new());
         }
         let read: Vec<LogName> = store.subscriptions().await?.into_iter().map(|info| info.log).collect();
-        for log in postbox_server::list_logs(&self.config.store).await? {
-            if read.contains(&log) || self.log.as_ref().is_some_and(|meant| *meant != log) {
-                continue;
-            }
-            let count = postbox_server::count_log(&self.config.store, &log).await?;
-            if count > 0 {
-                unread.push((log, count));
-            }
-        }
-        Ok(unread)
+        let unread = |log: &LogName| !read.contains(log) && self.log.as_ref().is_none_or(|meant| meant == log);
+        let mut counts = postbox_server::count_logs(&self.config.store, unread).await?;
+        counts.retain(|(_, count)| *count > 0);
+        Ok(counts)
     }
 
     /// The configured subscriptions that are meant.

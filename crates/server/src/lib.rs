@@ -32,5 +32,5 @@ pub use config::*;
 pub use cron::Cron;
 pub use secret::Secret;
 pub use service::Service;
-pub use store::{StoreUrl, check_receiving, count_log, list_logs, open_store, rebase};
+pub use store::{StoreUrl, check_receiving, count_logs, list_logs, open_store, rebase};
 pub use wiring::relay;

@@ -62,14 +62,28 @@ pub async fn list_logs(config: &StoreConfig) -> Result<Vec<LogName>> {
     }
 }
 
-/// How many events `log` has, whoever reads it or nobody.
-pub async fn count_log(config: &StoreConfig, log: &LogName) -> Result<u64> {
+/// How many events those logs have that are `wanted`, whoever reads them or nobody.
+pub async fn count_logs(config: &StoreConfig, wanted: impl Fn(&LogName) -> bool) -> Result<Vec<(LogName, u64)>> {
+    let mut counts = Vec::new();
     match parse(config)? {
-        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.count(log).await,
-        StoreUrl::Sqlite(path) => SqliteStore::open(SqliteConfig::new(path)).await?.count(log).await,
+        StoreUrl::Postgres => {
+            let store = PostgresStore::connect(postgres(config)).await?;
+            for log in store.logs().await?.into_iter().filter(wanted) {
+                let count = store.count(&log).await?;
+                counts.push((log, count));
+            }
+        }
+        StoreUrl::Sqlite(path) => {
+            let store = SqliteStore::open(SqliteConfig::new(path)).await?;
+            for log in store.logs().await?.into_iter().filter(wanted) {
+                let count = store.count(&log).await?;
+                counts.push((log, count));
+            }
+        }
         // It was made a moment ago.
-        StoreUrl::Memory => Ok(0),
+        StoreUrl::Memory => {}
     }
+    Ok(counts)
 }
 
 /// Checks that nothing in the store keeps messages from being received. Changes nothing.
