@@ -145,11 +145,7 @@ UPDATE {s}.subscription SET paused_by = $2, paused_why = $3, paused_until = $4 W
 
 impl PostgresStore {
     /// Runs changes in one transaction, committed if they succeed.
-    async fn change<T>(&self, operation: &'static str, write: impl AsyncFnOnce(&Client) -> Result<T>) -> Result<T> {
-        self.change_after(&self.inner.preambles.change, operation, write).await
-    }
-
-    async fn change_after<T>(
+    async fn change<T>(
         &self,
         preamble: &str,
         operation: &'static str,
@@ -167,32 +163,20 @@ impl PostgresStore {
 
     pub(super) async fn steer_requeue(&self, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         selection.validate("requeue")?;
-        let change = RowChange {
-            operation: "requeue",
-            choose: DELIVERY_REQUEUE_CHOSEN,
-            change: DELIVERY_REQUEUE,
-            afterwards: DELIVERY_HUSH,
-        };
         // Pinned to indexes, as all that is fenced above counts on.
-        self.change_after(&self.inner.preambles.write, "requeue", async |client: &Client| {
+        self.change(&self.inner.preambles.write, "requeue", async |client: &Client| {
             let reading = self.look_up("requeue", client, name).await?;
-            self.change_rows(client, &reading, &change, &Chosen::of(selection)).await
+            self.change_rows(client, &reading, &REQUEUE, &Chosen::of(selection)).await
         })
         .await
     }
 
     pub(super) async fn steer_discard(&self, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         selection.validate("discard")?;
-        let change = RowChange {
-            operation: "discard",
-            choose: DELIVERY_DISCARD_CHOSEN,
-            change: DELIVERY_DISCARD,
-            afterwards: DELIVERY_RELEASE,
-        };
-        self.change_after(&self.inner.preambles.write, "discard", async |client: &Client| {
+        self.change(&self.inner.preambles.write, "discard", async |client: &Client| {
             let reading = self.look_up("discard", client, name).await?;
             let chosen = Chosen::of(selection);
-            let changed = self.change_rows(client, &reading, &change, &chosen).await?;
+            let changed = self.change_rows(client, &reading, &DISCARD, &chosen).await?;
             // Pending events have no row and no code; only ids name them.
             if chosen.ids.is_none() || chosen.code.is_some() || changed.next.is_some() {
                 return Ok(changed);
@@ -259,7 +243,7 @@ impl PostgresStore {
 
     pub(super) async fn steer_prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
         // Pinned to indexes: what is counted here is rows looked at.
-        self.change_after(&self.inner.preambles.write, "prune", async |client: &Client| {
+        self.change(&self.inner.preambles.write, "prune", async |client: &Client| {
             let failed = |error: tokio_postgres::Error| classify("prune", &error);
             let known = self.schema().sql(LOG_HAS_READERS);
             let row = client.query_typed_one(&known, &[(&log.as_str(), Type::TEXT)]).await.map_err(failed)?;
@@ -278,7 +262,7 @@ impl PostgresStore {
     }
 
     pub(super) async fn steer_pause(&self, name: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-        self.change("pause", async |client: &Client| {
+        self.change(&self.inner.preambles.change, "pause", async |client: &Client| {
             let (by, why) = (pause.map(|pause| pause.by.as_str()), pause.map(|pause| pause.why.as_str()));
             let until = pause.and_then(|pause| pause.until);
             let params: [(&(dyn ToSql + Sync), Type); 4] =
@@ -307,6 +291,20 @@ struct RowChange {
     /// What the keys of the changed rows need.
     afterwards: &'static str,
 }
+
+const REQUEUE: RowChange = RowChange {
+    operation: "requeue",
+    choose: DELIVERY_REQUEUE_CHOSEN,
+    change: DELIVERY_REQUEUE,
+    afterwards: DELIVERY_HUSH,
+};
+
+const DISCARD: RowChange = RowChange {
+    operation: "discard",
+    choose: DELIVERY_DISCARD_CHOSEN,
+    change: DELIVERY_DISCARD,
+    afterwards: DELIVERY_RELEASE,
+};
 
 /// A selection as parameters.
 struct Chosen<'a> {
