@@ -9,19 +9,25 @@ use std::time::Duration;
 
 use bench::{Answer, Bench, Recorder, event, fast};
 use postbox_core::{Capabilities, Outcome, State};
-use postbox_engine::RelaySettings;
+use postbox_engine::{Relay, RelaySettings};
 use tokio_util::sync::CancellationToken;
 
 const S: Duration = Duration::from_secs(1);
 
+/// 200 events of 20 keys wait for a destination that is down.
+async fn dead_destination(capabilities: Capabilities) -> (Bench, Arc<Recorder>, Relay) {
+    let bench = Bench::new().await;
+    bench.append((0..200).map(|n| event(n % 20, n))).await;
+    let sink = Recorder::new(capabilities);
+    sink.down(true);
+    let relay = bench.relay(sink.clone(), fast());
+    (bench, sink, relay)
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_dead_destination_burns_no_attempts_and_drains_when_it_returns() {
     for capabilities in bench::all_capabilities() {
-        let bench = Bench::new().await;
-        bench.append((0..200).map(|n| event(n % 20, n))).await;
-        let sink = Recorder::new(capabilities);
-        sink.down(true);
-        let relay = bench.relay(sink.clone(), fast());
+        let (bench, sink, relay) = dead_destination(capabilities).await;
         let stop = CancellationToken::new();
         let operate = async {
             tokio::time::sleep(600 * S).await;
@@ -43,11 +49,7 @@ async fn a_dead_destination_burns_no_attempts_and_drains_when_it_returns() {
 #[tokio::test(start_paused = true)]
 async fn an_outage_leaves_one_row_that_tells_of_it() {
     for capabilities in bench::all_capabilities() {
-        let bench = Bench::new().await;
-        bench.append((0..200).map(|n| event(n % 20, n))).await;
-        let sink = Recorder::new(capabilities);
-        sink.down(true);
-        let relay = bench.relay(sink.clone(), fast());
+        let (bench, _, relay) = dead_destination(capabilities).await;
         bench.run_for(&relay, 3_600 * S).await;
         let stats = bench.stats().await;
         assert_eq!(stats.retrying, 1, "{capabilities:?}: {stats:?}");
