@@ -4,11 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures::future::BoxFuture;
 use postbox_core::{
     Apply, EventId, Inspect as _, ListQuery, Log as _, LogName, MemoryStore, MemoryTransaction, NewEvent, Outcome,
     Result, State, Store, Subscription, SubscriptionName,
 };
 
+use super::faults::{Asked, Call, CallFaults, Late, Place};
 use super::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
 use crate::clock::ManualClock;
 
@@ -45,6 +47,10 @@ impl StoreFixture for MemoryFixture {
         StoreCapabilities { concurrent_transactions: true }
     }
 
+    async fn faults(&self) -> Arc<dyn CallFaults> {
+        Arc::new(MemoryFaults(self.store.clone()))
+    }
+
     async fn begin(&self) -> Box<dyn OpenTransaction> {
         Box::new(Open { transaction: self.store.begin(), savepoint: None })
     }
@@ -75,6 +81,10 @@ impl ApplyFixture for MemoryFixture {
         })
     }
 
+    async fn harmed(&self) -> [Arc<dyn Apply>; 2] {
+        [self.apply(), self.apply()]
+    }
+
     async fn effects(&self) -> Vec<String> {
         let auditor = SubscriptionName::new("auditor").expect("a valid name");
         let log = effects_log();
@@ -90,6 +100,42 @@ impl ApplyFixture for MemoryFixture {
         };
         let records = self.store.list(&all).await.expect("listed");
         records.iter().map(|record| String::from_utf8_lossy(&record.event.payload).into_owned()).collect()
+    }
+}
+
+/// A call of this store is done in one poll: it can be polled late, and its answer thrown away.
+struct MemoryFaults(MemoryStore);
+
+#[async_trait]
+impl CallFaults for MemoryFaults {
+    fn store(&self) -> Arc<dyn Store> {
+        Arc::new(self.0.clone())
+    }
+
+    fn again(&self) -> Arc<dyn Store> {
+        self.store()
+    }
+
+    fn places(&self, _call: Call) -> &'static [Place] {
+        &[Place::Start]
+    }
+
+    async fn lose_answer(&self, _call: Call, asked: Asked) {
+        asked.await;
+    }
+
+    async fn delay(&self, _call: Call, _place: Place, asked: Asked) -> Box<dyn Late> {
+        Box::new(Unpolled(asked))
+    }
+}
+
+struct Unpolled(Asked);
+
+#[async_trait]
+impl Late for Unpolled {
+    async fn after(self: Box<Self>, meanwhile: BoxFuture<'static, ()>) {
+        meanwhile.await;
+        self.0.await;
     }
 }
 
