@@ -35,7 +35,8 @@ impl Log for PostgresStore {
     }
 
     async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
-        self.bounded("acquire", self.take_lane(subscription, owner, ttl)).await
+        let held: Vec<u16> = (0..postbox_core::limits::LANES_MAX).collect();
+        self.bounded("acquire", self.take_lane(subscription, owner, &held, ttl)).await
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {

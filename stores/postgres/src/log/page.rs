@@ -81,11 +81,13 @@ macro_rules! due_in {
     };
 }
 
-/// What every page asks: is the lane ours, is its window still the one we read, and has anything of the subscription left the stream?
+/// What every page asks: is the lane ours, is its window still the one we read, has anything of the subscription left the stream, and
+/// which filter is in force?
 /// Nothing is ours on a standby: it may lack rows of a window that is settled as read. Indexes: primary keys of `lane` and `delivery`. No
 /// lock. Cheap to plan, because it is planned for every page; the rest is asked only if there are rows.
 pub(crate) const PAGE_GUARD: &str = "
-SELECT coalesce(l.to_snap::text = $4, true), EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1)
+SELECT coalesce(l.to_snap::text = $4, true), EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1),
+  (SELECT s.revision FROM {s}.subscription AS s WHERE s.id = $1)
 FROM {s}.lane AS l
 WHERE {place} l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() AND NOT pg_is_in_recovery()";
 
@@ -189,6 +191,8 @@ pub(crate) struct Guarded {
     pub(crate) same_window: bool,
     /// Whether the subscription has delivery rows.
     pub(crate) left_stream: bool,
+    /// The filter is the one we read by.
+    pub(crate) same_filter: bool,
 }
 
 /// What left the stream in a lane.
@@ -231,7 +235,8 @@ impl PostgresStore {
             let sql = self.schema().sql(PAGE_GUARD).replace("{place}", &place);
             let row = client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
             let row = row.ok_or_else(|| Error::stale("next_batch"))?;
-            Ok(Guarded { same_window: row.get(0), left_stream: row.get(1) })
+            let same_filter = row.get::<_, Option<i32>>(2) == Some(reading.revision);
+            Ok(Guarded { same_window: row.get(0), left_stream: row.get(1), same_filter })
         };
         let place = self.reader(lease).place();
         let guarded = ask(place.clone()).await;
