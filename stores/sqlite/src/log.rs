@@ -23,7 +23,13 @@ impl Log for SqliteStore {
         self.writer().call("subscribe", move |session| lease::subscribe(session, &subscription)).await
     }
 
-    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        _held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
         let ask = Ask { subscription: subscription.clone(), owner: owner.clone(), ttl, asked_at: self.now() };
         let looking = ask.clone();
         if let Some(nothing) = self.reader().call("acquire", move |session| lease::look(session, &looking)).await? {

@@ -34,7 +34,13 @@ impl Log for PostgresStore {
         self.bounded("subscribe", self.make_subscription(subscription)).await
     }
 
-    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        _held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
         self.bounded("acquire", self.take_lane(subscription, owner, ttl)).await
     }
 
