@@ -81,9 +81,18 @@ pub trait Log: Send + Sync + 'static {
 
     /// Takes a lane that nobody holds, for `ttl`, and counts as a heartbeat of `owner`. Needs `subscribe` first.
     ///
+    /// `held` are the lanes the caller knows it holds. A lane that is leased to `owner` and not among them was granted in an answer that
+    /// never arrived: where no lane is free it is granted again at once, with a new epoch.
+    ///
     /// With the grant, rows of the lane that wait for a call in flight ([`Disposition::IN_FLIGHT`](crate::Disposition::IN_FLIGHT)) become due
     /// now: the call ended with the former holder, and a graceful one has written its outcome before it gave the lane back.
-    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired>;
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired>;
 
     /// Holds the lane for another `ttl` from now. A pause also ends the lease: `Stale`.
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()>;

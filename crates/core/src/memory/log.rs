@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::MemoryStore;
-use super::state::Reader;
+use super::state::{Lane, Reader};
 use crate::batch::{Batch, BatchLimit, Settlement};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::{Acquired, Lease, Log};
@@ -33,14 +33,23 @@ impl Log for MemoryStore {
         Ok(())
     }
 
-    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
         let (now, monotonic) = (self.clock().now(), self.clock().monotonic());
         let mut state = self.state("acquire")?;
         let (reader, _) = state.reader_mut("acquire", subscription)?;
         reader.alive_until.retain(|_, until| *until > monotonic);
         reader.alive_until.insert(owner.clone(), monotonic + ttl);
         let paused = reader.paused(now).cloned();
-        let free = reader.lanes.iter().position(|lane| lane.is_free(monotonic)).filter(|_| paused.is_none());
+        let free = reader.lanes.iter().position(|lane| lane.is_free(monotonic));
+        // Leased to the caller, who does not know it: the answer that granted it was lost.
+        let lost = |(lane, index): (&Lane, u16)| lane.owner.as_ref() == Some(owner) && !held.contains(&index);
+        let free = free.or_else(|| reader.lanes.iter().zip(0..).position(lost)).filter(|_| paused.is_none());
         let lease = free.map(|index| {
             let lane = &mut reader.lanes[index];
             lane.epoch += 1;

@@ -36,9 +36,9 @@ INSERT INTO {s}.subscription AS s (name, log, topics, tenant, ordering, lanes) V
 ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, ordering = $5,
   revision = s.revision + ((s.topics, s.tenant) IS DISTINCT FROM ($3::text[], $4::text))::int
 WHERE s.log = $2 AND s.lanes = $6
-RETURNING id, revision";
+RETURNING id, revision, xmax = 0 AS is_new";
 
-/// Makes the lanes that are not there. A new subscription's cursor is before everything, or at this moment.
+/// Makes the lanes that are not there. Their cursor is before everything, or (of a new subscription) at this moment.
 /// `last_seq` and the window do not matter for `now`: an empty window lies between equal snapshots.
 const LANE_CREATE: &str = "
 INSERT INTO {s}.lane (subscription, lane, from_snap, to_snap, low, high, last_seq)
@@ -165,7 +165,8 @@ impl PostgresStore {
             return Err(other_shape(subscription, known.first().map(Reading::from_row).as_ref()));
         };
         let (id, revision): (i32, i32) = (row.get(0), row.get(1));
-        let now = *start == StartAt::Now;
+        // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what they had passed.
+        let now = *start == StartAt::Now && row.get::<_, bool>(2);
         ask(&schema.sql(LANE_CREATE), &[(&id, Type::INT4), (&i32::from(*lanes), Type::INT4), (&now, Type::BOOL)])
             .await?;
         if is_true(ask(&schema.sql(LANE_IS_FROM_FUTURE), &[(&id, Type::INT4)]).await?) {
