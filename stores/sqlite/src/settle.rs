@@ -3,9 +3,7 @@
 use std::collections::BTreeSet;
 
 use postbox_core::limits::ERROR_BYTES_MAX;
-use postbox_core::{
-    Delivery, Disposition, Error, ErrorKind, Key, Lease, Result, Settlement, State, SubscriptionName,
-};
+use postbox_core::{Delivery, Disposition, Error, ErrorKind, Key, Lease, Result, Settlement, State, SubscriptionName};
 use rusqlite::{OptionalExtension, Transaction, named_params, params};
 
 use crate::classify::Work;
@@ -21,7 +19,8 @@ use crate::window::log_end;
 const LANE_SETTLE: &str =
     "UPDATE postbox_lane SET position = ?3, window_end = max(window_end, ?4) WHERE subscription = ?1 AND lane = ?2";
 /// A row by primary key; no lock of its own.
-const DELIVERY_FIND: &str = "SELECT state, attempts, replays FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+const DELIVERY_FIND: &str =
+    "SELECT state, attempts, replays FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
 /// A row by primary key; takes the write lock. Code and error stay when the new disposition has none.
 const DELIVERY_PUT: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, due_at, code, error, updated_at) \

@@ -54,11 +54,11 @@ const LOG_RESTAMP: &str = "UPDATE {log} SET xid = '3'";
 /// The cursors: a window of everything with id 3, passed up to where each lane was. The epoch rises, so that no old lease can write.
 const LANE_REBASE: &str = "
 UPDATE {s}.lane AS n SET from_snap = '1:1:', to_snap = '4:4:', low = 0, high = 9223372036854775807, last_seq = p.seq,
-  epoch = epoch + 1, lease_until = NULL
+  epoch = epoch + 1, lease_until = NULL, cluster = {s}.cluster_id()
 FROM postbox_passed AS p WHERE p.subscription = n.subscription AND p.lane = n.lane";
 
 impl PostgresStore {
-    /// Makes rows and cursors fit this cluster: the cure of `cursor_from_future`. What was delivered stays delivered, what was pending stays
+    /// Makes rows and cursors fit this cluster: the cure of `cursor_from_future` and `cursor_foreign`. What was delivered stays delivered, what was pending stays
     /// pending. Refused (`Conflict`, code `lanes_held`) while a relay runs. Rewrites the logs and keeps writers waiting meanwhile.
     ///
     /// Cancel-safety: one transaction; dropped, nothing has changed.
