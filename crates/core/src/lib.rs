@@ -57,7 +57,7 @@ pub use inspect::{
     Changed, Inspect, LaneInfo, ListQuery, Pause, Record, Selection, Stats, SubscriptionInfo, TopicStats,
 };
 pub use log::{Acquired, Epoch, Lease, Log};
-pub use memory::{MemoryStore, MemoryTransaction};
+pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store};
 pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Topic, TopicPattern};
 pub use outcome::Outcome;
