@@ -14,7 +14,7 @@ use super::page::{Exceptions, LOG_READ_REST, LOG_READ_STRAGGLERS, Shared, fittin
 use super::reader::{LaneReader, Position, Window};
 use super::subscribe::Reading;
 use crate::PostgresStore;
-use crate::classify::classify;
+use crate::classify::{classify, told_damage};
 use crate::decode::{AsText, EVENT_COLUMNS, Stored, stored};
 use crate::session::COMMIT;
 use crate::snapshot::Snapshot;
@@ -73,14 +73,18 @@ impl PostgresStore {
         // Before anything is looked at: a commit from here on is news to the next wait.
         reader.mark_stirs_seen();
         let session = self.session("next_batch").await?;
-        let lane = LaneCall {
+        let mut lane = LaneCall {
             store: self,
             client: session.client(),
             lease,
             reading: &reading,
             shared: Shared::ahead(lease, &reading, limit),
         };
-        let batch = lane.next(&reader).await;
+        let mut batch = lane.next(&reader).await;
+        if batch.as_ref().is_err_and(told_damage) {
+            lane.shared.leave_payloads_behind();
+            batch = lane.next(&reader).await;
+        }
         // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped future does.
         session.finish();
         if batch.as_ref().is_err_and(Error::is_stale) {
@@ -311,14 +315,17 @@ impl LaneCall<'_> {
             return Ok(Batch { more: true, due_in: exceptions.due_in, ..Batch::default() });
         }
         reader.keep_ahead(&at, ahead, more_beyond);
-        Ok(Batch {
-            deliveries: rows.into_iter().map(|row| row.delivery).collect(),
+        let mut batch = Batch {
             end: Some(Seq(end)),
             held: held.into_iter().map(Key::from_stored).collect(),
             discarded: discarded.into_iter().map(Seq).collect::<HashSet<_>>(),
             more,
             due_in: exceptions.due_in,
-        })
+            ..Batch::default()
+        };
+        batch.deliveries.reserve_exact(rows.len());
+        rows.into_iter().for_each(|row| batch.push(row.delivery, row.unreadable));
+        Ok(batch)
     }
 }
 
