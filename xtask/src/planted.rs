@@ -143,7 +143,9 @@ fn check(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Option<Duratio
             ([&arguments[..], &["--no-run"]].concat(), run)
         }
         Catcher::Simulator => (vec!["xtask", "simulate", "--seeds", "1"], vec!["xtask", "simulate"]),
-        Catcher::Ledger => (vec!["build", "--workspace", "--all-features", "--locked", "--bins"], vec!["xtask", "crash"]),
+        Catcher::Ledger => {
+            (vec!["build", "--workspace", "--all-features", "--locked", "--bins"], vec!["xtask", "crash"])
+        }
     };
     let cargo = |arguments: &[&str]| {
         let mut command = crate::steps::cargo();

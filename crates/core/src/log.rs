@@ -64,6 +64,8 @@ pub struct Acquired {
 /// - **Held keys.** A key with an unfinished delivery row appears in `Batch::held` when later events of it are read.
 /// - **Due.** `due` gives each lane's rows whose time has come, in `seq` order, each key's head followed by the events blocked behind it as
 ///   far as the limit goes; never a dead one; never rows of a key whose head is not due yet (except `Scheduled` rows, which hold nothing).
+/// - **Unreadable.** An event that cannot be read, or whose row was deleted from the log while a delivery row waits for it, concerns only itself:
+///   it is in its batch with a reason ([`Batch::unreadable`]), and everything around it is given as ever. No read fails because of one event.
 /// - **Settle is atomic**: position, rows and releases commit together or not at all. Settling a due row that vanished (discarded meanwhile)
 ///   succeeds and does nothing for it. When the head of a key is delivered, discarded or dead (without `halt`), the next of the key becomes due.
 /// - An empty log gives an empty batch at once and writes nothing.

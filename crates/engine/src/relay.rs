@@ -13,7 +13,7 @@ use crate::clock::{SystemRandom, TokioClock};
 use crate::drained::Drained;
 use crate::fleet::Fleet;
 use crate::lane::{Budget, Held, Lane};
-use crate::metrics::Metrics;
+use crate::metrics::{FailingLane, Metrics};
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
 use crate::shared::{Destination, Shared};
@@ -166,6 +166,11 @@ impl Relay {
     /// What it counts.
     pub fn metrics(&self) -> Arc<Metrics> {
         self.metrics.clone()
+    }
+
+    /// The lanes whose reads or settlements keep failing now, though the store can be reached.
+    pub fn failing_lanes(&self) -> Vec<FailingLane> {
+        self.metrics.failing_lanes(self.clock.now())
     }
 
     /// The name it holds its lanes under.

@@ -124,6 +124,8 @@ fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
         "PB001" => cursor_foreign(operation),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
+        // A row, or what was stored apart from it, is damaged.
+        "XX001" | "XX002" => make(Internal, "row_damaged", text()),
         state => match state.get(..2).unwrap_or_default() {
             "28" => make(
                 Unauthorized,
@@ -142,6 +144,17 @@ fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
 pub(crate) fn is_undefined(error: &tokio_postgres::Error) -> bool {
     let states = [SqlState::UNDEFINED_TABLE, SqlState::UNDEFINED_FUNCTION, SqlState::INVALID_SCHEMA_NAME];
     error.code().is_some_and(|state| states.contains(state))
+}
+
+/// Whether the server said that it cannot give a value as it is stored: text in no known encoding, or
+/// storage that is damaged. Anything else says nothing of the row.
+pub(crate) fn is_damage(error: &tokio_postgres::Error) -> bool {
+    error.code().is_some_and(|state| ["22", "XX"].contains(&state.code().get(..2).unwrap_or_default()))
+}
+
+/// The same of an error that was mapped.
+pub(crate) fn told_damage(error: &Error) -> bool {
+    ["row_damaged", "text_invalid", "value_out_of_range", "store_error"].contains(&error.code())
 }
 
 fn is_conversion(error: &tokio_postgres::Error) -> bool {
@@ -194,6 +207,7 @@ mod tests {
             ("40P01", Unavailable, "store_contention"),
             ("23505", Conflict, "unique_violation"),
             ("PB001", Mismatch, "cursor_foreign"),
+            ("XX001", Internal, "row_damaged"),
             ("XX000", Internal, "store_error"),
         ] {
             let error = of_database("test", &facts(state));

@@ -68,13 +68,7 @@ impl Log for SqliteStore {
 
     async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let reading = lease.clone();
-        let due::Due { batch, faulty } =
-            self.reader().call("due", move |session| due::read(session, &reading, limit)).await?;
-        if !faulty.is_empty() {
-            let burying = lease.clone();
-            self.writer().call("due", move |session| due::bury_all(session, &burying, &faulty)).await?;
-        }
-        Ok(batch)
+        self.reader().call("due", move |session| due::read(session, &reading, limit)).await
     }
 
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {

@@ -9,7 +9,6 @@ use rusqlite::{OptionalExtension, Transaction, named_params, params};
 use crate::classify::Work;
 use crate::clock::micros;
 use crate::config::Synchronous;
-use crate::decode::Decoded;
 use crate::lease::{Held, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
@@ -251,34 +250,6 @@ fn put(tx: &Transaction<'_>, lease: &Lease, entry: &OwnedEntry, row: &Row<'_>, n
         ":now": now,
     })?;
     Ok(())
-}
-
-/// Writes an event that breaks a rule SQL could not check down as dead, with the rule as its code. Its key flows on: the event
-/// can never be delivered as it stands, and a person sees it.
-pub(crate) fn bury(tx: &Transaction<'_>, lease: &Lease, faulty: &Decoded, now: i64) -> Work<()> {
-    let Some(fault) = &faulty.fault else { return Ok(()) };
-    let delivery = Delivery { event: faulty.event.clone(), seq: postbox_core::Seq(faulty.seq), attempt: 1, replay: 0 };
-    let entry = OwnedEntry::new(&delivery, Disposition::Discarded);
-    let found: Option<String> = tx
-        .prepare_cached(DELIVERY_FIND)?
-        .query_row(params![lease.subscription.as_str(), entry.seq], |row| row.get(0))
-        .optional()?;
-    if found.is_some_and(|state| state == "discarded") {
-        return Ok(());
-    }
-    let row = Row {
-        state: State::Dead,
-        holds: false,
-        attempts: 0,
-        due_at: None,
-        code: Some(fault.code()),
-        error: Some(cut(fault.message())),
-    };
-    put(tx, lease, &entry, &row, now)?;
-    match &entry.key {
-        Some(key) => release_head(tx, &lease.subscription, key.as_str(), now),
-        None => Ok(()),
-    }
 }
 
 /// An error text within its limit, cut between characters.

@@ -14,3 +14,4 @@ mod run;
 mod sender;
 mod steps;
 mod telling;
+mod unreadable;

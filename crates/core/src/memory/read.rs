@@ -7,7 +7,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 
 use super::state::{LogState, Reader, Window};
-use crate::batch::{Batch, BatchLimit, Delivery};
+use crate::batch::{Batch, BatchLimit, Delivery, Unreadable};
 use crate::event::{Event, Seq};
 use crate::names::Key;
 use crate::state::State as EventState;
@@ -97,12 +97,16 @@ impl Reader {
             if !ready {
                 continue;
             }
-            let event = &log.rows[&seq].event;
-            if !room.take(event) {
+            let (attempt, replay) = (row.attempts + 1, row.replays);
+            let placeholder = Delivery::placeholder(Seq(seq));
+            let (event, unreadable) = match log.rows.get(&seq) {
+                Some(found) => (found.event.clone(), None),
+                None => (Event { key: row.key.clone(), ..placeholder.event }, Some(Unreadable::missing())),
+            };
+            if !room.take(&event) {
                 break;
             }
-            let (attempt, replay) = (row.attempts + 1, row.replays);
-            batch.deliveries.push(Delivery { event: event.clone(), seq: Seq(seq), attempt, replay });
+            batch.push(Delivery { event, seq: Seq(seq), attempt, replay }, unreadable);
         }
         batch
     }

@@ -129,9 +129,12 @@ impl Reader {
             .filter(|(_, row)| wanted(row))
             .filter(|(_, row)| selection.code.is_none() || row.code == selection.code)
             .filter(|(seq, _)| {
-                let event = &log.rows[seq].event;
-                ids.as_ref().is_none_or(|ids| ids.contains(&event.id))
-                    && selection.topic.as_ref().is_none_or(|topic| topic.matches(event.topic.as_str()))
+                let event = log.rows.get(seq).map(|row| &row.event);
+                ids.as_ref().is_none_or(|ids| event.is_some_and(|event| ids.contains(&event.id)))
+                    && selection
+                        .topic
+                        .as_ref()
+                        .is_none_or(|topic| event.is_some_and(|event| topic.matches(event.topic.as_str())))
             })
             .map(|(seq, row)| (seq, row.clone()))
             .collect()

@@ -14,7 +14,7 @@ use super::page::{Exceptions, LOG_READ_REST, LOG_READ_STRAGGLERS, Shared, fittin
 use super::reader::{LaneReader, Position, Window};
 use super::subscribe::Reading;
 use crate::PostgresStore;
-use crate::classify::classify;
+use crate::classify::{classify, told_damage};
 use crate::decode::{AsText, EVENT_COLUMNS, Stored, stored};
 use crate::session::COMMIT;
 use crate::snapshot::Snapshot;
@@ -74,11 +74,21 @@ impl PostgresStore {
         reader.mark_stirs_seen();
         let session = self.session("next_batch").await?;
         let client = session.client();
-        let mut batch = LaneCall::new(self, client, lease, &reading, limit).next(&reader).await;
-        if batch.as_ref().is_err_and(|error| error.code() == FILTER_CHANGED) {
-            reading = self.reload("next_batch", client, &lease.subscription).await?;
-            batch = LaneCall::new(self, client, lease, &reading, limit).next(&reader).await;
-        }
+        let (mut reloaded, mut inline) = (false, true);
+        let batch = loop {
+            let mut lane = LaneCall::new(self, client, lease, &reading, limit);
+            if !inline {
+                lane.shared.leave_payloads_behind();
+            }
+            match lane.next(&reader).await {
+                Err(error) if !reloaded && error.code() == FILTER_CHANGED => {
+                    reading = self.reload("next_batch", client, &lease.subscription).await?;
+                    reloaded = true;
+                }
+                Err(error) if inline && told_damage(&error) => inline = false,
+                batch => break batch,
+            }
+        };
         // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped future does.
         session.finish();
         if batch.as_ref().is_err_and(Error::is_stale) {
@@ -327,14 +337,17 @@ impl<'a> LaneCall<'a> {
             return Ok(Batch { more: true, due_in: exceptions.due_in, ..Batch::default() });
         }
         reader.keep_ahead(&at, ahead, more_beyond);
-        Ok(Batch {
-            deliveries: rows.into_iter().map(|row| row.delivery).collect(),
+        let mut batch = Batch {
             end: Some(Seq(end)),
             held: held.into_iter().map(Key::from_stored).collect(),
             discarded: discarded.into_iter().map(Seq).collect::<HashSet<_>>(),
             more,
             due_in: exceptions.due_in,
-        })
+            ..Batch::default()
+        };
+        batch.deliveries.reserve_exact(rows.len());
+        rows.into_iter().for_each(|row| batch.push(row.delivery, row.unreadable));
+        Ok(batch)
     }
 }
 

@@ -220,6 +220,7 @@ CREATE INDEX delivery_held ON {s}.delivery (subscription, key, seq) WHERE holds;
 CREATE INDEX delivery_held_lane ON {s}.delivery (subscription, lane) WHERE holds;
 CREATE INDEX delivery_discarded ON {s}.delivery (subscription, lane, seq) WHERE state = 'discarded';
 CREATE INDEX delivery_in_flight ON {s}.delivery (subscription, lane) WHERE code = 'in_flight';
+CREATE INDEX delivery_missing ON {s}.delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX delivery_state ON {s}.delivery (subscription, state, seq);
 
 -- The memory of what came in. `digest` is empty for consumers that only ask `once`. Compared byte by byte: an operating system that sorts

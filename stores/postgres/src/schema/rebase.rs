@@ -35,8 +35,8 @@ WHERE s.log = '{name}' GROUP BY n.subscription, n.lane"
 /// rows they keep their key's order. Walks the log.
 const DELIVERY_OF_STRAGGLERS: &str = concat!(
     "INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, due_at)
-SELECT s.id, n.lane, l.seq, l.key, CASE WHEN l.deliver_at > l.created_at THEN 'scheduled' ELSE 'retrying' END, s.ordering = 'key',
-  CASE WHEN l.deliver_at > l.created_at THEN l.deliver_at ELSE clock_timestamp() END
+SELECT s.id, n.lane, l.seq, l.key, CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN 'scheduled' ELSE 'retrying' END, s.ordering = 'key',
+  CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN l.deliver_at ELSE clock_timestamp() END
 FROM {s}.subscription AS s
 JOIN {s}.lane AS n ON n.subscription = s.id
 JOIN postbox_passed AS p ON p.subscription = s.id AND p.lane = n.lane
