@@ -113,12 +113,12 @@ fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
         }
         // A standby refuses BEGIN READ WRITE as a feature it has not.
         "0A000" if facts.message.contains("recovery") => {
-            make(Unavailable, "store_read_only", "the database is a standby".to_owned())
+            make(Unavailable, "store_read_only", "the database is a standby; promote it, or name the primary in the store's URL".to_owned())
         }
         "25006" => make(
             Unavailable,
             "store_read_only",
-            "the database is read-only: a standby, or default_transaction_read_only is on".to_owned(),
+            "the database is read-only: a standby, or default_transaction_read_only is on; name the primary in the store's URL".to_owned(),
         ),
         // Raised by `<log>_window`.
         "PB001" => cursor_foreign(operation),

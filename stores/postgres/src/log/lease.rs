@@ -20,7 +20,8 @@ macro_rules! is_paused {
 }
 pub(crate) use is_paused;
 
-/// True from `$until` on, and where it lies further ahead than `$ttl`: then it was written before the clock went back.
+/// True from `$until` on, and where it lies further ahead than `$ttl`: then it was written before the clock went back. By more than a second:
+/// less is a time server's correction, for which nobody shall lose a living lease.
 macro_rules! is_over {
     ($until:literal, $ttl:literal) => {
         concat!(
@@ -28,7 +29,7 @@ macro_rules! is_over {
             $until,
             " <= clock_timestamp() OR ",
             $until,
-            " > clock_timestamp() + ",
+            " > clock_timestamp() + interval '1 second' + ",
             $ttl,
             " * interval '1 microsecond')"
         )
