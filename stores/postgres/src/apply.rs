@@ -87,7 +87,13 @@ impl<H: TxHandler> Apply for TxApply<H> {
             outcomes.push(Some(outcome));
         }
         let settlement = Settlement { position, entries, rewind, hold_keys };
-        self.store.settle_in(tx.client(), lease, &reading, &settlement).await?;
+        // From here on the lane is locked: a host that vanishes now must not hold off the take-over.
+        let (bounded, settled) = futures::join!(
+            tx.batch_execute(&self.store.inner.preambles.soon_over),
+            self.store.settle_in(tx.client(), lease, &reading, &settlement),
+        );
+        bounded.map_err(failed)?;
+        settled?;
         tx.commit().await.map_err(failed)?;
         session.finish();
         self.store.reader(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);

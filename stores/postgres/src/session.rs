@@ -131,6 +131,8 @@ pub(crate) struct Preambles {
     pub(crate) report: String,
     /// For an operator's changes: as durable as a relay's, planned as the planner likes.
     pub(crate) change: String,
+    /// Not a beginning: what a transaction of handlers says before it locks the lane.
+    pub(crate) soon_over: String,
 }
 
 impl Preambles {
@@ -153,6 +155,7 @@ impl Preambles {
             call: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {timeouts}"),
             report: format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}"),
             change: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {durable}"),
+            soon_over: format!("SET LOCAL idle_in_transaction_session_timeout = {idle_ms}"),
         }
     }
 }
