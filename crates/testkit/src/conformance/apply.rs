@@ -133,6 +133,18 @@ pub async fn a_late_commit_is_not_done_beside_the_same(fixture: &dyn ApplyFixtur
     }
 }
 
+/// A host may vanish when its handlers are done and nothing is committed: the lane's lock is given up within a lease.
+pub async fn a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease(fixture: &dyn ApplyFixture) {
+    let faults = fixture.faults().await;
+    let (lane, batch) = waiting(fixture, false).await;
+    let [first, _] = fixture.harmed().await.map(|apply| request(apply, &lane, &batch));
+    let late = faults.delay(Call::Apply, *faults.places(Call::Apply).last().expect("a place"), first).await;
+    let again = faults.again();
+    let renewed = tokio::time::timeout(LEASE, again.renew(&lane.lease, LONG)).await;
+    renewed.expect("the lock is given up").expect("still ours");
+    late.after(Box::pin(async {})).await;
+}
+
 /// A batch of the stream or of due rows, read through the store whose calls are harmed.
 async fn waiting(fixture: &dyn ApplyFixture, due: bool) -> (Lane, Batch) {
     let store = fixture.faults().await.store();
@@ -214,6 +226,7 @@ macro_rules! apply_cases {
                 due_rows_are_applied_in_one_commit_too,
                 a_commit_nobody_heard_of_is_not_done_again,
                 a_late_commit_is_not_done_beside_the_same,
+                a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease,
             ]
         );
     };

@@ -165,7 +165,7 @@ impl Request {
         let Lease { subscription, owner, .. } = &self.lease;
         let mut heard = Heard::default();
         match self.step {
-            Step::Acquire => heard.lease = store.acquire(subscription, owner, SHORT).await?.lease,
+            Step::Acquire => heard.lease = store.acquire(subscription, owner, &[], SHORT).await?.lease,
             Step::Renew => store.renew(&self.lease, LONG).await?,
             Step::Release => store.release(&self.lease).await?,
             Step::Next | Step::NextSettled => {
@@ -303,6 +303,11 @@ impl<'a> World<'a> {
             let lane = Lane { store: self.faults.again(), lease: self.lease.clone(), hold_keys: true };
             assert!(settle_stream(&lane, &batch, &self.sent).await.is_none_or(|error| error.is_stale()));
         }
+    }
+
+    /// The same owner, on another connection.
+    pub(super) async fn renews(&self) -> Result<()> {
+        self.faults.again().renew(&self.lease, LONG).await
     }
 
     /// Somebody else takes the lane and reads, while the old owner's call is still on its way.

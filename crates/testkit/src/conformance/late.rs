@@ -97,6 +97,18 @@ pub async fn a_late_settlement_of_due_rows_undoes_no_replay(fixture: &dyn StoreF
     overtaken(fixture, Step::Due).await;
 }
 
+/// A host may vanish when it has written and not committed. What it locked is given up within a lease, so that somebody can take over.
+pub async fn a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_lease(fixture: &dyn StoreFixture) {
+    let faults = fixture.faults().await;
+    let world = World::new(fixture, "reader").await;
+    let request = world.prepare(Step::Settle, false).await;
+    let place = faults.places(Call::Settle).last().expect("a place");
+    let late = faults.delay(Call::Settle, *place, request.ask(faults.store())).await;
+    let renewed = tokio::time::timeout(LEASE, world.renews()).await;
+    renewed.expect("the lock is given up").expect("still ours");
+    late.after(nothing(faults.again())).await;
+}
+
 /// Reading starts again at a place that was settled; nothing is settled backwards.
 pub async fn a_late_rewind_takes_nothing_back(fixture: &dyn StoreFixture) {
     repeated(fixture, Step::Rewind).await;
@@ -314,6 +326,7 @@ macro_rules! late_cases {
                 a_late_position_passes_nothing_else,
                 a_late_settlement_makes_no_row_again,
                 a_late_settlement_of_due_rows_undoes_no_replay,
+                a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_lease,
                 a_late_rewind_takes_nothing_back,
                 a_late_append_with_own_ids_stores_nothing_twice,
                 a_late_message_is_a_duplicate,
