@@ -7,9 +7,10 @@ use futures::future::BoxFuture;
 use postbox_core::{Disposition, EventId, LogName, Pause, Received, Selection, StartAt, State, Subscription};
 
 use super::StoreFixture;
-use super::faults::{Asked, Call, Place, Step, World, asked};
+use super::faults::{Asked, Call, Place, asked};
 use super::harness::*;
 use super::lost::message;
+use super::world::{Step, World};
 
 /// A grant this much younger than a question is no mistake of a clock.
 const CLOCK_MISTAKE: Duration = Duration::from_millis(1_100);
@@ -18,7 +19,7 @@ const CLOCK_MISTAKE: Duration = Duration::from_millis(1_100);
 async fn repeated(fixture: &dyn StoreFixture, step: Step) {
     let faults = fixture.faults().await;
     for (n, place) in faults.places(step.call()).iter().enumerate() {
-        let mut world = World::new(fixture, &format!("reader-{n}")).await;
+        let mut world = World::new(fixture, &format!("{step:?}-{n}").to_lowercase()).await;
         let request = world.prepare(step, true).await;
         let late = faults.delay(step.call(), *place, request.ask(faults.store())).await;
         if matches!(step, Step::Next | Step::NextSettled) {
@@ -34,7 +35,7 @@ async fn repeated(fixture: &dyn StoreFixture, step: Step) {
 async fn overtaken(fixture: &dyn StoreFixture, step: Step) {
     let faults = fixture.faults().await;
     for (n, place) in faults.places(step.call()).iter().filter(|place| **place != Place::End).enumerate() {
-        let world = World::new(fixture, &format!("overtaken-{n}")).await;
+        let world = World::new(fixture, &format!("{step:?}-overtaken-{n}").to_lowercase()).await;
         let request = world.prepare(step, false).await;
         let late = faults.delay(step.call(), *place, request.ask(faults.store())).await;
         if step == Step::Acquire {
@@ -52,16 +53,12 @@ pub async fn a_late_grant_takes_a_lane_from_nobody(fixture: &dyn StoreFixture) {
     overtaken(fixture, Step::Acquire).await;
 }
 
-/// A renewal holds what is held, and takes nothing back.
-pub async fn a_late_renewal_holds_only_what_is_still_held(fixture: &dyn StoreFixture) {
-    repeated(fixture, Step::Renew).await;
-    overtaken(fixture, Step::Renew).await;
-}
-
-/// Who gave his lane back gives back nothing of the next one's.
-pub async fn a_late_release_ends_no_other_lease(fixture: &dyn StoreFixture) {
-    repeated(fixture, Step::Release).await;
-    overtaken(fixture, Step::Release).await;
+/// A renewal holds what is held, and takes nothing back. Who gave his lane back gives back nothing of the next one's.
+pub async fn a_late_renewal_or_release_concerns_no_other_lease(fixture: &dyn StoreFixture) {
+    for step in [Step::Renew, Step::Release] {
+        repeated(fixture, step).await;
+        overtaken(fixture, step).await;
+    }
 }
 
 /// Whichever of two looks for news is written last: no event falls between them. The relay ends before it settles.
@@ -69,20 +66,18 @@ pub async fn a_late_window_loses_nothing_of_a_relay_that_ends(fixture: &dyn Stor
     repeated(fixture, Step::Next).await;
 }
 
-/// The same, and the relay goes on with what it was given.
+/// The same, and the relay goes on with what it was given; or another owner has the lane, and the cursor is his.
 pub async fn a_late_window_loses_nothing_of_a_relay_that_goes_on(fixture: &dyn StoreFixture) {
     repeated(fixture, Step::NextSettled).await;
-}
-
-/// The cursor belongs to who holds the lane.
-pub async fn a_late_window_moves_nobody_elses_cursor(fixture: &dyn StoreFixture) {
     overtaken(fixture, Step::Next).await;
 }
 
-/// A position passes what it was given for, and nothing that came after.
-pub async fn a_late_position_passes_nothing_else(fixture: &dyn StoreFixture) {
-    repeated(fixture, Step::Position).await;
-    overtaken(fixture, Step::Position).await;
+/// A position passes what it was given for, and nothing that came after. A rewind starts at a place that was settled; nothing is settled backwards.
+pub async fn a_late_position_or_rewind_passes_nothing_else(fixture: &dyn StoreFixture) {
+    for step in [Step::Position, Step::Rewind] {
+        repeated(fixture, step).await;
+        overtaken(fixture, step).await;
+    }
 }
 
 /// What arrived meanwhile is not sent again.
@@ -107,12 +102,6 @@ pub async fn a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_le
     let renewed = tokio::time::timeout(LEASE, world.renews()).await;
     renewed.expect("the lock is given up").expect("still ours");
     late.after(nothing(faults.again())).await;
-}
-
-/// Reading starts again at a place that was settled; nothing is settled backwards.
-pub async fn a_late_rewind_takes_nothing_back(fixture: &dyn StoreFixture) {
-    repeated(fixture, Step::Rewind).await;
-    overtaken(fixture, Step::Rewind).await;
 }
 
 /// Makes a call late, at each place, beside the same call made again; the latter's error, if any.
@@ -318,16 +307,13 @@ macro_rules! late_cases {
             $fixture,
             [
                 a_late_grant_takes_a_lane_from_nobody,
-                a_late_renewal_holds_only_what_is_still_held,
-                a_late_release_ends_no_other_lease,
+                a_late_renewal_or_release_concerns_no_other_lease,
                 a_late_window_loses_nothing_of_a_relay_that_ends,
                 a_late_window_loses_nothing_of_a_relay_that_goes_on,
-                a_late_window_moves_nobody_elses_cursor,
-                a_late_position_passes_nothing_else,
+                a_late_position_or_rewind_passes_nothing_else,
                 a_late_settlement_makes_no_row_again,
                 a_late_settlement_of_due_rows_undoes_no_replay,
                 a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_lease,
-                a_late_rewind_takes_nothing_back,
                 a_late_append_with_own_ids_stores_nothing_twice,
                 a_late_message_is_a_duplicate,
                 a_late_replay_sends_nothing_twice,

@@ -18,6 +18,7 @@ pub mod faults;
 mod fixture;
 mod harness;
 mod memory;
+mod world;
 
 pub mod append;
 pub mod apply;
