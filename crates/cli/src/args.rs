@@ -177,9 +177,12 @@ pub(crate) enum Migrate {
     Up,
     /// Remove everything Postbox made, events included
     Down {
-        /// Yes, remove the events too
+        /// Yes, remove everything; refused while events are not delivered
         #[arg(long)]
         yes: bool,
+        /// Even where events are not delivered: throw them away
+        #[arg(long)]
+        discard_events: bool,
     },
     /// Check that the schema is this program's; changes nothing
     Validate,

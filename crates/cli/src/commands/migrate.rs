@@ -12,13 +12,13 @@ pub(super) async fn up(context: &Context) -> Result<(), Failure> {
     output::line(if applied.is_empty() { "the schema is up to date" } else { "the schema is ready" })
 }
 
-pub(super) async fn down(context: &Context, yes: bool) -> Result<(), Failure> {
+pub(super) async fn down(context: &Context, yes: bool, discard_events: bool) -> Result<(), Failure> {
     if !yes {
         return Err(Failure::usage(
-            "this removes every event, the undelivered ones too; say so with: postbox migrate down --yes",
+            "this removes everything Postbox made, the events it keeps too; say so with: postbox migrate down --yes",
         ));
     }
-    let removed = context.any_store().await?.down().await?;
+    let removed = context.any_store().await?.down(discard_events).await?;
     for name in &removed {
         output::line(&format!("removed {name}"))?;
     }

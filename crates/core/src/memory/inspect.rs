@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 
 use super::MemoryStore;
-use super::state::{DeliveryRow, LogState, Reader};
+use super::state::{DeliveryRow, LogState, Reader, State};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::{
@@ -156,6 +156,20 @@ fn cut_to_step(chosen: &mut Vec<(i64, DeliveryRow)>, selection: &Selection) -> C
     chosen.truncate(selection.step_max());
     let next = chosen.last().filter(|_| chosen.len() < all).map(|(seq, _)| Seq(*seq));
     Changed { count: chosen.len() as u64, next }
+}
+
+impl State {
+    /// A log with events that a subscription has still to deliver, or that nobody reads.
+    pub(super) fn undelivered(&self, now: Timestamp) -> Option<&LogName> {
+        let is_pending = |(name, log): &(&LogName, &LogState)| {
+            let mut readers = self.readers.values().filter(|reader| reader.subscription.log == **name).peekable();
+            match readers.peek() {
+                Some(_) => readers.any(|reader| reader.stats(log, now).pending > 0),
+                None => log.committed().next().is_some(),
+            }
+        };
+        self.logs.iter().find(is_pending).map(|(name, _)| name)
+    }
 }
 
 impl Reader {

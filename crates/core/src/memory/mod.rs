@@ -24,7 +24,7 @@ use async_trait::async_trait;
 
 use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, Result};
-use crate::migrate::Migrate;
+use crate::migrate::{Migrate, events_undelivered};
 use crate::names::LogName;
 use state::State;
 
@@ -103,10 +103,14 @@ impl Migrate for MemoryStore {
         Ok(vec![MIGRATION.to_owned()])
     }
 
-    async fn down(&self) -> Result<Vec<String>> {
+    async fn down(&self, discard_events: bool) -> Result<Vec<String>> {
+        let now = self.clock().now();
         let mut state = self.lock();
         if !state.migrated {
             return Ok(Vec::new());
+        }
+        if let Some(log) = state.undelivered(now).filter(|_| !discard_events) {
+            return Err(events_undelivered(log.as_str()));
         }
         *state = State::default();
         Ok(vec![MIGRATION.to_owned()])

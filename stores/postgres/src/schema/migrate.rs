@@ -1,12 +1,16 @@
 //! Migrations: embedded, numbered, one transaction each, one starter at a time.
 
 use async_trait::async_trait;
-use postbox_core::{Error, ErrorKind, Migrate, Result};
+use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered};
+use tokio_postgres::Client;
+use tokio_postgres::error::SqlState;
+use tokio_postgres::types::Type;
 
-use super::SchemaName;
+use super::{LOG_NAMES, SchemaName};
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::session::Session;
+use crate::inspect::{is_unread, is_wanted};
+use crate::session::{COMMIT, Session};
 
 struct Migration {
     version: i32,
@@ -26,15 +30,41 @@ const MIGRATIONS: [Migration; 1] = [Migration {
     ),
 }];
 
-/// Two starters wait for each other here; the lock ends with the transaction, so that it is right behind a pooler. Index: none.
 /// The timeouts are lifted because rebuilding a large table may take long; string literals mean what they say.
 const MIGRATION_BEGIN: &str = "
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
 SET LOCAL statement_timeout = 0;
 SET LOCAL standard_conforming_strings = on;
 SET LOCAL client_min_messages = warning;
-SET LOCAL check_function_bodies = off;
-SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0));";
+SET LOCAL check_function_bodies = off;";
+
+/// Two starters wait for each other here; the lock ends with the transaction, so that it is right behind a pooler. Index: none.
+const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0));";
+
+/// How long `down` waits for the tables: far longer than a relay's transaction, shorter than a person's patience.
+const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
+
+/// Nobody appends or delivers between the look and the end. Waits for writers and relays.
+const DOWN_LOCK_TABLES: &str =
+    "LOCK TABLE {s}.subscription, {s}.lane, {s}.delivery, {s}.receipt IN ACCESS EXCLUSIVE MODE";
+/// See [`DOWN_LOCK_TABLES`].
+const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
+
+/// Whether a log holds an event that a subscription has still to deliver, or that no subscription reads. Indexes: `delivery_state`, then
+/// `(xid, seq)` of the log from the oldest window on.
+const LOG_UNDELIVERED: &str = concat!(
+    "SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
+    WHERE s.log = $1 AND d.state IN ('retrying', 'blocked', 'scheduled'))
+  OR (NOT EXISTS (SELECT FROM {s}.subscription WHERE log = $1) AND EXISTS (SELECT FROM {log}))
+  OR EXISTS (SELECT FROM {s}.subscription AS s
+    JOIN {s}.lane AS n ON n.subscription = s.id
+    JOIN {log} AS l ON l.xid >= pg_snapshot_xmin(n.from_snap) AND l.slot % s.lanes = n.lane
+    WHERE s.log = $1 AND ",
+    is_wanted!(),
+    " AND ",
+    is_unread!(),
+    " AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.seq = l.seq))"
+);
 
 /// Where it is written down what was applied.
 const MIGRATION_TABLE: &str = "
@@ -94,20 +124,18 @@ impl Migrate for PostgresStore {
         Ok(applied)
     }
 
-    async fn down(&self) -> Result<Vec<String>> {
+    async fn down(&self, discard_events: bool) -> Result<Vec<String>> {
         match self.validate().await {
             Err(error) if error.code() == "schema_missing" => return Ok(Vec::new()),
-            Err(error) if error.code() == "schema_newer" => return Err(error),
             Err(error) if error.code() == "schema_old" => {}
-            Err(error) => return Err(error),
-            Ok(()) => {}
+            validated => validated?,
         }
         let session = self.session("migrate").await?;
         let known = self.known_migrations(&session).await?;
-        let sql = format!("{MIGRATION_BEGIN}{}COMMIT;", self.schema().migration_sql(MIGRATION_DOWN));
-        let done = session.client().batch_execute(&sql).await;
+        let done = self.remove(session.client(), discard_events).await;
+        // After a refusal the transaction is open: the connection closes, and the server rolls back.
         session.end_after(done.is_ok());
-        done.map_err(|error| classify("migrate", &error))?;
+        done?;
         Ok(known.into_iter().rev().map(|(_, name)| name).collect())
     }
 
@@ -147,7 +175,7 @@ impl PostgresStore {
         let session = self.session("migrate").await?;
         let client = session.client();
         let done = async {
-            client.batch_execute(MIGRATION_BEGIN).await?;
+            client.batch_execute(&format!("{MIGRATION_BEGIN}{MIGRATION_LOCK}")).await?;
             client.batch_execute(&self.schema().migration_sql(MIGRATION_TABLE)).await?;
             let known = client.query_typed(&self.schema().sql(MIGRATION_LIST), &[]).await?;
             if known.iter().any(|row| row.get::<_, i32>(0) >= migration.version) {
@@ -165,6 +193,29 @@ impl PostgresStore {
         done.map_err(|error: tokio_postgres::Error| classify("migrate", &error))
     }
 
+    /// Removes everything. Each step is answered before the next is sent, the end last of all: whoever stops this command while it waits
+    /// has removed nothing, however late its locks come free.
+    async fn remove(&self, client: &Client, discard_events: bool) -> Result<()> {
+        let schema = self.schema();
+        let run = async |sql: &str| client.batch_execute(sql).await.map_err(|error| in_use(&error));
+        run(&format!("{MIGRATION_BEGIN}{DOWN_LOCK_TIMEOUT}{MIGRATION_LOCK}")).await?;
+        let logs = client.query_typed(&schema.sql(LOG_NAMES), &[]).await.map_err(|error| in_use(&error))?;
+        let logs: Vec<LogName> = logs.iter().map(|row| LogName::from_stored(row.get::<_, String>(0))).collect();
+        for log in &logs {
+            run(&schema.log_sql(DOWN_LOCK_LOG, log)).await?;
+        }
+        run(&schema.sql(DOWN_LOCK_TABLES)).await?;
+        for log in logs.iter().filter(|_| !discard_events) {
+            let sql = schema.log_sql(LOG_UNDELIVERED, log);
+            let row = client.query_typed_one(&sql, &[(&log.as_str(), Type::TEXT)]).await;
+            if row.map_err(|error| in_use(&error))?.get(0) {
+                return Err(events_undelivered(log.as_str()));
+            }
+        }
+        run(&schema.migration_sql(MIGRATION_DOWN)).await?;
+        run(COMMIT).await
+    }
+
     async fn known_migrations(&self, session: &Session) -> Result<Vec<(i32, String)>> {
         let listed = session.client().query_typed(&self.schema().sql(MIGRATION_LIST), &[]).await;
         let rows = listed.map_err(|error| match classify("validate", &error) {
@@ -173,6 +224,15 @@ impl PostgresStore {
         })?;
         Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
     }
+}
+
+/// An error of `down`; somebody who keeps the tables is named with the cure.
+fn in_use(error: &tokio_postgres::Error) -> Error {
+    if error.code() == Some(&SqlState::LOCK_NOT_AVAILABLE) {
+        let message = "somebody holds Postbox's tables: end open transactions that wrote events, stop relays and other migrations, and run it again; nothing was removed";
+        return Error::new(ErrorKind::Conflict, "migrate", "schema_in_use", message);
+    }
+    classify("migrate", error)
 }
 
 fn schema_missing(schema: &SchemaName) -> Error {

@@ -15,6 +15,9 @@ const IDENTIFIER_BYTES_MAX: usize = 63;
 const TABLES_OF_OURS: [&str; 9] =
     ["log", "subscription", "lane", "delivery", "receipt", "conflict", "replica", "migration", "sleeper"];
 
+/// Every log. Reads a tiny table.
+const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
+
 /// The schema all tables and functions of a store live in. Any text is allowed that Postgres can keep: it is always quoted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SchemaName {

@@ -5,13 +5,11 @@
 
 use postbox_core::{Error, ErrorKind, Result};
 
+use super::LOG_NAMES;
 use crate::PostgresStore;
 use crate::classify::classify;
 use crate::inspect::{is_unread, is_wanted};
 use crate::session::COMMIT;
-
-/// Every log. Reads a tiny table.
-const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
 
 /// Locks every lane and says whether one is held. Locks the rows.
 const LANE_LOCK_ALL: &str =
