@@ -188,6 +188,19 @@ pub(crate) enum Migrate {
     Validate,
     /// Print the schema as SQL, for other tools
     Print,
+    /// Print the GRANT statements that the roles of your services need, for the owner to run (Postgres)
+    #[command(group = clap::ArgGroup::new("whom").required(true).multiple(true).args(["writer", "relay", "reader"]))]
+    Grants {
+        /// A role that appends events
+        #[arg(long, value_name = "ROLE")]
+        writer: Vec<String>,
+        /// A role that `postbox run` and changing commands use
+        #[arg(long, value_name = "ROLE")]
+        relay: Vec<String>,
+        /// A role that only looks: stats, list, show, doctor
+        #[arg(long, value_name = "ROLE")]
+        reader: Vec<String>,
+    },
     /// After a dump was restored into another Postgres cluster: put cursors and rows right (stop every relay first)
     Rebase,
 }

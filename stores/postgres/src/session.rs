@@ -113,6 +113,9 @@ impl PostgresStore {
 }
 
 /// The statements that begin our transactions, made once per store. Each is one message.
+///
+/// Names mean Postgres's own in all of them: an object that somebody planted in a schema of the role's search_path would run with our rights.
+/// A statement outside of such a transaction names everything in full instead.
 pub(crate) struct Preambles {
     /// For reading: the planner is pinned to nested loops over indexes.
     ///
@@ -134,7 +137,8 @@ impl Preambles {
         let timeout_ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
         // The isolation is named because the database's default may be another, under which our guarded updates would fail.
         let timeouts = format!(
-            "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {timeout_ms}"
+            "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {timeout_ms}; \
+             SET LOCAL lock_timeout = 0; SET LOCAL search_path = pg_catalog"
         );
         let common = format!("{timeouts}; SET LOCAL jit = off");
         let planner = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_hashjoin = off; \

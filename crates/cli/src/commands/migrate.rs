@@ -1,4 +1,4 @@
-//! `postbox migrate up|down|validate|print|rebase`.
+//! `postbox migrate up|down|validate|print|grants|rebase`.
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -32,6 +32,16 @@ pub(super) async fn validate(context: &Context) -> Result<(), Failure> {
 
 pub(super) async fn print(context: &Context) -> Result<(), Failure> {
     output::print(&context.any_store().await?.script())
+}
+
+pub(super) async fn grants(
+    context: &Context,
+    writers: Vec<String>,
+    relays: Vec<String>,
+    readers: Vec<String>,
+) -> Result<(), Failure> {
+    let roles = postbox_server::Roles { writers, relays, readers };
+    output::print(&postbox_server::grants(&context.config.store, &roles).await?)
 }
 
 pub(super) async fn rebase(context: &Context) -> Result<(), Failure> {

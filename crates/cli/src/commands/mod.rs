@@ -39,6 +39,9 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Migrate(Migrate::Validate) => migrate::validate(&inspect()?).await,
         Command::Migrate(Migrate::Print) => migrate::print(&inspect()?).await,
+        Command::Migrate(Migrate::Grants { writer, relay, reader }) => {
+            migrate::grants(&inspect()?, writer, relay, reader).await
+        }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?).await,
         Command::Run => run::run(Context::load(global, Purpose::Serve)?).await,
         Command::Dispatch { limit, forever } => {

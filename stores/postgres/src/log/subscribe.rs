@@ -47,7 +47,8 @@ const LANE_IS_FROM_FUTURE: &str = "
 SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax(to_snap) > pg_snapshot_xmax(pg_current_snapshot()))";
 
 /// One subscription. Index: the unique name.
-const SUBSCRIPTION_GET: &str = "SELECT id, name, log, topics, tenant, lanes::int FROM {s}.subscription WHERE name = $1";
+const SUBSCRIPTION_GET: &str =
+    "SELECT id, name, log, topics, tenant, lanes::int FROM {s}.subscription WHERE name {=} $1";
 
 /// The names, for an error text. Reads the whole (small) table.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM {s}.subscription ORDER BY name LIMIT 50";

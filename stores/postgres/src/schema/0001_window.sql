@@ -17,9 +17,9 @@
 --
 -- The planner is pinned. It believes that a LIMIT without statistics is cheap to reach by a sequential scan, a hash join or a sort; each of
 -- these walks the whole table (3 to 250 times slower, measured). One plan is kept for all parameters: no index depends on them.
-CREATE FUNCTION {s}.create_window(log_name text) RETURNS void LANGUAGE plpgsql AS ${tag}$
+CREATE FUNCTION {s}.create_window(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
-  EXECUTE replace(replace(replace(replace(${tag}_ddl$
+  EXECUTE replace(replace(replace(replace(replace(${tag}_ddl$
     CREATE OR REPLACE FUNCTION <schema>.<log>_window(
       of_subscription int, of_lane smallint, under_epoch bigint, last_place text, last_snap text, last_settled bigint,
       inline_max int, rows_max bigint, lane_count int, topic_likes text[], of_tenant text)
@@ -29,7 +29,7 @@ BEGIN
       occurred_at timestamptz, created_at timestamptz, deliver_at timestamptz,
       verdict text, left_stream boolean, place text, window_to text, window_low bigint, window_high bigint)
     LANGUAGE plpgsql VOLATILE
-    SET plan_cache_mode = force_generic_plan
+    SET search_path = pg_catalog SET plan_cache_mode = force_generic_plan
     SET jit = off SET max_parallel_workers_per_gather = 0
     SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
     SET enable_sort = off SET enable_incremental_sort = off SET enable_material = off
@@ -166,6 +166,6 @@ BEGIN
   ${tag}_columns$), '<wanted>', ${tag}_wanted$
     (lane_count = 1 OR l.slot % lane_count = of_lane) AND (topic_likes IS NULL OR l.topic LIKE ANY (topic_likes))
                 AND (of_tenant IS NULL OR l.tenant = of_tenant)
-  ${tag}_wanted$), '<log>', log_name), '<schema>', {schema_literal});
+  ${tag}_wanted$), '<log> ', quote_ident(log_name) || ' '), '<log>', log_name), '<schema>', {schema_literal});
 END
 ${tag}$;

@@ -34,6 +34,8 @@ const MIGRATIONS: [Migration; 1] = [Migration {
 const MIGRATION_BEGIN: &str = "
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
 SET LOCAL statement_timeout = 0;
+SET LOCAL lock_timeout = 0;
+SET LOCAL search_path = pg_catalog;
 SET LOCAL standard_conforming_strings = on;
 SET LOCAL client_min_messages = warning;
 SET LOCAL check_function_bodies = off;";
@@ -78,6 +80,19 @@ CREATE TABLE IF NOT EXISTS {s}.migration (
 /// What was applied. Reads the whole (tiny) table.
 const MIGRATION_LIST: &str = "SELECT version, name FROM {s}.migration ORDER BY version";
 
+/// In which encoding the database keeps text.
+const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
+
+/// The same check for a script that other tools apply.
+const ENCODING_GUARD: &str = "DO ${tag}$
+BEGIN
+  IF getdatabaseencoding() <> 'UTF8' THEN
+    RAISE EXCEPTION 'Postbox needs a database in UTF8, this one is in %', getdatabaseencoding() USING HINT = 'createdb -E UTF8 -T template0 NAME';
+  END IF;
+END
+${tag}$;
+";
+
 /// Everything we made, and nothing else: the schema may hold tables of its owner. Takes exclusive locks on what it drops.
 const MIGRATION_DOWN: &str = "
 DO ${tag}$
@@ -93,15 +108,15 @@ BEGIN
 END
 ${tag}$;
 DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.create_receive, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_receive, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7;
 DO ${tag}$
 DECLARE
-  overload regprocedure;
+  overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p
+    WHERE p.pronamespace = {schema_literal}::regnamespace AND p.proname IN ('enqueue', 'notify_enable', 'notify_disable', 'notify_sleepers'));
 BEGIN
-  FOR overload IN SELECT p.oid FROM pg_catalog.pg_proc AS p
-    WHERE p.pronamespace = {schema_literal}::regnamespace AND p.proname IN ('enqueue', 'notify_enable', 'notify_disable', 'notify_sleepers') LOOP
-    EXECUTE 'DROP FUNCTION ' || overload;
-  END LOOP;
+  IF overloads IS NOT NULL THEN
+    EXECUTE 'DROP FUNCTION ' || overloads;
+  END IF;
   IF {schema_literal} <> '\"public\"'
      AND NOT EXISTS (SELECT FROM pg_catalog.pg_class WHERE relnamespace = {schema_literal}::regnamespace)
      AND NOT EXISTS (SELECT FROM pg_catalog.pg_proc WHERE pronamespace = {schema_literal}::regnamespace)
@@ -114,6 +129,10 @@ ${tag}$;";
 #[async_trait]
 impl Migrate for PostgresStore {
     async fn up(&self) -> Result<Vec<String>> {
+        let session = self.session("migrate").await?;
+        let encoding = check_encoding("migrate", session.client()).await;
+        session.end_after(encoding.is_ok());
+        encoding?;
         let mut applied = Vec::new();
         for migration in &MIGRATIONS {
             if self.apply_migration(migration).await? {
@@ -127,7 +146,7 @@ impl Migrate for PostgresStore {
     async fn down(&self, discard_events: bool) -> Result<Vec<String>> {
         match self.validate().await {
             Err(error) if error.code() == "schema_missing" => return Ok(Vec::new()),
-            Err(error) if error.code() == "schema_old" => {}
+            Err(error) if ["schema_old", "encoding_unsupported"].contains(&error.code()) => {}
             validated => validated?,
         }
         let session = self.session("migrate").await?;
@@ -141,9 +160,11 @@ impl Migrate for PostgresStore {
 
     async fn validate(&self) -> Result<()> {
         let session = self.session("validate").await?;
-        let known = self.known_migrations(&session).await;
+        let (known, encoding) =
+            futures::join!(self.known_migrations(&session), check_encoding("validate", session.client()));
         session.finish();
-        check_versions(self.schema(), &known?)
+        check_versions(self.schema(), &known?)?;
+        encoding
     }
 
     fn script(&self) -> String {
@@ -154,9 +175,10 @@ impl Migrate for PostgresStore {
 /// All migrations as one SQL script, for tools that apply SQL themselves. The result is recognised by `validate`.
 pub(crate) fn script(schema: &SchemaName) -> String {
     let mut script = format!(
-        "-- Postbox schema {}; apply once, in one session.\nBEGIN;\nSET LOCAL standard_conforming_strings = on;\n",
+        "-- Postbox schema {}; apply once, in one session.\nBEGIN;\nSET LOCAL search_path = pg_catalog;\nSET LOCAL standard_conforming_strings = on;\nSET LOCAL check_function_bodies = off;\n",
         schema.quoted().replace(['\n', '\r'], " ")
     );
+    script.push_str(&schema.migration_sql(ENCODING_GUARD));
     script.push_str(&schema.migration_sql(MIGRATION_TABLE));
     for Migration { version, name, sql } in &MIGRATIONS {
         script.push_str(&format!("\n\n-- {name}\n"));
@@ -233,6 +255,19 @@ fn in_use(error: &tokio_postgres::Error) -> Error {
         return Error::new(ErrorKind::Conflict, "migrate", "schema_in_use", message);
     }
     classify("migrate", error)
+}
+
+/// Text is kept byte for byte, and its length is asked for in bytes: in another encoding neither would be what was sent.
+async fn check_encoding(operation: &'static str, client: &Client) -> Result<()> {
+    let row = client.query_typed_one(DATABASE_ENCODING, &[]).await.map_err(|error| classify(operation, &error))?;
+    let encoding: &str = row.get(0);
+    if encoding == "UTF8" {
+        return Ok(());
+    }
+    let message = format!(
+        "the database keeps text in {encoding}, Postbox needs UTF8; make one with `createdb -E UTF8 -T template0 NAME` and move the data there"
+    );
+    Err(Error::new(ErrorKind::Mismatch, operation, "encoding_unsupported", message))
 }
 
 fn schema_missing(schema: &SchemaName) -> Error {
