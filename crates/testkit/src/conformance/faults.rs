@@ -26,25 +26,38 @@ use postbox_core::{Error, Result, Store};
 
 /// A writing call of a contract.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs, reason = "named as the methods are")]
 pub enum Call {
+    /// `Log::subscribe`.
     Subscribe,
+    /// `Log::acquire`.
     Acquire,
+    /// `Log::renew`.
     Renew,
+    /// `Log::release`.
     Release,
+    /// `Log::next_batch`.
     NextBatch,
     /// A settlement of a position alone.
     Position,
     /// A settlement with entries.
     Settle,
+    /// `Inspect::requeue`.
     Requeue,
+    /// `Inspect::discard`.
     Discard,
+    /// `Inspect::prune`.
     Prune,
+    /// `Inspect::pause`.
     Pause,
+    /// `Receive::receive_many`.
     Receive,
+    /// `Append::append`.
     Append,
+    /// `Apply::apply`.
     Apply,
+    /// `Migrate::up`.
     Up,
+    /// `Migrate::down`.
     Down,
 }
 

@@ -270,7 +270,7 @@ pub async fn a_late_subscribe_makes_nothing_again(fixture: &dyn StoreFixture) {
 /// A schema that is there is not made again.
 pub async fn a_late_migration_up_changes_nothing(fixture: &dyn StoreFixture) {
     let (_, store) = (fixture.faults().await, fixture.store());
-    store.down().await.expect("removed");
+    store.down(true).await.expect("removed");
     let ask = |store: Store| asked(async move { store.up().await });
     let used = |store: Store| async move { drop(append(&store, [event("1")]).await) }.boxed();
     twice(fixture, Call::Up, ask, used).await;
@@ -285,7 +285,7 @@ pub async fn a_migration_down_whose_caller_has_gone_destroys_nothing_later(fixtu
     let mut open = fixture.begin().await;
     open.append(&outbox(), &[event("2")]).await.expect("appended, and not committed");
     let through = faults.store();
-    match tokio::time::timeout(SHORT, through.down()).await {
+    match tokio::time::timeout(SHORT, through.down(true)).await {
         // It did not have to wait, and said so.
         Ok(Ok(_)) => return,
         Ok(Err(refused)) => assert!(!refused.message().is_empty()),

@@ -188,8 +188,8 @@ pub async fn a_subscription_is_made_once(fixture: &dyn StoreFixture) {
 pub async fn a_migration_that_was_done_is_done(fixture: &dyn StoreFixture) {
     let (faults, store) = (fixture.faults().await, fixture.store());
     let down = faults.store();
-    faults.lose_answer(Call::Down, asked(async move { down.down().await })).await;
-    assert!(faults.again().down().await.expect("nothing left").is_empty());
+    faults.lose_answer(Call::Down, asked(async move { down.down(true).await })).await;
+    assert!(faults.again().down(true).await.expect("nothing left").is_empty());
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
     let up = faults.store();
     faults.lose_answer(Call::Up, asked(async move { up.up().await })).await;

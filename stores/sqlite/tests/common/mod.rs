@@ -120,7 +120,7 @@ impl ApplyFixture for Fixture {
     }
 
     async fn harmed(&self) -> [Arc<dyn Apply>; 2] {
-        let again = self.apply();
+        let again = ApplyFixture::apply(self);
         [self.harm().await.sqlite().apply(effect), again]
     }
 
