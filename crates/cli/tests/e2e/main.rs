@@ -14,5 +14,5 @@ mod room;
 mod run;
 mod sender;
 mod steps;
-
+mod strangers;
 mod telling;
