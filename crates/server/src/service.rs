@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use crate::config::Config;
 use crate::http::{Api, router};
@@ -48,6 +48,9 @@ impl Service {
     pub async fn start_on(config: Config, store: Arc<dyn Store>) -> Result<Self> {
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         store.validate().await?;
+        if let Some(risk) = config.server.risk() {
+            warn!(code = "listens_everywhere", "{risk}");
+        }
         // First of what can fail, because a port in use is what fails most, and subscriptions would be left behind in the store.
         let listener = bind(config.server.listen).await?;
         let address = listener.local_addr().unwrap_or(config.server.listen);
@@ -65,7 +68,8 @@ impl Service {
 
         let ingress = sources.router();
         let measures = Measures::new(Arc::clone(&store), parts.clone(), sources, Arc::clone(&clock));
-        let api = Arc::new(Api::new(Arc::clone(&store), parts.clone(), measures, Arc::clone(&clock)));
+        let token = config.server.status_token.clone();
+        let api = Arc::new(Api::new(Arc::clone(&store), parts.clone(), measures, token, Arc::clone(&clock)));
         let stop = CancellationToken::new();
         let mut tasks: JoinSet<Result<()>> = JoinSet::new();
         for part in parts {
