@@ -9,6 +9,7 @@ mod hostile;
 mod inbox;
 mod mute;
 mod outages;
+mod privacy;
 mod psql;
 mod room;
 mod run;
