@@ -3,6 +3,7 @@
 
 mod docs;
 mod sources;
+mod supply;
 mod walls;
 
 use std::path::{Path, PathBuf};
