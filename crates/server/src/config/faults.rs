@@ -86,7 +86,7 @@ pub(super) fn may_be_secret(text: &str) -> bool {
     const RUN_CHARS_MIN: usize = 16;
     let in_key = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '/' | '=' | '_' | '-');
     let mixed = |run: &str| {
-        let any = |is: fn(&u8) -> bool| run.as_bytes().iter().any(|byte| is(byte));
+        let any = |is: fn(&u8) -> bool| run.as_bytes().iter().any(is);
         run.len() >= RUN_CHARS_MIN && any(u8::is_ascii_digit) && any(u8::is_ascii_alphabetic)
     };
     ["wh", "sk_", "rk_", "gh", "xox", "Bearer "].iter().any(|prefix| text.starts_with(prefix))
