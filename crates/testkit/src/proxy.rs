@@ -1,20 +1,43 @@
-//! A TCP proxy that misbehaves on demand, between a client and a real server.
+//! A proxy that misbehaves on demand, between a client and a real server.
 //!
-//! Faults are set per [`Direction`] and may be switched at any time; every open connection and every new one follows at once.
+//! It does two things. A [`Fault`] is set per [`Direction`] and concerns all bytes of every connection, open or new, of any protocol.
+//! A [`Trap`] concerns one call to a Postgres (or to a pooler in front of it): the proxy reads the wire protocol, unless it is encrypted, and
+//! at a [`Point`] it cuts the connection, loses the answer, or keeps the call until it is released, however long the client has gone:
+//!
+//! ```no_run
+//! # async fn example(url: &str) {
+//! # use postbox_testkit::proxy::{FaultProxy, Harm, Point};
+//! let proxy = FaultProxy::in_front_of(url, 1).await;
+//! let trap = proxy.trap(Point::Statement("outbox_window(".into()), Harm::Delay);
+//! // … a client of proxy.url(url) opens a window and is reset; it asks again on another connection …
+//! trap.sprung().await;
+//! assert_eq!(trap.release().await.last().map(String::as_str), Some("COMMIT"));
+//! # }
+//! ```
+//!
+//! A call is a statement that is its own transaction, or a transaction from `BEGIN` to `COMMIT`. [`Point::Statement`] delays what is sent from there
+//! to the transaction's end without waiting for answers; where the client waits for them in between, name [`Point::CommitOf`]: nothing
+//! comes after it, and what was done before it holds its locks. A session setting of the server ends a transaction that idles for too long.
+//!
 //! Jitter comes from a seed: print [`FaultProxy::seed`] in a test that uses it.
 
 mod pump;
+mod trap;
+mod wire;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use self::pump::{Pump, Reset};
+use self::pump::{End, Line, Pump, deliver, lock};
+use self::trap::Armed;
+pub use self::trap::{Harm, Point, Trap};
+use self::wire::Said;
 use crate::servers::listen_anywhere;
 
 /// Which way bytes go.
@@ -39,12 +62,8 @@ pub enum Fault {
         /// And up to this much more, drawn anew for each piece.
         jitter: Duration,
     },
-    /// Each connection passes this many more bytes, then is reset.
-    CutAfter(usize),
     /// Bytes are taken and never passed on; the sender notices nothing.
     Blackhole,
-    /// Bytes are kept, and passed on in order once the fault changes.
-    Hold,
     /// This direction is closed in an orderly way (FIN) while the other goes on.
     HalfClose,
 }
@@ -61,18 +80,21 @@ struct Shared {
     upstream: SocketAddr,
     seed: u64,
     faults: [watch::Sender<Fault>; 2],
-    /// Connections are accepted; otherwise nobody listens on the port.
-    open: watch::Sender<bool>,
-    /// The accept loop has done what `open` says.
-    opened: watch::Sender<bool>,
+    swallowed: [watch::Sender<usize>; 2],
+    traps: Mutex<Vec<Weak<Armed>>>,
     resets: watch::Sender<u64>,
     stop: CancellationToken,
-    /// The next connection whose server answers with this is reset instead.
-    lose: watch::Sender<Option<Vec<u8>>>,
-    lost: AtomicUsize,
     connections: AtomicUsize,
-    held: [AtomicU64; 2],
-    event: Notify,
+}
+
+impl Shared {
+    /// The trap that this message springs; it is armed no more.
+    fn spring(&self, said: &Said, call: &[String]) -> Option<Arc<Armed>> {
+        let mut traps = self.traps.lock().unwrap_or_else(PoisonError::into_inner);
+        traps.retain(|armed| armed.strong_count() > 0);
+        let sprung = traps.iter().position(|armed| armed.upgrade().is_some_and(|armed| armed.springs(said, call)))?;
+        traps.remove(sprung).upgrade()
+    }
 }
 
 impl FaultProxy {
@@ -88,18 +110,14 @@ impl FaultProxy {
         let shared = Arc::new(Shared {
             upstream,
             seed,
-            faults: [watch::Sender::new(Fault::None), watch::Sender::new(Fault::None)],
-            open: watch::Sender::new(true),
-            opened: watch::Sender::new(true),
+            faults: Default::default(),
+            swallowed: Default::default(),
+            traps: Mutex::default(),
             resets: watch::Sender::new(0),
             stop: CancellationToken::new(),
-            lose: watch::Sender::new(None),
-            lost: AtomicUsize::new(0),
             connections: AtomicUsize::new(0),
-            held: Default::default(),
-            event: Notify::new(),
         });
-        tokio::spawn(accept(Arc::clone(&shared), address, listener));
+        tokio::spawn(accept(Arc::clone(&shared), listener));
         Self { address, shared }
     }
 
@@ -139,73 +157,32 @@ impl FaultProxy {
         self.set(Direction::ToClient, fault);
     }
 
-    /// No more faults; what was held goes out.
+    /// No more faults.
     pub fn heal(&self) {
         self.set_both(Fault::None);
     }
 
-    /// Resets (RST) every open connection, with whatever it holds.
+    /// Resets (RST) every open connection, and throws away what traps hold.
     pub fn reset(&self) {
         self.shared.resets.send_modify(|resets| *resets += 1);
     }
 
-    /// Nobody listens any more: connecting is refused. Open connections go on. Returns once that is so.
-    pub async fn refuse(&self) {
-        self.listen(false).await;
+    /// Does harm to one call, once, at a point that is still to come. Several may wait at the same time; the first one that fits a message has it.
+    pub fn trap(&self, point: Point, harm: Harm) -> Trap {
+        let trap = Trap::new(point, harm);
+        self.shared.traps.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&trap.armed));
+        trap
     }
 
-    /// Ends [`Self::refuse`].
-    pub async fn accept(&self) {
-        self.listen(true).await;
+    /// Waits until a black hole has swallowed bytes of this direction: the other side did send something.
+    pub async fn swallowed(&self, direction: Direction) {
+        let mut swallowed = self.shared.swallowed[direction as usize].subscribe();
+        swallowed.wait_for(|bytes| *bytes > 0).await.expect("we hold the sender");
     }
 
-    /// The next connection whose server sends these bytes is reset in their place: what comes before them passes, of them nothing.
-    /// `b"COMMIT\0"`, Postgres's word for a commit that is done: the server did it, the client never hears. Once; await
-    /// [`Self::answer_lost`].
-    ///
-    /// It is the answer that is named, not the request: answers to earlier requests of a pipeline are still on their way then.
-    /// Bytes that may be the beginning of the answer wait for what follows them.
-    ///
-    /// # Panics
-    ///
-    /// If `answer` is empty.
-    pub fn lose_answer(&self, answer: &[u8]) {
-        assert!(!answer.is_empty(), "an answer has bytes");
-        self.shared.lose.send_replace(Some(answer.to_vec()));
-    }
-
-    /// Waits until `count` answers were lost since the start.
-    pub async fn answer_lost(&self, count: usize) {
-        self.wait(|shared| shared.lost.load(Ordering::SeqCst) >= count).await;
-    }
-
-    /// Waits until bytes of this direction are being held (or swallowed): the other side did send something.
-    pub async fn holding(&self, direction: Direction) {
-        self.wait(|shared| shared.held[direction as usize].load(Ordering::SeqCst) > 0).await;
-    }
-
-    /// Open connections.
+    /// Open connections, those with a delayed call included.
     pub fn connections(&self) -> usize {
         self.shared.connections.load(Ordering::SeqCst)
-    }
-
-    async fn listen(&self, open: bool) {
-        self.shared.open.send_replace(open);
-        let mut opened = self.shared.opened.subscribe();
-        opened.wait_for(|now| *now == open).await.expect("we hold the sender");
-    }
-
-    async fn wait(&self, condition: impl Fn(&Shared) -> bool) {
-        loop {
-            let event = self.shared.event.notified();
-            tokio::pin!(event);
-            // Registered before looking, so that no event falls between the two.
-            event.as_mut().enable();
-            if condition(&self.shared) {
-                return;
-            }
-            event.await;
-        }
     }
 }
 
@@ -222,55 +199,62 @@ fn authority(url: &str) -> &str {
     authority.rsplit('@').next().unwrap_or(authority)
 }
 
-async fn accept(shared: Arc<Shared>, address: SocketAddr, listener: TcpListener) {
-    let mut listener = Some(listener);
-    let mut open = shared.open.subscribe();
+async fn accept(shared: Arc<Shared>, listener: TcpListener) {
     let mut number = 0;
     loop {
-        let wanted = *open.borrow_and_update();
-        if wanted && listener.is_none() {
-            listener = Some(TcpListener::bind(address).await.expect("our port stays ours"));
-        } else if !wanted {
-            listener = None;
-        }
-        shared.opened.send_replace(wanted);
-        let next = async {
-            match &listener {
-                Some(listener) => listener.accept().await,
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
             () = shared.stop.cancelled() => return,
-            _ = open.changed() => {}
-            accepted = next => if let Ok((client, _)) = accepted {
+            accepted = listener.accept() => if let Ok((client, _)) = accepted {
                 number += 1;
-                tokio::spawn(serve(Arc::clone(&shared), client, number));
+                let shared = Arc::clone(&shared);
+                tokio::spawn(async move {
+                    shared.connections.fetch_add(1, Ordering::SeqCst);
+                    serve(&shared, client, number).await;
+                    shared.connections.fetch_sub(1, Ordering::SeqCst);
+                });
             }
         }
     }
 }
 
-async fn serve(shared: Arc<Shared>, mut client: TcpStream, number: u64) {
-    shared.connections.fetch_add(1, Ordering::SeqCst);
+async fn serve(shared: &Shared, mut client: TcpStream, number: u64) {
     let mut resets = shared.resets.subscribe();
-    if let Ok(mut server) = TcpStream::connect(shared.upstream).await {
-        let _ = (client.set_nodelay(true), server.set_nodelay(true));
-        let pump = |direction| Pump::new(&shared, direction, number);
-        let (up, down) = (pump(Direction::ToServer), pump(Direction::ToClient));
-        let (client_read, client_write) = client.split();
-        let (server_read, server_write) = server.split();
-        let ended = tokio::select! {
-            () = shared.stop.cancelled() => Err(Reset),
-            _ = resets.changed() => Err(Reset),
+    let Ok(mut server) = TcpStream::connect(shared.upstream).await else {
+        let _ = client.set_zero_linger();
+        return;
+    };
+    let _ = (client.set_nodelay(true), server.set_nodelay(true));
+    let line = Mutex::new(Line::default());
+    let mut up = Pump::new(shared, &line, Direction::ToServer, number);
+    let mut down = Pump::new(shared, &line, Direction::ToClient, number);
+    let ended = {
+        let ((client_read, client_write), (server_read, server_write)) = (client.split(), server.split());
+        tokio::select! {
+            () = shared.stop.cancelled() => Err(End::Reset),
+            _ = resets.changed() => Err(End::Reset),
             ended = async { tokio::try_join!(up.run(client_read, server_write), down.run(server_read, client_write)) } => ended.map(|_| ()),
-        };
-        if ended.is_err() {
+        }
+    };
+    match ended {
+        Ok(()) => {}
+        Err(End::Reset) => {
             let _ = (client.set_zero_linger(), server.set_zero_linger());
         }
-    } else {
-        let _ = client.set_zero_linger();
+        Err(End::Held(armed)) => {
+            let _ = client.set_zero_linger();
+            let waiting = (armed.harm == Harm::Hang).then_some(client);
+            armed.spring(lock(&line).talk.call.clone());
+            let mut released = armed.released.clone();
+            let released = tokio::select! {
+                () = shared.stop.cancelled() => false,
+                _ = resets.changed() => false,
+                released = released.wait_for(|released| *released) => released.is_ok(),
+            };
+            if released {
+                deliver(&mut server, &up.kept, down.kept, &line).await;
+            }
+            armed.answered(&lock(&line).talk);
+            drop(waiting);
+        }
     }
-    shared.connections.fetch_sub(1, Ordering::SeqCst);
-    shared.event.notify_waiters();
 }

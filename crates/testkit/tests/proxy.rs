@@ -1,12 +1,11 @@
-//! Every fault of the proxy does what it says, against an echo server and a real Postgres.
+//! Every fault of the proxy does what it says, against an echo server; every trap, against a real Postgres and through a pooler.
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use futures::FutureExt as _;
-use postbox_testkit::proxy::{Direction, Fault, FaultProxy};
-use postbox_testkit::servers::{Postgres, Version};
+use postbox_testkit::proxy::{Direction, Fault, FaultProxy, Harm, Point, Trap};
+use postbox_testkit::servers::{PgBouncer, Postgres, Version};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_postgres::{Client, NoTls};
@@ -14,8 +13,6 @@ use tokio_postgres::{Client, NoTls};
 const SEED: u64 = 7;
 /// Far longer than anything takes.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// What Postgres says when a commit is done.
-const COMMITTED: &[u8] = b"COMMIT\0";
 
 async fn echo_server() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -77,36 +74,11 @@ async fn delay_delays_and_heals() {
 }
 
 #[tokio::test]
-async fn a_connection_is_cut_after_so_many_bytes_and_so_is_the_next() {
-    let (proxy, mut stream) = echo_proxy().await;
-    proxy.set(Direction::ToClient, Fault::CutAfter(3));
-    for _ in 0..2 {
-        say(&mut stream, "hello").await;
-        // A reset may overtake what was passed on before it.
-        let heard = hear_until_reset(&mut stream).await;
-        assert!("hel".starts_with(&heard), "{heard}");
-        stream = TcpStream::connect(proxy.address()).await.expect("accepted");
-    }
-}
-
-#[tokio::test]
-async fn held_bytes_come_in_order_when_released() {
-    let (proxy, mut stream) = echo_proxy().await;
-    proxy.set(Direction::ToClient, Fault::Hold);
-    say(&mut stream, "one ").await;
-    proxy.holding(Direction::ToClient).await;
-    assert!(stream.readable().now_or_never().is_none(), "what is held has not passed");
-    say(&mut stream, "two").await;
-    proxy.heal();
-    assert_eq!(hear(&mut stream, 7).await.expect("heard"), "one two");
-}
-
-#[tokio::test]
 async fn a_black_hole_swallows_for_good() {
     let (proxy, mut stream) = echo_proxy().await;
     proxy.set(Direction::ToServer, Fault::Blackhole);
     say(&mut stream, "gone").await;
-    proxy.holding(Direction::ToServer).await;
+    proxy.swallowed(Direction::ToServer).await;
     proxy.heal();
     say(&mut stream, "here").await;
     assert_eq!(hear(&mut stream, 4).await.expect("heard"), "here");
@@ -128,18 +100,34 @@ async fn a_reset_is_a_reset() {
     assert_eq!(hear_until_reset(&mut stream).await, "");
 }
 
-#[tokio::test]
-async fn refusing_refuses_and_open_connections_go_on() {
-    let (proxy, mut stream) = echo_proxy().await;
-    say(&mut stream, "x").await;
-    hear(&mut stream, 1).await.expect("the connection is up");
-    proxy.refuse().await;
-    let refused = TcpStream::connect(proxy.address()).await.expect_err("refused");
-    assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
-    say(&mut stream, "y").await;
-    assert_eq!(hear(&mut stream, 1).await.expect("heard"), "y");
-    proxy.accept().await;
-    TcpStream::connect(proxy.address()).await.expect("accepted again");
+/// A table in a database, a proxy in front of it, and a way around.
+struct Stand {
+    proxy: FaultProxy,
+    through: String,
+    direct: Client,
+    _pooler: Option<PgBouncer>,
+}
+
+impl Stand {
+    async fn new(pooled: bool) -> Self {
+        let server = Postgres::shared(Version::V15).await;
+        let url = server.fresh_database().await;
+        let pooler = if pooled { Some(PgBouncer::start(&server).await) } else { None };
+        let front = pooler.as_ref().map_or(url.clone(), |pooler| pooler.url(&url));
+        let proxy = FaultProxy::in_front_of(&front, SEED).await;
+        let direct = connect(&url).await;
+        direct.batch_execute("CREATE TABLE t (n int)").await.expect("created");
+        Self { through: proxy.url(&front), proxy, direct, _pooler: pooler }
+    }
+
+    async fn client(&self) -> Client {
+        connect(&self.through).await
+    }
+
+    async fn rows(&self) -> Vec<i32> {
+        let rows = self.direct.query("SELECT n FROM t ORDER BY n", &[]).await.expect("a list");
+        rows.iter().map(|row| row.get(0)).collect()
+    }
 }
 
 async fn connect(url: &str) -> Client {
@@ -148,57 +136,127 @@ async fn connect(url: &str) -> Client {
     client
 }
 
-#[tokio::test]
-async fn a_lost_answer_is_lost_whole_and_what_came_before_it_is_not() {
-    let (proxy, mut stream) = echo_proxy().await;
-    proxy.lose_answer(COMMITTED);
-    // Its beginning alone is held back; it was not the answer, and passes.
-    say(&mut stream, "one CO").await;
-    assert_eq!(hear(&mut stream, 4).await.expect("heard"), "one ");
-    say(&mut stream, "ME COMM").await;
-    assert_eq!(hear(&mut stream, 5).await.expect("heard"), "COME ");
-    say(&mut stream, "IT\0 too late").await;
-    proxy.answer_lost(1).await;
-    assert_eq!(hear_until_reset(&mut stream).await, "");
-    // Once.
-    let mut next = TcpStream::connect(proxy.address()).await.expect("accepted");
-    say(&mut next, "COMMIT\0").await;
-    assert_eq!(hear(&mut next, 7).await.expect("heard"), "COMMIT\0");
+/// All in one flight, as the store writes.
+async fn insert(client: &Client, n: i32) -> Result<(), tokio_postgres::Error> {
+    let insert = format!("INSERT INTO t VALUES ({n})");
+    let (begun, inserted, committed) =
+        futures::join!(client.batch_execute("BEGIN"), client.query_typed(&insert, &[]), client.batch_execute("COMMIT"));
+    begun.and(inserted.map(drop)).and(committed)
+}
+
+fn statement(text: &str) -> Point {
+    Point::Statement(text.to_owned())
+}
+
+async fn sprung(trap: &Trap) {
+    tokio::time::timeout(DEADLINE, trap.sprung()).await.expect("the call came");
+}
+
+async fn released(trap: &Trap) -> Vec<String> {
+    tokio::time::timeout(DEADLINE, trap.release()).await.expect("an answer in time")
 }
 
 #[tokio::test]
-async fn what_another_connection_lost_passes_on_this_one() {
-    let (proxy, mut stream) = echo_proxy().await;
-    proxy.lose_answer(COMMITTED);
-    say(&mut stream, "COMM").await;
-    let mut other = TcpStream::connect(proxy.address()).await.expect("accepted");
-    say(&mut other, "COMMIT\0").await;
-    proxy.answer_lost(1).await;
-    assert_eq!(hear(&mut stream, 4).await.expect("heard"), "COMM");
+async fn a_cut_call_never_reaches_the_server() {
+    let stand = Stand::new(false).await;
+    let trap = stand.proxy.trap(statement("VALUES (1)"), Harm::Cut);
+    let client = stand.client().await;
+    insert(&client, 0).await.expect("not this one");
+    assert!(!trap.is_sprung());
+    insert(&client, 1).await.expect_err("cut");
+    sprung(&trap).await;
+    insert(&stand.client().await, 2).await.expect("once");
+    assert_eq!(stand.rows().await, [0, 2]);
 }
 
-/// The answer to the commit is not the next one that comes: those of a statement that is closed, and of a statement before, are on their way.
 #[tokio::test]
-async fn a_commit_happens_though_its_answer_is_lost() {
-    let url = Postgres::shared(Version::V15).await.fresh_database().await;
-    let proxy = FaultProxy::in_front_of(&url, SEED).await;
-    let direct = connect(&url).await;
-    direct.batch_execute("CREATE TABLE t (n int)").await.expect("created");
+async fn the_nth_message_is_counted_over_all_connections() {
+    let stand = Stand::new(false).await;
+    let (one, two) = (stand.client().await, stand.client().await);
+    let trap = stand.proxy.trap(Point::Message(3), Harm::Cut);
+    one.batch_execute("INSERT INTO t VALUES (1)").await.expect("the first");
+    two.batch_execute("INSERT INTO t VALUES (2)").await.expect("the second");
+    one.batch_execute("INSERT INTO t VALUES (3)").await.expect_err("the third");
+    two.batch_execute("INSERT INTO t VALUES (4)").await.expect("the other goes on");
+    assert_eq!((trap.is_sprung(), stand.rows().await), (true, vec![1, 2, 4]));
+}
 
-    let mut client = connect(&proxy.url(&url)).await;
+#[tokio::test]
+async fn the_server_does_it_though_its_answer_is_lost() {
+    for pooled in [false, true] {
+        let stand = Stand::new(pooled).await;
+        let trap = stand.proxy.trap(statement("VALUES (1)"), Harm::LoseAnswer);
+        insert(&stand.client().await, 1).await.expect_err("nobody told us");
+        sprung(&trap).await;
+        assert_eq!(trap.answer().await, ["BEGIN", "INSERT 0 1", "COMMIT"]);
+        // A statement on its own, and a transaction whose client waits for every answer.
+        let trap = stand.proxy.trap(statement("VALUES (2)"), Harm::LoseAnswer);
+        stand.client().await.query_typed("INSERT INTO t VALUES (2)", &[]).await.expect_err("nobody told us");
+        assert_eq!(trap.answer().await, ["INSERT 0 1"]);
+        let trap = stand.proxy.trap(Point::CommitOf("VALUES (3)".to_owned()), Harm::LoseAnswer);
+        let mut client = stand.client().await;
+        let transaction = client.transaction().await.expect("begun");
+        transaction.batch_execute("INSERT INTO t VALUES (3)").await.expect("this answer is heard");
+        transaction.commit().await.expect_err("this one is not");
+        assert_eq!(trap.answer().await, ["START TRANSACTION", "INSERT 0 1", "COMMIT"]);
+        assert_eq!(trap.call().len(), 3, "{:?}", trap.call());
+        assert_eq!(stand.rows().await, [1, 2, 3]);
+    }
+}
+
+#[tokio::test]
+async fn a_delayed_call_is_done_after_the_client_has_asked_again() {
+    for pooled in [false, true] {
+        let stand = Stand::new(pooled).await;
+        let trap = stand.proxy.trap(statement("VALUES (1)"), Harm::Delay);
+        insert(&stand.client().await, 1).await.expect_err("reset");
+        sprung(&trap).await;
+        insert(&stand.client().await, 1).await.expect("again, and before");
+        assert_eq!(stand.rows().await, [1]);
+        assert_eq!(released(&trap).await, ["BEGIN", "INSERT 0 1", "COMMIT"]);
+        assert_eq!(stand.rows().await, [1, 1], "twice");
+    }
+}
+
+#[tokio::test]
+async fn a_delayed_commit_keeps_its_locks() {
+    let stand = Stand::new(false).await;
+    insert(&stand.direct, 1).await.expect("a row");
+    let trap = stand.proxy.trap(Point::CommitOf("SET n = 2".to_owned()), Harm::Delay);
+    let mut client = stand.client().await;
     let transaction = client.transaction().await.expect("begun");
-    let insert = transaction.prepare("INSERT INTO t VALUES (1)").await.expect("prepared");
-    proxy.lose_answer(COMMITTED);
-    // They go to the server one by one, with time for the answers between them.
-    let slow = Duration::from_millis(20);
-    proxy.set(Direction::ToServer, Fault::Delay { base: slow, jitter: slow });
-    let inserted = transaction.execute(&insert, &[]).now_or_never();
-    assert!(inserted.is_none(), "sent, and not waited for");
-    drop(insert);
-    transaction.commit().await.expect_err("nobody told us");
-    proxy.answer_lost(1).await;
+    transaction.batch_execute("UPDATE t SET n = 2").await.expect("done, not committed");
+    transaction.commit().await.expect_err("reset");
+    sprung(&trap).await;
+    let skip = "SELECT FROM t FOR UPDATE SKIP LOCKED";
+    assert!(stand.direct.query(skip, &[]).await.expect("asked").is_empty(), "locked");
+    assert_eq!(released(&trap).await.last().map(String::as_str), Some("COMMIT"));
+    assert_eq!(stand.rows().await, [2]);
+}
 
-    // The server has said that it did, so whoever asks sees it.
-    let rows = direct.query("SELECT n FROM t", &[]).await.expect("a list");
-    assert_eq!(rows.len(), 1, "the server did commit");
+#[tokio::test]
+async fn a_client_may_be_left_waiting_and_go_away() {
+    let stand = Stand::new(false).await;
+    let client = stand.client().await;
+    let trap = stand.proxy.trap(statement("VALUES (1)"), Harm::Hang);
+    tokio::select! {
+        answer = insert(&client, 1) => panic!("{answer:?}"),
+        () = sprung(&trap) => {}
+    }
+    drop(client);
+    assert_eq!(released(&trap).await.last().map(String::as_str), Some("COMMIT"));
+    assert_eq!(stand.rows().await, [1]);
+}
+
+#[tokio::test]
+async fn a_dropped_trap_is_disarmed_and_throws_away_what_it_holds() {
+    let stand = Stand::new(false).await;
+    drop(stand.proxy.trap(statement("VALUES (1)"), Harm::Cut));
+    insert(&stand.client().await, 1).await.expect("disarmed");
+    let trap = stand.proxy.trap(statement("VALUES (2)"), Harm::Delay);
+    insert(&stand.client().await, 2).await.expect_err("reset");
+    sprung(&trap).await;
+    drop(trap);
+    insert(&stand.client().await, 3).await.expect("done");
+    assert_eq!(stand.rows().await, [1, 3]);
 }

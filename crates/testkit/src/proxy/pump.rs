@@ -1,63 +1,86 @@
 //! What happens to the bytes of one direction of one connection.
 
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tokio::net::tcp::{ReadHalf, WriteHalf};
 
+use super::trap::{Armed, Harm};
+use super::wire::Talk;
 use super::{Direction, Fault, Shared};
 
-/// Bytes held back per connection before the proxy stops reading, as a full socket would.
-const HELD_BYTES_MAX: usize = 1024 * 1024;
 /// Read at once.
 const CHUNK_BYTES: usize = 16 * 1024;
 
-/// The connection ends with RST on both sides.
-pub(super) struct Reset;
+/// How a connection ends before its time.
+pub(super) enum End {
+    /// With RST on both sides.
+    Reset,
+    /// With a call that the server shall get later.
+    Held(Arc<Armed>),
+}
 
-impl From<std::io::Error> for Reset {
+impl From<std::io::Error> for End {
     fn from(_: std::io::Error) -> Self {
-        Self
+        Self::Reset
     }
+}
+
+/// One connection: what was said on it, and which trap has taken hold of it.
+#[derive(Debug, Default)]
+pub(super) struct Line {
+    pub(super) talk: Talk,
+    /// The answer that this one loses, and the first of the answers it may be.
+    losing: Option<(Arc<Armed>, u64)>,
 }
 
 /// One direction of one connection.
 pub(super) struct Pump<'a> {
     shared: &'a Shared,
+    line: &'a Mutex<Line>,
     direction: Direction,
     random: SmallRng,
     /// Read and not passed on.
-    kept: Vec<u8>,
-    /// Passed on under the present fault.
-    passed: usize,
+    pub(super) kept: Vec<u8>,
+    /// So much of it was looked at.
+    seen: usize,
+    /// What is kept belongs to a call that is delayed.
+    holding: Option<Arc<Armed>>,
     /// The other side says no more.
     ended: bool,
 }
 
 impl<'a> Pump<'a> {
-    pub(super) fn new(shared: &'a Shared, direction: Direction, number: u64) -> Self {
+    pub(super) fn new(shared: &'a Shared, line: &'a Mutex<Line>, direction: Direction, number: u64) -> Self {
         let random = SmallRng::seed_from_u64(shared.seed ^ (number << 1) ^ direction as u64);
-        Self { shared, direction, random, kept: Vec::new(), passed: 0, ended: false }
+        Self { shared, line, direction, random, kept: Vec::new(), seen: 0, holding: None, ended: false }
     }
 
-    pub(super) async fn run(mut self, mut from: ReadHalf<'_>, mut to: WriteHalf<'_>) -> Result<(), Reset> {
+    pub(super) async fn run(&mut self, mut from: ReadHalf<'_>, mut to: WriteHalf<'_>) -> Result<(), End> {
         let mut faults = self.shared.faults[self.direction as usize].subscribe();
-        let mut lose = self.shared.lose.subscribe();
         let mut chunk = vec![0; CHUNK_BYTES];
         loop {
             let fault = faults.borrow_and_update().clone();
-            lose.mark_unchanged();
-            self.apply(&fault, &mut to).await?;
-            if self.ended && self.kept.is_empty() {
+            let (free, end) = match self.direction {
+                Direction::ToServer => self.look_at_requests(),
+                Direction::ToClient => self.look_at_answers(),
+            };
+            self.seen -= free;
+            let piece: Vec<u8> = self.kept.drain(..free).collect();
+            self.send(piece, &fault, &mut to).await?;
+            if let Some(end) = end {
+                return Err(end);
+            }
+            if self.ended {
                 let _ = to.shutdown().await;
                 return Ok(());
             }
             tokio::select! {
-                _ = faults.changed() => self.passed = 0,
-                _ = lose.changed() => {}
-                read = from.read(&mut chunk), if !self.ended && self.kept.len() < HELD_BYTES_MAX => match read? {
+                _ = faults.changed() => {}
+                read = from.read(&mut chunk) => match read? {
                     0 => self.ended = true,
                     n => self.kept.extend_from_slice(&chunk[..n]),
                 }
@@ -65,90 +88,117 @@ impl<'a> Pump<'a> {
         }
     }
 
-    /// Does to the kept bytes what the fault says.
-    async fn apply(&mut self, fault: &Fault, to: &mut WriteHalf<'_>) -> Result<(), Reset> {
+    /// Does to bytes what the fault says.
+    async fn send(&mut self, piece: Vec<u8>, fault: &Fault, to: &mut WriteHalf<'_>) -> Result<(), End> {
         match fault {
-            Fault::None => self.pass(usize::MAX, to).await?,
-            Fault::Delay { base, jitter } if !self.kept.is_empty() => {
-                tokio::time::sleep(*base + jitter.mul_f64(self.random.random())).await;
-                self.pass(usize::MAX, to).await?;
+            Fault::HalfClose => to.shutdown().await?,
+            _ if piece.is_empty() => {}
+            Fault::Blackhole => {
+                self.shared.swallowed[self.direction as usize].send_modify(|bytes| *bytes += piece.len());
             }
-            Fault::Delay { .. } => {}
-            Fault::CutAfter(bytes) => {
-                self.pass(bytes.saturating_sub(self.passed), to).await?;
-                if self.passed >= *bytes {
-                    return Err(Reset);
+            Fault::Delay { base, jitter } => {
+                tokio::time::sleep(*base + jitter.mul_f64(self.random.random())).await;
+                to.write_all(&piece).await?;
+            }
+            Fault::None => to.write_all(&piece).await?,
+        }
+        Ok(())
+    }
+
+    /// How many kept bytes may go to the server, and what comes after them.
+    fn look_at_requests(&mut self) -> (usize, Option<End>) {
+        let mut line = lock(self.line);
+        let mut free = (self.holding.is_none()).then_some(self.seen);
+        while let Some(length) = line.talk.next_asked(&self.kept[self.seen..]) {
+            let before = line.talk.asked;
+            let said = line.talk.ask(&self.kept[self.seen..self.seen + length]);
+            let sprung = self.holding.is_none().then(|| self.shared.spring(&said, &line.talk.call)).flatten();
+            if let Some(armed) = sprung {
+                match armed.harm {
+                    Harm::LoseAnswer => line.losing = Some((armed, before)),
+                    Harm::Cut => {
+                        armed.spring(line.talk.call.clone());
+                        armed.answered(&line.talk);
+                        return (self.seen, Some(End::Reset));
+                    }
+                    Harm::Delay | Harm::Hang => self.holding = Some(armed),
                 }
             }
-            Fault::Hold => self.note_held(),
-            Fault::Blackhole => {
-                self.note_held();
-                self.kept.clear();
-            }
-            Fault::HalfClose => {
-                to.shutdown().await?;
-                self.kept.clear();
+            self.seen += length;
+            if self.holding.is_none() {
+                free = Some(self.seen);
+            } else if said.last {
+                return (free.unwrap_or_default(), self.holding.take().map(End::Held));
             }
         }
-        Ok(())
-    }
-
-    async fn pass(&mut self, bytes_max: usize, to: &mut WriteHalf<'_>) -> Result<(), Reset> {
-        let wanted = self.shared.lose.borrow().clone().filter(|_| self.direction == Direction::ToClient);
-        let before = wanted.as_ref().map_or(Before::Nothing, |answer| self.before(answer));
-        let free = match before {
-            Before::Whole(bytes) | Before::Begun(bytes) => bytes,
-            Before::Nothing => self.kept.len(),
-        };
-        let bytes = free.min(bytes_max);
-        let piece: Vec<u8> = self.kept.drain(..bytes).collect();
-        to.write_all(&piece).await?;
-        self.passed += bytes;
-        if matches!(before, Before::Whole(_)) && bytes == free && self.take(wanted) {
-            self.shared.lost.fetch_add(1, Ordering::SeqCst);
-            self.shared.event.notify_waiters();
-            return Err(Reset);
-        }
-        Ok(())
-    }
-
-    /// Where the answer that shall be lost is in the kept bytes.
-    fn before(&self, answer: &[u8]) -> Before {
-        if let Some(bytes) = self.kept.windows(answer.len()).position(|window| window == answer) {
-            return Before::Whole(bytes);
-        }
-        let last = self.kept.len().saturating_sub(answer.len() - 1);
-        match (last..self.kept.len()).find(|from| answer.starts_with(&self.kept[*from..])) {
-            Some(bytes) if !self.ended => Before::Begun(bytes),
-            _ => Before::Nothing,
+        match self.ended {
+            true if self.holding.is_some() => (free.unwrap_or_default(), self.holding.take().map(End::Held)),
+            true => (self.all(), None),
+            false => (free.unwrap_or_default(), None),
         }
     }
 
-    /// Whether it is this connection that loses the answer: one does, and it is over for the others.
-    fn take(&self, answer: Option<Vec<u8>>) -> bool {
-        self.shared.lose.send_if_modified(|wanted| {
-            let ours = *wanted == answer;
-            if ours {
-                *wanted = None;
+    /// How many kept bytes may go to the client, and what comes after them.
+    fn look_at_answers(&mut self) -> (usize, Option<End>) {
+        let mut line = lock(self.line);
+        let mut free = 0;
+        while let Some(length) = line.talk.next_answered(&self.kept[self.seen..]) {
+            let is_lost = line.losing.as_ref().is_some_and(|(_, first)| line.talk.answered >= *first);
+            let over = line.talk.hear(&self.kept[self.seen..self.seen + length]);
+            self.seen += length;
+            if is_lost && over == Some(true) {
+                return (free, line.lose());
             }
-            ours
-        })
+            // Which answer is the last one is known only at its end.
+            if !is_lost || over.is_some() {
+                free = self.seen;
+            }
+        }
+        match self.ended {
+            true if line.losing.is_some() => (free, line.lose()),
+            true => (self.all(), None),
+            false => (free, None),
+        }
     }
 
-    fn note_held(&self) {
-        if !self.kept.is_empty() {
-            self.shared.held[self.direction as usize].fetch_add(1, Ordering::SeqCst);
-            self.shared.event.notify_waiters();
-        }
+    fn all(&mut self) -> usize {
+        self.seen = self.kept.len();
+        self.seen
     }
 }
 
-/// How many kept bytes come before the answer that shall be lost.
-enum Before {
-    /// All of it is there.
-    Whole(usize),
-    /// The last bytes may be its beginning.
-    Begun(usize),
-    /// There is none of it.
-    Nothing,
+impl Line {
+    fn lose(&mut self) -> Option<End> {
+        let (armed, _) = self.losing.take()?;
+        armed.answered(&self.talk);
+        armed.spring(self.talk.call.clone());
+        Some(End::Reset)
+    }
+
+    /// Takes note of answers that nobody waits for; whether they were all.
+    fn is_answered(&mut self, heard: &mut Vec<u8>) -> bool {
+        while let Some(length) = self.talk.next_answered(heard) {
+            self.talk.hear(&heard.drain(..length).collect::<Vec<_>>());
+        }
+        self.talk.answered >= self.talk.asked
+    }
+}
+
+/// Gives the server what was held, and hears it out: a server that is hung up on may throw away what it did not read yet.
+pub(super) async fn deliver(server: &mut TcpStream, held: &[u8], mut heard: Vec<u8>, line: &Mutex<Line>) {
+    let (mut read, mut write) = server.split();
+    let hear = async {
+        let mut chunk = vec![0; CHUNK_BYTES];
+        while !lock(line).is_answered(&mut heard) {
+            match read.read(&mut chunk).await {
+                Ok(n) if n > 0 => heard.extend_from_slice(&chunk[..n]),
+                _ => return,
+            }
+        }
+    };
+    let (_, ()) = tokio::join!(write.write_all(held), hear);
+}
+
+pub(super) fn lock(line: &Mutex<Line>) -> MutexGuard<'_, Line> {
+    line.lock().unwrap_or_else(PoisonError::into_inner)
 }

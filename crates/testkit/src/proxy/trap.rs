@@ -1,0 +1,120 @@
+//! One call that is harmed on its way.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::sync::watch;
+
+use super::wire::{Said, Talk};
+
+/// Where on a connection something happens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Point {
+    /// At the n-th message that clients send from now on, counted from 1 over all connections.
+    Message(usize),
+    /// At the first statement that contains this text.
+    Statement(String),
+    /// At the end of the first transaction that has a statement with this text: what it did and locked so far is done and locked.
+    CommitOf(String),
+}
+
+/// What happens there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Harm {
+    /// The connection is reset before the server gets the message.
+    Cut,
+    /// The server does the whole call, its last answer is swallowed, the connection is reset.
+    LoseAnswer,
+    /// From here to its end the call is kept; once it is, the client is reset. The server does it on [`Trap::release`].
+    Delay,
+    /// As [`Self::Delay`], but the client is left waiting.
+    Hang,
+}
+
+/// A call that will be harmed, once. Dropping it disarms it, and throws away what it holds.
+#[derive(Debug)]
+pub struct Trap {
+    pub(super) armed: Arc<Armed>,
+    release: watch::Sender<bool>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    sprung: bool,
+    call: Vec<String>,
+    answer: Option<Vec<String>>,
+}
+
+/// The side of a trap that connections know.
+#[derive(Debug)]
+pub(super) struct Armed {
+    point: Point,
+    pub(super) harm: Harm,
+    messages: AtomicUsize,
+    progress: watch::Sender<Progress>,
+    pub(super) released: watch::Receiver<bool>,
+}
+
+impl Trap {
+    pub(super) fn new(point: Point, harm: Harm) -> Self {
+        let (release, released) = watch::channel(false);
+        let (messages, progress) = Default::default();
+        Self { armed: Arc::new(Armed { point, harm, messages, progress, released }), release }
+    }
+
+    /// Waits until it happened: the client is reset (or hangs); an answer that is lost was given by the server.
+    pub async fn sprung(&self) {
+        self.wait(|progress| progress.sprung).await;
+    }
+
+    /// Whether it happened.
+    pub fn is_sprung(&self) -> bool {
+        self.armed.progress.borrow().sprung
+    }
+
+    /// The statements of the call that was harmed, as far as the client had said them.
+    pub fn call(&self) -> Vec<String> {
+        self.armed.progress.borrow().call.clone()
+    }
+
+    /// Lets a delayed call go to the server, and waits until the server has answered it; the answer as in [`Self::answer`].
+    pub async fn release(&self) -> Vec<String> {
+        self.sprung().await;
+        self.release.send_replace(true);
+        self.answer().await
+    }
+
+    /// What the server said of the call, and nobody heard: command tags (`COMMIT` last, if it was one), and `ERROR` with its SQLSTATE.
+    pub async fn answer(&self) -> Vec<String> {
+        self.wait(|progress| progress.answer.is_some()).await;
+        self.armed.progress.borrow().answer.clone().unwrap_or_default()
+    }
+
+    async fn wait(&self, condition: impl Fn(&Progress) -> bool) {
+        let mut progress = self.armed.progress.subscribe();
+        progress.wait_for(condition).await.expect("we hold the sender");
+    }
+}
+
+impl Armed {
+    /// Whether this message is the one.
+    pub(super) fn springs(&self, said: &Said, call: &[String]) -> bool {
+        let has = |text: &str| said.statement.as_ref().is_some_and(|statement| statement.contains(text));
+        match &self.point {
+            Point::Message(n) => self.messages.fetch_add(1, Ordering::SeqCst) + 1 == *n,
+            Point::Statement(text) => has(text),
+            Point::CommitOf(text) => {
+                said.last && said.statement.is_some() && call.iter().any(|statement| statement.contains(text))
+            }
+        }
+    }
+
+    pub(super) fn spring(&self, call: Vec<String>) {
+        self.progress.send_modify(|progress| (progress.sprung, progress.call) = (true, call));
+    }
+
+    /// The server has answered, or is gone.
+    pub(super) fn answered(&self, talk: &Talk) {
+        self.progress.send_modify(|progress| progress.answer = Some(talk.answer.clone()));
+    }
+}

@@ -1,0 +1,213 @@
+//! As much of Postgres's protocol as it takes to know which call a connection carries, and when the server has answered it.
+
+/// The first message of a client has no type; this is what it may begin with after its length.
+const SECURITY_REQUESTS: [u32; 2] = [80_877_103, 80_877_104];
+/// A first message is never longer, so its first byte is zero; that of any other protocol is not.
+const FIRST_BYTES_MAX: usize = 10_000;
+
+/// What one message of a client is.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Said {
+    /// The statement it names.
+    pub(super) statement: Option<String>,
+    /// The server answers up to here at once, and ends that with `ReadyForQuery`.
+    pub(super) asks: bool,
+    /// Nothing of the present call follows: it ends its transaction, or there is none.
+    pub(super) last: bool,
+}
+
+/// What client and server of one connection have said so far.
+///
+/// A call is a statement that is its own transaction, or all from `BEGIN` to `COMMIT`.
+#[derive(Debug, Default)]
+pub(super) struct Talk {
+    /// Not Postgres, or encrypted: bytes without meaning.
+    pub(super) raw: bool,
+    started: bool,
+    /// Answers of one byte that the server still owes.
+    bare: usize,
+    /// In a transaction, by the client's words.
+    open: bool,
+    over: bool,
+    /// The statements of the present call.
+    pub(super) call: Vec<String>,
+    /// How many answers the client has asked for, and how many have come.
+    pub(super) asked: u64,
+    pub(super) answered: u64,
+    answer_over: bool,
+    /// What the server said of the latest call: command tags, and `ERROR` with its SQLSTATE.
+    pub(super) answer: Vec<String>,
+}
+
+impl Talk {
+    /// The length of the client's next message, if all of it is there.
+    pub(super) fn next_asked(&mut self, bytes: &[u8]) -> Option<usize> {
+        if !self.started && bytes.first().is_some_and(|first| *first != 0) {
+            self.raw = true;
+        }
+        if self.raw {
+            return whole(bytes);
+        }
+        let length = message_length(bytes, usize::from(self.started))?;
+        if !self.started && length > FIRST_BYTES_MAX {
+            self.raw = true;
+        }
+        (bytes.len() >= length).then_some(length)
+    }
+
+    /// Takes note of a client's message.
+    pub(super) fn ask(&mut self, message: &[u8]) -> Said {
+        if self.raw {
+            return Said::default();
+        }
+        if !self.started {
+            let security = word(&message[4..]).is_some_and(|code| SECURITY_REQUESTS.contains(&code));
+            self.started = !security;
+            self.bare += usize::from(security);
+            self.asked += u64::from(!security);
+            return Said::default();
+        }
+        let statement = match message[0] {
+            b'Q' => text(&message[5..]),
+            // Its name comes first.
+            b'P' => message[5..].iter().position(|byte| *byte == 0).and_then(|name| text(&message[5 + name + 1..])),
+            _ => None,
+        };
+        if let Some(statement) = &statement {
+            if std::mem::take(&mut self.over) {
+                self.call.clear();
+            }
+            self.call.push(statement.clone());
+            self.open = (self.open || begins(statement)) && !ends(statement);
+        }
+        let asks = matches!(message[0], b'Q' | b'S');
+        self.asked += u64::from(asks);
+        let last = asks && !self.open && !self.call.is_empty();
+        self.over |= last;
+        Said { statement, asks, last }
+    }
+
+    /// The length of the server's next message, if all of it is there.
+    pub(super) fn next_answered(&self, bytes: &[u8]) -> Option<usize> {
+        if self.raw || self.bare > 0 {
+            return if self.raw { whole(bytes) } else { bytes.first().map(|_| 1) };
+        }
+        message_length(bytes, 1).filter(|length| bytes.len() >= *length)
+    }
+
+    /// Takes note of a server's message; whether a call's answer ends with it, and if so, whether no transaction is open any more.
+    pub(super) fn hear(&mut self, message: &[u8]) -> Option<bool> {
+        if self.raw {
+            return None;
+        }
+        if self.bare > 0 {
+            self.bare -= 1;
+            self.raw = message == b"S";
+            return None;
+        }
+        let said = match message[0] {
+            b'C' => text(&message[5..]),
+            b'E' => message[5..].split(|byte| *byte == 0).find_map(|field| match field.split_first() {
+                Some((b'C', code)) => Some(format!("ERROR {}", String::from_utf8_lossy(code))),
+                _ => None,
+            }),
+            _ => None,
+        };
+        if let Some(said) = said {
+            if std::mem::take(&mut self.answer_over) {
+                self.answer.clear();
+            }
+            self.answer.push(said);
+        }
+        if message[0] != b'Z' {
+            return None;
+        }
+        self.answered += 1;
+        self.answer_over = message[5] == b'I';
+        Some(self.answer_over)
+    }
+}
+
+/// The length of a message whose own word for it comes after `offset` bytes.
+fn message_length(bytes: &[u8], offset: usize) -> Option<usize> {
+    Some(offset + (word(bytes.get(offset..)?)? as usize).max(4))
+}
+
+fn word(bytes: &[u8]) -> Option<u32> {
+    bytes.first_chunk().map(|word| u32::from_be_bytes(*word))
+}
+
+fn whole(bytes: &[u8]) -> Option<usize> {
+    (!bytes.is_empty()).then_some(bytes.len())
+}
+
+fn text(bytes: &[u8]) -> Option<String> {
+    bytes.split(|byte| *byte == 0).next().map(|text| String::from_utf8_lossy(text).into_owned())
+}
+
+fn begins(statement: &str) -> bool {
+    let first = statement.trim_start().get(..5).unwrap_or_default();
+    first.eq_ignore_ascii_case("BEGIN") || first.eq_ignore_ascii_case("START")
+}
+
+/// Whether the last of the statements in this text ends the transaction; `ROLLBACK TO` does not.
+fn ends(statement: &str) -> bool {
+    let last = statement.rsplit(';').map(str::trim).find(|part| !part.is_empty()).unwrap_or_default();
+    ["COMMIT", "ROLLBACK", "END"].iter().any(|word| last.eq_ignore_ascii_case(word))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(kind: u8, body: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(body.len() + 4).expect("short").to_be_bytes();
+        [&[kind], &length[..], body].concat()
+    }
+
+    fn started() -> Talk {
+        let mut talk = Talk::default();
+        let first = [&12_u32.to_be_bytes()[..], &196_608_u32.to_be_bytes(), b"a\0b\0"].concat();
+        assert_eq!(talk.next_asked(&first[..7]), None);
+        assert_eq!(talk.next_asked(&first), Some(12));
+        talk.ask(&first);
+        talk
+    }
+
+    #[test]
+    fn a_call_is_one_statement_or_a_whole_transaction() {
+        let mut talk = started();
+        let mut last = |kind, body: &[u8]| talk.ask(&message(kind, body)).last;
+        assert!(!last(b'P', b"\0SELECT 1\0\0\0"));
+        assert!(last(b'S', b""));
+        assert!(!last(b'Q', b"BEGIN; SET LOCAL jit = off\0"));
+        assert!(!last(b'P', b"s1\0UPDATE t SET n = 1\0\0\0"));
+        assert!(!last(b'S', b""));
+        assert!(!last(b'Q', b"ROLLBACK TO here\0"));
+        assert!(last(b'Q', b"commit ;\0"));
+        assert!(last(b'Q', b"\nBEGIN; DROP TABLE t; COMMIT;\0"));
+        assert_eq!(talk.call.len(), 1);
+    }
+
+    #[test]
+    fn other_protocols_and_encrypted_ones_are_bytes() {
+        let mut talk = Talk::default();
+        assert_eq!(talk.next_asked(b"GET / HTTP/1.1"), Some(14));
+        let mut talk = Talk::default();
+        talk.ask(&[&8_u32.to_be_bytes()[..], &SECURITY_REQUESTS[0].to_be_bytes()].concat());
+        assert_eq!(talk.next_answered(b"S"), Some(1));
+        assert_eq!(talk.hear(b"S"), None);
+        assert!(talk.raw);
+    }
+
+    #[test]
+    fn an_answer_is_known_by_its_tags_and_its_end() {
+        let mut talk = started();
+        assert_eq!(talk.hear(&message(b'Z', b"I")), Some(true));
+        assert_eq!(talk.hear(&message(b'C', b"BEGIN\0")), None);
+        assert_eq!(talk.hear(&message(b'Z', b"T")), Some(false));
+        talk.hear(&message(b'E', b"SERROR\0C40001\0\0"));
+        assert_eq!(talk.hear(&message(b'Z', b"I")), Some(true));
+        assert_eq!(talk.answer, ["BEGIN", "ERROR 40001"]);
+    }
+}
