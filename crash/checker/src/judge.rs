@@ -56,10 +56,12 @@ pub fn judge(folder: &Path) -> anyhow::Result<Verdict> {
     };
     let mut verdict = Verdict::default();
     court.count(&mut verdict);
-    let asked = |op: &str| court.orders.iter().filter(move |order| order.op == op).flat_map(|order| order.events.clone());
+    let asked = |op: &str| -> Vec<String> {
+        court.orders.iter().filter(|order| order.op == op).flat_map(|order| order.events.clone()).collect()
+    };
     let mut retried: HashMap<String, u64> = HashMap::new();
-    asked("retry").for_each(|event| *retried.entry(event).or_default() += 1);
-    let discarded: HashSet<String> = asked("discard").collect();
+    asked("retry").into_iter().for_each(|event| *retried.entry(event).or_default() += 1);
+    let discarded: HashSet<String> = asked("discard").into_iter().collect();
     for reader in &court.round.subscriptions {
         let arrivals = Arrival::read(&folder.join(format!("arrivals-{}.log", reader.name)), reader.by_file)?;
         court.hear(reader, &arrivals, &retried, &discarded, &mut verdict);
@@ -169,7 +171,8 @@ impl Court {
             };
             let story = stories.entry((number, body.n)).or_default();
             if !std::mem::replace(&mut story.seen, true) && !rises(&mut latest_seen, body) {
-                verdict.blame("misordered", || format!("{event} of {}, key {} number {}", reader.name, body.key, body.v));
+                verdict
+                    .blame("misordered", || format!("{event} of {}, key {} number {}", reader.name, body.key, body.v));
             }
             story.refused |= arrival.is_refused();
             if !arrival.is_accepted() {
@@ -178,7 +181,9 @@ impl Court {
             let by_order = story.refused || retried.contains_key(&event) || discarded.contains(&event);
             match story.accepted.replace(arrival.place) {
                 None if !by_order && !rises(&mut latest_accepted, body) => {
-                    verdict.blame("misordered", || format!("{event} of {} was accepted late: key {}", reader.name, body.key));
+                    verdict.blame("misordered", || {
+                        format!("{event} of {} was accepted late: key {}", reader.name, body.key)
+                    });
                 }
                 None => {}
                 Some(before) if !retried.contains_key(&event) => {
@@ -192,7 +197,8 @@ impl Court {
 
     /// Which transaction an arrival belongs to, or why it should not have come.
     fn identify(&self, reader: &Reader, body: &Body) -> Result<usize, &'static str> {
-        let number = *self.ledger.by_name.get(&body.tx).ok_or("no ledger has this transaction, so it did not commit")?;
+        let number =
+            *self.ledger.by_name.get(&body.tx).ok_or("no ledger has this transaction, so it did not commit")?;
         let tx = &self.ledger.transactions[number];
         if tx.back.iter().any(|event| event.n == body.n) {
             return Err("its savepoint was rolled back");
@@ -211,7 +217,8 @@ impl Court {
     }
 
     fn duplicate(&self, reader: &Reader, before: u64, now: u64, event: &str, verdict: &mut Verdict) {
-        let places = |fault: &Fault| (place(&fault.places_from, &reader.name), place(&fault.places_until, &reader.name));
+        let places =
+            |fault: &Fault| (place(&fault.places_from, &reader.name), place(&fault.places_until, &reader.name));
         let restored = self.faults.iter().filter(|fault| fault.copied_at.is_some()).any(|fault| {
             let (from, until) = places(fault);
             (place(&fault.copied_places, &reader.name)..=until).contains(&before) && now >= from
@@ -269,7 +276,10 @@ impl Court {
                         verdict.blame(kind, || format!("{name} of {} is {state}, accepted: {accepted:?}", reader.name));
                     }
                     (None, None) => verdict.blame("lost", || {
-                        format!("{name} of {}: topic {}, key {} number {}", reader.name, event.topic, event.key, event.v)
+                        format!(
+                            "{name} of {}: topic {}, key {} number {}",
+                            reader.name, event.topic, event.key, event.v
+                        )
                     }),
                 }
             }

@@ -107,7 +107,8 @@ impl Ledger {
                 self.transactions.push(Tx { name: tx, from: at, until: u64::MAX, fate, prepared: false, kept, back });
             }
             Line::End { tx, at, fate } => {
-                let number = self.by_name.get(&tx).with_context(|| format!("the ledger ends {tx}, which never began"))?;
+                let number =
+                    self.by_name.get(&tx).with_context(|| format!("the ledger ends {tx}, which never began"))?;
                 let found = &mut self.transactions[*number];
                 (found.until, found.fate) = match fate {
                     Fate::Prepared | Fate::Unknown => (u64::MAX, Fate::Unknown),

@@ -1,0 +1,50 @@
+//! What maintenance does to the product's tables.
+
+use postbox_crash_checker::faults::Fault;
+use rand::rngs::SmallRng;
+use tokio::time::sleep;
+
+use super::{choose, millis};
+use crate::stage::Stage;
+use crate::store::window_of_all;
+
+/// Each moves every row, and locks the table meanwhile.
+const REWRITES: [&str; 8] = [
+    "VACUUM FULL postbox.lane",
+    "VACUUM FULL postbox.delivery",
+    "VACUUM FULL postbox.outbox",
+    "VACUUM FULL postbox.subscription",
+    "CLUSTER postbox.lane USING lane_pkey",
+    "CLUSTER postbox.delivery USING delivery_pkey",
+    "ALTER TABLE postbox.lane ALTER COLUMN last_seq TYPE bigint USING last_seq + 0",
+    "VACUUM (FREEZE) postbox.outbox",
+];
+
+/// A table is rewritten.
+pub(super) async fn rewrite(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let statement = *choose(&REWRITES, random);
+    statement.clone_into(&mut fault.detail);
+    // Whoever waits for the lock may lose its lease.
+    fault.window = window_of_all();
+    stage.postgres()?.execute(statement).await
+}
+
+/// A lock that lets everybody read and nobody write, as an index build takes it.
+pub(super) async fn index(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let table = *choose(&["lane", "lane", "delivery", "outbox"], random);
+    table.clone_into(&mut fault.detail);
+    fault.window = window_of_all();
+    let client = stage.postgres()?.client().await?;
+    client.batch_execute(&format!("BEGIN; LOCK TABLE postbox.{table} IN SHARE MODE")).await?;
+    sleep(millis(random, 200..1_200)).await;
+    Ok(client.batch_execute("COMMIT").await?)
+}
+
+/// A report that reads for a while: no old version of a row can go, and the horizon stands still.
+pub(super) async fn hold_snapshot(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let client = stage.postgres()?.client().await?;
+    client.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT pg_current_xact_id()").await?;
+    sleep(millis(random, 500..3_000)).await;
+    "with an id of its own".clone_into(&mut fault.detail);
+    Ok(client.batch_execute("ROLLBACK").await?)
+}
