@@ -33,6 +33,8 @@ pub(crate) struct Relay {
     process: Option<Process>,
     /// How long the log was when the process was started.
     log_from: usize,
+    /// Up to where it was looked through.
+    log_seen: usize,
 }
 
 /// What a configuration is made of.
@@ -70,6 +72,7 @@ impl Relay {
             clock: folder.join(format!("relay-{number}.clock")),
             process: None,
             log_from: 0,
+            log_seen: 0,
         }
     }
 
@@ -159,6 +162,16 @@ impl Relay {
     pub(crate) fn log(&self) -> String {
         let log = std::fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(log.get(self.log_from..).unwrap_or_default()).into_owned()
+    }
+}
+
+impl Relay {
+    /// How many leases it said that it lost, since it was last asked.
+    pub(crate) fn leases_lost(&mut self) -> usize {
+        let log = std::fs::read(&self.log).unwrap_or_default();
+        let new = String::from_utf8_lossy(log.get(self.log_seen..).unwrap_or_default()).into_owned();
+        self.log_seen += new.rfind('\n').map_or(0, |end| end + 1);
+        new[..new.rfind('\n').unwrap_or(0)].matches("lease lost").count()
     }
 }
 

@@ -43,9 +43,11 @@ pub(crate) async fn run(options: &Options, share: &Share, folder: &Path) -> anyh
         tokio::spawn(harm.until(Arc::clone(&over)))
     });
     let mut told = Instant::now();
+    let mut places = vec![stage.places(); 10];
     while stage.committed() < share.events || done.load(Ordering::Relaxed) < share.faults {
-        stage.supervise().await;
+        stage.supervise(&places.remove(0)).await;
         sleep(Duration::from_millis(100)).await;
+        places.push(stage.places());
         if told.elapsed() > Duration::from_secs(20) {
             told = Instant::now();
             let (events, faults) = (stage.committed(), done.load(Ordering::Relaxed));
@@ -141,7 +143,7 @@ async fn drain(stage: &Arc<Stage>) -> anyhow::Result<bool> {
     let (mut moved, mut before) = (Instant::now(), stage.places());
     let mut quiet = 0;
     while moved.elapsed() < STANDSTILL_MAX {
-        stage.supervise().await;
+        stage.supervise(&before).await;
         sleep(Duration::from_millis(500)).await;
         let now = stage.places();
         if now != before {

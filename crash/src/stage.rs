@@ -19,7 +19,7 @@ use tokio::time::sleep;
 
 use crate::options::{Options, SinkKind};
 use crate::process::Process;
-use crate::relay::{self, Config, LEASE, Relay};
+use crate::relay::{self, Config, LEASE, Relay, WINDOW};
 use crate::store::postgres::PostgresBed;
 use crate::store::sqlite::SqliteBed;
 use crate::store::{Bed, StoreKind};
@@ -227,11 +227,22 @@ impl Stage {
         relay::command(&self.binary, &self.bed.operator_url(), arguments).await
     }
 
-    /// Starts relays that ended by themselves, as any supervisor does, and remembers what they said.
-    pub(crate) async fn supervise(&self) {
+    /// Starts relays that ended by themselves, as any supervisor does, and remembers what they said. What leases ran out is recorded: also
+    /// without a fault of ours, on a machine that is slow; `before` are the places of a moment ago.
+    pub(crate) async fn supervise(self: &Arc<Self>, before: &[(String, u64)]) {
         for relay in &self.relays {
             // One that a fault is about is that fault's affair.
             let Ok(mut relay) = relay.try_lock() else { continue };
+            let lost = relay.leases_lost() as u64;
+            for _ in 0..lost {
+                let fault = Fault {
+                    is_stall: true,
+                    window: WINDOW,
+                    places_from: before.to_vec(),
+                    ..self.begin("lease ran out")
+                };
+                self.record(fault).await;
+            }
             let Some(code) = relay.has_ended() else { continue };
             let log = relay.log();
             let last = log.lines().rev().find(|line| !line.is_empty()).unwrap_or_default().to_owned();

@@ -2,6 +2,7 @@
 //!
 //! The rules are those of `docs/state-machine.md` and of the cursor, written a second time.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
 use serde::Deserialize;
@@ -22,6 +23,9 @@ pub struct Change {
     /// The event's payload, for `delivery`.
     #[serde(default)]
     pub body: Option<String>,
+    /// The transaction that did it, where the database tells.
+    #[serde(default)]
+    pub xid: Option<String>,
     /// By the database's clock, in microseconds.
     pub at: i64,
     /// The lease's end before, in the same measure.
@@ -35,12 +39,41 @@ pub(crate) fn event_of(body: Option<&str>) -> Option<String> {
     Some(format!("{}/{}", body.tx, body.n))
 }
 
+impl Change {
+    /// Of which row.
+    fn row(&self) -> String {
+        let row = if self.new.is_null() { &self.old } else { &self.new };
+        format!("{} {}:{}/{}", self.what, row["subscription"], row["lane"], row["seq"])
+    }
+}
+
+/// What each transaction did to each row, as a whole: nobody sees what is in between.
+fn by_transaction(changes: Vec<Change>) -> Vec<Change> {
+    let mut whole: Vec<Change> = Vec::new();
+    let mut places: HashMap<(String, String), usize> = HashMap::new();
+    for change in changes {
+        let Some(xid) = change.xid.clone() else {
+            whole.push(change);
+            continue;
+        };
+        match places.entry((xid, change.row())) {
+            Entry::Occupied(place) => whole[*place.get()].new = change.new,
+            Entry::Vacant(place) => {
+                place.insert(whole.len());
+                whole.push(change);
+            }
+        }
+    }
+    whole.retain(|change| !(change.old.is_null() && change.new.is_null()));
+    whole
+}
+
 /// Judges all changes, in the order of their numbers.
 ///
 /// `retried`: how often an operator asked for each event. `lease`: its length in microseconds; `None` where the database's clock was moved, and
 /// says nothing of who holds what.
 pub(crate) fn judge(
-    changes: &[Change],
+    changes: Vec<Change>,
     retried: &HashMap<String, u64>,
     discarded: &HashSet<String>,
     lease: Option<i64>,
@@ -48,7 +81,7 @@ pub(crate) fn judge(
 ) {
     let mut replays: HashMap<String, u64> = HashMap::new();
     let mut over: HashSet<String> = HashSet::new();
-    for change in changes {
+    for change in &by_transaction(changes) {
         let (old, new) = (&change.old, &change.new);
         let fault = match change.what.as_str() {
             "lane" => lane_fault(change, lease),

@@ -20,6 +20,9 @@ pub struct Fault {
     pub places_until: Vec<(String, u64)>,
     /// How many events can have been in flight at its victims: accepted, and not settled. 0: a clean stop, or no victim.
     pub window: u64,
+    /// Not made, but seen: a lease ran out, be it by a fault or because the machine was slow.
+    #[serde(default)]
+    pub is_stall: bool,
     /// For `restore`: when the copy was made, which took everything since back.
     #[serde(default)]
     pub copied_at: Option<u64>,

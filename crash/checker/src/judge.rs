@@ -69,7 +69,7 @@ pub fn judge(folder: &Path) -> anyhow::Result<Verdict> {
     let changes: Vec<Change> = lines(&folder.join("audit.jsonl"))?;
     let clock_moved = court.faults.iter().any(|fault| fault.kind == "database clock step");
     let lease = (!clock_moved).then_some(court.round.lease);
-    audit::judge(&changes, &retried, &discarded, lease, &mut verdict);
+    audit::judge(changes, &retried, &discarded, lease, &mut verdict);
     court.bound(&mut verdict);
     Ok(verdict)
 }
@@ -127,6 +127,10 @@ impl Court {
             }
         }
         for fault in &self.faults {
+            if fault.is_stall {
+                *verdict.facts.entry("leases that ran out".to_owned()).or_default() += 1;
+                continue;
+            }
             *verdict.faults.entry(fault.kind.clone()).or_default() += 1;
         }
     }

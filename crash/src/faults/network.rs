@@ -32,9 +32,15 @@ struct Ambush {
     trap: Trap,
 }
 
-async fn lay(stage: &Stage, random: &mut SmallRng, fault: &mut Fault, harm: Harm) -> anyhow::Result<Ambush> {
+async fn lay(
+    stage: &Stage,
+    random: &mut SmallRng,
+    fault: &mut Fault,
+    harm: Harm,
+    calls: &[&str],
+) -> anyhow::Result<Ambush> {
     let relay = random.random_range(0..RELAYS);
-    let call = *choose(&CALLS, random);
+    let call = *choose(calls, random);
     let point = match random.random_range(0..4) {
         0 => Point::Message(random.random_range(1..40)),
         1 => Point::CommitOf(call.to_owned()),
@@ -61,18 +67,18 @@ pub(super) async fn reset(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
 
 /// The server does what was asked, the relay never hears of it.
 pub(super) async fn lose_answer(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
-    lay(stage, random, fault, Harm::LoseAnswer).await.map(drop)
+    lay(stage, random, fault, Harm::LoseAnswer, &CALLS).await.map(drop)
 }
 
 /// The relay's request never gets there.
 pub(super) async fn cut_request(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
-    lay(stage, random, fault, Harm::Cut).await.map(drop)
+    lay(stage, random, fault, Harm::Cut, &CALLS).await.map(drop)
 }
 
 /// The relay is told that its connection broke, asks again; what it asked first is done after that, perhaps under another owner.
 pub(super) async fn delay_request(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = if random.random_bool(0.8) { Harm::Delay } else { Harm::Hang };
-    let Ambush { trap, .. } = lay(stage, random, fault, harm).await?;
+    let Ambush { trap, .. } = lay(stage, random, fault, harm, &CALLS).await?;
     if trap.is_sprung() {
         sleep(match random.random_range(0..4) {
             0 => LEASE + millis(random, 0..1_000),
@@ -87,7 +93,7 @@ pub(super) async fn delay_request(stage: &Stage, random: &mut SmallRng, fault: &
 /// As one or the other of the above, and then the relay ends before it has written down what it did.
 pub(super) async fn lose_answer_and_end(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = *choose(&[Harm::LoseAnswer, Harm::Delay, Harm::Delay], random);
-    let Ambush { relay, trap } = lay(stage, random, fault, harm).await?;
+    let Ambush { relay, trap } = lay(stage, random, fault, harm, &CALLS[..3]).await?;
     if trap.is_sprung() && harm == Harm::Delay {
         sleep(millis(random, 30..400)).await;
         let _ = timeout(CALL_WITHIN, trap.release()).await;
@@ -111,8 +117,9 @@ pub(super) async fn swallow(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     let proxy = stage.postgres()?.proxy(relay);
     proxy.set(direction, Bytes::Blackhole);
     sleep(LEASE + millis(random, 0..800)).await;
-    proxy.reset();
     proxy.heal();
+    // What was swallowed is never said again: those connections are of no use.
+    proxy.reset();
     Ok(())
 }
 

@@ -149,8 +149,8 @@ pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     std::fs::rename(&copy.data, &data)?;
     server.try_start().await?;
     bed.execute("UPDATE crash.aggregate AS a SET version = version + 1000000 FROM (SELECT key FROM crash.aggregate FOR UPDATE SKIP LOCKED) AS free WHERE free.key = a.key").await?;
-    bed.writers.reset();
     bed.writers.heal();
+    bed.writers.reset();
     let topics = stage.topics.lock().await.clone();
     if topics != copy.topics {
         // The database has the former filter again, the relays' configuration the present one.

@@ -26,16 +26,16 @@ CREATE SCHEMA crash;
 CREATE TABLE crash.mark (tx text PRIMARY KEY);
 CREATE TABLE crash.aggregate (key text PRIMARY KEY, version bigint NOT NULL) WITH (fillfactor = 50);
 CREATE TABLE crash.audit (
-  n bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, what text NOT NULL, old jsonb, new jsonb, body text, at bigint NOT NULL, lease_until bigint);
+  n bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, what text NOT NULL, old jsonb, new jsonb, body text, xid text NOT NULL, at bigint NOT NULL, lease_until bigint);
 CREATE FUNCTION crash.note() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
   old_row jsonb := CASE WHEN TG_OP <> 'INSERT' THEN to_jsonb(OLD) END;
   new_row jsonb := CASE WHEN TG_OP <> 'DELETE' THEN to_jsonb(NEW) END;
 BEGIN
-  INSERT INTO crash.audit (what, old, new, body, at, lease_until) VALUES (TG_TABLE_NAME, old_row, new_row,
+  INSERT INTO crash.audit (what, old, new, body, xid, at, lease_until) VALUES (TG_TABLE_NAME, old_row, new_row,
     CASE WHEN TG_TABLE_NAME = 'delivery' THEN
       (SELECT l.payload FROM postbox.outbox AS l WHERE l.seq = (coalesce(new_row, old_row) ->> 'seq')::bigint) END,
-    extract(epoch FROM clock_timestamp()) * 1000000,
+    pg_current_xact_id()::text, extract(epoch FROM clock_timestamp()) * 1000000,
     extract(epoch FROM (old_row ->> 'lease_until')::timestamptz) * 1000000);
   RETURN NULL;
 END $$;

@@ -18,11 +18,11 @@ use rand::{Rng as _, SeedableRng as _};
 use serde_json::json;
 
 /// How many keys there are: few enough that writers meet.
-pub(crate) const KEYS: u32 = 300;
+pub(crate) const KEYS: u32 = 1_000;
 /// Topics, the last of which one subscription reads only now and then.
 pub(crate) const TOPICS: [&str; 3] = ["crash.a", "crash.b", "crash.c"];
 /// Events of the rare large append.
-const LARGE: u32 = 1_000;
+const LARGE: u32 = 500;
 
 /// Microseconds by the machine's own clock.
 pub(crate) fn now_micros() -> u64 {
