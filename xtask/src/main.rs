@@ -3,6 +3,7 @@
 //! Installs what it needs from the registries of the usual clients (apt, pip, cargo) and nothing from anywhere else.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
+mod planted;
 mod servers;
 mod steps;
 mod suite;
@@ -30,6 +31,15 @@ enum Task {
     },
     /// Installs the servers the tests use (Postgres 15 and 18, pgbouncer). Does nothing where they are.
     Servers,
+    /// Plants deliberate mistakes into a copy of the tree, one at a time, and says which check finds each and how fast.
+    Planted {
+        /// Only those whose name contains this.
+        #[arg(long)]
+        name: Option<String>,
+        /// Writes the table to docs/planted-bugs.md.
+        #[arg(long)]
+        write: bool,
+    },
     /// Measures: `drain`, `latency`, `append`, `ingress` or `outbound`; each prints our figure, its limit and the ratio. `-- --help` tells the options.
     Bench {
         /// Handed to the benchmark.
@@ -53,6 +63,7 @@ fn run(task: Task) -> anyhow::Result<bool> {
     match task {
         Task::Test { fast } => suite::test(fast),
         Task::Servers => servers::install().map(|()| true),
+        Task::Planted { name, write } => planted::run(name.as_deref(), write),
         Task::Bench { arguments } => bench(&arguments),
     }
 }

@@ -28,7 +28,9 @@ fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return Failure::failed(format!("cannot start the runtime: {error}")).report(),
     };
-    match runtime.block_on(commands::run(args)) {
+    let ended = runtime.block_on(commands::run(args));
+    logging::flush();
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
     }

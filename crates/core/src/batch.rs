@@ -1,7 +1,7 @@
 //! What a lane reads, and what it writes back.
 
 use std::borrow::Cow;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -39,6 +39,13 @@ pub struct Delivery {
 }
 
 impl Delivery {
+    /// Stands for an event of which nothing could be read but its place.
+    pub fn placeholder(seq: Seq) -> Self {
+        let id = crate::event::EventId::from_uuid(uuid::Uuid::nil());
+        let event = crate::event::NewEvent::json("", "").into_event(id, Timestamp::UNIX_EPOCH);
+        Self { event, seq, attempt: 1, replay: 0 }
+    }
+
     /// The id a broker may deduplicate by: the event id, or a fresh one for each replay a person asked for.
     ///
     /// It has no dot, because Standard Webhooks forbids dots in ids.
@@ -63,6 +70,10 @@ pub struct Batch {
     pub held: HashSet<Key>,
     /// Events among `deliveries` that a person discarded before they were read: settle without sending.
     pub discarded: HashSet<Seq>,
+    /// Events among `deliveries` that cannot be read, whatever the reason: settle as
+    /// [`Disposition::Dead`] without sending. Their deliveries are placeholders: the place is
+    /// right, every other field is what could be read of it, or empty.
+    pub unreadable: BTreeMap<Seq, Unreadable>,
     /// More of the same window is ready: `next_batch` may be called again before this one is settled (prefetch).
     pub more: bool,
     /// How long until the lane's earliest retrying or scheduled event is due, when the store happened to look:
@@ -71,9 +82,47 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Puts a delivery at the end, and notes why it cannot be sent if it cannot.
+    pub fn push(&mut self, delivery: Delivery, unreadable: Option<Unreadable>) {
+        self.unreadable.extend(unreadable.map(|why| (delivery.seq, why)));
+        self.deliveries.push(delivery);
+    }
+
     /// Whether there is nothing to deliver and no position to settle.
     pub fn is_empty(&self) -> bool {
         self.deliveries.is_empty() && self.end.is_none()
+    }
+}
+
+/// Why an event cannot be read. It concerns this one event: whatever surrounds it is given as ever.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unreadable {
+    /// Stable reason: [`Self::UNDECODABLE`], [`Self::MISSING`], or the rule that the stored event breaks.
+    pub code: Cow<'static, str>,
+    /// What is wrong with it.
+    pub error: String,
+}
+
+impl Unreadable {
+    /// The code of a row with a value that no event can have: a time without end, text that is no UTF-8, storage that is damaged.
+    pub const UNDECODABLE: &'static str = "row_undecodable";
+
+    /// The code of a delivery row whose event is no longer in the log: somebody deleted it there.
+    pub const MISSING: &'static str = "event_missing";
+
+    /// A row with such a value.
+    pub fn undecodable(error: impl Into<String>) -> Self {
+        Self { code: Self::UNDECODABLE.into(), error: error.into() }
+    }
+
+    /// An event that is no longer in the log.
+    pub fn missing() -> Self {
+        Self { code: Self::MISSING.into(), error: "the event was deleted from the log before it was delivered".into() }
+    }
+
+    /// What the event must become.
+    pub fn disposition(&self) -> Disposition {
+        Disposition::Dead { code: self.code.clone(), error: self.error.clone(), halt: false }
     }
 }
 

@@ -176,6 +176,8 @@ pub struct Changed {
 /// Behaviour:
 /// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known names in the message.
 /// - `list` gives rows in `seq` order after `after`; `Pending` and `Dispatched` are derived from the cursor.
+/// - An event that cannot be read, or that somebody deleted from the log, is a record all the same: its place is right, its fields are what could
+///   be read, `code` and `error` say what is wrong. No list fails because of one event.
 /// - `requeue` and `discard` take one bounded step, committed by itself, so that no relay waits for long: at most [`CHANGE_EVENTS_MAX`] events. Go on
 ///   with [`Changed::next`] until there is none. What comes to be meant again behind that place meanwhile, because it was sent and died once more,
 ///   is not taken again.
@@ -184,7 +186,7 @@ pub struct Changed {
 /// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and releases the next of their keys; discarded
 ///   events are never delivered (except one already in flight). Pending ones must be named by id.
 /// - `prune` deletes, in bounded steps, events older than the age that every subscription of their log has passed and whose delivery rows, if any, are
-///   `discarded`; dead and pending ones stay. Returns how many; 0 means done. A log without subscriptions is not pruned.
+///   `discarded`; dead and pending ones stay. Rows of events that are gone ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too. Returns how many; 0 means done. A log without subscriptions is not pruned.
 /// - `pause(None)` resumes.
 #[async_trait]
 pub trait Inspect: Send + Sync + 'static {

@@ -49,7 +49,7 @@ mod subscription;
 
 pub use append::Append;
 pub use apply::{Apply, Decide};
-pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Settlement};
+pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Settlement, Unreadable};
 pub use clock::{Clock, Random};
 pub use error::{BoxError, Error, ErrorKind, Result, Verdict};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
@@ -57,7 +57,7 @@ pub use inspect::{
     Changed, Inspect, LaneInfo, ListQuery, Pause, Record, Selection, Stats, SubscriptionInfo, TopicStats,
 };
 pub use log::{Acquired, Epoch, Lease, Log};
-pub use memory::{MemoryStore, MemoryTransaction};
+pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store};
 pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Topic, TopicPattern};
 pub use outcome::Outcome;

@@ -64,6 +64,8 @@ pub struct Acquired {
 /// - **Held keys.** A key with an unfinished delivery row appears in `Batch::held` when later events of it are read.
 /// - **Due.** `due` gives each lane's rows whose time has come, in `seq` order, each key's head followed by the events blocked behind it as
 ///   far as the limit goes; never a dead one; never rows of a key whose head is not due yet (except `Scheduled` rows, which hold nothing).
+/// - **Unreadable.** An event that cannot be read, or whose row was deleted from the log while a delivery row waits for it, concerns only itself:
+///   it is in its batch with a reason ([`Batch::unreadable`]), and everything around it is given as ever. No read fails because of one event.
 /// - **Settle is atomic**: position, rows and releases commit together or not at all. Settling a due row that vanished (discarded meanwhile)
 ///   succeeds and does nothing for it. When the head of a key is delivered, discarded or dead (without `halt`), the next of the key becomes due.
 /// - An empty log gives an empty batch at once and writes nothing.
@@ -81,9 +83,18 @@ pub trait Log: Send + Sync + 'static {
 
     /// Takes a lane that nobody holds, for `ttl`, and counts as a heartbeat of `owner`. Needs `subscribe` first.
     ///
+    /// `held` are the lanes the caller knows it holds. A lane that is leased to `owner` and not among them was granted in an answer that
+    /// never arrived: where no lane is free it is granted again at once, with a new epoch.
+    ///
     /// With the grant, rows of the lane that wait for a call in flight ([`Disposition::IN_FLIGHT`](crate::Disposition::IN_FLIGHT)) become due
     /// now: the call ended with the former holder, and a graceful one has written its outcome before it gave the lane back.
-    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired>;
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired>;
 
     /// Holds the lane for another `ttl` from now. A pause also ends the lease: `Stale`.
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()>;

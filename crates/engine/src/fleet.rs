@@ -69,7 +69,8 @@ impl Fleet {
             return Ok(ask_max);
         }
         let asked_at = shared.clock.monotonic();
-        let acquired = match shared.log.acquire(&shared.subscription.name, &self.owner, ttl).await {
+        let held: Vec<u16> = self.lanes.keys().copied().collect();
+        let acquired = match shared.log.acquire(&shared.subscription.name, &self.owner, &held, ttl).await {
             Ok(acquired) => acquired,
             Err(error) if shared.store_failed(&error) => {
                 self.failures += 1;

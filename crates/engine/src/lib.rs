@@ -62,7 +62,7 @@ pub use clock::{SeededRandom, SystemRandom, TokioClock};
 pub use drained::Drained;
 pub use handler::{HandlerSink, IntoOutcome, handler_sink};
 pub use json_lines::JsonLines;
-pub use metrics::{Metrics, MetricsSnapshot, Outage};
+pub use metrics::{FailingLane, Metrics, MetricsSnapshot, Outage};
 pub use relay::{Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept};
 pub use schedule::{Every, Schedule};

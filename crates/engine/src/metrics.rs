@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Event, Topic};
+use postbox_core::{Error, ErrorKind, Event, Topic};
 
 use crate::breaker::BreakerState;
 
@@ -23,6 +24,30 @@ pub struct Outage {
     pub code: String,
 }
 
+/// A lane whose calls to the store fail again and again, though the store is there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FailingLane {
+    /// Which lane.
+    pub lane: u16,
+    /// When the first of these calls failed.
+    pub since: Timestamp,
+    /// How the last one failed, e.g. `store_error`.
+    pub code: String,
+}
+
+/// Calls of one kind that fail one after the other.
+#[derive(Debug)]
+struct Failures {
+    lane: FailingLane,
+    last: Timestamp,
+    count: u32,
+}
+
+/// So many failures in a row are told: one or two come with a restart of the store.
+const FAILURES_MIN: u32 = 3;
+/// Failures are forgotten after this time without another: the lane is somebody else's by now.
+const FAILURES_KEPT: Duration = Duration::from_secs(60);
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// The counters of one relay since it was built; gauges are named as such. Shared by all its lanes.
@@ -31,6 +56,7 @@ macro_rules! counters {
             $(pub(crate) $name: AtomicU64,)*
             pub(crate) breaker: AtomicU64,
             outage: Mutex<Option<Outage>>,
+            failures: Mutex<BTreeMap<(u16, &'static str), Failures>>,
             causes: Mutex<BTreeMap<(String, String), u64>>,
             duplicates_from: Mutex<BTreeMap<Option<String>, u64>>,
         }
@@ -112,6 +138,41 @@ impl Metrics {
     /// Since when and why the destination is down, if it is: from the opening of the breaker until it closes, while it is being asked again too.
     pub fn outage(&self) -> Option<Outage> {
         self.outage.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The lanes of this relay whose reads or settlements keep failing at `now`, though the store can be reached.
+    pub(crate) fn failing_lanes(&self, now: Timestamp) -> Vec<FailingLane> {
+        let failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let told =
+            |it: &&Failures| it.count >= FAILURES_MIN && now.duration_since(it.last).unsigned_abs() <= FAILURES_KEPT;
+        let mut lanes: Vec<FailingLane> = failures.values().filter(told).map(|it| it.lane.clone()).collect();
+        // One line a lane: the call that has failed for longest.
+        lanes.sort_by_key(|it| (it.lane, it.since));
+        lanes.dedup_by_key(|it| it.lane);
+        lanes
+    }
+
+    /// A call of a lane failed. A store that is not there is told elsewhere, and ends by itself.
+    pub(crate) fn lane_failed(&self, lane: u16, operation: &'static str, error: &Error, now: Timestamp) {
+        if error.kind() == ErrorKind::Unavailable {
+            return;
+        }
+        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = || Failures { lane: FailingLane { lane, since: now, code: String::new() }, last: now, count: 0 };
+        let known = failures.entry((lane, operation)).or_insert_with(fresh);
+        if now.duration_since(known.last).unsigned_abs() > FAILURES_KEPT {
+            *known = fresh();
+        }
+        (known.last, known.count) = (now, known.count.saturating_add(1));
+        known.lane.code = error.code().to_owned();
+    }
+
+    /// A call of a lane succeeded.
+    pub(crate) fn lane_works(&self, lane: u16, operation: &'static str) {
+        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        if !failures.is_empty() {
+            failures.remove(&(lane, operation));
+        }
     }
 
     /// Failed deliveries by topic and reason code. At most 500 pairs by name; what comes later is under `("other", "other")`.

@@ -13,7 +13,7 @@ use crate::clock::{SystemRandom, TokioClock};
 use crate::drained::Drained;
 use crate::fleet::Fleet;
 use crate::lane::{Budget, Held, Lane};
-use crate::metrics::Metrics;
+use crate::metrics::{FailingLane, Metrics};
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
 use crate::shared::{Destination, Shared};
@@ -168,6 +168,11 @@ impl Relay {
         self.metrics.clone()
     }
 
+    /// The lanes whose reads or settlements keep failing now, though the store can be reached.
+    pub fn failing_lanes(&self) -> Vec<FailingLane> {
+        self.metrics.failing_lanes(self.clock.now())
+    }
+
     /// The name it holds its lanes under.
     pub fn owner(&self) -> &OwnerId {
         &self.owner
@@ -251,15 +256,16 @@ impl Relay {
         let before = self.metrics.snapshot();
         let budget = Budget::new(limit);
         let ttl = shared.settings.lease_ttl;
-        let mut lanes = Vec::new();
+        let (mut lanes, mut known) = (Vec::new(), Vec::new());
         while lanes.len() < usize::from(self.subscription.lanes) && !stop.is_cancelled() {
             let asked_at = self.clock.monotonic();
-            let acquired = self.log.acquire(&self.subscription.name, &self.owner, ttl).await?;
+            let acquired = self.log.acquire(&self.subscription.name, &self.owner, &known, ttl).await?;
             if let Some(pause) = &acquired.paused {
                 info!(subscription = self.name(), by = pause.by, why = pause.why, "subscription is paused");
             }
             let Some(lease) = acquired.lease else { break };
             self.metrics.lanes_acquired.fetch_add(1, Ordering::Relaxed);
+            known.push(lease.lane);
             let held = Held::new(lease, asked_at, ttl, stop.child_token(), CancellationToken::new());
             lanes.push(Lane::new(shared.clone(), Arc::new(held)));
         }

@@ -146,8 +146,8 @@ impl Shared {
                 metrics.failure(&event.topic, code);
                 metrics.add(&metrics.dead, 1);
                 error!(
-                    subscription = self.name(), id = %event.id, topic = %event.topic, attempt = delivery.attempt,
-                    code = %code, error = %error, halt, "event is dead"
+                    subscription = self.name(), id = %event.id, seq = %delivery.seq, topic = %event.topic,
+                    attempt = delivery.attempt, code = %code, error = %error, halt, "event is dead"
                 );
             }
             _ => {}
@@ -261,6 +261,12 @@ impl Shared {
         self.metrics.add(&self.metrics.store_errors, 1);
         warn!(subscription = self.name(), code = error.code(), error = %error, "store call failed, trying again");
         true
+    }
+
+    /// Takes note of how a call of a lane ended; whether a failed one is worth repeating.
+    pub(crate) fn lane_failed(&self, lane: u16, operation: &'static str, error: &Error) -> bool {
+        self.metrics.lane_failed(lane, operation, error, self.clock.now());
+        self.store_failed(error)
     }
 
     /// The wait before the `failures`-th repetition of a call to the store.

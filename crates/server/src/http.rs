@@ -14,6 +14,7 @@ use tokio::time::timeout;
 use crate::cache::Cached;
 use crate::metrics::Measures;
 use crate::part::Part;
+use crate::visible::neutralise;
 
 /// Longest wait for the store before it counts as not reachable: probes give up after a few seconds.
 const STORE_WAIT: Duration = Duration::from_secs(2);
@@ -68,7 +69,8 @@ async fn readyz(State(api): State<Arc<Api>>) -> Response {
     if faults.is_empty() {
         return "ready\n".into_response();
     }
-    (StatusCode::SERVICE_UNAVAILABLE, faults.join("\n") + "\n").into_response()
+    let told: String = faults.iter().map(|fault| neutralise(fault, |_| false) + "\n").collect();
+    (StatusCode::SERVICE_UNAVAILABLE, told).into_response()
 }
 
 async fn metrics(State(api): State<Arc<Api>>) -> Response {

@@ -26,6 +26,7 @@ mod secret;
 mod service;
 mod sources;
 mod store;
+mod visible;
 mod wiring;
 
 pub use config::*;
@@ -33,4 +34,5 @@ pub use cron::Cron;
 pub use secret::Secret;
 pub use service::Service;
 pub use store::{StoreUrl, check_receiving, count_logs, list_logs, open_store, rebase};
+pub use visible::{is_hostile, neutralise};
 pub use wiring::relay;

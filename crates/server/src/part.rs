@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postbox_core::{Clock, Result, SubscriptionName};
-use postbox_engine::{Metrics, Relay};
+use postbox_engine::{FailingLane, Metrics, Relay};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::error;
@@ -41,6 +41,10 @@ impl Part {
     pub(crate) fn fault(&self) -> Option<String> {
         if let Some(fault) = self.fault.lock().unwrap_or_else(PoisonError::into_inner).clone() {
             return Some(fault);
+        }
+        if let Some(failing) = self.relay.failing_lanes().first() {
+            let FailingLane { lane, since, code } = failing;
+            return Some(format!("lane {lane} cannot be read or settled since {since:.0}; last reason: {code}"));
         }
         // What is wrong may be the destination, the way there or what we allow ourselves: the code says which.
         let outage = self.metrics().outage()?;

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store};
+use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription};
 use postbox_engine::{Sweeper, TokioClock};
 use postbox_http::serve::serve;
 use tokio::net::TcpListener;
@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use crate::config::Config;
 use crate::http::{Api, router};
@@ -24,6 +24,9 @@ use crate::wiring;
 
 /// Part of the stop deadline that is left to the relays for settling and giving their lanes back after the last answer.
 const SETTLE_SHARE: Duration = Duration::from_millis(500);
+
+/// Wait between two looks whether a standby was promoted.
+const STANDBY_WAIT: Duration = Duration::from_millis(500);
 
 /// A running service. Dropping it ends everything at once, without settling; nothing is lost, but what was in flight may
 /// arrive again.
@@ -56,7 +59,7 @@ impl Service {
             let mut subscription = subscription.clone();
             let most = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
             subscription.settings.drain_timeout = subscription.settings.drain_timeout.min(most);
-            store.subscribe(&subscription.subscription).await?;
+            subscribe(&store, &subscription.subscription, &clock).await?;
             let relay = wiring::relay(&store, &subscription, address, &clock).await?;
             parts.push(Part::new(relay, subscription.schedule.clone()));
         }
@@ -116,6 +119,23 @@ impl Service {
             Err(error) => {
                 Err(Error::new(ErrorKind::Internal, "serve", "service_failed", format!("the service failed: {error}")))
             }
+        }
+    }
+}
+
+/// Makes or checks a subscription. A database that is a standby is waited for: it will be promoted, or somebody reads the log.
+async fn subscribe(store: &Arc<dyn Store>, subscription: &Subscription, clock: &Arc<dyn Clock>) -> Result<()> {
+    let mut is_logged = false;
+    loop {
+        match store.subscribe(subscription).await {
+            Err(error) if error.code() == "store_read_only" => {
+                if !is_logged {
+                    warn!(%error, "database is read-only; waiting until it is promoted");
+                }
+                is_logged = true;
+                clock.sleep(STANDBY_WAIT).await;
+            }
+            subscribed => return subscribed,
         }
     }
 }

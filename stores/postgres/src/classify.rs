@@ -32,6 +32,13 @@ pub(crate) fn log_unknown(operation: &'static str, log: &str) -> Error {
     Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
 }
 
+/// The error of a cursor that was made in another cluster.
+pub(crate) fn cursor_foreign(operation: &'static str) -> Error {
+    let message = "a cursor was made in another database cluster (a restored dump?), whose transaction ids mean nothing in this one; \
+                   stop all relays and run: postbox migrate rebase";
+    Error::new(ErrorKind::Mismatch, operation, "cursor_foreign", message)
+}
+
 /// The same for drivers that hand out the fields.
 #[cfg(feature = "sqlx")]
 pub(crate) fn of_sqlstate(
@@ -106,15 +113,19 @@ fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
         }
         // A standby refuses BEGIN READ WRITE as a feature it has not.
         "0A000" if facts.message.contains("recovery") => {
-            make(Unavailable, "store_read_only", "the database is a standby".to_owned())
+            make(Unavailable, "store_read_only", "the database is a standby; promote it, or name the primary in the store's URL".to_owned())
         }
         "25006" => make(
             Unavailable,
             "store_read_only",
-            "the database is read-only: a standby, or default_transaction_read_only is on".to_owned(),
+            "the database is read-only: a standby, or default_transaction_read_only is on; name the primary in the store's URL".to_owned(),
         ),
+        // Raised by `<log>_window`.
+        "PB001" => cursor_foreign(operation),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
+        // A row, or what was stored apart from it, is damaged.
+        "XX001" | "XX002" => make(Internal, "row_damaged", text()),
         state => match state.get(..2).unwrap_or_default() {
             "28" => make(
                 Unauthorized,
@@ -133,6 +144,17 @@ fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
 pub(crate) fn is_undefined(error: &tokio_postgres::Error) -> bool {
     let states = [SqlState::UNDEFINED_TABLE, SqlState::UNDEFINED_FUNCTION, SqlState::INVALID_SCHEMA_NAME];
     error.code().is_some_and(|state| states.contains(state))
+}
+
+/// Whether the server said that it cannot give a value as it is stored: text in no known encoding, or
+/// storage that is damaged. Anything else says nothing of the row.
+pub(crate) fn is_damage(error: &tokio_postgres::Error) -> bool {
+    error.code().is_some_and(|state| ["22", "XX"].contains(&state.code().get(..2).unwrap_or_default()))
+}
+
+/// The same of an error that was mapped.
+pub(crate) fn told_damage(error: &Error) -> bool {
+    ["row_damaged", "text_invalid", "value_out_of_range", "store_error"].contains(&error.code())
 }
 
 fn is_conversion(error: &tokio_postgres::Error) -> bool {
@@ -184,6 +206,8 @@ mod tests {
             ("40001", Unavailable, "store_contention"),
             ("40P01", Unavailable, "store_contention"),
             ("23505", Conflict, "unique_violation"),
+            ("PB001", Mismatch, "cursor_foreign"),
+            ("XX001", Internal, "row_damaged"),
             ("XX000", Internal, "store_error"),
         ] {
             let error = of_database("test", &facts(state));

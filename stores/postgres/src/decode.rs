@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use jiff::Timestamp;
-use postbox_core::{Delivery, Event, EventId, Headers, Key, Seq, Tenant, Topic};
+use postbox_core::{Delivery, Event, EventId, Headers, Key, Seq, Tenant, Topic, Unreadable};
 use tokio_postgres::Row;
 use tokio_postgres::types::private::BytesMut;
 use tokio_postgres::types::{Format, FromSql, IsNull, ToSql, Type, to_sql_checked};
@@ -30,6 +30,8 @@ pub(crate) const EVENT_COLUMNS: usize = 17;
 /// A row as it was read.
 pub(crate) struct Stored {
     pub(crate) delivery: Delivery,
+    /// Why its event cannot be sent, if it cannot: `delivery` is what could be read of it.
+    pub(crate) unreadable: Option<Unreadable>,
     /// The size in bytes of a payload that stayed behind; zero when it came along.
     pub(crate) behind: usize,
 }
@@ -48,6 +50,19 @@ impl Stored {
         self.behind > 0
     }
 
+    /// An event that is no longer in the log.
+    pub(crate) fn missing(seq: i64, key: Option<Key>) -> Self {
+        let mut delivery = Delivery::placeholder(Seq(seq));
+        delivery.event.key = key;
+        Self { delivery, unreadable: Some(Unreadable::missing()), behind: 0 }
+    }
+
+    /// The payload cannot be had: nothing is waited for any more.
+    pub(crate) fn give_up(&mut self, why: Unreadable) {
+        self.unreadable.get_or_insert(why);
+        self.behind = 0;
+    }
+
     /// The payload has arrived.
     pub(crate) fn fill(&mut self, payload: Bytes) {
         self.delivery.event.payload = payload;
@@ -55,36 +70,82 @@ impl Stored {
     }
 }
 
-/// Reads one row of [`event_columns`], as a first attempt.
+/// Reads one row of [`event_columns`], as a first attempt. A value that no event can have makes the
+/// event unreadable, not the page: only a row without its place is an error.
 pub(crate) fn stored(row: &Row) -> Result<Stored, tokio_postgres::Error> {
-    let behind: Option<i32> = row.try_get(11)?;
-    let payload = match behind {
-        Some(_) => Bytes::new(),
-        None => Bytes::copy_from_slice(row.try_get::<_, Option<Raw<'_>>>(9)?.map_or_else(|| row.try_get(10), Ok)?.0),
-    };
-    let event = Event {
-        id: EventId::from_uuid(row.try_get(1)?),
-        topic: Topic::from_stored(row.try_get::<_, String>(2)?),
-        key: row.try_get::<_, Option<String>>(3)?.map(Key::from_stored),
-        aggregate: row.try_get(4)?,
-        version: row.try_get(5)?,
-        kind: row.try_get(6)?,
-        source: row.try_get(7)?,
-        tenant: row.try_get::<_, Option<String>>(8)?.map(Tenant::from_stored),
-        payload,
-        content_type: row.try_get(12)?,
-        headers: row.try_get::<_, Option<&str>>(13)?.map(headers).unwrap_or_default(),
-        occurred_at: row.try_get::<_, Stamp>(14)?.0,
-        created_at: row.try_get::<_, Stamp>(15)?.0,
-        deliver_at: row.try_get(16)?,
-    };
-    let delivery = Delivery { event, seq: Seq(row.try_get(0)?), attempt: 1, replay: 0 };
-    Ok(Stored { delivery, behind: behind.unwrap_or_default().unsigned_abs() as usize })
+    let seq = row.try_get(0)?;
+    // Nothing is set up for the rows that are well, which are nearly all.
+    if let Some((event, behind)) = whole(row) {
+        let delivery = Delivery { event, seq: Seq(seq), attempt: 1, replay: 0 };
+        return Ok(Stored { delivery, unreadable: None, behind });
+    }
+    let mut delivery = Delivery::placeholder(Seq(seq));
+    let fault = salvage(row, &mut delivery.event);
+    Ok(Stored { delivery, unreadable: Some(Unreadable::undecodable(fault)), behind: 0 })
 }
 
-/// The table's CHECK guarantees an object of strings.
-fn headers(json: &str) -> Headers {
-    serde_json::from_str(json).unwrap_or_default()
+fn whole(row: &Row) -> Option<(Event, usize)> {
+    let behind: Option<i32> = row.try_get(11).ok()?;
+    let payload = match behind {
+        Some(_) => Bytes::new(),
+        None => {
+            let text: Option<Raw<'_>> = row.try_get(9).ok()?;
+            Bytes::copy_from_slice(text.map_or_else(|| row.try_get(10), Ok).ok()?.0)
+        }
+    };
+    let event = Event {
+        id: EventId::from_uuid(row.try_get(1).ok()?),
+        topic: Topic::from_stored(row.try_get::<_, String>(2).ok()?),
+        key: row.try_get::<_, Option<String>>(3).ok()?.map(Key::from_stored),
+        aggregate: row.try_get(4).ok()?,
+        version: row.try_get(5).ok()?,
+        kind: row.try_get(6).ok()?,
+        source: row.try_get(7).ok()?,
+        tenant: row.try_get::<_, Option<String>>(8).ok()?.map(Tenant::from_stored),
+        payload,
+        content_type: row.try_get(12).ok()?,
+        headers: headers(row)?,
+        occurred_at: row.try_get::<_, Stamp>(14).ok()?.0,
+        created_at: row.try_get::<_, Stamp>(15).ok()?.0,
+        deliver_at: row.try_get::<_, Option<Stamp>>(16).ok()?.map(|at| at.0),
+    };
+    Some((event, behind.unwrap_or_default().unsigned_abs() as usize))
+}
+
+/// What can be read of a row that is not well: by what an operator finds it, and its key, which must
+/// go on. Gives what is wrong with it.
+fn salvage(row: &Row, event: &mut Event) -> String {
+    let text = |column: usize| row.try_get::<_, Option<String>>(column).ok().flatten();
+    let stamp = |column: usize| row.try_get::<_, Option<Stamp>>(column).ok().flatten().map(|at| at.0);
+    event.id = row.try_get(1).map_or(event.id, EventId::from_uuid);
+    event.topic = text(2).map_or_else(|| event.topic.clone(), Topic::from_stored);
+    event.key = text(3).map(Key::from_stored);
+    (event.aggregate, event.kind, event.source) = (text(4), text(6), text(7));
+    event.tenant = text(8).map(Tenant::from_stored);
+    event.created_at = stamp(15).unwrap_or(event.created_at);
+    event.occurred_at = stamp(14).unwrap_or(event.created_at);
+    let is_well = |column: usize| match column {
+        1 => row.try_get::<_, uuid::Uuid>(column).is_ok(),
+        5 | 11 => row.try_get::<_, Option<i64>>(column).is_ok() || row.try_get::<_, Option<i32>>(column).is_ok(),
+        9 | 10 => row.try_get::<_, Option<Raw<'_>>>(column).is_ok(),
+        13 => headers(row).is_some(),
+        14..=16 => row.try_get::<_, Option<Stamp>>(column).is_ok(),
+        _ => row.try_get::<_, Option<&str>>(column).is_ok(),
+    };
+    let faulty: Vec<&str> =
+        (1..EVENT_COLUMNS).filter(|column| !is_well(*column)).map(|column| row.columns()[column].name()).collect();
+    match faulty.is_empty() {
+        true => "the row lacks a value that every event has".to_owned(),
+        false => format!("no event can have the value of {}", faulty.join(", ")),
+    }
+}
+
+/// The table's CHECK guarantees an object of strings. Without its headers an event would be another.
+fn headers(row: &Row) -> Option<Headers> {
+    match row.try_get::<_, Option<&str>>(13).ok()? {
+        Some(json) => serde_json::from_str(json).ok(),
+        None => Some(Headers::new()),
+    }
 }
 
 /// The bytes of a text or bytea column, as they came.

@@ -19,6 +19,10 @@ pub(crate) const COMMIT: &str = "COMMIT";
 /// What a call may take on our side beyond the server's own statement timeout, before the connection is given up.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// How long the server keeps a transaction open whose next statement does not come: far longer than a round trip, shorter than any lease. A
+/// host that vanishes in the middle of a settlement would otherwise hold the lane's lock, and with it the take-over.
+const IDLE_IN_TRANSACTION: Duration = Duration::from_secs(3);
+
 /// A connection that goes back to the pool only if its owner says that no transaction is open on it.
 ///
 /// A future dropped half-way would otherwise hand an open transaction, and its locks, to the next borrower.
@@ -133,8 +137,9 @@ impl Preambles {
     pub(crate) fn new(statement_timeout: Duration) -> Self {
         let timeout_ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
         // The isolation is named because the database's default may be another, under which our guarded updates would fail.
+        let idle_ms = IDLE_IN_TRANSACTION.as_millis().min(timeout_ms);
         let timeouts = format!(
-            "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {timeout_ms}"
+            "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {idle_ms}"
         );
         let common = format!("{timeouts}; SET LOCAL jit = off");
         let planner = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_hashjoin = off; \

@@ -37,7 +37,7 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     subscription.filter = Filter { topics: vec![TopicPattern::new("mine").expect("a pattern")], tenant: None };
     store.subscribe(&subscription).await.expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
-    let acquired = store.acquire(&name, &owner, Duration::from_secs(300)).await.expect("acquired");
+    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");
     let lease = acquired.lease.expect("a free lane");
 
     // A window without anything for the lane, seen together with ids above it that are not on disk yet.
@@ -85,7 +85,7 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     let name = SubscriptionName::new("s").expect("a name");
     store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
-    let acquired = store.acquire(&name, &owner, Duration::from_secs(300)).await.expect("acquired");
+    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");
     let lease = acquired.lease.expect("a free lane");
     let one = [NewEvent::json("t", "{}")];
     store.append(&LogName::outbox(), &one).await.expect("appended");
@@ -109,7 +109,7 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     assert_eq!(kept, position, "nothing was passed");
 
     store.release(&lease).await.expect("given back, as the engine does");
-    let acquired = store.acquire(&name, &owner, Duration::from_secs(300)).await.expect("acquired");
+    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");
     let again = read(&store, &acquired.lease.expect("free again")).await;
     assert_eq!(again.deliveries, second.deliveries, "it comes again");
 }

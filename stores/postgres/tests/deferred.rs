@@ -20,7 +20,7 @@ async fn a_deferred_constraint_fails_its_own_handler_only() {
     let name = SubscriptionName::new("s").expect("a name");
     store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
-    let acquired = store.acquire(&name, &owner, Duration::from_secs(600)).await.expect("acquired");
+    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
     let lease = acquired.lease.expect("a free lane");
     let events = ["a", "a", "b"].map(|payload| NewEvent::new("t", payload, "text/plain"));
     store.append(&LogName::outbox(), &events).await.expect("appended");

@@ -20,7 +20,8 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     let name = SubscriptionName::new("reader").expect("a name");
     store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
-    let lease = store.acquire(&name, &owner, Duration::from_secs(600)).await.expect("acquired").lease.expect("a lane");
+    let lease =
+        store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired").lease.expect("a lane");
     until_listening(&writer).await;
     // The first wait only declares: a writer that looked before it sent nothing. Read once more, then really wait.
     timeout(LONG, store.hint(&lease)).await.expect("a declaration lets the caller read once more");

@@ -21,7 +21,7 @@ fn name() -> SubscriptionName {
 async fn take(store: &PostgresStore) -> Lease {
     store.subscribe(&Subscription::new(name(), LogName::outbox())).await.expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
-    store.acquire(&name(), &owner, TTL).await.expect("acquired").lease.expect("a free lane")
+    store.acquire(&name(), &owner, &[], TTL).await.expect("acquired").lease.expect("a free lane")
 }
 
 async fn next(store: &PostgresStore, lease: &Lease) -> Batch {
@@ -143,7 +143,7 @@ async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
     let filter = Filter { topics, tenant: Some(Tenant::new("acme").expect("a tenant")) };
     store.subscribe(&Subscription { filter, ..Subscription::new(name(), LogName::outbox()) }).await.expect("new");
     let owner = OwnerId::new("one").expect("an owner");
-    let acquired = store.acquire(&name(), &owner, Duration::from_secs(600)).await.expect("asked");
+    let acquired = store.acquire(&name(), &owner, &[], Duration::from_secs(600)).await.expect("asked");
     let lease = acquired.lease.expect("free");
     let early = support::client(&url).await;
     early
@@ -165,7 +165,8 @@ async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
     store.rebase().await.expect("rebased");
     let stats = store.stats(&name()).await.expect("counted");
     assert_eq!((stats.retrying, stats.scheduled, stats.pending), (1, 1, 2));
-    let lease = store.acquire(&name(), &owner, Duration::from_secs(600)).await.expect("asked").lease.expect("free");
+    let lease =
+        store.acquire(&name(), &owner, &[], Duration::from_secs(600)).await.expect("asked").lease.expect("free");
     let due = store.due(&lease, BatchLimit::default()).await.expect("read");
     assert_eq!(payloads(&due), ["wanted"]);
     assert_eq!(payloads(&next(&store, &lease).await), Vec::<String>::new());

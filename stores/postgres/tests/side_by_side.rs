@@ -24,7 +24,7 @@ async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
     let events: Vec<NewEvent> = (0..EVENTS).map(|n| NewEvent::json("t", n.to_string())).collect();
     store.append(&LogName::outbox(), &events).await.expect("appended");
     let owner = OwnerId::new("me").expect("a name");
-    let lease = store.acquire(&name, &owner, TTL).await.expect("acquired").lease.expect("a free lane");
+    let lease = store.acquire(&name, &owner, &[], TTL).await.expect("acquired").lease.expect("a free lane");
     let limit = BatchLimit { events: 5, ..BatchLimit::default() };
     let mut batch = store.next_batch(&lease, limit).await.expect("read");
     let mut delivered = 0;
@@ -59,7 +59,7 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
     store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
     let owner = OwnerId::new("me").expect("a name");
-    let lease = store.acquire(&name, &owner, TTL).await.expect("acquired").lease.expect("a free lane");
+    let lease = store.acquire(&name, &owner, &[], TTL).await.expect("acquired").lease.expect("a free lane");
     let batch = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
     let disposition = Disposition::Dead { code: "http_422".into(), error: "no".into(), halt: false };
     let entries = vec![Entry { delivery: &batch.deliveries[0], disposition }];

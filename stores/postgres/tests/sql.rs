@@ -16,7 +16,7 @@ async fn lease(store: &PostgresStore, name: &str) -> Lease {
     let name = SubscriptionName::new(name).expect("a name");
     store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
-    let acquired = store.acquire(&name, &owner, Duration::from_secs(600)).await.expect("acquired");
+    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
     acquired.lease.expect("a free lane")
 }
 

@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use crate::classify::Work;
 use crate::config::Synchronous;
 use crate::lease::held;
-use crate::settle::{Owned, OwnedEntry, write};
+use crate::settle::{Owned, OwnedEntry, refuse_settled, write};
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
@@ -83,7 +83,7 @@ impl Apply for Applier {
         decide: &Decide<'_>,
     ) -> Result<Outcomes> {
         let rewind = settlement.rewind;
-        let owned = Owned::new(settlement, self.store.cursor(lease).map(|cursor| cursor.read));
+        let owned = Owned::new("apply", settlement, self.store.cursor(lease).map(|cursor| cursor.read))?;
         let job = Application {
             lease: lease.clone(),
             deliveries: deliveries.iter().map(|delivery| (*delivery).clone()).collect(),
@@ -135,7 +135,8 @@ impl Application {
         let patience = session.settings.busy_timeout;
         let settings = session.settings.clone();
         session.transact(Flush::Configured, |tx| {
-            held("apply", tx, &self.lease, now)?;
+            let lane = held("apply", tx, &self.lease, now)?;
+            refuse_settled(tx, &self.lease, lane, &self.settlement, &self.deliveries)?;
             let outcomes = self.handle_all(tx)?;
             // A caller that has gone wants nothing committed.
             let entries =

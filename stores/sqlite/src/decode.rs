@@ -1,20 +1,23 @@
-//! From a row to an event. Total: a row that breaks a rule SQL could not check is still read, with the fault named, so that no
-//! INSERT of anybody can stop a lane.
+//! From a row to an event. Total: a row that breaks a rule SQL could not check, or holds a value no event can have, is still read, with the
+//! fault named, so that no INSERT of anybody can stop a lane.
 
 use std::borrow::Cow;
 
 use bytes::Bytes;
-use postbox_core::{Error, Event, EventId, Headers, Key, NewEvent, Tenant, Topic};
-use rusqlite::Row;
+use jiff::Timestamp;
+use postbox_core::{
+    Delivery, Error, Event, EventId, Headers, Key, NewEvent, Seq, SubscriptionName, Tenant, Topic, Unreadable,
+};
 use rusqlite::types::ValueRef;
+use rusqlite::{Row, Transaction, params};
 
 use crate::clock::timestamp;
 
 /// The columns of a log under the alias `l`, in the order this module reads them; payload last, see [`crate::schema::log_ddl`].
 pub(crate) const LOG_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.aggregate, l.version, l.kind, l.source, \
 l.content_type, l.headers, \
-CASE typeof(l.occurred_at) WHEN 'text' THEN CAST(round((julianday(l.occurred_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000 ELSE l.occurred_at END, \
-CASE typeof(l.deliver_at) WHEN 'text' THEN CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000 ELSE l.deliver_at END, \
+CASE typeof(l.occurred_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.occurred_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.occurred_at) ELSE l.occurred_at END, \
+CASE typeof(l.deliver_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.deliver_at) ELSE l.deliver_at END, \
 l.payload";
 /// How many columns those are.
 pub(crate) const LOG_COLUMNS_COUNT: usize = 15;
@@ -26,6 +29,29 @@ const KEY: usize = 3;
 const ID: usize = 4;
 const CREATED_AT: usize = 5;
 const PAYLOAD: usize = 14;
+
+/// What the columns are called, for people.
+const COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
+    "seq",
+    "topic",
+    "tenant",
+    "key",
+    "id",
+    "created_at",
+    "aggregate",
+    "version",
+    "kind",
+    "source",
+    "content_type",
+    "headers",
+    "occurred_at",
+    "deliver_at",
+    "payload",
+];
+
+/// What a delivery row knows of its event, by primary key; no lock.
+const DELIVERY_EVENT: &str =
+    "SELECT id, topic, key, created_at FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
 
 /// The place of a row.
 pub(crate) fn seq(row: &Row<'_>) -> rusqlite::Result<i64> {
@@ -63,55 +89,123 @@ pub(crate) fn payload_len(row: &Row<'_>) -> rusqlite::Result<usize> {
     Ok(bytes(row.get_ref(PAYLOAD)?).map_or(0, <[u8]>::len))
 }
 
-/// An event, and the rule it breaks if it breaks one.
+/// An event, and why it cannot be sent if it cannot.
 pub(crate) struct Decoded {
     pub(crate) seq: i64,
     pub(crate) event: Event,
-    pub(crate) fault: Option<Error>,
+    pub(crate) unreadable: Option<Unreadable>,
 }
 
 impl Decoded {
     /// Reads a row of [`LOG_COLUMNS`].
     pub(crate) fn read(row: &Row<'_>) -> rusqlite::Result<Self> {
-        let mut fault = None;
-        let mut text = |column: usize| text(row, column, &mut fault);
-        let topic = text(TOPIC)?.unwrap_or_default();
-        let tenant = text(TENANT)?;
-        let key = text(KEY)?;
-        let id = text(ID)?.unwrap_or_default();
-        let (aggregate, kind, source) = (text(6)?, text(8)?, text(9)?);
-        let content_type = text(10)?;
-        let headers = text(11)?;
-        let headers = match headers {
+        let mut fields = Fields { row, unreadable: None };
+        let topic = fields.text(TOPIC)?.unwrap_or_default();
+        let tenant = fields.text(TENANT)?;
+        let key = fields.text(KEY)?;
+        let id = fields.text(ID)?.unwrap_or_default();
+        let id = id.parse().unwrap_or_else(|_| {
+            fields.refuse(ID);
+            EventId::from_uuid(uuid::Uuid::nil())
+        });
+        let (aggregate, kind, source) = (fields.text(6)?, fields.text(8)?, fields.text(9)?);
+        let content_type = fields.text(10)?;
+        let headers = match fields.text(11)? {
             Some(json) if json != "{}" => decode_headers(&json).unwrap_or_else(|error| {
-                fault.get_or_insert(error);
+                let (code, error) = (error.code().to_owned().into(), error.message().to_owned());
+                fields.unreadable.get_or_insert(Unreadable { code, error });
                 Headers::new()
             }),
             _ => Headers::new(),
         };
-        let id = id.parse().unwrap_or_else(|error| {
-            fault.get_or_insert(error);
-            EventId::from_uuid(uuid::Uuid::nil())
-        });
-        let created_at = timestamp(row.get::<_, Option<i64>>(CREATED_AT)?.unwrap_or(0));
+        let created_at = fields.time(CREATED_AT)?.unwrap_or_default();
+        let payload = bytes(row.get_ref(PAYLOAD)?);
+        if payload.is_none() {
+            fields.refuse(PAYLOAD);
+        }
         let event = Event {
             id,
             topic: Topic::from_stored(topic),
             key: key.map(Key::from_stored),
             aggregate,
-            version: row.get_ref(7)?.as_i64_or_null().unwrap_or(None),
+            version: fields.integer(7)?,
             kind,
             source,
             tenant: tenant.map(Tenant::from_stored),
-            payload: Bytes::copy_from_slice(bytes(row.get_ref(PAYLOAD)?).unwrap_or_default()),
+            payload: Bytes::copy_from_slice(payload.unwrap_or_default()),
             content_type,
             headers,
-            occurred_at: row.get::<_, Option<i64>>(12)?.map_or(created_at, timestamp),
+            occurred_at: fields.time(12)?.unwrap_or(created_at),
             created_at,
-            deliver_at: row.get::<_, Option<i64>>(13)?.map(timestamp),
+            deliver_at: fields.time(13)?,
         };
-        Ok(Self { seq: seq(row)?, event, fault })
+        Ok(Self { seq: seq(row)?, event, unreadable: fields.unreadable })
     }
+
+    /// What stands for an event that is no longer in the log: its delivery row knows this much of it.
+    pub(crate) fn missing(tx: &Transaction<'_>, subscription: &SubscriptionName, seq: i64) -> rusqlite::Result<Self> {
+        let mut event = Delivery::placeholder(Seq(seq)).event;
+        let mut statement = tx.prepare_cached(DELIVERY_EVENT)?;
+        let mut rows = statement.query(params![subscription.as_str(), seq])?;
+        if let Some(row) = rows.next()? {
+            event.id = row.get::<_, String>(0)?.parse().unwrap_or(event.id);
+            event.topic = Topic::from_stored(row.get::<_, String>(1)?);
+            event.key = row.get::<_, Option<String>>(2)?.map(Key::from_stored);
+            event.created_at = timestamp(row.get(3)?);
+        }
+        Ok(Self { seq, event, unreadable: Some(Unreadable::missing()) })
+    }
+}
+
+/// A row that is read field by field, and the first field that no event can have.
+struct Fields<'a> {
+    row: &'a Row<'a>,
+    unreadable: Option<Unreadable>,
+}
+
+impl Fields<'_> {
+    fn refuse(&mut self, column: usize) {
+        let name = COLUMN_NAMES[column];
+        let refused = || Unreadable::undecodable(format!("no event can have the value of {name}"));
+        self.unreadable.get_or_insert_with(refused);
+    }
+
+    /// SQLite does not check that text is UTF-8; we do.
+    fn text(&mut self, column: usize) -> rusqlite::Result<Option<String>> {
+        let value = self.row.get_ref(column)?;
+        let Some(bytes) = bytes(value) else {
+            if value != ValueRef::Null {
+                self.refuse(column);
+            }
+            return Ok(None);
+        };
+        if std::str::from_utf8(bytes).is_err() {
+            self.refuse(column);
+        }
+        Ok(Some(String::from_utf8_lossy(bytes).into_owned()))
+    }
+
+    fn integer(&mut self, column: usize) -> rusqlite::Result<Option<i64>> {
+        let number = self.row.get_ref(column)?.as_i64_or_null();
+        Ok(number.unwrap_or_else(|_| {
+            self.refuse(column);
+            None
+        }))
+    }
+
+    fn time(&mut self, column: usize) -> rusqlite::Result<Option<Timestamp>> {
+        let Some(micros) = self.integer(column)? else { return Ok(None) };
+        let at = timestamp(micros);
+        if at.as_microsecond() != micros {
+            self.refuse(column);
+        }
+        Ok(Some(at))
+    }
+}
+
+/// A number of our own tables or a time of a log, whatever stands there.
+pub(crate) fn integer(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<i64>> {
+    Ok(row.get_ref(column)?.as_i64_or_null().unwrap_or(None))
 }
 
 /// FNV-1a, 64 bits: small, stable, and spreads short keys well.
@@ -124,18 +218,6 @@ fn bytes(value: ValueRef<'_>) -> Option<&[u8]> {
         ValueRef::Text(bytes) | ValueRef::Blob(bytes) => Some(bytes),
         _ => None,
     }
-}
-
-/// SQLite does not check that text is UTF-8; we do.
-fn text(row: &Row<'_>, column: usize, fault: &mut Option<Error>) -> rusqlite::Result<Option<String>> {
-    let Some(bytes) = bytes(row.get_ref(column)?) else { return Ok(None) };
-    Ok(Some(match std::str::from_utf8(bytes) {
-        Ok(text) => text.to_owned(),
-        Err(_) => {
-            fault.get_or_insert_with(|| Error::invalid("read", "text_not_utf8", "a text column is not UTF-8"));
-            String::from_utf8_lossy(bytes).into_owned()
-        }
-    }))
 }
 
 /// Headers of a plain INSERT may break rules that a CHECK cannot see: names, counts, values that are no strings.

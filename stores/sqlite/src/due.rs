@@ -7,9 +7,8 @@ use crate::classify::Work;
 use crate::decode::{Decoded, LOG_COLUMNS, payload_len};
 use crate::lease::{find, held};
 use crate::schema::log_table;
-use crate::settle::bury;
-use crate::thread::{Flush, Session};
-use crate::window::{Room, delivery};
+use crate::thread::Session;
+use crate::window::{Room, push};
 
 /// Rows that are due and at the head of their key, longest due first, by `postbox_delivery_due` and, for the head,
 /// `postbox_delivery_key`; no lock.
@@ -46,34 +45,29 @@ impl Ready {
     }
 }
 
-/// What is due, and what of it cannot be delivered as it stands.
-pub(crate) struct Due {
-    pub(crate) batch: Batch,
-    pub(crate) faulty: Vec<Decoded>,
-}
-
 /// Reads the lane's due rows, in `seq` order, each key's head followed by the events behind it.
-pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> Work<Due> {
+pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> Work<Batch> {
     let now = session.settings.now();
     let tx = session.read()?;
     held("due", &tx, lease, now)?;
     let stored = find(&tx, &lease.subscription)?.ok_or_else(|| Error::stale("due"))?;
-    let mut due = Due { batch: Batch::default(), faulty: Vec::new() };
+    let mut due = Batch::default();
     // By primary key; no lock.
     let log_find = format!("SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq = ?1", log_table(&stored.log));
     let mut statement = tx.prepare_cached(&log_find)?;
     let mut room = Room::new(limit);
     for ready in ready(&tx, lease, limit.events.max(1), now)? {
         let mut rows = statement.query([ready.seq])?;
-        let Some(row) = rows.next()? else { continue };
-        if !room.take(payload_len(row)?) {
+        let row = rows.next()?;
+        if !room.take(row.map(payload_len).transpose()?.unwrap_or_default()) {
             break;
         }
-        let decoded = Decoded::read(row)?;
-        match decoded.fault {
-            None => due.batch.deliveries.push(delivery(decoded, ready.attempts.saturating_add(1), ready.replays)),
-            Some(_) => due.faulty.push(decoded),
-        }
+        let decoded = match row {
+            Some(row) => Decoded::read(row)?,
+            // It must be closed, or it would be the head of its key for ever.
+            None => Decoded::missing(&tx, &lease.subscription, ready.seq)?,
+        };
+        push(&mut due, decoded, ready.attempts.saturating_add(1), ready.replays);
     }
     Ok(due)
 }
@@ -111,13 +105,4 @@ fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Ve
     all.sort_by_key(|ready| ready.seq);
     all.truncate(limit);
     Ok(all)
-}
-
-/// Writes undeliverable due rows down as dead.
-pub(crate) fn bury_all(session: &mut Session, lease: &Lease, faulty: &[Decoded]) -> Work<()> {
-    let now = session.settings.now();
-    session.transact(Flush::Configured, |tx| {
-        held("due", tx, lease, now)?;
-        faulty.iter().try_for_each(|faulty| bury(tx, lease, faulty, now))
-    })
 }

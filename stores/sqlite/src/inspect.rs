@@ -12,7 +12,7 @@ use rusqlite::{OptionalExtension, Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
-use crate::decode::{Decoded, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, seq};
+use crate::decode::{Decoded, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer, seq};
 use crate::lease::{self, Stored};
 use crate::schema::log_table;
 use crate::steer;
@@ -186,7 +186,7 @@ fn stats(session: &mut Session, name: &SubscriptionName) -> Work<Stats> {
     let now = session.settings.now();
     let tx = session.read()?;
     let reader = Reader::find("stats", &tx, name)?;
-    let mut stats = Stats { total: total(&tx, &reader)?, ..Stats::default() };
+    let mut stats = Stats { total: total(&tx, &reader)? + missing(&tx, &reader)?, ..Stats::default() };
     let mut pending = Pending::default();
     let mut counts = tx.prepare_cached(DELIVERY_COUNTS)?;
     let mut rows = counts.query([name.as_str()])?;
@@ -210,6 +210,15 @@ fn stats(session: &mut Session, name: &SubscriptionName) -> Work<Stats> {
     pending.into_stats(&mut stats, now);
     stats.dispatched = stats.total.saturating_sub(stats.pending + stats.dead + stats.discarded);
     Ok(stats)
+}
+
+/// How many rows there are whose event somebody deleted from the log. By primary keys; no lock.
+fn missing(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
+    let delivery_missing = format!(
+        "SELECT count(*) FROM postbox_delivery d WHERE d.subscription = ?1 AND NOT EXISTS (SELECT 1 FROM {} l WHERE l.seq = d.seq)",
+        reader.table
+    );
+    Ok(tx.query_row(&delivery_missing, [reader.name.as_str()], |row| count(row, 0))?)
 }
 
 /// How many events of the log the subscription wants. Without a filter SQLite counts the smallest index; with one it walks the log,
@@ -246,7 +255,7 @@ fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut Pending) -> Work<
     while let Some(row) = rows.next()? {
         let head = Head::read(row)?;
         if reader.wants(&head) && reader.state(&head, seq(row)?) == State::Pending {
-            pending.add(&head.topic, 1, row.get(5)?);
+            pending.add(&head.topic, 1, integer(row, 5)?.unwrap_or(i64::MAX));
         }
     }
     let log_beyond = format!(
@@ -257,7 +266,7 @@ fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut Pending) -> Work<
     while let Some(row) = rows.next()? {
         let (topic, tenant) = (lossy(row, 0)?.unwrap_or_default(), lossy(row, 1)?);
         if reader.stored.filter.matches(&topic, tenant.as_deref()) {
-            pending.add(&topic, count(row, 2)?, row.get(3)?);
+            pending.add(&topic, count(row, 2)?, integer(row, 3)?.unwrap_or(i64::MAX));
         }
     }
     Ok(())
@@ -300,6 +309,7 @@ impl DeliveryRow {
 }
 
 fn record(decoded: Decoded, state: State, row: Option<DeliveryRow>) -> Record {
+    let (code, error) = decoded.unreadable.map(|why| (why.code.into_owned(), why.error)).unzip();
     let mut record = Record {
         event: decoded.event,
         seq: Seq(decoded.seq),
@@ -307,15 +317,16 @@ fn record(decoded: Decoded, state: State, row: Option<DeliveryRow>) -> Record {
         attempts: 0,
         replays: 0,
         due_at: None,
-        code: None,
-        error: None,
+        code,
+        error,
         updated_at: None,
     };
     if let Some(row) = row {
         record.attempts = row.attempts;
         record.replays = row.replays;
         record.due_at = row.due_at.map(timestamp);
-        (record.code, record.error) = (row.code, row.error);
+        // What a relay wrote down of it stands; before that, what is wrong with it is said here.
+        (record.code, record.error) = (row.code.or(record.code), row.error.or(record.error));
         record.updated_at = Some(timestamp(row.updated_at));
     }
     record
@@ -351,8 +362,8 @@ fn list(session: &mut Session, query: &ListQuery) -> Work<Vec<Record>> {
 fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
     // By `postbox_delivery_state`, then the log's primary key; no lock.
     let delivery_list = format!(
-        "SELECT {LOG_COLUMNS}, d.state, d.attempts, d.replays, d.due_at, d.code, d.error, d.updated_at FROM postbox_delivery d \
-         CROSS JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1 AND d.state = ?2 AND d.seq > ?3 ORDER BY d.seq",
+        "SELECT {LOG_COLUMNS}, d.state, d.attempts, d.replays, d.due_at, d.code, d.error, d.updated_at, d.seq FROM postbox_delivery d \
+         LEFT JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1 AND d.state = ?2 AND d.seq > ?3 ORDER BY d.seq",
         reader.table
     );
     let mut statement = tx.prepare_cached(&delivery_list)?;
@@ -362,17 +373,19 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<V
     while records.len() < query.limit.max(1)
         && let Some(row) = rows.next()?
     {
-        let topic_wanted = query.topic.as_ref().is_none_or(|topic| lossy_matches(row, topic));
         let delivery = DeliveryRow::read(row, LOG_COLUMNS_COUNT)?;
-        if topic_wanted && (query.code.is_none() || delivery.code == query.code) {
-            records.push(record(Decoded::read(row)?, query.state, Some(delivery)));
+        if query.code.is_some() && delivery.code != query.code {
+            continue;
+        }
+        let decoded = match integer(row, 0)? {
+            Some(_) => Decoded::read(row)?,
+            None => Decoded::missing(tx, &query.subscription, row.get(LOG_COLUMNS_COUNT + 7)?)?,
+        };
+        if query.topic.as_ref().is_none_or(|topic| topic.matches(decoded.event.topic.as_str())) {
+            records.push(record(decoded, query.state, Some(delivery)));
         }
     }
     Ok(records)
-}
-
-fn lossy_matches(row: &Row<'_>, pattern: &postbox_core::TopicPattern) -> bool {
-    Head::read(row).is_ok_and(|head| pattern.matches(&head.topic))
 }
 
 /// Pending and dispatched records, told apart by the cursor.

@@ -26,16 +26,23 @@ VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
 const SUBSCRIPTION_UPDATE: &str =
     "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4 WHERE name = ?1";
 /// By primary key; takes the write lock.
-const LANE_INSERT: &str = "INSERT INTO postbox_lane (subscription, lane, position, window_end) VALUES (?1, ?2, ?3, ?3)";
+const LANE_INSERT: &str =
+    "INSERT OR IGNORE INTO postbox_lane (subscription, lane, position, window_end) VALUES (?1, ?2, ?3, ?3)";
 /// A lane that stands beyond the last `seq` the log ever gave: the file is older than the cursor. Primary key; no lock.
 const LANE_IN_FUTURE: &str =
     "SELECT lane, position FROM postbox_lane WHERE subscription = ?1 AND position > ?2 LIMIT 1";
 /// The last `seq` a log ever gave, pruned ones included: AUTOINCREMENT's own table of a few rows; no lock.
 const LOG_LAST: &str = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = ?1), 0)";
-/// The first lane that nobody holds, by primary key. A lease granted in the future was written before the clock went back: it is
-/// void, or a crashed holder would keep the lane until the clock catches up.
+/// The first lane that nobody holds, or that the asking one holds without knowing it (the answer to its grant was lost), by primary key.
+///
+/// A lease granted in the future was written before the clock went back: it is void, or a crashed holder would keep the lane until the clock
+/// catches up. "Future" is later than `:clock`, the time of this very look: the question is older, and a lease that was granted while it
+/// waited for the write lock is no less good.
 const LANE_FREE: &str = "SELECT lane FROM postbox_lane WHERE subscription = :subscription \
-AND (lease_until <= :now OR lease_until - lease_ttl > :now + 1000000) ORDER BY lane LIMIT 1";
+AND (lease_until <= :now OR lease_until - lease_ttl > :clock + 1000000 \
+OR (owner = :owner AND lane NOT IN (SELECT value FROM json_each(:held)))) ORDER BY lane LIMIT 1";
+/// By primary key; no lock.
+const LANE_COUNT: &str = "SELECT count(*) FROM postbox_lane WHERE subscription = ?1";
 /// By primary key; takes the write lock.
 const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5 \
 WHERE subscription = ?1 AND lane = ?2 RETURNING epoch";
@@ -125,17 +132,20 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
         let tenant = subscription.filter.tenant.as_ref().map(|tenant| tenant.as_str().to_owned());
         let ordering = if subscription.ordering == Ordering::None { "none" } else { "key" };
         let name = subscription.name.as_str();
-        if let Some(stored) = find(tx, &subscription.name)? {
+        let known = find(tx, &subscription.name)?;
+        let is_new = known.is_none();
+        if let Some(stored) = known {
             refuse_other_shape(&stored, subscription)?;
             refuse_future(tx, subscription, last)?;
             if stored.filter != subscription.filter || stored.ordering != subscription.ordering {
                 tx.prepare_cached(SUBSCRIPTION_UPDATE)?.execute(params![name, topics, tenant, ordering])?;
             }
-            return Ok(());
+        } else {
+            let row = params![name, log.as_str(), topics, tenant, ordering, subscription.lanes, now];
+            tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
         }
-        let row = params![name, log.as_str(), topics, tenant, ordering, subscription.lanes, now];
-        tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
-        let position = if subscription.start == StartAt::Now { last } else { 0 };
+        // Those of a known subscription are there, unless somebody deleted them: then nobody knows what they had passed.
+        let position = if is_new && subscription.start == StartAt::Now { last } else { 0 };
         for lane in 0..subscription.lanes {
             tx.prepare_cached(LANE_INSERT)?.execute(params![name, lane, position])?;
         }
@@ -182,6 +192,8 @@ fn refuse_future(tx: &Transaction<'_>, subscription: &Subscription, last: i64) -
 pub(crate) struct Ask {
     pub(crate) subscription: SubscriptionName,
     pub(crate) owner: OwnerId,
+    /// The lanes it knows it holds.
+    pub(crate) held: Vec<u16>,
     pub(crate) ttl: Duration,
     /// When the call was made: the lease counts from then, so that a wait in a queue never lengthens it.
     pub(crate) asked_at: i64,
@@ -190,6 +202,7 @@ pub(crate) struct Ask {
 /// The answer when nothing needs to be written: paused or no lane free, and our heartbeat is fresh. Keeps hot standbys from
 /// writing at every poll.
 pub(crate) fn look(session: &mut Session, ask: &Ask) -> Work<Option<Acquired>> {
+    let clock = session.settings.now();
     let tx = session.read()?;
     let stored = require("acquire", &tx, &ask.subscription)?;
     let seen: Option<i64> = tx
@@ -201,7 +214,7 @@ pub(crate) fn look(session: &mut Session, ask: &Ask) -> Work<Option<Acquired>> {
         return Ok(None);
     }
     let paused = stored.paused(ask.asked_at).cloned();
-    if paused.is_none() && free_lane(&tx, ask)?.is_some() {
+    if paused.is_none() && free_lane(&tx, ask, clock)?.is_some() {
         return Ok(None);
     }
     Ok(Some(Acquired { lease: None, replicas: replicas(&tx, ask)?, lanes: stored.lanes, paused }))
@@ -209,11 +222,13 @@ pub(crate) fn look(session: &mut Session, ask: &Ask) -> Work<Option<Acquired>> {
 
 /// Notes the heartbeat and takes a free lane if there is one.
 pub(crate) fn acquire(session: &mut Session, ask: &Ask) -> Work<Acquired> {
+    let settings = session.settings.clone();
     session.transact(Flush::Configured, |tx| {
         let stored = require("acquire", tx, &ask.subscription)?;
         beat(tx, &ask.subscription, &ask.owner, ask.asked_at, ask.ttl)?;
         let paused = stored.paused(ask.asked_at).cloned();
-        let free = if paused.is_none() { free_lane(tx, ask)? } else { None };
+        let free = if paused.is_none() { free_lane(tx, ask, settings.now())? } else { None };
+        refuse_missing_lanes(tx, ask, stored.lanes)?;
         let lease = match free {
             Some(lane) => {
                 let until = ask.asked_at.saturating_add(micros(ask.ttl));
@@ -235,9 +250,27 @@ pub(crate) fn acquire(session: &mut Session, ask: &Ask) -> Work<Acquired> {
     })
 }
 
-fn free_lane(tx: &Transaction<'_>, ask: &Ask) -> Work<Option<u16>> {
-    let parameters = named_params! { ":subscription": ask.subscription.as_str(), ":now": ask.asked_at };
+/// `clock`: the time now, under the lock of the transaction if it has one.
+fn free_lane(tx: &Transaction<'_>, ask: &Ask, clock: i64) -> Work<Option<u16>> {
+    let held = serde_json::to_string(&ask.held).expect("a list of numbers is JSON");
+    let parameters = named_params! {
+        ":subscription": ask.subscription.as_str(), ":now": ask.asked_at, ":clock": clock, ":owner": ask.owner.as_str(), ":held": held,
+    };
     Ok(tx.prepare_cached(LANE_FREE)?.query_row(parameters, |row| row.get(0)).optional()?)
+}
+
+/// Somebody deleted lanes: part of the log would be read by nobody.
+fn refuse_missing_lanes(tx: &Transaction<'_>, ask: &Ask, lanes: u16) -> Work<()> {
+    let name = &ask.subscription;
+    let there: u16 = tx.prepare_cached(LANE_COUNT)?.query_row([name.as_str()], |row| row.get(0))?;
+    if there >= lanes {
+        return Ok(());
+    }
+    let message = format!(
+        "lanes of subscription {name} were deleted, so part of its log is read by nobody; restart postbox to make them anew: they begin with \
+         the oldest event in the log"
+    );
+    Err(Error::new(ErrorKind::Mismatch, "acquire", "lanes_missing", message).into())
 }
 
 /// Relays seen within the lease time, the asking one included.

@@ -23,8 +23,15 @@ impl Log for SqliteStore {
         self.writer().call("subscribe", move |session| lease::subscribe(session, &subscription)).await
     }
 
-    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
-        let ask = Ask { subscription: subscription.clone(), owner: owner.clone(), ttl, asked_at: self.now() };
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
+        let (subscription, owner) = (subscription.clone(), owner.clone());
+        let ask = Ask { subscription, owner, held: held.to_vec(), ttl, asked_at: self.now() };
         let looking = ask.clone();
         if let Some(nothing) = self.reader().call("acquire", move |session| lease::look(session, &looking)).await? {
             return Ok(nothing);
@@ -61,18 +68,12 @@ impl Log for SqliteStore {
 
     async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let reading = lease.clone();
-        let due::Due { batch, faulty } =
-            self.reader().call("due", move |session| due::read(session, &reading, limit)).await?;
-        if !faulty.is_empty() {
-            let burying = lease.clone();
-            self.writer().call("due", move |session| due::bury_all(session, &burying, &faulty)).await?;
-        }
-        Ok(batch)
+        self.reader().call("due", move |session| due::read(session, &reading, limit)).await
     }
 
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
         let rewind = settlement.rewind;
-        let owned = Owned::new(settlement, self.cursor(lease).map(|cursor| cursor.read));
+        let owned = Owned::new("settle", settlement, self.cursor(lease).map(|cursor| cursor.read))?;
         let settling = lease.clone();
         self.writer().call("settle", move |session| settle::settle(session, &settling, &owned)).await?;
         if rewind {

@@ -216,6 +216,7 @@ CREATE TABLE postbox_delivery (
 CREATE INDEX postbox_delivery_due ON postbox_delivery (subscription, lane, due_at) WHERE state IN ('retrying', 'scheduled');
 CREATE INDEX postbox_delivery_key ON postbox_delivery (subscription, key, seq) WHERE holds = 1;
 CREATE INDEX postbox_delivery_in_flight ON postbox_delivery (subscription, lane) WHERE code = 'in_flight';
+CREATE INDEX postbox_delivery_missing ON postbox_delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX postbox_delivery_state ON postbox_delivery (subscription, state, seq);
 CREATE TABLE postbox_receipt (
   source      TEXT    NOT NULL,

@@ -3,13 +3,12 @@
 use std::collections::BTreeSet;
 
 use postbox_core::limits::ERROR_BYTES_MAX;
-use postbox_core::{Delivery, Disposition, Key, Lease, Settlement, State, SubscriptionName};
+use postbox_core::{Delivery, Disposition, Error, ErrorKind, Key, Lease, Result, Settlement, State, SubscriptionName};
 use rusqlite::{OptionalExtension, Transaction, named_params, params};
 
 use crate::classify::Work;
 use crate::clock::micros;
 use crate::config::Synchronous;
-use crate::decode::Decoded;
 use crate::lease::{Held, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
@@ -19,7 +18,8 @@ use crate::window::log_end;
 const LANE_SETTLE: &str =
     "UPDATE postbox_lane SET position = ?3, window_end = max(window_end, ?4) WHERE subscription = ?1 AND lane = ?2";
 /// A row by primary key; no lock of its own.
-const DELIVERY_FIND: &str = "SELECT state, attempts, due_at FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+const DELIVERY_FIND: &str =
+    "SELECT state, attempts, replays FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
 /// A row by primary key; takes the write lock. Code and error stay when the new disposition has none.
 const DELIVERY_PUT: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, due_at, code, error, updated_at) \
@@ -47,16 +47,27 @@ pub(crate) struct OwnedEntry {
     topic: String,
     key: Option<Key>,
     created_at: i64,
+    /// What was read of its row.
+    before: u32,
+    replays: u32,
     disposition: Disposition,
 }
 
 impl Owned {
-    /// Takes over a settlement; `read` is how far this lease was given events, beyond which no position goes.
-    pub(crate) fn new(settlement: Settlement<'_>, read: Option<i64>) -> Self {
-        let position = settlement.position.map(|position| position.0.min(read.unwrap_or(i64::MAX)));
+    /// Takes over a settlement; `read` is how far this lease was given events, beyond which no position goes. Nothing was given to a lease
+    /// that has not read.
+    pub(crate) fn new(operation: &'static str, settlement: Settlement<'_>, read: Option<i64>) -> Result<Self> {
+        let position = match (settlement.position, read) {
+            (Some(position), Some(read)) => Some(position.0.min(read)),
+            (None, _) => None,
+            (Some(_), None) => {
+                let message = "the position is of a read that is not known any more; what it gave is read again";
+                return Err(Error::new(ErrorKind::Stale, operation, "window_undone", message));
+            }
+        };
         let entries =
             settlement.entries.into_iter().map(|entry| OwnedEntry::new(entry.delivery, entry.disposition)).collect();
-        Self { position, hold_keys: settlement.hold_keys, entries }
+        Ok(Self { position, hold_keys: settlement.hold_keys, entries })
     }
 }
 
@@ -69,6 +80,8 @@ impl OwnedEntry {
             topic: event.topic.as_str().to_owned(),
             key: event.key.clone(),
             created_at: event.created_at.as_microsecond(),
+            before: delivery.attempt.saturating_sub(1),
+            replays: delivery.replay,
             disposition,
         }
     }
@@ -116,6 +129,51 @@ pub(crate) fn release_head(tx: &Transaction<'_>, subscription: &SubscriptionName
     Ok(())
 }
 
+/// Refuses to apply what was settled by an earlier call whose answer was lost, and due rows that are not as they were read: what handlers do
+/// counts once.
+pub(crate) fn refuse_settled(
+    tx: &Transaction<'_>,
+    lease: &Lease,
+    lane: Held,
+    settlement: &Owned,
+    deliveries: &[Delivery],
+) -> Work<()> {
+    let mut settled = settlement.position.is_some_and(|position| position <= lane.position);
+    if settlement.position.is_none() {
+        let mut find = tx.prepare_cached(DELIVERY_FIND)?;
+        for delivery in deliveries {
+            let row = find.query_row(params![lease.subscription.as_str(), delivery.seq.0], found).optional()?;
+            let entry = OwnedEntry::new(delivery, Disposition::Delivered);
+            settled |= !row.is_some_and(|row| row.is_as_read(&entry));
+        }
+    }
+    if settled {
+        let message = "the events were settled or changed meanwhile; what this call did is rolled back";
+        return Err(Error::new(ErrorKind::Stale, "apply", "settled_already", message).into());
+    }
+    Ok(())
+}
+
+/// A row as it is found.
+struct Found {
+    state: String,
+    attempts: u32,
+    replays: u32,
+}
+
+fn found(row: &rusqlite::Row<'_>) -> rusqlite::Result<Found> {
+    Ok(Found { state: row.get(0)?, attempts: row.get(1)?, replays: row.get(2)? })
+}
+
+impl Found {
+    /// Every change of a row that counts raises one of the two numbers or ends it. A person's word stands: discarded stays discarded, dead is left
+    /// only by a replay.
+    fn is_as_read(&self, entry: &OwnedEntry) -> bool {
+        let ended = self.state == State::Dead.as_str() || self.state == State::Discarded.as_str();
+        !ended && self.attempts == entry.before && self.replays == entry.replays
+    }
+}
+
 /// How a row shall look.
 struct Row<'a> {
     state: State,
@@ -135,17 +193,12 @@ fn write_entry(
     now: i64,
 ) -> Work<()> {
     let name = lease.subscription.as_str();
-    let found: Option<(String, u32, Option<i64>)> = tx
-        .prepare_cached(DELIVERY_FIND)?
-        .query_row(params![name, entry.seq], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))
-        .optional()?;
-    let attempts = match &found {
-        // A person's word stands: discarded stays discarded, dead is left only by a replay.
-        Some((state, ..)) if !state.parse::<State>()?.may_become(State::Dispatched) => return Ok(()),
-        Some((_, attempts, _)) => *attempts,
+    let row = tx.prepare_cached(DELIVERY_FIND)?.query_row(params![name, entry.seq], found).optional()?;
+    let attempts = match row {
+        Some(row) if !streaming && row.is_as_read(entry) => row.attempts,
         None if streaming => 0,
-        // A due row that vanished meanwhile.
-        None => return Ok(()),
+        // A row that is not the one that was read; or an event of the stream that a person discarded before it was read.
+        _ => return Ok(()),
     };
     let holds = hold_keys && entry.key.is_some();
     let row = Row { state: State::Retrying, holds, attempts, due_at: None, code: None, error: None };
@@ -197,34 +250,6 @@ fn put(tx: &Transaction<'_>, lease: &Lease, entry: &OwnedEntry, row: &Row<'_>, n
         ":now": now,
     })?;
     Ok(())
-}
-
-/// Writes an event that breaks a rule SQL could not check down as dead, with the rule as its code. Its key flows on: the event
-/// can never be delivered as it stands, and a person sees it.
-pub(crate) fn bury(tx: &Transaction<'_>, lease: &Lease, faulty: &Decoded, now: i64) -> Work<()> {
-    let Some(fault) = &faulty.fault else { return Ok(()) };
-    let delivery = Delivery { event: faulty.event.clone(), seq: postbox_core::Seq(faulty.seq), attempt: 1, replay: 0 };
-    let entry = OwnedEntry::new(&delivery, Disposition::Discarded);
-    let found: Option<String> = tx
-        .prepare_cached(DELIVERY_FIND)?
-        .query_row(params![lease.subscription.as_str(), entry.seq], |row| row.get(0))
-        .optional()?;
-    if found.is_some_and(|state| state == "discarded") {
-        return Ok(());
-    }
-    let row = Row {
-        state: State::Dead,
-        holds: false,
-        attempts: 0,
-        due_at: None,
-        code: Some(fault.code()),
-        error: Some(cut(fault.message())),
-    };
-    put(tx, lease, &entry, &row, now)?;
-    match &entry.key {
-        Some(key) => release_head(tx, &lease.subscription, key.as_str(), now),
-        None => Ok(()),
-    }
 }
 
 /// An error text within its limit, cut between characters.

@@ -8,7 +8,7 @@ use rusqlite::{OptionalExtension as _, Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::micros;
-use crate::decode::{Head, seq};
+use crate::decode::{Head, integer, seq};
 use crate::inspect::Reader;
 use crate::lease::{self, Stored};
 use crate::migrate::require_log;
@@ -239,7 +239,7 @@ fn discard_unread(
             let bytes = row.get_ref(column)?.as_bytes_or_null().map_err(rusqlite::Error::from)?;
             Ok(bytes.map(|bytes| String::from_utf8_lossy(bytes).into_owned()))
         };
-        let (key, id, created_at): (_, _, i64) = (text(3)?, text(4)?, row.get(5)?);
+        let (key, id, created_at) = (text(3)?, text(4)?, integer(row, 5)?.unwrap_or(0));
         discarded += tx.prepare_cached(DELIVERY_DISCARD_UNREAD)?.execute(params![
             name.as_str(),
             seq,
@@ -288,7 +288,7 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64
             && let Some(row) = rows.next()?
         {
             let (head, seq) = (Head::read(row)?, seq(row)?);
-            if row.get::<_, i64>(5)? > oldest_kept {
+            if integer(row, 5)?.unwrap_or(0) > oldest_kept {
                 young += 1;
             } else if is_done_with(tx, &readers, &head, seq)? {
                 gone.push(seq);
@@ -303,7 +303,17 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64
         }
         tx.prepare_cached(&log_delete)?.execute([seq])?;
     }
-    Ok(gone.len() as u64)
+    // By `postbox_delivery_missing`; takes the write lock. Nobody can deliver what is no longer in the log.
+    let delivery_prune_missing = format!(
+        "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq IN (SELECT d.seq FROM postbox_delivery d WHERE d.subscription = ?1 \
+         AND d.code = 'event_missing' AND d.state IN ('dead', 'discarded') AND d.updated_at <= ?2 \
+         AND NOT EXISTS (SELECT 1 FROM {table} l WHERE l.seq = d.seq) LIMIT {PRUNE_EVENTS_MAX})"
+    );
+    let mut pruned = gone.len();
+    for reader in &readers {
+        pruned += tx.prepare_cached(&delivery_prune_missing)?.execute(params![reader.name.as_str(), oldest_kept])?;
+    }
+    Ok(pruned as u64)
 }
 
 /// Whether every subscription has passed an event and needs it no more.

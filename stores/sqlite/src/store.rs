@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use postbox_core::{Clock, Error, ErrorKind, Lease, Result, SubscriptionName};
 use tokio::sync::watch;
@@ -63,6 +63,7 @@ impl SqliteStore {
             path: config.resolved()?,
             busy_timeout: config.busy_timeout,
             synchronous: config.synchronous,
+            file: OnceLock::new(),
             clock,
         });
         let thread = |name, role| Thread::start(name, role, settings.clone());

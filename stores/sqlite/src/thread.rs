@@ -5,9 +5,10 @@
 //! that reads for operators, so that counting a long log delays no delivery.
 
 use std::fmt;
+use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, ErrorKind, Result};
@@ -38,6 +39,8 @@ pub(crate) struct Settings {
     pub(crate) path: PathBuf,
     pub(crate) busy_timeout: Duration,
     pub(crate) synchronous: Synchronous,
+    /// The file that was opened first; the store is that one and no other.
+    pub(crate) file: OnceLock<FileId>,
     pub(crate) clock: Arc<dyn Clock>,
 }
 
@@ -124,6 +127,17 @@ fn overloaded(operation: &'static str) -> Error {
     )
 }
 
+fn store_replaced(is_there: bool) -> Error {
+    let (kind, message) = match is_there {
+        true => (
+            ErrorKind::Mismatch,
+            "the database file was replaced while it was open; restart postbox, and every writer, to use the new one",
+        ),
+        false => (ErrorKind::Unavailable, "the database file was moved or deleted while it was open; put it back"),
+    };
+    Error::new(kind, "open", "store_replaced", message)
+}
+
 fn panicked(operation: &'static str) -> Error {
     Error::new(
         ErrorKind::Internal,
@@ -156,11 +170,24 @@ pub(crate) struct Session {
     connection: Option<Connection>,
 }
 
+/// Which file a path leads to: device and inode.
+pub(crate) type FileId = (u64, u64);
+
+fn file_id(path: &Path) -> Option<FileId> {
+    std::fs::metadata(path).ok().map(|file| (file.dev(), file.ino()))
+}
+
 impl Session {
     /// The connection to an existing file. Never creates one: only `migrate up` does.
     pub(crate) fn connection(&mut self) -> Work<&mut Connection> {
+        let file = file_id(&self.settings.path);
+        let opened = self.settings.file.get();
+        if opened.is_some() && opened != file.as_ref() {
+            // An open connection reads and writes the old file for ever, and what was remembered of it does not fit the new one.
+            return Err(store_replaced(file.is_some()).into());
+        }
         if self.connection.is_none() {
-            if !self.settings.path.exists() {
+            if file.is_none() {
                 return Err(schema_missing("open", Some(&self.settings.path)).into());
             }
             self.connection = Some(self.open(OpenFlags::empty())?);
@@ -205,6 +232,9 @@ impl Session {
         // No URI flag: a path is a path. No shared cache: it would let readers see uncommitted rows.
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX | create;
         let connection = Connection::open_with_flags(&self.settings.path, flags)?;
+        if let Some(file) = file_id(&self.settings.path) {
+            _ = self.settings.file.set(file);
+        }
         connection.busy_timeout(self.settings.busy_timeout)?;
         connection.set_prepared_statement_cache_capacity(STATEMENTS_MAX);
         if connection.is_readonly("main")? {
@@ -239,7 +269,7 @@ mod tests {
         Connection::open(&path).expect("opened").execute_batch("PRAGMA journal_mode = WAL").expect("set");
         let busy_timeout = Duration::from_secs(1);
         let clock = Arc::new(MachineClock::new());
-        let settings = Settings { path, busy_timeout, synchronous, clock };
+        let settings = Settings { path, busy_timeout, synchronous, file: OnceLock::new(), clock };
         (folder, Thread::start("test", Role::Writer, Arc::new(settings)).expect("started"))
     }
 

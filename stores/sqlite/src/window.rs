@@ -19,7 +19,6 @@ use crate::clock::until;
 use crate::decode::{Decoded, Head, LOG_COLUMNS, payload_len, seq};
 use crate::lease::{self, Stored, held};
 use crate::schema::log_table;
-use crate::settle::bury;
 use crate::thread::{Flush, Session};
 
 /// Rows looked at in one read when the lane wants few of them: bounds the time of a call, not its result.
@@ -81,8 +80,6 @@ pub(crate) struct Opening {
     window_end: i64,
     /// Rows up to here are dealt with: nobody wanted them, and nothing before them is unsettled.
     position: i64,
-    /// Events that cannot be delivered as they are.
-    faulty: Vec<Decoded>,
 }
 
 /// Reads on from the cursor, or from the settled position when this lease has not read yet.
@@ -118,8 +115,8 @@ pub(crate) fn read(
         .optional()?;
     let idle = (stretch.last == from).then_some(Idle { data_version, lease_until: lane.lease_until, due_at });
     let more = stretch.last < stretch.end;
-    let Stretch { deliveries, faulty, last, end } = stretch;
-    let mut batch = Batch { due_in: due_at.map(|at| until(now, at)), more, deliveries, ..Batch::default() };
+    let Stretch { batch, last, end } = stretch;
+    let mut batch = Batch { due_in: due_at.map(|at| until(now, at)), more, ..batch };
     leave_out(&tx, lease, from, last, &mut batch)?;
     hold(&tx, lease, &mut batch)?;
     batch.end = (!batch.deliveries.is_empty()).then_some(Seq(last));
@@ -127,12 +124,9 @@ pub(crate) fn read(
     // better to do, or is far behind.
     let passed = last - lane.position;
     let passes = batch.end.is_none() && given <= lane.position && passed > 0 && (last == from || passed >= PASS_ROWS);
-    let opens = last > lane.window_end && (batch.end.is_some() || !faulty.is_empty());
-    let opening = (passes || opens || !faulty.is_empty()).then_some(Opening {
-        window_end: if opens { end } else { 0 },
-        position: if passes { last } else { 0 },
-        faulty,
-    });
+    let opens = last > lane.window_end && batch.end.is_some();
+    let opening = (passes || opens)
+        .then_some(Opening { window_end: if opens { end } else { 0 }, position: if passes { last } else { 0 } });
     let given = batch.end.map_or(given, |end| end.0);
     let cursor = Cursor { epoch: lease.epoch, read: last, given, stirs, idle };
     Ok(Read { batch, cursor, opening })
@@ -155,7 +149,7 @@ pub(crate) fn open(session: &mut Session, lease: &Lease, opening: &Opening) -> W
         if changed == 0 {
             return Err(Error::stale("next_batch").into());
         }
-        opening.faulty.iter().try_for_each(|faulty| bury(tx, lease, faulty, now))
+        Ok(())
     })
 }
 
@@ -166,8 +160,7 @@ pub(crate) fn log_end(tx: &Transaction<'_>, table: &str) -> Work<i64> {
 
 /// A piece of the log as it was read.
 struct Stretch {
-    deliveries: Vec<Delivery>,
-    faulty: Vec<Decoded>,
+    batch: Batch,
     /// The last row looked at.
     last: i64,
     /// The last row the snapshot shows.
@@ -178,7 +171,7 @@ impl Stretch {
     fn read(tx: &Transaction<'_>, stored: &Stored, lane: u16, from: i64, limit: BatchLimit) -> Work<Self> {
         let table = log_table(&stored.log);
         let end = log_end(tx, &table)?;
-        let mut stretch = Self { deliveries: Vec::new(), faulty: Vec::new(), last: from, end: end.max(from) };
+        let mut stretch = Self { batch: Batch::default(), last: from, end: end.max(from) };
         if end <= from {
             return Ok(stretch);
         }
@@ -199,11 +192,7 @@ impl Stretch {
                 if !room.take(payload_len(row)?) {
                     break;
                 }
-                let decoded = Decoded::read(row)?;
-                match decoded.fault {
-                    None => stretch.deliveries.push(delivery(decoded, 1, 0)),
-                    Some(_) => stretch.faulty.push(decoded),
-                }
+                push(&mut stretch.batch, Decoded::read(row)?, 1, 0);
             }
             stretch.last = seq(row)?;
         }
@@ -211,8 +200,10 @@ impl Stretch {
     }
 }
 
-pub(crate) fn delivery(decoded: Decoded, attempt: u32, replay: u32) -> Delivery {
-    Delivery { event: decoded.event, seq: Seq(decoded.seq), attempt, replay }
+/// Puts an event at the end of a batch.
+pub(crate) fn push(batch: &mut Batch, decoded: Decoded, attempt: u32, replay: u32) {
+    let Decoded { seq, event, unreadable } = decoded;
+    batch.push(Delivery { event, seq: Seq(seq), attempt, replay }, unreadable);
 }
 
 /// Marks what a person discarded before it was read, and drops what has left the stream already.
@@ -228,6 +219,7 @@ fn leave_out(tx: &Transaction<'_>, lease: &Lease, from: i64, last: i64, batch: &
         return Ok(());
     }
     batch.deliveries.retain(|delivery| rows.get(&delivery.seq.0).is_none_or(|state| state == "discarded"));
+    batch.unreadable.retain(|seq, _| rows.get(&seq.0).is_none_or(|state| state == "discarded"));
     batch.discarded =
         batch.deliveries.iter().map(|delivery| delivery.seq).filter(|seq| rows.contains_key(&seq.0)).collect();
     Ok(())

@@ -99,7 +99,7 @@ fn listen(mut child: Child, ledger: &Ledger, kill_after: Option<usize>) {
 
 async fn take(fixture: &Fixture, name: &SubscriptionName, owner: &str) -> Lease {
     let owner = OwnerId::new(owner).expect("valid");
-    fixture.store.acquire(name, &owner, common::LONG).await.expect("asked").lease.expect("free")
+    fixture.store.acquire(name, &owner, &[], common::LONG).await.expect("asked").lease.expect("free")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

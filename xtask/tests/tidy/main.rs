@@ -2,6 +2,7 @@
 //! Every failure says what to change.
 
 mod docs;
+mod planted;
 mod sources;
 mod walls;
 

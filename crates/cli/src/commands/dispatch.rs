@@ -68,7 +68,11 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
     // A run that could not even begin has done nothing to speak of: its error is all it says.
     if ended.is_ok() || done.fetched > 0 {
         let Drained { fetched, dispatched, failed, dead, .. } = done;
-        output::line(&format!("fetched={fetched} dispatched={dispatched} failed={failed} dead={dead}"))?;
+        let told = output::line(&format!("fetched={fetched} dispatched={dispatched} failed={failed} dead={dead}"));
+        // Who lets it run for days may have gone; what was delivered was delivered.
+        if !forever {
+            told?;
+        }
     }
     ended?;
     if lanes_lost > 0 && !forever {

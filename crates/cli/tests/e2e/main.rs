@@ -7,10 +7,13 @@ mod endpoint;
 mod faults;
 mod hostile;
 mod inbox;
+mod mute;
 mod outages;
 mod psql;
 mod room;
 mod run;
 mod sender;
 mod steps;
+
 mod telling;
+mod unreadable;

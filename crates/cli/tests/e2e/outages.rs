@@ -195,6 +195,39 @@ async fn after_a_crash_of_the_database_longer_than_the_lease_it_delivers_again()
     the_database_returns(PrivatePostgres::stop_immediate, "1s").await
 }
 
+/// Started on a standby, it waits for the promotion, and then delivers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
+    let mut postgres = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
+    let room = Room::on(Kind::Postgres, postgres.fresh_database().await)?;
+    room.ok(&["migrate", "up"])?;
+    let endpoint = Endpoint::start(takes_all)?;
+    room.config(&format!(
+        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n",
+        endpoint.url()
+    ))?;
+    fill(&room, 2, 10).await?;
+    postgres.restart_as_standby().await;
+    let promote = async {
+        let (client, connection) = tokio_postgres::connect(&postgres.url(), tokio_postgres::NoTls).await?;
+        let connection = tokio::spawn(connection);
+        let relays = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'postbox'";
+        while client.query_one(relays, &[]).await?.get::<_, i64>(0) == 0 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        ensure!(endpoint.count() == 0, "nothing is sent from a standby");
+        client.batch_execute("SELECT pg_promote()").await?;
+        drop(client);
+        connection.await??;
+        Ok(())
+    };
+    let (relay, promoted) = futures::join!(room.serve(), promote);
+    promoted?;
+    endpoint.until("all events", |arrivals| distinct(arrivals) == 10).await?;
+    relay?.terminate().await?;
+    Ok(())
+}
+
 /// Nobody listens at the destination; then somebody does.
 async fn a_dead_destination_counts_no_attempt_and_drains_when_it_returns(kind: Kind) -> Result<()> {
     const KEYS: usize = 10;

@@ -6,8 +6,8 @@ use std::task::Waker;
 use async_trait::async_trait;
 use jiff::Timestamp;
 
-use super::MemoryStore;
 use super::state::{LogState, State};
+use super::{MemoryStore, Server};
 use crate::append::Append;
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::{EventId, NewEvent};
@@ -16,10 +16,14 @@ use crate::names::LogName;
 #[async_trait]
 impl Append for MemoryStore {
     async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
-        let mut transaction = self.begin();
-        let ids = transaction.append(log, events)?;
-        transaction.commit();
-        Ok(ids)
+        let (store, log, events) = (self.clone(), log.clone(), events.to_vec());
+        let append = move |_: &Server| {
+            let mut transaction = store.begin();
+            let ids = transaction.append(&log, &events)?;
+            transaction.commit();
+            Ok(ids)
+        };
+        self.call("append", None, append).await
     }
 }
 
@@ -42,17 +46,25 @@ impl Append for MemoryStore {
 pub struct MemoryTransaction {
     store: MemoryStore,
     written: Vec<(LogName, i64)>,
+    /// Of the store's state when it began; see [`MemoryStore::restore`].
+    incarnation: u64,
 }
 
 impl MemoryTransaction {
     pub(super) fn new(store: MemoryStore) -> Self {
-        Self { store, written: Vec::new() }
+        let incarnation = store.server.lock().incarnation;
+        Self { store, written: Vec::new(), incarnation }
     }
 
     /// Appends without making visible: the twin of [`Append::append`].
     pub fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
-        let now = self.store.clock().now();
-        let rows = self.store.state("append")?.insert(log, events, now)?;
+        let now = self.store.server.clock.now();
+        let mut state = self.store.server.state("append")?;
+        if state.incarnation != self.incarnation {
+            let message = "the store went back to an earlier state, which rolled this transaction back; begin again";
+            return Err(Error::new(ErrorKind::Unavailable, "append", "transaction_gone", message));
+        }
+        let rows = state.insert(log, events, now)?;
         self.written.extend(rows.iter().map(|(_, seq)| (log.clone(), *seq)));
         Ok(rows.into_iter().map(|(id, _)| id).collect())
     }
@@ -64,19 +76,23 @@ impl MemoryTransaction {
 
     /// Takes back what was appended after the mark.
     pub fn rollback_to(&mut self, savepoint: usize) {
-        let mut state = self.store.lock();
-        for (log, seq) in self.written.drain(savepoint.min(self.written.len())..) {
+        let mut state = self.store.server.lock();
+        let written = self.written.drain(savepoint.min(self.written.len())..);
+        if state.incarnation != self.incarnation {
+            return;
+        }
+        for (log, seq) in written {
             // The schema may have been taken down meanwhile.
-            if let Some(log) = state.logs.get_mut(&log) {
+            if let Some(log) = state.data.logs.get_mut(&log) {
                 log.remove(seq);
             }
         }
     }
 
-    /// Makes everything visible at once and wakes local relays.
+    /// Makes everything visible at once and wakes local relays. Nothing, if the store went back to an earlier state meanwhile.
     pub fn commit(mut self) {
         let store = self.store.clone();
-        let mut state = store.lock();
+        let mut state = store.server.lock();
         let wakers = self.commit_in(&mut state);
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
@@ -89,10 +105,13 @@ impl MemoryTransaction {
     #[must_use]
     pub(super) fn commit_in(&mut self, state: &mut State) -> Vec<Waker> {
         let mut written = std::mem::take(&mut self.written);
+        if state.incarnation != self.incarnation {
+            return Vec::new();
+        }
         written.sort();
         for of_log in written.chunk_by(|(one, _), (other, _)| one == other) {
             // The schema may have been taken down meanwhile.
-            if let Some(log) = state.logs.get_mut(&of_log[0].0) {
+            if let Some(log) = state.data.logs.get_mut(&of_log[0].0) {
                 log.commit(of_log.iter().map(|(_, seq)| *seq).collect());
             }
         }
@@ -110,11 +129,11 @@ impl State {
     /// Validates all events, then writes rows that nobody sees yet.
     pub(super) fn insert(&mut self, log: &LogName, events: &[NewEvent], now: Timestamp) -> Result<Vec<(EventId, i64)>> {
         events.iter().try_for_each(NewEvent::validate)?;
-        refuse_taken_ids(self.log("append", log)?, events)?;
+        refuse_taken_ids(self.data.log("append", log)?, events)?;
         let mut rows = Vec::with_capacity(events.len());
         for event in events {
             let id = event.id.unwrap_or_else(|| self.next_id(now));
-            let of_log = self.logs.get_mut(log).expect("looked up above");
+            let of_log = self.data.logs.get_mut(log).expect("looked up above");
             rows.push((id, of_log.insert(event.clone(), id, now)));
         }
         Ok(rows)

@@ -2,15 +2,16 @@
 
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 
 use async_trait::async_trait;
 
-use super::{MemoryStore, MemoryTransaction};
+use super::settle::Write;
+use super::{MemoryStore, MemoryTransaction, Server};
 use crate::apply::{Apply, Decide};
 use crate::batch::{Delivery, Disposition, Entry, Settlement};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::log::Lease;
 use crate::names::Key;
 use crate::outcome::Outcome;
@@ -62,15 +63,37 @@ where
             outcomes.push(Some(outcome));
         }
         let settlement = Settlement { entries, ..settlement };
-        let (now, monotonic) = (self.store.clock().now(), self.store.clock().monotonic());
-        // One lock for the check, the settlement and the commit: nobody sees one without the other.
-        let mut state = self.store.state("apply")?;
-        let (reader, _) = state.leased("apply", lease, monotonic)?;
-        reader.settle(lease.lane, &settlement, now);
+        let client = &self.store.client;
+        let write = Write::of(&settlement, client.position(lease).as_ref());
+        let (called, position) = (lease.clone(), write.place.as_ref().map(|place| place.position));
+        let transaction = Mutex::new(Some(transaction));
+        // A transaction has one end, however often the call arrives.
+        let commit = move |server: &Server| {
+            let transaction = transaction.lock().unwrap_or_else(PoisonError::into_inner).take();
+            server.settle_with(&called, &write, transaction.ok_or_else(|| Error::stale("apply"))?)
+        };
+        let settled = self.store.call("apply", Some(lease), commit).await;
+        match &settled {
+            Ok(()) => client.settled(lease, position, settlement.rewind),
+            Err(error) if error.is_stale() => client.forget(lease),
+            Err(_) => {}
+        }
+        settled.map(|()| outcomes)
+    }
+}
+
+impl Server {
+    /// One lock for the check, the settlement and the commit: nobody sees one without the other.
+    fn settle_with(&self, lease: &Lease, write: &Write, mut transaction: MemoryTransaction) -> Result<()> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("apply")?;
+        let (reader, _) = state.data.leased("apply", lease, monotonic)?;
+        reader.settle(lease.lane, write, now)?;
         let wakers = transaction.commit_in(&mut state);
+        state.flush();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
-        Ok(outcomes)
+        Ok(())
     }
 }
 

@@ -1,14 +1,13 @@
 //! What an operator sees and steers.
 
-use std::collections::{HashMap, HashSet};
-use std::task::Waker;
+use std::collections::HashMap;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 
 use super::MemoryStore;
-use super::state::{DeliveryRow, LogState, Reader};
+use super::state::{LogState, Reader};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::{
@@ -18,29 +17,27 @@ use crate::names::{LogName, SubscriptionName};
 use crate::receive::Conflict;
 use crate::state::State as EventState;
 
-/// Events deleted per call of `prune`: the bounded step the contract asks for.
-const PRUNE_EVENTS_MAX: usize = 1_000;
 /// Topics listed in [`Stats`], as its contract says.
 const STATS_TOPICS_MAX: usize = 100;
 
 #[async_trait]
 impl Inspect for MemoryStore {
     async fn subscriptions(&self) -> Result<Vec<SubscriptionInfo>> {
-        let (now, monotonic) = (self.clock().now(), self.clock().monotonic());
-        let state = self.state("subscriptions")?;
-        Ok(state.readers.values().map(|reader| reader.info(now, monotonic)).collect())
+        let (now, monotonic) = (self.server.clock.now(), self.server.clock.monotonic());
+        let state = self.server.state("subscriptions")?;
+        Ok(state.data.readers.values().map(|reader| reader.info(now, monotonic)).collect())
     }
 
     async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
-        let now = self.clock().now();
-        let mut state = self.state("stats")?;
-        let (reader, log) = state.reader_mut("stats", subscription)?;
+        let now = self.server.clock.now();
+        let mut state = self.server.state("stats")?;
+        let (reader, log) = state.data.reader_mut("stats", subscription)?;
         Ok(reader.stats(log, now))
     }
 
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
-        let mut state = self.state("list")?;
-        let (reader, log) = state.reader_mut("list", &query.subscription)?;
+        let mut state = self.server.state("list")?;
+        let (reader, log) = state.data.reader_mut("list", &query.subscription)?;
         let after = query.after.map_or(0, |seq| seq.0);
         let records = log
             .committed()
@@ -54,108 +51,37 @@ impl Inspect for MemoryStore {
     }
 
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
-        let mut state = self.state("get")?;
-        let (reader, log) = state.reader_mut("get", subscription)?;
+        let mut state = self.server.state("get")?;
+        let (reader, log) = state.data.reader_mut("get", subscription)?;
         let found = log.ids.get(&id).and_then(|seq| Some((*seq, log.rows.get(seq)?)));
         Ok(found.and_then(|(seq, row)| Some(reader.record(seq, row.commit?, &row.event))))
     }
 
     async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>> {
-        Ok(self.state("conflicts")?.inbox.conflicts(limit))
+        Ok(self.server.state("conflicts")?.data.inbox.conflicts(limit))
     }
 
     async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         selection.validate("requeue")?;
-        let now = self.clock().now();
-        let mut state = self.state("requeue")?;
-        let (reader, log) = state.reader_mut("requeue", subscription)?;
-        let mut chosen = reader.select(log, selection, |row| match row.state {
-            EventState::Dead => true,
-            EventState::Retrying => !row.is_due(now),
-            _ => false,
-        });
-        let changed = cut_to_step(&mut chosen, selection);
-        for (seq, row) in &chosen {
-            let due = DeliveryRow { due_at: Some(now), updated_at: now, ..row.clone() };
-            let row = match row.state {
-                EventState::Dead => DeliveryRow {
-                    state: EventState::Retrying,
-                    halt: false,
-                    attempts: 0,
-                    replays: row.replays + 1,
-                    ..due
-                },
-                _ => due,
-            };
-            reader.put(*seq, row);
-        }
-        let wakers = state.stir();
-        drop(state);
-        wakers.into_iter().for_each(Waker::wake);
-        Ok(changed)
+        let (subscription, selection) = (subscription.clone(), selection.clone());
+        self.call("requeue", None, move |server| server.requeue(&subscription, &selection)).await
     }
 
     async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         selection.validate("discard")?;
-        let now = self.clock().now();
-        let mut state = self.state("discard")?;
-        let (reader, log) = state.reader_mut("discard", subscription)?;
-        let mut chosen = reader.select(log, selection, |row| row.state.may_become(EventState::Discarded));
-        chosen.extend(reader.select_pending(log, selection, now));
-        chosen.sort_by_key(|(seq, _)| *seq);
-        let changed = cut_to_step(&mut chosen, selection);
-        for (seq, row) in &chosen {
-            let row = DeliveryRow { state: EventState::Discarded, due_at: None, updated_at: now, ..row.clone() };
-            let key = row.key.clone();
-            reader.put(*seq, row);
-            if let Some(key) = key {
-                reader.release_head(&key, now);
-            }
-        }
-        let wakers = state.stir();
-        drop(state);
-        wakers.into_iter().for_each(Waker::wake);
-        Ok(changed)
+        let (subscription, selection) = (subscription.clone(), selection.clone());
+        self.call("discard", None, move |server| server.discard(&subscription, &selection)).await
     }
 
     async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let now = self.clock().now();
-        let oldest_kept = now.checked_sub(older_than).unwrap_or(Timestamp::MIN);
-        let mut state = self.state("prune")?;
-        let of_log = state.log("prune", log)?;
-        let readers: Vec<&Reader> = state.readers.values().filter(|reader| reader.subscription.log == *log).collect();
-        if readers.is_empty() {
-            return Ok(0);
-        }
-        let gone: Vec<i64> = of_log
-            .committed()
-            .filter(|(_, _, event)| event.created_at <= oldest_kept)
-            .filter(|(seq, commit, event)| readers.iter().all(|reader| reader.is_done_with(*seq, *commit, event)))
-            .map(|(seq, _, _)| seq)
-            .take(PRUNE_EVENTS_MAX)
-            .collect();
-        for seq in &gone {
-            for reader in state.readers.values_mut().filter(|reader| reader.subscription.log == *log) {
-                reader.take(*seq);
-            }
-            state.logs.get_mut(log).expect("looked up above").remove(*seq);
-        }
-        Ok(gone.len() as u64)
+        let log = log.clone();
+        self.call("prune", None, move |server| server.prune(&log, older_than)).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-        let mut state = self.state("pause")?;
-        state.reader_mut("pause", subscription)?.0.pause = pause.cloned();
-        Ok(())
+        let (subscription, pause) = (subscription.clone(), pause.cloned());
+        self.call("pause", None, move |server| server.pause(&subscription, pause.clone())).await
     }
-}
-
-/// Cuts what was chosen, oldest first, to one step.
-fn cut_to_step(chosen: &mut Vec<(i64, DeliveryRow)>, selection: &Selection) -> Changed {
-    let all = chosen.len();
-    chosen.truncate(selection.step_max());
-    let next = chosen.last().filter(|_| chosen.len() < all).map(|(seq, _)| Seq(*seq));
-    Changed { count: chosen.len() as u64, next }
 }
 
 impl Reader {
@@ -226,46 +152,5 @@ impl Reader {
         stats.topics.sort_by(|a, b| b.pending.cmp(&a.pending).then_with(|| a.topic.cmp(&b.topic)));
         stats.topics.truncate(STATS_TOPICS_MAX);
         stats
-    }
-
-    /// The delivery rows a person means, oldest first.
-    fn select(
-        &self,
-        log: &LogState,
-        selection: &Selection,
-        wanted: impl Fn(&DeliveryRow) -> bool,
-    ) -> Vec<(i64, DeliveryRow)> {
-        let ids: Option<HashSet<EventId>> = selection.ids.as_ref().map(|ids| ids.iter().copied().collect());
-        self.deliveries()
-            .filter(|(seq, _)| selection.after.is_none_or(|after| *seq > after.0))
-            .filter(|(_, row)| wanted(row))
-            .filter(|(_, row)| selection.code.is_none() || row.code == selection.code)
-            .filter(|(seq, _)| {
-                let event = &log.rows[seq].event;
-                ids.as_ref().is_none_or(|ids| ids.contains(&event.id))
-                    && selection.topic.as_ref().is_none_or(|topic| topic.matches(event.topic.as_str()))
-            })
-            .map(|(seq, row)| (seq, row.clone()))
-            .collect()
-    }
-
-    /// Pending events named by id, as the rows they are about to get. A code never matches what has none.
-    fn select_pending(&self, log: &LogState, selection: &Selection, now: Timestamp) -> Vec<(i64, DeliveryRow)> {
-        let ids: HashSet<EventId> =
-            selection.ids.iter().flatten().copied().filter(|_| selection.code.is_none()).collect();
-        ids.iter()
-            .filter_map(|id| log.ids.get(id))
-            .filter_map(|seq| Some((*seq, log.rows[seq].commit?, &log.rows[seq].event)))
-            .filter(|(_, _, event)| self.wants(event))
-            .filter(|(_, _, event)| selection.topic.as_ref().is_none_or(|topic| topic.matches(event.topic.as_str())))
-            .filter(|(seq, commit, event)| self.state_of(*seq, *commit, event) == EventState::Pending)
-            .map(|(seq, _, event)| (seq, DeliveryRow::new(self.lane_of(event), event.key.clone(), now)))
-            .collect()
-    }
-
-    /// Whether this subscription has passed an event and needs it no more.
-    fn is_done_with(&self, seq: i64, commit: u64, event: &Event) -> bool {
-        let passed = self.lanes[usize::from(self.lane_of(event))].has_passed(seq, commit);
-        passed && self.delivery(seq).is_none_or(|row| row.state == EventState::Discarded)
     }
 }

@@ -1,126 +1,76 @@
-//! Lanes and leases; reading and settling are next door.
+//! The log contract: what a client asks of the server, and what it remembers of the answers.
 
 use std::future::poll_fn;
-use std::task::{Poll, Waker};
+use std::task::Poll;
 use std::time::Duration;
 
 use async_trait::async_trait;
 
 use super::MemoryStore;
-use super::state::Reader;
+use super::settle::Write;
 use crate::batch::{Batch, BatchLimit, Settlement};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::log::{Acquired, Lease, Log};
 use crate::names::{OwnerId, SubscriptionName};
-use crate::subscription::{StartAt, Subscription};
+use crate::subscription::Subscription;
 
 #[async_trait]
 impl Log for MemoryStore {
     async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
         subscription.validate()?;
-        let mut state = self.state("subscribe")?;
-        let commit_last = state.log("subscribe", &subscription.log)?.commit_last;
-        if let Some(reader) = state.readers.get_mut(&subscription.name) {
-            refuse_other_shape(&reader.subscription, subscription)?;
-            reader.subscription = subscription.clone();
-            return Ok(());
-        }
-        let from = match subscription.start {
-            StartAt::Beginning => 0,
-            StartAt::Now => commit_last,
-        };
-        state.readers.insert(subscription.name.clone(), Reader::new(subscription.clone(), from));
-        Ok(())
+        let subscription = subscription.clone();
+        self.call("subscribe", None, move |server| server.subscribe(&subscription)).await
     }
 
-    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
-        let (now, monotonic) = (self.clock().now(), self.clock().monotonic());
-        let mut state = self.state("acquire")?;
-        let (reader, _) = state.reader_mut("acquire", subscription)?;
-        reader.alive_until.retain(|_, until| *until > monotonic);
-        reader.alive_until.insert(owner.clone(), monotonic + ttl);
-        let paused = reader.paused(now).cloned();
-        let free = reader.lanes.iter().position(|lane| lane.is_free(monotonic)).filter(|_| paused.is_none());
-        let lease = free.map(|index| {
-            let lane = &mut reader.lanes[index];
-            lane.epoch += 1;
-            lane.owner = Some(owner.clone());
-            lane.lease_until = Some(monotonic + ttl);
-            // What the last holder read but did not settle is read again.
-            lane.read = lane.settled;
-            let epoch = lane.epoch;
-            reader.hurry_in_flight(index as u16, now);
-            Lease {
-                subscription: subscription.clone(),
-                log: reader.subscription.log.clone(),
-                lane: index as u16,
-                epoch,
-                owner: owner.clone(),
-            }
-        });
-        let replicas = u16::try_from(reader.alive_until.len()).unwrap_or(u16::MAX);
-        Ok(Acquired { lease, replicas, lanes: reader.subscription.lanes, paused })
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
+        let (subscription, owner, held) = (subscription.clone(), owner.clone(), held.to_vec());
+        self.call("acquire", None, move |server| server.acquire(&subscription, &owner, &held, ttl)).await
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
-        let (now, monotonic) = (self.clock().now(), self.clock().monotonic());
-        let mut state = self.state("renew")?;
-        let (reader, _) = state.leased("renew", lease, monotonic)?;
-        reader.alive_until.insert(lease.owner.clone(), monotonic + ttl);
-        let paused = reader.paused(now).is_some();
-        let lane = &mut reader.lanes[usize::from(lease.lane)];
-        lane.lease_until = (!paused).then_some(monotonic + ttl);
-        if paused { Err(Error::stale("renew")) } else { Ok(()) }
+        let called = lease.clone();
+        self.call("renew", Some(lease), move |server| server.renew(&called, ttl)).await
     }
 
     async fn release(&self, lease: &Lease) -> Result<()> {
-        let monotonic = self.clock().monotonic();
-        let mut state = self.state("release")?;
-        if let Ok((reader, _)) = state.leased("release", lease, monotonic) {
-            reader.lanes[usize::from(lease.lane)].lease_until = None;
-            // Whoever waits for a free lane need not wait for its next poll.
-            let wakers = state.stir();
-            drop(state);
-            wakers.into_iter().for_each(Waker::wake);
-        }
-        Ok(())
+        let called = lease.clone();
+        self.client.forget(lease);
+        self.call("release", Some(lease), move |server| server.release(&called)).await
     }
 
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        let (now, monotonic) = (self.clock().now(), self.clock().monotonic());
-        let mut state = self.state("next_batch")?;
-        let stirs = state.stirs;
-        let (reader, log) = state.leased("next_batch", lease, monotonic)?;
-        reader.lanes[usize::from(lease.lane)].stirs_seen = stirs;
-        Ok(reader.next_batch(log, lease.lane, limit, now))
+        self.read_on(lease, limit).await
     }
 
     async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        let (now, monotonic) = (self.clock().now(), self.clock().monotonic());
-        let mut state = self.state("due")?;
-        let (reader, log) = state.leased("due", lease, monotonic)?;
-        Ok(reader.due(log, lease.lane, limit, now))
+        let called = lease.clone();
+        self.call("due", Some(lease), move |server| server.due(&called, limit)).await
     }
 
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
-        let (now, monotonic) = (self.clock().now(), self.clock().monotonic());
-        let mut state = self.state("settle")?;
-        let (reader, _) = state.leased("settle", lease, monotonic)?;
-        reader.settle(lease.lane, &settlement, now);
-        Ok(())
+        let write = Write::of(&settlement, self.client.position(lease).as_ref());
+        let (called, position) = (lease.clone(), write.place.as_ref().map(|place| place.position));
+        let settled = self.call("settle", Some(lease), move |server| server.settle(&called, &write)).await;
+        match &settled {
+            Ok(()) => self.client.settled(lease, position, settlement.rewind),
+            Err(error) if error.is_stale() => self.client.forget(lease),
+            Err(_) => {}
+        }
+        settled
     }
 
     async fn hint(&self, lease: &Lease) {
         poll_fn(|context| {
-            let mut state = self.lock();
+            let mut state = self.server.lock();
             let stirs = state.stirs;
-            let seen = state
-                .readers
-                .get(&lease.subscription)
-                .and_then(|reader| reader.lanes.get(usize::from(lease.lane)))
-                .map_or(stirs, |lane| lane.stirs_seen);
             // Comparing with what the last read saw closes the gap between an empty read and this wait.
-            if seen != stirs {
+            if self.client.position(lease).is_none_or(|at| at.stirs != stirs) {
                 return Poll::Ready(());
             }
             state.waiting.insert((lease.subscription.clone(), lease.lane), context.waker().clone());
@@ -128,24 +78,4 @@ impl Log for MemoryStore {
         })
         .await;
     }
-}
-
-/// A subscription may change its filter and ordering, not its log and lanes.
-fn refuse_other_shape(known: &Subscription, asked: &Subscription) -> Result<()> {
-    let refuse = |code: &'static str, message: String| Err(Error::new(ErrorKind::Conflict, "subscribe", code, message));
-    if known.log != asked.log {
-        let message = format!(
-            "subscription {} reads log {}, not {}; give the new one another name",
-            known.name, known.log, asked.log
-        );
-        return refuse("log_differs", message);
-    }
-    if known.lanes != asked.lanes {
-        let message = format!(
-            "subscription {} was made with {} lanes, not {}; lanes are fixed once created",
-            known.name, known.lanes, asked.lanes
-        );
-        return refuse("lanes_differ", message);
-    }
-    Ok(())
 }

@@ -5,17 +5,26 @@
 //! whose commit number lies between two snapshots, in `seq` order. With [`MemoryStore::begin`], `seq` is taken at the append
 //! and the commit number at the commit, exactly the trouble a database makes: a late commit shows up with a low `seq`.
 //!
-//! Leases run on the clock's monotonic time, stamps and due times on its wall time. There is no I/O and no wait inside, so every
-//! future is ready at once and cancel-safety is trivial.
+//! Like a database it has two sides. The *server* holds the state and changes it in atomic operations, each of which depends on what its
+//! caller had read. A *client* remembers how far it has read, and nothing else. Between the two a simulation may put a [`Wire`], which loses
+//! answers and executes calls late or twice.
+//!
+//! Leases run on the server's monotonic time, stamps and due times on its wall time. There is no I/O and, without a wire, no wait
+//! inside, so every future is ready at once and cancel-safety is trivial.
 
 mod append;
 mod apply;
+mod client;
 mod inspect;
+mod lanes;
 mod log;
+mod past;
 mod read;
 mod receive;
 mod settle;
 mod state;
+mod steer;
+mod wire;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,20 +35,26 @@ use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::migrate::Migrate;
 use crate::names::LogName;
+use client::Client;
 use state::State;
 
 pub use append::MemoryTransaction;
+pub use past::{Cursor, Snapshot, Standing};
+pub use wire::{Call, Wire};
 
 /// The one migration of a store without a schema, so that `up` and `down` have something to say.
 const MIGRATION: &str = "0001_memory";
 
-/// Events, subscriptions and the inbox in memory. Clones share one store; it comes migrated.
+/// Events, subscriptions and the inbox in memory. Clones share one store and what one client of it remembers; it comes migrated.
 #[derive(Clone)]
 pub struct MemoryStore {
-    shared: Arc<Shared>,
+    server: Arc<Server>,
+    client: Arc<Client>,
+    wire: Option<Arc<dyn Wire>>,
 }
 
-struct Shared {
+/// What would be the database: state that changes in atomic operations, by a clock of its own.
+struct Server {
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
 }
@@ -48,12 +63,19 @@ impl MemoryStore {
     /// An empty store with the logs `outbox` and `inbox`. Ids are made from `clock` and a counter, so a simulated clock makes
     /// them repeatable.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
-        Self { shared: Arc::new(Shared { clock, state: Mutex::new(State::migrated()) }) }
+        let server = Arc::new(Server { clock, state: Mutex::new(State::migrated()) });
+        Self { server, client: Arc::default(), wire: None }
+    }
+
+    /// The same store as another process sees it: nothing is remembered, and every call goes by the wire, if there is one.
+    #[must_use]
+    pub fn client(&self, wire: Option<Arc<dyn Wire>>) -> Self {
+        Self { server: self.server.clone(), client: Arc::default(), wire }
     }
 
     /// Makes another log; one that is there already stays as it is.
     pub fn create_log(&self, log: &LogName) -> Result<()> {
-        self.state("create_log")?.logs.entry(log.clone()).or_default();
+        self.server.state("create_log")?.data.logs.entry(log.clone()).or_default();
         Ok(())
     }
 
@@ -61,11 +83,13 @@ impl MemoryStore {
     pub fn begin(&self) -> MemoryTransaction {
         MemoryTransaction::new(self.clone())
     }
+}
 
+impl Server {
     /// The state, if the schema is there.
     fn state(&self, operation: &'static str) -> Result<MutexGuard<'_, State>> {
         let state = self.lock();
-        if state.migrated {
+        if state.data.migrated {
             return Ok(state);
         }
         Err(Error::new(
@@ -78,11 +102,7 @@ impl MemoryStore {
 
     /// The state, whatever it is. A panic while it was locked would have been ours and between two whole changes.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn clock(&self) -> &dyn Clock {
-        &*self.shared.clock
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -95,8 +115,8 @@ impl fmt::Debug for MemoryStore {
 #[async_trait]
 impl Migrate for MemoryStore {
     async fn up(&self) -> Result<Vec<String>> {
-        let mut state = self.lock();
-        if state.migrated {
+        let mut state = self.server.lock();
+        if state.data.migrated {
             return Ok(Vec::new());
         }
         *state = State::migrated();
@@ -104,8 +124,8 @@ impl Migrate for MemoryStore {
     }
 
     async fn down(&self) -> Result<Vec<String>> {
-        let mut state = self.lock();
-        if !state.migrated {
+        let mut state = self.server.lock();
+        if !state.data.migrated {
             return Ok(Vec::new());
         }
         *state = State::default();
@@ -113,7 +133,7 @@ impl Migrate for MemoryStore {
     }
 
     async fn validate(&self) -> Result<()> {
-        self.state("validate").map(drop)
+        self.server.state("validate").map(drop)
     }
 
     fn script(&self) -> String {

@@ -1,41 +1,59 @@
 //! Reading: the lane's window, and the delivery rows whose time has come.
 
 use std::collections::HashSet;
+use std::ops::Bound::{Excluded, Included};
 use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::state::{LogState, Reader};
-use crate::batch::{Batch, BatchLimit, Delivery};
+use super::state::{LogState, Reader, Window};
+use crate::batch::{Batch, BatchLimit, Delivery, Unreadable};
 use crate::event::{Event, Seq};
 use crate::names::Key;
 use crate::state::State as EventState;
 
+/// What one read of a window gave.
+#[derive(Default)]
+pub(super) struct Page {
+    pub(super) batch: Batch,
+    /// How far it read, if it gave anything.
+    pub(super) end: Option<i64>,
+    /// Which changes it has seen.
+    pub(super) stirs: u64,
+}
+
 impl Reader {
-    /// The next events of the lane's window; a window that is dealt with makes room for the next one.
-    pub(super) fn next_batch(&mut self, log: &LogState, lane: u16, limit: BatchLimit, now: Timestamp) -> Batch {
-        let due_in = self.due_in(lane, now);
-        loop {
-            let batch = self.read_window(log, lane, limit);
-            let of_lane = &self.lanes[usize::from(lane)];
-            let unsettled = of_lane.read > of_lane.settled;
-            if !batch.is_empty() || unsettled || !self.open_window(log, lane) {
-                return Batch { due_in, ..batch };
-            }
-        }
+    /// This lane's rows of a window.
+    pub(super) fn window(&self, log: &LogState, lane: u16, from: u64, to: u64) -> Window {
+        let mut seqs: Vec<i64> =
+            log.commits.range((Excluded(from), Included(to))).flat_map(|(_, seqs)| seqs).copied().collect();
+        seqs.retain(|seq| self.lane_of(&log.rows[seq].event) == lane);
+        seqs.sort_unstable();
+        Window { from, to, seqs }
     }
 
-    /// Reads on in the open window. Empty when nothing wanted is left in it.
-    fn read_window(&mut self, log: &LogState, lane: u16, limit: BatchLimit) -> Batch {
-        let of_lane = &self.lanes[usize::from(lane)];
-        let start = of_lane.window.partition_point(|seq| *seq <= of_lane.read);
-        let mut batch = Batch::default();
+    /// A read without events.
+    pub(super) fn nothing(&self, lane: u16, now: Timestamp) -> Page {
+        Page { batch: Batch { due_in: self.due_in(lane, now), ..Batch::default() }, ..Page::default() }
+    }
+
+    /// Reads on in a window. Empty when nothing wanted is left in it.
+    pub(super) fn page(
+        &self,
+        log: &LogState,
+        lane: u16,
+        window: &Window,
+        after: i64,
+        limit: BatchLimit,
+        now: Timestamp,
+    ) -> Page {
+        let Page { mut batch, .. } = self.nothing(lane, now);
         let mut room = Room::new(limit);
-        for seq in &of_lane.window[start..] {
-            let event = &log.rows[seq].event;
-            if !self.wants(event) {
-                continue;
-            }
+        let start = window.seqs.partition_point(|seq| *seq <= after);
+        for seq in &window.seqs[start..] {
+            // Pruned meanwhile, if somebody took it out.
+            let row = log.rows.get(seq).filter(|row| row.commit.is_some_and(|it| window.from < it && it <= window.to));
+            let Some(event) = row.map(|row| &row.event).filter(|event| self.wants(event)) else { continue };
             if !room.take(event) {
                 batch.more = true;
                 break;
@@ -50,29 +68,11 @@ impl Reader {
             batch.end = Some(Seq(*seq));
         }
         // The last batch of a window also covers what nobody wants behind it.
-        if let (Some(_), false, Some(last)) = (batch.end, batch.more, of_lane.window.last()) {
+        if let (Some(_), false, Some(last)) = (batch.end, batch.more, window.seqs.last()) {
             batch.end = Some(Seq(*last));
         }
-        if let Some(Seq(end)) = batch.end {
-            self.lanes[usize::from(lane)].read = end;
-        }
-        batch
-    }
-
-    /// Opens the window of everything committed since the last one; `false` if nothing was.
-    fn open_window(&mut self, log: &LogState, lane: u16) -> bool {
-        let from = self.lanes[usize::from(lane)].to;
-        let to = log.commit_last;
-        if from == to {
-            return false;
-        }
-        let mut window: Vec<i64> = log.commits.range(from + 1..=to).flat_map(|(_, seqs)| seqs).copied().collect();
-        window.retain(|seq| self.lane_of(&log.rows[seq].event) == lane);
-        window.sort_unstable();
-        let of_lane = &mut self.lanes[usize::from(lane)];
-        (of_lane.from, of_lane.to, of_lane.window) = (from, to, window);
-        (of_lane.settled, of_lane.read) = (0, 0);
-        true
+        let end = batch.end.map(|end| end.0);
+        Page { batch, end, stirs: 0 }
     }
 
     /// Rows whose time has come, in `seq` order; of each key the head and the events behind it, never with a gap.
@@ -97,18 +97,22 @@ impl Reader {
             if !ready {
                 continue;
             }
-            let event = &log.rows[&seq].event;
-            if !room.take(event) {
+            let (attempt, replay) = (row.attempts + 1, row.replays);
+            let placeholder = Delivery::placeholder(Seq(seq));
+            let (event, unreadable) = match log.rows.get(&seq) {
+                Some(found) => (found.event.clone(), None),
+                None => (Event { key: row.key.clone(), ..placeholder.event }, Some(Unreadable::missing())),
+            };
+            if !room.take(&event) {
                 break;
             }
-            let (attempt, replay) = (row.attempts + 1, row.replays);
-            batch.deliveries.push(Delivery { event: event.clone(), seq: Seq(seq), attempt, replay });
+            batch.push(Delivery { event, seq: Seq(seq), attempt, replay }, unreadable);
         }
         batch
     }
 
     /// How long until the first row of the lane is due.
-    fn due_in(&self, lane: u16, now: Timestamp) -> Option<Duration> {
+    pub(super) fn due_in(&self, lane: u16, now: Timestamp) -> Option<Duration> {
         self.deliveries()
             .filter(|(_, row)| row.lane == lane && matches!(row.state, EventState::Retrying | EventState::Scheduled))
             .filter(|(seq, row)| row.held_key().is_none_or(|key| self.head(key) == Some(*seq)))

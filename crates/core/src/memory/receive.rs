@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 
-use super::MemoryStore;
+use super::{MemoryStore, Server};
 use crate::error::Result;
 use crate::event::NewEvent;
 use crate::names::{LogName, SourceName};
@@ -21,7 +21,7 @@ const CONFLICTS_MAX: usize = 1_000;
 /// Which message: ids are unique per source and tenant.
 type Identity = (SourceName, Option<String>, String);
 
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct Inbox {
     seen: HashMap<Identity, (/* digest */ [u8; 32], /* when */ Timestamp)>,
     conflicts: Vec<Conflict>,
@@ -105,18 +105,30 @@ impl Receive for MemoryStore {
             return Ok(Vec::new());
         }
         inbound.iter().try_for_each(Inbound::validate)?;
-        let now = self.clock().now();
+        let (log, inbound) = (log.clone(), inbound.to_vec());
+        self.call("receive", None, move |server| server.receive(&log, &inbound)).await
+    }
+
+    async fn forget(&self, older_than: Duration) -> Result<u64> {
+        self.call("forget", None, move |server| server.forget(older_than)).await
+    }
+}
+
+impl Server {
+    fn receive(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        let now = self.clock.now();
         let mut state = self.state("receive")?;
-        let judged = Judged::of(&state.inbox, inbound);
+        let judged = Judged::of(&state.data.inbox, inbound);
         let rows = state.insert(log, &judged.events, now)?;
         let (ids, seqs): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
-        if let Some(log) = state.logs.get_mut(log) {
+        if let Some(log) = state.data.logs.get_mut(log) {
             log.commit(seqs);
         }
-        state.inbox.seen.extend(judged.fresh.into_iter().map(|(identity, digest)| (identity, (digest, now))));
+        state.data.inbox.seen.extend(judged.fresh.into_iter().map(|(identity, digest)| (identity, (digest, now))));
         for (identity, stored, refused) in judged.conflicts {
-            state.inbox.note_conflict(identity, stored, refused, now);
+            state.data.inbox.note_conflict(identity, stored, refused, now);
         }
+        state.flush();
         let wakers = if ids.is_empty() { Vec::new() } else { state.stir() };
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
@@ -127,16 +139,16 @@ impl Receive for MemoryStore {
             .collect())
     }
 
-    async fn forget(&self, older_than: Duration) -> Result<u64> {
-        let oldest_kept = self.clock().now().checked_sub(older_than).unwrap_or(Timestamp::MIN);
+    fn forget(&self, older_than: Duration) -> Result<u64> {
+        let oldest_kept = self.clock.now().checked_sub(older_than).unwrap_or(Timestamp::MIN);
         let mut state = self.state("forget")?;
-        let seen = &mut state.inbox.seen;
+        let seen = &mut state.data.inbox.seen;
         let old = seen.iter().filter(|(_, (_, at))| *at <= oldest_kept).map(|(identity, _)| identity.clone());
         let old: Vec<Identity> = old.take(FORGET_IDS_MAX).collect();
         for identity in &old {
             seen.remove(identity);
         }
-        state.inbox.conflicts.retain(|conflict| conflict.last_at > oldest_kept);
+        state.data.inbox.conflicts.retain(|conflict| conflict.last_at > oldest_kept);
         Ok(old.len() as u64)
     }
 }

@@ -2,55 +2,100 @@
 
 use jiff::Timestamp;
 
+use super::client::Position;
+use super::lanes::undone;
 use super::state::{DeliveryRow, Reader};
-use crate::batch::{Disposition, Entry, Settlement};
+use crate::batch::{Disposition, Settlement};
+use crate::error::Result;
 use crate::limits::ERROR_BYTES_MAX;
+use crate::names::Key;
 use crate::state::State as EventState;
 
+/// A settlement on its way to the server.
+pub(super) struct Write {
+    pub(super) place: Option<Place>,
+    pub(super) entries: Vec<EntryWrite>,
+    hold_keys: bool,
+}
+
+/// From where to where a settlement moves the position.
+pub(super) struct Place {
+    /// The window and the settled position that the client knows; `None`: it knows no window, so the store must have undone it.
+    known: Option<(u64, i64)>,
+    pub(super) position: i64,
+}
+
+pub(super) struct EntryWrite {
+    seq: i64,
+    key: Option<Key>,
+    attempts: u32,
+    replays: u32,
+    disposition: Disposition,
+}
+
+impl Write {
+    pub(super) fn of(settlement: &Settlement<'_>, at: Option<&Position>) -> Self {
+        let place = settlement.position.map(|position| Place {
+            known: at.map(|at| (at.window.to, at.settled)),
+            // Never over what was not given.
+            position: at.map_or(position.0, |at| position.0.min(at.read)),
+        });
+        let entries = settlement.entries.iter().map(|entry| EntryWrite {
+            seq: entry.delivery.seq.0,
+            key: entry.delivery.event.key.clone(),
+            attempts: entry.delivery.attempt - 1,
+            replays: entry.delivery.replay,
+            disposition: entry.disposition.clone(),
+        });
+        Self { place, entries: entries.collect(), hold_keys: settlement.hold_keys }
+    }
+}
+
 impl Reader {
-    /// Writes a settlement under a lease that was checked. Nothing in here can fail half-way.
-    pub(super) fn settle(&mut self, lane: u16, settlement: &Settlement<'_>, now: Timestamp) {
-        for entry in &settlement.entries {
-            self.settle_entry(lane, entry, settlement, now);
-        }
+    /// Writes a settlement under a lease that was checked: wholly or not at all.
+    pub(super) fn settle(&mut self, lane: u16, write: &Write, now: Timestamp) -> Result<()> {
         let of_lane = &mut self.lanes[usize::from(lane)];
-        if let Some(position) = settlement.position {
-            // Never back, and never over what was not given.
-            of_lane.settled = of_lane.settled.max(position.0.min(of_lane.read));
+        let before = of_lane.settled;
+        if let Some(Place { known, position }) = &write.place {
+            // After the store went back, the same number would pass events of another window, or rows that are gone.
+            let Some((_, settled)) = known.filter(|(to, _)| *to == of_lane.to) else { return Err(undone("settle")) };
+            if *position <= before {
+                // This very settlement was written, and its answer was lost. Its rows may have been dealt with since.
+                return Ok(());
+            }
+            if settled != before {
+                return Err(undone("settle"));
+            }
+            of_lane.settled = *position;
         }
-        if settlement.rewind {
-            of_lane.read = of_lane.settled;
+        let end = of_lane.settled;
+        for entry in &write.entries {
+            self.settle_entry(lane, entry, before < entry.seq && entry.seq <= end, write.hold_keys, now);
         }
         // Only now is it known who is still ahead of whom.
-        for key in settlement.entries.iter().filter_map(|entry| entry.delivery.event.key.as_ref()) {
+        for key in write.entries.iter().filter_map(|entry| entry.key.as_ref()) {
             self.release_head(key, now);
         }
+        Ok(())
     }
 
-    fn settle_entry(&mut self, lane: u16, entry: &Entry<'_>, settlement: &Settlement<'_>, now: Timestamp) {
-        let seq = entry.delivery.seq.0;
-        let row = match self.delivery(seq) {
+    /// `streams`: the event comes from the piece of the stream that this settlement moves over.
+    fn settle_entry(&mut self, lane: u16, entry: &EntryWrite, streams: bool, ordered: bool, now: Timestamp) {
+        let row = match self.delivery(entry.seq) {
             // A person's word stands: discarded stays discarded, dead is left only by a replay.
             Some(row) if !row.state.may_become(EventState::Dispatched) => return,
+            // Another attempt or a replay has been there since this one began.
+            Some(row) if (row.attempts, row.replays) != (entry.attempts, entry.replays) => return,
             Some(row) => row.clone(),
             // No row: either fresh from the stream, or a due row that vanished meanwhile.
-            None if self.is_streaming(lane, seq, settlement) => {
-                DeliveryRow::new(lane, entry.delivery.event.key.clone(), now)
-            }
+            None if streams => DeliveryRow::new(lane, entry.key.clone(), now),
             None => return,
         };
-        let row = DeliveryRow { ordered: settlement.hold_keys, updated_at: now, ..row };
+        let row = DeliveryRow { ordered, updated_at: now, ..row };
         match written(row, &entry.disposition, now) {
-            Some(row) => self.put(seq, row),
-            None => _ = self.take(seq),
+            Some(row) => self.put(entry.seq, row),
+            None => _ = self.take(entry.seq),
         }
-    }
-
-    /// Whether an event comes from the piece of the stream that this settlement moves over.
-    fn is_streaming(&self, lane: u16, seq: i64, settlement: &Settlement<'_>) -> bool {
-        let of_lane = &self.lanes[usize::from(lane)];
-        let end = settlement.position.map_or(0, |position| position.0).min(of_lane.read);
-        of_lane.settled < seq && seq <= end && of_lane.window.binary_search(&seq).is_ok()
     }
 }
 

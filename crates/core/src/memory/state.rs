@@ -20,20 +20,30 @@ use super::receive::Inbox;
 /// Everything, behind the one mutex.
 #[derive(Default)]
 pub(super) struct State {
-    pub(super) migrated: bool,
-    pub(super) logs: BTreeMap<LogName, LogState>,
-    pub(super) readers: BTreeMap<SubscriptionName, Reader>,
-    pub(super) inbox: Inbox,
-    /// Ids handed out so far: makes every id unique within one millisecond.
+    pub(super) data: Data,
+    /// What of `data` a crash would leave, where somebody wants to see a crash.
+    pub(super) durable: Option<Box<Data>>,
+    /// Rises each time the store went back to an earlier state: transactions begun before have been rolled back.
+    pub(super) incarnation: u64,
+    /// Ids handed out so far: makes every id unique within one millisecond. Never goes back.
     ids: u64,
     /// Rises with everything that may give a lane work; a lane compares it with what it saw at its last read.
     pub(super) stirs: u64,
     /// At most one waiting relay per lane.
-    pub(super) waiting: HashMap<(SubscriptionName, u16), Waker>,
+    pub(super) waiting: BTreeMap<(SubscriptionName, u16), Waker>,
+}
+
+/// What a database would keep in its tables.
+#[derive(Clone, Default)]
+pub(super) struct Data {
+    pub(super) migrated: bool,
+    pub(super) logs: BTreeMap<LogName, LogState>,
+    pub(super) readers: BTreeMap<SubscriptionName, Reader>,
+    pub(super) inbox: Inbox,
 }
 
 /// One log.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct LogState {
     pub(super) rows: BTreeMap<i64, Row>,
     /// Which `seq`s each commit made visible: what a window is opened from.
@@ -44,12 +54,14 @@ pub(super) struct LogState {
 }
 
 /// One event; invisible until its transaction has committed.
+#[derive(Clone)]
 pub(super) struct Row {
     pub(super) event: Event,
     pub(super) commit: Option<u64>,
 }
 
 /// One subscription with its lanes and delivery rows.
+#[derive(Clone)]
 pub(super) struct Reader {
     pub(super) subscription: Subscription,
     pub(super) lanes: Vec<Lane>,
@@ -61,8 +73,8 @@ pub(super) struct Reader {
     holding: HashMap<Key, BTreeSet<i64>>,
 }
 
-/// One lane: a window, how far it is read and settled, and who drives it.
-#[derive(Default)]
+/// One lane: its window, how far it is settled, and who drives it. How far it is read, only its reader knows.
+#[derive(Clone, Default)]
 pub(super) struct Lane {
     pub(super) epoch: Epoch,
     pub(super) owner: Option<OwnerId>,
@@ -70,13 +82,16 @@ pub(super) struct Lane {
     /// The window: rows with `from < commit <= to`.
     pub(super) from: u64,
     pub(super) to: u64,
-    /// This lane's rows of the window, in `seq` order.
-    pub(super) window: Vec<i64>,
     /// Every row of the window up to here is dealt with.
     pub(super) settled: i64,
-    /// Every row of the window up to here was given to the holder of the lease; never below `settled`.
-    pub(super) read: i64,
-    pub(super) stirs_seen: u64,
+}
+
+/// A lane's rows with `from < commit <= to`.
+pub(super) struct Window {
+    pub(super) from: u64,
+    pub(super) to: u64,
+    /// In `seq` order.
+    pub(super) seqs: Vec<i64>,
 }
 
 /// An event that left the stream.
@@ -97,7 +112,7 @@ pub(super) struct DeliveryRow {
     pub(super) updated_at: Timestamp,
 }
 
-impl State {
+impl Data {
     pub(super) fn migrated() -> Self {
         let logs = [LogName::outbox(), LogName::inbox()].map(|name| (name, LogState::default()));
         Self { migrated: true, logs: logs.into(), ..Self::default() }
@@ -148,6 +163,19 @@ impl State {
         let message = format!("there is no subscription {name}; known: {}", known.join(", "));
         Error::new(ErrorKind::NotFound, operation, "subscription_unknown", message)
     }
+}
+
+impl State {
+    pub(super) fn migrated() -> Self {
+        Self { data: Data::migrated(), ..Self::default() }
+    }
+
+    /// Everything so far is on disk.
+    pub(super) fn flush(&mut self) {
+        if let Some(durable) = &mut self.durable {
+            **durable = self.data.clone();
+        }
+    }
 
     /// A UUIDv7 from the time and a counter.
     pub(super) fn next_id(&mut self, now: Timestamp) -> EventId {
@@ -162,7 +190,7 @@ impl State {
     #[must_use]
     pub(super) fn stir(&mut self) -> Vec<Waker> {
         self.stirs += 1;
-        self.waiting.drain().map(|(_, waker)| waker).collect()
+        std::mem::take(&mut self.waiting).into_values().collect()
     }
 }
 

@@ -153,6 +153,7 @@ impl Lane {
         };
         match answer {
             Ok(Ok(outcomes)) => {
+                self.works("apply");
                 shared.apply_in_time();
                 Ok(outcomes)
             }
@@ -160,7 +161,7 @@ impl Lane {
                 shared.metrics.add(&shared.metrics.stale_writes, 1);
                 Err(error)
             }
-            Ok(Err(error)) if shared.store_failed(&error) => {
+            Ok(Err(error)) if self.failed("apply", &error) => {
                 shared.clock.sleep(shared.store_backoff(1)).await;
                 Err(dropped("the transaction's end is unknown"))
             }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Batch, Disposition, Key, Result};
+use postbox_core::{Batch, Delivery, Disposition, Key, Result, Unreadable};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
@@ -105,6 +105,13 @@ impl Lane {
         self.late.adopt(late, places.map(|(place, _)| batch.deliveries[*place].seq), weigh(batch));
     }
 
+    /// An event that cannot be read can never be sent. Its key goes on: nothing of it is known that others must wait for.
+    fn close_unreadable(&self, verdicts: &mut Verdicts, index: usize, delivery: &Delivery, why: &Unreadable) {
+        let disposition = why.disposition();
+        self.shared.record(delivery, &disposition);
+        verdicts.put_aside(index, disposition);
+    }
+
     /// A person may have made a row due whose call is still in flight: it is not sent beside itself.
     fn plan_due(&self, batch: &Batch) -> Verdicts {
         let mut verdicts = Verdicts::new(batch.deliveries.len());
@@ -114,6 +121,8 @@ impl Lane {
             if self.late.holds(delivery.seq) {
                 waiting.extend(key);
                 verdicts.put_aside(index, self.in_flight());
+            } else if let Some(why) = batch.unreadable.get(&delivery.seq) {
+                self.close_unreadable(&mut verdicts, index, delivery, why);
             } else if !waiting.is_empty() && key.is_some_and(|key| waiting.contains(key)) {
                 verdicts.put_aside(index, Disposition::Block);
             }
@@ -121,7 +130,7 @@ impl Lane {
         verdicts
     }
 
-    /// Puts aside what does not go out with its batch: discarded events, later times, held keys.
+    /// Puts aside what does not go out with its batch: discarded and unreadable events, later times, held keys.
     ///
     /// No clock is asked: an event with a later time than its append goes to the store, whose clock decides, so that a
     /// wrong clock here can neither hurry nor delay it.
@@ -133,6 +142,8 @@ impl Lane {
             let event = &delivery.event;
             if anything_discarded && batch.discarded.contains(&delivery.seq) {
                 verdicts.put_aside(index, Disposition::Discarded);
+            } else if let Some(why) = batch.unreadable.get(&delivery.seq) {
+                self.close_unreadable(&mut verdicts, index, delivery, why);
             } else if let Some(at) = event.deliver_at.filter(|at| *at > event.created_at) {
                 verdicts.put_aside(index, Disposition::Schedule { at });
             } else if anything_held

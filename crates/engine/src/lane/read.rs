@@ -198,7 +198,7 @@ impl Lane {
     pub(super) async fn due_once(&self, limit: BatchLimit, probe: bool, round: &CancellationToken) -> Result<Due> {
         self.alarm.wind(self.shared.clock.monotonic());
         let lease = &self.held.lease;
-        let Some(batch) = self.repeat(round, || self.shared.log.due(lease, limit)).await? else {
+        let Some(batch) = self.repeat("due", round, || self.shared.log.due(lease, limit)).await? else {
             return Ok(Due::default());
         };
         self.note_due(&batch);
@@ -241,11 +241,12 @@ impl Lane {
         // Never dropped half-way, for the same reason.
         match self.shared.log.next_batch(&self.held.lease, limit).await {
             Ok(batch) => {
+                self.works("next_batch");
                 self.note_due(&batch);
                 self.shared.metrics.add(&self.shared.metrics.fetched, batch.deliveries.len());
                 Ok(Some(Arc::new(batch)))
             }
-            Err(error) if self.shared.store_failed(&error) => {
+            Err(error) if self.failed("next_batch", &error) => {
                 self.unsure.store(true, Ordering::Release);
                 Ok(None)
             }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use postbox_core::{Batch, Disposition, Result, Settlement};
+use postbox_core::{Batch, Disposition, Error, Result, Settlement};
 use tokio_util::sync::CancellationToken;
 
 use super::Lane;
@@ -20,14 +20,14 @@ impl Lane {
         let mut failures = 0;
         loop {
             let error = match shared.log.settle(&self.held.lease, settlement.clone()).await {
-                Ok(()) => break,
+                Ok(()) => break self.works("settle"),
                 Err(error) => error,
             };
             if error.is_stale() {
                 shared.metrics.add(&shared.metrics.stale_writes, 1);
                 return Err(error);
             }
-            if !shared.store_failed(&error) {
+            if !self.failed("settle", &error) {
                 return Err(error);
             }
             failures += 1;
@@ -82,17 +82,31 @@ impl Lane {
         self.settle(Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys }).await
     }
 
+    /// Takes note of a failed call; whether it is worth repeating.
+    pub(super) fn failed(&self, operation: &'static str, error: &Error) -> bool {
+        self.shared.lane_failed(self.held.lease.lane, operation, error)
+    }
+
+    /// Takes note of a call that succeeded.
+    pub(super) fn works(&self, operation: &'static str) {
+        self.shared.metrics.lane_works(self.held.lease.lane, operation);
+    }
+
     /// Repeats a read while the store is down; `None` when `round` ended first.
     pub(super) async fn repeat<T, F: Future<Output = Result<T>>>(
         &self,
+        operation: &'static str,
         round: &CancellationToken,
         mut read: impl FnMut() -> F,
     ) -> Result<Option<T>> {
         let mut failures = 0;
         while !round.is_cancelled() {
             match read().await {
-                Ok(answer) => return Ok(Some(answer)),
-                Err(error) if self.shared.store_failed(&error) => {
+                Ok(answer) => {
+                    self.works(operation);
+                    return Ok(Some(answer));
+                }
+                Err(error) if self.failed(operation, &error) => {
                     failures += 1;
                     self.pause(self.shared.store_backoff(failures), round).await;
                 }

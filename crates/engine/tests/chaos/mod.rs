@@ -171,9 +171,15 @@ impl Log for ChaosLog {
         self.back(self.inner.subscribe(subscription).await).await
     }
 
-    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
         self.there(None).await?;
-        self.back(self.inner.acquire(subscription, owner, ttl).await).await
+        self.back(self.inner.acquire(subscription, owner, held, ttl).await).await
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {

@@ -107,6 +107,16 @@ impl Measures {
         for (subscription, snapshot) in &snapshots {
             family.count(&[("subscription", subscription)], snapshot.lanes_held);
         }
+        let help =
+            "When a lane began to fail at every read or settlement, in seconds since 1970; not there while it works.";
+        let mut family = page.family("postbox_lane_failing_since_seconds", Kind::Gauge, help);
+        for part in &self.parts {
+            for failing in part.relay.failing_lanes() {
+                let lane = failing.lane.to_string();
+                let labels = [("subscription", part.name.as_str()), ("lane", &lane), ("code", &failing.code)];
+                family.count(&labels, failing.since.as_second().unsigned_abs());
+            }
+        }
         let help = "How the destination stands: 0 answers, 1 is being asked again, 2 does not answer.";
         let mut family = page.family("postbox_breaker_state", Kind::Gauge, help);
         for part in &self.parts {

@@ -3,6 +3,8 @@
 
 use std::fmt::Write as _;
 
+use crate::visible::neutralise;
+
 /// What a number means.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Kind {
@@ -58,9 +60,10 @@ impl Family<'_> {
     }
 }
 
-/// Backslash, quote and line feed are the three characters that the format gives a meaning.
+/// Backslash, quote and line feed are the three characters that the format gives a meaning. Who appends chooses topics, and must not be able to hide one on
+/// the page or in a terminal.
 fn escape(text: &str) -> String {
-    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+    neutralise(text, |c| c == '\n').replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]
@@ -73,7 +76,8 @@ mod tests {
         let mut family = page.family("a_total", Kind::Counter, "What is\ncounted.");
         family.count(&[("topic", "a\"b\\c\nd"), ("code", "x")], 3);
         family.sample(&[], 0.25);
-        let expected = "# HELP a_total What is\\ncounted.\n# TYPE a_total counter\na_total{topic=\"a\\\"b\\\\c\\nd\",code=\"x\"} 3\na_total 0.25\n";
+        family.count(&[("topic", "x\u{202e}y\u{1b}")], 1);
+        let expected = "# HELP a_total What is\\ncounted.\n# TYPE a_total counter\na_total{topic=\"a\\\"b\\\\c\\nd\",code=\"x\"} 3\na_total 0.25\na_total{topic=\"x\\\\u{202e}y\\\\u{1b}\"} 1\n";
         assert_eq!(page.finish(), expected);
     }
 }

@@ -74,7 +74,7 @@ pub async fn concurrent_subscribing_is_fine(fixture: &dyn StoreFixture) {
 /// Nobody can drive what was not declared.
 pub async fn acquiring_needs_a_subscription(fixture: &dyn StoreFixture) {
     let store = fixture.store();
-    let result = store.acquire(&named("nobody"), &owner("one"), LONG).await;
+    let result = store.acquire(&named("nobody"), &owner("one"), &[], LONG).await;
     refused(result, ErrorKind::NotFound, "subscription_unknown");
 }
 

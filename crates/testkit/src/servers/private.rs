@@ -128,6 +128,17 @@ impl PrivatePostgres {
         self.stop("INT");
     }
 
+    /// Lets it come back as a standby that has no primary: everything can be read and nothing written until `pg_promote()`.
+    ///
+    /// # Panics
+    ///
+    /// If its folder cannot be written to.
+    pub async fn restart_as_standby(&mut self) {
+        self.stop_fast();
+        std::fs::write(self.cluster.data().join("standby.signal"), "").expect("its folder is ours");
+        self.start().await;
+    }
+
     /// SIGKILL to the first process; the others notice and end.
     pub fn kill(&mut self) {
         self.stop("KILL");

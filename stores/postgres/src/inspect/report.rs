@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Conflict, Error, EventId, Filter, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, SourceName, State,
-    Stats, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern, TopicStats,
+    Conflict, Error, EventId, Filter, Key, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, SourceName,
+    State, Stats, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern, TopicStats,
 };
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
@@ -12,7 +12,7 @@ use tokio_postgres::{Client, Row};
 use super::is_unread;
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::decode::{EVENT_COLUMNS, Stored, event_columns, stored};
+use crate::decode::{EVENT_COLUMNS, Raw, Stored, event_columns, stored};
 use crate::log::{fitting, is_paused};
 use crate::session::{COMMIT, Session};
 
@@ -34,13 +34,17 @@ ORDER BY s.name, n.lane"
 macro_rules! standing {
     () => {
         concat!(
+            // And every row whose event somebody deleted from the log.
             "SELECT l.seq, l.topic, l.created_at, coalesce(d.state, CASE WHEN ",
             is_unread!(),
             " THEN 'pending' ELSE 'dispatched' END) AS state
   FROM {log} AS l
   JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % $2
   LEFT JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = l.seq
-  WHERE d.seq IS NOT NULL OR (($3::text[] IS NULL OR l.topic LIKE ANY ($3)) AND ($4::text IS NULL OR l.tenant = $4))"
+  WHERE d.seq IS NOT NULL OR (($3::text[] IS NULL OR l.topic LIKE ANY ($3)) AND ($4::text IS NULL OR l.tenant = $4))
+  UNION ALL
+  SELECT d.seq, '', d.updated_at, d.state
+  FROM {s}.delivery AS d WHERE d.subscription = $1 AND NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = d.seq)"
         )
     };
 }
@@ -59,7 +63,7 @@ topic AS MATERIALIZED (
     count(*) FILTER (WHERE state = 'scheduled') AS scheduled,
     count(*) FILTER (WHERE state = 'dead') AS dead,
     count(*) FILTER (WHERE state = 'discarded') AS discarded,
-    min(created_at) FILTER (WHERE state IN ('pending', 'retrying', 'blocked', 'scheduled')) AS oldest
+    min(created_at) FILTER (WHERE state IN ('pending', 'retrying', 'blocked', 'scheduled') AND isfinite(created_at)) AS oldest
   FROM standing GROUP BY topic)
 (SELECT NULL::text AS topic, coalesce(sum(total), 0)::bigint, coalesce(sum(pending), 0)::bigint, coalesce(sum(retrying), 0)::bigint,
   coalesce(sum(blocked), 0)::bigint, coalesce(sum(scheduled), 0)::bigint, coalesce(sum(dead), 0)::bigint, coalesce(sum(discarded), 0)::bigint,
@@ -67,7 +71,7 @@ topic AS MATERIALIZED (
 FROM topic)
 UNION ALL
 (SELECT topic, total, pending, retrying, blocked, scheduled, dead, discarded,
-  (extract(epoch FROM clock_timestamp() - oldest) * 1000000)::bigint
+  (extract(epoch FROM clock_timestamp() - coalesce(oldest, clock_timestamp())) * 1000000)::bigint
 FROM topic WHERE pending > 0 ORDER BY pending DESC, topic LIMIT 100)"
 );
 
@@ -78,7 +82,7 @@ macro_rules! record_columns {
             event_columns!(),
             ", coalesce(d.state, CASE WHEN ",
             is_unread!(),
-            " THEN 'pending' ELSE 'dispatched' END), coalesce(d.attempts, 0), coalesce(d.replays, 0), d.due_at, d.code, d.error, d.updated_at"
+            " THEN 'pending' ELSE 'dispatched' END), coalesce(d.attempts, 0), coalesce(d.replays, 0), d.due_at, d.code, d.error, d.updated_at, d.seq, d.key"
         )
     };
 }
@@ -88,7 +92,7 @@ const RECORD_LIST_ROWS: &str = concat!(
     "SELECT ",
     record_columns!(),
     " FROM {s}.delivery AS d
-JOIN {log} AS l ON l.seq = d.seq
+LEFT JOIN {log} AS l ON l.seq = d.seq
 JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
 WHERE d.subscription = $2 AND d.state = $3 AND d.seq > $4 AND ($5::text IS NULL OR l.topic LIKE $5) AND ($6::text IS NULL OR d.code = $6)
 ORDER BY d.seq LIMIT $7"
@@ -220,7 +224,7 @@ impl PostgresStore {
         for row in &rows {
             let count = |column: usize| row.get::<_, i64>(column).unsigned_abs();
             let oldest = row.get::<_, Option<i64>>(8).map(|micros| Duration::from_micros(micros.max(0).unsigned_abs()));
-            match row.get::<_, Option<String>>(0) {
+            match row.get::<_, Option<Raw<'_>>>(0).map(|topic| String::from_utf8_lossy(topic.0).into_owned()) {
                 Some(topic) => {
                     stats.topics.push(TopicStats {
                         topic,
@@ -252,7 +256,7 @@ impl PostgresStore {
             let reading = self.look_up("list", client, &query.subscription).await?;
             let inline = i32::try_from(LIST_PAYLOAD_BYTES_MAX / LIST_RECORDS_MAX).unwrap_or(i32::MAX);
             let state = query.state.as_str();
-            let after = query.after.map_or(0, |seq| seq.0);
+            let after = query.after.map_or(i64::MIN, |seq| seq.0);
             let topic = query.topic.as_ref().map(TopicPattern::to_like);
             let limit = query.limit.clamp(1, LIST_RECORDS_MAX) as i64;
             let lanes = i32::from(reading.lanes);
@@ -305,7 +309,7 @@ impl PostgresStore {
         rows: &[Row],
     ) -> Result<Vec<Record>> {
         let failed = |error: tokio_postgres::Error| classify(operation, &error);
-        let mut events = rows.iter().map(stored).collect::<Result<Vec<Stored>, _>>().map_err(failed)?;
+        let mut events = rows.iter().map(stored_of_record).collect::<Result<Vec<Stored>, _>>().map_err(failed)?;
         let limit = postbox_core::BatchLimit { events: LIST_RECORDS_MAX, payload_bytes: LIST_PAYLOAD_BYTES_MAX };
         events.truncate(fitting(&events, limit));
         self.fill_payloads(client, log, &mut events).await?;
@@ -313,7 +317,18 @@ impl PostgresStore {
     }
 }
 
+/// A record's event, or what stands for one that is no longer in the log.
+fn stored_of_record(row: &Row) -> Result<Stored, tokio_postgres::Error> {
+    if row.try_get::<_, Option<i64>>(0)?.is_some() {
+        return stored(row);
+    }
+    let key = row.try_get::<_, Option<String>>(EVENT_COLUMNS + 8).ok().flatten();
+    Ok(Stored::missing(row.try_get(EVENT_COLUMNS + 7)?, key.map(Key::from_stored)))
+}
+
 fn record(stored: Stored, row: &Row) -> Result<Record> {
+    // What a relay wrote down of it stands; before that, what is wrong with it is said here.
+    let (code, error) = stored.unreadable.map(|why| (why.code.into_owned(), why.error)).unzip();
     let column = |offset: usize| EVENT_COLUMNS + offset;
     let count = |offset: usize| row.get::<_, i32>(column(offset)).unsigned_abs();
     Ok(Record {
@@ -322,9 +337,9 @@ fn record(stored: Stored, row: &Row) -> Result<Record> {
         state: row.get::<_, &str>(column(0)).parse::<State>().map_err(|error: Error| error)?,
         attempts: count(1),
         replays: count(2),
-        due_at: row.get(column(3)),
-        code: row.get(column(4)),
-        error: row.get(column(5)),
+        due_at: row.try_get(column(3)).ok().flatten(),
+        code: row.get::<_, Option<String>>(column(4)).or(code),
+        error: row.get::<_, Option<String>>(column(5)).or(error),
         updated_at: row.get(column(6)),
     })
 }

@@ -22,12 +22,14 @@ const LANE_LOCK: &str = "SELECT FROM {s}.lane WHERE subscription = $1 ORDER BY l
 
 /// The delivery rows a person means, oldest first. `$2` topic, `$3` code, `$4` after, `$5` limit, `$6` ids.
 ///
+/// Rows whose event somebody deleted from the log are meant too, unless a topic is asked for.
+///
 /// A walk of the primary key from `$4`, a few rows of the log by its primary key for their topics; no lock, so it may be long. With ids: the log's
 /// unique id, then the primary key; fenced, or the order of the result would make the planner walk all rows for a few.
 macro_rules! chosen {
     (walk, $states:expr) => {
         concat!(
-            "SELECT d.seq FROM {s}.delivery AS d JOIN {log} AS l ON l.seq = d.seq
+            "SELECT d.seq FROM {s}.delivery AS d LEFT JOIN {log} AS l ON l.seq = d.seq
   WHERE d.subscription = $1 AND d.seq > $4 AND ",
             $states,
             " AND ($2::text IS NULL OR l.topic LIKE $2) AND ($3::text IS NULL OR d.code = $3)
@@ -134,6 +136,17 @@ marks AS (
   WHERE s.log = $2 AND d.subscription = s.id AND d.seq = old.seq)
 DELETE FROM {log} AS l USING old WHERE l.seq = old.seq"
 );
+
+/// Deletes rows of events that somebody deleted from the log, once they are closed and as old as the events to be pruned. Indexes:
+/// `delivery_missing`, the log's primary key. Locks the rows.
+const DELIVERY_PRUNE_MISSING: &str = "
+DELETE FROM {s}.delivery AS d USING (
+  SELECT m.subscription, m.seq FROM {s}.subscription AS s JOIN {s}.delivery AS m ON m.subscription = s.id
+  WHERE s.log = $2 AND m.code = 'event_missing' AND m.state IN ('dead', 'discarded')
+    AND m.updated_at <= statement_timestamp() - $1 * interval '1 microsecond'
+    AND NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = m.seq)
+  LIMIT 1000 FOR UPDATE OF m SKIP LOCKED) AS gone
+WHERE d.subscription = gone.subscription AND d.seq = gone.seq";
 
 /// Whether a log exists and has readers: one without any is not pruned, because nobody has passed it. Reads two small tables.
 const LOG_HAS_READERS: &str = "
@@ -256,7 +269,9 @@ impl PostgresStore {
             }
             let age_micros = micros(older_than);
             let params: [(&(dyn ToSql + Sync), Type); 2] = [(&age_micros, Type::INT8), (&log.as_str(), Type::TEXT)];
-            client.execute_typed(&self.schema().log_sql(LOG_PRUNE, log), &params).await.map_err(failed)
+            let events = client.execute_typed(&self.schema().log_sql(LOG_PRUNE, log), &params).await.map_err(failed)?;
+            let missing = self.schema().log_sql(DELIVERY_PRUNE_MISSING, log);
+            Ok(events + client.execute_typed(&missing, &params).await.map_err(failed)?)
         })
         .await
     }

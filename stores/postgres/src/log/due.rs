@@ -9,12 +9,13 @@ use tokio_postgres::{Client, Row};
 use super::page::{Shared, fitting};
 use super::subscribe::Reading;
 use crate::PostgresStore;
-use crate::classify::classify;
+use crate::classify::{classify, told_damage};
 use crate::decode::{EVENT_COLUMNS, Stored, event_columns, stored};
 use crate::session::COMMIT;
 
 /// The heads whose time has come, each with what is blocked behind it. Indexes: `delivery_due` for the heads, `delivery_held` for what is
-/// behind them, then primary keys. No lock.
+/// behind them, then primary keys. No lock. A row whose event is gone comes too: it must be closed, or
+/// it would be the head of its key for ever.
 ///
 /// A keyed row is a head only if nothing of its key comes before it: one probe each, instead of comparing every row with every other.
 /// `statement_timestamp()` and not `clock_timestamp()`, because only a stable function can bound an index scan; nothing is waited for here.
@@ -35,10 +36,10 @@ member AS MATERIALIZED (
 SELECT ",
     event_columns!(),
     ", d.attempts, d.replays, d.holds, m.is_head,
-  d.state = 'blocked' OR (d.state = 'retrying' AND coalesce(d.due_at <= statement_timestamp(), true))
+  d.state = 'blocked' OR (d.state = 'retrying' AND coalesce(d.due_at <= statement_timestamp(), true)), m.seq, d.key
 FROM (SELECT * FROM member ORDER BY seq LIMIT $2) AS m
 JOIN {s}.delivery AS d ON d.subscription = $4 AND d.seq = m.seq
-JOIN {log} AS l ON l.seq = m.seq
+LEFT JOIN {log} AS l ON l.seq = m.seq
 ORDER BY m.seq"
 );
 
@@ -54,13 +55,23 @@ impl PostgresStore {
     pub(crate) async fn read_due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let reading = self.reading("due", &lease.subscription).await?;
         let session = self.session("due").await?;
-        let batch = self.read_due_on(session.client(), lease, &reading, limit).await;
+        let mut shared = Shared::new(lease, &reading, limit);
+        let mut batch = self.read_due_on(session.client(), lease, &reading, &shared).await;
+        if batch.as_ref().is_err_and(told_damage) {
+            shared.leave_payloads_behind();
+            batch = self.read_due_on(session.client(), lease, &reading, &shared).await;
+        }
         session.finish();
         batch
     }
 
-    async fn read_due_on(&self, client: &Client, lease: &Lease, reading: &Reading, limit: BatchLimit) -> Result<Batch> {
-        let shared = Shared::new(lease, reading, limit);
+    async fn read_due_on(
+        &self,
+        client: &Client,
+        lease: &Lease,
+        reading: &Reading,
+        shared: &Shared<'_>,
+    ) -> Result<Batch> {
         let sql = self.schema().log_sql(DELIVERY_READ_DUE, &reading.log);
         let mut params: Vec<(&(dyn ToSql + Sync), Type)> = shared.params();
         params.truncate(3);
@@ -81,13 +92,20 @@ impl PostgresStore {
         ready.truncate(fitting(&ready, shared.limit));
         self.fill_payloads(client, &reading.log, &mut ready).await?;
         let exceptions = self.exceptions(client, lease, reading, left, i64::MAX).await?;
-        let deliveries = ready.into_iter().map(|stored| stored.delivery).collect();
-        Ok(Batch { deliveries, due_in: exceptions.due_in, ..Batch::default() })
+        let mut batch = Batch { due_in: exceptions.due_in, ..Batch::default() };
+        ready.into_iter().for_each(|stored| batch.push(stored.delivery, stored.unreadable));
+        Ok(batch)
     }
 }
 
 fn waiting(row: &Row) -> Result<Waiting, tokio_postgres::Error> {
-    let mut stored = stored(row)?;
+    let mut stored = match row.try_get::<_, Option<i64>>(0)? {
+        Some(_) => stored(row)?,
+        None => {
+            let key = row.try_get::<_, Option<String>>(EVENT_COLUMNS + 6).ok().flatten();
+            Stored::missing(row.try_get(EVENT_COLUMNS + 5)?, key.map(Key::from_stored))
+        }
+    };
     let attempts: i32 = row.try_get(EVENT_COLUMNS)?;
     let replays: i32 = row.try_get(EVENT_COLUMNS + 1)?;
     stored.delivery.attempt = attempts.unsigned_abs() + 1;

@@ -2,14 +2,15 @@
 
 use std::time::Duration;
 
-use postbox_core::{Acquired, Error, Lease, OwnerId, Pause, Result, SubscriptionName};
+use postbox_core::{Acquired, Error, ErrorKind, Lease, OwnerId, Pause, Result, SubscriptionName};
 use tokio_postgres::Client;
+use tokio_postgres::error::SqlState;
 use tokio_postgres::types::{ToSql, Type};
 
 use super::micros;
 use super::reader::missed;
 use crate::PostgresStore;
-use crate::classify::classify;
+use crate::classify::{classify, cursor_foreign};
 
 /// True while the subscription `s` is paused, by the database's clock.
 macro_rules! is_paused {
@@ -19,28 +20,54 @@ macro_rules! is_paused {
 }
 pub(crate) use is_paused;
 
+/// True from `$until` on, and where it lies further ahead than `$ttl`: then it was written before the clock went back. By more than a second:
+/// less is a time server's correction, for which nobody shall lose a living lease.
+macro_rules! is_over {
+    ($until:literal, $ttl:literal) => {
+        concat!(
+            "(",
+            $until,
+            " <= clock_timestamp() OR ",
+            $until,
+            " > clock_timestamp() + interval '1 second' + ",
+            $ttl,
+            " * interval '1 microsecond')"
+        )
+    };
+}
+
 /// Counts `owner` as alive for `$3` and takes out who has been gone for an hour. Index: primary key of `replica`. Locks the row.
 const REPLICA_BEAT: &str = "
 WITH gone AS (DELETE FROM {s}.replica WHERE subscription = $1 AND owner <> $2 AND alive_until < clock_timestamp() - interval '1 hour')
-INSERT INTO {s}.replica (subscription, owner, alive_until) VALUES ($1, $2, clock_timestamp() + $3 * interval '1 microsecond')
-ON CONFLICT (subscription, owner) DO UPDATE SET alive_until = excluded.alive_until";
+INSERT INTO {s}.replica (subscription, owner, alive_until, alive_ttl) VALUES ($1, $2, clock_timestamp() + $3 * interval '1 microsecond', $3)
+ON CONFLICT (subscription, owner) DO UPDATE SET alive_until = excluded.alive_until, alive_ttl = excluded.alive_ttl";
 
-/// Whether the subscription is paused, and how many relays are alive. Indexes: primary keys.
-const SUBSCRIPTION_PAUSE: &str = concat!(
+/// Whether the subscription is paused, how many relays are alive, and what is wrong with its lanes: how many are not there, and whether a cursor
+/// is one of another cluster. Indexes: primary keys.
+const SUBSCRIPTION_STATE: &str = concat!(
     "SELECT s.paused_by, s.paused_why, s.paused_until,
-  (SELECT count(*) FROM {s}.replica AS r WHERE r.subscription = s.id AND r.alive_until > clock_timestamp()), ",
+  (SELECT count(*) FROM {s}.replica AS r WHERE r.subscription = s.id AND NOT ",
+    is_over!("r.alive_until", "r.alive_ttl"),
+    "), ",
     is_paused!(),
-    " FROM {s}.subscription AS s WHERE s.id = $1"
+    ", s.revision, s.lanes - (SELECT count(*) FROM {s}.lane AS l WHERE l.subscription = s.id),
+  EXISTS (SELECT FROM {s}.lane AS l WHERE l.subscription = s.id AND l.cluster <> {s}.cluster_id())
+FROM {s}.subscription AS s WHERE s.id = $1"
 );
 
-/// Takes the first free lane. Index: primary key of `lane`. Locks the one row; lanes locked by somebody else are passed over.
+/// Takes the first free lane, or one that is ours without the caller knowing it: the answer to its grant was lost. Index: primary key of `lane`.
+/// Locks the one row; lanes locked by somebody else are passed over.
 ///
-/// `clock_timestamp()`, not `now()`: the transaction may have waited, and a lease counts from the grant.
+/// `clock_timestamp()`, not `now()`: the transaction may have waited, and a lease counts from the grant. A cursor of another cluster is not
+/// granted; [`SUBSCRIPTION_STATE`] says so.
 const LANE_ACQUIRE: &str = concat!(
-    "UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond'
+    "UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3
 WHERE subscription = $1 AND lane = (
   SELECT l.lane FROM {s}.lane AS l
-  WHERE l.subscription = $1 AND (l.lease_until IS NULL OR l.lease_until <= clock_timestamp())
+  WHERE l.subscription = $1 AND l.cluster = {s}.cluster_id()
+    AND (l.lease_until IS NULL OR ",
+    is_over!("l.lease_until", "l.lease_ttl"),
+    " OR (l.owner = $2 AND l.lane <> ALL ($4::smallint[])))
     AND NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND ",
     is_paused!(),
     ")
@@ -60,7 +87,7 @@ WHERE l.subscription = $1 AND l.owner = $2 AND l.xmin = pg_current_xact_id()::xi
 
 /// Holds the lane, unless it was lost or the subscription is paused. Index: primary key. Locks the row.
 const LANE_RENEW: &str = concat!(
-    "UPDATE {s}.lane SET lease_until = clock_timestamp() + $4 * interval '1 microsecond'
+    "UPDATE {s}.lane SET lease_until = clock_timestamp() + $4 * interval '1 microsecond', lease_ttl = $4
 WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
   AND NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND ",
     is_paused!(),
@@ -73,34 +100,65 @@ const LANE_RELEASE: &str = "
 UPDATE {s}.lane SET lease_until = NULL WHERE subscription = $1 AND lane = $2 AND epoch = $3";
 
 impl PostgresStore {
-    pub(crate) async fn take_lane(&self, name: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
+    pub(crate) async fn take_lane(
+        &self,
+        name: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
         let reading = self.reading("acquire", name).await?;
         let session = self.session("acquire").await?;
         let schema = self.schema();
         let (id, ttl_micros) = (reading.id, micros(ttl));
-        let (beat, acquire, hurry, pause) = (
+        let (beat, acquire, hurry, state) = (
             schema.sql(REPLICA_BEAT),
             schema.sql(LANE_ACQUIRE),
             schema.sql(DELIVERY_HURRY),
-            schema.sql(SUBSCRIPTION_PAUSE),
+            schema.sql(SUBSCRIPTION_STATE),
         );
         let owner_name = owner.as_str();
-        let owned: [(&(dyn ToSql + Sync), Type); 3] =
-            [(&id, Type::INT4), (&owner_name, Type::TEXT), (&ttl_micros, Type::INT8)];
+        let held: Vec<i16> = held.iter().map(|lane| lane.cast_signed()).collect();
+        let owned: [(&(dyn ToSql + Sync), Type); 4] =
+            [(&id, Type::INT4), (&owner_name, Type::TEXT), (&ttl_micros, Type::INT8), (&held, Type::INT2_ARRAY)];
         let take = async |client: &Client| {
-            let (beaten, lane, hurried, pause) = futures::join!(
-                client.execute_typed(&beat, &owned),
+            let (beaten, lane, hurried, state) = futures::join!(
+                client.execute_typed(&beat, &owned[..3]),
                 client.query_typed(&acquire, &owned),
                 client.execute_typed(&hurry, &owned[..2]),
-                client.query_typed(&pause, &owned[..1]),
+                client.query_typed_opt(&state, &owned[..1]),
             );
             beaten?;
             let lane = lane?;
             hurried?;
-            Ok((lane, pause?))
+            Ok((lane, state?))
         };
         let taken = session.transact(&self.inner.preambles.write, take).await;
-        let (lane, pause) = taken.map_err(|error| classify("acquire", &error))?;
+        let gone = |error: &tokio_postgres::Error| error.code() == Some(&SqlState::FOREIGN_KEY_VIOLATION);
+        let (lane, state) = match taken {
+            Ok(taken) => taken,
+            // The heartbeat refers to a subscription that is not there any more.
+            Err(error) if gone(&error) => (Vec::new(), None),
+            Err(error) => return Err(classify("acquire", &error)),
+        };
+        let Some(state) = state else {
+            let session = self.session("acquire").await?;
+            let reloaded = self.reload("acquire", session.client(), name).await;
+            session.end_after(reloaded.is_ok());
+            reloaded?;
+            let message = format!("subscription {name} was made anew; its lanes are asked for again");
+            return Err(Error::new(ErrorKind::Unavailable, "acquire", "subscription_changed", message));
+        };
+        if state.get(7) {
+            return Err(cursor_foreign("acquire"));
+        }
+        if state.get::<_, i64>(6) > 0 {
+            let message = format!(
+                "lanes of subscription {name} were deleted, so part of its log is read by nobody; restart postbox to make them anew: \
+                 they begin with the oldest event in the log"
+            );
+            return Err(Error::new(ErrorKind::Mismatch, "acquire", "lanes_missing", message));
+        }
         let lease = lane.first().map(|row| Lease {
             subscription: name.clone(),
             log: reading.log.clone(),
@@ -108,9 +166,8 @@ impl PostgresStore {
             epoch: row.get(1),
             owner: owner.clone(),
         });
-        let pause = pause.first();
-        let replicas = pause.map_or(1, |row| row.get::<_, i64>(3));
-        let paused = pause.filter(|row| row.get(4)).and_then(|row| {
+        let replicas: i64 = state.get(3);
+        let paused = Some(&state).filter(|row| row.get(4)).and_then(|row| {
             let by: Option<String> = row.get(0);
             let (why, until) = (row.get::<_, Option<String>>(1), row.get(2));
             by.map(|by| Pause { until, by, why: why.unwrap_or_default() })
@@ -160,7 +217,7 @@ impl PostgresStore {
 
     pub(crate) async fn give_lane_back(&self, lease: &Lease) -> Result<()> {
         let reading = self.reading("release", &lease.subscription).await?;
-        self.reader(lease).forget();
+        self.reader(lease).forget(lease.epoch);
         let session = self.session("release").await?;
         let release = self.schema().sql(LANE_RELEASE);
         let lane = lease.lane.cast_signed();

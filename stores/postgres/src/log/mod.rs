@@ -34,8 +34,14 @@ impl Log for PostgresStore {
         self.bounded("subscribe", self.make_subscription(subscription)).await
     }
 
-    async fn acquire(&self, subscription: &SubscriptionName, owner: &OwnerId, ttl: Duration) -> Result<Acquired> {
-        self.bounded("acquire", self.take_lane(subscription, owner, ttl)).await
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
+        self.bounded("acquire", self.take_lane(subscription, owner, held, ttl)).await
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {

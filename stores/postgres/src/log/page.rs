@@ -10,14 +10,14 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use futures::TryStreamExt as _;
 use postbox_core::limits::BATCH_EVENTS_MAX;
-use postbox_core::{BatchLimit, Error, ErrorKind, Lease, LogName, Result};
+use postbox_core::{BatchLimit, Error, Lease, LogName, Result, Unreadable};
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 
 use super::reader::missed;
 use super::subscribe::Reading;
 use crate::PostgresStore;
-use crate::classify::classify;
+use crate::classify::{classify, is_damage};
 use crate::decode::{Raw, Stored, event_columns, stored};
 use crate::snapshot::Snapshot;
 
@@ -81,11 +81,13 @@ macro_rules! due_in {
     };
 }
 
-/// What every page asks: is the lane ours, is its window still the one we read, and has anything of the subscription left the stream?
+/// What every page asks: is the lane ours, is its window still the one we read, has anything of the subscription left the stream, and
+/// which filter is in force?
 /// Nothing is ours on a standby: it may lack rows of a window that is settled as read. Indexes: primary keys of `lane` and `delivery`. No
 /// lock. Cheap to plan, because it is planned for every page; the rest is asked only if there are rows.
 pub(crate) const PAGE_GUARD: &str = "
-SELECT coalesce(l.to_snap::text = $4, true), EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1)
+SELECT coalesce(l.to_snap::text = $4, true), EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1),
+  (SELECT s.revision FROM {s}.subscription AS s WHERE s.id = $1)
 FROM {s}.lane AS l
 WHERE {place} l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() AND NOT pg_is_in_recovery()";
 
@@ -171,6 +173,11 @@ impl<'a> Shared<'a> {
         usize::try_from(self.rows - 1).unwrap_or_default()
     }
 
+    /// No payload comes with its row: what the server cannot give of one then fails alone.
+    pub(crate) fn leave_payloads_behind(&mut self) {
+        self.inline_bytes = -1;
+    }
+
     pub(crate) fn params(&self) -> Vec<(&(dyn ToSql + Sync), Type)> {
         vec![
             (&self.inline_bytes, Type::INT4),
@@ -189,6 +196,8 @@ pub(crate) struct Guarded {
     pub(crate) same_window: bool,
     /// Whether the subscription has delivery rows.
     pub(crate) left_stream: bool,
+    /// The filter is the one we read by.
+    pub(crate) same_filter: bool,
 }
 
 /// What left the stream in a lane.
@@ -231,7 +240,8 @@ impl PostgresStore {
             let sql = self.schema().sql(PAGE_GUARD).replace("{place}", &place);
             let row = client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
             let row = row.ok_or_else(|| Error::stale("next_batch"))?;
-            Ok(Guarded { same_window: row.get(0), left_stream: row.get(1) })
+            let same_filter = row.get::<_, Option<i32>>(2) == Some(reading.revision);
+            Ok(Guarded { same_window: row.get(0), left_stream: row.get(1), same_filter })
         };
         let place = self.reader(lease).place();
         let guarded = ask(place.clone()).await;
@@ -261,7 +271,8 @@ impl PostgresStore {
         Ok(Exceptions { holds: row.get(0), discards: row.get(1), due_in: wait(&row, 2) })
     }
 
-    /// Fetches the payloads that stayed behind.
+    /// Fetches the payloads that stayed behind. One that is gone by now, or that the server cannot
+    /// give, makes its own event unreadable.
     pub(crate) async fn fill_payloads(&self, client: &Client, log: &LogName, rows: &mut [Stored]) -> Result<()> {
         let behind: Vec<usize> = (0..rows.len()).filter(|index| rows[*index].is_behind()).collect();
         if behind.is_empty() {
@@ -270,26 +281,39 @@ impl PostgresStore {
         let whole: Vec<i64> =
             behind.iter().filter(|index| rows[**index].behind <= SLICE_BYTES).map(|index| rows[*index].seq()).collect();
         if !whole.is_empty() {
-            self.fetch_whole(client, log, rows, &whole).await?;
-        }
-        for index in behind {
-            if rows[index].behind > SLICE_BYTES {
-                let payload = self.fetch_sliced(client, log, &rows[index]).await?;
-                rows[index].fill(payload);
+            match self.fetch_whole(client, log, rows, &whole).await {
+                // Which of them it is, only each alone can tell.
+                Err(error) if is_damage(&error) => {
+                    for seq in whole {
+                        self.fetch_one(client, log, rows, seq).await?;
+                    }
+                }
+                fetched => fetched.map_err(|error| classify("next_batch", &error))?,
             }
         }
-        match rows.iter().find(|row| row.is_behind()) {
-            Some(row) => Err(vanished(row.seq())),
-            None => Ok(()),
+        for row in rows.iter_mut().filter(|row| row.behind > SLICE_BYTES) {
+            match self.fetch_sliced(client, log, row).await {
+                Ok(Some(payload)) => row.fill(payload),
+                Ok(None) => row.give_up(Unreadable::missing()),
+                Err(error) if is_damage(&error) => row.give_up(damaged(&error)),
+                Err(error) => return Err(classify("next_batch", &error)),
+            }
         }
+        rows.iter_mut().filter(|row| row.is_behind()).for_each(|row| row.give_up(Unreadable::missing()));
+        Ok(())
     }
 
-    async fn fetch_whole(&self, client: &Client, log: &LogName, rows: &mut [Stored], seqs: &[i64]) -> Result<()> {
-        let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
+    async fn fetch_whole(
+        &self,
+        client: &Client,
+        log: &LogName,
+        rows: &mut [Stored],
+        seqs: &[i64],
+    ) -> Result<(), tokio_postgres::Error> {
         let sql = self.schema().log_sql(PAYLOAD_READ, log);
         let params: [(&(dyn ToSql + Sync), Type); 1] = [(&seqs, Type::INT8_ARRAY)];
-        let mut found = pin!(client.query_typed_raw(&sql, params).await.map_err(failed)?);
-        while let Some(row) = found.try_next().await.map_err(failed)? {
+        let mut found = pin!(client.query_typed_raw(&sql, params).await?);
+        while let Some(row) = found.try_next().await? {
             let seq: i64 = row.get(0);
             let payload = row.get::<_, Option<Raw<'_>>>(1).or(row.get(2));
             if let (Ok(index), Some(payload)) = (rows.binary_search_by_key(&seq, Stored::seq), payload) {
@@ -299,7 +323,25 @@ impl PostgresStore {
         Ok(())
     }
 
-    async fn fetch_sliced(&self, client: &Client, log: &LogName, row: &Stored) -> Result<Bytes> {
+    async fn fetch_one(&self, client: &Client, log: &LogName, rows: &mut [Stored], seq: i64) -> Result<()> {
+        match self.fetch_whole(client, log, rows, &[seq]).await {
+            Err(error) if is_damage(&error) => {
+                if let Ok(index) = rows.binary_search_by_key(&seq, Stored::seq) {
+                    rows[index].give_up(damaged(&error));
+                }
+                Ok(())
+            }
+            fetched => fetched.map_err(|error| classify("next_batch", &error)),
+        }
+    }
+
+    /// `None`: the row is gone, or holds less than it did.
+    async fn fetch_sliced(
+        &self,
+        client: &Client,
+        log: &LogName,
+        row: &Stored,
+    ) -> Result<Option<Bytes>, tokio_postgres::Error> {
         let sql = self.schema().log_sql(PAYLOAD_SLICE, log);
         let (seq, slice) = (row.seq(), SLICE_BYTES as i32);
         let mut payload = BytesMut::with_capacity(row.behind);
@@ -307,15 +349,13 @@ impl PostgresStore {
             let start = i32::try_from(payload.len()).unwrap_or(i32::MAX - 1) + 1;
             let params: [(&(dyn ToSql + Sync), Type); 3] =
                 [(&seq, Type::INT8), (&start, Type::INT4), (&slice, Type::INT4)];
-            let piece = client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;
-            let piece = piece.ok_or_else(|| vanished(seq))?;
-            let piece: &[u8] = piece.get(0);
-            if piece.is_empty() {
-                return Err(vanished(seq));
-            }
+            let piece = client.query_typed_opt(&sql, &params).await?;
+            let Some(piece) = piece.as_ref().map(|piece| piece.get::<_, &[u8]>(0)).filter(|it| !it.is_empty()) else {
+                return Ok(None);
+            };
             payload.extend_from_slice(piece);
         }
-        Ok(payload.freeze())
+        Ok(Some(payload.freeze()))
     }
 
     /// Which of the page's keys are held and which of its events were discarded; asks only if there are any.
@@ -357,11 +397,6 @@ fn wait(row: &Row, column: usize) -> Option<Duration> {
     row.get::<_, Option<i64>>(column).map(|micros| Duration::from_micros(micros.unsigned_abs()))
 }
 
-fn vanished(seq: i64) -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        "next_batch",
-        "event_vanished",
-        format!("event {seq} was deleted while it was read"),
-    )
+fn damaged(error: &tokio_postgres::Error) -> Unreadable {
+    Unreadable::undecodable(error.as_db_error().map_or_else(String::new, |said| said.message().to_owned()))
 }

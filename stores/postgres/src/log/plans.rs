@@ -288,7 +288,7 @@ async fn no_look_for_a_window_walks_the_log() {
                 let (place, id): (String, i32) = (row.get(0), row.get(1));
                 while notices.try_recv().is_ok() {}
                 let call = format!(
-                    "SELECT count(*) FROM postbox.outbox_window({id}, 0::smallint, 1, '{place}', '{}', 0, 16384, 501, 1, NULL, NULL)",
+                    "SELECT count(*) FROM postbox.outbox_window({id}, 0::smallint, 1, 1, '{place}', '{}', 0, 16384, 501, 1, NULL, NULL)",
                     case.to_snap
                 );
                 client.query_one(&call, &[]).await.expect("called");

@@ -165,10 +165,13 @@ impl LaneReader {
         *self.place.lock().unwrap_or_else(PoisonError::into_inner) = Some(ctid.to_owned());
     }
 
-    /// Forgets a lost lane.
-    pub(crate) fn forget(&self) {
-        *self.lock() = None;
-        *self.ahead.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    /// Forgets what was read under an epoch. A call of a former epoch that ends late leaves what is known under a newer one.
+    pub(crate) fn forget(&self, epoch: Epoch) {
+        let mut known = self.lock();
+        if known.as_ref().is_some_and(|position| position.epoch <= epoch) {
+            *known = None;
+            *self.ahead.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
     }
 
     /// From here on, local commits are news again.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use jiff::Timestamp;
 use postbox_core::limits::ERROR_BYTES_MAX;
-use postbox_core::{Disposition, Entry, Error, Lease, Result, Settlement, State};
+use postbox_core::{Delivery, Disposition, Entry, Error, ErrorKind, Lease, Result, Settlement, State};
 use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
@@ -17,41 +17,50 @@ use crate::PostgresStore;
 use crate::classify::classify;
 use crate::session::COMMIT;
 
-/// Moves the position, if the lease is ours. Index: primary key of `lane`. Locks the row: everything that writes delivery rows of the lane
-/// takes this lock first, so that nobody decides on a key's next row while somebody else changes its rows. Never moves back.
+/// Moves the position, if the lease is ours. Index: primary key of `lane`. Locks the row. Never moves back.
 ///
-/// Only in the window it belongs to: after a failover that lost the window, the same number would pass events of the one before.
+/// Only in the window it belongs to: after a failover that lost the window, the same number would pass events of the one before. A window we do
+/// not know is none. docs/cursor.md, write W2.
 pub(crate) const LANE_SETTLE: &str = "
-UPDATE {s}.lane SET last_seq = CASE WHEN coalesce(to_snap::text = $5, true) THEN greatest(last_seq, $4) ELSE last_seq END
+UPDATE {s}.lane SET last_seq = CASE WHEN to_snap::text = $5 THEN greatest(last_seq, $4) ELSE last_seq END
 WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
-RETURNING ctid::text, coalesce(to_snap::text = $5, true)";
+RETURNING ctid::text, coalesce(to_snap::text = $5, false), false";
 
-/// The same guard and lock without a position. Index: primary key of `lane`. Locks the row.
+/// The same guard and lock without a write: everything that writes delivery rows of the lane takes this lock first, so that nobody decides on a
+/// key's next row while somebody else changes its rows. Index: primary key of `lane`. Locks the row.
+///
+/// It says whether the position was reached already: then an earlier call whose answer was lost wrote this very settlement, and the rows it left
+/// may have gone on since.
 const LANE_GUARD: &str = "
-SELECT ctid::text, true FROM {s}.lane
+SELECT ctid::text, coalesce(to_snap::text = $5, $4 IS NULL), coalesce(last_seq >= $4, false) FROM {s}.lane
 WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
 FOR NO KEY UPDATE";
 
 /// What every disposition that keeps a row says of it, as `e`. Waits count from now, by the database's clock.
 macro_rules! entries {
     () => {
-        "(SELECT u.seq, u.key, u.state, u.halt, u.attempts, u.code, u.error,
+        "(SELECT u.seq, u.key, u.state, u.halt, u.attempts, u.code, u.error, u.before, u.replays,
     CASE WHEN u.wait IS NULL THEN u.at ELSE clock_timestamp() + u.wait * interval '1 microsecond' END AS due_at
-  FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bool[], $8::int[], $9::text[], $10::text[], $11::bigint[], $12::timestamptz[])
-    AS u(seq, key, state, halt, attempts, code, error, wait, at)) AS e"
+  FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bool[], $8::int[], $9::text[], $10::text[], $11::bigint[], $12::timestamptz[],
+    $13::int[], $14::int[]) AS u(seq, key, state, halt, attempts, code, error, wait, at, before, replays)) AS e"
     };
 }
 
-/// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A person's discard stands.
-const DELIVERY_UPSERT: &str = concat!(
+/// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A row that is there stays: a person discarded the event
+/// before it was read.
+const DELIVERY_INSERT: &str = concat!(
     "INSERT INTO {s}.delivery AS d (subscription, lane, ordered, seq, key, state, halt, attempts, code, error, due_at)
 SELECT $1, $2, $3, e.seq, e.key, e.state, e.halt, e.attempts, e.code, e.error, e.due_at FROM ",
     entries!(),
-    " ON CONFLICT (subscription, seq) DO UPDATE SET state = excluded.state, halt = excluded.halt, ordered = excluded.ordered,
-  attempts = excluded.attempts, code = coalesce(excluded.code, d.code), error = coalesce(excluded.error, d.error),
-  due_at = excluded.due_at, updated_at = clock_timestamp()
-WHERE d.state NOT IN ('discarded', 'dead')"
+    " ON CONFLICT (subscription, seq) DO NOTHING"
 );
+
+/// True for a row that still is as the delivery says it was read: every change of it that counts raises one of the two numbers or ends it.
+macro_rules! is_as_read {
+    () => {
+        "d.attempts = e.before AND d.replays = e.replays AND d.state NOT IN ('discarded', 'dead')"
+    };
+}
 
 /// Rows that are there already; one that vanished stays away. Index: primary key of `delivery`. Locks the rows.
 ///
@@ -61,13 +70,24 @@ const DELIVERY_UPDATE: &str = concat!(
   error = coalesce(e.error, d.error), due_at = e.due_at, updated_at = clock_timestamp()
 FROM ",
     entries!(),
-    " WHERE d.subscription = $1 AND d.lane = $2 AND d.seq = e.seq AND d.state NOT IN ('discarded', 'dead')
-  AND NOT (d.state = 'blocked' AND e.state = 'blocked')"
+    " WHERE d.subscription = $1 AND d.lane = $2 AND d.seq = e.seq AND ",
+    is_as_read!(),
+    " AND NOT (d.state = 'blocked' AND e.state = 'blocked')"
 );
 
 /// Rows of events that arrived. Index: primary key of `delivery`. Locks the rows.
-const DELIVERY_DELETE: &str = "
-DELETE FROM {s}.delivery WHERE subscription = $1 AND seq = ANY ($2::bigint[]) AND state NOT IN ('discarded', 'dead')";
+const DELIVERY_DELETE: &str = concat!(
+    "DELETE FROM {s}.delivery AS d USING unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
+WHERE d.subscription = $1 AND d.seq = e.seq AND ",
+    is_as_read!()
+);
+
+/// How many rows are as they were read. Index: primary key of `delivery`. The lane's lock keeps them so.
+const DELIVERY_COUNT: &str = concat!(
+    "SELECT count(*) FROM unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
+JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = e.seq WHERE ",
+    is_as_read!()
+);
 
 /// The next of each key becomes due, if it was only waiting for its turn. Index: `delivery_held`, then the primary key. Locks the rows.
 pub(crate) const DELIVERY_RELEASE: &str = "
@@ -90,8 +110,40 @@ struct Writes<'a> {
     errors: Vec<Option<Cow<'a, str>>>,
     waits: Vec<Option<i64>>,
     ats: Vec<Option<Timestamp>>,
-    delivered: Vec<i64>,
+    /// What was read of the rows.
+    befores: Vec<i32>,
+    replays: Vec<i32>,
+    delivered: AsRead,
     touched: Vec<&'a str>,
+}
+
+/// Rows, and what was read of them.
+#[derive(Debug, Default)]
+struct AsRead {
+    seqs: Vec<i64>,
+    befores: Vec<i32>,
+    replays: Vec<i32>,
+}
+
+impl AsRead {
+    fn add(&mut self, delivery: &Delivery) {
+        self.seqs.push(delivery.seq.0);
+        self.befores.push(count(delivery.attempt.saturating_sub(1)));
+        self.replays.push(count(delivery.replay));
+    }
+
+    fn params<'p>(&'p self, subscription: &'p i32) -> [(&'p (dyn ToSql + Sync), Type); 4] {
+        [
+            (subscription, Type::INT4),
+            (&self.seqs, Type::INT8_ARRAY),
+            (&self.befores, Type::INT4_ARRAY),
+            (&self.replays, Type::INT4_ARRAY),
+        ]
+    }
+}
+
+fn count(number: u32) -> i32 {
+    i32::try_from(number).unwrap_or(i32::MAX)
 }
 
 impl<'a> Writes<'a> {
@@ -115,7 +167,7 @@ impl<'a> Writes<'a> {
     fn add(&mut self, seq: i64, key: Option<&'a str>, entry: &'a Entry<'_>, hold_keys: bool) {
         let before = entry.delivery.attempt.saturating_sub(1);
         let (state, attempts, wait, at, reason, halt) = match &entry.disposition {
-            Disposition::Delivered => return self.delivered.push(seq),
+            Disposition::Delivered => return self.delivered.add(&entry.delivery),
             // The row is there and stays.
             Disposition::Discarded => return,
             Disposition::Retry { after, counted, code, error } => {
@@ -134,7 +186,9 @@ impl<'a> Writes<'a> {
         self.keys.push(key);
         self.states.push(state.as_str());
         self.halts.push(halt);
-        self.attempts.push(i32::try_from(attempts).unwrap_or(i32::MAX));
+        self.attempts.push(count(attempts));
+        self.befores.push(count(before));
+        self.replays.push(count(entry.delivery.replay));
         self.codes.push(reason.map(|(code, _)| code.as_ref()));
         self.errors.push(reason.map(|(_, error)| cut(error)));
         self.waits.push(wait);
@@ -164,7 +218,7 @@ impl PostgresStore {
         match &written {
             Ok(()) => reader.settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind),
             // Of a lost window everything stays refused until the lane is given back: what else of it was given out must not be settled either.
-            Err(error) if error.code() == "stale_lease" => reader.forget(),
+            Err(error) if error.code() == "stale_lease" => reader.forget(lease.epoch),
             Err(_) => {}
         }
         written
@@ -201,9 +255,20 @@ impl PostgresStore {
             call.place = "";
             fenced = call.fence().await;
         }
-        fenced?;
-        call.write_rows().await.map_err(|error| classify("apply", &error))
+        if fenced? == Fence::Written || !call.is_as_read().await? {
+            return Err(settled_already());
+        }
+        call.write_rows().await
     }
+}
+
+/// What the lane's row says to a settlement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fence {
+    /// The lane is ours, and its lock too.
+    Open,
+    /// This very settlement is there.
+    Written,
 }
 
 /// One settlement on one connection.
@@ -220,9 +285,10 @@ struct SettleCall<'a> {
 impl SettleCall<'_> {
     /// All went well: one update, sent with the transaction's ends in one round trip.
     async fn write_position(&self) -> Result<()> {
+        let template = if self.settlement.position.is_some() { LANE_SETTLE } else { LANE_GUARD };
         let (begun, fenced, committed) = futures::join!(
             self.client.batch_execute(&self.store.inner.preambles.change),
-            self.fence(),
+            self.ask_lane(template),
             self.client.batch_execute(COMMIT),
         );
         begun.map_err(|error| classify("settle", &error))?;
@@ -232,54 +298,81 @@ impl SettleCall<'_> {
 
     async fn write_entries(&self) -> Result<()> {
         let (begun, fenced) =
-            futures::join!(self.client.batch_execute(&self.store.inner.preambles.write), self.fence(),);
+            futures::join!(self.client.batch_execute(&self.store.inner.preambles.write), self.fence());
         begun.map_err(|error| classify("settle", &error))?;
-        fenced?;
-        let (written, committed) = futures::join!(self.write_rows(), self.client.batch_execute(COMMIT),);
-        written.map_err(|error| classify("settle", &error))?;
+        let fence = fenced?;
+        let writing = async {
+            match fence {
+                Fence::Open => self.write_rows().await,
+                Fence::Written => Ok(()),
+            }
+        };
+        let (written, committed) = futures::join!(writing, self.client.batch_execute(COMMIT));
+        written?;
         committed.map_err(|error| classify("settle", &error))
     }
 
-    /// Moves the position under the lease's epoch. Nothing else of a settlement may be written before this said yes.
-    async fn fence(&self) -> Result<()> {
+    /// Locks the lane under the lease's epoch. Nothing of a settlement may be written before this said yes.
+    async fn fence(&self) -> Result<Fence> {
+        self.ask_lane(LANE_GUARD).await
+    }
+
+    async fn ask_lane(&self, template: &str) -> Result<Fence> {
         let Self { lease, reading, settlement, .. } = self;
         let lane = lease.lane.cast_signed();
-        let position = settlement.position.map(|seq| seq.0).unwrap_or_default();
+        let position = settlement.position.map(|seq| seq.0);
         let reader = self.store.reader(lease);
         let window = reader.position(lease.epoch).map(|at| at.window.to.to_string());
-        let lane_params: [(&(dyn ToSql + Sync), Type); 5] = [
+        let params: [(&(dyn ToSql + Sync), Type); 5] = [
             (&reading.id, Type::INT4),
             (&lane, Type::INT2),
             (&lease.epoch, Type::INT8),
             (&position, Type::INT8),
             (&window, Type::TEXT),
         ];
-        let (template, params) = match settlement.position {
-            Some(_) => (LANE_SETTLE, &lane_params[..]),
-            None => (LANE_GUARD, &lane_params[..3]),
-        };
         let sql = self.store.schema().sql(template).replace("{place}", self.place);
-        let held = self.client.query_typed_opt(&sql, params).await.map_err(|error| classify("settle", &error))?;
+        let held = self.client.query_typed_opt(&sql, &params).await.map_err(|error| classify("settle", &error))?;
         let row = held.ok_or_else(|| Error::stale("settle"))?;
         reader.found_at(row.get(0));
-        if !row.get::<_, bool>(1) {
+        let (same_window, written): (bool, bool) = (row.get(1), row.get(2));
+        // A rewind belongs to no window.
+        if !same_window && position.is_some() {
             return Err(undone("settle"));
         }
-        Ok(())
+        Ok(if written { Fence::Written } else { Fence::Open })
     }
 
-    async fn write_rows(&self) -> Result<(), tokio_postgres::Error> {
+    /// Whether every due row still is as it was read, so that what a handler did for it counts once.
+    async fn is_as_read(&self) -> Result<bool> {
+        if self.settlement.position.is_some() {
+            return Ok(true);
+        }
+        let mut rows = AsRead::default();
+        self.settlement.entries.iter().for_each(|entry| rows.add(&entry.delivery));
+        let sql = self.store.schema().sql(DELIVERY_COUNT);
+        let counted = self.client.query_typed_one(&sql, &rows.params(&self.reading.id)).await;
+        let counted = counted.map_err(|error| classify("apply", &error))?;
+        Ok(counted.get::<_, i64>(0) == rows.seqs.len() as i64)
+    }
+
+    async fn write_rows(&self) -> Result<()> {
         let Self { lease, reading, settlement, .. } = self;
         let writes = Writes::of(settlement);
         let schema = self.store.schema();
         // Only what comes from the stream may make a row: a due row that vanished was taken away by a person.
-        let keep = schema.sql(if settlement.position.is_some() { DELIVERY_UPSERT } else { DELIVERY_UPDATE });
+        let keep = schema.sql(if settlement.position.is_some() { DELIVERY_INSERT } else { DELIVERY_UPDATE });
         let lane = lease.lane.cast_signed();
+        let moving = async {
+            match settlement.position {
+                Some(_) => self.ask_lane(LANE_SETTLE).await.map(drop),
+                None => Ok(()),
+            }
+        };
         let keeping = async {
             if writes.seqs.is_empty() {
                 return Ok(0);
             }
-            let params: [(&(dyn ToSql + Sync), Type); 12] = [
+            let params: [(&(dyn ToSql + Sync), Type); 14] = [
                 (&reading.id, Type::INT4),
                 (&lane, Type::INT2),
                 (&settlement.hold_keys, Type::BOOL),
@@ -292,17 +385,17 @@ impl SettleCall<'_> {
                 (&writes.errors, Type::TEXT_ARRAY),
                 (&writes.waits, Type::INT8_ARRAY),
                 (&writes.ats, Type::TIMESTAMPTZ_ARRAY),
+                (&writes.befores, Type::INT4_ARRAY),
+                (&writes.replays, Type::INT4_ARRAY),
             ];
             self.client.execute_typed(&keep, &params).await
         };
         let (delete, release) = (schema.sql(DELIVERY_DELETE), schema.sql(DELIVERY_RELEASE));
         let deleting = async {
-            if writes.delivered.is_empty() {
+            if writes.delivered.seqs.is_empty() {
                 return Ok(0);
             }
-            self.client
-                .execute_typed(&delete, &[(&reading.id, Type::INT4), (&writes.delivered, Type::INT8_ARRAY)])
-                .await
+            self.client.execute_typed(&delete, &writes.delivered.params(&reading.id)).await
         };
         let releasing = async {
             if writes.touched.is_empty() {
@@ -310,7 +403,14 @@ impl SettleCall<'_> {
             }
             self.client.execute_typed(&release, &[(&reading.id, Type::INT4), (&writes.touched, Type::TEXT_ARRAY)]).await
         };
-        let (kept, deleted, released) = futures::join!(keeping, deleting, releasing);
-        kept.and(deleted).and(released).map(drop)
+        let (moved, kept, deleted, released) = futures::join!(moving, keeping, deleting, releasing);
+        moved?;
+        kept.and(deleted).and(released).map(drop).map_err(|error| classify("settle", &error))
     }
+}
+
+/// An earlier call whose answer was lost did this, or a person changed a row meanwhile. What handlers did in this transaction must go with it.
+fn settled_already() -> Error {
+    let message = "the events were settled or changed meanwhile; what this call did is rolled back";
+    Error::new(ErrorKind::Stale, "apply", "settled_already", message)
 }

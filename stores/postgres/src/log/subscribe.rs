@@ -10,7 +10,7 @@ use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 
 use crate::PostgresStore;
-use crate::classify::{classify, log_unknown};
+use crate::classify::{classify, cursor_foreign, log_unknown};
 use crate::schema::check_log_name;
 use crate::session::COMMIT;
 use crate::snapshot::Snapshot;
@@ -29,12 +29,16 @@ SELECT EXISTS (
   WHERE newest.xid >= pg_snapshot_xmax(pg_current_snapshot()))";
 
 /// Makes the subscription, or takes over its new filter and ordering. Index: the unique name. Locks the row.
+///
+/// The revision tells replicas that read with the former filter: they read on by this one, whatever their own configuration says.
 const SUBSCRIPTION_UPSERT: &str = "
 INSERT INTO {s}.subscription AS s (name, log, topics, tenant, ordering, lanes) VALUES ($1, $2, $3, $4, $5, $6)
-ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, ordering = $5 WHERE s.log = $2 AND s.lanes = $6
-RETURNING id";
+ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, ordering = $5,
+  revision = s.revision + ((s.topics, s.tenant) IS DISTINCT FROM ($3::text[], $4::text))::int
+WHERE s.log = $2 AND s.lanes = $6
+RETURNING id, revision, xmax = 0 AS is_new";
 
-/// Makes the lanes that are not there. A new subscription's cursor is before everything, or at this moment.
+/// Makes the lanes that are not there. Their cursor is before everything, or (of a new subscription) at this moment.
 /// `last_seq` and the window do not matter for `now`: an empty window lies between equal snapshots.
 const LANE_CREATE: &str = "
 INSERT INTO {s}.lane (subscription, lane, from_snap, to_snap, low, high, last_seq)
@@ -46,8 +50,13 @@ ON CONFLICT DO NOTHING";
 const LANE_IS_FROM_FUTURE: &str = "
 SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax(to_snap) > pg_snapshot_xmax(pg_current_snapshot()))";
 
+/// Whether a lane's cursor was made in another cluster, where the same ids are of other transactions. Index: primary key of `lane`.
+const LANE_IS_FOREIGN: &str = "
+SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> {s}.cluster_id())";
+
 /// One subscription. Index: the unique name.
-const SUBSCRIPTION_GET: &str = "SELECT id, name, log, topics, tenant, lanes::int FROM {s}.subscription WHERE name = $1";
+const SUBSCRIPTION_GET: &str =
+    "SELECT id, name, log, topics, tenant, lanes::int, revision FROM {s}.subscription WHERE name = $1";
 
 /// The names, for an error text. Reads the whole (small) table.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM {s}.subscription ORDER BY name LIMIT 50";
@@ -59,14 +68,17 @@ pub(crate) struct Reading {
     pub(crate) log: LogName,
     pub(crate) lanes: u16,
     pub(crate) filter: Filter,
+    /// Rises with every change of the filter.
+    pub(crate) revision: i32,
     /// The topics as SQL patterns; `None`: all.
     pub(crate) likes: Option<Vec<String>>,
 }
 
 impl Reading {
-    fn new(id: i32, subscription: &Subscription) -> Self {
+    fn new(id: i32, revision: i32, subscription: &Subscription) -> Self {
         Self {
             id,
+            revision,
             log: subscription.log.clone(),
             lanes: subscription.lanes,
             likes: likes(&subscription.filter.topics),
@@ -83,6 +95,7 @@ impl Reading {
             id: row.get(0),
             log: LogName::from_stored(row.get::<_, String>(2)),
             lanes: u16::try_from(row.get::<_, i32>(5)).unwrap_or(1),
+            revision: row.get(6),
             likes: likes(&filter.topics),
             filter,
         }
@@ -108,15 +121,14 @@ impl PostgresStore {
         let made = self.write_subscription(client, subscription).await;
         let ended = client.batch_execute(if made.is_ok() { COMMIT } else { "ROLLBACK" }).await;
         session.end_after(ended.is_ok());
-        let id = made?;
+        let (id, revision) = made?;
         ended.map_err(|error| classify("subscribe", &error))?;
-        let reading = Arc::new(Reading::new(id, subscription));
-        self.inner.readings.lock().unwrap_or_else(PoisonError::into_inner).insert(subscription.name.clone(), reading);
+        self.remember(&subscription.name, Arc::new(Reading::new(id, revision, subscription)));
         self.listen_if_asked(&subscription.log).await;
         Ok(())
     }
 
-    async fn write_subscription(&self, client: &Client, subscription: &Subscription) -> Result<i32> {
+    async fn write_subscription(&self, client: &Client, subscription: &Subscription) -> Result<(i32, i32)> {
         let Subscription { name, log, filter, ordering, lanes, start } = subscription;
         let schema = self.schema();
         let ask = async |sql: &str, params: &[(&(dyn ToSql + Sync), Type)]| {
@@ -152,15 +164,19 @@ impl PostgresStore {
             let known = ask(&schema.sql(SUBSCRIPTION_GET), &[(&name.as_str(), Type::TEXT)]).await?;
             return Err(other_shape(subscription, known.first().map(Reading::from_row).as_ref()));
         };
-        let id: i32 = row.get(0);
-        let now = *start == StartAt::Now;
+        let (id, revision): (i32, i32) = (row.get(0), row.get(1));
+        // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what they had passed.
+        let now = *start == StartAt::Now && row.get::<_, bool>(2);
         ask(&schema.sql(LANE_CREATE), &[(&id, Type::INT4), (&i32::from(*lanes), Type::INT4), (&now, Type::BOOL)])
             .await?;
         if is_true(ask(&schema.sql(LANE_IS_FROM_FUTURE), &[(&id, Type::INT4)]).await?) {
             return Err(from_future(&format!("the cursor of subscription {name}")));
         }
+        if is_true(ask(&schema.sql(LANE_IS_FOREIGN), &[(&id, Type::INT4)]).await?) {
+            return Err(cursor_foreign("subscribe"));
+        }
         debug_assert!(Snapshot::ZERO == "1:1:", "LANE_CREATE spells it out");
-        Ok(id)
+        Ok((id, revision))
     }
 
     /// What this process knows of a subscription, from `subscribe` or else from the database.
@@ -170,12 +186,33 @@ impl PostgresStore {
             return Ok(reading);
         }
         let session = self.session(operation).await?;
-        let reading = self.look_up(operation, session.client(), name).await;
+        let reading = self.reload(operation, session.client(), name).await;
         session.end_after(reading.is_ok());
-        let reading = Arc::new(reading?);
-        let mut readings = self.inner.readings.lock().unwrap_or_else(PoisonError::into_inner);
-        readings.insert(name.clone(), reading.clone());
-        Ok(reading)
+        reading
+    }
+
+    /// What is in the database now, remembered from here on. A subscription that is gone is forgotten.
+    pub(crate) async fn reload(
+        &self,
+        operation: &'static str,
+        client: &Client,
+        name: &SubscriptionName,
+    ) -> Result<Arc<Reading>> {
+        match self.look_up(operation, client, name).await {
+            Ok(reading) => {
+                let reading = Arc::new(reading);
+                self.remember(name, reading.clone());
+                Ok(reading)
+            }
+            Err(error) => {
+                self.inner.readings.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
+                Err(error)
+            }
+        }
+    }
+
+    fn remember(&self, name: &SubscriptionName, reading: Arc<Reading>) {
+        self.inner.readings.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone(), reading);
     }
 
     /// A subscription as the database has it now: what an operator means.

@@ -14,7 +14,7 @@ use super::page::{Exceptions, LOG_READ_REST, LOG_READ_STRAGGLERS, Shared, fittin
 use super::reader::{LaneReader, Position, Window};
 use super::subscribe::Reading;
 use crate::PostgresStore;
-use crate::classify::classify;
+use crate::classify::{classify, told_damage};
 use crate::decode::{AsText, EVENT_COLUMNS, Stored, stored};
 use crate::session::COMMIT;
 use crate::snapshot::Snapshot;
@@ -23,13 +23,13 @@ use crate::snapshot::Snapshot;
 const WINDOWS_PER_CALL_MAX: usize = 8;
 
 /// Looks for news and opens the next window: see `0001_window.sql`, which says what it asks, writes and answers.
-const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)";
+const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)";
 
 /// What a look brought.
 enum Look {
     Nothing,
     Page(Page),
-    /// The database went back to an earlier cursor: what we remember is of transactions that never were.
+    /// The cursor is not what we remember: the database went back to an earlier one, or a call of ours whose answer was lost moved it on.
     Undone,
 }
 
@@ -67,24 +67,32 @@ struct Page {
 
 impl PostgresStore {
     pub(crate) async fn read_stream(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        let reading = self.reading("next_batch", &lease.subscription).await?;
+        let mut reading = self.reading("next_batch", &lease.subscription).await?;
         let reader = self.reader(lease);
         let _turn = reader.turn.lock().await;
         // Before anything is looked at: a commit from here on is news to the next wait.
         reader.mark_stirs_seen();
         let session = self.session("next_batch").await?;
-        let lane = LaneCall {
-            store: self,
-            client: session.client(),
-            lease,
-            reading: &reading,
-            shared: Shared::ahead(lease, &reading, limit),
+        let client = session.client();
+        let (mut reloaded, mut inline) = (false, true);
+        let batch = loop {
+            let mut lane = LaneCall::new(self, client, lease, &reading, limit);
+            if !inline {
+                lane.shared.leave_payloads_behind();
+            }
+            match lane.next(&reader).await {
+                Err(error) if !reloaded && error.code() == FILTER_CHANGED => {
+                    reading = self.reload("next_batch", client, &lease.subscription).await?;
+                    reloaded = true;
+                }
+                Err(error) if inline && told_damage(&error) => inline = false,
+                batch => break batch,
+            }
         };
-        let batch = lane.next(&reader).await;
         // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped future does.
         session.finish();
         if batch.as_ref().is_err_and(Error::is_stale) {
-            reader.forget();
+            reader.forget(lease.epoch);
         }
         batch
     }
@@ -99,7 +107,17 @@ struct LaneCall<'a> {
     shared: Shared<'a>,
 }
 
-impl LaneCall<'_> {
+impl<'a> LaneCall<'a> {
+    fn new(
+        store: &'a PostgresStore,
+        client: &'a Client,
+        lease: &'a Lease,
+        reading: &'a Reading,
+        limit: BatchLimit,
+    ) -> Self {
+        Self { store, client, lease, reading, shared: Shared::ahead(lease, reading, limit) }
+    }
+
     async fn next(&self, reader: &LaneReader) -> Result<Batch> {
         let mut at = match reader.position(self.lease.epoch) {
             Some(position) => position,
@@ -132,7 +150,7 @@ impl LaneCall<'_> {
                 Look::Undone if unsettled => return Err(undone("next_batch")),
                 Look::Undone => {
                     // Everything given out is settled, so nobody is surprised.
-                    reader.forget();
+                    reader.forget(self.lease.epoch);
                     at = self.load(reader).await?;
                     continue;
                 }
@@ -160,6 +178,9 @@ impl LaneCall<'_> {
         let guarded = self.store.guard(self.client, self.lease, self.reading, Some(&at.window.to)).await?;
         if !guarded.same_window {
             return Ok(Look::Undone);
+        }
+        if !guarded.same_filter {
+            return Err(filter_changed());
         }
         let exceptions = self.exceptions(guarded.left_stream, at.read).await?;
         Ok(Look::Page(Page { rows, more, exceptions }))
@@ -203,6 +224,9 @@ impl LaneCall<'_> {
         if !guarded.same_window {
             return Ok(Look::Undone);
         }
+        if !guarded.same_filter {
+            return Err(filter_changed());
+        }
         let exceptions = self.exceptions(guarded.left_stream, after).await?;
         rows.append(&mut rest);
         Ok(Look::Page(self.page(rows, exceptions)))
@@ -239,6 +263,7 @@ impl LaneCall<'_> {
         match opened.verdict.as_str() {
             "stale" => return Err(Error::stale("next_batch")),
             "undone" => return Ok(Look::Undone),
+            "changed" => return Err(filter_changed()),
             "nothing" | "window" => {}
             verdict => return Err(invalid_answer(verdict)),
         }
@@ -260,10 +285,11 @@ impl LaneCall<'_> {
     ) -> Result<(Vec<Stored>, Option<Opened>), tokio_postgres::Error> {
         let (lane, known) = (self.lease.lane.cast_signed(), at.window.to.to_string());
         let shared = &self.shared;
-        let params: [(&(dyn ToSql + Sync), Type); 11] = [
+        let params: [(&(dyn ToSql + Sync), Type); 12] = [
             (&self.reading.id, Type::INT4),
             (&lane, Type::INT2),
             (&self.lease.epoch, Type::INT8),
+            (&self.reading.revision, Type::INT4),
             (&place, Type::TEXT),
             (&known, Type::TEXT),
             (&at.settled, Type::INT8),
@@ -311,15 +337,27 @@ impl LaneCall<'_> {
             return Ok(Batch { more: true, due_in: exceptions.due_in, ..Batch::default() });
         }
         reader.keep_ahead(&at, ahead, more_beyond);
-        Ok(Batch {
-            deliveries: rows.into_iter().map(|row| row.delivery).collect(),
+        let mut batch = Batch {
             end: Some(Seq(end)),
             held: held.into_iter().map(Key::from_stored).collect(),
             discarded: discarded.into_iter().map(Seq).collect::<HashSet<_>>(),
             more,
             due_in: exceptions.due_in,
-        })
+            ..Batch::default()
+        };
+        batch.deliveries.reserve_exact(rows.len());
+        rows.into_iter().for_each(|row| batch.push(row.delivery, row.unreadable));
+        Ok(batch)
     }
+}
+
+/// The code of [`filter_changed`].
+const FILTER_CHANGED: &str = "filter_changed";
+
+/// Another relay brought a newer filter. Nothing was read; the caller reads by that one.
+fn filter_changed() -> Error {
+    let message = "the subscription's filter changes too often to be read by";
+    Error::new(ErrorKind::Unavailable, "next_batch", FILTER_CHANGED, message)
 }
 
 /// The cursor we read by is not the one in the database: a crash or a failover took it back. Whoever reads on begins from there.

@@ -145,6 +145,11 @@ ${tag}$;
 SELECT {s}.create_log('outbox');
 SELECT {s}.create_log('inbox');
 
+-- The cluster this is. A cursor is made of transaction ids, and those of another cluster are only numbers. PUBLIC may ask.
+CREATE FUNCTION {s}.cluster_id() RETURNS bigint LANGUAGE sql STABLE AS ${tag}$
+  SELECT c.system_identifier FROM pg_catalog.pg_control_system() AS c
+${tag}$;
+
 CREATE TABLE {s}.subscription (
   id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   name text NOT NULL UNIQUE,
@@ -153,6 +158,8 @@ CREATE TABLE {s}.subscription (
   tenant text,
   ordering text NOT NULL CHECK (ordering IN ('key', 'none')),
   lanes smallint NOT NULL CHECK (lanes BETWEEN 1 AND 256),
+  -- Rises with the filter: a relay that reads with an older one asks again before it reads on.
+  revision int NOT NULL DEFAULT 1,
   paused_by text,
   paused_why text,
   paused_until timestamptz,
@@ -171,6 +178,10 @@ CREATE TABLE {s}.lane (
   epoch bigint NOT NULL DEFAULT 0,
   owner text,
   lease_until timestamptz,
+  -- The lease's length in microseconds. A lease that ends later than this from now was granted before the clock went back: it is void.
+  lease_ttl bigint NOT NULL DEFAULT 0,
+  -- The cluster whose transaction ids the snapshots are made of.
+  cluster bigint NOT NULL DEFAULT {s}.cluster_id(),
   PRIMARY KEY (subscription, lane)
 ) WITH (fillfactor = 20, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);
 
@@ -178,6 +189,8 @@ CREATE TABLE {s}.replica (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   owner text NOT NULL,
   alive_until timestamptz NOT NULL,
+  -- As `lease_ttl` of a lane.
+  alive_ttl bigint NOT NULL,
   PRIMARY KEY (subscription, owner)
 ) WITH (fillfactor = 50);
 
@@ -207,6 +220,7 @@ CREATE INDEX delivery_held ON {s}.delivery (subscription, key, seq) WHERE holds;
 CREATE INDEX delivery_held_lane ON {s}.delivery (subscription, lane) WHERE holds;
 CREATE INDEX delivery_discarded ON {s}.delivery (subscription, lane, seq) WHERE state = 'discarded';
 CREATE INDEX delivery_in_flight ON {s}.delivery (subscription, lane) WHERE code = 'in_flight';
+CREATE INDEX delivery_missing ON {s}.delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX delivery_state ON {s}.delivery (subscription, state, seq);
 
 -- The memory of what came in. `digest` is empty for consumers that only ask `once`. Compared byte by byte: an operating system that sorts

@@ -6,22 +6,26 @@
 
 -- Makes the function `<log>_window` of a log. Idempotent.
 --
--- The parameters: the lane under an epoch; where its row was last seen and what the caller remembers of it; the largest payload to send along;
+-- The parameters: the lane under an epoch; the filter's revision; where the lane's row was last seen and what the caller remembers of it; the largest payload to send along;
 -- the most rows; then what the subscription wants. The answer: rows of the window's first page in two runs of `seq` order (stragglers, then
 -- the rest), and one row at the end without `seq`, whose `verdict` says what came of the call:
 --   stale    the lease is not ours, or this is a standby, which may lack rows of a window that is settled as read
---   undone   the cursor is not what the caller remembers: a crash or a failover took it back
+--   undone   the cursor is not what the caller remembers: a crash or a failover took it back, or an earlier call
+--            whose answer was lost moved it on
+--   changed  the subscription's filter is not the one the caller brings
 --   nothing  nothing was committed since the window ended; nothing was written
 --   window   the next window is open, and written down; perhaps nothing in it is wanted
 -- `left_stream`: the subscription has delivery rows.
+--
+-- A cursor that was made in another cluster, whose transaction ids mean nothing here, is an error with the state PB001.
 --
 -- The planner is pinned. It believes that a LIMIT without statistics is cheap to reach by a sequential scan, a hash join or a sort; each of
 -- these walks the whole table (3 to 250 times slower, measured). One plan is kept for all parameters: no index depends on them.
 CREATE FUNCTION {s}.create_window(log_name text) RETURNS void LANGUAGE plpgsql AS ${tag}$
 BEGIN
-  EXECUTE replace(replace(replace(replace(${tag}_ddl$
+  EXECUTE replace(replace(replace(replace(replace(${tag}_ddl$
     CREATE OR REPLACE FUNCTION <schema>.<log>_window(
-      of_subscription int, of_lane smallint, under_epoch bigint, last_place text, last_snap text, last_settled bigint,
+      of_subscription int, of_lane smallint, under_epoch bigint, under_revision int, last_place text, last_snap text, last_settled bigint,
       inline_max int, rows_max bigint, lane_count int, topic_likes text[], of_tenant text)
     RETURNS TABLE (
       seq bigint, id uuid, topic text, key text, aggregate text, version bigint, kind text, source text, tenant text,
@@ -43,6 +47,7 @@ BEGIN
       given bigint := 0;
       stragglers bigint := 0;
       news boolean := false;
+      is_native boolean;
     BEGIN
       -- By its place first: while anybody in the database holds a snapshot, no old version of the row can be removed, and a look-up by
       -- key walks over all of them.
@@ -56,6 +61,11 @@ BEGIN
       END IF;
       IF at.ctid IS NULL OR pg_is_in_recovery() THEN
         verdict := 'stale';
+        RETURN NEXT;
+        RETURN;
+      END IF;
+      IF NOT EXISTS (SELECT FROM <schema>.subscription AS s WHERE s.id = of_subscription AND s.revision = under_revision) THEN
+        verdict := 'changed';
         RETURN NEXT;
         RETURN;
       END IF;
@@ -139,19 +149,25 @@ BEGIN
       END IF;
       window_low := coalesce(window_low, 0);
       window_high := coalesce(window_high, 0);
+      -- Conditional on the very cursor that was read, not on the epoch alone: this call may be done after its caller gave it up and asked
+      -- again under the same epoch, and a second window opened over the first would drop the first unread. An UPDATE by ctid follows a
+      -- concurrent one to the new row, so the place protects nothing. docs/cursor.md, write W1.
       UPDATE <schema>.lane AS l
-        SET from_snap = l.to_snap, to_snap = now_snap, low = window_low, high = window_high, last_seq = 0
-        WHERE l.ctid = at.ctid AND l.subscription = of_subscription AND l.lane = of_lane AND l.epoch = under_epoch
-          AND l.lease_until > clock_timestamp()
-        RETURNING l.ctid::text INTO place;
+        SET from_snap = at.to_snap, to_snap = now_snap, low = window_low, high = window_high, last_seq = 0
+        WHERE l.ctid = at.ctid AND <mine>
+        RETURNING l.ctid::text, l.cluster = <schema>.cluster_id() INTO place, is_native;
       -- Between the look and now the row can have been renewed, and so moved, or taken over.
       IF place IS NULL THEN
         UPDATE <schema>.lane AS l
-          SET from_snap = l.to_snap, to_snap = now_snap, low = window_low, high = window_high, last_seq = 0
-          WHERE l.subscription = of_subscription AND l.lane = of_lane AND l.epoch = under_epoch AND l.lease_until > clock_timestamp()
-          RETURNING l.ctid::text INTO place;
+          SET from_snap = at.to_snap, to_snap = now_snap, low = window_low, high = window_high, last_seq = 0
+          WHERE <mine>
+          RETURNING l.ctid::text, l.cluster = <schema>.cluster_id() INTO place, is_native;
       END IF;
-      verdict := CASE WHEN place IS NULL THEN 'stale' ELSE 'window' END;
+      IF NOT is_native THEN
+        -- Nothing of this transaction may stay: the cursor is one of another cluster.
+        RAISE EXCEPTION 'the cursor was made in another cluster' USING ERRCODE = 'PB001';
+      END IF;
+      verdict := CASE WHEN place IS NOT NULL THEN 'window' ELSE 'undone' END;
       window_to := now_snap::text;
       RETURN NEXT;
     END
@@ -166,6 +182,9 @@ BEGIN
   ${tag}_columns$), '<wanted>', ${tag}_wanted$
     (lane_count = 1 OR l.slot % lane_count = of_lane) AND (topic_likes IS NULL OR l.topic LIKE ANY (topic_likes))
                 AND (of_tenant IS NULL OR l.tenant = of_tenant)
-  ${tag}_wanted$), '<log>', log_name), '<schema>', {schema_literal});
+  ${tag}_wanted$), '<mine>', ${tag}_mine$
+          l.subscription = of_subscription AND l.lane = of_lane AND l.epoch = under_epoch AND l.lease_until > clock_timestamp()
+          AND l.to_snap::text = last_snap
+  ${tag}_mine$), '<log>', log_name), '<schema>', {schema_literal});
 END
 ${tag}$;

@@ -63,7 +63,7 @@ BEGIN
 END
 ${tag}$;
 DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.create_receive, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.create_window, {s}.create_receive, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
 DO ${tag}$
 DECLARE
   overload regprocedure;

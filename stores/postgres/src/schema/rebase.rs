@@ -35,8 +35,8 @@ WHERE s.log = '{name}' GROUP BY n.subscription, n.lane"
 /// rows they keep their key's order. Walks the log.
 const DELIVERY_OF_STRAGGLERS: &str = concat!(
     "INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, due_at)
-SELECT s.id, n.lane, l.seq, l.key, CASE WHEN l.deliver_at > l.created_at THEN 'scheduled' ELSE 'retrying' END, s.ordering = 'key',
-  CASE WHEN l.deliver_at > l.created_at THEN l.deliver_at ELSE clock_timestamp() END
+SELECT s.id, n.lane, l.seq, l.key, CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN 'scheduled' ELSE 'retrying' END, s.ordering = 'key',
+  CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN l.deliver_at ELSE clock_timestamp() END
 FROM {s}.subscription AS s
 JOIN {s}.lane AS n ON n.subscription = s.id
 JOIN postbox_passed AS p ON p.subscription = s.id AND p.lane = n.lane
@@ -54,11 +54,11 @@ const LOG_RESTAMP: &str = "UPDATE {log} SET xid = '3'";
 /// The cursors: a window of everything with id 3, passed up to where each lane was. The epoch rises, so that no old lease can write.
 const LANE_REBASE: &str = "
 UPDATE {s}.lane AS n SET from_snap = '1:1:', to_snap = '4:4:', low = 0, high = 9223372036854775807, last_seq = p.seq,
-  epoch = epoch + 1, lease_until = NULL
+  epoch = epoch + 1, lease_until = NULL, cluster = {s}.cluster_id()
 FROM postbox_passed AS p WHERE p.subscription = n.subscription AND p.lane = n.lane";
 
 impl PostgresStore {
-    /// Makes rows and cursors fit this cluster: the cure of `cursor_from_future`. What was delivered stays delivered, what was pending stays
+    /// Makes rows and cursors fit this cluster: the cure of `cursor_from_future` and `cursor_foreign`. What was delivered stays delivered, what was pending stays
     /// pending. Refused (`Conflict`, code `lanes_held`) while a relay runs. Rewrites the logs and keeps writers waiting meanwhile.
     ///
     /// Cancel-safety: one transaction; dropped, nothing has changed.

@@ -56,7 +56,7 @@ impl Fixture {
         let name = SubscriptionName::new("reader").expect("valid");
         self.store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
         let owner = OwnerId::new("test").expect("valid");
-        self.store.acquire(&name, &owner, LONG).await.expect("asked").lease.expect("free")
+        self.store.acquire(&name, &owner, &[], LONG).await.expect("asked").lease.expect("free")
     }
 
     pub(crate) async fn next(&self, lease: &Lease) -> Batch {

@@ -1,0 +1,198 @@
+//! The server's side of a lane: who holds it, and where its cursor stands.
+//!
+//! Each operation is atomic and safe when it is repeated, late or overtaken: what it writes depends on the epoch, and the cursor's writes on
+//! the very cursor that the caller read.
+
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use super::Server;
+use super::read::Page;
+use super::settle::Write;
+use super::state::{Lane, Reader, Window};
+use crate::batch::BatchLimit;
+use crate::error::{Error, ErrorKind, Result};
+use crate::log::{Acquired, Lease};
+use crate::names::{OwnerId, SubscriptionName};
+use crate::subscription::{StartAt, Subscription};
+
+impl Server {
+    pub(super) fn subscribe(&self, subscription: &Subscription) -> Result<()> {
+        let mut state = self.state("subscribe")?;
+        let commit_last = state.data.log("subscribe", &subscription.log)?.commit_last;
+        if let Some(reader) = state.data.readers.get_mut(&subscription.name) {
+            refuse_other_shape(&reader.subscription, subscription)?;
+            reader.subscription = subscription.clone();
+        } else {
+            let from = match subscription.start {
+                StartAt::Beginning => 0,
+                StartAt::Now => commit_last,
+            };
+            state.data.readers.insert(subscription.name.clone(), Reader::new(subscription.clone(), from));
+        }
+        state.flush();
+        Ok(())
+    }
+
+    pub(super) fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("acquire")?;
+        let (reader, _) = state.data.reader_mut("acquire", subscription)?;
+        reader.alive_until.retain(|_, until| *until > monotonic);
+        reader.alive_until.insert(owner.clone(), monotonic + ttl);
+        let paused = reader.paused(now).cloned();
+        let free = reader.lanes.iter().position(|lane| lane.is_free(monotonic));
+        // Leased to the caller, who does not know it: the answer that granted it was lost.
+        let lost = |(lane, index): (&Lane, u16)| lane.owner.as_ref() == Some(owner) && !held.contains(&index);
+        let free = free.or_else(|| reader.lanes.iter().zip(0..).position(lost)).filter(|_| paused.is_none());
+        let lease = free.map(|index| {
+            let lane = &mut reader.lanes[index];
+            lane.epoch += 1;
+            lane.owner = Some(owner.clone());
+            lane.lease_until = Some(monotonic + ttl);
+            let epoch = lane.epoch;
+            reader.hurry_in_flight(index as u16, now);
+            Lease {
+                subscription: subscription.clone(),
+                log: reader.subscription.log.clone(),
+                lane: index as u16,
+                epoch,
+                owner: owner.clone(),
+            }
+        });
+        let replicas = u16::try_from(reader.alive_until.len()).unwrap_or(u16::MAX);
+        let acquired = Acquired { lease, replicas, lanes: reader.subscription.lanes, paused };
+        state.flush();
+        Ok(acquired)
+    }
+
+    pub(super) fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("renew")?;
+        let (reader, _) = state.data.leased("renew", lease, monotonic)?;
+        reader.alive_until.insert(lease.owner.clone(), monotonic + ttl);
+        let paused = reader.paused(now).is_some();
+        let lane = &mut reader.lanes[usize::from(lease.lane)];
+        lane.lease_until = (!paused).then_some(monotonic + ttl);
+        state.flush();
+        if paused { Err(Error::stale("renew")) } else { Ok(()) }
+    }
+
+    pub(super) fn release(&self, lease: &Lease) -> Result<()> {
+        let monotonic = self.clock.monotonic();
+        let mut state = self.state("release")?;
+        if let Ok((reader, _)) = state.data.leased("release", lease, monotonic) {
+            reader.lanes[usize::from(lease.lane)].lease_until = None;
+            // Whoever waits for a free lane need not wait for its next poll.
+            let wakers = state.stir();
+            drop(state);
+            wakers.into_iter().for_each(Waker::wake);
+        }
+        Ok(())
+    }
+
+    /// The cursor of a lane, for a client that knows nothing of it.
+    pub(super) fn load(&self, lease: &Lease) -> Result<(Arc<Window>, i64, u64)> {
+        let monotonic = self.clock.monotonic();
+        let mut state = self.state("next_batch")?;
+        let stirs = state.stirs;
+        let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
+        let lane = &reader.lanes[usize::from(lease.lane)];
+        Ok((Arc::new(reader.window(log, lease.lane, lane.from, lane.to)), lane.settled, stirs))
+    }
+
+    /// The next events of an open window.
+    pub(super) fn page(&self, lease: &Lease, window: &Window, after: i64, limit: BatchLimit) -> Result<Page> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("next_batch")?;
+        let stirs = state.stirs;
+        let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
+        if reader.lanes[usize::from(lease.lane)].to != window.to {
+            return Err(undone("next_batch"));
+        }
+        Ok(Page { stirs, ..reader.page(log, lease.lane, window, after, limit, now) })
+    }
+
+    /// Opens the window of everything committed since the last one, if there is anything, and reads its first page.
+    ///
+    /// Only over the very cursor the caller read. Otherwise a call that is executed late, or again, would move the window over events
+    /// that were never given out, or back.
+    pub(super) fn open(
+        &self,
+        lease: &Lease,
+        to: u64,
+        settled: i64,
+        limit: BatchLimit,
+    ) -> Result<(Option<Arc<Window>>, Page)> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("next_batch")?;
+        let stirs = state.stirs;
+        let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
+        let lane = &reader.lanes[usize::from(lease.lane)];
+        if (lane.to, lane.settled) != (to, settled) {
+            return Err(undone("next_batch"));
+        }
+        if log.commit_last == to {
+            return Ok((None, Page { stirs, ..reader.nothing(lease.lane, now) }));
+        }
+        let window = Arc::new(reader.window(log, lease.lane, to, log.commit_last));
+        let lane = &mut reader.lanes[usize::from(lease.lane)];
+        (lane.from, lane.to, lane.settled) = (to, window.to, 0);
+        let page = Page { stirs, ..reader.page(log, lease.lane, &window, 0, limit, now) };
+        // What is given out must be on disk, the commits of the writers included: a crash must not take back what was published.
+        state.flush();
+        Ok((Some(window), page))
+    }
+
+    pub(super) fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<crate::batch::Batch> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("due")?;
+        let (reader, log) = state.data.leased("due", lease, monotonic)?;
+        Ok(reader.due(log, lease.lane, limit, now))
+    }
+
+    pub(super) fn settle(&self, lease: &Lease, write: &Write) -> Result<()> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("settle")?;
+        let (reader, _) = state.data.leased("settle", lease, monotonic)?;
+        reader.settle(lease.lane, write, now)?;
+        // A mere position may be lost: what it says was delivered would be delivered again. A row says what nobody else knows.
+        if !write.entries.is_empty() {
+            state.flush();
+        }
+        Ok(())
+    }
+}
+
+/// The cursor the caller goes by is not the one in the store: its own call was executed without its knowing, or the store went back.
+pub(super) fn undone(operation: &'static str) -> Error {
+    let message = "the lane's cursor is not the one that was read; what it had given out is read again";
+    Error::new(ErrorKind::Stale, operation, "window_undone", message)
+}
+
+/// A subscription may change its filter and ordering, not its log and lanes.
+fn refuse_other_shape(known: &Subscription, asked: &Subscription) -> Result<()> {
+    let refuse = |code: &'static str, message: String| Err(Error::new(ErrorKind::Conflict, "subscribe", code, message));
+    if known.log != asked.log {
+        let message = format!(
+            "subscription {} reads log {}, not {}; give the new one another name",
+            known.name, known.log, asked.log
+        );
+        return refuse("log_differs", message);
+    }
+    if known.lanes != asked.lanes {
+        let message = format!(
+            "subscription {} was made with {} lanes, not {}; lanes are fixed once created",
+            known.name, known.lanes, asked.lanes
+        );
+        return refuse("lanes_differ", message);
+    }
+    Ok(())
+}

@@ -1,0 +1,65 @@
+//! The way between a client of the memory store and its server. For simulations and tests.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+
+use super::{MemoryStore, Server};
+use crate::error::{Error, ErrorKind, Result};
+use crate::log::Lease;
+
+/// Carries each call of a client to the server: at once, late, twice, without its answer, or not at all.
+///
+/// A call may be kept and executed after its caller has gone, which is what a database does with a call whose connection broke.
+#[async_trait]
+pub trait Wire: Send + Sync + 'static {
+    /// Executes the call as often and whenever it likes. `Ok` gives the caller the answer of the last execution; an error is the caller's
+    /// answer, whatever was executed.
+    async fn carry(&self, call: Arc<Call>) -> Result<()>;
+}
+
+/// One call on its way: an atomic operation of the server.
+pub struct Call {
+    /// What it does, e.g. `settle`.
+    pub operation: &'static str,
+    /// Under which lease, if under any.
+    pub lease: Option<Lease>,
+    execute: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Call {
+    /// Lets the server execute it.
+    pub fn execute(&self) {
+        (self.execute)();
+    }
+}
+
+impl fmt::Debug for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Call").field("operation", &self.operation).field("lease", &self.lease).finish_non_exhaustive()
+    }
+}
+
+impl MemoryStore {
+    /// Lets the server execute an operation, by the wire if there is one.
+    pub(super) async fn call<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        lease: Option<&Lease>,
+        run: impl Fn(&Server) -> Result<T> + Send + Sync + 'static,
+    ) -> Result<T> {
+        let Some(wire) = &self.wire else { return run(&self.server) };
+        let answer: Arc<Mutex<Option<Result<T>>>> = Arc::default();
+        let (server, slot) = (self.server.clone(), answer.clone());
+        let execute = move || {
+            let answer = run(&server);
+            *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+        };
+        wire.carry(Arc::new(Call { operation, lease: lease.cloned(), execute: Box::new(execute) })).await?;
+        let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).take();
+        answer.unwrap_or_else(|| {
+            Err(Error::new(ErrorKind::Internal, operation, "wire_silent", "the wire says done and executed nothing"))
+        })
+    }
+}
