@@ -166,15 +166,15 @@ impl Court {
                 continue;
             };
             let event = format!("{}/{}", body.tx, body.n);
-            let number = match self.identify(reader, body) {
-                Ok(number) => number,
+            let (number, sure) = match self.identify(reader, body) {
+                Ok(known) => known,
                 Err(why) => {
                     verdict.blame("phantom", || format!("{event} of {}: {why}", reader.name));
                     continue;
                 }
             };
             let story = stories.entry((number, body.n)).or_default();
-            if !std::mem::replace(&mut story.seen, true) && !rises(&mut latest_seen, body) {
+            if sure && !std::mem::replace(&mut story.seen, true) && !rises(&mut latest_seen, body) {
                 verdict
                     .blame("misordered", || format!("{event} of {}, key {} number {}", reader.name, body.key, body.v));
             }
@@ -182,7 +182,8 @@ impl Court {
             if !arrival.is_accepted() {
                 continue;
             }
-            let by_order = story.refused || retried.contains_key(&event) || discarded.contains(&event);
+            // What was wanted only at times, or not in order, may have been passed and read again after a restore.
+            let by_order = !sure || story.refused || retried.contains_key(&event) || discarded.contains(&event);
             match story.accepted.replace(arrival.place) {
                 None if !by_order && !rises(&mut latest_accepted, body) => {
                     verdict.blame("misordered", || {
@@ -199,8 +200,8 @@ impl Court {
         self.miss(reader, &stories, discarded, retried, verdict);
     }
 
-    /// Which transaction an arrival belongs to, or why it should not have come.
-    fn identify(&self, reader: &Reader, body: &Body) -> Result<usize, &'static str> {
+    /// Which transaction an arrival belongs to, and whether it was wanted all the time; or why it should not have come.
+    fn identify(&self, reader: &Reader, body: &Body) -> Result<(usize, bool), &'static str> {
         let number =
             *self.ledger.by_name.get(&body.tx).ok_or("no ledger has this transaction, so it did not commit")?;
         let tx = &self.ledger.transactions[number];
@@ -214,10 +215,11 @@ impl Court {
         if !self.is_committed(tx) && !(self.is_restored_away(tx) && tx.fate != Fate::RolledBack) {
             return Err("its transaction is not in the database");
         }
-        if self.filters(reader, tx.from).iter().all(|topics| !topics.contains(&event.topic)) {
+        let filters = self.filters(reader, tx.from);
+        if filters.iter().all(|topics| !topics.contains(&event.topic)) {
             return Err("its topic was not wanted");
         }
-        Ok(number)
+        Ok((number, filters.iter().all(|topics| topics.contains(&event.topic))))
     }
 
     fn duplicate(&self, reader: &Reader, before: u64, now: u64, event: &str, verdict: &mut Verdict) {

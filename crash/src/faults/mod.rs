@@ -65,7 +65,7 @@ pub(crate) const KINDS: &[Kind] = kinds! {
     "answer lost", 10, Around, PG, network::lose_answer;
     "request cut", 5, Around, PG, network::cut_request;
     "request done late", 10, Around, PG, network::delay_request;
-    "relay ends with its answer lost", 12, Around, PG, network::lose_answer_and_end;
+    "relay ends with its answer lost", 14, Around, PG, network::lose_answer_and_end;
     "network swallows past the lease", 2, Around, PG, network::swallow;
     "writer's commit unanswered", 5, Around, PG, network::lose_commit;
     "backend terminated", 8, Around, PG, server::terminate_backend;
@@ -86,7 +86,7 @@ pub(crate) const KINDS: &[Kind] = kinds! {
     "restore", 2, Inside, PG, server::restore;
     "restore", 2, Inside, SQLITE, sqlite::restore;
     "table rewritten", 14, Inside, PG, tables::rewrite;
-    "table locked by an index build", 8, Inside, PG, tables::index;
+    "table locked by an index build", 12, Inside, PG, tables::index;
     "snapshot held", 4, Inside, PG, tables::hold_snapshot;
     "write lock held", 8, Inside, SQLITE, sqlite::hold_lock;
     "file vacuumed", 6, Inside, SQLITE, sqlite::vacuum;

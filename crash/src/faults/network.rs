@@ -23,6 +23,10 @@ const CALLS: [&str; 7] = [
     "postbox\".delivery AS d",
     "INSERT INTO \"postbox\".delivery",
 ];
+/// Any call; and how many of a hundred are harmed at their commit, when they hold their locks.
+const ANY: (&[&str], u32) = (&CALLS, 30);
+/// Those that move a cursor: what an heir goes by.
+const CUT_SHORT: (&[&str], u32) = (&["outbox_window(", "outbox_window(", "SET last_seq"], 65);
 /// A call that is not made in this time will not be waited for.
 const CALL_WITHIN: Duration = Duration::from_secs(2);
 
@@ -37,13 +41,13 @@ async fn lay(
     random: &mut SmallRng,
     fault: &mut Fault,
     harm: Harm,
-    calls: &[&str],
+    (calls, commits): (&[&str], u32),
 ) -> anyhow::Result<Ambush> {
     let relay = random.random_range(0..RELAYS);
     let call = *choose(calls, random);
-    let point = match random.random_range(0..4) {
-        0 => Point::Message(random.random_range(1..40)),
-        1 => Point::CommitOf(call.to_owned()),
+    let point = match random.random_range(0..100) {
+        drawn if drawn < commits => Point::CommitOf(call.to_owned()),
+        drawn if drawn < commits + (100 - commits) / 3 => Point::Message(random.random_range(1..40)),
         _ => Point::Statement(call.to_owned()),
     };
     fault.detail = format!("relay {relay}: {harm:?} at {point:?}");
@@ -67,18 +71,18 @@ pub(super) async fn reset(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
 
 /// The server does what was asked, the relay never hears of it.
 pub(super) async fn lose_answer(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
-    lay(stage, random, fault, Harm::LoseAnswer, &CALLS).await.map(drop)
+    lay(stage, random, fault, Harm::LoseAnswer, ANY).await.map(drop)
 }
 
 /// The relay's request never gets there.
 pub(super) async fn cut_request(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
-    lay(stage, random, fault, Harm::Cut, &CALLS).await.map(drop)
+    lay(stage, random, fault, Harm::Cut, ANY).await.map(drop)
 }
 
 /// The relay is told that its connection broke, asks again; what it asked first is done after that, perhaps under another owner.
 pub(super) async fn delay_request(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = if random.random_bool(0.8) { Harm::Delay } else { Harm::Hang };
-    let Ambush { trap, .. } = lay(stage, random, fault, harm, &CALLS).await?;
+    let Ambush { trap, .. } = lay(stage, random, fault, harm, ANY).await?;
     if trap.is_sprung() {
         sleep(match random.random_range(0..4) {
             0 => LEASE + millis(random, 0..1_000),
@@ -93,12 +97,12 @@ pub(super) async fn delay_request(stage: &Stage, random: &mut SmallRng, fault: &
 /// As one or the other of the above, and then the relay ends before it has written down what it did.
 pub(super) async fn lose_answer_and_end(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = *choose(&[Harm::LoseAnswer, Harm::Delay, Harm::Delay], random);
-    let Ambush { relay, trap } = lay(stage, random, fault, harm, &CALLS[..3]).await?;
+    let Ambush { relay, trap } = lay(stage, random, fault, harm, CUT_SHORT).await?;
     if trap.is_sprung() && harm == Harm::Delay {
         sleep(millis(random, 30..400)).await;
         let _ = timeout(CALL_WITHIN, trap.release()).await;
     }
-    sleep(millis(random, 0..60)).await;
+    sleep(millis(random, 0..40)).await;
     let mut relay = stage.relays[relay].lock().await;
     if random.random_bool(0.6) {
         relay.kill();

@@ -12,7 +12,8 @@ fn every_planted_mistake_finds_its_place() {
     let mut faults = Vec::new();
     for bug in bugs {
         let (name, file) = (text(&bug["name"]), text(&bug["file"]));
-        let code = fs::read_to_string(crate::root().join(&file)).unwrap_or_else(|error| panic!("{name}: {file}: {error}"));
+        let code =
+            fs::read_to_string(crate::root().join(&file)).unwrap_or_else(|error| panic!("{name}: {file}: {error}"));
         for edit in bug["edits"].as_array().expect("a list of pairs") {
             let old = text(&edit[0]);
             if !code.contains(&old) {

@@ -135,7 +135,7 @@ impl PrivatePostgres {
     /// If its folder cannot be written to.
     pub async fn restart_as_standby(&mut self) {
         self.stop_fast();
-        std::fs::write(self.cluster.data().join("standby.signal"), "").expect("its folder is ours");
+        fs::write(self.cluster.data().join("standby.signal"), "").expect("its folder is ours");
         self.start().await;
     }
 
