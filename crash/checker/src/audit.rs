@@ -131,6 +131,8 @@ fn lane_fault(change: &Change, lease: Option<i64>) -> Option<String> {
     }
     if let (Some(lease), Some(until)) = (lease, change.lease_until)
         && after > before
+        // An owner that never heard of its grant may ask for it again.
+        && old["owner"] != new["owner"]
         && (1..=lease).contains(&(until - change.at))
     {
         return Some(format!("a lane was taken {} µs before its lease ran out", until - change.at));

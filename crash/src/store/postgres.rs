@@ -115,7 +115,7 @@ impl PostgresBed {
         let (client, connection) = timeout(PATIENCE, connecting).await.context("connecting")??;
         tokio::spawn(connection);
         client
-            .batch_execute("SET application_name = 'crash'; SET lock_timeout = '20s'; SET statement_timeout = '60s'")
+            .batch_execute("SET application_name = 'crash'; SET lock_timeout = '2s'; SET statement_timeout = '60s'")
             .await?;
         Ok(client)
     }
