@@ -1,4 +1,4 @@
-//! Developer commands: `cargo xtask test`, `cargo xtask bench`, `cargo xtask servers`.
+//! Developer commands: `cargo xtask test`, `cargo xtask bench`, `cargo xtask crash`, `cargo xtask servers`.
 //!
 //! Installs what it needs from the registries of the usual clients (apt, pip, cargo) and nothing from anywhere else.
 #![allow(clippy::print_stdout, reason = "a command for people")]
@@ -40,6 +40,15 @@ enum Task {
         #[arg(long)]
         write: bool,
     },
+    /// The crash ledger: real processes, faults from a seed, and one table at the end of what was lost. `-- --help` tells the options.
+    Crash {
+        /// What `cargo xtask test` has built already, instead of a release build
+        #[arg(long)]
+        debug: bool,
+        /// Handed to it.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Measures: `drain`, `latency`, `append`, `ingress` or `outbound`; each prints our figure, its limit and the ratio. `-- --help` tells the options.
     Bench {
         /// Handed to the benchmark.
@@ -64,8 +73,39 @@ fn run(task: Task) -> anyhow::Result<bool> {
         Task::Test { fast } => suite::test(fast),
         Task::Servers => servers::install().map(|()| true),
         Task::Planted { name, write } => planted::run(name.as_deref(), write),
+        Task::Crash { debug, arguments } => {
+            servers::install()?;
+            crash(!debug, &arguments)
+        }
         Task::Bench { arguments } => bench(&arguments),
     }
+}
+
+/// The crash ledger, with the binary it is about.
+fn crash(release: bool, arguments: &[String]) -> anyhow::Result<bool> {
+    let mut build = steps::cargo();
+    build.args([
+        "build",
+        "--quiet",
+        "--workspace",
+        "--all-features",
+        "--locked",
+        "--bin",
+        "postbox",
+        "--bin",
+        "postbox-crash",
+    ]);
+    if release {
+        build.arg("--release");
+    }
+    anyhow::ensure!(build.status().context("cargo")?.success(), "the workspace does not build");
+    let programs = target()?.join(if release { "release" } else { "debug" });
+    let mut command = Command::new(programs.join("postbox-crash"));
+    if arguments.first().is_some_and(|first| first == "judge") {
+        return Ok(command.args(arguments).status()?.success());
+    }
+    command.arg("run").arg("--binary").arg(programs.join("postbox")).arg("--folder").arg(target()?.join("crash"));
+    Ok(command.args(arguments).status()?.success())
 }
 
 fn bench(arguments: &[String]) -> anyhow::Result<bool> {

@@ -29,6 +29,10 @@ pub(crate) fn install() -> anyhow::Result<()> {
     if !crate::answers("strace", &["--version"]) {
         apt("strace")?;
     }
+    // Nor is this: the crash ledger moves the clocks of relays and of a database with it.
+    if !crate::answers("faketime", &["--version"]) {
+        apt("faketime")?;
+    }
     let cache = cache()?;
     let postgres_18 = cache.join(POSTGRES_18_FOLDER);
     if !postgres_18.is_dir() && !Path::new("/usr/lib/postgresql/18/bin/initdb").is_file() {

@@ -30,6 +30,14 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
         examples(&mut steps);
     }
     tests(&mut steps);
+    if !fast {
+        steps.run("crash ledger: 100,000 events, 100 faults", || {
+            let cure = "a promise broke, or the run did not end: the table above, and what its folder holds, say which";
+            // What the tests were built with: no second build of everything.
+            anyhow::ensure!(crate::crash(false, &[])?, "{cure}");
+            Ok(())
+        });
+    }
     Ok(steps.sum_up())
 }
 

@@ -48,19 +48,25 @@ const ROOMS: &[(&str, &[&str])] = &[
             "postbox-webhook",
         ],
     ),
+    (
+        "postbox-crash",
+        &["postbox-core", "postbox-crash-checker", "postbox-postgres", "postbox-sqlite", "postbox-testkit"],
+    ),
+    // It judges the product, so it uses nothing of it.
+    ("postbox-crash-checker", &[]),
     ("xtask", &[]),
 ];
 
 /// Heavy or fast-breaking clients, and the only crates that may touch them.
 const CLIENTS: &[(&str, &[&str])] = &[
-    ("tokio-postgres", &["postbox-postgres", "postbox-testkit", "postbox-bench"]),
+    ("tokio-postgres", &["postbox-postgres", "postbox-testkit", "postbox-bench", "postbox-crash"]),
     ("deadpool-postgres", &["postbox-postgres"]),
     ("tokio-postgres-rustls", &["postbox-postgres"]),
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
-    ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench"]),
+    ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash"]),
     ("reqwest", &["postbox-http"]),
     ("axum", &["postbox-http", "postbox-server", "postbox-cli", "postbox-bench"]),
-    ("clap", &["postbox-cli", "postbox-bench", "xtask"]),
+    ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "xtask"]),
     ("toml", &["postbox-server", "xtask"]),
 ];
 

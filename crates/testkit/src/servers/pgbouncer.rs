@@ -1,6 +1,7 @@
 //! A transaction-mode pooler in front of a Postgres.
 
 use std::fs;
+use std::path::PathBuf;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,8 @@ const START_SECONDS_MAX: u64 = 20;
 #[derive(Debug)]
 pub struct PgBouncer {
     base: String,
+    program: PathBuf,
+    folder: PathBuf,
     server: Child,
     leash: Leash,
 }
@@ -67,7 +70,8 @@ impl PgBouncer {
         );
         fs::write(folder.join("pgbouncer.ini"), config)?;
         let mut server = process::command(&program, &folder)?.arg(folder.join("pgbouncer.ini")).spawn()?;
-        let url = format!("postgres://postgres@127.0.0.1:{port}/postgres?connect_timeout=5");
+        let base = format!("postgres://postgres@127.0.0.1:{port}");
+        let url = format!("{base}/postgres?connect_timeout=5");
         let deadline = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
         while let Err(error) = connect(&url).await {
             let status = server.try_wait()?;
@@ -78,7 +82,24 @@ impl PgBouncer {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        Ok(Self { base: format!("postgres://postgres@127.0.0.1:{port}"), server, leash })
+        Ok(Self { base, program, folder, server, leash })
+    }
+
+    /// SIGKILL: every connection breaks, while the server behind goes on with what it was asked.
+    pub fn kill(&mut self) {
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+
+    /// Starts it again on the same port, after [`Self::kill`]. Who connects before it listens is refused.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be started.
+    pub fn start_again(&mut self) -> anyhow::Result<()> {
+        let _ = fs::remove_file(self.folder.join("pid"));
+        self.server = process::command(&self.program, &self.folder)?.arg(self.folder.join("pgbouncer.ini")).spawn()?;
+        Ok(())
     }
 }
 

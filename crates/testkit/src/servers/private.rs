@@ -21,6 +21,7 @@ const PORT_TRIES: usize = 5;
 #[derive(Debug, Clone)]
 pub struct Settings {
     lines: Vec<(String, String)>,
+    under: Option<PathBuf>,
 }
 
 impl Settings {
@@ -31,7 +32,7 @@ impl Settings {
 
     /// As in production: for crash tests and benchmarks.
     pub fn durable() -> Self {
-        Self { lines: Vec::new() }
+        Self { lines: Vec::new(), under: None }
             .with("max_connections", "300")
             .with("max_prepared_transactions", "20")
             .with("shared_buffers", "128MB")
@@ -42,6 +43,12 @@ impl Settings {
     pub fn with(mut self, name: &str, value: &str) -> Self {
         self.lines.push((name.to_owned(), value.to_owned()));
         self
+    }
+
+    /// The data lies in a folder of its own below this one, which everybody may pass through; otherwise below the temporary folder.
+    #[must_use]
+    pub fn under(self, folder: &Path) -> Self {
+        Self { under: Some(folder.to_owned()), ..self }
     }
 
     fn render(&self) -> String {
@@ -81,8 +88,8 @@ impl PrivatePostgres {
 
     async fn try_launch(version: Version, settings: &Settings) -> anyhow::Result<Self> {
         let bin = install::postgres_bin(version)?;
-        let folder = process::scratch("postbox-pg-")?;
-        let cluster = Cluster { bin, folder: folder.clone() };
+        let folder = process::scratch_under(settings.under.as_deref(), "postbox-pg-")?;
+        let cluster = Cluster { bin, folder: folder.clone(), env: Vec::new() };
         // The guard comes first: from here on whatever we make is removed.
         let leash = Leash::new(&cluster.ward(folder))?;
         cluster.create(settings)?;
@@ -137,6 +144,16 @@ impl PrivatePostgres {
         self.stop("KILL");
     }
 
+    /// The folder with its data, for a copy while it is stopped.
+    pub fn data(&self) -> PathBuf {
+        self.cluster.data()
+    }
+
+    /// The environment from the next start on: a library to load, and the clock it shows.
+    pub fn set_env(&mut self, env: &[(&str, &str)]) {
+        self.cluster.env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    }
+
     /// Freezes the first process: nobody can connect, open sessions go on.
     pub fn freeze(&self) {
         self.signal("STOP");
@@ -167,13 +184,25 @@ impl PrivatePostgres {
     ///
     /// If it does not come up.
     pub async fn start(&mut self) {
-        if self.server.is_some() {
-            return;
+        if let Err(error) = self.try_start().await {
+            panic!("{} does not start again: {error:#}", self.postgres.version().name());
         }
-        match self.cluster.start(self.port).await {
-            Ok(server) => self.server = Some(server),
-            Err(error) => panic!("{} does not start again: {error:#}", self.postgres.version().name()),
+    }
+
+    /// [`Self::start`] where it may not come up, as on a full disk.
+    pub async fn try_start(&mut self) -> anyhow::Result<()> {
+        if self.server.is_none() {
+            self.server = Some(self.cluster.start(self.port).await?);
         }
+        Ok(())
+    }
+
+    /// Whether the first process runs. One that ended by itself (a full disk stops a server) can be started again.
+    pub fn runs(&mut self) -> bool {
+        if self.server.as_mut().is_some_and(|server| server.try_wait().is_ok_and(|ended| ended.is_some())) {
+            self.server = None;
+        }
+        self.server.is_some()
     }
 
     fn stop(&mut self, signal: &str) {
@@ -208,6 +237,8 @@ pub(super) struct Cluster {
     pub(super) bin: PathBuf,
     /// Ours; the server's data is in `data` below it.
     pub(super) folder: PathBuf,
+    /// Of the server, beside what every program of ours has.
+    pub(super) env: Vec<(String, String)>,
 }
 
 impl Cluster {
@@ -282,6 +313,7 @@ impl Cluster {
     fn spawn(&self, port: u16) -> anyhow::Result<Child> {
         let log = File::options().create(true).append(true).open(self.log())?;
         let mut command = process::command(&self.bin.join("postgres"), &self.data())?;
+        command.envs(self.env.iter().map(|(name, value)| (name, value)));
         command.arg("-D").arg(self.data()).arg("-p").arg(port.to_string()).stderr(log);
         Ok(command.spawn()?)
     }

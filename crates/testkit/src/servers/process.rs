@@ -67,7 +67,13 @@ pub(super) fn own_folder(folder: &Path, mode: u32) -> anyhow::Result<()> {
 
 /// A new folder of ours under the temporary folder.
 pub(super) fn scratch(prefix: &str) -> anyhow::Result<PathBuf> {
-    let folder = tempfile::Builder::new().prefix(prefix).tempdir()?.keep();
+    scratch_under(None, prefix)
+}
+
+/// The same under another folder.
+pub(super) fn scratch_under(parent: Option<&Path>, prefix: &str) -> anyhow::Result<PathBuf> {
+    let parent = parent.map_or_else(std::env::temp_dir, Path::to_path_buf);
+    let folder = tempfile::Builder::new().prefix(prefix).tempdir_in(parent)?.keep();
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o755))?;
     // The guard compares it with what the kernel says, which knows no links.
     Ok(folder.canonicalize()?)

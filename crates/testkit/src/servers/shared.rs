@@ -34,7 +34,7 @@ pub(super) async fn find_or_start(version: Version) -> anyhow::Result<Postgres> 
     // One process at a time looks and starts; the others wait here and then find it.
     let starter = lock_file(&folder.join("starter"))?;
     starter.lock()?;
-    let cluster = Cluster { bin, folder: folder.clone() };
+    let cluster = Cluster { bin, folder: folder.clone(), env: Vec::new() };
     let port = match running(&cluster).await? {
         Some(port) => port,
         None => start(&cluster, &settings).await.with_context(|| version.name())?,
@@ -98,6 +98,6 @@ fn watch(cluster: &Cluster) -> anyhow::Result<()> {
 
 impl Cluster {
     fn below(&self, folder: &Path) -> Self {
-        Self { bin: self.bin.clone(), folder: folder.to_path_buf() }
+        Self { bin: self.bin.clone(), folder: folder.to_path_buf(), env: Vec::new() }
     }
 }

@@ -1,0 +1,74 @@
+//! What came of a round, or of many.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// How many offenders are named of each kind.
+const NAMED_MAX: usize = 8;
+
+/// Counts. All rounds of a run are added up.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Verdict {
+    /// Events whose transaction committed.
+    pub events: u64,
+    /// Transactions by fate, and other numbers worth telling.
+    pub facts: BTreeMap<String, u64>,
+    /// Faults by kind.
+    pub faults: BTreeMap<String, u64>,
+    /// Arrivals, repeated and refused ones included.
+    pub arrivals: u64,
+    /// Accepted again, without a person's asking.
+    pub duplicates: u64,
+    /// What the faults allow of them.
+    pub duplicates_bound: u64,
+    /// What must be zero, by kind of violation.
+    pub violations: BTreeMap<String, u64>,
+    /// Some offenders.
+    pub named: Vec<String>,
+}
+
+/// Every kind of violation, in the order of the table.
+pub const VIOLATIONS: [(&str, &str); 9] = [
+    ("lost", "committed, neither arrived nor dead"),
+    ("phantom", "arrived, though rolled back, altered or unheard of"),
+    ("torn", "transactions of which a part arrived"),
+    ("misordered", "first arrivals after a later one of their key"),
+    ("stale", "writes by a former owner, or that the tables' rules forbid"),
+    ("stuck", "not finished when everything was quiet"),
+    ("duplicates unexplained", "sent again with no abrupt fault in between"),
+    ("duplicates beyond bound", "more than the windows in flight at abrupt faults"),
+    ("taken back by the database", "acknowledged commits that a crash undid"),
+];
+
+impl Verdict {
+    /// Nothing is wrong.
+    pub fn is_clean(&self) -> bool {
+        self.violations.values().all(|count| *count == 0)
+    }
+
+    /// One more violation.
+    pub(crate) fn blame(&mut self, kind: &str, who: impl FnOnce() -> String) {
+        debug_assert!(VIOLATIONS.iter().any(|(name, _)| *name == kind));
+        let count = self.violations.entry(kind.to_owned()).or_default();
+        *count += 1;
+        if *count <= NAMED_MAX as u64 {
+            self.named.push(format!("{kind}: {}", who()));
+        }
+    }
+
+    /// Adds another round.
+    pub fn add(&mut self, other: &Self) {
+        fn sum(into: &mut BTreeMap<String, u64>, from: &BTreeMap<String, u64>) {
+            from.iter().for_each(|(name, count)| *into.entry(name.clone()).or_default() += count);
+        }
+        self.events += other.events;
+        self.arrivals += other.arrivals;
+        self.duplicates += other.duplicates;
+        self.duplicates_bound += other.duplicates_bound;
+        sum(&mut self.facts, &other.facts);
+        sum(&mut self.faults, &other.faults);
+        sum(&mut self.violations, &other.violations);
+        self.named.extend(other.named.iter().cloned());
+    }
+}

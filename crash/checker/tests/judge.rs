@@ -1,0 +1,276 @@
+//! Each violation is found where it is planted, and a clean round is clean.
+#![allow(clippy::unwrap_used, reason = "a test that cannot write its files cannot go on")]
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use postbox_crash_checker::arrivals::Body;
+use postbox_crash_checker::{Verdict, judge};
+use serde_json::{Value, json};
+
+/// The files of a round, as lines.
+#[derive(Default)]
+struct Files {
+    ledger: Vec<Value>,
+    marks: Vec<String>,
+    arrivals: Vec<String>,
+    faults: Vec<Value>,
+    orders: Vec<Value>,
+    left: Vec<Value>,
+    audit: Vec<Value>,
+}
+
+impl Files {
+    /// A transaction with events of one key, and its mark if it is to be in the database.
+    fn tx(&mut self, name: &str, fate: &str, versions: &[i64], is_kept: bool) {
+        let event = |(n, v)| json!({ "n": n, "key": "k", "v": v, "topic": "t" });
+        let kept: Vec<Value> = versions.iter().enumerate().map(event).collect();
+        let at = self.ledger.len() * 10;
+        self.ledger.push(json!({ "is": "events", "tx": name, "at": at, "kept": kept, "back": [] }));
+        self.ledger.push(json!({ "is": "end", "tx": name, "at": at + 5, "fate": fate }));
+        if is_kept {
+            self.marks.push(name.to_owned());
+        }
+    }
+
+    fn arrive(&mut self, status: u16, tx: &str, n: u32, v: i64) {
+        self.arrivals.push(format!("{status} {}", body(tx, n, v)));
+    }
+
+    fn fault(&mut self, window: u64, from: u64, until: u64) {
+        let place = |at: u64| json!([["main", at]]);
+        self.faults.push(json!({
+            "kind": "kill", "from": 0, "until": 1, "places_from": place(from), "places_until": place(until), "window": window
+        }));
+    }
+
+    fn change(&mut self, what: &str, old: Value, new: Value) {
+        let number = self.audit.len();
+        let body = (what == "delivery").then(|| body("a", 0, 1).to_string());
+        self.audit
+            .push(json!({ "what": what, "old": old, "new": new, "body": body, "xid": number.to_string(), "at": 0 }));
+    }
+
+    fn judge(&self) -> Verdict {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("postbox-judge-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let folder: PathBuf = std::env::temp_dir().join(name);
+        fs::create_dir_all(&folder).unwrap();
+        let lines = |values: &[Value]| values.iter().map(|value| format!("{value}\n")).collect::<String>();
+        let texts = |texts: &[String]| texts.iter().map(|text| format!("{text}\n")).collect::<String>();
+        let main = json!({ "name": "main", "by_file": false, "topics": ["t"] });
+        let round = json!({ "seed": 1, "subscriptions": [main], "lease": 2_000_000 }).to_string();
+        for (file, text) in [
+            ("round.json", round),
+            ("ledger-w.jsonl", lines(&self.ledger)),
+            ("marks.txt", texts(&self.marks)),
+            ("arrivals-main.log", texts(&self.arrivals)),
+            ("faults.jsonl", lines(&self.faults)),
+            ("operator.jsonl", lines(&self.orders)),
+            ("deliveries.jsonl", lines(&self.left)),
+            ("audit.jsonl", lines(&self.audit)),
+        ] {
+            fs::write(folder.join(file), text).unwrap();
+        }
+        let verdict = judge(&folder).unwrap();
+        fs::remove_dir_all(&folder).unwrap();
+        verdict
+    }
+
+    #[track_caller]
+    fn finds(&self, kinds: &[&str]) {
+        let verdict = self.judge();
+        let found: Vec<&str> = verdict.violations.keys().map(String::as_str).collect();
+        assert_eq!(found, kinds, "{verdict:?}");
+        assert_eq!(verdict.is_clean(), kinds.is_empty());
+    }
+}
+
+fn body(tx: &str, n: u32, v: i64) -> Value {
+    json!({ "tx": tx, "n": n, "key": "k", "v": v, "pad": Body::pad(n) })
+}
+
+/// Two events, both arrived.
+fn clean() -> Files {
+    let mut files = Files::default();
+    files.tx("a", "committed", &[1, 2], true);
+    files.tx("b", "rolled_back", &[3], false);
+    files.arrive(204, "a", 0, 1);
+    files.arrive(204, "a", 1, 2);
+    files
+}
+
+#[test]
+fn a_clean_round_is_clean() {
+    let files = clean();
+    files.finds(&[]);
+    assert_eq!((files.judge().events, files.judge().duplicates), (2, 0));
+}
+
+#[test]
+fn a_missing_event_is_lost_and_tears_its_transaction() {
+    let mut files = clean();
+    files.arrivals.pop();
+    files.finds(&["lost", "torn"]);
+}
+
+#[test]
+fn a_refused_arrival_is_none_unless_the_event_is_dead() {
+    let mut files = clean();
+    files.tx("c", "committed", &[4], true);
+    files.arrive(422, "c", 0, 4);
+    files.finds(&["lost"]);
+    files.left.push(json!({ "subscription": "main", "state": "dead", "body": body("c", 0, 4).to_string() }));
+    files.finds(&[]);
+    files.left[0]["state"] = json!("retrying");
+    files.finds(&["stuck"]);
+}
+
+#[test]
+fn what_was_rolled_back_altered_or_never_appended_is_a_phantom() {
+    for (tx, v) in [("b", 3), ("a", 7), ("nobody", 1)] {
+        let mut files = clean();
+        files.arrive(204, tx, 0, v);
+        files.finds(&["phantom"]);
+    }
+}
+
+#[test]
+fn an_unknown_commit_is_what_the_database_says() {
+    for (is_kept, arrives, violation) in
+        [(true, true, None), (false, false, None), (true, false, Some("lost")), (false, true, Some("phantom"))]
+    {
+        let mut files = clean();
+        files.tx("c", "unknown", &[5], is_kept);
+        if arrives {
+            files.arrive(204, "c", 0, 5);
+        }
+        files.finds(violation.as_slice());
+    }
+}
+
+#[test]
+fn a_commit_that_the_database_forgot_is_named() {
+    let mut files = clean();
+    files.tx("c", "committed", &[5], false);
+    files.finds(&["taken back by the database"]);
+}
+
+#[test]
+fn an_asynchronous_commit_may_vanish_but_not_after_it_was_sent() {
+    let mut files = clean();
+    files.tx("c", "committed_async", &[5], false);
+    files.finds(&[]);
+    files.arrive(204, "c", 0, 5);
+    files.finds(&["phantom"]);
+}
+
+#[test]
+fn a_later_one_first_is_misordered() {
+    let mut files = clean();
+    files.arrivals.reverse();
+    files.finds(&["misordered"]);
+}
+
+#[test]
+fn one_that_passes_a_refused_one_is_misordered() {
+    let mut files = clean();
+    files.arrivals.clear();
+    files.arrive(500, "a", 0, 1);
+    files.arrive(204, "a", 1, 2);
+    files.arrive(204, "a", 0, 1);
+    files.finds(&["misordered"]);
+}
+
+#[test]
+fn a_duplicate_needs_a_fault_in_between_and_a_window_that_has_room() {
+    let mut files = clean();
+    files.arrive(204, "a", 0, 1);
+    files.finds(&["duplicates beyond bound", "duplicates unexplained"]);
+    files.fault(1, 10_000, 10_001);
+    files.finds(&["duplicates unexplained"]);
+    files.faults.clear();
+    files.fault(1, 10, 500);
+    files.finds(&[]);
+    files.arrive(204, "a", 1, 2);
+    files.finds(&["duplicates beyond bound"]);
+}
+
+#[test]
+fn what_a_restore_took_back_may_be_there_or_not_and_comes_again() {
+    let mut files = clean();
+    files.tx("c", "committed", &[5, 6], false);
+    files.arrive(204, "c", 0, 5);
+    files.arrive(204, "a", 0, 1);
+    files.fault(0, 210, 210);
+    files.faults[0]["copied_at"] = json!(0);
+    files.faults[0]["copied_places"] = json!([["main", 0]]);
+    files.faults[0]["until"] = json!(1_000);
+    files.finds(&[]);
+    assert_eq!(files.judge().duplicates, 0);
+}
+
+#[test]
+fn a_cursor_goes_on_from_where_it_ended_and_never_back() {
+    let lane = |epoch: u64, from: &str, to: &str, last: u64| json!({ "subscription": 1, "lane": 0, "epoch": epoch, "from_snap": from, "to_snap": to, "last_seq": last, "owner": "o" });
+    let before = lane(2, "1:5:", "1:9:", 7);
+    for (after, is_allowed) in [
+        (lane(2, "1:9:", "1:12:", 0), true),
+        (lane(3, "1:5:", "1:9:", 7), true),
+        (lane(2, "1:5:", "1:9:", 8), true),
+        (lane(1, "1:5:", "1:9:", 7), false),
+        (lane(2, "1:5:", "1:9:", 6), false),
+        (lane(2, "1:5:", "1:12:", 0), false),
+        (lane(2, "1:9:", "1:8:", 0), false),
+    ] {
+        let mut files = clean();
+        files.change("lane", before.clone(), after);
+        files.finds(if is_allowed { &[] } else { &["stale"] });
+    }
+}
+
+#[test]
+fn a_lane_is_taken_from_another_only_when_its_lease_ran_out() {
+    for (owner, until, is_allowed) in [("other", 1_000, false), ("other", -1, true), ("o", 1_000, true)] {
+        let mut files = clean();
+        let lane = |epoch: u64, owner: &str| json!({ "subscription": 1, "lane": 0, "epoch": epoch, "owner": owner });
+        files.change("lane", lane(1, "o"), lane(2, owner));
+        files.audit[0]["lease_until"] = json!(until);
+        files.finds(if is_allowed { &[] } else { &["stale"] });
+    }
+}
+
+#[test]
+fn rows_change_as_the_state_machine_allows() {
+    let row = |state: &str| {
+        if state.is_empty() {
+            Value::Null
+        } else {
+            json!({ "subscription": 1, "seq": 4, "state": state, "attempts": 1, "replays": 0 })
+        }
+    };
+    for (from, to, is_allowed) in [
+        ("", "retrying", true),
+        ("blocked", "retrying", true),
+        ("retrying", "dead", true),
+        ("retrying", "", true),
+        ("retrying", "blocked", false),
+        ("dead", "retrying", false),
+        ("dead", "", false),
+        ("discarded", "retrying", false),
+        ("retrying", "discarded", false),
+    ] {
+        let mut files = clean();
+        files.change("delivery", row(from), row(to));
+        files.finds(if is_allowed { &[] } else { &["stale"] });
+    }
+    let mut files = clean();
+    files.change("delivery", row("retrying"), Value::Null);
+    files.change("delivery", Value::Null, row("dead"));
+    files.finds(&["stale"]);
+    let mut files = clean();
+    files.change("delivery", row("dead"), row("retrying"));
+    files.orders.push(json!({ "op": "retry", "events": ["a/0"] }));
+    files.finds(&[]);
+}

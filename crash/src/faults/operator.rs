@@ -1,0 +1,79 @@
+//! What operators do while everything runs.
+
+use postbox_crash_checker::faults::Fault;
+use rand::Rng as _;
+use rand::rngs::SmallRng;
+use tokio::time::sleep;
+
+use super::{choose, millis};
+use crate::stage::{RELAYS, Stage};
+use crate::writer::{TOPICS, now_micros};
+
+const EVENTS_MAX: i64 = 30;
+
+async fn order(stage: &Stage, op: &str, state: &str, most: i64, fault: &mut Fault) -> anyhow::Result<()> {
+    let events = stage.bed.some_events(state, most).await?;
+    fault.detail = format!("{} {state} events", events.len());
+    if !events.is_empty() {
+        // Commands that come between may have changed them: the answer says so, and is no fault.
+        stage.order(op, events).await?;
+    }
+    Ok(())
+}
+
+/// Dead events are sent again, waiting ones now.
+pub(super) async fn retry(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let state = *choose(&["dead", "dead", "retrying"], random);
+    order(stage, "retry", state, random.random_range(1..EVENTS_MAX), fault).await
+}
+
+/// Events are taken out, wherever they stand.
+pub(super) async fn discard(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let state = *choose(&["dead", "blocked", "retrying"], random);
+    order(stage, "discard", state, random.random_range(1..6), fault).await
+}
+
+/// What everybody has passed is deleted.
+pub(super) async fn prune(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let age = *choose(&["1s", "2s", "5s"], random);
+    let (ok, said) = stage.operate(&["prune", "--older-than", age]).await?;
+    fault.detail = format!("{age}, {ok}: {}", said.lines().last().unwrap_or_default());
+    Ok(())
+}
+
+/// Nobody delivers for a while. A pause takes lanes away: it is as clean as a stop.
+pub(super) async fn pause(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let name = *choose(&["main", "part"], random);
+    fault.detail = name.to_owned();
+    stage.operate(&["pause", name, "--for", "20s"]).await?;
+    sleep(millis(random, 100..1_500)).await;
+    while !stage.operate(&["resume", name]).await?.0 {
+        sleep(millis(random, 50..100)).await;
+    }
+    Ok(())
+}
+
+/// A topic more or less for one subscription, one relay after the other.
+pub(super) async fn change_filter(stage: &Stage, _random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let before = stage.topics.lock().await.clone();
+    let most = TOPICS.map(str::to_owned).to_vec();
+    let after = if before.len() == most.len() { most[..2].to_vec() } else { most };
+    fault.detail = after.join(" ");
+    *stage.topics.lock().await = after.clone();
+    // From now on whoever is started has the new one, whatever becomes of us.
+    fault.topics = Some((before, after));
+    roll(stage, fault).await
+}
+
+/// Restarts all relays with the present configuration. The record's end is when the last of them serves.
+pub(crate) async fn roll(stage: &Stage, fault: &mut Fault) -> anyhow::Result<()> {
+    for number in 0..RELAYS {
+        stage.configure(number).await?;
+        let mut relay = stage.relays[number].lock().await;
+        relay.stop().await?;
+        relay.start()?;
+        relay.serving().await?;
+    }
+    fault.until = now_micros();
+    Ok(())
+}

@@ -1,0 +1,36 @@
+//! The table a run ends in.
+
+use std::fmt::Write as _;
+
+use postbox_crash_checker::Verdict;
+use postbox_crash_checker::verdict::VIOLATIONS;
+
+use crate::options::{Options, SinkKind};
+
+/// A table that is plain text and Markdown at once.
+pub(crate) fn table(options: &Options, verdict: &Verdict) -> String {
+    let mut rows: Vec<(String, String)> = Vec::new();
+    let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));
+    let sink = if options.sink == SinkKind::Http { "http" } else { "file" };
+    row("store, sink, seed", format!("{}, {sink}, {}", options.store.name(), options.seed));
+    row("events committed", verdict.events.to_string());
+    row("arrivals", verdict.arrivals.to_string());
+    for (name, count) in &verdict.facts {
+        row(name, count.to_string());
+    }
+    row("**faults**", format!("**{}**", verdict.faults.values().sum::<u64>()));
+    for (name, count) in &verdict.faults {
+        row(&format!("– {name}"), count.to_string());
+    }
+    row("duplicates, of at most", format!("{} of {}", verdict.duplicates, verdict.duplicates_bound));
+    for (name, meaning) in VIOLATIONS {
+        let count = verdict.violations.get(name).copied().unwrap_or_default();
+        row(&format!("**{name}**: {meaning}"), format!("**{count}**"));
+    }
+    let width = rows.iter().map(|(name, _)| name.chars().count()).max().unwrap_or_default();
+    let mut text = format!("| {:<width$} | count |\n|{}|---:|\n", "crash ledger", "-".repeat(width + 2));
+    for (name, value) in rows {
+        let _ = writeln!(text, "| {name:<width$} | {value} |");
+    }
+    text
+}
