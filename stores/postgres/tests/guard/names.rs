@@ -38,7 +38,7 @@ async fn a_log_may_be_called_like_a_reserved_word() {
             store.subscribe(&Subscription::new(subscription.clone(), log.clone())).await.expect(name);
             let owner = OwnerId::new("test").expect("a name");
             let ttl = Duration::from_secs(600);
-            let lease = store.acquire(&subscription, &owner, ttl).await.expect(name).lease.expect("a free lane");
+            let lease = store.acquire(&subscription, &owner, &[], ttl).await.expect(name).lease.expect("a free lane");
             let batch = store.next_batch(&lease, BatchLimit::default()).await.expect(name);
             assert_eq!(batch.deliveries.len(), 3, "{name}");
             let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
