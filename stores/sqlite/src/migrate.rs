@@ -1,5 +1,6 @@
 //! The schema comes, goes and is checked.
 
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -35,7 +36,11 @@ impl Migrate for SqliteStore {
     }
 
     async fn down(&self, discard_events: bool) -> Result<Vec<String>> {
-        let removed = self.writer().call("migrate", move |session| down(session, discard_events)).await?;
+        // Dropped with this future.
+        let caller = Arc::new(());
+        let waiting = Arc::downgrade(&caller);
+        let removed = self.writer().call("migrate", move |session| down(session, discard_events, &waiting)).await?;
+        drop(caller);
         self.forget_cursors();
         Ok(removed)
     }
@@ -108,7 +113,8 @@ pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
     }
 }
 
-fn down(session: &mut Session, discard_events: bool) -> Work<Vec<String>> {
+/// A command that was stopped while it waited for the lock removes nothing when the lock comes free: the end asks for `caller`.
+fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<Vec<String>> {
     if !session.settings.path.exists() || applied(session.connection()?)?.is_none() {
         return Ok(Vec::new());
     }
@@ -125,6 +131,10 @@ fn down(session: &mut Session, discard_events: bool) -> Work<Vec<String>> {
         }
         for table in TABLES {
             tx.execute_batch(&format!("DROP TABLE IF EXISTS {table}"))?;
+        }
+        if caller.strong_count() == 0 {
+            let message = "the caller went away; nothing was removed";
+            return Err(Error::new(ErrorKind::Unavailable, "migrate", "migrate_abandoned", message).into());
         }
         Ok(MIGRATIONS.iter().rev().filter(|step| step.number <= last).map(|step| step.name.to_owned()).collect())
     })

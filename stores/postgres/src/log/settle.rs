@@ -167,7 +167,7 @@ impl<'a> Writes<'a> {
     fn add(&mut self, seq: i64, key: Option<&'a str>, entry: &'a Entry<'_>, hold_keys: bool) {
         let before = entry.delivery.attempt.saturating_sub(1);
         let (state, attempts, wait, at, reason, halt) = match &entry.disposition {
-            Disposition::Delivered => return self.delivered.add(&entry.delivery),
+            Disposition::Delivered => return self.delivered.add(entry.delivery),
             // The row is there and stays.
             Disposition::Discarded => return,
             Disposition::Retry { after, counted, code, error } => {
@@ -348,7 +348,7 @@ impl SettleCall<'_> {
             return Ok(true);
         }
         let mut rows = AsRead::default();
-        self.settlement.entries.iter().for_each(|entry| rows.add(&entry.delivery));
+        self.settlement.entries.iter().for_each(|entry| rows.add(entry.delivery));
         let sql = self.store.schema().sql(DELIVERY_COUNT);
         let counted = self.client.query_typed_one(&sql, &rows.params(&self.reading.id)).await;
         let counted = counted.map_err(|error| classify("apply", &error))?;
