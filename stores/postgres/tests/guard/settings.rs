@@ -1,5 +1,7 @@
 //! A role or database may be set as it likes: everything works.
 
+#![allow(clippy::print_stdout, reason = "which setting it was, should one fail")]
+
 use postbox_core::Migrate as _;
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
