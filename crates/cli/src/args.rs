@@ -177,14 +177,30 @@ pub(crate) enum Migrate {
     Up,
     /// Remove everything Postbox made, events included
     Down {
-        /// Yes, remove the events too
+        /// Yes, remove everything; refused while events are not delivered
         #[arg(long)]
         yes: bool,
+        /// Even where events are not delivered: throw them away
+        #[arg(long)]
+        discard_events: bool,
     },
     /// Check that the schema is this program's; changes nothing
     Validate,
     /// Print the schema as SQL, for other tools
     Print,
+    /// Print the GRANT statements that the roles of your services need, for the owner to run (Postgres)
+    #[command(group = clap::ArgGroup::new("whom").required(true).multiple(true).args(["writer", "relay", "reader"]))]
+    Grants {
+        /// A role that appends events
+        #[arg(long, value_name = "ROLE")]
+        writer: Vec<String>,
+        /// A role that `postbox run` and changing commands use
+        #[arg(long, value_name = "ROLE")]
+        relay: Vec<String>,
+        /// A role that only looks: stats, list, show, doctor
+        #[arg(long, value_name = "ROLE")]
+        reader: Vec<String>,
+    },
     /// After a dump was restored into another Postgres cluster: put cursors and rows right (stop every relay first)
     Rebase,
 }

@@ -58,7 +58,7 @@ pub use inspect::{
 };
 pub use log::{Acquired, Epoch, Lease, Log};
 pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
-pub use migrate::{Migrate, Store};
+pub use migrate::{Migrate, Store, events_undelivered};
 pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Topic, TopicPattern};
 pub use outcome::Outcome;
 pub use rate::{Bucket, Rate};

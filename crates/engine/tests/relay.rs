@@ -438,7 +438,7 @@ async fn a_stop_while_the_store_is_down_ends_in_time() {
 async fn a_store_without_schema_is_a_permanent_error() {
     use postbox_core::Migrate;
     let bench = Bench::new().await;
-    bench.store.down().await.expect("down");
+    bench.store.down(true).await.expect("down");
     let relay = bench.relay(Recorder::new(Capabilities::default()), fast());
     assert_eq!(relay.run(CancellationToken::new()).await.expect_err("permanent").code(), "schema_missing");
 }

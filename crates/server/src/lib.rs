@@ -31,8 +31,9 @@ mod wiring;
 
 pub use config::*;
 pub use cron::Cron;
+pub use postbox_postgres::Roles;
 pub use secret::Secret;
 pub use service::Service;
-pub use store::{StoreUrl, check_receiving, count_logs, list_logs, open_store, rebase};
+pub use store::{StoreUrl, check_receiving, count_logs, grants, list_logs, open_store, rebase};
 pub use visible::{is_hostile, neutralise};
 pub use wiring::relay;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use postbox_core::{Error, LogName, MemoryStore, Result, Store};
 use postbox_engine::TokioClock;
-use postbox_postgres::{PostgresConfig, PostgresStore};
+use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 
 use crate::config::StoreConfig;
@@ -101,6 +101,17 @@ pub async fn rebase(config: &StoreConfig) -> Result<()> {
         StoreUrl::Sqlite(_) | StoreUrl::Memory => {
             let text = "only a Postgres store can need this: the cursors of the others are plain numbers";
             Err(Error::invalid("rebase", "rebase_not_needed", text))
+        }
+    }
+}
+
+/// The GRANT statements that roles need on a Postgres store.
+pub async fn grants(config: &StoreConfig, roles: &Roles) -> Result<String> {
+    match parse(config)? {
+        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.grants(roles).await,
+        StoreUrl::Sqlite(_) | StoreUrl::Memory => {
+            let text = "only a Postgres store has roles; who may write an SQLite file is decided by the file system";
+            Err(Error::invalid("grants", "roles_unsupported", text))
         }
     }
 }

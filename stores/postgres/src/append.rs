@@ -17,9 +17,9 @@ use crate::schema::{SchemaName, check_log_name};
 pub(crate) const LOG_APPEND: &str = "
 INSERT INTO {log} (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
 SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes,
-  e.content_type, e.headers::jsonb, coalesce(e.occurred_at::timestamptz, clock_timestamp()), e.deliver_at::timestamptz
-FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::text[], $7::text[], $8::text[], $9::text[], $10::bytea[],
-  $11::text[], $12::text[], $13::text[], $14::text[])
+  e.content_type, e.headers::pg_catalog.jsonb, coalesce(e.occurred_at::pg_catalog.timestamptz, pg_catalog.clock_timestamp()), e.deliver_at::pg_catalog.timestamptz
+FROM unnest($1::pg_catalog.uuid[], $2::pg_catalog.text[], $3::pg_catalog.text[], $4::pg_catalog.text[], $5::bigint[], $6::pg_catalog.text[], $7::pg_catalog.text[], $8::pg_catalog.text[], $9::pg_catalog.text[], $10::pg_catalog.bytea[],
+  $11::pg_catalog.text[], $12::pg_catalog.text[], $13::pg_catalog.text[], $14::pg_catalog.text[])
   AS e(id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)";
 
 /// The types of [`LOG_APPEND`]'s parameters.

@@ -37,7 +37,13 @@ struct TxApply<H> {
 
 /// The handlers' transaction. The planner is left alone, for it plans the handlers' statements; a statement timeout of ours too.
 /// The position is written at its end: written first, it would lock the lane while handlers run, and its lease could not be renewed.
-const APPLY_BEGIN: &str = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') = 'off'";
+const APPLY_BEGIN: &str = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off'";
+
+/// Keeps the search_path that the handlers worked with, and takes one of ours. Evaluated from left to right.
+const PATH_OURS: &str = "SELECT pg_catalog.set_config('postbox.search_path', pg_catalog.current_setting('search_path'), true), pg_catalog.set_config('search_path', 'pg_catalog', true)";
+/// See [`PATH_OURS`].
+const PATH_THEIRS: &str =
+    "SELECT pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.search_path'), true)";
 
 /// Whether a handler's effect can be kept. A statement that failed without the handler noticing leaves its savepoint broken; a deferred
 /// constraint would fail the whole transaction at its end, for ever and for everybody in it. Rolled back, so that constraints stay as
@@ -87,7 +93,16 @@ impl<H: TxHandler> Apply for TxApply<H> {
             outcomes.push(Some(outcome));
         }
         let settlement = Settlement { position, entries, rewind, hold_keys };
-        self.store.settle_in(tx.client(), lease, &reading, &settlement).await?;
+        // From here on the lane is locked: a host that vanishes now must not hold off the take-over. The handlers' names are theirs; ours mean
+        // Postgres's own. Put back, because deferred triggers of theirs run at the end.
+        let (bounded, pinned, settled) = futures::join!(
+            tx.batch_execute(&self.store.inner.preambles.soon_over),
+            tx.batch_execute(PATH_OURS),
+            self.store.settle_in(tx.client(), lease, &reading, &settlement),
+        );
+        bounded.and(pinned).map_err(failed)?;
+        settled?;
+        tx.batch_execute(PATH_THEIRS).await.map_err(failed)?;
         tx.commit().await.map_err(failed)?;
         session.finish();
         self.store.reader(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);

@@ -21,5 +21,5 @@ pub use append::append_in;
 pub use apply::TxHandler;
 pub use config::PostgresConfig;
 pub use once::once_in;
-pub use schema::SchemaName;
+pub use schema::{Roles, SchemaName};
 pub use store::PostgresStore;

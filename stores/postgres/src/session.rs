@@ -117,6 +117,9 @@ impl PostgresStore {
 }
 
 /// The statements that begin our transactions, made once per store. Each is one message.
+///
+/// Names mean Postgres's own in all of them: an object that somebody planted in a schema of the role's search_path would run with our rights.
+/// A statement outside of such a transaction names everything in full instead.
 pub(crate) struct Preambles {
     /// For reading: the planner is pinned to nested loops over indexes.
     ///
@@ -131,6 +134,8 @@ pub(crate) struct Preambles {
     pub(crate) report: String,
     /// For an operator's changes: as durable as a relay's, planned as the planner likes.
     pub(crate) change: String,
+    /// Not a beginning: what a transaction of handlers says before it locks the lane.
+    pub(crate) soon_over: String,
 }
 
 impl Preambles {
@@ -139,7 +144,8 @@ impl Preambles {
         // The isolation is named because the database's default may be another, under which our guarded updates would fail.
         let idle_ms = IDLE_IN_TRANSACTION.as_millis().min(timeout_ms);
         let timeouts = format!(
-            "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {idle_ms}"
+            "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {idle_ms}; \
+             SET LOCAL lock_timeout = 0; SET LOCAL search_path = pg_catalog"
         );
         let common = format!("{timeouts}; SET LOCAL jit = off");
         let planner = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_hashjoin = off; \
@@ -153,6 +159,7 @@ impl Preambles {
             call: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {timeouts}"),
             report: format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}"),
             change: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {durable}"),
+            soon_over: format!("SET LOCAL idle_in_transaction_session_timeout = {idle_ms}"),
         }
     }
 }

@@ -43,8 +43,8 @@ pub(crate) struct Inner {
 
 /// How transactions begin, where that was said, and the role that it was said of. Reads settings.
 const DEFAULT_READ_ONLY: &str = "
-SELECT setting = 'on', source = 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
-FROM pg_catalog.pg_settings WHERE name = 'default_transaction_read_only'";
+SELECT setting OPERATOR(pg_catalog.=) 'on', source OPERATOR(pg_catalog.=) 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
+FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'default_transaction_read_only'";
 
 impl PostgresStore {
     /// Connects, and checks that the database answers. The schema is not looked at: see [`postbox_core::Migrate`].

@@ -211,7 +211,7 @@ async fn hostile_schema_names_are_only_names() {
         store.rebase().await.expect_err("the lane is held");
         store.release(&lease).await.expect("released");
         store.rebase().await.expect(name);
-        store.down().await.expect(name);
+        store.down(true).await.expect(name);
         assert_eq!(store.validate().await.expect_err("gone").code(), "schema_missing");
     }
     client.batch_execute("SELECT FROM public.canary").await.expect("the canary lives");
@@ -226,7 +226,7 @@ async fn down_leaves_the_owners_tables_alone() {
     let client = support::client(&url).await;
     client.batch_execute("CREATE TABLE public.mine (n int)").await.expect("a table");
     let store = support::migrated(PostgresConfig::new(&url).schema("public")).await;
-    store.down().await.expect("down");
+    store.down(true).await.expect("down");
     client.batch_execute("SELECT FROM public.mine").await.expect("still there");
     store.up().await.expect("up again");
 }

@@ -14,6 +14,7 @@ use crate::classify::Work;
 use crate::clock::{timestamp, until};
 use crate::decode::{Decoded, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer, seq};
 use crate::lease::{self, Stored};
+use crate::migrate::log_names;
 use crate::schema::log_table;
 use crate::steer;
 use crate::store::SqliteStore;
@@ -87,13 +88,18 @@ impl Inspect for SqliteStore {
     }
 }
 
+fn names(tx: &Transaction<'_>) -> Work<Vec<SubscriptionName>> {
+    let names: Vec<String> =
+        tx.prepare_cached(SUBSCRIPTION_NAMES)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?;
+    Ok(names.into_iter().map(SubscriptionName::from_stored).collect())
+}
+
 fn subscriptions(session: &mut Session) -> Work<Vec<SubscriptionInfo>> {
     let now = session.settings.now();
     let tx = session.read()?;
-    let names: Vec<String> =
-        tx.prepare_cached(SUBSCRIPTION_NAMES)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?;
+    let names = names(&tx)?;
     let mut infos = Vec::with_capacity(names.len());
-    for name in names.into_iter().map(SubscriptionName::from_stored) {
+    for name in names {
         let stored = lease::require("subscriptions", &tx, &name)?;
         let lanes = tx
             .prepare_cached(LANES_READ)?
@@ -182,11 +188,35 @@ impl Pending {
     }
 }
 
+/// A log with events that a subscription has still to deliver, or that nobody reads.
+pub(crate) fn undelivered(tx: &Transaction<'_>, now: i64) -> Work<Option<String>> {
+    let mut unread = log_names(tx)?;
+    for name in names(tx)? {
+        let reader = Reader::find("migrate", tx, &name)?;
+        unread.retain(|log| log != reader.stored.log.as_str());
+        if stats_of(tx, &reader, now)?.pending > 0 {
+            return Ok(Some(reader.stored.log.to_string()));
+        }
+    }
+    for log in unread {
+        let log_any = format!("SELECT EXISTS (SELECT 1 FROM {})", log_table(&LogName::new(log.as_str())?));
+        if tx.query_row(&log_any, [], |row| row.get(0))? {
+            return Ok(Some(log));
+        }
+    }
+    Ok(None)
+}
+
 fn stats(session: &mut Session, name: &SubscriptionName) -> Work<Stats> {
     let now = session.settings.now();
     let tx = session.read()?;
     let reader = Reader::find("stats", &tx, name)?;
-    let mut stats = Stats { total: total(&tx, &reader)? + missing(&tx, &reader)?, ..Stats::default() };
+    stats_of(&tx, &reader, now)
+}
+
+fn stats_of(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<Stats> {
+    let name = &reader.name;
+    let mut stats = Stats { total: total(tx, reader)? + missing(tx, reader)?, ..Stats::default() };
     let mut pending = Pending::default();
     let mut counts = tx.prepare_cached(DELIVERY_COUNTS)?;
     let mut rows = counts.query([name.as_str()])?;
@@ -206,7 +236,7 @@ fn stats(session: &mut Session, name: &SubscriptionName) -> Work<Stats> {
         }
     }
     drop(rows);
-    unread(&tx, &reader, &mut pending)?;
+    unread(tx, reader, &mut pending)?;
     pending.into_stats(&mut stats, now);
     stats.dispatched = stats.total.saturating_sub(stats.pending + stats.dead + stats.discarded);
     Ok(stats)

@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Error, ErrorKind, LogName, Migrate, Result};
+use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered};
 use rusqlite::{Connection, ErrorCode, OptionalExtension, Transaction};
 
 use crate::classify::{Fault, Work, schema_missing};
+use crate::inspect::undelivered;
 use crate::schema::{self, MIGRATION_TABLE, MIGRATIONS, RESERVED, TABLES, VERSION, log_ddl, log_table};
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
@@ -33,8 +34,8 @@ impl Migrate for SqliteStore {
         Ok(applied)
     }
 
-    async fn down(&self) -> Result<Vec<String>> {
-        let removed = self.writer().call("migrate", down).await?;
+    async fn down(&self, discard_events: bool) -> Result<Vec<String>> {
+        let removed = self.writer().call("migrate", move |session| down(session, discard_events)).await?;
         self.forget_cursors();
         Ok(removed)
     }
@@ -107,13 +108,18 @@ pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
     }
 }
 
-fn down(session: &mut Session) -> Work<Vec<String>> {
+fn down(session: &mut Session, discard_events: bool) -> Work<Vec<String>> {
     if !session.settings.path.exists() || applied(session.connection()?)?.is_none() {
         return Ok(Vec::new());
     }
+    let now = session.settings.now();
     session.transact(Flush::Always, |tx| {
         let Some(last) = applied(tx)? else { return Ok(Vec::new()) };
         refuse_newer(Some(last))?;
+        // Under the write lock: nothing is appended between this look and the end.
+        if !discard_events && let Some(log) = undelivered(tx, now)? {
+            return Err(events_undelivered(&log).into());
+        }
         for log in log_names(tx)? {
             tx.execute_batch(&format!("DROP TABLE {}", log_table(&LogName::new(log)?)))?;
         }

@@ -52,7 +52,7 @@ async fn only_up_makes_the_file() {
         store.validate().await,
         store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.map(drop),
         store.subscribe(&Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox())).await,
-        store.down().await.map(drop),
+        store.down(true).await.map(drop),
     ] {
         if let Err(error) = result {
             assert_eq!(error.code(), "schema_missing");
@@ -98,7 +98,7 @@ async fn a_newer_schema_is_refused_and_not_removed() {
     for result in [
         fixture.store.validate().await,
         fixture.store.up().await.map(drop),
-        fixture.store.down().await.map(drop),
+        fixture.store.down(true).await.map(drop),
         fixture.store.subscribe(&subscription).await,
     ] {
         let error = result.expect_err("refused");
@@ -162,7 +162,7 @@ async fn logs_of_your_own_work_like_the_others() {
         fixture.store.append(&reserved, &[NewEvent::json("t", "1")]).await.expect_err("no log").code(),
         "log_unknown"
     );
-    fixture.store.down().await.expect("removed");
+    fixture.store.down(true).await.expect("removed");
     let left: i64 = fixture
         .connect()
         .query_row("SELECT count(*) FROM sqlite_master WHERE name LIKE 'postbox%'", [], |row| row.get(0))

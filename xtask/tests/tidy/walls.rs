@@ -67,7 +67,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("reqwest", &["postbox-http"]),
     ("axum", &["postbox-http", "postbox-server", "postbox-cli", "postbox-bench"]),
     ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "xtask"]),
-    ("toml", &["postbox-server"]),
+    ("toml", &["postbox-server", "xtask"]),
 ];
 
 /// What the engine may use besides core: the runtime and small change. No driver, no client.

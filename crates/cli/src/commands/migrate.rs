@@ -1,4 +1,4 @@
-//! `postbox migrate up|down|validate|print|rebase`.
+//! `postbox migrate up|down|validate|print|grants|rebase`.
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -12,13 +12,13 @@ pub(super) async fn up(context: &Context) -> Result<(), Failure> {
     output::line(if applied.is_empty() { "the schema is up to date" } else { "the schema is ready" })
 }
 
-pub(super) async fn down(context: &Context, yes: bool) -> Result<(), Failure> {
+pub(super) async fn down(context: &Context, yes: bool, discard_events: bool) -> Result<(), Failure> {
     if !yes {
         return Err(Failure::usage(
-            "this removes every event, the undelivered ones too; say so with: postbox migrate down --yes",
+            "this removes everything Postbox made, the events it keeps too; say so with: postbox migrate down --yes",
         ));
     }
-    let removed = context.any_store().await?.down().await?;
+    let removed = context.any_store().await?.down(discard_events).await?;
     for name in &removed {
         output::line(&format!("removed {name}"))?;
     }
@@ -32,6 +32,16 @@ pub(super) async fn validate(context: &Context) -> Result<(), Failure> {
 
 pub(super) async fn print(context: &Context) -> Result<(), Failure> {
     output::print(&context.any_store().await?.script())
+}
+
+pub(super) async fn grants(
+    context: &Context,
+    writers: Vec<String>,
+    relays: Vec<String>,
+    readers: Vec<String>,
+) -> Result<(), Failure> {
+    let roles = postbox_server::Roles { writers, relays, readers };
+    output::print(&postbox_server::grants(&context.config.store, &roles).await?)
 }
 
 pub(super) async fn rebase(context: &Context) -> Result<(), Failure> {

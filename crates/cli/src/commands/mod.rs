@@ -34,9 +34,14 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         Command::CheckConfig => check_config::run(global),
         Command::Completions { shell } => completions::run(shell),
         Command::Migrate(Migrate::Up) => migrate::up(&inspect()?).await,
-        Command::Migrate(Migrate::Down { yes }) => migrate::down(&inspect()?, yes).await,
+        Command::Migrate(Migrate::Down { yes, discard_events }) => {
+            migrate::down(&inspect()?, yes, discard_events).await
+        }
         Command::Migrate(Migrate::Validate) => migrate::validate(&inspect()?).await,
         Command::Migrate(Migrate::Print) => migrate::print(&inspect()?).await,
+        Command::Migrate(Migrate::Grants { writer, relay, reader }) => {
+            migrate::grants(&inspect()?, writer, relay, reader).await
+        }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?).await,
         Command::Run => run::run(Context::load(global, Purpose::Serve)?).await,
         Command::Dispatch { limit, forever } => {

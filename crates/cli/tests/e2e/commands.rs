@@ -12,7 +12,7 @@ use axum::http::StatusCode;
 use axum::routing::post;
 
 use crate::endpoint::Endpoint;
-use crate::room::{DEADLINE, Kind, Room, on_both};
+use crate::room::{DEADLINE, Kind, Room, on_both, signal};
 
 const FILE_SINK: &str = "[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n";
 
@@ -328,6 +328,67 @@ async fn the_schema_comes_and_goes(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+async fn what_is_not_delivered_is_not_removed_by_the_way(kind: Kind) -> Result<()> {
+    let room = Room::migrated(kind).await?;
+    room.config(FILE_SINK)?;
+    room.insert_three().await?;
+    let complaint = room.refuses(1, &["migrate", "down", "--yes"])?;
+    ensure!(complaint.contains("log outbox") && complaint.contains("--discard-events"), "{complaint}");
+    ensure!(room.dispatch(&["--limit", "1"])?.starts_with("dispatched=1"));
+    room.refuses(1, &["migrate", "down", "--yes"])?;
+    ensure!(room.dispatch(&[])?.starts_with("dispatched=2"));
+    ensure!(room.ok(&["migrate", "down", "--yes"])?.contains("the schema is gone"));
+    room.ok(&["migrate", "up"])?;
+    room.insert_three().await?;
+    ensure!(room.ok(&["migrate", "down", "--yes", "--discard-events"])?.contains("the schema is gone"));
+    Ok(())
+}
+
+/// A schema that somebody holds, and the command that waits for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_removal_that_was_stopped_removes_nothing() -> Result<()> {
+    let room = Room::migrated(Kind::Postgres).await?;
+    room.config(FILE_SINK)?;
+    room.insert_three().await?;
+    ensure!(room.dispatch(&[])?.starts_with("dispatched=3"));
+    let (holder, connection) = tokio_postgres::connect(&room.url, tokio_postgres::NoTls).await?;
+    tokio::spawn(connection);
+    for stopped in [true, false] {
+        holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ROW EXCLUSIVE MODE").await?;
+        let mut command = tokio::process::Command::from(room.command(&["migrate", "down", "--yes"]));
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true).spawn()?;
+        let waits =
+            "SELECT count(*) FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))";
+        let waiting = async {
+            while holder.query_one(waits, &[]).await?.get::<_, i64>(0) == 0 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            anyhow::Ok(())
+        };
+        tokio::time::timeout(DEADLINE, waiting).await.context("it never waited")??;
+        if stopped {
+            signal(child.id().context("it runs")?, "INT")?;
+        }
+        let output = tokio::time::timeout(DEADLINE, child.wait_with_output()).await.context("it does not end")??;
+        let complaint = String::from_utf8(output.stderr)?;
+        ensure!(!output.status.success(), "{complaint}");
+        ensure!(stopped || complaint.contains("nothing was removed"), "{complaint}");
+        holder.batch_execute("COMMIT").await?;
+        // What the server was still to do for it is done.
+        let others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'";
+        let alone = async {
+            while holder.query_one(others, &[]).await?.get::<_, i64>(0) > 0 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            anyhow::Ok(())
+        };
+        tokio::time::timeout(DEADLINE, alone).await.context("its connection stays")??;
+        ensure!(room.ok(&["stats"])? == "pending=0 dispatched=3 dead=0 total=3\n", "stopped: {stopped}");
+    }
+    ensure!(room.ok(&["migrate", "down", "--yes"])?.contains("the schema is gone"));
+    Ok(())
+}
+
 #[tokio::test]
 async fn without_a_subscription_the_outbox_is_pending() -> Result<()> {
     for kind in [Kind::Sqlite, Kind::Postgres] {
@@ -373,4 +434,5 @@ on_both!(
     the_doctor_names_the_cause,
     hostile_text_cannot_steer_the_terminal,
     the_schema_comes_and_goes,
+    what_is_not_delivered_is_not_removed_by_the_way,
 );

@@ -77,3 +77,40 @@ async fn a_database_filled_from_psql_only_is_relayed() -> Result<()> {
     ensure!(firsts(&arrivals, "bad") == [3] && arrivals.len() == 8, "{arrivals:?}");
     Ok(())
 }
+
+/// In another encoding, text would not be what was sent; the command says what to do, and makes nothing.
+#[tokio::test]
+async fn a_database_in_another_encoding_is_refused_with_the_cure() -> Result<()> {
+    let server = Postgres::shared(postbox_testkit::servers::Version::V15).await;
+    for encoding in ["LATIN1", "WIN1252", "SQL_ASCII"] {
+        let name = format!("e2e_{}_{}", encoding.to_lowercase(), std::process::id());
+        let make = format!("CREATE DATABASE {name} ENCODING {encoding} LOCALE 'C' TEMPLATE template0;");
+        Postgres::psql(&server.url(), &make);
+        let room = Room::on(Kind::Postgres, server.url_of(&name))?;
+        let complaint = room.refuses(1, &["migrate", "up"])?;
+        ensure!(complaint.contains(encoding) && complaint.contains("createdb -E UTF8 -T template0"), "{complaint}");
+        ensure!(complaint.contains("encoding_unsupported"), "{complaint}");
+        Postgres::psql(&server.url(), &format!("DROP DATABASE {name} WITH (FORCE);"));
+    }
+    Ok(())
+}
+
+/// A writer with the printed rights, and nothing else.
+#[tokio::test]
+async fn the_printed_rights_are_run_by_psql() -> Result<()> {
+    let room = Room::migrated(Kind::Postgres).await?;
+    let role = format!("e2e_writer_{}", std::process::id());
+    Postgres::psql(&room.url, &format!("CREATE ROLE {role};"));
+    let grants = room.ok(&["migrate", "grants", "--writer", &role])?;
+    Postgres::psql(&room.url, &grants);
+    Postgres::psql(
+        &room.url,
+        &format!("SET ROLE {role}; SELECT postbox.enqueue('t', '{{}}'::bytea, log => 'outbox');"),
+    );
+    ensure!(room.ok(&["stats"])? == "pending=1 dispatched=0 dead=0 total=1\n");
+    Postgres::psql(&room.url, &format!("DROP OWNED BY {role}; DROP ROLE {role};"));
+    room.refuses(2, &["migrate", "grants"])?;
+    let other = Room::migrated(Kind::Sqlite).await?;
+    ensure!(other.refuses(1, &["migrate", "grants", "--writer", "a"])?.contains("only a Postgres store has roles"));
+    Ok(())
+}

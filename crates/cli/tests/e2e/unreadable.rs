@@ -259,3 +259,60 @@ async fn bytes_that_are_no_text_and_damaged_storage_are_dead_events() -> Result<
     ensure!(doctor(&room).await?.contains("5 dead: row_undecodable"));
     Ok(())
 }
+
+/// The store is there and refuses every read: for everybody who asks, the lane is named, with its code and since when.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
+    let room = Room::migrated(Kind::Postgres).await?;
+    let endpoint = Endpoint::start(takes_all)?;
+    room.config(&to(&endpoint))?;
+    let relay = room.serve().await?;
+    let body = "(of_subscription int, of_lane smallint, under_epoch bigint, last_place text, last_snap text, last_settled bigint,
+      inline_max int, rows_max bigint, lane_count int, topic_likes text[], of_tenant text)";
+    room.sql(&format!(
+        "ALTER FUNCTION postbox.outbox_window RENAME TO kept;
+         CREATE FUNCTION postbox.outbox_window{body} RETURNS SETOF record LANGUAGE plpgsql AS
+         $$ BEGIN RAISE EXCEPTION 'broken' USING ERRCODE = 'XX000'; END $$;"
+    ))
+    .await?;
+    let why = "out: lane 0 cannot be read or settled since";
+    let ready = until_ready(&relay.address, |page| page.contains(why)).await?;
+    ensure!(ready.contains("last reason: store_error") && ready.starts_with("HTTP/1.1 503"), "{ready}");
+    let metrics = get(&relay.address, "/metrics").await?;
+    let gauge = "postbox_lane_failing_since_seconds{subscription=\"out\",lane=\"0\",code=\"store_error\"}";
+    ensure!(metrics.contains(gauge), "{metrics}");
+    room.config(&format!("{}[server]\nlisten = {:?}\n", to(&endpoint), relay.address))?;
+    ensure!(doctor(&room).await?.contains("lane 0 cannot be read or settled"));
+    room.sql(
+        "DROP FUNCTION postbox.outbox_window; ALTER FUNCTION postbox.kept RENAME TO outbox_window;
+         INSERT INTO OUTBOX (topic, key, payload) VALUES ('t', 'k', '{\"n\":1}')",
+    )
+    .await?;
+    endpoint.until("what came meanwhile", |arrivals| firsts(arrivals, "k") == [1]).await?;
+    until_ready(&relay.address, |page| page.starts_with("HTTP/1.1 200")).await?;
+    ensure!(!get(&relay.address, "/metrics").await?.contains(gauge));
+    relay.terminate().await?;
+    Ok(())
+}
+
+async fn get(address: &str, path: &str) -> Result<String> {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let mut stream = tokio::net::TcpStream::connect(address).await?;
+    stream.write_all(format!("GET {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n").as_bytes()).await?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await?;
+    Ok(String::from_utf8_lossy(&answer).into_owned())
+}
+
+async fn until_ready(address: &str, wanted: impl Fn(&str) -> bool) -> Result<String> {
+    let asked = async {
+        loop {
+            let page = get(address, "/readyz").await?;
+            if wanted(&page) {
+                return Ok::<_, anyhow::Error>(page);
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, asked).await.context("/readyz never said so")?
+}

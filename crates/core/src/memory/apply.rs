@@ -11,7 +11,7 @@ use super::settle::Write;
 use super::{MemoryStore, MemoryTransaction, Server};
 use crate::apply::{Apply, Decide};
 use crate::batch::{Delivery, Disposition, Entry, Settlement};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::log::Lease;
 use crate::names::Key;
 use crate::outcome::Outcome;
@@ -88,6 +88,10 @@ impl Server {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("apply")?;
         let (reader, _) = state.data.leased("apply", lease, monotonic)?;
+        if reader.was_settled(lease.lane, write) {
+            let message = "the events were settled or changed meanwhile; what this call did is rolled back";
+            return Err(Error::new(ErrorKind::Stale, "apply", "settled_already", message));
+        }
         reader.settle(lease.lane, write, now)?;
         let wakers = transaction.commit_in(&mut state);
         state.flush();

@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 
 use super::MemoryStore;
-use super::state::{LogState, Reader};
+use super::state::{Data, LogState, Reader};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::{
@@ -81,6 +81,20 @@ impl Inspect for MemoryStore {
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
         let (subscription, pause) = (subscription.clone(), pause.cloned());
         self.call("pause", None, move |server| server.pause(&subscription, pause.clone())).await
+    }
+}
+
+impl Data {
+    /// A log with events that a subscription has still to deliver, or that nobody reads.
+    pub(super) fn undelivered(&self, now: Timestamp) -> Option<&LogName> {
+        let is_pending = |(name, log): &(&LogName, &LogState)| {
+            let mut readers = self.readers.values().filter(|reader| reader.subscription.log == **name).peekable();
+            match readers.peek() {
+                Some(_) => readers.any(|reader| reader.stats(log, now).pending > 0),
+                None => log.committed().next().is_some(),
+            }
+        };
+        self.logs.iter().find(is_pending).map(|(name, _)| name)
     }
 }
 

@@ -33,7 +33,7 @@ use async_trait::async_trait;
 
 use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, Result};
-use crate::migrate::Migrate;
+use crate::migrate::{Migrate, events_undelivered};
 use crate::names::LogName;
 use client::Client;
 use state::State;
@@ -123,10 +123,14 @@ impl Migrate for MemoryStore {
         Ok(vec![MIGRATION.to_owned()])
     }
 
-    async fn down(&self) -> Result<Vec<String>> {
+    async fn down(&self, discard_events: bool) -> Result<Vec<String>> {
+        let now = self.server.clock.now();
         let mut state = self.server.lock();
         if !state.data.migrated {
             return Ok(Vec::new());
+        }
+        if let Some(log) = state.data.undelivered(now).filter(|_| !discard_events) {
+            return Err(events_undelivered(log.as_str()));
         }
         *state = State::default();
         Ok(vec![MIGRATION.to_owned()])

@@ -51,7 +51,24 @@ impl Write {
     }
 }
 
+impl EntryWrite {
+    /// Whether this is said of the row as it is. A person's word stands: discarded stays discarded, dead is left only by a replay; and another
+    /// attempt or a replay makes it another row.
+    fn is_of(&self, row: &DeliveryRow) -> bool {
+        row.state.may_become(EventState::Dispatched) && (row.attempts, row.replays) == (self.attempts, self.replays)
+    }
+}
+
 impl Reader {
+    /// Whether an earlier call whose answer was lost did this, or a due row is not as it was read: then handlers' effects must not count again.
+    pub(super) fn was_settled(&self, lane: u16, write: &Write) -> bool {
+        let as_read = |entry: &EntryWrite| self.delivery(entry.seq).is_some_and(|row| entry.is_of(row));
+        match &write.place {
+            Some(place) => place.position <= self.lanes[usize::from(lane)].settled,
+            None => !write.entries.iter().all(as_read),
+        }
+    }
+
     /// Writes a settlement under a lease that was checked: wholly or not at all.
     pub(super) fn settle(&mut self, lane: u16, write: &Write, now: Timestamp) -> Result<()> {
         let of_lane = &mut self.lanes[usize::from(lane)];
@@ -82,10 +99,7 @@ impl Reader {
     /// `streams`: the event comes from the piece of the stream that this settlement moves over.
     fn settle_entry(&mut self, lane: u16, entry: &EntryWrite, streams: bool, ordered: bool, now: Timestamp) {
         let row = match self.delivery(entry.seq) {
-            // A person's word stands: discarded stays discarded, dead is left only by a replay.
-            Some(row) if !row.state.may_become(EventState::Dispatched) => return,
-            // Another attempt or a replay has been there since this one began.
-            Some(row) if (row.attempts, row.replays) != (entry.attempts, entry.replays) => return,
+            Some(row) if !entry.is_of(row) => return,
             Some(row) => row.clone(),
             // No row: either fresh from the stream, or a due row that vanished meanwhile.
             None if streams => DeliveryRow::new(lane, entry.key.clone(), now),

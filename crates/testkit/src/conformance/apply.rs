@@ -1,10 +1,15 @@
 //! Exactly-once effect: the handler's effect, the position and the delivery rows are one commit.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use postbox_core::{Batch, Delivery, Disposition, Entry, NewEvent, Outcome, Result, Settlement, State};
+use postbox_core::{
+    Apply, Batch, Delivery, Disposition, Entry, Error, NewEvent, Outcome, Result, Settlement, StartAt, State,
+    Subscription,
+};
 
 use super::ApplyFixture;
+use super::faults::{Asked, Call, asked};
 use super::harness::*;
 
 /// Handlers run in order; what they did is there, and so is the position.
@@ -100,6 +105,88 @@ pub async fn due_rows_are_applied_in_one_commit_too(fixture: &dyn ApplyFixture) 
     assert!(lane.due(10).await.deliveries.is_empty());
 }
 
+/// The commit was done and nobody heard: asked again, the handlers' effects are not there twice.
+pub async fn a_commit_nobody_heard_of_is_not_done_again(fixture: &dyn ApplyFixture) {
+    let faults = fixture.faults().await;
+    for due in [false, true] {
+        let (lane, batch) = waiting(fixture, due).await;
+        let [first, again] = fixture.harmed().await.map(|apply| request(apply, &lane, &batch));
+        faults.lose_answer(Call::Apply, first).await;
+        asked_again(fixture, again.await, &lane, due).await;
+    }
+}
+
+/// It is done after it was asked for again: once is enough.
+pub async fn a_late_commit_is_not_done_beside_the_same(fixture: &dyn ApplyFixture) {
+    let faults = fixture.faults().await;
+    let place = faults.places(Call::Apply)[0];
+    for due in [false, true] {
+        let (lane, batch) = waiting(fixture, due).await;
+        let [first, again] = fixture.harmed().await.map(|apply| request(apply, &lane, &batch));
+        let late = faults.delay(Call::Apply, place, first).await;
+        let heard = Arc::new(Mutex::new(None));
+        let hears = heard.clone();
+        let meanwhile = async move { *hears.lock().expect("no panic while held") = again.await };
+        late.after(Box::pin(meanwhile)).await;
+        let error = heard.lock().expect("no panic while held").take();
+        asked_again(fixture, error, &lane, due).await;
+    }
+}
+
+/// A host may vanish when its handlers are done and nothing is committed: the lane's lock is given up within a lease.
+pub async fn a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease(fixture: &dyn ApplyFixture) {
+    let faults = fixture.faults().await;
+    let (lane, batch) = waiting(fixture, false).await;
+    let [first, _] = fixture.harmed().await.map(|apply| request(apply, &lane, &batch));
+    let late = faults.delay(Call::Apply, *faults.places(Call::Apply).last().expect("a place"), first).await;
+    let again = faults.again();
+    let renewed = tokio::time::timeout(LEASE, again.renew(&lane.lease, LONG)).await;
+    renewed.expect("the lock is given up").expect("still ours");
+    late.after(Box::pin(async {})).await;
+}
+
+/// A batch of the stream or of due rows, read through the store whose calls are harmed.
+async fn waiting(fixture: &dyn ApplyFixture, due: bool) -> (Lane, Batch) {
+    let store = fixture.faults().await.store();
+    let name = if due { "due" } else { "stream" };
+    let subscription = Subscription { start: StartAt::Now, ..Subscription::new(named(name), outbox()) };
+    store.subscribe(&subscription).await.expect("subscribed");
+    let lane = Lane::take(&store, name, "one").await;
+    append(&fixture.store(), vec![keyed("a", &format!("{name}-1")), keyed("b", &format!("{name}-2"))]).await;
+    let batch = lane.next(10).await;
+    if !due {
+        return (lane, batch);
+    }
+    lane.settle(&batch, vec![(0, retry(Duration::ZERO)), (1, retry(Duration::ZERO))]).await;
+    let batch = lane.due(10).await;
+    (lane, batch)
+}
+
+fn request(apply: Arc<dyn Apply>, lane: &Lane, batch: &Batch) -> Asked {
+    let (lease, batch) = (lane.lease.clone(), batch.clone());
+    asked(async move {
+        let run: Vec<&Delivery> = batch.deliveries.iter().collect();
+        let settlement = Settlement { position: batch.end, entries: Vec::new(), rewind: false, hold_keys: true };
+        apply.apply(&lease, &run, settlement, &decide).await
+    })
+}
+
+/// The answer to the repeated call may be that the lease is lost. Whatever is left is done by the next owner.
+async fn asked_again(fixture: &dyn ApplyFixture, error: Option<Error>, lane: &Lane, due: bool) {
+    assert!(error.as_ref().is_none_or(Error::is_stale), "{error:?}");
+    let name = lane.lease.subscription.as_str();
+    fixture.faults().await.again().release(&lane.lease).await.expect("given back");
+    let next = Lane::take(&fixture.store(), name, "next").await;
+    let batch = if due { next.due(10).await } else { next.next(10).await };
+    if !batch.deliveries.is_empty() {
+        apply(fixture, &next, &batch).await.expect("applied");
+    }
+    let effects = fixture.effects().await;
+    let of_this: Vec<String> = effects.into_iter().filter(|effect| effect.starts_with(name)).collect();
+    assert_eq!(of_this, [format!("{name}-1"), format!("{name}-2")], "each effect once");
+    assert_eq!(fixture.store().stats(&named(name)).await.expect("counted").pending, 0);
+}
+
 async fn read(lane: &Lane, events: Vec<NewEvent>) -> Batch {
     append(&lane.store, &events).await;
     lane.next(events.len()).await
@@ -137,6 +224,9 @@ macro_rules! apply_cases {
                 entries_of_the_settlement_are_written_as_they_are,
                 under_a_lost_lease_nothing_is_committed,
                 due_rows_are_applied_in_one_commit_too,
+                a_commit_nobody_heard_of_is_not_done_again,
+                a_late_commit_is_not_done_beside_the_same,
+                a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease,
             ]
         );
     };

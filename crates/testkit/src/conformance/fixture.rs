@@ -6,6 +6,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{Apply, EventId, LogName, NewEvent, Result, Sink, Store};
 
+use super::faults::CallFaults;
+
 /// What a store can do, as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoreCapabilities {
@@ -27,6 +29,9 @@ pub trait StoreFixture: Send + Sync {
 
     /// How many conflict records [`postbox_core::Receive`] has left.
     async fn conflicts(&self) -> u64;
+
+    /// Harm to calls of this store; the same one at every call.
+    async fn faults(&self) -> Arc<dyn CallFaults>;
 
     /// Lets time pass on the store's clock: waits on a real store, moves the clock of a simulated one.
     async fn pass(&self, time: Duration) {
@@ -55,6 +60,10 @@ pub trait ApplyFixture: StoreFixture {
     /// The handler under test, bound to the store. It writes the payload down as an effect, in its transaction, and only then says
     /// what became of it: `retry` fails for now, `dead` for good, `panic` panics, anything else is delivered.
     fn apply(&self) -> Arc<dyn Apply>;
+
+    /// The same handler, bound to the store whose calls are harmed ([`CallFaults::store`]), and to the one through which its caller goes on
+    /// ([`CallFaults::again`]).
+    async fn harmed(&self) -> [Arc<dyn Apply>; 2];
 
     /// The payloads whose effect was committed, in order.
     async fn effects(&self) -> Vec<String>;

@@ -14,6 +14,8 @@ use super::StoreFixture;
 const LANES: [u16; 4] = [0, 1, 2, 3];
 /// A lease that outlives every case.
 pub(super) const LONG: Duration = Duration::from_secs(600);
+/// What a lease lasts where nobody says otherwise: nothing may be locked for longer.
+pub(super) const LEASE: Duration = Duration::from_secs(10);
 /// A lease or wait that a case lets run out. Nothing in a case has to happen *within* it, so a slow machine does no harm.
 pub(super) const SHORT: Duration = Duration::from_millis(300);
 /// A wait that never ends within a case.

@@ -1,14 +1,16 @@
 //! The fixture of the memory store: simulated time, late commits.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures::future::BoxFuture;
 use postbox_core::{
-    Apply, EventId, Inspect as _, ListQuery, Log as _, LogName, MemoryStore, MemoryTransaction, NewEvent, Outcome,
-    Result, State, Store, Subscription, SubscriptionName,
+    Apply, Error, ErrorKind, EventId, Inspect as _, ListQuery, Log as _, LogName, MemoryStore, MemoryTransaction,
+    NewEvent, Outcome, Result, State, Store, Subscription, SubscriptionName, Wire,
 };
 
+use super::faults::{Asked, Call, CallFaults, Late, Place};
 use super::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
 use crate::clock::ManualClock;
 
@@ -19,13 +21,15 @@ pub struct MemoryFixture {
     pub clock: Arc<ManualClock>,
     /// The store.
     pub store: MemoryStore,
+    faults: Arc<MemoryFaults>,
 }
 
 impl MemoryFixture {
     /// An empty store.
     pub fn new() -> Self {
         let clock = Arc::new(ManualClock::default());
-        Self { store: MemoryStore::new(clock.clone()), clock }
+        let store = MemoryStore::new(clock.clone());
+        Self { faults: Arc::new(MemoryFaults::new(&store)), store, clock }
     }
 }
 
@@ -45,6 +49,10 @@ impl StoreFixture for MemoryFixture {
         StoreCapabilities { concurrent_transactions: true }
     }
 
+    async fn faults(&self) -> Arc<dyn CallFaults> {
+        self.faults.clone()
+    }
+
     async fn begin(&self) -> Box<dyn OpenTransaction> {
         Box::new(Open { transaction: self.store.begin(), savepoint: None })
     }
@@ -61,18 +69,11 @@ impl StoreFixture for MemoryFixture {
 #[async_trait]
 impl ApplyFixture for MemoryFixture {
     fn apply(&self) -> Arc<dyn Apply> {
-        self.store.create_log(&effects_log()).expect("the store is migrated");
-        self.store.apply(|transaction, delivery| {
-            let payload = delivery.event.payload.clone();
-            let effect = NewEvent::json("effect", payload.clone());
-            transaction.append(&effects_log(), &[effect]).expect("the effect is written");
-            match &payload[..] {
-                b"retry" => Outcome::retry("later", "not now"),
-                b"dead" => Outcome::dead("never", "not ever"),
-                b"panic" => panic!("as asked"),
-                _ => Outcome::DELIVERED,
-            }
-        })
+        bound_to(&self.store)
+    }
+
+    async fn harmed(&self) -> [Arc<dyn Apply>; 2] {
+        [bound_to(&self.faults.store), bound_to(&self.faults.store)]
     }
 
     async fn effects(&self) -> Vec<String> {
@@ -90,6 +91,120 @@ impl ApplyFixture for MemoryFixture {
         };
         let records = self.store.list(&all).await.expect("listed");
         records.iter().map(|record| String::from_utf8_lossy(&record.event.payload).into_owned()).collect()
+    }
+}
+
+/// The handler under test.
+fn bound_to(store: &MemoryStore) -> Arc<dyn Apply> {
+    store.create_log(&effects_log()).expect("the store is migrated");
+    store.apply(|transaction, delivery| {
+        let payload = delivery.event.payload.clone();
+        let effect = NewEvent::json("effect", payload.clone());
+        transaction.append(&effects_log(), &[effect]).expect("the effect is written");
+        match &payload[..] {
+            b"retry" => Outcome::retry("later", "not now"),
+            b"dead" => Outcome::dead("never", "not ever"),
+            b"panic" => panic!("as asked"),
+            _ => Outcome::DELIVERED,
+        }
+    })
+}
+
+/// Another client of the store, whose way to the server can be broken.
+#[derive(Debug)]
+struct MemoryFaults {
+    store: MemoryStore,
+    wire: Arc<BrokenWire>,
+}
+
+impl MemoryFaults {
+    fn new(store: &MemoryStore) -> Self {
+        let wire = Arc::<BrokenWire>::default();
+        Self { store: store.client(Some(wire.clone())), wire }
+    }
+}
+
+/// Breaks in the middle of one operation: it never arrives before it is delivered by hand.
+#[derive(Debug, Default)]
+struct BrokenWire {
+    breaks_at: Mutex<Option<&'static str>>,
+    kept: Mutex<Option<Arc<postbox_core::Call>>>,
+}
+
+#[async_trait]
+impl Wire for BrokenWire {
+    async fn carry(&self, call: Arc<postbox_core::Call>) -> Result<()> {
+        let breaks = self.breaks_at.lock().expect("no panic while held").take_if(|at| *at == call.operation);
+        if breaks.is_none() {
+            call.execute();
+            return Ok(());
+        }
+        let operation = call.operation;
+        *self.kept.lock().expect("no panic while held") = Some(call);
+        Err(Error::new(ErrorKind::Unavailable, operation, "wire_broken", "the way to the store broke"))
+    }
+}
+
+#[async_trait]
+impl CallFaults for MemoryFaults {
+    fn store(&self) -> Arc<dyn Store> {
+        Arc::new(self.store.clone())
+    }
+
+    fn again(&self) -> Arc<dyn Store> {
+        self.store()
+    }
+
+    fn places(&self, _call: Call) -> &'static [Place] {
+        &[Place::Start]
+    }
+
+    async fn lose_answer(&self, call: Call, asked: Asked) {
+        self.delay(call, Place::Start, asked).await.after(Box::pin(async {})).await;
+    }
+
+    async fn delay(&self, call: Call, _place: Place, asked: Asked) -> Box<dyn Late> {
+        let operation = match call {
+            Call::Subscribe => "subscribe",
+            Call::Acquire => "acquire",
+            Call::Renew => "renew",
+            Call::Release => "release",
+            Call::NextBatch => "open",
+            Call::Position | Call::Settle => "settle",
+            Call::Requeue => "requeue",
+            Call::Discard => "discard",
+            Call::Prune => "prune",
+            Call::Pause => "pause",
+            Call::Receive => "receive",
+            Call::Append => "append",
+            Call::Apply => "apply",
+            // No client has to be asked for them: they are done in one poll, or not yet begun.
+            Call::Up | Call::Down => return Box::new(Unpolled(asked)),
+        };
+        *self.wire.breaks_at.lock().expect("no panic while held") = Some(operation);
+        asked.await.unwrap_or_else(|| panic!("{call:?} was answered"));
+        let kept = self.wire.kept.lock().expect("no panic while held").take();
+        Box::new(Kept(kept.unwrap_or_else(|| panic!("{call:?} never came to its {operation}"))))
+    }
+}
+
+struct Kept(Arc<postbox_core::Call>);
+
+#[async_trait]
+impl Late for Kept {
+    async fn after(self: Box<Self>, meanwhile: BoxFuture<'static, ()>) {
+        meanwhile.await;
+        self.0.execute();
+    }
+}
+
+struct Unpolled(Asked);
+
+#[async_trait]
+impl Late for Unpolled {
+    async fn after(self: Box<Self>, meanwhile: BoxFuture<'static, ()>) {
+        meanwhile.await;
+        self.0.await;
     }
 }
 

@@ -1,6 +1,6 @@
 //! The schema comes, goes and is checked.
 
-use postbox_core::ErrorKind;
+use postbox_core::{Disposition, ErrorKind, Selection};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -19,10 +19,10 @@ pub async fn down_removes_everything_and_up_makes_it_anew(fixture: &dyn StoreFix
     let store = fixture.store();
     let lane = Lane::open(fixture).await;
     lane.past(vec![event("1"), event("2")], vec![(0, retry(HOUR))]).await;
-    let mut removed = store.down().await.expect("removed");
+    let mut removed = store.down(true).await.expect("removed");
     assert!(!removed.is_empty());
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
-    assert!(store.down().await.expect("nothing left").is_empty());
+    assert!(store.down(true).await.expect("nothing left").is_empty());
     let applied = store.up().await.expect("applied");
     removed.reverse();
     assert_eq!(applied, removed, "the same migrations, newest removed first");
@@ -31,10 +31,37 @@ pub async fn down_removes_everything_and_up_makes_it_anew(fixture: &dyn StoreFix
     assert!(Lane::open(fixture).await.drain().await.is_empty());
 }
 
+/// Events that somebody waits for are not thrown away by the way: not those that wait, not those that nobody has read, not those that nobody
+/// reads at all. What is delivered, dead or discarded keeps nobody.
+pub async fn down_refuses_where_events_are_undelivered(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    append(&store, [event("1")]).await;
+    refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
+    let lane = Lane::open(fixture).await;
+    refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
+    for exception in [retry(HOUR), Disposition::Schedule { at: jiff::Timestamp::MAX }] {
+        let batch = lane.next(10).await;
+        lane.settle(&batch, vec![(0, exception)]).await;
+        refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
+        let ids = batch.deliveries.iter().map(|delivery| delivery.event.id).collect();
+        let these = Selection { ids: Some(ids), ..Selection::default() };
+        assert_eq!(store.discard(&named("reader"), &these).await.expect("taken out").count, 1);
+        append(&store, [event("2")]).await;
+    }
+    let batch = lane.next(10).await;
+    lane.settle(&batch, vec![(0, dead())]).await;
+    append(&store, [event("3")]).await;
+    refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
+    lane.drain().await;
+    assert_eq!(stats(&store).await.total, 4, "nothing was touched");
+    store.down(false).await.expect("nobody waits for anything");
+    refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
+}
+
 /// A relay on a missing schema fails at its start, with the cure.
 pub async fn subscribing_without_a_schema_names_the_cure(fixture: &dyn StoreFixture) {
     let store = fixture.store();
-    store.down().await.expect("removed");
+    store.down(true).await.expect("removed");
     let error = store.subscribe(&reader()).await.expect_err("no schema");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "schema_missing"), "{error}");
     assert!(error.message().contains("migrate"), "the message names the cure: {error}");
@@ -44,7 +71,7 @@ pub async fn subscribing_without_a_schema_names_the_cure(fixture: &dyn StoreFixt
 /// Two programs start at once on an empty database.
 pub async fn two_starters_at_once_apply_each_migration_once(fixture: &dyn StoreFixture) {
     let store = fixture.store();
-    let mut expected = store.down().await.expect("removed");
+    let mut expected = store.down(true).await.expect("removed");
     expected.reverse();
     let calls = (0..4).map(|_| {
         let store = store.clone();
@@ -64,7 +91,7 @@ pub async fn two_starters_at_once_apply_each_migration_once(fixture: &dyn StoreF
 pub async fn the_script_names_every_migration(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     let script = store.script();
-    for name in store.down().await.expect("removed") {
+    for name in store.down(true).await.expect("removed") {
         assert!(script.contains(&name), "{name} is missing");
     }
 }
@@ -80,6 +107,7 @@ macro_rules! migrate_cases {
             [
                 a_migrated_store_validates_and_up_does_nothing,
                 down_removes_everything_and_up_makes_it_anew,
+                down_refuses_where_events_are_undelivered,
                 subscribing_without_a_schema_names_the_cure,
                 two_starters_at_once_apply_each_migration_once,
                 the_script_names_every_migration,

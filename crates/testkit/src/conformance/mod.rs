@@ -9,19 +9,25 @@
 //! postbox_testkit::sink_suite!(sink_fixture);
 //! ```
 //!
+//! [`faults`] says how calls are made late, and how their answers are lost.
+//!
 //! Cases know a store only through the contracts and its fixture. What a store cannot do is said as data
 //! ([`StoreCapabilities`]); a case that needs it is then not asked. A contract bug gets a case here first, so that all stores inherit it.
 
+pub mod faults;
 mod fixture;
 mod harness;
 mod memory;
+mod world;
 
 pub mod append;
 pub mod apply;
 pub mod fidelity;
 pub mod hold;
 pub mod inspect;
+pub mod late;
 pub mod lease;
+pub mod lost;
 pub mod migrate;
 pub mod order;
 pub mod prune;
@@ -126,6 +132,8 @@ macro_rules! store_suite {
         $crate::inspect_suite!($fixture);
         $crate::receive_suite!($fixture);
         $crate::migrate_suite!($fixture);
+        $crate::lost_cases!($fixture);
+        $crate::late_cases!($fixture);
     };
 }
 
@@ -140,7 +148,9 @@ mod tests {
             ("fidelity", include_str!("fidelity.rs")),
             ("hold", include_str!("hold.rs")),
             ("inspect", include_str!("inspect.rs")),
+            ("late", include_str!("late.rs")),
             ("lease", include_str!("lease.rs")),
+            ("lost", include_str!("lost.rs")),
             ("migrate", include_str!("migrate.rs")),
             ("order", include_str!("order.rs")),
             ("read", include_str!("read.rs")),

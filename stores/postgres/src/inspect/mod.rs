@@ -66,7 +66,7 @@ pub(crate) use is_unread;
 macro_rules! is_wanted {
     () => {
         "((s.topics = '{}' OR EXISTS (SELECT FROM unnest(s.topics) AS wanted(topic)
-  WHERE l.topic LIKE replace(replace(replace(replace(wanted.topic, '\\', '\\\\'), '%', '\\%'), '_', '\\_'), '*', '%')))
+  WHERE l.topic LIKE replace(replace(replace(replace(wanted.topic, chr(92), chr(92) || chr(92)), '%', chr(92) || '%'), '_', chr(92) || '_'), '*', '%')))
   AND (s.tenant IS NULL OR l.tenant = s.tenant))"
     };
 }

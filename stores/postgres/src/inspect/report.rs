@@ -11,13 +11,15 @@ use tokio_postgres::{Client, Row};
 
 use super::is_unread;
 use crate::PostgresStore;
-use crate::classify::classify;
+use crate::classify::{classify, told_damage};
 use crate::decode::{EVENT_COLUMNS, Raw, Stored, event_columns, stored};
 use crate::log::{fitting, is_paused};
 use crate::session::{COMMIT, Session};
 
 /// Payload bytes one list may hold: an operator's page, not an export.
 const LIST_PAYLOAD_BYTES_MAX: usize = 64 * 1024 * 1024;
+/// The largest payload to bring along where the server cannot give one of them: none, so that it fails alone.
+const WITHOUT_PAYLOADS: i32 = -1;
 /// Most records of one list.
 const LIST_RECORDS_MAX: usize = 10_000;
 
@@ -252,9 +254,17 @@ impl PostgresStore {
     }
 
     pub(super) async fn report_list(&self, query: &ListQuery) -> Result<Vec<Record>> {
+        let inline = i32::try_from(LIST_PAYLOAD_BYTES_MAX / LIST_RECORDS_MAX).unwrap_or(i32::MAX);
+        let found = match self.list_rows(query, inline).await {
+            Err(error) if told_damage(&error) => self.list_rows(query, WITHOUT_PAYLOADS).await?,
+            found => found?,
+        };
+        self.records("list", found).await
+    }
+
+    async fn list_rows(&self, query: &ListQuery, inline: i32) -> Result<(LogName, Vec<Row>)> {
         self.report("list", async |client: &Client| {
             let reading = self.look_up("list", client, &query.subscription).await?;
-            let inline = i32::try_from(LIST_PAYLOAD_BYTES_MAX / LIST_RECORDS_MAX).unwrap_or(i32::MAX);
             let state = query.state.as_str();
             let after = query.after.map_or(i64::MIN, |seq| seq.0);
             let topic = query.topic.as_ref().map(TopicPattern::to_like);
@@ -282,38 +292,45 @@ impl PostgresStore {
             };
             let sql = self.schema().log_sql(template, &reading.log);
             let rows = client.query_typed(&sql, &params).await.map_err(|error| classify("list", &error))?;
-            self.records("list", client, &reading.log, &rows).await
+            Ok((reading.log, rows))
         })
         .await
     }
 
     pub(super) async fn report_one(&self, name: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
+        let found = match self.one_row(name, id, i32::MAX).await {
+            Err(error) if told_damage(&error) => self.one_row(name, id, WITHOUT_PAYLOADS).await?,
+            found => found?,
+        };
+        Ok(self.records("get", found).await?.pop())
+    }
+
+    async fn one_row(&self, name: &SubscriptionName, id: EventId, inline: i32) -> Result<(LogName, Vec<Row>)> {
         self.report("get", async |client: &Client| {
             let reading = self.look_up("get", client, name).await?;
-            let (inline, lanes, uuid) = (i32::MAX, i32::from(reading.lanes), id.as_uuid());
+            let (lanes, uuid) = (i32::from(reading.lanes), id.as_uuid());
             let params: [(&(dyn ToSql + Sync), Type); 4] =
                 [(&inline, Type::INT4), (&reading.id, Type::INT4), (&uuid, Type::UUID), (&lanes, Type::INT4)];
             let sql = self.schema().log_sql(RECORD_GET, &reading.log);
             let rows = client.query_typed(&sql, &params).await.map_err(|error| classify("get", &error))?;
-            Ok(self.records("get", client, &reading.log, &rows).await?.pop())
+            Ok((reading.log, rows))
         })
         .await
     }
 
-    /// Rows to records; large payloads are fetched as far as the bound goes, and the list ends there.
-    async fn records(
-        &self,
-        operation: &'static str,
-        client: &Client,
-        log: &LogName,
-        rows: &[Row],
-    ) -> Result<Vec<Record>> {
+    /// Rows to records. Large payloads are fetched as far as the bound goes, and the list ends there; after the snapshot, because one that
+    /// the server cannot give would fail the whole of it.
+    async fn records(&self, operation: &'static str, found: (LogName, Vec<Row>)) -> Result<Vec<Record>> {
+        let (log, rows) = found;
         let failed = |error: tokio_postgres::Error| classify(operation, &error);
         let mut events = rows.iter().map(stored_of_record).collect::<Result<Vec<Stored>, _>>().map_err(failed)?;
         let limit = postbox_core::BatchLimit { events: LIST_RECORDS_MAX, payload_bytes: LIST_PAYLOAD_BYTES_MAX };
         events.truncate(fitting(&events, limit));
-        self.fill_payloads(client, log, &mut events).await?;
-        events.into_iter().zip(rows).map(|(event, row)| record(event, row)).collect()
+        let session = self.session(operation).await?;
+        let filled = self.fill_payloads(session.client(), &log, &mut events).await;
+        session.end_after(filled.is_ok());
+        filled?;
+        events.into_iter().zip(&rows).map(|(event, row)| record(event, row)).collect()
     }
 }
 

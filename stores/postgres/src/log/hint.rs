@@ -30,7 +30,7 @@ const NOTIFY_ENABLE: &str = "SELECT {s}.notify_enable($1)";
 
 /// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row; unlogged, so that nothing waits for the disk.
 const SLEEPER_DECLARE: &str = "
-INSERT INTO {s}.sleeper (log, owner, asleep_until) VALUES ($1, $2, clock_timestamp() + $3 * interval '1 microsecond')
+INSERT INTO {s}.sleeper (log, owner, asleep_until) VALUES ($1, $2, pg_catalog.clock_timestamp() {+} ($3 {*} interval '1 microsecond'))
 ON CONFLICT (log, owner) DO UPDATE SET asleep_until = excluded.asleep_until";
 
 /// The logs that are listened for. The tasks end with the store.

@@ -72,11 +72,11 @@ ORDER BY late.seq LIMIT $2"
 /// Rows behind an unfinished one of their key are not due, whatever their time says.
 macro_rules! due_in {
     () => {
-        "(SELECT greatest(0, extract(epoch FROM d.due_at - clock_timestamp()) * 1000000)::bigint
+        "(SELECT greatest(0, extract(epoch FROM d.due_at {-} pg_catalog.clock_timestamp()) {*} 1000000)::bigint
    FROM {s}.delivery AS d
-   WHERE d.subscription = $1 AND d.lane = $2 AND d.due_at IS NOT NULL
-     AND (NOT d.holds OR d.seq = (SELECT h.seq FROM {s}.delivery AS h
-       WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds ORDER BY h.seq LIMIT 1))
+   WHERE d.subscription {=} $1 AND d.lane {=} $2 AND d.due_at IS NOT NULL
+     AND (NOT d.holds OR d.seq {=} (SELECT h.seq FROM {s}.delivery AS h
+       WHERE h.subscription {=} d.subscription AND h.key {=} d.key AND h.holds ORDER BY h.seq LIMIT 1))
    ORDER BY d.due_at LIMIT 1)"
     };
 }
@@ -86,35 +86,34 @@ macro_rules! due_in {
 /// Nothing is ours on a standby: it may lack rows of a window that is settled as read. Indexes: primary keys of `lane` and `delivery`. No
 /// lock. Cheap to plan, because it is planned for every page; the rest is asked only if there are rows.
 pub(crate) const PAGE_GUARD: &str = "
-SELECT coalesce(l.to_snap::text = $4, true), EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1),
-  (SELECT s.revision FROM {s}.subscription AS s WHERE s.id = $1)
+SELECT coalesce(l.to_snap::pg_catalog.text {=} $4, true), EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1),
+  (SELECT s.revision FROM {s}.subscription AS s WHERE s.id {=} $1)
 FROM {s}.lane AS l
-WHERE {place} l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() AND NOT pg_is_in_recovery()";
+WHERE {place} l.subscription {=} $1 AND l.lane {=} $2 AND l.epoch {=} $3 AND l.lease_until {>} pg_catalog.clock_timestamp() AND NOT pg_catalog.pg_is_in_recovery()";
 
 /// What left the stream in this lane: whether keys are held, whether unread events were discarded, and when the next is due.
 /// Indexes: `delivery_held_lane`, `delivery_discarded`, `delivery_due`. No lock.
 const LANE_EXCEPTIONS: &str = concat!(
-    "SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1 AND lane = $2 AND holds),
-  EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1 AND lane = $2 AND state = 'discarded' AND seq > $3), ",
+    "SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $2 AND holds),
+  EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $2 AND state {=} 'discarded' AND seq {>} $3), ",
     due_in!()
 );
 
 /// Which of some keys are held. Index: `delivery_held`.
 const KEYS_HELD: &str = "
-SELECT asked.key FROM unnest($2::text[]) AS asked(key)
-WHERE EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.key = asked.key AND d.holds)";
+SELECT asked.key FROM pg_catalog.unnest($2::pg_catalog.text[]) AS asked(key)
+WHERE EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.key {=} asked.key AND d.holds)";
 
 /// Which of some events were discarded. Index: primary key of `delivery`.
 const EVENTS_DISCARDED: &str = "
-SELECT d.seq FROM unnest($2::bigint[]) AS asked(seq) CROSS JOIN LATERAL (
-  SELECT d.seq FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = asked.seq AND d.state = 'discarded' OFFSET 0) AS d";
+SELECT d.seq FROM pg_catalog.unnest($2::bigint[]) AS asked(seq) CROSS JOIN LATERAL (
+  SELECT d.seq FROM {s}.delivery AS d WHERE d.subscription {=} $1 AND d.seq {=} asked.seq AND d.state {=} 'discarded' OFFSET 0) AS d";
 
 /// The payloads that stayed behind. Index: primary key of the log.
-const PAYLOAD_READ: &str = "SELECT seq, payload, payload_bytes FROM {log} WHERE seq = ANY ($1)";
+const PAYLOAD_READ: &str = "SELECT seq, payload, payload_bytes FROM {log} WHERE seq {=} ANY ($1)";
 
 /// A piece of one payload. Index: primary key of the log.
-const PAYLOAD_SLICE: &str =
-    "SELECT substr(coalesce(payload_bytes, convert_to(payload, 'UTF8')), $2, $3) FROM {log} WHERE seq = $1";
+const PAYLOAD_SLICE: &str = "SELECT pg_catalog.substr(coalesce(payload_bytes, pg_catalog.textsend(payload)), $2, $3) FROM {log} WHERE seq {=} $1";
 
 /// How many rows, in their order, a caller can hold. A single larger one still comes alone.
 pub(crate) fn fitting<'a>(rows: impl IntoIterator<Item = &'a Stored>, limit: BatchLimit) -> usize {

@@ -201,7 +201,7 @@ async fn filled(version: Version, insert: &str) -> PostgresStore {
     store.up().await.expect("migrated");
     let session = store.session("test").await.expect("a session");
     let fill = format!(
-        "ALTER TABLE postbox.outbox SET (autovacuum_enabled = false); {insert} FROM generate_series(1, {ROWS}) AS n"
+        "ALTER TABLE postbox.outbox SET (autovacuum_enabled = false), DROP CONSTRAINT event_invalid; {insert} FROM generate_series(1, {ROWS}) AS n"
     );
     session.client().batch_execute(&fill).await.expect("filled");
     session.finish();
@@ -265,7 +265,7 @@ async fn no_look_for_a_window_walks_the_log() {
         let fill = format!(
             "LOAD 'auto_explain'; SET auto_explain.log_min_duration = 0; SET auto_explain.log_nested_statements = on;
              SET auto_explain.log_analyze = on; SET auto_explain.log_timing = off; SET auto_explain.log_level = notice;
-             ALTER TABLE postbox.outbox SET (autovacuum_enabled = false);
+             ALTER TABLE postbox.outbox SET (autovacuum_enabled = false), DROP CONSTRAINT event_invalid;
              INSERT INTO postbox.outbox (xid, topic, key, payload)
              SELECT (CASE WHEN n % 6 = 0 THEN 650 ELSE 101 + n % 500 END)::text::xid8, 'topic', 'k' || n % 1000, repeat('x', 100)
              FROM generate_series(1, {ROWS}) AS n;

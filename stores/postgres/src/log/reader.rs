@@ -22,9 +22,9 @@ use crate::snapshot::Snapshot;
 
 /// The cursor of a lane under its epoch. Index: primary key of `lane`.
 const LANE_LOAD: &str = "
-SELECT from_snap::text, to_snap::text, low, high, last_seq
+SELECT from_snap::pg_catalog.text, to_snap::pg_catalog.text, low, high, last_seq
 FROM {s}.lane
-WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()";
+WHERE subscription {=} $1 AND lane {=} $2 AND epoch {=} $3 AND lease_until {>} pg_catalog.clock_timestamp()";
 
 /// One lane of this process.
 pub(crate) struct LaneReader {
@@ -152,7 +152,7 @@ impl LaneReader {
     /// a look-up by key walks over all of them: 1 ms after 20,000 batches (measured), and so on without end. Only a hint: the other conditions
     /// stand beside it, and where it leads to no row the caller asks again by key: see [`missed`].
     pub(crate) fn place(&self) -> String {
-        self.ctid().map(|ctid| format!("ctid = '{ctid}' AND")).unwrap_or_default()
+        self.ctid().map(|ctid| format!("ctid OPERATOR(pg_catalog.=) '{ctid}' AND")).unwrap_or_default()
     }
 
     /// The row's place itself, if it is known.

@@ -56,7 +56,7 @@ SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> {s}.c
 
 /// One subscription. Index: the unique name.
 const SUBSCRIPTION_GET: &str =
-    "SELECT id, name, log, topics, tenant, lanes::int, revision FROM {s}.subscription WHERE name = $1";
+    "SELECT id, name, log, topics, tenant, lanes::int, revision FROM {s}.subscription WHERE name {=} $1";
 
 /// The names, for an error text. Reads the whole (small) table.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM {s}.subscription ORDER BY name LIMIT 50";

@@ -6,7 +6,8 @@
 -- What a message is whose id is known already, in the words of `Received`:
 --   duplicate  it is known with the same digest (or was only asked for, and has none)
 --   conflict   its id is known with another digest; that is noted
-CREATE FUNCTION {s}.recognise(of_source text, of_tenant text, of_message text, with_digest bytea) RETURNS text LANGUAGE plpgsql VOLATILE AS ${tag}$
+CREATE FUNCTION {s}.recognise(of_source text, of_tenant text, of_message text, with_digest bytea) RETURNS text LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog AS ${tag}$
 DECLARE
   known bytea;
 BEGIN
@@ -36,14 +37,14 @@ ${tag}$;
 -- Somebody who holds a message's receipt for longer keeps out that message, not those it came with: the caller then tries each alone.
 --
 -- One message has a function of its own, because most come alone: without arrays, and without a scan over them, it costs a fifth less.
-CREATE FUNCTION {s}.create_receive(log_name text) RETURNS void LANGUAGE plpgsql AS ${tag}$
+CREATE FUNCTION {s}.create_receive(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
-  EXECUTE replace(replace(replace(${tag}_ddl$
+  EXECUTE replace(replace(replace(replace(${tag}_ddl$
     CREATE OR REPLACE FUNCTION <schema>.<log>_receive(
       of_source text, of_message text, with_digest bytea,
       new_id uuid, new_topic text, new_key text, new_aggregate text, new_version bigint, new_kind text, new_source text, new_tenant text,
       new_payload text, new_bytes bytea, new_content_type text, new_headers text, new_occurred_at text, new_deliver_at text)
-    RETURNS text LANGUAGE plpgsql VOLATILE AS ${tag}_body$
+    RETURNS text LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}_body$
     DECLARE
       bound text;
     BEGIN
@@ -69,7 +70,7 @@ BEGIN
       new_ids uuid[], new_topics text[], new_keys text[], new_aggregates text[], new_versions bigint[], new_kinds text[],
       new_sources text[], new_tenants text[], new_payloads text[], new_bytes bytea[], new_content_types text[], new_headers text[],
       new_occurred_at text[], new_deliver_at text[])
-    RETURNS text[] LANGUAGE plpgsql VOLATILE AS ${tag}_body$
+    RETURNS text[] LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}_body$
     DECLARE
       verdicts text[] := array_fill(NULL::text, ARRAY[cardinality(by_identity)]);
       at int;
@@ -107,6 +108,6 @@ BEGIN
       END IF;
       -- Assigned, because PERFORM would make a query of it.
       bound := set_config('lock_timeout', '2s', true);
-  ${tag}_bounds$), '<log>', log_name), '<schema>', {schema_literal});
+  ${tag}_bounds$), '<log> ', quote_ident(log_name) || ' '), '<log>', log_name), '<schema>', {schema_literal});
 END
 ${tag}$;

@@ -1,23 +1,21 @@
 -- Every object lives in the schema chosen by the configuration. The placeholders in braces are the quoted schema, the same as a string
--- literal, and a dollar-quote tag that does not occur in it; none may stand in a comment, which a line break in a name
--- would end.
+-- literal, a dollar-quote tag that does not occur in it, and an operator of Postgres's own; none may stand in a comment, which a line break in a
+-- name would end.
+--
+-- Nothing in here depends on who calls it. Whoever may create objects in a schema of a caller's search_path could plant a function or an
+-- operator that fits our arguments better than Postgres's own, and it would run with the caller's rights: so a function sets its
+-- search_path, or, where that would cost (it is called for every row, or put in its caller's place), names everything in full or is parsed
+-- when it is made (RETURN instead of a text). And a backslash in a literal stands in E'', which means the same under every setting.
 
 -- Time-ordered ids for writers that bring none, as all in SQL do: 48 bits of milliseconds, 12 bits of the fraction of that millisecond, 62 of chance.
 -- One expression without a FROM: such a function is put in its caller's place, and costs a tenth of one that is called.
-CREATE FUNCTION {s}.uuid_v7() RETURNS uuid LANGUAGE sql VOLATILE PARALLEL SAFE AS ${tag}$
-  SELECT (overlay(lpad(to_hex(floor(extract(epoch FROM clock_timestamp()) * 4096000)::bigint), 15, '0') PLACING '7' FROM 13 FOR 0)
-          || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid
-${tag}$;
+CREATE FUNCTION {s}.uuid_v7() RETURNS uuid LANGUAGE sql VOLATILE PARALLEL SAFE
+RETURN (overlay(lpad(to_hex(floor(extract(epoch FROM clock_timestamp()) * 4096000)::bigint), 15, '0') PLACING '7' FROM 13 FOR 0)
+  || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid;
 
 -- The rule that headers break, or NULL. The inbox's note of a sender's id does not count.
-CREATE FUNCTION {s}.headers_fault(headers jsonb) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS ${tag}$
+CREATE FUNCTION {s}.headers_fault(headers jsonb) RETURNS text LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog AS ${tag}$
 BEGIN
-  -- What nearly all are, by a look that costs a tenth: an object of texts under good names, with nothing in them that JSON escapes; and
-  -- in 576 bytes there is no room for a 65th header, of which each takes 9 at least.
-  IF octet_length(headers::text) <= 576
-     AND headers::text COLLATE "C" ~ '^\{("[A-Za-z0-9!#$%&''*+.^_`|~-]+": "[^"\\\u007f-\u009f]*"(, )?)*\}$' THEN
-    RETURN NULL;
-  END IF;
   IF jsonb_typeof(headers) <> 'object' THEN
     RETURN 'headers_invalid';
   END IF;
@@ -26,7 +24,7 @@ BEGIN
       WHEN count(*) FILTER (WHERE h.counts) > 64 THEN 'headers_too_many'
       WHEN sum(octet_length(h.name) + octet_length(h.value)) FILTER (WHERE h.counts) > 16384 THEN 'headers_too_large'
       WHEN bool_or(h.name COLLATE "C" !~ '^[A-Za-z0-9!#$%&''*+.^_`|~-]+$') THEN 'header_name_invalid'
-      WHEN bool_or(h.value COLLATE "C" ~ '[\u0001-\u0008\u000a-\u001f\u007f-\u009f]') THEN 'header_value_invalid'
+      WHEN bool_or(h.value COLLATE "C" ~ E'[\\u0001-\\u0008\\u000a-\\u001f\\u007f-\\u009f]') THEN 'header_value_invalid'
     END
     FROM (SELECT e.key AS name, e.value #>> '{}' AS value, jsonb_typeof(e.value) AS kind,
         e.key <> 'postbox-message-id' OR octet_length(e.value #>> '{}') > 255 AS counts FROM jsonb_each(headers) AS e) AS h);
@@ -34,54 +32,72 @@ END
 ${tag}$;
 
 -- Whether a row of a log keeps every rule of an event; if not, the error names the broken one as its constraint: the stable codes of
--- postbox_core::limits, so that an INSERT typed into psql is refused with the same word as an append from Rust.
+-- postbox_core::limits, so that an INSERT typed into psql is refused with the same word as an append from Rust. `numbers` is the sequence of the log.
+--
+-- Whatever the store goes by must come from the store. A row with the id of another transaction would never be found, or would stop the log; one
+-- with a place of tomorrow would take it from somebody else. What a replica applies was checked where it was written.
 --
 -- One CHECK that hands over the row, and not one for each rule: Postgres reads every CHECK of a table anew for every statement, which for a
 -- single row was half of its cost.
-CREATE FUNCTION {s}.event_is_valid(event record) RETURNS boolean LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS ${tag}$
+CREATE FUNCTION {s}.event_is_valid(event record, numbers regclass) RETURNS boolean LANGUAGE plpgsql STABLE AS ${tag}$
 DECLARE
-  fault text;
+  fault pg_catalog.text;
 BEGIN
   -- What is always there, then what often is not: an expression that is not reached costs nothing.
   fault := CASE
-    WHEN event.topic = '' THEN 'topic_empty'
-    WHEN octet_length(event.topic) > 255 THEN 'topic_too_long'
-    WHEN event.topic COLLATE "C" ~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]' THEN 'topic_invalid'
-    WHEN num_nonnulls(event.payload, event.payload_bytes) <> 1 THEN 'payload_missing'
-    WHEN coalesce(octet_length(event.payload), octet_length(event.payload_bytes)) > 16777216 THEN 'payload_too_large'
-    WHEN left(event.payload, 2) = E'\\x' THEN 'payload_is_bytes'
-    WHEN event.occurred_at <= '-infinity' OR event.occurred_at >= '9999-12-30 22:00:01+00' THEN 'occurred_at_invalid'
-    WHEN event.deliver_at <= '-infinity' OR event.deliver_at >= '9999-12-30 22:00:01+00' THEN 'deliver_at_invalid'
-    WHEN event.key = '' THEN 'key_empty'
-    WHEN octet_length(event.key) > 1024 THEN 'key_too_long'
+    WHEN event.xid {<>} pg_catalog.pg_current_xact_id() THEN
+      CASE WHEN pg_catalog.current_setting('session_replication_role') {<>} 'replica' THEN 'xid_forged' END
+    WHEN event.seq {<=} 0 OR event.seq {>} pg_catalog.currval(numbers) THEN 'seq_forged'
+    WHEN event.created_at {<} (pg_catalog.clock_timestamp() {-} INTERVAL '24:00:00')
+      OR event.created_at {>} (pg_catalog.clock_timestamp() {+} INTERVAL '24:00:00') THEN 'created_at_invalid'
+    WHEN event.topic {=} '' THEN 'topic_empty'
+    WHEN pg_catalog.octet_length(event.topic) {>} 255 THEN 'topic_too_long'
+    WHEN event.topic COLLATE pg_catalog."C" {~}
+      E'[\\u0001-\\u0020\\u007f-\\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]' THEN 'topic_invalid'
+    WHEN pg_catalog.num_nonnulls(event.payload, event.payload_bytes) {<>} 1 THEN 'payload_missing'
+    WHEN coalesce(pg_catalog.octet_length(event.payload), pg_catalog.octet_length(event.payload_bytes)) {>} 16777216 THEN 'payload_too_large'
+    WHEN pg_catalog.left(event.payload, 2) {=} E'\\x' THEN 'payload_is_bytes'
+    WHEN event.occurred_at {<=} '-infinity' OR event.occurred_at {>=} '9999-12-30 22:00:01+00' THEN 'occurred_at_invalid'
+    WHEN event.deliver_at {<=} '-infinity' OR event.deliver_at {>=} '9999-12-30 22:00:01+00' THEN 'deliver_at_invalid'
+    WHEN event.key {=} '' THEN 'key_empty'
+    WHEN pg_catalog.octet_length(event.key) {>} 1024 THEN 'key_too_long'
   END;
-  IF fault IS NULL AND num_nonnulls(event.source, event.content_type) > 0 THEN
+  IF fault IS NULL AND (event.source IS NOT NULL OR event.content_type IS NOT NULL) THEN
     fault := CASE
-      WHEN octet_length(event.source) NOT BETWEEN 1 AND 128
-        OR event.source COLLATE "C" ~ '[\u0001-\u001f\u007f-\u009f]' THEN 'source_invalid'
-      WHEN octet_length(event.content_type) NOT BETWEEN 1 AND 128
-        OR event.content_type COLLATE "C" ~ '[\u0001-\u001f\u007f-\u009f]' THEN 'content_type_invalid'
+      WHEN pg_catalog.octet_length(event.source) {<} 1 OR pg_catalog.octet_length(event.source) {>} 128
+        OR event.source COLLATE pg_catalog."C" {~} E'[\\u0001-\\u001f\\u007f-\\u009f]' THEN 'source_invalid'
+      WHEN pg_catalog.octet_length(event.content_type) {<} 1 OR pg_catalog.octet_length(event.content_type) {>} 128
+        OR event.content_type COLLATE pg_catalog."C" {~} E'[\\u0001-\\u001f\\u007f-\\u009f]' THEN 'content_type_invalid'
     END;
   END IF;
-  IF fault IS NULL AND num_nonnulls(event.aggregate, event.kind, event.tenant) > 0 THEN
+  IF fault IS NULL AND (event.aggregate IS NOT NULL OR event.kind IS NOT NULL OR event.tenant IS NOT NULL) THEN
     fault := CASE
-      WHEN octet_length(event.aggregate) NOT BETWEEN 1 AND 128
-        OR event.aggregate COLLATE "C" ~ '[\u0001-\u001f\u007f-\u009f]' THEN 'aggregate_invalid'
-      WHEN octet_length(event.kind) NOT BETWEEN 1 AND 128 OR event.kind COLLATE "C" ~ '[\u0001-\u001f\u007f-\u009f]' THEN 'kind_invalid'
-      WHEN event.tenant = '' THEN 'tenant_empty'
-      WHEN octet_length(event.tenant) > 128 THEN 'tenant_too_long'
-      WHEN event.tenant COLLATE "C" ~ '[\u0001-\u001f\u007f-\u009f]' THEN 'tenant_invalid'
+      WHEN pg_catalog.octet_length(event.aggregate) {<} 1 OR pg_catalog.octet_length(event.aggregate) {>} 128
+        OR event.aggregate COLLATE pg_catalog."C" {~} E'[\\u0001-\\u001f\\u007f-\\u009f]' THEN 'aggregate_invalid'
+      WHEN pg_catalog.octet_length(event.kind) {<} 1 OR pg_catalog.octet_length(event.kind) {>} 128
+        OR event.kind COLLATE pg_catalog."C" {~} E'[\\u0001-\\u001f\\u007f-\\u009f]' THEN 'kind_invalid'
+      WHEN event.tenant {=} '' THEN 'tenant_empty'
+      WHEN pg_catalog.octet_length(event.tenant) {>} 128 THEN 'tenant_too_long'
+      WHEN event.tenant COLLATE pg_catalog."C" {~} E'[\\u0001-\\u001f\\u007f-\\u009f]' THEN 'tenant_invalid'
     END;
   END IF;
-  IF fault IS NULL AND event.headers IS NOT NULL THEN
+  -- What nearly all headers are, by a look that costs a tenth: an object of texts under good names, with nothing in them that JSON escapes;
+  -- and in 576 bytes there is no room for a 65th header, of which each takes 9 at least.
+  IF fault IS NULL AND event.headers IS NOT NULL
+     AND NOT (pg_catalog.octet_length(event.headers::pg_catalog.text) {<=} 576 AND event.headers::pg_catalog.text COLLATE pg_catalog."C" {~}
+       E'^\\{("[A-Za-z0-9!#$%&''*+.^_`|~-]+": "[^"\\\\\\u007f-\\u009f]*"(, )?)*\\}$') THEN
     fault := {s}.headers_fault(event.headers);
   END IF;
   IF fault IS NULL THEN
     RETURN true;
   END IF;
-  IF fault LIKE 'header%' THEN
+  IF pg_catalog.left(fault, 6) {=} 'header' THEN
     RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault,
       HINT = 'headers are one JSON object of text values: at most 64, 16 KiB together, RFC 9110 names, no control characters';
+  END IF;
+  IF fault {=} 'xid_forged' OR fault {=} 'seq_forged' THEN
+    RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault,
+      HINT = 'xid and seq are the store''s own: leave both to their defaults, and never change a row of a log';
   END IF;
   RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault;
 END
@@ -92,26 +108,36 @@ CREATE TABLE {s}.log (
   created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
+-- Puts the rules on a log. NOT VALID: new rows are checked all the same, and a dump puts such a constraint behind the data, so that rows come
+-- back as they are, with ids of transactions that are not the restoring one.
+CREATE FUNCTION {s}.guard_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  EXECUTE 'ALTER TABLE ' || {schema_literal} || '.' || quote_ident(log_name) || ' ADD CONSTRAINT event_invalid CHECK ('
+    || {schema_literal} || '.event_is_valid(' || quote_ident(log_name) || ', '
+    || quote_literal(({schema_literal} || '.' || log_name || '_seq_seq')::regclass::text) || '::regclass)) NOT VALID';
+END
+${tag}$;
+
 -- Makes a log: one append-only table. Idempotent.
 --
 -- Two payload columns, exactly one of them set. `payload` is text, so that an INSERT from psql or any driver keeps JSON byte for
 -- byte: in a bytea column a plain literal would go through bytea's own escapes ('{"a":"\\"}' would lose a backslash, '{"a":"\n"}'
 -- would be refused). Bytes that are no text go to `payload_bytes`. A bytea value assigned to `payload` by mistake arrives as
--- '\x…', which is refused by name.
+-- '\x...', which is refused by name.
 --
 -- `xid` is the transaction that wrote the row: what the cursor, a snapshot, is compared with. `slot` decides the lane.
-CREATE FUNCTION {s}.create_log(log_name text) RETURNS void LANGUAGE plpgsql AS ${tag}$
+CREATE FUNCTION {s}.create_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
-  IF log_name !~ '^[a-z][a-z0-9_]{0,39}$'
-     OR log_name IN ('log', 'subscription', 'lane', 'delivery', 'receipt', 'conflict', 'replica', 'migration', 'sleeper') THEN
-    RAISE EXCEPTION '% is no log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
-      HINT = 'lower-case letters, digits and _, beginning with a letter, at most 40, and no table of Postbox itself';
-  END IF;
   IF EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN
     RETURN;
   END IF;
+  -- `create` because of `create_window`. Names of tables, and of their indexes and sequences, are taken.
+  IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR to_regclass({schema_literal} || '.' || quote_ident(log_name)) IS NOT NULL THEN
+    RAISE EXCEPTION '% is no log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
+      HINT = 'lower-case letters, digits and _, beginning with a letter, at most 40, and no table of Postbox itself';
+  END IF;
   EXECUTE replace(replace(${tag}_ddl$
-    CREATE TABLE <schema>.<log> (
+    CREATE TABLE <schema>."<log>" (
       seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
       xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
       id uuid NOT NULL DEFAULT <schema>.uuid_v7() UNIQUE,
@@ -129,13 +155,15 @@ BEGIN
       occurred_at timestamptz NOT NULL DEFAULT clock_timestamp(),
       created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
       deliver_at timestamptz,
-      slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED,
-      CONSTRAINT event_invalid CHECK (<schema>.event_is_valid(<log>))
+      slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED
     );
-    CREATE INDEX <log>_xid_seq ON <schema>.<log> (xid, seq);
-    COMMENT ON COLUMN <schema>.<log>.payload IS 'text, kept byte for byte; bytes that are no text go to payload_bytes';
-    COMMENT ON COLUMN <schema>.<log>.xid IS 'the writing transaction; leave it to its default';
+    CREATE INDEX <log>_xid_seq ON <schema>."<log>" (xid, seq);
+    COMMENT ON COLUMN <schema>."<log>".payload IS 'text, kept byte for byte; bytes that are no text go to payload_bytes';
+    COMMENT ON COLUMN <schema>."<log>".xid IS 'the writing transaction; leave it to its default';
+    -- Whoever may insert is asked for the number that was drawn: to see it, not to draw one.
+    GRANT SELECT ON SEQUENCE <schema>.<log>_seq_seq TO PUBLIC;
   ${tag}_ddl$, '<log>', log_name), '<schema>', {schema_literal});
+  PERFORM {s}.guard_log(log_name);
   PERFORM {s}.create_window(log_name);
   PERFORM {s}.create_receive(log_name);
   INSERT INTO {s}.log (name) VALUES (log_name);
@@ -257,25 +285,25 @@ CREATE FUNCTION {s}.enqueue(
   headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
 ) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
 DECLARE
-  event_id uuid := coalesce(enqueue.id, {s}.uuid_v7());
+  event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
   -- A text that looks like bytea's output is a text all the same; only the column cannot tell.
-  bytes bytea := CASE WHEN left(enqueue.payload, 2) = E'\\x' THEN convert_to(enqueue.payload, 'UTF8') END;
+  bytes pg_catalog.bytea := CASE WHEN pg_catalog.left(enqueue.payload, 2) {=} E'\\x' THEN pg_catalog.convert_to(enqueue.payload, 'UTF8') END;
 BEGIN
-  IF enqueue.log = 'outbox' THEN
+  IF enqueue.log {=} 'outbox' THEN
     INSERT INTO {s}.outbox (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
     VALUES (event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
-      CASE WHEN bytes IS NULL THEN enqueue.payload END, bytes, enqueue.content_type, nullif(enqueue.headers, '{}'),
-      coalesce(enqueue.occurred_at, clock_timestamp()), enqueue.deliver_at);
+      CASE WHEN bytes IS NULL THEN enqueue.payload END, bytes, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END,
+      coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at);
   ELSE
-    IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name = enqueue.log) THEN
-      RAISE EXCEPTION 'there is no log %', quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
+    IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
+      RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
     END IF;
-    EXECUTE 'INSERT INTO ' || {schema_literal} || '.' || quote_ident(enqueue.log)
-      || ' (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)'
-      || ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)'
+    EXECUTE 'INSERT INTO ' {||} {schema_literal} {||} '.' {||} pg_catalog.quote_ident(enqueue.log)
+      {||} ' (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)'
+      {||} ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)'
       USING event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
-      CASE WHEN bytes IS NULL THEN enqueue.payload END, bytes, enqueue.content_type, nullif(enqueue.headers, '{}'),
-      coalesce(enqueue.occurred_at, clock_timestamp()), enqueue.deliver_at;
+      CASE WHEN bytes IS NULL THEN enqueue.payload END, bytes, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END,
+      coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at;
   END IF;
   RETURN event_id;
 END
@@ -286,9 +314,8 @@ CREATE FUNCTION {s}.enqueue(
   topic text, payload jsonb, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
   kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT NULL,
   headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
-) RETURNS uuid LANGUAGE sql AS ${tag}$
-  SELECT {s}.enqueue(topic, payload::text, key, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, log)
-${tag}$;
+) RETURNS uuid LANGUAGE sql
+RETURN {s}.enqueue(topic, payload::text, key, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, log);
 
 -- The same for bytes, which are taken for application/octet-stream unless the content type says otherwise.
 CREATE FUNCTION {s}.enqueue(
@@ -297,16 +324,16 @@ CREATE FUNCTION {s}.enqueue(
   headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
 ) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
 DECLARE
-  event_id uuid := coalesce(enqueue.id, {s}.uuid_v7());
+  event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
 BEGIN
-  IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name = enqueue.log) THEN
-    RAISE EXCEPTION 'there is no log %', quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
+  IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
+    RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
   END IF;
-  EXECUTE 'INSERT INTO ' || {schema_literal} || '.' || quote_ident(enqueue.log)
-    || ' (id, topic, key, aggregate, version, kind, source, tenant, payload_bytes, content_type, headers, occurred_at, deliver_at)'
-    || ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)'
+  EXECUTE 'INSERT INTO ' {||} {schema_literal} {||} '.' {||} pg_catalog.quote_ident(enqueue.log)
+    {||} ' (id, topic, key, aggregate, version, kind, source, tenant, payload_bytes, content_type, headers, occurred_at, deliver_at)'
+    {||} ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)'
     USING event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
-    enqueue.payload, enqueue.content_type, nullif(enqueue.headers, '{}'), coalesce(enqueue.occurred_at, clock_timestamp()), enqueue.deliver_at;
+    enqueue.payload, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END, coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at;
   RETURN event_id;
 END
 ${tag}$;
@@ -331,7 +358,7 @@ END
 ${tag}$;
 
 -- Asks the writers of a log to wake sleepers, or no more. Idempotent. Both answer with the channel.
-CREATE FUNCTION {s}.notify_enable(log_name text) RETURNS text LANGUAGE plpgsql AS ${tag}$
+CREATE FUNCTION {s}.notify_enable(log_name text) RETURNS text LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 DECLARE
   log_table regclass := ({schema_literal} || '.' || quote_ident(log_name))::regclass;
 BEGIN
@@ -343,7 +370,7 @@ BEGIN
 END
 ${tag}$;
 
-CREATE FUNCTION {s}.notify_disable(log_name text) RETURNS text LANGUAGE plpgsql AS ${tag}$
+CREATE FUNCTION {s}.notify_disable(log_name text) RETURNS text LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 DECLARE
   log_table regclass := ({schema_literal} || '.' || quote_ident(log_name))::regclass;
 BEGIN

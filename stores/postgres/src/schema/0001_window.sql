@@ -21,9 +21,9 @@
 --
 -- The planner is pinned. It believes that a LIMIT without statistics is cheap to reach by a sequential scan, a hash join or a sort; each of
 -- these walks the whole table (3 to 250 times slower, measured). One plan is kept for all parameters: no index depends on them.
-CREATE FUNCTION {s}.create_window(log_name text) RETURNS void LANGUAGE plpgsql AS ${tag}$
+CREATE FUNCTION {s}.create_window(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
-  EXECUTE replace(replace(replace(replace(replace(${tag}_ddl$
+  EXECUTE replace(replace(replace(replace(replace(replace(${tag}_ddl$
     CREATE OR REPLACE FUNCTION <schema>.<log>_window(
       of_subscription int, of_lane smallint, under_epoch bigint, under_revision int, last_place text, last_snap text, last_settled bigint,
       inline_max int, rows_max bigint, lane_count int, topic_likes text[], of_tenant text)
@@ -33,7 +33,7 @@ BEGIN
       occurred_at timestamptz, created_at timestamptz, deliver_at timestamptz,
       verdict text, left_stream boolean, place text, window_to text, window_low bigint, window_high bigint)
     LANGUAGE plpgsql VOLATILE
-    SET plan_cache_mode = force_generic_plan
+    SET search_path = pg_catalog SET plan_cache_mode = force_generic_plan
     SET jit = off SET max_parallel_workers_per_gather = 0
     SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
     SET enable_sort = off SET enable_incremental_sort = off SET enable_material = off
@@ -185,6 +185,6 @@ BEGIN
   ${tag}_wanted$), '<mine>', ${tag}_mine$
           l.subscription = of_subscription AND l.lane = of_lane AND l.epoch = under_epoch AND l.lease_until > clock_timestamp()
           AND l.to_snap::text = last_snap
-  ${tag}_mine$), '<log>', log_name), '<schema>', {schema_literal});
+  ${tag}_mine$), '<log> ', quote_ident(log_name) || ' '), '<log>', log_name), '<schema>', {schema_literal});
 END
 ${tag}$;

@@ -1,19 +1,25 @@
 //! The schema: its name, safely quoted, and its migrations.
 
+mod grants;
 mod migrate;
 mod rebase;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
 
+pub use self::grants::Roles;
 use postbox_core::{Error, LogName, Result};
 
 /// Longest identifier Postgres keeps; it cuts longer ones with only a notice, so that two names could become one.
 const IDENTIFIER_BYTES_MAX: usize = 63;
 
-/// Our own tables: no log may be called like one.
-const TABLES_OF_OURS: [&str; 9] =
-    ["log", "subscription", "lane", "delivery", "receipt", "conflict", "replica", "migration", "sleeper"];
+/// Our own tables, and what would have functions like ours (`create_window`): no log may be called like one.
+const TABLES_OF_OURS: [&str; 10] =
+    ["log", "subscription", "lane", "delivery", "receipt", "conflict", "replica", "migration", "sleeper", "create"];
+
+/// Every log. Reads a tiny table.
+const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
 
 /// The schema all tables and functions of a store live in. Any text is allowed that Postgres can keep: it is always quoted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,50 +66,54 @@ impl SchemaName {
         format!("'{escaped}'")
     }
 
-    /// Fills `{s}` with the schema.
+    /// Fills `{s}` with the schema, and `{=}` with Postgres's own `=`, as with any other operator: whoever may create objects in a schema of
+    /// our search_path could plant one that fits our arguments better.
     pub(crate) fn sql(&self, template: &str) -> String {
-        template.replace("{s}", &self.quoted)
+        self.fill(template, &[])
     }
 
-    /// Fills `{s}` with the schema and `{log}` with the log's table.
+    /// The same, and `{log}` with the log's table.
     pub(crate) fn log_sql(&self, template: &str, log: &LogName) -> String {
-        let table = format!("{}.\"{log}\"", self.quoted);
-        // The table goes in last: a hostile schema may contain the text of a placeholder.
-        let mut parts = template.split("{log}");
-        let mut sql = self.sql(parts.next().unwrap_or_default());
-        for part in parts {
-            sql.push_str(&table);
-            sql.push_str(&self.sql(part));
-        }
-        sql
+        self.fill(template, &[("log", &format!("{}.\"{log}\"", self.quoted))])
     }
 
     /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that no name can end a body.
     fn migration_sql(&self, template: &str) -> String {
         let tag = (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str()));
-        let tag = tag.unwrap_or_default();
+        self.fill(template, &[("tag", &tag.unwrap_or_default()), ("schema_literal", &self.literal())])
+    }
+
+    /// One walk over the template: what was filled in is not looked at, for a hostile schema may contain the text of a placeholder.
+    fn fill(&self, template: &str, values: &[(&str, &str)]) -> String {
         let mut sql = String::with_capacity(template.len() * 2);
         let mut rest = template;
-        while let Some(at) = rest.find('{') {
-            sql.push_str(&rest[..at]);
-            rest = &rest[at..];
-            let known = [("{s}", self.quoted.as_str()), ("{tag}", &tag), ("{schema_literal}", &self.literal())]
-                .into_iter()
-                .find(|(placeholder, _)| rest.starts_with(placeholder))
-                .map(|(placeholder, value)| (placeholder.len(), value.to_owned()));
-            match known {
-                Some((length, value)) => {
+        while let Some((before, after)) = rest.split_once('{') {
+            sql.push_str(before);
+            let known = after.split_once('}').and_then(|(name, left)| Some((self.value(name, values)?, left)));
+            rest = match known {
+                Some((value, left)) => {
                     sql.push_str(&value);
-                    rest = &rest[length..];
+                    left
                 }
                 None => {
                     sql.push('{');
-                    rest = &rest[1..];
+                    after
                 }
-            }
+            };
         }
         sql.push_str(rest);
         sql
+    }
+
+    fn value<'v>(&'v self, name: &str, values: &[(&str, &'v str)]) -> Option<Cow<'v, str>> {
+        if name == "s" {
+            return Some(Cow::Borrowed(&self.quoted));
+        }
+        let is_operator = !name.is_empty() && name.bytes().all(|byte| b"+-*/<>=~!%&|".contains(&byte));
+        match is_operator {
+            true => Some(Cow::Owned(format!("OPERATOR(pg_catalog.{name})"))),
+            false => values.iter().find(|(known, _)| *known == name).map(|(_, value)| Cow::Borrowed(*value)),
+        }
     }
 }
 
@@ -158,7 +168,10 @@ mod tests {
         let comments = sql.lines().filter_map(|line| line.split_once("--")).map(|(_, comment)| comment);
         assert!(comments.clone().count() > 10);
         for comment in comments {
-            assert!(!["{s}", "{tag}", "{schema_literal}"].iter().any(|name| comment.contains(name)), "{comment}");
+            assert!(
+                !["{s}", "{tag}", "{schema_literal}", "{log}"].iter().any(|name| comment.contains(name)),
+                "{comment}"
+            );
         }
     }
 
@@ -167,5 +180,14 @@ mod tests {
         let schema = SchemaName::new("{log}{s}{tag}").expect("a name");
         assert_eq!(schema.log_sql("{s} {log}", &LogName::outbox()), r#""{log}{s}{tag}" "{log}{s}{tag}"."outbox""#);
         assert_eq!(schema.migration_sql("{s} {x}"), r#""{log}{s}{tag}" {x}"#);
+        assert_eq!(schema.sql("a {<=} b '{}' {0,39} {"), "a OPERATOR(pg_catalog.<=) b '{}' {0,39} {");
+    }
+
+    /// A database in another encoding could not even read them.
+    #[test]
+    fn migrations_are_ascii() {
+        let sql =
+            concat!(include_str!("0001_window.sql"), include_str!("0001_receive.sql"), include_str!("0001_spine.sql"));
+        assert_eq!(sql.lines().find(|line| !line.is_ascii()), None);
     }
 }

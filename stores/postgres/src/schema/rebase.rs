@@ -5,20 +5,18 @@
 
 use postbox_core::{Error, ErrorKind, Result};
 
+use super::LOG_NAMES;
 use crate::PostgresStore;
 use crate::classify::classify;
 use crate::inspect::{is_unread, is_wanted};
 use crate::session::COMMIT;
-
-/// Every log. Reads a tiny table.
-const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
 
 /// Locks every lane and says whether one is held. Locks the rows.
 const LANE_LOCK_ALL: &str =
     "SELECT lease_until > clock_timestamp() FROM {s}.lane ORDER BY subscription, lane FOR UPDATE";
 
 /// Nobody may append meanwhile. Waits for writers.
-const LOG_LOCK: &str = "LOCK TABLE {log} IN SHARE ROW EXCLUSIVE MODE";
+const LOG_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
 /// The last row each lane has passed. Walks the log.
 const LANE_PASSED: &str = concat!(
@@ -48,8 +46,9 @@ WHERE s.log = '{name}' AND ",
     " ON CONFLICT DO NOTHING"
 );
 
-/// Every row becomes as old as can be: id 3, the first of any cluster. Rewrites the table.
-const LOG_RESTAMP: &str = "UPDATE {log} SET xid = '3'";
+/// Every row becomes as old as can be: id 3, the first of any cluster. Rewrites the table, without its rules: they want the id of this very
+/// transaction.
+const LOG_RESTAMP: &str = "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS event_invalid; UPDATE {log} SET xid = '3'; SELECT {s}.guard_log('{name}')";
 
 /// The cursors: a window of everything with id 3, passed up to where each lane was. The epoch rises, so that no old lease can write.
 const LANE_REBASE: &str = "
@@ -68,7 +67,10 @@ impl PostgresStore {
         let client = session.client();
         let failed = |error: tokio_postgres::Error| classify("rebase", &error);
         client
-            .batch_execute("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL statement_timeout = 0")
+            .batch_execute(
+                "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
+                 SET LOCAL search_path = pg_catalog",
+            )
             .await
             .map_err(failed)?;
         let names = client.query_typed(&self.schema().sql(LOG_NAMES), &[]).await.map_err(failed)?;

@@ -2,15 +2,21 @@
 
 #![allow(dead_code, missing_docs, unreachable_pub, reason = "each test binary uses its part")]
 
+mod faults;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, Store};
 use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName, TxHandler};
+use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
 use postbox_testkit::servers::{PgBouncer, Postgres, Version};
+use tokio::sync::OnceCell;
 use tokio_postgres::{Client, Transaction};
+
+use self::faults::PostgresFaults;
 
 /// Far longer than anything takes.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -21,6 +27,9 @@ pub struct Fixture {
     /// Direct, for producers and checks.
     pub url: String,
     pub server: Postgres,
+    /// What the store talks to.
+    front: String,
+    faults: OnceCell<Arc<PostgresFaults>>,
     _pooler: Option<PgBouncer>,
 }
 
@@ -30,7 +39,7 @@ pub async fn on(version: Version) -> Fixture {
     let url = server.fresh_database().await;
     let store = migrated(PostgresConfig::new(&url)).await;
     effects_table(&url).await;
-    Fixture { store, url, server, _pooler: None }
+    Fixture { store, front: url.clone(), url, server, faults: OnceCell::new(), _pooler: None }
 }
 
 /// A fixture whose store reaches Postgres 15 through pgbouncer in transaction mode.
@@ -39,9 +48,10 @@ pub async fn pooled() -> Fixture {
     let url = server.fresh_database().await;
     let pooler = PgBouncer::start(&server).await;
     let database = url.rsplit('/').next().and_then(|rest| rest.split('?').next()).expect("a database in the url");
-    let store = migrated(PostgresConfig::new(pooler.url(database))).await;
+    let front = pooler.url(database);
+    let store = migrated(PostgresConfig::new(&front)).await;
     effects_table(&url).await;
-    Fixture { store, url, server, _pooler: Some(pooler) }
+    Fixture { store, url, server, front, faults: OnceCell::new(), _pooler: Some(pooler) }
 }
 
 /// Connects and migrates. A busy machine may take its time: what is tested here is not how long a connection takes.
@@ -79,6 +89,10 @@ impl Fixture {
     pub async fn client(&self) -> Client {
         client(&self.url).await
     }
+
+    async fn harm(&self) -> Arc<PostgresFaults> {
+        self.faults.get_or_init(async || Arc::new(PostgresFaults::new(&self.front, &self.url).await)).await.clone()
+    }
 }
 
 #[async_trait]
@@ -89,6 +103,10 @@ impl StoreFixture for Fixture {
 
     fn capabilities(&self) -> StoreCapabilities {
         StoreCapabilities { concurrent_transactions: true }
+    }
+
+    async fn faults(&self) -> Arc<dyn CallFaults> {
+        self.harm().await
     }
 
     async fn begin(&self) -> Box<dyn OpenTransaction> {
@@ -148,6 +166,11 @@ impl OpenTransaction for Open {
 impl ApplyFixture for Fixture {
     fn apply(&self) -> Arc<dyn Apply> {
         self.store.apply(Effects)
+    }
+
+    async fn harmed(&self) -> [Arc<dyn Apply>; 2] {
+        let harm = self.harm().await;
+        [harm.postgres().apply(Effects), harm.postgres().apply(Effects)]
     }
 
     async fn effects(&self) -> Vec<String> {

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+mod faults;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,9 +14,13 @@ use postbox_core::{
     Settlement, Store, Subscription, SubscriptionName,
 };
 use postbox_sqlite::{SqliteConfig, SqliteStore, append_in};
+use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
 use rusqlite::Connection;
 use tempfile::TempDir;
+use tokio::sync::OnceCell;
+
+use self::faults::SqliteFaults;
 
 /// Longer than any case; nothing has to happen within it.
 pub(crate) const LONG: Duration = Duration::from_secs(600);
@@ -30,6 +36,7 @@ pub(crate) fn config(path: impl Into<PathBuf>) -> SqliteConfig {
 pub(crate) struct Fixture {
     folder: TempDir,
     pub(crate) store: SqliteStore,
+    faults: OnceCell<Arc<SqliteFaults>>,
 }
 
 impl Fixture {
@@ -37,7 +44,12 @@ impl Fixture {
         let folder = tempfile::tempdir().expect("a folder");
         let store = SqliteStore::open(config(folder.path().join("shop.db"))).await.expect("opened");
         store.up().await.expect("migrated");
-        Self { folder, store }
+        Self { folder, store, faults: OnceCell::new() }
+    }
+
+    async fn harm(&self) -> Arc<SqliteFaults> {
+        let make = async || Arc::new(SqliteFaults::new(config(self.path()), self.store.clone()).await);
+        self.faults.get_or_init(make).await.clone()
     }
 
     pub(crate) fn path(&self) -> PathBuf {
@@ -83,6 +95,10 @@ impl StoreFixture for Fixture {
         StoreCapabilities { concurrent_transactions: false }
     }
 
+    async fn faults(&self) -> Arc<dyn CallFaults> {
+        self.harm().await
+    }
+
     async fn begin(&self) -> Box<dyn OpenTransaction> {
         let connection = self.connect();
         tokio::task::block_in_place(|| connection.execute_batch("BEGIN IMMEDIATE")).expect("the lock is free in time");
@@ -101,6 +117,11 @@ impl ApplyFixture for Fixture {
     fn apply(&self) -> Arc<dyn Apply> {
         self.connect().execute_batch("CREATE TABLE IF NOT EXISTS effects (payload TEXT NOT NULL)").expect("made");
         self.store.apply(effect)
+    }
+
+    async fn harmed(&self) -> [Arc<dyn Apply>; 2] {
+        let again = ApplyFixture::apply(self);
+        [self.harm().await.sqlite().apply(effect), again]
     }
 
     async fn effects(&self) -> Vec<String> {

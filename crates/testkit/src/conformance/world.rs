@@ -1,0 +1,317 @@
+//! The small relay that lives through lost and late answers, and counts at its end what arrived.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use postbox_core::{
+    Batch, BatchLimit, Delivery, Disposition, Entry, Error, EventId, Lease, Result, Selection, Settlement, StartAt,
+    State, Store, Subscription, SubscriptionName,
+};
+
+use super::StoreFixture;
+use super::faults::{Asked, Call, CallFaults};
+use super::harness::*;
+
+/// What a relay asks for in a lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    Acquire,
+    Renew,
+    Release,
+    /// Reads, and ends before it settles.
+    Next,
+    /// Reads, and settles what came.
+    NextSettled,
+    Position,
+    Settle,
+    Due,
+    Rewind,
+}
+
+impl Step {
+    pub(super) fn call(self) -> Call {
+        match self {
+            Self::Acquire => Call::Acquire,
+            Self::Renew => Call::Renew,
+            Self::Release => Call::Release,
+            Self::Next | Self::NextSettled => Call::NextBatch,
+            Self::Position | Self::Rewind => Call::Position,
+            Self::Settle | Self::Due => Call::Settle,
+        }
+    }
+}
+
+/// A relay's request, which can be made more than once: the same words, whatever became of it.
+#[derive(Clone)]
+pub(super) struct Request {
+    step: Step,
+    lease: Lease,
+    /// What it settles.
+    batch: Option<Batch>,
+    /// What the latest of its answers brought.
+    heard: Arc<Mutex<Heard>>,
+}
+
+#[derive(Default)]
+struct Heard {
+    error: Option<Error>,
+    batch: Option<Batch>,
+    lease: Option<Lease>,
+}
+
+impl Request {
+    /// Makes it.
+    pub(super) fn ask(&self, store: Arc<dyn Store>) -> Asked {
+        let request = self.clone();
+        async move {
+            let heard =
+                request.make(&store).await.unwrap_or_else(|error| Heard { error: Some(error), ..Heard::default() });
+            let error = heard.error.as_ref().map(|error| Error::new(error.kind(), "asked", "asked", error.to_string()));
+            *request.heard.lock().expect("no panic while held") = heard;
+            error
+        }
+        .boxed()
+    }
+
+    async fn make(&self, store: &Arc<dyn Store>) -> Result<Heard> {
+        let Lease { subscription, owner, .. } = &self.lease;
+        let mut heard = Heard::default();
+        match self.step {
+            Step::Acquire => heard.lease = store.acquire(subscription, owner, &[], SHORT).await?.lease,
+            Step::Renew => store.renew(&self.lease, LONG).await?,
+            Step::Release => store.release(&self.lease).await?,
+            Step::Next | Step::NextSettled => {
+                heard.batch = Some(store.next_batch(&self.lease, BatchLimit::default()).await?);
+            }
+            Step::Position | Step::Settle | Step::Due | Step::Rewind => {
+                store.settle(&self.lease, self.settlement()).await?;
+            }
+        }
+        Ok(heard)
+    }
+
+    fn settlement(&self) -> Settlement<'_> {
+        let batch = self.batch.as_ref().expect("read before");
+        let entry = |index: usize, disposition| Entry { delivery: &batch.deliveries[index], disposition };
+        let (position, entries) = match self.step {
+            Step::Settle => (batch.end, vec![entry(1, retry_now()), entry(2, Disposition::Block)]),
+            Step::Due => (None, vec![entry(0, Disposition::Delivered), entry(1, dead())]),
+            Step::Rewind => (batch.deliveries.first().map(|delivery| delivery.seq), Vec::new()),
+            _ => (batch.end, Vec::new()),
+        };
+        Settlement { position, entries, rewind: self.step == Step::Rewind, hold_keys: true }
+    }
+
+    /// What of it goes out and is acknowledged before the request is made.
+    fn sent(&self) -> Vec<String> {
+        let all = self.batch.as_ref().map(|batch| payloads(&batch.deliveries)).unwrap_or_default();
+        let sent = match self.step {
+            Step::Position => all.len(),
+            Step::Settle | Step::Due | Step::Rewind => 1,
+            _ => 0,
+        };
+        all.into_iter().take(sent).collect()
+    }
+}
+
+fn retry_now() -> Disposition {
+    retry(std::time::Duration::ZERO)
+}
+
+/// A lane with a past: an event that retries (`1`) and one behind it (`3`), a delivered one (`2`), a dead one (`4`); and unread: `5`, `6`, and `7` behind `3`.
+pub(super) struct World<'a> {
+    fixture: &'a dyn StoreFixture,
+    pub(super) faults: Arc<dyn CallFaults>,
+    name: SubscriptionName,
+    lease: Lease,
+    ids: Vec<EventId>,
+    /// What was sent and settled, in this order.
+    sent: Arc<Mutex<Vec<String>>>,
+}
+
+impl<'a> World<'a> {
+    /// A new subscription that knows nothing of earlier events.
+    pub(super) async fn new(fixture: &'a dyn StoreFixture, name: &str) -> Self {
+        let faults = fixture.faults().await;
+        let name = named(name);
+        let subscription = Subscription { start: StartAt::Now, ..Subscription::new(name.clone(), outbox()) };
+        faults.store().subscribe(&subscription).await.expect("subscribed");
+        let lane = Lane::take(&faults.store(), name.as_str(), "one").await;
+        let of = [("a", "1"), ("b", "2"), ("a", "3"), ("c", "4")].map(|(key, payload)| keyed(key, payload));
+        let past = vec![(0, retry_now()), (1, Disposition::Delivered), (2, Disposition::Block), (3, dead())];
+        let mut ids =
+            lane.past(of.into(), past.into_iter().filter(|(_, one)| *one != Disposition::Delivered).collect()).await;
+        let unread = [("b", "5"), ("d", "6"), ("a", "7")].map(|(key, payload)| keyed(key, payload));
+        ids.extend(append(&fixture.store(), unread).await);
+        let sent = Arc::new(Mutex::new(vec!["2".to_owned()]));
+        Self { fixture, faults, name, lease: lane.lease, ids, sent }
+    }
+
+    /// Does what comes before the request of a step. `settled`: what is sent before it counts as settled, because the request will be granted.
+    pub(super) async fn prepare(&self, step: Step, settled: bool) -> Request {
+        let lane = Lane { store: self.faults.store(), lease: self.lease.clone(), hold_keys: true };
+        let batch = match step {
+            Step::Acquire => {
+                lane.store.release(&self.lease).await.expect("given back");
+                None
+            }
+            // The two that nothing holds back.
+            Step::Position => Some(lane.next(2).await),
+            Step::Settle | Step::Rewind => Some(lane.next(10).await),
+            Step::Due => Some(lane.due(10).await),
+            _ => None,
+        };
+        let request = Request { step, lease: self.lease.clone(), batch, heard: Arc::default() };
+        if settled {
+            self.sent.lock().expect("no panic while held").extend(request.sent());
+        }
+        request
+    }
+
+    /// Another event is committed.
+    pub(super) async fn one_more(&mut self) {
+        let payload = (self.ids.len() + 1).to_string();
+        self.ids.extend(append(&self.fixture.store(), [keyed("b", &payload)]).await);
+    }
+
+    /// What else happens to the same events before the request is made again or done.
+    pub(super) fn goes_on(&self, step: Step) -> BoxFuture<'static, ()> {
+        let (store, lease, sent) = (self.faults.again(), self.lease.clone(), self.sent.clone());
+        let (name, third) = (self.name.clone(), self.ids[2]);
+        async move {
+            let lane = Lane { store, lease, hold_keys: true };
+            match step {
+                // What failed arrives now, and its row goes.
+                Step::Settle => run_due(&lane, &sent).await.expect("still ours"),
+                // A person sends the dead one again.
+                Step::Due => {
+                    let selection = Selection { ids: Some(vec![third]), ..Selection::default() };
+                    lane.store.requeue(&name, &selection).await.map(drop).expect("replayed");
+                }
+                _ => {}
+            }
+        }
+        .boxed()
+    }
+
+    /// Asks again, hears the answer, and goes on.
+    pub(super) fn asks_again(&self, store: Arc<dyn Store>, request: &Request) -> BoxFuture<'static, ()> {
+        let (step, asked, goes_on) = (request.step, request.ask(store), self.goes_on(request.step));
+        async move {
+            let error = asked.await;
+            assert!(error.as_ref().is_none_or(Error::is_stale), "{step:?} repeated: {error:?}");
+            goes_on.await;
+        }
+        .boxed()
+    }
+
+    /// The relay does what comes after the answer it heard last; a stale lease ends it.
+    pub(super) async fn uses_the_answer(&self, request: &Request) {
+        let heard = std::mem::take(&mut *request.heard.lock().expect("no panic while held"));
+        if let Some(lease) = heard.lease {
+            self.faults.again().release(&lease).await.expect("given back");
+        }
+        if let (Some(batch), Step::NextSettled) = (heard.batch, request.step) {
+            let lane = Lane { store: self.faults.again(), lease: self.lease.clone(), hold_keys: true };
+            assert!(settle_stream(&lane, &batch, &self.sent).await.is_none_or(|error| error.is_stale()));
+        }
+    }
+
+    /// The same owner, on another connection.
+    pub(super) async fn renews(&self) -> Result<()> {
+        self.faults.again().renew(&self.lease, LONG).await
+    }
+
+    /// Somebody else takes the lane and reads, while the old owner's call is still on its way.
+    pub(super) async fn taken_over(&self) -> (Lane, Batch) {
+        self.faults.again().release(&self.lease).await.expect("given back");
+        let lane = Lane::take(&self.fixture.store(), self.name.as_str(), "another").await;
+        let batch = lane.next(2).await;
+        (lane, batch)
+    }
+
+    /// The new owner settles what it has read, and goes on to the end.
+    pub(super) async fn goes_on_as(self, lane: Lane, batch: Batch) {
+        lane.store.renew(&lane.lease, LONG).await.expect("the late call took nothing");
+        assert!(settle_stream(&lane, &batch, &self.sent).await.is_none(), "still ours");
+        self.ends_as(lane).await;
+    }
+
+    /// The relay ends. Another one gets the lane, at the latest when the leases that were asked for are over, and does what is left.
+    pub(super) async fn ends(self) {
+        self.faults.again().release(&self.lease).await.expect("given back, or lost long ago");
+        for _ in 0..20 {
+            if let Some(lease) = acquire(&self.fixture.store(), self.name.as_str(), "last", LONG).await.lease {
+                let lane = Lane { store: self.fixture.store(), lease, hold_keys: true };
+                return self.ends_as(lane).await;
+            }
+            self.fixture.pass(SHORT).await;
+        }
+        panic!("the lane is locked for longer than any lease");
+    }
+
+    async fn ends_as(self, lane: Lane) {
+        let store = lane.store.clone();
+        loop {
+            let batch = lane.next(100).await;
+            if !batch.is_empty() {
+                assert!(settle_stream(&lane, &batch, &self.sent).await.is_none(), "still ours");
+            } else if lane.due(100).await.deliveries.is_empty() {
+                break;
+            }
+            run_due(&lane, &self.sent).await.expect("still ours");
+        }
+        // Nobody ended between sending and settling, so there is no reason to send anything twice.
+        let sent = self.sent.lock().expect("no panic while held").clone();
+        let mut times: BTreeMap<&str, usize> = BTreeMap::new();
+        sent.iter().for_each(|payload| *times.entry(payload).or_default() += 1);
+        let all: Vec<String> = (1..=self.ids.len()).map(|n| n.to_string()).filter(|payload| payload != "4").collect();
+        let name = &self.name;
+        for payload in &all {
+            assert_eq!(times.remove(payload.as_str()), Some(1), "{name}: {payload}, of all that was sent: {sent:?}");
+        }
+        assert!(times.is_empty(), "{name}: phantoms or revived: {times:?}, of all that was sent: {sent:?}");
+        for key in [&["1", "3", "7"][..], &["2", "5", "8"]] {
+            let of_key: Vec<&str> = sent.iter().map(String::as_str).filter(|payload| key.contains(payload)).collect();
+            assert!(key.starts_with(&of_key), "{name}: out of order: {sent:?}");
+        }
+        for (n, id) in self.ids.iter().enumerate() {
+            let record = store.get(&self.name, *id).await.expect("asked").expect("in the log");
+            let state = if n == 3 { State::Dead } else { State::Dispatched };
+            assert_eq!(record.state, state, "{}", n + 1);
+        }
+        let stats = store.stats(&self.name).await.expect("counted");
+        assert_eq!((stats.pending, stats.dead), (0, 1));
+        store.release(&lane.lease).await.expect("given back");
+    }
+}
+
+/// Sends what may be sent of a stream's batch and settles it; what its key holds back is blocked.
+async fn settle_stream(lane: &Lane, batch: &Batch, sent: &Mutex<Vec<String>>) -> Option<Error> {
+    let is_held = |delivery: &&Delivery| delivery.event.key.as_ref().is_some_and(|key| batch.held.contains(key));
+    let block = |delivery| Entry { delivery, disposition: Disposition::Block };
+    let entries = batch.deliveries.iter().filter(is_held).map(block).collect();
+    let settlement = Settlement { position: batch.end, entries, rewind: false, hold_keys: true };
+    let refused = lane.store.settle(&lane.lease, settlement).await.err();
+    if refused.is_none() {
+        let free: Vec<Delivery> = batch.deliveries.iter().filter(|delivery| !is_held(delivery)).cloned().collect();
+        sent.lock().expect("no panic while held").extend(payloads(&free));
+    }
+    refused
+}
+
+/// Sends and settles what is due, until nothing is.
+async fn run_due(lane: &Lane, sent: &Mutex<Vec<String>>) -> Result<()> {
+    loop {
+        let batch = lane.store.due(&lane.lease, BatchLimit::default()).await?;
+        if batch.deliveries.is_empty() {
+            return Ok(());
+        }
+        let entry = |delivery| Entry { delivery, disposition: Disposition::Delivered };
+        let entries = batch.deliveries.iter().map(entry).collect();
+        lane.store.settle(&lane.lease, Settlement { position: None, entries, rewind: false, hold_keys: true }).await?;
+        sent.lock().expect("no panic while held").extend(payloads(&batch.deliveries));
+    }
+}

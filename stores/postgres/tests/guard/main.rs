@@ -1,0 +1,13 @@
+//! What the store keeps to itself, whoever calls it and however the database is set: roles with no more rights than they need, forged
+//! rows, planted functions, odd settings, other encodings, dumps.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod dump;
+mod encodings;
+mod everything;
+mod forged;
+mod roles;
+mod settings;
+mod twins;
