@@ -23,7 +23,8 @@
 //!
 //! How long a *body* may take is the handler's to say; the webhook ingress does ([`SourceLimits`](crate::ingress::SourceLimits)).
 //!
-//! HTTP/1.1 and HTTP/2 (with prior knowledge) are spoken; TLS is the business of the proxy in front.
+//! HTTP/1.1 is spoken, and nothing else: HTTP/2 lets a stranger name a thousand header fields in as many bytes. TLS, and HTTP/2 towards clients, are the
+//! business of the proxy in front. At a stop, requests that are wholly with us are served to their end; a body that is still on its way gets a second.
 
 mod crowd;
 mod linger;
@@ -37,9 +38,9 @@ use axum::Router;
 use axum::body::Body;
 use http::Request;
 use hyper::body::Incoming;
+use hyper::server::conn::http1::Builder;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo};
-use hyper_util::server::conn::auto::Builder;
+use hyper_util::rt::TokioIo;
 use postbox_core::Clock;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -50,12 +51,9 @@ use tracing::{debug, warn};
 use crowd::{Crowd, Seat};
 use linger::Lingering;
 
-/// Bytes of one HTTP/1 head, and of what is read ahead of a slow handler: more than any sender's headers need.
-const READ_BYTES_MAX: usize = 64 * 1024;
-/// HTTP/2: requests at once on one connection, and what they may have sent that nobody has read yet.
-const STREAMS_MAX: u32 = 100;
-const STREAM_BYTES_MAX: u32 = 64 * 1024;
-const CONNECTION_BYTES_MAX: u32 = 256 * 1024;
+/// Bytes of one head, and of what is read ahead of a slow handler: more than any sender's headers need. A head has 100 fields at most (hyper's own
+/// bound); beyond either the answer is 431.
+const READ_BYTES_MAX: usize = 32 * 1024;
 /// Pause after a failed accept (no file descriptors left, most likely), so that it is not repeated in a busy loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Shortest deadline: below it a distant sender has no chance.
@@ -64,6 +62,8 @@ const HEADER_TIMEOUT_MIN: Duration = Duration::from_millis(100);
 const SWEEPS_PER_TIMEOUT: u32 = 10;
 /// The same during a stop, when whoever has heard its answer is not waited for.
 const STOP_SWEEP: Duration = Duration::from_millis(50);
+/// How old a body on its way may be during a stop. What was sent just before it arrives in this time, and a stranger who never ends his delays nobody.
+const STOP_GRACE: Duration = Duration::from_secs(1);
 
 /// Bounds on what connections may cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,7 +101,7 @@ pub async fn serve(
     let finish = async { while connections.join_next().await.is_some() {} };
     let send_away = async {
         loop {
-            crowd.close_idle();
+            crowd.close_unfinished(STOP_GRACE);
             clock.sleep(STOP_SWEEP).await;
         }
     };
@@ -173,15 +173,8 @@ async fn converse(stream: TcpStream, seat: Arc<Seat>, router: Router, mut stoppe
             answer
         }
     });
-    let mut builder = Builder::new(TokioExecutor::new());
-    builder.http1().max_buf_size(READ_BYTES_MAX);
-    builder
-        .http2()
-        .max_concurrent_streams(STREAMS_MAX)
-        .initial_stream_window_size(STREAM_BYTES_MAX)
-        .initial_connection_window_size(CONNECTION_BYTES_MAX)
-        .max_header_list_size(READ_BYTES_MAX as u32);
-    let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(Lingering::new(stream)), service));
+    let io = TokioIo::new(Lingering::new(stream));
+    let mut connection = std::pin::pin!(Builder::new().max_buf_size(READ_BYTES_MAX).serve_connection(io, service));
     let mut graceful = false;
     loop {
         tokio::select! {
@@ -189,7 +182,7 @@ async fn converse(stream: TcpStream, seat: Arc<Seat>, router: Router, mut stoppe
             () = seat.closed() => return,
             ended = connection.as_mut() => {
                 if let Err(error) = ended {
-                    debug!(error = &*error, "a connection broke off");
+                    debug!(%error, "a connection broke off");
                 }
                 return;
             }

@@ -23,7 +23,7 @@
 //! | 200 | stored before: the same body (duplicate), or another one (conflict: kept out, counted, logged); a handshake; or your own function ([`WebhookSource::convert`]) wants nothing of it |
 //! | 401 | not verified; the body never says why, the counter does |
 //! | 404 | no such source |
-//! | 408, 413, 415, 501 | the body comes too slowly, is too large, has a content encoding, or another transfer coding than `chunked` |
+//! | 408, 413, 415, 501 | the body comes too slowly (or is the one that began first when all together are too many), is too large, has a content encoding, or another transfer coding than `chunked` |
 //! | 422 | genuine, but it has no id, topic or tenant where the mapping says, or breaks a limit of events |
 //! | 429 + `Retry-After` | genuine, but more than the source's rate; nothing is stored |
 //! | 500 | your own function panicked |
@@ -37,6 +37,7 @@
 
 mod answer;
 mod body;
+mod buffer;
 mod convert;
 mod gather;
 mod handshake;
@@ -64,6 +65,7 @@ pub use convert::Message;
 pub use mapping::{Mapping, Origin};
 
 use answer::Counters;
+use buffer::Buffer;
 use convert::Convert;
 use gather::Gather;
 use headers::Dropped;
@@ -72,6 +74,9 @@ use storm::Storm;
 
 /// What of an unused rate is kept for a burst: senders that send once a second should not be told to slow down.
 const BURST: Duration = Duration::from_secs(1);
+
+/// How many of the largest bodies can be on their way at once, however large they may be: those that never end must not be all there is room for.
+const BODIES_MIN: usize = 3;
 
 /// Most genuine messages that are no events which the log names, one by one, in a time.
 const UNMAPPED_TOLD_PER_SECOND: u32 = 1;
@@ -83,8 +88,8 @@ const UNMAPPED_TOLD_BURST: Duration = Duration::from_secs(60);
 pub struct SourceLimits {
     /// Largest body. Default 1 MiB; at most 16 MiB, because it becomes a payload.
     pub body_bytes: usize,
-    /// All bodies that are being received at one time, together. Default 32 MiB, at least one largest body. What has not arrived does not
-    /// count, so slow senders of little hold up nobody.
+    /// All bodies that are being received at one time, together. Default 16 MiB, and at least three largest bodies. What has not arrived does not
+    /// count, so slow senders of little hold up nobody. When it is full, the body that began first and is not verified makes room (408).
     pub buffered_bytes: usize,
     /// Longest time for a body to arrive. Default 10 s.
     pub body_timeout: Duration,
@@ -100,7 +105,7 @@ impl Default for SourceLimits {
     fn default() -> Self {
         Self {
             body_bytes: 1024 * 1024,
-            buffered_bytes: 32 * 1024 * 1024,
+            buffered_bytes: 16 * 1024 * 1024,
             body_timeout: Duration::from_secs(10),
             concurrency: 256,
             rate: None,
@@ -227,7 +232,7 @@ pub struct Ingress {
 /// One source and what it is using.
 struct Gate {
     source: WebhookSource,
-    buffered: Semaphore,
+    buffer: Buffer,
     storing: Semaphore,
     gather: Arc<Gather>,
     rate: Option<Mutex<Bucket>>,
@@ -290,9 +295,8 @@ impl Gate {
             return fault("the timeouts must be longer than nothing");
         }
         let told = Rate::per_second(UNMAPPED_TOLD_PER_SECOND).expect("a positive number a second is a rate");
-        let buffered = limits.buffered_bytes.clamp(limits.body_bytes, Semaphore::MAX_PERMITS);
         Ok(Self {
-            buffered: Semaphore::new(buffered),
+            buffer: Buffer::new(limits.buffered_bytes.max(BODIES_MIN * limits.body_bytes)),
             storing: Semaphore::new(limits.concurrency),
             gather: Gather::new(Arc::clone(receive), Arc::clone(clock), source.log.clone(), limits.store_timeout),
             rate: limits.rate.map(|rate| Mutex::new(Bucket::new(rate, BURST))),

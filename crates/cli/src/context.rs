@@ -6,6 +6,8 @@ use std::sync::Arc;
 use postbox_core::{LogName, Store, SubscriptionInfo, SubscriptionName};
 use postbox_server::{Config, LogConfig, LogFormat, Secret, StoreUrl, SubscriptionConfig, open_store};
 
+use tracing::warn;
+
 use crate::args::Global;
 use crate::failure::Failure;
 
@@ -47,6 +49,11 @@ impl Context {
             config.log.format = LogFormat::Json;
         }
         crate::logging::start(&config.log)?;
+        if purpose != Purpose::Inspect
+            && let Some(risk) = config.store.risk()
+        {
+            warn!(code = "store_unverified", "{risk}");
+        }
         Ok(Self { config, log: global.log.clone(), only: global.only.clone() })
     }
 

@@ -39,9 +39,9 @@ impl State {
         use State::*;
         match self {
             Pending => next != Pending,
-            Retrying => matches!(next, Dispatched | Retrying | Dead | Discarded),
+            Retrying => matches!(next, Dispatched | Retrying | Blocked | Dead | Discarded),
             Blocked => matches!(next, Dispatched | Retrying | Dead | Discarded),
-            Scheduled => matches!(next, Dispatched | Retrying | Dead | Discarded),
+            Scheduled => matches!(next, Dispatched | Retrying | Blocked | Dead | Discarded),
             Dead => matches!(next, Retrying | Discarded),
             Discarded | Dispatched => false,
         }

@@ -54,7 +54,12 @@ impl JsonLines {
             let text = format!("cannot append to {}: {source}", path.display());
             Error::new(ErrorKind::Invalid, "open file sink", "file_not_writable", text).with_source(source)
         };
-        let open = OpenOptions::new().create(true).append(true).read(true).open(&path).await;
+        let mut options = OpenOptions::new();
+        options.create(true).append(true).read(true);
+        // For its owner alone: it holds payloads. A file that is there keeps its mode.
+        #[cfg(unix)]
+        options.mode(0o600);
+        let open = options.open(&path).await;
         let mut file = open.map_err(&fault)?;
         end_torn_line(&mut file).await.map_err(&fault)?;
         Ok(Self { output: Mutex::new(Output::File { file, path }) })

@@ -5,15 +5,17 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use postbox_core::{Clock, Store};
+use subtle::ConstantTimeEq as _;
 use tokio::time::timeout;
 
 use crate::cache::Cached;
 use crate::metrics::Measures;
 use crate::part::Part;
+use crate::secret::Secret;
 use crate::visible::neutralise;
 
 /// Longest wait for the store before it counts as not reachable: probes give up after a few seconds.
@@ -26,12 +28,29 @@ pub(crate) struct Api {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) parts: Vec<Arc<Part>>,
     pub(crate) measures: Measures,
+    token: Option<Secret>,
     faults: Cached<Vec<String>>,
 }
 
 impl Api {
-    pub(crate) fn new(store: Arc<dyn Store>, parts: Vec<Arc<Part>>, measures: Measures, clock: Arc<dyn Clock>) -> Self {
-        Self { store, parts, measures, faults: Cached::new(clock, READY_TTL) }
+    pub(crate) fn new(
+        store: Arc<dyn Store>,
+        parts: Vec<Arc<Part>>,
+        measures: Measures,
+        token: Option<Secret>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
+        Self { store, parts, measures, token, faults: Cached::new(clock, READY_TTL) }
+    }
+
+    /// Whether whoever asks may know more than that the service is there.
+    fn may_read(&self, headers: &HeaderMap) -> bool {
+        let Some(token) = &self.token else { return true };
+        let given = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
+        // In constant time: how much of a wrong one fits is nobody's business.
+        given
+            .and_then(|given| given.strip_prefix(b"Bearer "))
+            .is_some_and(|given| given.ct_eq(token.expose().as_bytes()).into())
     }
 
     /// Everything that keeps this service from its work, one line each.
@@ -64,16 +83,24 @@ async fn healthz() -> &'static str {
 }
 
 /// The store is reachable with the right schema, every relay works, no breaker is open.
-async fn readyz(State(api): State<Arc<Api>>) -> Response {
+async fn readyz(State(api): State<Arc<Api>>, headers: HeaderMap) -> Response {
     let faults = api.faults.get(api.find_faults()).await;
     if faults.is_empty() {
         return "ready\n".into_response();
+    }
+    if !api.may_read(&headers) {
+        return (StatusCode::SERVICE_UNAVAILABLE, "not ready; the reasons need the status token\n").into_response();
     }
     let told: String = faults.iter().map(|fault| neutralise(fault, |_| false) + "\n").collect();
     (StatusCode::SERVICE_UNAVAILABLE, told).into_response()
 }
 
-async fn metrics(State(api): State<Arc<Api>>) -> Response {
+async fn metrics(State(api): State<Arc<Api>>, headers: HeaderMap) -> Response {
+    if !api.may_read(&headers) {
+        let asks = [(header::WWW_AUTHENTICATE, "Bearer")];
+        return (StatusCode::UNAUTHORIZED, asks, "this needs the status token: authorization: Bearer …\n")
+            .into_response();
+    }
     let page = api.measures.page().await;
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page).into_response()
 }

@@ -51,6 +51,9 @@ impl Service {
     pub async fn start_on(config: Config, store: Arc<dyn Store>) -> Result<Self> {
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         store.validate().await?;
+        if let Some(risk) = config.server.risk() {
+            warn!(code = "listens_everywhere", "{risk}");
+        }
         // First of what can fail, because a port in use is what fails most, and subscriptions would be left behind in the store.
         let listener = bind(config.server.listen).await?;
         let address = listener.local_addr().unwrap_or(config.server.listen);
@@ -68,7 +71,8 @@ impl Service {
 
         let ingress = sources.router();
         let measures = Measures::new(Arc::clone(&store), parts.clone(), sources, Arc::clone(&clock));
-        let api = Arc::new(Api::new(Arc::clone(&store), parts.clone(), measures, Arc::clone(&clock)));
+        let token = config.server.status_token.clone();
+        let api = Arc::new(Api::new(Arc::clone(&store), parts.clone(), measures, token, Arc::clone(&clock)));
         let stop = CancellationToken::new();
         let mut tasks: JoinSet<Result<()>> = JoinSet::new();
         for part in parts {

@@ -24,10 +24,15 @@ pub trait Key: fmt::Debug + Send + Sync {
     /// Reads a request and refuses what no key could make acceptable.
     fn read<'r>(settings: &'r Self::Settings, request: &Request<'r>) -> Result<Self::Claim<'r>, Refusal>;
 
+    /// What the headers alone must hold; gives the time they say.
+    fn read_head(settings: &Self::Settings, request: &Request<'_>) -> Result<Option<UnixSeconds>, Refusal> {
+        Self::read(settings, &Request { body: b"", ..*request }).map(|claim| Self::signed_at(&claim))
+    }
+
     /// Whether this key signed exactly that.
     fn signed(&self, claim: &Self::Claim<'_>, body: &[u8]) -> bool;
 
-    /// When it was signed; asked of genuine claims only.
+    /// When it was signed, as it says.
     fn signed_at(_claim: &Self::Claim<'_>) -> Option<UnixSeconds> {
         None
     }
@@ -96,6 +101,11 @@ impl<K: Timed> Verifier<K> {
 impl<K: Key> Verify for Verifier<K> {
     fn scheme(&self) -> Scheme {
         K::SCHEME
+    }
+
+    fn check_head(&self, request: &Request<'_>, now: UnixSeconds) -> Result<(), Refusal> {
+        let signed_at = K::read_head(&self.settings, request)?;
+        signed_at.map_or(Ok(()), |signed_at| self.tolerance.check(signed_at, now))
     }
 
     fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal> {

@@ -50,6 +50,11 @@ pub trait Verify: fmt::Debug + Send + Sync {
     /// Which scheme this is.
     fn scheme(&self) -> Scheme;
 
+    /// Checks what can be known before the body is there (`request.body` is not looked at): that what the scheme reads from the headers is there once and in
+    /// its form, and that the time they say is within the tolerance. That is no proof of anything, since anybody can write headers: [`Refusal::TooOld`] and
+    /// [`Refusal::TooNew`] are said of a genuine message only by [`Self::verify`].
+    fn check_head(&self, request: &Request<'_>, now: UnixSeconds) -> Result<(), Refusal>;
+
     /// Checks that the request is genuine.
     fn verify(&self, request: &Request<'_>, now: UnixSeconds) -> Result<Verified, Refusal>;
 }

@@ -15,6 +15,7 @@ use crate::keyed::{self, Key, Live};
 use crate::mac::{from_base64, from_hex, hmac_sha1, same, sha256, to_hex};
 use crate::request::{Request, Scheme};
 use crate::secret::text_secret;
+use crate::time::UnixSeconds;
 
 text_secret! {
     /// An account's auth token.
@@ -45,9 +46,12 @@ impl Key for Secret {
     type Claim<'r> = Claim<'r>;
 
     fn read<'r>(urls: &'r PublicUrl, request: &Request<'r>) -> Result<Claim<'r>, Refusal> {
-        let header = request.headers.only(Part::Signature, "x-twilio-signature")?;
-        let signature = from_base64(header).ok_or(Refusal::Malformed(Part::Signature))?;
+        let signature = signature(request)?;
         Ok(Claim { urls, tail: signed_tail(request)?, signature })
+    }
+
+    fn read_head(_: &PublicUrl, request: &Request<'_>) -> Result<Option<UnixSeconds>, Refusal> {
+        signature(request).map(|_| None)
     }
 
     fn signed(&self, claim: &Claim<'_>, _body: &[u8]) -> bool {
@@ -63,6 +67,11 @@ impl Key for Secret {
     fn message_id(urls: &PublicUrl, claim: &Claim<'_>) -> Option<String> {
         Self::digest(urls, claim).map(|digest| format!("sha256:{}", to_hex(&digest)))
     }
+}
+
+fn signature(request: &Request<'_>) -> Result<[u8; 20], Refusal> {
+    let header = request.headers.only(Part::Signature, "x-twilio-signature")?;
+    from_base64(header).ok_or(Refusal::Malformed(Part::Signature))
 }
 
 /// Everything signed after the URL's path: the query, and the parameters of a form.

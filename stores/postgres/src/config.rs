@@ -43,6 +43,11 @@ impl PostgresConfig {
         }
     }
 
+    /// Whether the server could be anybody: it is on another machine, and the URL does not have its certificate checked. Nothing is contacted.
+    pub fn is_unverified(&self) -> bool {
+        crate::connect::is_unverified(&self.url)
+    }
+
     /// Sets the schema.
     #[must_use]
     pub fn schema(mut self, schema: impl Into<String>) -> Self {
@@ -94,6 +99,35 @@ impl fmt::Debug for PostgresConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_server_elsewhere_that_proves_nothing_is_recognised() {
+        let unverified = |url: &str| PostgresConfig::new(url).is_unverified();
+        for url in [
+            "postgres://u:p@db.example/d",
+            "postgres://u:p@10.0.0.1/d?sslmode=require",
+            "postgres://u@localhost,db.example/d",
+            "host=db.example user=u sslmode=prefer",
+            "host=localhost hostaddr=10.0.0.1 user=u",
+            // Without sslmode=require a server that speaks no TLS is believed.
+            "postgres://u@db.example/d?sslrootcert=/ca.pem",
+        ] {
+            assert!(unverified(url), "{url}");
+        }
+        for url in [
+            "postgres://u@localhost/d",
+            "postgres://u@127.0.0.1:5433/d",
+            "postgres://u@[::1]/d",
+            "postgres://u@%2Fvar%2Frun%2Fpostgresql/d",
+            "host=db.example hostaddr=127.0.0.1 user=u",
+            "postgres://u@db.example/d?sslmode=verify-full",
+            "postgres://u@db.example/d?sslmode=verify-ca&sslrootcert=%2Fca.pem",
+            "postgres://u@db.example/d?sslmode=require&sslrootcert=%2Fca.pem",
+            "postgres://u@h:port/d",
+        ] {
+            assert!(!unverified(url), "{url}");
+        }
+    }
 
     #[test]
     fn debug_shows_no_secret() {

@@ -1,5 +1,6 @@
 //! From a URL to a pool of connections.
 
+use std::net::IpAddr;
 use std::str::FromStr as _;
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signat
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
-use tokio_postgres::config::SslMode;
+use tokio_postgres::config::{Host, SslMode};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
 use crate::config::PostgresConfig;
@@ -76,6 +77,24 @@ impl Target {
                     .with_source(error)
             })
     }
+}
+
+/// Whether the server could be anybody.
+pub(crate) fn is_unverified(url: &str) -> bool {
+    let (url, wish) = TlsWish::take_from(url);
+    let Ok(settings) = tokio_postgres::Config::from_str(&url) else { return false };
+    // A file of certificates alone is not enough: `prefer` goes on without TLS where none is offered.
+    let verified = wish.verify || (wish.root_file.is_some() && settings.get_ssl_mode() == SslMode::Require);
+    let is_local = |host: &Host| match host {
+        Host::Tcp(name) => name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()),
+        #[cfg(unix)]
+        Host::Unix(_) => true,
+    };
+    let local = match settings.get_hostaddrs() {
+        [] => settings.get_hosts().iter().all(is_local),
+        addresses => addresses.iter().all(IpAddr::is_loopback),
+    };
+    !verified && !local
 }
 
 /// What the URL asks of TLS beyond what the driver understands.

@@ -94,7 +94,8 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
         format!(
             "CONSTRAINT {column}_invalid CHECK ({column} IS NULL OR (typeof({column}) = 'integer' \
              AND {column} BETWEEN -377705023201000000 AND 253402207200999999) \
-             OR (typeof({column}) = 'text' AND julianday({column}) IS NOT NULL))"
+             OR (typeof({column}) = 'text' AND julianday({column}) IS NOT NULL \
+             AND julianday({column}) <= 5373483.4166))"
         )
     };
     let times = ["occurred_at", "deliver_at"].map(time).join(",\n  ");

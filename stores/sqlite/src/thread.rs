@@ -198,6 +198,14 @@ impl Session {
     /// The connection to a file that is made if it is not there.
     pub(crate) fn create(&mut self) -> Work<&mut Connection> {
         if self.connection.is_none() {
+            // For its owner alone: it holds payloads. SQLite takes an empty file for a new database, gives its -wal and -shm the same mode, and tells
+            // what is wrong with a file that cannot be made.
+            #[cfg(unix)]
+            {
+                use std::os::unix::fs::OpenOptionsExt as _;
+                let mut options = std::fs::OpenOptions::new();
+                let _ = options.write(true).create_new(true).mode(0o600).open(&self.settings.path);
+            }
             self.connection = Some(self.open(OpenFlags::SQLITE_OPEN_CREATE)?);
         }
         Ok(self.connection.as_mut().expect("opened just above"))

@@ -136,7 +136,11 @@ async fn a_constraint_bears_the_code_that_validate_gives() {
         ("headers", text(&format!("{{\"a\":\"{}\"}}", "x".repeat(131_073))), "headers_too_large"),
         ("deliver_at", text("tomorrow"), "deliver_at_invalid"),
         ("deliver_at", Value::from(i64::MAX), "deliver_at_invalid"),
+        ("deliver_at", text("9999-12-31 23:00:00"), "deliver_at_invalid"),
         ("occurred_at", Value::from(0.5), "occurred_at_invalid"),
+        ("created_at", text("now"), "created_at_invalid"),
+        ("created_at", Value::from(i64::MIN), "created_at_invalid"),
+        ("created_at", Value::from(f64::INFINITY), "created_at_invalid"),
     ];
     for (column, value, code) in cases {
         let error = insert(&connection, column, value.clone()).expect_err(code);

@@ -4,6 +4,7 @@
 mod docs;
 mod planted;
 mod sources;
+mod supply;
 mod walls;
 
 use std::path::{Path, PathBuf};

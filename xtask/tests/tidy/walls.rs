@@ -111,14 +111,19 @@ struct Graph {
     names: BTreeMap<String, String>,
 }
 
-fn graph() -> Graph {
+/// What cargo says of the workspace and everything it may use.
+pub(crate) fn metadata() -> Value {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--all-features", "--locked"])
         .current_dir(root())
         .output()
         .expect("cargo runs");
     assert!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
-    let metadata: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+fn graph() -> Graph {
+    let metadata = metadata();
     let list = |value: &Value| value.as_array().expect("a list").clone();
     let text = |value: &Value| value.as_str().expect("a text").to_owned();
     let members: BTreeSet<String> = list(&metadata["workspace_members"]).iter().map(text).collect();

@@ -96,7 +96,7 @@ impl Crowd {
     pub(super) fn close_overdue(&self) {
         let now = self.clock.monotonic();
         self.log_pushed_out(now);
-        self.close(|owing| now.saturating_sub(owing.since) >= self.limits.header_timeout);
+        self.close(|owing| owing.debt == Debt::Head && now.saturating_sub(owing.since) >= self.limits.header_timeout);
     }
 
     /// Says that places are short, now and then: a crowd must not fill the log as well.
@@ -115,16 +115,17 @@ impl Crowd {
         }
     }
 
-    /// Closes connections without a request.
-    pub(super) fn close_idle(&self) {
-        self.close(|_| true);
+    /// Closes connections without a request, and those whose body has been on its way for so long.
+    pub(super) fn close_unfinished(&self, grace: Duration) {
+        let now = self.clock.monotonic();
+        self.close(|owing| owing.debt == Debt::Head || now.saturating_sub(owing.since) >= grace);
     }
 
     fn close(&self, wanted: impl Fn(&Owing) -> bool) {
         let mut seats = self.seats();
         let Seats { owing, leaving, .. } = &mut *seats;
         owing.retain(|_, owing| {
-            let goes = owing.debt == Debt::Head && wanted(owing);
+            let goes = wanted(owing);
             if goes {
                 *leaving += 1;
                 owing.close.notify_one();

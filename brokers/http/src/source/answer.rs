@@ -39,6 +39,8 @@ pub(super) enum Answer {
     TransferRefused,
     BodyTooLarge,
     BodyTooSlow,
+    /// It began first when there was no more room for bodies.
+    BodyPushedOut,
     BodyBroken,
     /// Genuine, but not an event; the code says which part is wrong.
     Unmapped(&'static str),
@@ -51,7 +53,7 @@ pub(super) enum Answer {
 }
 
 /// Codes that are not refusals of the verifier.
-const CODES: [&str; 28] = [
+const CODES: [&str; 29] = [
     "accepted",
     "duplicate",
     "conflict",
@@ -69,6 +71,7 @@ const CODES: [&str; 28] = [
     "transfer_refused",
     "body_too_large",
     "body_too_slow",
+    "body_pushed_out",
     "body_broken",
     "id_unmapped",
     "topic_unmapped",
@@ -103,6 +106,7 @@ impl Answer {
             Self::TransferRefused => "transfer_refused",
             Self::BodyTooLarge => "body_too_large",
             Self::BodyTooSlow => "body_too_slow",
+            Self::BodyPushedOut => "body_pushed_out",
             Self::BodyBroken => "body_broken",
             Self::Unmapped(code) => code,
             Self::ConvertPanicked => "convert_panicked",
@@ -129,7 +133,7 @@ impl Answer {
             Self::EncodingRefused => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::TransferRefused => StatusCode::NOT_IMPLEMENTED,
             Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::BodyTooSlow => StatusCode::REQUEST_TIMEOUT,
+            Self::BodyTooSlow | Self::BodyPushedOut => StatusCode::REQUEST_TIMEOUT,
             Self::BodyBroken => StatusCode::BAD_REQUEST,
             Self::Unmapped(_) => StatusCode::UNPROCESSABLE_ENTITY,
             // The sender comes again, perhaps to a mended function.
@@ -253,6 +257,7 @@ mod tests {
             Answer::TransferRefused,
             Answer::BodyTooLarge,
             Answer::BodyTooSlow,
+            Answer::BodyPushedOut,
             Answer::BodyBroken,
             Answer::Busy,
             Answer::StoreDown,

@@ -1,20 +1,17 @@
 //! Reading a body: bounded while it streams, whatever its length claims to be, and in bounded time.
 
+use std::time::Duration;
+
 use axum::body::Body;
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use http::{HeaderMap, header};
+use http_body::Body as _;
 use http_body_util::BodyExt;
 use postbox_core::Clock;
-use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::SourceLimits;
 use super::answer::Answer;
-
-/// A body, and its share of what may be buffered.
-pub(super) struct Received<'a> {
-    pub(super) bytes: Bytes,
-    _share: Option<SemaphorePermit<'a>>,
-}
+use super::buffer::Share;
 
 /// Refuses what needs no reading: transfer codings that we do not undo, encodings (a signature covers the bytes as sent, and a small body may unpack to a huge one) and
 /// bodies that admit that they are too large.
@@ -36,38 +33,35 @@ pub(super) fn check_headers(headers: &HeaderMap, limits: &SourceLimits) -> Resul
     }
 }
 
-/// Reads the whole body.
-pub(super) async fn read<'a>(
+/// Reads the whole body, in the time given.
+pub(super) async fn read(
     body: Body,
-    limits: &SourceLimits,
-    buffered: &'a Semaphore,
+    bytes_max: usize,
+    share: &mut Share<'_>,
     clock: &dyn Clock,
-) -> Result<Received<'a>, Answer> {
+    timeout: Duration,
+) -> Result<Bytes, Answer> {
     // In this order: a body that is there needs no timer.
     tokio::select! {
         biased;
-        received = collect(body, limits.body_bytes, buffered) => received,
-        () = clock.sleep(limits.body_timeout) => Err(Answer::BodyTooSlow),
+        received = collect(body, bytes_max, share) => received,
+        () = clock.sleep(timeout) => Err(Answer::BodyTooSlow),
     }
 }
 
-async fn collect(mut body: Body, bytes_max: usize, buffered: &Semaphore) -> Result<Received<'_>, Answer> {
+async fn collect(mut body: Body, bytes_max: usize, share: &mut Share<'_>) -> Result<Bytes, Answer> {
+    let claimed = body.size_hint().exact().and_then(|length| usize::try_from(length).ok());
+    let most = claimed.unwrap_or(bytes_max).min(bytes_max);
     // Nothing is reserved ahead: a claimed length costs its sender nothing.
-    let mut bytes = BytesMut::new();
-    let mut share: Option<SemaphorePermit<'_>> = None;
+    let mut length = 0;
     while let Some(frame) = body.frame().await {
         let Ok(chunk) = frame.map_err(|_| Answer::BodyBroken)?.into_data() else { continue };
-        if bytes.len() + chunk.len() > bytes_max {
+        if length + chunk.len() > bytes_max {
             return Err(Answer::BodyTooLarge);
         }
-        let wanted = u32::try_from(chunk.len()).map_err(|_| Answer::BodyTooLarge)?;
-        let permit = buffered.try_acquire_many(wanted).map_err(|_| Answer::Busy)?;
-        match &mut share {
-            Some(share) => share.merge(permit),
-            None => share = Some(permit),
-        }
         // Copied, because a chunk keeps the whole buffer alive that it was cut from.
-        bytes.extend_from_slice(&chunk);
+        share.append(&chunk, length, most)?;
+        length += chunk.len();
     }
-    Ok(Received { bytes: bytes.freeze(), _share: share })
+    share.take()
 }

@@ -1,11 +1,12 @@
 //! One request, from the first byte to the answer.
 
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use axum::extract::{Path, Request, State};
 use http::request::Parts;
 use postbox_core::{Error, ErrorKind, Inbound, Received};
-use postbox_webhook::{Headers, Refusal, UnixSeconds, Verified, Verify};
+use postbox_webhook::{Headers, Refusal, UnixSeconds, Verified};
 use tracing::{debug, error, warn};
 
 use super::answer::Answer;
@@ -13,6 +14,9 @@ use super::body::{check_headers, read};
 use super::handshake::challenge;
 use super::mapping::{Genuine, Unfit, shown};
 use super::{Check, Gate, Ingress};
+
+/// Longest time for the body of a message whose own headers say that it is out of time.
+const STALE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The handler. Dropping it (the sender hung up) may or may not have stored the message; the sender's repetition is a duplicate then.
 pub(super) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Path<String>, request: Request) -> Answer {
@@ -31,12 +35,21 @@ pub(super) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Pat
 }
 
 impl Ingress {
-    /// Warns of a source that repeats itself.
+    /// Warns of a source that repeats itself, or whose bodies do not end.
     fn watch(&self, gate: &Gate, answer: &Answer) {
         let repeat = match answer {
             Answer::Accepted | Answer::Conflict => false,
             Answer::Duplicate => true,
             Answer::Refused(refusal) if refusal.is_stale() => *refusal == Refusal::TooOld,
+            Answer::BodyPushedOut => {
+                if let Some(times) = gate.storm().tells_of_pushed_out(self.clock.monotonic()) {
+                    warn!(
+                        source = %gate.source.name, code = answer.code(), times,
+                        "the bodies of one source were too much together; those that began first and had not ended were sent away"
+                    );
+                }
+                return;
+            }
             _ => return,
         };
         let warning = gate.storm().observe(self.clock.monotonic(), repeat);
@@ -51,12 +64,27 @@ impl Ingress {
     async fn pass(&self, gate: &Gate, parts: &Parts, body: axum::body::Body) -> Result<Answer, Answer> {
         let source = &gate.source;
         check_headers(&parts.headers, &source.limits)?;
-        let received = read(body, &source.limits, &gate.buffered, &*self.clock).await?;
-        let verified = self.verify(gate, parts, &received.bytes).await?;
-        if let Some(challenge) = challenge(source.check.scheme(), &received.bytes) {
+        let headers: Headers<'_> =
+            parts.headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+        let head = postbox_webhook::Request { headers: &headers, query: parts.uri.query(), body: b"" };
+        let timeout = self.check_head(gate, &head)?;
+        let mut share = gate.buffer.share();
+        let pushed_out = share.pushed_out();
+        let verify = async {
+            let body = read(body, source.limits.body_bytes, &mut share, &*self.clock, timeout).await?;
+            let verified = self.verify(gate, &head, &body).await?;
+            share.keep()?;
+            Ok((body, verified))
+        };
+        let (body, verified) = tokio::select! {
+            biased;
+            verified = verify => verified?,
+            () = pushed_out => return Err(Answer::BodyPushedOut),
+        };
+        if let Some(challenge) = challenge(source.check.scheme(), &body) {
             return Ok(Answer::Challenge(challenge));
         }
-        let genuine = Genuine { headers: &parts.headers, body: received.bytes.clone(), verified };
+        let genuine = Genuine { headers: &parts.headers, body, verified };
         let inbound = genuine.into_inbound(source).map_err(|unfit| self.answer_to(gate, &unfit))?;
         self.pace(gate)?;
         // Not waited for: a sender that is told to come again soon is better off than one that waits in a queue it cannot see.
@@ -86,9 +114,29 @@ impl Ingress {
         bucket.take(self.clock.monotonic()).map_err(Answer::TooMany)
     }
 
-    async fn verify(&self, gate: &Gate, parts: &Parts, body: &[u8]) -> Result<Verified, Answer> {
+    /// What the headers say before anything of the body is read, and how long that may take then. Anybody can write headers, so this keeps out only who
+    /// does not know what to write; SNS signs nothing there.
+    fn check_head(&self, gate: &Gate, head: &postbox_webhook::Request<'_>) -> Result<Duration, Answer> {
+        let timeout = gate.source.limits.body_timeout;
+        let Check::Keys(verifier) = &gate.source.check else { return Ok(timeout) };
+        match verifier.check_head(head, self.now()) {
+            Ok(()) => Ok(timeout),
+            // A time alone says nothing. Only of a genuine message it tells that somebody repeats it or that a clock is off, so that is found out; but it
+            // is not waited for.
+            Err(refusal) if refusal.is_stale() => Ok(timeout.min(STALE_TIMEOUT)),
+            Err(refusal) => {
+                debug!(source = %gate.source.name, code = refusal.code(), "webhook refused: {refusal}");
+                Err(Answer::Refused(refusal))
+            }
+        }
+    }
+
+    async fn verify(&self, gate: &Gate, head: &postbox_webhook::Request<'_>, body: &[u8]) -> Result<Verified, Answer> {
         let verified = match &gate.source.check {
-            Check::Keys(verifier) => self.verify_by_keys(&**verifier, parts, body).map_err(Answer::Refused),
+            Check::Keys(verifier) => {
+                let request = postbox_webhook::Request { body, ..*head };
+                verifier.verify(&request, self.now()).map_err(Answer::Refused)
+            }
             Check::Sns(sns) => sns.check(body, &self.clock).await,
         };
         if let Err(Answer::Refused(refusal)) = &verified {
@@ -102,12 +150,8 @@ impl Ingress {
         verified
     }
 
-    fn verify_by_keys(&self, verifier: &dyn Verify, parts: &Parts, body: &[u8]) -> Result<Verified, Refusal> {
-        let headers: Headers<'_> =
-            parts.headers.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
-        let request = postbox_webhook::Request { headers: &headers, query: parts.uri.query(), body };
-        let now = UnixSeconds(self.clock.now().as_second());
-        verifier.verify(&request, now)
+    fn now(&self) -> UnixSeconds {
+        UnixSeconds(self.clock.now().as_second())
     }
 
     async fn store(&self, gate: &Gate, inbound: Inbound) -> Result<Answer, Answer> {

@@ -26,6 +26,7 @@ pub(super) struct Storm {
     warned_at: Option<Duration>,
     stale_at: Option<Duration>,
     conflicts: Told,
+    pushed_out: Told,
 }
 
 /// Something of which each may matter, and a thousand are noise: the first is told, the second, fourth, eighth …, and one in ten minutes; after as long a
@@ -73,6 +74,11 @@ impl Storm {
     /// A known id came with another body; how many did lately, if that is to be told.
     pub(super) fn tells_of_conflict(&mut self, now: Duration) -> Option<u64> {
         self.conflicts.observe(now)
+    }
+
+    /// A body made room for others; how many did lately, if that is to be told.
+    pub(super) fn tells_of_pushed_out(&mut self, now: Duration) -> Option<u64> {
+        self.pushed_out.observe(now)
     }
 
     /// Counts a genuine arrival; gives a warning if there is a storm and nobody was warned lately.

@@ -14,7 +14,7 @@ use postbox_webhook::standard::{SignKey, Signer};
 use postbox_webhook::{Scheme, Settings, UnixSeconds, plain, verifier};
 use tower::ServiceExt;
 
-use crate::stand::{DEADLINE, Inbox, Mode, NOW_S, SECRET, StillClock};
+use crate::stand::{DEADLINE, HOUR, Inbox, Mode, NOW_S, SECRET, StillClock};
 
 pub(crate) const TEXT_SECRET: &str = "0123456789abcdef";
 
@@ -240,6 +240,37 @@ async fn slow_senders_are_let_go_and_hold_up_nobody() {
     assert_eq!(stand.count("body_too_slow"), 500);
 }
 
+/// What is in the headers is looked at before anything of the body is read.
+#[tokio::test]
+async fn without_the_right_headers_no_body_is_waited_for() {
+    let mut patient = source("hooks", Scheme::StandardWebhooks);
+    patient.limits = SourceLimits { body_timeout: HOUR, ..SourceLimits::default() };
+    let stand = Stand::new(vec![patient]);
+    let unsigned = Request::post("/in/hooks").body(never_ends("x")).unwrap();
+    same(&stand.post(unsigned).await, (StatusCode::UNAUTHORIZED, "unverified"));
+    for (name, wrong, code) in [
+        ("webhook-signature", "v1,AAAA", "signature_malformed"),
+        ("webhook-timestamp", "soon", "timestamp_malformed"),
+        ("webhook-id", "", "id_malformed"),
+    ] {
+        let mut request = signed("msg_1", b"x").body(never_ends("x")).unwrap();
+        request.headers_mut().insert(name, wrong.parse().unwrap());
+        same(&stand.post(request).await, (StatusCode::UNAUTHORIZED, "unverified"));
+        assert_eq!(stand.count(code), 1, "{code}");
+    }
+    // A time is not trusted without the rest: the body is asked for, and not for long.
+    let at = |body: Body, time: i64| {
+        let mut request = signed("msg_1", b"x").body(body).unwrap();
+        request.headers_mut().insert("webhook-timestamp", time.into());
+        request
+    };
+    for time in [NOW_S - 301, NOW_S + 301, 0] {
+        same(&stand.post(at(never_ends("x"), time)).await, (StatusCode::REQUEST_TIMEOUT, "body_too_slow"));
+        same(&stand.post(at(Body::from("x"), time)).await, (StatusCode::UNAUTHORIZED, "unverified"));
+    }
+    assert_eq!((stand.count("signature_mismatch"), stand.count("timestamp_too_old")), (3, 0));
+}
+
 #[tokio::test]
 async fn what_is_buffered_is_bounded_for_all_together() {
     let mut tight = source("hooks", Scheme::StandardWebhooks);
@@ -250,11 +281,12 @@ async fn what_is_buffered_is_bounded_for_all_together() {
         ..SourceLimits::default()
     };
     let stand = Stand::new(vec![tight]);
-    let crowd = (0..5).map(|_| stand.post(signed("slow", b"x").body(never_ends("0123456789")).unwrap()));
-    let crowd = futures::future::join_all(crowd).await;
-    let count = |wanted| crowd.iter().filter(|(status, _)| *status == wanted).count();
-    assert_eq!((count(StatusCode::REQUEST_TIMEOUT), count(StatusCode::SERVICE_UNAVAILABLE)), (2, 3));
-    assert_eq!(stand.count("busy"), 3);
+    // Three largest bodies there is room for, however little is said.
+    let crowd = (0..8).map(|_| stand.post(signed("slow", b"x").body(never_ends("0123456789")).unwrap()));
+    let (crowd, genuine) = tokio::join!(futures::future::join_all(crowd), stand.post(message("msg_1", "{}")));
+    same(&genuine, ACCEPTED);
+    assert!(crowd.iter().all(|(status, _)| *status == StatusCode::REQUEST_TIMEOUT), "{:?}", crowd[0]);
+    assert_eq!((stand.count("body_pushed_out"), stand.count("body_too_slow")), (6, 2));
     same(&stand.post(message("after", "{}")).await, ACCEPTED);
 }
 

@@ -18,7 +18,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::stand::{DEADLINE, HOUR, Inbox, NOW_S, SECRET, StillClock, config, plain, send, short, sink};
+use crate::stand::{DEADLINE, HOUR, Inbox, NOW_S, PLAUSIBLE, SECRET, StillClock, config, plain, send, short, sink};
 
 struct Server {
     address: SocketAddr,
@@ -81,7 +81,8 @@ const LIMITS: ServeLimits = ServeLimits { connections: 32, header_timeout: Durat
 const SLOW: [&[u8]; 4] = [
     b"",
     b"POST /in/peer HTTP/1.1\r\nhost: x\r\nx-slow: ",
-    b"POST /in/peer HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{",
+    b"POST /in/peer HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\nwebhook-id: m\r\nwebhook-timestamp: 1767225600\r\n\
+      webhook-signature: v1,AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n\r\n{",
     b"PRI * HTTP/2.0\r\n",
 ];
 
@@ -179,7 +180,7 @@ async fn a_stop_lets_requests_in_service_finish_and_nobody_else_delays_it() {
 }
 
 #[tokio::test]
-async fn both_versions_of_http_are_spoken() {
+async fn http_1_is_spoken_and_http_2_is_refused() {
     let server = start(Router::new().route("/", get(async || "here")), ServeLimits::default()).await;
     let url = format!("http://{}/", server.address);
     let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
@@ -188,16 +189,15 @@ async fn both_versions_of_http_are_spoken() {
         .with_root_certificates(rustls::RootCertStore::empty())
         .with_no_client_auth();
     let client = || reqwest::Client::builder().no_proxy().tls_backend_preconfigured(tls.clone());
-    for (client, version) in [
-        (client().http1_only().build().unwrap(), http::Version::HTTP_11),
-        (client().http2_prior_knowledge().build().unwrap(), http::Version::HTTP_2),
-    ] {
-        let answers = futures::future::join_all((0..20).map(|_| client.get(&url).send())).await;
-        for answer in answers {
-            let answer = answer.unwrap();
-            assert_eq!((answer.version(), answer.status().as_u16()), (version, 200));
-        }
+    let client_1 = client().http1_only().build().unwrap();
+    for answer in futures::future::join_all((0..20).map(|_| client_1.get(&url).send())).await {
+        let answer = answer.unwrap();
+        assert_eq!((answer.version(), answer.status().as_u16()), (http::Version::HTTP_11, 200));
     }
+    let client_2 = client().http2_prior_knowledge().build().unwrap();
+    timeout(DEADLINE, client_2.get(&url).send()).await.expect("an end in time").expect_err("no HTTP/2");
+    let mut preface = connect(&server, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await;
+    assert_eq!(hear(&mut preface).await, "");
 }
 
 /// Resident memory of this process, in bytes.
@@ -212,7 +212,7 @@ async fn a_body_without_end_is_cut_at_the_limit_and_hears_why() {
     let before = memory_bytes();
     let chunk = format!("10000\r\n{}\r\n", "x".repeat(0x10000));
     for head in ["transfer-encoding: chunked", "content-length: 68719476736"] {
-        let head = format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n");
+        let head = format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{PLAUSIBLE}{head}\r\n\r\n");
         // A client that first sends what it has and then listens, as most do: three times the limit.
         let mut polite = connect(&server, head.as_bytes()).await;
         for _ in 0..48 {
@@ -288,4 +288,20 @@ async fn a_body_with_two_ends_is_refused_or_the_last_of_its_connection() {
     }
     assert_eq!(answers(post("chunks", "transfer-encoding: chunked\r\n")).await, ["202", "202"]);
     assert_eq!(inbox.all().len(), 4);
+}
+
+#[tokio::test]
+async fn a_stop_waits_for_no_body_that_does_not_end() {
+    let body_for_ever = SourceLimits { body_timeout: HOUR, ..SourceLimits::default() };
+    let (server, ..) = start_ingress(LIMITS, body_for_ever).await;
+    let mut withheld = connect(&server, SLOW[2]).await;
+    // It has been read up to here: the same task reads the next one's answer later.
+    let mut asked = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
+    assert!(hear(&mut asked).await.starts_with("HTTP/1.1 404"));
+    server.stop.send(()).unwrap();
+    let rest = async {
+        hear(&mut withheld).await;
+        timeout(DEADLINE, server.task).await.expect("it has stopped").unwrap();
+    };
+    while_time_passes(&server.clock, rest).await;
 }

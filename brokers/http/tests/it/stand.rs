@@ -28,6 +28,8 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 pub(crate) const HOUR: Duration = Duration::from_secs(3_600);
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 pub(crate) const NOW_S: i64 = 1_767_225_600;
+/// Headers that anybody can write: of the right form, with the time at which the clocks here stand.
+pub(crate) const PLAUSIBLE: &str = "webhook-id: m\r\nwebhook-timestamp: 1767225600\r\nwebhook-signature: v1,AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n";
 
 /// Wall time stands still; waits are real.
 pub(crate) struct StillClock;

@@ -11,7 +11,9 @@ use postbox_webhook::{Scheme, Settings, verifier};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use crate::stand::{DEADLINE, Inbox, SECRET, StillClock, config, delivery, event_id, send, serve, short, sink};
+use crate::stand::{
+    DEADLINE, Inbox, PLAUSIBLE, SECRET, StillClock, config, delivery, event_id, send, serve, short, sink,
+};
 
 async fn inbox_at(receive: Arc<dyn Receive>) -> (Arc<Ingress>, String) {
     let verifier = verifier(Scheme::StandardWebhooks, &[SECRET], &Settings::default()).unwrap();
@@ -95,7 +97,10 @@ async fn a_second_delivery_is_a_success_and_a_replay_a_new_message() {
 async fn raw(url: &str, head: &str, piece: &[u8], pieces: usize) -> String {
     let address = url.trim_start_matches("http://").split('/').next().unwrap();
     let mut stream = TcpStream::connect(address).await.unwrap();
-    stream.write_all(format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n").as_bytes()).await.unwrap();
+    stream
+        .write_all(format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{PLAUSIBLE}{head}\r\n\r\n").as_bytes())
+        .await
+        .unwrap();
     let (mut read, mut write) = stream.split();
     let mut answer = [0; 64];
     let sending = async {

@@ -43,7 +43,7 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
     match store.validate().await {
         Ok(()) => {
             context.known_log().await?;
-            let running = ready::faults(context.config.server.listen).await;
+            let running = ready::faults(&context.config.server).await;
             for info in look_at_subscriptions(context, store.as_ref(), &mut findings).await? {
                 let listen = context.config.server.listen;
                 let fault = running.get(info.name.as_str()).map(|fault| format!("the service at {listen}: {fault}"));

@@ -2,6 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 
 use crate::args::Global;
@@ -12,9 +13,12 @@ pub(super) fn run(global: &Global, force: bool) -> Result<(), Failure> {
     let path = global.config.clone().unwrap_or_else(|| PathBuf::from(postbox_server::FILE_DEFAULT));
     let shown = path.display();
     // `create_new` and not a look first: a file that appears in between is not overwritten.
+    let mut options = OpenOptions::new();
+    // For its owner alone: secrets may be written into it.
+    options.write(true).mode(0o600);
     let opened = match force {
-        true => OpenOptions::new().write(true).create(true).truncate(true).open(&path),
-        false => OpenOptions::new().write(true).create_new(true).open(&path),
+        true => options.create(true).truncate(true).open(&path),
+        false => options.create_new(true).open(&path),
     };
     let mut file = opened.map_err(|error| match error.kind() {
         ErrorKind::AlreadyExists => Failure::failed(format!("{shown} is there already; overwrite it with --force")),

@@ -1,9 +1,10 @@
 //! What a service that runs says of itself at `/readyz`.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
+use postbox_server::ServerConfig;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -14,21 +15,24 @@ const WAIT_MAX: Duration = Duration::from_secs(3);
 const ANSWER_BYTES_MAX: u64 = 256 * 1024;
 
 /// The faults by subscription; none if nobody listens, or somebody else.
-pub(super) async fn faults(listen: SocketAddr) -> BTreeMap<String, String> {
-    match timeout(WAIT_MAX, ask(listen)).await {
+pub(super) async fn faults(server: &ServerConfig) -> BTreeMap<String, String> {
+    match timeout(WAIT_MAX, ask(server)).await {
         Ok(Ok(answer)) => parse(&answer),
         _ => BTreeMap::new(),
     }
 }
 
-async fn ask(listen: SocketAddr) -> std::io::Result<String> {
+async fn ask(server: &ServerConfig) -> std::io::Result<String> {
+    let listen = server.listen;
     let address = match listen.ip() {
         ip if !ip.is_unspecified() => listen,
         IpAddr::V4(_) => (Ipv4Addr::LOCALHOST, listen.port()).into(),
         IpAddr::V6(_) => (Ipv6Addr::LOCALHOST, listen.port()).into(),
     };
     let mut stream = TcpStream::connect(address).await?;
-    let request = format!("GET /readyz HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+    let token = server.status_token.as_ref();
+    let token = token.map(|token| format!("authorization: Bearer {}\r\n", token.expose())).unwrap_or_default();
+    let request = format!("GET /readyz HTTP/1.1\r\nhost: {address}\r\n{token}connection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut answer = Vec::new();
     stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer).await?;

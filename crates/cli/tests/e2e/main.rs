@@ -9,11 +9,12 @@ mod hostile;
 mod inbox;
 mod mute;
 mod outages;
+mod privacy;
 mod psql;
 mod room;
 mod run;
 mod sender;
 mod steps;
-
+mod strangers;
 mod telling;
 mod unreadable;

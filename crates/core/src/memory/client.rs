@@ -60,7 +60,6 @@ impl Client {
         let mut positions = self.lock();
         let now = positions.get(&key(lease));
         let settled = match (now, before) {
-            (Some(now), _) if now.epoch > lease.epoch => return false,
             (Some(now), Some(before)) if now.epoch == lease.epoch => {
                 let as_before = Arc::ptr_eq(&now.window, &before.window)
                     && (now.read, now.rewinds) == (before.read, before.rewinds);
@@ -89,6 +88,11 @@ impl Client {
         }
     }
 
+    /// A lane was granted: what was known of it is of another lease, even if a store that went back gave it the same epoch.
+    pub(super) fn begin(&self, lease: &Lease) {
+        self.lock().remove(&key(lease));
+    }
+
     /// The next read begins from the server. Of this lease only: another one may have the lane by now.
     pub(super) fn forget(&self, lease: &Lease) {
         let mut positions = self.lock();
@@ -107,7 +111,7 @@ impl MemoryStore {
     pub(super) async fn read_on(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let called = lease.clone();
         loop {
-            let Some(at) = self.client.position(lease) else {
+            let Some(mut at) = self.client.position(lease) else {
                 self.load(lease).await?;
                 continue;
             };
@@ -124,9 +128,11 @@ impl MemoryStore {
                     page => page?,
                 };
                 let (read, drained) = (page.end.unwrap_or(at.read), !page.batch.more);
-                if !self.client.advance(lease, Some(&at), Position { read, drained, stirs: page.stirs, ..at.clone() }) {
+                let after = Position { read, drained, stirs: page.stirs, ..at.clone() };
+                if !self.client.advance(lease, Some(&at), after.clone()) {
                     continue;
                 }
+                at = after;
                 // No window is opened over an unsettled one.
                 if open || !page.batch.is_empty() {
                     return Ok(page.batch);

@@ -30,7 +30,12 @@ impl Log for MemoryStore {
         ttl: Duration,
     ) -> Result<Acquired> {
         let (subscription, owner, held) = (subscription.clone(), owner.clone(), held.to_vec());
-        self.call("acquire", None, move |server| server.acquire(&subscription, &owner, &held, ttl)).await
+        let acquired =
+            self.call("acquire", None, move |server| server.acquire(&subscription, &owner, &held, ttl)).await?;
+        if let Some(lease) = &acquired.lease {
+            self.client.begin(lease);
+        }
+        Ok(acquired)
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {

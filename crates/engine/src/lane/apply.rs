@@ -67,8 +67,17 @@ impl Lane {
         Ok(())
     }
 
+    /// The check before each transaction. A lease that ran out ends the round: read and rewound again and again until somebody else
+    /// notices, the lane would only burn the store.
     fn may_apply(&self, round: &CancellationToken) -> bool {
-        !round.is_cancelled() && self.held.is_safe(self.shared.clock.monotonic()) && !self.shared.is_gone()
+        if round.is_cancelled() || self.shared.is_gone() {
+            return false;
+        }
+        let is_safe = self.held.is_safe(self.shared.clock.monotonic());
+        if !is_safe {
+            self.held.run_out(&self.shared);
+        }
+        is_safe
     }
 
     /// One transaction: the deliveries of `range` that are ready, and entries for those that are not.

@@ -93,6 +93,7 @@ pub(super) async fn keep(shared: Arc<Shared>, held: Arc<Held>) {
             return held.run_out(&shared);
         }
         let answer = tokio::select! {
+            biased;
             answer = shared.log.renew(&held.lease, held.ttl) => answer,
             () = clock.sleep(left) => return held.run_out(&shared),
         };

@@ -138,23 +138,29 @@ impl Lane {
         while !halt.is_cancelled() && !shared.is_gone() {
             match shared.breaker.admit(shared.clock.monotonic()) {
                 Admission::Closed => self.round().await?,
-                Admission::Wait(wait) => tokio::select! {
-                    biased;
-                    () = self.pause(wait, halt) => {}
-                    returned = self.late.next() => self.settle_late(returned).await?,
-                },
+                Admission::Wait(wait) => self.wait(wait).await?,
                 Admission::Probe => {
                     shared.metrics.set_breaker(shared.breaker.state());
                     let turn = ProbeTurn(shared);
                     let probed = self.probe().await;
                     drop(turn);
                     if !probed? {
-                        self.pause(shared.settings.poll_max, halt).await;
+                        self.wait(shared.settings.poll_max).await?;
                     }
                 }
             }
         }
         Ok(())
+    }
+
+    /// Waits while nothing may be sent, and writes down what comes back of calls that outlived their batch: their rows are put aside as long
+    /// as nobody does.
+    async fn wait(&self, wait: Duration) -> Result<()> {
+        tokio::select! {
+            biased;
+            () = self.pause(wait, &self.held.halt) => Ok(()),
+            returned = self.late.next() => self.settle_late(returned).await,
+        }
     }
 
     /// Stream and due rows side by side, until one of them ends.

@@ -53,22 +53,106 @@ impl fmt::Display for Faults {
 
 impl std::error::Error for Faults {}
 
-/// `; did you mean "batch"?` when something known is near, else the list of what is known.
+/// `did you mean "batch"?` when something known is near, else the list of what is known.
 pub(super) fn suggestion(wrong: &str, known: &[&str]) -> String {
-    let nearest = known
-        .iter()
-        .map(|name| (strsim::damerau_levenshtein(wrong, name), name))
-        .filter(|(distance, name)| *distance <= 2.max(name.len() / 3))
-        .min_by_key(|(distance, _)| *distance);
-    match nearest {
-        Some((_, name)) => format!("did you mean `{name}`?"),
+    match nearest(wrong, known) {
+        Some(name) => format!("did you mean `{name}`?"),
         None => format!("known here: {}", known.join(", ")),
     }
 }
 
+fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
+    let near = known
+        .iter()
+        .map(|name| (strsim::damerau_levenshtein(wrong, name), *name))
+        .filter(|(distance, name)| *distance <= 2.max(name.len() / 3));
+    near.min_by_key(|(distance, _)| *distance).map(|(_, name)| name)
+}
+
+/// What is said of a key or section that is unknown. One that is not made of short words is not repeated: it may be a secret that stands on the wrong side of
+/// the equals sign. The line says where it is.
+pub(super) fn unknown(kind: &str, wrong: &str, place: &str, known: &[&str]) -> String {
+    let is_word = |word: &str| (1..=10).contains(&word.len()) && word.bytes().all(|byte| byte.is_ascii_lowercase());
+    let name = if nearest(wrong, known).is_some() || (wrong.len() <= 24 && wrong.split('_').all(is_word)) {
+        format!(" `{wrong}`")
+    } else {
+        String::new()
+    };
+    format!("unknown {kind}{name}{place}; {}", suggestion(wrong, known))
+}
+
+/// Whether a text that stands where none belongs may be a secret: a long run of letters and digits, or a prefix that keys have. Such a text is never repeated.
+pub(super) fn may_be_secret(text: &str) -> bool {
+    const RUN_CHARS_MIN: usize = 16;
+    let in_key = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '/' | '=' | '_' | '-');
+    let mixed = |run: &str| {
+        let any = |is: fn(&u8) -> bool| run.as_bytes().iter().any(is);
+        run.len() >= RUN_CHARS_MIN && any(u8::is_ascii_digit) && any(u8::is_ascii_alphabetic)
+    };
+    ["wh", "sk_", "rk_", "gh", "xox", "Bearer "].iter().any(|prefix| text.starts_with(prefix))
+        || text.split(|c| !in_key(c)).any(mixed)
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::tests::{KEY, faults};
     use super::*;
+
+    /// Wherever somebody puts a secret by mistake, the complaint names the place and not the secret.
+    #[test]
+    fn a_secret_in_the_wrong_place_is_not_repeated() {
+        let canary = "Xk3vTq9LmZ2rWc8PbN4y";
+        let source = "[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\n";
+        let sink = |more: &str| {
+            format!(
+                "[subscriptions.a]\nsink = {{ type = \"http\", url = \"https://h/\", secret = \"{KEY}\", {more} }}\n"
+            )
+        };
+        let places = [
+            format!("{source}secret = \"env:{canary}\"\n"),
+            format!("{source}secret = \"env:{}\"\n", canary.to_lowercase()),
+            format!("{source}secret = \"{KEY}\"\n{canary} = \"x\"\n"),
+            format!("{canary} = \"x\"\n"),
+            format!("[{canary}]\n"),
+            format!("[sources.\"{canary}?\"]\n"),
+            format!("{source}secret = \"{KEY}\"\nlog = \"{canary}\"\n"),
+            format!("[sources.a]\ntype = \"{canary}\"\n"),
+            format!("[sources.a]\ntype = \"webhook\"\nscheme = \"{canary}\"\nsecret = \"{KEY}\"\n"),
+            format!("[store]\nurl = \"{canary}@h/db\"\n"),
+            format!("[store]\nurl = \"postgres:{canary}@h/db\"\n"),
+            format!("[store]\nurl = \"env:postgres://u:{canary}@h/db\"\n"),
+            format!("[server]\nlisten = \"{canary}\"\n"),
+            format!("[subscriptions.a]\nsink = {{ type = \"{canary}\" }}\n"),
+            format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"https://{canary}@h/\" }}\n"),
+            format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"https://u:{canary}@h/\" }}\n"),
+            sink(&format!("headers = {{ \"Bearer {canary}\" = \"x\" }}")),
+            sink(&format!("headers = {{ {canary} = \"env:NOT_THERE\" }}")),
+            sink(&format!("allow = [\"{canary}\"]")),
+        ];
+        for place in places {
+            let text = faults(&place).join("\n").to_lowercase();
+            assert!(text.contains("postbox.toml:") && !text.contains(&canary.to_lowercase()), "{place}\n{text}");
+        }
+    }
+
+    #[test]
+    fn what_may_be_a_secret_is_recognised() {
+        for text in [
+            "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",
+            "sk_live_x",
+            "ghp_x",
+            "Bearer x",
+            "9f86d081884c7d659a2feaa0c55ad015",
+            "a VEVTVFNJR05JTkdLRVk1 b",
+        ] {
+            assert!(may_be_secret(text), "{text}");
+        }
+        for text in
+            ["", "random", "ten", "2026-13-01T00:00:00Z", "10.20.0.0/33", "99999999999999999999", "localhost:86000"]
+        {
+            assert!(!may_be_secret(text), "{text}");
+        }
+    }
 
     #[test]
     fn near_words_are_suggested_and_far_ones_are_not() {

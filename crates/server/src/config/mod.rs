@@ -9,6 +9,7 @@ mod faults;
 mod model;
 mod parse;
 mod reader;
+mod risks;
 mod values;
 
 use std::path::{Path, PathBuf};

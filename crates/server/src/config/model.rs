@@ -195,6 +195,8 @@ pub struct ServerConfig {
     pub limits: ServeLimits,
     /// Longest time a stop may take.
     pub stop_timeout: Duration,
+    /// What `/metrics` and the reasons at `/readyz` are told for; `None`: everybody.
+    pub status_token: Option<Secret>,
 }
 
 impl Default for ServerConfig {
@@ -203,6 +205,7 @@ impl Default for ServerConfig {
             listen: SocketAddr::from(([127, 0, 0, 1], 8600)),
             limits: ServeLimits::default(),
             stop_timeout: Duration::from_secs(20),
+            status_token: None,
         }
     }
 }

@@ -14,7 +14,7 @@ use postbox_webhook::Tolerance;
 use toml::de::DeTable;
 
 use super::Reading;
-use super::faults::{Fault, suggestion};
+use super::faults::{Fault, unknown};
 use super::model::{Config, SinkConfig};
 use super::reader::{At, Reader, Section};
 use super::values::duration_text;
@@ -47,8 +47,7 @@ impl Section<'_, '_> {
     fn finish_root(reader: &Reader<'_>, root: &DeTable<'_>) {
         for name in root.keys() {
             if !ROOT_KEYS.contains(&name.get_ref().as_ref()) {
-                let text = format!("unknown section `{}`; {}", name.get_ref(), suggestion(name.get_ref(), &ROOT_KEYS));
-                reader.fault(reader.line(&name.span()), text);
+                reader.fault(reader.line(&name.span()), unknown("section", name.get_ref(), "", &ROOT_KEYS));
             }
         }
     }
@@ -161,7 +160,7 @@ fn name_of<T>(
     match make(name.value.clone()) {
         Ok(name) => Some(name),
         Err(error) => {
-            section.reader.fault(name.line, format!("[{}]: {}", section.path, error.message()));
+            section.reader.refuse(name.line, &name.value, format!("[{}]: {}", section.path, error.message()));
             None
         }
     }

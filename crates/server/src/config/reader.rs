@@ -8,7 +8,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::Reading;
-use super::faults::{Fault, suggestion};
+use super::faults::{Fault, may_be_secret, unknown};
 use super::values::{parse_duration, parse_size};
 use crate::secret::Secret;
 
@@ -54,6 +54,15 @@ impl<'a> Reader<'a> {
         self.faults.borrow_mut().push(Fault { line, text: text.into() });
     }
 
+    /// A fault that repeats what is written there, unless that may be a secret.
+    pub(super) fn refuse(&self, line: usize, written: &str, text: String) {
+        let text = match may_be_secret(written) {
+            true => text.replace(&format!("{written:?}"), "what is written there").replace(written, "…"),
+            false => text,
+        };
+        self.fault(line, text);
+    }
+
     pub(super) fn count(&self) -> usize {
         self.faults.borrow().len()
     }
@@ -72,12 +81,24 @@ impl<'a> Reader<'a> {
             Some(value) if !value.is_empty() => Some(Secret::new(value)),
             _ if !self.secrets_needed && !always_needed => Some(Secret::default()),
             _ => {
-                let text = format!("{path} needs the environment variable {name}, which is not set; export {name}=…");
+                let text = match is_variable(name) {
+                    true => format!("{path} needs the environment variable {name}, which is not set; export {name}=…"),
+                    false => format!(
+                        "{path} needs the environment variable that it names after env:, which is not set (and not repeated here: is it the secret \
+                         itself?); write \"env:NAME\", with the secret in NAME"
+                    ),
+                };
                 self.fault(at.line, text);
                 None
             }
         }
     }
+}
+
+/// Whether this looks like the name of a variable, so that it can be repeated.
+fn is_variable(name: &str) -> bool {
+    let usual = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+    !name.is_empty() && name.len() <= 64 && name.chars().all(usual) && (name.contains('_') || name.len() <= 12)
 }
 
 /// One table and what has been asked of it.
@@ -152,7 +173,7 @@ impl<'r, 'i> Section<'r, 'i> {
         match parse(&at.value) {
             Ok(value) => Some(value),
             Err(text) => {
-                self.reader.fault(at.line, format!("{}: {text}", self.name(key)));
+                self.reader.refuse(at.line, &at.value, format!("{}: {text}", self.name(key)));
                 None
             }
         }
@@ -290,9 +311,9 @@ impl<'r, 'i> Section<'r, 'i> {
         for name in self.table.keys() {
             if !known.contains(&name.get_ref().as_ref()) {
                 let line = self.reader.line(&name.span());
-                let place = if self.path.is_empty() { "at the top".to_owned() } else { format!("in [{}]", self.path) };
-                let text = format!("unknown key `{}` {place}; {}", name.get_ref(), suggestion(name.get_ref(), &known));
-                self.reader.fault(line, text);
+                let place =
+                    if self.path.is_empty() { " at the top".to_owned() } else { format!(" in [{}]", self.path) };
+                self.reader.fault(line, unknown("key", name.get_ref(), &place, &known));
             }
         }
     }

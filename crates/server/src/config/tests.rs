@@ -7,27 +7,28 @@ use postbox_engine::{OnDead, RelaySettings};
 use super::*;
 
 /// The secret of the published Standard Webhooks vectors.
-const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+pub(super) const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
-fn env(name: &str) -> Option<String> {
+pub(super) fn env(name: &str) -> Option<String> {
     match name {
         "HOOK_SECRET" | "PARTNER_SECRET" => Some(KEY.into()),
         "DATABASE_URL" => Some("postgres://u:hunter2@h/db".into()),
         "SHORT" => Some("whsec_abc".into()),
+        "POSTBOX_STATUS_TOKEN" => Some("0123456789abcdef".into()),
         "BLANK" => Some(" ".repeat(16)),
         _ => None,
     }
 }
 
-fn parse(text: &str) -> Result<Config, Faults> {
+pub(super) fn parse(text: &str) -> Result<Config, Faults> {
     Config::parse_with(text, Reading { env: &env, ..Reading::default() })
 }
 
-fn faults(text: &str) -> Vec<String> {
+pub(super) fn faults(text: &str) -> Vec<String> {
     parse(text).expect_err("faults").to_string().lines().map(str::to_owned).collect()
 }
 
-fn fault(text: &str) -> String {
+pub(super) fn fault(text: &str) -> String {
     let faults = faults(text);
     assert_eq!(faults.len(), 1, "{faults:#?}");
     faults[0].clone()
@@ -163,6 +164,7 @@ fn unknown_keys_are_refused_with_the_nearest_name() {
     assert!(fault("[sevrer]").contains("did you mean `server`?"));
     assert!(fault("[server]\nport = 1").contains("known here: listen, connections, header_timeout, stop_timeout"));
     assert!(fault("stray = 1").contains("unknown section `stray`"));
+    assert!(fault("straykeyofmany = 1").contains("unknown section; known here: store, subscriptions"));
 }
 
 #[test]

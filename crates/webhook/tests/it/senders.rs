@@ -33,7 +33,17 @@ impl Message {
         let headers: Headers<'_> = self.fields.iter().map(|(name, value)| (*name, value.as_slice())).collect();
         // No HTTP library hands on a query that is not text.
         let query = self.query.as_deref().map(|query| std::str::from_utf8(query).unwrap_or("\u{0}"));
-        verifier.verify(&Request { headers: &headers, query, body: &self.body }, UnixSeconds(now))
+        let (request, now) = (Request { headers: &headers, query, body: &self.body }, UnixSeconds(now));
+        let verified = verifier.verify(&request, now);
+        // The headers alone never say less than the truth: they hold whatever verifies, and what they are refused for is what the whole is refused for, but
+        // for a time, which is looked at last when there is a body.
+        if let Err(refusal) = verifier.check_head(&request, now) {
+            assert!(
+                verified.clone().is_err_and(|whole| whole == refusal || refusal.is_stale()),
+                "{refusal:?} {self:?}"
+            );
+        }
+        verified
     }
 
     /// `ok` or the refusal's code.

@@ -48,8 +48,8 @@ BEGIN
     WHEN event.xid {<>} pg_catalog.pg_current_xact_id() THEN
       CASE WHEN pg_catalog.current_setting('session_replication_role') {<>} 'replica' THEN 'xid_forged' END
     WHEN event.seq {<=} 0 OR event.seq {>} pg_catalog.currval(numbers) THEN 'seq_forged'
-    WHEN event.created_at {<} (pg_catalog.clock_timestamp() {-} INTERVAL '24:00:00')
-      OR event.created_at {>} (pg_catalog.clock_timestamp() {+} INTERVAL '24:00:00') THEN 'created_at_invalid'
+    WHEN event.created_at {<} '2000-01-01 00:00:00+00' OR event.created_at {>} (pg_catalog.statement_timestamp() {+} INTERVAL '24:00:00')
+      THEN 'created_at_invalid'
     WHEN event.topic {=} '' THEN 'topic_empty'
     WHEN pg_catalog.octet_length(event.topic) {>} 255 THEN 'topic_too_long'
     WHEN event.topic COLLATE pg_catalog."C" {~}

@@ -8,6 +8,7 @@ mod dump;
 mod encodings;
 mod everything;
 mod forged;
+mod names;
 mod roles;
 mod settings;
 mod twins;

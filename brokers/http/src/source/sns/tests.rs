@@ -305,3 +305,17 @@ async fn a_subscription_is_confirmed_if_the_configuration_says_so() {
     assert!(asked[2].contains("Action=ConfirmSubscription"));
     assert_eq!(stand.count("accepted"), 1);
 }
+
+/// A body that is whole and waits for a certificate is no more than one that does not end.
+#[tokio::test]
+async fn forgeries_that_wait_for_certificates_do_not_hold_the_buffer() {
+    let stand = Stand::new(false);
+    is(&stand.post(fixture("notification")).await, 202, "accepted");
+    // White space that nobody signs, up to the largest body; more of them than there is room for, and time stands still.
+    let large = |name: &str| format!("{}{}", forged(name), " ".repeat(1_000_000));
+    let posts: Vec<_> = (0..60).map(|number| stand.spawn(large(&format!("Guess-{number}")))).collect();
+    settle().await;
+    is(&stand.post(fixture("notification")).await, 200, "duplicate");
+    assert!(stand.count("body_pushed_out") > 0 && stand.count("busy") == 0, "{:?}", stand.ingress.counts());
+    posts.iter().for_each(JoinHandle::abort);
+}

@@ -6,12 +6,15 @@ use std::time::Duration;
 
 use super::super::faults::suggestion;
 use super::super::model::{LogConfig, LogFormat, RetentionConfig, ServerConfig, StoreConfig};
-use super::super::reader::Section;
+use super::super::reader::{At, Section};
 use super::{choice, set};
+use crate::secret::Secret;
 use crate::store::StoreUrl;
 
 /// Most connections that may be allowed: what a machine can hold open when it is told to.
 const CONNECTIONS_MAX: u64 = 65_536;
+/// Shortest status token: nobody guesses 16 characters of a random one.
+const TOKEN_BYTES_MIN: usize = 16;
 
 pub(super) fn read_store(section: Section<'_, '_>, store: &mut StoreConfig) {
     if let Some(at) = section.string("url")
@@ -26,6 +29,9 @@ pub(super) fn read_store(section: Section<'_, '_>, store: &mut StoreConfig) {
     set(&mut store.notify, section.boolean("notify"));
     set(&mut store.pool, section.integer("pool", 1..=100).map(|pool| pool as usize));
     set(&mut store.statement_timeout, section.duration("statement_timeout", Duration::from_millis(100)));
+    if let Some(risk) = store.risk() {
+        section.warning("url", format!("{}: {risk}", section.name("url")));
+    }
     section.finish();
 }
 
@@ -45,7 +51,29 @@ pub(super) fn read_server(section: Section<'_, '_>, server: &mut ServerConfig) {
     set(&mut server.limits.connections, section.integer("connections", 1..=CONNECTIONS_MAX).map(|most| most as usize));
     set(&mut server.limits.header_timeout, section.duration("header_timeout", Duration::from_millis(100)));
     set(&mut server.stop_timeout, section.duration("stop_timeout", Duration::from_millis(100)));
+    server.status_token = section.string("status_token").and_then(|at| read_token(&section, &at));
+    if let Some(risk) = server.risk() {
+        section.warning("listen", format!("{}: {risk}", section.name("listen")));
+    }
     section.finish();
+}
+
+/// `None` after a fault, and where it is unset for a command that does not need it.
+fn read_token(section: &Section<'_, '_>, at: &At<String>) -> Option<Secret> {
+    let name = section.name("status_token");
+    let token = section.reader.secret(&name, at, false)?;
+    let length = token.expose().len();
+    if at.value.starts_with("env:") && length == 0 {
+        return None;
+    }
+    if length < TOKEN_BYTES_MIN || !token.expose().bytes().all(|byte| byte.is_ascii_graphic()) {
+        let text = format!(
+            "{name} must have {TOKEN_BYTES_MIN} visible ASCII characters or more, and no space; make one with: openssl rand -hex 32"
+        );
+        section.reader.fault(at.line, text);
+        return None;
+    }
+    Some(token)
 }
 
 /// Gives the line of `remember_ids`, if it is there.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use postbox_http::{ClientCert, HttpSinkConfig, IpNet};
 
-use super::super::faults::suggestion;
+use super::super::faults::{may_be_secret, suggestion};
 use super::super::model::{HttpConfig, SinkConfig};
 use super::super::reader::Section;
 use super::BROKERS_PLANNED;
@@ -39,7 +39,7 @@ pub(super) fn read_sink(subscription: &Section<'_, '_>) -> Option<SinkConfig> {
         }
         other => {
             let text = format!("{}: {other:?} is no sink; {}", section.name("type"), suggestion(other, &SINKS));
-            section.reader.fault(kind.line, text);
+            section.reader.refuse(kind.line, other, text);
             return None;
         }
     };
@@ -76,14 +76,15 @@ fn read_http_sink(section: &Section<'_, '_>) -> Option<SinkConfig> {
     let source = section.string("source").map(|at| at.value);
     let mut headers = Vec::new();
     for (name, at) in section.section("headers").map(|table| table.texts()).unwrap_or_default() {
-        let path = format!("{}.headers.{name}", section.path);
+        let shown = if may_be_secret(&name) { "…" } else { &name };
+        let path = format!("{}.headers.{shown}", section.path);
         let Some(value) = section.reader.secret(&path, &at, false) else { continue };
         let probe = HttpSinkConfig {
             headers: vec![(name.clone(), value.expose().to_owned())],
             ..HttpSinkConfig::new("https://example.org/")
         };
         for fault in probe.faults() {
-            section.reader.fault(at.line, format!("{path}: {fault}"));
+            section.reader.refuse(at.line, &name, format!("{path}: {fault}"));
         }
         headers.push((name, value));
     }
@@ -127,7 +128,7 @@ fn read_allow(section: &Section<'_, '_>) -> Vec<IpNet> {
             Err(_) => {
                 let path = section.name("allow");
                 let text = format!("{path}: {:?} is no network; write e.g. \"10.20.0.0/16\"", at.value);
-                section.reader.fault(at.line, text);
+                section.reader.refuse(at.line, &at.value, text);
             }
         }
     }

@@ -35,7 +35,7 @@ pub(super) fn read_source(name: &At<String>, section: Section<'_, '_>) -> Option
                 kind.value,
                 suggestion(&kind.value, &["webhook"])
             );
-            section.reader.fault(kind.line, text);
+            section.reader.refuse(kind.line, &kind.value, text);
             return None;
         }
         None => section.fault("type", format!("[{}] has no type; write type = \"webhook\"", section.path)),
@@ -100,7 +100,9 @@ fn read_sns(section: &Section<'_, '_>) -> SnsConfig {
     for at in section.strings("topics").unwrap_or_default() {
         match TopicArn::parse(&at.value) {
             Ok(topic) => topics.push(topic),
-            Err(error) => section.reader.fault(at.line, format!("{}: {error}", section.name("topics"))),
+            Err(error) => {
+                section.reader.refuse(at.line, &at.value, format!("{}: {error}", section.name("topics")));
+            }
         }
     }
     if !section.has("topics") {
@@ -172,7 +174,7 @@ fn read_origins(section: &Section<'_, '_>) -> Vec<String> {
                 "{path}: {:?} is no origin; write the name the sender gives, e.g. \"eventgrid.azure.net\"",
                 at.value
             );
-            section.reader.fault(at.line, text);
+            section.reader.refuse(at.line, &at.value, text);
         }
         name
     });

@@ -26,7 +26,10 @@ pub(super) fn read_subscription(name: &At<String>, section: Section<'_, '_>) -> 
     for at in section.strings("topics").unwrap_or_default() {
         match TopicPattern::new(at.value.as_str()) {
             Ok(pattern) => subscription.filter.topics.push(pattern),
-            Err(error) => section.reader.fault(at.line, format!("{}: {}", section.name("topics"), error.message())),
+            Err(error) => {
+                let text = format!("{}: {}", section.name("topics"), error.message());
+                section.reader.refuse(at.line, &at.value, text);
+            }
         }
     }
     subscription.filter.tenant = section.parsed("tenant", |text| message(Tenant::new(text)));
@@ -70,7 +73,7 @@ fn read_retry(section: Section<'_, '_>, retry: &mut RetryPolicy) {
     for at in section.strings("delays").unwrap_or_default() {
         match parse_duration(&at.value) {
             Ok(delay) => retry.delays.push(delay),
-            Err(text) => section.reader.fault(at.line, format!("{}: {text}", section.name("delays"))),
+            Err(text) => section.reader.refuse(at.line, &at.value, format!("{}: {text}", section.name("delays"))),
         }
     }
     if retry.base > retry.delay_max {

@@ -1,0 +1,296 @@
+//! What strangers send to the ingress, with no key at all: genuine messages are served meanwhile, and memory, log and stop stay bounded.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use futures::future::join_all;
+use jiff::Timestamp;
+use postbox_webhook::UnixSeconds;
+use postbox_webhook::plain::{self, Layout};
+use postbox_webhook::standard::{SignKey, Signer};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use crate::room::{DEADLINE, Kind, Room, Served};
+use crate::sender::{SECRET, Sender, partner};
+
+const MIB: usize = 1024 * 1024;
+/// What an attack may cost beyond an idle service.
+const MEMORY_MAX: usize = 64 * MIB;
+const TEXT_SECRET: &str = "0123456789abcdef0123456789abcdef";
+const WELL_FORMED_HEX: &str = "sha256=00000000000000000000000000000000000000000000000000000000000000ff";
+
+/// A source of Standard Webhooks with the defaults, and one as the page on GitHub has it.
+fn sources() -> String {
+    let github = format!(
+        "[sources.github]\ntype = \"webhook\"\nscheme = \"github\"\nsecrets = [\"{TEXT_SECRET}\"]\nbody_max = \"8MiB\"\n"
+    );
+    github + &partner()
+}
+
+/// Resident memory of a process, in bytes.
+fn memory_bytes(pid: u32) -> Result<usize> {
+    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm"))?;
+    Ok(statm.split(' ').nth(1).context("no resident pages")?.parse::<usize>()? * 4_096)
+}
+
+/// Headers that anybody can write: of the right form, with the present time.
+fn plausible(source: &str) -> String {
+    match source {
+        "github" => format!("x-hub-signature-256: {WELL_FORMED_HEX}\r\n"),
+        _ => {
+            let now = Timestamp::now().as_second();
+            let signature = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+            format!("webhook-id: m\r\nwebhook-timestamp: {now}\r\nwebhook-signature: v1,{signature}\r\n")
+        }
+    }
+}
+
+fn head(source: &str, headers: &str, length: usize) -> String {
+    format!("POST /in/{source} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n{headers}\r\n")
+}
+
+/// Posts a genuine message on a connection of its own; gives the status and how long it took.
+async fn genuine(address: &str, source: &str, n: usize) -> Result<(u16, Duration)> {
+    let body = format!("{{\"type\":\"a.b\",\"n\":{n},\"text\":\"{}\"}}", "x".repeat(2_000));
+    let now = UnixSeconds(Timestamp::now().as_second());
+    let headers: String = match source {
+        "github" => {
+            let layout = Layout { prefix: "sha256=".into(), ..Layout::new("x-hub-signature-256") };
+            let signer = plain::Signer::new(plain::Secret::new(TEXT_SECRET)?, layout)?;
+            let signed = signer.sign(now, body.as_bytes())?;
+            let fields = signed.iter().map(|(name, value)| format!("{name}: {value}\r\n"));
+            fields.chain(["x-github-event: push\r\n".to_owned()]).collect()
+        }
+        _ => {
+            let signed = Signer::new([SignKey::parse(SECRET)?])?.sign(&format!("msg_{n}"), now, body.as_bytes())?;
+            signed.headers().iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect()
+        }
+    };
+    let began = Instant::now();
+    let mut stream = TcpStream::connect(address).await?;
+    stream.write_all((head(source, &headers, body.len()) + &body).as_bytes()).await?;
+    let mut line = [0; 12];
+    timeout(DEADLINE, stream.read_exact(&mut line)).await.context("no answer")??;
+    Ok((std::str::from_utf8(&line[9..])?.parse()?, began.elapsed()))
+}
+
+/// Sends all but the last byte of a body and stays; comes again when it is sent away.
+async fn withhold(address: String, source: &str, length: usize, there: &AtomicUsize) {
+    let body = vec![b'x'; length - 1];
+    let mut first = true;
+    loop {
+        if let Ok(mut stream) = TcpStream::connect(&address).await {
+            let _ = stream.write_all(head(source, &plausible(source), length).as_bytes()).await;
+            let _ = stream.write_all(&body).await;
+            if std::mem::take(&mut first) {
+                there.fetch_add(1, Ordering::Relaxed);
+            }
+            let _ = stream.read(&mut [0; 64]).await;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// One more body than the buffer holds, each a byte short of its end.
+async fn bodies_are_withheld(source: &'static str, strangers: usize, length: usize) -> Result<()> {
+    let room = Room::migrated(Kind::Sqlite).await?;
+    room.config(&sources())?;
+    let served = room.serve().await?;
+    for n in 0..20 {
+        let (status, _) = genuine(&served.address, source, n).await?;
+        ensure!(status == 202, "{status}");
+    }
+    let idle = memory_bytes(served.pid()?)?;
+    let there = Arc::new(AtomicUsize::new(0));
+    let attack: Vec<_> = (0..strangers)
+        .map(|_| {
+            let (address, there) = (served.address.clone(), Arc::clone(&there));
+            tokio::spawn(async move { withhold(address, source, length, &there).await })
+        })
+        .collect();
+    let arrived = async {
+        while there.load(Ordering::Relaxed) < strangers {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(DEADLINE, arrived).await.context("the strangers never arrived")?;
+    let (mut served_in_time, mut most) = (0, 0);
+    let mut others = Vec::new();
+    for n in 100..300 {
+        let (status, took) = genuine(&served.address, source, n).await?;
+        most = most.max(memory_bytes(served.pid()?)?);
+        match status {
+            202 if took < Duration::from_secs(1) => served_in_time += 1,
+            _ => others.push((status, took)),
+        }
+    }
+    attack.iter().for_each(tokio::task::JoinHandle::abort);
+    ensure!(served_in_time >= 198, "{} of 200 were not served within a second: {others:?}", others.len());
+    ensure!(most <= idle + MEMORY_MAX, "{} MiB more than idle", (most - idle) / MIB);
+    let page = get(&served.address, "/metrics").await?;
+    let counted = page.lines().find(|line| line.contains(source) && line.contains("body_pushed_out"));
+    ensure!(counted.is_some_and(|line| !line.ends_with(" 0")), "{page}");
+    let log = served.terminate().await?;
+    let told = log.iter().filter(|line| line.contains("body_pushed_out")).count();
+    ensure!((1..=20).contains(&told) && log.len() < 60, "{told} lines of {}", log.len());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bodies_that_do_not_end_keep_no_genuine_message_out() -> Result<()> {
+    bodies_are_withheld("partner", 36, MIB).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nor_do_few_large_ones() -> Result<()> {
+    bodies_are_withheld("github", 5, 8 * MIB).await
+}
+
+async fn get(address: &str, path: &str) -> Result<String> {
+    let mut stream = TcpStream::connect(address).await?;
+    stream.write_all(format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n").as_bytes()).await?;
+    let mut page = String::new();
+    stream.read_to_string(&mut page).await?;
+    Ok(page)
+}
+
+/// HTTP/2 frames of one connection: a field in the compression table once, then lists of references to it, on a hundred requests that do not end.
+fn references() -> Vec<u8> {
+    let frame = |kind: u8, flags: u8, stream: u32, payload: &[u8]| {
+        let length = (payload.len() as u32).to_be_bytes();
+        [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+    };
+    let mut sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    sent.extend(frame(4, 0, 0, &[]));
+    for number in 0..100_u32 {
+        let path = b"/in/partner";
+        let mut block = vec![0x83, 0x86, 0x04, path.len() as u8];
+        block.extend(path);
+        if number == 0 {
+            block.extend([0x40, 1, b'a', 0]);
+        }
+        block.extend([0xbe; 1_900]);
+        sent.extend(frame(1, 4, 2 * number + 1, &block));
+    }
+    sent
+}
+
+/// A megabyte and a half of frames made a gigabyte of headers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn header_lists_by_reference_cost_nothing() -> Result<()> {
+    let room = Room::migrated(Kind::Sqlite).await?;
+    room.config(&sources())?;
+    let served = room.serve().await?;
+    ensure!(genuine(&served.address, "partner", 1).await?.0 == 202);
+    let idle = memory_bytes(served.pid()?)?;
+    let frames = references();
+    let attack = (0..8).map(async |_| {
+        let mut stream = TcpStream::connect(&served.address).await?;
+        let _ = stream.write_all(&frames).await;
+        Ok::<_, std::io::Error>(stream)
+    });
+    let strangers = join_all(attack).await.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let (status, took) = genuine(&served.address, "partner", 2).await?;
+    ensure!(status == 202 && took < Duration::from_secs(1), "{status} after {took:?}");
+    let most = memory_bytes(served.pid()?)?;
+    ensure!(most <= idle + MEMORY_MAX, "{} MiB more than idle", (most - idle) / MIB);
+    // Refused, not left hanging.
+    for mut stranger in strangers {
+        let ended = timeout(Duration::from_secs(5), stranger.read_to_end(&mut Vec::new())).await;
+        ensure!(ended.is_ok(), "a connection of HTTP/2 stays open");
+    }
+    let log = served.terminate().await?;
+    ensure!(log.iter().all(|line| line.contains("INFO")), "{log:#?}");
+    Ok(())
+}
+
+/// As many connections as there are places, each with as large a head as it may have and no end to it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn heads_that_do_not_end_are_bounded_together() -> Result<()> {
+    let room = Room::migrated(Kind::Sqlite).await?;
+    room.config(&sources())?;
+    let served = room.serve().await?;
+    ensure!(genuine(&served.address, "partner", 1).await?.0 == 202);
+    let idle = memory_bytes(served.pid()?)?;
+    let head = format!("POST /in/partner HTTP/1.1\r\nx-long: {}", "x".repeat(63 * 1024));
+    let attack = (0..520).map(async |_| {
+        let mut stream = TcpStream::connect(&served.address).await?;
+        let _ = stream.write_all(head.as_bytes()).await;
+        Ok::<_, std::io::Error>(stream)
+    });
+    let strangers = join_all(attack).await.into_iter().collect::<Result<Vec<_>, _>>()?;
+    for n in 2..22 {
+        let (status, took) = genuine(&served.address, "partner", n).await?;
+        ensure!(status == 202 && took < Duration::from_secs(1), "{status} after {took:?}");
+    }
+    let most = memory_bytes(served.pid()?)?;
+    ensure!(most <= idle + MEMORY_MAX, "{} MiB more than idle", (most - idle) / MIB);
+    drop(strangers);
+    // A head with more fields than anybody needs is told so.
+    let mut stream = TcpStream::connect(&served.address).await?;
+    let fields: String = (0..101).map(|n| format!("x-{n}: y\r\n")).collect();
+    stream.write_all(head_of_fields(&fields).as_bytes()).await?;
+    let mut line = [0; 12];
+    timeout(DEADLINE, stream.read_exact(&mut line)).await.context("no answer")??;
+    ensure!(&line == b"HTTP/1.1 431", "{}", String::from_utf8_lossy(&line));
+    served.terminate().await?;
+    Ok(())
+}
+
+fn head_of_fields(fields: &str) -> String {
+    format!("POST /in/partner HTTP/1.1\r\n{fields}\r\n")
+}
+
+#[tokio::test]
+async fn what_strangers_ask_by_the_thousand_is_not_logged() -> Result<()> {
+    let room = Room::migrated(Kind::Sqlite).await?;
+    room.config(&partner())?;
+    let served = room.serve().await?;
+    let mut stream = TcpStream::connect(&served.address).await?;
+    for ask in [
+        "OPTIONS /in/partner HTTP/1.1\r\nhost: x\r\nwebhook-request-origin: evil.example\r\n\r\n",
+        "POST /in/partner HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}",
+        "POST /in/nobody HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}",
+    ] {
+        for _ in 0..200 {
+            stream.write_all(ask.as_bytes()).await?;
+            let mut answer = Vec::new();
+            while !answer.ends_with(b"origin_refused")
+                && !answer.ends_with(b"unverified")
+                && !answer.ends_with(b"source_unknown")
+            {
+                answer.push(timeout(DEADLINE, stream.read_u8()).await.context("no answer")??);
+            }
+        }
+    }
+    drop(stream);
+    let log = served.terminate().await?;
+    ensure!(log.len() < 10, "{} lines: {}", log.len(), log[0]);
+    Ok(())
+}
+
+/// A body on its way when the stop comes.
+#[tokio::test]
+async fn a_body_that_does_not_end_delays_no_stop() -> Result<()> {
+    let room = Room::migrated(Kind::Sqlite).await?;
+    room.config(&partner())?;
+    let served: Served = room.serve().await?;
+    let mut sender = Sender::connect(&served.address).await?;
+    ensure!(sender.send("msg_1", "{}").await? == 202);
+    let mut strangers = Vec::new();
+    for _ in 0..5 {
+        let mut stream = TcpStream::connect(&served.address).await?;
+        stream.write_all((head("partner", &plausible("partner"), 1_000) + "{").as_bytes()).await?;
+        strangers.push(stream);
+    }
+    // All that was sent before it has been read.
+    ensure!(sender.send("msg_2", "{}").await? == 202);
+    let began = Instant::now();
+    served.terminate().await?;
+    ensure!(began.elapsed() < Duration::from_secs(4), "the stop took {:?}", began.elapsed());
+    Ok(())
+}

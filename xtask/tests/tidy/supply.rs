@@ -1,0 +1,130 @@
+//! What we build on: its licences, where it comes from, and what is there twice. `docs/decisions/supply-chain.md` says why this is a test of ours.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::none;
+use crate::walls::metadata;
+
+/// Licences that are fine, as their packages write them. Another spelling or another licence is read by a person, and then it gets a line.
+const LICENCES: &[&str] = &[
+    "(MIT OR Apache-2.0) AND Unicode-3.0",
+    "Apache-2.0",
+    "Apache-2.0 / MIT",
+    "Apache-2.0 AND ISC",
+    "Apache-2.0 OR BSL-1.0",
+    "Apache-2.0 OR BSL-1.0 OR MIT",
+    "Apache-2.0 OR ISC OR MIT",
+    "Apache-2.0 OR MIT",
+    "Apache-2.0 WITH LLVM-exception OR Apache-2.0 OR MIT",
+    "Apache-2.0/MIT",
+    "BSD-2-Clause OR Apache-2.0 OR MIT",
+    "BSD-3-Clause",
+    // A list of certificates, which is data.
+    "CDLA-Permissive-2.0",
+    "ISC",
+    "MIT",
+    "MIT AND BSD-3-Clause",
+    "MIT OR Apache-2.0",
+    "MIT OR Apache-2.0 OR BSD-1-Clause",
+    "MIT OR Apache-2.0 OR LGPL-2.1-or-later",
+    "MIT/Apache-2.0",
+    "Unicode-3.0",
+    "Unlicense OR MIT",
+    "Unlicense/MIT",
+    "Zlib",
+    "Zlib OR Apache-2.0 OR MIT",
+];
+
+/// Crates that are there in more than one version, with how many. It may only shrink.
+const TWICE: &[(&str, usize)] = &[
+    ("base64", 3),
+    ("block-buffer", 2),
+    ("const-oid", 2),
+    ("cpufeatures", 2),
+    ("crypto-common", 2),
+    ("der", 2),
+    ("digest", 2),
+    ("fallible-iterator", 2),
+    ("getrandom", 3),
+    ("hashbrown", 2),
+    ("r-efi", 2),
+    ("rand", 2),
+    ("rand_core", 2),
+    ("sha2", 2),
+    ("spki", 2),
+    ("syn", 2),
+    ("synstructure", 2),
+    ("wasi", 2),
+    ("windows-sys", 2),
+];
+
+struct Package {
+    name: String,
+    version: String,
+    licence: String,
+    /// `None`: it lies in this workspace.
+    source: Option<String>,
+}
+
+fn packages() -> Vec<Package> {
+    let metadata = metadata();
+    let packages = metadata["packages"].as_array().expect("a list");
+    let text = |value: &serde_json::Value| value.as_str().map(str::to_owned);
+    let read = packages.iter().map(|package| Package {
+        name: text(&package["name"]).expect("a name"),
+        version: text(&package["version"]).expect("a version"),
+        licence: text(&package["license"]).unwrap_or_else(|| "none".into()),
+        source: text(&package["source"]),
+    });
+    read.collect()
+}
+
+#[test]
+fn every_licence_was_read_by_a_person() {
+    let mut used = BTreeSet::new();
+    let mut faults = Vec::new();
+    for Package { name, version, licence, .. } in packages() {
+        if !LICENCES.contains(&licence.as_str()) {
+            faults.push(format!("{name} {version} has the licence {licence:?}: read it; if it is fine, name it in xtask/tests/tidy/supply.rs"));
+        }
+        used.insert(licence);
+    }
+    let unused = LICENCES.iter().filter(|licence| !used.contains(**licence));
+    faults
+        .extend(unused.map(|licence| format!("nothing has the licence {licence:?} any more: strike it from LICENCES")));
+    none(&faults);
+}
+
+#[test]
+fn everything_comes_from_one_registry_or_from_here() {
+    let known = concat!("registry+https://github.com/rust-lang/", "crates.io-index");
+    let elsewhere = packages().into_iter().filter(|package| package.source.as_deref().is_some_and(|it| it != known));
+    let faults: Vec<_> = elsewhere
+        .map(|it| {
+            format!("{} {} comes from {}: use a published version", it.name, it.version, it.source.unwrap_or_default())
+        })
+        .collect();
+    none(&faults);
+}
+
+#[test]
+fn what_is_there_twice_only_becomes_less() {
+    let mut versions: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for package in packages() {
+        versions.entry(package.name).or_default().insert(package.version);
+    }
+    let allowed = |name: &str| TWICE.iter().find(|(its, _)| *its == name).map_or(1, |(_, count)| *count);
+    let more = versions.iter().filter(|(name, its)| its.len() > allowed(name));
+    let less = TWICE.iter().filter(|(name, count)| versions.get(*name).map_or(0, BTreeSet::len) < *count);
+    let faults: Vec<_> = more
+        .map(|(name, its)| {
+            format!(
+                "{name} is there as {its:?}: find who asks for which with `cargo tree -i {name}@VERSION`, and take one"
+            )
+        })
+        .chain(less.map(|(name, _)| {
+            format!("{name} is there less often than TWICE in xtask/tests/tidy/supply.rs says: lower it")
+        }))
+        .collect();
+    none(&faults);
+}
