@@ -19,6 +19,8 @@ use crate::store::Bed;
 
 /// Nothing arrives for so long, although something is pending: it never will.
 const STANDSTILL_MAX: Duration = Duration::from_secs(45);
+/// The longest wait for a retry that the configuration allows, several times.
+const WAITING_MAX: Duration = Duration::from_secs(8);
 /// Pauses between two faults of a group, in milliseconds.
 const PAUSE_AROUND: std::ops::Range<u64> = 20..500;
 const PAUSE_INSIDE: std::ops::Range<u64> = 300..3_000;
@@ -149,6 +151,13 @@ async fn drain(stage: &Arc<Stage>) -> anyhow::Result<bool> {
         if now != before {
             (moved, before, quiet) = (Instant::now(), now, 0);
             continue;
+        }
+        // What was to be tried again by another clock than the present one waits for that time, unless somebody sends it now.
+        if moved.elapsed() > WAITING_MAX {
+            let waiting = stage.bed.some_events("retrying", 1_000).await?;
+            if !waiting.is_empty() {
+                stage.order("retry", waiting).await?;
+            }
         }
         let (ok, said) = stage.operate(&["stats"]).await?;
         quiet = if ok && said.starts_with("pending=0 ") { quiet + 1 } else { 0 };

@@ -142,6 +142,11 @@ impl Stage {
         self.committed.load(Ordering::Relaxed)
     }
 
+    /// A restore took back what was committed since.
+    pub(crate) fn take_back_to(&self, committed: u64) {
+        self.committed.store(committed, Ordering::Relaxed);
+    }
+
     fn start_writer(&self, number: usize) -> anyhow::Result<Process> {
         let incarnation = self.incarnation.fetch_add(1, Ordering::Relaxed);
         let name = format!("w{number}.{incarnation}");
@@ -244,6 +249,8 @@ impl Stage {
                 self.record(fault).await;
             }
             let Some(code) = relay.has_ended() else { continue };
+            // Not at once: a store that is away is away for a moment.
+            sleep(Duration::from_millis(200)).await;
             let log = relay.log();
             let last = log.lines().rev().find(|line| !line.is_empty()).unwrap_or_default().to_owned();
             self.ended.lock().await.push(format!("{code:?}: {last}"));

@@ -212,7 +212,8 @@ impl Court {
         if event.key != body.key || event.v != body.v || body.pad != Body::pad(body.n) {
             return Err("its bytes are not those of the ledger");
         }
-        if !self.is_committed(tx) && !(self.is_restored_away(tx) && tx.fate != Fate::RolledBack) {
+        let was_there_once = tx.fate != Fate::RolledBack && self.is_restored_away(tx);
+        if !self.is_committed(tx) && !was_there_once {
             return Err("its transaction is not in the database");
         }
         let filters = self.filters(reader, tx.from);

@@ -121,12 +121,13 @@ pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Faul
     }
     // Before the stop: what commits until then may be in the copy or not, and counts as taken back by a restore.
     let (at, places, topics) = (now_micros(), stage.places(), stage.topics.lock().await.clone());
+    let committed = stage.committed();
     server.stop_fast();
     let data = server.data().with_extension("copy");
     let copied = copy_folder(&server.data(), &data);
     server.try_start().await?;
     copied?;
-    *kept = Some(Copy { data, at, places, topics });
+    *kept = Some(Copy { data, at, places, topics, committed });
     Ok(())
 }
 
@@ -141,6 +142,7 @@ pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     };
     fault.window = window_of_all();
     (fault.copied_at, fault.copied_places) = (Some(copy.at), copy.places);
+    stage.take_back_to(copy.committed);
     // Writers would take numbers that were given before: they wait.
     bed.writers.set_both(Bytes::Blackhole);
     server.stop_immediate();

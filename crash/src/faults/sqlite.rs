@@ -49,9 +49,11 @@ pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Faul
     let data = bed.path().with_extension("copy");
     let _ = std::fs::remove_file(&data);
     let (at, places, topics) = (now_micros(), stage.places(), stage.topics.lock().await.clone());
+    let committed = stage.committed();
     bed.connection()?.execute("VACUUM INTO ?1", params![data.display().to_string()])?;
     "VACUUM INTO".clone_into(&mut fault.detail);
-    *bed.copy.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(Copy { data, at, places, topics });
+    *bed.copy.lock().unwrap_or_else(std::sync::PoisonError::into_inner) =
+        Some(Copy { data, at, places, topics, committed });
     Ok(())
 }
 
@@ -62,6 +64,7 @@ pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     let Some(copy) = copy else { return self::copy(stage, random, fault).await };
     fault.window = window_of_all();
     (fault.copied_at, fault.copied_places) = (Some(copy.at), copy.places);
+    stage.take_back_to(copy.committed);
     let topics = stage.topics.lock().await.clone();
     if topics != copy.topics {
         fault.topics = Some((copy.topics, topics));

@@ -48,6 +48,8 @@ pub(crate) struct Copy {
     pub(crate) at: u64,
     pub(crate) places: Vec<(String, u64)>,
     pub(crate) topics: Vec<String>,
+    /// How many events were committed then.
+    pub(crate) committed: u64,
 }
 
 /// The servers. Fields are dropped in this order: what uses the mount goes first.

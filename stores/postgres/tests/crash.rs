@@ -5,10 +5,11 @@ mod support;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, Filter, Lease, Log as _, LogName, NewEvent, OwnerId, Settlement, Subscription,
-    SubscriptionName, TopicPattern,
+    Append as _, Batch, BatchLimit, Disposition, Entry, Filter, Lease, Log as _, LogName, NewEvent, OwnerId,
+    Settlement, Subscription, SubscriptionName, TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
+use postbox_testkit::proxy::{FaultProxy, Harm, Point};
 use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
 /// Transactions whose traces are only in memory when the server dies.
@@ -112,4 +113,36 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");
     let again = read(&store, &acquired.lease.expect("free again")).await;
     assert_eq!(again.deliveries, second.deliveries, "it comes again");
+}
+
+/// A settlement that begins in time and is done after the lease ran out: its rows without its position would have the heir send what is dead.
+#[tokio::test]
+async fn a_settlement_that_outlasts_its_lease_is_whole() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let proxy = FaultProxy::in_front_of(&url, 1).await;
+    let store = support::migrated(PostgresConfig::new(proxy.url(&url))).await;
+    let name = SubscriptionName::new("s").expect("a name");
+    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store.append(&LogName::outbox(), &[NewEvent::json("t", "{}")]).await.expect("appended");
+    let owner = OwnerId::new("me").expect("a name");
+    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(2)).await.expect("acquired");
+    let lease = acquired.lease.expect("a free lane");
+    let batch = read(&store, &lease).await;
+    let dead = Disposition::Dead { code: "http_422".into(), error: "no".to_owned(), halt: false };
+    let entries = vec![Entry { delivery: &batch.deliveries[0], disposition: dead }];
+    let settlement = Settlement { position: batch.end, entries, hold_keys: true, ..Settlement::default() };
+
+    let trap = proxy.trap(Point::Statement("SET last_seq".to_owned()), Harm::Delay);
+    store.settle(&lease, settlement).await.expect_err("its connection breaks");
+    trap.sprung().await;
+    let client = support::client(&url).await;
+    client
+        .execute("SELECT pg_sleep_until(lease_until + interval '50 ms') FROM postbox.lane", &[])
+        .await
+        .expect("waited");
+    trap.release().await;
+    let both =
+        "SELECT (SELECT last_seq > 0 FROM postbox.lane), EXISTS (SELECT FROM postbox.delivery WHERE state = 'dead')";
+    let row = client.query_one(both, &[]).await.expect("read");
+    assert_eq!(row.get::<_, bool>(0), row.get::<_, bool>(1), "the position and the rows belong together");
 }

@@ -26,6 +26,13 @@ UPDATE {s}.lane SET last_seq = CASE WHEN to_snap::text = $5 THEN greatest(last_s
 WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
 RETURNING ctid::text, coalesce(to_snap::text = $5, false), false";
 
+/// The same under the lock of [`LANE_GUARD`], which was taken while the lease lasted. It may run out before this is done, but nobody else gets the
+/// lane until we commit: asking again could leave the rows without the position. Index: primary key of `lane`.
+const LANE_MOVE: &str = "
+UPDATE {s}.lane SET last_seq = CASE WHEN to_snap::text = $5 THEN greatest(last_seq, $4) ELSE last_seq END
+WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3
+RETURNING ctid::text, coalesce(to_snap::text = $5, false), false";
+
 /// The same guard and lock without a write: everything that writes delivery rows of the lane takes this lock first, so that nobody decides on a
 /// key's next row while somebody else changes its rows. Index: primary key of `lane`. Locks the row.
 ///
@@ -364,7 +371,7 @@ impl SettleCall<'_> {
         let lane = lease.lane.cast_signed();
         let moving = async {
             match settlement.position {
-                Some(_) => self.ask_lane(LANE_SETTLE).await.map(drop),
+                Some(_) => self.ask_lane(LANE_MOVE).await.map(drop),
                 None => Ok(()),
             }
         };
