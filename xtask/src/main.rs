@@ -1,9 +1,10 @@
-//! Developer commands: `cargo xtask test`, `cargo xtask bench`, `cargo xtask servers`.
+//! Developer commands: `cargo xtask test`, `cargo xtask simulate`, `cargo xtask bench`, `cargo xtask servers`.
 //!
 //! Installs what it needs from the registries of the usual clients (apt, pip, cargo) and nothing from anywhere else.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 mod servers;
+mod simulate;
 mod steps;
 mod suite;
 
@@ -30,6 +31,8 @@ enum Task {
     },
     /// Installs the servers the tests use (Postgres 15 and 18, pgbouncer). Does nothing where they are.
     Servers,
+    /// Simulated worlds, from their seeds: the engine with the memory store under faults. `--seed S` replays one.
+    Simulate(simulate::Options),
     /// Measures: `drain`, `latency`, `append`, `ingress` or `outbound`; each prints our figure, its limit and the ratio. `-- --help` tells the options.
     Bench {
         /// Handed to the benchmark.
@@ -53,6 +56,7 @@ fn run(task: Task) -> anyhow::Result<bool> {
     match task {
         Task::Test { fast } => suite::test(fast),
         Task::Servers => servers::install().map(|()| true),
+        Task::Simulate(options) => simulate::run(&options),
         Task::Bench { arguments } => bench(&arguments),
     }
 }
