@@ -1,10 +1,11 @@
-//! Developer commands: `cargo xtask test`, `cargo xtask bench`, `cargo xtask crash`, `cargo xtask servers`.
+//! Developer commands: `cargo xtask test`, `simulate`, `crash`, `planted`, `bench`, `servers`.
 //!
 //! Installs what it needs from the registries of the usual clients (apt, pip, cargo) and nothing from anywhere else.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 mod planted;
 mod servers;
+mod simulate;
 mod steps;
 mod suite;
 
@@ -49,6 +50,8 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Simulated worlds, from their seeds: the engine with the memory store under faults. `--seed S` replays one.
+    Simulate(simulate::Options),
     /// Measures: `drain`, `latency`, `append`, `ingress` or `outbound`; each prints our figure, its limit and the ratio. `-- --help` tells the options.
     Bench {
         /// Handed to the benchmark.
@@ -77,6 +80,7 @@ fn run(task: Task) -> anyhow::Result<bool> {
             servers::install()?;
             crash(!debug, &arguments)
         }
+        Task::Simulate(options) => simulate::run(&options),
         Task::Bench { arguments } => bench(&arguments),
     }
 }

@@ -4,9 +4,10 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::steps::{Steps, cargo};
-use crate::{answers, root, servers};
+use crate::{answers, root, servers, simulate};
 
-const WORKSPACE: [&str; 3] = ["--workspace", "--all-features", "--locked"];
+/// The one feature set.
+pub(crate) const WORKSPACE: [&str; 3] = ["--workspace", "--all-features", "--locked"];
 
 /// Runs the suite; `true` if all of it passed.
 pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
@@ -31,6 +32,11 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
     }
     tests(&mut steps);
     if !fast {
+        let cure = "a seed failed above, with the command that replays it";
+        match simulate::program() {
+            Ok(mut simulator) => _ = steps.command("simulator: 200,000 seeds", cure, &mut simulator),
+            Err(error) => _ = steps.run("simulator: 200,000 seeds", || Err(error)),
+        }
         steps.run("crash ledger: 100,000 events, 100 faults", || {
             let cure = "a promise broke, or the run did not end: the table above, and what its folder holds, say which";
             // What the tests were built with: no second build of everything.

@@ -3,13 +3,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod bench;
-mod chaos;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use bench::{Answer, Bench, Recorder, event, fast};
-use chaos::{Chaos, ChaosLog, Faults};
+use bench::{Answer, Bench, Cable, Recorder, event, fast};
 use postbox_core::{BatchLimit, Capabilities, ErrorKind, Inspect, Outcome, Pause, State};
 use postbox_engine::RelaySettings;
 use tokio_util::sync::CancellationToken;
@@ -49,12 +47,12 @@ async fn a_drain_whose_store_dies_midway_is_an_error() {
     let bench = Bench::new().await;
     bench.append((0..30).map(|n| event(n, n))).await;
     let (sink, settings) = slow();
-    let chaos = Chaos::new(1, Faults::default());
-    let log = Arc::new(ChaosLog::new(chaos.clone(), (*bench.store).clone()));
+    let cable = Arc::new(Cable::default());
+    let log = Arc::new(bench.store.client(Some(cable.clone())));
     let relay = bench.builder_on(log, bench.subscription(), settings).sink(sink).build().expect("built");
     let dying = async {
         tokio::time::sleep(7 * S).await;
-        chaos.store_down(true);
+        cable.cut(true);
     };
     let (drained, ()) = tokio::join!(relay.drain(None), dying);
     let error = drained.expect_err("most was not delivered");

@@ -3,13 +3,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod bench;
-mod chaos;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use bench::{Answer, Bench, Recorder, event, fast};
-use chaos::{Chaos, ChaosLog, Faults};
+use bench::{Answer, Bench, Cable, Recorder, event, fast};
 use postbox_core::{
     Append, BatchLimit, Capabilities, Delivery, Inspect, ListQuery, LogName, MemoryStore, NewEvent, Ordering, Outcome,
     Selection, State,
@@ -391,18 +389,18 @@ async fn a_store_that_comes_back_is_served_within_two_seconds() {
     // Shorter and longer than the lease.
     for outage in [S, 3 * S, 60 * S, 3_600 * S] {
         let bench = Bench::new().await;
-        let chaos = Chaos::new(1, Faults::default());
-        let log = Arc::new(ChaosLog::new(chaos.clone(), (*bench.store).clone()));
+        let cable = Arc::new(Cable::default());
+        let log = Arc::new(bench.store.client(Some(cable.clone())));
         let sink = Recorder::new(Capabilities::default());
         let relay = bench.builder_on(log, bench.subscription(), fast()).sink(sink.clone()).build().expect("built");
         let stop = CancellationToken::new();
         let operate = async {
             bench.append([event(1, 0)]).await;
             sink.wait_for(1).await;
-            chaos.store_down(true);
+            cable.cut(true);
             tokio::time::sleep(outage).await;
             bench.append([event(1, 1)]).await;
-            chaos.store_down(false);
+            cable.cut(false);
             let back = tokio::time::Instant::now();
             sink.wait_for(2).await;
             assert!(back.elapsed() <= 2 * S, "{:?} after an outage of {outage:?}", back.elapsed());
@@ -417,14 +415,14 @@ async fn a_store_that_comes_back_is_served_within_two_seconds() {
 #[tokio::test(start_paused = true)]
 async fn a_stop_while_the_store_is_down_ends_in_time() {
     let bench = Bench::new().await;
-    let chaos = Chaos::new(1, Faults::default());
-    let log = Arc::new(ChaosLog::new(chaos.clone(), (*bench.store).clone()));
+    let cable = Arc::new(Cable::default());
+    let log = Arc::new(bench.store.client(Some(cable.clone())));
     let sink = Recorder::new(Capabilities::default());
     let relay = bench.builder_on(log, bench.subscription(), fast()).sink(sink.clone()).build().expect("built");
     let stop = CancellationToken::new();
     let operate = async {
         tokio::time::sleep(S).await;
-        chaos.store_down(true);
+        cable.cut(true);
         tokio::time::sleep(2 * S).await;
         stop.cancel();
         tokio::time::Instant::now()

@@ -16,6 +16,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("postbox-sqlite", &["postbox-core"]),
     ("postbox-http", &["postbox-core", "postbox-webhook"]),
     ("postbox-engine", &["postbox-core"]),
+    ("postbox-simulator", &["postbox-core", "postbox-engine"]),
     (
         "postbox",
         &["postbox-core", "postbox-engine", "postbox-http", "postbox-postgres", "postbox-sqlite", "postbox-webhook"],

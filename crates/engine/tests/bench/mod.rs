@@ -10,8 +10,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Append, Capabilities, Clock, Delivery, Inspect, ListQuery, Log, LogName, MemoryStore, NewEvent, Outcome, Record,
-    RetryPolicy, Sink, State, Stats, Subscription,
+    Append, Call, Capabilities, Clock, Delivery, Error, ErrorKind, Inspect, ListQuery, Log, LogName, MemoryStore,
+    NewEvent, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Subscription, Wire,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings, SystemRandom, TokioClock};
 use tokio::sync::Notify;
@@ -118,6 +118,27 @@ impl Bench {
         let subscription = self.subscription().name;
         let query = ListQuery { subscription, state, topic: None, code: None, after: None, limit: 1_000 };
         self.store.list(&query).await.expect("listed")
+    }
+}
+
+/// A way to the store that can be cut.
+#[derive(Default)]
+pub struct Cable(AtomicBool);
+
+impl Cable {
+    pub fn cut(&self, cut: bool) {
+        self.0.store(cut, Ordering::SeqCst);
+    }
+}
+
+#[async_trait]
+impl Wire for Cable {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        if self.0.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Unavailable, "simulate", "store_down", "the cable is cut"));
+        }
+        call.execute();
+        Ok(())
     }
 }
 

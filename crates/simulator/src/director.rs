@@ -1,0 +1,360 @@
+//! Runs a plan: writers, relays, a person; then the faults end, and everything must drain.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{
+    BatchLimit, Filter, Inspect, Log, LogName, MemoryStore, MemoryTransaction, NewEvent, OwnerId, Pause, RetryPolicy,
+    Selection, Snapshot, State, Subscription, TopicPattern,
+};
+use postbox_engine::{BreakerPolicy, OnDead, Relay, RelaySettings, SeededRandom};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::flaky::FlakyLog;
+use crate::ledger::Who;
+use crate::plan::{Action, At, End, OPERATOR, Plan, RELAYS_MAX, Step};
+use crate::sink::SimSink;
+use crate::world::{LEASE, RelayClock, SimWire, World};
+
+const MS: Duration = Duration::from_millis(1);
+/// Everything is delivered so long after the last fault at the latest: a lease, the retries and the waits for calls of their own time limit.
+const DRAINS_WITHIN: Duration = Duration::from_secs(60);
+/// A stop takes no longer: the drain time, and one settlement.
+const STOPS_WITHIN: Duration = Duration::from_secs(20);
+
+/// What a moment of the timeline does.
+enum Moment {
+    Do(Step),
+    /// The transaction of this step ends.
+    End(usize),
+    Snapshot,
+}
+
+/// A relay that runs.
+struct Running {
+    stop: CancellationToken,
+    task: JoinHandle<postbox_core::Result<()>>,
+}
+
+/// A transaction that is open.
+struct Open {
+    transaction: MemoryTransaction,
+    numbers: Vec<usize>,
+    /// What is left after a roll back to the savepoint.
+    savepoint: usize,
+    key: Option<u8>,
+    end: End,
+}
+
+struct Director {
+    world: Arc<World>,
+    running: HashMap<u8, Running>,
+    lives: [u32; RELAYS_MAX as usize + 1],
+    open: HashMap<usize, Open>,
+    snapshots: Vec<(At, Snapshot)>,
+    operator: MemoryStore,
+    stopping: Vec<JoinHandle<()>>,
+}
+
+/// Lets the world of a plan happen. What does not hold is in the world's ledger.
+pub(crate) async fn direct(world: Arc<World>) {
+    let operator = client(&world, (OPERATOR, 0));
+    let mut director = Director {
+        operator,
+        running: HashMap::new(),
+        lives: [0; RELAYS_MAX as usize + 1],
+        open: HashMap::new(),
+        snapshots: Vec::new(),
+        stopping: Vec::new(),
+        world,
+    };
+    director.run().await;
+}
+
+fn client(world: &Arc<World>, who: Who) -> MemoryStore {
+    world.store.client(Some(Arc::new(SimWire { world: world.clone(), who })))
+}
+
+/// The moments of a plan, in order.
+fn timeline(plan: &Plan) -> Vec<(At, Moment)> {
+    let mut moments = Vec::with_capacity(2 * plan.steps.len());
+    for (index, step) in plan.steps.iter().enumerate() {
+        let at = match *step {
+            Step::Write { at, held, .. } => {
+                moments.push((at + held, Moment::End(index)));
+                at
+            }
+            Step::Failover { at, behind } => {
+                moments.push((at.saturating_sub(behind), Moment::Snapshot));
+                at
+            }
+            Step::Start { at, .. }
+            | Step::Stop { at, .. }
+            | Step::Kill { at, .. }
+            | Step::Stall { at, .. }
+            | Step::Operator { at, .. }
+            | Step::Crash { at } => at,
+            Step::Fault { .. } | Step::Mishap { .. } | Step::Outage { .. } => continue,
+        };
+        moments.push((at, Moment::Do(*step)));
+    }
+    // A write's beginning comes before its end: the sort is stable, and its end was put first.
+    moments.sort_by_key(|(at, moment)| (*at, matches!(moment, Moment::End(_))));
+    moments
+}
+
+impl Director {
+    async fn run(&mut self) {
+        let world = self.world.clone();
+        let setup = &world.store;
+        setup.subscribe(&world.subscription).await.expect("the log is there");
+        setup.subscribe(&world.auditor()).await.expect("the log is there");
+        world.committed(&[]);
+        for (at, moment) in timeline(&world.plan) {
+            tokio::time::sleep(Duration::from_millis(at.saturating_sub(world.now()))).await;
+            if world.is_violated() {
+                return;
+            }
+            match moment {
+                Moment::Do(step) => self.step(step).await,
+                Moment::End(index) => self.end(index),
+                Moment::Snapshot => self.snapshots.push((world.now(), world.store.snapshot())),
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(world.plan.shape.calm.saturating_sub(world.now()))).await;
+        self.drain().await;
+    }
+
+    async fn step(&mut self, step: Step) {
+        let world = self.world.clone();
+        match step {
+            Step::Write { .. } => self.write(step),
+            Step::Start { relay, .. } => self.start(relay),
+            Step::Stop { relay, .. } => self.stop(relay),
+            Step::Kill { relay, .. } => self.kill(relay).await,
+            Step::Stall { relay, held, .. } => {
+                world.note(|| format!("relay {relay} stands still for {held} ms"));
+                world.stall(relay, held);
+            }
+            Step::Operator { action, .. } => self.act(action),
+            Step::Crash { .. } => {
+                self.open.clear();
+                world.go_back(false, || world.store.crash());
+            }
+            Step::Failover { at, behind } => {
+                self.open.clear();
+                let Some(place) = self.snapshots.iter().position(|(taken, _)| *taken >= at.saturating_sub(behind))
+                else {
+                    return;
+                };
+                world.go_back(true, || world.store.restore(&self.snapshots[place].1));
+            }
+            Step::Fault { .. } | Step::Mishap { .. } | Step::Outage { .. } => {}
+        }
+    }
+
+    fn write(&mut self, step: Step) {
+        let Step::Write { at, key, events, topic, wait, fate, end, .. } = step else { return };
+        // A writer serialises on its aggregate: one open transaction a key.
+        if key.is_some() && self.open.values().any(|open| open.key == key) {
+            return;
+        }
+        let world = &self.world;
+        let mut transaction = world.store.begin();
+        let mut numbers = Vec::new();
+        let mut savepoint = 0;
+        for nth in 0..events {
+            if nth + 1 == events {
+                savepoint = transaction.savepoint();
+            }
+            let number = world.state().ledger.append(key, topic, fate, wait > 0);
+            let mut event = NewEvent::json(["t0", "t1"][usize::from(topic)], "{}").version(number as i64);
+            if let Some(key) = key {
+                event = event.key(["a", "b", "c", "d"][usize::from(key)]);
+            }
+            if wait > 0 {
+                event = event.deliver_at(jiff::Timestamp::UNIX_EPOCH + Duration::from_millis(at + wait));
+            }
+            transaction.append(&LogName::outbox(), &[event]).expect("within the limits");
+            numbers.push(number);
+        }
+        world.note(|| format!("a transaction appends events {numbers:?} of key {key:?}"));
+        let index = world.plan.steps.iter().position(|other| *other == step).unwrap_or_default();
+        self.open.insert(index, Open { transaction, numbers, savepoint, key, end });
+    }
+
+    fn end(&mut self, index: usize) {
+        let Some(Open { mut transaction, mut numbers, savepoint, end, .. }) = self.open.remove(&index) else { return };
+        let world = &self.world;
+        world.note(|| format!("the transaction of events {numbers:?} ends: {end:?}"));
+        if end == End::Savepoint {
+            transaction.rollback_to(savepoint);
+            numbers.pop();
+        }
+        if end == End::Rollback {
+            return transaction.rollback();
+        }
+        transaction.commit();
+        if end == End::Flushed {
+            world.store.flush();
+        }
+        world.committed(&numbers);
+    }
+
+    fn start(&mut self, relay: u8) {
+        if self.running.contains_key(&relay) {
+            return;
+        }
+        let (world, shape) = (&self.world, &self.world.plan.shape);
+        self.lives[usize::from(relay)] += 1;
+        let who = (relay, self.lives[usize::from(relay)]);
+        let store = client(world, who);
+        let log = Arc::new(FlakyLog { world: world.clone(), who, store: store.clone() });
+        let settings = RelaySettings {
+            batch: BatchLimit { events: shape.batch, ..BatchLimit::default() },
+            retry: RetryPolicy {
+                attempts_max: shape.attempts_max,
+                base: 60 * MS,
+                delay_max: 500 * MS,
+                delays: Vec::new(),
+            },
+            on_dead: if shape.halt { OnDead::Halt } else { OnDead::Continue },
+            breaker: BreakerPolicy { base: 60 * MS, max: 400 * MS },
+            lease_ttl: LEASE,
+            deliver_timeout: 800 * MS,
+            drain_timeout: 3_000 * MS,
+            poll_min: 2 * MS,
+            poll_max: 900 * MS,
+            ..RelaySettings::default()
+        };
+        let builder = Relay::builder(log, world.subscription.clone())
+            .settings(settings)
+            .clock(Arc::new(RelayClock { world: world.clone(), relay }))
+            .random(Arc::new(SeededRandom::new(world.plan.seed ^ u64::from(who.1) << 8 ^ u64::from(relay))))
+            .owner(OwnerId::new(format!("relay-{relay}-{}", who.1)).expect("a name"))
+            .inspect(Arc::new(store.clone()));
+        let builder = match shape.apply {
+            true => {
+                let applying = world.clone();
+                builder.apply(store.apply(move |transaction, delivery| applying.apply(who, transaction, delivery)))
+            }
+            false => builder.sink(Arc::new(SimSink { world: world.clone(), who })),
+        };
+        let relay_built = builder.build().expect("valid settings");
+        world.note(|| format!("relay {relay}.{} starts", who.1));
+        let stop = CancellationToken::new();
+        let stopping = stop.clone();
+        let task = tokio::spawn(async move { relay_built.run(stopping).await });
+        self.running.insert(relay, Running { stop, task });
+    }
+
+    /// Lets a relay finish, beside everything else.
+    fn stop(&mut self, relay: u8) {
+        let Some(Running { stop, task }) = self.running.remove(&relay) else { return };
+        let world = self.world.clone();
+        world.note(|| format!("relay {relay} is to stop"));
+        stop.cancel();
+        self.stopping.push(tokio::spawn(async move {
+            match tokio::time::timeout(STOPS_WITHIN, task).await {
+                Err(_) => world.state().ledger.fail(|| format!("stop: relay {relay} did not stop")),
+                Ok(Ok(Ok(()))) => world.note(|| format!("relay {relay} stopped")),
+                Ok(ended) => world.state().ledger.fail(|| format!("stop: relay {relay} ended with {ended:?}")),
+            }
+        }));
+    }
+
+    async fn kill(&mut self, relay: u8) {
+        let Some(Running { task, .. }) = self.running.remove(&relay) else { return };
+        self.world.note(|| format!("relay {relay} is killed"));
+        task.abort();
+        _ = task.await;
+    }
+
+    /// A person's command, beside everything else. What they are told does not matter here.
+    fn act(&mut self, action: Action) {
+        let (world, store) = (self.world.clone(), self.operator.clone());
+        world.note(|| format!("a person: {action:?}"));
+        if let Action::Filter(Some(out)) = action {
+            world.state().ledger.left_out[usize::from(out)] = true;
+        }
+        tokio::spawn(async move { perform(&world, &store, action).await });
+    }
+
+    /// The faults end; what is left must be delivered.
+    async fn drain(&mut self) {
+        let world = self.world.clone();
+        world.calm();
+        let open: Vec<usize> = self.open.keys().copied().collect();
+        open.into_iter().for_each(|index| self.end(index));
+        self.start(RELAYS_MAX - 1);
+        let begun = tokio::time::Instant::now();
+        loop {
+            tokio::time::sleep(100 * MS).await;
+            self.notice_ends().await;
+            if world.is_violated() {
+                return;
+            }
+            if world.state().ledger.is_drained() {
+                break;
+            }
+            if begun.elapsed() > DRAINS_WITHIN {
+                return world
+                    .state()
+                    .ledger
+                    .fail(|| format!("liveness: not drained {DRAINS_WITHIN:?} after the last fault"));
+            }
+            // A pause that nobody ended, or that a destination asked for.
+            _ = world.store.pause(&world.subscription.name, None).await;
+        }
+        for relay in 0..RELAYS_MAX {
+            self.stop(relay);
+        }
+        for stopping in self.stopping.drain(..) {
+            _ = stopping.await;
+        }
+    }
+
+    /// A relay never ends by itself.
+    async fn notice_ends(&mut self) {
+        let ended = self.running.iter().find(|(_, running)| running.task.is_finished()).map(|(relay, _)| *relay);
+        if let Some(relay) = ended
+            && let Some(running) = self.running.remove(&relay)
+        {
+            let ended = running.task.await;
+            self.world.state().ledger.fail(|| format!("relay: relay {relay} ended by itself: {ended:?}"));
+        }
+    }
+}
+
+async fn perform(world: &World, store: &MemoryStore, action: Action) {
+    let name = &world.subscription.name;
+    let all = Selection::default();
+    match action {
+        Action::Retry => _ = store.requeue(name, &all).await,
+        Action::DiscardDead => {
+            let mut dead = Vec::new();
+            world.store.each_standing(name, |it| dead.extend((it.state == State::Dead).then_some(it.event.id)));
+            _ = store.discard(name, &Selection { ids: Some(dead), ..all }).await;
+        }
+        Action::Discard(number) => {
+            let mut ids = Vec::new();
+            let meant = |version: Option<i64>| version == Some(number as i64);
+            world.store.each_standing(name, |it| ids.extend(meant(it.event.version).then_some(it.event.id)));
+            _ = store.discard(name, &Selection { ids: Some(ids), ..all }).await;
+        }
+        Action::Pause => {
+            let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
+            _ = store.pause(name, Some(&pause)).await;
+        }
+        Action::Resume => _ = store.pause(name, None).await,
+        Action::Prune => _ = store.prune(&LogName::outbox(), Duration::ZERO).await,
+        Action::Filter(out) => {
+            let topics = ["t0", "t1"].into_iter().zip(0..).filter(|(_, number)| out.is_some_and(|out| out != *number));
+            let topics = topics.filter_map(|(topic, _)| TopicPattern::new(topic).ok()).collect();
+            let filter = Filter { topics, tenant: None };
+            _ = store.subscribe(&Subscription { filter, ..world.subscription.clone() }).await;
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! What a relay sees of its store: a read may also fail after the store has noted what it gave.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Acquired, Batch, BatchLimit, Lease, Log, MemoryStore, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+};
+
+use crate::ledger::Who;
+use crate::plan::Fault;
+use crate::world::{World, down};
+
+/// A client whose reads may fail after they were noted.
+pub(crate) struct FlakyLog {
+    pub(crate) world: Arc<World>,
+    pub(crate) who: Who,
+    pub(crate) store: MemoryStore,
+}
+
+#[async_trait]
+impl Log for FlakyLog {
+    async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
+        self.store.subscribe(subscription).await
+    }
+
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
+        self.store.acquire(subscription, owner, held, ttl).await
+    }
+
+    async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+        self.store.renew(lease, ttl).await
+    }
+
+    async fn release(&self, lease: &Lease) -> Result<()> {
+        self.store.release(lease).await
+    }
+
+    async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        let fault = self.world.fault(self.who.0, "next_batch");
+        if fault == Some(Fault::Refuse) {
+            return Err(down());
+        }
+        let batch = self.store.next_batch(lease, limit).await;
+        if matches!(fault, Some(Fault::Lose | Fault::Late(_))) { Err(down()) } else { batch }
+    }
+
+    async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        self.store.due(lease, limit).await
+    }
+
+    async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
+        self.store.settle(lease, settlement).await
+    }
+
+    async fn hint(&self, lease: &Lease) {
+        self.store.hint(lease).await;
+    }
+}

@@ -1,0 +1,431 @@
+//! What is known of each event, and what must hold: counted from what writers wrote, the destination got and the store shows.
+//!
+//! It shares no code with the engine. Each operation of the store is looked at right after it was executed, so that a fault is named
+//! where it happens, not where it shows.
+
+use postbox_core::{Cursor, Lease, MemoryStore, State, SubscriptionName};
+
+use crate::plan::{At, Fate};
+
+/// Keys of events without a key, in the tables below.
+const KEYS_MAX: usize = 4;
+/// An event that meets a destination that is down so often, with others delivered in between, is charged for it.
+const BLAMED_AFTER: u32 = 5;
+
+/// One event, by its number.
+#[derive(Debug, Clone)]
+pub(crate) struct Fact {
+    pub(crate) key: Option<u8>,
+    pub(crate) topic: u8,
+    pub(crate) fate: Fate,
+    /// It waits for a time of its own, and leaves the order.
+    pub(crate) delayed: bool,
+    /// Its place among the commits; `None`: not committed.
+    order: Option<u64>,
+    /// Another store took over that did not have it.
+    taken_back: bool,
+    /// Arrivals by replay.
+    arrivals: Vec<u32>,
+    /// Answers that count as an attempt, since the last replay.
+    failures: u32,
+    found_down: u32,
+    refused: bool,
+    seen: Option<Seen>,
+    tick: u64,
+}
+
+/// How the store showed an event last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Seen {
+    state: State,
+    lane: u16,
+    attempts: u32,
+    replays: u32,
+}
+
+/// So often may a relay ask after a grant whose answer it did not get: other lanes go first.
+const UNUSED_ASKS_MAX: u32 = 6;
+
+/// Who did something: which relay, in which of its lives.
+pub(crate) type Who = (u8, u32);
+
+#[derive(Debug, Default)]
+pub(crate) struct Ledger {
+    pub(crate) facts: Vec<Fact>,
+    /// What does not hold; the first one counts.
+    pub(crate) violation: Option<String>,
+    attempts_max: u32,
+    ordered: bool,
+    halt: bool,
+    /// Topics that some filter left out at some time.
+    pub(crate) left_out: [bool; 2],
+    /// Arrivals beyond the first.
+    pub(crate) repeated: usize,
+    commits: u64,
+    /// By key: the place of the last first arrival among the commits.
+    arrived: [u64; KEYS_MAX],
+    cursors: Vec<Cursor>,
+    /// By lane: who got its current epoch.
+    owners: Vec<Option<Who>>,
+    /// By lane: how often the owner of an epoch asked on without ever using it.
+    unused: Vec<Option<u32>>,
+    /// By lane and owner: until when the store granted it, by the store's clock.
+    granted: Vec<(u16, Who, At)>,
+    tick: u64,
+}
+
+impl Ledger {
+    pub(crate) fn new(attempts_max: u32, ordered: bool, halt: bool) -> Self {
+        Self { attempts_max, ordered, halt, ..Self::default() }
+    }
+
+    pub(crate) fn fail(&mut self, violation: impl FnOnce() -> String) {
+        if self.violation.is_none() {
+            self.violation = Some(violation());
+        }
+    }
+
+    /// Gives an event its number.
+    pub(crate) fn append(&mut self, key: Option<u8>, topic: u8, fate: Fate, delayed: bool) -> usize {
+        self.facts.push(Fact {
+            key,
+            topic,
+            fate,
+            delayed,
+            order: None,
+            taken_back: false,
+            arrivals: Vec::new(),
+            failures: 0,
+            found_down: 0,
+            refused: false,
+            seen: None,
+            tick: 0,
+        });
+        self.facts.len() - 1
+    }
+
+    pub(crate) fn commit(&mut self, number: usize) {
+        self.commits += 1;
+        self.facts[number].order = Some(self.commits);
+    }
+
+    /// Whether nobody has left its topic out.
+    fn is_wanted(&self, number: usize) -> bool {
+        !self.left_out[usize::from(self.facts[number].topic)]
+    }
+
+    /// An event is about to be sent.
+    pub(crate) fn send(&mut self, who: Who, number: usize, attempt: u32, replay: u32, now: At) {
+        let fact = &self.facts[number];
+        if attempt > 1 + fact.failures + fact.found_down / BLAMED_AFTER {
+            let (failures, down) = (fact.failures, fact.found_down);
+            self.fail(|| format!("attempts: event {number} goes out as attempt {attempt} after {failures} failures and {down} outages"));
+        }
+        let Some(seen) = self.facts[number].seen else { return };
+        let lane = usize::from(seen.lane);
+        let is_owner = self.owners.get(lane).copied().flatten() == Some(who);
+        if is_owner && seen.replays == replay && matches!(seen.state, State::Dispatched | State::Dead) {
+            self.fail(|| format!("sent again: event {number} is {} and goes out once more", seen.state));
+        }
+        let until = self.granted.iter().filter(|(of, by, _)| *of == seen.lane && *by == who).map(|(.., until)| *until);
+        if until.max().is_some_and(|until| now >= until) {
+            self.fail(|| format!("lease: event {number} goes out after the lease of lane {lane} ended"));
+        }
+    }
+
+    /// An answer that counts as an attempt.
+    pub(crate) fn failed(&mut self, number: usize) {
+        self.facts[number].failures += 1;
+    }
+
+    pub(crate) fn found_down(&mut self, number: usize) {
+        self.facts[number].found_down += 1;
+    }
+
+    pub(crate) fn refused(&mut self, number: usize) {
+        self.facts[number].refused = true;
+    }
+
+    /// The destination has it.
+    pub(crate) fn arrive(&mut self, number: usize, replay: u32) {
+        let wanted = self.is_wanted(number);
+        let fact = &mut self.facts[number];
+        let Some(order) = fact.order else {
+            return self.fail(|| format!("phantom: event {number} arrived and was not committed"));
+        };
+        let first = fact.arrivals.is_empty();
+        fact.arrivals.resize(fact.arrivals.len().max(replay as usize + 1), 0);
+        fact.arrivals[replay as usize] += 1;
+        if fact.arrivals[replay as usize] > 1 {
+            self.repeated += 1;
+        }
+        let Some(key) = fact.key.map(usize::from) else { return };
+        // Taken out by a person while it was in flight.
+        let is_out = fact.seen.is_some_and(|seen| seen.state == State::Discarded);
+        let in_order = first && !is_out && replay == 0 && !fact.delayed && !fact.taken_back && wanted && self.ordered;
+        if in_order {
+            let before = self.arrived[key];
+            if order < before {
+                self.fail(|| format!("order: event {number} of key {key} arrived after a later one"));
+            }
+            self.arrived[key] = order.max(before);
+        }
+    }
+
+    /// A lease ends so much later, by the store's clock.
+    fn grant(&mut self, lane: u16, who: Who, until: At) {
+        match self.granted.iter_mut().find(|(of, by, _)| (*of, *by) == (lane, who)) {
+            Some(known) => known.2 = known.2.max(until),
+            None => self.granted.push((lane, who, until)),
+        }
+    }
+
+    /// Looks at the store after an operation.
+    pub(crate) fn observe(
+        &mut self,
+        store: &MemoryStore,
+        subscription: &SubscriptionName,
+        operation: &'static str,
+        lease: Option<&Lease>,
+        who: Who,
+        lease_ends: At,
+    ) {
+        let cursors = store.cursors(subscription);
+        let before = std::mem::replace(&mut self.cursors, cursors);
+        self.owners.resize(self.cursors.len(), None);
+        self.unused.resize(self.cursors.len(), None);
+        if before.len() != self.cursors.len() {
+            return self.look(store, subscription, operation, None);
+        }
+        let mut changed = false;
+        for lane in 0..before.len() {
+            let (old, new) = (before[lane], self.cursors[lane]);
+            if old == new {
+                continue;
+            }
+            changed = true;
+            if old.epoch != new.epoch {
+                if operation != "acquire" || new.epoch < old.epoch {
+                    self.fail(|| format!("epoch: {operation} changed it from {} to {}", old.epoch, new.epoch));
+                }
+                self.owners[lane] = Some(who);
+                self.unused[lane] = Some(0);
+                self.grant(lane as u16, who, lease_ends);
+            }
+            if (new.to, new.settled) < (old.to, old.settled) {
+                self.fail(|| format!("cursor: {operation} moved it back, from {old:?} to {new:?}"));
+            }
+            if (new.to, new.settled) != (old.to, old.settled) && !matches!(operation, "open" | "settle" | "apply") {
+                self.fail(|| format!("cursor: {operation} moved it, from {old:?} to {new:?}"));
+            }
+        }
+        self.count_unused(operation, lease, who, &before);
+        let fenced = lease.filter(|it| before[usize::from(it.lane)].epoch != it.epoch);
+        match lease {
+            Some(lease) if operation == "renew" && fenced.is_none() => self.grant(lease.lane, who, lease_ends),
+            _ => {}
+        }
+        if let Some(lease) = fenced
+            && before[usize::from(lease.lane)] != self.cursors[usize::from(lease.lane)]
+        {
+            self.fail(|| format!("fencing: {operation} under epoch {} moved the cursor of a later one", lease.epoch));
+        }
+        if changed || !matches!(operation, "open" | "page" | "load" | "due" | "renew" | "release") {
+            self.look(store, subscription, operation, fenced);
+        }
+    }
+
+    /// A lane that was granted in an answer that never arrived must be granted again, not stand still.
+    fn count_unused(&mut self, operation: &str, lease: Option<&Lease>, who: Who, before: &[Cursor]) {
+        if let Some(lease) = lease {
+            self.unused[usize::from(lease.lane)] = None;
+        }
+        for lane in 0..self.cursors.len() {
+            let asked_on =
+                operation == "acquire" && self.owners[lane] == Some(who) && before[lane] == self.cursors[lane];
+            let Some(count) = self.unused[lane].as_mut().filter(|_| asked_on) else { continue };
+            *count += 1;
+            if *count > UNUSED_ASKS_MAX {
+                self.fail(|| format!("grant: relay {}.{} asks on and on for lane {lane}, which it has", who.0, who.1));
+            }
+        }
+    }
+
+    /// Compares where each event stands with where it stood.
+    fn look(
+        &mut self,
+        store: &MemoryStore,
+        subscription: &SubscriptionName,
+        operation: &'static str,
+        fenced: Option<&Lease>,
+    ) {
+        self.tick += 1;
+        store.each_standing(subscription, |standing| {
+            let Some(number) = standing.event.version.map(|number| number as usize) else { return };
+            let new = Seen {
+                state: standing.state,
+                lane: standing.lane,
+                attempts: standing.attempts,
+                replays: standing.replays,
+            };
+            let old = self.facts[number].seen.replace(new);
+            self.facts[number].tick = self.tick;
+            if old != Some(new) {
+                self.judge(number, old, new, operation, fenced);
+            }
+        });
+        for number in 0..self.facts.len() {
+            let fact = &mut self.facts[number];
+            if fact.tick == self.tick {
+                continue;
+            }
+            // Only a sweep takes an event away, and only one that nobody needs.
+            if let Some(gone) = fact.seen.take()
+                && !(operation == "prune" && matches!(gone.state, State::Dispatched | State::Discarded))
+            {
+                self.fail(|| format!("gone: {operation} removed event {number}, which was {}", gone.state));
+            }
+        }
+    }
+
+    /// One change of one event.
+    fn judge(&mut self, number: usize, old: Option<Seen>, new: Seen, operation: &str, fenced: Option<&Lease>) {
+        let settles = matches!(operation, "settle" | "apply");
+        let from = old.map_or(State::Pending, |old| old.state);
+        let wanted = self.is_wanted(number);
+        if fenced.is_some_and(|lease| lease.lane == new.lane) {
+            self.fail(|| format!("fencing: {operation} of a former owner made event {number} {}", new.state));
+        }
+        if from != new.state {
+            if !from.may_become(new.state) {
+                self.fail(|| format!("state: {operation} made event {number} {} from {from}", new.state));
+            }
+            let by = match new.state {
+                State::Discarded => operation == "discard",
+                State::Retrying if from == State::Dead => operation == "requeue",
+                State::Retrying => settles || operation == "discard" || operation == "requeue",
+                State::Dispatched => settles || operation == "open" && !wanted,
+                _ => settles,
+            };
+            if !by {
+                self.fail(|| format!("state: {operation} made event {number} {} from {from}", new.state));
+            }
+        }
+        let old = old.unwrap_or(Seen { state: State::Pending, attempts: 0, replays: 0, ..new });
+        let fact = &mut self.facts[number];
+        let attempts = match () {
+            () if new.replays > old.replays => {
+                fact.failures = 0;
+                new.attempts == 0 && new.replays == old.replays + 1 && operation == "requeue"
+            }
+            // The row is gone, and its counters with it.
+            () if new.state == State::Dispatched => true,
+            () => {
+                new.replays == old.replays
+                    && (new.attempts == old.attempts || settles && new.attempts == old.attempts + 1)
+            }
+        };
+        let charged = fact.failures + fact.found_down / BLAMED_AFTER;
+        if !attempts || new.attempts > charged + u32::from(fact.refused) {
+            self.fail(|| {
+                format!("attempts: {operation} made {old:?} of event {number} {new:?}, after {charged} failures")
+            });
+        }
+        let fact = &self.facts[number];
+        match new.state {
+            State::Dispatched if fact.arrivals.is_empty() && wanted && from != State::Dispatched => {
+                self.fail(|| format!("loss: {operation} passed event {number}, which never arrived"));
+            }
+            State::Dead if from != State::Dead && !fact.refused && charged < self.attempts_max => {
+                self.fail(|| format!("dead: {operation} gave event {number} up after {charged} failures"));
+            }
+            _ => {}
+        }
+    }
+
+    /// The store went back: what it shows now is where everything begins again.
+    pub(crate) fn went_back(
+        &mut self,
+        store: &MemoryStore,
+        subscription: &SubscriptionName,
+        may_lose: bool,
+        effects: bool,
+    ) {
+        self.cursors = store.cursors(subscription);
+        self.owners.fill(None);
+        self.unused.fill(None);
+        self.tick += 1;
+        store.each_standing(subscription, |standing| {
+            let Some(number) = standing.event.version.map(|number| number as usize) else { return };
+            let seen = Seen {
+                state: standing.state,
+                lane: standing.lane,
+                attempts: standing.attempts,
+                replays: standing.replays,
+            };
+            let fact = &mut self.facts[number];
+            (fact.seen, fact.tick) = (Some(seen), self.tick);
+            // Attempts of before a replay that is undone count again.
+            fact.failures = fact.failures.max(seen.attempts);
+        });
+        for number in 0..self.facts.len() {
+            let fact = &mut self.facts[number];
+            if effects {
+                fact.arrivals.clear();
+            }
+            if fact.tick == self.tick || fact.order.is_none() {
+                continue;
+            }
+            // Swept before, it was done with; otherwise it is as if it had never been committed.
+            if fact.seen.take().is_some() {
+                fact.taken_back = true;
+                if !may_lose && !fact.arrivals.is_empty() {
+                    self.fail(|| format!("phantom: event {number} was published and is gone after a crash"));
+                }
+            }
+        }
+        if effects {
+            self.arrived = [0; KEYS_MAX];
+        }
+    }
+
+    /// Whether every event is where it may stay.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.pending().next().is_none()
+    }
+
+    /// Events that somebody waits for, and where they stand.
+    fn pending(&self) -> impl Iterator<Item = (usize, State)> {
+        let is_dead = |fact: &Fact| fact.seen.is_some_and(|seen| seen.state == State::Dead);
+        self.facts.iter().enumerate().filter_map(move |(number, fact)| {
+            let state = fact.seen?.state;
+            // Behind a dead event of its key, until a person has decided on that one.
+            let is_halted =
+                || self.halt && fact.key.is_some() && self.facts.iter().any(|it| it.key == fact.key && is_dead(it));
+            (state.counts_as_pending() && self.is_wanted(number) && !is_halted()).then_some((number, state))
+        })
+    }
+
+    /// Looks once more, when all is over.
+    pub(crate) fn close(&mut self, clean: bool, repeats_max: usize) {
+        let stuck = self.pending().next();
+        if let Some((number, state)) = stuck {
+            self.fail(|| format!("stuck: event {number} is {state} when all is over"));
+        }
+        let (repeated, max) = (self.repeated, if clean { 0 } else { repeats_max });
+        if repeated > max {
+            self.fail(|| format!("repeated: {repeated} arrivals beyond the first, at most {max} are in flight"));
+        }
+    }
+
+    /// For a report: what is known of each event.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        let line = |(number, fact): (usize, &Fact)| {
+            let state = fact.seen.map_or("-", |seen| seen.state.as_str());
+            let key = fact.key.map_or("no key".to_owned(), |key| format!("key {key}"));
+            let order = fact.order.map_or("not committed".to_owned(), |order| format!("commit {order}"));
+            format!("event {number}: {key}, {:?}, {order}, {state}, arrivals by replay {:?}", fact.fate, fact.arrivals)
+        };
+        self.facts.iter().enumerate().map(line).collect()
+    }
+}

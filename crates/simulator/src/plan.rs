@@ -1,0 +1,349 @@
+//! What happens in one simulated world: drawn from a seed, and cut down step by step when it ends badly.
+
+use std::fmt;
+
+use crate::rng::Rng;
+
+/// Relays at once.
+pub(crate) const RELAYS_MAX: u8 = 3;
+/// Whose calls those of a person at the command line count as.
+pub(crate) const OPERATOR: u8 = RELAYS_MAX;
+
+/// Milliseconds since the world began.
+pub(crate) type At = u64;
+
+/// One world.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    pub(crate) seed: u64,
+    pub(crate) shape: Shape,
+    pub(crate) steps: Vec<Step>,
+}
+
+/// What stays the same throughout.
+#[derive(Debug, Clone)]
+pub(crate) struct Shape {
+    pub(crate) lanes: u16,
+    pub(crate) ordered: bool,
+    pub(crate) halt: bool,
+    pub(crate) apply: bool,
+    pub(crate) batch: usize,
+    /// Which of [`crate::sink::CAPABILITIES`].
+    pub(crate) sink: usize,
+    pub(crate) attempts_max: u32,
+    /// How much the scheduler interferes at each call: 0 not at all.
+    pub(crate) jitter: u64,
+    /// Nothing abrupt happens: no event may arrive twice.
+    pub(crate) clean: bool,
+    /// When the faults end.
+    pub(crate) calm: At,
+}
+
+/// What happens to the events of a write at the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fate {
+    Fine,
+    /// Refused for good.
+    Refused,
+    /// Fails so often, then is taken.
+    Fails(u32),
+}
+
+/// How a transaction ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    Commit,
+    /// Commits, and the database flushes it.
+    Flushed,
+    Rollback,
+    /// The last event is taken back to a savepoint, the rest is committed.
+    Savepoint,
+}
+
+/// What happens to a call on its way to the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// An error; nothing was done.
+    Refuse,
+    /// It was done; the answer is an error.
+    Lose,
+    /// The answer is an error; it is done so much later.
+    Late(At),
+    /// It is done, and once more so much later.
+    Twice(At),
+    /// It takes so long to get there, and so long back.
+    Slow(At, At),
+}
+
+/// What happens to a call of the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mishap {
+    Fails,
+    Down,
+    /// Down, and names a wait.
+    Later,
+    Gone,
+    Panics,
+    /// Took everything and never answers.
+    Hangs,
+    /// Took everything and says it failed.
+    LosesAnswer,
+    BreaksContract,
+    Slow(At),
+}
+
+/// What a person does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Action {
+    Retry,
+    DiscardDead,
+    /// The event with this number, wherever it stands.
+    Discard(u64),
+    Pause,
+    Resume,
+    Prune,
+    /// Another filter: the number of the topic that is left out, if any.
+    Filter(Option<u8>),
+}
+
+/// One thing that happens; any of them can be left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// A transaction: begins, appends, and ends `held` later.
+    Write {
+        at: At,
+        held: At,
+        key: Option<u8>,
+        events: u8,
+        topic: u8,
+        wait: At,
+        fate: Fate,
+        end: End,
+    },
+    /// A relay starts as a new process.
+    Start {
+        at: At,
+        relay: u8,
+    },
+    /// It is stopped, and finishes.
+    Stop {
+        at: At,
+        relay: u8,
+    },
+    /// It is killed.
+    Kill {
+        at: At,
+        relay: u8,
+    },
+    /// It stands still.
+    Stall {
+        at: At,
+        relay: u8,
+        held: At,
+    },
+    /// The `nth` call of an operation meets a fault.
+    Fault {
+        relay: u8,
+        operation: &'static str,
+        nth: u32,
+        fault: Fault,
+    },
+    /// The `nth` call of the destination.
+    Mishap {
+        nth: u32,
+        mishap: Mishap,
+    },
+    /// The destination is down.
+    Outage {
+        at: At,
+        held: At,
+    },
+    Operator {
+        at: At,
+        action: Action,
+    },
+    /// The store crashes: what was not flushed is gone.
+    Crash {
+        at: At,
+    },
+    /// Another store takes over, with what it had `behind` ago.
+    Failover {
+        at: At,
+        behind: At,
+    },
+}
+
+const OPERATIONS: [&str; 18] = [
+    "open",
+    "open",
+    "open",
+    "settle",
+    "settle",
+    "settle",
+    "settle",
+    "acquire",
+    "acquire",
+    "renew",
+    "page",
+    "page",
+    "load",
+    "due",
+    "due",
+    "next_batch",
+    "release",
+    "apply",
+];
+const OPERATOR_OPERATIONS: [&str; 4] = ["requeue", "discard", "pause", "prune"];
+
+impl Plan {
+    /// The world of a seed.
+    pub(crate) fn of(seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let rng = &mut rng;
+        let shape = Shape {
+            lanes: rng.pick(&[1, 1, 2, 3]),
+            ordered: rng.percent(85),
+            halt: rng.percent(15),
+            apply: rng.percent(20),
+            batch: rng.pick(&[1, 2, 3, 8, 50]),
+            sink: rng.below(crate::sink::CAPABILITIES.len() as u64) as usize,
+            attempts_max: rng.pick(&[1, 2, 4]),
+            jitter: rng.below(4),
+            clean: rng.percent(15),
+            calm: rng.pick(&[400, 800, 1_600]),
+        };
+        let mut plan = Self { seed, shape, steps: Vec::new() };
+        plan.draw_writes(rng);
+        plan.draw_relays(rng);
+        plan.draw_operator(rng);
+        if !plan.shape.clean {
+            plan.draw_faults(rng);
+        } else if rng.percent(30) {
+            let at = rng.below(plan.shape.calm);
+            plan.steps.push(Step::Outage { at, held: rng.within(50, 600) });
+        }
+        plan
+    }
+
+    fn draw_writes(&mut self, rng: &mut Rng) {
+        let keys = rng.within(1, 3);
+        for _ in 0..rng.within(2, 8) {
+            let fate = match rng.below(20) {
+                0 => Fate::Refused,
+                1 | 2 => Fate::Fails(rng.within(1, 3) as u32),
+                3 => Fate::Fails(100),
+                _ => Fate::Fine,
+            };
+            self.steps.push(Step::Write {
+                at: rng.below(self.shape.calm * 4 / 5),
+                held: if rng.percent(50) { 0 } else { rng.within(1, 500) },
+                key: Some(rng.below(keys + 1) as u8).filter(|key| u64::from(*key) < keys),
+                events: rng.within(1, 4) as u8,
+                topic: rng.below(2) as u8,
+                wait: if rng.percent(6) { rng.within(50, 900) } else { 0 },
+                fate,
+                end: rng.pick(&[End::Commit, End::Commit, End::Commit, End::Flushed, End::Rollback, End::Savepoint]),
+            });
+        }
+    }
+
+    fn draw_relays(&mut self, rng: &mut Rng) {
+        let calm = self.shape.calm;
+        for relay in 0..rng.pick(&[1, 1, 2, 2, RELAYS_MAX]) {
+            let mut at = if rng.percent(50) { 0 } else { rng.below(calm / 2) };
+            self.steps.push(Step::Start { at, relay });
+            while rng.percent(40) {
+                at += rng.within(20, 900);
+                if at >= calm {
+                    break;
+                }
+                let kill = !self.shape.clean && rng.percent(60);
+                self.steps.push(if kill { Step::Kill { at, relay } } else { Step::Stop { at, relay } });
+                at += rng.within(0, 300);
+                self.steps.push(Step::Start { at, relay });
+            }
+        }
+    }
+
+    fn draw_operator(&mut self, rng: &mut Rng) {
+        let calm = self.shape.calm;
+        for _ in 0..rng.below(4) {
+            let action = match rng.below(12) {
+                0..=3 => Action::Retry,
+                4 => Action::DiscardDead,
+                5 | 6 => Action::Discard(rng.below(20)),
+                7 if !self.shape.clean => Action::Pause,
+                8 => Action::Resume,
+                9 | 10 => Action::Prune,
+                _ if rng.percent(50) => Action::Filter(Some(rng.below(2) as u8)),
+                _ => Action::Filter(None),
+            };
+            self.steps.push(Step::Operator { at: rng.below(calm), action });
+        }
+    }
+
+    fn draw_faults(&mut self, rng: &mut Rng) {
+        let calm = self.shape.calm;
+        for _ in 0..rng.below(10) {
+            let fault = match rng.below(10) {
+                0 | 1 => Fault::Refuse,
+                2 | 3 => Fault::Lose,
+                4 | 5 => Fault::Late(if rng.percent(60) { rng.within(1, 120) } else { rng.within(100, 2_500) }),
+                6 | 7 => Fault::Twice(if rng.percent(30) { 0 } else { rng.within(1, 2_000) }),
+                _ => Fault::Slow(rng.pick(&[0, 5, 60, 900]), rng.pick(&[0, 5, 60, 900])),
+            };
+            let (relay, operation) = match rng.below(12) {
+                0 => (OPERATOR, rng.pick(&OPERATOR_OPERATIONS)),
+                _ => (rng.below(RELAYS_MAX.into()) as u8, rng.pick(&OPERATIONS)),
+            };
+            let nth = if rng.percent(70) { rng.below(4) } else { rng.below(16) } as u32;
+            self.steps.push(Step::Fault { relay, operation, nth, fault });
+        }
+        for _ in 0..rng.below(3) {
+            let mishap = match rng.below(20) {
+                0..=3 => Mishap::Fails,
+                4 | 5 => Mishap::Down,
+                6 => Mishap::Later,
+                7 => Mishap::Gone,
+                8 => Mishap::Panics,
+                9 | 10 => Mishap::Hangs,
+                11..=13 => Mishap::LosesAnswer,
+                14 => Mishap::BreaksContract,
+                _ => Mishap::Slow(rng.pick(&[100, 300, 700])),
+            };
+            self.steps.push(Step::Mishap { nth: rng.below(10) as u32, mishap });
+        }
+        if rng.percent(15) {
+            self.steps.push(Step::Outage { at: rng.below(calm), held: rng.within(50, 900) });
+        }
+        if rng.percent(20) {
+            let relay = rng.below(RELAYS_MAX.into()) as u8;
+            self.steps.push(Step::Stall { at: rng.below(calm), relay, held: rng.within(200, 2_500) });
+        }
+        match rng.below(20) {
+            0 => self.steps.push(Step::Crash { at: rng.below(calm) }),
+            1 => self.steps.push(Step::Failover { at: rng.below(calm), behind: rng.within(1, 800) }),
+            _ => {}
+        }
+    }
+
+    /// Steps that can make an event arrive again, each for what is in flight.
+    pub(crate) fn abrupt(&self) -> usize {
+        let abrupt = |step: &&Step| {
+            !matches!(step, Step::Write { .. } | Step::Start { .. } | Step::Stop { .. } | Step::Outage { .. })
+        };
+        self.steps.iter().filter(abrupt).count()
+    }
+
+    /// Whether the store goes back to an earlier state.
+    pub(crate) fn goes_back(&self) -> bool {
+        self.steps.iter().any(|step| matches!(step, Step::Crash { .. } | Step::Failover { .. }))
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "seed {}: {:?}", self.seed, self.shape)?;
+        self.steps.iter().try_for_each(|step| writeln!(f, "  {step:?}"))
+    }
+}

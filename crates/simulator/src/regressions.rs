@@ -1,0 +1,56 @@
+//! Plans that found defects, as they were left after everything else was taken away.
+
+use crate::plan::{At, End, Fate, Mishap, Plan, Shape, Step};
+use crate::run::run_plan;
+
+fn shape(lanes: u16, batch: usize, apply: bool, calm: At) -> Shape {
+    Shape { lanes, ordered: true, halt: false, apply, batch, sink: 0, attempts_max: 4, jitter: 0, clean: false, calm }
+}
+
+fn write(at: At, events: u8, fate: Fate) -> Step {
+    Step::Write { at, held: 0, key: None, events, topic: 1, wait: 0, fate, end: End::Flushed }
+}
+
+#[track_caller]
+fn holds(shape: Shape, steps: &[Step]) {
+    let (violation, _, history) = run_plan(Plan { seed: 0, shape, steps: steps.to_vec() }, true);
+    assert_eq!(violation, None, "{}", history.join("\n"));
+}
+
+/// It read and rewound the same batch without end, in the last tenth of its lease.
+#[test]
+fn an_apply_lane_whose_lease_ran_out_does_not_spin() {
+    for held in (1_200..2_000).step_by(20) {
+        let stall = Step::Stall { at: 113, relay: 0, held };
+        holds(shape(1, 2, true, 2_500), &[write(179, 4, Fate::Fine), Step::Start { at: 0, relay: 0 }, stall]);
+    }
+}
+
+/// Nobody heard it, and its row was put aside as in flight each time it came due.
+#[test]
+fn what_a_late_call_brings_is_heard_while_the_breaker_probes() {
+    for nth in 0..12 {
+        let slow = Step::Mishap { nth, mishap: Mishap::Slow(700) };
+        let steps = [
+            write(529, 4, Fate::Fails(100)),
+            Step::Start { at: 0, relay: 1 },
+            slow,
+            Step::Outage { at: 723, held: 652 },
+        ];
+        holds(shape(3, 2, false, 800), &steps);
+    }
+}
+
+/// A client that remembered a higher epoch asked for its place without end.
+#[test]
+fn a_store_that_went_back_to_a_lower_epoch_is_read_on() {
+    let steps = [
+        Step::Start { at: 0, relay: 0 },
+        Step::Stop { at: 30, relay: 0 },
+        Step::Start { at: 152, relay: 0 },
+        write(300, 3, Fate::Fine),
+        Step::Failover { at: 555, behind: 540 },
+        write(600, 3, Fate::Fine),
+    ];
+    holds(shape(1, 50, false, 800), &steps);
+}

@@ -1,0 +1,171 @@
+//! The destination: what arrives is written down; it fails as the plan says.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{Capabilities, Delivery, Key, MemoryTransaction, NewEvent, Outcome, Sink};
+
+use crate::ledger::Who;
+use crate::plan::{Fate, Mishap};
+use crate::world::{World, effects, number_of};
+
+/// The ways a sink is driven.
+pub(crate) const CAPABILITIES: [Capabilities; 4] = [
+    Capabilities { batch_max: 1, concurrency: 8, prefix: false },
+    Capabilities { batch_max: 3, concurrency: 2, prefix: false },
+    Capabilities { batch_max: 4, concurrency: 1, prefix: true },
+    Capabilities { batch_max: 100, concurrency: 2, prefix: true },
+];
+/// Replays told apart in what a handler writes.
+pub(crate) const REPLAYS_MAX: i64 = 64;
+
+/// The destination as one relay reaches it.
+pub(crate) struct SimSink {
+    pub(crate) world: Arc<World>,
+    pub(crate) who: Who,
+}
+
+#[async_trait]
+impl Sink for SimSink {
+    fn capabilities(&self) -> Capabilities {
+        CAPABILITIES[self.world.plan.shape.sink]
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        let world = &self.world;
+        let mishap = world.begin_call(self.who, deliveries);
+        let mut call = Call { world, deliveries, answered: false };
+        if let Some(Mishap::Slow(time)) = mishap {
+            tokio::time::sleep(Duration::from_millis(time)).await;
+        }
+        world.jitter(self.who).await;
+        if mishap == Some(Mishap::Panics) {
+            panic!("{}", crate::run::PANIC);
+        }
+        let mut stopped: HashSet<&Key> = HashSet::new();
+        let mut outcomes = Vec::with_capacity(deliveries.len());
+        for delivery in deliveries {
+            let key = delivery.event.key.as_ref();
+            if key.is_some_and(|key| stopped.contains(key)) {
+                world.charge(&[*delivery]);
+                outcomes.push(Outcome::retry("behind", "an earlier event of the key failed"));
+                continue;
+            }
+            let outcome = world.judge(self.who, delivery, mishap);
+            if !outcome.is_delivered() {
+                stopped.extend(key);
+            }
+            outcomes.push(outcome);
+        }
+        if mishap == Some(Mishap::Hangs) {
+            return std::future::pending().await;
+        }
+        if mishap == Some(Mishap::BreaksContract) {
+            world.charge(deliveries);
+            outcomes.pop();
+        }
+        world.jitter(self.who).await;
+        call.answered = true;
+        outcomes
+    }
+}
+
+/// A call that is dropped or panics counts as an attempt, where the relay lives to count it.
+struct Call<'a> {
+    world: &'a World,
+    deliveries: &'a [&'a Delivery],
+    answered: bool,
+}
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.world.charge(self.deliveries);
+        }
+    }
+}
+
+impl World {
+    /// What the destination makes of one event.
+    fn judge(&self, who: Who, delivery: &Delivery, mishap: Option<Mishap>) -> Outcome {
+        let number = number_of(&delivery.event);
+        let mut state = self.state();
+        let ledger = &mut state.ledger;
+        let outcome = match (mishap, ledger.facts[number].fate) {
+            _ if self.is_out() => Outcome::unavailable("connect_refused", "down"),
+            (Some(Mishap::Down), _) => Outcome::unavailable("connect_refused", "down"),
+            (Some(Mishap::Later), _) => Outcome::Unavailable {
+                code: "http_429".into(),
+                error: "later".to_owned(),
+                after: Some(Duration::from_millis(200)),
+            },
+            (Some(Mishap::Gone), _) => Outcome::Gone { code: "http_410".into(), error: "gone".to_owned() },
+            (Some(Mishap::Fails), _) => Outcome::retry("http_500", "bad luck"),
+            (_, Fate::Refused) => Outcome::dead("http_422", "poison"),
+            (_, Fate::Fails(times)) if times > 0 => {
+                ledger.facts[number].fate = Fate::Fails(times - u32::from(times < 100));
+                Outcome::retry("http_500", "as planned")
+            }
+            _ => Outcome::DELIVERED,
+        };
+        match &outcome {
+            Outcome::Delivered { .. } => ledger.arrive(number, delivery.replay),
+            Outcome::Retry { .. } => ledger.failed(number),
+            Outcome::Unavailable { .. } => ledger.found_down(number),
+            Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
+        }
+        state.note(self, || {
+            format!("relay {}.{}: event {number} attempt {}: {outcome:?}", who.0, who.1, delivery.attempt)
+        });
+        if outcome.is_delivered() && mishap == Some(Mishap::LosesAnswer) {
+            state.ledger.failed(number);
+            return Outcome::retry("http_504", "its answer was lost");
+        }
+        outcome
+    }
+
+    /// What a handler makes of one event: its effect is written in the transaction that settles.
+    pub(crate) fn apply(&self, who: Who, transaction: &mut MemoryTransaction, delivery: &Delivery) -> Outcome {
+        let number = number_of(&delivery.event);
+        let mishap = self.begin_call(who, &[delivery]);
+        let mut state = self.state();
+        let ledger = &mut state.ledger;
+        let outcome = match (mishap, ledger.facts[number].fate) {
+            (Some(Mishap::Fails | Mishap::LosesAnswer | Mishap::BreaksContract), _) => {
+                Outcome::retry("failed", "bad luck")
+            }
+            (Some(Mishap::Down | Mishap::Later), _) => Outcome::unavailable("down", "down"),
+            (Some(Mishap::Panics), _) => {
+                ledger.failed(number);
+                drop(state);
+                panic!("{}", crate::run::PANIC);
+            }
+            (_, Fate::Refused) => Outcome::dead("refused", "poison"),
+            (_, Fate::Fails(times)) if times > 0 => {
+                ledger.facts[number].fate = Fate::Fails(times - u32::from(times < 100));
+                Outcome::retry("failed", "as planned")
+            }
+            _ => Outcome::DELIVERED,
+        };
+        match &outcome {
+            Outcome::Retry { .. } => ledger.failed(number),
+            Outcome::Unavailable { .. } => ledger.found_down(number),
+            Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
+            Outcome::Delivered { .. } => {
+                if !self.plan.shape.clean {
+                    // The transaction may yet overrun its time, which counts as an attempt.
+                    ledger.failed(number);
+                }
+                let version = number as i64 * REPLAYS_MAX + i64::from(delivery.replay);
+                let effect = NewEvent::json("effect", "{}").version(version);
+                if transaction.append(&effects(), &[effect]).is_err() {
+                    return Outcome::unavailable("store", "the store went back");
+                }
+            }
+        }
+        state.note(self, || format!("relay {}.{}: handler of event {number}: {outcome:?}", who.0, who.1));
+        outcome
+    }
+}

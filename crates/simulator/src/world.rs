@@ -1,0 +1,433 @@
+//! One world: the server, the clock, the wire, and what the plan does to them.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use postbox_core::{
+    Call, Clock, Delivery, Error, ErrorKind, Event, LogName, MemoryStore, Result, Subscription, SubscriptionName, Wire,
+};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::ledger::{Ledger, Who};
+use crate::plan::{At, Fault, Mishap, OPERATOR, Plan, RELAYS_MAX, Step};
+use crate::rng::Rng;
+use crate::sink::REPLAYS_MAX;
+
+/// How long a lane belongs to a relay.
+pub(crate) const LEASE: Duration = Duration::from_millis(2_000);
+
+/// Calls of the store in one world; ordinary ones make a few hundred.
+const CALLS_MAX: u32 = 20_000;
+
+/// Where handlers write their effects.
+pub(crate) fn effects() -> LogName {
+    LogName::inbox()
+}
+
+/// Which event of the ledger this is.
+pub(crate) fn number_of(event: &Event) -> usize {
+    event.version.unwrap_or_default() as usize
+}
+
+pub(crate) struct World {
+    pub(crate) plan: Plan,
+    pub(crate) subscription: Subscription,
+    /// Reads the effects, and is never driven.
+    auditor: SubscriptionName,
+    /// The server itself, without a wire.
+    pub(crate) store: MemoryStore,
+    zero: Instant,
+    /// Rises each time the store goes back: what was on its way to the server before is gone with it.
+    generation: AtomicU64,
+    /// No more faults.
+    calm: AtomicBool,
+    stalled: [AtomicU64; RELAYS_MAX as usize + 1],
+    outages: Vec<(At, At)>,
+    faults: HashMap<(u8, &'static str, u32), Fault>,
+    mishaps: HashMap<u32, Mishap>,
+    state: Mutex<WorldState>,
+    tracing: bool,
+}
+
+pub(crate) struct WorldState {
+    pub(crate) ledger: Ledger,
+    rng: Rng,
+    /// How often each operation was called, by relay.
+    calls: HashMap<(u8, &'static str), u32>,
+    sends: u32,
+    carried: u32,
+    effects_seen: HashMap<i64, i64>,
+    /// Of everything that happened, in its order.
+    hash: u64,
+    trace: Vec<String>,
+}
+
+impl WorldState {
+    /// Adds to the history.
+    pub(crate) fn note(&mut self, world: &World, line: impl FnOnce() -> String) {
+        if world.tracing {
+            self.trace.push(format!("{:>6} ms  {}", world.now(), line()));
+        }
+    }
+
+    fn mix(&mut self, value: u64) {
+        self.hash = (self.hash ^ value).wrapping_mul(0x0100_0000_01b3).rotate_left(17);
+    }
+}
+
+impl World {
+    pub(crate) fn new(plan: Plan, tracing: bool) -> Self {
+        let zero = Instant::now();
+        let store = MemoryStore::new(Arc::new(ServerClock(zero)));
+        let subscription = Subscription {
+            lanes: plan.shape.lanes,
+            ordering: match plan.shape.ordered {
+                true => postbox_core::Ordering::Key,
+                false => postbox_core::Ordering::None,
+            },
+            ..Subscription::new("sim".parse().expect("a name"), LogName::outbox())
+        };
+        let (mut faults, mut mishaps, mut outages) = (HashMap::new(), HashMap::new(), Vec::new());
+        for step in &plan.steps {
+            match *step {
+                Step::Fault { relay, operation, nth, fault } => _ = faults.insert((relay, operation, nth), fault),
+                Step::Mishap { nth, mishap } => _ = mishaps.insert(nth, mishap),
+                Step::Outage { at, held } => outages.push((at, at + held)),
+                _ => {}
+            }
+        }
+        let ledger = Ledger::new(plan.shape.attempts_max, plan.shape.ordered, plan.shape.halt);
+        let state = WorldState {
+            ledger,
+            rng: Rng::new(plan.seed ^ 0xA5A5),
+            calls: HashMap::new(),
+            sends: 0,
+            carried: 0,
+            effects_seen: HashMap::new(),
+            hash: 0xcbf2_9ce4_8422_2325,
+            trace: Vec::new(),
+        };
+        if plan.goes_back() {
+            store.forget_unflushed();
+        }
+        Self {
+            subscription,
+            auditor: "auditor".parse().expect("a name"),
+            store,
+            zero,
+            generation: AtomicU64::new(0),
+            calm: AtomicBool::new(false),
+            stalled: Default::default(),
+            outages,
+            faults,
+            mishaps,
+            state: Mutex::new(state),
+            tracing,
+            plan,
+        }
+    }
+
+    pub(crate) fn auditor(&self) -> Subscription {
+        Subscription::new(self.auditor.clone(), effects())
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, WorldState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn now(&self) -> At {
+        u64::try_from(self.zero.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    pub(crate) fn note(&self, line: impl FnOnce() -> String) {
+        if self.tracing {
+            self.state().note(self, line);
+        }
+    }
+
+    pub(crate) fn is_violated(&self) -> bool {
+        self.state().ledger.violation.is_some()
+    }
+
+    /// The faults end.
+    pub(crate) fn calm(&self) {
+        self.calm.store(true, Ordering::Relaxed);
+        self.stalled.iter().for_each(|until| until.store(0, Ordering::Relaxed));
+        self.note(|| "the faults end".to_owned());
+    }
+
+    pub(crate) fn is_calm(&self) -> bool {
+        self.calm.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn is_out(&self) -> bool {
+        let now = self.now();
+        !self.is_calm() && self.outages.iter().any(|(from, until)| (*from..*until).contains(&now))
+    }
+
+    /// A relay stands still.
+    pub(crate) fn stall(&self, relay: u8, held: At) {
+        self.stalled[usize::from(relay)].store(self.now() + held, Ordering::Relaxed);
+    }
+
+    /// Waits while the relay stands still.
+    async fn gate(&self, relay: u8) {
+        let until = self.stalled[usize::from(relay)].load(Ordering::Relaxed);
+        if until > self.now() {
+            sleep_until(self.zero + Duration::from_millis(until)).await;
+        }
+    }
+
+    /// A place where the scheduler may do something else first.
+    pub(crate) async fn jitter(&self, who: Who) {
+        self.gate(who.0).await;
+        let jitter = self.plan.shape.jitter;
+        if jitter == 0 {
+            return;
+        }
+        let draw = self.state().rng.below(16);
+        match draw {
+            0..=8 => {}
+            9..=13 => tokio::task::yield_now().await,
+            _ => sleep(Duration::from_millis(draw % 4 + jitter * jitter)).await,
+        }
+    }
+
+    /// Whether there were more calls than any work can need: somebody asks again and again, and no time passes.
+    fn spins(&self, who: Who, operation: &str) -> bool {
+        let mut state = self.state();
+        state.carried += 1;
+        if state.carried > CALLS_MAX {
+            state.ledger.fail(|| format!("spin: relay {}.{} calls {operation} again and again", who.0, who.1));
+        }
+        state.ledger.violation.is_some()
+    }
+
+    /// What meets this call of an operation.
+    pub(crate) fn fault(&self, relay: u8, operation: &'static str) -> Option<Fault> {
+        let mut state = self.state();
+        let count = state.calls.entry((relay, operation)).or_insert(0);
+        let nth = *count;
+        *count += 1;
+        if self.is_calm() { None } else { self.faults.get(&(relay, operation, nth)).copied() }
+    }
+
+    /// The server executes a call, unless it is gone with the server it was on its way to.
+    fn execute(&self, call: &Call, who: Who, generation: u64) -> bool {
+        if self.generation.load(Ordering::Relaxed) != generation {
+            return false;
+        }
+        call.execute();
+        let operation = call.operation;
+        let lease_ends = self.now() + LEASE.as_millis() as u64;
+        let mut state = self.state();
+        state.mix(self.now() << 8 | u64::from(who.0));
+        operation.bytes().for_each(|byte| state.mix(byte.into()));
+        state.note(self, || {
+            let epoch = call.lease.as_ref().map(|lease| format!(" lane {} epoch {}", lease.lane, lease.epoch));
+            format!("relay {}.{}: {operation}{}", who.0, who.1, epoch.unwrap_or_default())
+        });
+        if operation == "apply" {
+            self.count_effects(&mut state);
+        }
+        let before = if self.tracing { self.store.cursors(&self.subscription.name) } else { Vec::new() };
+        let name = &self.subscription.name;
+        state.ledger.observe(&self.store, name, operation, call.lease.as_ref(), who, lease_ends);
+        if self.tracing && operation != "renew" {
+            state.note(self, || format!("        cursors {before:?}"));
+        }
+        true
+    }
+
+    /// Looks at what handlers wrote.
+    fn count_effects(&self, state: &mut WorldState) {
+        let mut fresh = Vec::new();
+        self.store.each_standing(&self.auditor, |standing| {
+            let version = standing.event.version.unwrap_or_default();
+            match state.effects_seen.get(&version) {
+                Some(seq) if *seq == standing.seq.0 => {}
+                Some(_) => state.ledger.fail(|| format!("effect: event {} was applied twice", version / REPLAYS_MAX)),
+                None => fresh.push((standing.seq.0, version)),
+            }
+        });
+        for (seq, version) in fresh {
+            if state.effects_seen.insert(version, seq).is_some_and(|other| other != seq) {
+                state.ledger.fail(|| format!("effect: event {} was applied twice", version / REPLAYS_MAX));
+            }
+            state.ledger.arrive((version / REPLAYS_MAX) as usize, (version % REPLAYS_MAX) as u32);
+        }
+    }
+
+    /// A transaction of a writer ended.
+    pub(crate) fn committed(&self, numbers: &[usize]) {
+        let mut state = self.state();
+        for number in numbers {
+            state.ledger.commit(*number);
+        }
+        state.ledger.observe(&self.store, &self.subscription.name, "commit", None, (OPERATOR, 0), 0);
+    }
+
+    /// The store goes back: what was on its way to it is gone.
+    pub(crate) fn go_back(&self, may_lose: bool, back: impl FnOnce()) {
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        back();
+        let mut state = self.state();
+        state.effects_seen.clear();
+        let apply = self.plan.shape.apply;
+        state.ledger.went_back(&self.store, &self.subscription.name, may_lose, apply);
+        if apply {
+            self.count_effects(&mut state);
+        }
+        state.note(self, || format!("the store went back; cursors {:?}", self.store.cursors(&self.subscription.name)));
+    }
+
+    /// A call of the destination begins.
+    pub(crate) fn begin_call(&self, who: Who, deliveries: &[&Delivery]) -> Option<Mishap> {
+        let now = self.now();
+        let mut state = self.state();
+        let nth = state.sends;
+        state.sends += 1;
+        state.mix(now << 8 | 0xFF);
+        for delivery in deliveries {
+            let number = number_of(&delivery.event);
+            state.mix(number as u64);
+            state.ledger.send(who, number, delivery.attempt, delivery.replay, now);
+        }
+        let mishap = if self.is_calm() { None } else { self.mishaps.get(&nth).copied() };
+        state.note(self, || {
+            let numbers: Vec<usize> = deliveries.iter().map(|delivery| number_of(&delivery.event)).collect();
+            format!("relay {}.{}: call {nth} with events {numbers:?} {mishap:?}", who.0, who.1)
+        });
+        mishap
+    }
+
+    /// An answer, or none, that counts as an attempt of each.
+    pub(crate) fn charge(&self, deliveries: &[&Delivery]) {
+        let mut state = self.state();
+        deliveries.iter().for_each(|delivery| state.ledger.failed(number_of(&delivery.event)));
+    }
+
+    /// How often relays called the store.
+    pub(crate) fn calls(&self) -> u64 {
+        self.state().carried.into()
+    }
+
+    /// The violation, the hash of the history, and the history.
+    pub(crate) fn end(&self) -> (Option<String>, u64, Vec<String>) {
+        let mut state = self.state();
+        let repeats_max = self.plan.abrupt() * (usize::from(self.plan.shape.lanes) * self.plan.shape.batch * 2 + 16);
+        state.ledger.close(self.plan.shape.clean, repeats_max);
+        let mut trace = std::mem::take(&mut state.trace);
+        if self.tracing {
+            trace.extend(state.ledger.lines());
+        }
+        (state.ledger.violation.clone(), state.hash, trace)
+    }
+}
+
+pub(crate) fn down() -> Error {
+    Error::new(ErrorKind::Unavailable, "simulate", "store_down", "the simulated store did not answer")
+}
+
+/// The way of one relay to the server.
+pub(crate) struct SimWire {
+    pub(crate) world: Arc<World>,
+    pub(crate) who: Who,
+}
+
+impl SimWire {
+    /// The server executes it so much later, whatever became of its caller.
+    fn execute_late(&self, call: Arc<Call>, after: At, generation: u64) {
+        let (world, who) = (self.world.clone(), self.who);
+        tokio::spawn(async move {
+            sleep(Duration::from_millis(after)).await;
+            world.note(|| format!("relay {}.{}: late or again: {}", who.0, who.1, call.operation));
+            world.execute(&call, who, generation);
+        });
+    }
+}
+
+#[async_trait]
+impl Wire for SimWire {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        let (world, who) = (&self.world, self.who);
+        if world.spins(who, call.operation) {
+            return std::future::pending().await;
+        }
+        let fault = world.fault(who.0, call.operation);
+        let generation = world.generation.load(Ordering::Relaxed);
+        if fault.is_some() {
+            world.note(|| format!("relay {}.{}: {} meets {fault:?}", who.0, who.1, call.operation));
+        }
+        world.jitter(who).await;
+        let executed = match fault {
+            Some(Fault::Refuse) => return Err(down()),
+            Some(Fault::Late(after)) => {
+                self.execute_late(call, after, generation);
+                return Err(down());
+            }
+            Some(Fault::Slow(there, back)) => {
+                sleep(Duration::from_millis(there)).await;
+                let executed = world.execute(&call, who, generation);
+                sleep(Duration::from_millis(back)).await;
+                executed
+            }
+            Some(Fault::Twice(0)) => {
+                world.execute(&call, who, generation);
+                world.execute(&call, who, generation)
+            }
+            Some(Fault::Twice(after)) => {
+                let executed = world.execute(&call, who, generation);
+                self.execute_late(call, after, generation);
+                executed
+            }
+            Some(Fault::Lose) | None => world.execute(&call, who, generation),
+        };
+        world.jitter(who).await;
+        if fault == Some(Fault::Lose) || !executed { Err(down()) } else { Ok(()) }
+    }
+}
+
+/// The server's clock.
+struct ServerClock(Instant);
+
+#[async_trait]
+impl Clock for ServerClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::UNIX_EPOCH + self.0.elapsed()
+    }
+
+    fn monotonic(&self) -> Duration {
+        self.0.elapsed()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        sleep(duration).await;
+    }
+}
+
+/// The clock of one relay: it wakes up late when the relay stands still, and its wall time is wrong.
+pub(crate) struct RelayClock {
+    pub(crate) world: Arc<World>,
+    pub(crate) relay: u8,
+}
+
+#[async_trait]
+impl Clock for RelayClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::UNIX_EPOCH + self.world.zero.elapsed() + Duration::from_secs(u64::from(self.relay) * 86_400)
+    }
+
+    fn monotonic(&self) -> Duration {
+        self.world.zero.elapsed() + Duration::from_secs(u64::from(self.relay))
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        sleep(duration).await;
+        self.world.gate(self.relay).await;
+    }
+}
