@@ -61,9 +61,10 @@ AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
 /// By primary key; takes the write lock.
 const REPLICA_SEEN: &str = "INSERT INTO postbox_replica (subscription, owner, seen_at) VALUES (?1, ?2, ?3) \
 ON CONFLICT (subscription, owner) DO UPDATE SET seen_at = excluded.seen_at";
-/// By primary key; no lock.
-const REPLICA_COUNT: &str =
-    "SELECT count(*) FROM postbox_replica WHERE subscription = ?1 AND seen_at > ?2 AND owner <> ?3";
+/// By primary key; no lock. Who was seen in the future was seen before the clock went back: counted, a dead one would take its share of the
+/// lanes from the living until the clock catches up.
+const REPLICA_COUNT: &str = "SELECT count(*) FROM postbox_replica WHERE subscription = :subscription AND owner <> :owner \
+AND seen_at > :alive_after AND seen_at <= :clock + 1000000";
 /// By primary key; no lock.
 const REPLICA_LAST: &str = "SELECT seen_at FROM postbox_replica WHERE subscription = ?1 AND owner = ?2";
 /// Relays that are long gone, by primary key; takes the write lock.
@@ -217,7 +218,7 @@ pub(crate) fn look(session: &mut Session, ask: &Ask) -> Work<Option<Acquired>> {
     if paused.is_none() && free_lane(&tx, ask, clock)?.is_some() {
         return Ok(None);
     }
-    Ok(Some(Acquired { lease: None, replicas: replicas(&tx, ask)?, lanes: stored.lanes, paused }))
+    Ok(Some(Acquired { lease: None, replicas: replicas(&tx, ask, clock)?, lanes: stored.lanes, paused }))
 }
 
 /// Notes the heartbeat and takes a free lane if there is one.
@@ -227,7 +228,8 @@ pub(crate) fn acquire(session: &mut Session, ask: &Ask) -> Work<Acquired> {
         let stored = require("acquire", tx, &ask.subscription)?;
         beat(tx, &ask.subscription, &ask.owner, ask.asked_at, ask.ttl)?;
         let paused = stored.paused(ask.asked_at).cloned();
-        let free = if paused.is_none() { free_lane(tx, ask, settings.now())? } else { None };
+        let clock = settings.now();
+        let free = if paused.is_none() { free_lane(tx, ask, clock)? } else { None };
         refuse_missing_lanes(tx, ask, stored.lanes)?;
         let lease = match free {
             Some(lane) => {
@@ -246,7 +248,7 @@ pub(crate) fn acquire(session: &mut Session, ask: &Ask) -> Work<Acquired> {
             }
             None => None,
         };
-        Ok(Acquired { lease, replicas: replicas(tx, ask)?, lanes: stored.lanes, paused })
+        Ok(Acquired { lease, replicas: replicas(tx, ask, clock)?, lanes: stored.lanes, paused })
     })
 }
 
@@ -274,10 +276,14 @@ fn refuse_missing_lanes(tx: &Transaction<'_>, ask: &Ask, lanes: u16) -> Work<()>
 }
 
 /// Relays seen within the lease time, the asking one included.
-fn replicas(tx: &Transaction<'_>, ask: &Ask) -> Work<u16> {
-    let alive_after = ask.asked_at.saturating_sub(micros(ask.ttl));
-    let row = params![ask.subscription.as_str(), alive_after, ask.owner.as_str()];
-    let others: u16 = tx.prepare_cached(REPLICA_COUNT)?.query_row(row, |row| row.get(0))?;
+fn replicas(tx: &Transaction<'_>, ask: &Ask, clock: i64) -> Work<u16> {
+    let parameters = named_params! {
+        ":subscription": ask.subscription.as_str(),
+        ":owner": ask.owner.as_str(),
+        ":alive_after": ask.asked_at.saturating_sub(micros(ask.ttl)),
+        ":clock": clock,
+    };
+    let others: u16 = tx.prepare_cached(REPLICA_COUNT)?.query_row(parameters, |row| row.get(0))?;
     Ok(others.saturating_add(1))
 }
 

@@ -61,6 +61,20 @@ async fn a_question_that_waited_takes_no_living_lease() {
     fixture.store.renew(&lease, LONG).await.expect("still ours");
 }
 
+/// The clock went back by a day. A relay that was seen before that, and died, does not count for that day: its share of the lanes would be
+/// driven by nobody.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_relay_seen_in_the_future_is_not_counted() {
+    let fixture = fixture().await;
+    fixture.lane().await;
+    let later = "UPDATE postbox_replica SET seen_at = seen_at + 86400000000";
+    fixture.connect().execute_batch(later).expect("seen tomorrow");
+    for _ in 0..2 {
+        let asked = fixture.store.acquire(&name(), &owner("alive"), &[], LONG).await.expect("asked");
+        assert_eq!(asked.replicas, 1);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lost_grant_is_granted_again_and_a_known_one_is_left_alone() {
     let fixture = fixture().await;
