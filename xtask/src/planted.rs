@@ -37,7 +37,7 @@ struct Bug {
     /// For `suite` and `test`: the test target, or `lib`.
     #[serde(default)]
     target: String,
-    /// For `suite` and `test`: which of its tests, in nextest's filter language.
+    /// For `suite` and `test`: which of its tests, in nextest's filter language. For `ledger`: which kinds of fault, so that its rounds are short.
     #[serde(default)]
     filter: String,
 }
@@ -144,7 +144,12 @@ fn check(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Option<Duratio
         }
         Catcher::Simulator => (vec!["xtask", "simulate", "--seeds", "1"], vec!["xtask", "simulate"]),
         Catcher::Ledger => {
-            (vec!["build", "--workspace", "--all-features", "--locked", "--bins"], vec!["xtask", "crash"])
+            let run = [
+                "xtask", "crash", "--debug", "--events", "100000", "--faults", "500", "--round", "10000", "--rate",
+                "800",
+            ];
+            let run = [&run[..], &["--minutes", "5", "--only", &bug.filter]].concat();
+            (vec!["build", "--workspace", "--all-features", "--locked", "--bins"], run)
         }
     };
     let cargo = |arguments: &[&str]| {

@@ -8,6 +8,7 @@ use tokio::time::sleep;
 use super::{choose, millis};
 use crate::relay::LEASE;
 use crate::stage::{RELAYS, Stage};
+use crate::store::window_of_all;
 
 /// Dies; is started again at once, or after the others took over.
 pub(super) async fn kill(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
@@ -44,14 +45,22 @@ pub(super) async fn stop(stage: &Stage, random: &mut SmallRng, fault: &mut Fault
 /// Its clock jumps, and jumps again when it is next chosen. No lease and no order hangs on it.
 pub(super) async fn step_clock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     anyhow::ensure!(crate::process::faketime_library().is_some(), "libfaketime is not installed");
-    let number = random.random_range(0..RELAYS);
     let day = 24 * 60 * 60;
-    // On SQLite the machine's clock is the only one that processes share: a small step may cost a lease, and a large one stays until it is over.
-    let steps: &[i64] = if stage.sqlite().is_ok() { &[-1, 0, 1] } else { &[-day, -3_600, -5, 0, 5, 3_600, day] };
-    let seconds = *choose(steps, random);
-    fault.detail = format!("relay {number}: {seconds:+} s");
-    fault.window = stage.bed.window_of_one().await;
-    stage.relays[number].lock().await.step_clock(seconds)
+    let seconds = *choose(&[-day, -3_600, -5, 0, 5, 3_600, day], random);
+    // Leases of SQLite run on the machine's clock, which is one for all processes of the file.
+    let (relays, window) = match stage.sqlite() {
+        Ok(_) => (0..RELAYS, window_of_all()),
+        Err(_) => {
+            let number = random.random_range(0..RELAYS);
+            (number..number + 1, stage.bed.window_of_one().await)
+        }
+    };
+    fault.detail = format!("relays {relays:?}: {seconds:+} s");
+    fault.window = window;
+    for number in relays {
+        stage.relays[number].lock().await.step_clock(seconds)?;
+    }
+    Ok(())
 }
 
 /// A writer dies in the middle of whatever it does; the database's mark tells what became of that.

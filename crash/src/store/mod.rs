@@ -126,6 +126,7 @@ impl Mount {
 impl Drop for Mount {
     fn drop(&mut self) {
         let _ = Command::new("umount").arg("-l").arg(&self.folder).status();
+        let _ = std::fs::remove_dir(&self.folder);
     }
 }
 
