@@ -1,7 +1,7 @@
 //! What all lanes of one relay share: the store, the destination, the settings, the breaker.
 
 use std::borrow::Cow;
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering as Atomic};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -52,8 +52,9 @@ pub(crate) struct Shared {
     gone: Mutex<Option<String>>,
     /// How many deliveries the next apply transaction takes. Shrinks to one when a transaction overruns its time, to find the culprit.
     apply_chunk: AtomicUsize,
-    /// Events whose apply transaction overran alone; settled as a failed attempt when they are read again.
-    overran: Mutex<HashSet<Seq>>,
+    /// Events whose apply transaction overran alone, with the attempt and replay that it was; settled as a failed attempt when they are
+    /// read again. At another attempt they are not: the transaction was committed after all, and has its verdict.
+    overran: Mutex<HashMap<Seq, (u32, u32)>>,
 }
 
 impl Shared {
@@ -95,7 +96,7 @@ impl Shared {
             pace,
             gone: Mutex::new(None),
             apply_chunk: AtomicUsize::new(APPLY_CHUNK_MAX),
-            overran: Mutex::new(HashSet::new()),
+            overran: Mutex::new(HashMap::new()),
         }
     }
 
@@ -243,14 +244,13 @@ impl Shared {
     pub(crate) fn apply_overran(&self, deliveries: &[&Delivery]) {
         self.apply_chunk.store(1, Atomic::Relaxed);
         if let [culprit] = deliveries {
-            lock(&self.overran).insert(culprit.seq);
+            lock(&self.overran).insert(culprit.seq, (culprit.attempt, culprit.replay));
         }
     }
 
     /// Whether this delivery's transaction overran alone before; asked once.
-    pub(crate) fn take_overran(&self, seq: Seq) -> bool {
-        let mut overran = lock(&self.overran);
-        !overran.is_empty() && overran.remove(&seq)
+    pub(crate) fn take_overran(&self, delivery: &Delivery) -> bool {
+        lock(&self.overran).remove(&delivery.seq) == Some((delivery.attempt, delivery.replay))
     }
 
     /// Whether a failed call to the store is worth repeating; logs it.

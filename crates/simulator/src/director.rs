@@ -169,7 +169,7 @@ impl Director {
             if nth + 1 == events {
                 savepoint = transaction.savepoint();
             }
-            let number = world.state().ledger.append(key, topic, fate, wait > 0);
+            let number = world.state().ledger.append(key, topic, fate, (wait > 0).then_some(at + wait));
             let mut event = NewEvent::json(["t0", "t1"][usize::from(topic)], "{}").version(number as i64);
             if let Some(key) = key {
                 event = event.key(["a", "b", "c", "d"][usize::from(key)]);

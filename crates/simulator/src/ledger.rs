@@ -19,7 +19,7 @@ pub(crate) struct Fact {
     pub(crate) topic: u8,
     pub(crate) fate: Fate,
     /// It waits for a time of its own, and leaves the order.
-    pub(crate) delayed: bool,
+    pub(crate) not_before: Option<At>,
     /// Its place among the commits; `None`: not committed.
     order: Option<u64>,
     /// Another store took over that did not have it.
@@ -86,12 +86,12 @@ impl Ledger {
     }
 
     /// Gives an event its number.
-    pub(crate) fn append(&mut self, key: Option<u8>, topic: u8, fate: Fate, delayed: bool) -> usize {
+    pub(crate) fn append(&mut self, key: Option<u8>, topic: u8, fate: Fate, not_before: Option<At>) -> usize {
         self.facts.push(Fact {
             key,
             topic,
             fate,
-            delayed,
+            not_before,
             order: None,
             taken_back: false,
             arrivals: Vec::new(),
@@ -120,6 +120,9 @@ impl Ledger {
         if attempt > 1 + fact.failures + fact.found_down / BLAMED_AFTER {
             let (failures, down) = (fact.failures, fact.found_down);
             self.fail(|| format!("attempts: event {number} goes out as attempt {attempt} after {failures} failures and {down} outages"));
+        }
+        if self.facts[number].not_before.is_some_and(|at| now < at) {
+            self.fail(|| format!("early: event {number} goes out before its time"));
         }
         let Some(seen) = self.facts[number].seen else { return };
         let lane = usize::from(seen.lane);
@@ -162,7 +165,8 @@ impl Ledger {
         let Some(key) = fact.key.map(usize::from) else { return };
         // Taken out by a person while it was in flight.
         let is_out = fact.seen.is_some_and(|seen| seen.state == State::Discarded);
-        let in_order = first && !is_out && replay == 0 && !fact.delayed && !fact.taken_back && wanted && self.ordered;
+        let in_order =
+            first && !is_out && replay == 0 && fact.not_before.is_none() && !fact.taken_back && wanted && self.ordered;
         if in_order {
             let before = self.arrived[key];
             if order < before {
@@ -203,7 +207,11 @@ impl Ledger {
             if old == new {
                 continue;
             }
-            changed = true;
+            let moved = (old.epoch, old.from, old.to, old.settled) != (new.epoch, new.from, new.to, new.settled);
+            changed |= moved;
+            if !moved && !matches!(operation, "acquire" | "renew" | "release") {
+                self.fail(|| format!("lease: {operation} changed it, from {old:?} to {new:?}"));
+            }
             if old.epoch != new.epoch {
                 if operation != "acquire" || new.epoch < old.epoch {
                     self.fail(|| format!("epoch: {operation} changed it from {} to {}", old.epoch, new.epoch));
@@ -239,6 +247,10 @@ impl Ledger {
     fn count_unused(&mut self, operation: &str, lease: Option<&Lease>, who: Who, before: &[Cursor]) {
         if let Some(lease) = lease {
             self.unused[usize::from(lease.lane)] = None;
+        }
+        if operation == "pause" {
+            // Nothing is granted meanwhile.
+            self.unused.fill(None);
         }
         for lane in 0..self.cursors.len() {
             let asked_on =

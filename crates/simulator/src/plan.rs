@@ -73,6 +73,8 @@ pub(crate) enum Fault {
     Twice(At),
     /// It takes so long to get there, and so long back.
     Slow(At, At),
+    /// It is done, and its caller stands still so long before it gets the answer.
+    Freeze(At),
 }
 
 /// What happens to a call of the destination.
@@ -210,7 +212,7 @@ impl Plan {
             attempts_max: rng.pick(&[1, 2, 4]),
             jitter: rng.below(4),
             clean: rng.percent(15),
-            calm: rng.pick(&[400, 800, 1_600]),
+            calm: rng.pick(&[300, 600, 1_200]),
         };
         let mut plan = Self { seed, shape, steps: Vec::new() };
         plan.draw_writes(rng);
@@ -218,9 +220,15 @@ impl Plan {
         plan.draw_operator(rng);
         if !plan.shape.clean {
             plan.draw_faults(rng);
-        } else if rng.percent(30) {
+            return plan;
+        }
+        if rng.percent(30) {
             let at = rng.below(plan.shape.calm);
             plan.steps.push(Step::Outage { at, held: rng.within(50, 600) });
+        }
+        for _ in 0..rng.below(3) {
+            let mishap = rng.pick(&[Mishap::Slow(300), Mishap::Slow(600), Mishap::Fails, Mishap::Down]);
+            plan.steps.push(Step::Mishap { nth: rng.below(10) as u32, mishap });
         }
         plan
     }
@@ -290,6 +298,7 @@ impl Plan {
                 2 | 3 => Fault::Lose,
                 4 | 5 => Fault::Late(if rng.percent(60) { rng.within(1, 120) } else { rng.within(100, 2_500) }),
                 6 | 7 => Fault::Twice(if rng.percent(30) { 0 } else { rng.within(1, 2_000) }),
+                8 => Fault::Freeze(rng.within(200, 3_000)),
                 _ => Fault::Slow(rng.pick(&[0, 5, 60, 900]), rng.pick(&[0, 5, 60, 900])),
             };
             let (relay, operation) = match rng.below(12) {
@@ -320,9 +329,12 @@ impl Plan {
             let relay = rng.below(RELAYS_MAX.into()) as u8;
             self.steps.push(Step::Stall { at: rng.below(calm), relay, held: rng.within(200, 2_500) });
         }
-        match rng.below(20) {
+        match rng.below(16) {
             0 => self.steps.push(Step::Crash { at: rng.below(calm) }),
-            1 => self.steps.push(Step::Failover { at: rng.below(calm), behind: rng.within(1, 800) }),
+            1 => {
+                let behind = if rng.percent(60) { rng.within(1, 40) } else { rng.within(1, 800) };
+                self.steps.push(Step::Failover { at: rng.below(calm), behind });
+            }
             _ => {}
         }
     }

@@ -149,15 +149,15 @@ impl World {
             }
             _ => Outcome::DELIVERED,
         };
+        if !self.plan.shape.clean {
+            // The transaction may yet overrun its time, which counts as an attempt.
+            ledger.failed(number);
+        }
         match &outcome {
             Outcome::Retry { .. } => ledger.failed(number),
             Outcome::Unavailable { .. } => ledger.found_down(number),
             Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
             Outcome::Delivered { .. } => {
-                if !self.plan.shape.clean {
-                    // The transaction may yet overrun its time, which counts as an attempt.
-                    ledger.failed(number);
-                }
                 let version = number as i64 * REPLAYS_MAX + i64::from(delivery.replay);
                 let effect = NewEvent::json("effect", "{}").version(version);
                 if transaction.append(&effects(), &[effect]).is_err() {

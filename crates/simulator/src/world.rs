@@ -64,6 +64,8 @@ pub(crate) struct WorldState {
     /// Of everything that happened, in its order.
     hash: u64,
     trace: Vec<String>,
+    /// By lane: what the history says of it last.
+    traced: HashMap<usize, String>,
 }
 
 impl WorldState {
@@ -110,6 +112,7 @@ impl World {
             effects_seen: HashMap::new(),
             hash: 0xcbf2_9ce4_8422_2325,
             trace: Vec::new(),
+            traced: HashMap::new(),
         };
         if plan.goes_back() {
             store.forget_unflushed();
@@ -234,11 +237,16 @@ impl World {
         if operation == "apply" {
             self.count_effects(&mut state);
         }
-        let before = if self.tracing { self.store.cursors(&self.subscription.name) } else { Vec::new() };
         let name = &self.subscription.name;
         state.ledger.observe(&self.store, name, operation, call.lease.as_ref(), who, lease_ends);
-        if self.tracing && operation != "renew" {
-            state.note(self, || format!("        cursors {before:?}"));
+        if self.tracing && matches!(operation, "open" | "settle" | "apply" | "acquire") {
+            for (lane, at) in self.store.cursors(name).into_iter().enumerate() {
+                let line =
+                    format!("lane {lane}: epoch {}, window {} to {}, settled {}", at.epoch, at.from, at.to, at.settled);
+                if state.traced.insert(lane, line.clone()).as_ref() != Some(&line) {
+                    state.note(self, || format!("        {line}"));
+                }
+            }
         }
         true
     }
@@ -374,6 +382,11 @@ impl Wire for SimWire {
                 sleep(Duration::from_millis(there)).await;
                 let executed = world.execute(&call, who, generation);
                 sleep(Duration::from_millis(back)).await;
+                executed
+            }
+            Some(Fault::Freeze(held)) => {
+                let executed = world.execute(&call, who, generation);
+                world.stall(who.0, held);
                 executed
             }
             Some(Fault::Twice(0)) => {

@@ -152,10 +152,14 @@ impl MemoryStore {
                         return Ok(page.batch);
                     }
                 }
-                // Everything that was given out is settled, so nothing is lost by beginning again where the server says: the call before this
-                // one was executed and its answer lost.
-                Err(error) if error.code() == "window_undone" => self.client.forget(lease),
-                Err(error) => return Err(error),
+                // The call before this one was executed and its answer lost, or the store went back. Calls of the destination may be in flight whose
+                // rows are of another past, so the lane is given back instead of read on under the same epoch.
+                Err(error) => {
+                    if error.is_stale() {
+                        self.client.forget(lease);
+                    }
+                    return Err(error);
+                }
             }
         }
     }

@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::task::Waker;
+use std::time::Duration;
 
 use super::MemoryStore;
-use super::state::Data;
+use super::state::{Data, Lane};
 use crate::batch::Delivery;
 use crate::event::{Event, Seq};
 use crate::log::Epoch;
@@ -32,6 +33,8 @@ pub struct Cursor {
     pub to: u64,
     /// Every event of the window up to here is dealt with.
     pub settled: i64,
+    /// When its lease ends, by the store's clock.
+    pub lease_until: Option<Duration>,
 }
 
 /// Where one event stands.
@@ -99,7 +102,11 @@ impl MemoryStore {
     pub fn cursors(&self, subscription: &SubscriptionName) -> Vec<Cursor> {
         let state = self.server.lock();
         let lanes = state.data.readers.get(subscription).map(|reader| &reader.lanes[..]).unwrap_or_default();
-        lanes.iter().map(|it| Cursor { epoch: it.epoch, from: it.from, to: it.to, settled: it.settled }).collect()
+        let cursor = |it: &Lane| {
+            let Lane { epoch, from, to, settled, lease_until, .. } = *it;
+            Cursor { epoch, from, to, settled, lease_until }
+        };
+        lanes.iter().map(cursor).collect()
     }
 
     /// Shows where each committed event stands, in `seq` order.

@@ -100,7 +100,7 @@ impl Lane {
         }
         for place in range.clone() {
             let delivery = &batch.deliveries[place];
-            if verdicts.is_waiting(place) && shared.take_overran(delivery.seq) {
+            if verdicts.is_waiting(place) && shared.take_overran(delivery) {
                 let limit = shared.settings.deliver_timeout;
                 let outcome = Outcome::retry("timeout", format!("the transaction overran {limit:?} or panicked"));
                 self.applied(place, delivery, Some(outcome), verdicts, held, round);
