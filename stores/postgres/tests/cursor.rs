@@ -6,8 +6,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, Error, ErrorKind, Filter, Lease, Log as _, LogName, NewEvent, OwnerId, Settlement,
-    Subscription, SubscriptionName, TopicPattern,
+    Append as _, Batch, BatchLimit, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName, NewEvent,
+    OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
@@ -175,4 +175,50 @@ async fn a_lost_grant_is_granted_again() {
     let lease = store.acquire(&name(), &owner("one"), &[], TTL).await.expect("asked").lease.expect("ours already");
     assert_eq!((lease.lane, lease.epoch), (lost.lane, lost.epoch + 1));
     assert!(store.renew(&lost, TTL).await.expect_err("fenced").is_stale());
+}
+
+/// A failover to a standby that lacked the last settlement, but not its window: the position must not pass over the rows that went with it.
+#[tokio::test]
+async fn a_settlement_that_was_taken_back_is_not_passed_over() {
+    let fixture = support::on(Version::V15).await;
+    let store = &fixture.store;
+    let lease = take(store, "one").await.expect("taken");
+    let events = [NewEvent::json("t", "1"), NewEvent::json("t", "2")];
+    store.append(&LogName::outbox(), &events).await.expect("appended");
+    let one = BatchLimit { events: 1, ..BatchLimit::default() };
+    let first = store.next_batch(&lease, one).await.expect("read");
+    let later = Disposition::Retry { after: Duration::ZERO, counted: true, code: "c".into(), error: String::new() };
+    let entries = vec![Entry { delivery: &first.deliveries[0], disposition: later }];
+    let settlement = Settlement { position: first.end, entries, hold_keys: true, rewind: false };
+    store.settle(&lease, settlement).await.expect("settled");
+    let second = store.next_batch(&lease, one).await.expect("read");
+    let client = fixture.client().await;
+    client
+        .batch_execute("UPDATE postbox.lane SET last_seq = 0; DELETE FROM postbox.delivery")
+        .await
+        .expect("taken back");
+    let settlement = Settlement { position: second.end, hold_keys: true, ..Settlement::default() };
+    let error = store.settle(&lease, settlement).await.expect_err("refused");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Stale, "window_undone"));
+    store.release(&lease).await.expect("released");
+    let lease = take(store, "one").await.expect("taken");
+    assert_eq!(deliver(store, &lease).await.expect("delivered"), ["1", "2"]);
+}
+
+/// After a failover the epoch may be lower than one this process knew.
+#[tokio::test]
+async fn a_lower_epoch_after_a_failover_is_read_under() {
+    let fixture = support::on(Version::V15).await;
+    let store = &fixture.store;
+    for n in 1..=3 {
+        let lease = take(store, "one").await.expect("taken");
+        append(store, "t", &n.to_string()).await;
+        assert_eq!(deliver(store, &lease).await.expect("delivered"), [n.to_string()]);
+        store.release(&lease).await.expect("released");
+    }
+    fixture.client().await.batch_execute("UPDATE postbox.lane SET epoch = 0").await.expect("taken back");
+    let lease = take(store, "one").await.expect("taken");
+    assert_eq!(lease.epoch, 1);
+    append(store, "t", "4").await;
+    assert_eq!(deliver(store, &lease).await.expect("delivered"), ["4"]);
 }

@@ -166,6 +166,9 @@ impl PostgresStore {
             epoch: row.get(1),
             owner: owner.clone(),
         });
+        if let Some(lease) = &lease {
+            self.reader(lease).begin(lease.epoch);
+        }
         let replicas: i64 = state.get(3);
         let paused = Some(&state).filter(|row| row.get(4)).and_then(|row| {
             let by: Option<String> = row.get(0);

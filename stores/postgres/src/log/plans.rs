@@ -53,7 +53,7 @@ const CASES: [Case; 5] = [
     Case {
         name: "a settled position, while somebody holds a snapshot: not by key, past every old version",
         sql: LANE_SETTLE,
-        params: &["1::int", "0::smallint", "1::bigint", "5::bigint", "'1:1:'"],
+        params: &["1::int", "0::smallint", "1::bigint", "5::bigint", "'1:1:'", "0::bigint"],
         indexes: &[],
         place: "ctid = '(0,1)' AND",
         rows_max: 0,

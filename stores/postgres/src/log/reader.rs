@@ -31,6 +31,8 @@ pub(crate) struct LaneReader {
     /// One reader at a time; settling does not wait for it.
     pub(crate) turn: tokio::sync::Mutex<()>,
     position: Mutex<Option<Position>>,
+    /// The epoch of the last grant, if this store asked for it. After a failover it may be lower than one before.
+    granted: Mutex<Option<Epoch>>,
     /// Rows that were read and not given out yet.
     ahead: Mutex<Option<Ahead>>,
     /// Where the newest version of the lane's row was last seen, as Postgres writes a `ctid`.
@@ -81,6 +83,7 @@ impl LaneReader {
         Self {
             turn: tokio::sync::Mutex::default(),
             position: Mutex::default(),
+            granted: Mutex::default(),
             ahead: Mutex::default(),
             place: Mutex::default(),
             stirs: Mutex::new(stirs),
@@ -91,6 +94,18 @@ impl LaneReader {
         self.position.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// A lane was granted: nothing that was known of it holds.
+    pub(crate) fn begin(&self, epoch: Epoch) {
+        *self.granted.lock().unwrap_or_else(PoisonError::into_inner) = Some(epoch);
+        *self.lock() = None;
+        *self.ahead.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Whether an epoch may be read under: it is the one that was granted, or was granted through another store.
+    pub(crate) fn is_of(&self, epoch: Epoch) -> bool {
+        self.granted.lock().unwrap_or_else(PoisonError::into_inner).is_none_or(|granted| granted == epoch)
+    }
+
     /// The position under an epoch, if it is known.
     pub(crate) fn position(&self, epoch: Epoch) -> Option<Position> {
         self.lock().clone().filter(|position| position.epoch == epoch)
@@ -98,6 +113,9 @@ impl LaneReader {
 
     /// Remembers how far was read, unless the lane was rewound meanwhile. Says whether it did.
     pub(crate) fn advance(&self, position: Position) -> bool {
+        if !self.is_of(position.epoch) {
+            return false;
+        }
         let mut known = self.lock();
         match known.as_mut() {
             Some(now) if now.epoch == position.epoch && now.rewinds != position.rewinds => false,

@@ -19,27 +19,33 @@ use crate::session::COMMIT;
 
 /// Moves the position, if the lease is ours. Index: primary key of `lane`. Locks the row. Never moves back.
 ///
-/// Only in the window it belongs to: after a failover that lost the window, the same number would pass events of the one before. A window we do
-/// not know is none. docs/cursor.md, write W2.
+/// Only in the window it belongs to, and only from where it begins (`$6`, what was settled before): after a failover that lost the window, the same
+/// number would pass events of the one before, and after one that lost a settlement, the events whose rows went with it. A window we do not know
+/// is none. docs/cursor.md, write W2.
 pub(crate) const LANE_SETTLE: &str = "
-UPDATE {s}.lane SET last_seq = CASE WHEN to_snap::text = $5 THEN greatest(last_seq, $4) ELSE last_seq END
+UPDATE {s}.lane SET last_seq = CASE WHEN to_snap::text = $5 AND last_seq >= $6 THEN greatest(last_seq, $4) ELSE last_seq END
 WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
-RETURNING ctid::text, coalesce(to_snap::text = $5, false), false";
+RETURNING ctid::text, coalesce(to_snap::text = $5 AND last_seq >= $6, false), false";
 
 /// The same under the lock of [`LANE_GUARD`], which was taken while the lease lasted. It may run out before this is done, but nobody else gets the
 /// lane until we commit: asking again could leave the rows without the position. Index: primary key of `lane`.
 const LANE_MOVE: &str = "
-UPDATE {s}.lane SET last_seq = CASE WHEN to_snap::text = $5 THEN greatest(last_seq, $4) ELSE last_seq END
-WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3
-RETURNING ctid::text, coalesce(to_snap::text = $5, false), false";
+UPDATE {s}.lane SET last_seq = greatest(last_seq, $4)
+WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND to_snap::text = $5 AND last_seq >= $6
+RETURNING ctid::text, true, false";
 
 /// The same guard and lock without a write: everything that writes delivery rows of the lane takes this lock first, so that nobody decides on a
 /// key's next row while somebody else changes its rows. Index: primary key of `lane`. Locks the row.
 ///
 /// It says whether the position was reached already: then an earlier call whose answer was lost wrote this very settlement, and the rows it left
 /// may have gone on since.
+///
+/// Due rows are known by their `seq`, which a database that went back may have given to another event: they too are settled only while the
+/// cursor is the one we know, or the next that we are just about to learn of.
 const LANE_GUARD: &str = "
-SELECT ctid::text, coalesce(to_snap::text = $5, $4 IS NULL), coalesce(last_seq >= $4, false) FROM {s}.lane
+SELECT ctid::text,
+  CASE WHEN $5 IS NULL THEN $4 IS NULL ELSE (to_snap::text = $5 AND last_seq >= $6) OR ($4 IS NULL AND from_snap::text = $5) END,
+  coalesce(last_seq >= $4, false) FROM {s}.lane
 WHERE {place} subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()
 FOR NO KEY UPDATE";
 
@@ -329,21 +335,24 @@ impl SettleCall<'_> {
         let lane = lease.lane.cast_signed();
         let position = settlement.position.map(|seq| seq.0);
         let reader = self.store.reader(lease);
-        let window = reader.position(lease.epoch).map(|at| at.window.to.to_string());
-        let params: [(&(dyn ToSql + Sync), Type); 5] = [
+        let known = reader.position(lease.epoch);
+        let window = known.as_ref().map(|at| at.window.to.to_string());
+        let settled = known.map(|at| at.settled);
+        let params: [(&(dyn ToSql + Sync), Type); 6] = [
             (&reading.id, Type::INT4),
             (&lane, Type::INT2),
             (&lease.epoch, Type::INT8),
             (&position, Type::INT8),
             (&window, Type::TEXT),
+            (&settled, Type::INT8),
         ];
         let sql = self.store.schema().sql(template).replace("{place}", self.place);
         let held = self.client.query_typed_opt(&sql, &params).await.map_err(|error| classify("settle", &error))?;
         let row = held.ok_or_else(|| Error::stale("settle"))?;
         reader.found_at(row.get(0));
         let (same_window, written): (bool, bool) = (row.get(1), row.get(2));
-        // A rewind belongs to no window.
-        if !same_window && position.is_some() {
+        // A mere rewind belongs to no window.
+        if !same_window && (position.is_some() || !settlement.entries.is_empty()) {
             return Err(undone("settle"));
         }
         Ok(if written { Fence::Written } else { Fence::Open })

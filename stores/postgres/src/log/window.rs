@@ -146,14 +146,9 @@ impl<'a> LaneCall<'a> {
                     reader.advance(at);
                     return Ok(Batch { due_in, ..Batch::default() });
                 }
-                // What was given out and is not settled belongs to a window that never was.
-                Look::Undone if unsettled => return Err(undone("next_batch")),
-                Look::Undone => {
-                    // Everything given out is settled, so nobody is surprised.
-                    reader.forget(self.lease.epoch);
-                    at = self.load(reader).await?;
-                    continue;
-                }
+                // Not to be read on under this lease, even if all that was given out is settled: calls of it may still be on their way, and would
+                // settle rows by numbers that a database which went back has given to other events.
+                Look::Undone => return Err(undone("next_batch")),
             };
             due_in = page.exceptions.due_in;
             if page.rows.is_empty() {
@@ -332,6 +327,9 @@ impl<'a> LaneCall<'a> {
         let end = rows.last().map(Stored::seq).unwrap_or(at.read);
         at.read = end;
         at.drained = !more;
+        if !reader.is_of(self.lease.epoch) {
+            return Err(Error::stale("next_batch"));
+        }
         if !reader.advance(at.clone()) {
             // Rewound while we read: what we have is from before. The next call reads it again.
             return Ok(Batch { more: true, due_in: exceptions.due_in, ..Batch::default() });
