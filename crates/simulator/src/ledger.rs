@@ -202,8 +202,8 @@ impl Ledger {
             return self.look(store, subscription, operation, None);
         }
         let mut changed = false;
-        for lane in 0..before.len() {
-            let (old, new) = (before[lane], self.cursors[lane]);
+        for (lane, &old) in before.iter().enumerate() {
+            let new = self.cursors[lane];
             if old == new {
                 continue;
             }
@@ -252,9 +252,8 @@ impl Ledger {
             // Nothing is granted meanwhile.
             self.unused.fill(None);
         }
-        for lane in 0..self.cursors.len() {
-            let asked_on =
-                operation == "acquire" && self.owners[lane] == Some(who) && before[lane] == self.cursors[lane];
+        for (lane, old) in before.iter().enumerate() {
+            let asked_on = operation == "acquire" && self.owners[lane] == Some(who) && *old == self.cursors[lane];
             let Some(count) = self.unused[lane].as_mut().filter(|_| asked_on) else { continue };
             *count += 1;
             if *count > UNUSED_ASKS_MAX {
