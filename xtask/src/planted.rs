@@ -251,16 +251,15 @@ fn failure(by: Catcher, said: &str) -> Option<String> {
             let line = lines.find(|line| ["FAIL [", "TIMEOUT [", "SIGABRT ["].iter().any(|it| line.starts_with(it)))?;
             Some(format!("`{}`", line.split_whitespace().last()?))
         }
-        Catcher::Simulator => lines.find(|line| line.starts_with("seed ") && line.contains(" failed: ")).map(shorten),
-        Catcher::Ledger => lines.find(|line| line.starts_with("verdict")).map(shorten).or(Some(String::new())),
+        // `seed 7 failed: loss: …`
+        Catcher::Simulator => lines.find_map(|line| {
+            let (seed, violation) = line.strip_prefix("seed ")?.split_once(" failed: ")?;
+            Some(format!("seed {seed}, {}", violation.split(':').next()?))
+        }),
+        // `60 s: 10000 events, 25 faults: {"lost": 3}`
+        Catcher::Ledger => {
+            let violations = lines.filter_map(|line| Some(line.split_once(" faults: ")?.1));
+            violations.map(str::to_owned).find(|violations| violations != "clean")
+        }
     }
-}
-
-fn shorten(line: &str) -> String {
-    line.split_once(": ")
-        .map_or(line, |(start, rest)| {
-            let end = start.len() + 2 + rest.find([':', '(']).unwrap_or(rest.len());
-            &line[..end]
-        })
-        .to_owned()
 }
