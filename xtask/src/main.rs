@@ -33,14 +33,7 @@ enum Task {
     /// Installs the servers the tests use (Postgres 15 and 18, pgbouncer). Does nothing where they are.
     Servers,
     /// Plants deliberate mistakes into a copy of the tree, one at a time, and says which check finds each and how fast.
-    Planted {
-        /// Only those whose name contains this.
-        #[arg(long)]
-        name: Option<String>,
-        /// Writes the table to docs/planted-bugs.md.
-        #[arg(long)]
-        write: bool,
-    },
+    Planted(planted::Options),
     /// The crash ledger: real processes, faults from a seed, and one table at the end of what was lost. `-- --help` tells the options.
     Crash {
         /// What `cargo xtask test` has built already, instead of a release build
@@ -75,7 +68,7 @@ fn run(task: Task) -> anyhow::Result<bool> {
     match task {
         Task::Test { fast } => suite::test(fast),
         Task::Servers => servers::install().map(|()| true),
-        Task::Planted { name, write } => planted::run(name.as_deref(), write),
+        Task::Planted(options) => planted::run(&options),
         Task::Crash { debug, arguments } => {
             servers::install()?;
             crash(!debug, &arguments)

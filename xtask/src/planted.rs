@@ -2,21 +2,25 @@
 //!
 //! A mistake is a text edit in `xtask/planted.toml`. It is made in a copy of the tree, so that no switch for it stands in the product.
 
-use std::fmt::Write as _;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
-use serde::Deserialize;
+use clap::Args;
+use serde::{Deserialize, Serialize};
 
 use crate::root;
+use crate::suite::WORKSPACE;
 
 /// The list, beside this crate's manifest.
 const LIST: &str = "xtask/planted.toml";
 /// Where `--write` puts the table.
 const TABLE: &str = "docs/planted-bugs.md";
+/// Worlds of the simulator for one mistake.
+const SEEDS: &str = "50000";
 
 #[derive(Deserialize)]
 struct List {
@@ -66,38 +70,100 @@ impl Catcher {
     }
 }
 
-/// Plants each mistake and prints the table; `true` if all were found.
-pub(crate) fn run(name: Option<&str>, write: bool) -> anyhow::Result<bool> {
-    crate::servers::install()?;
-    let list: List = toml::from_str(&fs::read_to_string(root().join(LIST))?).context(LIST)?;
-    let copy = crate::target()?.join("planted");
-    let tree = copy.join("tree");
-    copy_tree(&tree)?;
-    let mut rows = String::from("| mistake | file | found by | seconds |\n|---|---|---|---|\n");
-    let (mut found, mut planted) = (0, 0);
-    for bug in list.bug.iter().filter(|bug| name.is_none_or(|name| bug.name.contains(name))) {
-        let took = plant(bug, &tree, &copy.join("target")).with_context(|| bug.name.clone())?;
-        planted += 1;
-        found += usize::from(took.is_some());
-        let seconds = took.map_or("**not found**".to_owned(), |took| format!("{:.1}", took.as_secs_f64()));
-        let row = format!("| {} | `{}` | {} | {seconds} |", bug.name, bug.file.display(), bug.by.name());
-        println!("{row}");
-        writeln!(rows, "{row}")?;
-    }
-    ensure!(planted > 0, "no mistake is called so; they are in {LIST}");
-    println!("planted: {planted}, found: {found}");
-    if write {
-        fs::write(root().join(TABLE), page(&rows, planted, found))?;
-    }
-    Ok(found == planted)
+/// What came of one mistake.
+#[derive(Clone, Deserialize, Serialize)]
+enum Outcome {
+    /// The check failed after so many seconds; what of it did.
+    Found {
+        seconds: f64,
+        what: String,
+    },
+    Missed,
+    /// The check says nothing: the tree does not build with the mistake in it, or the filter names no test.
+    Broken(String),
 }
 
-fn page(rows: &str, planted: usize, found: usize) -> String {
+/// Outcomes by the mistakes' names.
+type Results = BTreeMap<String, Outcome>;
+
+/// Which mistakes, and what becomes of the outcomes.
+#[derive(Args)]
+pub(crate) struct Options {
+    /// Only those whose name contains this
+    #[arg(long)]
+    name: Option<String>,
+    /// Goes on with an interrupted run: what has an outcome is not planted again
+    #[arg(long)]
+    resume: bool,
+    /// Those of the crash ledger too, which take minutes each
+    #[arg(long)]
+    ledger: bool,
+    /// Writes all outcomes there are to docs/planted-bugs.md
+    #[arg(long)]
+    write: bool,
+}
+
+/// Plants each mistake and prints the table; `true` if all that were planted are found.
+pub(crate) fn run(options: &Options) -> anyhow::Result<bool> {
+    crate::servers::install()?;
+    let list: List = toml::from_str(&fs::read_to_string(root().join(LIST))?).context(LIST)?;
+    let folder = crate::target()?.join("planted");
+    let (tree, target, kept) = (folder.join("tree"), folder.join("target"), folder.join("results.json"));
+    copy_tree(&tree)?;
+    let mut results: Results = match fs::read(&kept) {
+        Ok(text) => serde_json::from_slice(&text).with_context(|| kept.display().to_string())?,
+        Err(_) => Results::new(),
+    };
+    let mut all_found = true;
+    for bug in &list.bug {
+        let named = options.name.as_ref().is_none_or(|name| bug.name.contains(name));
+        let known = options.resume && results.contains_key(&bug.name);
+        let too_long = matches!(bug.by, Catcher::Ledger) && !options.ledger;
+        if !named || known || too_long {
+            continue;
+        }
+        let outcome = plant(bug, &tree, &target).with_context(|| bug.name.clone())?;
+        println!("{}", row(bug, Some(&outcome)));
+        all_found &= matches!(outcome, Outcome::Found { .. });
+        results.insert(bug.name.clone(), outcome);
+        fs::write(&kept, serde_json::to_vec_pretty(&results)?)?;
+    }
+    let page = page(&list, &results);
+    if options.write {
+        fs::write(root().join(TABLE), page)?;
+    }
+    Ok(all_found)
+}
+
+fn page(list: &List, results: &Results) -> String {
+    let mut rows = String::new();
+    let (mut found, mut planted) = (0, 0);
+    for bug in &list.bug {
+        let outcome = results.get(&bug.name);
+        planted += usize::from(outcome.is_some());
+        found += usize::from(matches!(outcome, Some(Outcome::Found { .. })));
+        rows += &row(bug, outcome);
+        rows.push('\n');
+    }
+    let all = list.bug.len();
     format!(
-        "# Planted mistakes\n\nEach line is a deliberate mistake, made in a copy of the tree, and the check that finds it. The seconds\n\
-         are those of the check, without the build. Written by `cargo xtask planted --write`; the edits are in\n\
-         [`xtask/planted.toml`](../xtask/planted.toml).\n\n{found} of {planted} are found.\n\n{rows}"
+        "# Planted mistakes\n\nEach line is a deliberate mistake, made in a copy of the tree, and the check that finds it. Written by\n\
+         `cargo xtask planted --write`; the edits are in [`xtask/planted.toml`](../xtask/planted.toml). The seconds are those of the\n\
+         check, without the build.\n\nOf {all} mistakes {planted} were planted and {found} of these found.\n\n\
+         | mistake | file | found by | seconds |\n|---|---|---|---|\n{rows}"
     )
+}
+
+fn row(bug: &Bug, outcome: Option<&Outcome>) -> String {
+    let (what, seconds) = match outcome {
+        Some(Outcome::Found { seconds, what }) => (what.replace('|', "\\|"), format!("{seconds:.1}")),
+        Some(Outcome::Missed) => (String::new(), "**not found**".to_owned()),
+        Some(Outcome::Broken(why)) => (why.replace('|', "\\|"), "**not checked**".to_owned()),
+        None => (String::new(), "not run".to_owned()),
+    };
+    let by = bug.by.name();
+    let by = if what.is_empty() { by.to_owned() } else { format!("{by}: {what}") };
+    format!("| {} | `{}` | {by} | {seconds} |", bug.name.replace('|', "\\|"), bug.file.display())
 }
 
 /// What git tracks, and nothing that was built. Files that are alike keep their time, so that only what changed is built anew.
@@ -116,8 +182,8 @@ fn copy_tree(tree: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the edit, runs the check, takes the edit back. How long the check took to fail; `None` if it passed.
-fn plant(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Option<Duration>> {
+/// Makes the edit, runs the check, takes the edit back.
+fn plant(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Outcome> {
     let file = tree.join(&bug.file);
     let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
     let mut planted = text.clone();
@@ -131,37 +197,69 @@ fn plant(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Option<Duratio
     checked
 }
 
-fn check(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Option<Duration>> {
-    let (build, run) = match bug.by {
+fn check(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Outcome> {
+    let cargo = |arguments: &[&str]| {
+        let mut command = crate::steps::cargo();
+        command.current_dir(tree).args(arguments).env("CARGO_TARGET_DIR", target);
+        command
+    };
+    let (mut build, mut run) = match bug.by {
         Catcher::Suite | Catcher::Test => {
-            let mut arguments = vec!["nextest", "run", "--workspace", "--all-features", "--locked"];
+            let mut arguments = [&["nextest", "run"][..], &WORKSPACE].concat();
             match bug.target.as_str() {
                 "lib" => arguments.push("--lib"),
                 target => arguments.extend(["--test", target]),
             }
-            let run = [&arguments[..], &["--no-tests", "fail", "--max-fail", "1", "-E", &bug.filter]].concat();
-            ([&arguments[..], &["--no-run"]].concat(), run)
+            let how = ["--profile", "planted", "--no-tests", "fail", "--max-fail", "1", "-E", &bug.filter];
+            (cargo(&[&arguments[..], &["--no-run"]].concat()), cargo(&[&arguments[..], &how].concat()))
         }
-        Catcher::Simulator => (vec!["xtask", "simulate", "--seeds", "1"], vec!["xtask", "simulate"]),
+        Catcher::Simulator => {
+            let mut run = Command::new(target.join("debug/simulate"));
+            run.args(["--seeds", SEEDS]);
+            (cargo(&[&["build"][..], &WORKSPACE, &["--bin", "simulate"]].concat()), run)
+        }
         Catcher::Ledger => {
-            let run = [
-                "xtask", "crash", "--debug", "--events", "100000", "--faults", "500", "--round", "10000", "--rate",
-                "800",
-            ];
-            let run = [&run[..], &["--minutes", "5", "--only", &bug.filter]].concat();
-            (vec!["build", "--workspace", "--all-features", "--locked", "--bins"], run)
+            let run = ["xtask", "crash", "--debug", "--events", "100000", "--faults", "500", "--round", "10000"];
+            let run = [&run[..], &["--rate", "800", "--minutes", "5", "--only", &bug.filter]].concat();
+            (cargo(&[&["build"][..], &WORKSPACE, &["--bins"]].concat()), cargo(&run))
         }
     };
-    let cargo = |arguments: &[&str]| {
-        let mut command = crate::steps::cargo();
-        command.current_dir(tree).args(arguments).env("CARGO_TARGET_DIR", target);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        command.status().context("cargo")
-    };
-    let built = cargo(&build)?;
-    // A seed may already find it.
-    ensure!(built.success() || matches!(bug.by, Catcher::Simulator), "the tree does not build with this mistake in it");
+    let built = build.stdin(Stdio::null()).output().context("cargo")?;
+    if !built.status.success() {
+        let said = String::from_utf8_lossy(&built.stderr);
+        let why = said.lines().find(|line| line.starts_with("error")).unwrap_or("no error is named");
+        return Ok(Outcome::Broken(format!("does not build: {why}")));
+    }
     let start = Instant::now();
-    let passed = cargo(&run)?.success();
-    Ok((!passed).then(|| start.elapsed()))
+    let checked = run.stdin(Stdio::null()).output().with_context(|| format!("{run:?}"))?;
+    let seconds = start.elapsed().as_secs_f64();
+    if checked.status.success() {
+        return Ok(Outcome::Missed);
+    }
+    let said = [checked.stdout, checked.stderr].concat();
+    Ok(match failure(bug.by, &String::from_utf8_lossy(&said)) {
+        Some(what) => Outcome::Found { seconds, what },
+        None => Outcome::Broken(format!("the check ended with {} and names no failure", checked.status)),
+    })
+}
+
+/// What a failed check names: the test, or the seed.
+fn failure(by: Catcher, said: &str) -> Option<String> {
+    let mut lines = said.lines().map(str::trim);
+    match by {
+        Catcher::Suite | Catcher::Test => {
+            let line = lines.find(|line| ["FAIL [", "TIMEOUT [", "SIGABRT ["].iter().any(|it| line.starts_with(it)))?;
+            Some(format!("`{}`", line.split_whitespace().last()?))
+        }
+        // `seed 7 failed: loss: …`
+        Catcher::Simulator => lines.find_map(|line| {
+            let (seed, violation) = line.strip_prefix("seed ")?.split_once(" failed: ")?;
+            Some(format!("seed {seed}, {}", violation.split(':').next()?))
+        }),
+        // `60 s: 10000 events, 25 faults: {"lost": 3}`
+        Catcher::Ledger => {
+            let violations = lines.filter_map(|line| Some(line.split_once(" faults: ")?.1));
+            violations.map(str::to_owned).find(|violations| violations != "clean")
+        }
+    }
 }

@@ -106,6 +106,9 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     assert_eq!((error.code(), error.is_stale()), ("window_undone", true), "{error:?}");
     let error = store.next_batch(&lease, BatchLimit::default()).await.expect_err("it was not settled");
     assert_eq!(error.code(), "window_undone");
+    // That look forgot the window: now the position is one of a window nobody knows.
+    let error = store.settle(&lease, settle(second.end)).await.expect_err("of a window that is not known");
+    assert_eq!((error.code(), error.is_stale()), ("window_undone", true), "{error:?}");
     let kept: i64 = client.query_one("SELECT last_seq FROM postbox.lane", &[]).await.expect("read").get(0);
     assert_eq!(kept, position, "nothing was passed");
 
