@@ -117,8 +117,8 @@ impl MemoryStore {
             };
             let open = at.read > at.settled;
             if !at.drained || open {
-                let (called, window, after) = (called.clone(), at.window.clone(), at.read);
-                let read = move |server: &super::Server| server.page(&called, &window, after, limit);
+                let (called, window, place) = (called.clone(), at.window.clone(), (at.settled, at.read));
+                let read = move |server: &super::Server| server.page(&called, &window, place, limit);
                 let page = match self.call("page", Some(lease), read).await {
                     // What else was given out of that window must not be settled either: the lane is to be given back.
                     Err(error) if error.is_stale() => {

@@ -108,13 +108,21 @@ impl Server {
         Ok((Arc::new(reader.window(log, lease.lane, lane.from, lane.to)), lane.settled, stirs))
     }
 
-    /// The next events of an open window.
-    pub(super) fn page(&self, lease: &Lease, window: &Window, after: i64, limit: BatchLimit) -> Result<Page> {
+    /// The next events of an open window, of which `settled` is known to be settled: a store that went back may have lost the rows that went
+    /// with a settlement, and their keys would not be held.
+    pub(super) fn page(
+        &self,
+        lease: &Lease,
+        window: &Window,
+        (settled, after): (i64, i64),
+        limit: BatchLimit,
+    ) -> Result<Page> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("next_batch")?;
         let stirs = state.stirs;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
-        if reader.lanes[usize::from(lease.lane)].to != window.to {
+        let lane = &reader.lanes[usize::from(lease.lane)];
+        if lane.to != window.to || lane.settled < settled {
             return Err(undone("next_batch"));
         }
         Ok(Page { stirs, ..reader.page(log, lease.lane, window, after, limit, now) })

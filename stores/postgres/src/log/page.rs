@@ -14,12 +14,11 @@ use postbox_core::{BatchLimit, Error, Lease, LogName, Result, Unreadable};
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 
-use super::reader::missed;
+use super::reader::{Position, missed};
 use super::subscribe::Reading;
 use crate::PostgresStore;
 use crate::classify::{classify, is_damage};
 use crate::decode::{Raw, Stored, event_columns, stored};
-use crate::snapshot::Snapshot;
 
 /// Payloads up to this size may come along with their rows.
 const INLINE_BYTES_MAX: usize = 16 * 1024;
@@ -81,12 +80,12 @@ macro_rules! due_in {
     };
 }
 
-/// What every page asks: is the lane ours, is its window still the one we read, has anything of the subscription left the stream, and
+/// What every page asks: is the lane ours, is its window still the one we read and no settlement of it taken back, has anything of the subscription left the stream, and
 /// which filter is in force?
 /// Nothing is ours on a standby: it may lack rows of a window that is settled as read. Indexes: primary keys of `lane` and `delivery`. No
 /// lock. Cheap to plan, because it is planned for every page; the rest is asked only if there are rows.
 pub(crate) const PAGE_GUARD: &str = "
-SELECT coalesce(l.to_snap::pg_catalog.text {=} $4, true), EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1),
+SELECT coalesce(l.to_snap::pg_catalog.text {=} $4 AND l.last_seq {>=} $5, true), EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1),
   (SELECT s.revision FROM {s}.subscription AS s WHERE s.id {=} $1)
 FROM {s}.lane AS l
 WHERE {place} l.subscription {=} $1 AND l.lane {=} $2 AND l.epoch {=} $3 AND l.lease_until {>} pg_catalog.clock_timestamp() AND NOT pg_catalog.pg_is_in_recovery()";
@@ -223,18 +222,24 @@ pub(crate) async fn read_rows(
 }
 
 impl PostgresStore {
-    /// Asks the guard, and whether the window still is `window`, where one is named. `Stale` if the lane is not ours.
+    /// Asks the guard, and whether the cursor still is `at`, where one is named. `Stale` if the lane is not ours.
     pub(crate) async fn guard(
         &self,
         client: &Client,
         lease: &Lease,
         reading: &Reading,
-        window: Option<&Snapshot>,
+        at: Option<&Position>,
     ) -> Result<Guarded> {
         let lane = lease.lane.cast_signed();
-        let window = window.map(Snapshot::to_string);
-        let params: [(&(dyn ToSql + Sync), Type); 4] =
-            [(&reading.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&window, Type::TEXT)];
+        let window = at.map(|at| at.window.to.to_string());
+        let settled = at.map(|at| at.settled);
+        let params: [(&(dyn ToSql + Sync), Type); 5] = [
+            (&reading.id, Type::INT4),
+            (&lane, Type::INT2),
+            (&lease.epoch, Type::INT8),
+            (&window, Type::TEXT),
+            (&settled, Type::INT8),
+        ];
         let ask = async |place: String| {
             let sql = self.schema().sql(PAGE_GUARD).replace("{place}", &place);
             let row = client.query_typed_opt(&sql, &params).await.map_err(|error| classify("next_batch", &error))?;

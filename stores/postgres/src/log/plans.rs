@@ -61,7 +61,7 @@ const CASES: [Case; 5] = [
     Case {
         name: "the guard of a page, likewise",
         sql: PAGE_GUARD,
-        params: &["1::int", "0::smallint", "1::bigint", "'1:1:'"],
+        params: &["1::int", "0::smallint", "1::bigint", "'1:1:'", "0::bigint"],
         indexes: &[],
         place: "ctid = '(0,1)' AND",
         rows_max: 0,

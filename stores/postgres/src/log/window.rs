@@ -170,7 +170,7 @@ impl<'a> LaneCall<'a> {
 
     /// A page of what we have already, perhaps nothing. Whether the lane is still ours is asked all the same.
     async fn give_ahead(&self, at: &Position, rows: VecDeque<Stored>, more: bool) -> Result<Look> {
-        let guarded = self.store.guard(self.client, self.lease, self.reading, Some(&at.window.to)).await?;
+        let guarded = self.store.guard(self.client, self.lease, self.reading, Some(at)).await?;
         if !guarded.same_window {
             return Ok(Look::Undone);
         }
@@ -206,7 +206,7 @@ impl<'a> LaneCall<'a> {
         };
         let (begun, guarded, late, rest, committed) = futures::join!(
             self.client.batch_execute(&self.store.inner.preambles.read),
-            self.store.guard(self.client, self.lease, self.reading, Some(to)),
+            self.store.guard(self.client, self.lease, self.reading, Some(at)),
             self.read_stragglers(from.ended_by(to), after),
             rest,
             self.client.batch_execute(COMMIT),
