@@ -56,6 +56,8 @@ struct Director {
     snapshots: Vec<(At, Snapshot)>,
     operator: MemoryStore,
     stopping: Vec<JoinHandle<()>>,
+    /// A person's commands.
+    acting: Vec<JoinHandle<()>>,
 }
 
 /// Lets the world of a plan happen. What does not hold is in the world's ledger.
@@ -68,6 +70,7 @@ pub(crate) async fn direct(world: Arc<World>) {
         open: HashMap::new(),
         snapshots: Vec::new(),
         stopping: Vec::new(),
+        acting: Vec::new(),
         world,
     };
     director.run().await;
@@ -279,7 +282,7 @@ impl Director {
         if let Action::Filter(Some(out)) = action {
             world.state().ledger.left_out[usize::from(out)] = true;
         }
-        tokio::spawn(async move { perform(&world, &store, action).await });
+        self.acting.push(tokio::spawn(async move { perform(&world, &store, action).await }));
     }
 
     /// The faults end; what is left must be delivered.
@@ -296,7 +299,8 @@ impl Director {
             if world.is_violated() {
                 return;
             }
-            if world.state().ledger.is_drained() {
+            // A command that still stands somewhere may send dead events again.
+            if world.is_drained() && self.acting.iter().all(JoinHandle::is_finished) {
                 break;
             }
             if begun.elapsed() > DRAINS_WITHIN {

@@ -375,6 +375,9 @@ impl Ledger {
                 replays: standing.replays,
             };
             let fact = &mut self.facts[number];
+            // It died, others of its key went on, and the store no longer knows: it comes after them, and nobody could tell.
+            let died = fact.seen.is_some_and(|before| before.state == State::Dead);
+            fact.taken_back |= died && seen.state != State::Dead;
             (fact.seen, fact.tick) = (Some(seen), self.tick);
             // Attempts of before a replay that is undone count again.
             fact.failures = fact.failures.max(seen.attempts);

@@ -45,6 +45,8 @@ pub(crate) struct World {
     generation: AtomicU64,
     /// No more faults.
     calm: AtomicBool,
+    /// Calls that the server executes later.
+    late: AtomicU64,
     stalled: [AtomicU64; RELAYS_MAX as usize + 1],
     outages: Vec<(At, At)>,
     faults: HashMap<(u8, &'static str, u32), Fault>,
@@ -124,6 +126,7 @@ impl World {
             zero,
             generation: AtomicU64::new(0),
             calm: AtomicBool::new(false),
+            late: AtomicU64::new(0),
             stalled: Default::default(),
             outages,
             faults,
@@ -150,6 +153,11 @@ impl World {
         if self.tracing {
             self.state().note(self, line);
         }
+    }
+
+    /// Nothing waits in the store, and no call on its way can change that: a late retry of a person's sends dead events again.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.late.load(Ordering::Relaxed) == 0 && self.state().ledger.is_drained()
     }
 
     pub(crate) fn is_violated(&self) -> bool {
@@ -351,10 +359,12 @@ impl SimWire {
     /// The server executes it so much later, whatever became of its caller.
     fn execute_late(&self, call: Arc<Call>, after: At, generation: u64) {
         let (world, who) = (self.world.clone(), self.who);
+        world.late.fetch_add(1, Ordering::Relaxed);
         tokio::spawn(async move {
             sleep(Duration::from_millis(after)).await;
             world.note(|| format!("relay {}.{}: late or again: {}", who.0, who.1, call.operation));
             world.execute(&call, who, generation);
+            world.late.fetch_sub(1, Ordering::Relaxed);
         });
     }
 }
