@@ -110,9 +110,12 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<bool> {
     let folder = crate::target()?.join("planted");
     let (tree, target, kept) = (folder.join("tree"), folder.join("target"), folder.join("results.json"));
     copy_tree(&tree)?;
-    let mut results: Results = match fs::read(&kept) {
-        Ok(text) => serde_json::from_slice(&text).with_context(|| kept.display().to_string())?,
-        Err(_) => Results::new(),
+    let mut results = match fs::read(&kept) {
+        Ok(text) if options.resume || options.name.is_some() => {
+            serde_json::from_slice(&text).with_context(|| kept.display().to_string())?
+        }
+        // What was found in an older tree says nothing of this one.
+        _ => Results::new(),
     };
     let mut all_found = true;
     for bug in &list.bug {
@@ -148,8 +151,9 @@ fn page(list: &List, results: &Results) -> String {
     let all = list.bug.len();
     format!(
         "# Planted mistakes\n\nEach line is a deliberate mistake, made in a copy of the tree, and the check that finds it. Written by\n\
-         `cargo xtask planted --write`; the edits are in [`xtask/planted.toml`](../xtask/planted.toml). The seconds are those of the\n\
-         check, without the build.\n\nOf {all} mistakes {planted} were planted and {found} of these found.\n\n\
+         `cargo xtask planted --write`; the edits are in [`xtask/planted.toml`](../xtask/planted.toml).\n\n\
+         Of {all} mistakes {planted} were planted and {found} of these found. The seconds are those of the\n\
+         check, without the build.\n\n\
          | mistake | file | found by | seconds |\n|---|---|---|---|\n{rows}"
     )
 }

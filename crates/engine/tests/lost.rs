@@ -7,8 +7,11 @@ mod bench;
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use bench::{Answer, Bench, Cable, Recorder, event, fast};
-use postbox_core::{BatchLimit, Capabilities, ErrorKind, Inspect, Outcome, Pause, State};
+use postbox_core::{
+    BatchLimit, Call, Capabilities, ErrorKind, Inspect, Outcome, Pause, Result, Selection, State, Wire,
+};
 use postbox_engine::RelaySettings;
 use tokio_util::sync::CancellationToken;
 
@@ -76,4 +79,58 @@ async fn a_drain_that_loses_its_lane_says_so() {
     let drained = drained.expect("what was delivered counts");
     assert_eq!(drained.lanes_lost, 1);
     assert!((1..30).contains(&drained.dispatched), "{drained:?}");
+}
+
+/// Executes each call at once, and answers renewals late; once one is answered, nothing comes through any more.
+#[derive(Default)]
+struct SlowRenewal(Cable);
+
+#[async_trait]
+impl Wire for SlowRenewal {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        let renews = call.operation == "renew";
+        self.0.carry(call).await?;
+        if renews {
+            tokio::time::sleep(2 * S).await;
+            self.0.cut(true);
+        }
+        Ok(())
+    }
+}
+
+/// The store counts a lease from when it executes the call, so its holder must not count it from the answer.
+#[tokio::test(start_paused = true)]
+async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
+    let bench = Bench::new().await;
+    bench.append((0..30).map(|n| event(n, n))).await;
+    let (sink, settings) = slow();
+    let batch = BatchLimit { events: 30, ..BatchLimit::default() };
+    let log = Arc::new(bench.store.client(Some(Arc::new(SlowRenewal::default()))));
+    let victim = bench.relay_on(log, sink.clone(), RelaySettings { batch, ..settings });
+    let heir_sink = Recorder::new(Capabilities::default());
+    let heir = bench.relay(heir_sink.clone(), fast());
+    let succeeding = async {
+        tokio::time::sleep(S).await;
+        bench.run_for(&heir, 12 * S).await;
+    };
+    tokio::join!(bench.run_for(&victim, 13 * S), succeeding);
+    let (last, first) = (sink.arrivals().pop().expect("some"), heir_sink.arrivals().swap_remove(0));
+    assert!(last.waited < first.waited, "sent until {:?}, succeeded at {:?}", last.waited, first.waited);
+}
+
+/// A person makes a row due whose call is still in flight.
+#[tokio::test(start_paused = true)]
+async fn a_call_in_flight_is_not_made_beside_itself() {
+    let bench = Bench::new().await;
+    bench.append([event(1, 1)]).await;
+    let sink = Recorder::new(Capabilities::default());
+    sink.takes(8 * S);
+    let relay = bench.relay(sink.clone(), fast());
+    let hurrying = async {
+        tokio::time::sleep(4 * S).await;
+        let changed = bench.store.requeue(&bench.subscription().name, &Selection::default()).await.expect("hurried");
+        assert_eq!(changed.count, 1, "its call outlived its batch");
+    };
+    tokio::join!(bench.run_for(&relay, 20 * S), hurrying);
+    assert_eq!((sink.calls(), bench.stats().await.dispatched), (1, 1));
 }

@@ -96,8 +96,12 @@ impl Bench {
     }
 
     pub fn relay(&self, sink: Arc<Recorder>, settings: RelaySettings) -> Relay {
+        self.relay_on(self.store.clone(), sink, settings)
+    }
+
+    pub fn relay_on(&self, log: Arc<dyn Log>, sink: Arc<Recorder>, settings: RelaySettings) -> Relay {
         sink.set_clock(self.clock.clone());
-        self.builder(self.subscription(), settings).sink(sink).build().expect("built")
+        self.builder_on(log, self.subscription(), settings).sink(sink).build().expect("built")
     }
 
     pub async fn run_for(&self, relay: &Relay, time: Duration) {
