@@ -209,7 +209,7 @@ impl Lane {
             shared.record(delivery, &disposition);
             // Out of attempts is known only once it is settled. Were the next of the key sent before that, a crash in
             // between would give this one another attempt, and it could arrive out of order.
-            let holding = holds(&disposition) || !(for_good || shared.settings.retry.attempts_max == 1);
+            let holding = holds(&disposition) || !for_good;
             verdicts.failed(place, disposition);
             if holding {
                 feed.hold(place, deliveries, verdicts);
