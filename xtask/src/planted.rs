@@ -20,7 +20,7 @@ const LIST: &str = "xtask/planted.toml";
 /// Where `--write` puts the table.
 const TABLE: &str = "docs/planted-bugs.md";
 /// Worlds of the simulator for one mistake.
-const SEEDS: &str = "50000";
+const SEEDS: &str = "100000";
 
 #[derive(Deserialize)]
 struct List {

@@ -200,6 +200,8 @@ async fn a_settlement_that_was_taken_back_is_not_passed_over() {
     let settlement = Settlement { position: second.end, hold_keys: true, ..Settlement::default() };
     let error = store.settle(&lease, settlement).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Stale, "window_undone"));
+    let error = store.next_batch(&lease, one).await.expect_err("what held keys is gone");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Stale, "window_undone"));
     store.release(&lease).await.expect("released");
     let lease = take(store, "one").await.expect("taken");
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["1", "2"]);
