@@ -3,7 +3,7 @@
 //! It shares no code with the engine. Each operation of the store is looked at right after it was executed, so that a fault is named
 //! where it happens, not where it shows.
 
-use postbox_core::{Cursor, Lease, MemoryStore, State, SubscriptionName};
+use postbox_core::{Cursor, Lease, MemoryStore, Standing, State, SubscriptionName};
 
 use crate::plan::{At, Fate};
 
@@ -41,6 +41,13 @@ struct Seen {
     lane: u16,
     attempts: u32,
     replays: u32,
+}
+
+impl Seen {
+    fn of(standing: &Standing<'_>) -> Self {
+        let Standing { state, lane, attempts, replays, .. } = *standing;
+        Self { state, lane, attempts, replays }
+    }
 }
 
 /// So often may a relay ask after a grant whose answer it did not get: other lanes go first.
@@ -273,12 +280,7 @@ impl Ledger {
         self.tick += 1;
         store.each_standing(subscription, |standing| {
             let Some(number) = standing.event.version.map(|number| number as usize) else { return };
-            let new = Seen {
-                state: standing.state,
-                lane: standing.lane,
-                attempts: standing.attempts,
-                replays: standing.replays,
-            };
+            let new = Seen::of(&standing);
             let old = self.facts[number].seen.replace(new);
             self.facts[number].tick = self.tick;
             if old != Some(new) {
@@ -368,12 +370,7 @@ impl Ledger {
         self.tick += 1;
         store.each_standing(subscription, |standing| {
             let Some(number) = standing.event.version.map(|number| number as usize) else { return };
-            let seen = Seen {
-                state: standing.state,
-                lane: standing.lane,
-                attempts: standing.attempts,
-                replays: standing.replays,
-            };
+            let seen = Seen::of(&standing);
             let fact = &mut self.facts[number];
             // It died, others of its key went on, and the store no longer knows: it comes after them, and nobody could tell.
             let died = fact.seen.is_some_and(|before| before.state == State::Dead);

@@ -13,8 +13,8 @@ use super::verdicts::{Verdicts, count, earliest_retry};
 impl Lane {
     /// Settles, and repeats the same settlement while the store is down and the lane is still ours.
     ///
-    /// Repeating is safe when the first try did commit: the position is the same, and every row is written to the same
-    /// state. Giving up instead would send a whole batch again after each hiccup of the database.
+    /// Repeating is safe when the first try did commit: the store knows the settlement by its position, and due rows by
+    /// what was read of them, and writes nothing twice. Giving up instead would send a whole batch again after each hiccup of the database.
     pub(super) async fn settle(&self, settlement: Settlement<'_>) -> Result<()> {
         let shared = &*self.shared;
         let mut failures = 0;

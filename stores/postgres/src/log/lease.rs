@@ -51,7 +51,7 @@ const SUBSCRIPTION_STATE: &str = concat!(
     "), ",
     is_paused!(),
     ", s.revision, s.lanes - (SELECT count(*) FROM {s}.lane AS l WHERE l.subscription = s.id),
-  EXISTS (SELECT FROM {s}.lane AS l WHERE l.subscription = s.id AND l.cluster <> {s}.cluster_id())
+  EXISTS (SELECT FROM {s}.lane AS l WHERE l.subscription = s.id AND l.cluster <> (SELECT {s}.cluster_id()))
 FROM {s}.subscription AS s WHERE s.id = $1"
 );
 
@@ -64,7 +64,7 @@ const LANE_ACQUIRE: &str = concat!(
     "UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3
 WHERE subscription = $1 AND lane = (
   SELECT l.lane FROM {s}.lane AS l
-  WHERE l.subscription = $1 AND l.cluster = {s}.cluster_id()
+  WHERE l.subscription = $1 AND l.cluster = (SELECT {s}.cluster_id())
     AND (l.lease_until IS NULL OR ",
     is_over!("l.lease_until", "l.lease_ttl"),
     " OR (l.owner = $2 AND l.lane <> ALL ($4::smallint[])))

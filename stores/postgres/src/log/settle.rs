@@ -114,7 +114,7 @@ WHERE d.subscription = $1 AND d.seq = head.seq AND head.due_at IS NULL AND head.
 /// A settlement, sorted by what has to be written.
 #[derive(Debug, Default)]
 struct Writes<'a> {
-    seqs: Vec<i64>,
+    kept: AsRead,
     keys: Vec<Option<&'a str>>,
     states: Vec<&'static str>,
     halts: Vec<bool>,
@@ -123,9 +123,6 @@ struct Writes<'a> {
     errors: Vec<Option<Cow<'a, str>>>,
     waits: Vec<Option<i64>>,
     ats: Vec<Option<Timestamp>>,
-    /// What was read of the rows.
-    befores: Vec<i32>,
-    replays: Vec<i32>,
     delivered: AsRead,
     touched: Vec<&'a str>,
 }
@@ -166,18 +163,18 @@ impl<'a> Writes<'a> {
         // The last word on an event counts; two rows of one in a statement would be an error.
         let entries: BTreeMap<i64, &Entry<'_>> =
             settlement.entries.iter().map(|entry| (entry.delivery.seq.0, entry)).collect();
-        for (seq, entry) in entries {
+        for entry in entries.into_values() {
             let key = entry.delivery.event.key.as_ref().map(|key| key.as_str());
             if settlement.hold_keys {
                 touched.extend(key);
             }
-            writes.add(seq, key, entry, settlement.hold_keys);
+            writes.add(key, entry, settlement.hold_keys);
         }
         writes.touched = touched.into_iter().collect();
         writes
     }
 
-    fn add(&mut self, seq: i64, key: Option<&'a str>, entry: &'a Entry<'_>, hold_keys: bool) {
+    fn add(&mut self, key: Option<&'a str>, entry: &'a Entry<'_>, hold_keys: bool) {
         let before = entry.delivery.attempt.saturating_sub(1);
         let (state, attempts, wait, at, reason, halt) = match &entry.disposition {
             Disposition::Delivered => return self.delivered.add(entry.delivery),
@@ -195,13 +192,11 @@ impl<'a> Writes<'a> {
                 (State::Dead, before + 1, None, None, Some((code, error)), *halt)
             }
         };
-        self.seqs.push(seq);
+        self.kept.add(entry.delivery);
         self.keys.push(key);
         self.states.push(state.as_str());
         self.halts.push(halt);
         self.attempts.push(count(attempts));
-        self.befores.push(count(before));
-        self.replays.push(count(entry.delivery.replay));
         self.codes.push(reason.map(|(code, _)| code.as_ref()));
         self.errors.push(reason.map(|(_, error)| cut(error)));
         self.waits.push(wait);
@@ -385,14 +380,14 @@ impl SettleCall<'_> {
             }
         };
         let keeping = async {
-            if writes.seqs.is_empty() {
+            if writes.kept.seqs.is_empty() {
                 return Ok(0);
             }
             let params: [(&(dyn ToSql + Sync), Type); 14] = [
                 (&reading.id, Type::INT4),
                 (&lane, Type::INT2),
                 (&settlement.hold_keys, Type::BOOL),
-                (&writes.seqs, Type::INT8_ARRAY),
+                (&writes.kept.seqs, Type::INT8_ARRAY),
                 (&writes.keys, Type::TEXT_ARRAY),
                 (&writes.states, Type::TEXT_ARRAY),
                 (&writes.halts, Type::BOOL_ARRAY),
@@ -401,8 +396,8 @@ impl SettleCall<'_> {
                 (&writes.errors, Type::TEXT_ARRAY),
                 (&writes.waits, Type::INT8_ARRAY),
                 (&writes.ats, Type::TIMESTAMPTZ_ARRAY),
-                (&writes.befores, Type::INT4_ARRAY),
-                (&writes.replays, Type::INT4_ARRAY),
+                (&writes.kept.befores, Type::INT4_ARRAY),
+                (&writes.kept.replays, Type::INT4_ARRAY),
             ];
             self.client.execute_typed(&keep, &params).await
         };

@@ -52,7 +52,7 @@ SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax
 
 /// Whether a lane's cursor was made in another cluster, where the same ids are of other transactions. Index: primary key of `lane`.
 const LANE_IS_FOREIGN: &str = "
-SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> {s}.cluster_id())";
+SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> (SELECT {s}.cluster_id()))";
 
 /// One subscription. Index: the unique name.
 const SUBSCRIPTION_GET: &str =

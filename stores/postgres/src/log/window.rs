@@ -327,10 +327,10 @@ impl<'a> LaneCall<'a> {
         let end = rows.last().map(Stored::seq).unwrap_or(at.read);
         at.read = end;
         at.drained = !more;
-        if !reader.is_of(self.lease.epoch) {
-            return Err(Error::stale("next_batch"));
-        }
         if !reader.advance(at.clone()) {
+            if !reader.is_of(self.lease.epoch) {
+                return Err(Error::stale("next_batch"));
+            }
             // Rewound while we read: what we have is from before. The next call reads it again.
             return Ok(Batch { more: true, due_in: exceptions.due_in, ..Batch::default() });
         }
