@@ -65,7 +65,8 @@ pub(crate) const KINDS: &[Kind] = kinds! {
     "answer lost", 10, Around, PG, network::lose_answer;
     "request cut", 5, Around, PG, network::cut_request;
     "request done late", 10, Around, PG, network::delay_request;
-    "relay ends with its answer lost", 14, Around, PG, network::lose_answer_and_end;
+    "relay ends with its answer lost", 10, Around, PG, network::lose_answer_and_end;
+    "relay ends with its answer lost", 10, Around, PG, tables::end_behind_lock;
     "network swallows past the lease", 2, Around, PG, network::swallow;
     "writer's commit unanswered", 5, Around, PG, network::lose_commit;
     "backend terminated", 8, Around, PG, server::terminate_backend;

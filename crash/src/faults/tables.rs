@@ -30,30 +30,55 @@ pub(super) async fn rewrite(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     stage.postgres()?.execute(statement).await
 }
 
-/// A lock that lets everybody read and nobody write, as an index build takes it. Now and then a relay's connections break meanwhile, with
-/// calls in them that wait for the lock and are done after it; and perhaps the relay ends right then.
+/// A lock that lets everybody read and nobody write, as an index build takes it.
 pub(super) async fn index(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let table = *choose(&["lane", "lane", "delivery", "outbox"], random);
-    table.clone_into(&mut fault.detail);
-    fault.window = window_of_all();
-    let client = stage.postgres()?.client().await?;
-    client.batch_execute(&format!("BEGIN; LOCK TABLE postbox.{table} IN SHARE MODE")).await?;
+    let lock = lock(stage, fault, table).await?;
     sleep(millis(random, 100..600)).await;
     let victim = random.random_bool(0.6).then(|| random.random_range(0..RELAYS));
     if let Some(victim) = victim {
-        fault.detail.push_str(&format!(", connections of relay {victim} reset"));
-        stage.postgres()?.proxy(victim).reset();
+        reset(stage, fault, victim)?;
     }
     sleep(millis(random, 100..600)).await;
-    client.batch_execute("COMMIT").await?;
-    if let Some(victim) = victim.filter(|_| random.random_bool(0.5)) {
-        fault.detail.push_str(" and killed");
-        sleep(millis(random, 0..30)).await;
-        let mut relay = stage.relays[victim].lock().await;
-        relay.kill();
-        relay.start()?;
+    lock.batch_execute("COMMIT").await?;
+    match victim.filter(|_| random.random_bool(0.5)) {
+        Some(victim) => end(stage, random, fault, victim).await,
+        None => Ok(()),
     }
+}
+
+/// Two calls of one relay wait for the same lock, because its connection broke and it asked again; both are done when the lock goes,
+/// and the relay ends before it has written down what it did.
+pub(super) async fn end_behind_lock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let lock = lock(stage, fault, "lane").await?;
+    let victim = random.random_range(0..RELAYS);
+    sleep(millis(random, 50..300)).await;
+    reset(stage, fault, victim)?;
+    sleep(millis(random, 50..300)).await;
+    lock.batch_execute("COMMIT").await?;
+    end(stage, random, fault, victim).await
+}
+
+async fn lock(stage: &Stage, fault: &mut Fault, table: &str) -> anyhow::Result<tokio_postgres::Client> {
+    fault.detail = format!("lock of {table}");
+    fault.window = window_of_all();
+    let client = stage.postgres()?.client().await?;
+    client.batch_execute(&format!("BEGIN; LOCK TABLE postbox.{table} IN SHARE MODE")).await?;
+    Ok(client)
+}
+
+fn reset(stage: &Stage, fault: &mut Fault, relay: usize) -> anyhow::Result<()> {
+    fault.detail.push_str(&format!(", connections of relay {relay} reset"));
+    stage.postgres()?.proxy(relay).reset();
     Ok(())
+}
+
+async fn end(stage: &Stage, random: &mut SmallRng, fault: &mut Fault, relay: usize) -> anyhow::Result<()> {
+    fault.detail.push_str(" and killed");
+    sleep(millis(random, 0..30)).await;
+    let mut relay = stage.relays[relay].lock().await;
+    relay.kill();
+    relay.start()
 }
 
 /// A report that reads for a while: no old version of a row can go, and the horizon stands still.
