@@ -4,9 +4,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, EventId, LogName, NewEvent, Result, Sink, Store};
+use postbox_core::{Apply, EventId, LogName, NewEvent, Result, Sink, State, Store};
 
 use super::faults::CallFaults;
+
+/// Pairs `('dead', 'blocked'), …` of states that no write of a store may lead from and to, for the trigger on delivery rows that a fixture of a
+/// SQL store has. A deleted row is `dispatched`.
+pub fn forbidden_transitions() -> String {
+    let pairs = State::ALL.into_iter().flat_map(|from| State::ALL.map(|to| (from, to)));
+    // Retention deletes what a person took out.
+    let swept = (State::Discarded, State::Dispatched);
+    let forbidden =
+        pairs.filter(|&(from, to)| from.has_row() && from != to && !from.may_become(to) && (from, to) != swept);
+    forbidden.map(|(from, to)| format!("('{from}', '{to}')")).collect::<Vec<_>>().join(", ")
+}
 
 /// What a store can do, as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -38,7 +38,7 @@ pub mod sink;
 pub mod steer;
 pub mod storm;
 
-pub use fixture::{ApplyFixture, OpenTransaction, SinkFixture, StoreCapabilities, StoreFixture};
+pub use fixture::{ApplyFixture, OpenTransaction, SinkFixture, StoreCapabilities, StoreFixture, forbidden_transitions};
 pub use memory::MemoryFixture;
 
 /// Expands to one named test per case. The suites' macros call it; it is not meant to be called by hand.

@@ -11,7 +11,9 @@ use async_trait::async_trait;
 use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, Store};
 use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName, TxHandler};
 use postbox_testkit::conformance::faults::CallFaults;
-use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
+use postbox_testkit::conformance::{
+    ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
+};
 use postbox_testkit::servers::{PgBouncer, Postgres, Version};
 use tokio::sync::OnceCell;
 use tokio_postgres::{Client, Transaction};
@@ -38,7 +40,7 @@ pub async fn on(version: Version) -> Fixture {
     let server = Postgres::shared(version).await;
     let url = server.fresh_database().await;
     let store = migrated(PostgresConfig::new(&url)).await;
-    effects_table(&url).await;
+    prepare(&url).await;
     Fixture { store, front: url.clone(), url, server, faults: OnceCell::new(), _pooler: None }
 }
 
@@ -50,7 +52,7 @@ pub async fn pooled() -> Fixture {
     let database = url.rsplit('/').next().and_then(|rest| rest.split('?').next()).expect("a database in the url");
     let front = pooler.url(database);
     let store = migrated(PostgresConfig::new(&front)).await;
-    effects_table(&url).await;
+    prepare(&url).await;
     Fixture { store, url, server, front, faults: OnceCell::new(), _pooler: Some(pooler) }
 }
 
@@ -62,9 +64,23 @@ pub async fn migrated(mut config: PostgresConfig) -> PostgresStore {
     store
 }
 
-async fn effects_table(url: &str) {
-    let sql = "CREATE TABLE effect (n bigint GENERATED ALWAYS AS IDENTITY, payload text NOT NULL)";
-    client(url).await.batch_execute(sql).await.expect("a table for effects");
+/// A table for effects; and a trigger that fails every write which the state machine forbids.
+async fn prepare(url: &str) {
+    let forbidden = forbidden_transitions();
+    let sql = format!(
+        "CREATE TABLE effect (n bigint GENERATED ALWAYS AS IDENTITY, payload text NOT NULL);
+         CREATE FUNCTION check_transition() RETURNS trigger LANGUAGE plpgsql AS $$
+         DECLARE next text := CASE WHEN TG_OP = 'DELETE' THEN 'dispatched' ELSE NEW.state END;
+         BEGIN
+           IF (OLD.state, next) IN ({forbidden}) THEN
+             RAISE EXCEPTION 'forbidden transition of % from % to %', OLD.seq, OLD.state, next;
+           END IF;
+           RETURN NULL;
+         END $$;
+         CREATE TRIGGER check_transition AFTER UPDATE OR DELETE ON postbox.delivery
+           FOR EACH ROW EXECUTE FUNCTION check_transition()"
+    );
+    client(url).await.batch_execute(&sql).await.expect("prepared");
 }
 
 /// A connection of a producer or checker.
