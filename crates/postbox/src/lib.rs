@@ -35,6 +35,11 @@
 //!
 //! It contains no logic: it re-exports the rooms of the house, so that one line in a manifest is enough.
 
+/// The README's sample compiles.
+#[cfg(all(doctest, feature = "postgres"))]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
+
 pub use postbox_core::*;
 pub use postbox_engine::*;
 
