@@ -101,6 +101,50 @@ pub async fn until_waited_for(holder: &Client) {
     tokio::time::timeout(PATIENCE, wait).await.expect("nobody came to the lock");
 }
 
+/// Behind a pooler a connection is somebody else's a moment later: whatever a case did, nothing of it may stay with one.
+impl Drop for Fixture {
+    fn drop(&mut self) {
+        if self._pooler.is_none() || std::thread::panicking() {
+            return;
+        }
+        let front = self.front.clone();
+        let probe = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            runtime.block_on(left_in_sessions(&front))
+        });
+        let left = probe.join().expect("probed");
+        assert!(left.is_empty(), "state of a session stays behind the pooler: {left:?}");
+    }
+}
+
+/// What was left in the sessions of the pooler's connections.
+async fn left_in_sessions(front: &str) -> Vec<String> {
+    // What the pooler itself sets for each client.
+    const PROBE: &str = "
+        SELECT 'lock ' || objid FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'
+        UNION ALL SELECT 'statement ' || statement FROM pg_prepared_statements
+        UNION ALL SELECT 'channel ' || name FROM pg_listening_channels() AS name
+        UNION ALL SELECT 'temporary schema' WHERE pg_my_temp_schema() <> 0
+        UNION ALL SELECT 'setting ' || name || ' = ' || setting FROM pg_settings WHERE source = 'session' AND name NOT IN
+          ('application_name', 'client_encoding', 'DateStyle', 'TimeZone', 'standard_conforming_strings')";
+    let (mut open, mut left) = (Vec::new(), Vec::new());
+    // As many transactions as the pooler has connections, so that each is on another one.
+    for _ in 0..PgBouncer::CONNECTIONS {
+        let client = client(front).await;
+        let begin = tokio::time::timeout(Duration::from_secs(2), client.batch_execute("BEGIN")).await;
+        // A connection that a case left hanging is not to be had.
+        if matches!(begin, Ok(Ok(()))) {
+            let rows = client.simple_query(PROBE).await.expect("probed");
+            left.extend(rows.iter().filter_map(|row| match row {
+                tokio_postgres::SimpleQueryMessage::Row(row) => row.get(0).map(str::to_owned),
+                _ => None,
+            }));
+        }
+        open.push(client);
+    }
+    left
+}
+
 impl Fixture {
     pub async fn client(&self) -> Client {
         client(&self.url).await
