@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Delivery, Key, MemoryTransaction, NewEvent, Outcome, Sink};
+use postbox_core::{Capabilities, Delivery, Key, NewEvent, Outcome, Sink};
 
 use crate::ledger::Who;
 use crate::plan::{Fate, Mishap};
-use crate::world::{World, effects, number_of};
+use crate::world::{World, number_of};
 
 /// The ways a sink is driven.
 pub(crate) const CAPABILITIES: [Capabilities; 4] = [
@@ -126,8 +126,15 @@ impl World {
         outcome
     }
 
+    /// A transaction of a handler begins. It may overrun its time, perhaps before it gets to the handler, which counts as an attempt.
+    pub(crate) fn may_overrun(&self, deliveries: &[&Delivery]) {
+        if !self.plan.shape.clean {
+            self.charge(deliveries);
+        }
+    }
+
     /// What a handler makes of one event: its effect is written in the transaction that settles.
-    pub(crate) fn apply(&self, who: Who, transaction: &mut MemoryTransaction, delivery: &Delivery) -> Outcome {
+    pub(crate) fn apply(&self, who: Who, delivery: &Delivery, append: impl FnOnce(NewEvent) -> bool) -> Outcome {
         let number = number_of(&delivery.event);
         let mishap = self.begin_call(who, &[delivery]);
         let mut state = self.state();
@@ -149,10 +156,6 @@ impl World {
             }
             _ => Outcome::DELIVERED,
         };
-        if !self.plan.shape.clean {
-            // The transaction may yet overrun its time, which counts as an attempt.
-            ledger.failed(number);
-        }
         match &outcome {
             Outcome::Retry { .. } => ledger.failed(number),
             Outcome::Unavailable { .. } => ledger.found_down(number),
@@ -160,7 +163,7 @@ impl World {
             Outcome::Delivered { .. } => {
                 let version = number as i64 * REPLAYS_MAX + i64::from(delivery.replay);
                 let effect = NewEvent::json("effect", "{}").version(version);
-                if transaction.append(&effects(), &[effect]).is_err() {
+                if !append(effect) {
                     return Outcome::unavailable("store", "the store went back");
                 }
             }

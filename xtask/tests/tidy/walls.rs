@@ -16,7 +16,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("postbox-sqlite", &["postbox-core"]),
     ("postbox-http", &["postbox-core", "postbox-webhook"]),
     ("postbox-engine", &["postbox-core"]),
-    ("postbox-simulator", &["postbox-core", "postbox-engine"]),
+    ("postbox-simulator", &["postbox-core", "postbox-engine", "postbox-sqlite"]),
     (
         "postbox",
         &["postbox-core", "postbox-engine", "postbox-http", "postbox-postgres", "postbox-sqlite", "postbox-webhook"],
@@ -64,7 +64,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("deadpool-postgres", &["postbox-postgres"]),
     ("tokio-postgres-rustls", &["postbox-postgres"]),
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
-    ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash"]),
+    ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash", "postbox-simulator"]),
     ("reqwest", &["postbox-http"]),
     ("axum", &["postbox-http", "postbox-server", "postbox-cli", "postbox-bench"]),
     ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "xtask"]),
