@@ -1,6 +1,6 @@
 //! Runs a plan: writers, relays, a person; then the faults end, and everything must drain.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -47,9 +47,9 @@ struct Open {
 
 struct Director {
     world: Arc<World>,
-    running: HashMap<u8, Running>,
+    running: BTreeMap<u8, Running>,
     lives: [u32; RELAYS_MAX as usize + 1],
-    open: HashMap<usize, Open>,
+    open: BTreeMap<usize, Open>,
     /// Of these: what waits for another one to end.
     waiting: Vec<usize>,
     snapshots: Vec<(At, Snapshot)>,
@@ -64,9 +64,9 @@ pub(crate) async fn direct(world: Arc<World>) {
     let operator = Client::new(&world, (OPERATOR, 0));
     let mut director = Director {
         operator,
-        running: HashMap::new(),
+        running: BTreeMap::new(),
         lives: [0; RELAYS_MAX as usize + 1],
-        open: HashMap::new(),
+        open: BTreeMap::new(),
         waiting: Vec::new(),
         snapshots: Vec::new(),
         stopping: Vec::new(),

@@ -10,6 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::Clock;
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
 /// The time of one world. Only the thread of the world's runtime can ask the runtime; others get what it last saw.
@@ -74,6 +75,8 @@ impl Clock for ServerClock {
 pub(crate) struct Gate {
     state: Mutex<GateState>,
     changed: Condvar,
+    /// A job committed something. Wakes in the order of waiting; the store's own channel wakes in an order of chance.
+    pub(crate) committed: Notify,
 }
 
 #[derive(Default)]

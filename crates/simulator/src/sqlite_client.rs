@@ -100,7 +100,11 @@ async fn step_through<T>(
     let mut observed = false;
     while generation == world.generation() {
         let stepped = gate.step(call.as_mut());
-        if world.server.has_changed() || stepped.is_ready() && !observed {
+        let has_changed = world.server.has_changed();
+        if has_changed {
+            gate.committed.notify_waiters();
+        }
+        if has_changed || stepped.is_ready() && !observed {
             world.observe(operation, lease, who);
             observed = true;
         }
@@ -204,8 +208,8 @@ impl Log for SqliteClient {
         .await
     }
 
-    async fn hint(&self, lease: &Lease) {
-        self.opened.store.hint(lease).await;
+    async fn hint(&self, _lease: &Lease) {
+        self.opened.gate.committed.notified().await;
     }
 }
 
