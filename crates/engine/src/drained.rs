@@ -7,7 +7,8 @@ use crate::metrics::MetricsSnapshot;
 /// What one bounded run did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Drained {
-    /// Events read. One that waits behind a slow one of its key is read again when its turn comes, and counted again.
+    /// Events read: what a limit counts. One that waits behind a slow one of its key is read again
+    /// when its turn comes, and counted again.
     pub fetched: u64,
     /// Events the destination has now.
     pub dispatched: u64,
@@ -31,11 +32,6 @@ impl Drained {
             dead,
             lanes_lost: 0,
         }
-    }
-
-    /// Deliveries tried: what a limit counts.
-    pub fn tried(&self) -> u64 {
-        self.dispatched + self.failed + self.dead
     }
 }
 

@@ -12,7 +12,7 @@ use crate::breaker::Breaker;
 use crate::clock::{SystemRandom, TokioClock};
 use crate::drained::Drained;
 use crate::fleet::Fleet;
-use crate::lane::{Budget, Held, Lane};
+use crate::lane::{Held, Lane, ReadLimit};
 use crate::metrics::{FailingLane, Metrics};
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
@@ -237,8 +237,9 @@ impl Relay {
 
     /// Delivers what is pending now, and returns. Retrying events that are not due are left.
     ///
-    /// At most `limit` deliveries are tried, and no fewer while there are events that may go. One that has to wait, behind an earlier event of its
-    /// key or for its time, or that was taken out, does not count; one that is due again within the same run counts again. With a limit, one lane goes after the other.
+    /// At most `limit` deliveries are read, over all lanes, and so no more are delivered. One that then
+    /// has to wait, behind an earlier event of its key or for its time, counts too; read again in the
+    /// same run it counts again.
     ///
     /// Takes every lane nobody else holds. A destination that is down ends it early; a store that is down, or goes down midway, is an error,
     /// and what was delivered until then is in [`Self::metrics`]. A lane lost midway is counted in [`Drained::lanes_lost`].
@@ -254,7 +255,7 @@ impl Relay {
         self.log.subscribe(&self.subscription).await?;
         let Some(shared) = &self.shared else { return Ok(Drained::default()) };
         let before = self.metrics.snapshot();
-        let budget = Budget::new(limit);
+        let limit = ReadLimit::new(limit);
         let ttl = shared.settings.lease_ttl;
         let (mut lanes, mut known) = (Vec::new(), Vec::new());
         while lanes.len() < usize::from(self.subscription.lanes) && !stop.is_cancelled() {
@@ -272,7 +273,7 @@ impl Relay {
         if lanes.is_empty() {
             info!(subscription = self.name(), "no lane is free: other relays hold them, or the subscription is paused");
         }
-        let ended = futures::future::join_all(lanes.into_iter().map(|lane| lane.drain(&budget))).await;
+        let ended = futures::future::join_all(lanes.into_iter().map(|lane| lane.drain(&limit))).await;
         if shared.is_gone() {
             self.pause(shared).await;
         }

@@ -38,7 +38,7 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
             }
             match relay.drain_until(limit, stop.clone()).await {
                 Ok(drained) => {
-                    limit = limit.map(|limit| limit.saturating_sub(drained.tried() as usize));
+                    limit = limit.map(|limit| limit.saturating_sub(drained.fetched as usize));
                     round += drained;
                 }
                 Err(error) => {

@@ -11,13 +11,13 @@
 //! batch before when it was read ahead.
 
 mod apply;
-mod budget;
 mod call;
 mod dispatch;
 mod due;
 mod feed;
 mod late;
 mod lease;
+mod limit;
 mod process;
 mod read;
 mod settle;
@@ -32,11 +32,11 @@ use postbox_core::{BatchLimit, Result};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::info;
 
-pub(crate) use self::budget::Budget;
 use self::dispatch::Pace;
 use self::due::Alarm;
 use self::late::Late;
 pub(crate) use self::lease::Held;
+pub(crate) use self::limit::ReadLimit;
 use self::read::Until;
 use crate::breaker::Admission;
 use crate::shared::Shared;
@@ -82,10 +82,10 @@ impl Lane {
         }
     }
 
-    /// Works until nothing is pending now, the budget is used up, the destination is down, or halted. An error says why it could not: `Stale` of a
+    /// Works until nothing is pending now, the limit is reached, the destination is down, or halted. An error says why it could not: `Stale` of a
     /// lost lane, otherwise the store's.
-    pub(crate) async fn drain(self, budget: &Budget) -> Result<()> {
-        let work = self.once(budget);
+    pub(crate) async fn drain(self, limit: &ReadLimit) -> Result<()> {
+        let work = self.once(limit);
         self.hold(work).await?;
         self.held.take_loss().map_or(Ok(()), Err)
     }
@@ -190,24 +190,21 @@ impl Lane {
         if stream_first && self.stream_probe(one, &round).await? {
             return Ok(true);
         }
-        if self.due_once(one, true, &round).await?.count > 0 {
+        if self.due_once(one, true, &round).await? > 0 {
             return Ok(true);
         }
         Ok(!stream_first && self.stream_probe(one, &round).await?)
     }
 
-    async fn once(&self, budget: &Budget) -> Result<()> {
+    async fn once(&self, limit: &ReadLimit) -> Result<()> {
         let (shared, halt) = (&self.shared, &self.held.halt);
-        let _turn = budget.turn().await;
         while !halt.is_cancelled() && !shared.is_gone() && shared.breaker.is_closed() {
             let round = halt.child_token();
             // Whatever is due by now, whenever the last look was.
             self.alarm.ring_in(shared.clock.monotonic(), Duration::ZERO);
-            if self.stream(&round, Until::Empty(budget)).await? == 0 {
+            if self.stream(&round, Until::Empty(limit)).await? == 0 {
                 match self.late.next_of_these().await {
                     Some(returned) => self.settle_late(returned).await?,
-                    // What had to wait behind its key still does: others may go in its place.
-                    None if budget.replace_blocked() => {}
                     None => return Ok(()),
                 }
             }

@@ -9,7 +9,6 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::Lane;
-use super::budget::Unsent;
 use super::call::Call;
 use super::dispatch::Pace;
 use super::late::weigh;
@@ -18,10 +17,10 @@ use crate::shared::Destination;
 
 /// What became of a stream batch.
 pub(super) enum Progress {
-    /// All of it is written down; `holding` are the keys that later events must wait for.
-    Settled { holding: HashSet<Key>, unsent: Unsent },
+    /// All of it is written down; these are the keys that later events must wait for.
+    Settled(HashSet<Key>),
     /// It was cut short: the caller settles it once no read is in flight, then lets the late calls go on.
-    Short { verdicts: Verdicts, late: Vec<Call>, unsent: Unsent },
+    Short { verdicts: Verdicts, late: Vec<Call> },
 }
 
 impl Lane {
@@ -39,17 +38,15 @@ impl Lane {
                 let late = self.dispatch(sink, batch, &mut verdicts, pace, round).await;
                 // Of a lost lane the store would refuse whatever we know.
                 if self.held.is_lost() || !verdicts.is_complete() {
-                    let unsent = verdicts.unsent();
-                    return Ok(Progress::Short { verdicts, late, unsent });
+                    return Ok(Progress::Short { verdicts, late });
                 }
                 self.settle(verdicts.settle_stream(batch, self.shared.holds_keys(), false)).await?;
                 self.adopt(batch, &verdicts, late);
             }
             Destination::Apply(apply) => {
                 if !self.apply_stream(&**apply, batch, &mut verdicts, round).await? {
-                    let unsent = verdicts.unsent();
                     let verdicts = Verdicts::new(batch.deliveries.len());
-                    return Ok(Progress::Short { verdicts, late: Vec::new(), unsent });
+                    return Ok(Progress::Short { verdicts, late: Vec::new() });
                 }
             }
         }
@@ -58,22 +55,17 @@ impl Lane {
             subscription = self.shared.name(), lane = self.held.lease.lane, events = batch.deliveries.len(),
             exceptions = verdicts.exceptions().len(), %first, %last, "batch settled"
         );
-        Ok(Progress::Settled { holding: verdicts.holding_keys(&batch.deliveries), unsent: verdicts.unsent() })
+        Ok(Progress::Settled(verdicts.holding_keys(&batch.deliveries)))
     }
 
-    /// Sends and settles due rows; what of them did not go out.
-    pub(super) async fn process_due(
-        &self,
-        batch: &Arc<Batch>,
-        pace: Pace,
-        round: &CancellationToken,
-    ) -> Result<Unsent> {
+    /// Sends and settles due rows.
+    pub(super) async fn process_due(&self, batch: &Arc<Batch>, pace: Pace, round: &CancellationToken) -> Result<()> {
         let mut verdicts = self.plan_due(batch);
         match &self.shared.destination {
             Destination::Sink(sink) => {
                 let late = self.dispatch(sink, batch, &mut verdicts, pace, round).await;
                 if self.held.is_lost() {
-                    return Ok(verdicts.unsent());
+                    return Ok(());
                 }
                 self.settle(verdicts.settle_due(batch, self.shared.holds_keys())).await?;
                 if !verdicts.is_complete() {
@@ -89,7 +81,7 @@ impl Lane {
             events = batch.deliveries.len(),
             "due rows settled"
         );
-        Ok(verdicts.unsent())
+        Ok(())
     }
 
     /// Lets calls go on without their batch, whose rows are written.

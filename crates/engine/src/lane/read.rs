@@ -10,7 +10,7 @@ use postbox_core::{Batch, BatchLimit, Key, Result};
 use tokio_util::sync::CancellationToken;
 
 use super::Lane;
-use super::budget::{Budget, Grant, Unsent};
+use super::limit::{ReadLimit, Reservation};
 use super::process::Progress;
 use crate::poll::Poll;
 
@@ -19,48 +19,18 @@ use crate::poll::Poll;
 pub(super) enum Until<'a> {
     /// Until its round ends.
     Stopped,
-    /// Until nothing is pending or the budget is used up.
-    Empty(&'a Budget),
+    /// Until nothing is pending or the limit is reached.
+    Empty(&'a ReadLimit),
 }
 
 impl Until<'_> {
-    /// What the next read may bring, as a limit and to be given back; `None` when the budget is used up.
-    fn grant(self, batch: BatchLimit) -> Option<(BatchLimit, Option<Grant>)> {
+    /// The right to one more read; `None` when the limit is reached.
+    async fn reserve(&self, batch: BatchLimit) -> Option<Reservation<'_>> {
         match self {
-            Self::Stopped => Some((batch, None)),
-            Self::Empty(budget) => {
-                let grant = budget.take(batch.events)?;
-                Some((BatchLimit { events: grant.events, ..batch }, Some(grant)))
-            }
+            Self::Stopped => Some(Reservation::unbounded(batch)),
+            Self::Empty(limit) => limit.reserve(batch).await,
         }
     }
-
-    /// The read brought only so many.
-    fn give_back(self, grant: Option<Grant>, read: Option<&Arc<Batch>>) {
-        if let (Self::Empty(budget), Some(grant)) = (self, grant) {
-            budget.give_back(grant, read.map_or(0, |batch| batch.deliveries.len()));
-        }
-    }
-
-    /// These were read and did not go out.
-    fn give_back_unsent(self, unsent: Unsent) {
-        if let Self::Empty(budget) = self {
-            budget.give_back_unsent(unsent);
-        }
-    }
-
-    /// A whole batch did not go out.
-    fn give_back_batch(self, batch: &Batch) {
-        self.give_back_unsent(Unsent { other: batch.deliveries.len(), ..Unsent::default() });
-    }
-}
-
-/// What became of one read of due rows.
-#[derive(Default)]
-pub(super) struct Due {
-    /// How many there were.
-    pub(super) count: usize,
-    pub(super) unsent: Unsent,
 }
 
 impl Lane {
@@ -74,20 +44,17 @@ impl Lane {
         let mut carried: HashSet<Key> = HashSet::new();
         let mut count = 0;
         while !round.is_cancelled() {
-            if let Until::Empty(budget) = until {
-                count += self.due_if_rung(budget, round).await?;
+            if let Until::Empty(limit) = until {
+                count += self.due_if_rung(limit, round).await?;
             }
             let batch = match ahead.take() {
                 Some(batch) => batch,
                 None => {
                     carried.clear();
-                    let Some((limit, grant)) = until.grant(settings.batch) else { break };
-                    let read = self.read(limit, round).await?;
-                    until.give_back(grant, read.as_ref());
-                    match read {
-                        Some(batch) => batch,
-                        None => break,
-                    }
+                    let Some(reservation) = until.reserve(settings.batch).await else { break };
+                    let Some(batch) = self.read(reservation.limit, round).await? else { break };
+                    reservation.used(batch.deliveries.len());
+                    batch
                 }
             };
             if batch.is_empty() {
@@ -103,37 +70,31 @@ impl Lane {
             let read_ahead = self.read_ahead(&batch, until);
             let (next, progress) = join(read_ahead, self.process(&batch, &carried, self.pace(false), round)).await;
             match progress? {
-                Progress::Settled { holding, unsent } => {
-                    carried = holding;
-                    until.give_back_unsent(unsent);
-                }
+                Progress::Settled(holding) => carried = holding,
                 // Only now that no read is in flight: a rewind beside a read could be overtaken by it.
-                Progress::Short { verdicts, late, unsent } => {
+                Progress::Short { verdicts, late } => {
                     self.settle_short(&batch, &verdicts, late, self.pace(false)).await?;
-                    until.give_back_unsent(unsent);
-                    if let Some(unread) = next? {
-                        until.give_back_batch(&unread);
-                    }
+                    next?;
                     return Ok(count);
                 }
             }
             ahead = next?;
         }
-        if let Some(unread) = ahead {
+        if ahead.is_some() {
             // It was read but will not be processed; without a rewind the next read would skip it.
             self.rewind().await?;
-            until.give_back_batch(&unread);
         }
         Ok(count)
     }
 
-    /// The next batch, while one goes out; `None` where there is none, the budget is used up, or the store failed.
+    /// The next batch, while one goes out; `None` where there is none, the limit is reached, or the store failed.
     async fn read_ahead(&self, batch: &Batch, until: Until<'_>) -> Result<Option<Arc<Batch>>> {
-        let Some((limit, grant)) = batch.more.then(|| until.grant(self.shared.settings.batch)).flatten() else {
+        if !batch.more {
             return Ok(None);
-        };
-        let next = self.read_once(limit).await?;
-        until.give_back(grant, next.as_ref());
+        }
+        let Some(reservation) = until.reserve(self.shared.settings.batch).await else { return Ok(None) };
+        let next = self.read_once(reservation.limit).await?;
+        reservation.used(next.as_ref().map_or(0, |batch| batch.deliveries.len()));
         Ok(next)
     }
 
@@ -144,7 +105,7 @@ impl Lane {
             return Ok(false);
         }
         let progress = self.process(&batch, &HashSet::new(), self.pace(true), round).await?;
-        if let Progress::Short { verdicts, late, .. } = progress {
+        if let Progress::Short { verdicts, late } = progress {
             self.settle_short(&batch, &verdicts, late, self.pace(true)).await?;
         }
         Ok(true)
@@ -169,7 +130,7 @@ impl Lane {
                 }
                 continue;
             }
-            if self.due_once(self.shared.settings.batch, false, round).await?.count > 0 {
+            if self.due_once(self.shared.settings.batch, false, round).await? > 0 {
                 // What was delivered may have released the next of its key.
                 self.alarm.ring_in(clock.monotonic(), Duration::ZERO);
             }
@@ -178,15 +139,14 @@ impl Lane {
     }
 
     /// Delivers due rows if it is time to look for them; how many there were.
-    pub(super) async fn due_if_rung(&self, budget: &Budget, round: &CancellationToken) -> Result<usize> {
+    pub(super) async fn due_if_rung(&self, limit: &ReadLimit, round: &CancellationToken) -> Result<usize> {
         let batch = self.shared.settings.batch;
         if !self.alarm.left(self.shared.clock.monotonic()).is_zero() {
             return Ok(0);
         }
-        let Some(grant) = budget.take_for_due(batch.events) else { return Ok(0) };
-        let Due { count, unsent } = self.due_once(BatchLimit { events: grant.events, ..batch }, false, round).await?;
-        budget.give_back(grant, count);
-        budget.give_back_unsent(unsent);
+        let Some(reservation) = limit.reserve(batch).await else { return Ok(0) };
+        let count = self.due_once(reservation.limit, false, round).await?;
+        reservation.used(count);
         if count > 0 {
             // What was delivered may have released the next of its key.
             self.alarm.ring_in(self.shared.clock.monotonic(), Duration::ZERO);
@@ -194,24 +154,24 @@ impl Lane {
         Ok(count)
     }
 
-    /// Reads one batch of due rows and delivers it.
-    pub(super) async fn due_once(&self, limit: BatchLimit, probe: bool, round: &CancellationToken) -> Result<Due> {
+    /// Reads one batch of due rows and delivers it; how many there were.
+    pub(super) async fn due_once(&self, limit: BatchLimit, probe: bool, round: &CancellationToken) -> Result<usize> {
         self.alarm.wind(self.shared.clock.monotonic());
         let lease = &self.held.lease;
         let Some(batch) = self.repeat("due", round, || self.shared.log.due(lease, limit)).await? else {
-            return Ok(Due::default());
+            return Ok(0);
         };
         self.note_due(&batch);
         if batch.deliveries.is_empty() {
-            return Ok(Due::default());
+            return Ok(0);
         }
         self.shared.metrics.add(&self.shared.metrics.fetched, batch.deliveries.len());
         // Half of the calls at most: many slow rows must leave room for the stream.
         let mut pace = self.pace(probe);
         pace.calls_max = pace.calls_max.div_ceil(2);
         let batch = Arc::new(batch);
-        let unsent = self.process_due(&batch, pace, round).await?;
-        Ok(Due { count: batch.deliveries.len(), unsent })
+        self.process_due(&batch, pace, round).await?;
+        Ok(batch.deliveries.len())
     }
 
     /// One read of the stream; `None` when the round ended first.

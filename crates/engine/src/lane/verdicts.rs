@@ -6,8 +6,6 @@ use std::time::Duration;
 
 use postbox_core::{Batch, Delivery, Disposition, Entry, Key, Seq, Settlement};
 
-use super::budget::Unsent;
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mark {
     /// Not decided: not sent, in flight, or the destination was down.
@@ -26,8 +24,6 @@ pub(super) struct Verdicts {
     /// Why a delivery that still waits could not be sent.
     notes: Vec<(usize, Cow<'static, str>, String)>,
     waiting: usize,
-    /// What was put aside.
-    aside: Unsent,
     /// The last delivery the destination answered for. Everything up to it must be written down.
     answered: Option<usize>,
 }
@@ -39,7 +35,6 @@ impl Verdicts {
             exceptions: Vec::new(),
             notes: Vec::new(),
             waiting: count,
-            aside: Unsent::default(),
             answered: None,
         }
     }
@@ -72,17 +67,8 @@ impl Verdicts {
 
     /// It is not sent now, for a reason of its own (held key, later time, discarded).
     pub(super) fn put_aside(&mut self, index: usize, disposition: Disposition) {
-        match disposition {
-            Disposition::Block | Disposition::Retry { .. } => self.aside.blocked += 1,
-            _ => self.aside.other += 1,
-        }
         self.mark(index, Mark::Excepted);
         self.exceptions.push((index, disposition));
-    }
-
-    /// What did not go out, whatever becomes of it. What has a note did, and was not accepted.
-    pub(super) fn unsent(&self) -> Unsent {
-        Unsent { other: self.aside.other + self.waiting.saturating_sub(self.notes.len()), ..self.aside }
     }
 
     /// It was not accepted because the destination is down; it keeps waiting.
