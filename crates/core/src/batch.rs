@@ -136,13 +136,22 @@ pub enum Disposition {
     Retry {
         /// The wait.
         after: Duration,
-        /// Whether this was an attempt; `false` when the destination was down or the relay stopped.
+        /// Whether this was an attempt; `false` when the destination was down or throttled it.
         counted: bool,
         /// Stable reason.
         code: Cow<'static, str>,
         /// Last error text.
         error: String,
     },
+    /// Its call goes on without the batch, and its outcome is written when it ends: an uncounted
+    /// [`Retry`](Self::Retry) that [`Log::acquire`](crate::Log::acquire) makes due at once for the
+    /// next holder of the lane, who finds no call of it in flight.
+    InFlight {
+        /// When the event is due, should nobody write the outcome.
+        after: Duration,
+    },
+    /// Its turn did not come before sending stopped: an uncounted [`Retry`](Self::Retry), due now.
+    NotSent,
     /// Waits behind the earlier unfinished events of its key. If there is none any more, the store makes it due now.
     Block,
     /// Waits until its time. Does not hold its key.
@@ -163,13 +172,47 @@ pub enum Disposition {
     Discarded,
 }
 
-impl Disposition {
-    /// The code of a [`Retry`](Self::Retry) whose call is still under way: its holder writes the outcome, or crashes. [`Log::acquire`](crate::Log::acquire)
-    /// makes such rows of the lane due at once, because whoever takes a lane finds no call of it in flight. No sink may use the word.
-    pub const IN_FLIGHT: &'static str = "in_flight";
+/// The row of an event that is sent again: what a store writes of [`Disposition::Retry`],
+/// [`Disposition::InFlight`] and [`Disposition::NotSent`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Retrying<'a> {
+    /// The wait until it is due.
+    pub after: Duration,
+    /// Whether an attempt is counted.
+    pub counted: bool,
+    /// Stable reason.
+    pub code: &'a str,
+    /// Last error text.
+    pub error: &'a str,
+}
 
-    /// The code of a [`Retry`](Self::Retry) of an event whose turn did not come: it says nothing of the destination.
-    pub const NOT_SENT: &'static str = "not_sent";
+impl Disposition {
+    /// The stored code of [`InFlight`](Self::InFlight), for the statement that makes such rows due.
+    pub const IN_FLIGHT: &'static str = "in_flight";
+    const NOT_SENT: &'static str = "not_sent";
+
+    /// The row to write if the event is sent again.
+    pub fn retrying(&self) -> Option<Retrying<'_>> {
+        let uncounted = |after, code, error| Retrying { after, counted: false, code, error };
+        match self {
+            Self::Retry { after, counted, code, error } => {
+                Some(Retrying { after: *after, counted: *counted, code, error })
+            }
+            Self::InFlight { after } => {
+                Some(uncounted(*after, Self::IN_FLIGHT, "the destination has not answered yet"))
+            }
+            Self::NotSent => {
+                let error = "the relay stopped sending before this event's turn";
+                Some(uncounted(Duration::ZERO, Self::NOT_SENT, error))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether a stored code is the relay's own, which says nothing of the destination.
+    pub fn is_own_code(code: &str) -> bool {
+        [Self::IN_FLIGHT, Self::NOT_SENT].contains(&code)
+    }
 }
 
 /// One delivery and its disposition.

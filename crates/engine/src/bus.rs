@@ -61,7 +61,8 @@ impl InProcessBus {
     }
 }
 
-/// The worst of the handlers' outcomes. A retry wins over a death: a handler that may still succeed gets its chance first.
+/// The worst of the handlers' outcomes. A retry wins over a death: a handler that may still succeed
+/// gets its chance first.
 fn worst(outcomes: Vec<Outcome>) -> Outcome {
     let rank = |outcome: &Outcome| match outcome {
         Outcome::Delivered { duplicate: true } => 0,
@@ -69,7 +70,9 @@ fn worst(outcomes: Vec<Outcome>) -> Outcome {
         Outcome::Gone { .. } => 2,
         Outcome::Dead { .. } => 3,
         Outcome::Retry { .. } => 4,
-        Outcome::Unavailable { .. } => 5,
+        Outcome::Ambiguous { .. } => 5,
+        Outcome::Throttled { .. } => 6,
+        Outcome::Unavailable { .. } => 7,
     };
     outcomes.into_iter().max_by_key(rank).unwrap_or(Outcome::DELIVERED)
 }

@@ -1,6 +1,5 @@
-//! What is known of each delivery of one batch, and the settlement that follows from it.
+//! What is known of each delivery of one batch, and the settlement that follows.
 
-use std::borrow::Cow;
 use std::collections::HashSet;
 use std::time::Duration;
 
@@ -8,7 +7,7 @@ use postbox_core::{Batch, Delivery, Disposition, Entry, Key, Seq, Settlement};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mark {
-    /// Not decided: not sent, in flight, or the destination was down.
+    /// Not decided: not sent, in flight, or it found the destination down.
     Waiting,
     /// The destination has it.
     Delivered,
@@ -16,15 +15,15 @@ enum Mark {
     Excepted,
 }
 
-/// The verdicts over one batch. One byte an event on the happy path; the rest only for exceptions.
+/// The verdicts over one batch. One byte an event when all is well; the rest only for exceptions.
 #[derive(Debug)]
 pub(super) struct Verdicts {
     marks: Vec<Mark>,
     exceptions: Vec<(usize, Disposition)>,
-    /// Why a delivery that still waits could not be sent.
-    notes: Vec<(usize, Cow<'static, str>, String)>,
+    /// Deliveries that wait because they found the destination down, and what to write of them.
+    outages: Vec<(usize, Disposition)>,
     waiting: usize,
-    /// The last delivery the destination answered for. Everything up to it must be written down.
+    /// The last delivery the destination answered for. Everything up to it must be written.
     answered: Option<usize>,
 }
 
@@ -33,7 +32,7 @@ impl Verdicts {
         Self {
             marks: vec![Mark::Waiting; count],
             exceptions: Vec::new(),
-            notes: Vec::new(),
+            outages: Vec::new(),
             waiting: count,
             answered: None,
         }
@@ -65,15 +64,15 @@ impl Verdicts {
         self.answered = self.answered.max(Some(index));
     }
 
-    /// It is not sent now, for a reason of its own (held key, later time, discarded).
-    pub(super) fn put_aside(&mut self, index: usize, disposition: Disposition) {
+    /// It is not sent now, for a reason of its own: a held key, a later time, discarded.
+    pub(super) fn defer(&mut self, index: usize, disposition: Disposition) {
         self.mark(index, Mark::Excepted);
         self.exceptions.push((index, disposition));
     }
 
-    /// It was not accepted because the destination is down; it keeps waiting.
-    pub(super) fn note(&mut self, index: usize, code: Cow<'static, str>, error: String) {
-        self.notes.push((index, code, error));
+    /// It found the destination down, and keeps waiting.
+    pub(super) fn record_outage(&mut self, index: usize, disposition: Disposition) {
+        self.outages.push((index, disposition));
     }
 
     fn mark(&mut self, index: usize, mark: Mark) {
@@ -84,31 +83,32 @@ impl Verdicts {
 
     /// The settlement of a stream batch.
     ///
-    /// Complete: the batch's end. Cut short: the last answered delivery; what still waits before it leaves the stream as
-    /// uncounted retries, what comes after it is read again. Where nothing was answered, and `testify`, the first that found the
-    /// destination down leaves the stream too: its row tells every reader of the store why nothing goes on.
-    pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool, testify: bool) -> Settlement<'b> {
+    /// Complete: the batch's end. Cut short: the last answered delivery. What still waits before it
+    /// leaves the stream as uncounted retries, what comes after it is read again. Where nothing was
+    /// answered, and with `outage_row`, the first that found the destination down leaves the stream
+    /// too: its row tells every reader of the store why nothing goes on.
+    pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool, outage_row: bool) -> Settlement<'b> {
         let deliveries = &batch.deliveries;
         if self.is_complete() {
             let entries = self.entries(deliveries, deliveries.len(), false, hold_keys);
             return Settlement { position: batch.end, entries, rewind: false, hold_keys };
         }
-        let witness = || self.notes.iter().map(|(at, ..)| *at).min().filter(|_| testify);
-        let Some(last) = self.answered.or_else(witness) else {
+        let first_outage = || self.outages.iter().map(|(at, _)| *at).min().filter(|_| outage_row);
+        let Some(last) = self.answered.or_else(first_outage) else {
             return Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys };
         };
         let entries = self.entries(deliveries, last + 1, false, hold_keys);
         Settlement { position: Some(deliveries[last].seq), entries, rewind: true, hold_keys }
     }
 
-    /// The settlement of due rows. One that was not sent has no entry: it stays as it is, due, with the reason it waits for.
+    /// The settlement of due rows. One that was not sent has no entry: it stays as it is, due.
     pub(super) fn settle_due<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Settlement<'b> {
         let entries = self.entries(&batch.deliveries, batch.deliveries.len(), true, hold_keys);
         Settlement { position: None, entries, rewind: false, hold_keys }
     }
 
-    /// Entries of the first `end` deliveries, in their order. What still waits becomes an uncounted retry, or waits behind
-    /// one of its key; if it is a row already, only what it met is written.
+    /// Entries of the first `end` deliveries, in their order. What still waits becomes an uncounted
+    /// retry, or waits behind one of its key; a row that waits is written only if it met an outage.
     fn entries<'b>(&self, deliveries: &'b [Delivery], end: usize, are_rows: bool, hold_keys: bool) -> Vec<Entry<'b>> {
         if self.exceptions.is_empty() && self.is_complete() && !are_rows {
             return Vec::new();
@@ -126,10 +126,10 @@ impl Verdicts {
                     Some((_, disposition)) => disposition,
                     None => continue,
                 },
-                Mark::Waiting if are_rows && self.noted(index).is_none() => continue,
+                Mark::Waiting if are_rows && self.outage(index).is_none() => continue,
                 Mark::Waiting => match &delivery.event.key {
                     Some(key) if hold_keys && !waiting_keys.insert(key) => Disposition::Block,
-                    _ => self.not_sent(index),
+                    _ => self.outage(index).cloned().unwrap_or(Disposition::NotSent),
                 },
             };
             entries.push(Entry { delivery, disposition });
@@ -137,17 +137,8 @@ impl Verdicts {
         entries
     }
 
-    /// What it met when the destination was down.
-    fn noted(&self, index: usize) -> Option<(&Cow<'static, str>, &String)> {
-        self.notes.iter().find(|(at, ..)| *at == index).map(|(_, code, error)| (code, error))
-    }
-
-    fn not_sent(&self, index: usize) -> Disposition {
-        let (code, error) = match self.noted(index) {
-            Some((code, error)) => (code.clone(), error.clone()),
-            None => (Disposition::NOT_SENT.into(), "the relay stopped sending before this event's turn".to_owned()),
-        };
-        Disposition::Retry { after: Duration::ZERO, counted: false, code, error }
+    fn outage(&self, index: usize) -> Option<&Disposition> {
+        self.outages.iter().find(|(at, _)| *at == index).map(|(_, disposition)| disposition)
     }
 
     /// The keys that later events must wait for once this batch is settled.
@@ -162,19 +153,18 @@ impl Verdicts {
 
 /// Whether a disposition holds back the later events of its key.
 pub(super) fn holds(disposition: &Disposition) -> bool {
-    matches!(disposition, Disposition::Retry { .. } | Disposition::Block | Disposition::Dead { halt: true, .. })
+    disposition.retrying().is_some() || matches!(disposition, Disposition::Block | Disposition::Dead { halt: true, .. })
 }
 
-/// When the lane should look for due rows because of this settlement. A blocked event whose key was released in the same
-/// moment is found by the regular look.
+/// When the lane should look for due rows because of this settlement. A blocked event whose key was
+/// released in the same moment is found by the regular look.
 pub(super) fn earliest_retry(settlement: &Settlement<'_>) -> Option<Duration> {
     let wait = |entry: &Entry<'_>| match &entry.disposition {
-        Disposition::Retry { after, .. } => Some(*after),
         // The store knows the time on its clock; asking once tells how long it is.
         Disposition::Schedule { .. } => Some(Duration::ZERO),
         // The next of its key is released.
         Disposition::Dead { halt: false, .. } => Some(Duration::ZERO),
-        _ => None,
+        disposition => disposition.retrying().map(|row| row.after),
     };
     settlement.entries.iter().filter_map(wait).min()
 }
