@@ -9,7 +9,8 @@ use std::time::Duration;
 pub enum Outcome {
     /// The destination has it.
     Delivered {
-        /// The destination already had it (its own deduplication said so). Counted, otherwise the same.
+        /// The destination already had it (its own deduplication said so). Counted, otherwise the
+        /// same.
         duplicate: bool,
     },
     /// This event failed and may succeed later. Costs one attempt.

@@ -38,7 +38,8 @@ impl ApplyState {
         }
     }
 
-    /// A transaction overran or panicked: the next ones take one delivery each, to find which it was.
+    /// A transaction overran or panicked: the next ones take one delivery each, to find which it
+    /// was.
     pub(crate) fn overran(&self, deliveries: &[&Delivery]) {
         self.chunk.store(1, Ordering::Relaxed);
         if let [single] = deliveries {

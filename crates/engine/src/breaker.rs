@@ -1,8 +1,8 @@
 //! The breaker of one destination: while it is open, nothing is sent and no attempt is counted.
 //!
-//! Then one event goes out as a probe. If it is accepted or refused for good, the breaker closes; if
-//! it is to be tried again, that proves nothing, and the next probe follows. All lanes of a relay
-//! share one breaker, because they share the destination.
+//! Then one event goes out as a probe. If it is accepted or refused for good, the breaker closes;
+//! if it is to be tried again, that proves nothing, and the next probe follows. All lanes of a
+//! relay share one breaker, because they share the destination.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -138,13 +138,14 @@ impl Breaker {
         };
         // Half of it is certain: with full jitter a probe could follow the failure at once.
         let backoff = self.policy.wait_max(failures - 1).mul_f64(0.5 + random.unit() / 2.0);
-        // Whoever obeyed the named wait and is sent away again comes back later than told.
+        // Where the named wait did not suffice, the next one is longer.
         let wait = backoff.max(BreakerPolicy::named_wait(after.unwrap_or_default()));
         self.set(&mut inner, Inner::Open { until: now + wait, failures });
         Some(wait)
     }
 
-    /// The destination accepted an event or refused it for good. Closes a breaker that was probing; returns whether it did.
+    /// The destination accepted an event or refused it for good. Closes a breaker that was probing;
+    /// returns whether it did.
     ///
     /// An answer while it is open belongs to a call sent before it opened, and proves nothing.
     pub(crate) fn answered(&self) -> bool {

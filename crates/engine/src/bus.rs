@@ -14,9 +14,10 @@ type Handler = Arc<dyn Fn(Arc<Delivery>) -> HandlerFuture + Send + Sync>;
 
 /// A sink that hands each event to every handler whose pattern matches its topic.
 ///
-/// All matching handlers run, at the same time; the event is delivered when all of them have succeeded. If one fails the
-/// event is retried, and *every* handler sees it again: handlers must be idempotent (the event id is the key). An
-/// event no handler asked for is delivered. A panic in a handler is that event's failed attempt.
+/// All matching handlers run, at the same time; the event is delivered when all of them have
+/// succeeded. If one fails the event is retried, and *every* handler sees it again: handlers must
+/// be idempotent (the event id is the key). An event no handler asked for is delivered. A panic in
+/// a handler is that event's failed attempt.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -55,7 +56,8 @@ impl InProcessBus {
         Ok(self)
     }
 
-    /// The patterns, in the order they were added: what a subscription that only serves this bus should filter by.
+    /// The patterns, in the order they were added: what a subscription that only serves this bus
+    /// should filter by.
     pub fn topics(&self) -> impl Iterator<Item = &str> {
         self.handlers.iter().map(|(pattern, _)| pattern.as_str())
     }

@@ -11,13 +11,13 @@ pub struct Drained {
     /// when its turn comes, and counted again.
     pub fetched: u64,
     /// Events the destination has now.
-    pub dispatched: u64,
+    pub delivered: u64,
     /// Deliveries that failed and will be tried again.
     pub failed: u64,
     /// Events that died.
     pub dead: u64,
-    /// Lanes that were lost before they were empty: taken over, paused, or the store went back to an earlier state. What was left of them is
-    /// for their next owner.
+    /// Lanes that were lost before they were empty: taken over, paused, or the store went back to
+    /// an earlier state. What was left of them is for their next owner.
     pub lanes_lost: u64,
 }
 
@@ -27,7 +27,7 @@ impl Drained {
         let dead = after.dead - before.dead;
         Self {
             fetched: after.fetched - before.fetched,
-            dispatched: after.delivered - before.delivered,
+            delivered: after.delivered - before.delivered,
             failed: (after.failed - before.failed).saturating_sub(dead),
             dead,
             lanes_lost: 0,
@@ -38,7 +38,7 @@ impl Drained {
 impl AddAssign for Drained {
     fn add_assign(&mut self, other: Self) {
         self.fetched += other.fetched;
-        self.dispatched += other.dispatched;
+        self.delivered += other.delivered;
         self.failed += other.failed;
         self.dead += other.dead;
         self.lanes_lost += other.lanes_lost;

@@ -47,7 +47,8 @@ impl Lanes {
         self.tasks.is_empty()
     }
 
-    /// The next lane that ended by itself; waits for ever while there is none. Cancel-safe. An error is permanent.
+    /// The next lane that ended by itself; waits for ever while there is none. Cancel-safe. An
+    /// error is permanent.
     pub(crate) async fn next_ended(&mut self) -> Result<()> {
         let Some(joined) = self.tasks.join_next_with_id().await else { return std::future::pending().await };
         let (id, ended) = match joined {
@@ -62,8 +63,8 @@ impl Lanes {
         ended
     }
 
-    /// Asks the store for a lane, and gives up what is beyond our share. Gives the wait until the next
-    /// request.
+    /// Asks the store for a lane, and gives up what is beyond our share. Gives the wait until the
+    /// next request.
     pub(crate) async fn ask(&mut self) -> Result<Duration> {
         let context = self.context.clone();
         let ttl = context.settings.lease_ttl;
@@ -86,7 +87,8 @@ impl Lanes {
         let share = usize::from(acquired.lanes.div_ceil(acquired.replicas.max(1)));
         let active = self.lanes.values().filter(|(_, halt)| !halt.is_cancelled()).count();
         if active > share {
-            // The last ones: every relay that gives up keeps its first, so lanes move as little as possible.
+            // The last ones: every relay that gives up keeps its first, so lanes move as little as
+            // possible.
             let surplus = self.lanes.values().rev().filter(|(_, halt)| !halt.is_cancelled()).take(active - share);
             surplus.for_each(|(_, halt)| halt.cancel());
         }

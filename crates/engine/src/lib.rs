@@ -13,7 +13,7 @@
 //! let subscription = Subscription::new("printer".parse()?, LogName::outbox());
 //! let sink = handler_sink(|delivery: Delivery| async move { println!("{}", delivery.event.topic) });
 //! let relay = Relay::builder(store, subscription).sink(Arc::new(sink)).build()?;
-//! assert_eq!(relay.drain(None).await?.dispatched, 1); // or `run(stop)`, until stopped
+//! assert_eq!(relay.drain(None).await?.delivered, 1); // or `run(stop)`, until stopped
 //! # Ok(())
 //! # }
 //! ```

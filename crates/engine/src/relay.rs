@@ -47,8 +47,8 @@ impl RelayBuilder {
         self
     }
 
-    /// Where a subscription is paused when its destination asks never to be called again (HTTP 410).
-    /// Without it, only this relay stops sending, until it is started again.
+    /// Where a subscription is paused when its destination asks never to be called again (HTTP
+    /// 410). Without it, only this relay stops sending, until it is started again.
     pub fn inspect(mut self, inspect: Arc<dyn Inspect>) -> Self {
         self.inspect = Some(inspect);
         self
@@ -176,13 +176,15 @@ impl Relay {
         &self.subscription
     }
 
-    /// Relays until `stop`, then finishes what is in flight, settles, gives its lanes back, closes the
-    /// sink and returns.
+    /// Relays until `stop`, then finishes what is in flight, settles, gives its lanes back, closes
+    /// the sink and returns.
     ///
-    /// A store that is down is waited for. An error is permanent (schema, unknown log, other number of
-    /// lanes): a person must act. `stop` may be cancelled before the start, and any number of times.
+    /// A store that is down is waited for. An error is permanent (schema, unknown log, other number
+    /// of lanes): a person must act. `stop` may be cancelled before the start, and any number of
+    /// times.
     ///
-    /// Dropping this future stops without settling: what was in flight may arrive again, nothing is lost.
+    /// Dropping this future stops without settling: what was in flight may arrive again, nothing is
+    /// lost.
     pub async fn run(&self, stop: CancellationToken) -> Result<()> {
         let _running = self.start()?;
         if !self.subscribe(&stop).await? {
@@ -207,20 +209,18 @@ impl Relay {
         ended
     }
 
-    /// Drains each time the schedule says so, until `stop`. A run still going at its next time is not doubled.
+    /// Drains each time the schedule says so, until `stop`. A run still going at its next time is
+    /// not doubled.
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn run_on(&self, schedule: &dyn Schedule, stop: CancellationToken) -> Result<()> {
         while !stop.is_cancelled() {
             let now = self.clock.now();
             let Some(next) = schedule.next_after(now) else { break };
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => break,
-                () = self.clock.sleep(until(now, next)) => {}
+            if stop.run_until_cancelled(self.clock.sleep(until(now, next))).await.is_none() {
+                break;
             }
-            let drained = self.drain_until(None, stop.clone()).await;
-            match drained {
+            match self.drain_until(None, stop.clone()).await {
                 Ok(drained) => info!(subscription = self.name(), ?drained, "scheduled run"),
                 Err(error) if error.is_permanent() => return Err(error),
                 Err(error) => warn!(subscription = self.name(), error = %error, "scheduled run failed"),
@@ -231,12 +231,12 @@ impl Relay {
 
     /// Delivers what is pending now, and returns. Retrying events that are not due are left.
     ///
-    /// At most `limit` deliveries are read, over all lanes, and so no more are delivered. One that then
-    /// has to wait, behind an earlier event of its key or for its time, counts too; read again in the
-    /// same run it counts again.
+    /// At most `limit` deliveries are read, over all lanes, and so no more are delivered. One that
+    /// then has to wait, behind an earlier event of its key or for its time, counts too; read again
+    /// in the same run it counts again.
     ///
-    /// Takes every lane nobody else holds. A destination that is down ends it early; a store that is
-    /// down, or goes down midway, is an error, and what was delivered until then is in
+    /// Takes every lane nobody else holds. A destination that is down ends it early; a store that
+    /// is down, or goes down midway, is an error, and what was delivered until then is in
     /// [`Self::metrics`]. A lane lost midway is counted in [`Drained::lanes_lost`].
     ///
     /// Cancel-safety: as [`Self::run`].
@@ -305,11 +305,8 @@ impl Relay {
                     warn!(subscription = self.name(), code = error.code(), error = %error, "store unavailable");
                 }
             }
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => {}
-                () = self.clock.sleep(wait) => wait = (wait * 2).min(Duration::from_millis(500)),
-            }
+            _ = stop.run_until_cancelled(self.clock.sleep(wait)).await;
+            wait = (wait * 2).min(Duration::from_millis(500));
         }
         Ok(false)
     }
@@ -324,7 +321,7 @@ impl Relay {
                 () = stop.cancelled() => return Ok(()),
                 ended = lanes.next_ended() => {
                     ended?;
-                    // Somebody else may be faster; asking at once in a loop would only burn both.
+                    // Another relay may be faster; asking at once in a loop would load the store.
                     wait = lanes.ask_again_soon();
                 }
                 () = self.clock.sleep(wait) => match self.ask(lanes, stop).await {
@@ -340,8 +337,8 @@ impl Relay {
         }
     }
 
-    /// `None` if stopped before the store answered. A lane that is just being granted gets a moment to
-    /// arrive, or nobody could have it until its lease runs out.
+    /// `None` if stopped before the store answered. A lane that is just being granted gets a moment
+    /// to arrive, or nobody could have it until its lease runs out.
     async fn ask(&self, lanes: &mut Lanes, stop: &CancellationToken) -> Option<Result<Duration>> {
         let stopped = async {
             stop.cancelled().await;
@@ -354,8 +351,8 @@ impl Relay {
         }
     }
 
-    /// Pauses the subscription because its destination asked never to be called again; false if nobody
-    /// can.
+    /// Pauses the subscription because its destination asked never to be called again; false if
+    /// nobody can.
     async fn pause(&self, context: &RelayContext) -> bool {
         let Some(why) = context.health.take_gone() else { return true };
         error!(subscription = self.name(), why, "destination gone");

@@ -15,13 +15,13 @@ async fn drain_stops_at_its_limit() {
     bench.append((0..100).map(|n| event(n, n))).await;
     let sink = Recorder::new(Capabilities::default());
     let relay = bench.relay(sink.clone(), fast());
-    assert_eq!(relay.drain(Some(30)).await.expect("drained").dispatched, 30);
+    assert_eq!(relay.drain(Some(30)).await.expect("drained").delivered, 30);
     assert_eq!(bench.stats().await.pending, 70);
-    assert_eq!(relay.drain(Some(1_000)).await.expect("drained").dispatched, 70);
+    assert_eq!(relay.drain(Some(1_000)).await.expect("drained").delivered, 70);
 }
 
-/// A slow answer makes a call outlive its batch, and what is behind it wait: fewer than the limit are
-/// delivered, never more, and bounded drains one after the other deliver everything in order.
+/// A slow answer makes a call outlive its batch, and what is behind it wait: fewer than the limit
+/// are delivered, never more, and bounded drains one after the other deliver everything in order.
 #[tokio::test(start_paused = true)]
 async fn a_limit_is_never_exceeded_however_slow_the_destination_is() {
     for (keys, limit, seconds) in [(1, 2, 1), (1, 5, 1), (3, 7, 1), (40, 11, 1), (3, 7, 0)] {
@@ -35,10 +35,10 @@ async fn a_limit_is_never_exceeded_however_slow_the_destination_is() {
             while done < 40 {
                 let drained = relay.drain(Some(limit as usize)).await.expect("drained");
                 let case = format!("{keys} keys, {seconds} s, {lanes} lanes, after {done}: {drained:?}");
-                assert!((1..=limit).contains(&drained.fetched) && drained.dispatched <= limit, "{case}");
-                done += drained.dispatched;
+                assert!((1..=limit).contains(&drained.fetched) && drained.delivered <= limit, "{case}");
+                done += drained.delivered;
                 if seconds == 0 {
-                    assert!(drained.dispatched == limit || done == 40, "nothing waits: {case}");
+                    assert!(drained.delivered == limit || done == 40, "nothing waits: {case}");
                 }
             }
             assert_eq!(relay.drain(Some(1_000)).await.expect("drained").fetched, 0);
@@ -56,13 +56,14 @@ async fn a_limit_is_kept_when_the_target_is_down() {
         let sink = Recorder::new(capabilities);
         sink.down(true);
         let drained = bench.relay(sink.clone(), fast()).drain(Some(3)).await.expect("drained");
-        assert!((1..=3).contains(&drained.failed) && drained.dispatched == 0, "{drained:?}");
+        assert!((1..=3).contains(&drained.failed) && drained.delivered == 0, "{drained:?}");
         assert!(drained.fetched <= 3, "{drained:?}");
         assert_eq!(bench.stats().await.pending, 40);
     }
 }
 
-/// What cannot go now counts: a later time, a key whose head waits for its retry, what was taken out.
+/// What cannot go now counts: a later time, a key whose head waits for its retry, what was taken
+/// out.
 #[tokio::test(start_paused = true)]
 async fn a_limit_counts_what_is_read() {
     let bench = Bench::new().await;
@@ -88,7 +89,7 @@ async fn a_limit_counts_what_is_read() {
     assert_eq!(bench.store.discard(&bench.subscription().name, &selection).await.expect("discarded").count, 1);
     for delivered in [0, 0, 0, 0, 0, 0, 0, 1, 1] {
         let drained = relay.drain(Some(1)).await.expect("drained");
-        assert_eq!((drained.fetched, drained.dispatched), (1, delivered));
+        assert_eq!((drained.fetched, drained.delivered), (1, delivered));
     }
     assert_eq!(relay.drain(Some(5)).await.expect("drained").fetched, 0);
     let versions: Vec<i64> = sink.arrivals().iter().map(|arrival| arrival.version).collect();

@@ -1,8 +1,8 @@
 //! Batches of an apply subscription: the handler runs inside the transaction that settles.
 //!
-//! A transaction whose answer we did not get may have committed. It is never repeated blindly, which
-//! could run a handler twice: the lane is given back and read again, and what committed is not read
-//! again.
+//! A transaction whose answer we did not get may have committed. It is never repeated blindly,
+//! which could run a handler twice: the lane is given back and read again, and what committed is
+//! not read again.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -34,9 +34,9 @@ struct Applying<'a> {
 }
 
 impl Lane {
-    /// Applies and settles a stream batch in chunks; false if the round ended before the end, and
-    /// the rest is to be read again.
-    pub(super) async fn apply_stream(
+    /// Applies and settles a batch in chunks; false if the round ended before the end: the rest of a
+    /// stream batch is to be read again, and due rows stay due.
+    pub(super) async fn apply_batch(
         &self,
         apply: &dyn Apply,
         batch: &Batch,
@@ -51,37 +51,13 @@ impl Lane {
                 return Ok(false);
             }
             let to = (from + self.context.apply.chunk()).min(count);
-            let position = if to == count { batch.end } else { batch.deliveries.get(to - 1).map(|last| last.seq) };
-            self.apply_chunk(&mut applying, from..to, position).await?;
+            let seq = |end| if to == count { Some(end) } else { batch.deliveries.get(to - 1).map(|last| last.seq) };
+            self.apply_chunk(&mut applying, from..to, batch.end.and_then(seq)).await?;
             from = to;
             if from == count {
                 return Ok(true);
             }
         }
-    }
-
-    /// Applies and settles due rows in chunks. Rows after the end of the round stay as they are: due.
-    pub(super) async fn apply_due(
-        &self,
-        apply: &dyn Apply,
-        batch: &Batch,
-        verdicts: &mut Verdicts,
-        round: &CancellationToken,
-    ) -> Result<()> {
-        let count = batch.deliveries.len();
-        let mut applying = Applying { apply, batch, verdicts, held: HashSet::new(), round };
-        let mut from = 0;
-        while from < count {
-            if !self.may_apply(round) {
-                let rest = applying.verdicts.settle_due(batch, self.context.holds_keys());
-                let entries = rest.entries.into_iter().skip_while(|it| it.delivery.seq < batch.deliveries[from].seq);
-                return self.settle(Settlement { entries: entries.collect(), ..rest }).await;
-            }
-            let to = (from + self.context.apply.chunk()).min(count);
-            self.apply_chunk(&mut applying, from..to, None).await?;
-            from = to;
-        }
-        Ok(())
     }
 
     /// The check before each transaction. A lease that ran out ends the round: otherwise the lane
@@ -97,14 +73,18 @@ impl Lane {
         is_safe
     }
 
-    /// One transaction: the deliveries of `range` that are ready, and entries for those that are not.
+    /// One transaction: the deliveries of `range` that are ready, and entries for those that are
+    /// not.
     async fn apply_chunk(&self, applying: &mut Applying<'_>, range: Range<usize>, position: Option<Seq>) -> Result<()> {
         let context = &*self.context;
         let batch = applying.batch;
         let sent = context.health.failures.sent();
         let mut ready = Vec::with_capacity(range.len());
-        for place in range.clone().filter(|place| applying.verdicts.is_waiting(*place)).collect::<Vec<_>>() {
+        for place in range.clone() {
             let delivery = &batch.deliveries[place];
+            if !applying.verdicts.is_waiting(place) {
+                continue;
+            }
             if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
                 applying.verdicts.defer(place, Disposition::Block);
             } else if context.apply.take_overran(delivery) {
@@ -116,11 +96,10 @@ impl Lane {
             }
         }
         let refs: Vec<&Delivery> = ready.iter().map(|place| &batch.deliveries[*place]).collect();
-        let of_range = applying.verdicts.exceptions().iter().filter(|(place, _)| range.contains(place));
-        let mut entries: Vec<Entry<'_>> = of_range
-            .map(|(place, disposition)| Entry { delivery: &batch.deliveries[*place], disposition: disposition.clone() })
-            .collect();
-        entries.sort_by_key(|entry| entry.delivery.seq);
+        let of_range = applying.verdicts.exceptions().filter(|(place, _)| range.contains(place));
+        let entry =
+            |(place, it): (usize, &Disposition)| Entry { delivery: &batch.deliveries[place], disposition: it.clone() };
+        let entries: Vec<Entry<'_>> = of_range.map(entry).collect();
         let settlement = Settlement { position, entries, rewind: false, hold_keys: context.holds_keys() };
         if refs.is_empty() {
             return self.settle(settlement).await;
@@ -137,8 +116,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Runs the transaction under its time limit; what became of each delivery, `None` if it was not
-    /// run. Any failure gives the lane back.
+    /// Runs the transaction under its time limit; what became of each delivery, `None` if it was
+    /// not run. Any failure gives the lane back.
     async fn apply_in_time(
         &self,
         apply: &dyn Apply,

@@ -43,7 +43,7 @@ impl Lane {
                 self.detach(batch, &verdicts, calls);
             }
             Destination::Apply(apply) => {
-                if !self.apply_stream(&**apply, batch, &mut verdicts, round).await? {
+                if !self.apply_batch(&**apply, batch, &mut verdicts, round).await? {
                     return Ok(Progress::Short(Verdicts::new(batch.deliveries.len()), Vec::new()));
                 }
             }
@@ -51,7 +51,7 @@ impl Lane {
         let (first, last) = span(batch);
         debug!(
             subscription = self.context.name(), lane = self.lease.lease.lane, events = batch.deliveries.len(),
-            exceptions = verdicts.exceptions().len(), %first, %last, "batch settled"
+            exceptions = verdicts.exceptions().count(), %first, %last, "batch settled"
         );
         Ok(Progress::Settled(verdicts.holding_keys(&batch.deliveries)))
     }
@@ -76,15 +76,15 @@ impl Lane {
                 }
                 self.detach(batch, &verdicts, calls);
             }
-            Destination::Apply(apply) => self.apply_due(&**apply, batch, &mut verdicts, round).await?,
+            Destination::Apply(apply) => _ = self.apply_batch(&**apply, batch, &mut verdicts, round).await?,
         }
         let (lane, events) = (self.lease.lease.lane, batch.deliveries.len());
         debug!(subscription = self.context.name(), lane, events, "due rows settled");
         Ok(())
     }
 
-    /// Puts aside what does not go out with its batch: discarded and unreadable events, later times,
-    /// held keys.
+    /// Puts aside what does not go out with its batch: discarded and unreadable events, later
+    /// times, held keys.
     ///
     /// No clock is asked: an event with a later time than its append goes to the store, whose clock
     /// decides, so that a wrong clock here can neither hurry nor delay it.
@@ -107,7 +107,8 @@ impl Lane {
         verdicts
     }
 
-    /// A person may have made a row due whose call is still in flight: it is not sent beside itself.
+    /// A person may have made a row due whose call is still in flight: it is not sent beside
+    /// itself.
     fn plan_due(&self, batch: &Batch) -> Verdicts {
         let mut verdicts = Verdicts::new(batch.deliveries.len());
         let mut waiting: HashSet<&Key> = HashSet::new();

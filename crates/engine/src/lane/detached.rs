@@ -3,7 +3,8 @@
 //! When nothing else of a batch can be done, its slow events leave the stream as
 //! [`Disposition::InFlight`], due only after the call's time limit, and the batch settles. The call
 //! goes on; its outcome is written to the row like that of a due one. A crash in between costs a
-//! repetition, as with any event in flight: the next holder of the lane finds such rows due at once.
+//! repetition, as with any event in flight: the next holder of the lane finds such rows due at
+//! once.
 
 use std::collections::HashSet;
 use std::future::poll_fn;
@@ -119,9 +120,8 @@ impl Lane {
         if calls.is_empty() {
             return;
         }
-        let is_in_flight = |(_, it): &&(usize, Disposition)| matches!(it, Disposition::InFlight { .. });
-        let places = verdicts.exceptions().iter().filter(is_in_flight);
-        self.detached.add(calls, places.map(|(place, _)| batch.deliveries[*place].seq), payload_bytes(batch));
+        let in_flight = verdicts.exceptions().filter(|(_, it)| matches!(it, Disposition::InFlight { .. }));
+        self.detached.add(calls, in_flight.map(|(place, _)| batch.deliveries[place].seq), payload_bytes(batch));
     }
 
     /// Writes the outcomes of a detached call.
@@ -144,17 +144,11 @@ impl Lane {
 
     /// Waits for the detached calls, for a graceful end of the lane.
     pub(super) async fn finish_detached(&self) -> Result<()> {
-        loop {
-            let returned = tokio::select! {
-                biased;
-                () = self.lease.abandon.cancelled() => return Ok(()),
-                returned = self.detached.next_in_flight() => returned,
-            };
-            match returned {
-                Some(returned) => self.settle_detached(returned).await?,
-                None => return Ok(()),
-            }
+        let abandon = &self.lease.abandon;
+        while let Some(Some(returned)) = abandon.run_until_cancelled(self.detached.next_in_flight()).await {
+            self.settle_detached(returned).await?;
         }
+        Ok(())
     }
 }
 

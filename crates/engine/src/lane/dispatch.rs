@@ -39,8 +39,8 @@ impl Lane {
         DispatchLimits { calls_max: self.context.capabilities.concurrency, probe }
     }
 
-    /// Sends what waits in `batch` until all is decided, or `round` ends and the calls in flight are
-    /// back. Ends `round` itself when the destination is down or gone.
+    /// Sends what waits in `batch` until all is decided, or `round` ends and the calls in flight
+    /// are back. Ends `round` itself when the destination is down or gone.
     ///
     /// Gives calls that are to go on without the batch: their events are `InFlight` in `verdicts`,
     /// and the calls must be detached once those are settled.
@@ -131,9 +131,9 @@ impl Lane {
         }
     }
 
-    /// Whether the calls in flight may go on without their batch. Half of all calls at most, so that
-    /// slow events leave room for others, with no more than a batch's payload in memory; not for a
-    /// sink that takes many events a call, which is slow as a whole; not when the lane ends.
+    /// Whether the calls in flight may go on without their batch. Half of all calls at most, so
+    /// that slow events leave room for others, with no more than a batch's payload in memory; not
+    /// for a sink that takes many events a call, which is slow as a whole; not when the lane ends.
     fn may_detach(&self, limits: DispatchLimits, in_flight: usize, bytes: usize) -> bool {
         let context = &self.context;
         !limits.probe

@@ -19,8 +19,8 @@ const LOOK_BUSY: Duration = Duration::from_millis(200);
 const LOOK_IDLE: Duration = Duration::from_millis(500);
 
 impl Lane {
-    /// Delivers due rows until `round` ends, or until none is due once the stream is `drained`. Runs
-    /// beside the stream, so that a slow event here does not hold up other keys.
+    /// Delivers due rows until `round` ends, or until none is due once the stream is `drained`.
+    /// Runs beside the stream, so that a slow event here does not hold up other keys.
     pub(super) async fn due(
         &self,
         until: Until<'_>,

@@ -100,6 +100,7 @@ impl RelayContext {
             }
             Verdict::Gone { disposition, why } => {
                 self.health.set_gone(why.clone());
+                self.close_breaker();
                 self.record_failure(delivery, disposition);
             }
             Verdict::Outage { disposition, after } => {

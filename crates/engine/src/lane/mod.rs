@@ -76,8 +76,8 @@ impl Lane {
         }
     }
 
-    /// Works until nothing is pending now, the limit is reached, the destination is down, or halted.
-    /// An error says why it could not: `Stale` of a lost lane, otherwise the store's.
+    /// Works until nothing is pending now, the limit is reached, the destination is down, or
+    /// halted. An error says why it could not: `Stale` of a lost lane, otherwise the store's.
     pub(crate) async fn drain(self, limit: &ReadLimit) -> Result<()> {
         self.hold(Until::Drained(limit)).await?;
         self.lease.take_loss().map_or(Ok(()), Err)
@@ -98,7 +98,7 @@ impl Lane {
         drop(gauge);
         match ended {
             // Any other stale error is of what was read; the lane itself is still ours.
-            Err(error) if error.is_stale() && error.code() == "stale_lease" => {
+            Err(error) if error.is_lease_lost() => {
                 self.lease.lose(context, error);
                 Ok(())
             }
@@ -154,8 +154,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Waits while nothing may be sent, and writes what comes back of detached calls: their keys are
-    /// held until somebody does.
+    /// Waits while nothing may be sent, and writes what comes back of detached calls: their keys
+    /// are held until somebody does.
     async fn wait(&self, wait: Duration) -> Result<()> {
         tokio::select! {
             biased;
@@ -193,8 +193,8 @@ impl Lane {
         Ok(stream? + due?)
     }
 
-    /// Sends one event to a destination that was down; whether there was one. Half of the time a due
-    /// row goes first, else the next of the stream, so that an event that itself brings the
+    /// Sends one event to a destination that was down; whether there was one. Half of the time a
+    /// due row goes first, else the next of the stream, so that an event that itself brings the
     /// destination down does not keep all others from trying.
     async fn probe(&self, until: Until<'_>) -> Result<bool> {
         let context = &*self.context;

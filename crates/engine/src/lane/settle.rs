@@ -32,10 +32,9 @@ impl Lane {
                 return Err(error);
             }
             failures += 1;
-            tokio::select! {
-                biased;
-                () = self.lease.abandon.cancelled() => return Err(error),
-                () = context.clock.sleep(context.store_backoff(failures)) => {}
+            let backoff = context.clock.sleep(context.store_backoff(failures));
+            if self.lease.abandon.run_until_cancelled(backoff).await.is_none() {
+                return Err(error);
             }
         }
         self.settled(&settlement);
@@ -58,8 +57,8 @@ impl Lane {
 
     /// Settles a stream batch that was cut short; what was not answered for is read again.
     ///
-    /// An outage leaves one row that tells of it. A probe leaves none, or each probe of a long outage
-    /// would leave another.
+    /// An outage leaves one row that tells of it. A probe leaves none, or each probe of a long
+    /// outage would leave another.
     pub(super) async fn settle_short(
         &self,
         batch: &Batch,
@@ -120,10 +119,6 @@ impl Lane {
 
     /// Waits, or until `round` ends.
     pub(super) async fn pause(&self, wait: Duration, round: &CancellationToken) {
-        tokio::select! {
-            biased;
-            () = round.cancelled() => {}
-            () = self.context.clock.sleep(wait) => {}
-        }
+        _ = round.run_until_cancelled(self.context.clock.sleep(wait)).await;
     }
 }

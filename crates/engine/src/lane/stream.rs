@@ -20,7 +20,8 @@ impl Lane {
         let settings = &self.context.settings;
         let mut poll = Poll::new(settings.poll_min, settings.poll_max);
         let mut ahead: Option<Arc<Batch>> = None;
-        // Keys held by the batch that was settled after `ahead` was read, unknown to the store then.
+        // Keys held by the batch that was settled after `ahead` was read, unknown to the store
+        // then.
         let mut carried: HashSet<Key> = HashSet::new();
         let mut count = 0;
         while !round.is_cancelled() {
@@ -47,7 +48,8 @@ impl Lane {
                 join(self.read_ahead(&batch, until), self.deliver(&batch, &carried, limits, round)).await;
             match progress? {
                 Progress::Settled(holding) => carried = holding,
-                // Only now that no read is in flight: a rewind beside a read could be overtaken by it.
+                // Only now that no read is in flight: a rewind beside a read could be overtaken by
+                // it.
                 Progress::Short(verdicts, calls) => {
                     self.settle_short(&batch, &verdicts, calls, limits).await?;
                     next?;
@@ -142,12 +144,12 @@ impl Lane {
     async fn idle(&self, poll: &mut Poll, round: &CancellationToken) {
         self.context.metrics.add(&self.context.metrics.polls_empty, 1);
         self.due_timer.set_busy(false);
-        let deaf = poll.is_deaf();
+        let ignores_hints = poll.ignores_hints();
         let wait = poll.pause();
         let hinted = tokio::select! {
             biased;
             () = round.cancelled() => false,
-            () = self.context.log.hint(&self.lease.lease), if !deaf => true,
+            () = self.context.log.hint(&self.lease.lease), if !ignores_hints => true,
             () = self.context.clock.sleep(wait) => false,
         };
         poll.woken_by_hint(hinted);

@@ -5,23 +5,23 @@ use std::time::Duration;
 
 use postbox_core::{Batch, Delivery, Disposition, Entry, Key, Seq, Settlement};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 enum Mark {
-    /// Not decided: not sent, in flight, or it found the destination down.
+    /// Not decided: not sent, or in flight.
     Waiting,
+    /// Not decided: it found the destination down, and this is written if it leaves the stream.
+    Outage(Disposition),
     /// The destination has it.
     Delivered,
     /// Has an exception.
-    Excepted,
+    Excepted(Disposition),
 }
 
-/// The verdicts over one batch. One byte an event when all is well; the rest only for exceptions.
+/// The verdicts over one batch.
 #[derive(Debug)]
 pub(super) struct Verdicts {
     marks: Vec<Mark>,
-    exceptions: Vec<(usize, Disposition)>,
-    /// Deliveries that wait because they found the destination down, and what to write of them.
-    outages: Vec<(usize, Disposition)>,
+    /// How many are not decided.
     waiting: usize,
     /// The last delivery the destination answered for. Everything up to it must be written.
     answered: Option<usize>,
@@ -29,17 +29,11 @@ pub(super) struct Verdicts {
 
 impl Verdicts {
     pub(super) fn new(count: usize) -> Self {
-        Self {
-            marks: vec![Mark::Waiting; count],
-            exceptions: Vec::new(),
-            outages: Vec::new(),
-            waiting: count,
-            answered: None,
-        }
+        Self { marks: vec![Mark::Waiting; count], waiting: count, answered: None }
     }
 
     pub(super) fn is_waiting(&self, index: usize) -> bool {
-        self.marks[index] == Mark::Waiting
+        matches!(self.marks[index], Mark::Waiting | Mark::Outage(_))
     }
 
     /// Whether every delivery has its disposition.
@@ -47,35 +41,37 @@ impl Verdicts {
         self.waiting == 0
     }
 
-    pub(super) fn exceptions(&self) -> &[(usize, Disposition)] {
-        &self.exceptions
+    /// The deliveries with an exception, in their order.
+    pub(super) fn exceptions(&self) -> impl Iterator<Item = (usize, &Disposition)> {
+        self.marks.iter().enumerate().filter_map(|(index, mark)| match mark {
+            Mark::Excepted(disposition) => Some((index, disposition)),
+            _ => None,
+        })
     }
 
     /// The destination has it.
     pub(super) fn delivered(&mut self, index: usize) {
-        self.mark(index, Mark::Delivered);
+        self.decide(index, Mark::Delivered);
         self.answered = self.answered.max(Some(index));
     }
 
     /// The destination answered for it, but does not have it.
     pub(super) fn failed(&mut self, index: usize, disposition: Disposition) {
-        self.mark(index, Mark::Excepted);
-        self.exceptions.push((index, disposition));
+        self.defer(index, disposition);
         self.answered = self.answered.max(Some(index));
     }
 
     /// It is not sent now, for a reason of its own: a held key, a later time, discarded.
     pub(super) fn defer(&mut self, index: usize, disposition: Disposition) {
-        self.mark(index, Mark::Excepted);
-        self.exceptions.push((index, disposition));
+        self.decide(index, Mark::Excepted(disposition));
     }
 
     /// It found the destination down, and keeps waiting.
     pub(super) fn record_outage(&mut self, index: usize, disposition: Disposition) {
-        self.outages.push((index, disposition));
+        self.marks[index] = Mark::Outage(disposition);
     }
 
-    fn mark(&mut self, index: usize, mark: Mark) {
+    fn decide(&mut self, index: usize, mark: Mark) {
         debug_assert!(self.is_waiting(index), "a delivery is decided once");
         self.marks[index] = mark;
         self.waiting -= 1;
@@ -93,7 +89,7 @@ impl Verdicts {
             let entries = self.entries(deliveries, deliveries.len(), false, hold_keys);
             return Settlement { position: batch.end, entries, rewind: false, hold_keys };
         }
-        let first_outage = || self.outages.iter().map(|(at, _)| *at).min().filter(|_| outage_row);
+        let first_outage = || self.marks.iter().position(|mark| outage_row && matches!(mark, Mark::Outage(_)));
         let Some(last) = self.answered.or_else(first_outage) else {
             return Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys };
         };
@@ -110,44 +106,31 @@ impl Verdicts {
     /// Entries of the first `end` deliveries, in their order. What still waits becomes an uncounted
     /// retry, or waits behind one of its key; a row that waits is written only if it met an outage.
     fn entries<'b>(&self, deliveries: &'b [Delivery], end: usize, are_rows: bool, hold_keys: bool) -> Vec<Entry<'b>> {
-        if self.exceptions.is_empty() && self.is_complete() && !are_rows {
-            return Vec::new();
-        }
-        let mut exceptions = self.exceptions.clone();
-        exceptions.sort_unstable_by_key(|(index, _)| *index);
-        let mut exceptions = exceptions.into_iter().peekable();
         let mut waiting_keys: HashSet<&Key> = HashSet::new();
+        let mut is_behind = |delivery: &'b Delivery| match &delivery.event.key {
+            Some(key) => hold_keys && !waiting_keys.insert(key),
+            None => false,
+        };
         let mut entries = Vec::new();
-        for (index, delivery) in deliveries[..end].iter().enumerate() {
-            let disposition = match self.marks[index] {
+        for (delivery, mark) in deliveries[..end].iter().zip(&self.marks) {
+            let disposition = match mark {
                 Mark::Delivered if are_rows => Disposition::Delivered,
                 Mark::Delivered => continue,
-                Mark::Excepted => match exceptions.next_if(|(at, _)| *at == index) {
-                    Some((_, disposition)) => disposition,
-                    None => continue,
-                },
-                Mark::Waiting if are_rows && self.outage(index).is_none() => continue,
-                Mark::Waiting => match &delivery.event.key {
-                    Some(key) if hold_keys && !waiting_keys.insert(key) => Disposition::Block,
-                    _ => self.outage(index).cloned().unwrap_or(Disposition::NotSent),
-                },
+                Mark::Excepted(disposition) => disposition.clone(),
+                Mark::Waiting if are_rows => continue,
+                _ if is_behind(delivery) => Disposition::Block,
+                Mark::Outage(disposition) => disposition.clone(),
+                Mark::Waiting => Disposition::NotSent,
             };
             entries.push(Entry { delivery, disposition });
         }
         entries
     }
 
-    fn outage(&self, index: usize) -> Option<&Disposition> {
-        self.outages.iter().find(|(at, _)| *at == index).map(|(_, disposition)| disposition)
-    }
-
     /// The keys that later events must wait for once this batch is settled.
     pub(super) fn holding_keys(&self, deliveries: &[Delivery]) -> HashSet<Key> {
-        self.exceptions
-            .iter()
-            .filter(|(_, disposition)| holds(disposition))
-            .filter_map(|(index, _)| deliveries[*index].event.key.clone())
-            .collect()
+        let holding = self.exceptions().filter(|(_, disposition)| holds(disposition));
+        holding.filter_map(|(index, _)| deliveries[index].event.key.clone()).collect()
     }
 }
 
