@@ -45,7 +45,8 @@ pub(crate) fn classify_failure(error: &reqwest::Error) -> Outcome {
     if error.is_dns() {
         return Outcome::unavailable("dns_failed", text);
     }
-    // Also after the connection stands: with TLS 1.3 the target judges our certificate when we hold the handshake for done.
+    // Also after the connection stands: with TLS 1.3 the target judges our certificate when we hold
+    // the handshake for done.
     if let Some(tls) = cause::<rustls::Error>(error) {
         return tls_failure(tls, text);
     }
@@ -61,7 +62,8 @@ pub(crate) fn classify_failure(error: &reqwest::Error) -> Outcome {
     Outcome::ambiguous(if error.is_timeout() { "timeout" } else { "connection_lost" }, text)
 }
 
-/// `Retry-After`: seconds or an HTTP date in any of its three forms; anything else counts as absent.
+/// `Retry-After`: seconds or an HTTP date in any of its three forms; anything else counts as
+/// absent.
 pub(crate) fn retry_after(value: &str, now: Timestamp) -> Option<Duration> {
     let value = value.trim();
     if !value.is_empty() && value.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -76,8 +78,8 @@ pub(crate) fn retry_after(value: &str, now: Timestamp) -> Option<Duration> {
     Some(wait.min(RETRY_AFTER_MAX))
 }
 
-/// The first cause of a type in the chain. An I/O error names as its source what lies *behind* the error it wraps, so the wrapped one is looked at
-/// first.
+/// The first cause of a type in the chain. An I/O error names as its source what lies *behind* the
+/// error it wraps, so the wrapped one is looked at first.
 fn cause<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a E> {
     let next = |error: &&'a (dyn std::error::Error + 'static)| {
         let wrapped = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);

@@ -26,7 +26,7 @@ pub struct RelaySettings {
     pub retry: RetryPolicy,
     /// What happens to a key when one of its events dies. Default: the next one goes out.
     pub on_dead: OnDead,
-    /// When a dead destination is asked again.
+    /// When a destination that is down is tried again.
     pub breaker: BreakerPolicy,
     /// Fewer calls at once than the sink can take. Default: what the sink declares.
     pub concurrency: Option<usize>,

@@ -34,8 +34,8 @@ struct Applying<'a> {
 }
 
 impl Lane {
-    /// Applies and settles a batch in chunks; false if the round ended before the end: the rest of a
-    /// stream batch is to be read again, and due rows stay due.
+    /// Applies and settles a batch in chunks; false if the round ended before the end: the rest of
+    /// a stream batch is to be read again, and due rows stay due.
     pub(super) async fn apply_batch(
         &self,
         apply: &dyn Apply,
