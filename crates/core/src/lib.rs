@@ -49,7 +49,7 @@ mod subscription;
 
 pub use append::Append;
 pub use apply::{Apply, Decide};
-pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Settlement, Unreadable};
+pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
 pub use clock::{Clock, Random};
 pub use error::{BoxError, Error, ErrorKind, Result, Verdict};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};

@@ -86,8 +86,8 @@ pub trait Log: Send + Sync + 'static {
     /// `held` are the lanes the caller knows it holds. A lane that is leased to `owner` and not among them was granted in an answer that
     /// never arrived: where no lane is free it is granted again at once, with a new epoch.
     ///
-    /// With the grant, rows of the lane that wait for a call in flight ([`Disposition::IN_FLIGHT`](crate::Disposition::IN_FLIGHT)) become due
-    /// now: the call ended with the former holder, and a graceful one has written its outcome before it gave the lane back.
+    /// With the grant, rows of the lane that wait for a call in flight
+    /// ([`Disposition::InFlight`](crate::Disposition::InFlight)) become due now: the call ended with the former holder, and a graceful one has written its outcome before it gave the lane back.
     async fn acquire(
         &self,
         subscription: &SubscriptionName,

@@ -38,7 +38,8 @@ async fn a_call_that_died_with_its_relay_is_repeated_after_the_lease() {
     assert_eq!(versions, [1, 2], "the lease is 5 s, the call's limit 600 s");
 }
 
-/// One event a second, two a batch: a drain of 30 events takes long enough to lose something midway.
+/// One event a second, two a batch: a drain of 30 events takes long enough to lose something
+/// midway.
 fn slow() -> (Arc<Recorder>, RelaySettings) {
     let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 1, prefix: false });
     sink.takes(S);
@@ -78,10 +79,11 @@ async fn a_drain_that_loses_its_lane_says_so() {
     let (drained, ()) = tokio::join!(relay.drain(None), pausing);
     let drained = drained.expect("what was delivered counts");
     assert_eq!(drained.lanes_lost, 1);
-    assert!((1..30).contains(&drained.dispatched), "{drained:?}");
+    assert!((1..30).contains(&drained.delivered), "{drained:?}");
 }
 
-/// Executes each call at once, and answers renewals late; once one is answered, nothing comes through any more.
+/// Executes each call at once, and answers renewals late; once one is answered, nothing comes
+/// through any more.
 #[derive(Default)]
 struct SlowRenewal(Cable);
 
@@ -98,7 +100,8 @@ impl Wire for SlowRenewal {
     }
 }
 
-/// The store counts a lease from when it executes the call, so its holder must not count it from the answer.
+/// The store counts a lease from when it executes the call, so its holder must not count it from
+/// the answer.
 #[tokio::test(start_paused = true)]
 async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
     let bench = Bench::new().await;

@@ -14,7 +14,7 @@
 //! let orders = Subscription::new("orders-out".parse()?, LogName::outbox());
 //! let mail = handler_sink(|delivery: Delivery| async move { println!("mail about {}", delivery.event.topic) });
 //! let relay = Relay::builder(store, orders).sink(Arc::new(mail)).build()?;
-//! assert_eq!(relay.drain(None).await?.dispatched, 1); // or `relay.run(stop)`, until stopped
+//! assert_eq!(relay.drain(None).await?.delivered, 1); // or `relay.run(stop)`, until stopped
 //! # Ok(())
 //! # }
 //! ```

@@ -96,7 +96,7 @@ impl World {
         let outcome = match (mishap, ledger.facts[number].fate) {
             _ if self.is_out() => Outcome::unavailable("connect_refused", "down"),
             (Some(Mishap::Down), _) => Outcome::unavailable("connect_refused", "down"),
-            (Some(Mishap::Later), _) => Outcome::Unavailable {
+            (Some(Mishap::Later), _) => Outcome::Throttled {
                 code: "http_429".into(),
                 error: "later".to_owned(),
                 after: Some(Duration::from_millis(200)),
@@ -112,8 +112,8 @@ impl World {
         };
         match &outcome {
             Outcome::Delivered { .. } => ledger.arrive(number, delivery.replay),
-            Outcome::Retry { .. } => ledger.failed(number),
-            Outcome::Unavailable { .. } => ledger.found_down(number),
+            Outcome::Retry { .. } | Outcome::Ambiguous { .. } => ledger.failed(number),
+            Outcome::Throttled { .. } | Outcome::Unavailable { .. } => ledger.found_down(number),
             Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
         }
         state.note(self, || {
@@ -121,7 +121,7 @@ impl World {
         });
         if outcome.is_delivered() && mishap == Some(Mishap::LosesAnswer) {
             state.ledger.failed(number);
-            return Outcome::retry("http_504", "its answer was lost");
+            return Outcome::ambiguous("http_504", "its answer was lost");
         }
         outcome
     }
@@ -157,8 +157,8 @@ impl World {
             _ => Outcome::DELIVERED,
         };
         match &outcome {
-            Outcome::Retry { .. } => ledger.failed(number),
-            Outcome::Unavailable { .. } => ledger.found_down(number),
+            Outcome::Retry { .. } | Outcome::Ambiguous { .. } => ledger.failed(number),
+            Outcome::Throttled { .. } | Outcome::Unavailable { .. } => ledger.found_down(number),
             Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
             Outcome::Delivered { .. } => {
                 let version = number as i64 * REPLAYS_MAX + i64::from(delivery.replay);

@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 
 use postbox_core::limits::ERROR_BYTES_MAX;
-use postbox_core::{Delivery, Disposition, Error, ErrorKind, Key, Lease, Result, Settlement, State, SubscriptionName};
+use postbox_core::{
+    Delivery, Disposition, Error, ErrorKind, Key, Lease, Result, Retrying, Settlement, State, SubscriptionName,
+};
 use rusqlite::{OptionalExtension, Transaction, named_params, params};
 
 use crate::classify::Work;
@@ -207,13 +209,11 @@ fn write_entry(
             tx.prepare_cached(DELIVERY_DELETE)?.execute(params![name, entry.seq])?;
             return Ok(());
         }
-        Disposition::Retry { after, counted, code, error } => Row {
-            attempts: attempts.saturating_add(u32::from(*counted)),
-            due_at: Some(now.saturating_add(micros(*after))),
-            code: Some(code),
-            error: Some(cut(error)),
-            ..row
-        },
+        Disposition::Retry { .. } | Disposition::InFlight { .. } | Disposition::NotSent => {
+            let Some(Retrying { after, counted, code, error }) = entry.disposition.retrying() else { return Ok(()) };
+            let (attempts, due_at) = (attempts.saturating_add(u32::from(counted)), now.saturating_add(micros(after)));
+            Row { attempts, due_at: Some(due_at), code: Some(code), error: Some(cut(error)), ..row }
+        }
         // Without order there is nothing to wait for. With it, `release_head` decides once all entries are written.
         Disposition::Block if holds => Row { state: State::Blocked, ..row },
         Disposition::Block => Row { due_at: Some(now), ..row },

@@ -5,7 +5,7 @@ use jiff::Timestamp;
 use super::client::Position;
 use super::lanes::undone;
 use super::state::{DeliveryRow, Reader};
-use crate::batch::{Disposition, Settlement};
+use crate::batch::{Disposition, Retrying, Settlement};
 use crate::error::Result;
 use crate::limits::ERROR_BYTES_MAX;
 use crate::names::Key;
@@ -117,14 +117,17 @@ impl Reader {
 fn written(row: DeliveryRow, disposition: &Disposition, now: Timestamp) -> Option<DeliveryRow> {
     match disposition {
         Disposition::Delivered | Disposition::Discarded => None,
-        Disposition::Retry { after, counted, code, error } => Some(DeliveryRow {
-            state: EventState::Retrying,
-            attempts: row.attempts + u32::from(*counted),
-            due_at: Some(now.checked_add(*after).unwrap_or(Timestamp::MAX)),
-            code: Some(code.to_string()),
-            error: Some(cut(error)),
-            ..row
-        }),
+        Disposition::Retry { .. } | Disposition::InFlight { .. } | Disposition::NotSent => {
+            let Retrying { after, counted, code, error } = disposition.retrying()?;
+            Some(DeliveryRow {
+                state: EventState::Retrying,
+                attempts: row.attempts + u32::from(counted),
+                due_at: Some(now.checked_add(after).unwrap_or(Timestamp::MAX)),
+                code: Some(code.to_owned()),
+                error: Some(cut(error)),
+                ..row
+            })
+        }
         // Without order there is nothing to wait for. With it, `release_head` decides once all entries are written.
         Disposition::Block if row.key.is_none() || !row.ordered => {
             Some(DeliveryRow { state: EventState::Retrying, due_at: Some(now), ..row })

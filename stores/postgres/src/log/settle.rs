@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use jiff::Timestamp;
 use postbox_core::limits::ERROR_BYTES_MAX;
-use postbox_core::{Delivery, Disposition, Entry, Error, ErrorKind, Lease, Result, Settlement, State};
+use postbox_core::{Delivery, Disposition, Entry, Error, ErrorKind, Lease, Result, Retrying, Settlement, State};
 use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
@@ -180,16 +180,17 @@ impl<'a> Writes<'a> {
             Disposition::Delivered => return self.delivered.add(entry.delivery),
             // The row is there and stays.
             Disposition::Discarded => return,
-            Disposition::Retry { after, counted, code, error } => {
-                let attempts = before + u32::from(*counted);
-                (State::Retrying, attempts, Some(micros(*after)), None, Some((code, error)), false)
+            Disposition::Retry { .. } | Disposition::InFlight { .. } | Disposition::NotSent => {
+                let Some(Retrying { after, counted, code, error }) = entry.disposition.retrying() else { return };
+                let attempts = before + u32::from(counted);
+                (State::Retrying, attempts, Some(micros(after)), None, Some((code, error)), false)
             }
             // Without order there is nothing to wait behind.
             Disposition::Block if key.is_none() || !hold_keys => (State::Retrying, before, Some(0), None, None, false),
             Disposition::Block => (State::Blocked, before, None, None, None, false),
             Disposition::Schedule { at } => (State::Scheduled, before, None, Some(*at), None, false),
             Disposition::Dead { code, error, halt } => {
-                (State::Dead, before + 1, None, None, Some((code, error)), *halt)
+                (State::Dead, before + 1, None, None, Some((code.as_ref(), error.as_str())), *halt)
             }
         };
         self.kept.add(entry.delivery);
@@ -197,7 +198,7 @@ impl<'a> Writes<'a> {
         self.states.push(state.as_str());
         self.halts.push(halt);
         self.attempts.push(count(attempts));
-        self.codes.push(reason.map(|(code, _)| code.as_ref()));
+        self.codes.push(reason.map(|(code, _)| code));
         self.errors.push(reason.map(|(_, error)| cut(error)));
         self.waits.push(wait);
         self.ats.push(at);

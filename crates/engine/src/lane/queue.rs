@@ -1,4 +1,5 @@
-//! Which deliveries may go out next, by what the subscription orders and what the sink can keep in order.
+//! Which deliveries may go out next, by what the subscription orders and what the sink can keep in
+//! order.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
@@ -8,33 +9,34 @@ use postbox_core::{Delivery, Disposition, Key};
 use super::verdicts::Verdicts;
 
 /// The order in which one batch goes out.
-pub(super) enum Feed {
-    /// Key order through a sink that keeps it within a call: whole chunks, one after the other.
-    Chunks {
+pub(super) enum DispatchQueue {
+    /// Key order through a sink that keeps it within a call: one call of many after the other.
+    Batched {
         next: usize,
         out: bool,
         /// Keys with an event in this batch that holds back the later ones.
         held: HashSet<Key>,
     },
     /// No order: everything at once.
-    Free { next: usize },
+    Unordered { next: usize },
     /// Key order through a sink that does not keep it: one event of a key at a time.
-    Heads {
-        /// Events whose earlier ones of the same key are done, oldest first, so that a stop leaves few holes.
+    PerKey {
+        /// Events whose earlier ones of the same key are done, oldest first, so that a stop leaves
+        /// few holes.
         ready: BinaryHeap<Reverse<usize>>,
         /// The next event of the same key.
         behind: Vec<Option<u32>>,
     },
 }
 
-impl Feed {
+impl DispatchQueue {
     /// Begins with the first delivery that waits.
     pub(super) fn new(deliveries: &[Delivery], verdicts: &Verdicts, by_key: bool, prefix: bool) -> Self {
         if !by_key {
-            return Self::Free { next: 0 };
+            return Self::Unordered { next: 0 };
         }
         if prefix {
-            return Self::Chunks { next: 0, out: false, held: HashSet::new() };
+            return Self::Batched { next: 0, out: false, held: HashSet::new() };
         }
         let mut ready = BinaryHeap::new();
         let mut behind = vec![None; deliveries.len()];
@@ -46,23 +48,23 @@ impl Feed {
                 None => ready.push(Reverse(index)),
             }
         }
-        Self::Heads { ready, behind }
+        Self::PerKey { ready, behind }
     }
 
     /// Whether anything might go out now; `take` may still find that all of it is held.
     pub(super) fn has_more(&self, count: usize) -> bool {
         match self {
-            Self::Chunks { next, out, .. } => !out && *next < count,
-            Self::Free { next } => *next < count,
-            Self::Heads { ready, .. } => !ready.is_empty(),
+            Self::Batched { next, out, .. } => !out && *next < count,
+            Self::Unordered { next } => *next < count,
+            Self::PerKey { ready, .. } => !ready.is_empty(),
         }
     }
 
     /// The places of the next call, at most `max`; empty if nothing may go out now.
     pub(super) fn take(&mut self, max: usize, deliveries: &[Delivery], verdicts: &mut Verdicts) -> Vec<usize> {
         match self {
-            Self::Chunks { out: true, .. } => Vec::new(),
-            Self::Chunks { next, out, held } => {
+            Self::Batched { out: true, .. } => Vec::new(),
+            Self::Batched { next, out, held } => {
                 let mut chunk = Vec::with_capacity(max.min(deliveries.len() - *next));
                 while *next < deliveries.len() && chunk.len() < max {
                     let index = *next;
@@ -72,7 +74,7 @@ impl Feed {
                     }
                     // Nothing is held on the happy path, so no key is hashed.
                     if !held.is_empty() && deliveries[index].event.key.as_ref().is_some_and(|key| held.contains(key)) {
-                        verdicts.put_aside(index, Disposition::Block);
+                        verdicts.defer(index, Disposition::Block);
                         continue;
                     }
                     chunk.push(index);
@@ -80,7 +82,7 @@ impl Feed {
                 *out = !chunk.is_empty();
                 chunk
             }
-            Self::Free { next } => {
+            Self::Unordered { next } => {
                 let mut chunk = Vec::with_capacity(max.min(deliveries.len() - *next));
                 while *next < deliveries.len() && chunk.len() < max {
                     if verdicts.is_waiting(*next) {
@@ -90,20 +92,20 @@ impl Feed {
                 }
                 chunk
             }
-            Self::Heads { ready, .. } => std::iter::from_fn(|| ready.pop()).map(|Reverse(at)| at).take(max).collect(),
+            Self::PerKey { ready, .. } => std::iter::from_fn(|| ready.pop()).map(|Reverse(at)| at).take(max).collect(),
         }
     }
 
     /// The call that took these places has ended.
     pub(super) fn returned(&mut self) {
-        if let Self::Chunks { out, .. } = self {
+        if let Self::Batched { out, .. } = self {
             *out = false;
         }
     }
 
     /// The event is done (delivered, or dead without halt): the next of its key may go.
     pub(super) fn done(&mut self, index: usize) {
-        if let Self::Heads { ready, behind } = self
+        if let Self::PerKey { ready, behind } = self
             && let Some(next) = behind[index].take()
         {
             ready.push(Reverse(next as usize));
@@ -113,30 +115,20 @@ impl Feed {
     /// The event holds its key: what comes later of it in this batch is put behind it.
     pub(super) fn hold(&mut self, index: usize, deliveries: &[Delivery], verdicts: &mut Verdicts) {
         match self {
-            Self::Chunks { held, .. } => {
+            Self::Batched { held, .. } => {
                 if let Some(key) = &deliveries[index].event.key {
                     held.insert(key.clone());
                 }
             }
-            Self::Free { .. } => {}
-            Self::Heads { behind, .. } => {
+            Self::Unordered { .. } => {}
+            Self::PerKey { behind, .. } => {
                 let mut at = behind[index].take();
                 while let Some(later) = at {
                     let later = later as usize;
-                    verdicts.put_aside(later, Disposition::Block);
+                    verdicts.defer(later, Disposition::Block);
                     at = behind[later].take();
                 }
             }
-        }
-    }
-
-    /// Whether an earlier event of this one's key already holds it within the batch.
-    pub(super) fn is_held(&self, index: usize, deliveries: &[Delivery]) -> bool {
-        match self {
-            Self::Chunks { held, .. } if !held.is_empty() => {
-                deliveries[index].event.key.as_ref().is_some_and(|key| held.contains(key))
-            }
-            _ => false,
         }
     }
 }

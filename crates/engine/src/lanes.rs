@@ -10,17 +10,18 @@ use tokio::task::{Id, JoinSet};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
-use crate::lane::{Held, Lane, SETTLE_GRACE};
-use crate::shared::Shared;
+use crate::context::RelayContext;
+use crate::lane::{Lane, LeaseGuard, SETTLE_GRACE};
 
-/// Longest wait between two requests for a free lane: a crashed relay's lane is taken over within its lease plus this.
+/// Longest wait between two requests for a free lane: a crashed relay's lane is taken over within
+/// its lease plus this.
 const ASK_MAX: Duration = Duration::from_millis(500);
 /// Wait before asking again after a lane ended by itself.
 const ASK_SOON: Duration = Duration::from_millis(50);
 
 /// The lanes of one relay, each a task of its own.
-pub(crate) struct Fleet {
-    shared: Arc<Shared>,
+pub(crate) struct Lanes {
+    context: Arc<RelayContext>,
     owner: OwnerId,
     tasks: JoinSet<Result<()>>,
     lanes: BTreeMap<u16, (Id, CancellationToken)>,
@@ -29,10 +30,10 @@ pub(crate) struct Fleet {
     paused: bool,
 }
 
-impl Fleet {
-    pub(crate) fn new(shared: Arc<Shared>, owner: OwnerId) -> Self {
+impl Lanes {
+    pub(crate) fn new(context: Arc<RelayContext>, owner: OwnerId) -> Self {
         Self {
-            shared,
+            context,
             owner,
             tasks: JoinSet::new(),
             lanes: BTreeMap::new(),
@@ -46,13 +47,15 @@ impl Fleet {
         self.tasks.is_empty()
     }
 
-    /// The next lane that ended by itself; waits for ever while there is none. Cancel-safe. An error is permanent.
+    /// The next lane that ended by itself; waits for ever while there is none. Cancel-safe. An
+    /// error is permanent.
     pub(crate) async fn next_ended(&mut self) -> Result<()> {
         let Some(joined) = self.tasks.join_next_with_id().await else { return std::future::pending().await };
         let (id, ended) = match joined {
             Ok((id, ended)) => (id, ended),
             Err(panic) => {
-                error!(subscription = self.shared.name(), error = %panic, "lane panicked; it is free again after its lease");
+                // It is free again after its lease.
+                error!(subscription = self.context.name(), error = %panic, "lane panicked");
                 (panic.id(), Ok(()))
             }
         };
@@ -60,30 +63,32 @@ impl Fleet {
         ended
     }
 
-    /// Asks the store for a lane, and gives up what is beyond our share. Returns the wait until the next request.
+    /// Asks the store for a lane, and gives up what is beyond our share. Gives the wait until the
+    /// next request.
     pub(crate) async fn ask(&mut self) -> Result<Duration> {
-        let shared = self.shared.clone();
-        let ttl = shared.settings.lease_ttl;
+        let context = self.context.clone();
+        let ttl = context.settings.lease_ttl;
         let ask_max = (ttl / 10).min(ASK_MAX);
-        if shared.is_gone() {
+        if context.health.is_gone() {
             return Ok(ask_max);
         }
-        let asked_at = shared.clock.monotonic();
+        let asked_at = context.clock.monotonic();
         let held: Vec<u16> = self.lanes.keys().copied().collect();
-        let acquired = match shared.log.acquire(&shared.subscription.name, &self.owner, &held, ttl).await {
+        let acquired = match context.log.acquire(&context.subscription.name, &self.owner, &held, ttl).await {
             Ok(acquired) => acquired,
-            Err(error) if shared.store_failed(&error) => {
+            Err(error) if context.store_failed(&error) => {
                 self.failures += 1;
-                return Ok(shared.store_backoff(self.failures));
+                return Ok(context.store_backoff(self.failures));
             }
             Err(error) => return Err(error),
         };
         self.failures = 0;
-        self.tell_pause(acquired.paused.as_ref());
+        self.note_pause(acquired.paused.as_ref());
         let share = usize::from(acquired.lanes.div_ceil(acquired.replicas.max(1)));
         let active = self.lanes.values().filter(|(_, halt)| !halt.is_cancelled()).count();
         if active > share {
-            // The last ones: every relay that gives up keeps its first, so lanes move as little as possible.
+            // The last ones: every relay that gives up keeps its first, so lanes move as little as
+            // possible.
             let surplus = self.lanes.values().rev().filter(|(_, halt)| !halt.is_cancelled()).take(active - share);
             surplus.for_each(|(_, halt)| halt.cancel());
         }
@@ -91,17 +96,18 @@ impl Fleet {
             return Ok(self.next_ask(active, usize::from(acquired.lanes), ask_max));
         };
         if active >= share || self.lanes.contains_key(&lease.lane) {
-            // More than our share, or the task of its former life has not ended yet: for somebody else, or for the next time.
-            if let Err(error) = shared.log.release(&lease).await {
-                shared.store_failed(&error);
+            // More than our share, or the task that held it before has not ended yet: for another
+            // relay, or for the next time.
+            if let Err(error) = context.log.release(&lease).await {
+                context.store_failed(&error);
             }
             return Ok(ask_max);
         }
-        shared.metrics.lanes_acquired.fetch_add(1, Ordering::Relaxed);
+        context.metrics.lanes_acquired.fetch_add(1, Ordering::Relaxed);
         let halt = CancellationToken::new();
         let lane = lease.lane;
-        let held = Held::new(lease, asked_at, ttl, halt.clone(), self.abandon.child_token());
-        let task = self.tasks.spawn(Lane::new(shared, Arc::new(held)).run());
+        let guard = LeaseGuard::new(lease, asked_at, ttl, halt.clone(), self.abandon.child_token());
+        let task = self.tasks.spawn(Lane::new(context, guard).run());
         self.lanes.insert(lane, (task.id(), halt));
         Ok(match active + 1 < share {
             true => Duration::ZERO,
@@ -109,42 +115,43 @@ impl Fleet {
         })
     }
 
-    /// When to ask again: soon while a lane could become ours, at the pace of renewals to notice newcomers, hardly ever
-    /// when we hold the only lane.
+    /// When to ask again: soon while a lane could become ours, as often as leases are renewed to
+    /// notice newcomers, hardly ever when we hold the only lane.
     fn next_ask(&self, active: usize, lanes: usize, ask_max: Duration) -> Duration {
-        let ttl = self.shared.settings.lease_ttl;
+        let ttl = self.context.settings.lease_ttl;
         if active < lanes {
             // Not all standbys at the same moment.
-            return ask_max.mul_f64(0.75 + self.shared.random.unit() / 4.0);
+            return ask_max.mul_f64(0.75 + self.context.random.unit() / 4.0);
         }
         if lanes == 1 { ttl * 1_000 } else { ttl / 3 }
     }
 
     /// After a lane ended by itself.
     pub(crate) fn ask_again_soon(&self) -> Duration {
-        ASK_SOON.mul_f64(0.5 + self.shared.random.unit() / 2.0)
+        ASK_SOON.mul_f64(0.5 + self.context.random.unit() / 2.0)
     }
 
-    fn tell_pause(&mut self, pause: Option<&postbox_core::Pause>) {
+    fn note_pause(&mut self, pause: Option<&postbox_core::Pause>) {
         match pause {
             Some(pause) if !self.paused => {
-                info!(subscription = self.shared.name(), by = pause.by, why = pause.why, "subscription is paused");
+                info!(subscription = self.context.name(), by = pause.by, why = pause.why, "subscription paused");
             }
-            None if self.paused => info!(subscription = self.shared.name(), "subscription is resumed"),
+            None if self.paused => info!(subscription = self.context.name(), "subscription resumed"),
             _ => {}
         }
         self.paused = pause.is_some();
     }
 
-    /// Stops every lane: no new sends; calls in flight have the drain time; then what is known is settled.
+    /// Stops every lane: no new sends; calls in flight have the drain time; then what is known is
+    /// settled.
     pub(crate) async fn stop(&mut self) {
         for (_, halt) in self.lanes.values() {
             halt.cancel();
         }
-        let clock = self.shared.clock.clone();
-        let drain_timeout = self.shared.settings.drain_timeout;
+        let clock = self.context.clock.clone();
+        let drain_timeout = self.context.settings.drain_timeout;
         if !self.ended_within(clock.sleep(drain_timeout)).await {
-            info!(subscription = self.shared.name(), "drain time is over, dropping calls in flight");
+            info!(subscription = self.context.name(), "drain timeout, calls dropped");
             self.abandon.cancel();
             if !self.ended_within(clock.sleep(SETTLE_GRACE)).await {
                 self.tasks.shutdown().await;
