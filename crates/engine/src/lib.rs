@@ -22,6 +22,7 @@
 //! |---|---|
 //! | [`Relay`] | drives one subscription: until stopped, once (`drain`), or on a [`Schedule`] |
 //! | [`handler_sink`], [`InProcessBus`], [`JsonLines`] | sinks that need no broker: a function, handlers by topic, a file or stdout |
+//! | [`Receiver`] | stores the messages of one source, from a broker or from senders that wait, many in a commit |
 //! | [`Sweeper`] | retention |
 //! | [`TokioClock`], [`SystemRandom`], [`SeededRandom`] | time and chance on tokio, real or simulated |
 //! | [`Metrics`] | what a relay counts |
@@ -50,6 +51,7 @@ mod json_lines;
 mod lane;
 mod metrics;
 mod poll;
+mod receiver;
 mod relay;
 mod retention;
 mod schedule;
@@ -63,6 +65,9 @@ pub use drained::Drained;
 pub use handler::{HandlerSink, IntoOutcome, handler_sink};
 pub use json_lines::JsonLines;
 pub use metrics::{FailingLane, Metrics, MetricsSnapshot, Outage};
+pub use receiver::{
+    Committed, LogThrottle, Receiver, ReceiverBuilder, ReceiverMetrics, ReceiverSettings, ReceiverSnapshot, log_excerpt,
+};
 pub use relay::{Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept};
 pub use schedule::{Every, Schedule};

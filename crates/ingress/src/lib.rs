@@ -39,7 +39,6 @@ mod answer;
 mod body;
 mod buffer;
 mod convert;
-mod gather;
 mod handshake;
 mod headers;
 mod ingress;
@@ -48,7 +47,6 @@ mod mapping;
 mod receive;
 mod sns;
 mod source;
-mod storm;
 
 pub use answer::Count;
 pub use convert::Message;

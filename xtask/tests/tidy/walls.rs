@@ -17,7 +17,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("postbox-http", &["postbox-core", "postbox-webhook"]),
     ("postbox-engine", &["postbox-core"]),
     ("postbox-listen", &["postbox-core"]),
-    ("postbox-ingress", &["postbox-core", "postbox-http", "postbox-webhook"]),
+    ("postbox-ingress", &["postbox-core", "postbox-engine", "postbox-http", "postbox-webhook"]),
     ("postbox-simulator", &["postbox-core", "postbox-engine"]),
     (
         "postbox",
