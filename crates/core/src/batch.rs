@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use crate::event::{Event, Seq};
+use crate::event::{Event, Headers, Seq, header};
 use crate::names::Key;
 
 /// Bounds of one read. Both hold; a batch has at least one event if there is any.
@@ -89,6 +89,7 @@ pub struct Batch {
 impl Batch {
     /// Puts a delivery at the end, and notes why it cannot be sent if it cannot.
     pub fn push(&mut self, delivery: Delivery, unreadable: Option<Unreadable>) {
+        let unreadable = unreadable.or_else(|| Unreadable::poison(&delivery.event.headers));
         self.unreadable.extend(unreadable.map(|why| (delivery.seq, why)));
         self.deliveries.push(delivery);
     }
@@ -125,6 +126,12 @@ impl Unreadable {
     /// An event that is no longer in the log.
     pub fn missing() -> Self {
         Self { code: Self::MISSING.into(), error: "the event was deleted from the log before it was delivered".into() }
+    }
+
+    /// An event that keeps a message from outside which could not be decoded ([`header::POISON`]).
+    pub fn poison(headers: &Headers) -> Option<Self> {
+        let (code, error) = headers.get(header::POISON)?.split_once(": ").unwrap_or(("poison", ""));
+        Some(Self { code: code.to_owned().into(), error: error.to_owned() })
     }
 
     /// What the event must become.

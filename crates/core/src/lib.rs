@@ -11,7 +11,7 @@
 //! | [`Migrate`] | the schema comes, goes and is checked | every store |
 //! | [`Apply`] | a handler's effect, the position and the delivery row commit together | stores with transactions |
 //! | [`Sink`] | one [`Outcome`] per event, never a hidden retry | every broker, your handler |
-//! | [`Source`] | messages from outside, acknowledged only after they are stored | brokers |
+//! | [`Source`] | a message comes until it is settled, and is settled only once it is stored | brokers, [`MemorySource`] |
 //!
 //! ```
 //! use postbox_core::{NewEvent, TopicPattern};
@@ -65,7 +65,7 @@ pub use rate::{Bucket, Rate};
 pub use receive::{Conflict, Inbound, Receive, Received};
 pub use retry::RetryPolicy;
 pub use sink::{Capabilities, Sink};
-pub use source::{Source, SourceMessage};
+pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
 pub use state::State;
 pub use subscription::{Filter, Ordering, StartAt, Subscription};
 

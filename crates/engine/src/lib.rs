@@ -22,6 +22,7 @@
 //! |---|---|
 //! | [`Relay`] | drives one subscription: until stopped, once (`drain`), or on a [`Schedule`] |
 //! | [`handler_sink`], [`InProcessBus`], [`JsonLines`] | sinks that need no broker: a function, handlers by topic, a file or stdout |
+//! | [`Receiver`] | stores the messages of one source, from a broker or from senders that wait, many in a commit |
 //! | [`Sweeper`] | retention |
 //! | [`TokioClock`], [`SystemRandom`], [`SeededRandom`] | time and chance on tokio, real or simulated |
 //! | [`Metrics`] | what a relay counts |
@@ -59,6 +60,7 @@ mod limiter;
 mod lock;
 mod metrics;
 mod poll;
+mod receiver;
 mod relay;
 mod retention;
 mod schedule;
@@ -71,6 +73,9 @@ pub use drained::Drained;
 pub use handler::{HandlerSink, IntoOutcome, handler_sink};
 pub use json_lines::JsonLines;
 pub use metrics::{FailingLane, Metrics, MetricsSnapshot, Outage};
+pub use receiver::{
+    Committed, LogThrottle, Receiver, ReceiverBuilder, ReceiverMetrics, ReceiverSettings, ReceiverSnapshot, log_excerpt,
+};
 pub use relay::{Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept};
 pub use schedule::{Every, Schedule};

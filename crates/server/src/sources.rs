@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use postbox_core::{Clock, Error, LogName, Result, SourceName, Store};
-use postbox_http::ingress::{self, Count, Ingress, Origin, WebhookSource};
+use postbox_ingress::{Count, Ingress, Origin, WebhookSource};
 
 use crate::config::SourceConfig;
 use crate::wiring::{sns_verifier, verifier};
@@ -25,7 +25,7 @@ impl Sources {
 
     /// `POST /in/{source}`.
     pub(crate) fn router(&self) -> Router {
-        ingress::router(Arc::clone(&self.ingress))
+        postbox_ingress::router(Arc::clone(&self.ingress))
     }
 
     /// The sources that store into a log.

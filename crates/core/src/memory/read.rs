@@ -64,7 +64,7 @@ impl Reader {
             if self.delivery(*seq).is_some_and(|row| row.state == EventState::Discarded) {
                 batch.discarded.insert(Seq(*seq));
             }
-            batch.deliveries.push(Delivery { event: event.clone(), seq: Seq(*seq), attempt: 1, replay: 0 });
+            batch.push(Delivery { event: event.clone(), seq: Seq(*seq), attempt: 1, replay: 0 }, None);
             batch.end = Some(Seq(*seq));
         }
         // The last batch of a window also covers what nobody wants behind it.

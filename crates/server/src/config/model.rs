@@ -7,9 +7,9 @@ use std::time::Duration;
 use jiff::Timestamp;
 use postbox_core::{LogName, SourceName, Subscription};
 use postbox_engine::RelaySettings;
-use postbox_http::ingress::{Origin, SourceLimits};
-use postbox_http::serve::ServeLimits;
 use postbox_http::{ClientCert, IpNet};
+use postbox_ingress::{Origin, SourceLimits};
+use postbox_listen::ServeLimits;
 use postbox_webhook::sns::TopicArn;
 use postbox_webhook::{Scheme, Settings};
 

@@ -234,7 +234,7 @@ fn a_source_needs_a_key() {
     assert!(fault("[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"").contains("has no secrets"));
     let text = "[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"env:PARTNER_SECRET\"]\nkey = \"json:/data/id\"\n";
     let config = parse(text).expect("no faults");
-    assert_eq!(config.sources[0].mapping.key, Some(postbox_http::ingress::Origin::Json("/data/id".into())));
+    assert_eq!(config.sources[0].mapping.key, Some(postbox_ingress::Origin::Json("/data/id".into())));
 }
 
 #[test]

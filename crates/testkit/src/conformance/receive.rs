@@ -1,6 +1,6 @@
 //! The inbox's write side: once.
 
-use postbox_core::{ErrorKind, EventId, Inbound, LogName, NewEvent, Received, SourceName, Subscription};
+use postbox_core::{ErrorKind, EventId, Inbound, LogName, NewEvent, RawMessage, Received, SourceName, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -258,6 +258,30 @@ pub async fn forgetting_takes_old_ids_only(fixture: &dyn StoreFixture) {
     assert_eq!(inbox_lane(fixture).await.drain().await.len(), 2, "forgetting is about ids; events stay");
 }
 
+/// What could not be decoded is kept with its bytes, and is never to be sent.
+pub async fn poison_is_kept_and_is_not_to_be_sent(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let message = RawMessage {
+        id: Some("m1".into()),
+        digest: [1; 32],
+        topic: "no topic".into(),
+        key: None,
+        headers: Default::default(),
+        content_type: "text/plain".into(),
+        payload: vec![0xff, 0].into(),
+    };
+    let source = SourceName::new("hooks").expect("a name");
+    let poison = message.into_poison(&source, "body_broken", "line 1");
+    accepted(store.receive(&LogName::inbox(), poison).await);
+    accepted(store.receive(&LogName::inbox(), inbound("m1", "body")).await);
+    let batch = inbox_lane(fixture).await.next(10).await;
+    let [poison, plain] = &batch.deliveries[..] else { panic!("two events: {batch:?}") };
+    let why = batch.unreadable.get(&poison.seq).expect("it is not to be sent");
+    assert_eq!((why.code.as_ref(), why.error.as_str()), ("body_broken", "line 1"));
+    assert_eq!((&poison.event.payload[..], poison.event.topic.as_str()), (&[0xff, 0][..], "hooks"));
+    assert!(!batch.unreadable.contains_key(&plain.seq));
+}
+
 /// A waiting applier hears of it.
 pub async fn a_message_wakes_a_waiting_relay(fixture: &dyn StoreFixture) {
     let lane = inbox_lane(fixture).await;
@@ -325,6 +349,7 @@ macro_rules! receive_cases {
                 message_ids_are_checked_and_kept_exactly,
                 a_refused_message_does_not_use_up_its_id,
                 forgetting_takes_old_ids_only,
+                poison_is_kept_and_is_not_to_be_sent,
                 a_message_wakes_a_waiting_relay,
                 a_binary_body_is_kept_exactly,
             ]

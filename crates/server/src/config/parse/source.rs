@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{Key, LogName, SourceName, Tenant, Topic};
-use postbox_http::ingress::{Mapping, Origin, SourceLimits};
+use postbox_ingress::{Mapping, Origin, SourceLimits};
 use postbox_webhook::plain::{Encoding, Hash, Layout};
 use postbox_webhook::sns::{TOLERANCE, TopicArn};
 use postbox_webhook::{Scheme, Settings, Tolerance};

@@ -1,0 +1,65 @@
+//! A source's own function, from a verified message to an event.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::HeaderMap;
+use postbox_core::{BoxError, NewEvent, SourceName};
+use postbox_webhook::Verified;
+use tracing::{error, warn};
+
+use crate::answer::Answer;
+
+/// A message that is genuine. Of its headers only those are that the scheme signs; see the scheme's table.
+#[derive(Debug, Clone, Copy)]
+pub struct Message<'a> {
+    /// Where it came in.
+    pub source: &'a SourceName,
+    /// The id by which it is stored once.
+    pub message_id: &'a str,
+    /// What the signature says of it.
+    pub verified: &'a Verified,
+    /// The request's headers.
+    pub headers: &'a HeaderMap,
+    /// The body as it was received.
+    pub body: &'a Bytes,
+}
+
+type Function = dyn Fn(&Message<'_>) -> Result<Option<NewEvent>, BoxError> + Send + Sync;
+
+/// The function itself.
+#[derive(Clone)]
+pub(crate) struct Convert(Arc<Function>);
+
+impl Convert {
+    pub(crate) fn new(
+        function: impl Fn(&Message<'_>) -> Result<Option<NewEvent>, BoxError> + Send + Sync + 'static,
+    ) -> Self {
+        Self(Arc::new(function))
+    }
+
+    /// The event, or what the sender hears instead. A panic stays in here: the next message may be another.
+    pub(crate) fn call(&self, message: &Message<'_>) -> Result<NewEvent, Answer> {
+        let source = message.source;
+        match catch_unwind(AssertUnwindSafe(|| (self.0)(message))) {
+            Ok(Ok(Some(event))) => Ok(event),
+            Ok(Ok(None)) => Err(Answer::Ignored),
+            Ok(Err(failure)) => {
+                warn!(%source, message_id = message.message_id, "webhook rejected: conversion failed: {failure}");
+                Err(Answer::Unmapped("convert_failed"))
+            }
+            Err(_) => {
+                error!(%source, message_id = message.message_id, "webhook conversion panicked");
+                Err(Answer::ConvertPanicked)
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Convert {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Convert(…)")
+    }
+}

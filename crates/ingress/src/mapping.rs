@@ -1,0 +1,317 @@
+//! From a verified request to an event.
+
+use std::fmt;
+
+use bytes::Bytes;
+use http::{HeaderMap, header};
+use postbox_core::header::MESSAGE_ID;
+use postbox_core::limits::MESSAGE_ID_BYTES_MAX;
+use postbox_core::{Error, Inbound, NewEvent, SourceName};
+use postbox_engine::log_excerpt;
+use postbox_http::cloudevents;
+use postbox_webhook::{Scheme, Verified};
+use sha2::{Digest, Sha256};
+use tracing::warn;
+
+use crate::WebhookSource;
+use crate::answer::Answer;
+use crate::convert::Message;
+use crate::headers::keep_headers;
+use crate::json::text_at;
+
+/// One place in an inbound message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Origin {
+    /// Always this text.
+    Literal(String),
+    /// This request header. Headers are not signed by any scheme, `webhook-id` excepted.
+    Header(String),
+    /// This place in the JSON body (RFC 6901): a string, number or boolean. Of an SNS message only the signed fields are signed.
+    Json(String),
+    /// The id that the scheme signs (Standard Webhooks, Twilio, SNS).
+    SignedId,
+    /// `sha256:` and the digest of the body, or of what is signed where that is another text (Twilio, SNS): for schemes that sign no id. A
+    /// replay cannot change it.
+    BodyDigest,
+}
+
+/// What AWS signs of a notification, as places in its JSON.
+const SNS_SIGNED: [&str; 6] = ["/Message", "/MessageId", "/Subject", "/Timestamp", "/TopicArn", "/Type"];
+
+impl Origin {
+    /// Whether the scheme's signature covers it, so that only who has the key can change it.
+    pub fn is_signed_by(&self, scheme: Scheme) -> bool {
+        match self {
+            Self::Literal(_) | Self::SignedId | Self::BodyDigest => true,
+            // `svix-id` is not, although Svix signs it: it may stand unsigned beside the `webhook-id` that was read.
+            Self::Header(name) => {
+                scheme == Scheme::StandardWebhooks && name.eq_ignore_ascii_case(postbox_webhook::standard::ID_HEADER)
+            }
+            Self::Json(pointer) => scheme != Scheme::Sns || SNS_SIGNED.contains(&pointer.as_str()),
+        }
+    }
+}
+
+/// As the configuration writes it.
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Literal(text) => f.write_str(text),
+            Self::Header(name) => write!(f, "header:{name}"),
+            Self::Json(pointer) => write!(f, "json:{pointer}"),
+            Self::SignedId => f.write_str("the signed id"),
+            Self::BodyDigest => f.write_str("the digest of what is signed"),
+        }
+    }
+}
+
+/// Where the fields of an event come from: of each list, the first place that holds something.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Mapping {
+    /// The sender's id of the message, by which it is stored once. Required.
+    pub id: Vec<Origin>,
+    /// The topic. Required.
+    pub topic: Vec<Origin>,
+    /// The ordering key; without one the event is in no order.
+    pub key: Vec<Origin>,
+    /// The tenant. Required if the list is not empty: an event without its tenant would be everybody's. It is part of what a message is known
+    /// by, so it comes from what is signed only: see [`Mapping::fault`].
+    pub tenant: Vec<Origin>,
+}
+
+impl Mapping {
+    /// What suits a scheme. Ids are taken only from what is signed.
+    ///
+    /// | scheme | id | topic | key |
+    /// |---|---|---|---|
+    /// | standard-webhooks | `webhook-id` | `ce-type`, else `/type` | `ce-subject` |
+    /// | stripe | `/id`, else digest of the body | `/type` | |
+    /// | github | digest of the body | `x-github-event` | |
+    /// | shopify | digest of the body | `x-shopify-topic` | |
+    /// | slack | `/event_id`, else digest | `/event/type`, else `/type` | |
+    /// | twilio | digest of what is signed | | |
+    /// | sns | `MessageId` | | |
+    /// | hmac | digest of the body | `/type` | |
+    ///
+    /// Where nothing gives a topic it is the source's name.
+    pub fn usual(scheme: Scheme, source: &SourceName) -> Self {
+        let header = |name: &str| Origin::Header(name.into());
+        let json = |pointer: &str| Origin::Json(pointer.into());
+        let (id, mut topic, key) = match scheme {
+            Scheme::StandardWebhooks => {
+                (vec![Origin::SignedId], vec![header("ce-type"), json("/type")], vec![header("ce-subject")])
+            }
+            Scheme::Stripe => (vec![json("/id"), Origin::BodyDigest], vec![json("/type")], vec![]),
+            Scheme::GitHub => (vec![Origin::BodyDigest], vec![header("x-github-event")], vec![]),
+            Scheme::Shopify => (vec![Origin::BodyDigest], vec![header("x-shopify-topic")], vec![]),
+            Scheme::Slack => {
+                (vec![json("/event_id"), Origin::BodyDigest], vec![json("/event/type"), json("/type")], vec![])
+            }
+            Scheme::Twilio | Scheme::Sns => (vec![Origin::SignedId], vec![], vec![]),
+            _ => (vec![Origin::BodyDigest], vec![json("/type")], vec![]),
+        };
+        topic.push(Origin::Literal(source.to_string()));
+        Self { id, topic, key, tenant: Vec::new() }
+    }
+
+    /// What makes it unusable for a scheme, and the cure: a tenant that nobody signed. A message is known by source, tenant and id, so whoever
+    /// captured one could have it stored again under as many tenants as he can think of. An ingress does not start with it.
+    pub fn fault(&self, scheme: Scheme) -> Option<String> {
+        let origin = self.tenant.iter().find(|origin| !origin.is_signed_by(scheme))?;
+        Some(format!(
+            "the tenant would come from {origin}, which {scheme} does not sign: one captured message could be stored again under every tenant that \
+             somebody makes up; write a fixed text (a source for each tenant), or a place in what is signed, e.g. \"json:/tenant\""
+        ))
+    }
+
+    /// What is allowed and still a risk: an id that nobody signed.
+    pub fn risk(&self, scheme: Scheme) -> Option<String> {
+        let origin = self.id.iter().find(|origin| !origin.is_signed_by(scheme))?;
+        Some(format!(
+            "the id comes from {origin}, which {scheme} does not sign: whoever captured one message can have it stored, and applied, again and again under \
+             other ids; leave `id` out, or take it from what is signed"
+        ))
+    }
+}
+
+/// A verified request with everything a mapping may look at.
+pub(crate) struct VerifiedRequest<'a> {
+    pub(crate) headers: &'a HeaderMap,
+    pub(crate) body: Bytes,
+    pub(crate) verified: Verified,
+}
+
+/// Why a verified message gets no further.
+pub(crate) enum Rejection {
+    /// The source's own function said so, and it is logged.
+    Answered(Answer),
+    /// The mapping does not fit it; to be logged.
+    Mapping(MappingFailure),
+}
+
+impl From<Answer> for Rejection {
+    fn from(answer: Answer) -> Self {
+        Self::Answered(answer)
+    }
+}
+
+/// Why a verified message is no event, for the owner's log. Of the message it holds nothing but its id.
+pub(crate) struct MappingFailure {
+    message_id: String,
+    /// For the sender and the counter.
+    code: &'static str,
+    /// Of the event.
+    field: &'static str,
+    /// The rule that is broken.
+    rule: String,
+    why: String,
+}
+
+/// What an event's rule can be about, as its code begins.
+const FIELDS: [&str; 9] =
+    ["topic", "key", "tenant", "kind", "aggregate", "source", "content_type", "payload", "header"];
+
+impl MappingFailure {
+    fn new(code: &'static str, field: &'static str, why: impl Into<String>) -> Self {
+        Self { message_id: "-".into(), code, field, rule: code.into(), why: why.into() }
+    }
+
+    fn invalid(error: &Error) -> Self {
+        let field = FIELDS.into_iter().find(|field| error.code().starts_with(field)).unwrap_or("event");
+        let message_id = "-".into();
+        Self { message_id, code: "event_invalid", field, rule: error.code().into(), why: log_excerpt(error.message()) }
+    }
+
+    fn of(self, message_id: &str) -> Rejection {
+        Rejection::Mapping(Self { message_id: log_excerpt(message_id), ..self })
+    }
+
+    pub(crate) fn answer(&self) -> Answer {
+        Answer::Unmapped(self.code)
+    }
+
+    pub(crate) fn log(&self, source: &SourceName) {
+        let Self { message_id, code, field, rule, why } = self;
+        warn!(%source, code, field, rule, message_id, "webhook rejected: mapping failed: {why}");
+    }
+}
+
+impl VerifiedRequest<'_> {
+    /// The message for the store, or what the sender hears instead.
+    pub(crate) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Rejection> {
+        // What is compared is what was signed: another spelling of it is a repetition, not another message.
+        let digest = self.verified.digest.unwrap_or_else(|| Sha256::digest(&self.body).into());
+        let message_id = self.message_id(&source.mapping, &digest).map_err(Rejection::Mapping)?;
+        let unmapped = |failure: MappingFailure| failure.of(&message_id);
+        let tenant = self.tenant(&source.mapping, &digest).map_err(unmapped)?;
+        let mut event = match &source.convert {
+            None => self.event(source, &digest).map_err(unmapped)?,
+            Some(convert) => {
+                let Self { headers, body, verified } = &self;
+                convert.call(&Message { source: &source.name, message_id: &message_id, verified, headers, body })?
+            }
+        };
+        if tenant.is_some() {
+            event.tenant = tenant;
+        }
+        event.source.get_or_insert_with(|| source.name.to_string());
+        event.headers.insert(MESSAGE_ID.into(), message_id.clone());
+        let dropped = if source.convert.is_none() { keep_headers(&mut event, self.headers) } else { 0 };
+        event.validate().map_err(|error| unmapped(MappingFailure::invalid(&error)))?;
+        source.dropped.note(&source.name, dropped);
+        Ok(Inbound { source: source.name.clone(), message_id, digest, event })
+    }
+
+    fn message_id(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<String, MappingFailure> {
+        let unmapped = |why: String| MappingFailure::new("id_unmapped", "id", why);
+        let id = self.required(&mapping.id, digest).map_err(unmapped)?;
+        if id.len() > MESSAGE_ID_BYTES_MAX {
+            let (bytes, begins) = (id.len(), log_excerpt(&id.chars().take(40).collect::<String>()));
+            return Err(unmapped(format!(
+                "the id has {bytes} bytes, at most {MESSAGE_ID_BYTES_MAX} are allowed; it begins with {begins}"
+            )));
+        }
+        if id.chars().any(char::is_control) {
+            return Err(unmapped(format!("the id {} has control characters", log_excerpt(&id))));
+        }
+        Ok(id)
+    }
+
+    fn tenant(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<Option<String>, MappingFailure> {
+        if mapping.tenant.is_empty() {
+            return Ok(None);
+        }
+        let tenant = self.required(&mapping.tenant, digest);
+        tenant.map(Some).map_err(|why| MappingFailure::new("tenant_unmapped", "tenant", why))
+    }
+
+    /// The message as it came, as an event.
+    fn event(&self, source: &WebhookSource, digest: &[u8; 32]) -> Result<NewEvent, MappingFailure> {
+        let mapping = &source.mapping;
+        let topic =
+            self.required(&mapping.topic, digest).map_err(|why| MappingFailure::new("topic_unmapped", "topic", why))?;
+        let mut event = NewEvent::new(topic, self.body.clone(), self.content_type());
+        event.key = self.find(&mapping.key, digest).map_err(|why| MappingFailure::new("key_unmapped", "key", why))?;
+        if source.check.scheme() == Scheme::StandardWebhooks {
+            self.restore(&mut event);
+        }
+        Ok(event)
+    }
+
+    fn content_type(&self) -> String {
+        // As bytes: a parameter may be in UTF-8, and what was sent is what is stored.
+        let text = self.headers.get(header::CONTENT_TYPE).and_then(|value| std::str::from_utf8(value.as_bytes()).ok());
+        text.unwrap_or("application/octet-stream").to_owned()
+    }
+
+    /// What another Postbox said of the event beside its topic and key.
+    fn restore(&self, event: &mut NewEvent) {
+        let attribute = |name| only(self.headers, name).ok().flatten();
+        let word = |name| attribute(name).filter(|text| !text.is_empty());
+        event.kind = word("ce-kind");
+        event.aggregate = word("ce-aggregate");
+        event.version = attribute("ce-version").and_then(|version| version.parse().ok());
+        event.occurred_at = attribute("ce-time").and_then(|time| time.parse().ok());
+    }
+
+    /// What the first place that holds something says, or why there is none.
+    fn required(&self, origins: &[Origin], digest: &[u8; 32]) -> Result<String, String> {
+        let looked_at = || origins.iter().map(Origin::to_string).collect::<Vec<_>>().join(", nor at ");
+        self.find(origins, digest)?.ok_or_else(|| format!("there is none at {}", looked_at()))
+    }
+
+    /// The first place that holds something; an error if a header is there twice, for then it says two things.
+    fn find(&self, origins: &[Origin], digest: &[u8; 32]) -> Result<Option<String>, String> {
+        for origin in origins {
+            let found = match origin {
+                Origin::Literal(text) => Some(text.clone()),
+                Origin::Header(name) => only(self.headers, name).map_err(|()| format!("{origin} is there twice"))?,
+                Origin::Json(pointer) => text_at(&self.body, pointer),
+                Origin::SignedId => self.verified.message_id.clone(),
+                Origin::BodyDigest => Some(digest_text(digest)),
+            };
+            if let Some(text) = found.filter(|text| !text.is_empty()) {
+                return Ok(Some(text));
+            }
+        }
+        Ok(None)
+    }
+}
+
+fn digest_text(digest: &[u8; 32]) -> String {
+    let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("sha256:{hex}")
+}
+
+/// A header's only value as text, CloudEvents attributes decoded.
+fn only(headers: &HeaderMap, name: &str) -> Result<Option<String>, ()> {
+    let mut values = headers.get_all(name).iter();
+    let Some(value) = values.next() else { return Ok(None) };
+    if values.next().is_some() {
+        return Err(());
+    }
+    Ok(match name.get(..cloudevents::PREFIX.len()) {
+        Some(prefix) if prefix.eq_ignore_ascii_case(cloudevents::PREFIX) => cloudevents::decode(value.as_bytes()),
+        _ => std::str::from_utf8(value.as_bytes()).ok().map(str::to_owned),
+    })
+}

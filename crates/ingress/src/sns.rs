@@ -1,0 +1,103 @@
+//! AWS SNS: the certificate a message names, fetched once; and the handshake of a subscription.
+//!
+//! Both are requests that a stranger can cause, to addresses that [`postbox_webhook::sns`] lets through: hosts of AWS itself, and nothing else. They are
+//! made with the guard of the sinks: public addresses only, checked before each connection, no redirect, no proxy, bounded in size and time.
+
+mod certificates;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use postbox_core::{Clock, Result};
+use postbox_http::{Fetched, PublicClient};
+use postbox_webhook::sns::{Confirmation, Message, Verifier};
+use postbox_webhook::{UnixSeconds, Verified};
+use tracing::{info, warn};
+
+use crate::answer::Answer;
+use certificates::{Certificates, FETCHES_MAX};
+
+/// Longest wait for a certificate, and for those that were asked for before it; or for a confirmation.
+const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Who makes requests: the guarded client, or a test.
+pub(crate) trait Fetch: Send + Sync + 'static {
+    /// GETs what is at `url`. Never prints it: it may hold a token.
+    fn get(&self, url: String) -> BoxFuture<'_, Fetched>;
+}
+
+impl Fetch for PublicClient {
+    fn get(&self, url: String) -> BoxFuture<'_, Fetched> {
+        Box::pin(self.get(url))
+    }
+}
+
+/// What one source needs to take messages of SNS.
+pub(crate) struct Sns {
+    verifier: Verifier,
+    confirm: bool,
+    fetch: Arc<dyn Fetch>,
+    certificates: Arc<Certificates>,
+}
+
+impl Sns {
+    pub(crate) fn new(verifier: Verifier, confirm: bool) -> Result<Self> {
+        Ok(Self::with_fetch(verifier, confirm, Arc::new(PublicClient::new(FETCHES_MAX)?)))
+    }
+
+    fn with_fetch(verifier: Verifier, confirm: bool, fetch: Arc<dyn Fetch>) -> Self {
+        let certificates = Certificates::new(Arc::clone(&fetch));
+        Self { verifier, confirm, fetch, certificates }
+    }
+
+    /// A notification that is genuine, or the answer to anything else.
+    pub(crate) async fn check(&self, body: &[u8], clock: &Arc<dyn Clock>) -> std::result::Result<Verified, Answer> {
+        let unverified = self.verifier.read(body).map_err(Answer::Refused)?;
+        let url = unverified.certificate_url().clone();
+        let certificate = self.certificates.get(&url, clock).await?;
+        let now = UnixSeconds(clock.now().as_second());
+        let message = unverified.verify(&certificate, now).map_err(Answer::Refused)?;
+        self.certificates.mark_proven(&url);
+        match &message {
+            Message::Notification(_) => Ok(message.verified()),
+            Message::SubscriptionConfirmation(asked) => Err(self.confirm(asked, &**clock).await),
+            Message::UnsubscribeConfirmation(told) => {
+                warn!(topic = %told.topic_arn, "SNS subscription removed");
+                Err(Answer::Unsubscribed)
+            }
+        }
+    }
+
+    /// Visits the URL that confirms, if the configuration says so.
+    async fn confirm(&self, asked: &Confirmation, clock: &dyn Clock) -> Answer {
+        let topic = &asked.topic_arn;
+        if !self.confirm {
+            warn!(%topic, "SNS subscription unconfirmed; set confirm = true, or confirm it in AWS");
+            return Answer::Unconfirmed;
+        }
+        let fetched = tokio::select! {
+            fetched = self.fetch.get(asked.subscribe_url.as_str().to_owned()) => fetched,
+            () = clock.sleep(FETCH_TIMEOUT) => Fetched::Failed("no answer in time".into()),
+        };
+        match fetched {
+            Fetched::Body(_) => {
+                info!(%topic, "SNS subscription confirmed");
+                Answer::Confirmed
+            }
+            Fetched::Refused(why) | Fetched::Failed(why) => {
+                warn!(%topic, why, "failed to confirm SNS subscription; SNS asks again");
+                Answer::ConfirmationFailed
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Sns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sns").field("verifier", &self.verifier).field("confirm", &self.confirm).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,254 @@
+//! What a message is known by: only what its sender signed, however a stranger who captured it spells the rest.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use http::{Request, StatusCode};
+use postbox_core::{LogName, SourceName};
+use postbox_ingress::{Ingress, Origin, WebhookSource};
+use postbox_testkit::clock::StillClock;
+use postbox_testkit::inbox::Inbox;
+use postbox_testkit::warnings::Warnings;
+use postbox_webhook::sns::{TopicArn, Verifier};
+use postbox_webhook::{Scheme, Settings, UnixSeconds, plain, verifier};
+
+use crate::NOW_S;
+use crate::ingress::{ACCEPTED, Stand, TEXT_SECRET, message, same, signed, source};
+
+const DUPLICATE: (StatusCode, &str) = (StatusCode::OK, "duplicate");
+const CONFLICT: (StatusCode, &str) = (StatusCode::OK, "conflict");
+/// By Python's standard library, of [`FORM`] at [`TWILIO_URL`] with [`TEXT_SECRET`].
+const TWILIO_SIGNATURE: &str = "z93gBVF6mTyzS/xlLWj/ZlIrbk0=";
+const TWILIO_URL: &str = "https://hooks.example.org/in/twilio";
+const FORM: &str = "CallSid=CA1&Digits=12";
+
+fn header(name: &str) -> Vec<Origin> {
+    vec![Origin::Header(name.into())]
+}
+
+fn json(pointer: &str) -> Vec<Origin> {
+    vec![Origin::Json(pointer.into())]
+}
+
+fn refusal(source: WebhookSource) -> Option<postbox_core::Error> {
+    Ingress::new(vec![source], Arc::new(Inbox::default()), Arc::new(StillClock)).err()
+}
+
+#[test]
+fn a_tenant_that_nobody_signed_is_refused() {
+    // The three left out need secrets and settings of other forms; the rule is one for all.
+    for scheme in
+        Scheme::ALL.into_iter().filter(|scheme| !matches!(scheme, Scheme::Sns | Scheme::Twilio | Scheme::Stripe))
+    {
+        let with = |tenant| {
+            let mut source = source("a", scheme);
+            source.mapping.tenant = tenant;
+            refusal(source)
+        };
+        for name in ["x-shopify-shop-domain", "ce-tenant", "svix-id"] {
+            // After one that is signed, too: it may be absent.
+            for tenant in [header(name), [json("/tenant"), header(name)].concat()] {
+                let told = with(tenant).expect("refused");
+                assert_eq!(told.code(), "tenant_unsigned", "{scheme} {name}");
+                assert!(told.message().contains(name) && told.message().contains("write a fixed text"), "{told}");
+            }
+        }
+        for tenant in [json("/tenant"), vec![Origin::Literal("acme".into())], vec![]] {
+            assert!(with(tenant).is_none(), "{scheme}");
+        }
+    }
+}
+
+#[test]
+fn of_an_sns_message_only_the_signed_fields_are_signed() {
+    let topic = TopicArn::parse("arn:aws:sns:eu-central-1:123456789012:orders").unwrap();
+    let with = |tenant| {
+        let verifier = Verifier::new([topic.clone()]).unwrap();
+        let mut source = WebhookSource::sns(SourceName::new("a").unwrap(), LogName::inbox(), verifier, false).unwrap();
+        source.mapping.tenant = tenant;
+        refusal(source).map(|error| error.code().to_owned())
+    };
+    for pointer in ["/MessageAttributes/shop/Value", "/UnsubscribeURL", "", "/message"] {
+        assert_eq!(with(json(pointer)).as_deref(), Some("tenant_unsigned"), "{pointer}");
+    }
+    for pointer in ["/Subject", "/TopicArn"] {
+        assert_eq!(with(json(pointer)), None, "{pointer}");
+    }
+}
+
+#[test]
+fn an_id_that_nobody_signed_is_warned_of() {
+    let (warnings, _guard) = Warnings::hear();
+    let mut github = source("a", Scheme::GitHub);
+    assert!(refusal(source("a", Scheme::GitHub)).is_none());
+    github.mapping.id = header("x-github-delivery");
+    assert!(refusal(github).is_none(), "a risk is not a fault");
+    let mut standard = source("a", Scheme::StandardWebhooks);
+    standard.mapping.id = header("webhook-id");
+    assert!(refusal(standard).is_none());
+    let told = warnings.all();
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert!(told[0].contains("id_unsigned") && told[0].contains("again and again under other ids"), "{told:?}");
+}
+
+fn twilio(id: Vec<Origin>) -> Stand {
+    let settings = Settings { public_url: Some(TWILIO_URL.into()), ..Settings::default() };
+    let verifier = verifier(Scheme::Twilio, &[TEXT_SECRET], &settings).unwrap();
+    let mut source = WebhookSource::new(SourceName::new("twilio").unwrap(), LogName::inbox(), verifier);
+    source.mapping.id = id;
+    Stand::new(vec![source])
+}
+
+#[tokio::test]
+async fn a_form_in_another_spelling_is_the_same_message() {
+    for id in [vec![Origin::SignedId], vec![Origin::BodyDigest], vec![Origin::Literal("one".into())]] {
+        let stand = twilio(id);
+        let post = |form: String| {
+            let request = Request::post("/in/twilio")
+                .header("x-twilio-signature", TWILIO_SIGNATURE)
+                .header("content-type", "application/x-www-form-urlencoded");
+            stand.post(request.body(Body::from(form)).unwrap())
+        };
+        same(&post(FORM.into()).await, ACCEPTED);
+        for repeats in 1..50 {
+            same(&post(FORM.to_owned() + &"&Digits=12".repeat(repeats)).await, DUPLICATE);
+        }
+        for other in
+            ["Digits=12&CallSid=CA1", "CallSid=CA1&Digits=%312&&", "CallSid=CA1&Digit=s12", "CallSidC=A1&Digits=12"]
+        {
+            same(&post(other.into()).await, DUPLICATE);
+        }
+        assert_eq!((stand.inbox.all().len(), stand.count("conflict"), stand.count("duplicate")), (1, 0, 53));
+        assert_eq!(&stand.inbox.all()[0].event.payload[..], FORM.as_bytes(), "stored as it came first");
+    }
+}
+
+#[tokio::test]
+async fn conflicts_are_counted_one_by_one_and_told_now_and_then() {
+    let (warnings, _guard) = Warnings::hear();
+    let stand = Stand::standard();
+    let post = |body: String| stand.post(signed("msg_1", body.as_bytes()).body(Body::from(body)).unwrap());
+    same(&post("{}".into()).await, ACCEPTED);
+    for spaces in 1..=100 {
+        same(&post(format!("{{{}}}", " ".repeat(spaces))).await, CONFLICT);
+    }
+    assert_eq!(stand.count("conflict"), 100);
+    let told = warnings.all();
+    let counts: Vec<bool> = [1, 2, 4, 8, 16, 32, 64]
+        .iter()
+        .zip(&told)
+        .map(|(count, line)| line.contains(&format!("conflicts={count} ")) && line.contains("message_id=\"msg_1\""))
+        .collect();
+    assert_eq!(counts, [true; 7], "{told:#?}");
+    assert_eq!(told.len(), 7, "{told:#?}");
+}
+
+#[tokio::test]
+async fn what_breaks_a_rule_is_told_with_field_rule_and_id() {
+    let (warnings, _guard) = Warnings::hear();
+    let mut mapped = source("hooks", Scheme::StandardWebhooks);
+    mapped.mapping.id = json("/id");
+    mapped.mapping.topic = header("x-kind");
+    mapped.mapping.key = json("/key");
+    mapped.mapping.tenant = json("/tenant");
+    let stand = Stand::new(vec![mapped]);
+    let ids = ["i".repeat(256), "i".repeat(255)];
+    let long = |field: &str, bytes: usize| {
+        format!(r#"{{"id":"msg_7","tenant":"acme","canary":"canary","{field}":"{}"}}"#, "x".repeat(bytes))
+    };
+    let whole = r#"{"id":"msg_7","tenant":"acme","canary":"canary"}"#.to_owned();
+    for (kind, body, field, rule, id) in [
+        ("a b", whole.clone(), "topic", "topic_invalid", "msg_7"),
+        (&"t".repeat(300), whole, "topic", "topic_too_long", "msg_7"),
+        ("a.b", long("key", 2_000), "key", "key_too_long", "msg_7"),
+        ("a.b", long("tenant", 129), "tenant", "tenant_too_long", "msg_7"),
+        ("a.b", r#"{"id":"msg_7"}"#.into(), "tenant", "tenant_unmapped", "msg_7"),
+        ("a.b", r#"{"id":"a\u001b[31m"}"#.into(), "id", "id_unmapped", "-"),
+        ("a.b", format!(r#"{{"id":"{}"}}"#, ids[0]), "id", "id_unmapped", "-"),
+        ("a.b", "{}".into(), "id", "id_unmapped", "-"),
+        ("a\u{202e}b ", format!(r#"{{"id":"{}","tenant":"acme"}}"#, ids[1]), "topic", "topic_invalid", &ids[1][..200]),
+    ] {
+        let before = warnings.all().len();
+        let kind = http::HeaderValue::from_bytes(kind.as_bytes()).unwrap();
+        let request = signed("x", body.as_bytes()).header("x-kind", kind).body(Body::from(body.clone())).unwrap();
+        let (status, _) = stand.post(request).await;
+        assert_eq!(status, StatusCode::UNPROCESSABLE_ENTITY, "{body}");
+        let told = warnings.all().split_off(before);
+        assert_eq!(told.len(), 1, "{told:?}");
+        for part in [format!("field=\"{field}\""), format!("rule=\"{rule}\""), format!("message_id=\"{id}")] {
+            assert!(told[0].contains(&part), "no {part} in {}", told[0]);
+        }
+        assert!(
+            !told[0].contains("canary") && !told[0].contains(['\u{1b}', '\u{202e}']) && told[0].len() < 700,
+            "{}",
+            told[0]
+        );
+    }
+    assert!(warnings.all().iter().any(|line| line.contains("there is none at json:/id")));
+    assert!(warnings.all().iter().any(|line| line.contains("256 bytes, at most 255")));
+}
+
+#[tokio::test]
+async fn a_captured_message_that_is_no_event_does_not_fill_the_log() {
+    let (warnings, _guard) = Warnings::hear();
+    let mut mapped = source("hooks", Scheme::StandardWebhooks);
+    mapped.mapping.topic = header("x-kind");
+    let stand = Stand::new(vec![mapped]);
+    for _ in 0..1_000 {
+        assert_eq!(stand.post(message("msg_1", "{}")).await.0, StatusCode::UNPROCESSABLE_ENTITY);
+    }
+    assert_eq!(stand.count("topic_unmapped"), 1_000);
+    let told = warnings.all().len();
+    assert!((60..130).contains(&told), "{told} lines");
+}
+
+#[tokio::test]
+async fn credentials_of_whatever_name_are_not_kept() {
+    let stand = Stand::standard();
+    let mut request = message("msg_1", "{}");
+    for name in [
+        "authorization",
+        "cookie",
+        "x-api-key",
+        "x-auth-token",
+        "x-access-token",
+        "x-csrf-token",
+        "x-xsrf-token",
+        "x-amz-security-token",
+        "x-amzn-oidc-data",
+        "x-gitlab-token",
+        "cf-access-jwt-assertion",
+        "x-vault-token",
+        "proxy-authorization",
+        "x-forwarded-access-token",
+    ] {
+        request.headers_mut().insert(name, "canary".parse().unwrap());
+    }
+    request.headers_mut().insert("x-token-count", "7".parse().unwrap());
+    same(&stand.post(request).await, ACCEPTED);
+    let event = stand.inbox.all().remove(0).event;
+    assert!(!format!("{event:?}").contains("canary"), "{event:?}");
+    assert_eq!(event.headers["x-token-count"], "7");
+}
+
+#[tokio::test]
+async fn a_captured_message_under_other_headers_is_a_duplicate() {
+    let mut shopify = source("shopify", Scheme::Shopify);
+    shopify.mapping.tenant = vec![Origin::Literal("acme".into())];
+    let stand = Stand::new(vec![shopify]);
+    let body = r#"{"id":1}"#;
+    let key = plain::Secret::new(TEXT_SECRET).unwrap();
+    let layout = plain::Layout { encoding: plain::Encoding::Base64, ..plain::Layout::new("x") };
+    let mac = plain::Signer::new(key, layout).unwrap().sign(UnixSeconds(NOW_S), body.as_bytes()).unwrap().remove(0).1;
+    let post = |shop: &str, id: &str| {
+        let request = Request::post("/in/shopify")
+            .header("x-shopify-hmac-sha256", &mac)
+            .header("x-shopify-shop-domain", shop)
+            .header("x-shopify-webhook-id", id);
+        stand.post(request.body(Body::from(body)).unwrap())
+    };
+    same(&post("a.myshopify.com", "1").await, ACCEPTED);
+    same(&post("b.myshopify.com", "2").await, DUPLICATE);
+    same(&post("c.myshopify.com", "3").await, DUPLICATE);
+    assert_eq!(stand.inbox.all()[0].event.tenant.as_deref(), Some("acme"));
+}

@@ -1,0 +1,327 @@
+//! Serving strangers: slow ones, endless ones, and the others meanwhile.
+
+#![allow(clippy::unwrap_used)]
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::routing::get;
+use postbox_core::{LogName, SourceName};
+use postbox_ingress::{Ingress, SourceLimits, WebhookSource};
+use postbox_listen::{ServeLimits, serve};
+use postbox_testkit::clock::{ManualClock, StillClock};
+use postbox_testkit::inbox::Inbox;
+use postbox_webhook::standard::{SignKey, Signer};
+use postbox_webhook::{Scheme, Settings, UnixSeconds, verifier};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+/// No test waits longer than this for anything; nothing takes nearly as long.
+const DEADLINE: Duration = Duration::from_secs(60);
+/// A wait that no test sees the end of.
+const HOUR: Duration = Duration::from_secs(3_600);
+const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+/// Where the clocks of these tests stand.
+const NOW_S: i64 = 1_767_225_600;
+/// Headers that anybody can write: of the right form, with that time.
+const PLAUSIBLE: &str = "webhook-id: m\r\nwebhook-timestamp: 1767225600\r\nwebhook-signature: v1,AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n";
+
+struct Server {
+    address: SocketAddr,
+    clock: Arc<ManualClock>,
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+async fn start(router: Router, limits: ServeLimits) -> Server {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (stop, stopped) = oneshot::channel();
+    let stopped = async { drop(stopped.await) };
+    let clock = Arc::new(ManualClock::default());
+    let task = tokio::spawn(serve(listener, router, limits, clock.clone(), stopped));
+    Server { address, clock, stop, task }
+}
+
+/// No time passes for the server but here: however slow the machine is, nobody is late who ought to be in time.
+async fn while_time_passes<T>(clock: &ManualClock, waiting: impl Future<Output = T>) -> T {
+    let passing = async {
+        loop {
+            clock.advance(MOMENT);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::select! {
+        waited = waiting => waited,
+        () = passing => unreachable!("time passes for ever"),
+    }
+}
+
+async fn start_ingress(limits: ServeLimits, of_source: SourceLimits) -> (Server, Arc<Inbox>, Arc<Ingress>) {
+    let inbox = Arc::new(Inbox::default());
+    let verifier = verifier(Scheme::StandardWebhooks, &[SECRET], &Settings::default()).unwrap();
+    let mut source = WebhookSource::new(SourceName::new("peer").unwrap(), LogName::inbox(), verifier);
+    source.limits = of_source;
+    let ingress = Ingress::new(vec![source], inbox.clone(), Arc::new(StillClock)).unwrap();
+    let server = start(postbox_ingress::router(Arc::clone(&ingress)), limits).await;
+    (server, inbox, ingress)
+}
+
+async fn connect(server: &Server, first: &[u8]) -> TcpStream {
+    let stream = timeout(DEADLINE, TcpStream::connect(server.address)).await.expect("a connection in time");
+    let mut stream = stream.unwrap();
+    stream.write_all(first).await.unwrap();
+    stream
+}
+
+/// A genuine message, up to its framing and body.
+fn signed(id: &str) -> String {
+    let signer = Signer::new([SignKey::parse(SECRET).unwrap()]).unwrap();
+    let signed = signer.sign(id, UnixSeconds(NOW_S), b"{}").unwrap();
+    let headers: String = signed.headers().iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{headers}")
+}
+
+/// A genuine message over a connection of its own; the answer.
+async fn send(server: &Server, id: &str) -> String {
+    let request = signed(id) + "content-length: 2\r\nconnection: close\r\n\r\n{}";
+    hear(&mut connect(server, request.as_bytes()).await).await
+}
+
+/// What the other side sends until it ends the connection, in whichever way.
+async fn hear(stream: &mut TcpStream) -> String {
+    let mut heard = Vec::new();
+    let _ = timeout(DEADLINE, stream.read_to_end(&mut heard)).await.expect("the connection ends");
+    String::from_utf8_lossy(&heard).into_owned()
+}
+
+/// Much shorter than what is waited for.
+const MOMENT: Duration = Duration::from_millis(50);
+const LIMITS: ServeLimits = ServeLimits { connections: 32, header_timeout: Duration::from_secs(10) };
+const SLOW: [&[u8]; 4] = [
+    b"",
+    b"POST /in/peer HTTP/1.1\r\nhost: x\r\nx-slow: ",
+    b"POST /in/peer HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\nwebhook-id: m\r\nwebhook-timestamp: 1767225600\r\n\
+      webhook-signature: v1,AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n\r\n{",
+    b"PRI * HTTP/2.0\r\n",
+];
+
+#[tokio::test]
+async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
+    let body_for_ever = SourceLimits { body_timeout: HOUR, ..SourceLimits::default() };
+    let (server, inbox, _) = start_ingress(LIMITS, body_for_ever).await;
+    let mut slow = Vec::new();
+    for number in 0..400 {
+        slow.push(connect(&server, SLOW[number % SLOW.len()]).await);
+        if number % 20 == 19 {
+            let answer = send(&server, &format!("msg_{number}")).await;
+            assert!(answer.starts_with("HTTP/1.1 202"), "after {number} slow ones: {answer}");
+        }
+    }
+    assert_eq!(inbox.all().len(), 20);
+    // Those that were pushed out hear the end of it; as many as there are places may still be there.
+    let ends = slow.iter_mut().take(400 - LIMITS.connections).map(hear);
+    timeout(DEADLINE, futures::future::join_all(ends)).await.expect("they are all closed");
+    // And they leave their places.
+    drop(slow);
+    assert!(send(&server, "msg_last").await.starts_with("HTTP/1.1 202"));
+}
+
+#[tokio::test]
+async fn whoever_sends_no_head_in_time_is_let_go() {
+    let (server, ..) = start_ingress(LIMITS, SourceLimits::default()).await;
+    for first in [SLOW[0], SLOW[1], SLOW[3]] {
+        let mut slow = connect(&server, first).await;
+        while_time_passes(&server.clock, hear(&mut slow)).await;
+    }
+    // Byte by byte is no better.
+    let mut dripping = connect(&server, b"POST /in/peer HTTP/1.1\r\n").await;
+    let drip = async { while dripping.write_all(b"x").await.is_ok() && !pause().await {} };
+    while_time_passes(&server.clock, timeout(DEADLINE, drip)).await.expect("it is closed");
+    // Nor is a second request that does not come.
+    let mut idle = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    let mut answer = [0; 12];
+    timeout(DEADLINE, idle.read_exact(&mut answer)).await.expect("an answer").unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 404");
+    while_time_passes(&server.clock, hear(&mut idle)).await;
+}
+
+/// A moment; never says stop.
+async fn pause() -> bool {
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    false
+}
+
+#[tokio::test]
+async fn an_answer_that_is_not_read_holds_up_nobody() {
+    let router = Router::new().route("/", get(async || "x".repeat(64 * 1024 * 1024)));
+    let server = start(router, ServeLimits { connections: 1, ..LIMITS }).await;
+    let mut lazy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    let mut first = [0; 15];
+    lazy.read_exact(&mut first).await.unwrap();
+    assert_eq!(&first, b"HTTP/1.1 200 OK");
+    // There is one place only, and it is free again without one byte more being read.
+    let mut next = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
+    assert!(hear(&mut next).await.starts_with("HTTP/1.1 404"));
+    assert!(hear(&mut lazy).await.len() < 64 * 1024 * 1024);
+}
+
+#[tokio::test]
+async fn a_stop_lets_requests_in_service_finish_and_nobody_else_delays_it() {
+    let (begun, finish) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (tell, wait) = (Arc::clone(&begun), Arc::clone(&finish));
+    let router = Router::new().route(
+        "/",
+        get(async move || {
+            tell.notify_one();
+            wait.notified().await;
+            "done"
+        }),
+    );
+    let server = start(router, LIMITS).await;
+    let mut busy = connect(&server, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    let mut idle: Vec<_> = Vec::new();
+    for first in SLOW {
+        idle.push(connect(&server, first).await);
+    }
+    timeout(DEADLINE, begun.notified()).await.expect("the request is in service");
+    server.stop.send(()).unwrap();
+    let rest = async {
+        for idle in idle.iter_mut().take(2) {
+            hear(idle).await;
+        }
+        finish.notify_one();
+        let answer = hear(&mut busy).await;
+        assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("done"), "{answer}");
+        timeout(DEADLINE, server.task).await.expect("it has stopped").unwrap();
+    };
+    while_time_passes(&server.clock, rest).await;
+    assert!(TcpStream::connect(server.address).await.is_err());
+}
+
+#[tokio::test]
+async fn http_1_is_spoken_and_http_2_is_refused() {
+    let server = start(Router::new().route("/", get(async || "here")), ServeLimits::default()).await;
+    let url = format!("http://{}/", server.address);
+    let tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(rustls::RootCertStore::empty())
+        .with_no_client_auth();
+    let client = || reqwest::Client::builder().no_proxy().tls_backend_preconfigured(tls.clone());
+    let client_1 = client().http1_only().build().unwrap();
+    for answer in futures::future::join_all((0..20).map(|_| client_1.get(&url).send())).await {
+        let answer = answer.unwrap();
+        assert_eq!((answer.version(), answer.status().as_u16()), (http::Version::HTTP_11, 200));
+    }
+    let client_2 = client().http2_prior_knowledge().build().unwrap();
+    timeout(DEADLINE, client_2.get(&url).send()).await.expect("an end in time").expect_err("no HTTP/2");
+    let mut preface = connect(&server, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await;
+    assert_eq!(hear(&mut preface).await, "");
+}
+
+/// Resident memory of this process, in bytes.
+fn memory_bytes() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4_096
+}
+
+#[tokio::test]
+async fn a_body_without_end_is_cut_at_the_limit_and_hears_why() {
+    let (server, inbox, ingress) = start_ingress(ServeLimits::default(), SourceLimits::default()).await;
+    let before = memory_bytes();
+    let chunk = format!("10000\r\n{}\r\n", "x".repeat(0x10000));
+    for head in ["transfer-encoding: chunked", "content-length: 68719476736"] {
+        let head = format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{PLAUSIBLE}{head}\r\n\r\n");
+        // A client that first sends what it has and then listens, as most do: three times the limit.
+        let mut polite = connect(&server, head.as_bytes()).await;
+        for _ in 0..48 {
+            polite.write_all(chunk.as_bytes()).await.expect("what is sent is taken");
+        }
+        let mut answer = [0; 12];
+        timeout(DEADLINE, polite.read_exact(&mut answer)).await.expect("an answer").unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 413");
+        // One that never listens: it gets rid of so much and no more.
+        let mut deaf = connect(&server, head.as_bytes()).await;
+        let mut sent = 0;
+        while timeout(DEADLINE, deaf.write_all(chunk.as_bytes())).await.expect("taken or refused").is_ok() {
+            sent += chunk.len();
+            assert!(sent < 256 * 1024 * 1024, "nobody stops it");
+        }
+    }
+    assert!(memory_bytes().saturating_sub(before) < 64 * 1024 * 1024, "{} MiB more", (memory_bytes() - before) >> 20);
+    assert!(inbox.all().is_empty());
+    assert!(ingress.counts().iter().any(|count| count.code == "body_too_large" && count.count == 4));
+}
+
+#[tokio::test]
+async fn what_would_unpack_to_a_thousand_times_its_size_is_not_even_read() {
+    let (server, inbox, _) = start_ingress(ServeLimits::default(), SourceLimits::default()).await;
+    for encoding in ["gzip", "deflate", "br", "zstd", "x-gzip", "identity, gzip", "\"gzip\"", ""] {
+        let head = format!(
+            "POST /in/peer HTTP/1.1\r\nhost: x\r\ncontent-encoding: {encoding}\r\ntransfer-encoding: chunked\r\n\r\n"
+        );
+        let mut stream = connect(&server, head.as_bytes()).await;
+        let mut answer = [0; 12];
+        timeout(DEADLINE, stream.read_exact(&mut answer)).await.expect("an answer before any body").unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 415", "{encoding:?}");
+    }
+    assert!(inbox.all().is_empty());
+}
+
+/// A body whose end two readers could see in two places: the front door of request smuggling.
+#[tokio::test]
+async fn a_body_with_two_ends_is_refused_or_the_last_of_its_connection() {
+    let (server, inbox, ingress) = start_ingress(LIMITS, SourceLimits::default()).await;
+    let post = |id: &str, framing: &str| format!("{}{framing}\r\n", signed(id));
+    let body = "2\r\n{}\r\n0\r\n\r\n";
+    let plain = post("next", "content-length: 2\r\nconnection: close\r\n") + "{}";
+    let answers = async |first: String| {
+        let mut stream = connect(&server, (first + body + &plain).as_bytes()).await;
+        let heard = hear(&mut stream).await;
+        let statuses = heard.split("HTTP/1.1 ").skip(1).map(|answer| answer[..3].to_owned());
+        statuses.collect::<Vec<_>>()
+    };
+    for coding in
+        ["gzip, chunked", "chunked, chunked", "x, chunked", "identity, chunked", "gzip\r\ntransfer-encoding: chunked"]
+    {
+        let answers = answers(post("coded", &format!("transfer-encoding: {coding}\r\n"))).await;
+        assert_eq!(answers, ["501"], "{coding}: and nothing more is read of that connection");
+    }
+    for coding in ["chunked, gzip", "gzip", "chunked\r\ntransfer-encoding: gzip"] {
+        assert_eq!(answers(post("coded", &format!("transfer-encoding: {coding}\r\n"))).await, ["400"], "{coding}");
+    }
+    assert!(inbox.all().is_empty());
+    let counts = ingress.counts();
+    assert_eq!(counts.iter().find(|count| count.code == "transfer_refused").map(|count| count.count), Some(5));
+    // Both a length and chunks: read by its chunks, and the last of its connection.
+    for (id, framing) in [
+        ("both-1", "content-length: 17\r\ntransfer-encoding: chunked\r\n"),
+        ("both-2", "transfer-encoding: Chunked\r\ncontent-length: 2\r\n"),
+    ] {
+        assert_eq!(answers(post(id, framing)).await, ["202"], "{framing}");
+    }
+    assert_eq!(answers(post("chunks", "transfer-encoding: chunked\r\n")).await, ["202", "202"]);
+    assert_eq!(inbox.all().len(), 4);
+}
+
+#[tokio::test]
+async fn a_stop_waits_for_no_body_that_does_not_end() {
+    let body_for_ever = SourceLimits { body_timeout: HOUR, ..SourceLimits::default() };
+    let (server, ..) = start_ingress(LIMITS, body_for_ever).await;
+    let mut withheld = connect(&server, SLOW[2]).await;
+    // It has been read up to here: the same task reads the next one's answer later.
+    let mut asked = connect(&server, b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
+    assert!(hear(&mut asked).await.starts_with("HTTP/1.1 404"));
+    server.stop.send(()).unwrap();
+    let rest = async {
+        hear(&mut withheld).await;
+        timeout(DEADLINE, server.task).await.expect("it has stopped").unwrap();
+    };
+    while_time_passes(&server.clock, rest).await;
+}
