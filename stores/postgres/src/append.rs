@@ -83,7 +83,7 @@ impl PostgresStore {
     async fn append_and_commit(&self, log: &LogName, columns: &Columns<'_>) -> Result<()> {
         let session = self.session("append").await?;
         let insert = async |client: &Client| columns.insert(client, self.schema(), log).await;
-        match session.transact(&self.inner.preambles.write, insert).await {
+        match session.transact(&self.inner.modes.write, insert).await {
             Ok(()) => Ok(()),
             Err(error) => Err(self.why_refused(log, &error).await),
         }

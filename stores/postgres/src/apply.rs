@@ -11,6 +11,7 @@ use tokio_postgres::Transaction;
 
 use crate::PostgresStore;
 use crate::classify::classify;
+use crate::settle::settle_in;
 
 /// A handler that works inside the store's transaction.
 ///
@@ -60,7 +61,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
-        let reading = self.store.reading("apply", &lease.subscription).await?;
+        let subscription = self.store.subscription("apply", &lease.subscription).await?;
         let mut session = self.store.session("apply").await?;
         let mut tx = session
             .client_mut()
@@ -96,16 +97,16 @@ impl<H: TxHandler> Apply for TxApply<H> {
         // From here on the lane is locked: a host that vanishes now must not hold off the take-over. The handlers' names are theirs; ours mean
         // Postgres's own. Put back, because deferred triggers of theirs run at the end.
         let (bounded, pinned, settled) = futures::join!(
-            tx.batch_execute(&self.store.inner.preambles.soon_over),
+            tx.batch_execute(&self.store.inner.modes.soon_over),
             tx.batch_execute(PATH_OURS),
-            self.store.settle_in(tx.client(), lease, &reading, &settlement),
+            settle_in(&self.store, tx.client(), lease, &subscription, &settlement),
         );
         bounded.and(pinned).map_err(failed)?;
         settled?;
         tx.batch_execute(PATH_THEIRS).await.map_err(failed)?;
         tx.commit().await.map_err(failed)?;
         session.finish();
-        self.store.reader(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
+        self.store.lane(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
         self.store.wake();
         Ok(outcomes)
     }

@@ -66,7 +66,7 @@ impl PostgresStore {
             let forgotten = forgotten?;
             passed.map(|_| forgotten)
         };
-        let forgotten = session.transact(&self.inner.preambles.write, forget).await;
+        let forgotten = session.transact(&self.inner.modes.write, forget).await;
         forgotten.map_err(|error| classify("forget", &error))
     }
 
@@ -93,7 +93,7 @@ impl PostgresStore {
         inbound: &Inbound,
         event: &Columns<'_>,
     ) -> Result<Vec<String>, tokio_postgres::Error> {
-        let receive = self.schema().sql(&LOG_RECEIVE.replace("{name}", log.as_str()));
+        let receive = self.schema().log_sql(LOG_RECEIVE, log);
         let (source, digest) = (inbound.source.as_str(), inbound.digest.as_slice());
         let mut params: Vec<(&(dyn ToSql + Sync), Type)> =
             vec![(&source, Type::TEXT), (&inbound.message_id, Type::TEXT), (&digest, Type::BYTEA)];
@@ -108,7 +108,7 @@ impl PostgresStore {
         inbound: &[Inbound],
         events: &Columns<'_>,
     ) -> Result<Vec<String>, tokio_postgres::Error> {
-        let receive = self.schema().sql(&LOG_RECEIVE_MANY.replace("{name}", log.as_str()));
+        let receive = self.schema().log_sql(LOG_RECEIVE_MANY, log);
         let sources: Vec<&str> = inbound.iter().map(|message| message.source.as_str()).collect();
         let message_ids: Vec<&str> = inbound.iter().map(|message| message.message_id.as_str()).collect();
         let digests: Vec<&[u8]> = inbound.iter().map(|message| message.digest.as_slice()).collect();

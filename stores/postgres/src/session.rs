@@ -120,7 +120,7 @@ impl PostgresStore {
 ///
 /// Names mean Postgres's own in all of them: an object that somebody planted in a schema of the role's search_path would run with our rights.
 /// A statement outside of such a transaction names everything in full instead.
-pub(crate) struct Preambles {
+pub(crate) struct TransactionModes {
     /// For reading: the planner is pinned to nested loops over indexes.
     ///
     /// The planner believes that a LIMIT without statistics is cheap to reach by a sequential scan, a hash join or a sort; each of these walks
@@ -128,7 +128,9 @@ pub(crate) struct Preambles {
     pub(crate) read: String,
     /// For writing: durable even where the role or database says `synchronous_commit = off`, and never left open by a stopped process.
     pub(crate) write: String,
-    /// For a call of ours that sets the planner itself.
+    /// For a function of ours that only reads, and sets the planner itself.
+    pub(crate) look: String,
+    /// For a function of ours that writes, and sets the planner itself.
     pub(crate) call: String,
     /// For an operator's queries, which may walk a table.
     pub(crate) report: String,
@@ -138,7 +140,7 @@ pub(crate) struct Preambles {
     pub(crate) soon_over: String,
 }
 
-impl Preambles {
+impl TransactionModes {
     pub(crate) fn new(statement_timeout: Duration) -> Self {
         let timeout_ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
         // The isolation is named because the database's default may be another, under which our guarded updates would fail.
@@ -156,6 +158,7 @@ impl Preambles {
         Self {
             read: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; {common}; {planner}"),
             write: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {planner}; {durable}"),
+            look: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; {timeouts}"),
             call: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {timeouts}"),
             report: format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}"),
             change: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {durable}"),

@@ -13,10 +13,11 @@ use tokio_postgres::types::{ToSql, Type};
 use crate::classify::classify;
 use crate::config::PostgresConfig;
 use crate::connect::Target;
-use crate::log::reader::LaneReader;
-use crate::log::subscribe::Reading;
+use crate::hint::Listener;
+use crate::lane::Lane;
 use crate::schema::SchemaName;
-use crate::session::Preambles;
+use crate::session::TransactionModes;
+use crate::subscription::SubscriptionRow;
 
 /// The Postgres store. Clones share one pool.
 #[derive(Clone)]
@@ -30,15 +31,15 @@ pub(crate) struct Inner {
     pub(crate) listen_target: Target,
     pub(crate) config: PostgresConfig,
     pub(crate) schema: SchemaName,
-    pub(crate) preambles: Preambles,
+    pub(crate) modes: TransactionModes,
     /// Rises with every local commit that may give a lane work.
-    pub(crate) stirs: watch::Sender<u64>,
+    pub(crate) wakeups: watch::Sender<u64>,
     /// What is known of the subscriptions this process reads; as many as it has subscriptions.
-    pub(crate) readings: Mutex<HashMap<SubscriptionName, Arc<Reading>>>,
+    pub(crate) subscriptions: Mutex<HashMap<SubscriptionName, Arc<SubscriptionRow>>>,
     /// Where each lane of this process reads; as many as it has lanes.
-    pub(crate) readers: Mutex<HashMap<(SubscriptionName, u16), Arc<LaneReader>>>,
+    pub(crate) lanes: Mutex<HashMap<(SubscriptionName, u16), Arc<Lane>>>,
     /// The LISTEN connection, where asked for.
-    pub(crate) listener: crate::log::hint::Listener,
+    pub(crate) listener: Listener,
 }
 
 /// How transactions begin, where that was said, and the role that it was said of. Reads settings.
@@ -67,13 +68,13 @@ impl PostgresStore {
         let inner = Inner {
             pool: target.pool(&config)?,
             listen_target,
-            preambles: Preambles::new(config.statement_timeout),
+            modes: TransactionModes::new(config.statement_timeout),
             schema,
             config,
-            stirs: watch::Sender::new(0),
-            readings: Mutex::default(),
-            readers: Mutex::default(),
-            listener: crate::log::hint::Listener::default(),
+            wakeups: watch::Sender::new(0),
+            subscriptions: Mutex::default(),
+            lanes: Mutex::default(),
+            listener: Listener::default(),
         };
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -86,7 +87,7 @@ impl PostgresStore {
     /// Tells the relays of this process that something was committed: call it after the commit of a transaction that used
     /// [`crate::append_in`]. Only a hint that saves a poll interval.
     pub fn wake(&self) {
-        self.inner.stirs.send_modify(|stirs| *stirs += 1);
+        self.inner.wakeups.send_modify(|wakeups| *wakeups += 1);
     }
 
     /// Checks that messages can be received. A receive is one statement, so its transaction begins as the role or database says; everything else says itself
@@ -127,13 +128,13 @@ impl PostgresStore {
         let sql = self.schema().sql("SELECT {s}.create_log($1)");
         let params: [(&(dyn ToSql + Sync), Type); 1] = [(&log.as_str(), Type::TEXT)];
         let make = async |client: &Client| client.query_typed(&sql, &params).await;
-        let made = session.transact(&self.inner.preambles.change, make).await;
+        let made = session.transact(&self.inner.modes.change, make).await;
         made.map(drop).map_err(|error| classify("create_log", &error))
     }
 
-    pub(crate) fn readers(&self) -> std::sync::MutexGuard<'_, HashMap<(SubscriptionName, u16), Arc<LaneReader>>> {
+    pub(crate) fn lanes(&self) -> std::sync::MutexGuard<'_, HashMap<(SubscriptionName, u16), Arc<Lane>>> {
         // A panic while it was locked would have been between two whole changes.
-        self.inner.readers.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

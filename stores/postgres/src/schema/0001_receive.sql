@@ -39,8 +39,8 @@ ${tag}$;
 -- One message has a function of its own, because most come alone: without arrays, and without a scan over them, it costs a fifth less.
 CREATE FUNCTION {s}.create_receive(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
-  EXECUTE replace(replace(replace(replace(${tag}_ddl$
-    CREATE OR REPLACE FUNCTION <schema>.<log>_receive(
+  EXECUTE replace(${tag}_ddl$
+    CREATE OR REPLACE FUNCTION {s}.{tag}_log_receive(
       of_source text, of_message text, with_digest bytea,
       new_id uuid, new_topic text, new_key text, new_aggregate text, new_version bigint, new_kind text, new_source text, new_tenant text,
       new_payload text, new_bytes bytea, new_content_type text, new_headers text, new_occurred_at text, new_deliver_at text)
@@ -48,14 +48,14 @@ BEGIN
     DECLARE
       bound text;
     BEGIN
-      <bounds>
+      {bounds}
       -- A second receiver of the id waits here for the first.
-      INSERT INTO <schema>.receipt (source, tenant, message_id, digest)
+      INSERT INTO {s}.receipt (source, tenant, message_id, digest)
         VALUES (of_source, coalesce(new_tenant, ''), of_message, with_digest) ON CONFLICT DO NOTHING;
       IF NOT FOUND THEN
-        RETURN <schema>.recognise(of_source, new_tenant, of_message, with_digest);
+        RETURN {s}.recognise(of_source, new_tenant, of_message, with_digest);
       END IF;
-      INSERT INTO <schema>.<log> (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
+      INSERT INTO {s}."{tag}_log" (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
           occurred_at, deliver_at)
         VALUES (new_id, new_topic, new_key, new_aggregate, new_version, new_kind, new_source, new_tenant, new_payload, new_bytes, new_content_type,
           new_headers::jsonb, coalesce(new_occurred_at::timestamptz, clock_timestamp()), new_deliver_at::timestamptz);
@@ -65,7 +65,7 @@ BEGIN
 
     -- One message per place of the arrays; `by_identity` are the places in the order of (source, tenant, message): rows are locked in this
     -- order, so that two calls with the same messages do not lock each other out.
-    CREATE OR REPLACE FUNCTION <schema>.<log>_receive_many(
+    CREATE OR REPLACE FUNCTION {s}.{tag}_log_receive_many(
       by_identity int[], of_sources text[], of_messages text[], with_digests bytea[],
       new_ids uuid[], new_topics text[], new_keys text[], new_aggregates text[], new_versions bigint[], new_kinds text[],
       new_sources text[], new_tenants text[], new_payloads text[], new_bytes bytea[], new_content_types text[], new_headers text[],
@@ -76,20 +76,20 @@ BEGIN
       at int;
       bound text;
     BEGIN
-      <bounds>
+      {bounds}
       FOREACH at IN ARRAY by_identity LOOP
         -- A second receiver of the id waits here for the first.
-        INSERT INTO <schema>.receipt (source, tenant, message_id, digest)
+        INSERT INTO {s}.receipt (source, tenant, message_id, digest)
           VALUES (of_sources[at], coalesce(new_tenants[at], ''), of_messages[at], with_digests[at]) ON CONFLICT DO NOTHING;
         IF FOUND THEN
           verdicts[at] := 'accepted';
         ELSE
-          verdicts[at] := <schema>.recognise(of_sources[at], new_tenants[at], of_messages[at], with_digests[at]);
+          verdicts[at] := {s}.recognise(of_sources[at], new_tenants[at], of_messages[at], with_digests[at]);
         END IF;
       END LOOP;
       IF 'accepted' = ANY (verdicts) THEN
         -- In the order given: it is the order of `seq`. Not at all for repetitions: an INSERT of nothing would still wake relays by its trigger.
-        INSERT INTO <schema>.<log> (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
+        INSERT INTO {s}."{tag}_log" (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
             occurred_at, deliver_at)
           SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes, e.content_type,
             e.headers::jsonb, coalesce(e.occurred_at::timestamptz, clock_timestamp()), e.deliver_at::timestamptz
@@ -101,13 +101,6 @@ BEGIN
       RETURN verdicts;
     END
     ${tag}_body$
-  ${tag}_ddl$, '<bounds>', ${tag}_bounds$
-      -- Durable even where the role or database says otherwise: the sender is told that the message is ours.
-      IF current_setting('synchronous_commit') = 'off' THEN
-        bound := set_config('synchronous_commit', 'on', true);
-      END IF;
-      -- Assigned, because PERFORM would make a query of it.
-      bound := set_config('lock_timeout', '2s', true);
-  ${tag}_bounds$), '<log> ', quote_ident(log_name) || ' '), '<log>', log_name), '<schema>', {schema_literal});
+  ${tag}_ddl$, '{tag}_log', log_name);
 END
 ${tag}$;

@@ -136,11 +136,11 @@ BEGIN
     RAISE EXCEPTION '% is no log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
       HINT = 'lower-case letters, digits and _, beginning with a letter, at most 40, and no table of Postbox itself';
   END IF;
-  EXECUTE replace(replace(${tag}_ddl$
-    CREATE TABLE <schema>."<log>" (
+  EXECUTE replace(${tag}_ddl$
+    CREATE TABLE {s}."{tag}_log" (
       seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
       xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
-      id uuid NOT NULL DEFAULT <schema>.uuid_v7() UNIQUE,
+      id uuid NOT NULL DEFAULT {s}.uuid_v7() UNIQUE,
       topic text NOT NULL,
       key text,
       aggregate text,
@@ -157,12 +157,12 @@ BEGIN
       deliver_at timestamptz,
       slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED
     );
-    CREATE INDEX <log>_xid_seq ON <schema>."<log>" (xid, seq);
-    COMMENT ON COLUMN <schema>."<log>".payload IS 'text, kept byte for byte; bytes that are no text go to payload_bytes';
-    COMMENT ON COLUMN <schema>."<log>".xid IS 'the writing transaction; leave it to its default';
+    CREATE INDEX {tag}_log_xid_seq ON {s}."{tag}_log" (xid, seq);
+    COMMENT ON COLUMN {s}."{tag}_log".payload IS 'text, kept byte for byte; bytes that are no text go to payload_bytes';
+    COMMENT ON COLUMN {s}."{tag}_log".xid IS 'the writing transaction; leave it to its default';
     -- Whoever may insert is asked for the number that was drawn: to see it, not to draw one.
-    GRANT SELECT ON SEQUENCE <schema>.<log>_seq_seq TO PUBLIC;
-  ${tag}_ddl$, '<log>', log_name), '<schema>', {schema_literal});
+    GRANT SELECT ON SEQUENCE {s}.{tag}_log_seq_seq TO PUBLIC;
+  ${tag}_ddl$, '{tag}_log', log_name);
   PERFORM {s}.guard_log(log_name);
   PERFORM {s}.create_window(log_name);
   PERFORM {s}.create_receive(log_name);

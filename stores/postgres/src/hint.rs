@@ -16,6 +16,7 @@ use tokio_postgres::types::{ToSql, Type};
 
 use crate::PostgresStore;
 use crate::classify::classify;
+use crate::log::micros;
 use crate::store::Inner;
 
 /// How long a declaration holds. Writers go on notifying that long after a relay got busy.
@@ -64,15 +65,15 @@ impl Listener {
 
 impl PostgresStore {
     /// Waits for a local commit or a notification that came after the lane's last read began.
-    pub(crate) async fn await_stir(&self, lease: &Lease) {
-        let mut stirs = self.reader(lease).stirs();
+    pub(crate) async fn wait_for_wakeup(&self, lease: &Lease) {
+        let mut wakeups = self.lane(lease).wakeups();
         match self.inner.listener.needs_declaration(&lease.log) {
             // A writer that looked before we declared sends nothing: let the caller read once more.
             Some(true) if self.declare_asleep(lease).await.is_ok() => return,
             _ => {}
         }
         // Fails only when the store is gone; then nothing will ever come.
-        if stirs.changed().await.is_err() {
+        if wakeups.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
     }
@@ -105,7 +106,7 @@ impl PostgresStore {
         let sql = self.schema().sql(SLEEPER_DECLARE);
         // Counted from before the call, as a lease is.
         let until = Instant::now() + ASLEEP;
-        let (log, owner, asleep_micros) = (lease.log.as_str(), lease.owner.as_str(), super::micros(ASLEEP));
+        let (log, owner, asleep_micros) = (lease.log.as_str(), lease.owner.as_str(), micros(ASLEEP));
         let params: [(&(dyn ToSql + Sync), Type); 3] =
             [(&log, Type::TEXT), (&owner, Type::TEXT), (&asleep_micros, Type::INT8)];
         let declared = session.client().execute_typed(&sql, &params).await;
@@ -122,7 +123,7 @@ impl PostgresStore {
 async fn listen(store: Weak<Inner>, channel: String) {
     while let Some(inner) = store.upgrade() {
         let (settings, tls) = (inner.listen_target.settings.clone(), inner.listen_target.tls.clone());
-        let stirs = inner.stirs.clone();
+        let wakeups = inner.wakeups.clone();
         // The store must be able to end while we wait.
         drop(inner);
         if let Ok((client, mut connection)) = settings.connect(tls).await {
@@ -130,7 +131,7 @@ async fn listen(store: Weak<Inner>, channel: String) {
             let messages = async {
                 while let Some(Ok(message)) = poll_fn(|context| connection.poll_message(context)).await {
                     if matches!(message, AsyncMessage::Notification(_)) {
-                        stirs.send_modify(|stirs| *stirs += 1);
+                        wakeups.send_modify(|wakeups| *wakeups += 1);
                     }
                 }
             };

@@ -13,16 +13,14 @@ use crate::PostgresStore;
 use crate::classify::{classify, cursor_foreign, log_unknown};
 use crate::schema::check_log_name;
 use crate::session::COMMIT;
-use crate::snapshot::Snapshot;
 
-/// Whether the log exists, and whether its newest row is from a transaction this cluster has not reached. Index: primary key of `log`,
-/// `(xid, seq)` of the log read from its end. No lock.
-///
-/// Every visible row's transaction is over, so it is below the current snapshot's `xmax`, unless the row came with a dump.
-const LOG_STATE: &str = "
+/// Whether the log exists. Index: primary key of `log`. No lock.
+const LOG_EXISTS: &str = "
 SELECT EXISTS (SELECT FROM {s}.log WHERE name = $1)";
 
-/// See [`LOG_STATE`].
+/// Whether the newest row of a log is from a transaction that this cluster has not reached. Index: `(xid, seq)` of the
+/// log, read from its end. No lock. Every visible row's transaction is over, so it is below the current snapshot's `xmax`,
+/// unless the row came with a dump.
 const LOG_IS_FROM_FUTURE: &str = "
 SELECT EXISTS (
   SELECT FROM (SELECT l.xid FROM {log} AS l ORDER BY l.xid DESC LIMIT 1) AS newest
@@ -63,7 +61,7 @@ const SUBSCRIPTION_NAMES: &str = "SELECT name FROM {s}.subscription ORDER BY nam
 
 /// What reading a subscription needs to know.
 #[derive(Debug)]
-pub(crate) struct Reading {
+pub(crate) struct SubscriptionRow {
     pub(crate) id: i32,
     pub(crate) log: LogName,
     pub(crate) lanes: u16,
@@ -74,7 +72,7 @@ pub(crate) struct Reading {
     pub(crate) likes: Option<Vec<String>>,
 }
 
-impl Reading {
+impl SubscriptionRow {
     fn new(id: i32, revision: i32, subscription: &Subscription) -> Self {
         Self {
             id,
@@ -110,85 +108,87 @@ fn likes(topics: &[TopicPattern]) -> Option<Vec<String>> {
     (!topics.is_empty()).then(|| topics.iter().map(TopicPattern::to_like).collect())
 }
 
+pub(crate) async fn subscribe(store: &PostgresStore, subscription: &Subscription) -> Result<()> {
+    store.validate().await?;
+    check_log_name("subscribe", &subscription.log)?;
+    let session = store.session("subscribe").await?;
+    let client = session.client();
+    let begun = client.batch_execute(&store.inner.modes.write).await;
+    begun.map_err(|error| classify("subscribe", &error))?;
+    let made = write(store, client, subscription).await;
+    let ended = client.batch_execute(if made.is_ok() { COMMIT } else { "ROLLBACK" }).await;
+    session.end_after(ended.is_ok());
+    let (id, revision) = made?;
+    ended.map_err(|error| classify("subscribe", &error))?;
+    store.remember(&subscription.name, Arc::new(SubscriptionRow::new(id, revision, subscription)));
+    store.listen_if_asked(&subscription.log).await;
+    Ok(())
+}
+
+async fn write(store: &PostgresStore, client: &Client, subscription: &Subscription) -> Result<(i32, i32)> {
+    let Subscription { name, log, filter, ordering, lanes, start } = subscription;
+    let schema = store.schema();
+    let ask = async |sql: &str, params: &[(&(dyn ToSql + Sync), Type)]| {
+        client.query_typed(sql, params).await.map_err(|error| classify("subscribe", &error))
+    };
+    let is_true = |rows: Vec<Row>| rows.first().is_some_and(|row| row.get(0));
+    if !is_true(ask(&schema.sql(LOG_EXISTS), &[(&log.as_str(), Type::TEXT)]).await?) {
+        return Err(log_unknown("subscribe", log.as_str()));
+    }
+    if is_true(ask(&schema.log_sql(LOG_IS_FROM_FUTURE, log), &[]).await?) {
+        return Err(from_future(&format!("log {log}")));
+    }
+    let topics: Vec<&str> = filter.topics.iter().map(TopicPattern::as_str).collect();
+    let tenant = filter.tenant.as_ref().map(Tenant::as_str);
+    let ordering = match ordering {
+        Ordering::Key => "key",
+        Ordering::None => "none",
+    };
+    let lanes_wanted = lanes.cast_signed();
+    let made = ask(
+        &schema.sql(SUBSCRIPTION_UPSERT),
+        &[
+            (&name.as_str(), Type::TEXT),
+            (&log.as_str(), Type::TEXT),
+            (&topics, Type::TEXT_ARRAY),
+            (&tenant, Type::TEXT),
+            (&ordering, Type::TEXT),
+            (&lanes_wanted, Type::INT2),
+        ],
+    )
+    .await?;
+    let Some(row) = made.first() else {
+        let known = ask(&schema.sql(SUBSCRIPTION_GET), &[(&name.as_str(), Type::TEXT)]).await?;
+        return Err(other_shape(subscription, known.first().map(SubscriptionRow::from_row).as_ref()));
+    };
+    let (id, revision): (i32, i32) = (row.get(0), row.get(1));
+    // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what they had passed.
+    let now = *start == StartAt::Now && row.get::<_, bool>(2);
+    ask(&schema.sql(LANE_CREATE), &[(&id, Type::INT4), (&i32::from(*lanes), Type::INT4), (&now, Type::BOOL)]).await?;
+    if is_true(ask(&schema.sql(LANE_IS_FROM_FUTURE), &[(&id, Type::INT4)]).await?) {
+        return Err(from_future(&format!("the cursor of subscription {name}")));
+    }
+    if is_true(ask(&schema.sql(LANE_IS_FOREIGN), &[(&id, Type::INT4)]).await?) {
+        return Err(cursor_foreign("subscribe"));
+    }
+    Ok((id, revision))
+}
+
 impl PostgresStore {
-    pub(crate) async fn make_subscription(&self, subscription: &Subscription) -> Result<()> {
-        self.validate().await?;
-        check_log_name("subscribe", &subscription.log)?;
-        let session = self.session("subscribe").await?;
-        let client = session.client();
-        let begun = client.batch_execute(&self.inner.preambles.write).await;
-        begun.map_err(|error| classify("subscribe", &error))?;
-        let made = self.write_subscription(client, subscription).await;
-        let ended = client.batch_execute(if made.is_ok() { COMMIT } else { "ROLLBACK" }).await;
-        session.end_after(ended.is_ok());
-        let (id, revision) = made?;
-        ended.map_err(|error| classify("subscribe", &error))?;
-        self.remember(&subscription.name, Arc::new(Reading::new(id, revision, subscription)));
-        self.listen_if_asked(&subscription.log).await;
-        Ok(())
-    }
-
-    async fn write_subscription(&self, client: &Client, subscription: &Subscription) -> Result<(i32, i32)> {
-        let Subscription { name, log, filter, ordering, lanes, start } = subscription;
-        let schema = self.schema();
-        let ask = async |sql: &str, params: &[(&(dyn ToSql + Sync), Type)]| {
-            client.query_typed(sql, params).await.map_err(|error| classify("subscribe", &error))
-        };
-        let is_true = |rows: Vec<Row>| rows.first().is_some_and(|row| row.get(0));
-        if !is_true(ask(&schema.sql(LOG_STATE), &[(&log.as_str(), Type::TEXT)]).await?) {
-            return Err(log_unknown("subscribe", log.as_str()));
-        }
-        if is_true(ask(&schema.log_sql(LOG_IS_FROM_FUTURE, log), &[]).await?) {
-            return Err(from_future(&format!("log {log}")));
-        }
-        let topics: Vec<&str> = filter.topics.iter().map(TopicPattern::as_str).collect();
-        let tenant = filter.tenant.as_ref().map(Tenant::as_str);
-        let ordering = match ordering {
-            Ordering::Key => "key",
-            Ordering::None => "none",
-        };
-        let lanes_wanted = lanes.cast_signed();
-        let made = ask(
-            &schema.sql(SUBSCRIPTION_UPSERT),
-            &[
-                (&name.as_str(), Type::TEXT),
-                (&log.as_str(), Type::TEXT),
-                (&topics, Type::TEXT_ARRAY),
-                (&tenant, Type::TEXT),
-                (&ordering, Type::TEXT),
-                (&lanes_wanted, Type::INT2),
-            ],
-        )
-        .await?;
-        let Some(row) = made.first() else {
-            let known = ask(&schema.sql(SUBSCRIPTION_GET), &[(&name.as_str(), Type::TEXT)]).await?;
-            return Err(other_shape(subscription, known.first().map(Reading::from_row).as_ref()));
-        };
-        let (id, revision): (i32, i32) = (row.get(0), row.get(1));
-        // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what they had passed.
-        let now = *start == StartAt::Now && row.get::<_, bool>(2);
-        ask(&schema.sql(LANE_CREATE), &[(&id, Type::INT4), (&i32::from(*lanes), Type::INT4), (&now, Type::BOOL)])
-            .await?;
-        if is_true(ask(&schema.sql(LANE_IS_FROM_FUTURE), &[(&id, Type::INT4)]).await?) {
-            return Err(from_future(&format!("the cursor of subscription {name}")));
-        }
-        if is_true(ask(&schema.sql(LANE_IS_FOREIGN), &[(&id, Type::INT4)]).await?) {
-            return Err(cursor_foreign("subscribe"));
-        }
-        debug_assert!(Snapshot::ZERO == "1:1:", "LANE_CREATE spells it out");
-        Ok((id, revision))
-    }
-
     /// What this process knows of a subscription, from `subscribe` or else from the database.
-    pub(crate) async fn reading(&self, operation: &'static str, name: &SubscriptionName) -> Result<Arc<Reading>> {
-        let known = self.inner.readings.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
-        if let Some(reading) = known {
-            return Ok(reading);
+    pub(crate) async fn subscription(
+        &self,
+        operation: &'static str,
+        name: &SubscriptionName,
+    ) -> Result<Arc<SubscriptionRow>> {
+        let known = self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
+        if let Some(row) = known {
+            return Ok(row);
         }
         let session = self.session(operation).await?;
-        let reading = self.reload(operation, session.client(), name).await;
-        session.end_after(reading.is_ok());
-        reading
+        let row = self.reload(operation, session.client(), name).await;
+        session.end_after(row.is_ok());
+        row
     }
 
     /// What is in the database now, remembered from here on. A subscription that is gone is forgotten.
@@ -197,22 +197,22 @@ impl PostgresStore {
         operation: &'static str,
         client: &Client,
         name: &SubscriptionName,
-    ) -> Result<Arc<Reading>> {
+    ) -> Result<Arc<SubscriptionRow>> {
         match self.look_up(operation, client, name).await {
-            Ok(reading) => {
-                let reading = Arc::new(reading);
-                self.remember(name, reading.clone());
-                Ok(reading)
+            Ok(row) => {
+                let row = Arc::new(row);
+                self.remember(name, row.clone());
+                Ok(row)
             }
             Err(error) => {
-                self.inner.readings.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
+                self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
                 Err(error)
             }
         }
     }
 
-    fn remember(&self, name: &SubscriptionName, reading: Arc<Reading>) {
-        self.inner.readings.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone(), reading);
+    fn remember(&self, name: &SubscriptionName, row: Arc<SubscriptionRow>) {
+        self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone(), row);
     }
 
     /// A subscription as the database has it now: what an operator means.
@@ -221,12 +221,12 @@ impl PostgresStore {
         operation: &'static str,
         client: &Client,
         name: &SubscriptionName,
-    ) -> Result<Reading> {
+    ) -> Result<SubscriptionRow> {
         let failed = |error: tokio_postgres::Error| classify(operation, &error);
         let sql = self.schema().sql(SUBSCRIPTION_GET);
         let rows = client.query_typed(&sql, &[(&name.as_str(), Type::TEXT)]).await.map_err(failed)?;
         if let Some(row) = rows.first() {
-            return Ok(Reading::from_row(row));
+            return Ok(SubscriptionRow::from_row(row));
         }
         let names = client.query_typed(&self.schema().sql(SUBSCRIPTION_NAMES), &[]).await.map_err(failed)?;
         let names: Vec<String> = names.iter().map(|row| row.get(0)).collect();
@@ -235,7 +235,7 @@ impl PostgresStore {
     }
 }
 
-fn other_shape(asked: &Subscription, known: Option<&Reading>) -> Error {
+fn other_shape(asked: &Subscription, known: Option<&SubscriptionRow>) -> Error {
     let make = |code: &'static str, message: String| Error::new(ErrorKind::Conflict, "subscribe", code, message);
     let name = &asked.name;
     match known {

@@ -5,10 +5,9 @@
 
 use postbox_core::{Error, ErrorKind, Result};
 
-use super::LOG_NAMES;
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::inspect::{is_unread, is_wanted};
+use crate::schema::LOG_NAMES;
 use crate::session::COMMIT;
 
 /// Locks every lane and says whether one is held. Locks the rows.
@@ -19,32 +18,25 @@ const LANE_LOCK_ALL: &str =
 const LOG_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
 /// The last row each lane has passed. Walks the log.
-const LANE_PASSED: &str = concat!(
-    "CREATE TEMPORARY TABLE postbox_passed ON COMMIT DROP AS
-SELECT n.subscription, n.lane, coalesce(max(l.seq) FILTER (WHERE NOT ",
-    is_unread!(),
-    "), 0) AS seq
+const LANE_PASSED: &str = "
+CREATE TEMPORARY TABLE postbox_passed ON COMMIT DROP AS
+SELECT n.subscription, n.lane, coalesce(max(l.seq) FILTER (WHERE NOT {is_unread}), 0) AS seq
 FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
 LEFT JOIN {log} AS l ON l.slot % s.lanes = n.lane
-WHERE s.log = '{name}' GROUP BY n.subscription, n.lane"
-);
+WHERE s.log = '{name}' GROUP BY n.subscription, n.lane";
 
 /// Unread rows before it that the subscription wants leave the stream: due now, or at their later time as if they had been read. With delivery
 /// rows they keep their key's order. Walks the log.
-const DELIVERY_OF_STRAGGLERS: &str = concat!(
-    "INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, due_at)
+const DELIVERY_OF_STRAGGLERS: &str = "
+INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, due_at)
 SELECT s.id, n.lane, l.seq, l.key, CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN 'scheduled' ELSE 'retrying' END, s.ordering = 'key',
   CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN l.deliver_at ELSE clock_timestamp() END
 FROM {s}.subscription AS s
 JOIN {s}.lane AS n ON n.subscription = s.id
 JOIN postbox_passed AS p ON p.subscription = s.id AND p.lane = n.lane
 JOIN {log} AS l ON l.slot % s.lanes = n.lane AND l.seq < p.seq
-WHERE s.log = '{name}' AND ",
-    is_wanted!(),
-    " AND ",
-    is_unread!(),
-    " ON CONFLICT DO NOTHING"
-);
+WHERE s.log = '{name}' AND {is_wanted} AND {is_unread}
+ON CONFLICT DO NOTHING";
 
 /// Every row becomes as old as can be: id 3, the first of any cluster. Rewrites the table, without its rules: they want the id of this very
 /// transaction.
@@ -85,7 +77,7 @@ impl PostgresStore {
                 [LOG_LOCK, LANE_PASSED, DELIVERY_OF_STRAGGLERS, LOG_RESTAMP, LANE_REBASE, "DROP TABLE postbox_passed"]
             {
                 // A log's name has no quote in it; DDL takes no parameters.
-                let sql = self.schema().log_sql(&template.replace("{name}", log.as_str()), &log);
+                let sql = self.schema().log_sql(template, &log);
                 client.batch_execute(&sql).await.map_err(failed)?;
             }
         }

@@ -6,10 +6,9 @@ use tokio_postgres::Client;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::Type;
 
-use super::{LOG_NAMES, SchemaName};
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::inspect::{is_unread, is_wanted};
+use crate::schema::{LOG_NAMES, MIGRATION, SchemaName};
 use crate::session::{COMMIT, Session};
 
 struct Migration {
@@ -18,17 +17,7 @@ struct Migration {
     sql: &'static str,
 }
 
-const MIGRATIONS: [Migration; 1] = [Migration {
-    version: 1,
-    name: "0001_spine",
-    sql: concat!(
-        include_str!("0001_window.sql"),
-        "\n",
-        include_str!("0001_receive.sql"),
-        "\n",
-        include_str!("0001_spine.sql")
-    ),
-}];
+const MIGRATIONS: [Migration; 1] = [Migration { version: 1, name: "0001_spine", sql: MIGRATION }];
 
 /// The timeouts are lifted because rebuilding a large table may take long; string literals mean what they say.
 const MIGRATION_BEGIN: &str = "
@@ -54,19 +43,14 @@ const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
 /// Whether a log holds an event that a subscription has still to deliver, or that no subscription reads. Indexes: `delivery_state`, then
 /// `(xid, seq)` of the log from the oldest window on.
-const LOG_UNDELIVERED: &str = concat!(
-    "SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
+const LOG_UNDELIVERED: &str = "
+SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
     WHERE s.log = $1 AND d.state IN ('retrying', 'blocked', 'scheduled'))
   OR (NOT EXISTS (SELECT FROM {s}.subscription WHERE log = $1) AND EXISTS (SELECT FROM {log}))
   OR EXISTS (SELECT FROM {s}.subscription AS s
     JOIN {s}.lane AS n ON n.subscription = s.id
     JOIN {log} AS l ON l.xid >= pg_snapshot_xmin(n.from_snap) AND l.slot % s.lanes = n.lane
-    WHERE s.log = $1 AND ",
-    is_wanted!(),
-    " AND ",
-    is_unread!(),
-    " AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.seq = l.seq))"
-);
+    WHERE s.log = $1 AND {is_wanted} AND {is_unread} AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.seq = l.seq))";
 
 /// Where it is written down what was applied.
 const MIGRATION_TABLE: &str = "
@@ -108,7 +92,7 @@ BEGIN
 END
 ${tag}$;
 DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_receive, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_receive, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
 DO ${tag}$
 DECLARE
   overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p
