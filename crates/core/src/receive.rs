@@ -8,7 +8,7 @@ use jiff::Timestamp;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::{EventId, NewEvent};
-use crate::limits::MESSAGE_ID_BYTES_MAX;
+use crate::kit;
 use crate::names::{LogName, SourceName};
 
 /// A verified message from outside.
@@ -27,14 +27,7 @@ pub struct Inbound {
 impl Inbound {
     /// Checks the message id and the event. Stores call this before the round trip.
     pub fn validate(&self) -> Result<()> {
-        if self.message_id.is_empty() || self.message_id.len() > MESSAGE_ID_BYTES_MAX || self.message_id.contains('\0')
-        {
-            return Err(Error::invalid(
-                "receive",
-                "message_id_invalid",
-                format!("the message id must have 1 to {MESSAGE_ID_BYTES_MAX} bytes and no NUL character"),
-            ));
-        }
+        kit::check_message_id("receive", &self.message_id)?;
         self.event.validate()
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    BatchLimit, Filter, Inspect, Log, LogName, MemoryStore, MemoryTransaction, NewEvent, OwnerId, Pause, RetryPolicy,
-    Selection, Snapshot, State, Subscription, TopicPattern,
+    Admin as _, BatchLimit, Filter, Log, LogName, MemoryStore, MemoryTransaction, NewEvent, OwnerId, Pause,
+    RetryPolicy, Selection, Snapshot, State, Subscription, TopicPattern,
 };
 use postbox_engine::{BreakerPolicy, OnDead, Relay, RelaySettings, SeededRandom};
 use tokio::task::JoinHandle;
@@ -336,7 +336,7 @@ async fn perform(world: &World, store: &MemoryStore, action: Action) {
     let name = &world.subscription.name;
     let all = Selection::default();
     match action {
-        Action::Retry => _ = store.requeue(name, &all).await,
+        Action::Retry => _ = store.retry(name, &all).await,
         Action::DiscardDead => {
             let mut dead = Vec::new();
             world.store.each_standing(name, |it| dead.extend((it.state == State::Dead).then_some(it.event.id)));

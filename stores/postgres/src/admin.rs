@@ -1,10 +1,13 @@
-//! What an operator changes: requeue, discard, prune, pause.
+//! What an operator changes: retry, discard, prune, pause, and the store's own keep.
 //!
 //! Whatever changes delivery rows locks the subscription's lanes first, as settling does: a key's next row is decided by one at a time.
 
 use std::time::Duration;
 
-use postbox_core::{Changed, LogName, Pause, Result, Selection, Seq, SubscriptionName, TopicPattern};
+use async_trait::async_trait;
+use postbox_core::{
+    Admin, Changed, Error, ErrorKind, LogName, Pause, Result, Selection, Seq, SubscriptionName, TopicPattern,
+};
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 use uuid::Uuid;
@@ -12,6 +15,7 @@ use uuid::Uuid;
 use crate::PostgresStore;
 use crate::classify::{classify, log_unknown};
 use crate::log::micros;
+use crate::rebase::rebase;
 use crate::session::COMMIT;
 use crate::settle::DELIVERY_RELEASE;
 use crate::subscription::SubscriptionRow;
@@ -38,7 +42,7 @@ SELECT chosen.seq FROM (
 ORDER BY chosen.seq LIMIT $5";
 
 /// Dead rows and waiting ones become due now, if they still are. Index: primary key. Locks the rows.
-const DELIVERY_REQUEUE: &str = "
+const DELIVERY_RETRY: &str = "
 UPDATE {s}.delivery AS d SET
   replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
   state = 'retrying', halt = false, due_at = statement_timestamp(), updated_at = clock_timestamp()
@@ -119,6 +123,45 @@ SELECT EXISTS (SELECT FROM {s}.log WHERE name = $1), EXISTS (SELECT FROM {s}.sub
 const SUBSCRIPTION_SET_PAUSE: &str = "
 UPDATE {s}.subscription SET paused_by = $2, paused_why = $3, paused_until = $4 WHERE name = $1";
 
+/// How transactions begin, where that was said, and the role that it was said of. Reads settings.
+const DEFAULT_READ_ONLY: &str = "
+SELECT setting OPERATOR(pg_catalog.=) 'on', source OPERATOR(pg_catalog.=) 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
+FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'default_transaction_read_only'";
+
+#[async_trait]
+impl Admin for PostgresStore {
+    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        self.bounded("retry", retry(self, subscription, selection)).await
+    }
+
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        self.bounded("discard", discard(self, subscription, selection)).await
+    }
+
+    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        self.bounded("prune", prune(self, log, older_than)).await
+    }
+
+    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+        self.bounded("pause", pause_or_resume(self, subscription, pause)).await
+    }
+
+    async fn create_log(&self, log: &LogName) -> Result<()> {
+        self.bounded("create_log", create_log(self, log)).await
+    }
+
+    /// A receive is one statement, so its transaction begins as the role or database says; everything else says itself
+    /// that it writes. Error: `Mismatch`, code `default_read_only`.
+    async fn check_receiving(&self) -> Result<()> {
+        self.bounded("check_receiving", check_receiving(self)).await
+    }
+
+    /// One transaction: rewrites the logs and keeps writers waiting meanwhile. As long as it takes.
+    async fn rebase(&self) -> Result<()> {
+        rebase(self).await
+    }
+}
+
 /// Runs changes in one transaction, committed if they succeed.
 async fn change<T>(
     store: &PostgresStore,
@@ -136,17 +179,17 @@ async fn change<T>(
     Ok(result)
 }
 
-pub(crate) async fn requeue(store: &PostgresStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-    selection.validate("requeue")?;
+async fn retry(store: &PostgresStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+    selection.validate("retry")?;
     // Pinned to indexes, as all that is fenced above counts on.
-    change(store, &store.inner.modes.write, "requeue", async |client: &Client| {
-        let subscription = store.look_up("requeue", client, name).await?;
-        change_rows(store, client, &subscription, &REQUEUE, &Chosen::of(selection)).await
+    change(store, &store.inner.modes.write, "retry", async |client: &Client| {
+        let subscription = store.look_up("retry", client, name).await?;
+        change_rows(store, client, &subscription, &RETRY, &Chosen::of(selection)).await
     })
     .await
 }
 
-pub(crate) async fn discard(store: &PostgresStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+async fn discard(store: &PostgresStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
     selection.validate("discard")?;
     change(store, &store.inner.modes.write, "discard", async |client: &Client| {
         let subscription = store.look_up("discard", client, name).await?;
@@ -217,7 +260,7 @@ async fn change_rows(
     Ok(Changed { count: rows.len() as u64, next })
 }
 
-pub(crate) async fn prune(store: &PostgresStore, log: &LogName, older_than: Duration) -> Result<u64> {
+async fn prune(store: &PostgresStore, log: &LogName, older_than: Duration) -> Result<u64> {
     // Pinned to indexes: what is counted here is rows looked at.
     change(store, &store.inner.modes.write, "prune", async |client: &Client| {
         let failed = |error: tokio_postgres::Error| classify("prune", &error);
@@ -239,7 +282,7 @@ pub(crate) async fn prune(store: &PostgresStore, log: &LogName, older_than: Dura
     .await
 }
 
-pub(crate) async fn pause(store: &PostgresStore, name: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+async fn pause_or_resume(store: &PostgresStore, name: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
     change(store, &store.inner.modes.change, "pause", async |client: &Client| {
         let (by, why) = (pause.map(|pause| pause.by.as_str()), pause.map(|pause| pause.why.as_str()));
         let until = pause.and_then(|pause| pause.until);
@@ -254,6 +297,35 @@ pub(crate) async fn pause(store: &PostgresStore, name: &SubscriptionName, pause:
     .await
 }
 
+async fn create_log(store: &PostgresStore, log: &LogName) -> Result<()> {
+    let session = store.session("create_log").await?;
+    let sql = store.schema().sql("SELECT {s}.create_log($1)");
+    let params: [(&(dyn ToSql + Sync), Type); 1] = [(&log.as_str(), Type::TEXT)];
+    let make = async |client: &Client| client.query_typed(&sql, &params).await;
+    let made = session.transact(&store.inner.modes.change, make).await;
+    made.map(drop).map_err(|error| classify("create_log", &error))
+}
+
+async fn check_receiving(store: &PostgresStore) -> Result<()> {
+    let session = store.session("check_receiving").await?;
+    let row = session.client().query_typed_one(DEFAULT_READ_ONLY, &[]).await;
+    session.finish();
+    let row = row.map_err(|error| classify("check_receiving", &error))?;
+    let (read_only, by_url, role, database): (bool, bool, String, String) =
+        (row.get(0), row.get(1), row.get(2), row.get(3));
+    if !read_only {
+        return Ok(());
+    }
+    let cure = match by_url {
+        true => "take default_transaction_read_only out of the store's URL".to_owned(),
+        false => format!(
+            "run: BEGIN READ WRITE; ALTER ROLE {role} IN DATABASE {database} SET default_transaction_read_only = off; COMMIT"
+        ),
+    };
+    let text = format!("transactions of {role} are read-only by default, so no message can be received; {cure}");
+    Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
+}
+
 /// A change of delivery rows, as statements.
 struct RowChange {
     operation: &'static str,
@@ -264,12 +336,8 @@ struct RowChange {
     afterwards: &'static str,
 }
 
-const REQUEUE: RowChange = RowChange {
-    operation: "requeue",
-    states: MAY_BE_RETRIED,
-    change: DELIVERY_REQUEUE,
-    afterwards: CLEAR_FOLLOWER_DUE,
-};
+const RETRY: RowChange =
+    RowChange { operation: "retry", states: MAY_BE_RETRIED, change: DELIVERY_RETRY, afterwards: CLEAR_FOLLOWER_DUE };
 
 /// The states of rows that a person may send again.
 pub(crate) const MAY_BE_RETRIED: &str =

@@ -1,12 +1,12 @@
 //! Handlers that work in the very transaction that settles their events: an effect happens exactly once.
 
-use std::collections::HashSet;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use futures::FutureExt as _;
-use postbox_core::{Apply, Decide, Delivery, Disposition, Entry, Key, Lease, Outcome, Result, Settlement};
+use postbox_core::kit::{BlockedKeys, entries_of};
+use postbox_core::{Apply, Decide, Delivery, Lease, Outcome, Result, Settlement};
 use tokio_postgres::Transaction;
 
 use crate::PostgresStore;
@@ -74,25 +74,17 @@ impl<H: TxHandler> Apply for TxApply<H> {
         tx.batch_execute(APPLY_BEGIN).await.map_err(failed)?;
         let Settlement { position, mut entries, rewind, hold_keys } = settlement;
         let mut outcomes = Vec::with_capacity(deliveries.len());
-        let mut failed_keys: HashSet<&Key> = HashSet::new();
+        let mut blocked = BlockedKeys::new(hold_keys);
         for delivery in deliveries {
-            let key = delivery.event.key.as_ref().filter(|_| hold_keys);
-            if key.is_some_and(|key| failed_keys.contains(key)) {
-                entries.push(Entry { delivery, disposition: Disposition::Block });
+            if blocked.blocks(delivery) {
                 outcomes.push(None);
                 continue;
             }
             let outcome = self.run(&mut tx, delivery).await.map_err(failed)?;
-            if !outcome.is_delivered() {
-                failed_keys.extend(key);
-            }
-            let disposition = decide(delivery, &outcome);
-            // In a stream, what has no entry is delivered.
-            if position.is_none() || disposition != Disposition::Delivered {
-                entries.push(Entry { delivery, disposition });
-            }
+            blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
+        entries.extend(entries_of(deliveries, &outcomes, position.is_some(), decide));
         let settlement = Settlement { position, entries, rewind, hold_keys };
         // From here on the lane is locked: a host that vanishes now must not hold off the take-over. The handlers' names are theirs; ours mean
         // Postgres's own. Put back, because deferred triggers of theirs run at the end.

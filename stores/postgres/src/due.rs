@@ -1,8 +1,8 @@
 //! `due`: events that left the stream and whose time has come.
 
-use std::collections::HashSet;
 use std::time::Duration;
 
+use postbox_core::kit::DueOrder;
 use postbox_core::{Batch, BatchLimit, Error, Key, Lease, Result};
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
@@ -122,7 +122,8 @@ async fn read(
     let rows = rows.map_err(failed)?;
     committed.map_err(failed)?;
     let waiting = rows.iter().map(waiting).collect::<Result<Vec<_>, _>>().map_err(failed)?;
-    let mut ready = ready(waiting);
+    let mut order = DueOrder::default();
+    let mut ready: Vec<Stored> = waiting.into_iter().filter(|row| row.goes(&mut order)).map(|row| row.stored).collect();
     ready.truncate(fitting(&ready, params.limit));
     store.fill_payloads(client, &subscription.log, &mut ready).await?;
     let exceptions = store.exceptions(client, lease, subscription, left_stream, i64::MAX).await?;
@@ -154,6 +155,13 @@ impl PostgresStore {
     }
 }
 
+impl Waiting {
+    fn goes(&self, order: &mut DueOrder) -> bool {
+        let key = self.stored.delivery.event.key.as_ref().filter(|_| self.holds);
+        order.admits(key, self.is_head, self.may_follow)
+    }
+}
+
 fn waiting(row: &Row) -> Result<Waiting, tokio_postgres::Error> {
     let mut stored = match row.try_get::<_, Option<i64>>(0)? {
         Some(_) => stored(row)?,
@@ -172,22 +180,4 @@ fn waiting(row: &Row) -> Result<Waiting, tokio_postgres::Error> {
         is_head: row.try_get(COLUMN + 3)?,
         may_follow: row.try_get(COLUMN + 4)?,
     })
-}
-
-/// Of each key the head and what directly follows it; behind a row that has to wait, nothing of its key goes.
-fn ready(waiting: Vec<Waiting>) -> Vec<Stored> {
-    let mut open: HashSet<Key> = HashSet::new();
-    let mut ready = Vec::with_capacity(waiting.len());
-    for Waiting { stored, holds, is_head, may_follow } in waiting {
-        if let Some(key) = stored.delivery.event.key.as_ref().filter(|_| holds) {
-            let may_go = is_head || (may_follow && open.contains(key));
-            if !may_go {
-                open.remove(key);
-                continue;
-            }
-            open.insert(key.clone());
-        }
-        ready.push(stored);
-    }
-    ready
 }

@@ -1,6 +1,6 @@
 //! What the roles of a system need, as SQL: no more than that.
 
-use postbox_core::{LogName, Result};
+use postbox_core::{Inspect as _, LogName, Result};
 
 use crate::PostgresStore;
 

@@ -5,18 +5,18 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Changed, Conflict, Error, EventId, Filter, Inspect, Key, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record,
-    Result, Selection, SourceName, State, Stats, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern, TopicStats,
+    Conflict, Error, EventId, Filter, Inspect, Key, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result,
+    SourceName, State, Stats, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern, TopicStats,
 };
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Row};
 
-use crate::classify::{classify, has_damage_code};
+use crate::PostgresStore;
+use crate::classify::{classify, has_damage_code, is_undefined, log_unknown};
 use crate::decode::{EVENT_COLUMNS, Raw, Stored, stored};
 use crate::payload::fitting;
-use crate::schema::LOG_NAMES;
+use crate::schema::{LOG_NAMES, check_log_name};
 use crate::session::{COMMIT, Session};
-use crate::{PostgresStore, admin};
 
 /// Payload bytes one list may hold: an operator's page, not an export.
 const LIST_PAYLOAD_BYTES_MAX: usize = 64 * 1024 * 1024;
@@ -117,44 +117,38 @@ impl Inspect for PostgresStore {
         self.bounded("conflicts", conflicts(self, limit)).await
     }
 
-    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        self.bounded("requeue", admin::requeue(self, subscription, selection)).await
+    async fn logs(&self) -> Result<Vec<LogName>> {
+        self.bounded("logs", logs(self)).await
     }
 
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        self.bounded("discard", admin::discard(self, subscription, selection)).await
-    }
-
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        self.bounded("prune", admin::prune(self, log, older_than)).await
-    }
-
-    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-        self.bounded("pause", admin::pause(self, subscription, pause)).await
+    async fn count(&self, log: &LogName) -> Result<u64> {
+        self.bounded("count", count(self, log)).await
     }
 }
 
+async fn logs(store: &PostgresStore) -> Result<Vec<LogName>> {
+    let list = async |client: &Client| {
+        let sql = store.schema().sql(LOG_NAMES);
+        client.query_typed(&sql, &[]).await.map_err(|error| classify("logs", &error))
+    };
+    let rows = store.report("logs", list).await?;
+    rows.iter().map(|row| row.get::<_, &str>(0).parse()).collect()
+}
+
+async fn count(store: &PostgresStore, log: &LogName) -> Result<u64> {
+    check_log_name("count", log)?;
+    let count = async |client: &Client| {
+        let sql = store.schema().log_sql(LOG_COUNT, log);
+        let counted = client.query_typed_one(&sql, &[]).await;
+        counted.map(|row| row.get::<_, i64>(0).unsigned_abs()).map_err(|error| match is_undefined(&error) {
+            true => log_unknown("count", log.as_str()),
+            false => classify("count", &error),
+        })
+    };
+    store.report("count", count).await
+}
+
 impl PostgresStore {
-    /// The logs there are, by name.
-    pub async fn logs(&self) -> Result<Vec<LogName>> {
-        let listed = self.report("list logs", async |client: &Client| {
-            let sql = self.schema().sql(LOG_NAMES);
-            client.query_typed(&sql, &[]).await.map_err(|error| classify("list logs", &error))
-        });
-        let rows = self.bounded("list logs", listed).await?;
-        rows.iter().map(|row| row.get::<_, &str>(0).parse()).collect()
-    }
-
-    /// How many events `log` has, whoever reads it or nobody. Walks the log.
-    pub async fn count(&self, log: &LogName) -> Result<u64> {
-        let counted = self.report("count", async |client: &Client| {
-            let sql = self.schema().log_sql(LOG_COUNT, log);
-            client.query_typed(&sql, &[]).await.map_err(|error| classify("count", &error))
-        });
-        let rows = self.bounded("count", counted).await?;
-        Ok(rows.first().map_or(0, |row| row.get::<_, i64>(0).unsigned_abs()))
-    }
-
     /// Runs a report in one snapshot; the session comes back outside of a transaction, or is dropped.
     async fn report<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Client) -> Result<T>) -> Result<T> {
         let session: Session = self.session(operation).await?;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use postbox_core::kit::lanes_missing;
 use postbox_core::{Acquired, Error, ErrorKind, Lease, OwnerId, Pause, Result, SubscriptionName};
 use tokio_postgres::Client;
 use tokio_postgres::error::SqlState;
@@ -119,11 +120,7 @@ pub(crate) async fn acquire(
         return Err(cursor_foreign("acquire"));
     }
     if state.get::<_, i64>(6) > 0 {
-        let message = format!(
-            "lanes of subscription {name} were deleted, so part of its log is read by nobody; restart postbox to make them anew: \
-             they begin with the oldest event in the log"
-        );
-        return Err(Error::new(ErrorKind::Mismatch, "acquire", "lanes_missing", message));
+        return Err(lanes_missing(name));
     }
     let lease = lane.first().map(|row| Lease {
         subscription: name.clone(),

@@ -4,6 +4,7 @@ use std::pin::pin;
 
 use bytes::{Bytes, BytesMut};
 use futures::TryStreamExt as _;
+use postbox_core::kit::BatchLimiter;
 use postbox_core::{BatchLimit, LogName, Result, Unreadable};
 use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
@@ -22,15 +23,10 @@ const PAYLOAD_READ: &str = "SELECT seq, payload, payload_bytes FROM {log} WHERE 
 /// A piece of one payload. Index: primary key of the log.
 const PAYLOAD_SLICE: &str = "SELECT pg_catalog.substr(coalesce(payload_bytes, pg_catalog.textsend(payload)), $2, $3) FROM {log} WHERE seq {=} $1";
 
-/// How many rows, in their order, a caller can hold. A single larger one still comes alone.
-pub(crate) fn fitting<'a>(rows: impl IntoIterator<Item = &'a Stored>, limit: BatchLimit) -> usize {
-    let mut room = limit.payload_bytes;
-    let fit = rows.into_iter().take(limit.events).enumerate().take_while(|(index, row)| {
-        let fits = *index == 0 || row.size() <= room;
-        room = room.saturating_sub(row.size());
-        fits
-    });
-    fit.count()
+/// How many rows, in their order, a caller can hold.
+pub(crate) fn fitting(rows: &[Stored], limit: BatchLimit) -> usize {
+    let mut limiter = BatchLimiter::new(limit);
+    rows.iter().take_while(|row| limiter.take(row.size())).count()
 }
 
 impl PostgresStore {

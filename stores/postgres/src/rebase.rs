@@ -48,41 +48,36 @@ UPDATE {s}.lane AS n SET from_snap = '1:1:', to_snap = '4:4:', low = 0, high = 9
   epoch = epoch + 1, lease_until = NULL, cluster = {s}.cluster_id()
 FROM postbox_passed AS p WHERE p.subscription = n.subscription AND p.lane = n.lane";
 
-impl PostgresStore {
-    /// Makes rows and cursors fit this cluster: the cure of `cursor_from_future` and `cursor_foreign`. What was delivered stays delivered, what was pending stays
-    /// pending. Refused (`Conflict`, code `lanes_held`) while a relay runs. Rewrites the logs and keeps writers waiting meanwhile.
-    ///
-    /// Cancel-safety: one transaction; dropped, nothing has changed.
-    pub async fn rebase(&self) -> Result<()> {
-        postbox_core::Migrate::validate(self).await?;
-        let session = self.session("rebase").await?;
-        let client = session.client();
-        let failed = |error: tokio_postgres::Error| classify("rebase", &error);
-        client
-            .batch_execute(
-                "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
-                 SET LOCAL search_path = pg_catalog",
-            )
-            .await
-            .map_err(failed)?;
-        let names = client.query_typed(&self.schema().sql(LOG_NAMES), &[]).await.map_err(failed)?;
-        let lanes = client.query_typed(&self.schema().sql(LANE_LOCK_ALL), &[]).await.map_err(failed)?;
-        if lanes.iter().any(|row| row.get::<_, Option<bool>>(0) == Some(true)) {
-            let message = "a relay holds a lane; stop all relays first, or wait until their leases end";
-            return Err(Error::new(ErrorKind::Conflict, "rebase", "lanes_held", message));
-        }
-        for row in &names {
-            let log = postbox_core::LogName::from_stored(row.get::<_, String>(0));
-            for template in
-                [LOG_LOCK, LANE_PASSED, DELIVERY_OF_STRAGGLERS, LOG_RESTAMP, LANE_REBASE, "DROP TABLE postbox_passed"]
-            {
-                // A log's name has no quote in it; DDL takes no parameters.
-                let sql = self.schema().log_sql(template, &log);
-                client.batch_execute(&sql).await.map_err(failed)?;
-            }
-        }
-        client.batch_execute(COMMIT).await.map_err(failed)?;
-        session.finish();
-        Ok(())
+/// One transaction; dropped, nothing has changed.
+pub(crate) async fn rebase(store: &PostgresStore) -> Result<()> {
+    postbox_core::Migrate::validate(store).await?;
+    let session = store.session("rebase").await?;
+    let client = session.client();
+    let failed = |error: tokio_postgres::Error| classify("rebase", &error);
+    client
+        .batch_execute(
+            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
+             SET LOCAL search_path = pg_catalog",
+        )
+        .await
+        .map_err(failed)?;
+    let names = client.query_typed(&store.schema().sql(LOG_NAMES), &[]).await.map_err(failed)?;
+    let lanes = client.query_typed(&store.schema().sql(LANE_LOCK_ALL), &[]).await.map_err(failed)?;
+    if lanes.iter().any(|row| row.get::<_, Option<bool>>(0) == Some(true)) {
+        let message = "a relay holds a lane; stop all relays first, or wait until their leases end";
+        return Err(Error::new(ErrorKind::Conflict, "rebase", "lanes_held", message));
     }
+    for row in &names {
+        let log = postbox_core::LogName::from_stored(row.get::<_, String>(0));
+        for template in
+            [LOG_LOCK, LANE_PASSED, DELIVERY_OF_STRAGGLERS, LOG_RESTAMP, LANE_REBASE, "DROP TABLE postbox_passed"]
+        {
+            // A log's name has no quote in it; DDL takes no parameters.
+            let sql = store.schema().log_sql(template, &log);
+            client.batch_execute(&sql).await.map_err(failed)?;
+        }
+    }
+    client.batch_execute(COMMIT).await.map_err(failed)?;
+    session.finish();
+    Ok(())
 }

@@ -4,8 +4,8 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 
 use jiff::Timestamp;
-use postbox_core::limits::ERROR_BYTES_MAX;
-use postbox_core::{Delivery, Disposition, Entry, Error, ErrorKind, Lease, Result, Settlement, State};
+use postbox_core::kit::{Due, RowAfter, settled_already, window_undone};
+use postbox_core::{Delivery, Entry, Error, Lease, Result, Settlement};
 use tokio_postgres::Client;
 use tokio_postgres::types::{ToSql, Type};
 
@@ -14,7 +14,6 @@ use crate::classify::classify;
 use crate::log::micros;
 use crate::session::COMMIT;
 use crate::subscription::SubscriptionRow;
-use crate::window::undone;
 
 /// Locks the lane and moves its position: see `0001_settle.sql`. Index: primary key of `lane`. Locks the row until the
 /// transaction ends; the lease may run out meanwhile, but nobody else gets the lane.
@@ -67,7 +66,7 @@ struct Writes<'a> {
     errors: Vec<Option<Cow<'a, str>>>,
     waits: Vec<Option<i64>>,
     ats: Vec<Option<Timestamp>>,
-    delivered: AsRead,
+    done: AsRead,
     touched: Vec<&'a str>,
 }
 
@@ -119,43 +118,25 @@ impl<'a> Writes<'a> {
     }
 
     fn add(&mut self, key: Option<&'a str>, entry: &'a Entry<'_>, hold_keys: bool) {
-        let before = entry.delivery.attempt.saturating_sub(1);
-        let (state, attempts, wait, at, reason, halt) = match &entry.disposition {
-            Disposition::Delivered => return self.delivered.add(entry.delivery),
-            // The row is there and stays.
-            Disposition::Discarded => return,
-            Disposition::Retry { after, counted, code, error } => {
-                let attempts = before + u32::from(*counted);
-                (State::Retrying, attempts, Some(micros(*after)), None, Some((code, error)), false)
-            }
-            // Without order there is nothing to wait behind.
-            Disposition::Block if key.is_none() || !hold_keys => (State::Retrying, before, Some(0), None, None, false),
-            Disposition::Block => (State::Blocked, before, None, None, None, false),
-            Disposition::Schedule { at } => (State::Scheduled, before, None, Some(*at), None, false),
-            Disposition::Dead { code, error, halt } => {
-                (State::Dead, before + 1, None, None, Some((code, error)), *halt)
-            }
+        let attempts = entry.delivery.attempt.saturating_sub(1);
+        let Some(row) = RowAfter::of(&entry.disposition, attempts, hold_keys && key.is_some()) else {
+            return self.done.add(entry.delivery);
+        };
+        let (wait, at) = match row.due {
+            Due::Never => (None, None),
+            Due::After(wait) => (Some(micros(wait)), None),
+            Due::At(at) => (None, Some(at)),
         };
         self.kept.add(entry.delivery);
         self.keys.push(key);
-        self.states.push(state.as_str());
-        self.halts.push(halt);
-        self.attempts.push(count(attempts));
-        self.codes.push(reason.map(|(code, _)| code.as_ref()));
-        self.errors.push(reason.map(|(_, error)| cut(error)));
+        self.states.push(row.state.as_str());
+        self.halts.push(row.halt);
+        self.attempts.push(count(row.attempts));
+        self.codes.push(row.code);
+        self.errors.push(row.error);
         self.waits.push(wait);
         self.ats.push(at);
     }
-}
-
-/// An error text within its limit, cut between characters; Postgres cannot keep NUL.
-fn cut(error: &str) -> Cow<'_, str> {
-    let cut = |text: &str| text.floor_char_boundary(ERROR_BYTES_MAX);
-    if error.contains('\0') {
-        let replaced = error.replace('\0', "\u{fffd}");
-        return Cow::Owned(replaced[..cut(&replaced)].to_owned());
-    }
-    Cow::Borrowed(&error[..cut(error)])
 }
 
 pub(crate) async fn settle(store: &PostgresStore, lease: &Lease, settlement: &Settlement<'_>) -> Result<()> {
@@ -265,7 +246,7 @@ impl SettleCall<'_> {
             "written" => Ok(Position::Written),
             // A mere rewind belongs to no window.
             "undone" if position.is_none() && settlement.entries.is_empty() => Ok(Position::Moved),
-            "undone" => Err(undone("settle")),
+            "undone" => Err(window_undone("settle")),
             _ => Err(Error::stale("settle")),
         }
     }
@@ -314,10 +295,10 @@ impl SettleCall<'_> {
         };
         let (delete, release) = (schema.sql(DELIVERY_DELETE), schema.sql(DELIVERY_RELEASE));
         let deleting = async {
-            if writes.delivered.seqs.is_empty() {
+            if writes.done.seqs.is_empty() {
                 return Ok(0);
             }
-            self.client.execute_typed(&delete, &writes.delivered.params(&subscription.id)).await
+            self.client.execute_typed(&delete, &writes.done.params(&subscription.id)).await
         };
         let releasing = async {
             if writes.touched.is_empty() {
@@ -330,10 +311,4 @@ impl SettleCall<'_> {
         let (kept, deleted, released) = futures::join!(keeping, deleting, releasing);
         kept.and(deleted).and(released).map(drop).map_err(|error| classify("settle", &error))
     }
-}
-
-/// An earlier call whose answer was lost did this, or a person changed a row meanwhile. What handlers did in this transaction must go with it.
-fn settled_already() -> Error {
-    let message = "the events were settled or changed meanwhile; what this call did is rolled back";
-    Error::new(ErrorKind::Stale, "apply", "settled_already", message)
 }

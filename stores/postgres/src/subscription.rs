@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, PoisonError};
 
+use postbox_core::kit::{check_shape, subscription_unknown};
 use postbox_core::{
     Error, ErrorKind, Filter, LogName, Migrate as _, Ordering, Result, StartAt, Subscription, SubscriptionName, Tenant,
     TopicPattern,
@@ -159,7 +160,10 @@ async fn write(store: &PostgresStore, client: &Client, subscription: &Subscripti
     .await?;
     let Some(row) = made.first() else {
         let known = ask(&schema.sql(SUBSCRIPTION_GET), &[(&name.as_str(), Type::TEXT)]).await?;
-        return Err(other_shape(subscription, known.first().map(SubscriptionRow::from_row).as_ref()));
+        let known = known.first().map(SubscriptionRow::from_row);
+        known.map_or(Ok(()), |known| check_shape(subscription, &known.log, known.lanes))?;
+        let message = format!("subscription {name} was changed at the same moment; try again");
+        return Err(Error::new(ErrorKind::Conflict, "subscribe", "subscription_changed", message));
     };
     let (id, revision): (i32, i32) = (row.get(0), row.get(1));
     // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what they had passed.
@@ -230,27 +234,7 @@ impl PostgresStore {
         }
         let names = client.query_typed(&self.schema().sql(SUBSCRIPTION_NAMES), &[]).await.map_err(failed)?;
         let names: Vec<String> = names.iter().map(|row| row.get(0)).collect();
-        let message = format!("there is no subscription {name}; known: {}", names.join(", "));
-        Err(Error::new(ErrorKind::NotFound, operation, "subscription_unknown", message))
-    }
-}
-
-fn other_shape(asked: &Subscription, known: Option<&SubscriptionRow>) -> Error {
-    let make = |code: &'static str, message: String| Error::new(ErrorKind::Conflict, "subscribe", code, message);
-    let name = &asked.name;
-    match known {
-        Some(known) if known.log != asked.log => make(
-            "log_differs",
-            format!("subscription {name} reads log {}, not {}; give the new one another name", known.log, asked.log),
-        ),
-        Some(known) => make(
-            "lanes_differ",
-            format!(
-                "subscription {name} was made with {} lanes, not {}; lanes are fixed once created",
-                known.lanes, asked.lanes
-            ),
-        ),
-        None => make("subscription_changed", format!("subscription {name} was changed at the same moment; try again")),
+        Err(subscription_unknown(operation, name, &names))
     }
 }
 

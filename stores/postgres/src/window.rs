@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::pin::pin;
 
 use futures::TryStreamExt as _;
+use postbox_core::kit::window_undone;
 use postbox_core::limits::BATCH_EVENTS_MAX;
 use postbox_core::{Batch, BatchLimit, Error, ErrorKind, Key, Lease, Result, Seq};
 use tokio_postgres::types::{ToSql, Type};
@@ -198,7 +199,7 @@ impl NextBatch<'_> {
             // Not to be read on under this lease, even if all that was given out is settled: calls of it may still
             // be on their way, and would settle rows by numbers that a database which went back has given to other
             // events.
-            "undone" => return Err(undone("next_batch")),
+            "undone" => return Err(window_undone("next_batch")),
             "changed" => return Err(filter_changed()),
             "page" | "nothing" | "window" => {}
             verdict => return Err(invalid_answer(verdict)),
@@ -307,13 +308,6 @@ const FILTER_CHANGED: &str = "filter_changed";
 fn filter_changed() -> Error {
     let message = "the subscription's filter changes too often to be read by";
     Error::new(ErrorKind::Unavailable, "next_batch", FILTER_CHANGED, message)
-}
-
-/// The cursor we read by is not the one in the database: a crash or a failover took it back. Whoever reads on
-/// begins from there.
-pub(crate) fn undone(operation: &'static str) -> Error {
-    let message = "the database went back to an earlier state; what it had given out is read again";
-    Error::new(ErrorKind::Stale, operation, "window_undone", message)
 }
 
 fn invalid_answer(verdict: &str) -> Error {

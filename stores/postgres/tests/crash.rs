@@ -150,7 +150,7 @@ async fn a_settlement_that_outlasts_its_lease_is_whole() {
     let entries = vec![Entry { delivery: &batch.deliveries[0], disposition: dead }];
     let settlement = Settlement { position: batch.end, entries, hold_keys: true, ..Settlement::default() };
 
-    let trap = proxy.trap(Point::Statement("SET last_seq".to_owned()), Harm::Delay);
+    let trap = proxy.trap(Point::Statement("INSERT INTO \"postbox\".delivery".to_owned()), Harm::Delay);
     store.settle(&lease, settlement).await.expect_err("its connection breaks");
     trap.sprung().await;
     let client = support::client(&url).await;

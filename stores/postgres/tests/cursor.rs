@@ -6,8 +6,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName, NewEvent,
-    OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
+    Admin as _, Append as _, Batch, BatchLimit, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName,
+    NewEvent, OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};

@@ -5,8 +5,9 @@ mod support;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, ErrorKind, Filter, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent,
-    OwnerId, Receive as _, Seq, Settlement, Subscription, SubscriptionName, Tenant, TopicPattern,
+    Admin as _, Append as _, Batch, BatchLimit, ErrorKind, Filter, Inspect as _, Lease, Log as _, LogName,
+    Migrate as _, NewEvent, OwnerId, Receive as _, Seq, Settlement, Subscription, SubscriptionName, Tenant,
+    TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::proxy::{Fault, FaultProxy};

@@ -5,7 +5,7 @@ mod support;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, BatchLimit, Disposition, Entry, Inspect as _, Log as _, LogName, NewEvent, OwnerId, Selection,
+    Admin as _, Append as _, BatchLimit, Disposition, Entry, Log as _, LogName, NewEvent, OwnerId, Selection,
     Settlement, Subscription, SubscriptionName,
 };
 use postbox_postgres::PostgresConfig;
@@ -70,7 +70,7 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     let holder = support::client(&url).await;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
     let (of_name, asking) = (name.clone(), store.clone());
-    let change = tokio::spawn(async move { asking.requeue(&of_name, &Selection::default()).await });
+    let change = tokio::spawn(async move { asking.retry(&of_name, &Selection::default()).await });
     support::until_waited_for(&holder).await;
     tokio::time::timeout(Duration::from_secs(5), store.renew(&lease, TTL)).await.expect("not locked").expect("renewed");
     assert!(!change.is_finished());

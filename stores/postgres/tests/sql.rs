@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, NAME_BYTES_MAX, TOPIC_BYTES_MAX};
 use postbox_core::{
-    Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent, OwnerId,
-    Subscription, SubscriptionName,
+    Admin as _, Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent,
+    OwnerId, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, Version};

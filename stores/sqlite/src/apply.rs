@@ -1,12 +1,12 @@
 //! Exactly-once effect: the handler runs inside the transaction that settles its events.
 
-use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, Decide, Delivery, Disposition, Error, ErrorKind, Key, Lease, Outcome, Result, Settlement};
+use postbox_core::kit::{BlockedKeys, entries_of};
+use postbox_core::{Apply, Decide, Delivery, Error, ErrorKind, Lease, Outcome, Result, Settlement};
 use rusqlite::Transaction;
 use tokio::sync::oneshot;
 
@@ -82,7 +82,7 @@ impl Apply for Applier {
         settlement: Settlement<'_>,
         decide: &Decide<'_>,
     ) -> Result<Outcomes> {
-        let rewind = settlement.rewind;
+        let (rewind, is_stream) = (settlement.rewind, settlement.position.is_some());
         let owned = Owned::new("apply", settlement, self.store.cursor(lease).map(|cursor| cursor.read))?;
         let job = Application {
             lease: lease.clone(),
@@ -97,11 +97,8 @@ impl Apply for Applier {
         let deciding = async move {
             // An error means that the transaction is gone; `applying` says why.
             let outcomes = asked.await.ok()?;
-            let entries = deliveries.iter().zip(&outcomes).map(|(delivery, outcome)| {
-                let disposition = outcome.as_ref().map_or(Disposition::Block, |outcome| decide(delivery, outcome));
-                OwnedEntry::new(delivery, disposition)
-            });
-            _ = deciding.send(entries.collect());
+            let entries = entries_of(deliveries, &outcomes, is_stream, decide);
+            _ = deciding.send(entries.into_iter().map(OwnedEntry::from).collect());
             Some(outcomes)
         };
         let (applied, outcomes) = futures::future::join(applying, deciding).await;
@@ -150,18 +147,15 @@ impl Application {
 
     fn handle_all(&self, tx: &Transaction<'_>) -> Work<Outcomes> {
         let deferred = tx.query_row(DEFERRED_KEYS_USED, [], |row| row.get(0))?;
-        let mut held_keys: HashSet<&Key> = HashSet::new();
+        let mut blocked = BlockedKeys::new(self.settlement.hold_keys);
         let mut outcomes = Vec::with_capacity(self.deliveries.len());
         for delivery in &self.deliveries {
-            let key = delivery.event.key.as_ref().filter(|_| self.settlement.hold_keys);
-            if key.is_some_and(|key| held_keys.contains(key)) {
+            if blocked.blocks(delivery) {
                 outcomes.push(None);
                 continue;
             }
             let outcome = self.handle(tx, delivery, deferred)?;
-            if !outcome.is_delivered() {
-                held_keys.extend(key);
-            }
+            blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
         Ok(outcomes)

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 
 use bytes::Bytes;
 use jiff::Timestamp;
+use postbox_core::kit::lane_of;
 use postbox_core::{
     Delivery, Error, Event, EventId, Headers, Key, NewEvent, Seq, SubscriptionName, Tenant, Topic, Unreadable,
 };
@@ -79,8 +80,7 @@ impl<'a> Head<'a> {
 
     /// The lane of a row: its key decides, or its id when it has none.
     pub(crate) fn lane(&self, lanes: u16) -> u16 {
-        let slot = fnv1a(self.key.unwrap_or(self.id)) % u64::from(lanes.max(1));
-        u16::try_from(slot).expect("a remainder of a u16 fits one")
+        lane_of(self.key.unwrap_or(self.id), lanes)
     }
 }
 
@@ -206,11 +206,6 @@ impl Fields<'_> {
 /// A number of our own tables or a time of a log, whatever stands there.
 pub(crate) fn integer(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<i64>> {
     Ok(row.get_ref(column)?.as_i64_or_null().unwrap_or(None))
-}
-
-/// FNV-1a, 64 bits: small, stable, and spreads short keys well.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 fn bytes(value: ValueRef<'_>) -> Option<&[u8]> {

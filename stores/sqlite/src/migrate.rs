@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered};
+use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered, kit};
 use rusqlite::{Connection, ErrorCode, OptionalExtension, Transaction};
 
 use crate::classify::{Fault, Work, schema_missing};
@@ -56,22 +56,15 @@ impl Migrate for SqliteStore {
     }
 }
 
-impl SqliteStore {
-    /// Makes a log of your own beside `outbox` and `inbox`: the table `postbox_NAME`. Idempotent.
-    pub async fn create_log(&self, log: &LogName) -> Result<()> {
-        let log = checked_log("create_log", log)?;
-        self.writer()
-            .call("create_log", move |session| {
-                validate(session.connection()?)?;
-                session.transact(Flush::Configured, |tx| {
-                    if !log_exists(tx, &log)? {
-                        tx.execute_batch(&log_ddl(&log))?;
-                    }
-                    Ok(())
-                })
-            })
-            .await
-    }
+/// Makes a log: the table `postbox_NAME`. Idempotent.
+pub(crate) fn create_log(session: &mut Session, log: &LogName) -> Work<()> {
+    validate(session.connection()?)?;
+    session.transact(Flush::Configured, |tx| {
+        if !log_exists(tx, log)? {
+            tx.execute_batch(&log_ddl(log))?;
+        }
+        Ok(())
+    })
 }
 
 /// Takes the write lock before it looks, so that the second of two starters finds nothing to do.
@@ -201,8 +194,7 @@ pub(crate) fn require_log(operation: &'static str, tx: &Transaction<'_>, log: &L
 }
 
 fn log_unknown(operation: &'static str, connection: &Connection, log: &LogName) -> Work<Error> {
-    let known = log_names(connection)?.join(", ");
-    Ok(Error::new(ErrorKind::NotFound, operation, "log_unknown", format!("there is no log {log}; known: {known}")))
+    Ok(kit::log_unknown(operation, log, &log_names(connection)?))
 }
 
 /// What a missing log table means: an unknown log where there is a schema, a missing schema where there is none.

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use postbox_core::limits::ERROR_BYTES_MAX;
-use postbox_core::{Delivery, Disposition, Error, ErrorKind, Key, Lease, Result, Settlement, State, SubscriptionName};
+use postbox_core::kit::{Due, RowAfter, settled_already, window_undone};
+use postbox_core::{Delivery, Disposition, Entry, Key, Lease, Result, Settlement, State, SubscriptionName};
 use rusqlite::{OptionalExtension, Transaction, named_params, params};
 
 use crate::classify::Work;
 use crate::clock::micros;
 use crate::config::Synchronous;
-use crate::lease::{Held, held};
+use crate::lease::{LaneRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
 use crate::window::log_end;
@@ -60,19 +60,15 @@ impl Owned {
         let position = match (settlement.position, read) {
             (Some(position), Some(read)) => Some(position.0.min(read)),
             (None, _) => None,
-            (Some(_), None) => {
-                let message = "the position is of a read that is not known any more; what it gave is read again";
-                return Err(Error::new(ErrorKind::Stale, operation, "window_undone", message));
-            }
+            (Some(_), None) => return Err(window_undone(operation)),
         };
-        let entries =
-            settlement.entries.into_iter().map(|entry| OwnedEntry::new(entry.delivery, entry.disposition)).collect();
+        let entries = settlement.entries.into_iter().map(OwnedEntry::from).collect();
         Ok(Self { position, hold_keys: settlement.hold_keys, entries })
     }
 }
 
-impl OwnedEntry {
-    pub(crate) fn new(delivery: &Delivery, disposition: Disposition) -> Self {
+impl From<Entry<'_>> for OwnedEntry {
+    fn from(Entry { delivery, disposition }: Entry<'_>) -> Self {
         let event = &delivery.event;
         Self {
             seq: delivery.seq.0,
@@ -101,7 +97,7 @@ pub(crate) fn settle(session: &mut Session, lease: &Lease, settlement: &Owned) -
 pub(crate) fn write(
     tx: &Transaction<'_>,
     lease: &Lease,
-    lane: Held,
+    lane: LaneRow,
     settlement: &Owned,
     flushed: bool,
     now: i64,
@@ -134,7 +130,7 @@ pub(crate) fn release_head(tx: &Transaction<'_>, subscription: &SubscriptionName
 pub(crate) fn refuse_settled(
     tx: &Transaction<'_>,
     lease: &Lease,
-    lane: Held,
+    lane: LaneRow,
     settlement: &Owned,
     deliveries: &[Delivery],
 ) -> Work<()> {
@@ -143,13 +139,12 @@ pub(crate) fn refuse_settled(
         let mut find = tx.prepare_cached(DELIVERY_FIND)?;
         for delivery in deliveries {
             let row = find.query_row(params![lease.subscription.as_str(), delivery.seq.0], found).optional()?;
-            let entry = OwnedEntry::new(delivery, Disposition::Delivered);
+            let entry = OwnedEntry::from(Entry { delivery, disposition: Disposition::Delivered });
             settled |= !row.is_some_and(|row| row.is_as_read(&entry));
         }
     }
     if settled {
-        let message = "the events were settled or changed meanwhile; what this call did is rolled back";
-        return Err(Error::new(ErrorKind::Stale, "apply", "settled_already", message).into());
+        return Err(settled_already().into());
     }
     Ok(())
 }
@@ -174,16 +169,6 @@ impl Found {
     }
 }
 
-/// How a row shall look.
-struct Row<'a> {
-    state: State,
-    holds: bool,
-    attempts: u32,
-    due_at: Option<i64>,
-    code: Option<&'a str>,
-    error: Option<&'a str>,
-}
-
 fn write_entry(
     tx: &Transaction<'_>,
     lease: &Lease,
@@ -200,39 +185,21 @@ fn write_entry(
         // A row that is not the one that was read; or an event of the stream that a person discarded before it was read.
         _ => return Ok(()),
     };
-    let holds = hold_keys && entry.key.is_some();
-    let row = Row { state: State::Retrying, holds, attempts, due_at: None, code: None, error: None };
-    let row = match &entry.disposition {
-        Disposition::Delivered | Disposition::Discarded => {
-            tx.prepare_cached(DELIVERY_DELETE)?.execute(params![name, entry.seq])?;
-            return Ok(());
-        }
-        Disposition::Retry { after, counted, code, error } => Row {
-            attempts: attempts.saturating_add(u32::from(*counted)),
-            due_at: Some(now.saturating_add(micros(*after))),
-            code: Some(code),
-            error: Some(cut(error)),
-            ..row
-        },
-        // Without order there is nothing to wait for. With it, `release_head` decides once all entries are written.
-        Disposition::Block if holds => Row { state: State::Blocked, ..row },
-        Disposition::Block => Row { due_at: Some(now), ..row },
-        Disposition::Schedule { at } => {
-            Row { state: State::Scheduled, holds: false, due_at: Some(at.as_microsecond()), ..row }
-        }
-        Disposition::Dead { code, error, halt } => Row {
-            state: State::Dead,
-            holds: *halt && entry.key.is_some(),
-            attempts: attempts.saturating_add(1),
-            code: Some(code),
-            error: Some(cut(error)),
-            ..row
-        },
+    let holds_key = hold_keys && entry.key.is_some();
+    let Some(row) = RowAfter::of(&entry.disposition, attempts, holds_key) else {
+        tx.prepare_cached(DELIVERY_DELETE)?.execute(params![name, entry.seq])?;
+        return Ok(());
     };
-    put(tx, lease, entry, &row, now)
-}
-
-fn put(tx: &Transaction<'_>, lease: &Lease, entry: &OwnedEntry, row: &Row<'_>, now: i64) -> Work<()> {
+    let holds = match row.state {
+        State::Scheduled => false,
+        State::Dead => row.halt,
+        _ => true,
+    };
+    let due_at = match row.due {
+        Due::Never => None,
+        Due::After(wait) => Some(now.saturating_add(micros(wait))),
+        Due::At(at) => Some(at.as_microsecond()),
+    };
     tx.prepare_cached(DELIVERY_PUT)?.execute(named_params! {
         ":subscription": lease.subscription.as_str(),
         ":seq": entry.seq,
@@ -242,17 +209,12 @@ fn put(tx: &Transaction<'_>, lease: &Lease, entry: &OwnedEntry, row: &Row<'_>, n
         ":key": entry.key.as_ref().map(Key::as_str),
         ":created_at": entry.created_at,
         ":state": row.state.as_str(),
-        ":holds": row.holds,
+        ":holds": holds_key && holds,
         ":attempts": row.attempts,
-        ":due_at": row.due_at,
+        ":due_at": due_at,
         ":code": row.code,
-        ":error": row.error,
+        ":error": row.error.as_deref(),
         ":now": now,
     })?;
     Ok(())
-}
-
-/// An error text within its limit, cut between characters.
-fn cut(error: &str) -> &str {
-    &error[..error.floor_char_boundary(ERROR_BYTES_MAX)]
 }

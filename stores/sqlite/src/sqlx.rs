@@ -2,12 +2,13 @@
 
 use ::sqlx::sqlite::SqliteArguments;
 use ::sqlx::{Arguments, AssertSqlSafe, SqliteConnection};
+use postbox_core::kit::check_message_id;
 use postbox_core::{Error, EventId, LogName, NewEvent, Result, SourceName};
 
 use crate::append::{APPEND_COLUMNS, headers_json};
 use crate::classify::from_code;
 use crate::migrate::checked_log;
-use crate::receive::{check_message_id, once_insert};
+use crate::once::once_insert;
 use crate::schema::{NOW_MICROS, log_table};
 
 /// Events in one statement: 13 parameters each stay far below SQLite's limit of 32,766, and a statement is one message to the
@@ -43,7 +44,7 @@ pub async fn append_in(connection: &mut SqliteConnection, log: &LogName, events:
 
 /// Takes note of a message id in *your* transaction: `true` the first time. As [`crate::once_in`]; pass `&mut *tx`.
 pub async fn once_in(connection: &mut SqliteConnection, source: &SourceName, message_id: &str) -> Result<bool> {
-    check_message_id(message_id)?;
+    check_message_id("once", message_id)?;
     let noted = ::sqlx::query(AssertSqlSafe(once_insert()))
         .bind(source.as_str())
         .bind(message_id)

@@ -39,7 +39,7 @@ struct Shared {
     /// How far each lane has been read, which is not written down: a crash reads again from the settled position.
     cursors: Mutex<HashMap<(SubscriptionName, u16), Cursor>>,
     /// Rises with everything of ours that may give a lane work.
-    stirs: watch::Sender<u64>,
+    wakeups: watch::Sender<u64>,
 }
 
 impl fmt::Debug for SqliteStore {
@@ -73,7 +73,7 @@ impl SqliteStore {
                 reader: thread("postbox-read", Role::Reader)?,
                 inspector: thread("postbox-look", Role::Reader)?,
                 cursors: Mutex::default(),
-                stirs: watch::Sender::new(0),
+                wakeups: watch::Sender::new(0),
                 settings,
             }),
         };
@@ -90,7 +90,7 @@ impl SqliteStore {
 
     /// Wakes this store's relays: call it after your own commit, and they need not wait for their next poll. Only a hint.
     pub fn wake(&self) {
-        self.shared.stirs.send_modify(|stirs| *stirs = stirs.wrapping_add(1));
+        self.shared.wakeups.send_modify(|wakeups| *wakeups = wakeups.wrapping_add(1));
     }
 
     pub(crate) fn writer(&self) -> &Thread {
@@ -109,8 +109,8 @@ impl SqliteStore {
         self.shared.settings.now()
     }
 
-    pub(crate) fn stirs(&self) -> &watch::Sender<u64> {
-        &self.shared.stirs
+    pub(crate) fn wakeups(&self) -> &watch::Sender<u64> {
+        &self.shared.wakeups
     }
 
     /// How far this lease has read, if it has.

@@ -12,7 +12,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::fixture;
-use postbox_core::{Append, Error, ErrorKind, Log, LogName, Migrate, NewEvent, Subscription, SubscriptionName};
+use postbox_core::{
+    Admin as _, Append, Error, ErrorKind, Log, LogName, Migrate, NewEvent, Subscription, SubscriptionName,
+};
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 
 async fn refused(path: impl AsRef<Path>) -> Error {

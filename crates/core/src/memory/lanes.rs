@@ -12,7 +12,8 @@ use super::read::Page;
 use super::settle::Write;
 use super::state::{Lane, Reader, Window};
 use crate::batch::BatchLimit;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
+use crate::kit::{check_shape, window_undone};
 use crate::log::{Acquired, Lease};
 use crate::names::{OwnerId, SubscriptionName};
 use crate::subscription::{StartAt, Subscription};
@@ -22,7 +23,7 @@ impl Server {
         let mut state = self.state("subscribe")?;
         let commit_last = state.data.log("subscribe", &subscription.log)?.commit_last;
         if let Some(reader) = state.data.readers.get_mut(&subscription.name) {
-            refuse_other_shape(&reader.subscription, subscription)?;
+            check_shape(subscription, &reader.subscription.log, reader.subscription.lanes)?;
             reader.subscription = subscription.clone();
         } else {
             let from = match subscription.start {
@@ -58,7 +59,7 @@ impl Server {
             lane.owner = Some(owner.clone());
             lane.lease_until = Some(monotonic + ttl);
             let epoch = lane.epoch;
-            reader.hurry_in_flight(index as u16, now);
+            reader.make_in_flight_due(index as u16, now);
             Lease {
                 subscription: subscription.clone(),
                 log: reader.subscription.log.clone(),
@@ -123,7 +124,7 @@ impl Server {
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
         if lane.to != window.to || lane.settled < settled {
-            return Err(undone("next_batch"));
+            return Err(window_undone("next_batch"));
         }
         Ok(Page { stirs, ..reader.page(log, lease.lane, window, after, limit, now) })
     }
@@ -145,7 +146,7 @@ impl Server {
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
         if (lane.to, lane.settled) != (to, settled) {
-            return Err(undone("next_batch"));
+            return Err(window_undone("next_batch"));
         }
         if log.commit_last == to {
             return Ok((None, Page { stirs, ..reader.nothing(lease.lane, now) }));
@@ -177,30 +178,4 @@ impl Server {
         }
         Ok(())
     }
-}
-
-/// The cursor the caller goes by is not the one in the store: its own call was executed without its knowing, or the store went back.
-pub(super) fn undone(operation: &'static str) -> Error {
-    let message = "the lane's cursor is not the one that was read; what it had given out is read again";
-    Error::new(ErrorKind::Stale, operation, "window_undone", message)
-}
-
-/// A subscription may change its filter and ordering, not its log and lanes.
-fn refuse_other_shape(known: &Subscription, asked: &Subscription) -> Result<()> {
-    let refuse = |code: &'static str, message: String| Err(Error::new(ErrorKind::Conflict, "subscribe", code, message));
-    if known.log != asked.log {
-        let message = format!(
-            "subscription {} reads log {}, not {}; give the new one another name",
-            known.name, known.log, asked.log
-        );
-        return refuse("log_differs", message);
-    }
-    if known.lanes != asked.lanes {
-        let message = format!(
-            "subscription {} was made with {} lanes, not {}; lanes are fixed once created",
-            known.name, known.lanes, asked.lanes
-        );
-        return refuse("lanes_differ", message);
-    }
-    Ok(())
 }

@@ -12,6 +12,7 @@
 //! Leases run on the server's monotonic time, stamps and due times on its wall time. There is no I/O and, without a wire, no wait
 //! inside, so every future is ready at once and cancel-safety is trivial.
 
+mod admin;
 mod append;
 mod apply;
 mod client;
@@ -23,7 +24,6 @@ mod read;
 mod receive;
 mod settle;
 mod state;
-mod steer;
 mod wire;
 
 use std::fmt;
@@ -34,7 +34,6 @@ use async_trait::async_trait;
 use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::migrate::{Migrate, events_undelivered};
-use crate::names::LogName;
 use client::Client;
 use state::State;
 
@@ -71,12 +70,6 @@ impl MemoryStore {
     #[must_use]
     pub fn client(&self, wire: Option<Arc<dyn Wire>>) -> Self {
         Self { server: self.server.clone(), client: Arc::default(), wire }
-    }
-
-    /// Makes another log; one that is there already stays as it is.
-    pub fn create_log(&self, log: &LogName) -> Result<()> {
-        self.server.state("create_log")?.data.logs.entry(log.clone()).or_default();
-        Ok(())
     }
 
     /// Opens a transaction: what it appends takes its `seq` at once and becomes visible at its commit.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, Store};
+use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, SourceName, Store};
 use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName, TxHandler};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
@@ -143,6 +143,14 @@ impl OpenTransaction for Open {
         let appended = postbox_postgres::append_in(&tx, &self.schema, log, events).await;
         std::mem::forget(tx);
         appended
+    }
+
+    async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
+        // As above.
+        let tx = self.client.transaction().await.expect("the open transaction");
+        let asked = postbox_postgres::once_in(&tx, &self.schema, source, message_id).await;
+        std::mem::forget(tx);
+        asked
     }
 
     async fn savepoint(&mut self) {
