@@ -55,18 +55,21 @@ pub struct Changed {
 /// What an operator changes.
 ///
 /// Behaviour:
-/// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known names in the message.
-/// - `retry` and `discard` take one bounded step, committed by itself, so that no relay waits for long: at most
-///   [`CHANGE_EVENTS_MAX`] events. Go on with [`Changed::next`] until there is none. Events before `next` that die again
-///   during the run are not retried twice.
-/// - `retry` makes dead rows due now with attempts 0 and one more replay, and retrying rows due now; idempotent: a second
-///   call finds nothing dead. It never touches events that are pending, dispatched or discarded.
-/// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and releases the next of
-///   their keys; discarded events are never delivered (except one already in flight). Pending ones must be named by id.
-/// - `prune` deletes, in bounded steps, events older than the age that every subscription of their log has passed and
-///   whose delivery rows, if any, are `discarded`; dead and pending ones stay. Rows of events that are gone
-///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too. Returns how many; 0 means done. A log
-///   without subscriptions is not pruned.
+/// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known
+///   names in the message.
+/// - `retry` and `discard` take one bounded step, committed by itself, so that no relay waits for
+///   long: at most [`CHANGE_EVENTS_MAX`] events. Go on with [`Changed::next`] until there is none.
+///   Events before `next` that die again during the run are not retried twice.
+/// - `retry` makes dead rows due now with attempts 0 and one more replay, and retrying rows due
+///   now; idempotent: a second call finds nothing dead. It never touches events that are pending,
+///   dispatched or discarded.
+/// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and
+///   releases the next of their keys; discarded events are never delivered (except one already in
+///   flight). Pending ones must be named by id.
+/// - `prune` deletes, in bounded steps, events older than the age that every subscription of their
+///   log has passed and whose delivery rows, if any, are `discarded`; dead and pending ones stay.
+///   Rows of events that are gone ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that
+///   age too. Returns how many; 0 means done. A log without subscriptions is not pruned.
 /// - `pause(None)` resumes.
 /// - `create_log` is idempotent.
 #[async_trait]
@@ -81,13 +84,15 @@ pub trait Admin: Send + Sync + 'static {
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()>;
     /// Makes a log beside `outbox` and `inbox`.
     async fn create_log(&self, log: &LogName) -> Result<()>;
-    /// Checks that nothing in the store's settings keeps messages from being received. Changes nothing; the error names
-    /// the cure.
+    /// Checks that nothing in the store's settings keeps messages from being received. Changes
+    /// nothing; the error names the cure.
     async fn check_receiving(&self) -> Result<()>;
-    /// Makes rows and cursors fit the database they are in, after a dump was restored into another one: the cure of
-    /// `cursor_from_future` and `cursor_foreign`. What was delivered stays delivered, what was pending stays pending.
+    /// Makes rows and cursors fit the database they are in, after a dump was restored into another
+    /// one: the cure of `cursor_from_future` and `cursor_foreign`. What was delivered stays
+    /// delivered, what was pending stays pending.
     ///
-    /// Errors: `Conflict` `lanes_held` while a relay runs; `Invalid` `rebase_not_needed` where cursors are plain numbers.
+    /// Errors: `Conflict` `lanes_held` while a relay runs; `Invalid` `rebase_not_needed` where
+    /// cursors are plain numbers.
     async fn rebase(&self) -> Result<()>;
 }
 

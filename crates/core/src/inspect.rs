@@ -138,10 +138,13 @@ pub struct ListQuery {
 /// What an operator sees. Reads one snapshot per call.
 ///
 /// Behaviour:
-/// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known names in the message.
-/// - `list` gives rows in `seq` order after `after`; `Pending` and `Dispatched` are derived from the cursor.
-/// - An event that cannot be read, or that somebody deleted from the log, is a record all the same: its place is right,
-///   its fields are what could be read, `code` and `error` say what is wrong. No list fails because of one event.
+/// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known
+///   names in the message.
+/// - `list` gives rows in `seq` order after `after`; `Pending` and `Dispatched` are derived from
+///   the cursor.
+/// - An event that cannot be read, or that somebody deleted from the log, is a record all the same:
+///   its place is right, its fields are what could be read, `code` and `error` say what is wrong.
+///   No list fails because of one event.
 #[async_trait]
 pub trait Inspect: Send + Sync + 'static {
     /// Every subscription, by name.
@@ -152,12 +155,13 @@ pub trait Inspect: Send + Sync + 'static {
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>>;
     /// One event, if the log has it.
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>>;
-    /// Messages that were kept out because their id was known with another body: the latest first, at most `limit`.
+    /// Messages that were kept out because their id was known with another body: the latest first,
+    /// at most `limit`.
     async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>>;
     /// The logs there are, by name.
     async fn logs(&self) -> Result<Vec<LogName>>;
-    /// How many events a log has, whoever reads it or nobody. May walk the log. An unknown log: `NotFound`, code
-    /// `log_unknown`.
+    /// How many events a log has, whoever reads it or nobody. May walk the log. An unknown log:
+    /// `NotFound`, code `log_unknown`.
     async fn count(&self, log: &LogName) -> Result<u64>;
 }
 

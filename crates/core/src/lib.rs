@@ -1,6 +1,6 @@
 //! The nouns and contracts of Postbox: what an event is, what a log, a sink, a source and an inbox promise.
 //!
-//! Everything else in the house is an implementation of something declared here:
+//! Everything else is an implementation of something declared here:
 //!
 //! | contract | promise in one line | implemented by |
 //! |---|---|---|

@@ -1,6 +1,7 @@
 //! What an operator changes: retry, discard, prune, pause, and the store's own keep.
 //!
-//! Whatever changes delivery rows locks the subscription's lanes first, as settling does: a key's next row is decided by one at a time.
+//! Whatever changes delivery rows locks the subscription's lanes first, as settling does: a key's
+//! next row is decided by one at a time.
 
 use std::time::Duration;
 
@@ -20,20 +21,21 @@ use crate::session::COMMIT;
 use crate::settle::DELIVERY_RELEASE;
 use crate::subscription::SubscriptionRow;
 
-/// Locks the cursor of every lane, in order. Index: primary key of `lane`. Waits for a settlement under way, never for a relay's sends.
+/// Locks the cursor of every lane, in order. Index: primary key of `lane`. Waits for a settlement
+/// under way, never for a relay's sends.
 const LANE_LOCK: &str = "SELECT FROM {s}.lane WHERE subscription = $1 ORDER BY lane FOR NO KEY UPDATE";
 
-/// The delivery rows a person means, oldest first, by a walk of the primary key from `$4`. `$2` topic, `$3` code, `$4`
-/// after, `$5` limit. Rows whose event somebody deleted from the log are meant too, unless a topic is asked for. No lock,
-/// so it may be long.
+/// The delivery rows a person means, oldest first, by a walk of the primary key from `$4`. `$2`
+/// topic, `$3` code, `$4` after, `$5` limit. Rows whose event somebody deleted from the log are
+/// meant too, unless a topic is asked for. No lock, so it may be long.
 pub(crate) const DELIVERY_CHOOSE: &str = "
 SELECT d.seq FROM {s}.delivery AS d LEFT JOIN {log} AS l ON l.seq = d.seq
 WHERE d.subscription = $1 AND d.seq > $4 AND {states}
   AND ($2::text IS NULL OR l.topic LIKE $2) AND ($3::text IS NULL OR d.code = $3)
 ORDER BY d.seq LIMIT $5";
 
-/// The same of some ids, `$6`. Indexes: the log's unique id, then the primary key; fenced, or the order of the result would
-/// make the planner walk all rows for a few.
+/// The same of some ids, `$6`. Indexes: the log's unique id, then the primary key; fenced, or the
+/// order of the result would make the planner walk all rows for a few.
 const DELIVERY_CHOOSE_IDS: &str = "
 SELECT chosen.seq FROM (
   SELECT d.seq FROM {log} AS l JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = l.seq
@@ -41,18 +43,20 @@ SELECT chosen.seq FROM (
     AND ($2::text IS NULL OR l.topic LIKE $2) AND ($3::text IS NULL OR d.code = $3) OFFSET 0) AS chosen
 ORDER BY chosen.seq LIMIT $5";
 
-/// Dead rows and waiting ones become due now, if they still are. Index: primary key. Locks the rows.
+/// Dead rows and waiting ones become due now, if they still are. Index: primary key. Locks the
+/// rows.
 const DELIVERY_RETRY: &str = "
 UPDATE {s}.delivery AS d SET
   replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
   state = 'retrying', halt = false, due_at = statement_timestamp(), updated_at = clock_timestamp()
 WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND {states} RETURNING d.key";
 
-/// Of some keys, only the head may have a time: the rest wait for their turn. Without this, a thousand rows of one key that are due but not
-/// first would stand in front of everybody else's. Index: `delivery_held`, then the primary key. Locks the rows.
+/// Of some keys, only the head may have a time: the rest wait for their turn. Without this, a
+/// thousand rows of one key that are due but not first would stand in front of everybody else's.
+/// Index: `delivery_held`, then the primary key. Locks the rows.
 ///
-/// Fenced and in order, so that no statistics lead elsewhere: those of a table of dead rows say that nothing holds its key, and to compare all that
-/// does with each of the keys then looks cheap.
+/// Fenced and in order, so that no statistics lead elsewhere: those of a table of dead rows say
+/// that nothing holds its key, and to compare all that does with each of the keys then looks cheap.
 pub(crate) const CLEAR_FOLLOWER_DUE: &str = "
 UPDATE {s}.delivery AS d SET due_at = NULL
 FROM unnest($2::text[]) AS touched(key)
@@ -68,7 +72,8 @@ const DELIVERY_DISCARD: &str = "
 UPDATE {s}.delivery AS d SET state = 'discarded', due_at = NULL, updated_at = clock_timestamp()
 WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND {states} RETURNING d.key";
 
-/// Marks unread events, named by id, so that they are not sent when they are read. Index: the log's unique id; fenced, as [`DELIVERY_CHOOSE_IDS`] is.
+/// Marks unread events, named by id, so that they are not sent when they are read. Index: the log's
+/// unique id; fenced, as [`DELIVERY_CHOOSE_IDS`] is.
 const DELIVERY_DISCARD_PENDING: &str = "
 INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered)
 SELECT $1, n.lane, l.seq, l.key, 'discarded', false
@@ -79,11 +84,13 @@ WHERE ($3::text IS NULL OR l.topic LIKE $3) AND {is_unread} AND ($6::text[] IS N
 ORDER BY l.seq LIMIT $4
 ON CONFLICT DO NOTHING";
 
-/// Deletes, in `seq` order, events that every subscription of the log has passed and nobody needs any more. Index: the log's primary key,
-/// walked from its start. Locks the rows; those somebody else is deleting are passed over.
+/// Deletes, in `seq` order, events that every subscription of the log has passed and nobody needs
+/// any more. Index: the log's primary key, walked from its start. Locks the rows; those somebody
+/// else is deleting are passed over.
 ///
-/// A row that a subscription does not want is passed whatever its cursor says. Times rise with `seq`, nearly: beyond the thousandth young row
-/// nothing is looked at, and what one transaction left there is found once those are old too. So a call costs what is old and a thousand rows.
+/// A row that a subscription does not want is passed whatever its cursor says. Times rise with
+/// `seq`, nearly: beyond the thousandth young row nothing is looked at, and what one transaction
+/// left there is found once those are old too. So a call costs what is old and a thousand rows.
 pub(crate) const LOG_PRUNE: &str = "
 WITH old AS MATERIALIZED (
   SELECT l.seq FROM {log} AS l
@@ -104,8 +111,8 @@ marks AS (
   WHERE s.log = $2 AND d.subscription = s.id AND d.seq = old.seq)
 DELETE FROM {log} AS l USING old WHERE l.seq = old.seq";
 
-/// Deletes rows of events that somebody deleted from the log, once they are closed and as old as the events to be pruned. Indexes:
-/// `delivery_missing`, the log's primary key. Locks the rows.
+/// Deletes rows of events that somebody deleted from the log, once they are closed and as old as
+/// the events to be pruned. Indexes: `delivery_missing`, the log's primary key. Locks the rows.
 const DELIVERY_PRUNE_MISSING: &str = "
 DELETE FROM {s}.delivery AS d USING (
   SELECT m.subscription, m.seq FROM {s}.subscription AS s JOIN {s}.delivery AS m ON m.subscription = s.id
@@ -115,7 +122,8 @@ DELETE FROM {s}.delivery AS d USING (
   LIMIT 1000 FOR UPDATE OF m SKIP LOCKED) AS gone
 WHERE d.subscription = gone.subscription AND d.seq = gone.seq";
 
-/// Whether a log exists and has readers: one without any is not pruned, because nobody has passed it. Reads two small tables.
+/// Whether a log exists and has readers: one without any is not pruned, because nobody has passed
+/// it. Reads two small tables.
 const LOG_HAS_READERS: &str = "
 SELECT EXISTS (SELECT FROM {s}.log WHERE name = $1), EXISTS (SELECT FROM {s}.subscription WHERE log = $1)";
 
@@ -150,8 +158,8 @@ impl Admin for PostgresStore {
         self.bounded("create_log", create_log(self, log)).await
     }
 
-    /// A receive is one statement, so its transaction begins as the role or database says; everything else says itself
-    /// that it writes. Error: `Mismatch`, code `default_read_only`.
+    /// A receive is one statement, so its transaction begins as the role or database says;
+    /// everything else says itself that it writes. Error: `Mismatch`, code `default_read_only`.
     async fn check_receiving(&self) -> Result<()> {
         self.bounded("check_receiving", check_receiving(self)).await
     }
@@ -221,9 +229,10 @@ async fn discard(store: &PostgresStore, name: &SubscriptionName, selection: &Sel
 
 /// One step over delivery rows.
 ///
-/// What is meant is found before the lanes are locked, however many rows have to be looked at for it: under the lock only the step's own rows are
-/// written, each if it still is what was found. Ids are the exception. They are few, and what a relay writes down of them between the look and
-/// the lock must not fall between rows and unread events.
+/// What is meant is found before the lanes are locked, however many rows have to be looked at for
+/// it: under the lock only the step's own rows are written, each if it still is what was found. Ids
+/// are the exception. They are few, and what a relay writes down of them between the look and the
+/// lock must not fall between rows and unread events.
 async fn change_rows(
     store: &PostgresStore,
     client: &Client,

@@ -1,4 +1,5 @@
-//! Handlers that work in the very transaction that settles their events: an effect happens exactly once.
+//! Handlers that work in the very transaction that settles their events: an effect happens exactly
+//! once.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -16,8 +17,10 @@ use crate::settle::settle_in;
 /// A handler that works inside the store's transaction.
 ///
 /// Behaviour:
-/// - `tx` is a savepoint: an outcome other than delivered, an error in SQL or a panic takes back what this call did, and nothing else.
-/// - It must not commit or roll back by SQL, and should not wait for anything but the database: the transaction is open meanwhile.
+/// - `tx` is a savepoint: an outcome other than delivered, an error in SQL or a panic takes back
+///   what this call did, and nothing else.
+/// - It must not commit or roll back by SQL, and should not wait for anything but the database: the
+///   transaction is open meanwhile.
 #[async_trait]
 pub trait TxHandler: Send + Sync + 'static {
     /// Does the event's work.
@@ -36,19 +39,22 @@ struct TxApply<H> {
     handler: H,
 }
 
-/// The handlers' transaction. The planner is left alone, for it plans the handlers' statements; a statement timeout of ours too.
-/// The position is written at its end: written first, it would lock the lane while handlers run, and its lease could not be renewed.
+/// The handlers' transaction. The planner is left alone, for it plans the handlers' statements; a
+/// statement timeout of ours too. The position is written at its end: written first, it would lock
+/// the lane while handlers run, and its lease could not be renewed.
 const APPLY_BEGIN: &str = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off'";
 
-/// Keeps the search_path that the handlers worked with, and takes one of ours. Evaluated from left to right.
+/// Keeps the search_path that the handlers worked with, and takes one of ours. Evaluated from left
+/// to right.
 const PATH_OURS: &str = "SELECT pg_catalog.set_config('postbox.search_path', pg_catalog.current_setting('search_path'), true), pg_catalog.set_config('search_path', 'pg_catalog', true)";
 /// See [`PATH_OURS`].
 const PATH_THEIRS: &str =
     "SELECT pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.search_path'), true)";
 
-/// Whether a handler's effect can be kept. A statement that failed without the handler noticing leaves its savepoint broken; a deferred
-/// constraint would fail the whole transaction at its end, for ever and for everybody in it. Rolled back, so that constraints stay as
-/// deferred as they were for the handlers after it.
+/// Whether a handler's effect can be kept. A statement that failed without the handler noticing
+/// leaves its savepoint broken; a deferred constraint would fail the whole transaction at its end,
+/// for ever and for everybody in it. Rolled back, so that constraints stay as deferred as they were
+/// for the handlers after it.
 const EFFECT_CHECK: &str = "SAVEPOINT postbox_check; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT postbox_check; RELEASE SAVEPOINT postbox_check";
 
 #[async_trait]
@@ -86,8 +92,9 @@ impl<H: TxHandler> Apply for TxApply<H> {
         }
         entries.extend(entries_of(deliveries, &outcomes, position.is_some(), decide));
         let settlement = Settlement { position, entries, rewind, hold_keys };
-        // From here on the lane is locked: a host that vanishes now must not hold off the take-over. The handlers' names are theirs; ours mean
-        // Postgres's own. Put back, because deferred triggers of theirs run at the end.
+        // From here on the lane is locked: a host that vanishes now must not hold off the
+        // take-over. The handlers' names are theirs; ours mean Postgres's own. Put back, because
+        // deferred triggers of theirs run at the end.
         let (bounded, pinned, settled) = futures::join!(
             tx.batch_execute(&self.store.inner.modes.soon_over),
             tx.batch_execute(PATH_OURS),

@@ -5,11 +5,13 @@ use tokio_postgres::error::{DbError, SqlState};
 
 /// Maps a driver's error.
 ///
-/// Never contains a secret: the driver's errors hold no credentials, and the server's text about a row is left out.
+/// Never contains a secret: the driver's errors hold no credentials, and the server's text about a
+/// row is left out.
 pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -> Error {
     let classified = match error.as_db_error() {
         Some(database) => of_database(operation, &ErrorFields::of(database)),
-        // No answer from the server: refused, reset, closed, or timed out. (A value that cannot be encoded is ours and permanent.)
+        // No answer from the server: refused, reset, closed, or timed out. (A value that cannot be
+        // encoded is ours and permanent.)
         None if is_conversion(error) => Error::new(
             ErrorKind::Internal,
             operation,
@@ -94,7 +96,8 @@ fn of_database(operation: &'static str, fields: &ErrorFields<'_>) -> Error {
             "an event with this id is in the log already; nothing was appended".to_owned(),
         ),
         "23505" => make(Conflict, "unique_violation", text()),
-        // character_not_in_repertoire, untranslatable_character, invalid text or binary representation, stack depth.
+        // character_not_in_repertoire, untranslatable_character, invalid text or binary
+        // representation, stack depth.
         "22021" | "22P05" | "22P02" | "22P03" | "22P04" | "22032" | "54001" => make(Invalid, "text_invalid", text()),
         "54000" | "22001" | "22003" | "22007" | "22008" => make(Invalid, "value_out_of_range", text()),
         // undefined table, schema; undefined function, column, type.
@@ -132,8 +135,8 @@ fn of_database(operation: &'static str, fields: &ErrorFields<'_>) -> Error {
                 "login_refused",
                 format!("{}; correct the user or the password in the store's URL", fields.message),
             ),
-            // connection exceptions, insufficient resources (disk full, too many connections), operator intervention (shutdown,
-            // starting up), system errors, idle transaction ended.
+            // connection exceptions, insufficient resources (disk full, too many connections),
+            // operator intervention (shutdown, starting up), system errors, idle transaction ended.
             "08" | "53" | "57" | "58" | "25" => make(Unavailable, "store_unavailable", text()),
             _ => make(Internal, "store_error", format!("{} ({state})", fields.message)),
         },
@@ -146,8 +149,8 @@ pub(crate) fn is_undefined(error: &tokio_postgres::Error) -> bool {
     error.code().is_some_and(|state| states.contains(state))
 }
 
-/// Whether the server said that it cannot give a value as it is stored: text in no known encoding, or
-/// storage that is damaged. Anything else says nothing of the row.
+/// Whether the server said that it cannot give a value as it is stored: text in no known encoding,
+/// or storage that is damaged. Anything else says nothing of the row.
 pub(crate) fn is_damage(error: &tokio_postgres::Error) -> bool {
     error.code().is_some_and(|state| ["22", "XX"].contains(&state.code().get(..2).unwrap_or_default()))
 }
@@ -162,7 +165,8 @@ fn is_conversion(error: &tokio_postgres::Error) -> bool {
     text.starts_with("error serializing parameter") || text.starts_with("error deserializing column")
 }
 
-/// The deepest cause says what happened; the driver's own text is only "error connecting to server".
+/// The deepest cause says what happened; the driver's own text is only "error connecting to
+/// server".
 fn chain(error: &tokio_postgres::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);

@@ -1,4 +1,5 @@
-//! Rows to deliveries. This is the hot path of a drain: nothing is looked up by name, nothing is copied twice.
+//! Rows to deliveries. This is the hot path of a drain: nothing is looked up by name, nothing is
+//! copied twice.
 
 use bytes::Bytes;
 use jiff::Timestamp;
@@ -6,10 +7,11 @@ use postbox_core::{BoxError, Delivery, Event, EventId, Headers, Key, Seq, Tenant
 use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, Type};
 
-/// The columns of an event in the order [`stored`] reads them: name, type and value, from a log called `l`. `$1` is the
-/// largest payload to send along.
+/// The columns of an event in the order [`stored`] reads them: name, type and value, from a log
+/// called `l`. `$1` is the largest payload to send along.
 ///
-/// A larger payload stays behind and only its size comes: `octet_length` of a stored value reads nothing but its header.
+/// A larger payload stays behind and only its size comes: `octet_length` of a stored value reads
+/// nothing but its header.
 pub(crate) const EVENT_COLUMNS: [(&str, &str, &str); 17] = [
     ("seq", "bigint", "l.seq"),
     ("id", "uuid", "l.id"),
@@ -120,8 +122,8 @@ fn whole(row: &Row) -> Option<(Event, usize)> {
     Some((event, behind.unwrap_or_default().unsigned_abs() as usize))
 }
 
-/// What can be read of a row that is not well: by what an operator finds it, and its key, which must
-/// go on. Gives what is wrong with it.
+/// What can be read of a row that is not well: by what an operator finds it, and its key, which
+/// must go on. Gives what is wrong with it.
 fn salvage(row: &Row, event: &mut Event) -> String {
     let text = |column: usize| row.try_get::<_, Option<String>>(column).ok().flatten();
     let stamp = |column: usize| row.try_get::<_, Option<Stamp>>(column).ok().flatten().map(|at| at.0);
@@ -148,7 +150,8 @@ fn salvage(row: &Row, event: &mut Event) -> String {
     }
 }
 
-/// The table's CHECK guarantees an object of strings. Without its headers an event would be another.
+/// The table's CHECK guarantees an object of strings. Without its headers an event would be
+/// another.
 fn headers(row: &Row) -> Option<Headers> {
     match row.try_get::<_, Option<&str>>(13).ok()? {
         Some(json) => serde_json::from_str(json).ok(),
@@ -169,7 +172,8 @@ impl<'a> FromSql<'a> for Raw<'a> {
     }
 }
 
-/// A time, decoded without the detour over a signed duration that the driver's own conversion takes.
+/// A time, decoded without the detour over a signed duration that the driver's own conversion
+/// takes.
 struct Stamp(Timestamp);
 
 impl<'a> FromSql<'a> for Stamp {

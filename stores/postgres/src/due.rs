@@ -18,19 +18,20 @@ use crate::window::ReadParams;
 /// Where the columns after those of an event begin.
 const COLUMN: usize = EVENT_COLUMNS.len();
 
-/// Whether the lane is ours, and whether anything of the subscription left the stream. Nothing is ours on a standby: it
-/// may lack rows that are settled. Indexes: primary keys of `lane` and `delivery`. No lock.
+/// Whether the lane is ours, and whether anything of the subscription left the stream. Nothing is
+/// ours on a standby: it may lack rows that are settled. Indexes: primary keys of `lane` and
+/// `delivery`. No lock.
 const LANE_HELD: &str = "
 SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1) FROM {s}.lane AS l
 WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() AND NOT pg_is_in_recovery()";
 
-/// The heads whose time has come, each with what is blocked behind it. Indexes: `delivery_due` for the heads,
-/// `delivery_held` for what is behind them, then primary keys. No lock. A row whose event is gone comes too: it must be
-/// closed, or it would be the head of its key for ever.
+/// The heads whose time has come, each with what is blocked behind it. Indexes: `delivery_due` for
+/// the heads, `delivery_held` for what is behind them, then primary keys. No lock. A row whose
+/// event is gone comes too: it must be closed, or it would be the head of its key for ever.
 ///
-/// A keyed row is a head only if nothing of its key comes before it: one probe each, instead of comparing every row with
-/// every other. `statement_timestamp()` and not `clock_timestamp()`, because only a stable function can bound an index
-/// scan; nothing is waited for here.
+/// A keyed row is a head only if nothing of its key comes before it: one probe each, instead of
+/// comparing every row with every other. `statement_timestamp()` and not `clock_timestamp()`,
+/// because only a stable function can bound an index scan; nothing is waited for here.
 const DELIVERY_READ_DUE: &str = "
 WITH head AS MATERIALIZED (
   SELECT d.seq, d.key, d.holds FROM {s}.delivery AS d
@@ -52,9 +53,10 @@ JOIN {s}.delivery AS d ON d.subscription = $4 AND d.seq = m.seq
 LEFT JOIN {log} AS l ON l.seq = m.seq
 ORDER BY m.seq";
 
-/// What left the stream in a lane: whether keys are held, whether unread events were discarded, and how long until the
-/// next is due, in microseconds. Indexes: `delivery_held_lane`, `delivery_discarded`, `delivery_due`. No lock. Rows behind
-/// an unfinished one of their key are not due, whatever their time says.
+/// What left the stream in a lane: whether keys are held, whether unread events were discarded, and
+/// how long until the next is due, in microseconds. Indexes: `delivery_held_lane`,
+/// `delivery_discarded`, `delivery_due`. No lock. Rows behind an unfinished one of their key are
+/// not due, whatever their time says.
 const LANE_EXCEPTIONS: &str = "
 SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $2 AND holds),
   EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $2 AND state {=} 'discarded' AND seq {>} $3),

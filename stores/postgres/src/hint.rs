@@ -1,7 +1,9 @@
-//! Hints that there may be something to read: local commits and, where asked for, NOTIFY. Losing one costs a poll.
+//! Hints that there may be something to read: local commits and, where asked for, NOTIFY. Losing
+//! one costs a poll.
 //!
-//! A commit with a NOTIFY takes a server-wide lock, so writers send one only while a relay has declared itself asleep. A declaration runs
-//! out by itself; a relay with work never declares anything.
+//! A commit with a NOTIFY takes a server-wide lock, so writers send one only while a relay has
+//! declared itself asleep. A declaration runs out by itself; a relay with work never declares
+//! anything.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -21,7 +23,8 @@ use crate::store::Inner;
 
 /// How long a declaration holds. Writers go on notifying that long after a relay got busy.
 const ASLEEP: Duration = Duration::from_secs(1);
-/// A declaration with less than this left is renewed before a wait: two small unlogged writes a second at most.
+/// A declaration with less than this left is renewed before a wait: two small unlogged writes a
+/// second at most.
 const ASLEEP_LEFT_MIN: Duration = Duration::from_millis(500);
 /// The wait before a lost LISTEN connection is made again; meanwhile relays poll.
 const LISTEN_RETRY: Duration = Duration::from_secs(1);
@@ -29,7 +32,8 @@ const LISTEN_RETRY: Duration = Duration::from_secs(1);
 /// Asks a log's writers for notifications. Locks the log's table for a moment, the first time only.
 const NOTIFY_ENABLE: &str = "SELECT {s}.notify_enable($1)";
 
-/// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row; unlogged, so that nothing waits for the disk.
+/// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row; unlogged, so that
+/// nothing waits for the disk.
 const SLEEPER_DECLARE: &str = "
 INSERT INTO {s}.sleeper (log, owner, asleep_until) VALUES ($1, $2, pg_catalog.clock_timestamp() {+} ($3 {*} interval '1 microsecond'))
 ON CONFLICT (log, owner) DO UPDATE SET asleep_until = excluded.asleep_until";
@@ -78,7 +82,8 @@ impl PostgresStore {
         }
     }
 
-    /// Listens for a log's writers, where the configuration asks for it. A failure costs nothing but the hints.
+    /// Listens for a log's writers, where the configuration asks for it. A failure costs nothing
+    /// but the hints.
     pub(crate) async fn listen_if_asked(&self, log: &LogName) {
         if !self.inner.config.notify || self.inner.listener.lock().contains_key(log) {
             return;

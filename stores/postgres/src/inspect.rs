@@ -1,5 +1,5 @@
-//! What an operator sees: subscriptions, counts, lists, one event. Reports may walk the log; they run in a snapshot of
-//! their own and hold no lock.
+//! What an operator sees: subscriptions, counts, lists, one event. Reports may walk the log; they
+//! run in a snapshot of their own and hold no lock.
 
 use std::time::Duration;
 
@@ -20,7 +20,8 @@ use crate::session::{COMMIT, Session};
 
 /// Payload bytes one list may hold: an operator's page, not an export.
 const LIST_PAYLOAD_BYTES_MAX: usize = 64 * 1024 * 1024;
-/// The largest payload to bring along where the server cannot give one of them: none, so that it fails alone.
+/// The largest payload to bring along where the server cannot give one of them: none, so that it
+/// fails alone.
 const WITHOUT_PAYLOADS: i32 = -1;
 /// Most records of one list.
 const LIST_RECORDS_MAX: usize = 10_000;
@@ -31,8 +32,8 @@ SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_un
 FROM {s}.subscription AS s LEFT JOIN {s}.lane AS n ON n.subscription = s.id
 ORDER BY s.name, n.lane";
 
-/// Counts by topic and state, of topics with pending events the hundred deepest, the rest in one row without a topic. One
-/// walk of the log, and of the rows whose event somebody deleted from it.
+/// Counts by topic and state, of topics with pending events the hundred deepest, the rest in one
+/// row without a topic. One walk of the log, and of the rows whose event somebody deleted from it.
 const STATS: &str = "
 WITH standing AS (
   SELECT l.seq, l.topic, l.created_at, {state} AS state
@@ -63,7 +64,8 @@ UNION ALL
   (extract(epoch FROM clock_timestamp() - coalesce(oldest, clock_timestamp())) * 1000000)::bigint
 FROM topic WHERE pending > 0 ORDER BY pending DESC, topic LIMIT 100)";
 
-/// Records with a delivery row in one state. Index: `delivery_state`, then the log's primary key. No lock.
+/// Records with a delivery row in one state. Index: `delivery_state`, then the log's primary key.
+/// No lock.
 const RECORD_LIST_ROWS: &str = "
 SELECT {record_columns} FROM {s}.delivery AS d
 LEFT JOIN {log} AS l ON l.seq = d.seq
@@ -71,7 +73,8 @@ JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
 WHERE d.subscription = $2 AND d.state = $3 AND d.seq > $4 AND ($5::text IS NULL OR l.topic LIKE $5) AND ($6::text IS NULL OR d.code = $6)
 ORDER BY d.seq LIMIT $7";
 
-/// Records whose state follows from the cursor. Index: the log's primary key, walked from `$4`. No lock.
+/// Records whose state follows from the cursor. Index: the log's primary key, walked from `$4`. No
+/// lock.
 const RECORD_LIST_STREAM: &str = "
 SELECT {record_columns} FROM {log} AS l
 JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $8
@@ -149,7 +152,8 @@ async fn count(store: &PostgresStore, log: &LogName) -> Result<u64> {
 }
 
 impl PostgresStore {
-    /// Runs a report in one snapshot; the session comes back outside of a transaction, or is dropped.
+    /// Runs a report in one snapshot; the session comes back outside of a transaction, or is
+    /// dropped.
     async fn report<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Client) -> Result<T>) -> Result<T> {
         let session: Session = self.session(operation).await?;
         let failed = |error: tokio_postgres::Error| classify(operation, &error);
@@ -315,8 +319,8 @@ async fn get_row(
         .await
 }
 
-/// Rows to records. Large payloads are fetched as far as the bound goes, and the list ends there; after the snapshot, because one that
-/// the server cannot give would fail the whole of it.
+/// Rows to records. Large payloads are fetched as far as the bound goes, and the list ends there;
+/// after the snapshot, because one that the server cannot give would fail the whole of it.
 async fn records(store: &PostgresStore, operation: &'static str, found: (LogName, Vec<Row>)) -> Result<Vec<Record>> {
     let (log, rows) = found;
     let failed = |error: tokio_postgres::Error| classify(operation, &error);

@@ -1,12 +1,12 @@
 //! What a lane remembers between calls: its window, how far it has read and how far it is settled.
 //!
-//! The database knows the window and the settled position; how far we have read is only ours, so that a
-//! page costs no write and a crash gives everything unsettled again. What is remembered belongs to one
-//! epoch: another lease begins from the database.
+//! The database knows the window and the settled position; how far we have read is only ours, so
+//! that a page costs no write and a crash gives everything unsettled again. What is remembered
+//! belongs to one epoch: another lease begins from the database.
 //!
-//! The window here is never ahead of the one in the database. A crash takes back transaction ids that
-//! were not flushed, and gives them out again: a snapshot remembered from before it would take the new
-//! transactions for seen, and lose their events.
+//! The window here is never ahead of the one in the database. A crash takes back transaction ids
+//! that were not flushed, and gives them out again: a snapshot remembered from before it would take
+//! the new transactions for seen, and lose their events.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -30,11 +30,11 @@ pub(crate) struct Lane {
     /// One reader at a time; settling does not wait for it.
     pub(crate) turn: tokio::sync::Mutex<()>,
     position: Mutex<Option<Position>>,
-    /// The epoch of the last grant, if this store asked for it. After a failover it may be lower than
-    /// one before.
+    /// The epoch of the last grant, if this store asked for it. After a failover it may be lower
+    /// than one before.
     granted: Mutex<Option<Epoch>>,
-    /// Where the newest version of the lane's row was last seen, as Postgres writes a `ctid`. Only a
-    /// hint: see `0001_settle.sql`.
+    /// Where the newest version of the lane's row was last seen, as Postgres writes a `ctid`. Only
+    /// a hint: see `0001_settle.sql`.
     place: Mutex<Option<String>>,
     /// Which local commits the last read has seen.
     wakeups: Mutex<watch::Receiver<u64>>,
@@ -44,7 +44,8 @@ pub(crate) struct Lane {
 #[derive(Debug, Clone)]
 pub(crate) struct Position {
     pub(crate) epoch: Epoch,
-    /// The snapshot that ends the window, as Postgres writes it. No two windows of a lane have the same.
+    /// The snapshot that ends the window, as Postgres writes it. No two windows of a lane have the
+    /// same.
     pub(crate) window: Arc<str>,
     /// Everything of the window up to here is dealt with.
     pub(crate) settled: i64,
@@ -81,7 +82,8 @@ impl Lane {
         *lock(&self.position) = None;
     }
 
-    /// Whether an epoch may be read under: it is the one that was granted, or was granted through another store.
+    /// Whether an epoch may be read under: it is the one that was granted, or was granted through
+    /// another store.
     pub(crate) fn is_of(&self, epoch: Epoch) -> bool {
         lock(&self.granted).is_none_or(|granted| granted == epoch)
     }
@@ -131,8 +133,8 @@ impl Lane {
         *lock(&self.place) = Some(place.to_owned());
     }
 
-    /// Forgets what was read under an epoch. A call of a former epoch that ends late leaves what is known
-    /// under a newer one.
+    /// Forgets what was read under an epoch. A call of a former epoch that ends late leaves what is
+    /// known under a newer one.
     pub(crate) fn forget(&self, epoch: Epoch) {
         let mut known = lock(&self.position);
         if known.as_ref().is_some_and(|position| position.epoch <= epoch) {

@@ -12,14 +12,16 @@ use crate::PostgresStore;
 use crate::classify::{classify, cursor_foreign};
 use crate::log::micros;
 
-/// Counts `owner` as alive for `$3` and takes out who has been gone for an hour. Index: primary key of `replica`. Locks the row.
+/// Counts `owner` as alive for `$3` and takes out who has been gone for an hour. Index: primary key
+/// of `replica`. Locks the row.
 const REPLICA_HEARTBEAT: &str = "
 WITH gone AS (DELETE FROM {s}.replica WHERE subscription = $1 AND owner <> $2 AND alive_until < clock_timestamp() - interval '1 hour')
 INSERT INTO {s}.replica (subscription, owner, alive_until, alive_ttl) VALUES ($1, $2, clock_timestamp() + $3 * interval '1 microsecond', $3)
 ON CONFLICT (subscription, owner) DO UPDATE SET alive_until = excluded.alive_until, alive_ttl = excluded.alive_ttl";
 
-/// Whether the subscription is paused, how many relays are alive, and what is wrong with its lanes: how many are not
-/// there, and whether a cursor is one of another cluster. A heartbeat counts as a lease does. Indexes: primary keys.
+/// Whether the subscription is paused, how many relays are alive, and what is wrong with its lanes:
+/// how many are not there, and whether a cursor is one of another cluster. A heartbeat counts as a
+/// lease does. Indexes: primary keys.
 const SUBSCRIPTION_STATE: &str = "
 SELECT s.paused_by, s.paused_why, s.paused_until,
   (SELECT count(*) FROM {s}.replica AS r WHERE r.subscription = s.id AND r.alive_until > clock_timestamp()
@@ -28,13 +30,15 @@ SELECT s.paused_by, s.paused_why, s.paused_until,
   EXISTS (SELECT FROM {s}.lane AS l WHERE l.subscription = s.id AND l.cluster <> (SELECT {s}.cluster_id()))
 FROM {s}.subscription AS s WHERE s.id = $1";
 
-/// Takes the first free lane, or one that is ours without the caller knowing it: the answer to its grant was lost.
-/// Index: primary key of `lane`. Locks the one row; lanes locked by somebody else are passed over.
+/// Takes the first free lane, or one that is ours without the caller knowing it: the answer to its
+/// grant was lost. Index: primary key of `lane`. Locks the one row; lanes locked by somebody else
+/// are passed over.
 ///
-/// A lease is over at its end, and where its end lies further ahead than its length: then it was written before the clock
-/// went back. By more than a second: less is a time server's correction, for which nobody shall lose a living lease.
-/// `clock_timestamp()`, not `now()`: the transaction may have waited, and a lease counts from the grant. A cursor of
-/// another cluster is not granted; [`SUBSCRIPTION_STATE`] says so.
+/// A lease is over at its end, and where its end lies further ahead than its length: then it was
+/// written before the clock went back. By more than a second: less is a time server's correction,
+/// for which nobody shall lose a living lease. `clock_timestamp()`, not `now()`: the transaction
+/// may have waited, and a lease counts from the grant. A cursor of another cluster is not granted;
+/// [`SUBSCRIPTION_STATE`] says so.
 const LANE_ACQUIRE: &str = "
 UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3
 WHERE subscription = $1 AND lane = (
@@ -47,17 +51,20 @@ WHERE subscription = $1 AND lane = (
   ORDER BY l.lane LIMIT 1 FOR UPDATE SKIP LOCKED)
 RETURNING lane::int, epoch";
 
-/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index: `delivery_in_flight`. Locks the rows.
+/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index:
+/// `delivery_in_flight`. Locks the rows.
 ///
-/// A statement after the grant and not a part of it, so that it sees a settlement that committed just before. The lane just granted is the
-/// one whose row this transaction wrote: `$2` may hold others, with calls in flight.
+/// A statement after the grant and not a part of it, so that it sees a settlement that committed
+/// just before. The lane just granted is the one whose row this transaction wrote: `$2` may hold
+/// others, with calls in flight.
 const DELIVERY_MAKE_DUE: &str = "
 UPDATE {s}.delivery AS d SET due_at = clock_timestamp(), updated_at = clock_timestamp()
 FROM {s}.lane AS l
 WHERE l.subscription = $1 AND l.owner = $2 AND l.xmin = pg_current_xact_id()::xid
   AND d.subscription = l.subscription AND d.lane = l.lane AND d.code = 'in_flight' AND d.state = 'retrying' AND d.due_at > clock_timestamp()";
 
-/// Holds the lane, unless it was lost or the subscription is paused. Index: primary key. Locks the row.
+/// Holds the lane, unless it was lost or the subscription is paused. Index: primary key. Locks the
+/// row.
 const LANE_RENEW: &str = "
 UPDATE {s}.lane SET lease_until = clock_timestamp() + $4 * interval '1 microsecond', lease_ttl = $4
 WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_timestamp()

@@ -1,9 +1,10 @@
 //! The log contract: each method is a module of its own.
 //!
-//! The cursor of a lane is a pair of snapshots and a place between them. A *window* is every row not
-//! visible in the first and visible in the second; it is delivered in `seq` order and then the next one
-//! opens. No row is ever claimed, updated or deleted to be read, and a transaction left open delays only
-//! its own events: it is in the list of running ones of both snapshots until it ends.
+//! The cursor of a lane is a pair of snapshots and a place between them. A *window* is every row
+//! not visible in the first and visible in the second; it is delivered in `seq` order and then the
+//! next one opens. No row is ever claimed, updated or deleted to be read, and a transaction left
+//! open delays only its own events: it is in the list of running ones of both snapshots until it
+//! ends.
 
 use std::time::Duration;
 

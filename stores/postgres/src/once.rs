@@ -8,14 +8,17 @@ use tokio_postgres::types::Type;
 use crate::classify::classify;
 use crate::schema::SchemaName;
 
-/// Remembers a message. Index: primary key of `receipt`, on which a second one waits for the first one's transaction.
+/// Remembers a message. Index: primary key of `receipt`, on which a second one waits for the first
+/// one's transaction.
 pub(crate) const RECEIPT_CLAIM: &str =
     "INSERT INTO {s}.receipt (source, message_id) VALUES ($1, $2) ON CONFLICT DO NOTHING";
 
-/// Whether this is the first time that `message_id` of `source` is seen, decided in your transaction: do the message's work in it only if
-/// `true`, and both commit together or neither. A second transaction with the same id waits for the first one's end.
+/// Whether this is the first time that `message_id` of `source` is seen, decided in your
+/// transaction: do the message's work in it only if `true`, and both commit together or neither. A
+/// second transaction with the same id waits for the first one's end.
 ///
-/// Cancel-safety: dropped before it is done, the id may or may not be remembered by your transaction; roll it back.
+/// Cancel-safety: dropped before it is done, the id may or may not be remembered by your
+/// transaction; roll it back.
 pub async fn once_in(tx: &Transaction<'_>, schema: &SchemaName, source: &SourceName, message_id: &str) -> Result<bool> {
     check_message_id(message_id)?;
     let claimed = tx

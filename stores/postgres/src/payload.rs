@@ -13,8 +13,8 @@ use crate::PostgresStore;
 use crate::classify::{classify, is_damage};
 use crate::decode::{Raw, Stored};
 
-/// Larger payloads than this are fetched piece by piece, so that the driver's buffers stay small beside a payload of
-/// 16 MiB.
+/// Larger payloads than this are fetched piece by piece, so that the driver's buffers stay small
+/// beside a payload of 16 MiB.
 const SLICE_BYTES: usize = 1024 * 1024;
 
 /// The payloads that stayed behind. Index: primary key of the log.

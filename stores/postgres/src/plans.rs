@@ -1,6 +1,8 @@
-//! What the planner makes of our statements. Each trap here was hit: a walk of the whole table instead of an index, 3 to 250 times slower.
+//! What the planner makes of our statements. Each trap here was hit: a walk of the whole table
+//! instead of an index, 3 to 250 times slower.
 //!
-//! The log is asked twice, before and after its first ANALYZE, because the planner errs differently without statistics.
+//! The log is asked twice, before and after its first ANALYZE, because the planner errs differently
+//! without statistics.
 
 use crate::admin::{CLEAR_FOLLOWER_DUE, DELIVERY_CHOOSE, LOG_PRUNE, MAY_BE_RETRIED};
 use crate::{PostgresConfig, PostgresStore, SchemaName};
@@ -42,8 +44,9 @@ async fn no_retention_walks_what_is_young() {
     }
 }
 
-/// A person sends many dead events again. Statistics taken before know of no row that holds its key; comparing all those that do with each of the
-/// keys took seconds a step, under the lanes' locks.
+/// A person sends many dead events again. Statistics taken before know of no row that holds its
+/// key; comparing all those that do with each of the keys took seconds a step, under the lanes'
+/// locks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
     for version in Version::ALL {
@@ -90,7 +93,8 @@ async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
     }
 }
 
-/// A store whose outbox has a row for each `n` up to [`ROWS`], and nobody else to analyse it meanwhile.
+/// A store whose outbox has a row for each `n` up to [`ROWS`], and nobody else to analyse it
+/// meanwhile.
 async fn filled(version: Version, insert: &str) -> PostgresStore {
     let url = Postgres::shared(version).await.fresh_database().await;
     let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
@@ -127,7 +131,8 @@ struct LaneCase {
     rows_max: u64,
 }
 
-/// The most rows, the lane, lanes, topics and the tenant; then where the lane stands; then after which place.
+/// The most rows, the lane, lanes, topics and the tenant; then where the lane stands; then after
+/// which place.
 macro_rules! window {
     ($lanes:literal, $topics:literal, $to:literal, $after:literal) => {
         concat!(
@@ -164,8 +169,8 @@ const LANE_CASES: [LaneCase; 8] = [
         window: ("1:1:", "601:601:", 0, 0),
         call: window!("1", "NULL", "601:601:", "NULL"),
         indexes: &["outbox_xid_seq", "outbox_pkey"],
-        // The bounds look at each of the window's 16,666 rows once, in the index; then the page passes five rows for each
-        // of its own.
+        // The bounds look at each of the window's 16,666 rows once, in the index; then the page
+        // passes five rows for each of its own.
         rows_max: 20_000,
     },
     LaneCase {
@@ -205,7 +210,8 @@ const LANE_CASES: [LaneCase; 8] = [
     },
 ];
 
-/// The statements inside the functions are planned once for all parameters, so they are watched where they run.
+/// The statements inside the functions are planned once for all parameters, so they are watched
+/// where they run.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_read_of_a_lane_walks_the_log() {
     for version in Version::ALL {

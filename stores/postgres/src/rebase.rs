@@ -1,7 +1,8 @@
 //! Rebasing: making a restored dump's rows and cursors fit the cluster they are in now.
 //!
-//! Rows carry the ids of the transactions that wrote them, and cursors are made of such ids. In another cluster these numbers mean nothing: a
-//! cursor beyond the new cluster's counter would wait for years, in silence.
+//! Rows carry the ids of the transactions that wrote them, and cursors are made of such ids. In
+//! another cluster these numbers mean nothing: a cursor beyond the new cluster's counter would wait
+//! for years, in silence.
 
 use postbox_core::{Error, ErrorKind, Result};
 
@@ -25,8 +26,8 @@ FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
 LEFT JOIN {log} AS l ON l.slot % s.lanes = n.lane
 WHERE s.log = '{name}' GROUP BY n.subscription, n.lane";
 
-/// Unread rows before it that the subscription wants leave the stream: due now, or at their later time as if they had been read. With delivery
-/// rows they keep their key's order. Walks the log.
+/// Unread rows before it that the subscription wants leave the stream: due now, or at their later
+/// time as if they had been read. With delivery rows they keep their key's order. Walks the log.
 const DELIVERY_OF_STRAGGLERS: &str = "
 INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, due_at)
 SELECT s.id, n.lane, l.seq, l.key, CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN 'scheduled' ELSE 'retrying' END, s.ordering = 'key',
@@ -38,11 +39,12 @@ JOIN {log} AS l ON l.slot % s.lanes = n.lane AND l.seq < p.seq
 WHERE s.log = '{name}' AND {is_wanted} AND {is_unread}
 ON CONFLICT DO NOTHING";
 
-/// Every row becomes as old as can be: id 3, the first of any cluster. Rewrites the table, without its rules: they want the id of this very
-/// transaction.
+/// Every row becomes as old as can be: id 3, the first of any cluster. Rewrites the table, without
+/// its rules: they want the id of this very transaction.
 const LOG_RESTAMP: &str = "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS event_invalid; UPDATE {log} SET xid = '3'; SELECT {s}.guard_log('{name}')";
 
-/// The cursors: a window of everything with id 3, passed up to where each lane was. The epoch rises, so that no old lease can write.
+/// The cursors: a window of everything with id 3, passed up to where each lane was. The epoch
+/// rises, so that no old lease can write.
 const LANE_REBASE: &str = "
 UPDATE {s}.lane AS n SET from_snap = '1:1:', to_snap = '4:4:', low = 0, high = 9223372036854775807, last_seq = p.seq,
   epoch = epoch + 1, lease_until = NULL, cluster = {s}.cluster_id()

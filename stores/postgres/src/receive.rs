@@ -12,7 +12,8 @@ use crate::append::Columns;
 use crate::classify::{classify, is_undefined};
 use crate::log::micros;
 
-/// Remembers a message and stores its event, or says what is known of it: see `0001_receive.sql`. Index: primary key of `receipt`. Locks its row.
+/// Remembers a message and stores its event, or says what is known of it: see `0001_receive.sql`.
+/// Index: primary key of `receipt`. Locks its row.
 const LOG_RECEIVE: &str =
     "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)";
 
@@ -20,14 +21,16 @@ const LOG_RECEIVE: &str =
 const LOG_RECEIVE_MANY: &str =
     "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
 
-/// Forgets old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows; those of a running receiver are passed over.
+/// Forgets old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows;
+/// those of a running receiver are passed over.
 const CONFLICT_FORGET: &str = "
 DELETE FROM {s}.conflict AS c
 USING (SELECT source, tenant, message_id, digest_refused FROM {s}.conflict
   WHERE last_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY last_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
 WHERE c.source = old.source AND c.tenant = old.tenant AND c.message_id = old.message_id AND c.digest_refused = old.digest_refused";
 
-/// Forgets old ids, a thousand at a time. Index: `receipt_received`. Locks the rows; those of a running receiver are passed over.
+/// Forgets old ids, a thousand at a time. Index: `receipt_received`. Locks the rows; those of a
+/// running receiver are passed over.
 const RECEIPT_FORGET: &str = "
 DELETE FROM {s}.receipt AS r
 USING (SELECT source, tenant, message_id FROM {s}.receipt
@@ -60,7 +63,8 @@ impl PostgresStore {
         let age_micros = micros(older_than);
         let params: [(&(dyn ToSql + Sync), Type); 1] = [(&age_micros, Type::INT8)];
         let forget = async |client: &Client| {
-            // Records of conflicts age like the ids they are about; they are no ids and do not count.
+            // Records of conflicts age like the ids they are about; they are no ids and do not
+            // count.
             let (forgotten, passed) =
                 futures::join!(client.execute_typed(&receipts, &params), client.execute_typed(&conflicts, &params));
             let forgotten = forgotten?;
@@ -70,7 +74,8 @@ impl PostgresStore {
         forgotten.map_err(|error| classify("forget", &error))
     }
 
-    /// One statement, which is its own transaction: a webhook waits for one answer, not for those of BEGIN and COMMIT too.
+    /// One statement, which is its own transaction: a webhook waits for one answer, not for those
+    /// of BEGIN and COMMIT too.
     async fn receive_at_once(&self, log: &LogName, inbound: &[Inbound], events: &Columns<'_>) -> Result<Vec<Received>> {
         let session = self.session("receive").await?;
         let received = match inbound {
@@ -124,8 +129,9 @@ impl PostgresStore {
     }
 }
 
-/// The places of the messages, counted from one, in the order of their identities. In this order every call locks them: two calls that bring the
-/// same messages wait for each other, and never each for the other.
+/// The places of the messages, counted from one, in the order of their identities. In this order
+/// every call locks them: two calls that bring the same messages wait for each other, and never
+/// each for the other.
 fn by_identity(inbound: &[Inbound]) -> Vec<i32> {
     let mut places: Vec<i32> = (1..=inbound.len() as i32).collect();
     places.sort_by_key(|place| {

@@ -1,4 +1,5 @@
-//! `settle`: writing down what became of a batch: the position, the exceptions, and the next of each key, in one transaction.
+//! `settle`: writing down what became of a batch: the position, the exceptions, and the next of
+//! each key, in one transaction.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
@@ -15,20 +16,23 @@ use crate::log::micros;
 use crate::session::COMMIT;
 use crate::subscription::SubscriptionRow;
 
-/// Locks the lane and moves its position: see `0001_settle.sql`. Index: primary key of `lane`. Locks the row until the
-/// transaction ends; the lease may run out meanwhile, but nobody else gets the lane.
+/// Locks the lane and moves its position: see `0001_settle.sql`. Index: primary key of `lane`.
+/// Locks the row until the transaction ends; the lease may run out meanwhile, but nobody else gets
+/// the lane.
 pub(crate) const LANE_SETTLE: &str = "SELECT verdict, place FROM {s}.settle_lane($1, $2, $3, $4, $5, $6, $7)";
 
-/// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A row that is there stays: a person discarded the event
-/// before it was read.
+/// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A row that is
+/// there stays: a person discarded the event before it was read.
 const DELIVERY_INSERT: &str = "
 INSERT INTO {s}.delivery AS d (subscription, lane, ordered, seq, key, state, halt, attempts, code, error, due_at)
 SELECT $1, $2, $3, e.seq, e.key, e.state, e.halt, e.attempts, e.code, e.error, e.due_at FROM {entries}
 ON CONFLICT (subscription, seq) DO NOTHING";
 
-/// Rows that are there already; one that vanished stays away. Index: primary key of `delivery`. Locks the rows.
+/// Rows that are there already; one that vanished stays away. Index: primary key of `delivery`.
+/// Locks the rows.
 ///
-/// A row that was blocked and stays so is not rewritten: a poison key's followers come along at every attempt of its head.
+/// A row that was blocked and stays so is not rewritten: a poison key's followers come along at
+/// every attempt of its head.
 const DELIVERY_UPDATE: &str = "
 UPDATE {s}.delivery AS d SET state = e.state, halt = e.halt, ordered = $3, attempts = e.attempts, code = coalesce(e.code, d.code),
   error = coalesce(e.error, d.error), due_at = e.due_at, updated_at = clock_timestamp()
@@ -40,12 +44,14 @@ const DELIVERY_DELETE: &str = "
 DELETE FROM {s}.delivery AS d USING unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
 WHERE d.subscription = $1 AND d.seq = e.seq AND {is_as_read}";
 
-/// How many rows are as they were read. Index: primary key of `delivery`. The lane's lock keeps them so.
+/// How many rows are as they were read. Index: primary key of `delivery`. The lane's lock keeps
+/// them so.
 const DELIVERY_COUNT: &str = "
 SELECT count(*) FROM unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
 JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = e.seq WHERE {is_as_read}";
 
-/// The next of each key becomes due, if it was only waiting for its turn. Index: `delivery_held`, then the primary key. Locks the rows.
+/// The next of each key becomes due, if it was only waiting for its turn. Index: `delivery_held`,
+/// then the primary key. Locks the rows.
 pub(crate) const DELIVERY_RELEASE: &str = "
 UPDATE {s}.delivery AS d SET state = 'retrying', due_at = clock_timestamp(), updated_at = clock_timestamp()
 FROM unnest($2::text[]) AS touched(key)
@@ -149,8 +155,8 @@ pub(crate) async fn settle(store: &PostgresStore, lease: &Lease, settlement: &Se
     let lane = store.lane(lease);
     match &settled {
         Ok(()) => lane.settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind),
-        // Of a lost window everything stays refused until the lane is given back: what else of it was given out must not
-        // be settled either.
+        // Of a lost window everything stays refused until the lane is given back: what else of it
+        // was given out must not be settled either.
         Err(error) if error.code() == "stale_lease" => lane.forget(lease.epoch),
         Err(_) => {}
     }
@@ -219,7 +225,8 @@ impl SettleCall<'_> {
         committed.map_err(|error| classify("settle", &error))
     }
 
-    /// Locks the lane under the lease's epoch. Nothing else of a settlement may be written before this said yes.
+    /// Locks the lane under the lease's epoch. Nothing else of a settlement may be written before
+    /// this said yes.
     async fn move_position(&self) -> Result<Position> {
         let Self { lease, settlement, .. } = self;
         let lane = self.store.lane(lease);
@@ -251,7 +258,8 @@ impl SettleCall<'_> {
         }
     }
 
-    /// Whether every due row still is as it was read, so that what a handler did for it counts once.
+    /// Whether every due row still is as it was read, so that what a handler did for it counts
+    /// once.
     async fn is_as_read(&self) -> Result<bool> {
         if self.settlement.position.is_some() {
             return Ok(true);
@@ -268,7 +276,8 @@ impl SettleCall<'_> {
         let Self { lease, subscription, settlement, .. } = self;
         let writes = Writes::of(settlement);
         let schema = self.store.schema();
-        // Only what comes from the stream may make a row: a due row that vanished was taken away by a person.
+        // Only what comes from the stream may make a row: a due row that vanished was taken away by
+        // a person.
         let keep = schema.sql(if settlement.position.is_some() { DELIVERY_INSERT } else { DELIVERY_UPDATE });
         let lane = lease.lane.cast_signed();
         let keeping = async {

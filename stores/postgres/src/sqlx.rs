@@ -9,11 +9,13 @@ use crate::classify::{log_unknown, of_sqlstate};
 use crate::once::{RECEIPT_CLAIM, check_message_id};
 use crate::schema::SchemaName;
 
-/// Appends `events` in your transaction, as [`crate::append_in`] does: `append_in(&mut *tx, …)`. One round trip, whatever their number.
+/// Appends `events` in your transaction, as [`crate::append_in`] does: `append_in(&mut *tx, …)`.
+/// One round trip, whatever their number.
 ///
 /// Statements are not kept by the connection, so that a transaction-mode pooler may sit in between.
 ///
-/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction; roll it back.
+/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction;
+/// roll it back.
 pub async fn append_in(
     connection: &mut PgConnection,
     schema: &SchemaName,
@@ -43,7 +45,8 @@ pub async fn append_in(
     Ok(ids)
 }
 
-/// Whether this is the first time that `message_id` of `source` is seen, decided in your transaction; see [`crate::once_in`].
+/// Whether this is the first time that `message_id` of `source` is seen, decided in your
+/// transaction; see [`crate::once_in`].
 pub async fn once_in(
     connection: &mut PgConnection,
     schema: &SchemaName,

@@ -40,9 +40,11 @@ pub(crate) struct Inner {
 }
 
 impl PostgresStore {
-    /// Connects, and checks that the database answers. The schema is not looked at: see [`postbox_core::Migrate`].
+    /// Connects, and checks that the database answers. The schema is not looked at: see
+    /// [`postbox_core::Migrate`].
     ///
-    /// Errors: `Mismatch` for a bad URL, schema name or missing database, `Unauthorized`, `Unavailable`.
+    /// Errors: `Mismatch` for a bad URL, schema name or missing database, `Unauthorized`,
+    /// `Unavailable`.
     pub async fn connect(config: PostgresConfig) -> Result<Self> {
         let store = Self::new(config)?;
         store.session("connect").await?.finish();
@@ -76,8 +78,8 @@ impl PostgresStore {
         &self.inner.schema
     }
 
-    /// Tells the relays of this process that something was committed: call it after the commit of a transaction that used
-    /// [`crate::append_in`]. Only a hint that saves a poll interval.
+    /// Tells the relays of this process that something was committed: call it after the commit of a
+    /// transaction that used [`crate::append_in`]. Only a hint that saves a poll interval.
     pub fn wake(&self) {
         self.inner.wakeups.send_modify(|wakeups| *wakeups += 1);
     }

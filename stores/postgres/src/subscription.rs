@@ -19,17 +19,19 @@ use crate::session::COMMIT;
 const LOG_EXISTS: &str = "
 SELECT EXISTS (SELECT FROM {s}.log WHERE name = $1)";
 
-/// Whether the newest row of a log is from a transaction that this cluster has not reached. Index: `(xid, seq)` of the
-/// log, read from its end. No lock. Every visible row's transaction is over, so it is below the current snapshot's `xmax`,
-/// unless the row came with a dump.
+/// Whether the newest row of a log is from a transaction that this cluster has not reached. Index:
+/// `(xid, seq)` of the log, read from its end. No lock. Every visible row's transaction is over, so
+/// it is below the current snapshot's `xmax`, unless the row came with a dump.
 const LOG_IS_FROM_FUTURE: &str = "
 SELECT EXISTS (
   SELECT FROM (SELECT l.xid FROM {log} AS l ORDER BY l.xid DESC LIMIT 1) AS newest
   WHERE newest.xid >= pg_snapshot_xmax(pg_current_snapshot()))";
 
-/// Makes the subscription, or takes over its new filter and ordering. Index: the unique name. Locks the row.
+/// Makes the subscription, or takes over its new filter and ordering. Index: the unique name. Locks
+/// the row.
 ///
-/// The revision tells replicas that read with the former filter: they read on by this one, whatever their own configuration says.
+/// The revision tells replicas that read with the former filter: they read on by this one, whatever
+/// their own configuration says.
 const SUBSCRIPTION_UPSERT: &str = "
 INSERT INTO {s}.subscription AS s (name, log, topics, tenant, ordering, lanes) VALUES ($1, $2, $3, $4, $5, $6)
 ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, ordering = $5,
@@ -37,8 +39,9 @@ ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, ordering = $5,
 WHERE s.log = $2 AND s.lanes = $6
 RETURNING id, revision, xmax = 0 AS is_new";
 
-/// Makes the lanes that are not there. Their cursor is before everything, or (of a new subscription) at this moment.
-/// `last_seq` and the window do not matter for `now`: an empty window lies between equal snapshots.
+/// Makes the lanes that are not there. Their cursor is before everything, or (of a new
+/// subscription) at this moment. `last_seq` and the window do not matter for `now`: an empty window
+/// lies between equal snapshots.
 const LANE_CREATE: &str = "
 INSERT INTO {s}.lane (subscription, lane, from_snap, to_snap, low, high, last_seq)
 SELECT $1, n, snap, snap, 0, 0, 0
@@ -49,7 +52,8 @@ ON CONFLICT DO NOTHING";
 const LANE_IS_FROM_FUTURE: &str = "
 SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax(to_snap) > pg_snapshot_xmax(pg_current_snapshot()))";
 
-/// Whether a lane's cursor was made in another cluster, where the same ids are of other transactions. Index: primary key of `lane`.
+/// Whether a lane's cursor was made in another cluster, where the same ids are of other
+/// transactions. Index: primary key of `lane`.
 const LANE_IS_FOREIGN: &str = "
 SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> (SELECT {s}.cluster_id()))";
 
@@ -166,7 +170,8 @@ async fn write(store: &PostgresStore, client: &Client, subscription: &Subscripti
         return Err(Error::new(ErrorKind::Conflict, "subscribe", "subscription_changed", message));
     };
     let (id, revision): (i32, i32) = (row.get(0), row.get(1));
-    // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what they had passed.
+    // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what
+    // they had passed.
     let now = *start == StartAt::Now && row.get::<_, bool>(2);
     ask(&schema.sql(LANE_CREATE), &[(&id, Type::INT4), (&i32::from(*lanes), Type::INT4), (&now, Type::BOOL)]).await?;
     if is_true(ask(&schema.sql(LANE_IS_FROM_FUTURE), &[(&id, Type::INT4)]).await?) {
@@ -195,7 +200,8 @@ impl PostgresStore {
         row
     }
 
-    /// What is in the database now, remembered from here on. A subscription that is gone is forgotten.
+    /// What is in the database now, remembered from here on. A subscription that is gone is
+    /// forgotten.
     pub(crate) async fn reload(
         &self,
         operation: &'static str,

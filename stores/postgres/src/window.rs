@@ -1,4 +1,5 @@
-//! `next_batch`: page by page while the window has more, then a look for news, then the next window.
+//! `next_batch`: page by page while the window has more, then a look for news, then the next
+//! window.
 
 use std::collections::HashSet;
 use std::pin::pin;
@@ -26,7 +27,8 @@ const INLINE_BYTES_MAX: usize = 16 * 1024;
 /// Below this a second round trip costs more than the bytes.
 const INLINE_BYTES_MIN: usize = 1024;
 
-/// Reads a page, or opens the next window: see `0001_window.sql`, which says what it asks, writes and answers.
+/// Reads a page, or opens the next window: see `0001_window.sql`, which says what it asks, writes
+/// and answers.
 const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)";
 
 /// Which of some keys are held. Index: `delivery_held`.
@@ -98,7 +100,8 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
             batch => break batch,
         }
     };
-    // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped future does.
+    // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped
+    // future does.
     session.finish();
     if batch.as_ref().is_err_and(Error::is_stale) {
         lane.forget(lease.epoch);
@@ -149,7 +152,8 @@ impl NextBatch<'_> {
             let after = if !at.drained {
                 Some(at.read)
             } else if unsettled {
-                // The window's last batch is not settled. Opening the next now would forget it after a crash.
+                // The window's last batch is not settled. Opening the next now would forget it
+                // after a crash.
                 Some(i64::MAX)
             } else {
                 None
@@ -196,9 +200,9 @@ impl NextBatch<'_> {
         let answer = answer.ok_or_else(|| invalid_answer("nothing"))?;
         match answer.verdict.as_str() {
             "stale" => return Err(Error::stale("next_batch")),
-            // Not to be read on under this lease, even if all that was given out is settled: calls of it may still
-            // be on their way, and would settle rows by numbers that a database which went back has given to other
-            // events.
+            // Not to be read on under this lease, even if all that was given out is settled: calls
+            // of it may still be on their way, and would settle rows by numbers that a database
+            // which went back has given to other events.
             "undone" => return Err(window_undone("next_batch")),
             "changed" => return Err(filter_changed()),
             "page" | "nothing" | "window" => {}
@@ -240,7 +244,8 @@ impl NextBatch<'_> {
                 None => last = Some(Answer::from_row(&row)?),
             }
         }
-        // Stragglers and the rest share no row. A stable sort finds the two runs that are there, and merges them.
+        // Stragglers and the rest share no row. A stable sort finds the two runs that are there,
+        // and merges them.
         rows.sort_by_key(Stored::seq);
         Ok((rows, last))
     }
@@ -252,7 +257,8 @@ impl NextBatch<'_> {
     /// Makes a batch of what was read and remembers how far it goes.
     async fn give(&self, mut at: Position, mut rows: Vec<Stored>, exceptions: Exceptions) -> Result<Batch> {
         let found = rows.len();
-        // No more than one half gives: beyond that, rows of the other may stand before rows that did not come.
+        // No more than one half gives: beyond that, rows of the other may stand before rows that
+        // did not come.
         rows.truncate(fitting(&rows, self.params.limit));
         let more = rows.len() < found;
         self.store.fill_payloads(self.client, &self.subscription.log, &mut rows).await?;
@@ -273,7 +279,8 @@ impl NextBatch<'_> {
         Ok(batch)
     }
 
-    /// Which of the page's keys are held and which of its events were discarded; asks only if there are any.
+    /// Which of the page's keys are held and which of its events were discarded; asks only if there
+    /// are any.
     async fn held_and_discarded(
         &self,
         exceptions: Exceptions,

@@ -1,4 +1,5 @@
-//! What an operator changes: retry, discard, prune, pause. In bounded steps, so that the write lock is never held for long.
+//! What an operator changes: retry, discard, prune, pause. In bounded steps, so that the write lock
+//! is never held for long.
 
 use std::collections::{BTreeSet, HashSet};
 use std::time::Duration;
@@ -14,16 +15,18 @@ use crate::classify::Work;
 use crate::clock::micros;
 use crate::decode::{Head, integer, seq};
 use crate::inspect::Reader;
-use crate::lease::{self, Stored};
+use crate::lease::{self, SubscriptionRow};
 use crate::migrate::{self, checked_log, require_log};
 use crate::schema::log_table;
 use crate::settle::release_head;
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
-/// Rows looked at in one step: some tens of milliseconds of the write lock, however few of them are meant.
+/// Rows looked at in one step: some tens of milliseconds of the write lock, however few of them are
+/// meant.
 const STEP_LOOK_MAX: usize = 20_000;
-/// Events too young to prune that are passed over before `prune` gives up: stamps follow `seq` but for jumps of the clock.
+/// Events too young to prune that are passed over before `prune` gives up: stamps follow `seq` but
+/// for jumps of the clock.
 const PRUNE_YOUNG_MAX: usize = 1_000;
 
 /// Rows of a subscription in `seq` order, by primary key; no lock of its own.
@@ -135,11 +138,12 @@ impl Chosen {
             && (self.selection.code.is_none() || row.code == self.selection.code)
     }
 
-    /// The next rows that are meant and that `wanted` accepts, oldest first, and where the next step begins.
+    /// The next rows that are meant and that `wanted` accepts, oldest first, and where the next
+    /// step begins.
     fn next(
         &self,
         tx: &Transaction<'_>,
-        stored: &Stored,
+        stored: &SubscriptionRow,
         subscription: &SubscriptionName,
         wanted: impl Fn(&Candidate) -> bool,
     ) -> Work<(Vec<Candidate>, Option<Seq>)> {
@@ -179,7 +183,7 @@ impl Chosen {
 }
 
 /// The places of events in a subscription's log, in their order.
-fn seqs_of(tx: &Transaction<'_>, stored: &Stored, ids: &HashSet<String>) -> Work<BTreeSet<i64>> {
+fn seqs_of(tx: &Transaction<'_>, stored: &SubscriptionRow, ids: &HashSet<String>) -> Work<BTreeSet<i64>> {
     // By the unique index on id; takes no lock of its own.
     let log_seq = format!("SELECT seq FROM {} WHERE id = ?1", log_table(&stored.log));
     let mut statement = tx.prepare_cached(&log_seq)?;
@@ -343,7 +347,8 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64
         }
         tx.prepare_cached(&log_delete)?.execute([seq])?;
     }
-    // By `postbox_delivery_missing`; takes the write lock. Nobody can deliver what is no longer in the log.
+    // By `postbox_delivery_missing`; takes the write lock. Nobody can deliver what is no longer in
+    // the log.
     let delivery_prune_missing = format!(
         "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq IN (SELECT d.seq FROM postbox_delivery d WHERE d.subscription = ?1 \
          AND d.code = 'event_missing' AND d.state IN ('dead', 'discarded') AND d.updated_at <= ?2 \

@@ -11,8 +11,8 @@ use crate::schema::log_table;
 use crate::thread::Session;
 use crate::window::push;
 
-/// Rows that are due and at the head of their key, longest due first, by `postbox_delivery_due` and, for the head,
-/// `postbox_delivery_key`; no lock.
+/// Rows that are due and at the head of their key, longest due first, by `postbox_delivery_due`
+/// and, for the head, `postbox_delivery_key`; no lock.
 const DELIVERY_DUE: &str = "SELECT d.seq, d.attempts, d.replays, d.state, d.due_at, d.key, d.holds FROM postbox_delivery d \
 WHERE d.subscription = :subscription AND d.lane = :lane AND d.state IN ('retrying', 'scheduled') AND d.due_at <= :now \
 AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h \
@@ -73,7 +73,8 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
     Ok(due)
 }
 
-/// At most `limit` rows in `seq` order. A key's rows are cut only at the end, so that what is given of a key has no gap.
+/// At most `limit` rows in `seq` order. A key's rows are cut only at the end, so that what is given
+/// of a key has no gap.
 fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Vec<Ready>> {
     let parameters = named_params! {
         ":subscription": lease.subscription.as_str(),

@@ -11,7 +11,7 @@ use rusqlite::{OptionalExtension, Row, Transaction, params};
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
 use crate::decode::{Decoded, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer, seq};
-use crate::lease::{self, Stored};
+use crate::lease::{self, SubscriptionRow};
 use crate::migrate::{log_names, require_log};
 use crate::schema::log_table;
 use crate::store::SqliteStore;
@@ -111,7 +111,7 @@ fn subscriptions(session: &mut Session) -> Work<Vec<SubscriptionInfo>> {
 /// A subscription with the positions of its lanes: everything that tells pending from dispatched.
 pub(crate) struct Reader {
     pub(crate) name: SubscriptionName,
-    pub(crate) stored: Stored,
+    pub(crate) stored: SubscriptionRow,
     pub(crate) table: String,
     positions: Vec<i64>,
 }
@@ -212,8 +212,8 @@ fn missing(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
     Ok(tx.query_row(&delivery_missing, [reader.name.as_str()], |row| count(row, 0))?)
 }
 
-/// How many events of the log the subscription wants. Without a filter SQLite counts the smallest index; with one it walks the log,
-/// whose payloads it never touches.
+/// How many events of the log the subscription wants. Without a filter SQLite counts the smallest
+/// index; with one it walks the log, whose payloads it never touches.
 fn total(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
     let table = &reader.table;
     if reader.stored.filter.topics.is_empty() && reader.stored.filter.tenant.is_none() {
@@ -232,11 +232,13 @@ fn total(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
     Ok(total)
 }
 
-/// Counts what no lane has read yet: by topic in SQL beyond every lane's position, row by row where the lanes differ.
+/// Counts what no lane has read yet: by topic in SQL beyond every lane's position, row by row where
+/// the lanes differ.
 fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut PendingTopics, now: i64) -> Work<()> {
     let (table, name) = (&reader.table, reader.name.as_str());
     let (from, to) = (reader.position_min(), reader.position_max());
-    // Walks the primary key from the position; no lock. A row that has left the stream is counted by its state.
+    // Walks the primary key from the position; no lock. A row that has left the stream is counted
+    // by its state.
     let without_row = "NOT EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq)";
     let log_between = format!(
         "SELECT l.seq, l.topic, l.tenant, l.key, l.id, l.created_at FROM {table} l WHERE l.seq > ?2 AND l.seq <= ?3 AND {without_row}"

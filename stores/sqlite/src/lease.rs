@@ -29,16 +29,20 @@ const SUBSCRIPTION_UPDATE: &str =
 /// By primary key; takes the write lock.
 const LANE_INSERT: &str =
     "INSERT OR IGNORE INTO postbox_lane (subscription, lane, position, window_end) VALUES (?1, ?2, ?3, ?3)";
-/// A lane that stands beyond the last `seq` the log ever gave: the file is older than the cursor. Primary key; no lock.
+/// A lane that stands beyond the last `seq` the log ever gave: the file is older than the cursor.
+/// Primary key; no lock.
 const LANE_IN_FUTURE: &str =
     "SELECT lane, position FROM postbox_lane WHERE subscription = ?1 AND position > ?2 LIMIT 1";
-/// The last `seq` a log ever gave, pruned ones included: AUTOINCREMENT's own table of a few rows; no lock.
+/// The last `seq` a log ever gave, pruned ones included: AUTOINCREMENT's own table of a few rows;
+/// no lock.
 const LOG_LAST: &str = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = ?1), 0)";
-/// The first lane that nobody holds, or that the asking one holds without knowing it (the answer to its grant was lost), by primary key.
+/// The first lane that nobody holds, or that the asking one holds without knowing it (the answer to
+/// its grant was lost), by primary key.
 ///
-/// A lease granted in the future was written before the clock went back: it is void, or a crashed holder would keep the lane until the clock
-/// catches up. "Future" is later than `:clock`, the time of this very look: the question is older, and a lease that was granted while it
-/// waited for the write lock is no less good.
+/// A lease granted in the future was written before the clock went back: it is void, or a crashed
+/// holder would keep the lane until the clock catches up. "Future" is later than `:clock`, the time
+/// of this very look: the question is older, and a lease that was granted while it waited for the
+/// write lock is no less good.
 const LANE_FREE: &str = "SELECT lane FROM postbox_lane WHERE subscription = :subscription \
 AND (lease_until <= :now OR lease_until - lease_ttl > :clock + 1000000 \
 OR (owner = :owner AND lane NOT IN (SELECT value FROM json_each(:held)))) ORDER BY lane LIMIT 1";
@@ -47,7 +51,8 @@ const LANE_COUNT: &str = "SELECT count(*) FROM postbox_lane WHERE subscription =
 /// By primary key; takes the write lock.
 const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5 \
 WHERE subscription = ?1 AND lane = ?2 RETURNING epoch";
-/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index `postbox_delivery_in_flight`; takes the write lock.
+/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index
+/// `postbox_delivery_in_flight`; takes the write lock.
 const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND lane = ?2 AND code = 'in_flight' AND state = 'retrying' AND due_at > ?3";
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
@@ -62,8 +67,9 @@ AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
 /// By primary key; takes the write lock.
 const REPLICA_SEEN: &str = "INSERT INTO postbox_replica (subscription, owner, seen_at) VALUES (?1, ?2, ?3) \
 ON CONFLICT (subscription, owner) DO UPDATE SET seen_at = excluded.seen_at";
-/// By primary key; no lock. Who was seen in the future was seen before the clock went back: counted, a dead one would take its share of the
-/// lanes from the living until the clock catches up.
+/// By primary key; no lock. Who was seen in the future was seen before the clock went back:
+/// counted, a dead one would take its share of the lanes from the living until the clock catches
+/// up.
 const REPLICA_COUNT: &str = "SELECT count(*) FROM postbox_replica WHERE subscription = :subscription AND owner <> :owner \
 AND seen_at > :alive_after AND seen_at <= :clock + 1000000";
 /// By primary key; no lock.
@@ -72,7 +78,7 @@ const REPLICA_LAST: &str = "SELECT seen_at FROM postbox_replica WHERE subscripti
 const REPLICA_FORGET: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND seen_at < ?2";
 
 /// A subscription as it is stored.
-pub(crate) struct Stored {
+pub(crate) struct SubscriptionRow {
     pub(crate) log: LogName,
     pub(crate) filter: Filter,
     pub(crate) ordering: Ordering,
@@ -80,7 +86,7 @@ pub(crate) struct Stored {
     pub(crate) pause: Option<Pause>,
 }
 
-impl Stored {
+impl SubscriptionRow {
     /// The pause in force.
     pub(crate) fn paused(&self, now: i64) -> Option<&Pause> {
         self.pause.as_ref().filter(|pause| pause.holds_at(timestamp(now)))
@@ -88,16 +94,17 @@ impl Stored {
 }
 
 /// Reads a subscription; `None` if there is none of the name.
-pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option<Stored>> {
+pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option<SubscriptionRow>> {
     let found = tx.prepare_cached(SUBSCRIPTION_READ)?.query_row([name.as_str()], |row| {
         let topics: String = row.get(1)?;
         let tenant: Option<String> = row.get(2)?;
         let ordering: String = row.get(3)?;
         let by: Option<String> = row.get(5)?;
         let (why, until): (Option<String>, Option<i64>) = (row.get(6)?, row.get(7)?);
-        // Written by `subscribe` below; a text that does not parse (somebody's UPDATE) wants everything, which loses nothing.
+        // Written by `subscribe` below; a text that does not parse (somebody's UPDATE) wants
+        // everything, which loses nothing.
         let topics: Vec<TopicPattern> = serde_json::from_str(&topics).unwrap_or_default();
-        Ok(Stored {
+        Ok(SubscriptionRow {
             log: LogName::from_stored(row.get::<_, String>(0)?),
             filter: Filter { topics, tenant: tenant.map(Tenant::from_stored) },
             ordering: if ordering == "none" { Ordering::None } else { Ordering::Key },
@@ -109,7 +116,7 @@ pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option
 }
 
 /// Reads a subscription that has to be there.
-pub(crate) fn require(operation: &'static str, tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Stored> {
+pub(crate) fn require(operation: &'static str, tx: &Transaction<'_>, name: &SubscriptionName) -> Work<SubscriptionRow> {
     if let Some(stored) = find(tx, name)? {
         return Ok(stored);
     }
@@ -144,7 +151,8 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
             let row = params![name, log.as_str(), topics, tenant, ordering, subscription.lanes, now];
             tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
         }
-        // Those of a known subscription are there, unless somebody deleted them: then nobody knows what they had passed.
+        // Those of a known subscription are there, unless somebody deleted them: then nobody knows
+        // what they had passed.
         let position = if is_new && subscription.start == StartAt::Now { last } else { 0 };
         for lane in 0..subscription.lanes {
             tx.prepare_cached(LANE_INSERT)?.execute(params![name, lane, position])?;
@@ -176,12 +184,13 @@ pub(crate) struct AcquireRequest {
     /// The lanes it knows it holds.
     pub(crate) held: Vec<u16>,
     pub(crate) ttl: Duration,
-    /// When the call was made: the lease counts from then, so that a wait in a queue never lengthens it.
+    /// When the call was made: the lease counts from then, so that a wait in a queue never
+    /// lengthens it.
     pub(crate) asked_at: i64,
 }
 
-/// The answer when nothing needs to be written: paused or no lane free, and our heartbeat is fresh. Keeps hot standbys from
-/// writing at every poll.
+/// The answer when nothing needs to be written: paused or no lane free, and our heartbeat is fresh.
+/// Keeps hot standbys from writing at every poll.
 pub(crate) fn peek(session: &mut Session, request: &AcquireRequest) -> Work<Option<Acquired>> {
     let clock = session.settings.now();
     let tx = session.read()?;

@@ -12,7 +12,8 @@ use crate::settle::Owned;
 use crate::store::SqliteStore;
 use crate::{due, lease, settle, window};
 
-/// Pages of unwanted rows passed over in one `next_batch`; then it answers empty and goes on at the next call.
+/// Pages of unwanted rows passed over in one `next_batch`; then it answers empty and goes on at the
+/// next call.
 const PAGES_MAX: usize = 20;
 
 #[async_trait]
@@ -95,8 +96,8 @@ impl Log for SqliteStore {
 impl SqliteStore {
     /// Reads one page and writes what it needs written before it may be handed out.
     ///
-    /// The cursor moves only when everything has been done and nothing is awaited any more: a future that is dropped on the
-    /// way has read nothing.
+    /// The cursor moves only when everything has been done and nothing is awaited any more: a
+    /// future that is dropped on the way has read nothing.
     async fn next_page(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let cursor = self.cursor(lease);
         let wakeups = *self.wakeups().borrow();

@@ -92,7 +92,8 @@ fn up(session: &mut Session) -> Work<Vec<String>> {
     })
 }
 
-/// Switches to WAL mode. SQLite does not wait for locks here (it could be a deadlock), so two starters on a new file need some patience.
+/// Switches to WAL mode. SQLite does not wait for locks here (it could be a deadlock), so two
+/// starters on a new file need some patience.
 pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
     let mut attempts = 0;
     loop {
@@ -106,7 +107,8 @@ pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
     }
 }
 
-/// A command that was stopped while it waited for the lock removes nothing when the lock comes free: the end asks for `caller`.
+/// A command that was stopped while it waited for the lock removes nothing when the lock comes
+/// free: the end asks for `caller`.
 fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<Vec<String>> {
     if !session.settings.path.exists() || applied(session.connection()?)?.is_none() {
         return Ok(Vec::new());
@@ -197,7 +199,8 @@ fn log_unknown(operation: &'static str, connection: &Connection, log: &LogName) 
     Ok(kit::log_unknown(operation, log, &log_names(connection)?))
 }
 
-/// What a missing log table means: an unknown log where there is a schema, a missing schema where there is none.
+/// What a missing log table means: an unknown log where there is a schema, a missing schema where
+/// there is none.
 pub(crate) fn explain_missing(operation: &'static str, connection: &Connection, log: &LogName, fault: Fault) -> Fault {
     if fault.is_table_missing()
         && let Ok(error) = log_unknown(operation, connection, log)

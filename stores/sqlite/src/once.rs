@@ -8,11 +8,13 @@ use crate::append::require_transaction;
 use crate::classify::Work;
 use crate::schema::NOW_MICROS;
 
-/// Takes note of a message id in *your* transaction: `true` the first time, `false` when it was there. Roll back on failure, and the id
-/// is free again; commit, and your effect has happened once.
+/// Takes note of a message id in *your* transaction: `true` the first time, `false` when it was
+/// there. Roll back on failure, and the id is free again; commit, and your effect has happened
+/// once.
 ///
-/// For consumers with a loop of their own. These ids are kept apart from those of [`postbox_core::Receive`], so that a message which was received
-/// but not yet applied does not look applied.
+/// For consumers with a loop of their own. These ids are kept apart from those of
+/// [`postbox_core::Receive`], so that a message which was received but not yet applied does not
+/// look applied.
 ///
 /// ```
 /// # fn example(connection: &mut rusqlite::Connection) -> Result<(), Box<dyn std::error::Error>> {

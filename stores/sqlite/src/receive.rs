@@ -19,7 +19,8 @@ const RECEIPT_FIND: &str = "SELECT digest FROM postbox_receipt WHERE source = ?1
 /// By primary key; takes the write lock.
 const RECEIPT_INSERT: &str = "INSERT INTO postbox_receipt (source, tenant, message_id, digest, log, event_id, received_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
-/// By primary key; takes the write lock. The same refused body again only raises the count: a sender who repeats himself does not fill the disk.
+/// By primary key; takes the write lock. The same refused body again only raises the count: a
+/// sender who repeats himself does not fill the disk.
 const CONFLICT_NOTE: &str = "INSERT INTO postbox_conflict (source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, 1, ?6, ?6) \
 ON CONFLICT (source, tenant, message_id, digest_refused) DO UPDATE SET times = times + 1, last_at = excluded.last_at";
@@ -66,7 +67,8 @@ impl Receive for SqliteStore {
                     let step = params![oldest_kept, STEP_ROWS_MAX as i64];
                     let receipts = tx.prepare_cached(RECEIPT_FORGET)?.execute(step)?;
                     let onces = tx.prepare_cached(ONCE_FORGET)?.execute(step)?;
-                    // Records of conflicts age with the ids they are about; they are no ids and do not count.
+                    // Records of conflicts age with the ids they are about; they are no ids and do
+                    // not count.
                     tx.prepare_cached(CONFLICT_FORGET)?.execute(step)?;
                     Ok((receipts + onces) as u64)
                 })

@@ -20,7 +20,8 @@ const LANE_SETTLE: &str =
 /// A row by primary key; no lock of its own.
 const DELIVERY_FIND: &str =
     "SELECT state, attempts, replays FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
-/// A row by primary key; takes the write lock. Code and error stay when the new disposition has none.
+/// A row by primary key; takes the write lock. Code and error stay when the new disposition has
+/// none.
 const DELIVERY_PUT: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, due_at, code, error, updated_at) \
 VALUES (:subscription, :seq, :lane, :id, :topic, :key, :created_at, :state, :holds, :attempts, :due_at, :code, :error, :now) \
@@ -28,7 +29,8 @@ ON CONFLICT (subscription, seq) DO UPDATE SET state = excluded.state, holds = ex
 due_at = excluded.due_at, code = coalesce(excluded.code, code), error = coalesce(excluded.error, error), updated_at = excluded.updated_at";
 /// A row by primary key; takes the write lock.
 const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
-/// The head of a key, if it is blocked, is due now: whatever it waited for is gone. By `postbox_delivery_key`; takes the write lock.
+/// The head of a key, if it is blocked, is due now: whatever it waited for is gone. By
+/// `postbox_delivery_key`; takes the write lock.
 const DELIVERY_RELEASE_HEAD: &str = "UPDATE postbox_delivery SET state = 'retrying', due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND state = 'blocked' AND seq = (SELECT min(seq) FROM postbox_delivery \
 WHERE subscription = ?1 AND key = ?2 AND holds = 1)";
@@ -54,8 +56,8 @@ pub(crate) struct OwnedEntry {
 }
 
 impl Owned {
-    /// Takes over a settlement; `read` is how far this lease was given events, beyond which no position goes. Nothing was given to a lease
-    /// that has not read.
+    /// Takes over a settlement; `read` is how far this lease was given events, beyond which no
+    /// position goes. Nothing was given to a lease that has not read.
     pub(crate) fn new(operation: &'static str, settlement: Settlement<'_>, read: Option<i64>) -> Result<Self> {
         let position = match (settlement.position, read) {
             (Some(position), Some(read)) => Some(position.0.min(read)),
@@ -93,7 +95,8 @@ pub(crate) fn settle(session: &mut Session, lease: &Lease, settlement: &Owned) -
     })
 }
 
-/// Writes a settlement in a transaction whose lease was checked in it. `flushed`: the commit will be.
+/// Writes a settlement in a transaction whose lease was checked in it. `flushed`: the commit will
+/// be.
 pub(crate) fn write(
     tx: &Transaction<'_>,
     lease: &Lease,
@@ -125,8 +128,8 @@ pub(crate) fn release_head(tx: &Transaction<'_>, subscription: &SubscriptionName
     Ok(())
 }
 
-/// Refuses to apply what was settled by an earlier call whose answer was lost, and due rows that are not as they were read: what handlers do
-/// counts once.
+/// Refuses to apply what was settled by an earlier call whose answer was lost, and due rows that
+/// are not as they were read: what handlers do counts once.
 pub(crate) fn refuse_settled(
     tx: &Transaction<'_>,
     lease: &Lease,
@@ -161,8 +164,8 @@ fn found(row: &rusqlite::Row<'_>) -> rusqlite::Result<Found> {
 }
 
 impl Found {
-    /// Every change of a row that counts raises one of the two numbers or ends it. A person's word stands: discarded stays discarded, dead is left
-    /// only by a replay.
+    /// Every change of a row that counts raises one of the two numbers or ends it. A person's word
+    /// stands: discarded stays discarded, dead is left only by a replay.
     fn is_as_read(&self, entry: &OwnedEntry) -> bool {
         let ended = self.state == State::Dead.as_str() || self.state == State::Discarded.as_str();
         !ended && self.attempts == entry.before && self.replays == entry.replays
@@ -182,7 +185,8 @@ fn write_entry(
     let attempts = match row {
         Some(row) if !streaming && row.is_as_read(entry) => row.attempts,
         None if streaming => 0,
-        // A row that is not the one that was read; or an event of the stream that a person discarded before it was read.
+        // A row that is not the one that was read; or an event of the stream that a person
+        // discarded before it was read.
         _ => return Ok(()),
     };
     let holds_key = hold_keys && entry.key.is_some();

@@ -1,13 +1,15 @@
 //! Reading a lane's stream.
 //!
-//! SQLite has one writer at a time and AUTOINCREMENT numbers rows inside its transaction, so `seq` order *is* commit order: whatever a
-//! snapshot shows beyond the cursor is new, and nothing can appear behind it. The cursor is an integer.
+//! SQLite has one writer at a time and AUTOINCREMENT numbers rows inside its transaction, so `seq`
+//! order *is* commit order: whatever a snapshot shows beyond the cursor is new, and nothing can
+//! appear behind it. The cursor is an integer.
 //!
-//! **Visible is not durable.** Another process may commit with `synchronous = NORMAL`: its rows can be read before they are flushed, and a
-//! power cut takes them back. So what a batch contains was seen by a flushed commit first: the lane row's `window_end` says up to where.
-//! Reading beyond it opens the next window, which is one write to the lane row, committed with a flush of the write-ahead log (and with
-//! it of everything before) *before* the batch is handed out. `settle` moves the window along in its own commit, so that a busy
-//! lane pays for one flush a batch.
+//! **Visible is not durable.** Another process may commit with `synchronous = NORMAL`: its rows can
+//! be read before they are flushed, and a power cut takes them back. So what a batch contains was
+//! seen by a flushed commit first: the lane row's `window_end` says up to where. Reading beyond it
+//! opens the next window, which is one write to the lane row, committed with a flush of the
+//! write-ahead log (and with it of everything before) *before* the batch is handed out. `settle`
+//! moves the window along in its own commit, so that a busy lane pays for one flush a batch.
 
 use std::collections::HashMap;
 
@@ -18,11 +20,12 @@ use rusqlite::{OptionalExtension, Transaction, named_params, params};
 use crate::classify::Work;
 use crate::clock::until;
 use crate::decode::{Decoded, Head, LOG_COLUMNS, payload_len, seq};
-use crate::lease::{self, Stored, held};
+use crate::lease::{self, SubscriptionRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
 
-/// Rows looked at in one read when the lane wants few of them: bounds the time of a call, not its result.
+/// Rows looked at in one read when the lane wants few of them: bounds the time of a call, not its
+/// result.
 const SCAN_ROWS_MAX: usize = 50_000;
 
 /// Unwanted rows after which a busy lane writes its position down, so that retention can follow.
@@ -30,7 +33,8 @@ const PASS_ROWS: i64 = 1_000;
 
 /// The last row of a log, by primary key; no lock.
 const LOG_END: &str = "SELECT coalesce(max(seq), 0) FROM ";
-/// Opens a window or passes unwanted rows. Lane by primary key; takes the write lock; changes nothing for a stale epoch.
+/// Opens a window or passes unwanted rows. Lane by primary key; takes the write lock; changes
+/// nothing for a stale epoch.
 const LANE_OPEN_WINDOW: &str = "UPDATE postbox_lane SET window_end = max(window_end, :window_end), position = max(position, :position) \
 WHERE subscription = :subscription AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
 /// Rows just read that have left the stream already, by primary key; no lock.
@@ -41,8 +45,8 @@ const DELIVERY_ANY_HELD: &str = "SELECT 1 FROM postbox_delivery WHERE subscripti
 /// Whether a key is held by an event before one, by `postbox_delivery_key`; no lock.
 const DELIVERY_KEY_HELD: &str =
     "SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND key = ?2 AND holds = 1 AND seq < ?3 LIMIT 1";
-/// When the first row of the lane is due, by `postbox_delivery_due`, passing those behind the head of their key
-/// (`postbox_delivery_key`); no lock.
+/// When the first row of the lane is due, by `postbox_delivery_due`, passing those behind the head
+/// of their key (`postbox_delivery_key`); no lock.
 const DELIVERY_NEXT_DUE: &str = "SELECT d.due_at FROM postbox_delivery d WHERE d.subscription = ?1 AND d.lane = ?2 \
 AND d.state IN ('retrying', 'scheduled') AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h \
 WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds = 1 AND h.seq < d.seq)) ORDER BY d.due_at LIMIT 1";
@@ -53,14 +57,16 @@ pub(crate) struct Cursor {
     pub(crate) epoch: i64,
     /// The last row that was looked at.
     pub(crate) read: i64,
-    /// The last row of the last batch that was handed out; unsettled while it is beyond the lane's position.
+    /// The last row of the last batch that was handed out; unsettled while it is beyond the lane's
+    /// position.
     given: i64,
     /// The store's own wakeups when the read began: a later one is a reason to look again.
     pub(crate) wakeups: u64,
     idle: Option<Idle>,
 }
 
-/// What an empty read found, so that the next one need not look: as long as nobody writes to the file, nothing of it changes.
+/// What an empty read found, so that the next one need not look: as long as nobody writes to the
+/// file, nothing of it changes.
 #[derive(Debug, Clone)]
 struct Idle {
     data_version: i64,
@@ -93,7 +99,8 @@ pub(crate) fn read(
 ) -> Work<Read> {
     let now = session.settings.now();
     let connection = session.connection()?;
-    // Taken before the snapshot: if somebody commits in between, the next call only looks once more than it must.
+    // Taken before the snapshot: if somebody commits in between, the next call only looks once more
+    // than it must.
     let data_version: i64 = connection.prepare_cached("PRAGMA data_version")?.query_row([], |row| row.get(0))?;
     if let Some(cursor) = &cursor
         && let Some(idle) = cursor.idle.as_ref().filter(|idle| idle.data_version == data_version)
@@ -121,8 +128,8 @@ pub(crate) fn read(
     leave_out(&tx, lease, from, last, &mut batch)?;
     hold(&tx, lease, &mut batch)?;
     batch.end = (!batch.deliveries.is_empty()).then_some(Seq(last));
-    // Rows nobody wanted need no settlement: the position follows when all before them is settled and the lane has nothing
-    // better to do, or is far behind.
+    // Rows nobody wanted need no settlement: the position follows when all before them is settled
+    // and the lane has nothing better to do, or is far behind.
     let passed = last - lane.position;
     let passes = batch.end.is_none() && given <= lane.position && passed > 0 && (last == from || passed >= PASS_ROWS);
     let opens = last > lane.window_end && batch.end.is_some();
@@ -169,7 +176,7 @@ struct Page {
 }
 
 impl Page {
-    fn read(tx: &Transaction<'_>, stored: &Stored, lane: u16, from: i64, limit: BatchLimit) -> Work<Self> {
+    fn read(tx: &Transaction<'_>, stored: &SubscriptionRow, lane: u16, from: i64, limit: BatchLimit) -> Work<Self> {
         let table = log_table(&stored.log);
         let end = log_end(tx, &table)?;
         let mut page = Self { batch: Batch::default(), last: from, end: end.max(from) };

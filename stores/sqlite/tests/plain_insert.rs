@@ -1,4 +1,5 @@
-//! Rows that other programs insert: defaults, refusals by name, and rows that only a reader can judge.
+//! Rows that other programs insert: defaults, refusals by name, and rows that only a reader can
+//! judge.
 
 mod common;
 

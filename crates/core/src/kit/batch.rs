@@ -34,8 +34,8 @@ impl BatchLimiter {
     }
 }
 
-/// The lane of an event by its key, or by its id if it has none: FNV-1a, 64 bits, which is small, stable, and spreads
-/// short keys well. For stores that compute it in Rust.
+/// The lane of an event by its key, or by its id if it has none: FNV-1a, 64 bits, which is small,
+/// stable, and spreads short keys well. For stores that compute it in Rust.
 pub fn lane_of(key_or_id: &[u8], lanes: u16) -> u16 {
     let add = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     let hash = key_or_id.iter().fold(0xcbf2_9ce4_8422_2325, add);

@@ -5,16 +5,16 @@ use crate::limits::MESSAGE_ID_BYTES_MAX;
 use crate::names::{LogName, SubscriptionName};
 use crate::subscription::Subscription;
 
-/// The cursor that the caller goes by is not the one in the store: the store went back to an earlier state, or a call
-/// whose answer was lost moved it on. The lane must be acquired again.
+/// The cursor that the caller goes by is not the one in the store: the store went back to an
+/// earlier state, or a call whose answer was lost moved it on. The lane must be acquired again.
 pub fn window_undone(operation: &'static str) -> Error {
     let message = "the lane's cursor is not the one that was read: the store went back to an earlier state, or an earlier call was done; \
                    what was given out is read again";
     Error::new(ErrorKind::Stale, operation, "window_undone", message)
 }
 
-/// An earlier call whose answer was lost settled these events, or a person changed a row meanwhile. What handlers did in
-/// this transaction must be rolled back with it.
+/// An earlier call whose answer was lost settled these events, or a person changed a row meanwhile.
+/// What handlers did in this transaction must be rolled back with it.
 pub fn settled_already() -> Error {
     let message = "the events were settled or changed meanwhile; what this call did is rolled back";
     Error::new(ErrorKind::Stale, "apply", "settled_already", message)

@@ -1,9 +1,10 @@
 //! For authors of a store: what every store does in the same way.
 //!
-//! A store keeps the contracts in its own terms, usually SQL. What does not depend on those terms is here,
-//! so that it is written once: how a delivery row looks after a disposition ([`RowAfter`]), how many rows
-//! fit into a batch ([`BatchLimiter`]), which due rows may go ([`DueOrder`]), what a failed handler holds
-//! up ([`BlockedKeys`]), pending counts ([`PendingTopics`]), and the errors that callers know by code.
+//! A store keeps the contracts in its own terms, usually SQL. What does not depend on those terms
+//! is here, so that it is written once: how a delivery row looks after a disposition
+//! ([`RowAfter`]), how many rows fit into a batch ([`BatchLimiter`]), which due rows may go
+//! ([`DueOrder`]), what a failed handler holds up ([`BlockedKeys`]), pending counts
+//! ([`PendingTopics`]), and the errors that callers know by code.
 
 mod apply;
 mod batch;

@@ -38,10 +38,11 @@ pub struct RowAfter<'a> {
 }
 
 impl<'a> RowAfter<'a> {
-    /// The row of an event with `attempts` so far. `holds_key`: the event has a key, and failed events hold theirs.
-    /// `None`: the event is done with, and its row goes.
+    /// The row of an event with `attempts` so far. `holds_key`: the event has a key, and failed
+    /// events hold theirs. `None`: the event is done with, and its row goes.
     ///
-    /// Whether a blocked row is the first of its key, and so due at once, only the store knows once all is written.
+    /// Whether a blocked row is the first of its key, and so due at once, only the store knows once
+    /// all is written.
     pub fn of(disposition: &'a Disposition, attempts: u32, holds_key: bool) -> Option<Self> {
         let row = Self { state: State::Retrying, attempts, due: Due::Never, halt: false, code: None, error: None };
         Some(match disposition {

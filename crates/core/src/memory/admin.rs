@@ -80,7 +80,7 @@ impl Server {
             reader.put(*seq, row);
         }
         state.flush();
-        let wakers = state.stir();
+        let wakers = state.wake();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
         Ok(changed)
@@ -103,7 +103,7 @@ impl Server {
             }
         }
         state.flush();
-        let wakers = state.stir();
+        let wakers = state.wake();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
         Ok(changed)
@@ -177,7 +177,8 @@ impl Reader {
             .collect()
     }
 
-    /// Pending events named by id, as the rows they are about to get. A code never matches what has none.
+    /// Pending events named by id, as the rows they are about to get. A code never matches what has
+    /// none.
     fn select_pending(&self, log: &LogState, selection: &Selection, now: Timestamp) -> Vec<(i64, DeliveryRow)> {
         let ids: HashSet<EventId> =
             selection.ids.iter().flatten().copied().filter(|_| selection.code.is_none()).collect();

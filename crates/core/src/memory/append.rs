@@ -76,8 +76,8 @@ impl MemoryTransaction {
         Ok(rows.into_iter().map(|(id, _)| id).collect())
     }
 
-    /// Whether this is the first time that a message is applied, as the `once_in` of the databases. An id that another
-    /// open transaction has asked for is `Unavailable`: a database would wait.
+    /// Whether this is the first time that a message is applied, as the `once_in` of the databases.
+    /// An id that another open transaction has asked for is `Unavailable`: a database would wait.
     pub fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
         check_message_id("once", message_id)?;
         let now = self.store.server.clock.now();
@@ -121,7 +121,8 @@ impl MemoryTransaction {
         }
     }
 
-    /// Makes everything visible at once and wakes local relays. Nothing, if the store went back to an earlier state meanwhile.
+    /// Makes everything visible at once and wakes local relays. Nothing, if the store went back to
+    /// an earlier state meanwhile.
     pub fn commit(mut self) {
         let store = self.store.clone();
         let mut state = store.server.lock();
@@ -154,7 +155,7 @@ impl MemoryTransaction {
                 log.commit(seqs);
             }
         }
-        state.stir()
+        state.wake()
     }
 }
 
@@ -179,7 +180,8 @@ impl State {
     }
 }
 
-/// Refuses ids that are in the log already or twice in the call. An open transaction's ids count: a database would wait for it.
+/// Refuses ids that are in the log already or twice in the call. An open transaction's ids count: a
+/// database would wait for it.
 fn refuse_taken_ids(log: &LogState, events: &[NewEvent]) -> Result<()> {
     let mut seen = HashSet::new();
     for id in events.iter().filter_map(|event| event.id) {

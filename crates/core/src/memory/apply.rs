@@ -16,7 +16,8 @@ use crate::log::Lease;
 use crate::outcome::Outcome;
 
 impl MemoryStore {
-    /// Binds a handler to this store. What it appends through the transaction becomes visible with the settlement, or never.
+    /// Binds a handler to this store. What it appends through the transaction becomes visible with
+    /// the settlement, or never.
     pub fn apply<H>(&self, handler: H) -> Arc<dyn Apply>
     where
         H: Fn(&mut MemoryTransaction, &Delivery) -> Outcome + Send + Sync + 'static,

@@ -1,7 +1,7 @@
 //! The server's side of a lane: who holds it, and where its cursor stands.
 //!
-//! Each operation is atomic and safe when it is repeated, late or overtaken: what it writes depends on the epoch, and the cursor's writes on
-//! the very cursor that the caller read.
+//! Each operation is atomic and safe when it is repeated, late or overtaken: what it writes depends
+//! on the epoch, and the cursor's writes on the very cursor that the caller read.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -92,7 +92,7 @@ impl Server {
         if let Ok((reader, _)) = state.data.leased("release", lease, monotonic) {
             reader.lanes[usize::from(lease.lane)].lease_until = None;
             // Whoever waits for a free lane need not wait for its next poll.
-            let wakers = state.stir();
+            let wakers = state.wake();
             drop(state);
             wakers.into_iter().for_each(Waker::wake);
         }
@@ -103,14 +103,15 @@ impl Server {
     pub(super) fn load(&self, lease: &Lease) -> Result<(Arc<Window>, i64, u64)> {
         let monotonic = self.clock.monotonic();
         let mut state = self.state("next_batch")?;
-        let stirs = state.stirs;
+        let wakeups = state.wakeups;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
-        Ok((Arc::new(reader.window(log, lease.lane, lane.from, lane.to)), lane.settled, stirs))
+        Ok((Arc::new(reader.window(log, lease.lane, lane.from, lane.to)), lane.settled, wakeups))
     }
 
-    /// The next events of an open window, of which `settled` is known to be settled: a store that went back may have lost the rows that went
-    /// with a settlement, and their keys would not be held.
+    /// The next events of an open window, of which `settled` is known to be settled: a store that
+    /// went back may have lost the rows that went with a settlement, and their keys would not be
+    /// held.
     pub(super) fn page(
         &self,
         lease: &Lease,
@@ -120,19 +121,20 @@ impl Server {
     ) -> Result<Page> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("next_batch")?;
-        let stirs = state.stirs;
+        let wakeups = state.wakeups;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
         if lane.to != window.to || lane.settled < settled {
             return Err(window_undone("next_batch"));
         }
-        Ok(Page { stirs, ..reader.page(log, lease.lane, window, after, limit, now) })
+        Ok(Page { wakeups, ..reader.page(log, lease.lane, window, after, limit, now) })
     }
 
-    /// Opens the window of everything committed since the last one, if there is anything, and reads its first page.
+    /// Opens the window of everything committed since the last one, if there is anything, and reads
+    /// its first page.
     ///
-    /// Only over the very cursor the caller read. Otherwise a call that is executed late, or again, would move the window over events
-    /// that were never given out, or back.
+    /// Only over the very cursor the caller read. Otherwise a call that is executed late, or again,
+    /// would move the window over events that were never given out, or back.
     pub(super) fn open(
         &self,
         lease: &Lease,
@@ -142,20 +144,21 @@ impl Server {
     ) -> Result<(Option<Arc<Window>>, Page)> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("next_batch")?;
-        let stirs = state.stirs;
+        let wakeups = state.wakeups;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
         if (lane.to, lane.settled) != (to, settled) {
             return Err(window_undone("next_batch"));
         }
         if log.commit_last == to {
-            return Ok((None, Page { stirs, ..reader.nothing(lease.lane, now) }));
+            return Ok((None, Page { wakeups, ..reader.nothing(lease.lane, now) }));
         }
         let window = Arc::new(reader.window(log, lease.lane, to, log.commit_last));
         let lane = &mut reader.lanes[usize::from(lease.lane)];
         (lane.from, lane.to, lane.settled) = (to, window.to, 0);
-        let page = Page { stirs, ..reader.page(log, lease.lane, &window, 0, limit, now) };
-        // What is given out must be on disk, the commits of the writers included: a crash must not take back what was published.
+        let page = Page { wakeups, ..reader.page(log, lease.lane, &window, 0, limit, now) };
+        // What is given out must be on disk, the commits of the writers included: a crash must not
+        // take back what was published.
         state.flush();
         Ok((Some(window), page))
     }
@@ -172,7 +175,8 @@ impl Server {
         let mut state = self.state("settle")?;
         let (reader, _) = state.data.leased("settle", lease, monotonic)?;
         reader.settle(lease.lane, write, now)?;
-        // A mere position may be lost: what it says was delivered would be delivered again. A row says what nobody else knows.
+        // A mere position may be lost: what it says was delivered would be delivered again. A row
+        // says what nobody else knows.
         if !write.entries.is_empty() {
             state.flush();
         }

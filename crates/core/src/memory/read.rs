@@ -18,7 +18,7 @@ pub(super) struct Page {
     /// How far it read, if it gave anything.
     pub(super) end: Option<i64>,
     /// Which changes it has seen.
-    pub(super) stirs: u64,
+    pub(super) wakeups: u64,
 }
 
 impl Reader {
@@ -71,10 +71,11 @@ impl Reader {
             batch.end = Some(Seq(*last));
         }
         let end = batch.end.map(|end| end.0);
-        Page { batch, end, stirs: 0 }
+        Page { batch, end, wakeups: 0 }
     }
 
-    /// Rows whose time has come, in `seq` order; of each key the head and the events behind it, never with a gap.
+    /// Rows whose time has come, in `seq` order; of each key the head and the events behind it,
+    /// never with a gap.
     pub(super) fn due(&self, log: &LogState, lane: u16, limit: BatchLimit, now: Timestamp) -> Batch {
         let mut batch = Batch { due_in: self.due_in(lane, now), ..Batch::default() };
         let mut limiter = BatchLimiter::new(limit);

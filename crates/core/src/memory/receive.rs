@@ -15,7 +15,8 @@ use crate::kit::STEP_ROWS_MAX;
 use crate::names::{LogName, SourceName};
 use crate::receive::{Conflict, Inbound, Receive, Received};
 
-/// Conflict records kept; the oldest go first. An attacker who resends one id with many bodies must not fill the memory.
+/// Conflict records kept; the oldest go first. An attacker who resends one id with many bodies must
+/// not fill the memory.
 const CONFLICTS_MAX: usize = 1_000;
 
 /// Which message: ids are unique per source and tenant.
@@ -164,7 +165,7 @@ impl Server {
             state.data.inbox.note_conflict(identity, stored, refused, now);
         }
         state.flush();
-        let wakers = if ids.is_empty() { Vec::new() } else { state.stir() };
+        let wakers = if ids.is_empty() { Vec::new() } else { state.wake() };
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
         let mut ids = ids.into_iter();

@@ -21,7 +21,8 @@ pub(super) struct Write {
 
 /// From where to where a settlement moves the position.
 pub(super) struct Place {
-    /// The window and the settled position that the client knows; `None`: it knows no window, so the store must have undone it.
+    /// The window and the settled position that the client knows; `None`: it knows no window, so
+    /// the store must have undone it.
     known: Option<(u64, i64)>,
     pub(super) position: i64,
 }
@@ -53,15 +54,16 @@ impl Write {
 }
 
 impl EntryWrite {
-    /// Whether this is said of the row as it is. A person's word stands: discarded stays discarded, dead is left only by a replay; and another
-    /// attempt or a replay makes it another row.
+    /// Whether this is said of the row as it is. A person's word stands: discarded stays discarded,
+    /// dead is left only by a replay; and another attempt or a replay makes it another row.
     fn is_of(&self, row: &DeliveryRow) -> bool {
         row.state.may_become(EventState::Dispatched) && (row.attempts, row.replays) == (self.attempts, self.replays)
     }
 }
 
 impl Reader {
-    /// Whether an earlier call whose answer was lost did this, or a due row is not as it was read: then handlers' effects must not count again.
+    /// Whether an earlier call whose answer was lost did this, or a due row is not as it was read:
+    /// then handlers' effects must not count again.
     pub(super) fn was_settled(&self, lane: u16, write: &Write) -> bool {
         let as_read = |entry: &EntryWrite| self.delivery(entry.seq).is_some_and(|row| entry.is_of(row));
         match &write.place {
@@ -75,12 +77,14 @@ impl Reader {
         let of_lane = &mut self.lanes[usize::from(lane)];
         let before = of_lane.settled;
         if let Some(Place { known, position }) = &write.place {
-            // After the store went back, the same number would pass events of another window, or rows that are gone.
+            // After the store went back, the same number would pass events of another window, or
+            // rows that are gone.
             let Some((_, settled)) = known.filter(|(to, _)| *to == of_lane.to) else {
                 return Err(window_undone("settle"));
             };
             if *position <= before {
-                // This very settlement was written, and its answer was lost. Its rows may have been dealt with since.
+                // This very settlement was written, and its answer was lost. Its rows may have been
+                // dealt with since.
                 return Ok(());
             }
             if settled != before {

@@ -24,12 +24,14 @@ pub(super) struct State {
     pub(super) data: Data,
     /// What of `data` a crash would leave, where somebody wants to see a crash.
     pub(super) durable: Option<Box<Data>>,
-    /// Rises each time the store went back to an earlier state: transactions begun before have been rolled back.
+    /// Rises each time the store went back to an earlier state: transactions begun before have been
+    /// rolled back.
     pub(super) incarnation: u64,
     /// Ids handed out so far: makes every id unique within one millisecond. Never goes back.
     ids: u64,
-    /// Rises with everything that may give a lane work; a lane compares it with what it saw at its last read.
-    pub(super) stirs: u64,
+    /// Rises with everything that may give a lane work; a lane compares it with what it saw at its
+    /// last read.
+    pub(super) wakeups: u64,
     /// At most one waiting relay per lane.
     pub(super) waiting: BTreeMap<(SubscriptionName, u16), Waker>,
 }
@@ -74,7 +76,8 @@ pub(super) struct Reader {
     holding: HashMap<Key, BTreeSet<i64>>,
 }
 
-/// One lane: its window, how far it is settled, and who drives it. How far it is read, only its reader knows.
+/// One lane: its window, how far it is settled, and who drives it. How far it is read, only its
+/// reader knows.
 #[derive(Clone, Default)]
 pub(super) struct Lane {
     pub(super) epoch: Epoch,
@@ -187,8 +190,8 @@ impl State {
 
     /// Notes that there may be work, and gives the relays to wake once the lock is released.
     #[must_use]
-    pub(super) fn stir(&mut self) -> Vec<Waker> {
-        self.stirs += 1;
+    pub(super) fn wake(&mut self) -> Vec<Waker> {
+        self.wakeups += 1;
         std::mem::take(&mut self.waiting).into_values().collect()
     }
 }

@@ -1,7 +1,9 @@
--- How messages from outside are stored once: their receipts and their events, or what is known of them, in one call.
+-- How messages from outside are stored once: their receipts and their events, or what is known of
+-- them, in one call.
 --
--- In the database for the same reason as the window: of a webhook's way, most was planning statements that are always the same. A function
--- keeps its plans, also behind a pooler. Of several, because those that arrive together share one commit.
+-- In the database for the same reason as the window: of a webhook's way, most was planning
+-- statements that are always the same. A function keeps its plans, also behind a pooler. Of
+-- several, because those that arrive together share one commit.
 
 -- What a message is whose id is known already, in the words of `Received`:
 --   duplicate  it is known with the same digest (or was only asked for, and has none)
@@ -18,7 +20,8 @@ BEGIN
   ELSIF known IS NULL OR known = with_digest THEN
     RETURN 'duplicate';
   END IF;
-  -- Two bodies of one message may come in either order: whoever notes conflicts of it has its receipt.
+  -- Two bodies of one message may come in either order: whoever notes conflicts of it has its
+  -- receipt.
   PERFORM FROM {s}.receipt AS r
     WHERE r.source = of_source AND r.tenant = coalesce(of_tenant, '') AND r.message_id = of_message FOR NO KEY UPDATE;
   -- The same body again only raises the count: a sender who repeats himself does not fill the disk.
@@ -29,14 +32,18 @@ BEGIN
 END
 ${tag}$;
 
--- Makes the functions of a log that receive: `<log>_receive` takes a message, `<log>_receive_many` several. Idempotent.
+-- Makes the functions of a log that receive: `<log>_receive` takes a message, `<log>_receive_many`
+-- several. Idempotent.
 --
--- The answer, for each message, is `accepted` (remembered, and its event stored), or what `recognise` says of it.
+-- The answer, for each message, is `accepted` (remembered, and its event stored), or what
+-- `recognise` says of it.
 --
--- Each is meant to be a transaction of its own, of one statement: nothing can be left open then, and only waits for locks need a bound.
--- Somebody who holds a message's receipt for longer keeps out that message, not those it came with: the caller then tries each alone.
+-- Each is meant to be a transaction of its own, of one statement: nothing can be left open then,
+-- and only waits for locks need a bound. Somebody who holds a message's receipt for longer keeps
+-- out that message, not those it came with: the caller then tries each alone.
 --
--- One message has a function of its own, because most come alone: without arrays, and without a scan over them, it costs a fifth less.
+-- One message has a function of its own, because most come alone: without arrays, and without a
+-- scan over them, it costs a fifth less.
 CREATE FUNCTION {s}.create_receive(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
   EXECUTE replace(${tag}_ddl$
@@ -63,8 +70,9 @@ BEGIN
     END
     ${tag}_body$;
 
-    -- One message per place of the arrays; `by_identity` are the places in the order of (source, tenant, message): rows are locked in this
-    -- order, so that two calls with the same messages do not lock each other out.
+    -- One message per place of the arrays; `by_identity` are the places in the order of (source,
+    -- tenant, message): rows are locked in this order, so that two calls with the same messages do
+    -- not lock each other out.
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_receive_many(
       by_identity int[], of_sources text[], of_messages text[], with_digests bytea[],
       new_ids uuid[], new_topics text[], new_keys text[], new_aggregates text[], new_versions bigint[], new_kinds text[],
@@ -88,7 +96,8 @@ BEGIN
         END IF;
       END LOOP;
       IF 'accepted' = ANY (verdicts) THEN
-        -- In the order given: it is the order of `seq`. Not at all for repetitions: an INSERT of nothing would still wake relays by its trigger.
+        -- In the order given: it is the order of `seq`. Not at all for repetitions: an INSERT of
+        -- nothing would still wake relays by its trigger.
         INSERT INTO {s}."{tag}_log" (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
             occurred_at, deliver_at)
           SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes, e.content_type,

@@ -1,5 +1,6 @@
--- Moves the position of a lane, and locks the lane's row: whoever writes delivery rows of a lane takes
--- this lock first, so that nobody decides on a key's next row while somebody else changes its rows.
+-- Moves the position of a lane, and locks the lane's row: whoever writes delivery rows of a lane
+-- takes this lock first, so that nobody decides on a key's next row while somebody else changes its
+-- rows.
 --
 -- The parameters: the lane under an epoch; where its row was last seen; the window and the position
 -- that the caller remembers; and the new position, or NULL to move nothing.
@@ -12,15 +13,15 @@
 --   open     the lane is locked, and the position is where it was asked to be
 --
 -- Only in the window it belongs to, and only from where it begins: after a failover that lost the
--- window, the same number would pass events of the one before, and after one that lost a settlement,
--- the events whose rows went with it. A window the caller does not know is none. Due rows are known by
--- their `seq`, which a database that went back may have given to another event: they too are settled
--- only while the cursor is the one the caller knows, or the next that it is just about to learn of.
--- docs/cursor.md, writes W2 and W4.
+-- window, the same number would pass events of the one before, and after one that lost a
+-- settlement, the events whose rows went with it. A window the caller does not know is none. Due
+-- rows are known by their `seq`, which a database that went back may have given to another event:
+-- they too are settled only while the cursor is the one the caller knows, or the next that it is
+-- just about to learn of. docs/cursor.md, writes W2 and W4.
 --
--- Every settlement leaves an old version of the row. While anybody in the database holds a snapshot,
--- none of them can be removed, and a look-up by key walks over all: 1 ms after 20,000 batches
--- (measured), and so on without end. So the row is looked for at its last place first.
+-- Every settlement leaves an old version of the row. While anybody in the database holds a
+-- snapshot, none of them can be removed, and a look-up by key walks over all: 1 ms after 20,000
+-- batches (measured), and so on without end. So the row is looked for at its last place first.
 CREATE FUNCTION {s}.settle_lane(
   of_subscription int, of_lane int, under_epoch bigint, last_place text, last_snap text, last_settled bigint, new_seq bigint,
   OUT verdict text, OUT place text)

@@ -1,17 +1,17 @@
--- How a lane reads: a page of its window, or the look for news and the first page of the next window,
--- with the write of the cursor. One call each.
+-- How a lane reads: a page of its window, or the look for news and the first page of the next
+-- window, with the write of the cursor. One call each.
 --
--- In the database, because of where the time went: as separate statements this took four round trips,
--- and the server spent ten times longer on planning them than on running them. A function keeps its
--- plans, also behind a pooler, where a prepared statement cannot live. One function a log, because a
--- plan is kept for one table.
+-- In the database, because of where the time went: as separate statements this took four round
+-- trips, and the server spent ten times longer on planning them than on running them. A function
+-- keeps its plans, also behind a pooler, where a prepared statement cannot live. One function a
+-- log, because a plan is kept for one table.
 
 -- Makes the function `<log>_window` of a log. Idempotent.
 --
--- The parameters: the largest payload to send along; the most rows; what the lane and its subscription
--- want; the lane under an epoch; the filter's revision; where the lane's row was last seen; the window
--- and the position that the caller remembers; and the place after which it reads on in that window, or
--- NULL to look for the next one.
+-- The parameters: the largest payload to send along; the most rows; what the lane and its
+-- subscription want; the lane under an epoch; the filter's revision; where the lane's row was last
+-- seen; the window and the position that the caller remembers; and the place after which it reads
+-- on in that window, or NULL to look for the next one.
 --
 -- The answer: rows in two runs of `seq` order (stragglers, then the rest), and one row at the end
 -- without `seq`, whose `verdict` says what came of the call:
@@ -25,12 +25,12 @@
 --   window   the next window is open, and written down; perhaps nothing in it is wanted
 -- `left_stream`: the subscription has delivery rows.
 --
--- A cursor that was made in another cluster, whose transaction ids mean nothing here, is an error with
--- the state PB001.
+-- A cursor that was made in another cluster, whose transaction ids mean nothing here, is an error
+-- with the state PB001.
 --
--- The planner is pinned. It believes that a LIMIT without statistics is cheap to reach by a sequential
--- scan, a hash join or a sort; each of these walks the whole table (3 to 250 times slower, measured).
--- One plan is kept for all parameters: no index depends on them.
+-- The planner is pinned. It believes that a LIMIT without statistics is cheap to reach by a
+-- sequential scan, a hash join or a sort; each of these walks the whole table (3 to 250 times
+-- slower, measured). One plan is kept for all parameters: no index depends on them.
 CREATE FUNCTION {s}.create_window(log_name text) RETURNS void LANGUAGE plpgsql
 SET search_path = pg_catalog AS ${tag}$
 BEGIN
@@ -58,8 +58,8 @@ BEGIN
       news boolean := read_after IS NOT NULL;
       is_native boolean;
     BEGIN
-      -- By its place first: while anybody in the database holds a snapshot, no old version of the row
-      -- can be removed, and a look-up by key walks over all of them.
+      -- By its place first: while anybody in the database holds a snapshot, no old version of the
+      -- row can be removed, and a look-up by key walks over all of them.
       SELECT l.ctid, l.from_snap, l.to_snap, l.low, l.high, l.last_seq INTO at FROM {s}.lane AS l
         WHERE l.ctid = spot AND {held};
       IF NOT FOUND THEN
@@ -103,11 +103,11 @@ BEGIN
         window_low := 0;
         window_high := 9223372036854775807;
       ELSE
-        -- The bounds come from the rows and not from a sequence: a snapshot's xmax is the latest ended
-        -- transaction plus one, so that transactions above it may already hold lower numbers than any
-        -- bound we could name. Transactions that still run are left out of the ranges, so that nobody
-        -- walks what a large one has written so far. `OFFSET 0`: a plain min(seq) over a range of xid
-        -- is turned into a walk of the primary key from its start.
+        -- The bounds come from the rows and not from a sequence: a snapshot's xmax is the latest
+        -- ended transaction plus one, so that transactions above it may already hold lower numbers
+        -- than any bound we could name. Transactions that still run are left out of the ranges, so
+        -- that nobody walks what a large one has written so far. `OFFSET 0`: a plain min(seq) over
+        -- a range of xid is turned into a walk of the primary key from its start.
         SELECT min(seen.seq) - 1, max(seen.seq) INTO window_low, window_high
           FROM (
             SELECT edge AS low, lead(edge) OVER (ORDER BY edge) AS high
@@ -123,11 +123,11 @@ BEGIN
           ) AS seen;
       END IF;
 
-      -- (a) The stragglers: rows of transactions that were running when the window began, driven from
-      -- the list of those transactions. A range of one id instead of an equality: with that, the order
-      -- by seq alone could come from the primary key, and a planner that has seen one large transaction
-      -- walks it (150 ms in a log of 600,000 rows). A statement of its own: in one with the rest, the
-      -- planner walks the whole primary key for this half (20 times slower).
+      -- (a) The stragglers: rows of transactions that were running when the window began, driven
+      -- from the list of those transactions. A range of one id instead of an equality: with that,
+      -- the order by seq alone could come from the primary key, and a planner that has seen one
+      -- large transaction walks it (150 ms in a log of 600,000 rows). A statement of its own: in
+      -- one with the rest, the planner walks the whole primary key for this half (20 times slower).
       IF cardinality(ended) > 0 THEN
         news := news OR EXISTS (SELECT FROM unnest(ended) AS running(xid) CROSS JOIN LATERAL (
           SELECT FROM {s}."{tag}_log" AS l WHERE l.xid >= running.xid AND l.xid <= running.xid
@@ -144,8 +144,8 @@ BEGIN
           GET DIAGNOSTICS stragglers = ROW_COUNT;
         END IF;
       END IF;
-      -- (b) The rest: a walk of the primary key between two bounds. By seq, not by xid: a transaction
-      -- with an early id that writes late would come before what it follows.
+      -- (b) The rest: a walk of the primary key between two bounds. By seq, not by xid: a
+      -- transaction with an early id that writes late would come before what it follows.
       IF window_low < window_high THEN
         RETURN QUERY SELECT {columns}, NULL::text, NULL::boolean, NULL::text, NULL::text
           FROM {s}."{tag}_log" AS l
@@ -161,12 +161,12 @@ BEGIN
         RETURN;
       END IF;
 
-      -- What a window sees may come from a producer with `synchronous_commit = off` and not be on disk
-      -- yet: given out and then lost in a crash it would be a phantom. So the cursor is committed
-      -- durably before anything of the window counts. Its commit is later in the write-ahead log than
-      -- all the window can see, and takes it to disk. There is no need to wait where all of it is there
-      -- already (and no standby has to have it), or where nothing is given out: a crash that takes this
-      -- write back takes it back for the next look too.
+      -- What a window sees may come from a producer with `synchronous_commit = off` and not be on
+      -- disk yet: given out and then lost in a crash it would be a phantom. So the cursor is
+      -- committed durably before anything of the window counts. Its commit is later in the
+      -- write-ahead log than all the window can see, and takes it to disk. There is no need to wait
+      -- where all of it is there already (and no standby has to have it), or where nothing is given
+      -- out: a crash that takes this write back takes it back for the next look too.
       IF given + stragglers = 0
          OR (pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn() AND current_setting('synchronous_standby_names') = '') THEN
         PERFORM set_config('synchronous_commit', 'off', true);
@@ -176,9 +176,9 @@ BEGIN
       window_low := coalesce(window_low, 0);
       window_high := coalesce(window_high, 0);
       -- Conditional on the very cursor that was read, not on the epoch alone: this call may be done
-      -- after its caller gave it up and asked again under the same epoch, and a second window opened
-      -- over the first would drop the first unread. An UPDATE by ctid follows a concurrent one to the
-      -- new row, so the place protects nothing. docs/cursor.md, write W1.
+      -- after its caller gave it up and asked again under the same epoch, and a second window
+      -- opened over the first would drop the first unread. An UPDATE by ctid follows a concurrent
+      -- one to the new row, so the place protects nothing. docs/cursor.md, write W1.
       UPDATE {s}.lane AS l
         SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = 0
         WHERE l.ctid = at.ctid AND {held} AND l.to_snap::text = last_snap

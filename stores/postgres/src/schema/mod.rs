@@ -18,17 +18,20 @@ pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_spine.sql")
 );
 
-/// Longest identifier Postgres keeps; it cuts longer ones with only a notice, so that two names could become one.
+/// Longest identifier Postgres keeps; it cuts longer ones with only a notice, so that two names
+/// could become one.
 const IDENTIFIER_BYTES_MAX: usize = 63;
 
-/// Our own tables, and what would have functions like ours (`create_window`): no log may be called like one.
+/// Our own tables, and what would have functions like ours (`create_window`): no log may be called
+/// like one.
 const RESERVED_NAMES: [&str; 10] =
     ["log", "subscription", "lane", "delivery", "receipt", "conflict", "replica", "migration", "sleeper", "create"];
 
 /// Every log. Reads a tiny table.
 pub(crate) const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
 
-/// The schema all tables and functions of a store live in. Any text is allowed that Postgres can keep: it is always quoted.
+/// The schema all tables and functions of a store live in. Any text is allowed that Postgres can
+/// keep: it is always quoted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SchemaName {
     name: String,
@@ -69,7 +72,8 @@ impl SchemaName {
     /// The quoted identifier inside an SQL string literal.
     fn literal(&self) -> String {
         let escaped = self.quoted.replace('\'', "''");
-        // Without the E prefix a backslash stands for itself under standard_conforming_strings, which migrations pin.
+        // Without the E prefix a backslash stands for itself under standard_conforming_strings,
+        // which migrations pin.
         format!("'{escaped}'")
     }
 
@@ -89,8 +93,8 @@ impl SchemaName {
         self.fill(template, &[&[("log", table.as_str()), ("name", log.as_str())], values].concat())
     }
 
-    /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that no name can end a
-    /// body, or be taken for the log's in a function that is made for each log.
+    /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that
+    /// no name can end a body, or be taken for the log's in a function that is made for each log.
     pub(crate) fn migration_sql(&self, template: &str) -> String {
         let tag = (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str()));
         self.fill(template, &[("tag", &tag.unwrap_or_default()), ("schema_literal", &self.literal())])

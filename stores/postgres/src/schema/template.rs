@@ -1,9 +1,9 @@
 //! The one template language of our SQL: `{name}` stands for a text, `{=}` for an operator.
 //!
-//! `{s}` is the schema, `{log}` a log's table, `{<=}` Postgres's own `<=`: whoever may create objects in
-//! a schema of our search_path could plant an operator that fits our arguments better. Where a statement
-//! runs in a transaction of ours, the search_path is ours too, and plain operators do. The other names
-//! are [`FRAGMENTS`], pieces that several statements share.
+//! `{s}` is the schema, `{log}` a log's table, `{<=}` Postgres's own `<=`: whoever may create
+//! objects in a schema of our search_path could plant an operator that fits our arguments better.
+//! Where a statement runs in a transaction of ours, the search_path is ours too, and plain
+//! operators do. The other names are [`FRAGMENTS`], pieces that several statements share.
 
 use std::sync::LazyLock;
 
@@ -51,7 +51,8 @@ const FRAGMENTS: &[(&str, &str)] = &[
         "(NOT pg_visible_in_snapshot(l.xid, n.from_snap) \
          AND (NOT pg_visible_in_snapshot(l.xid, n.to_snap) OR l.seq > n.last_seq))",
     ),
-    // True where subscription `s` wants row `l` of its log, for statements about many subscriptions.
+    // True where subscription `s` wants row `l` of its log, for statements about many
+    // subscriptions.
     (
         "is_wanted",
         "((s.topics = '{}' OR EXISTS (SELECT FROM unnest(s.topics) AS wanted(topic)
@@ -66,7 +67,8 @@ const FRAGMENTS: &[(&str, &str)] = &[
         "{columns}, {state}, coalesce(d.attempts, 0), coalesce(d.replays, 0), d.due_at, d.code, d.error, d.updated_at, \
          d.seq, d.key",
     ),
-    // What every disposition that keeps a row says of it. Waits count from now, by the database's clock.
+    // What every disposition that keeps a row says of it. Waits count from now, by the database's
+    // clock.
     (
         "entries",
         "(SELECT u.seq, u.key, u.state, u.halt, u.attempts, u.code, u.error, u.before, u.replays,
@@ -74,8 +76,8 @@ const FRAGMENTS: &[(&str, &str)] = &[
   FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bool[], $8::int[], $9::text[], $10::text[], $11::bigint[], $12::timestamptz[],
     $13::int[], $14::int[]) AS u(seq, key, state, halt, attempts, code, error, wait, at, before, replays)) AS e",
     ),
-    // True for a delivery row that still is as it was read: every change of it that counts raises one
-    // of the two numbers or ends it.
+    // True for a delivery row that still is as it was read: every change of it that counts raises
+    // one of the two numbers or ends it.
     (
         "is_as_read",
         "d.attempts = e.before AND d.replays = e.replays AND d.state NOT IN ('discarded', 'dead')",
@@ -90,8 +92,8 @@ static COLUMNS: LazyLock<String> =
 static COLUMN_TYPES: LazyLock<String> =
     LazyLock::new(|| EVENT_COLUMNS.map(|(name, kind, _)| format!("{name} {kind}")).join(", "));
 
-/// One walk over the template: a value that was filled in is not looked at, for a hostile schema may
-/// contain the text of a placeholder. An unknown name stays as it is.
+/// One walk over the template: a value that was filled in is not looked at, for a hostile schema
+/// may contain the text of a placeholder. An unknown name stays as it is.
 pub(super) fn fill(sql: &mut String, template: &str, values: Values<'_>) {
     let mut rest = template;
     while let Some((before, after)) = rest.split_once('{') {

@@ -45,7 +45,8 @@ fn dead() -> Disposition {
     Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false }
 }
 
-/// `writer` and `client` append, each in its way; `relay` does the rest. Panics at the first call that does not do what it should.
+/// `writer` and `client` append, each in its way; `relay` does the rest. Panics at the first call
+/// that does not do what it should.
 pub(crate) async fn everything(writer: &PostgresStore, client: &Client, relay: &PostgresStore) {
     let schema = relay.schema().quoted().to_owned();
     append(writer, client, &schema).await;

@@ -14,7 +14,8 @@ use tokio_postgres::Client;
 
 use super::{PATIENCE, client};
 
-/// Only the one update that comes first after `gate` was set to it waits, before it looks for its row.
+/// Only the one update that comes first after `gate` was set to it waits, before it looks for its
+/// row.
 const GATE: &str = "
 CREATE SEQUENCE gate START 2;
 CREATE FUNCTION pass_gate() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -82,7 +83,8 @@ impl CallFaults for PostgresFaults {
             // A settlement reads the lane's row by locking it: from there on it is at its end.
             Call::Append | Call::Position => &[Place::Start, Place::End],
             Call::Receive => &[Place::Start],
-            // Their clients wait for answers between BEGIN and COMMIT: stopped earlier, they end in nothing.
+            // Their clients wait for answers between BEGIN and COMMIT: stopped earlier, they end in
+            // nothing.
             _ => &[Place::End],
         }
     }
