@@ -52,7 +52,11 @@ impl PostgresStore {
         }
         grant("SELECT", "{s}.migration, {s}.log", relays);
         grant("SELECT, INSERT, UPDATE", "{s}.subscription, {s}.lane, {s}.sleeper", relays);
-        grant("SELECT, INSERT, UPDATE, DELETE", "{s}.delivery, {s}.replica, {s}.receipt, {s}.conflict", relays);
+        grant(
+            "SELECT, INSERT, UPDATE, DELETE",
+            "{s}.delivery, {s}.replica, {s}.receipt, {s}.once, {s}.conflict",
+            relays,
+        );
         grant(
             "SELECT",
             "{s}.migration, {s}.log, {s}.subscription, {s}.lane, {s}.delivery, {s}.replica, {s}.conflict",

@@ -29,6 +29,14 @@ USING (SELECT source, tenant, message_id, digest_refused FROM {s}.conflict
   WHERE last_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY last_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
 WHERE c.source = old.source AND c.tenant = old.tenant AND c.message_id = old.message_id AND c.digest_refused = old.digest_refused";
 
+/// Forgets old ids of `once`, a thousand at a time. Index: `once_seen`. Locks the rows; those of a
+/// running consumer are passed over.
+const ONCE_FORGET: &str = "
+DELETE FROM {s}.once AS o
+USING (SELECT source, message_id FROM {s}.once
+  WHERE seen_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY seen_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
+WHERE o.source = old.source AND o.message_id = old.message_id";
+
 /// Forgets old ids, a thousand at a time. Index: `receipt_received`. Locks the rows; those of a
 /// running receiver are passed over.
 const RECEIPT_FORGET: &str = "
@@ -59,16 +67,20 @@ impl Receive for PostgresStore {
 impl PostgresStore {
     async fn forget_some(&self, older_than: Duration) -> Result<u64> {
         let session = self.session("forget").await?;
-        let (receipts, conflicts) = (self.schema().sql(RECEIPT_FORGET), self.schema().sql(CONFLICT_FORGET));
+        let [receipts, onces, conflicts] =
+            [RECEIPT_FORGET, ONCE_FORGET, CONFLICT_FORGET].map(|template| self.schema().sql(template));
         let age_micros = micros(older_than);
         let params: [(&(dyn ToSql + Sync), Type); 1] = [(&age_micros, Type::INT8)];
         let forget = async |client: &Client| {
             // Records of conflicts age like the ids they are about; they are no ids and do not
             // count.
-            let (forgotten, passed) =
-                futures::join!(client.execute_typed(&receipts, &params), client.execute_typed(&conflicts, &params));
-            let forgotten = forgotten?;
-            passed.map(|_| forgotten)
+            let (receipts, onces, conflicts) = futures::join!(
+                client.execute_typed(&receipts, &params),
+                client.execute_typed(&onces, &params),
+                client.execute_typed(&conflicts, &params)
+            );
+            let forgotten = receipts? + onces?;
+            conflicts.map(|_| forgotten)
         };
         let forgotten = session.transact(&self.inner.modes.write, forget).await;
         forgotten.map_err(|error| classify("forget", &error))

@@ -1,12 +1,13 @@
 //! The same two functions for users of `sqlx`: append, and once, in a transaction of theirs.
 
+use postbox_core::kit::check_message_id;
 use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName};
 use sqlx::Executor as _;
 use sqlx::postgres::PgConnection;
 
 use crate::append::{Columns, LOG_APPEND};
 use crate::classify::{log_unknown, of_sqlstate};
-use crate::once::{RECEIPT_CLAIM, check_message_id};
+use crate::once::ONCE_INSERT;
 use crate::schema::SchemaName;
 
 /// Appends `events` in your transaction, as [`crate::append_in`] does: `append_in(&mut *tx, …)`.
@@ -53,8 +54,8 @@ pub async fn once_in(
     source: &SourceName,
     message_id: &str,
 ) -> Result<bool> {
-    check_message_id(message_id)?;
-    let sql = schema.sql(RECEIPT_CLAIM);
+    check_message_id("once", message_id)?;
+    let sql = schema.sql(ONCE_INSERT);
     let query = sqlx::query(sqlx::AssertSqlSafe(sql)).bind(source.as_str()).bind(message_id).persistent(false);
     let claimed = connection.execute(query).await.map_err(|error| classify("once", None, &error))?;
     Ok(claimed.rows_affected() == 1)

@@ -6,7 +6,7 @@
 -- several, because those that arrive together share one commit.
 
 -- What a message is whose id is known already, in the words of `Received`:
---   duplicate  it is known with the same digest (or was only asked for, and has none)
+--   duplicate  it is known with the same digest
 --   conflict   its id is known with another digest; that is noted
 CREATE FUNCTION {s}.recognise(of_source text, of_tenant text, of_message text, with_digest bytea) RETURNS text LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog AS ${tag}$
@@ -17,7 +17,7 @@ BEGIN
     WHERE r.source = of_source AND r.tenant = coalesce(of_tenant, '') AND r.message_id = of_message;
   IF NOT FOUND THEN
     RAISE EXCEPTION 'the record of a message was forgotten while it was looked at; send it again' USING ERRCODE = 'serialization_failure';
-  ELSIF known IS NULL OR known = with_digest THEN
+  ELSIF known = with_digest THEN
     RETURN 'duplicate';
   END IF;
   -- Two bodies of one message may come in either order: whoever notes conflicts of it has its

@@ -265,19 +265,29 @@ CREATE INDEX delivery_in_flight ON {s}.delivery (subscription, lane) WHERE code 
 CREATE INDEX delivery_missing ON {s}.delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX delivery_state ON {s}.delivery (subscription, state, seq);
 
--- The memory of what came in. `digest` is empty for consumers that only ask `once`. Compared byte
--- by byte: an operating system that sorts a language anew must not make the index forget what is in
--- it.
+-- The memory of what came in. Compared byte by byte: an operating system that sorts a language anew
+-- must not make the index forget what is in it.
 CREATE TABLE {s}.receipt (
   source text COLLATE "C" NOT NULL,
   tenant text COLLATE "C" NOT NULL DEFAULT '',
   message_id text COLLATE "C" NOT NULL,
-  digest bytea,
+  digest bytea NOT NULL,
   received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
   PRIMARY KEY (source, tenant, message_id),
   CONSTRAINT message_id_invalid CHECK (octet_length(message_id) BETWEEN 1 AND 255)
 );
 CREATE INDEX receipt_received ON {s}.receipt (received_at);
+
+-- What consumers with a loop of their own have applied. Apart from the receipts: received is not
+-- applied.
+CREATE TABLE {s}.once (
+  source text COLLATE "C" NOT NULL,
+  message_id text COLLATE "C" NOT NULL,
+  seen_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  PRIMARY KEY (source, message_id),
+  CONSTRAINT message_id_invalid CHECK (octet_length(message_id) BETWEEN 1 AND 255)
+);
+CREATE INDEX once_seen ON {s}.once (seen_at);
 
 CREATE TABLE {s}.conflict (
   source text COLLATE "C" NOT NULL,

@@ -24,8 +24,19 @@ const IDENTIFIER_BYTES_MAX: usize = 63;
 
 /// Our own tables, and what would have functions like ours (`create_window`): no log may be called
 /// like one.
-const RESERVED_NAMES: [&str; 10] =
-    ["log", "subscription", "lane", "delivery", "receipt", "conflict", "replica", "migration", "sleeper", "create"];
+const RESERVED_NAMES: [&str; 11] = [
+    "log",
+    "subscription",
+    "lane",
+    "delivery",
+    "receipt",
+    "once",
+    "conflict",
+    "replica",
+    "migration",
+    "sleeper",
+    "create",
+];
 
 /// Every log. Reads a tiny table.
 pub(crate) const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
