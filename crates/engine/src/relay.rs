@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use postbox_core::{Apply, Clock, Error, ErrorKind, Inspect, Log, OwnerId, Pause, Random, Result, Sink, Subscription};
+use postbox_core::{Admin, Apply, Clock, Error, ErrorKind, Log, OwnerId, Pause, Random, Result, Sink, Subscription};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
@@ -26,7 +26,7 @@ pub struct RelayBuilder {
     log: Arc<dyn Log>,
     subscription: Subscription,
     destination: Option<Destination>,
-    inspect: Option<Arc<dyn Inspect>>,
+    inspect: Option<Arc<dyn Admin>>,
     settings: RelaySettings,
     clock: Option<Arc<dyn Clock>>,
     random: Option<Arc<dyn Random>>,
@@ -49,7 +49,7 @@ impl RelayBuilder {
 
     /// Where a subscription is paused when its destination asks never to be called again (HTTP
     /// 410). Without it, only this relay stops sending, until it is started again.
-    pub fn inspect(mut self, inspect: Arc<dyn Inspect>) -> Self {
+    pub fn inspect(mut self, inspect: Arc<dyn Admin>) -> Self {
         self.inspect = Some(inspect);
         self
     }
@@ -125,7 +125,7 @@ pub struct Relay {
     subscription: Subscription,
     /// `None` without a destination.
     context: Option<Arc<RelayContext>>,
-    inspect: Option<Arc<dyn Inspect>>,
+    inspect: Option<Arc<dyn Admin>>,
     clock: Arc<dyn Clock>,
     owner: OwnerId,
     metrics: Arc<Metrics>,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
-use postbox_core::{Clock, Error, Inspect, LogName, Receive, Result};
+use postbox_core::{Admin, Clock, Error, LogName, Receive, Result};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -28,7 +28,7 @@ pub struct Swept {
 /// Removes delivered events older than an age (default 7 days) and forgets old inbound ids (default
 /// 30 days). Dead and pending events are never removed. Several replicas may sweep at once.
 pub struct Sweeper {
-    inspect: Arc<dyn Inspect>,
+    inspect: Arc<dyn Admin>,
     receive: Option<Arc<dyn Receive>>,
     logs: Vec<LogName>,
     events_age: Duration,
@@ -39,7 +39,7 @@ pub struct Sweeper {
 
 impl Sweeper {
     /// A sweeper of `logs`, once an hour.
-    pub fn new(inspect: Arc<dyn Inspect>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
+    pub fn new(inspect: Arc<dyn Admin>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
         const DAY: Duration = Duration::from_secs(86_400);
         Self {
             inspect,

@@ -7,7 +7,7 @@ mod bench;
 use std::time::Duration;
 
 use bench::{Answer, Bench, Recorder, event, fast};
-use postbox_core::{Capabilities, Inspect, Outcome, Selection, State};
+use postbox_core::{Admin as _, Capabilities, Outcome, Selection, State};
 
 #[tokio::test(start_paused = true)]
 async fn drain_stops_at_its_limit() {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bench::{Answer, Bench, Cable, Recorder, event, fast};
 use postbox_core::{
-    BatchLimit, Call, Capabilities, ErrorKind, Inspect, Outcome, Pause, Result, Selection, State, Wire,
+    Admin as _, BatchLimit, Call, Capabilities, ErrorKind, Outcome, Pause, Result, Selection, State, Wire,
 };
 use postbox_engine::RelaySettings;
 use tokio_util::sync::CancellationToken;
@@ -131,7 +131,7 @@ async fn a_call_in_flight_is_not_made_beside_itself() {
     let relay = bench.relay(sink.clone(), fast());
     let hurrying = async {
         tokio::time::sleep(4 * S).await;
-        let changed = bench.store.requeue(&bench.subscription().name, &Selection::default()).await.expect("hurried");
+        let changed = bench.store.retry(&bench.subscription().name, &Selection::default()).await.expect("hurried");
         assert_eq!(changed.count, 1, "its call outlived its batch");
     };
     tokio::join!(bench.run_for(&relay, 20 * S), hurrying);

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use bench::{Answer, Bench, Cable, Recorder, event, fast};
 use postbox_core::{
-    Append, BatchLimit, Capabilities, Delivery, Inspect, ListQuery, LogName, MemoryStore, NewEvent, Ordering, Outcome,
-    Selection, State,
+    Admin as _, Append, BatchLimit, Capabilities, Delivery, Inspect, ListQuery, LogName, MemoryStore, NewEvent,
+    Ordering, Outcome, Selection, State,
 };
 use postbox_engine::{Every, InProcessBus, OnDead, Relay, RelaySettings, Sweeper, TokioClock, handler_sink};
 use tokio_util::sync::CancellationToken;
@@ -93,7 +93,7 @@ async fn a_permanent_failure_dies_at_once_and_a_replay_has_a_fresh_dedupe_id() {
     assert_eq!(relay.drain(None).await.expect("drained").dead, 1);
     assert_eq!(relay.drain(None).await.expect("drained").fetched, 0, "the dead are not retried on their own");
     let name = bench.subscription().name;
-    assert_eq!(bench.store.requeue(&name, &Selection::default()).await.expect("requeued").count, 1);
+    assert_eq!(bench.store.retry(&name, &Selection::default()).await.expect("requeued").count, 1);
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 1);
     assert!(sink.arrivals()[0].dedupe_id.ends_with("-r1"));
 }

@@ -55,54 +55,28 @@ pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
 
 /// The logs there are.
 pub async fn list_logs(config: &StoreConfig) -> Result<Vec<LogName>> {
-    match parse(config)? {
-        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.logs().await,
-        StoreUrl::Sqlite(path) => SqliteStore::open(SqliteConfig::new(path)).await?.logs().await,
-        StoreUrl::Memory => Ok(vec![LogName::inbox(), LogName::outbox()]),
-    }
+    open_store(config).await?.logs().await
 }
 
 /// How many events those logs have that are `wanted`, whoever reads them or nobody.
 pub async fn count_logs(config: &StoreConfig, wanted: impl Fn(&LogName) -> bool) -> Result<Vec<(LogName, u64)>> {
+    let store = open_store(config).await?;
     let mut counts = Vec::new();
-    match parse(config)? {
-        StoreUrl::Postgres => {
-            let store = PostgresStore::connect(postgres(config)).await?;
-            for log in store.logs().await?.into_iter().filter(wanted) {
-                let count = store.count(&log).await?;
-                counts.push((log, count));
-            }
-        }
-        StoreUrl::Sqlite(path) => {
-            let store = SqliteStore::open(SqliteConfig::new(path)).await?;
-            for log in store.logs().await?.into_iter().filter(wanted) {
-                let count = store.count(&log).await?;
-                counts.push((log, count));
-            }
-        }
-        // It was made a moment ago.
-        StoreUrl::Memory => {}
+    for log in store.logs().await?.into_iter().filter(wanted) {
+        let count = store.count(&log).await?;
+        counts.push((log, count));
     }
     Ok(counts)
 }
 
 /// Checks that nothing in the store keeps messages from being received. Changes nothing.
 pub async fn check_receiving(config: &StoreConfig) -> Result<()> {
-    match parse(config)? {
-        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.check_receiving().await,
-        StoreUrl::Sqlite(_) | StoreUrl::Memory => Ok(()),
-    }
+    open_store(config).await?.check_receiving().await
 }
 
 /// Puts cursors and rows right after a dump was restored into another Postgres cluster. Stop every relay first.
 pub async fn rebase(config: &StoreConfig) -> Result<()> {
-    match parse(config)? {
-        StoreUrl::Postgres => PostgresStore::connect(postgres(config)).await?.rebase().await,
-        StoreUrl::Sqlite(_) | StoreUrl::Memory => {
-            let text = "only a Postgres store can need this: the cursors of the others are plain numbers";
-            Err(Error::invalid("rebase", "rebase_not_needed", text))
-        }
-    }
+    open_store(config).await?.rebase().await
 }
 
 /// The GRANT statements that roles need on a Postgres store.

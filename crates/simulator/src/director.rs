@@ -245,7 +245,7 @@ impl Director {
             .clock(Arc::new(RelayClock { world: world.clone(), relay }))
             .random(Arc::new(SeededRandom::new(world.plan.seed ^ u64::from(who.1) << 8 ^ u64::from(relay))))
             .owner(OwnerId::new(format!("relay-{relay}-{}", who.1)).expect("a name"))
-            .inspect(client.inspect);
+            .inspect(client.admin);
         let builder = match shape.apply {
             true => builder.apply(client.apply),
             false => builder.sink(Arc::new(SimSink { world: world.clone(), who })),
@@ -339,11 +339,11 @@ impl Director {
 }
 
 async fn perform(world: &World, operator: &Client, action: Action) {
-    let Client { log, inspect: store, .. } = operator;
+    let Client { log, admin: store, .. } = operator;
     let name = &world.subscription.name;
     let all = Selection::default();
     match action {
-        Action::Retry => _ = store.requeue(name, &all).await,
+        Action::Retry => _ = store.retry(name, &all).await,
         Action::DiscardDead => {
             let mut dead = Vec::new();
             world.server.each_place(|it| dead.extend((it.state == State::Dead).then_some(it.id)));

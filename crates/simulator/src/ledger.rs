@@ -309,8 +309,8 @@ impl Ledger {
             }
             let by = match new.state {
                 State::Discarded => operation == "discard",
-                State::Retrying if from == State::Dead => operation == "requeue",
-                State::Retrying => settles || operation == "discard" || operation == "requeue",
+                State::Retrying if from == State::Dead => operation == "retry",
+                State::Retrying => settles || operation == "discard" || operation == "retry",
                 State::Dispatched => settles || operation == "open" && !wanted,
                 _ => settles,
             };
@@ -323,7 +323,7 @@ impl Ledger {
         let attempts = match () {
             () if new.replays > old.replays => {
                 fact.failures = 0;
-                new.attempts == 0 && new.replays == old.replays + 1 && operation == "requeue"
+                new.attempts == 0 && new.replays == old.replays + 1 && operation == "retry"
             }
             // The row is gone, and its counters with it.
             () if new.state == State::Dispatched => true,

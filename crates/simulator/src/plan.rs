@@ -197,7 +197,7 @@ const OPERATIONS: [&str; 18] = [
     "release",
     "apply",
 ];
-const OPERATOR_OPERATIONS: [&str; 4] = ["requeue", "discard", "pause", "prune"];
+const OPERATOR_OPERATIONS: [&str; 4] = ["retry", "discard", "pause", "prune"];
 
 impl Plan {
     /// The world of a seed.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use postbox_core::{
-    Apply, Cursor, Delivery, EventId, Inspect, Log, LogName, MemoryStore, MemoryTransaction, NewEvent, Snapshot, State,
+    Admin, Apply, Cursor, Delivery, EventId, Log, LogName, MemoryStore, MemoryTransaction, NewEvent, Snapshot, State,
     Subscription, SubscriptionName,
 };
 
@@ -224,7 +224,7 @@ impl Transaction {
 #[derive(Clone)]
 pub(crate) struct Client {
     pub(crate) log: Arc<dyn Log>,
-    pub(crate) inspect: Arc<dyn Inspect>,
+    pub(crate) admin: Arc<dyn Admin>,
     pub(crate) apply: Arc<dyn Apply>,
 }
 
@@ -243,12 +243,12 @@ impl Client {
                 Self {
                     log: Arc::new(FlakyLog { world: world.clone(), who, store: store.clone() }),
                     apply: store.apply(handler),
-                    inspect: Arc::new(store),
+                    admin: Arc::new(store),
                 }
             }
             Server::Sqlite(file) => {
                 let client = Arc::new(SqliteClient::new(wire, file));
-                Self { log: client.clone(), inspect: client.clone(), apply: client }
+                Self { log: client.clone(), admin: client.clone(), apply: client }
             }
         }
     }

@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Acquired, Apply, Batch, BatchLimit, Changed, Conflict, Decide, Delivery, Disposition, Entry, EventId, Inspect,
-    Lease, ListQuery, Log, LogName, Outcome, OwnerId, Pause, Record, Result, Selection, Seq, Settlement, Stats,
-    Subscription, SubscriptionInfo, SubscriptionName,
+    Acquired, Admin, Apply, Batch, BatchLimit, Changed, Decide, Delivery, Disposition, Entry, Lease, Log, LogName,
+    Outcome, OwnerId, Pause, Result, Selection, Seq, Settlement, Subscription, SubscriptionName,
 };
 use postbox_sqlite::SqliteStore;
 use rusqlite::Transaction;
@@ -228,32 +227,12 @@ impl Apply for SqliteClient {
 }
 
 #[async_trait]
-impl Inspect for SqliteClient {
-    async fn subscriptions(&self) -> Result<Vec<SubscriptionInfo>> {
-        self.look(self.opened.store.subscriptions())
-    }
-
-    async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
-        self.look(self.opened.store.stats(subscription))
-    }
-
-    async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
-        self.look(self.opened.store.list(query))
-    }
-
-    async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>> {
-        self.look(self.opened.store.get(subscription, id))
-    }
-
-    async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>> {
-        self.look(self.opened.store.conflicts(limit))
-    }
-
-    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+impl Admin for SqliteClient {
+    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         let asked = (subscription.clone(), selection.clone());
-        self.carry("requeue", None, move |store, _| {
+        self.carry("retry", None, move |store, _| {
             let (subscription, selection) = asked.clone();
-            Box::pin(async move { store.requeue(&subscription, &selection).await })
+            Box::pin(async move { store.retry(&subscription, &selection).await })
         })
         .await
     }
@@ -283,5 +262,17 @@ impl Inspect for SqliteClient {
             Box::pin(async move { store.pause(&subscription, pause.as_ref()).await })
         })
         .await
+    }
+
+    async fn create_log(&self, log: &LogName) -> Result<()> {
+        self.look(self.opened.store.create_log(log))
+    }
+
+    async fn check_receiving(&self) -> Result<()> {
+        self.look(self.opened.store.check_receiving())
+    }
+
+    async fn rebase(&self) -> Result<()> {
+        self.look(self.opened.store.rebase())
     }
 }

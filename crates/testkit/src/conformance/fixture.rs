@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, EventId, LogName, NewEvent, RawMessage, Result, Sink, Source, State, Store};
+use postbox_core::{Apply, EventId, LogName, NewEvent, RawMessage, Result, Sink, Source, SourceName, State, Store};
 
 use super::faults::CallFaults;
 use crate::inbox::Inbox;
@@ -56,6 +56,8 @@ pub trait StoreFixture: Send + Sync {
 pub trait OpenTransaction: Send {
     /// Appends inside the transaction: the driver's `append_in`.
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>>;
+    /// Whether a message is applied for the first time: the driver's `once_in`.
+    async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool>;
     /// Sets the savepoint; there is at most one.
     async fn savepoint(&mut self);
     /// Rolls back to the savepoint and forgets it.

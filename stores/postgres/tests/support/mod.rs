@@ -1,4 +1,5 @@
-//! What the tests of this crate share: a migrated store in a database of its own, and a producer's transaction.
+//! What the tests of this crate share: a migrated store in a database of its own, and a producer's
+//! transaction.
 
 #![allow(dead_code, missing_docs, unreachable_pub, reason = "each test binary uses its part")]
 
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, Store};
+use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, SourceName, Store};
 use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName, TxHandler};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::{
@@ -56,7 +57,8 @@ pub async fn pooled() -> Fixture {
     Fixture { store, url, server, front, faults: OnceCell::new(), _pooler: Some(pooler) }
 }
 
-/// Connects and migrates. A busy machine may take its time: what is tested here is not how long a connection takes.
+/// Connects and migrates. A busy machine may take its time: what is tested here is not how long a
+/// connection takes.
 pub async fn migrated(mut config: PostgresConfig) -> PostgresStore {
     (config.connect_timeout, config.pool_timeout) = (PATIENCE, PATIENCE);
     let store = PostgresStore::connect(config).await.expect("a store");
@@ -197,12 +199,21 @@ impl Open {
 #[async_trait]
 impl OpenTransaction for Open {
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
-        // The driver's transaction type borrows its client; this one only stands for the transaction that is open already (the server
-        // warns of the second BEGIN and goes on), and must not roll it back.
+        // The driver's transaction type borrows its client; this one only stands for the
+        // transaction that is open already (the server warns of the second BEGIN and goes on), and
+        // must not roll it back.
         let tx = self.client.transaction().await.expect("the open transaction");
         let appended = postbox_postgres::append_in(&tx, &self.schema, log, events).await;
         std::mem::forget(tx);
         appended
+    }
+
+    async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
+        // As above.
+        let tx = self.client.transaction().await.expect("the open transaction");
+        let asked = postbox_postgres::once_in(&tx, &self.schema, source, message_id).await;
+        std::mem::forget(tx);
+        asked
     }
 
     async fn savepoint(&mut self) {

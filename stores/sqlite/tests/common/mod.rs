@@ -11,9 +11,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     Apply, Batch, BatchLimit, Delivery, EventId, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId, Result,
-    Settlement, Store, Subscription, SubscriptionName,
+    Settlement, SourceName, Store, Subscription, SubscriptionName,
 };
-use postbox_sqlite::{SqliteConfig, SqliteStore, append_in};
+use postbox_sqlite::{SqliteConfig, SqliteStore, append_in, once_in};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
@@ -170,6 +170,10 @@ struct Open(Connection);
 impl OpenTransaction for Open {
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
         append_in(&self.0, log, events)
+    }
+
+    async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
+        once_in(&self.0, source, message_id)
     }
 
     async fn savepoint(&mut self) {

@@ -1,7 +1,9 @@
-//! Hints that there may be something to read: local commits and, where asked for, NOTIFY. Losing one costs a poll.
+//! Hints that there may be something to read: local commits and, where asked for, NOTIFY. Losing
+//! one costs a poll.
 //!
-//! A commit with a NOTIFY takes a server-wide lock, so writers send one only while a relay has declared itself asleep. A declaration runs
-//! out by itself; a relay with work never declares anything.
+//! A commit with a NOTIFY takes a server-wide lock, so writers send one only while a relay has
+//! declared itself asleep. A declaration runs out by itself; a relay with work never declares
+//! anything.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -16,11 +18,13 @@ use tokio_postgres::types::{ToSql, Type};
 
 use crate::PostgresStore;
 use crate::classify::classify;
+use crate::log::micros;
 use crate::store::Inner;
 
 /// How long a declaration holds. Writers go on notifying that long after a relay got busy.
 const ASLEEP: Duration = Duration::from_secs(1);
-/// A declaration with less than this left is renewed before a wait: two small unlogged writes a second at most.
+/// A declaration with less than this left is renewed before a wait: two small unlogged writes a
+/// second at most.
 const ASLEEP_LEFT_MIN: Duration = Duration::from_millis(500);
 /// The wait before a lost LISTEN connection is made again; meanwhile relays poll.
 const LISTEN_RETRY: Duration = Duration::from_secs(1);
@@ -28,7 +32,8 @@ const LISTEN_RETRY: Duration = Duration::from_secs(1);
 /// Asks a log's writers for notifications. Locks the log's table for a moment, the first time only.
 const NOTIFY_ENABLE: &str = "SELECT {s}.notify_enable($1)";
 
-/// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row; unlogged, so that nothing waits for the disk.
+/// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row; unlogged, so that
+/// nothing waits for the disk.
 const SLEEPER_DECLARE: &str = "
 INSERT INTO {s}.sleeper (log, owner, asleep_until) VALUES ($1, $2, pg_catalog.clock_timestamp() {+} ($3 {*} interval '1 microsecond'))
 ON CONFLICT (log, owner) DO UPDATE SET asleep_until = excluded.asleep_until";
@@ -64,20 +69,21 @@ impl Listener {
 
 impl PostgresStore {
     /// Waits for a local commit or a notification that came after the lane's last read began.
-    pub(crate) async fn await_stir(&self, lease: &Lease) {
-        let mut stirs = self.reader(lease).stirs();
+    pub(crate) async fn wait_for_wakeup(&self, lease: &Lease) {
+        let mut wakeups = self.lane(lease).wakeups();
         match self.inner.listener.needs_declaration(&lease.log) {
             // A writer that looked before we declared sends nothing: let the caller read once more.
             Some(true) if self.declare_asleep(lease).await.is_ok() => return,
             _ => {}
         }
         // Fails only when the store is gone; then nothing will ever come.
-        if stirs.changed().await.is_err() {
+        if wakeups.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
     }
 
-    /// Listens for a log's writers, where the configuration asks for it. A failure costs nothing but the hints.
+    /// Listens for a log's writers, where the configuration asks for it. A failure costs nothing
+    /// but the hints.
     pub(crate) async fn listen_if_asked(&self, log: &LogName) {
         if !self.inner.config.notify || self.inner.listener.lock().contains_key(log) {
             return;
@@ -105,7 +111,7 @@ impl PostgresStore {
         let sql = self.schema().sql(SLEEPER_DECLARE);
         // Counted from before the call, as a lease is.
         let until = Instant::now() + ASLEEP;
-        let (log, owner, asleep_micros) = (lease.log.as_str(), lease.owner.as_str(), super::micros(ASLEEP));
+        let (log, owner, asleep_micros) = (lease.log.as_str(), lease.owner.as_str(), micros(ASLEEP));
         let params: [(&(dyn ToSql + Sync), Type); 3] =
             [(&log, Type::TEXT), (&owner, Type::TEXT), (&asleep_micros, Type::INT8)];
         let declared = session.client().execute_typed(&sql, &params).await;
@@ -122,7 +128,7 @@ impl PostgresStore {
 async fn listen(store: Weak<Inner>, channel: String) {
     while let Some(inner) = store.upgrade() {
         let (settings, tls) = (inner.listen_target.settings.clone(), inner.listen_target.tls.clone());
-        let stirs = inner.stirs.clone();
+        let wakeups = inner.wakeups.clone();
         // The store must be able to end while we wait.
         drop(inner);
         if let Ok((client, mut connection)) = settings.connect(tls).await {
@@ -130,7 +136,7 @@ async fn listen(store: Weak<Inner>, channel: String) {
             let messages = async {
                 while let Some(Ok(message)) = poll_fn(|context| connection.poll_message(context)).await {
                     if matches!(message, AsyncMessage::Notification(_)) {
-                        stirs.send_modify(|stirs| *stirs += 1);
+                        wakeups.send_modify(|wakeups| *wakeups += 1);
                     }
                 }
             };

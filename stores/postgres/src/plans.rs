@@ -1,117 +1,16 @@
-//! What the planner makes of our statements. Each trap here was hit: a walk of the whole table instead of an index, 3 to 250 times slower.
+//! What the planner makes of our statements. Each trap here was hit: a walk of the whole table
+//! instead of an index, 3 to 250 times slower.
 //!
-//! The log is asked twice, before and after its first ANALYZE, because the planner errs differently without statistics.
+//! The log is asked twice, before and after its first ANALYZE, because the planner errs differently
+//! without statistics.
 
-use tokio_postgres::Client;
-
-use super::page::{LOG_READ_REST, LOG_READ_STRAGGLERS, PAGE_GUARD};
-use super::settle::LANE_SETTLE;
-use crate::inspect::{DELIVERY_HUSH, DELIVERY_REQUEUE_CHOSEN, LOG_PRUNE};
+use crate::admin::{CLEAR_FOLLOWER_DUE, DELIVERY_CHOOSE, LOG_PRUNE, MAY_BE_RETRIED};
 use crate::{PostgresConfig, PostgresStore, SchemaName};
 use postbox_core::{LogName, Migrate as _};
 use postbox_testkit::servers::{Postgres, Version};
 
 /// Rows in the log. Large enough that a walk costs more than any index.
 const ROWS: u32 = 100_000;
-
-struct Case {
-    name: &'static str,
-    sql: &'static str,
-    /// The parameters, as SQL: `EXPLAIN` takes none.
-    params: &'static [&'static str],
-    /// The indexes the plan must use.
-    indexes: &'static [&'static str],
-    /// Where the lane's row is known to be.
-    place: &'static str,
-    /// Rows of the log it may look at: what it returns, and a few.
-    rows_max: u64,
-}
-
-/// `$1` to `$6` of every read: inline bytes, rows, lane, lanes, topics, tenant.
-macro_rules! shared {
-    ($($more:literal),*) => { &["16384::int", "501::bigint", "0::int", "1::int", "NULL::text[]", "NULL::text", $($more),*] };
-}
-
-/// Every row has a transaction of its own: its id is the row's number + 1000.
-const CASES: [Case; 5] = [
-    Case {
-        name: "a page in the middle of the first window",
-        sql: LOG_READ_REST,
-        params: shared!("50000::bigint", "9223372036854775807::bigint", "'1'::xid8", "'200000:200000:'::pg_snapshot"),
-        indexes: &["outbox_pkey"],
-        place: "ctid = '(0,1)' AND",
-        rows_max: 600,
-    },
-    Case {
-        name: "the stragglers of a window",
-        sql: LOG_READ_STRAGGLERS,
-        params: shared!("0::bigint", "'{5000,60000,90000}'::xid8[]"),
-        indexes: &["outbox_xid_seq"],
-        place: "ctid = '(0,1)' AND",
-        rows_max: 50,
-    },
-    Case {
-        name: "a settled position, while somebody holds a snapshot: not by key, past every old version",
-        sql: LANE_SETTLE,
-        params: &["1::int", "0::smallint", "1::bigint", "5::bigint", "'1:1:'", "0::bigint"],
-        indexes: &[],
-        place: "ctid = '(0,1)' AND",
-        rows_max: 0,
-    },
-    Case {
-        name: "the guard of a page, likewise",
-        sql: PAGE_GUARD,
-        params: &["1::int", "0::smallint", "1::bigint", "'1:1:'", "0::bigint"],
-        indexes: &[],
-        place: "ctid = '(0,1)' AND",
-        rows_max: 0,
-    },
-    Case {
-        name: "a page with a topic filter and lanes",
-        sql: LOG_READ_REST,
-        params: &[
-            "16384::int",
-            "101::bigint",
-            "1::int",
-            "4::int",
-            "'{t%}'::text[]",
-            "NULL::text",
-            "50000::bigint",
-            "9223372036854775807::bigint",
-            "'1'::xid8",
-            "'200000:200000:'::pg_snapshot",
-        ],
-        indexes: &["outbox_pkey"],
-        place: "ctid = '(0,1)' AND",
-        rows_max: 2_000,
-    },
-];
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_statement_walks_the_log() {
-    for version in Version::ALL {
-        // The ids are ours to choose.
-        let store = filled(
-            version,
-            "INSERT INTO postbox.outbox (xid, topic, key, payload)
-             SELECT (n + 1000)::text::xid8, 'topic', 'k' || n % 1000, repeat('x', 100)",
-        )
-        .await;
-        let session = store.session("test").await.expect("a session");
-        let client = session.client();
-        for analysed in [false, true] {
-            if analysed {
-                client.batch_execute("ANALYZE postbox.outbox").await.expect("analysed");
-            }
-            for case in &CASES {
-                let plan = explain(&store, client, case).await;
-                let context = format!("{} (Postgres {}, analysed: {analysed})\n{plan}", case.name, version.number());
-                judge(&plan, case.indexes, case.rows_max, &context);
-            }
-        }
-        session.finish();
-    }
-}
 
 /// Retention asks every hour, and most of the log is young: that is not looked at.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -129,26 +28,25 @@ async fn no_retention_walks_what_is_young() {
             if analysed {
                 client.batch_execute("ANALYZE postbox.outbox").await.expect("analysed");
             }
-            let case = Case {
-                name: "retention",
-                sql: LOG_PRUNE,
-                params: &["3600000000::bigint", "'outbox'::text"],
-                indexes: &["outbox_pkey"],
-                place: "",
-                rows_max: 2_500,
-            };
-            let plan = explain(&store, client, &case).await;
+            let sql = SchemaName::default().log_sql(LOG_PRUNE, &LogName::outbox());
+            let sql = sql.replace("$1", "3600000000::bigint").replace("$2", "'outbox'::text");
+            client.batch_execute(&store.inner.modes.write).await.expect("begun");
+            let rows = client.query_typed(&format!("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {sql}"), &[]).await;
+            let lines: Vec<String> = rows.expect("explained").iter().map(|row| row.get(0)).collect();
+            client.batch_execute("COMMIT").await.expect("ended");
+            let plan = lines.join("\n");
             let context = format!("(Postgres {}, analysed: {analysed})\n{plan}", version.number());
             assert!(!plan.contains("Seq Scan on outbox") && plan.contains("outbox_pkey"), "{context}");
             let touched = rows_touched(&plan);
-            assert!(touched <= case.rows_max, "{touched} rows touched {context}");
+            assert!(touched <= 2_500, "{touched} rows touched {context}");
         }
         session.finish();
     }
 }
 
-/// A person sends many dead events again. Statistics taken before know of no row that holds its key; comparing all those that do with each of the
-/// keys took seconds a step, under the lanes' locks.
+/// A person sends many dead events again. Statistics taken before know of no row that holds its
+/// key; comparing all those that do with each of the keys took seconds a step, under the lanes'
+/// locks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
     for version in Version::ALL {
@@ -166,17 +64,18 @@ async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
             if analysed {
                 client.batch_execute("ANALYZE postbox.outbox; ANALYZE postbox.delivery").await.expect("analysed");
             }
-            client.batch_execute(&store.inner.preambles.write).await.expect("begun");
+            client.batch_execute(&store.inner.modes.write).await.expect("begun");
             let keys: Vec<String> = (0..1000).map(|n| format!("\"k{n}\"")).collect();
-            let hush = SchemaName::default().sql(DELIVERY_HUSH).replace("$1", "1");
-            let hush = hush.replace("$2::text[]", &format!("'{{{}}}'::text[]", keys.join(",")));
-            let walk = SchemaName::default().log_sql(DELIVERY_REQUEUE_CHOSEN.walk, &LogName::outbox());
+            let clear = SchemaName::default().sql(CLEAR_FOLLOWER_DUE).replace("$1", "1");
+            let clear = clear.replace("$2::text[]", &format!("'{{{}}}'::text[]", keys.join(",")));
+            let walk =
+                SchemaName::default().log_sql_with(DELIVERY_CHOOSE, &LogName::outbox(), &[("states", MAY_BE_RETRIED)]);
             let walk = [("$1", "1"), ("$2", "'t%'"), ("$3", "NULL"), ("$4", "'0'::bigint"), ("$5", "1000")]
                 .iter()
                 .fold(walk, |sql, (from, to)| sql.replace(from, to));
             let (by_key, by_place) =
                 (["delivery_held ", "(key = touched.key)"], ["delivery_pkey ", "(seq > '0'::bigint)"]);
-            for (sql, looks, times) in [(hush, by_key, 2), (walk, by_place, 1)] {
+            for (sql, looks, times) in [(clear, by_key, 2), (walk, by_place, 1)] {
                 let rows = client.query_typed(&format!("EXPLAIN {sql}"), &[]).await.expect("explained");
                 let plan: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
                 let plan = plan.join("\n");
@@ -194,7 +93,8 @@ async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
     }
 }
 
-/// A store whose outbox has a row for each `n` up to [`ROWS`], and nobody else to analyse it meanwhile.
+/// A store whose outbox has a row for each `n` up to [`ROWS`], and nobody else to analyse it
+/// meanwhile.
 async fn filled(version: Version, insert: &str) -> PostgresStore {
     let url = Postgres::shared(version).await.fresh_database().await;
     let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
@@ -211,8 +111,8 @@ async fn filled(version: Version, insert: &str) -> PostgresStore {
 fn judge(plan: &str, indexes: &[&str], rows_max: u64, context: &str) {
     assert!(!plan.contains("Seq Scan on outbox"), "{context}");
     assert!(!plan.contains("Hash Join") && !plan.contains("Merge Join"), "{context}");
-    assert!(!plan.contains("lane_pkey"), "{context}");
-    assert!(!plan.contains(" on lane") || plan.contains("Tid Scan on lane"), "{context}");
+    // Not by key, past every old version, while somebody holds a snapshot.
+    assert!(!plan.contains("lane_pkey") && plan.contains("Tid Scan on lane"), "{context}");
     for index in indexes {
         assert!(plan.contains(&format!(" {index} ")), "not through {index}: {context}");
     }
@@ -220,35 +120,100 @@ fn judge(plan: &str, indexes: &[&str], rows_max: u64, context: &str) {
     assert!(touched <= rows_max, "{touched} rows touched: {context}");
 }
 
-/// A lane before its next window, in a log of 100,000 rows: 166 of each of the ids 101 to 600, the others of id 650.
-struct WindowCase {
+/// A lane in a log of 100,000 rows: 166 of each of the ids 101 to 600, the others of id 650.
+struct LaneCase {
     name: &'static str,
-    to_snap: &'static str,
+    /// From, to, low and high.
+    window: (&'static str, &'static str, i64, i64),
+    /// What is asked of the lane at `$place`.
+    call: &'static str,
     indexes: &'static [&'static str],
     rows_max: u64,
 }
 
-const WINDOW_CASES: [WindowCase; 4] = [
-    WindowCase { name: "no news", to_snap: "651:651:", indexes: &["outbox_xid_seq"], rows_max: 10 },
-    WindowCase {
+/// The most rows, the lane, lanes, topics and the tenant; then where the lane stands; then after
+/// which place.
+macro_rules! window {
+    ($lanes:literal, $topics:literal, $to:literal, $after:literal) => {
+        concat!(
+            "SELECT count(*) FROM postbox.outbox_window(16384, 501, 0, ",
+            $lanes,
+            ", ",
+            $topics,
+            ", NULL, $id, 1, 1, '$place', '",
+            $to,
+            "', 0, ",
+            $after,
+            ")"
+        )
+    };
+}
+
+const LANE_CASES: [LaneCase; 8] = [
+    LaneCase {
+        name: "no news",
+        window: ("1:1:", "651:651:", 0, 0),
+        call: window!("1", "NULL", "651:651:", "NULL"),
+        indexes: &["outbox_xid_seq"],
+        rows_max: 10,
+    },
+    LaneCase {
         name: "stragglers, and nothing else",
-        to_snap: "599:651:599,600",
+        window: ("1:1:", "599:651:599,600", 0, 0),
+        call: window!("1", "NULL", "599:651:599,600", "NULL"),
         indexes: &["outbox_xid_seq"],
         rows_max: 1_200,
     },
-    WindowCase {
+    LaneCase {
         name: "a first page of one large transaction",
-        to_snap: "601:601:",
+        window: ("1:1:", "601:601:", 0, 0),
+        call: window!("1", "NULL", "601:601:", "NULL"),
         indexes: &["outbox_xid_seq", "outbox_pkey"],
-        // The bounds look at each of the window's 16,666 rows once, in the index; then the page passes five rows for each of its own.
+        // The bounds look at each of the window's 16,666 rows once, in the index; then the page
+        // passes five rows for each of its own.
         rows_max: 20_000,
     },
-    WindowCase { name: "the first window of all", to_snap: "1:1:", indexes: &["outbox_pkey"], rows_max: 600 },
+    LaneCase {
+        name: "the first window of all",
+        window: ("1:1:", "1:1:", 0, 0),
+        call: window!("1", "NULL", "1:1:", "NULL"),
+        indexes: &["outbox_pkey"],
+        rows_max: 600,
+    },
+    LaneCase {
+        name: "a page in the middle of the first window",
+        window: ("1:1:", "700:700:", 0, i64::MAX),
+        call: window!("1", "NULL", "700:700:", "50000"),
+        indexes: &["outbox_pkey"],
+        rows_max: 600,
+    },
+    LaneCase {
+        name: "a page with a topic filter and lanes",
+        window: ("1:1:", "700:700:", 0, i64::MAX),
+        call: window!("4", "'{t%}'", "700:700:", "50000"),
+        indexes: &["outbox_pkey"],
+        rows_max: 2_300,
+    },
+    LaneCase {
+        name: "a page of stragglers",
+        window: ("300:651:300,400", "700:700:", 0, 0),
+        call: window!("1", "NULL", "700:700:", "50000"),
+        indexes: &["outbox_xid_seq"],
+        rows_max: 400,
+    },
+    LaneCase {
+        name: "a settled position",
+        window: ("1:1:", "700:700:", 0, i64::MAX),
+        call: "SELECT verdict FROM postbox.settle_lane($id, 0, 1, '$place', '700:700:', 0, 5)",
+        indexes: &[],
+        rows_max: 0,
+    },
 ];
 
-/// The statements inside the function are planned once for all parameters, so they are watched where they run.
+/// The statements inside the functions are planned once for all parameters, so they are watched
+/// where they run.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_look_for_a_window_walks_the_log() {
+async fn no_read_of_a_lane_walks_the_log() {
     for version in Version::ALL {
         let url = Postgres::shared(version).await.fresh_database().await;
         let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
@@ -278,19 +243,15 @@ async fn no_look_for_a_window_walks_the_log() {
             if analysed {
                 client.batch_execute("ANALYZE postbox.outbox").await.expect("analysed");
             }
-            for case in &WINDOW_CASES {
+            for case in &LANE_CASES {
+                let (from, to, low, high) = case.window;
                 let set = format!(
-                    "UPDATE postbox.lane SET to_snap = '{}', last_seq = 0, lease_until = clock_timestamp() + interval '1 hour'
-                     RETURNING ctid::text, subscription",
-                    case.to_snap
+                    "UPDATE postbox.lane SET from_snap = '{from}', to_snap = '{to}', low = {low}, high = {high}, last_seq = 0,
+                       lease_until = clock_timestamp() + interval '1 hour' RETURNING ctid::text, subscription::text"
                 );
                 let row = client.query_one(&set, &[]).await.expect("set");
-                let (place, id): (String, i32) = (row.get(0), row.get(1));
+                let call = case.call.replace("$place", row.get(0)).replace("$id", row.get(1));
                 while notices.try_recv().is_ok() {}
-                let call = format!(
-                    "SELECT count(*) FROM postbox.outbox_window({id}, 0::smallint, 1, 1, '{place}', '{}', 0, 16384, 501, 1, NULL, NULL)",
-                    case.to_snap
-                );
                 client.query_one(&call, &[]).await.expect("called");
                 let mut plan = String::new();
                 while let Ok(notice) = notices.try_recv() {
@@ -298,31 +259,11 @@ async fn no_look_for_a_window_walks_the_log() {
                     plan.push('\n');
                 }
                 let context = format!("{} (Postgres {}, analysed: {analysed})\n{plan}", case.name, version.number());
-                assert!(plan.contains("Tid Scan on lane"), "the statements inside are seen: {context}");
                 judge(&plan, case.indexes, case.rows_max, &context);
             }
         }
         client.batch_execute("SELECT 1").await.expect("alive");
     }
-}
-
-async fn explain(store: &PostgresStore, client: &Client, case: &Case) -> String {
-    let mut sql = SchemaName::default().log_sql(case.sql, &LogName::outbox()).replace("{place}", case.place);
-    for (index, value) in case.params.iter().enumerate().rev() {
-        sql = sql.replace(&format!("${}", index + 1), value);
-    }
-    let preambles = &store.inner.preambles;
-    let preamble = match case.sql {
-        LOG_PRUNE => &preambles.write,
-        sql if sql.contains("UPDATE") => &preambles.change,
-        _ => &preambles.read,
-    };
-    client.batch_execute(preamble).await.expect("begun");
-    let rows = client.query_typed(&format!("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {sql}"), &[]).await;
-    let rows = rows.unwrap_or_else(|error| panic!("{}: {error:?}\n{sql}", case.name));
-    client.batch_execute("COMMIT").await.expect("ended");
-    let lines: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
-    lines.join("\n")
 }
 
 /// Rows that scans of the log gave or threw away.

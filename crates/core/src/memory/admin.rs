@@ -1,27 +1,64 @@
-//! The server's side of what an operator changes: each one atomic step.
+//! What an operator changes: each one atomic step of the server.
 
 use std::collections::HashSet;
 use std::task::Waker;
 use std::time::Duration;
 
-use jiff::Timestamp;
-
-use super::Server;
 use super::state::{DeliveryRow, LogState, Reader};
+use super::{MemoryStore, Server};
+use crate::admin::{Admin, Changed, Selection};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
-use crate::inspect::{Changed, Pause, Selection};
+use crate::inspect::Pause;
+use crate::kit::{STEP_ROWS_MAX, rebase_not_needed};
 use crate::names::{LogName, SubscriptionName};
 use crate::state::State as EventState;
+use async_trait::async_trait;
+use jiff::Timestamp;
 
-/// Events deleted per call of `prune`: the bounded step the contract asks for.
-const PRUNE_EVENTS_MAX: usize = 1_000;
+#[async_trait]
+impl Admin for MemoryStore {
+    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        selection.validate("retry")?;
+        let (subscription, selection) = (subscription.clone(), selection.clone());
+        self.call("retry", None, move |server| server.retry(&subscription, &selection)).await
+    }
+
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        selection.validate("discard")?;
+        let (subscription, selection) = (subscription.clone(), selection.clone());
+        self.call("discard", None, move |server| server.discard(&subscription, &selection)).await
+    }
+
+    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let log = log.clone();
+        self.call("prune", None, move |server| server.prune(&log, older_than)).await
+    }
+
+    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+        let (subscription, pause) = (subscription.clone(), pause.cloned());
+        self.call("pause", None, move |server| server.pause(&subscription, pause.clone())).await
+    }
+
+    async fn create_log(&self, log: &LogName) -> Result<()> {
+        self.server.state("create_log")?.data.logs.entry(log.clone()).or_default();
+        Ok(())
+    }
+
+    async fn check_receiving(&self) -> Result<()> {
+        self.server.state("check_receiving").map(drop)
+    }
+
+    async fn rebase(&self) -> Result<()> {
+        Err(rebase_not_needed())
+    }
+}
 
 impl Server {
-    pub(super) fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+    fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         let now = self.clock.now();
-        let mut state = self.state("requeue")?;
-        let (reader, log) = state.data.reader_mut("requeue", subscription)?;
+        let mut state = self.state("retry")?;
+        let (reader, log) = state.data.reader_mut("retry", subscription)?;
         let mut chosen = reader.select(log, selection, |row| match row.state {
             EventState::Dead => true,
             EventState::Retrying => !row.is_due(now),
@@ -43,13 +80,13 @@ impl Server {
             reader.put(*seq, row);
         }
         state.flush();
-        let wakers = state.stir();
+        let wakers = state.wake();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
         Ok(changed)
     }
 
-    pub(super) fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+    fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         let now = self.clock.now();
         let mut state = self.state("discard")?;
         let (reader, log) = state.data.reader_mut("discard", subscription)?;
@@ -66,13 +103,13 @@ impl Server {
             }
         }
         state.flush();
-        let wakers = state.stir();
+        let wakers = state.wake();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
         Ok(changed)
     }
 
-    pub(super) fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+    fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
         let now = self.clock.now();
         let oldest_kept = now.checked_sub(older_than).unwrap_or(Timestamp::MIN);
         let mut state = self.state("prune")?;
@@ -87,7 +124,7 @@ impl Server {
             .filter(|(_, _, event)| event.created_at <= oldest_kept)
             .filter(|(seq, commit, event)| readers.iter().all(|reader| reader.is_done_with(*seq, *commit, event)))
             .map(|(seq, _, _)| seq)
-            .take(PRUNE_EVENTS_MAX)
+            .take(STEP_ROWS_MAX)
             .collect();
         for seq in &gone {
             for reader in state.data.readers.values_mut().filter(|reader| reader.subscription.log == *log) {
@@ -99,7 +136,7 @@ impl Server {
         Ok(gone.len() as u64)
     }
 
-    pub(super) fn pause(&self, subscription: &SubscriptionName, pause: Option<Pause>) -> Result<()> {
+    fn pause(&self, subscription: &SubscriptionName, pause: Option<Pause>) -> Result<()> {
         let mut state = self.state("pause")?;
         state.data.reader_mut("pause", subscription)?.0.pause = pause;
         state.flush();
@@ -140,7 +177,8 @@ impl Reader {
             .collect()
     }
 
-    /// Pending events named by id, as the rows they are about to get. A code never matches what has none.
+    /// Pending events named by id, as the rows they are about to get. A code never matches what has
+    /// none.
     fn select_pending(&self, log: &LogState, selection: &Selection, now: Timestamp) -> Vec<(i64, DeliveryRow)> {
         let ids: HashSet<EventId> =
             selection.ids.iter().flatten().copied().filter(|_| selection.code.is_none()).collect();

@@ -1,6 +1,6 @@
 //! What the roles of a system need, as SQL: no more than that.
 
-use postbox_core::{LogName, Result};
+use postbox_core::{Inspect as _, LogName, Result};
 
 use crate::PostgresStore;
 
@@ -9,7 +9,8 @@ use crate::PostgresStore;
 pub struct Roles {
     /// They append events in their transactions, by INSERT, by `enqueue` or by `append_in`.
     pub writers: Vec<String>,
-    /// They deliver, receive, retry, discard, pause and prune: what `postbox run` does, and the commands that change something.
+    /// They deliver, receive, retry, discard, pause and prune: what `postbox run` does, and the
+    /// commands that change something.
     pub relays: Vec<String>,
     /// They look: what `postbox stats`, `list`, `show` and `doctor` do.
     pub readers: Vec<String>,
@@ -19,9 +20,11 @@ pub struct Roles {
 const COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at";
 
 impl PostgresStore {
-    /// The GRANT statements that these roles need on this store, for its owner to run; again after a log was made.
+    /// The GRANT statements that these roles need on this store, for its owner to run; again after
+    /// a log was made.
     ///
-    /// `UPDATE (seq)` lets a relay lock the events it prunes. Nothing can be written by it: the column is the database's own.
+    /// `UPDATE (seq)` lets a relay lock the events it prunes. Nothing can be written by it: the
+    /// column is the database's own.
     pub async fn grants(&self, roles: &Roles) -> Result<String> {
         let logs = self.logs().await?;
         let mut sql = String::new();
@@ -49,7 +52,11 @@ impl PostgresStore {
         }
         grant("SELECT", "{s}.migration, {s}.log", relays);
         grant("SELECT, INSERT, UPDATE", "{s}.subscription, {s}.lane, {s}.sleeper", relays);
-        grant("SELECT, INSERT, UPDATE, DELETE", "{s}.delivery, {s}.replica, {s}.receipt, {s}.conflict", relays);
+        grant(
+            "SELECT, INSERT, UPDATE, DELETE",
+            "{s}.delivery, {s}.replica, {s}.receipt, {s}.once, {s}.conflict",
+            relays,
+        );
         grant(
             "SELECT",
             "{s}.migration, {s}.log, {s}.subscription, {s}.lane, {s}.delivery, {s}.replica, {s}.conflict",

@@ -6,10 +6,9 @@ use tokio_postgres::Client;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::Type;
 
-use super::{LOG_NAMES, SchemaName};
 use crate::PostgresStore;
 use crate::classify::classify;
-use crate::inspect::{is_unread, is_wanted};
+use crate::schema::{LOG_NAMES, MIGRATION, SchemaName};
 use crate::session::{COMMIT, Session};
 
 struct Migration {
@@ -18,19 +17,10 @@ struct Migration {
     sql: &'static str,
 }
 
-const MIGRATIONS: [Migration; 1] = [Migration {
-    version: 1,
-    name: "0001_spine",
-    sql: concat!(
-        include_str!("0001_window.sql"),
-        "\n",
-        include_str!("0001_receive.sql"),
-        "\n",
-        include_str!("0001_spine.sql")
-    ),
-}];
+const MIGRATIONS: [Migration; 1] = [Migration { version: 1, name: "0001_spine", sql: MIGRATION }];
 
-/// The timeouts are lifted because rebuilding a large table may take long; string literals mean what they say.
+/// The timeouts are lifted because rebuilding a large table may take long; string literals mean
+/// what they say.
 const MIGRATION_BEGIN: &str = "
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
 SET LOCAL statement_timeout = 0;
@@ -40,10 +30,12 @@ SET LOCAL standard_conforming_strings = on;
 SET LOCAL client_min_messages = warning;
 SET LOCAL check_function_bodies = off;";
 
-/// Two starters wait for each other here; the lock ends with the transaction, so that it is right behind a pooler. Index: none.
+/// Two starters wait for each other here; the lock ends with the transaction, so that it is right
+/// behind a pooler. Index: none.
 const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0));";
 
-/// How long `down` waits for the tables: far longer than a relay's transaction, shorter than a person's patience.
+/// How long `down` waits for the tables: far longer than a relay's transaction, shorter than a
+/// person's patience.
 const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
 
 /// Nobody appends or delivers between the look and the end. Waits for writers and relays.
@@ -52,21 +44,16 @@ const DOWN_LOCK_TABLES: &str =
 /// See [`DOWN_LOCK_TABLES`].
 const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
-/// Whether a log holds an event that a subscription has still to deliver, or that no subscription reads. Indexes: `delivery_state`, then
-/// `(xid, seq)` of the log from the oldest window on.
-const LOG_UNDELIVERED: &str = concat!(
-    "SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
+/// Whether a log holds an event that a subscription has still to deliver, or that no subscription
+/// reads. Indexes: `delivery_state`, then `(xid, seq)` of the log from the oldest window on.
+const LOG_UNDELIVERED: &str = "
+SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
     WHERE s.log = $1 AND d.state IN ('retrying', 'blocked', 'scheduled'))
   OR (NOT EXISTS (SELECT FROM {s}.subscription WHERE log = $1) AND EXISTS (SELECT FROM {log}))
   OR EXISTS (SELECT FROM {s}.subscription AS s
     JOIN {s}.lane AS n ON n.subscription = s.id
     JOIN {log} AS l ON l.xid >= pg_snapshot_xmin(n.from_snap) AND l.slot % s.lanes = n.lane
-    WHERE s.log = $1 AND ",
-    is_wanted!(),
-    " AND ",
-    is_unread!(),
-    " AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.seq = l.seq))"
-);
+    WHERE s.log = $1 AND {is_wanted} AND {is_unread} AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.seq = l.seq))";
 
 /// Where it is written down what was applied.
 const MIGRATION_TABLE: &str = "
@@ -93,7 +80,8 @@ END
 ${tag}$;
 ";
 
-/// Everything we made, and nothing else: the schema may hold tables of its owner. Takes exclusive locks on what it drops.
+/// Everything we made, and nothing else: the schema may hold tables of its owner. Takes exclusive
+/// locks on what it drops.
 const MIGRATION_DOWN: &str = "
 DO ${tag}$
 DECLARE
@@ -107,8 +95,8 @@ BEGIN
   END LOOP;
 END
 ${tag}$;
-DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_receive, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
+DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.once, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_receive, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
 DO ${tag}$
 DECLARE
   overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p
@@ -152,7 +140,8 @@ impl Migrate for PostgresStore {
         let session = self.session("migrate").await?;
         let known = self.known_migrations(&session).await?;
         let done = self.remove(session.client(), discard_events).await;
-        // After a refusal the transaction is open: the connection closes, and the server rolls back.
+        // After a refusal the transaction is open: the connection closes, and the server rolls
+        // back.
         session.end_after(done.is_ok());
         done?;
         Ok(known.into_iter().rev().map(|(_, name)| name).collect())
@@ -172,7 +161,8 @@ impl Migrate for PostgresStore {
     }
 }
 
-/// All migrations as one SQL script, for tools that apply SQL themselves. The result is recognised by `validate`.
+/// All migrations as one SQL script, for tools that apply SQL themselves. The result is recognised
+/// by `validate`.
 pub(crate) fn script(schema: &SchemaName) -> String {
     let mut script = format!(
         "-- Postbox schema {}; apply once, in one session.\nBEGIN;\nSET LOCAL search_path = pg_catalog;\nSET LOCAL standard_conforming_strings = on;\nSET LOCAL check_function_bodies = off;\n",
@@ -215,8 +205,9 @@ impl PostgresStore {
         done.map_err(|error: tokio_postgres::Error| classify("migrate", &error))
     }
 
-    /// Removes everything. Each step is answered before the next is sent, the end last of all: whoever stops this command while it waits
-    /// has removed nothing, however late its locks come free.
+    /// Removes everything. Each step is answered before the next is sent, the end last of all:
+    /// whoever stops this command while it waits has removed nothing, however late its locks come
+    /// free.
     async fn remove(&self, client: &Client, discard_events: bool) -> Result<()> {
         let schema = self.schema();
         let run = async |sql: &str| client.batch_execute(sql).await.map_err(|error| in_use(&error));
@@ -257,7 +248,8 @@ fn in_use(error: &tokio_postgres::Error) -> Error {
     classify("migrate", error)
 }
 
-/// Text is kept byte for byte, and its length is asked for in bytes: in another encoding neither would be what was sent.
+/// Text is kept byte for byte, and its length is asked for in bytes: in another encoding neither
+/// would be what was sent.
 async fn check_encoding(operation: &'static str, client: &Client) -> Result<()> {
     let row = client.query_typed_one(DATABASE_ENCODING, &[]).await.map_err(|error| classify(operation, &error))?;
     let encoding: &str = row.get(0);

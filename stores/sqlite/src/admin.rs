@@ -1,27 +1,32 @@
-//! What an operator changes: requeue, discard, prune, pause. In bounded steps, so that the write lock is never held for long.
+//! What an operator changes: retry, discard, prune, pause. In bounded steps, so that the write lock
+//! is never held for long.
 
 use std::collections::{BTreeSet, HashSet};
 use std::time::Duration;
 
-use postbox_core::{Changed, EventId, LogName, Ordering, Pause, Result, Selection, Seq, State, SubscriptionName};
+use async_trait::async_trait;
+use postbox_core::kit::{STEP_ROWS_MAX, rebase_not_needed};
+use postbox_core::{
+    Admin, Changed, EventId, LogName, Ordering, Pause, Result, Selection, Seq, State, SubscriptionName,
+};
 use rusqlite::{OptionalExtension as _, Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::micros;
 use crate::decode::{Head, integer, seq};
 use crate::inspect::Reader;
-use crate::lease::{self, Stored};
-use crate::migrate::require_log;
+use crate::lease::{self, SubscriptionRow};
+use crate::migrate::{self, checked_log, require_log};
 use crate::schema::log_table;
 use crate::settle::release_head;
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
-/// Rows looked at in one step: some tens of milliseconds of the write lock, however few of them are meant.
+/// Rows looked at in one step: some tens of milliseconds of the write lock, however few of them are
+/// meant.
 const STEP_LOOK_MAX: usize = 20_000;
-/// Events deleted per call of `prune`: the bounded step the contract asks for.
-const PRUNE_EVENTS_MAX: usize = 1_000;
-/// Events too young to prune that are passed over before `prune` gives up: stamps follow `seq` but for jumps of the clock.
+/// Events too young to prune that are passed over before `prune` gives up: stamps follow `seq` but
+/// for jumps of the clock.
 const PRUNE_YOUNG_MAX: usize = 1_000;
 
 /// Rows of a subscription in `seq` order, by primary key; no lock of its own.
@@ -34,7 +39,7 @@ WHERE subscription = ?1 AND seq = ?2 AND state IN ('retrying', 'blocked', 'sched
 const DELIVERY_REPLAY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, due_at = ?3, \
 holds = (?4 AND key IS NOT NULL), updated_at = ?3 WHERE subscription = ?1 AND seq = ?2 AND state = 'dead'";
 /// By primary key; takes the write lock.
-const DELIVERY_HURRY: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
+const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND seq = ?2 AND state = 'retrying'";
 /// By primary key; takes the write lock.
 const DELIVERY_DISCARD: &str = "UPDATE postbox_delivery SET state = 'discarded', holds = 0, due_at = NULL, updated_at = ?3 \
@@ -52,6 +57,44 @@ const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription =
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_PAUSE: &str =
     "UPDATE postbox_subscription SET paused_by = ?2, paused_why = ?3, paused_until = ?4 WHERE name = ?1";
+
+#[async_trait]
+impl Admin for SqliteStore {
+    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        let changed = retry(self, subscription, selection).await?;
+        self.wake();
+        Ok(changed)
+    }
+
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        let changed = discard(self, subscription, selection).await?;
+        self.wake();
+        Ok(changed)
+    }
+
+    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        prune(self, log, older_than).await
+    }
+
+    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+        pause_or_resume(self, subscription, pause).await?;
+        self.wake();
+        Ok(())
+    }
+
+    async fn create_log(&self, log: &LogName) -> Result<()> {
+        let log = checked_log("create_log", log)?;
+        self.writer().call("create_log", move |session| migrate::create_log(session, &log)).await
+    }
+
+    async fn check_receiving(&self) -> Result<()> {
+        Ok(())
+    }
+
+    async fn rebase(&self) -> Result<()> {
+        Err(rebase_not_needed())
+    }
+}
 
 /// A delivery row that a person may mean.
 struct Candidate {
@@ -95,11 +138,12 @@ impl Chosen {
             && (self.selection.code.is_none() || row.code == self.selection.code)
     }
 
-    /// The next rows that are meant and that `wanted` accepts, oldest first, and where the next step begins.
+    /// The next rows that are meant and that `wanted` accepts, oldest first, and where the next
+    /// step begins.
     fn next(
         &self,
         tx: &Transaction<'_>,
-        stored: &Stored,
+        stored: &SubscriptionRow,
         subscription: &SubscriptionName,
         wanted: impl Fn(&Candidate) -> bool,
     ) -> Work<(Vec<Candidate>, Option<Seq>)> {
@@ -139,7 +183,7 @@ impl Chosen {
 }
 
 /// The places of events in a subscription's log, in their order.
-fn seqs_of(tx: &Transaction<'_>, stored: &Stored, ids: &HashSet<String>) -> Work<BTreeSet<i64>> {
+fn seqs_of(tx: &Transaction<'_>, stored: &SubscriptionRow, ids: &HashSet<String>) -> Work<BTreeSet<i64>> {
     // By the unique index on id; takes no lock of its own.
     let log_seq = format!("SELECT seq FROM {} WHERE id = ?1", log_table(&stored.log));
     let mut statement = tx.prepare_cached(&log_seq)?;
@@ -152,16 +196,16 @@ fn seqs_of(tx: &Transaction<'_>, stored: &Stored, ids: &HashSet<String>) -> Work
 }
 
 /// One step that makes dead rows due now as new attempts, and retrying rows due now.
-pub(crate) async fn requeue(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-    selection.validate("requeue")?;
+async fn retry(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+    selection.validate("retry")?;
     let (name, chosen) = (name.clone(), Chosen::new(selection));
-    store.writer().call("requeue", move |session| requeue_step(session, &name, &chosen)).await
+    store.writer().call("retry", move |session| retry_step(session, &name, &chosen)).await
 }
 
-fn requeue_step(session: &mut Session, name: &SubscriptionName, chosen: &Chosen) -> Work<Changed> {
+fn retry_step(session: &mut Session, name: &SubscriptionName, chosen: &Chosen) -> Work<Changed> {
     let now = session.settings.now();
     session.transact(Flush::Configured, |tx| {
-        let stored = lease::require("requeue", tx, name)?;
+        let stored = lease::require("retry", tx, name)?;
         let hold_keys = stored.ordering == Ordering::Key;
         let (rows, next) = chosen.next(tx, &stored, name, |row| match row.state {
             State::Dead => true,
@@ -173,7 +217,7 @@ fn requeue_step(session: &mut Session, name: &SubscriptionName, chosen: &Chosen)
                 State::Dead => {
                     tx.prepare_cached(DELIVERY_REPLAY)?.execute(params![name.as_str(), row.seq, now, hold_keys])?
                 }
-                _ => tx.prepare_cached(DELIVERY_HURRY)?.execute(params![name.as_str(), row.seq, now])?,
+                _ => tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(params![name.as_str(), row.seq, now])?,
             };
         }
         Ok(Changed { count: rows.len() as u64, next })
@@ -181,7 +225,7 @@ fn requeue_step(session: &mut Session, name: &SubscriptionName, chosen: &Chosen)
 }
 
 /// One step that takes events out: rows by selection, unread ones by id.
-pub(crate) async fn discard(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+async fn discard(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
     selection.validate("discard")?;
     let (name, chosen) = (name.clone(), Chosen::new(selection));
     store.writer().call("discard", move |session| discard_step(session, &name, &chosen)).await
@@ -255,7 +299,7 @@ fn discard_unread(
 }
 
 /// Deletes old events that every subscription is done with.
-pub(crate) async fn prune(store: &SqliteStore, log: &LogName, older_than: Duration) -> Result<u64> {
+async fn prune(store: &SqliteStore, log: &LogName, older_than: Duration) -> Result<u64> {
     let log = log.clone();
     let oldest_kept = store.now().saturating_sub(micros(older_than));
     store
@@ -283,7 +327,7 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64
     {
         let mut statement = tx.prepare_cached(&log_old)?;
         let mut rows = statement.query([passed])?;
-        while gone.len() < PRUNE_EVENTS_MAX
+        while gone.len() < STEP_ROWS_MAX
             && young < PRUNE_YOUNG_MAX
             && let Some(row) = rows.next()?
         {
@@ -303,11 +347,12 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64
         }
         tx.prepare_cached(&log_delete)?.execute([seq])?;
     }
-    // By `postbox_delivery_missing`; takes the write lock. Nobody can deliver what is no longer in the log.
+    // By `postbox_delivery_missing`; takes the write lock. Nobody can deliver what is no longer in
+    // the log.
     let delivery_prune_missing = format!(
         "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq IN (SELECT d.seq FROM postbox_delivery d WHERE d.subscription = ?1 \
          AND d.code = 'event_missing' AND d.state IN ('dead', 'discarded') AND d.updated_at <= ?2 \
-         AND NOT EXISTS (SELECT 1 FROM {table} l WHERE l.seq = d.seq) LIMIT {PRUNE_EVENTS_MAX})"
+         AND NOT EXISTS (SELECT 1 FROM {table} l WHERE l.seq = d.seq) LIMIT {STEP_ROWS_MAX})"
     );
     let mut pruned = gone.len();
     for reader in &readers {
@@ -334,7 +379,7 @@ fn is_done_with(tx: &Transaction<'_>, readers: &[Reader], head: &Head<'_>, seq: 
 }
 
 /// Pauses, or resumes with `None`.
-pub(crate) async fn pause(store: &SqliteStore, name: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+async fn pause_or_resume(store: &SqliteStore, name: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
     let (name, pause) = (name.clone(), pause.cloned());
     store
         .writer()
