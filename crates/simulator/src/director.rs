@@ -280,7 +280,7 @@ impl Director {
         _ = task.await;
     }
 
-    /// A person's command, beside everything else. What they are told does not matter here.
+    /// A person's command, beside everything else. The answer does not matter here.
     fn act(&mut self, action: Action) {
         let (world, operator) = (self.world.clone(), self.operator.clone());
         world.note(|| format!("a person: {action:?}"));
