@@ -22,7 +22,7 @@ pub async fn relay(
     clock: &Arc<dyn Clock>,
 ) -> PostboxResult<Relay> {
     let mut builder = Relay::builder(Arc::clone(store) as _, config.subscription.clone())
-        .inspect(Arc::clone(store) as _)
+        .admin(Arc::clone(store) as _)
         .settings(config.settings.clone())
         .clock(Arc::clone(clock));
     if let Some(sink) = sink(config, listening, clock).await? {
