@@ -13,10 +13,12 @@ use crate::relay::LEASE;
 use crate::stage::{RELAYS, Stage};
 use crate::store::window_of_all;
 
+/// A word of the call for a window.
+pub(super) const WINDOW: &str = "outbox_window(";
 /// Words that tell the calls of a relay: the window, the settlement, the grant, the renewal, rows that are due, rows that leave the stream.
 const CALLS: [&str; 7] = [
-    "outbox_window(",
-    "outbox_window(",
+    WINDOW,
+    WINDOW,
     "settle_lane(",
     "epoch = epoch + 1",
     "SET lease_until",
@@ -26,14 +28,14 @@ const CALLS: [&str; 7] = [
 /// Any call; and how many of a hundred are harmed at their commit, when they hold their locks.
 const ANY: (&[&str], u32) = (&CALLS, 30);
 /// Those that move a cursor: what the next owner goes by.
-const CUT_SHORT: (&[&str], u32) = (&["outbox_window(", "outbox_window(", "settle_lane("], 65);
+const CUT_SHORT: (&[&str], u32) = (&[WINDOW, WINDOW, "settle_lane("], 65);
 /// A call that is not made in this time will not be waited for.
-const CALL_WITHIN: Duration = Duration::from_secs(2);
+pub(super) const CALL_WITHIN: Duration = Duration::from_secs(2);
 
 /// A trap in the way of a relay: whose, which call, what harm.
-struct Ambush {
-    relay: usize,
-    trap: Trap,
+pub(super) struct Ambush {
+    pub(super) relay: usize,
+    pub(super) trap: Trap,
 }
 
 async fn lay(
@@ -43,13 +45,24 @@ async fn lay(
     harm: Harm,
     (calls, commits): (&[&str], u32),
 ) -> anyhow::Result<Ambush> {
-    let relay = random.random_range(0..RELAYS);
     let call = *choose(calls, random);
     let point = match random.random_range(0..100) {
         drawn if drawn < commits => Point::CommitOf(call.to_owned()),
         drawn if drawn < commits + (100 - commits) / 3 => Point::Message(random.random_range(1..40)),
         _ => Point::Statement(call.to_owned()),
     };
+    lay_at(stage, random, fault, harm, point).await
+}
+
+/// Waits until a relay, whichever, makes the call.
+pub(super) async fn lay_at(
+    stage: &Stage,
+    random: &mut SmallRng,
+    fault: &mut Fault,
+    harm: Harm,
+    point: Point,
+) -> anyhow::Result<Ambush> {
+    let relay = random.random_range(0..RELAYS);
     fault.detail = format!("relay {relay}: {harm:?} at {point:?}");
     // Whatever cannot be written in time may cost the lease.
     fault.window = stage.bed.window_of_one().await;

@@ -1,10 +1,12 @@
 //! What maintenance does to the product's tables.
 
 use postbox_crash_checker::faults::Fault;
+use postbox_testkit::proxy::{Harm, Point};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
+use super::network::{Ambush, CALL_WITHIN, WINDOW, lay_at};
 use super::{choose, millis};
 use crate::stage::{RELAYS, Stage};
 use crate::store::window_of_all;
@@ -47,20 +49,35 @@ pub(super) async fn index(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
     }
 }
 
-/// Two calls of one relay wait for the same lock, because its connection broke and it asked again; both are done when the lock goes,
-/// and the relay ends before it has written down what it did.
+/// A relay's call for a window is on its way when its connection breaks; it asks again, both calls wait
+/// for the same lock, and are done when it goes. The relay ends meanwhile, most often before it hears
+/// anything, so that nothing of either window is delivered.
 pub(super) async fn end_behind_lock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
+    let Ambush { relay, trap } = lay_at(stage, random, fault, Harm::Delay, Point::Statement(WINDOW.to_owned())).await?;
+    if !trap.is_sprung() {
+        return Ok(());
+    }
     let lock = lock(stage, fault, "lane").await?;
-    let victim = random.random_range(0..RELAYS);
-    sleep(millis(random, 50..300)).await;
-    reset(stage, fault, victim)?;
-    sleep(millis(random, 50..300)).await;
-    lock.batch_execute("COMMIT").await?;
-    end(stage, random, fault, victim).await
+    sleep(millis(random, 100..500)).await;
+    let ended = async {
+        sleep(millis(random, 20..80)).await;
+        if random.random_bool(0.3) {
+            lock.batch_execute("COMMIT").await?;
+            return end(stage, random, fault, relay).await;
+        }
+        fault.detail.push_str(" and killed behind it");
+        let mut relay = stage.relays[relay].lock().await;
+        relay.kill();
+        lock.batch_execute("COMMIT").await?;
+        relay.start()
+    };
+    // The call that was held is answered when the lock goes.
+    let (_, ended) = futures::join!(timeout(CALL_WITHIN, trap.release()), ended);
+    ended
 }
 
 async fn lock(stage: &Stage, fault: &mut Fault, table: &str) -> anyhow::Result<tokio_postgres::Client> {
-    fault.detail = format!("lock of {table}");
+    fault.detail.push_str(&format!(", lock of {table}"));
     fault.window = window_of_all();
     let client = stage.postgres()?.client().await?;
     client.batch_execute(&format!("BEGIN; LOCK TABLE postbox.{table} IN SHARE MODE")).await?;
