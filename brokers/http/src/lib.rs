@@ -35,7 +35,7 @@ mod sink;
 pub mod source;
 mod tls;
 
-pub use config::{ClientCert, HttpSinkConfig, check_url};
+pub use config::{ClientCert, HttpSinkConfig, HttpSinkTable, check_url};
 pub use ipnet::IpNet;
 pub use sink::HttpSink;
 pub use source as ingress;

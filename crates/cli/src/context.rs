@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use postbox_core::{LogName, Store, SubscriptionInfo, SubscriptionName};
-use postbox_server::{Config, LogConfig, LogFormat, Secret, StoreUrl, SubscriptionConfig, open_store};
+use postbox_server::{Config, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store};
 
 use tracing::warn;
 
@@ -36,7 +36,7 @@ impl Context {
     pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Self, Failure> {
         let mut config = load_config(global, purpose)?;
         if let Some(url) = &global.store {
-            StoreUrl::parse(url).map_err(|text| Failure::usage(format!("--store: {text}")))?;
+            check_store_url(url).map_err(|text| Failure::usage(format!("--store: {text}")))?;
             config.store.url = Secret::new(url.as_str());
         }
         if let Some(level) = &global.log_level {

@@ -1,13 +1,125 @@
 //! Webhooks in: the configured sources on the ingress, and what became of their messages.
 
+use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
-use postbox_core::{Clock, Error, LogName, Result, SourceName, Store};
-use postbox_http::ingress::{self, Count, Ingress, Origin, WebhookSource};
+use postbox_config::{Entry, Fields, Key, Section, Shape, Table, Text, Variant, default, from_core, table};
+use postbox_core::{Clock, LogName, Result, SourceName, Store};
+use postbox_http::ingress::{self, Count, Ingress, WebhookSource};
 
-use crate::config::SourceConfig;
-use crate::wiring::{sns_verifier, verifier};
+use crate::config::webhook::WebhookTable;
+use crate::sinks::read_type;
+
+/// One row of the table of sources.
+struct SourceType {
+    /// The word after `type =`.
+    name: &'static str,
+    example: &'static str,
+    doc: fn() -> String,
+    keys: fn() -> Vec<Key>,
+    read: fn(&Section<'_>) -> Arc<dyn SourceTable>,
+}
+
+/// Every kind of source. A new one is one row here.
+const SOURCES: &[SourceType] = &[SourceType {
+    name: "webhook",
+    example: r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
+    doc: WebhookTable::doc,
+    keys: WebhookTable::keys,
+    read: |section| Arc::new(WebhookTable::read(section)),
+}];
+
+/// The keys of a source, and the source built from them.
+trait SourceTable: fmt::Debug + Send + Sync {
+    /// How long the sender goes on sending a message that was not answered (`retry_horizon`).
+    fn repeats_for(&self) -> Duration;
+    /// How long a message that was captured could be sent again (`tolerance`), where it is written.
+    fn fresh_for(&self) -> Option<Duration>;
+    fn build(&self, name: SourceName, log: LogName) -> Result<WebhookSource>;
+}
+
+impl SourceTable for WebhookTable {
+    fn repeats_for(&self) -> Duration {
+        self.repeats_for()
+    }
+
+    /// Signed as far ahead as is allowed, a message is young for twice the tolerance.
+    fn fresh_for(&self) -> Option<Duration> {
+        self.tolerance.map(|tolerance| tolerance.saturating_mul(2))
+    }
+
+    fn build(&self, name: SourceName, log: LogName) -> Result<WebhookSource> {
+        self.source(name, log)
+    }
+}
+
+table! {
+    /// What every source has.
+    struct CommonTable {
+        /// The log where messages are stored.
+        log: LogName = Text { what: "log", parse: from_core::<LogName> }, default("inbox");
+    }
+}
+
+impl Table for CommonTable {}
+
+/// `[sources.NAME]`: where messages come from.
+#[derive(Debug, Clone)]
+pub struct SourceConfig {
+    /// Its name, and its path: `POST /in/NAME`.
+    pub name: SourceName,
+    /// The log it stores into.
+    pub log: LogName,
+    table: Arc<dyn SourceTable>,
+    /// The lines of its name, and of `tolerance`.
+    line: usize,
+    tolerance_line: usize,
+}
+
+impl SourceConfig {
+    /// `None` after a fault that leaves nothing to look at.
+    pub(crate) fn read(entry: &Entry, section: Section<'_>) -> Option<Self> {
+        let name = match SourceName::new(entry.key.as_str()) {
+            Ok(name) => name,
+            Err(error) => {
+                let text = format!("[{}]: {}", section.path, error.message());
+                section.reader.refuse(entry.line, &entry.key, text);
+                return None;
+            }
+        };
+        let names: Vec<_> = SOURCES.iter().map(|source| source.name).collect();
+        let source = &SOURCES[read_type(&section, "source", &names)?];
+        let CommonTable { log } = CommonTable::read(&section);
+        let table = (source.read)(&section);
+        let tolerance_line = section.line_of("tolerance");
+        section.finish();
+        Some(Self { name, log, table, line: entry.line, tolerance_line })
+    }
+
+    /// For documents.
+    pub(crate) fn shape() -> Shape {
+        let variants = SOURCES.iter().map(|source| Variant {
+            name: source.name,
+            doc: (source.doc)(),
+            keys: (source.keys)(),
+            example: source.example,
+        });
+        Shape::Tagged(variants.collect(), CommonTable::keys())
+    }
+
+    /// How long its sender goes on sending a message that was not answered, and the line to say so.
+    pub(crate) fn repeats_for(&self) -> (Duration, usize) {
+        (self.table.repeats_for(), self.line)
+    }
+
+    /// How long a captured message could be sent again, where it is written, and the line to say
+    /// so.
+    pub(crate) fn fresh_for(&self) -> Option<(Duration, usize)> {
+        self.table.fresh_for().map(|fresh| (fresh, self.tolerance_line))
+    }
+}
 
 /// Every configured source, ready to be served.
 pub(crate) struct Sources {
@@ -18,7 +130,10 @@ pub(crate) struct Sources {
 
 impl Sources {
     pub(crate) fn build(configs: &[SourceConfig], store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Self> {
-        let sources = configs.iter().map(source).collect::<Result<Vec<_>>>()?;
+        let sources = configs
+            .iter()
+            .map(|config| config.table.build(config.name.clone(), config.log.clone()))
+            .collect::<Result<Vec<_>>>()?;
         let logs = configs.iter().map(|config| (config.name.clone(), config.log.clone())).collect();
         Ok(Self { ingress: Ingress::new(sources, Arc::clone(store) as _, Arc::clone(clock))?, logs })
     }
@@ -42,30 +157,4 @@ impl Sources {
     pub(crate) fn counts(&self) -> Vec<Count> {
         self.ingress.counts()
     }
-}
-
-fn source(config: &SourceConfig) -> Result<WebhookSource> {
-    let invalid = |text| Error::invalid("configure", "secret_invalid", format!("source {}: {text}", config.name));
-    let (name, log) = (config.name.clone(), config.log.clone());
-    let mut source = match &config.sns {
-        Some(sns) => {
-            let verifier = sns_verifier(sns, &config.settings).map_err(invalid)?;
-            WebhookSource::sns(name, log, verifier, sns.confirm)?
-        }
-        None => {
-            WebhookSource::new(name, log, verifier(config.scheme, &config.secrets, &config.settings).map_err(invalid)?)
-        }
-    };
-    source.limits = config.limits;
-    source.allowed_origins.clone_from(&config.allowed_origins);
-    let overrule = |place: &mut Vec<Origin>, origin: &Option<Origin>| {
-        if let Some(origin) = origin {
-            *place = vec![origin.clone()];
-        }
-    };
-    overrule(&mut source.mapping.id, &config.mapping.id);
-    overrule(&mut source.mapping.topic, &config.mapping.topic);
-    overrule(&mut source.mapping.key, &config.mapping.key);
-    overrule(&mut source.mapping.tenant, &config.mapping.tenant);
-    Ok(source)
 }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use postbox_config::{Bool, Integer, Span, Table, Text, default, table};
+
 /// Where the store is and how it is used.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -83,6 +85,41 @@ impl PostgresConfig {
         self
     }
 }
+
+table! {
+    /// Postgres.
+    pub struct PostgresTable {
+        /// Postgres: the schema of all tables and functions.
+        schema: String = SCHEMA, default("postbox");
+        /// Postgres: writers wake idle relays by NOTIFY; polling is fast enough for nearly everybody.
+        notify: bool = Bool, default(false);
+        /// Postgres: most connections.
+        pool: usize = Integer(1_usize..=100), default(8);
+        /// Postgres: the longest any one statement may take.
+        statement_timeout: Duration = Span(Duration::from_millis(100)), default("30s");
+    }
+}
+
+impl Table for PostgresTable {}
+
+impl PostgresTable {
+    /// A database with these settings.
+    pub fn config(&self, url: &str) -> PostgresConfig {
+        PostgresConfig::new(url)
+            .schema(self.schema.as_str())
+            .pool_size(self.pool)
+            .notify(self.notify)
+            .statement_timeout(self.statement_timeout)
+    }
+}
+
+const SCHEMA: Text<String> = Text {
+    what: "name",
+    parse: |text| match text.is_empty() || text.len() > 63 || text.contains('\0') || text.starts_with("pg_") {
+        true => Err(format!("{text:?} cannot be a schema; 1 to 63 bytes, not beginning with pg_")),
+        false => Ok(text.to_owned()),
+    },
+};
 
 /// Without the URL, which may hold a password.
 impl fmt::Debug for PostgresConfig {

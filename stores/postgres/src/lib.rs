@@ -19,7 +19,7 @@ mod store;
 
 pub use append::append_in;
 pub use apply::TxHandler;
-pub use config::PostgresConfig;
+pub use config::{PostgresConfig, PostgresTable};
 pub use once::once_in;
 pub use schema::{Roles, SchemaName};
 pub use store::PostgresStore;

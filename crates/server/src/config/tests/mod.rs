@@ -1,9 +1,15 @@
 //! What a configuration accepts, and what it says when it does not.
 
+mod documents;
+mod safety;
+
 use std::time::Duration;
 
+use postbox_config::{LiveSecret, Table};
 use postbox_engine::{OnDead, RelaySettings};
+use postbox_http::HttpSinkTable;
 
+use super::webhook::WebhookTable;
 use super::*;
 
 /// The secret of the published Standard Webhooks vectors.
@@ -20,8 +26,36 @@ pub(super) fn env(name: &str) -> Option<String> {
     }
 }
 
+/// As a service reads it, with the environment of these tests.
+pub(super) fn options() -> ReadOptions<'static> {
+    ReadOptions { env: &env, ..from_environment(FILE_DEFAULT) }
+}
+
 pub(super) fn parse(text: &str) -> Result<Config, Faults> {
-    Config::parse_with(text, Reading { env: &env, ..Reading::default() })
+    Config::parse_with(text, options())
+}
+
+/// The table of an adapter at `path`, in a configuration that is right.
+fn adapter<T: Table>(text: &str, path: &[&str]) -> T {
+    parse(text).expect("no faults");
+    let (root, _) = DeTable::parse_recoverable(text);
+    let entries = Lines(text).entries(root.get_ref());
+    let reader = Reader::new(options());
+    let mut table = entries.as_slice();
+    for name in path {
+        let entry = table.iter().find(|entry| entry.key == *name).expect("it is there");
+        let postbox_config::Value::Table(entries) = &entry.node.value else { panic!("{name} is no table") };
+        table = entries;
+    }
+    T::read(&Section::new(&reader, path.join("."), 1, table))
+}
+
+fn http(text: &str) -> HttpSinkTable {
+    adapter(text, &["subscriptions", "a", "sink"])
+}
+
+fn webhook(text: &str) -> WebhookTable {
+    adapter(text, &["sources", "a"])
 }
 
 pub(super) fn faults(text: &str) -> Vec<String> {
@@ -36,7 +70,14 @@ pub(super) fn fault(text: &str) -> String {
 
 #[test]
 fn the_default_file_says_exactly_the_defaults() {
-    assert_eq!(parse(DEFAULT_TOML).expect("no faults"), Config::default());
+    assert_defaults(&default_toml());
+}
+
+fn assert_defaults(text: &str) {
+    let (config, usual) = (parse(text).expect("no faults"), Config::default());
+    assert_eq!((config.store, config.server), (usual.store, usual.server));
+    assert_eq!((config.retention, config.log), (usual.retention, usual.log));
+    assert!(config.subscriptions.is_empty() && config.sources.is_empty() && config.warnings.is_empty());
 }
 
 #[test]
@@ -71,44 +112,45 @@ fn ids_are_remembered_longer_than_senders_repeat() {
     parse("[retention]\nremember_ids = \"7d\"\n").expect("it is so");
     let defaults = Config::default().retention.remember_ids;
     for scheme in ["standard", "stripe", "github", "shopify", "slack"] {
-        let horizon = parse(&source("", scheme)).expect("right").sources[0].retry_horizon;
+        let (horizon, _) = parse(&source("", scheme)).expect("right").sources[0].repeats_for();
         assert!(Duration::from_secs(86_400) <= horizon && horizon <= Duration::from_secs(7 * 86_400), "{scheme}");
     }
     assert!(defaults >= Duration::from_secs(7 * 86_400));
 }
 
+/// The default file with every commented-out key in force.
+fn uncommented() -> String {
+    let text = default_toml();
+    let lines = text.lines().map(|line| match line.strip_prefix('#') {
+        Some(code) if !code.starts_with(' ') => code,
+        _ => line,
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}
+
 #[test]
 fn the_examples_in_the_default_file_are_right_when_uncommented() {
-    let uncommented: Vec<String> = DEFAULT_TOML
-        .lines()
-        .map(|line| match line.strip_prefix('#') {
-            Some(code) if !code.starts_with(' ') => code.to_owned(),
-            _ => line.to_owned(),
-        })
-        .collect();
-    let config = parse(&uncommented.join("\n")).expect("no faults");
+    let config = parse(&uncommented()).expect("no faults");
     assert_eq!(config.subscriptions.len(), 1);
     assert_eq!(config.sources.len(), 1);
     // What the comments show as defaults are the defaults.
     let shown = &config.subscriptions[0];
-    let plain = SubscriptionConfig::new(shown.subscription.clone(), shown.sink.clone());
     let RelaySettings { concurrency, rate, .. } = shown.settings;
-    let expected = RelaySettings { concurrency, rate, ..plain.settings };
-    assert_eq!(shown.settings, expected);
+    assert_eq!(shown.settings, RelaySettings { concurrency, rate, ..RelaySettings::default() });
+    assert_eq!(shown.sink.type_name(), "http");
 }
 
 #[test]
 fn an_empty_file_is_all_defaults() {
-    assert_eq!(parse("").expect("no faults"), Config::default());
+    assert_defaults("");
 }
 
 #[test]
 fn a_whole_subscription_is_understood() {
-    let config = parse(
-        r#"
+    let text = r#"
 [store]
 url = "env:DATABASE_URL"
-[subscriptions.orders-out]
+[subscriptions.a]
 topics = ["order.*", "refund.*"]
 ordering = "none"
 lanes = 4
@@ -117,17 +159,15 @@ retry = { max_attempts = 3, base = "250ms", max = "2m" }
 on_dead = "halt"
 schedule = "*/10 * * * * *"
 sink = { type = "http", url = "https://example.org/hook", secret = "env:HOOK_SECRET" }
-"#,
-    )
-    .expect("no faults");
+"#;
+    let config = parse(text).expect("no faults");
     let subscription = &config.subscriptions[0];
     assert_eq!(subscription.subscription.filter.topics.len(), 2);
     assert_eq!(subscription.subscription.lanes, 4);
     assert_eq!(subscription.settings.retry.attempts_max, 3);
     assert_eq!(subscription.settings.retry.base, Duration::from_millis(250));
     assert_eq!(subscription.settings.on_dead, OnDead::Halt);
-    let SinkConfig::Http(http) = &subscription.sink else { panic!("not http: {:?}", subscription.sink) };
-    assert_eq!(http.secrets, [LiveSecret { secret: crate::Secret::new(KEY), until: None }]);
+    assert_eq!(http(text).secret, Some(LiveSecret { secret: crate::Secret::new(KEY), until: None }));
 }
 
 #[test]
@@ -183,7 +223,7 @@ fn a_missing_secret_names_the_variable() {
     let text = fault("[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\" }");
     assert_eq!(
         text,
-        "postbox.toml:2: subscriptions.a.sink needs the environment variable NOT_THERE, which is not set; export NOT_THERE=…"
+        "postbox.toml:2: subscriptions.a.sink.secret needs the environment variable NOT_THERE, which is not set; export NOT_THERE=…"
     );
 }
 
@@ -196,7 +236,7 @@ fn a_key_that_is_none_is_refused_without_showing_it() {
 #[test]
 fn commands_that_only_look_do_without_the_sinks_secrets() {
     let text = "[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\" }";
-    let reading = Reading { env: &env, secrets_needed: false, ..Reading::default() };
+    let reading = ReadOptions { secrets_needed: false, ..options() };
     assert!(Config::parse_with(text, reading).is_ok());
     let text = "[store]\nurl = \"env:NOT_THERE\"";
     assert!(Config::parse_with(text, reading).is_err());
@@ -233,15 +273,14 @@ fn names_urls_and_schedules_are_checked() {
 fn a_source_needs_a_key() {
     assert!(fault("[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"").contains("has no secrets"));
     let text = "[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"env:PARTNER_SECRET\"]\nkey = \"json:/data/id\"\n";
-    let config = parse(text).expect("no faults");
-    assert_eq!(config.sources[0].mapping.key, Some(postbox_http::ingress::Origin::Json("/data/id".into())));
+    assert_eq!(webhook(text).key, Some(postbox_http::ingress::Origin::Json("/data/id".into())));
 }
 
 #[test]
 fn every_scheme_has_what_it_needs() {
     let source = |scheme: &str, more: &str| {
         let text = format!("[sources.a]\ntype = \"webhook\"\nscheme = \"{scheme}\"\nsecret = \"{KEY}\"\n{more}");
-        parse(&text).map(|config| config.sources[0].scheme).map_err(|faults| faults.to_string())
+        parse(&text).map(|_| webhook(&text).scheme).map_err(|faults| faults.to_string())
     };
     for scheme in ["standard-webhooks", "stripe", "github", "shopify", "slack"] {
         assert!(source(scheme, "").is_ok(), "{scheme}: {:?}", source(scheme, ""));
@@ -264,14 +303,14 @@ fn an_old_key_may_carry_the_date_its_overlap_ends() {
         format!("[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [{secrets}]\n")
     };
     let text = source("\"env:PARTNER_SECRET\", { secret = \"env:HOOK_SECRET\", until = \"2026-12-01T00:00:00Z\" }");
-    let secrets = parse(&text).expect("no faults").sources.remove(0).secrets;
+    let secrets = webhook(&text).secrets;
     assert_eq!(secrets[0].until, None);
     assert_eq!(secrets[1].until, "2026-12-01T00:00:00Z".parse().ok());
     let retiring = |table: &str| fault(&source(&format!("\"env:PARTNER_SECRET\", {table}")));
     assert!(retiring("{ secret = \"env:HOOK_SECRET\", until = \"soon\" }").contains("e.g. \"2026-12-01T00:00:00Z\""));
     assert!(retiring("{ until = \"2026-12-01T00:00:00Z\" }").contains("has no secret"));
     assert!(retiring("{ secret = \"env:HOOK_SECRET\", untill = \"x\" }").contains("did you mean `until`?"));
-    assert!(retiring("7").contains("must be a list of texts"));
+    assert!(retiring("7").contains("must be a list, each of it text in quotes or a table, not integer"));
     // Only old ones: then nobody could send once the date has come.
     let only = fault(&source("{ secret = \"env:HOOK_SECRET\", until = \"2026-12-01T00:00:00Z\" }"));
     assert!(only.starts_with("postbox.toml:4: ") && only.contains("give the new one too, without an end"), "{only}");
@@ -283,10 +322,9 @@ fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
         format!("[subscriptions.a.sink]\ntype = \"http\"\nurl = \"https://h/\"\nsecrets = [{secrets}]\n")
     };
     const OLD: &str = "{ secret = \"env:HOOK_SECRET\", until = \"2026-12-01T00:00:00Z\" }";
-    let config = parse(&subscription(&format!("\"env:PARTNER_SECRET\", {OLD}"))).expect("no faults");
-    let SinkConfig::Http(http) = &config.subscriptions[0].sink else { panic!("not http") };
-    assert_eq!(http.secrets[0].until, None);
-    assert_eq!(http.secrets[1].until, "2026-12-01T00:00:00Z".parse().ok());
+    let secrets = http(&subscription(&format!("\"env:PARTNER_SECRET\", {OLD}"))).secrets;
+    assert_eq!(secrets[0].until, None);
+    assert_eq!(secrets[1].until, "2026-12-01T00:00:00Z".parse().ok());
     // In any order, and beside `secret`.
     parse(&subscription(&format!("{OLD}, \"env:PARTNER_SECRET\""))).expect("no faults");
     parse(&subscription(OLD).replace("secrets", "secret = \"env:PARTNER_SECRET\"\nsecrets")).expect("no faults");
@@ -309,7 +347,7 @@ fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
     // As many as are allowed at the sink, and told before it starts.
     assert!(fault(&subscription(&["\"env:PARTNER_SECRET\""; 9].join(", "))).contains("at most 8"));
     // Who only looks does without them.
-    let reading = Reading { env: &|_| None, secrets_needed: false, ..Reading::default() };
+    let reading = ReadOptions { env: &|_| None, secrets_needed: false, ..options() };
     assert!(Config::parse_with(&subscription(&format!("\"env:PARTNER_SECRET\", {OLD}")), reading).is_ok());
 }
 
@@ -317,8 +355,8 @@ fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
 fn sns_has_topics_instead_of_secrets() {
     const TOPIC: &str = "topics = [\"arn:aws:sns:eu-central-1:123456789012:orders\"]";
     let text = |keys: &str| format!("[sources.a]\ntype = \"webhook\"\nscheme = \"sns\"\n{keys}\n");
-    let sns = parse(&text(&format!("{TOPIC}\nconfirm = true"))).expect("no faults").sources.remove(0).sns;
-    assert!(sns.is_some_and(|sns| sns.confirm && sns.topics.len() == 1));
+    let sns = webhook(&text(&format!("{TOPIC}\nconfirm = true")));
+    assert!(sns.confirm == Some(true) && sns.topics.len() == 1);
     assert!(fault(&text("")).contains("name yours: topics = "));
     assert!(fault(&text("topics = []")).contains("name at least one"));
     assert!(
@@ -417,8 +455,7 @@ fn a_tolerance_fits_what_is_signed_and_remembered() {
 
 #[test]
 fn sinks_and_sources_are_bounded_as_the_file_says() {
-    let config = parse(
-        r#"
+    let text = r#"
 [subscriptions.a]
 rate = "50/s"
 sink = { type = "http", url = "https://h/", allow = ["10.20.0.0/16", "fd00::1"], client_cert = "a.pem", client_key = "a.key" }
@@ -434,19 +471,18 @@ allowed_origins = ["events.example.org"]
 [server]
 connections = 100
 header_timeout = "2s"
-"#,
-    )
-    .expect("no faults");
+"#;
+    let config = parse(text).expect("no faults");
     assert_eq!(config.subscriptions[0].settings.rate, "50/s".parse().ok());
-    let SinkConfig::Http(http) = &config.subscriptions[0].sink else { panic!("not http") };
+    let http = http(text);
     let allow = ["10.20.0.0/16", "fd00::1/128"].map(|net| net.parse().expect("a network")).to_vec();
     assert_eq!(http.allow, allow);
-    assert_eq!(http.client_cert.as_ref().map(|cert| cert.key_file.as_path()), Some(Path::new("a.key")));
-    let source = &config.sources[0];
-    assert_eq!((source.limits.body_bytes, source.limits.concurrency), (2 << 20, 7));
-    assert_eq!((source.limits.body_timeout, source.limits.rate), (Duration::from_secs(3), "600/m".parse().ok()));
+    assert_eq!(http.client_key.as_deref(), Some(Path::new("a.key")));
+    let source = webhook(text);
+    assert_eq!((source.body_max, source.concurrency), (2 << 20, 7));
+    assert_eq!((source.body_timeout, source.rate), (Duration::from_secs(3), "600/m".parse().ok()));
     assert_eq!(source.allowed_origins, ["events.example.org"]);
-    assert_eq!((config.server.limits.connections, config.server.limits.header_timeout), (100, Duration::from_secs(2)));
+    assert_eq!((config.server.connections, config.server.header_timeout), (100, Duration::from_secs(2)));
 }
 
 #[test]
@@ -475,7 +511,7 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
     for listen in ["127.0.0.1:8600", "0.0.0.0:8600", "[::]:8600"] {
         for url in ["http://127.0.0.1:8600/in/a", "http://localhost:8600/in/a"] {
             let told = fault(&own(listen, url));
-            assert!(told.starts_with("postbox.toml:3: ") && told.contains("where we listen ourselves"), "{told}");
+            assert!(told.starts_with("postbox.toml:4: ") && told.contains("where we listen ourselves"), "{told}");
         }
         parse(&own(listen, "http://127.0.0.1:8601/in/a")).expect("another port is somebody else");
     }
@@ -516,7 +552,7 @@ fn a_sink_that_could_not_sign_or_show_itself_is_told_at_its_line() {
     // The files are looked at where they are needed, and only there.
     let own = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
     let missing = "/nonexistent/a.pem";
-    let read = |text: &str, files| Config::parse_with(text, Reading { env: &env, files, ..Reading::default() });
+    let read = |text: &str, files| Config::parse_with(text, ReadOptions { files, ..options() });
     for (keys, line) in [
         (format!("ca_file = \"{missing}\""), 4),
         (format!("ca_file = \"{own}\""), 4),
@@ -533,28 +569,31 @@ fn a_sink_that_could_not_sign_or_show_itself_is_told_at_its_line() {
     }
 }
 
-/// Every TOML example in the README and the guides is a configuration that this program accepts.
-#[test]
-fn the_examples_in_the_documentation_are_right() {
+/// Every TOML example of a configuration in the README and the guides, with the name of its page.
+fn examples_in_the_documentation() -> Vec<(String, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let guides = std::fs::read_dir(root.join("docs/guide")).expect("the guides are there");
     let pages = guides.map(|entry| entry.expect("a guide").path()).chain([root.join("README.md")]);
-    let mut examples = 0;
+    let mut examples = Vec::new();
     for page in pages.filter(|page| page.extension().is_some_and(|extension| extension == "md")) {
         let text = std::fs::read_to_string(&page).expect("a page of text");
-        for example in text.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next()) {
-            // Cargo manifests are TOML too.
-            if example.contains("[dependencies]") || example.contains("[package]") {
-                continue;
-            }
-            let url = |name: &str| name.contains("STORE") || name.contains("URL");
-            let env = |name: &str| Some(if url(name) { "postgres://localhost/db" } else { KEY }.to_owned());
-            let reading = Reading { file: &page.display().to_string(), env: &env, ..Reading::default() };
-            if let Err(faults) = Config::parse_with(example, reading) {
-                panic!("{faults}\nin\n{example}");
-            }
-            examples += 1;
+        let code = text.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next());
+        // Cargo manifests are TOML too.
+        let ours = code.filter(|code| !code.contains("[dependencies]") && !code.contains("[package]"));
+        examples.extend(ours.map(|code| (page.display().to_string(), code.to_owned())));
+    }
+    assert!(!examples.is_empty(), "the documentation shows no configuration");
+    examples
+}
+
+#[test]
+fn the_examples_in_the_documentation_are_right() {
+    for (page, example) in examples_in_the_documentation() {
+        let url = |name: &str| name.contains("STORE") || name.contains("URL");
+        let env = |name: &str| Some(if url(name) { "postgres://localhost/db" } else { KEY }.to_owned());
+        let reading = ReadOptions { env: &env, ..from_environment(&page) };
+        if let Err(faults) = Config::parse_with(&example, reading) {
+            panic!("{faults}\nin\n{example}");
         }
     }
-    assert!(examples > 0, "the documentation shows no configuration");
 }
