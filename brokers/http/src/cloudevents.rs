@@ -3,10 +3,34 @@
 //! A header value holds visible ASCII; the binding percent-encodes the rest, the space, `"` and `%` (HTTP protocol binding §3.1.3.2).
 
 /// What every header of ours begins with.
-pub(crate) const PREFIX: &str = "ce-";
+pub const PREFIX: &str = "ce-";
+
+/// Headers of one request and not of the message in it: framing and routing of HTTP, credentials, what the body decides. No event sets them on its way
+/// out, and none keeps them from its way in.
+pub const OF_ONE_REQUEST: [&str; 19] = [
+    "accept-encoding",
+    "authorization",
+    "connection",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "cookie",
+    "date",
+    "expect",
+    "forwarded",
+    "host",
+    "keep-alive",
+    "set-cookie",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "user-agent",
+    "via",
+];
 
 /// The spelling of an attribute's value in a header.
-pub(crate) fn encode(value: &str) -> String {
+pub fn encode(value: &str) -> String {
     const DIGITS: &[u8; 16] = b"0123456789ABCDEF";
     let mut encoded = String::with_capacity(value.len());
     for byte in value.bytes() {
@@ -22,7 +46,7 @@ pub(crate) fn encode(value: &str) -> String {
 }
 
 /// The value behind a header, or `None` if it is not text. A broken escape stands for itself; a quoted value is unquoted first.
-pub(crate) fn decode(header: &[u8]) -> Option<String> {
+pub fn decode(header: &[u8]) -> Option<String> {
     let unquoted = match header {
         [b'"', inner @ .., b'"'] => unescape(inner),
         plain => plain.to_vec(),

@@ -20,31 +20,7 @@ use postbox_core::{Delivery, Outcome};
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{ID_HEADER, Signer, TIMESTAMP_HEADER};
 
-use crate::cloudevents;
-
-/// Headers of one request and not of the message in it: framing and routing of HTTP, credentials, what the body decides. No event sets them on its way
-/// out, and none keeps them from its way in.
-pub(crate) const OF_ONE_REQUEST: [&str; 19] = [
-    "accept-encoding",
-    "authorization",
-    "connection",
-    "content-encoding",
-    "content-length",
-    "content-type",
-    "cookie",
-    "date",
-    "expect",
-    "forwarded",
-    "host",
-    "keep-alive",
-    "set-cookie",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    "user-agent",
-    "via",
-];
+use crate::cloudevents::{self, OF_ONE_REQUEST};
 
 /// Other names that events cannot set.
 const RESERVED: [&str; 5] =

@@ -1,4 +1,4 @@
-//! Postbox over HTTP: a signing webhook sink and a verifying webhook source.
+//! Postbox over HTTP: a signing webhook sink.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -14,8 +14,7 @@
 //!
 //! - [`HttpSink`] posts each event's payload as it is, with CloudEvents binary-mode headers and Standard Webhooks signatures;
 //!   the answer's status becomes an [`Outcome`](postbox_core::Outcome). It serves webhook targets and your own HTTP handlers alike.
-//! - [`ingress`] is an axum router for `POST /in/{source}`: verifies on the raw bytes, stores once, answers 2xx only then.
-//! - [`serve`](mod@serve) serves such a router to strangers: deadlines, and a bound on connections.
+//! - [`PublicClient`] fetches from addresses that strangers may name, with the guard of the sink.
 //! - A sink calls public addresses only, and those of networks that are allowed ([`HttpSinkConfig::allow`]), whatever the URL or the DNS says.
 //!
 //! The README of this crate has the tables: headers, statuses, codes, limits.
@@ -26,16 +25,15 @@
 //! needs no process-wide TLS provider.
 
 mod classify;
-mod cloudevents;
+pub mod cloudevents;
 mod config;
 mod envelope;
+mod fetch;
 mod guard;
-pub mod serve;
 mod sink;
-pub mod source;
 mod tls;
 
 pub use config::{ClientCert, HttpSinkConfig, HttpSinkTable, check_url};
+pub use fetch::{Fetched, PublicClient};
 pub use ipnet::IpNet;
 pub use sink::HttpSink;
-pub use source as ingress;

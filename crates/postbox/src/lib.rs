@@ -24,7 +24,7 @@
 //! | `postgres` | the `postgres` module: `PostgresStore`, `append_in` for `tokio-postgres` | yes |
 //! | `sqlite` | the `sqlite` module: `SqliteStore`, `append_in` for `rusqlite` | yes |
 //! | `sqlx` | `append_in` for `sqlx` transactions, in both | no |
-//! | `http` | the `http` module: the signed webhook sink and the webhook ingress; the `webhook` module: sign and verify | yes |
+//! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | yes |
 //!
 //! # The guarantee
 //!
@@ -38,9 +38,15 @@
 pub use postbox_core::*;
 pub use postbox_engine::*;
 
-/// The signed webhook sink and the webhook ingress.
+/// The signed webhook sink.
 #[cfg(feature = "http")]
 pub use postbox_http as http;
+/// Webhooks in: a router that verifies, stores and answers.
+#[cfg(feature = "http")]
+pub use postbox_ingress as ingress;
+/// Serving a router to strangers: deadlines, and a bound on connections.
+#[cfg(feature = "http")]
+pub use postbox_listen as listen;
 /// The Postgres store.
 #[cfg(feature = "postgres")]
 pub use postbox_postgres as postgres;

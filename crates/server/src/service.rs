@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription};
 use postbox_engine::{Sweeper, TokioClock};
-use postbox_http::serve::serve;
+use postbox_listen::serve;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio::time::timeout;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Router;
 use postbox_config::{Entry, Fields, Key, Section, Shape, Table, Text, Variant, default, from_core, table};
 use postbox_core::{Clock, LogName, Result, SourceName, Store};
-use postbox_http::ingress::{self, Count, Ingress, WebhookSource};
+use postbox_ingress::{Count, Ingress, WebhookSource};
 
 use crate::config::webhook::WebhookTable;
 use crate::sinks::read_type;
@@ -140,7 +140,7 @@ impl Sources {
 
     /// `POST /in/{source}`.
     pub(crate) fn router(&self) -> Router {
-        ingress::router(Arc::clone(&self.ingress))
+        postbox_ingress::router(Arc::clone(&self.ingress))
     }
 
     /// The sources that store into a log.

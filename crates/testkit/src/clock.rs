@@ -1,7 +1,7 @@
-//! A clock that moves only when a test says so.
+//! Clocks of tests: one that moves only when a test says so, one whose wall time stands still.
 
-use std::sync::Mutex;
-use std::time::Duration;
+use std::sync::{LazyLock, Mutex};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -56,5 +56,25 @@ impl Clock for ManualClock {
         let until = self.monotonic() + duration;
         let mut passed = self.passed.subscribe();
         passed.wait_for(|passed| *passed >= until).await.map(drop).expect("the clock outlives its sleepers");
+    }
+}
+
+/// Wall time stands where that of [`ManualClock::default`] begins; waits are real.
+#[derive(Debug, Clone, Copy)]
+pub struct StillClock;
+
+#[async_trait]
+impl Clock for StillClock {
+    fn now(&self) -> Timestamp {
+        ManualClock::default().now()
+    }
+
+    fn monotonic(&self) -> Duration {
+        static ZERO: LazyLock<Instant> = LazyLock::new(Instant::now);
+        ZERO.elapsed()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        tokio::time::sleep(duration).await;
     }
 }

@@ -3,6 +3,8 @@
 pub mod clock;
 pub mod conformance;
 pub mod hostile;
+pub mod inbox;
 pub mod ledger;
 pub mod proxy;
 pub mod servers;
+pub mod warnings;

@@ -27,7 +27,7 @@
 //! looser rule has let forgers name a bucket of their own. Fetch it with the usual check of the server's name and
 //! without following redirects; keep the [`Certificate`] by its URL, which is never reused for another one. Any number
 //! of *different* URLs can be asked for by anybody who can reach the endpoint, so cap the cache and the rate, and see that
-//! forgers do not use it up (`postbox-http` fetches first what is named most often).
+//! forgers do not use it up (`postbox-ingress` fetches first what is named most often).
 //!
 //! A certificate that is not valid at the moment given as `now` verifies nothing (both ends of its period included, no
 //! tolerance): AWS replaces it long before. Its issuer is not checked, because the connection it came over was.

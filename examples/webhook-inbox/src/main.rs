@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use anyhow::ensure;
 use axum::Router;
 use axum::routing::get;
-use postbox::http::ingress::{self, Ingress, WebhookSource};
-use postbox::http::serve::{ServeLimits, serve};
 use postbox::http::{HttpSink, HttpSinkConfig};
+use postbox::ingress::{self, Ingress, WebhookSource};
+use postbox::listen::{ServeLimits, serve};
 use postbox::sqlite::{SqliteConfig, SqliteStore};
 use postbox::webhook::{Scheme, Settings, standard, verifier};
 use postbox::{

@@ -1,14 +1,10 @@
-//! The sink against real servers on loopback, the ingress against a real client, and both together.
+//! The sink against real servers on loopback.
 
 #![allow(clippy::unwrap_used)]
 
 mod answers;
 mod bounds;
 mod envelope;
-mod ingress;
-mod known;
 mod samples;
-mod serve;
 mod stand;
 mod tls;
-mod together;

@@ -1,24 +1,19 @@
-//! What the tests stand on: a clock, events, targets that do as they are told, an inbox that remembers.
+//! What the tests stand on: events, and targets that do as they are told.
 
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use async_trait::async_trait;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::Request;
 use axum::response::Response;
 use bytes::Bytes;
 use http::HeaderMap;
-use jiff::Timestamp;
-use postbox_core::{
-    Clock, Delivery, Error, ErrorKind, EventId, Inbound, LogName, NewEvent, Outcome, Receive, Received, Result, Seq,
-    Sink,
-};
+use postbox_core::{Clock, Delivery, EventId, NewEvent, Outcome, Seq, Sink};
 use postbox_http::{HttpSink, HttpSinkConfig, IpNet};
+pub(crate) use postbox_testkit::clock::StillClock;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
@@ -28,27 +23,6 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 pub(crate) const HOUR: Duration = Duration::from_secs(3_600);
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 pub(crate) const NOW_S: i64 = 1_767_225_600;
-/// Headers that anybody can write: of the right form, with the time at which the clocks here stand.
-pub(crate) const PLAUSIBLE: &str = "webhook-id: m\r\nwebhook-timestamp: 1767225600\r\nwebhook-signature: v1,AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n";
-
-/// Wall time stands still; waits are real.
-pub(crate) struct StillClock;
-
-#[async_trait]
-impl Clock for StillClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::from_second(NOW_S).unwrap()
-    }
-
-    fn monotonic(&self) -> Duration {
-        static ZERO: LazyLock<Instant> = LazyLock::new(Instant::now);
-        ZERO.elapsed()
-    }
-
-    async fn sleep(&self, duration: Duration) {
-        tokio::time::sleep(duration).await;
-    }
-}
 
 pub(crate) fn event_id(number: u64) -> EventId {
     format!("00000000-0000-7000-8000-{number:012x}").parse().unwrap()
@@ -216,101 +190,4 @@ pub(crate) async fn read_head(stream: &mut TcpStream) {
 /// Writes until the other side hangs up.
 pub(crate) async fn write_for_ever(stream: &mut TcpStream, piece: &[u8]) {
     while stream.write_all(piece).await.is_ok() {}
-}
-
-/// The warnings of this thread, each as `field=value …` in the order of its fields.
-#[derive(Clone, Default)]
-pub(crate) struct Warnings(Arc<Mutex<Vec<String>>>);
-
-impl Warnings {
-    /// Hears until the guard is dropped.
-    pub(crate) fn hear() -> (Self, tracing::subscriber::DefaultGuard) {
-        let warnings = Self::default();
-        (warnings.clone(), tracing::subscriber::set_default(warnings))
-    }
-
-    pub(crate) fn all(&self) -> Vec<String> {
-        self.0.lock().unwrap().clone()
-    }
-}
-
-impl tracing::Subscriber for Warnings {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        *metadata.level() <= tracing::Level::WARN
-    }
-
-    fn event(&self, event: &tracing::Event<'_>) {
-        struct Line(String);
-        impl tracing::field::Visit for Line {
-            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                self.0 += &format!("{field}={value:?} ");
-            }
-        }
-        let mut line = Line(String::new());
-        event.record(&mut line);
-        self.0.lock().unwrap().push(line.0);
-    }
-
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-    fn enter(&self, _: &tracing::span::Id) {}
-    fn exit(&self, _: &tracing::span::Id) {}
-}
-
-/// An inbox that remembers everything and can be told to fail.
-#[derive(Default)]
-pub(crate) struct Inbox {
-    pub(crate) stored: Mutex<BTreeMap<(String, String), Inbound>>,
-    pub(crate) mode: Mutex<Mode>,
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(crate) enum Mode {
-    #[default]
-    Works,
-    Down,
-    Hangs,
-}
-
-impl Inbox {
-    pub(crate) fn set(&self, mode: Mode) {
-        *self.mode.lock().unwrap() = mode;
-    }
-
-    pub(crate) fn all(&self) -> Vec<Inbound> {
-        self.stored.lock().unwrap().values().cloned().collect()
-    }
-}
-
-#[async_trait]
-impl Receive for Inbox {
-    async fn receive_many(&self, _log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
-        let mode = *self.mode.lock().unwrap();
-        match mode {
-            Mode::Works => {}
-            Mode::Down => return Err(Error::new(ErrorKind::Unavailable, "receive", "database_down", "it is down")),
-            Mode::Hangs => std::future::pending().await,
-        }
-        let mut stored = self.stored.lock().unwrap();
-        let judge = |inbound: &Inbound| {
-            let key = (inbound.source.to_string(), inbound.message_id.clone());
-            match stored.get(&key) {
-                Some(before) if before.digest == inbound.digest => Received::Duplicate,
-                Some(_) => Received::Conflict,
-                None => {
-                    stored.insert(key, inbound.clone());
-                    Received::Accepted(event_id(stored.len() as u64))
-                }
-            }
-        };
-        Ok(inbound.iter().map(judge).collect())
-    }
-
-    async fn forget(&self, _older_than: Duration) -> Result<u64> {
-        Ok(0)
-    }
 }

@@ -7,7 +7,7 @@ use postbox_config::{
     Integer, Kind, Place, Secret, SecretText, Section, Shape, Span, Table, Text, Words, default, suggestion, table,
     unset,
 };
-use postbox_http::serve::ServeLimits;
+use postbox_listen::ServeLimits;
 
 use super::subscription::CRON;
 use crate::cron::Cron;

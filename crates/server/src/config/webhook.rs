@@ -8,7 +8,7 @@ use postbox_config::{
 };
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{Error, Key, LogName, Rate, Result, SourceName, Tenant, Topic};
-use postbox_http::ingress::{Mapping, Origin, SourceLimits, WebhookSource};
+use postbox_ingress::{Mapping, Origin, SourceLimits, WebhookSource};
 use postbox_webhook::plain::{Encoding, Hash, Layout};
 use postbox_webhook::sns::{TOLERANCE, TopicArn, Verifier};
 use postbox_webhook::{Scheme, Settings, Tolerance, UnixSeconds, Verify};

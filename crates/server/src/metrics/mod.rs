@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use postbox_core::{Clock, Result, SourceName, State, Stats, Store, SubscriptionInfo, TopicStats};
 use postbox_engine::{BreakerState, MetricsSnapshot};
-use postbox_http::ingress::Count;
+use postbox_ingress::Count;
 use tokio::time::timeout;
 
 use self::text::{Kind, Page};

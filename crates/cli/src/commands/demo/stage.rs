@@ -13,8 +13,8 @@ use postbox_core::{
     Clock, Inspect as _, LogName, Migrate as _, RetryPolicy, SourceName, Subscription, SubscriptionName,
 };
 use postbox_engine::{BreakerPolicy, Metrics, Relay, RelaySettings, TokioClock};
-use postbox_http::ingress::{self, Ingress, Origin, WebhookSource};
 use postbox_http::{HttpSink, HttpSinkConfig};
+use postbox_ingress::{self as ingress, Ingress, Origin, WebhookSource};
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 use postbox_webhook::standard::{SignKey, SymmetricKey};
 use postbox_webhook::{Scheme, Settings, verifier};

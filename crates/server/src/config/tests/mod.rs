@@ -273,7 +273,7 @@ fn names_urls_and_schedules_are_checked() {
 fn a_source_needs_a_key() {
     assert!(fault("[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"").contains("has no secrets"));
     let text = "[sources.a]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"env:PARTNER_SECRET\"]\nkey = \"json:/data/id\"\n";
-    assert_eq!(webhook(text).key, Some(postbox_http::ingress::Origin::Json("/data/id".into())));
+    assert_eq!(webhook(text).key, Some(postbox_ingress::Origin::Json("/data/id".into())));
 }
 
 #[test]

@@ -9,17 +9,18 @@ use postbox_core::{Error, ErrorKind, Inbound, Received};
 use postbox_webhook::{Headers, Refusal, UnixSeconds, Verified};
 use tracing::{debug, error, warn};
 
-use super::answer::Answer;
-use super::body::{check_headers, read};
-use super::handshake::challenge;
-use super::mapping::{Genuine, Unfit, shown};
-use super::{Check, Gate, Ingress};
+use crate::answer::Answer;
+use crate::body::{check_headers, read};
+use crate::handshake::challenge;
+use crate::ingress::{Gate, Ingress};
+use crate::mapping::{Genuine, Unfit, shown};
+use crate::source::Check;
 
 /// Longest time for the body of a message whose own headers say that it is out of time.
 const STALE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The handler. Dropping it (the sender hung up) may or may not have stored the message; the sender's repetition is a duplicate then.
-pub(super) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Path<String>, request: Request) -> Answer {
+pub(crate) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Path<String>, request: Request) -> Answer {
     let Some(gate) = ingress.gates.get(&name) else {
         ingress.unknown.count(&Answer::UnknownSource);
         return Answer::UnknownSource;

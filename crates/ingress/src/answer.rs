@@ -10,7 +10,7 @@ use postbox_webhook::Refusal;
 
 /// The end of one request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Answer {
+pub(crate) enum Answer {
     Accepted,
     Duplicate,
     Conflict,
@@ -86,7 +86,7 @@ const CODES: [&str; 29] = [
 ];
 
 impl Answer {
-    pub(super) fn code(&self) -> &'static str {
+    pub(crate) fn code(&self) -> &'static str {
         match self {
             Self::Accepted => "accepted",
             Self::Duplicate => "duplicate",
@@ -201,13 +201,13 @@ pub struct Count {
 
 /// One counter for each code.
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(crate) struct Counters {
     plain: [AtomicU64; CODES.len()],
     refused: [AtomicU64; Refusal::ALL.len()],
 }
 
 impl Counters {
-    pub(super) fn count(&self, answer: &Answer) {
+    pub(crate) fn count(&self, answer: &Answer) {
         let cell = match answer {
             Answer::Refused(refusal) => {
                 Refusal::ALL.iter().position(|known| known == refusal).map(|at| &self.refused[at])
@@ -219,7 +219,7 @@ impl Counters {
         }
     }
 
-    pub(super) fn counts(&self, source: Option<&SourceName>) -> impl Iterator<Item = Count> {
+    pub(crate) fn counts(&self, source: Option<&SourceName>) -> impl Iterator<Item = Count> {
         let codes = CODES.into_iter().chain(Refusal::ALL.into_iter().map(Refusal::code));
         codes.zip(self.plain.iter().chain(&self.refused)).map(move |(code, cell)| Count {
             source: source.cloned(),

@@ -9,13 +9,13 @@ use http_body::Body as _;
 use http_body_util::BodyExt;
 use postbox_core::Clock;
 
-use super::SourceLimits;
-use super::answer::Answer;
-use super::buffer::Share;
+use crate::SourceLimits;
+use crate::answer::Answer;
+use crate::buffer::Share;
 
 /// Refuses what needs no reading: transfer codings that we do not undo, encodings (a signature covers the bytes as sent, and a small body may unpack to a huge one) and
 /// bodies that admit that they are too large.
-pub(super) fn check_headers(headers: &HeaderMap, limits: &SourceLimits) -> Result<(), Answer> {
+pub(crate) fn check_headers(headers: &HeaderMap, limits: &SourceLimits) -> Result<(), Answer> {
     // A length beside it is not seen here: the server drops that header and closes the connection after the answer (RFC 9112, 6.3).
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
     let chunked = |value: &http::HeaderValue| value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
@@ -34,7 +34,7 @@ pub(super) fn check_headers(headers: &HeaderMap, limits: &SourceLimits) -> Resul
 }
 
 /// Reads the whole body, in the time given.
-pub(super) async fn read(
+pub(crate) async fn read(
     body: Body,
     bytes_max: usize,
     share: &mut Share<'_>,

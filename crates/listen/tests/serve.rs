@@ -1,5 +1,7 @@
 //! Serving strangers: slow ones, endless ones, and the others meanwhile.
 
+#![allow(clippy::unwrap_used)]
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,9 +9,10 @@ use std::time::Duration;
 use axum::Router;
 use axum::routing::get;
 use postbox_core::{LogName, SourceName};
-use postbox_http::ingress::{self, Ingress, SourceLimits, WebhookSource};
-use postbox_http::serve::{ServeLimits, serve};
-use postbox_testkit::clock::ManualClock;
+use postbox_ingress::{Ingress, SourceLimits, WebhookSource};
+use postbox_listen::{ServeLimits, serve};
+use postbox_testkit::clock::{ManualClock, StillClock};
+use postbox_testkit::inbox::Inbox;
 use postbox_webhook::standard::{SignKey, Signer};
 use postbox_webhook::{Scheme, Settings, UnixSeconds, verifier};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -18,7 +21,15 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::stand::{DEADLINE, HOUR, Inbox, NOW_S, PLAUSIBLE, SECRET, StillClock, config, plain, send, short, sink};
+/// No test waits longer than this for anything; nothing takes nearly as long.
+const DEADLINE: Duration = Duration::from_secs(60);
+/// A wait that no test sees the end of.
+const HOUR: Duration = Duration::from_secs(3_600);
+const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+/// Where the clocks of these tests stand.
+const NOW_S: i64 = 1_767_225_600;
+/// Headers that anybody can write: of the right form, with that time.
+const PLAUSIBLE: &str = "webhook-id: m\r\nwebhook-timestamp: 1767225600\r\nwebhook-signature: v1,AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n";
 
 struct Server {
     address: SocketAddr,
@@ -57,7 +68,7 @@ async fn start_ingress(limits: ServeLimits, of_source: SourceLimits) -> (Server,
     let mut source = WebhookSource::new(SourceName::new("peer").unwrap(), LogName::inbox(), verifier);
     source.limits = of_source;
     let ingress = Ingress::new(vec![source], inbox.clone(), Arc::new(StillClock)).unwrap();
-    let server = start(ingress::router(Arc::clone(&ingress)), limits).await;
+    let server = start(postbox_ingress::router(Arc::clone(&ingress)), limits).await;
     (server, inbox, ingress)
 }
 
@@ -66,6 +77,20 @@ async fn connect(server: &Server, first: &[u8]) -> TcpStream {
     let mut stream = stream.unwrap();
     stream.write_all(first).await.unwrap();
     stream
+}
+
+/// A genuine message, up to its framing and body.
+fn signed(id: &str) -> String {
+    let signer = Signer::new([SignKey::parse(SECRET).unwrap()]).unwrap();
+    let signed = signer.sign(id, UnixSeconds(NOW_S), b"{}").unwrap();
+    let headers: String = signed.headers().iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{headers}")
+}
+
+/// A genuine message over a connection of its own; the answer.
+async fn send(server: &Server, id: &str) -> String {
+    let request = signed(id) + "content-length: 2\r\nconnection: close\r\n\r\n{}";
+    hear(&mut connect(server, request.as_bytes()).await).await
 }
 
 /// What the other side sends until it ends the connection, in whichever way.
@@ -90,12 +115,12 @@ const SLOW: [&[u8]; 4] = [
 async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
     let body_for_ever = SourceLimits { body_timeout: HOUR, ..SourceLimits::default() };
     let (server, inbox, _) = start_ingress(LIMITS, body_for_ever).await;
-    let sink = sink(config(format!("http://{}/in/peer", server.address)));
     let mut slow = Vec::new();
     for number in 0..400 {
         slow.push(connect(&server, SLOW[number % SLOW.len()]).await);
         if number % 20 == 19 {
-            assert_eq!(short(&send(&sink, &plain(number as u64)).await), ("delivered", ""), "after {number} slow ones");
+            let answer = send(&server, &format!("msg_{number}")).await;
+            assert!(answer.starts_with("HTTP/1.1 202"), "after {number} slow ones: {answer}");
         }
     }
     assert_eq!(inbox.all().len(), 20);
@@ -104,7 +129,7 @@ async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
     timeout(DEADLINE, futures::future::join_all(ends)).await.expect("they are all closed");
     // And they leave their places.
     drop(slow);
-    assert!(send(&sink, &plain(1_000)).await.is_delivered());
+    assert!(send(&server, "msg_last").await.starts_with("HTTP/1.1 202"));
 }
 
 #[tokio::test]
@@ -253,12 +278,7 @@ async fn what_would_unpack_to_a_thousand_times_its_size_is_not_even_read() {
 #[tokio::test]
 async fn a_body_with_two_ends_is_refused_or_the_last_of_its_connection() {
     let (server, inbox, ingress) = start_ingress(LIMITS, SourceLimits::default()).await;
-    let signer = Signer::new([SignKey::parse(SECRET).unwrap()]).unwrap();
-    let post = |id: &str, framing: &str| {
-        let signed = signer.sign(id, UnixSeconds(NOW_S), b"{}").unwrap();
-        let headers: String = signed.headers().iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
-        format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{headers}{framing}\r\n")
-    };
+    let post = |id: &str, framing: &str| format!("{}{framing}\r\n", signed(id));
     let body = "2\r\n{}\r\n0\r\n\r\n";
     let plain = post("next", "content-length: 2\r\nconnection: close\r\n") + "{}";
     let answers = async |first: String| {

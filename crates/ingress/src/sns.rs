@@ -4,7 +4,6 @@
 //! made with the guard of the sinks: public addresses only, checked before each connection, no redirect, no proxy, bounded in size and time.
 
 mod certificates;
-mod fetch;
 #[cfg(test)]
 mod tests;
 
@@ -12,21 +11,33 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use postbox_core::{Clock, Result};
+use postbox_http::{Fetched, PublicClient};
 use postbox_webhook::sns::{Confirmation, Message, Verifier};
 use postbox_webhook::{UnixSeconds, Verified};
 use tracing::{info, warn};
 
-pub(super) use fetch::{AwsClient, Fetch, Fetched};
-
-use super::answer::Answer;
-use certificates::Certificates;
+use crate::answer::Answer;
+use certificates::{Certificates, FLIGHTS_MAX};
 
 /// Longest wait for a certificate, and for those that were asked for before it; or for a confirmation.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Who makes requests: the guarded client, or a test.
+pub(crate) trait Fetch: Send + Sync + 'static {
+    /// GETs what is at `url`. Never prints it: it may hold a token.
+    fn get(&self, url: String) -> BoxFuture<'_, Fetched>;
+}
+
+impl Fetch for PublicClient {
+    fn get(&self, url: String) -> BoxFuture<'_, Fetched> {
+        Box::pin(self.get(url))
+    }
+}
+
 /// What one source needs to take messages of SNS.
-pub(super) struct Sns {
+pub(crate) struct Sns {
     verifier: Verifier,
     confirm: bool,
     fetch: Arc<dyn Fetch>,
@@ -34,8 +45,8 @@ pub(super) struct Sns {
 }
 
 impl Sns {
-    pub(super) fn new(verifier: Verifier, confirm: bool) -> Result<Self> {
-        Ok(Self::with_fetch(verifier, confirm, Arc::new(AwsClient::new()?)))
+    pub(crate) fn new(verifier: Verifier, confirm: bool) -> Result<Self> {
+        Ok(Self::with_fetch(verifier, confirm, Arc::new(PublicClient::new(FLIGHTS_MAX)?)))
     }
 
     fn with_fetch(verifier: Verifier, confirm: bool, fetch: Arc<dyn Fetch>) -> Self {
@@ -44,7 +55,7 @@ impl Sns {
     }
 
     /// A notification that is genuine, or the answer to anything else.
-    pub(super) async fn check(&self, body: &[u8], clock: &Arc<dyn Clock>) -> std::result::Result<Verified, Answer> {
+    pub(crate) async fn check(&self, body: &[u8], clock: &Arc<dyn Clock>) -> std::result::Result<Verified, Answer> {
         let unverified = self.verifier.read(body).map_err(Answer::Refused)?;
         let url = unverified.certificate_url().clone();
         let certificate = self.certificates.get(&url, clock).await?;

@@ -9,12 +9,14 @@ use bytes::Bytes;
 use futures::stream;
 use http::{Request, StatusCode};
 use postbox_core::{LogName, NewEvent, SourceName, Tenant};
-use postbox_http::ingress::{self, Ingress, Origin, SourceLimits, WebhookSource};
+use postbox_ingress::{Ingress, Origin, SourceLimits, WebhookSource};
+use postbox_testkit::clock::StillClock;
+use postbox_testkit::inbox::{Inbox, Mode};
 use postbox_webhook::standard::{SignKey, Signer};
 use postbox_webhook::{Scheme, Settings, UnixSeconds, plain, verifier};
 use tower::ServiceExt;
 
-use crate::stand::{DEADLINE, HOUR, Inbox, Mode, NOW_S, SECRET, StillClock};
+use crate::{DEADLINE, HOUR, NOW_S, SECRET};
 
 pub(crate) const TEXT_SECRET: &str = "0123456789abcdef";
 
@@ -28,7 +30,7 @@ impl Stand {
     pub(crate) fn new(sources: Vec<WebhookSource>) -> Self {
         let inbox = Arc::new(Inbox::default());
         let ingress = Ingress::new(sources, inbox.clone(), Arc::new(StillClock)).unwrap();
-        Self { inbox, router: ingress::router(Arc::clone(&ingress)), ingress }
+        Self { inbox, router: postbox_ingress::router(Arc::clone(&ingress)), ingress }
     }
 
     pub(crate) fn standard() -> Self {

@@ -10,7 +10,7 @@ use postbox_core::{BoxError, NewEvent, SourceName};
 use postbox_webhook::Verified;
 use tracing::{error, warn};
 
-use super::answer::Answer;
+use crate::answer::Answer;
 
 /// A message that is genuine. Of its headers only those are that the scheme signs; see the scheme's table.
 #[derive(Debug, Clone, Copy)]
@@ -31,17 +31,17 @@ type Function = dyn Fn(&Message<'_>) -> Result<Option<NewEvent>, BoxError> + Sen
 
 /// The function itself.
 #[derive(Clone)]
-pub(super) struct Convert(Arc<Function>);
+pub(crate) struct Convert(Arc<Function>);
 
 impl Convert {
-    pub(super) fn new(
+    pub(crate) fn new(
         function: impl Fn(&Message<'_>) -> Result<Option<NewEvent>, BoxError> + Send + Sync + 'static,
     ) -> Self {
         Self(Arc::new(function))
     }
 
     /// The event, or what the sender hears instead. A panic stays in here: the next message may be another.
-    pub(super) fn call(&self, message: &Message<'_>) -> Result<NewEvent, Answer> {
+    pub(crate) fn call(&self, message: &Message<'_>) -> Result<NewEvent, Answer> {
         let source = message.source;
         match catch_unwind(AssertUnwindSafe(|| (self.0)(message))) {
             Ok(Ok(Some(event))) => Ok(event),

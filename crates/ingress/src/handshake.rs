@@ -7,19 +7,19 @@ use http::HeaderMap;
 use postbox_webhook::Scheme;
 use tracing::debug;
 
-use super::answer::Answer;
-use super::json::text_at;
-use super::{Gate, Ingress};
+use crate::answer::Answer;
+use crate::ingress::{Gate, Ingress};
+use crate::json::text_at;
 
 /// Slack asks once whether the URL is ours. Only a verified question is answered.
-pub(super) fn challenge(scheme: Scheme, body: &[u8]) -> Option<String> {
+pub(crate) fn challenge(scheme: Scheme, body: &[u8]) -> Option<String> {
     let asked = scheme == Scheme::Slack && text_at(body, "/type")? == "url_verification";
     asked.then(|| text_at(body, "/challenge"))?
 }
 
 /// CloudEvents asks by `OPTIONS` whether an origin may send here. Nobody can sign this question, so only names that the configuration knows are answered;
 /// the callback URL that a stranger may name is never called.
-pub(super) async fn consent(
+pub(crate) async fn consent(
     State(ingress): State<Arc<Ingress>>,
     Path(name): Path<String>,
     headers: HeaderMap,

@@ -11,7 +11,7 @@ use serde_json::value::RawValue;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 /// The text at `pointer` (RFC 6901): a string's content, or a number or boolean as it is written. `None` for anything else.
-pub(super) fn text_at(body: &[u8], pointer: &str) -> Option<String> {
+pub(crate) fn text_at(body: &[u8], pointer: &str) -> Option<String> {
     let mut value: &RawValue = serde_json::from_slice(body).ok()?;
     if !pointer.is_empty() {
         for token in pointer.strip_prefix('/')?.split('/') {

@@ -3,7 +3,7 @@
 //! ```no_run
 //! use std::sync::Arc;
 //! use postbox_core::Clock;
-//! use postbox_http::serve::{ServeLimits, serve};
+//! use postbox_listen::{ServeLimits, serve};
 //!
 //! # async fn run(router: axum::Router, clock: Arc<dyn Clock>, stop: impl Future<Output = ()>) -> std::io::Result<()> {
 //! let listener = tokio::net::TcpListener::bind("127.0.0.1:8600").await?;
@@ -21,12 +21,12 @@
 //!   other, and whoever sends a request at once is served at once;
 //! - a request that is wholly with us is never pushed out: then newcomers wait in the listener's queue.
 //!
-//! How long a *body* may take is the handler's to say; the webhook ingress does ([`SourceLimits`](crate::ingress::SourceLimits)).
+//! How long a *body* may take is the handler's to say; the webhook ingress does (`SourceLimits` of `postbox-ingress`).
 //!
 //! HTTP/1.1 is spoken, and nothing else: HTTP/2 lets a stranger name a thousand header fields in as many bytes. TLS, and HTTP/2 towards clients, are the
 //! business of the proxy in front. At a stop, requests that are wholly with us are served to their end; a body that is still on its way gets a second.
 
-mod crowd;
+mod connection_limit;
 mod linger;
 
 use std::convert::Infallible;
@@ -48,7 +48,7 @@ use tokio::task::JoinSet;
 use tower::Service;
 use tracing::{debug, warn};
 
-use crowd::{Crowd, Seat};
+use connection_limit::{Crowd, Seat};
 use linger::Lingering;
 
 /// Bytes of one head, and of what is read ahead of a slow handler: more than any sender's headers need. A head has 100 fields at most (hyper's own

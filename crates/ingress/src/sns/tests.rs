@@ -11,19 +11,20 @@ use futures::future::{BoxFuture, join_all};
 use http::{Request, StatusCode};
 use jiff::Timestamp;
 use postbox_core::{Clock as _, LogName, MemoryStore, SourceName};
+use postbox_http::Fetched;
 use postbox_testkit::clock::ManualClock;
 use postbox_webhook::sns::{TopicArn, Verifier};
 use tokio::task::JoinHandle;
 use tower::ServiceExt;
 
-use super::super::{Ingress, WebhookSource, router};
-use super::{Fetch, Fetched, Sns};
+use super::{Fetch, Sns};
+use crate::{Ingress, WebhookSource, router};
 
 /// Signed by openssl, with the certificate beside them; see the generator in that folder.
 const MESSAGES: &str =
-    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/webhook/tests/fixtures/sns/messages.json"));
+    include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../webhook/tests/fixtures/sns/messages.json"));
 const SIGNING: &[u8] =
-    include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/webhook/tests/fixtures/sns/signing.pem"));
+    include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/../webhook/tests/fixtures/sns/signing.pem"));
 const TOPIC: &str = "arn:aws:sns:eu-central-1:123456789012:orders";
 const CERTIFICATE: &str = "SimpleNotificationService-0123456789abcdef0123456789abcdef";
 /// 2030-01-01T00:00:00Z, the time of every message.

@@ -8,8 +8,7 @@ use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
 use postbox_core::{NewEvent, SourceName};
 use tracing::warn;
 
-use crate::cloudevents;
-use crate::envelope::OF_ONE_REQUEST;
+use postbox_http::cloudevents::{self, OF_ONE_REQUEST};
 
 /// Headers that are not kept beside those [of one request](OF_ONE_REQUEST): more credentials, signatures, what proxies add, and what has become a field of
 /// the event.
@@ -71,7 +70,7 @@ fn is_kept(name: &HeaderName) -> bool {
 
 /// Keeps the request's headers by name, as long as an event has room for them: a proxy's noise must not make a genuine message impossible to store. Last come
 /// those that only repeat what is known, so that an event's own are not lost for them. Says how many had to be left out.
-pub(super) fn keep_headers(event: &mut NewEvent, headers: &HeaderMap) -> u64 {
+pub(crate) fn keep_headers(event: &mut NewEvent, headers: &HeaderMap) -> u64 {
     let (mut places, mut room) = (HEADERS_MAX, HEADER_BYTES_MAX);
     let mut names: Vec<&HeaderName> = headers.keys().filter(|name| is_kept(name)).collect();
     let repeats = |name: &str| name.starts_with(cloudevents::PREFIX) || name.starts_with("webhook-");
@@ -103,14 +102,14 @@ fn text_of<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<Cow<'h, str>
 
 /// What a source's messages lost because an event had no room for it.
 #[derive(Debug, Default)]
-pub(super) struct Dropped {
+pub(crate) struct Dropped {
     messages: AtomicU64,
     headers: AtomicU64,
 }
 
 impl Dropped {
     /// Counts, and tells of the first, second, fourth … message: a proxy that adds too much adds it to all.
-    pub(super) fn note(&self, source: &SourceName, headers: u64) {
+    pub(crate) fn note(&self, source: &SourceName, headers: u64) {
         if headers == 0 {
             return;
         }
@@ -124,7 +123,7 @@ impl Dropped {
         }
     }
 
-    pub(super) fn headers(&self) -> u64 {
+    pub(crate) fn headers(&self) -> u64 {
         self.headers.load(Ordering::Relaxed)
     }
 }

@@ -13,13 +13,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use tokio::sync::Notify;
 
-use super::answer::Answer;
+use crate::answer::Answer;
 
 /// A body grows by pieces of this size at most: what is reserved and not used is less than a piece, and nothing is moved while it grows.
 const PIECE_BYTES_MAX: usize = 64 * 1024;
 
 /// The buffer of one source.
-pub(super) struct Buffer(Mutex<State>);
+pub(crate) struct Buffer(Mutex<State>);
 
 struct State {
     free: usize,
@@ -36,12 +36,12 @@ struct Held {
 }
 
 impl Buffer {
-    pub(super) fn new(bytes: usize) -> Self {
+    pub(crate) fn new(bytes: usize) -> Self {
         Self(Mutex::new(State { free: bytes, unverified: BTreeMap::new(), next: 0 }))
     }
 
     /// A share for one body; it holds nothing yet.
-    pub(super) fn share(&self) -> Share<'_> {
+    pub(crate) fn share(&self) -> Share<'_> {
         Share { buffer: self, number: None, kept: 0, pushed_out: Arc::default() }
     }
 
@@ -67,7 +67,7 @@ impl State {
 }
 
 /// One body's part of the buffer. Dropping it gives back what it holds.
-pub(super) struct Share<'a> {
+pub(crate) struct Share<'a> {
     buffer: &'a Buffer,
     /// Its number among those that are not verified, once it holds anything.
     number: Option<u64>,
@@ -78,13 +78,13 @@ pub(super) struct Share<'a> {
 
 impl Share<'_> {
     /// Resolves when this body has made room.
-    pub(super) fn pushed_out(&self) -> impl Future<Output = ()> + use<> {
+    pub(crate) fn pushed_out(&self) -> impl Future<Output = ()> + use<> {
         let pushed_out = Arc::clone(&self.pushed_out);
         async move { pushed_out.notified().await }
     }
 
     /// Adds to the body, which has `length` bytes so far and will have `most` at most.
-    pub(super) fn append(&mut self, chunk: &[u8], length: usize, most: usize) -> Result<(), Answer> {
+    pub(crate) fn append(&mut self, chunk: &[u8], length: usize, most: usize) -> Result<(), Answer> {
         let mut state = self.buffer.state();
         let number = *self.number.get_or_insert_with(|| {
             let number = state.next;
@@ -112,7 +112,7 @@ impl Share<'_> {
     }
 
     /// The body, which is whole. It can still be pushed out.
-    pub(super) fn take(&mut self) -> Result<Bytes, Answer> {
+    pub(crate) fn take(&mut self) -> Result<Bytes, Answer> {
         let Some(number) = self.number else { return Ok(Bytes::new()) };
         let mut state = self.buffer.state();
         let held = state.unverified.get_mut(&number).ok_or(Answer::BodyPushedOut)?;
@@ -128,7 +128,7 @@ impl Share<'_> {
     }
 
     /// It is verified and stays until it is dropped; unless it has made room already.
-    pub(super) fn keep(&mut self) -> Result<(), Answer> {
+    pub(crate) fn keep(&mut self) -> Result<(), Answer> {
         let Some(number) = self.number.take() else { return Ok(()) };
         let held = self.buffer.state().unverified.remove(&number).ok_or(Answer::BodyPushedOut)?;
         self.kept = held.bytes;

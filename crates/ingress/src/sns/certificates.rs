@@ -19,23 +19,24 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use postbox_core::{Bucket, Clock, Rate};
+use postbox_http::Fetched;
 use postbox_webhook::Refusal;
 use postbox_webhook::sns::{Certificate, CertificateUrl};
 use tokio::sync::oneshot;
 use tracing::warn;
 
-use super::super::answer::Answer;
-use super::super::storm::Told;
-use super::{FETCH_TIMEOUT, Fetch, Fetched};
+use super::{FETCH_TIMEOUT, Fetch};
+use crate::answer::Answer;
+use crate::storm::Told;
 
 /// Most certificates kept. AWS uses one per region and changes it about once a year.
 const CERTIFICATES_MAX: usize = 16;
 /// Most requests to AWS that strangers can cause: fewer than the forgeries that cause them, and nothing to a service of that size.
-pub(super) const FETCHES_PER_SECOND: u32 = 50;
+pub(crate) const FETCHES_PER_SECOND: u32 = 50;
 /// What of them may come at once.
 const FETCH_BURST: Duration = Duration::from_millis(200);
 /// Most requests to AWS at one time: at a fifth of a second each they make use of the rate, and no more.
-pub(super) const FLIGHTS_MAX: usize = 16;
+pub(crate) const FLIGHTS_MAX: usize = 16;
 /// Most messages that wait for certificates: a quarter of the connections that a server commonly has.
 const ASKERS_MAX: usize = 128;
 /// How long what AWS does not have is not asked for again.
@@ -46,7 +47,7 @@ const NAMED_MAX: usize = 32 * 1024;
 const NAMED_FOR: Duration = Duration::from_secs(120);
 
 /// All of one source.
-pub(super) struct Certificates {
+pub(crate) struct Certificates {
     fetch: Arc<dyn Fetch>,
     state: Mutex<State>,
 }
@@ -83,7 +84,7 @@ struct Waiting {
 type Rank = (u32, u64);
 
 impl Certificates {
-    pub(super) fn new(fetch: Arc<dyn Fetch>) -> Arc<Self> {
+    pub(crate) fn new(fetch: Arc<dyn Fetch>) -> Arc<Self> {
         let rate = Rate::per_second(FETCHES_PER_SECOND).expect("a positive number a second is a rate");
         let state = State {
             known: BTreeMap::new(),
@@ -98,7 +99,7 @@ impl Certificates {
     }
 
     /// The certificate at `url`. Dropped, nobody waits for it any more.
-    pub(super) async fn get(self: &Arc<Self>, url: &CertificateUrl, clock: &Arc<dyn Clock>) -> Found {
+    pub(crate) async fn get(self: &Arc<Self>, url: &CertificateUrl, clock: &Arc<dyn Clock>) -> Found {
         let (asker, found) = oneshot::channel();
         let takes_off = {
             let mut state = self.state();
@@ -122,7 +123,7 @@ impl Certificates {
     }
 
     /// It has verified a message.
-    pub(super) fn prove(&self, url: &CertificateUrl) {
+    pub(crate) fn prove(&self, url: &CertificateUrl) {
         if let Some(known) = self.state().known.get_mut(url.as_str()) {
             known.proven = true;
         }

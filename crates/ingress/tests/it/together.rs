@@ -1,25 +1,63 @@
 //! From the sink over a real connection into a real inbox.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
+use axum::Router;
 use jiff::Timestamp;
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
-use postbox_core::{LogName, MemoryStore, NewEvent, Receive, SourceName};
-use postbox_http::ingress::{self, Ingress, WebhookSource};
+use postbox_core::{Clock, Delivery, EventId, LogName, MemoryStore, NewEvent, Outcome, Receive, Seq, Sink, SourceName};
+use postbox_http::{HttpSink, HttpSinkConfig};
+use postbox_ingress::{Ingress, WebhookSource};
+use postbox_testkit::clock::StillClock;
+use postbox_testkit::inbox::Inbox;
+use postbox_webhook::standard::SignKey;
 use postbox_webhook::{Scheme, Settings, verifier};
-
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 
-use crate::stand::{
-    DEADLINE, Inbox, PLAUSIBLE, SECRET, StillClock, config, delivery, event_id, send, serve, short, sink,
-};
+use crate::{DEADLINE, HOUR, SECRET};
+
+/// Headers that anybody can write: of the right form, with the time at which the clock stands.
+const PLAUSIBLE: &str = "webhook-id: m\r\nwebhook-timestamp: 1767225600\r\nwebhook-signature: v1,AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\r\n";
+
+async fn serve(router: Router) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    address
+}
+
+fn sink(url: String) -> HttpSink {
+    let config = HttpSinkConfig {
+        keys: vec![SignKey::parse(SECRET).unwrap()],
+        timeout: HOUR,
+        connect_timeout: HOUR,
+        allow: vec!["127.0.0.0/8".parse().unwrap()],
+        ..HttpSinkConfig::new(url)
+    };
+    HttpSink::new(config, Arc::new(StillClock)).unwrap()
+}
+
+fn event_id(number: u64) -> EventId {
+    format!("00000000-0000-7000-8000-{number:012x}").parse().unwrap()
+}
+
+fn delivery(number: u64, event: NewEvent) -> Delivery {
+    let event = event.into_event(event_id(number), StillClock.now());
+    Delivery { event, seq: Seq(number as i64), attempt: 1, replay: 0 }
+}
+
+/// Delivers one, within the deadline.
+async fn send(sink: &HttpSink, delivery: &Delivery) -> Outcome {
+    tokio::time::timeout(DEADLINE, sink.deliver(&[delivery])).await.expect("an outcome in time").remove(0)
+}
 
 async fn inbox_at(receive: Arc<dyn Receive>) -> (Arc<Ingress>, String) {
     let verifier = verifier(Scheme::StandardWebhooks, &[SECRET], &Settings::default()).unwrap();
     let source = WebhookSource::new(SourceName::new("peer").unwrap(), LogName::inbox(), verifier);
     let ingress = Ingress::new(vec![source], receive, Arc::new(StillClock)).unwrap();
-    let address = serve(ingress::router(Arc::clone(&ingress))).await;
+    let address = serve(postbox_ingress::router(Arc::clone(&ingress))).await;
     (ingress, format!("http://{address}/in/peer"))
 }
 
@@ -37,7 +75,7 @@ async fn an_event_arrives_as_it_left() {
         .header("correlation-id", "Zoë\t1")
         .header("empty", "")
         .occurred_at(occurred);
-    assert_eq!(short(&send(&sink(config(url)), &delivery(5, event.clone())).await), ("delivered", ""));
+    assert_eq!(send(&sink(url), &delivery(5, event.clone())).await, Outcome::DELIVERED);
     let arrived = inbox.all().remove(0);
     assert_eq!(arrived.message_id, event_id(5).to_string());
     assert_eq!(arrived.event.topic, event.topic);
@@ -57,7 +95,7 @@ async fn an_event_arrives_as_it_left() {
 async fn as_many_headers_as_an_event_can_have_arrive_all() {
     let inbox = Arc::new(Inbox::default());
     let (ingress, url) = inbox_at(inbox.clone()).await;
-    let sink = sink(config(url));
+    let sink = sink(url);
     let dropped = || ingress.headers_dropped().iter().map(|(_, count)| count).sum::<u64>();
     // To the last header and the last byte, and one with room for what the sink adds.
     for (number, count) in [(1, 8), (2, HEADERS_MAX)] {
@@ -65,7 +103,7 @@ async fn as_many_headers_as_an_event_can_have_arrive_all() {
         let event = NewEvent::json("t", "{}").source("billing").tenant("acme");
         let event = (0..count).fold(event, |event, n| event.header(format!("h{n:02}"), value.clone()));
         event.validate().expect("it can be appended");
-        assert_eq!(short(&send(&sink, &delivery(number, event.clone())).await), ("delivered", ""));
+        assert_eq!(send(&sink, &delivery(number, event.clone())).await, Outcome::DELIVERED);
         let arrived = inbox.all().into_iter().find(|it| it.message_id == event_id(number).to_string()).unwrap();
         for (name, value) in &event.headers {
             assert_eq!(arrived.event.headers.get(name), Some(value), "{name}");
@@ -82,7 +120,7 @@ async fn as_many_headers_as_an_event_can_have_arrive_all() {
 async fn a_second_delivery_is_a_success_and_a_replay_a_new_message() {
     let store = Arc::new(MemoryStore::new(Arc::new(StillClock)));
     let (ingress, url) = inbox_at(store).await;
-    let sink = sink(config(url));
+    let sink = sink(url);
     let mut delivery = delivery(5, NewEvent::json("order.paid", "{}"));
     for _ in 0..3 {
         assert!(send(&sink, &delivery).await.is_delivered());
@@ -135,6 +173,6 @@ async fn over_a_real_connection_lengths_that_lie_get_nowhere() {
     assert!(answer.contains("401"), "{answer}");
     assert!(inbox.all().is_empty());
     // And the next genuine message gets in.
-    assert!(send(&sink(config(url)), &crate::stand::plain(1)).await.is_delivered());
+    assert!(send(&sink(url), &delivery(1, NewEvent::json("order.paid", "{}"))).await.is_delivered());
     assert!(ingress.counts().iter().any(|count| count.code == "body_too_large" && count.count == 2));
 }

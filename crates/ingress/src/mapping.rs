@@ -11,12 +11,12 @@ use postbox_webhook::{Scheme, Verified};
 use sha2::{Digest, Sha256};
 use tracing::warn;
 
-use super::WebhookSource;
-use super::answer::Answer;
-use super::convert::Message;
-use super::headers::keep_headers;
-use super::json::text_at;
-use crate::cloudevents;
+use crate::WebhookSource;
+use crate::answer::Answer;
+use crate::convert::Message;
+use crate::headers::keep_headers;
+use crate::json::text_at;
+use postbox_http::cloudevents;
 
 /// One place in an inbound message.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,14 +134,14 @@ impl Mapping {
 }
 
 /// A verified request with everything a mapping may look at.
-pub(super) struct Genuine<'a> {
-    pub(super) headers: &'a HeaderMap,
-    pub(super) body: Bytes,
-    pub(super) verified: Verified,
+pub(crate) struct Genuine<'a> {
+    pub(crate) headers: &'a HeaderMap,
+    pub(crate) body: Bytes,
+    pub(crate) verified: Verified,
 }
 
 /// Why a message gets no further.
-pub(super) enum Unfit {
+pub(crate) enum Unfit {
     /// The owner knows.
     Told(Answer),
     /// The owner is to be told.
@@ -155,7 +155,7 @@ impl From<Answer> for Unfit {
 }
 
 /// Why a genuine message is no event, for the owner's log. Of the message it holds nothing but its id.
-pub(super) struct Unmapped {
+pub(crate) struct Unmapped {
     message_id: String,
     /// For the sender and the counter.
     code: &'static str,
@@ -185,11 +185,11 @@ impl Unmapped {
         Unfit::Untold(Self { message_id: shown(message_id), ..self })
     }
 
-    pub(super) fn answer(&self) -> Answer {
+    pub(crate) fn answer(&self) -> Answer {
         Answer::Unmapped(self.code)
     }
 
-    pub(super) fn tell(&self, source: &SourceName) {
+    pub(crate) fn tell(&self, source: &SourceName) {
         let Self { message_id, code, field, rule, why } = self;
         warn!(%source, code, field, rule, message_id, "a genuine webhook is not an event by this source's mapping; refused: {why}");
     }
@@ -199,7 +199,7 @@ impl Unmapped {
 const SHOWN_MAX: usize = 200;
 
 /// A sender's text for the log: nothing in it steers a terminal, and it has an end.
-pub(super) fn shown(text: &str) -> String {
+pub(crate) fn shown(text: &str) -> String {
     let mut shown: String = text.escape_debug().take(SHOWN_MAX).collect();
     if text.escape_debug().nth(SHOWN_MAX).is_some() {
         shown.push('…');
@@ -209,7 +209,7 @@ pub(super) fn shown(text: &str) -> String {
 
 impl Genuine<'_> {
     /// The message for the store, or what the sender hears instead.
-    pub(super) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Unfit> {
+    pub(crate) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Unfit> {
         // What is compared is what was signed: another spelling of it is a repetition, not another message.
         let digest = self.verified.digest.unwrap_or_else(|| Sha256::digest(&self.body).into());
         let message_id = self.message_id(&source.mapping, &digest).map_err(Unfit::Untold)?;

@@ -22,10 +22,10 @@ const MESSAGES_MAX: usize = 128;
 const BYTES_MAX: usize = 1024 * 1024;
 
 /// What one sender hears; the failure is shared by all of a call.
-pub(super) type Verdict = Result<Received, Arc<Error>>;
+pub(crate) type Verdict = Result<Received, Arc<Error>>;
 
 /// One source's way into its log. What waits is bounded by the source's concurrency, twice over for senders that hung up.
-pub(super) struct Gather {
+pub(crate) struct Gather {
     receive: Arc<dyn Receive>,
     clock: Arc<dyn Clock>,
     log: LogName,
@@ -50,12 +50,12 @@ struct Message {
 }
 
 impl Gather {
-    pub(super) fn new(receive: Arc<dyn Receive>, clock: Arc<dyn Clock>, log: LogName, timeout: Duration) -> Arc<Self> {
+    pub(crate) fn new(receive: Arc<dyn Receive>, clock: Arc<dyn Clock>, log: LogName, timeout: Duration) -> Arc<Self> {
         Arc::new(Self { receive, clock, log, timeout, waiting: Mutex::default() })
     }
 
     /// Stores one message, with whatever else is there, or fails within the time given. Dropped, the message may or may not be stored.
-    pub(super) async fn store(self: &Arc<Self>, inbound: Inbound) -> Verdict {
+    pub(crate) async fn store(self: &Arc<Self>, inbound: Inbound) -> Verdict {
         let (answer, verdict) = oneshot::channel();
         match self.line_up(Message { inbound, answer }) {
             Turn::Waits => {}

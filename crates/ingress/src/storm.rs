@@ -21,7 +21,7 @@ struct Slice {
 
 /// Genuine arrivals of one source in the last minute. What is not verified does not count: nobody else can hide a storm, or feign one.
 #[derive(Debug, Default)]
-pub(super) struct Storm {
+pub(crate) struct Storm {
     slices: [Slice; SLICES],
     warned_at: Option<Duration>,
     stale_at: Option<Duration>,
@@ -32,7 +32,7 @@ pub(super) struct Storm {
 /// Something of which each may matter, and a thousand are noise: the first is told, the second, fourth, eighth …, and one in ten minutes; after as long a
 /// silence it begins anew. Counters are exact all the same.
 #[derive(Debug, Default)]
-pub(super) struct Told {
+pub(crate) struct Told {
     count: u64,
     happened_at: Duration,
     told_at: Duration,
@@ -40,7 +40,7 @@ pub(super) struct Told {
 
 impl Told {
     /// It happened; how often lately, if that is to be told.
-    pub(super) fn observe(&mut self, now: Duration) -> Option<u64> {
+    pub(crate) fn observe(&mut self, now: Duration) -> Option<u64> {
         if now.saturating_sub(self.happened_at) >= QUIET {
             self.count = 0;
         }
@@ -56,14 +56,14 @@ impl Told {
 
 /// What there was within a minute when a warning was due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Warning {
-    pub(super) arrivals: u64,
-    pub(super) repeats: u64,
+pub(crate) struct Warning {
+    pub(crate) arrivals: u64,
+    pub(crate) repeats: u64,
 }
 
 impl Storm {
     /// Whether a genuine message with a wrong time is to be told of: the first of ten minutes. It may be our clock that is off.
-    pub(super) fn tells_of_stale(&mut self, now: Duration) -> bool {
+    pub(crate) fn tells_of_stale(&mut self, now: Duration) -> bool {
         let tells = self.stale_at.is_none_or(|at| now.saturating_sub(at) >= QUIET);
         if tells {
             self.stale_at = Some(now);
@@ -72,17 +72,17 @@ impl Storm {
     }
 
     /// A known id came with another body; how many did lately, if that is to be told.
-    pub(super) fn tells_of_conflict(&mut self, now: Duration) -> Option<u64> {
+    pub(crate) fn tells_of_conflict(&mut self, now: Duration) -> Option<u64> {
         self.conflicts.observe(now)
     }
 
     /// A body made room for others; how many did lately, if that is to be told.
-    pub(super) fn tells_of_pushed_out(&mut self, now: Duration) -> Option<u64> {
+    pub(crate) fn tells_of_pushed_out(&mut self, now: Duration) -> Option<u64> {
         self.pushed_out.observe(now)
     }
 
     /// Counts a genuine arrival; gives a warning if there is a storm and nobody was warned lately.
-    pub(super) fn observe(&mut self, now: Duration, repeat: bool) -> Option<Warning> {
+    pub(crate) fn observe(&mut self, now: Duration, repeat: bool) -> Option<Warning> {
         let number = now.as_nanos() / SLICE.as_nanos();
         let slot = &mut self.slices[(number % SLICES as u128) as usize];
         if slot.number != number {

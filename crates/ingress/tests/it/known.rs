@@ -5,12 +5,15 @@ use std::sync::Arc;
 use axum::body::Body;
 use http::{Request, StatusCode};
 use postbox_core::{LogName, SourceName};
-use postbox_http::ingress::{Ingress, Origin, WebhookSource};
+use postbox_ingress::{Ingress, Origin, WebhookSource};
+use postbox_testkit::clock::StillClock;
+use postbox_testkit::inbox::Inbox;
+use postbox_testkit::warnings::Warnings;
 use postbox_webhook::sns::{TopicArn, Verifier};
 use postbox_webhook::{Scheme, Settings, UnixSeconds, plain, verifier};
 
+use crate::NOW_S;
 use crate::ingress::{ACCEPTED, Stand, TEXT_SECRET, message, same, signed, source};
-use crate::stand::{Inbox, NOW_S, StillClock, Warnings};
 
 const DUPLICATE: (StatusCode, &str) = (StatusCode::OK, "duplicate");
 const CONFLICT: (StatusCode, &str) = (StatusCode::OK, "conflict");

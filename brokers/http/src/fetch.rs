@@ -1,0 +1,77 @@
+//! A GET that a stranger can cause: bounded, and to public addresses only.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use postbox_core::{Error, ErrorKind, Result};
+use reqwest::{Client, redirect, retry};
+
+use crate::guard::{Guard, GuardedResolver, SystemLookup};
+use crate::tls;
+
+/// Longest time for one request.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Largest answer: certificates have some 2 KiB, confirmations less.
+const BODY_BYTES_MAX: usize = 16 * 1024;
+
+/// What came of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fetched {
+    /// The answer.
+    Body(Bytes),
+    /// The server says that there is no such thing, or it is too large to be one.
+    Refused(String),
+    /// No answer, or the server is out of order.
+    Failed(String),
+}
+
+/// A client with the guard of the sinks: public addresses only, `https` only, no redirect, no proxy, bounded in size and time.
+pub struct PublicClient(Client);
+
+impl PublicClient {
+    /// A client that keeps so many idle connections: a stranger who causes requests must not cause a handshake for each.
+    pub fn new(idle_connections_max: usize) -> Result<Self> {
+        let client = Client::builder()
+            .tls_backend_preconfigured(tls::client_config(true, None, None)?)
+            .https_only(true)
+            .no_proxy()
+            .redirect(redirect::Policy::none())
+            .referer(false)
+            .retry(retry::never())
+            .timeout(TIMEOUT)
+            .pool_max_idle_per_host(idle_connections_max)
+            .dns_resolver(GuardedResolver { guard: Guard::default(), lookup: Arc::new(SystemLookup) })
+            .user_agent(concat!("postbox/", env!("CARGO_PKG_VERSION")));
+        let client = client.build().map_err(|error| {
+            Error::new(ErrorKind::Internal, "configure", "http_client_failed", "the HTTP client could not be built")
+                .with_source(error)
+        })?;
+        Ok(Self(client))
+    }
+
+    /// GETs what is at `url`. Never prints it: it may hold a token.
+    pub async fn get(&self, url: String) -> Fetched {
+        let lost = |error: reqwest::Error| Fetched::Failed(error.without_url().to_string());
+        let mut response = match self.0.get(url).send().await {
+            Ok(response) => response,
+            Err(error) => return lost(error),
+        };
+        let status = response.status();
+        if status.is_server_error() || status.as_u16() == 429 {
+            return Fetched::Failed(format!("the answer was {status}"));
+        }
+        if !status.is_success() {
+            return Fetched::Refused(format!("the answer was {status}"));
+        }
+        let mut body = BytesMut::new();
+        loop {
+            match response.chunk().await {
+                Ok(Some(chunk)) if body.len() + chunk.len() <= BODY_BYTES_MAX => body.extend_from_slice(&chunk),
+                Ok(Some(_)) => return Fetched::Refused(format!("the answer has more than {BODY_BYTES_MAX} bytes")),
+                Ok(None) => return Fetched::Body(body.freeze()),
+                Err(error) => return lost(error),
+            }
+        }
+    }
+}
