@@ -38,6 +38,7 @@
 mod answer;
 mod body;
 mod buffer;
+mod config;
 mod convert;
 mod gather;
 mod handshake;
@@ -51,6 +52,7 @@ mod source;
 mod storm;
 
 pub use answer::Count;
+pub use config::WebhookTable;
 pub use convert::Message;
 pub use ingress::{Ingress, router};
 pub use mapping::{Mapping, Origin};

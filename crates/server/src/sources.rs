@@ -7,9 +7,8 @@ use std::time::Duration;
 use axum::Router;
 use postbox_config::{Entry, Fields, Key, Section, Shape, Table, Text, Variant, default, from_core, table};
 use postbox_core::{Clock, LogName, Result, SourceName, Store};
-use postbox_ingress::{Count, Ingress, WebhookSource};
+use postbox_ingress::{Count, Ingress, WebhookSource, WebhookTable};
 
-use crate::config::webhook::WebhookTable;
 use crate::sinks::read_type;
 
 /// One row of the table of sources.

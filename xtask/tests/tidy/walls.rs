@@ -18,7 +18,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("postbox-http", &["postbox-config", "postbox-core", "postbox-webhook"]),
     ("postbox-engine", &["postbox-core"]),
     ("postbox-listen", &["postbox-core"]),
-    ("postbox-ingress", &["postbox-core", "postbox-http", "postbox-webhook"]),
+    ("postbox-ingress", &["postbox-config", "postbox-core", "postbox-http", "postbox-webhook"]),
     ("postbox-simulator", &["postbox-core", "postbox-engine"]),
     (
         "postbox",
@@ -44,7 +44,6 @@ const ROOMS: &[(&str, &[&str])] = &[
             "postbox-listen",
             "postbox-postgres",
             "postbox-sqlite",
-            "postbox-webhook",
         ],
     ),
     (

@@ -10,7 +10,6 @@ mod document;
 mod service;
 mod subscription;
 mod tree;
-pub(crate) mod webhook;
 
 use std::path::{Path, PathBuf};
 

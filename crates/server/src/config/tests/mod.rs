@@ -8,8 +8,8 @@ use std::time::Duration;
 use postbox_config::{LiveSecret, Table};
 use postbox_engine::{OnDead, RelaySettings};
 use postbox_http::HttpSinkTable;
+use postbox_ingress::WebhookTable;
 
-use super::webhook::WebhookTable;
 use super::*;
 
 /// The secret of the published Standard Webhooks vectors.

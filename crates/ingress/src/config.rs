@@ -8,10 +8,11 @@ use postbox_config::{
 };
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{Error, Key, LogName, Rate, Result, SourceName, Tenant, Topic};
-use postbox_ingress::{Mapping, Origin, SourceLimits, WebhookSource};
 use postbox_webhook::plain::{Encoding, Hash, Layout};
 use postbox_webhook::sns::{TOLERANCE, TopicArn, Verifier};
 use postbox_webhook::{Scheme, Settings, Tolerance, UnixSeconds, Verify};
+
+use crate::{Mapping, Origin, SourceLimits, WebhookSource};
 
 /// Most verified messages on their way into the store at once that may be allowed: more than any
 /// store commits at a time.
