@@ -106,7 +106,7 @@ impl Job {
         let start = Instant::now();
         let drained = relay.drain(None).await?;
         let seconds = start.elapsed().as_secs_f64();
-        Ok((usize::try_from(drained.dispatched)?, seconds, machine::processor_seconds()?))
+        Ok((usize::try_from(drained.delivered)?, seconds, machine::processor_seconds()?))
     }
 
     async fn plain(&self) -> anyhow::Result<(usize, f64, f64)> {

@@ -58,7 +58,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         let start = Instant::now();
         let drained = relay.drain(None).await?;
         let ours = start.elapsed().as_secs_f64();
-        ensure!(drained.dispatched as usize == options.rows, "{drained:?}");
+        ensure!(drained.delivered as usize == options.rows, "{drained:?}");
         let memory = options.post_from_memory(&address).await?.as_secs_f64();
         let rates = [ours, memory].map(|seconds| rate(options.rows, seconds));
         let [ours_rate, memory_rate] = rates;

@@ -21,6 +21,8 @@ const LIST: &str = "xtask/planted.toml";
 const TABLE: &str = "docs/planted-bugs.md";
 /// Worlds of the simulator for one mistake.
 const SEEDS: &str = "100000";
+/// Time for these; worlds of SQLite are slower than those of the memory store.
+const SIMULATOR_SECONDS: &str = "60";
 
 #[derive(Deserialize)]
 struct List {
@@ -38,6 +40,9 @@ struct Bug {
     edits: Vec<(String, String)>,
     /// What finds it.
     by: Catcher,
+    /// For `simulator`: whose store.
+    #[serde(default)]
+    store: Option<String>,
     /// For `suite` and `test`: the test target, or `lib`.
     #[serde(default)]
     target: String,
@@ -219,7 +224,8 @@ fn check(bug: &Bug, tree: &Path, target: &Path) -> anyhow::Result<Outcome> {
         }
         Catcher::Simulator => {
             let mut run = Command::new(target.join("debug/simulate"));
-            run.args(["--seeds", SEEDS]);
+            run.args(["--seeds", SEEDS, "--seconds", SIMULATOR_SECONDS]);
+            run.args(["--store", bug.store.as_deref().unwrap_or("memory")]);
             (cargo(&[&["build"][..], &WORKSPACE, &["--bin", "simulate"]].concat()), run)
         }
         Catcher::Ledger => {

@@ -11,9 +11,12 @@ use crate::suite::WORKSPACE;
 /// Which seeds.
 #[derive(Args)]
 pub(crate) struct Options {
-    /// How many.
-    #[arg(long, default_value_t = 200_000)]
-    seeds: u64,
+    /// Whose store: memory or sqlite.
+    #[arg(long, default_value = "memory")]
+    store: String,
+    /// How many; 200,000 of memory, 2,000 of sqlite.
+    #[arg(long)]
+    seeds: Option<u64>,
     /// The first of them.
     #[arg(long, default_value_t = 0)]
     first: u64,
@@ -25,10 +28,12 @@ pub(crate) struct Options {
 /// Runs the simulator; `true` if every seed holds.
 pub(crate) fn run(options: &Options) -> anyhow::Result<bool> {
     let mut command = program()?;
-    match options.seed {
-        Some(seed) => command.args(["--seed", &seed.to_string()]),
-        None => command.args(["--seeds", &options.seeds.to_string(), "--first", &options.first.to_string()]),
-    };
+    command.args(["--store", &options.store, "--first", &options.first.to_string()]);
+    for (name, number) in [("--seed", options.seed), ("--seeds", options.seeds)] {
+        if let Some(number) = number {
+            command.args([name, &number.to_string()]);
+        }
+    }
     Ok(command.status().context("the simulator")?.success())
 }
 

@@ -9,6 +9,12 @@ use crate::{answers, root, servers, simulate};
 /// The one feature set.
 pub(crate) const WORKSPACE: [&str; 3] = ["--workspace", "--all-features", "--locked"];
 
+/// Steps of the simulator. A machine that is slow runs fewer of the second, whose worlds are made of many small transactions.
+const SIMULATIONS: [(&str, &[&str]); 2] = [
+    ("simulator: 200,000 seeds", &[]),
+    ("simulator: SQLite, 15 s of seeds", &["--store", "sqlite", "--seconds", "15"]),
+];
+
 /// Runs the suite; `true` if all of it passed.
 pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
     let mut steps = Steps::default();
@@ -33,9 +39,11 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
     tests(&mut steps);
     if !fast {
         let cure = "a seed failed above, with the command that replays it";
-        match simulate::program() {
-            Ok(mut simulator) => _ = steps.command("simulator: 200,000 seeds", cure, &mut simulator),
-            Err(error) => _ = steps.run("simulator: 200,000 seeds", || Err(error)),
+        for (name, how) in SIMULATIONS {
+            match simulate::program() {
+                Ok(mut simulator) => _ = steps.command(name, cure, simulator.args(how)),
+                Err(error) => _ = steps.run(name, || Err(error)),
+            }
         }
         steps.run("crash ledger: 100,000 events, 100 faults", || {
             let cure = "a promise broke, or the run did not end: the table above, and what its folder holds, say which";

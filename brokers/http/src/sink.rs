@@ -10,7 +10,7 @@ use postbox_core::{Capabilities, Clock, Delivery, Error, ErrorKind, Outcome, Res
 use reqwest::{Client, Response, redirect, retry};
 use url::Url;
 
-use crate::classify::{Blame, Finding, classify_failure, classify_status, retry_after};
+use crate::classify::{classify_failure, classify_status, retry_after};
 use crate::config::HttpSinkConfig;
 use crate::envelope::Envelope;
 use crate::guard::{GuardedResolver, Lookup, SystemLookup};
@@ -32,7 +32,6 @@ pub struct HttpSink {
     client: Client,
     url: Url,
     envelope: Envelope,
-    blame: Blame,
     concurrency: usize,
     clock: Arc<dyn Clock>,
 }
@@ -63,7 +62,6 @@ impl HttpSink {
             client: client(&config, &url, lookup)?,
             url,
             envelope: Envelope { signer, fixed, source: config.source },
-            blame: Blame::default(),
             concurrency: config.concurrency,
             clock,
         })
@@ -75,15 +73,13 @@ impl HttpSink {
             Err(outcome) => return outcome,
         };
         let request = self.client.post(self.url.clone()).headers(headers).body(delivery.event.payload.clone());
-        let sent = self.blame.sent();
-        let finding = match request.send().await {
+        match request.send().await {
             Ok(response) => self.read(response).await,
             Err(error) => classify_failure(&error),
-        };
-        self.blame.judge(delivery.event.id, sent, finding)
+        }
     }
 
-    async fn read(&self, response: Response) -> Finding {
+    async fn read(&self, response: Response) -> Outcome {
         let status = response.status();
         let header = |name| response.headers().get(name).and_then(|value: &HeaderValue| value.to_str().ok());
         let after = header(header::RETRY_AFTER).and_then(|value| retry_after(value, self.clock.now()));

@@ -1,62 +1,92 @@
 //! The suite every sink passes, against a real HTTP server.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use axum::Router;
 use axum::extract::Request;
+use axum::response::{IntoResponse as _, Response};
 use http::StatusCode;
 use postbox_core::{NewEvent, Sink};
 use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_testkit::clock::ManualClock;
-use postbox_testkit::conformance::SinkFixture;
+use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits};
 use postbox_testkit::servers::listen_anywhere;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 
-#[derive(Default)]
+/// Larger bodies are answered with 413.
+const BODY_BYTES_MAX: usize = 64 * 1024;
+
 struct Seen {
-    arrived: Mutex<Vec<Vec<u8>>>,
-    failing: AtomicBool,
+    attempts: Mutex<Vec<Attempt>>,
+    state: Mutex<Destination>,
 }
 
 struct Endpoint {
     seen: Arc<Seen>,
     sink: Arc<dyn Sink>,
-    stop: Mutex<Option<oneshot::Sender<()>>>,
-    server: tokio::task::JoinHandle<()>,
+    address: SocketAddr,
+    server: Mutex<Option<Server>>,
+}
+
+struct Server {
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+impl Seen {
+    async fn answer(&self, request: Request) -> Response {
+        let headers = request.headers();
+        let poison = headers.contains_key("poison");
+        let dedupe_id = headers.get("webhook-id").and_then(|id| Some(id.to_str().ok()?.to_owned()));
+        let payload = axum::body::to_bytes(request.into_body(), usize::MAX).await.unwrap_or_default().to_vec();
+        let state = *self.state.lock().expect("no panic while held");
+        let status = match state {
+            Destination::Fails => StatusCode::INTERNAL_SERVER_ERROR,
+            Destination::Throttles => StatusCode::TOO_MANY_REQUESTS,
+            _ if poison => StatusCode::UNPROCESSABLE_ENTITY,
+            _ if payload.len() > BODY_BYTES_MAX => StatusCode::PAYLOAD_TOO_LARGE,
+            _ => StatusCode::OK,
+        };
+        let accepted = status.is_success() && state != Destination::Hangs;
+        self.attempts.lock().expect("no panic while held").push(Attempt { dedupe_id, payload, accepted });
+        if state == Destination::Hangs {
+            std::future::pending::<()>().await;
+        }
+        status.into_response()
+    }
+}
+
+impl Server {
+    fn start(listener: TcpListener, seen: Arc<Seen>) -> Self {
+        let router = Router::new().fallback(move |request: Request| {
+            let seen = Arc::clone(&seen);
+            async move { seen.answer(request).await }
+        });
+        let (stop, stopped) = oneshot::channel::<()>();
+        let task = tokio::spawn(async move {
+            let served = axum::serve(listener, router).with_graceful_shutdown(async { drop(stopped.await) });
+            served.await.expect("the server runs");
+        });
+        Self { stop, task }
+    }
 }
 
 async fn endpoint() -> Endpoint {
-    let seen = Arc::new(Seen::default());
-    let state = Arc::clone(&seen);
-    let router = Router::new().fallback(move |request: Request| {
-        let seen = Arc::clone(&state);
-        async move {
-            let poison = request.headers().contains_key("poison");
-            let body = axum::body::to_bytes(request.into_body(), usize::MAX).await.unwrap_or_default();
-            match (seen.failing.load(Ordering::SeqCst), poison) {
-                (true, _) => StatusCode::INTERNAL_SERVER_ERROR,
-                (_, true) => StatusCode::UNPROCESSABLE_ENTITY,
-                _ => {
-                    seen.arrived.lock().expect("not poisoned").push(body.to_vec());
-                    StatusCode::OK
-                }
-            }
-        }
-    });
-    // Nobody else listens there when it is taken down.
+    let seen = Arc::new(Seen { attempts: Mutex::default(), state: Mutex::new(Destination::Works) });
+    // Nobody else listens there while it is down.
     let listener = TcpListener::from_std(listen_anywhere().expect("a free port")).expect("a listener");
-    let url = format!("http://{}/hook", listener.local_addr().expect("an address"));
-    let (stop, stopped) = oneshot::channel::<()>();
-    let server = tokio::spawn(async move {
-        let served = axum::serve(listener, router).with_graceful_shutdown(async { drop(stopped.await) });
-        served.await.expect("the server runs");
-    });
-    let config = HttpSinkConfig { allow: vec!["127.0.0.1/32".parse().expect("a network")], ..HttpSinkConfig::new(url) };
+    let address = listener.local_addr().expect("an address");
+    let config = HttpSinkConfig {
+        allow: vec!["127.0.0.1/32".parse().expect("a network")],
+        ..HttpSinkConfig::new(format!("http://{address}/hook"))
+    };
     let sink = HttpSink::new(config, Arc::new(ManualClock::default())).expect("a sink");
-    Endpoint { seen, sink: Arc::new(sink), stop: Mutex::new(Some(stop)), server }
+    let server = Mutex::new(Some(Server::start(listener, Arc::clone(&seen))));
+    Endpoint { seen, sink: Arc::new(sink), address, server }
 }
 
 #[async_trait]
@@ -65,25 +95,43 @@ impl SinkFixture for Endpoint {
         Arc::clone(&self.sink)
     }
 
-    async fn arrived(&self) -> Vec<Vec<u8>> {
-        self.seen.arrived.lock().expect("not poisoned").clone()
-    }
-
-    fn poison(&self, event: NewEvent) -> Option<NewEvent> {
-        Some(event.header("poison", "1"))
-    }
-
-    async fn fail(&self, failing: bool) -> bool {
-        self.seen.failing.store(failing, Ordering::SeqCst);
-        true
-    }
-
-    async fn take_down(&self) -> bool {
-        drop(self.stop.lock().expect("not poisoned").take());
-        while !self.server.is_finished() {
-            tokio::task::yield_now().await;
+    fn traits(&self) -> SinkTraits {
+        SinkTraits {
+            refuses: true,
+            fails: true,
+            throttles: true,
+            hangs: true,
+            goes_down: true,
+            dedupe_ids: true,
+            payload_bytes_max: Some(BODY_BYTES_MAX),
         }
-        true
+    }
+
+    async fn attempts(&self) -> Vec<Attempt> {
+        self.seen.attempts.lock().expect("no panic while held").clone()
+    }
+
+    fn poison(&self, event: NewEvent) -> NewEvent {
+        event.header("poison", "1")
+    }
+
+    async fn set(&self, destination: Destination) {
+        *self.seen.state.lock().expect("no panic while held") = destination;
+        let server = self.server.lock().expect("no panic while held").take();
+        let server = match (server, destination) {
+            (Some(Server { stop, task }), Destination::Down) => {
+                drop(stop);
+                task.await.expect("it stops");
+                None
+            }
+            (None, Destination::Down) => None,
+            (Some(server), _) => Some(server),
+            (None, _) => {
+                let listener = TcpListener::bind(self.address).await.expect("the port is ours");
+                Some(Server::start(listener, Arc::clone(&self.seen)))
+            }
+        };
+        *self.server.lock().expect("no panic while held") = server;
     }
 }
 

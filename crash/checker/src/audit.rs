@@ -1,4 +1,5 @@
-//! What triggers on the product's own tables wrote down: every change of a cursor, and of a row that left the stream.
+//! What triggers on the product's own tables wrote down: every change of a cursor, and of a row that left the stream; and
+//! any change of a row of the log, which is only ever read.
 //!
 //! The rules are those of `docs/state-machine.md` and of the cursor, written a second time.
 
@@ -14,7 +15,7 @@ use crate::verdict::Verdict;
 /// One change.
 #[derive(Debug, Deserialize)]
 pub struct Change {
-    /// `lane` or `delivery`.
+    /// `lane`, `delivery` or `outbox`.
     pub what: String,
     /// The row before; null for an insert.
     pub old: Value,
@@ -85,6 +86,7 @@ pub(crate) fn judge(
         let (old, new) = (&change.old, &change.new);
         let fault = match change.what.as_str() {
             "lane" => lane_fault(change, lease),
+            "outbox" => Some("a row of the log was updated".to_owned()),
             _ => {
                 let event = event_of(change.body.as_deref()).unwrap_or_default();
                 let row = if new.is_null() { old } else { new };

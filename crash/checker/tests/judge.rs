@@ -231,6 +231,13 @@ fn a_cursor_goes_on_from_where_it_ended_and_never_back() {
 }
 
 #[test]
+fn a_row_of_the_log_is_only_read() {
+    let mut files = clean();
+    files.change("outbox", json!({ "seq": 1 }), json!({ "seq": 1 }));
+    files.finds(&["stale"]);
+}
+
+#[test]
 fn a_lane_is_taken_from_another_only_when_its_lease_ran_out() {
     for (owner, until, is_allowed) in [("other", 1_000, false), ("other", -1, true), ("o", 1_000, true)] {
         let mut files = clean();

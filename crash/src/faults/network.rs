@@ -17,7 +17,7 @@ use crate::store::window_of_all;
 const CALLS: [&str; 7] = [
     "outbox_window(",
     "outbox_window(",
-    "SET last_seq",
+    "settle_lane(",
     "epoch = epoch + 1",
     "SET lease_until",
     "postbox\".delivery AS d",
@@ -26,7 +26,7 @@ const CALLS: [&str; 7] = [
 /// Any call; and how many of a hundred are harmed at their commit, when they hold their locks.
 const ANY: (&[&str], u32) = (&CALLS, 30);
 /// Those that move a cursor: what an heir goes by.
-const CUT_SHORT: (&[&str], u32) = (&["outbox_window(", "outbox_window(", "SET last_seq"], 65);
+const CUT_SHORT: (&[&str], u32) = (&["outbox_window(", "outbox_window(", "settle_lane("], 65);
 /// A call that is not made in this time will not be waited for.
 const CALL_WITHIN: Duration = Duration::from_secs(2);
 

@@ -7,6 +7,7 @@ use postbox_crash_checker::faults::Fault;
 use postbox_testkit::proxy::Fault as Bytes;
 use rand::Rng as _;
 use rand::rngs::SmallRng;
+use tokio::task::block_in_place as blocking;
 use tokio::time::sleep;
 
 use super::operator::roll;
@@ -17,11 +18,13 @@ use crate::store::postgres::Copy;
 use crate::store::{Ballast, window_of_all};
 use crate::writer::now_micros;
 
+// A server waits for its sessions to end, and one of them may be frozen by another fault, which must go on meanwhile: hence `blocking`.
+
 /// A crash as Postgres sees it.
 pub(super) async fn stop_immediate(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     fault.window = window_of_all();
     let mut server = stage.postgres()?.server.lock().await;
-    server.stop_immediate();
+    blocking(|| server.stop_immediate());
     sleep(millis(random, 0..500)).await;
     server.try_start().await
 }
@@ -30,7 +33,7 @@ pub(super) async fn stop_immediate(stage: &Stage, random: &mut SmallRng, fault: 
 pub(super) async fn kill(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     fault.window = window_of_all();
     let mut server = stage.postgres()?.server.lock().await;
-    server.kill();
+    blocking(|| server.kill());
     sleep(millis(random, 0..300)).await;
     server.try_start().await
 }
@@ -50,7 +53,7 @@ pub(super) async fn step_clock(stage: &Stage, random: &mut SmallRng, fault: &mut
         ("NO_FAKE_STAT", "1"),
     ];
     for env in [&moved[..], &[]] {
-        server.stop_fast();
+        blocking(|| server.stop_fast());
         server.set_env(env);
         server.try_start().await?;
         sleep(millis(random, 500..2_500)).await;
@@ -105,7 +108,7 @@ pub(super) async fn kill_pooler(stage: &Stage, random: &mut SmallRng, fault: &mu
     let Some(pooler) = &stage.postgres()?.pooler else { anyhow::bail!("there is no pooler") };
     fault.window = window_of_all();
     let mut pooler = pooler.lock().await;
-    pooler.kill();
+    blocking(|| pooler.kill());
     sleep(millis(random, 0..500)).await;
     pooler.start_again()
 }
@@ -122,7 +125,7 @@ pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Faul
     // Before the stop: what commits until then may be in the copy or not, and counts as taken back by a restore.
     let (at, places, topics) = (now_micros(), stage.places(), stage.topics.lock().await.clone());
     let committed = stage.committed();
-    server.stop_fast();
+    blocking(|| server.stop_fast());
     let data = server.data().with_extension("copy");
     let copied = copy_folder(&server.data(), &data);
     server.try_start().await?;
@@ -145,7 +148,7 @@ pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     stage.take_back_to(copy.committed);
     // Writers would take numbers that were given before: they wait.
     bed.writers.set_both(Bytes::Blackhole);
-    server.stop_immediate();
+    blocking(|| server.stop_immediate());
     let data = server.data();
     std::fs::remove_dir_all(&data)?;
     std::fs::rename(&copy.data, &data)?;

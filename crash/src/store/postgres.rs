@@ -40,7 +40,8 @@ BEGIN
   RETURN NULL;
 END $$;
 CREATE TRIGGER crash_note AFTER INSERT OR UPDATE OR DELETE ON postbox.lane FOR EACH ROW EXECUTE FUNCTION crash.note();
-CREATE TRIGGER crash_note AFTER INSERT OR UPDATE OR DELETE ON postbox.delivery FOR EACH ROW EXECUTE FUNCTION crash.note();";
+CREATE TRIGGER crash_note AFTER INSERT OR UPDATE OR DELETE ON postbox.delivery FOR EACH ROW EXECUTE FUNCTION crash.note();
+CREATE TRIGGER crash_note AFTER UPDATE ON postbox.outbox FOR EACH ROW EXECUTE FUNCTION crash.note();";
 
 /// See [`PostgresBed::copy`].
 pub(crate) struct Copy {

@@ -28,6 +28,7 @@ fn trigger(table: &str, event: &str) -> String {
         "postbox_lane" => {
             ("lane", &["subscription", "lane", "position", "window_end", "epoch", "owner", "lease_until"])
         }
+        "postbox_outbox" => ("outbox", &["seq"]),
         _ => ("delivery", &["subscription", "seq", "state", "attempts", "replays", "code"]),
     };
     let row = |name: &str| {
@@ -38,7 +39,7 @@ fn trigger(table: &str, event: &str) -> String {
     let new = if event == "DELETE" { "NULL".to_owned() } else { row("NEW") };
     let there = if event == "DELETE" { "OLD" } else { "NEW" };
     let body = match what {
-        "lane" => "NULL".to_owned(),
+        "lane" | "outbox" => "NULL".to_owned(),
         _ => format!("(SELECT CAST(l.payload AS TEXT) FROM postbox_outbox AS l WHERE l.seq = {there}.seq)"),
     };
     // Leases run on clocks that are moved here: who holds what is not judged by the time.
@@ -87,6 +88,7 @@ impl SqliteBed {
                 tx.execute_batch(&trigger(table, event))?;
             }
         }
+        tx.execute_batch(&trigger("postbox_outbox", "UPDATE"))?;
         for key in 0..KEYS {
             tx.execute("INSERT INTO crash_aggregate VALUES (?1, 0)", params![crate::writer::key_name(key)])?;
         }

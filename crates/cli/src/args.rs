@@ -66,7 +66,7 @@ pub(crate) enum Command {
     Run,
     /// Deliver what is there, then stop; prints fetched=N dispatched=N failed=N dead=N
     Dispatch {
-        /// Try at most this many deliveries; what has to wait (behind its key, or for its time) does not count
+        /// Read at most this many deliveries, so deliver no more; one that has to wait (behind its key, or for its time) counts too
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         limit: Option<u64>,
         /// Go on until SIGTERM or Ctrl-C

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use crate::event::{Event, Seq};
+use crate::event::{Event, Headers, Seq, header};
 use crate::names::Key;
 
 /// Bounds of one read. Both hold; a batch has at least one event if there is any.
@@ -19,7 +19,8 @@ pub struct BatchLimit {
 }
 
 impl Default for BatchLimit {
-    /// 500 events: the knee of the measured curve. 8 MiB: two such batches and their copies stay far below 64 MiB.
+    /// 500 events: the knee of the measured curve. 8 MiB: two such batches and their copies stay
+    /// far below 64 MiB.
     fn default() -> Self {
         Self { events: 500, payload_bytes: 8 * 1024 * 1024 }
     }
@@ -32,7 +33,8 @@ pub struct Delivery {
     pub event: Event,
     /// Its place in the log.
     pub seq: Seq,
-    /// Which attempt this is: 1 the first time. Attempts that were not counted (destination down) do not raise it.
+    /// Which attempt this is: 1 the first time. Attempts that were not counted (destination down)
+    /// do not raise it.
     pub attempt: u32,
     /// How often a person asked for it to be sent again; 0 normally.
     pub replay: u32,
@@ -46,7 +48,8 @@ impl Delivery {
         Self { event, seq, attempt: 1, replay: 0 }
     }
 
-    /// The id a broker may deduplicate by: the event id, or a fresh one for each replay a person asked for.
+    /// The id a broker may deduplicate by: the event id, or a fresh one for each replay a person
+    /// asked for.
     ///
     /// It has no dot, because Standard Webhooks forbids dots in ids.
     pub fn dedupe_id(&self) -> String {
@@ -62,28 +65,31 @@ impl Delivery {
 pub struct Batch {
     /// The events.
     pub deliveries: Vec<Delivery>,
-    /// Stream batches: settle with this position once every delivery has its disposition. `None` for due batches and
-    /// for empty ones.
+    /// Stream batches: settle with this position once every delivery has its disposition. `None`
+    /// for due batches and for empty ones.
     pub end: Option<Seq>,
-    /// Keys among `deliveries` that have an earlier unfinished event outside this batch: their events must be
-    /// settled as [`Disposition::Block`], not sent. Always empty for due batches.
+    /// Keys among `deliveries` that have an earlier unfinished event outside this batch: their
+    /// events must be settled as [`Disposition::Block`], not sent. Always empty for due batches.
     pub held: HashSet<Key>,
-    /// Events among `deliveries` that a person discarded before they were read: settle without sending.
+    /// Events among `deliveries` that a person discarded before they were read: settle without
+    /// sending.
     pub discarded: HashSet<Seq>,
     /// Events among `deliveries` that cannot be read, whatever the reason: settle as
     /// [`Disposition::Dead`] without sending. Their deliveries are placeholders: the place is
     /// right, every other field is what could be read of it, or empty.
     pub unreadable: BTreeMap<Seq, Unreadable>,
-    /// More of the same window is ready: `next_batch` may be called again before this one is settled (prefetch).
+    /// More of the same window is ready: `next_batch` may be called again before this one is
+    /// settled (prefetch).
     pub more: bool,
-    /// How long until the lane's earliest retrying or scheduled event is due, when the store happened to look:
-    /// zero means call `due` now.
+    /// How long until the lane's earliest retrying or scheduled event is due, when the store
+    /// happened to look: zero means call `due` now.
     pub due_in: Option<Duration>,
 }
 
 impl Batch {
     /// Puts a delivery at the end, and notes why it cannot be sent if it cannot.
     pub fn push(&mut self, delivery: Delivery, unreadable: Option<Unreadable>) {
+        let unreadable = unreadable.or_else(|| Unreadable::poison(&delivery.event.headers));
         self.unreadable.extend(unreadable.map(|why| (delivery.seq, why)));
         self.deliveries.push(delivery);
     }
@@ -97,14 +103,16 @@ impl Batch {
 /// Why an event cannot be read. It concerns this one event: whatever surrounds it is given as ever.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unreadable {
-    /// Stable reason: [`Self::UNDECODABLE`], [`Self::MISSING`], or the rule that the stored event breaks.
+    /// Stable reason: [`Self::UNDECODABLE`], [`Self::MISSING`], or the rule that the stored event
+    /// breaks.
     pub code: Cow<'static, str>,
     /// What is wrong with it.
     pub error: String,
 }
 
 impl Unreadable {
-    /// The code of a row with a value that no event can have: a time without end, text that is no UTF-8, storage that is damaged.
+    /// The code of a row with a value that no event can have: a time without end, text that is no
+    /// UTF-8, storage that is damaged.
     pub const UNDECODABLE: &'static str = "row_undecodable";
 
     /// The code of a delivery row whose event is no longer in the log: somebody deleted it there.
@@ -120,6 +128,12 @@ impl Unreadable {
         Self { code: Self::MISSING.into(), error: "the event was deleted from the log before it was delivered".into() }
     }
 
+    /// An event that keeps a message from outside which could not be decoded ([`header::POISON`]).
+    pub fn poison(headers: &Headers) -> Option<Self> {
+        let (code, error) = headers.get(header::POISON)?.split_once(": ").unwrap_or(("poison", ""));
+        Some(Self { code: code.to_owned().into(), error: error.to_owned() })
+    }
+
     /// What the event must become.
     pub fn disposition(&self) -> Disposition {
         Disposition::Dead { code: self.code.clone(), error: self.error.clone(), halt: false }
@@ -129,21 +143,32 @@ impl Unreadable {
 /// What becomes of one delivery that does not simply go out with its batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Disposition {
-    /// The destination has it. Due batches: the row goes, the next of its key is released. In stream batches it needs no
-    /// entry: everything up to the position without an entry is delivered.
+    /// The destination has it. Due batches: the row goes, the next of its key is released. In
+    /// stream batches it needs no entry: everything up to the position without an entry is
+    /// delivered.
     Delivered,
     /// Try again `after` a wait on the store's clock. The key is held meanwhile (ordering by key).
     Retry {
         /// The wait.
         after: Duration,
-        /// Whether this was an attempt; `false` when the destination was down or the relay stopped.
+        /// Whether this was an attempt; `false` when the destination was down or throttled it.
         counted: bool,
         /// Stable reason.
         code: Cow<'static, str>,
         /// Last error text.
         error: String,
     },
-    /// Waits behind the earlier unfinished events of its key. If there is none any more, the store makes it due now.
+    /// Its call goes on without the batch, and its outcome is written when it ends: an uncounted
+    /// [`Retry`](Self::Retry) that [`Log::acquire`](crate::Log::acquire) makes due at once for the
+    /// next holder of the lane, who finds no call of it in flight.
+    InFlight {
+        /// When the event is due, should nobody write the outcome.
+        after: Duration,
+    },
+    /// Its turn did not come before sending stopped: an uncounted [`Retry`](Self::Retry), due now.
+    NotSent,
+    /// Waits behind the earlier unfinished events of its key. If there is none any more, the store
+    /// makes it due now.
     Block,
     /// Waits until its time. Does not hold its key.
     Schedule {
@@ -159,17 +184,52 @@ pub enum Disposition {
         /// `on_dead = "halt"`: the key stays held until a person retries or discards the event.
         halt: bool,
     },
-    /// Confirms a discard a person made before the event was read ([`Batch::discarded`]); changes nothing else.
+    /// Confirms a discard a person made before the event was read ([`Batch::discarded`]); changes
+    /// nothing else.
     Discarded,
 }
 
-impl Disposition {
-    /// The code of a [`Retry`](Self::Retry) whose call is still under way: its holder writes the outcome, or crashes. [`Log::acquire`](crate::Log::acquire)
-    /// makes such rows of the lane due at once, because whoever takes a lane finds no call of it in flight. No sink may use the word.
-    pub const IN_FLIGHT: &'static str = "in_flight";
+/// The row of an event that is sent again: what a store writes of [`Disposition::Retry`],
+/// [`Disposition::InFlight`] and [`Disposition::NotSent`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Retrying<'a> {
+    /// The wait until it is due.
+    pub after: Duration,
+    /// Whether an attempt is counted.
+    pub counted: bool,
+    /// Stable reason.
+    pub code: &'a str,
+    /// Last error text.
+    pub error: &'a str,
+}
 
-    /// The code of a [`Retry`](Self::Retry) of an event whose turn did not come: it says nothing of the destination.
-    pub const NOT_SENT: &'static str = "not_sent";
+impl Disposition {
+    /// The stored code of [`InFlight`](Self::InFlight), for the statement that makes such rows due.
+    pub const IN_FLIGHT: &'static str = "in_flight";
+    const NOT_SENT: &'static str = "not_sent";
+
+    /// The row to write if the event is sent again.
+    pub fn retrying(&self) -> Option<Retrying<'_>> {
+        let uncounted = |after, code, error| Retrying { after, counted: false, code, error };
+        match self {
+            Self::Retry { after, counted, code, error } => {
+                Some(Retrying { after: *after, counted: *counted, code, error })
+            }
+            Self::InFlight { after } => {
+                Some(uncounted(*after, Self::IN_FLIGHT, "the destination has not answered yet"))
+            }
+            Self::NotSent => {
+                let error = "the relay stopped sending before this event's turn";
+                Some(uncounted(Duration::ZERO, Self::NOT_SENT, error))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether a stored code is the relay's own, which says nothing of the destination.
+    pub fn is_own_code(code: &str) -> bool {
+        [Self::IN_FLIGHT, Self::NOT_SENT].contains(&code)
+    }
 }
 
 /// One delivery and its disposition.
@@ -184,12 +244,14 @@ pub struct Entry<'a> {
 /// Everything one lane writes at once. Commits wholly or not at all, under the lease's epoch.
 #[derive(Debug, Clone, Default)]
 pub struct Settlement<'a> {
-    /// Moves the lane's position: every event of the window up to here is dealt with. `None` for due batches.
+    /// Moves the lane's position: every event of the window up to here is dealt with. `None` for
+    /// due batches.
     pub position: Option<Seq>,
     /// The exceptions (stream batches) or every delivery (due batches).
     pub entries: Vec<Entry<'a>>,
-    /// The position stops short of what was read: reading starts again right after `position` (or after the last
-    /// settled position when `position` is `None`), and prefetched batches must be thrown away.
+    /// The position stops short of what was read: reading starts again right after `position` (or
+    /// after the last settled position when `position` is `None`), and prefetched batches must be
+    /// thrown away.
     pub rewind: bool,
     /// Whether failed events hold their key (`Ordering::Key`).
     pub hold_keys: bool,

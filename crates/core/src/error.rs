@@ -78,9 +78,16 @@ impl Error {
         Self::new(ErrorKind::Invalid, operation, code, message)
     }
 
+    const STALE_LEASE: &'static str = "stale_lease";
+
     /// The error of a lane whose lease is no longer held.
     pub fn stale(operation: &'static str) -> Self {
-        Self::new(ErrorKind::Stale, operation, "stale_lease", "the lane's lease was lost; another relay may hold it")
+        Self::new(
+            ErrorKind::Stale,
+            operation,
+            Self::STALE_LEASE,
+            "the lane's lease was lost; another relay may hold it",
+        )
     }
 
     /// Sets another verdict than the kind's usual one.
@@ -130,6 +137,11 @@ impl Error {
     /// Whether the lease was lost.
     pub fn is_stale(&self) -> bool {
         self.kind == ErrorKind::Stale
+    }
+
+    /// Whether it is [`Self::stale`]: the lease itself is lost, not only what was read under it.
+    pub fn is_lease_lost(&self) -> bool {
+        self.is_stale() && self.code == Self::STALE_LEASE
     }
 }
 

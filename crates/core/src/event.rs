@@ -77,6 +77,9 @@ pub mod header {
     /// The sender's id of a message from outside, noted by the inbox. It does not count towards the limits of headers: an event that another Postbox
     /// could append, with as many headers as there may be, must not lose one to our note.
     pub const MESSAGE_ID: &str = "postbox-message-id";
+    /// Marks an event that keeps a message from outside which could not be decoded: `code: reason`. Such an
+    /// event is never sent; relays close it as dead.
+    pub const POISON: &str = "postbox-poison";
 }
 
 /// The content type meant when none is given.

@@ -1,13 +1,12 @@
-//! The inspect contract: what an operator sees and steers.
+//! The inspect contract: what an operator sees.
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
-use crate::limits::CHANGE_EVENTS_MAX;
 use crate::log::Epoch;
 use crate::names::{LogName, OwnerId, SubscriptionName};
 use crate::receive::Conflict;
@@ -23,6 +22,13 @@ pub struct Pause {
     pub by: String,
     /// Why.
     pub why: String,
+}
+
+impl Pause {
+    /// Whether it is in force.
+    pub fn holds_at(&self, now: Timestamp) -> bool {
+        self.until.is_none_or(|until| now < until)
+    }
 }
 
 /// Counts of one subscription, taken in one snapshot.
@@ -129,65 +135,16 @@ pub struct ListQuery {
     pub limit: usize,
 }
 
-/// Which delivery rows to change. `None` fields do not narrow.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Selection {
-    /// Only these events; at most [`CHANGE_EVENTS_MAX`].
-    pub ids: Option<Vec<EventId>>,
-    /// Only rows with a topic matching this pattern.
-    pub topic: Option<crate::names::TopicPattern>,
-    /// Only rows with this code.
-    pub code: Option<String>,
-    /// Only after this place: where the step before ended.
-    pub after: Option<Seq>,
-    /// At most this many, oldest first. One step takes no more than [`CHANGE_EVENTS_MAX`].
-    pub limit: Option<usize>,
-}
-
-impl Selection {
-    /// Checks the number of ids. Stores call this first.
-    pub fn validate(&self, operation: &'static str) -> Result<()> {
-        let ids = self.ids.as_ref().map_or(0, Vec::len);
-        if ids > CHANGE_EVENTS_MAX {
-            let text = format!("{ids} ids are too many for one call; give at most {CHANGE_EVENTS_MAX} at a time");
-            return Err(Error::invalid(operation, "too_many_ids", text));
-        }
-        Ok(())
-    }
-
-    /// The most that one step changes.
-    pub fn step_max(&self) -> usize {
-        self.limit.unwrap_or(usize::MAX).min(CHANGE_EVENTS_MAX)
-    }
-}
-
-/// What one step of a change did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[must_use = "there may be more: go on with `next` as `Selection::after`"]
-pub struct Changed {
-    /// How many events this step changed.
-    pub count: u64,
-    /// Where the next step begins; `None`: nothing that is meant is left.
-    pub next: Option<Seq>,
-}
-
-/// What an operator sees and steers. Reads one snapshot per call.
+/// What an operator sees. Reads one snapshot per call.
 ///
 /// Behaviour:
-/// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known names in the message.
-/// - `list` gives rows in `seq` order after `after`; `Pending` and `Dispatched` are derived from the cursor.
-/// - An event that cannot be read, or that somebody deleted from the log, is a record all the same: its place is right, its fields are what could
-///   be read, `code` and `error` say what is wrong. No list fails because of one event.
-/// - `requeue` and `discard` take one bounded step, committed by itself, so that no relay waits for long: at most [`CHANGE_EVENTS_MAX`] events. Go on
-///   with [`Changed::next`] until there is none. What comes to be meant again behind that place meanwhile, because it was sent and died once more,
-///   is not taken again.
-/// - `requeue` makes dead rows due now with attempts 0 and one more replay, and retrying rows due now; idempotent: a second call finds nothing
-///   dead. It never touches events that are pending, dispatched or discarded.
-/// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and releases the next of their keys; discarded
-///   events are never delivered (except one already in flight). Pending ones must be named by id.
-/// - `prune` deletes, in bounded steps, events older than the age that every subscription of their log has passed and whose delivery rows, if any, are
-///   `discarded`; dead and pending ones stay. Rows of events that are gone ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too. Returns how many; 0 means done. A log without subscriptions is not pruned.
-/// - `pause(None)` resumes.
+/// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known
+///   names in the message.
+/// - `list` gives rows in `seq` order after `after`; `Pending` and `Dispatched` are derived from
+///   the cursor.
+/// - An event that cannot be read, or that somebody deleted from the log, is a record all the same:
+///   its place is right, its fields are what could be read, `code` and `error` say what is wrong.
+///   No list fails because of one event.
 #[async_trait]
 pub trait Inspect: Send + Sync + 'static {
     /// Every subscription, by name.
@@ -198,16 +155,14 @@ pub trait Inspect: Send + Sync + 'static {
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>>;
     /// One event, if the log has it.
     async fn get(&self, subscription: &SubscriptionName, id: EventId) -> Result<Option<Record>>;
-    /// Sends dead (and retrying) events again now, one step.
-    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed>;
-    /// Takes events out, one step.
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed>;
-    /// Deletes old dispatched events of one log; returns how many.
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64>;
-    /// Messages that were kept out because their id was known with another body: the latest first, at most `limit`.
+    /// Messages that were kept out because their id was known with another body: the latest first,
+    /// at most `limit`.
     async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>>;
-    /// Pauses or resumes. A pause ends running leases at their next renewal.
-    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()>;
+    /// The logs there are, by name.
+    async fn logs(&self) -> Result<Vec<LogName>>;
+    /// How many events a log has, whoever reads it or nobody. May walk the log. An unknown log:
+    /// `NotFound`, code `log_unknown`.
+    async fn count(&self, log: &LogName) -> Result<u64>;
 }
 
 const _: Option<&dyn Inspect> = None;

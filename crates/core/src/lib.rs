@@ -1,17 +1,18 @@
 //! The nouns and contracts of Postbox: what an event is, what a log, a sink, a source and an inbox promise.
 //!
-//! Everything else in the house is an implementation of something declared here:
+//! Everything else is an implementation of something declared here:
 //!
 //! | contract | promise in one line | implemented by |
 //! |---|---|---|
 //! | [`Append`] | both the change and its events commit, or neither | every store |
 //! | [`Log`] | a leased lane reads every committed event once, in order, and never a phantom | every store |
-//! | [`Inspect`] | an operator sees and steers what left the stream | every store |
+//! | [`Inspect`] | an operator sees every event and where it stands | every store |
+//! | [`Admin`] | an operator retries, discards, prunes and pauses, in bounded steps | every store |
 //! | [`Receive`] | a message from outside is stored once | every store |
 //! | [`Migrate`] | the schema comes, goes and is checked | every store |
 //! | [`Apply`] | a handler's effect, the position and the delivery row commit together | stores with transactions |
 //! | [`Sink`] | one [`Outcome`] per event, never a hidden retry | every broker, your handler |
-//! | [`Source`] | messages from outside, acknowledged only after they are stored | brokers |
+//! | [`Source`] | a message comes until it is settled, and is settled only once it is stored | brokers, [`MemorySource`] |
 //!
 //! ```
 //! use postbox_core::{NewEvent, TopicPattern};
@@ -27,6 +28,7 @@
 //! It knows no async runtime, no database driver and no network client; it never asks the time or for randomness
 //! ([`Clock`] and [`Random`] are passed in); it does not decide when to retry (the engine does, with [`RetryPolicy`]).
 
+mod admin;
 mod append;
 mod apply;
 mod batch;
@@ -34,6 +36,7 @@ mod clock;
 mod error;
 mod event;
 mod inspect;
+pub mod kit;
 mod log;
 mod memory;
 mod migrate;
@@ -47,15 +50,14 @@ mod source;
 mod state;
 mod subscription;
 
+pub use admin::{Admin, Changed, Selection};
 pub use append::Append;
 pub use apply::{Apply, Decide};
-pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Settlement, Unreadable};
+pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
 pub use clock::{Clock, Random};
 pub use error::{BoxError, Error, ErrorKind, Result, Verdict};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
-pub use inspect::{
-    Changed, Inspect, LaneInfo, ListQuery, Pause, Record, Selection, Stats, SubscriptionInfo, TopicStats,
-};
+pub use inspect::{Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats};
 pub use log::{Acquired, Epoch, Lease, Log};
 pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store, events_undelivered};
@@ -65,7 +67,7 @@ pub use rate::{Bucket, Rate};
 pub use receive::{Conflict, Inbound, Receive, Received};
 pub use retry::RetryPolicy;
 pub use sink::{Capabilities, Sink};
-pub use source::{Source, SourceMessage};
+pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
 pub use state::State;
 pub use subscription::{Filter, Ordering, StartAt, Subscription};
 

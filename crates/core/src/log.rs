@@ -15,8 +15,8 @@ pub type Epoch = i64;
 
 /// The right to drive one lane until a deadline on the store's clock.
 ///
-/// Advisory for exclusivity, exact for state: two owners who both believe they hold a lane may both send, but only the
-/// newer epoch can write.
+/// Advisory for exclusivity, exact for state: two owners who both believe they hold a lane may both
+/// send, but only the newer epoch can write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lease {
     /// Whose lane.
@@ -34,10 +34,12 @@ pub struct Lease {
 /// The answer to [`Log::acquire`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Acquired {
-    /// A lane that was free, now ours for the asked time, counted from the moment the call was *made*. `None`: no lane is free.
+    /// A lane that was free, now ours for the asked time, counted from the moment the call was
+    /// *made*. `None`: no lane is free.
     pub lease: Option<Lease>,
-    /// How many relays asked or renewed for this subscription within the last lease time, this one included; at least 1.
-    /// A relay keeps at most `ceil(lanes / replicas)` lanes and releases the rest, so that replicas share evenly.
+    /// How many relays asked or renewed for this subscription within the last lease time, this one
+    /// included; at least 1. A relay keeps at most `ceil(lanes / replicas)` lanes and releases the
+    /// rest, so that replicas share evenly.
     pub replicas: u16,
     /// How many lanes the subscription has.
     pub lanes: u16,
@@ -48,46 +50,59 @@ pub struct Acquired {
 /// The read side of a log for leased lanes.
 ///
 /// Behaviour, checked for every store by the conformance suite:
-/// - **Windows.** `next_batch` gives events in `seq` order within a window, each exactly once per settled position; only
-///   committed events, and only once what it gives is durable (it commits before it returns, so that a crash of the store
-///   cannot take back an event we published).
-/// - **No loss.** An event whose transaction commits late is given in a later window, whatever its `seq`. A transaction left
-///   open delays only its own events.
-/// - **Per-key order.** For writers that serialise on their aggregate before appending, `seq` order within a window and
-///   window after window is commit order.
+/// - **Windows.** `next_batch` gives events in `seq` order within a window, each exactly once per
+///   settled position; only committed events, and only once what it gives is durable (it commits
+///   before it returns, so that a crash of the store cannot take back an event we published).
+/// - **No loss.** An event whose transaction commits late is given in a later window, whatever its
+///   `seq`. A transaction left open delays only its own events.
+/// - **Per-key order.** For writers that serialise on their aggregate before appending, `seq` order
+///   within a window and window after window is commit order.
 /// - **Lanes.** A key always belongs to the same lane; lanes partition the events.
-/// - **Prefetch.** While `Batch::more`, `next_batch` may be called before the previous batches are settled. Settling is in order. Called
-///   without `more`, it opens no window over an unsettled one: nothing may be lost by it.
+/// - **Prefetch.** While `Batch::more`, `next_batch` may be called before the previous batches are
+///   settled. Settling is in order. Called without `more`, it opens no window over an unsettled
+///   one: nothing may be lost by it.
 /// - **Crash.** What was read but not settled is given again to the next holder of the lane.
-/// - **Fencing.** Every write carries the epoch. A lease that expired or was taken over gets `Stale` from `renew`, `next_batch`, `due`
-///   and `settle`, and changes nothing. `release` of such a lease succeeds and does nothing.
-/// - **Held keys.** A key with an unfinished delivery row appears in `Batch::held` when later events of it are read.
-/// - **Due.** `due` gives each lane's rows whose time has come, in `seq` order, each key's head followed by the events blocked behind it as
-///   far as the limit goes; never a dead one; never rows of a key whose head is not due yet (except `Scheduled` rows, which hold nothing).
-/// - **Unreadable.** An event that cannot be read, or whose row was deleted from the log while a delivery row waits for it, concerns only itself:
-///   it is in its batch with a reason ([`Batch::unreadable`]), and everything around it is given as ever. No read fails because of one event.
-/// - **Settle is atomic**: position, rows and releases commit together or not at all. Settling a due row that vanished (discarded meanwhile)
-///   succeeds and does nothing for it. When the head of a key is delivered, discarded or dead (without `halt`), the next of the key becomes due.
+/// - **Fencing.** Every write carries the epoch. A lease that expired or was taken over gets
+///   `Stale` from `renew`, `next_batch`, `due` and `settle`, and changes nothing. `release` of such
+///   a lease succeeds and does nothing.
+/// - **Held keys.** A key with an unfinished delivery row appears in `Batch::held` when later
+///   events of it are read.
+/// - **Due.** `due` gives each lane's rows whose time has come, in `seq` order, each key's head
+///   followed by the events blocked behind it as far as the limit goes; never a dead one; never
+///   rows of a key whose head is not due yet (except `Scheduled` rows, which hold nothing).
+/// - **Unreadable.** An event that cannot be read, or whose row was deleted from the log while a
+///   delivery row waits for it, concerns only itself: it is in its batch with a reason
+///   ([`Batch::unreadable`]), and everything around it is given as ever. No read fails because of
+///   one event.
+/// - **Settle is atomic**: position, rows and releases commit together or not at all. Settling a
+///   due row that vanished (discarded meanwhile) succeeds and does nothing for it. When the head of
+///   a key is delivered, discarded or dead (without `halt`), the next of the key becomes due.
 /// - An empty log gives an empty batch at once and writes nothing.
-/// - Every call is bounded in time by the store's own timeout; a store that is down answers `Unavailable`.
+/// - Every call is bounded in time by the store's own timeout; a store that is down answers
+///   `Unavailable`.
 ///
-/// Cancel-safety: every future may be dropped; a dropped `settle` may or may not have committed, so the caller must drop the lease
-/// and acquire again before it goes on.
+/// Cancel-safety: every future may be dropped; a dropped `settle` may or may not have committed, so
+/// the caller must drop the lease and acquire again before it goes on.
 #[async_trait]
 pub trait Log: Send + Sync + 'static {
     /// Makes the subscription if it is new and checks that it fits if it is not. Idempotent.
     ///
-    /// Errors: `NotFound` `log_unknown`; `Conflict` `lanes_differ` or `log_differs`; `Mismatch` with the cure when the schema is missing
-    /// (`schema_missing`), older (`schema_old`) or newer (`schema_newer`), or when the cursor or rows come from the future (`cursor_from_future`).
+    /// Errors: `NotFound` `log_unknown`; `Conflict` `lanes_differ` or `log_differs`; `Mismatch`
+    /// with the cure when the schema is missing (`schema_missing`), older (`schema_old`) or newer
+    /// (`schema_newer`), or when the cursor or rows come from the future (`cursor_from_future`).
     async fn subscribe(&self, subscription: &Subscription) -> Result<()>;
 
-    /// Takes a lane that nobody holds, for `ttl`, and counts as a heartbeat of `owner`. Needs `subscribe` first.
+    /// Takes a lane that nobody holds, for `ttl`, and counts as a heartbeat of `owner`. Needs
+    /// `subscribe` first.
     ///
-    /// `held` are the lanes the caller knows it holds. A lane that is leased to `owner` and not among them was granted in an answer that
-    /// never arrived: where no lane is free it is granted again at once, with a new epoch.
+    /// `held` are the lanes the caller knows it holds. A lane that is leased to `owner` and not
+    /// among them was granted in an answer that never arrived: where no lane is free it is granted
+    /// again at once, with a new epoch.
     ///
-    /// With the grant, rows of the lane that wait for a call in flight ([`Disposition::IN_FLIGHT`](crate::Disposition::IN_FLIGHT)) become due
-    /// now: the call ended with the former holder, and a graceful one has written its outcome before it gave the lane back.
+    /// With the grant, rows of the lane that wait for a call in flight
+    /// ([`Disposition::InFlight`](crate::Disposition::InFlight)) become due now: the call ended
+    /// with the former holder, and a graceful one has written its outcome before it gave the lane
+    /// back.
     async fn acquire(
         &self,
         subscription: &SubscriptionName,
@@ -111,7 +126,8 @@ pub trait Log: Send + Sync + 'static {
     /// Writes down what became of a batch.
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()>;
 
-    /// Resolves when there may be something new for the lane. Only a hint: it may resolve for nothing, or never.
+    /// Resolves when there may be something new for the lane. Only a hint: it may resolve for
+    /// nothing, or never.
     async fn hint(&self, lease: &Lease);
 }
 

@@ -3,17 +3,22 @@
 use async_trait::async_trait;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::{Append, Inspect, Log, Receive};
+use crate::{Admin, Append, Inspect, Log, Receive};
 
 /// Brings a store's schema to the version this program speaks.
 ///
 /// Behaviour:
-/// - Migrations are embedded, numbered from 1, each applied in one transaction, recorded by number and name.
-/// - `up` is idempotent and safe with two starters at once (a lock in the store; the second finds nothing to do).
-/// - `validate` changes nothing: `Mismatch` with code `schema_missing`, `schema_old` or `schema_newer` and the cure in the message.
-/// - `down` removes everything Postbox made, events included; it refuses a newer schema. Unless `discard_events`, it also refuses
-///   (`Conflict`, code `events_undelivered`) while a log holds an event that a subscription has still to deliver, or that no subscription
-///   reads. A call that was refused, dropped or cut off has changed nothing; one that cannot have the tables within seconds is refused.
+/// - Migrations are embedded, numbered from 1, each applied in one transaction, recorded by number
+///   and name.
+/// - `up` is idempotent and safe with two starters at once (a lock in the store; the second finds
+///   nothing to do).
+/// - `validate` changes nothing: `Mismatch` with code `schema_missing`, `schema_old` or
+///   `schema_newer` and the cure in the message.
+/// - `down` removes everything Postbox made, events included; it refuses a newer schema. Unless
+///   `discard_events`, it also refuses (`Conflict`, code `events_undelivered`) while a log holds an
+///   event that a subscription has still to deliver, or that no subscription reads. A call that was
+///   refused, dropped or cut off has changed nothing; one that cannot have the tables within
+///   seconds is refused.
 #[async_trait]
 pub trait Migrate: Send + Sync + 'static {
     /// Applies what is missing; returns the names of what was applied, in order.
@@ -36,8 +41,8 @@ pub fn events_undelivered(log: &str) -> Error {
 }
 
 /// Everything a store offers, as one object.
-pub trait Store: Append + Log + Inspect + Receive + Migrate {}
+pub trait Store: Append + Log + Inspect + Admin + Receive + Migrate {}
 
-impl<T: Append + Log + Inspect + Receive + Migrate> Store for T {}
+impl<T: Append + Log + Inspect + Admin + Receive + Migrate> Store for T {}
 
 const _: Option<(&dyn Migrate, &dyn Store)> = None;

@@ -1,14 +1,16 @@
-//! What a sink says of an event, or of itself.
+//! What a sink reports of one delivery. Sinks classify; the engine decides what it costs.
 
 use std::borrow::Cow;
 use std::time::Duration;
 
-/// The verdict of one delivery. Codes are stable snake_case words an operator can filter by; texts are for people.
+/// What became of one delivery. Codes are stable snake_case words an operator can filter by; texts
+/// are for people.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
     /// The destination has it.
     Delivered {
-        /// The destination already had it (its own deduplication said so). Counted, otherwise the same.
+        /// The destination already had it (its own deduplication said so). Counted, otherwise the
+        /// same.
         duplicate: bool,
     },
     /// This event failed and may succeed later. Costs one attempt.
@@ -20,6 +22,27 @@ pub enum Outcome {
         /// The destination named a wait (`Retry-After`).
         after: Option<Duration>,
     },
+    /// What this event met is what an outage looks like, too: a gateway's 502, no answer in time, a
+    /// connection that was lost. Costs one attempt while other events succeed; otherwise it counts
+    /// as [`Unavailable`](Self::Unavailable).
+    Ambiguous {
+        /// Stable reason, e.g. `http_503`.
+        code: Cow<'static, str>,
+        /// What went wrong.
+        error: String,
+        /// The destination named a wait (`Retry-After`).
+        after: Option<Duration>,
+    },
+    /// The destination asks for fewer requests (HTTP 429). Never costs an attempt, however often
+    /// the event meets it.
+    Throttled {
+        /// Stable reason, e.g. `http_429`.
+        code: Cow<'static, str>,
+        /// What the destination said.
+        error: String,
+        /// The wait it named: the least that is waited.
+        after: Option<Duration>,
+    },
     /// This event can never succeed (poison, refused). It dies at once.
     Dead {
         /// Stable reason, e.g. `http_422`.
@@ -27,18 +50,15 @@ pub enum Outcome {
         /// What the destination said.
         error: String,
     },
-    /// The whole destination is down. The event is not blamed: no attempt is counted, the breaker opens.
+    /// The whole destination is down: no attempt is counted, and the breaker opens.
     Unavailable {
         /// Stable reason, e.g. `connect_refused`.
         code: Cow<'static, str>,
         /// What went wrong.
         error: String,
-        /// The destination itself asked us to come later: the wait it named, zero when it named none. It is the least that is waited, and then
-        /// no event is ever charged for it, however often it meets this answer.
-        after: Option<Duration>,
     },
-    /// The destination asked never to be called again (HTTP 410). The event dies and the subscription pauses until a
-    /// person resumes it.
+    /// The destination asked never to be called again (HTTP 410). The event dies and the
+    /// subscription pauses until a person resumes it.
     Gone {
         /// Stable reason, e.g. `http_410`.
         code: Cow<'static, str>,
@@ -56,6 +76,11 @@ impl Outcome {
         Self::Retry { code: code.into(), error: error.into(), after: None }
     }
 
+    /// A failure that may be this event's or the whole destination's, without a named wait.
+    pub fn ambiguous(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {
+        Self::Ambiguous { code: code.into(), error: error.into(), after: None }
+    }
+
     /// A permanent failure.
     pub fn dead(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {
         Self::Dead { code: code.into(), error: error.into() }
@@ -63,7 +88,7 @@ impl Outcome {
 
     /// The whole destination is down.
     pub fn unavailable(code: impl Into<Cow<'static, str>>, error: impl Into<String>) -> Self {
-        Self::Unavailable { code: code.into(), error: error.into(), after: None }
+        Self::Unavailable { code: code.into(), error: error.into() }
     }
 
     /// Whether the destination has the event.

@@ -1,4 +1,4 @@
-//! How often something may happen, and who keeps count.
+//! A rate limit, and the bucket that keeps to it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -75,7 +75,8 @@ impl FromStr for Rate {
 
 /// Keeps something to a [`Rate`]. Asks no clock: the time is passed in, and must not go back.
 ///
-/// What was not used is kept for later, but only `burst` worth of it: after a pause so much may happen at once.
+/// What was not used is kept for later, but only `burst` worth of it: after a pause so much may
+/// happen at once.
 #[derive(Debug, Clone)]
 pub struct Bucket {
     interval: Duration,

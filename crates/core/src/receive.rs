@@ -8,7 +8,7 @@ use jiff::Timestamp;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::{EventId, NewEvent};
-use crate::limits::MESSAGE_ID_BYTES_MAX;
+use crate::kit;
 use crate::names::{LogName, SourceName};
 
 /// A verified message from outside.
@@ -18,7 +18,8 @@ pub struct Inbound {
     pub source: SourceName,
     /// The sender's id of the message: 1 to 255 bytes, no NUL.
     pub message_id: String,
-    /// SHA-256 of what was signed, usually the raw body: a known id with another digest is a conflict.
+    /// SHA-256 of what was signed, usually the raw body: a known id with another digest is a
+    /// conflict.
     pub digest: [u8; 32],
     /// The event to store: payload = the raw body.
     pub event: NewEvent,
@@ -27,14 +28,7 @@ pub struct Inbound {
 impl Inbound {
     /// Checks the message id and the event. Stores call this before the round trip.
     pub fn validate(&self) -> Result<()> {
-        if self.message_id.is_empty() || self.message_id.len() > MESSAGE_ID_BYTES_MAX || self.message_id.contains('\0')
-        {
-            return Err(Error::invalid(
-                "receive",
-                "message_id_invalid",
-                format!("the message id must have 1 to {MESSAGE_ID_BYTES_MAX} bytes and no NUL character"),
-            ));
-        }
+        kit::check_message_id("receive", &self.message_id)?;
         self.event.validate()
     }
 }
@@ -74,20 +68,24 @@ pub struct Conflict {
 /// Stores messages from outside once.
 ///
 /// Behaviour:
-/// - `(source, tenant, message_id)` is stored once, with the digest; the event goes to the log in the same transaction. When `Accepted` comes
-///   back, it is durable.
-/// - The messages of one call are one commit, and their events stand in the log in the order given. A failure is one of the whole call, and
-///   stores nothing of it; who must know which message it was receives each alone. A call of no messages does nothing.
+/// - `(source, tenant, message_id)` is stored once, with the digest; the event goes to the log in
+///   the same transaction. When `Accepted` comes back, it is durable.
+/// - The messages of one call are one commit, and their events stand in the log in the order given.
+///   A failure is one of the whole call, and stores nothing of it; who must know which message it
+///   was receives each alone. A call of no messages does nothing.
 /// - k concurrent calls with one id: exactly one `Accepted`. Within a call the first one.
-/// - A conflict leaves a record ([`Conflict`]) and no event; the same body again only raises its count, so that a sender who repeats himself does
-///   not fill the disk. Records are forgotten with the ids of their age.
+/// - A conflict leaves a record ([`Conflict`]) and no event; the same body again only raises its
+///   count, so that a sender who repeats himself does not fill the disk. Records are forgotten with
+///   the ids of their age.
 /// - Call it only with verified messages: nothing else may create a row, not even of the id.
 /// - A store that is down: `Unavailable`; the sender must be told to come again.
 ///
-/// Cancel-safety: a dropped future may or may not have stored, but all or nothing of a call; receiving again answers `Duplicate` then.
+/// Cancel-safety: a dropped future may or may not have stored, but all or nothing of a call;
+/// receiving again answers `Duplicate` then.
 #[async_trait]
 pub trait Receive: Send + Sync + 'static {
-    /// Stores messages in one commit; what became of each, in the order given. However many there are: a caller bounds them.
+    /// Stores messages in one commit; what became of each, in the order given. However many there
+    /// are: a caller bounds them.
     async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>>;
 
     /// Stores one message.
@@ -99,8 +97,9 @@ pub trait Receive: Send + Sync + 'static {
             .ok_or_else(|| Error::new(ErrorKind::Internal, "receive", "store_protocol", "the store gave no answer"))
     }
 
-    /// Forgets ids older than `older_than`, a bounded number per call; returns how many. The dedupe memory must be longer than the sender's
-    /// longest retry horizon, and no shorter than [`MESSAGE_IDS_AGE_MIN`](crate::limits::MESSAGE_IDS_AGE_MIN).
+    /// Forgets ids older than `older_than`, a bounded number per call; returns how many. The dedupe
+    /// memory must be longer than the sender's longest retry horizon, and no shorter than
+    /// [`MESSAGE_IDS_AGE_MIN`](crate::limits::MESSAGE_IDS_AGE_MIN).
     async fn forget(&self, older_than: Duration) -> Result<u64>;
 }
 

@@ -1,32 +1,221 @@
 //! The source contract: where messages from brokers come from.
 
+mod memory;
+
+use std::time::Duration;
+
 use async_trait::async_trait;
+use bytes::Bytes;
+
+pub use memory::MemorySource;
 
 use crate::error::Result;
+use crate::event::{Headers, NewEvent, header};
+use crate::names::{SourceName, Topic};
 use crate::receive::Inbound;
 
-/// A message from a broker and the handle to acknowledge it by.
-#[derive(Debug)]
-pub struct SourceMessage {
-    /// The message, ready for [`crate::Receive`].
-    pub inbound: Inbound,
-    /// The source's own handle.
-    pub tag: u64,
+/// Most characters of the reason that are kept with a poison message.
+const POISON_REASON_CHARS_MAX: usize = 500;
+
+/// A source's own name for one delivery of a message: a delivery tag, a receipt handle, a stream id,
+/// a partition and an offset. Only the source that made it reads it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct AckToken(Bytes);
+
+impl AckToken {
+    /// A token of these bytes.
+    pub fn new(bytes: impl Into<Bytes>) -> Self {
+        Self(bytes.into())
+    }
+
+    /// The bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
 }
 
-/// A broker consumer. (Webhooks push and go straight to [`crate::Receive`].)
+/// A message as a broker delivered it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RawMessage {
+    /// The producer's id, by which the message is stored once. `None`: its digest.
+    pub id: Option<String>,
+    /// SHA-256 of the payload: a known id with another digest is a conflict.
+    pub digest: [u8; 32],
+    /// The subject, topic, routing key or queue.
+    pub topic: String,
+    /// The ordering key, if there is one.
+    pub key: Option<String>,
+    /// Application headers, as far as they are text.
+    pub headers: Headers,
+    /// What the payload is.
+    pub content_type: String,
+    /// The payload as it was received.
+    pub payload: Bytes,
+}
+
+impl RawMessage {
+    /// The id by which the message is stored once: the producer's, or `sha256:` and the digest.
+    pub fn message_id(&self) -> String {
+        let digest = || self.digest.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        self.id.clone().unwrap_or_else(|| format!("sha256:{}", digest()))
+    }
+
+    /// An event with the message's topic, key, headers and payload; `Invalid` if no event can have them.
+    pub fn into_inbound(self, source: &SourceName) -> Result<Inbound> {
+        let message_id = self.message_id();
+        let mut event = NewEvent::new(self.topic, self.payload, self.content_type).source(source.to_string());
+        event.key = self.key;
+        event.headers = self.headers;
+        event.headers.insert(header::MESSAGE_ID.into(), message_id.clone());
+        let inbound = Inbound { source: source.clone(), message_id, digest: self.digest, event };
+        inbound.validate()?;
+        Ok(inbound)
+    }
+
+    /// An event that keeps a message which cannot be decoded: its payload, the reason, and of the rest
+    /// what an event can have. Relays close it as dead without sending it, so an operator sees it there.
+    ///
+    /// Its id is not the message's own: once the decoder is mended, the same message is stored.
+    pub fn into_poison(self, source: &SourceName, code: &str, why: &str) -> Inbound {
+        let topic = if Topic::new(self.topic.as_str()).is_ok() { self.topic.clone() } else { source.to_string() };
+        let why: String = why.escape_debug().take(POISON_REASON_CHARS_MAX).collect();
+        let reason = format!("{code}: {why}");
+        let poison = |message: Self| {
+            let message_id = format!("poison:{}", message.message_id());
+            let mut event = NewEvent::new(topic.clone(), message.payload, message.content_type);
+            event.headers = message.headers;
+            event = event.source(source.to_string()).header(header::POISON, reason.clone());
+            Inbound { source: source.clone(), message_id, digest: message.digest, event }
+        };
+        let whole = poison(self.clone());
+        if whole.validate().is_ok() {
+            return whole;
+        }
+        let content_type = "application/octet-stream".to_owned();
+        poison(Self { id: None, headers: Headers::new(), content_type, ..self })
+    }
+}
+
+/// A message from a source and the token to settle it by.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SourceMessage {
+    /// What was received.
+    pub message: RawMessage,
+    /// Names this delivery of it.
+    pub token: AckToken,
+}
+
+/// What a source can do, as data. The receiver drives it accordingly; the source suite checks each
+/// claim in both directions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SourceCapabilities {
+    /// Most messages given out and not settled; at least 1.
+    pub in_flight_max: usize,
+    /// Messages come in the order in which they were published, and what is given back comes again
+    /// before anything behind it.
+    pub ordered: bool,
+    /// `nak` waits for its delay. Without it a message may come again at once.
+    pub nak_delay: bool,
+    /// The broker keeps what is rejected. Without it a rejected message is gone.
+    pub dead_letters: bool,
+}
+
+/// A consumer of a broker. A receiver drives it; it neither decodes nor stores.
 ///
 /// Behaviour:
-/// - `next` waits for messages and gives at least one, at most `max`. Cancel-safe: a message not yet given is not lost.
-/// - A message is acknowledged only after it was stored durably; one that is neither acknowledged nor refused comes again.
+/// - **At least once.** A message is given out until it is settled by [`ack`](Self::ack) or
+///   [`reject`](Self::reject). After [`nak`](Self::nak), a lost connection or a crash it comes again, with
+///   another token.
+/// - `next` waits until there is a message, then gives 1 to `max` of them, and never more than
+///   [`in_flight_max`](SourceCapabilities::in_flight_max) unsettled ones in all. An empty answer means that
+///   the source was closed.
+/// - A lost connection is an `Unavailable` error of one call; the next call connects again. A source
+///   never retries or waits by itself beyond that: the receiver owns backoff.
+/// - Settling is idempotent. A token that is unknown, settled, or of an earlier connection is ignored.
+///   A failed settling call may have settled some; the others come again.
+/// - `close` wakes a waiting `next`, gives back what is unsettled, and may be called again.
+///
+/// Errors: `Unavailable` for what passes, `Unauthorized` or `Mismatch` for what a person must mend. No error
+/// loses a message.
+///
+/// Cancel-safety: `next` may be dropped at any await; a message it has not given out is not lost. A dropped
+/// settling call may or may not have settled.
 #[async_trait]
 pub trait Source: Send + Sync + 'static {
-    /// The next messages.
+    /// What this source can do. Constant over its life.
+    fn capabilities(&self) -> SourceCapabilities;
+
+    /// The next messages: 1 to `max`, or none once closed.
     async fn next(&self, max: usize) -> Result<Vec<SourceMessage>>;
-    /// These are stored.
-    async fn ack(&self, tags: &[u64]) -> Result<()>;
-    /// These could not be stored now; send them again.
-    async fn nak(&self, tags: &[u64]) -> Result<()>;
+
+    /// These are stored durably, or known: never give them out again.
+    async fn ack(&self, tokens: &[AckToken]) -> Result<()>;
+
+    /// These could not be stored now: give them out again, after `delay` at the earliest.
+    async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()>;
+
+    /// These can never be stored, not even as poison: never give them out again.
+    async fn reject(&self, tokens: &[AckToken]) -> Result<()>;
+
+    /// Ends the source.
+    async fn close(&self);
 }
 
 const _: Option<&dyn Source> = None;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limits::HEADERS_MAX;
+
+    fn message() -> RawMessage {
+        RawMessage {
+            id: Some("m1".into()),
+            digest: [7; 32],
+            topic: "order.paid".into(),
+            key: Some("42".into()),
+            headers: [("a".to_owned(), "b".to_owned())].into(),
+            content_type: "application/json".into(),
+            payload: Bytes::from_static(b"\xff"),
+        }
+    }
+
+    fn source() -> SourceName {
+        "orders".parse().expect("a name")
+    }
+
+    #[test]
+    fn a_message_becomes_an_event_of_the_same_fields() {
+        let inbound = message().into_inbound(&source()).expect("an event");
+        assert_eq!((inbound.message_id.as_str(), inbound.digest), ("m1", [7; 32]));
+        assert_eq!((inbound.event.topic.as_str(), inbound.event.key.as_deref()), ("order.paid", Some("42")));
+        assert_eq!(inbound.event.headers[header::MESSAGE_ID], "m1");
+        let nameless = RawMessage { id: None, ..message() }.into_inbound(&source()).expect("an event");
+        assert_eq!(nameless.message_id, format!("sha256:{}", "07".repeat(32)));
+        let error = RawMessage { topic: "a b".into(), ..message() }.into_inbound(&source()).expect_err("no topic");
+        assert_eq!(error.code(), "topic_invalid");
+    }
+
+    #[test]
+    fn whatever_is_wrong_with_a_message_it_can_be_kept_as_poison() {
+        let headers = |name: &str, count: usize| (0..count).map(|n| (format!("{name}{n}"), "v".to_owned())).collect();
+        for bad in [
+            message(),
+            RawMessage { topic: "a b".into(), ..message() },
+            RawMessage { topic: String::new(), ..message() },
+            RawMessage { id: Some(String::new()), ..message() },
+            RawMessage { id: Some("i".repeat(300)), ..message() },
+            RawMessage { id: Some("a\0b".into()), ..message() },
+            RawMessage { key: Some("k".repeat(5_000)), ..message() },
+            RawMessage { content_type: "c".repeat(500), ..message() },
+            RawMessage { headers: headers("h", HEADERS_MAX + 1), ..message() },
+            RawMessage { headers: headers("a b", 1), ..message() },
+        ] {
+            let poison = bad.clone().into_poison(&source(), "json_invalid", "line\u{1b}[1m 1");
+            assert!(poison.validate().is_ok(), "{bad:?}: {:?}", poison.validate());
+            assert_eq!(poison.event.payload, bad.payload);
+            assert_eq!(poison.event.headers[header::POISON], "json_invalid: line\\u{1b}[1m 1");
+            assert!(poison.message_id.starts_with("poison:"), "it does not use up the message's own id");
+        }
+    }
+}

@@ -1,25 +1,21 @@
-//! The breaker of one destination: a dead destination is not a dead event.
+//! The breaker of one destination: while it is open, nothing is sent and no attempt is counted.
 //!
-//! `Unavailable` opens it; while it is open nothing is sent and no attempt is counted; then one event goes out as a probe.
-//! One that is accepted or refused for good closes it; one that is to be tried again proves nothing, and the next probe follows.
-//! All lanes of a relay share one breaker, because they share the destination.
+//! Then one event goes out as a probe. If it is accepted or refused for good, the breaker closes;
+//! if it is to be tried again, that proves nothing, and the next probe follows. All lanes of a
+//! relay share one breaker, because they share the destination.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
-use postbox_core::{Random, Seq};
+use postbox_core::Random;
 
-/// A destination may name the least wait; beyond an hour we rather ask again.
+use crate::lock::lock;
+
+/// Longest wait that a destination may name.
 const AFTER_MAX: Duration = Duration::from_secs(3_600);
-/// How long another lane waits while one lane probes: the probe ends it, this only bounds a probe that found no event.
+/// How long another lane waits while one lane probes.
 const PROBED_BY_ANOTHER: Duration = Duration::from_millis(50);
-/// So often may one event find the destination down, with others delivered in between, before it is blamed itself.
-/// An outage alone never reaches it, because nothing is delivered in between.
-const BLAME_AFTER: u32 = 5;
-/// Events under suspicion kept in memory; beyond it the suspicion starts anew.
-const SUSPECTS_MAX: usize = 1_000;
 
 /// When to ask a dead destination again.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +29,18 @@ pub struct BreakerPolicy {
 impl Default for BreakerPolicy {
     fn default() -> Self {
         Self { base: Duration::from_millis(500), max: Duration::from_secs(30) }
+    }
+}
+
+impl BreakerPolicy {
+    /// The longest wait after so many doublings.
+    pub(crate) fn wait_max(&self, doublings: u32) -> Duration {
+        self.base.saturating_mul(1 << doublings.min(20)).min(self.max)
+    }
+
+    /// What is honoured of a wait that the destination named.
+    pub(crate) fn named_wait(after: Duration) -> Duration {
+        after.min(AFTER_MAX)
     }
 }
 
@@ -82,49 +90,11 @@ pub(crate) struct Breaker {
     inner: Mutex<Inner>,
     /// Mirror of `inner` for the check before each send.
     state: AtomicU8,
-    suspects: Mutex<Suspects>,
-    /// An event was accepted since the destination asked one to come later.
-    accepted: AtomicBool,
-}
-
-/// Events that found the destination down, to tell one that keeps bringing it down from an outage.
-#[derive(Debug, Default)]
-struct Suspects {
-    /// Rises each time the breaker closes.
-    generation: u64,
-    seen: HashMap<Seq, Suspect>,
-}
-
-#[derive(Debug)]
-struct Suspect {
-    /// The generation in which it was last seen here.
-    generation: u64,
-    /// In how many it was.
-    count: u32,
-    /// How often it was made to wait alone.
-    early: u32,
-}
-
-/// Who is to blame that an event found the destination down.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Culprit {
-    /// The destination.
-    Destination,
-    /// The event: an attempt like any other.
-    Event,
-    /// The event, but the destination asks it to come later: no attempt, nor shall the others wait for it.
-    Early(Duration),
 }
 
 impl Breaker {
     pub(crate) fn new(policy: BreakerPolicy) -> Self {
-        Self {
-            policy,
-            inner: Mutex::new(Inner::Closed),
-            state: AtomicU8::new(BreakerState::Closed as u8),
-            suspects: Mutex::default(),
-            accepted: AtomicBool::new(false),
-        }
+        Self { policy, inner: Mutex::new(Inner::Closed), state: AtomicU8::new(BreakerState::Closed as u8) }
     }
 
     pub(crate) fn state(&self) -> BreakerState {
@@ -161,20 +131,21 @@ impl Breaker {
             Inner::Probing { failures } => failures.saturating_add(1),
             // Calls that were in flight when it opened say nothing new, except for a longer wait.
             Inner::Open { until, failures } => {
-                let until = until.max(now + after.unwrap_or_default().min(AFTER_MAX));
+                let until = until.max(now + BreakerPolicy::named_wait(after.unwrap_or_default()));
                 *inner = Inner::Open { until, failures };
                 return None;
             }
         };
         // Half of it is certain: with full jitter a probe could follow the failure at once.
-        let backoff = self.ceiling(failures - 1).mul_f64(0.5 + random.unit() / 2.0);
-        // Whoever obeyed the named wait and is sent away again comes back later than told.
-        let wait = backoff.max(after.unwrap_or_default().min(AFTER_MAX));
+        let backoff = self.policy.wait_max(failures - 1).mul_f64(0.5 + random.unit() / 2.0);
+        // Where the named wait did not suffice, the next one is longer.
+        let wait = backoff.max(BreakerPolicy::named_wait(after.unwrap_or_default()));
         self.set(&mut inner, Inner::Open { until: now + wait, failures });
         Some(wait)
     }
 
-    /// The destination accepted an event or refused it for good. Closes a breaker that was probing; returns whether it did.
+    /// The destination accepted an event or refused it for good. Closes a breaker that was probing;
+    /// returns whether it did.
     ///
     /// An answer while it is open belongs to a call sent before it opened, and proves nothing.
     pub(crate) fn answered(&self) -> bool {
@@ -186,7 +157,6 @@ impl Breaker {
             return false;
         }
         self.set(&mut inner, Inner::Closed);
-        lock(&self.suspects).generation += 1;
         true
     }
 
@@ -198,45 +168,6 @@ impl Breaker {
         }
     }
 
-    /// The destination accepted an event: whatever it sends away next, it is not down.
-    pub(crate) fn accepted(&self) {
-        self.accepted.store(true, Ordering::Relaxed);
-    }
-
-    /// Notes that this event found the destination down. Once it has done so [`BLAME_AFTER`] times while others were delivered in
-    /// between, the event, not the destination, is to blame.
-    ///
-    /// `after` says that the destination itself asked to come later. Then the event is never charged; it alone waits, longer each time, if it
-    /// is a suspect by now or another was accepted since somebody was sent away last. So two in a row make all wait, one of many itself.
-    pub(crate) fn blame(&self, seq: Seq, after: Option<Duration>) -> Culprit {
-        let alone = after.is_some() && self.accepted.swap(false, Ordering::Relaxed);
-        let mut suspects = lock(&self.suspects);
-        let generation = suspects.generation;
-        if suspects.seen.len() >= SUSPECTS_MAX {
-            suspects.seen.clear();
-        }
-        let suspect = suspects.seen.entry(seq).or_insert(Suspect { generation, count: 1, early: 0 });
-        if suspect.generation != generation {
-            (suspect.generation, suspect.count) = (generation, suspect.count.saturating_add(1));
-        }
-        match after {
-            Some(after) if alone || suspect.count >= BLAME_AFTER => {
-                suspect.early = suspect.early.saturating_add(1);
-                Culprit::Early(self.ceiling(suspect.early - 1).max(after.min(AFTER_MAX)))
-            }
-            None if suspect.count >= BLAME_AFTER => {
-                suspects.seen.remove(&seq);
-                Culprit::Event
-            }
-            _ => Culprit::Destination,
-        }
-    }
-
-    /// The longest wait after so many doublings.
-    fn ceiling(&self, doublings: u32) -> Duration {
-        self.policy.base.saturating_mul(1 << doublings.min(20)).min(self.policy.max)
-    }
-
     fn set(&self, inner: &mut MutexGuard<'_, Inner>, next: Inner) {
         let state = match next {
             Inner::Closed => BreakerState::Closed,
@@ -246,11 +177,6 @@ impl Breaker {
         **inner = next;
         self.state.store(state as u8, Ordering::Release);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing in here can panic half-way, so a poisoned lock holds a whole state.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -327,49 +253,5 @@ mod tests {
             waits.push(wait.as_secs());
         }
         assert_eq!(waits, [3, 3, 4, 8, 8]);
-    }
-
-    /// One event that finds the destination down, round after round, while another gets through in between.
-    fn rounds(breaker: &Breaker, count: u32, after: Option<Duration>) -> Vec<Culprit> {
-        let round = |round| {
-            breaker.unavailable(round * 100 * S, None, &Fixed(0.0));
-            breaker.admit((round * 100 + 50) * S);
-            assert!(breaker.answered());
-            breaker.blame(Seq(1), after)
-        };
-        (1..=count).map(round).collect()
-    }
-
-    #[test]
-    fn an_outage_blames_no_event_but_a_repeated_culprit_is_found() {
-        let breaker = breaker();
-        for _ in 0..100 {
-            assert_eq!(breaker.blame(Seq(1), None), Culprit::Destination, "nothing was delivered in between");
-        }
-        let blamed = rounds(&breaker, BLAME_AFTER, None).into_iter().filter(|it| *it == Culprit::Event).count();
-        assert_eq!(blamed, 1);
-    }
-
-    #[test]
-    fn whom_the_destination_asks_to_come_later_waits_alone_and_is_never_charged() {
-        let breaker = breaker();
-        let blamed: Vec<Culprit> =
-            rounds(&breaker, 12, Some(3 * S)).into_iter().skip(BLAME_AFTER as usize - 1).collect();
-        let early = [3, 3, 4, 8, 8, 8, 8, 8].map(|seconds| Culprit::Early(seconds * S));
-        assert_eq!(blamed, early);
-        let Culprit::Early(wait) = breaker.blame(Seq(1), Some(Duration::ZERO)) else { panic!("it is known") };
-        assert_eq!(wait, 8 * S, "also when nothing was delivered in between");
-    }
-
-    #[test]
-    fn of_two_in_a_row_that_are_to_come_later_the_second_makes_all_wait() {
-        let breaker = breaker();
-        let later = |seq| breaker.blame(Seq(seq), Some(Duration::ZERO));
-        assert_eq!(later(1), Culprit::Destination, "nothing was ever accepted");
-        for wait in [1, 2, 4, 8, 8] {
-            breaker.accepted();
-            assert_eq!(later(1), Culprit::Early(wait * S));
-        }
-        assert_eq!(later(2), Culprit::Destination);
     }
 }

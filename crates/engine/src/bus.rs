@@ -14,9 +14,10 @@ type Handler = Arc<dyn Fn(Arc<Delivery>) -> HandlerFuture + Send + Sync>;
 
 /// A sink that hands each event to every handler whose pattern matches its topic.
 ///
-/// All matching handlers run, at the same time; the event is delivered when all of them have succeeded. If one fails the
-/// event is retried, and *every* handler sees it again: handlers must be idempotent (the event id is the key). An
-/// event no handler asked for is delivered. A panic in a handler is that event's failed attempt.
+/// All matching handlers run, at the same time; the event is delivered when all of them have
+/// succeeded. If one fails the event is retried, and *every* handler sees it again: handlers must
+/// be idempotent (the event id is the key). An event no handler asked for is delivered. A panic in
+/// a handler is that event's failed attempt.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -55,13 +56,15 @@ impl InProcessBus {
         Ok(self)
     }
 
-    /// The patterns, in the order they were added: what a subscription that only serves this bus should filter by.
+    /// The patterns, in the order they were added: what a subscription that only serves this bus
+    /// should filter by.
     pub fn topics(&self) -> impl Iterator<Item = &str> {
         self.handlers.iter().map(|(pattern, _)| pattern.as_str())
     }
 }
 
-/// The worst of the handlers' outcomes. A retry wins over a death: a handler that may still succeed gets its chance first.
+/// The worst of the handlers' outcomes. A retry wins over a death: a handler that may still succeed
+/// gets its chance first.
 fn worst(outcomes: Vec<Outcome>) -> Outcome {
     let rank = |outcome: &Outcome| match outcome {
         Outcome::Delivered { duplicate: true } => 0,
@@ -69,7 +72,9 @@ fn worst(outcomes: Vec<Outcome>) -> Outcome {
         Outcome::Gone { .. } => 2,
         Outcome::Dead { .. } => 3,
         Outcome::Retry { .. } => 4,
-        Outcome::Unavailable { .. } => 5,
+        Outcome::Ambiguous { .. } => 5,
+        Outcome::Throttled { .. } => 6,
+        Outcome::Unavailable { .. } => 7,
     };
     outcomes.into_iter().max_by_key(rank).unwrap_or(Outcome::DELIVERED)
 }

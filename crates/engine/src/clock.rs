@@ -1,4 +1,5 @@
-//! Time and chance for programs on tokio: the real thing, and a simulated one under tokio's paused time.
+//! Time and chance for programs on tokio: the real thing, and a simulated one under tokio's paused
+//! time.
 
 use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
@@ -25,7 +26,8 @@ impl TokioClock {
         Self { zero: Instant::now(), simulated_from: None }
     }
 
-    /// Wall time derived from tokio's time, beginning at `start`: in a test with paused time nothing comes from the air.
+    /// Wall time derived from tokio's time, beginning at `start`: in a test with paused time
+    /// nothing comes from the air.
     pub fn simulated(start: Timestamp) -> Self {
         Self { zero: Instant::now(), simulated_from: Some(start) }
     }

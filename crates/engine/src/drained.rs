@@ -7,16 +7,17 @@ use crate::metrics::MetricsSnapshot;
 /// What one bounded run did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Drained {
-    /// Events read. One that waits behind a slow one of its key is read again when its turn comes, and counted again.
+    /// Events read: what a limit counts. One that waits behind a slow one of its key is read again
+    /// when its turn comes, and counted again.
     pub fetched: u64,
     /// Events the destination has now.
-    pub dispatched: u64,
+    pub delivered: u64,
     /// Deliveries that failed and will be tried again.
     pub failed: u64,
     /// Events that died.
     pub dead: u64,
-    /// Lanes that were lost before they were empty: taken over, paused, or the store went back to an earlier state. What was left of them is
-    /// for their next owner.
+    /// Lanes that were lost before they were empty: taken over, paused, or the store went back to
+    /// an earlier state. What was left of them is for their next owner.
     pub lanes_lost: u64,
 }
 
@@ -26,23 +27,18 @@ impl Drained {
         let dead = after.dead - before.dead;
         Self {
             fetched: after.fetched - before.fetched,
-            dispatched: after.delivered - before.delivered,
+            delivered: after.delivered - before.delivered,
             failed: (after.failed - before.failed).saturating_sub(dead),
             dead,
             lanes_lost: 0,
         }
-    }
-
-    /// Deliveries tried: what a limit counts.
-    pub fn tried(&self) -> u64 {
-        self.dispatched + self.failed + self.dead
     }
 }
 
 impl AddAssign for Drained {
     fn add_assign(&mut self, other: Self) {
         self.fetched += other.fetched;
-        self.dispatched += other.dispatched;
+        self.delivered += other.delivered;
         self.failed += other.failed;
         self.dead += other.dead;
         self.lanes_lost += other.lanes_lost;

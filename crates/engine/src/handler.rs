@@ -33,8 +33,9 @@ impl<T: IntoOutcome, E: std::fmt::Display> IntoOutcome for Result<T, E> {
 
 /// Makes a sink of an async function that handles one event.
 ///
-/// Different keys are handled concurrently (up to 16; see [`HandlerSink::concurrency`]), events of one key one after the
-/// other. A panic counts as a failed attempt. The handler may see an event again after a crash: at least once.
+/// Different keys are handled concurrently (up to 16; see [`HandlerSink::concurrency`]), events of
+/// one key one after the other. A panic counts as a failed attempt. The handler may see an event
+/// again after a crash: at least once.
 ///
 /// ```
 /// use postbox_core::Delivery;

@@ -16,10 +16,12 @@ const BATCH_MAX: usize = 500;
 
 /// Writes each event as one JSON object on a line of its own, to a file or to stdout.
 ///
-/// Fields: `id`, `topic`, `key`, `kind`, `version`, `headers`, `occurred_at`, and `payload` (the JSON itself, its numbers
-/// and key order untouched) where the content type says JSON and the bytes are JSON, else `payload_base64`.
+/// Fields: `id`, `topic`, `key`, `kind`, `version`, `headers`, `occurred_at`, and `payload` (the
+/// JSON itself, its numbers and key order untouched) where the content type says JSON and the bytes
+/// are JSON, else `payload_base64`.
 ///
-/// A file is synced before its events count as delivered. After a crash the last lines may be written again, with the same ids.
+/// A file is synced before its events count as delivered. After a crash the last lines may be
+/// written again, with the same ids.
 #[derive(Debug)]
 pub struct JsonLines {
     output: Mutex<Output>,
@@ -47,7 +49,8 @@ struct Line<'a> {
 }
 
 impl JsonLines {
-    /// Appends to a file, which is made if it is not there. A line cut short by a crash is ended, so that the next one is whole.
+    /// Appends to a file, which is made if it is not there. A line cut short by a crash is ended,
+    /// so that the next one is whole.
     pub async fn file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_owned();
         let fault = |source: std::io::Error| {
@@ -104,7 +107,8 @@ impl Output {
                 };
                 let written = written.await;
                 if written.is_err() && metadata.is_file() {
-                    // A full disk: take back the part that fitted, or the repetition would follow half a line.
+                    // A full disk: take back the part that fitted, or the repetition would follow
+                    // half a line.
                     file.set_len(metadata.len()).await?;
                 }
                 written
@@ -122,7 +126,8 @@ impl Output {
 
 /// The line of one event, line feed included.
 fn line(event: &Event) -> std::result::Result<Vec<u8>, serde_json::Error> {
-    // Checks the syntax only. Parsing into values would turn 25-digit integers into floats and refuse deep nesting.
+    // Checks the syntax only. Parsing into values would turn 25-digit integers into floats and
+    // refuse deep nesting.
     let payload: Option<&RawValue> = if event.is_json() { serde_json::from_slice(&event.payload).ok() } else { None };
     let mut line = serde_json::to_vec(&Line {
         id: event.id.to_string(),

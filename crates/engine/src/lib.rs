@@ -13,7 +13,7 @@
 //! let subscription = Subscription::new("printer".parse()?, LogName::outbox());
 //! let sink = handler_sink(|delivery: Delivery| async move { println!("{}", delivery.event.topic) });
 //! let relay = Relay::builder(store, subscription).sink(Arc::new(sink)).build()?;
-//! assert_eq!(relay.drain(None).await?.dispatched, 1); // or `run(stop)`, until stopped
+//! assert_eq!(relay.drain(None).await?.delivered, 1); // or `run(stop)`, until stopped
 //! # Ok(())
 //! # }
 //! ```
@@ -22,39 +22,49 @@
 //! |---|---|
 //! | [`Relay`] | drives one subscription: until stopped, once (`drain`), or on a [`Schedule`] |
 //! | [`handler_sink`], [`InProcessBus`], [`JsonLines`] | sinks that need no broker: a function, handlers by topic, a file or stdout |
+//! | [`Receiver`] | stores the messages of one source, from a broker or from senders that wait, many in a commit |
 //! | [`Sweeper`] | retention |
 //! | [`TokioClock`], [`SystemRandom`], [`SeededRandom`] | time and chance on tokio, real or simulated |
 //! | [`Metrics`] | what a relay counts |
 //!
 //! # What this crate deliberately does not do
 //!
-//! It contains no SQL and no network client: stores and brokers appear only as the contracts of `postbox-core`, so all of
-//! it runs in memory under a simulated clock. It knows no cron syntax and no configuration file.
+//! It contains no SQL and no network client: stores and brokers appear only as the contracts of
+//! `postbox-core`, so all of it runs in memory under a simulated clock. It knows no cron syntax and
+//! no configuration file.
 //!
 //! # Guarantees
 //!
-//! - At least once: an event leaves the books only after the destination answered for it, or a policy or a person said so.
-//! - Events of one key arrive in order, over retries, restarts and replicas (first arrivals; repetitions carry the same id).
-//! - A destination that is down costs no attempts; an event that is poison costs only its own key.
+//! - At least once: an event is done only after the destination answered for it, or a policy or a
+//!   person said so.
+//! - Events of one key arrive in order, over retries, restarts and replicas (first arrivals;
+//!   repetitions carry the same id).
+//! - An outage costs at most one attempt of one event; an event that can never succeed holds up
+//!   only its own key.
 //! - A graceful stop repeats nothing; a crash repeats at most what was in flight.
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
 
+mod apply_state;
 mod breaker;
 mod bus;
 mod clock;
+mod context;
 mod drained;
-mod fleet;
+mod failures;
 mod handler;
 mod json_lines;
 mod lane;
+mod lanes;
+mod limiter;
+mod lock;
 mod metrics;
 mod poll;
+mod receiver;
 mod relay;
 mod retention;
 mod schedule;
 mod settings;
-mod shared;
 
 pub use breaker::{BreakerPolicy, BreakerState};
 pub use bus::InProcessBus;
@@ -63,6 +73,9 @@ pub use drained::Drained;
 pub use handler::{HandlerSink, IntoOutcome, handler_sink};
 pub use json_lines::JsonLines;
 pub use metrics::{FailingLane, Metrics, MetricsSnapshot, Outage};
+pub use receiver::{
+    Committed, LogThrottle, Receiver, ReceiverBuilder, ReceiverMetrics, ReceiverSettings, ReceiverSnapshot, log_excerpt,
+};
 pub use relay::{Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept};
 pub use schedule::{Every, Schedule};

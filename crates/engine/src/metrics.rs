@@ -1,18 +1,19 @@
 //! What a relay counts. Added per batch, read at any time.
 
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
 use postbox_core::{Error, ErrorKind, Event, Topic};
 
 use crate::breaker::BreakerState;
+use crate::lock::lock;
 
-/// Most (topic, code) pairs counted by name; the rest is counted under `other`, so that no input makes the table grow.
+/// Most (topic, code) pairs counted by name; the rest is `other`, so that no input grows the table.
 const CAUSES_MAX: usize = 500;
-/// Most sources of duplicates counted by name, for the same reason: who appends chooses the name.
+/// Most sources of duplicates counted by name: whoever appends chooses the name.
 const SOURCES_MAX: usize = 50;
 
 /// A destination that is down.
@@ -43,14 +44,15 @@ struct Failures {
     count: u32,
 }
 
-/// So many failures in a row are told: one or two come with a restart of the store.
+/// So many failures in a row are reported: one or two come with a restart of the store.
 const FAILURES_MIN: u32 = 3;
 /// Failures are forgotten after this time without another: the lane is somebody else's by now.
 const FAILURES_KEPT: Duration = Duration::from_secs(60);
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// The counters of one relay since it was built; gauges are named as such. Shared by all its lanes.
+        /// The counters of one relay since it was built; gauges are named as such. Shared by all
+        /// its lanes.
         #[derive(Debug, Default)]
         pub struct Metrics {
             $(pub(crate) $name: AtomicU64,)*
@@ -72,7 +74,8 @@ macro_rules! counters {
                 self.$name.load(Ordering::Relaxed)
             })*
 
-            /// All counters. Each is exact; together they are as close to one moment as relaxed loads are.
+            /// All counters. Each is exact; together they are as close to one moment as relaxed
+            /// loads are.
             pub fn snapshot(&self) -> MetricsSnapshot {
                 MetricsSnapshot { $($name: self.$name(),)* }
             }
@@ -135,29 +138,31 @@ impl Metrics {
         }
     }
 
-    /// Since when and why the destination is down, if it is: from the opening of the breaker until it closes, while it is being asked again too.
+    /// Since when and why the destination is down, if it is: from the opening of the breaker until
+    /// it closes, while it is being asked again too.
     pub fn outage(&self) -> Option<Outage> {
-        self.outage.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.outage).clone()
     }
 
-    /// The lanes of this relay whose reads or settlements keep failing at `now`, though the store can be reached.
+    /// The lanes of this relay whose reads or settlements keep failing at `now`, though the store
+    /// can be reached.
     pub(crate) fn failing_lanes(&self, now: Timestamp) -> Vec<FailingLane> {
-        let failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
-        let told =
+        let failures = lock(&self.failures);
+        let reported =
             |it: &&Failures| it.count >= FAILURES_MIN && now.duration_since(it.last).unsigned_abs() <= FAILURES_KEPT;
-        let mut lanes: Vec<FailingLane> = failures.values().filter(told).map(|it| it.lane.clone()).collect();
+        let mut lanes: Vec<FailingLane> = failures.values().filter(reported).map(|it| it.lane.clone()).collect();
         // One line a lane: the call that has failed for longest.
         lanes.sort_by_key(|it| (it.lane, it.since));
         lanes.dedup_by_key(|it| it.lane);
         lanes
     }
 
-    /// A call of a lane failed. A store that is not there is told elsewhere, and ends by itself.
+    /// A call of a lane failed. A store that is down is reported elsewhere, and ends by itself.
     pub(crate) fn lane_failed(&self, lane: u16, operation: &'static str, error: &Error, now: Timestamp) {
         if error.kind() == ErrorKind::Unavailable {
             return;
         }
-        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failures = lock(&self.failures);
         let fresh = || Failures { lane: FailingLane { lane, since: now, code: String::new() }, last: now, count: 0 };
         let known = failures.entry((lane, operation)).or_insert_with(fresh);
         if now.duration_since(known.last).unsigned_abs() > FAILURES_KEPT {
@@ -169,20 +174,22 @@ impl Metrics {
 
     /// A call of a lane succeeded.
     pub(crate) fn lane_works(&self, lane: u16, operation: &'static str) {
-        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failures = lock(&self.failures);
         if !failures.is_empty() {
             failures.remove(&(lane, operation));
         }
     }
 
-    /// Failed deliveries by topic and reason code. At most 500 pairs by name; what comes later is under `("other", "other")`.
+    /// Failed deliveries by topic and reason code. At most 500 pairs by name; what comes later is
+    /// under `("other", "other")`.
     pub fn failures_by_cause(&self) -> BTreeMap<(String, String), u64> {
-        self.causes.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.causes).clone()
     }
 
-    /// Duplicates by the source of their events. At most 50 by name; what comes later is under `other`.
+    /// Duplicates by the source of their events. At most 50 by name; what comes later is under
+    /// `other`.
     pub fn duplicates_by_source(&self) -> BTreeMap<Option<String>, u64> {
-        self.duplicates_from.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.duplicates_from).clone()
     }
 
     pub(crate) fn add(&self, counter: &AtomicU64, count: usize) {
@@ -192,13 +199,13 @@ impl Metrics {
     }
 
     pub(crate) fn destination_down(&self, now: Timestamp, code: &str) {
-        let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut outage = lock(&self.outage);
         let since = outage.as_ref().map_or(now, |outage| outage.since);
         *outage = Some(Outage { since, code: code.to_owned() });
     }
 
     pub(crate) fn destination_up(&self) {
-        *self.outage.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&self.outage) = None;
     }
 
     pub(crate) fn set_breaker(&self, state: BreakerState) {
@@ -208,7 +215,7 @@ impl Metrics {
     /// The destination had this one already.
     pub(crate) fn duplicate(&self, event: &Event) {
         self.duplicates.fetch_add(1, Ordering::Relaxed);
-        let mut sources = self.duplicates_from.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sources = lock(&self.duplicates_from);
         let mut source = event.source.clone();
         if sources.len() >= SOURCES_MAX && !sources.contains_key(&source) {
             source = Some("other".to_owned());
@@ -218,7 +225,7 @@ impl Metrics {
 
     pub(crate) fn failure(&self, topic: &Topic, code: &str) {
         self.failed.fetch_add(1, Ordering::Relaxed);
-        let mut causes = self.causes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut causes = lock(&self.causes);
         let mut cause = (topic.as_str().to_owned(), code.to_owned());
         if causes.len() >= CAUSES_MAX && !causes.contains_key(&cause) {
             cause = ("other".to_owned(), "other".to_owned());

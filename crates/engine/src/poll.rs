@@ -1,17 +1,19 @@
-//! How long to wait when there was nothing to read: back to back while there is work, then from about 1 ms up to the idle interval.
+//! How long to wait when there was nothing to read: from about 1 ms up to the idle interval.
 
 use std::time::Duration;
 
-/// Longest wait in which hints are ignored: an idle relay with a store that hints for nothing reads some 400 times a second at
-/// most, and a true hint after false ones is heard soon.
-const DEAF_MAX: Duration = Duration::from_millis(10);
-/// Hints in a row that may lead to nothing. One or two are common and no fault: a notification comes after the read that saw its event.
+/// Longest wait in which hints are ignored: with a store that hints for nothing an idle relay reads
+/// some 400 times a second at most, and a true hint after false ones is followed soon.
+const HINTLESS_MAX: Duration = Duration::from_millis(10);
+/// Hints in a row that may lead to nothing. One or two are common: a notification may come after
+/// the read that saw its event.
 const HINTS_FALSE_MAX: u32 = 3;
 
 /// Adaptive polling of one lane.
 ///
-/// Growing by half instead of doubling keeps the wait after a gap of `g` below `g / 2`: at 500 events/s the tail stays
-/// under 10 ms, and an idle lane still reaches its idle interval within a third of a second.
+/// Growing by half instead of doubling keeps the wait after a gap of `g` below `g / 2`: at 500
+/// events/s the tail stays under 10 ms, and an idle lane still reaches its idle interval within a
+/// third of a second.
 #[derive(Debug)]
 pub(crate) struct Poll {
     min: Duration,
@@ -36,12 +38,12 @@ impl Poll {
     pub(crate) fn pause(&mut self) -> Duration {
         let pause = self.next;
         self.next = self.next.mul_f64(1.5).clamp(self.min, self.max);
-        if self.is_deaf() { pause.min(DEAF_MAX) } else { pause }
+        if self.ignores_hints() { pause.min(HINTLESS_MAX) } else { pause }
     }
 
-    /// Whether hints are ignored during the next wait, which is short then: the last ones led to empty reads, and a
-    /// store whose hint resolves for nothing must not turn an idle relay into a busy loop.
-    pub(crate) fn is_deaf(&self) -> bool {
+    /// Whether hints are ignored during the next wait, which is short then: the last ones led to
+    /// empty reads, and a store whose hint resolves for nothing must not make an idle relay spin.
+    pub(crate) fn ignores_hints(&self) -> bool {
         self.false_hints >= HINTS_FALSE_MAX
     }
 
@@ -69,15 +71,15 @@ mod tests {
     }
 
     #[test]
-    fn a_store_that_hints_for_nothing_is_not_listened_to_for_a_while() {
+    fn false_hints_are_ignored_for_a_while() {
         let mut poll = Poll::new(Duration::from_millis(1), Duration::from_millis(100));
         for _ in 0..HINTS_FALSE_MAX {
-            assert!(!poll.is_deaf());
+            assert!(!poll.ignores_hints());
             poll.woken_by_hint(true);
         }
-        assert!(poll.is_deaf());
-        assert!((0..20).map(|_| poll.pause()).all(|pause| pause <= DEAF_MAX));
+        assert!(poll.ignores_hints());
+        assert!((0..20).map(|_| poll.pause()).all(|pause| pause <= HINTLESS_MAX));
         poll.woken_by_hint(false);
-        assert!(!poll.is_deaf(), "after one wait without it, a hint is heard again");
+        assert!(!poll.ignores_hints(), "after one wait without it, a hint counts again");
     }
 }

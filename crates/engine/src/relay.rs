@@ -4,19 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use postbox_core::{Apply, Clock, Error, ErrorKind, Inspect, Log, OwnerId, Pause, Random, Result, Sink, Subscription};
+use postbox_core::{Admin, Apply, Clock, Error, ErrorKind, Log, OwnerId, Pause, Random, Result, Sink, Subscription};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use crate::breaker::Breaker;
 use crate::clock::{SystemRandom, TokioClock};
+use crate::context::{Destination, RelayContext};
 use crate::drained::Drained;
-use crate::fleet::Fleet;
-use crate::lane::{Budget, Held, Lane};
+use crate::lane::{Lane, LeaseGuard, ReadLimit};
+use crate::lanes::Lanes;
 use crate::metrics::{FailingLane, Metrics};
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
-use crate::shared::{Destination, Shared};
 
 /// How long a stop waits for the answer to a request for a lane.
 const ASK_GRACE: Duration = Duration::from_secs(1);
@@ -27,7 +26,7 @@ pub struct RelayBuilder {
     log: Arc<dyn Log>,
     subscription: Subscription,
     destination: Option<Destination>,
-    inspect: Option<Arc<dyn Inspect>>,
+    inspect: Option<Arc<dyn Admin>>,
     settings: RelaySettings,
     clock: Option<Arc<dyn Clock>>,
     random: Option<Arc<dyn Random>>,
@@ -41,15 +40,16 @@ impl RelayBuilder {
         self
     }
 
-    /// Events go to a handler inside the store's transaction (exactly-once effect). Replaces [`Self::sink`].
+    /// Events go to a handler inside the store's transaction (exactly-once effect). Replaces
+    /// [`Self::sink`].
     pub fn apply(mut self, apply: Arc<dyn Apply>) -> Self {
         self.destination = Some(Destination::Apply(apply));
         self
     }
 
-    /// Where a subscription is paused when its destination asks never to be called again (HTTP 410). Without it, only
-    /// this relay stops sending, until it is started again.
-    pub fn inspect(mut self, inspect: Arc<dyn Inspect>) -> Self {
+    /// Where a subscription is paused when its destination asks never to be called again (HTTP
+    /// 410). Without it, only this relay stops sending, until it is started again.
+    pub fn inspect(mut self, inspect: Arc<dyn Admin>) -> Self {
         self.inspect = Some(inspect);
         self
     }
@@ -72,7 +72,8 @@ impl RelayBuilder {
         self
     }
 
-    /// The name this relay holds its lanes under; never to be reused by another. Default: a fresh random one.
+    /// The name this relay holds its lanes under; never to be reused by another. Default: a fresh
+    /// random one.
     pub fn owner(mut self, owner: OwnerId) -> Self {
         self.owner = Some(owner);
         self
@@ -88,24 +89,16 @@ impl RelayBuilder {
             None => fresh_owner(&*random)?,
         };
         let metrics = Arc::new(Metrics::default());
-        let breaker = Breaker::new(self.settings.breaker.clone());
         let clock = self.clock.unwrap_or_else(|| Arc::new(TokioClock::new()));
-        let shared = self.destination.map(|destination| {
-            Arc::new(Shared::new(
-                self.log.clone(),
-                destination,
-                self.subscription.clone(),
-                self.settings.clone(),
-                clock.clone(),
-                random.clone(),
-                metrics.clone(),
-                breaker,
-            ))
+        let context = self.destination.map(|destination| {
+            let chance = (clock.clone(), random);
+            let (log, subscription) = (self.log.clone(), self.subscription.clone());
+            Arc::new(RelayContext::new(log, destination, subscription, self.settings, chance, metrics.clone()))
         });
         Ok(Relay {
             log: self.log,
             subscription: self.subscription,
-            shared,
+            context,
             inspect: self.inspect,
             clock,
             owner,
@@ -123,16 +116,16 @@ fn fresh_owner(random: &dyn Random) -> Result<OwnerId> {
 
 /// One subscription driven by this process.
 ///
-/// Relays of the same subscription in other processes share its lanes without configuration; a crashed one's lanes are
-/// taken over after the lease.
+/// Relays of the same subscription in other processes share its lanes without configuration; a
+/// crashed one's lanes are taken over after the lease.
 ///
 /// Without a destination it idles, and events stay pending: nothing is lost.
 pub struct Relay {
     log: Arc<dyn Log>,
     subscription: Subscription,
     /// `None` without a destination.
-    shared: Option<Arc<Shared>>,
-    inspect: Option<Arc<dyn Inspect>>,
+    context: Option<Arc<RelayContext>>,
+    inspect: Option<Arc<dyn Admin>>,
     clock: Arc<dyn Clock>,
     owner: OwnerId,
     metrics: Arc<Metrics>,
@@ -183,27 +176,30 @@ impl Relay {
         &self.subscription
     }
 
-    /// Relays until `stop`, then finishes what is in flight, settles, gives its lanes back, closes the sink and returns.
+    /// Relays until `stop`, then finishes what is in flight, settles, gives its lanes back, closes
+    /// the sink and returns.
     ///
-    /// A store that is down is waited for. An error is permanent (schema, unknown log, other number of lanes): a person
-    /// must act. `stop` may be cancelled before the start, and any number of times.
+    /// A store that is down is waited for. An error is permanent (schema, unknown log, other number
+    /// of lanes): a person must act. `stop` may be cancelled before the start, and any number of
+    /// times.
     ///
-    /// Dropping this future stops without settling: what was in flight may arrive again, nothing is lost.
+    /// Dropping this future stops without settling: what was in flight may arrive again, nothing is
+    /// lost.
     pub async fn run(&self, stop: CancellationToken) -> Result<()> {
         let _running = self.start()?;
         if !self.subscribe(&stop).await? {
             return Ok(());
         }
-        let Some(shared) = &self.shared else {
-            info!(subscription = self.name(), "no destination configured; events stay pending");
+        let Some(context) = &self.context else {
+            info!(subscription = self.name(), "no destination configured");
             stop.cancelled().await;
             return Ok(());
         };
         info!(subscription = self.name(), owner = %self.owner, "relay started");
-        let mut fleet = Fleet::new(shared.clone(), self.owner.clone());
-        let ended = self.lead(&mut fleet, &stop).await;
-        fleet.stop().await;
-        if let Destination::Sink(sink) = &shared.destination {
+        let mut lanes = Lanes::new(context.clone(), self.owner.clone());
+        let ended = self.share_lanes(&mut lanes, &stop).await;
+        lanes.stop().await;
+        if let Destination::Sink(sink) = &context.destination {
             sink.close().await;
         }
         match &ended {
@@ -213,20 +209,18 @@ impl Relay {
         ended
     }
 
-    /// Drains each time the schedule says so, until `stop`. A run still going at its next time is not doubled.
+    /// Drains each time the schedule says so, until `stop`. A run still going at its next time is
+    /// not doubled.
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn run_on(&self, schedule: &dyn Schedule, stop: CancellationToken) -> Result<()> {
         while !stop.is_cancelled() {
             let now = self.clock.now();
             let Some(next) = schedule.next_after(now) else { break };
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => break,
-                () = self.clock.sleep(until(now, next)) => {}
+            if stop.run_until_cancelled(self.clock.sleep(until(now, next))).await.is_none() {
+                break;
             }
-            let drained = self.drain_until(None, stop.clone()).await;
-            match drained {
+            match self.drain_until(None, stop.clone()).await {
                 Ok(drained) => info!(subscription = self.name(), ?drained, "scheduled run"),
                 Err(error) if error.is_permanent() => return Err(error),
                 Err(error) => warn!(subscription = self.name(), error = %error, "scheduled run failed"),
@@ -237,11 +231,13 @@ impl Relay {
 
     /// Delivers what is pending now, and returns. Retrying events that are not due are left.
     ///
-    /// At most `limit` deliveries are tried, and no fewer while there are events that may go. One that has to wait, behind an earlier event of its
-    /// key or for its time, or that was taken out, does not count; one that is due again within the same run counts again. With a limit, one lane goes after the other.
+    /// At most `limit` deliveries are read, over all lanes, and so no more are delivered. One that
+    /// then has to wait, behind an earlier event of its key or for its time, counts too; read again
+    /// in the same run it counts again.
     ///
-    /// Takes every lane nobody else holds. A destination that is down ends it early; a store that is down, or goes down midway, is an error,
-    /// and what was delivered until then is in [`Self::metrics`]. A lane lost midway is counted in [`Drained::lanes_lost`].
+    /// Takes every lane nobody else holds. A destination that is down ends it early; a store that
+    /// is down, or goes down midway, is an error, and what was delivered until then is in
+    /// [`Self::metrics`]. A lane lost midway is counted in [`Drained::lanes_lost`].
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn drain(&self, limit: Option<usize>) -> Result<Drained> {
@@ -252,29 +248,29 @@ impl Relay {
     pub async fn drain_until(&self, limit: Option<usize>, stop: CancellationToken) -> Result<Drained> {
         let _running = self.start()?;
         self.log.subscribe(&self.subscription).await?;
-        let Some(shared) = &self.shared else { return Ok(Drained::default()) };
+        let Some(context) = &self.context else { return Ok(Drained::default()) };
         let before = self.metrics.snapshot();
-        let budget = Budget::new(limit);
-        let ttl = shared.settings.lease_ttl;
+        let limit = ReadLimit::new(limit);
+        let ttl = context.settings.lease_ttl;
         let (mut lanes, mut known) = (Vec::new(), Vec::new());
         while lanes.len() < usize::from(self.subscription.lanes) && !stop.is_cancelled() {
             let asked_at = self.clock.monotonic();
             let acquired = self.log.acquire(&self.subscription.name, &self.owner, &known, ttl).await?;
             if let Some(pause) = &acquired.paused {
-                info!(subscription = self.name(), by = pause.by, why = pause.why, "subscription is paused");
+                info!(subscription = self.name(), by = pause.by, why = pause.why, "subscription paused");
             }
             let Some(lease) = acquired.lease else { break };
             self.metrics.lanes_acquired.fetch_add(1, Ordering::Relaxed);
             known.push(lease.lane);
-            let held = Held::new(lease, asked_at, ttl, stop.child_token(), CancellationToken::new());
-            lanes.push(Lane::new(shared.clone(), Arc::new(held)));
+            let guard = LeaseGuard::new(lease, asked_at, ttl, stop.child_token(), CancellationToken::new());
+            lanes.push(Lane::new(context.clone(), guard));
         }
         if lanes.is_empty() {
-            info!(subscription = self.name(), "no lane is free: other relays hold them, or the subscription is paused");
+            info!(subscription = self.name(), "no lane free");
         }
-        let ended = futures::future::join_all(lanes.into_iter().map(|lane| lane.drain(&budget))).await;
-        if shared.is_gone() {
-            self.pause(shared).await;
+        let ended = futures::future::join_all(lanes.into_iter().map(|lane| lane.drain(&limit))).await;
+        if context.health.is_gone() {
+            self.pause(context).await;
         }
         let mut lanes_lost = 0;
         for error in ended.into_iter().filter_map(Result::err) {
@@ -306,69 +302,67 @@ impl Relay {
                 Ok(()) => return Ok(true),
                 Err(error) if error.is_permanent() => return Err(error),
                 Err(error) => {
-                    warn!(subscription = self.name(), code = error.code(), error = %error, "store is not there yet");
+                    warn!(subscription = self.name(), code = error.code(), error = %error, "store unavailable");
                 }
             }
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => {}
-                () = self.clock.sleep(wait) => wait = (wait * 2).min(Duration::from_millis(500)),
-            }
+            _ = stop.run_until_cancelled(self.clock.sleep(wait)).await;
+            wait = (wait * 2).min(Duration::from_millis(500));
         }
         Ok(false)
     }
 
     /// Takes and shares lanes until `stop`; an error is permanent.
-    async fn lead(&self, fleet: &mut Fleet, stop: &CancellationToken) -> Result<()> {
-        let Some(shared) = &self.shared else { return Ok(()) };
+    async fn share_lanes(&self, lanes: &mut Lanes, stop: &CancellationToken) -> Result<()> {
+        let Some(context) = &self.context else { return Ok(()) };
         let mut wait = Duration::ZERO;
         loop {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return Ok(()),
-                ended = fleet.next_ended() => {
+                ended = lanes.next_ended() => {
                     ended?;
-                    // Somebody else may be faster; asking at once in a loop would only burn both.
-                    wait = fleet.ask_again_soon();
+                    // Another relay may be faster; asking at once in a loop would load the store.
+                    wait = lanes.ask_again_soon();
                 }
-                () = self.clock.sleep(wait) => match self.ask(fleet, stop).await {
+                () = self.clock.sleep(wait) => match self.ask(lanes, stop).await {
                     Some(next) => wait = next?,
                     None => return Ok(()),
                 },
             }
-            if shared.is_gone() && fleet.is_empty() && !self.pause(shared).await {
-                warn!(subscription = self.name(), "sending nothing until this relay is started again");
+            if context.health.is_gone() && lanes.is_empty() && !self.pause(context).await {
+                warn!(subscription = self.name(), "relay idle until restart");
                 stop.cancelled().await;
                 return Ok(());
             }
         }
     }
 
-    /// `None` if stopped before the store answered. A lane that is just being granted gets a moment to arrive, or nobody
-    /// could have it until its lease runs out.
-    async fn ask(&self, fleet: &mut Fleet, stop: &CancellationToken) -> Option<Result<Duration>> {
+    /// `None` if stopped before the store answered. A lane that is just being granted gets a moment
+    /// to arrive, or nobody could have it until its lease runs out.
+    async fn ask(&self, lanes: &mut Lanes, stop: &CancellationToken) -> Option<Result<Duration>> {
         let stopped = async {
             stop.cancelled().await;
             self.clock.sleep(ASK_GRACE).await;
         };
         tokio::select! {
             biased;
-            next = fleet.ask() => Some(next),
+            next = lanes.ask() => Some(next),
             () = stopped => None,
         }
     }
 
-    /// Pauses the subscription because its destination asked never to be called again; false if nobody can.
-    async fn pause(&self, shared: &Shared) -> bool {
-        let Some(why) = shared.take_gone() else { return true };
-        error!(subscription = self.name(), why, "destination is gone, subscription paused");
+    /// Pauses the subscription because its destination asked never to be called again; false if
+    /// nobody can.
+    async fn pause(&self, context: &RelayContext) -> bool {
+        let Some(why) = context.health.take_gone() else { return true };
+        error!(subscription = self.name(), why, "destination gone");
         let Some(inspect) = &self.inspect else { return false };
         let pause = Pause { until: None, by: "postbox".to_owned(), why };
         if let Err(error) = inspect.pause(&self.subscription.name, Some(&pause)).await {
-            shared.store_failed(&error);
+            context.store_failed(&error);
             // Nothing is sent before it worked: the mark stays, and the next turn tries again.
-            shared.set_gone(pause.why);
-            self.clock.sleep(shared.store_backoff(3)).await;
+            context.health.set_gone(pause.why);
+            self.clock.sleep(context.store_backoff(3)).await;
         }
         true
     }

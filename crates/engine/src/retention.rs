@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
-use postbox_core::{Clock, Error, Inspect, LogName, Receive, Result};
+use postbox_core::{Admin, Clock, Error, LogName, Receive, Result};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -12,7 +12,8 @@ use crate::schedule::{Every, Schedule, until};
 
 /// Pause between two bounded deletes of one sweep: leaves the store to those who deliver.
 const STEP_PAUSE: Duration = Duration::from_millis(20);
-/// Most steps of one sweep; what is left is for the next one. Bounds a sweep even if events age faster than it deletes.
+/// Most steps of one sweep; what is left is for the next one. Bounds a sweep even if events age
+/// faster than it deletes.
 const STEPS_MAX: usize = 100_000;
 
 /// What one sweep removed.
@@ -24,10 +25,10 @@ pub struct Swept {
     pub message_ids: u64,
 }
 
-/// Removes dispatched events older than an age (default 7 days) and forgets old inbound ids (default 30 days). Dead and
-/// pending events are never removed. Several replicas may sweep at once.
+/// Removes delivered events older than an age (default 7 days) and forgets old inbound ids (default
+/// 30 days). Dead and pending events are never removed. Several replicas may sweep at once.
 pub struct Sweeper {
-    inspect: Arc<dyn Inspect>,
+    inspect: Arc<dyn Admin>,
     receive: Option<Arc<dyn Receive>>,
     logs: Vec<LogName>,
     events_age: Duration,
@@ -38,29 +39,31 @@ pub struct Sweeper {
 
 impl Sweeper {
     /// A sweeper of `logs`, once an hour.
-    pub fn new(inspect: Arc<dyn Inspect>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
+    pub fn new(inspect: Arc<dyn Admin>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
         const DAY: Duration = Duration::from_secs(86_400);
         Self {
             inspect,
             receive: None,
             logs,
             events_age: 7 * DAY,
-            // Longer than any sender we know keeps retrying, and as long as Stripe lets a person send an event again.
+            // Longer than any sender we know keeps retrying, and as long as Stripe lets a person
+            // send an event again.
             message_ids_age: 30 * DAY,
             schedule: Box::new(Every(Duration::from_secs(3_600))),
             clock,
         }
     }
 
-    /// How old a dispatched event must be.
+    /// How old a delivered event must be.
     #[must_use]
     pub fn events_older_than(mut self, age: Duration) -> Self {
         self.events_age = age;
         self
     }
 
-    /// Also forgets ids of inbound messages older than `age`: 7 days ([`MESSAGE_IDS_AGE_MIN`]) or more, which is checked, and as long as your senders go on
-    /// repeating a message, which only you know. A message that comes again after its id was forgotten is applied again.
+    /// Also forgets ids of inbound messages older than `age`: 7 days ([`MESSAGE_IDS_AGE_MIN`]) or
+    /// more, which is checked, and as long as your senders go on repeating a message, which only
+    /// you know. A message that comes again after its id was forgotten is applied again.
     pub fn message_ids_older_than(mut self, receive: Arc<dyn Receive>, age: Duration) -> Result<Self> {
         if age < MESSAGE_IDS_AGE_MIN {
             let (age, least) = (age.as_secs(), MESSAGE_IDS_AGE_MIN.as_secs());
@@ -81,17 +84,16 @@ impl Sweeper {
         self
     }
 
-    /// Sweeps whenever the schedule says so, until `stop`. A sweep that fails is repeated at the next time.
+    /// Sweeps whenever the schedule says so, until `stop`. A sweep that fails is repeated at the
+    /// next time.
     ///
     /// Cancel-safe: each step is a transaction of the store.
     pub async fn run(&self, stop: CancellationToken) {
         while !stop.is_cancelled() {
             let now = self.clock.now();
             let Some(next) = self.schedule.next_after(now) else { return };
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => return,
-                () = self.clock.sleep(until(now, next)) => {}
+            if stop.run_until_cancelled(self.clock.sleep(until(now, next))).await.is_none() {
+                return;
             }
             match self.sweep(&stop).await {
                 Ok(swept) => info!(events = swept.events, message_ids = swept.message_ids, "retention sweep"),
@@ -126,11 +128,7 @@ impl Sweeper {
                 0 => break,
                 count => removed += count,
             }
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => {}
-                () = self.clock.sleep(STEP_PAUSE) => {}
-            }
+            _ = stop.run_until_cancelled(self.clock.sleep(STEP_PAUSE)).await;
         }
         Ok(removed)
     }

@@ -1,4 +1,5 @@
-//! When something runs that does not run all the time: an interval, or a cron expression the server brings.
+//! When something runs that does not run all the time: an interval, or a cron expression the server
+//! brings.
 
 use std::time::Duration;
 

@@ -26,17 +26,19 @@ pub struct RelaySettings {
     pub retry: RetryPolicy,
     /// What happens to a key when one of its events dies. Default: the next one goes out.
     pub on_dead: OnDead,
-    /// When a dead destination is asked again.
+    /// When a destination that is down is tried again.
     pub breaker: BreakerPolicy,
     /// Fewer calls at once than the sink can take. Default: what the sink declares.
     pub concurrency: Option<usize>,
-    /// Most events in a time, over all lanes of this relay, retries included. Waiting for it costs no attempt. Each replica keeps to it by
-    /// itself. Not for handlers that apply in a transaction. Default: as fast as the sink takes them.
+    /// Most events in a time, over all lanes of this relay, retries included. Waiting for it costs
+    /// no attempt. Each replica keeps to it by itself. Not for handlers that apply in a
+    /// transaction. Default: as fast as the sink takes them.
     pub rate: Option<Rate>,
-    /// How long a lane belongs to this relay without renewal; a crashed relay's work is taken over after it. Renewed at a
-    /// third. Default 10 s: two renewals may fail before the lane is lost.
+    /// How long a lane belongs to this relay without renewal; a crashed relay's work is taken over
+    /// after it. Renewed at a third. Default 10 s: two renewals may fail before the lane is lost.
     pub lease_ttl: Duration,
-    /// Longest time for one call of the sink; then it is dropped and counts as a failed attempt. Default 30 s.
+    /// Longest time for one call of the sink; then it is dropped and counts as a failed attempt.
+    /// Default 30 s.
     pub deliver_timeout: Duration,
     /// How long a graceful stop waits for calls in flight. Default 10 s.
     pub drain_timeout: Duration,

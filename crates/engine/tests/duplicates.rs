@@ -1,4 +1,5 @@
-//! "I had this one already": counted by the source of the event, in whatever way the destination came to say so.
+//! "I had this one already": counted by the source of the event, in whatever way the destination
+//! came to say so.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -49,7 +50,7 @@ async fn of_a_sink() {
     let bench = Bench::new().await;
     bench.append(events()).await;
     let relay = bench.builder(bench.subscription(), fast()).sink(Arc::new(Had(Duration::ZERO))).build().expect("built");
-    assert_eq!(relay.drain(None).await.expect("drained").dispatched, 4);
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 4);
     assert_counted(&relay);
 }
 
@@ -73,6 +74,6 @@ async fn of_a_handler_in_the_transaction() {
     bench.append(events()).await;
     let apply = bench.store.apply(|_, _| HAD);
     let relay = bench.builder(bench.subscription(), fast()).apply(apply).build().expect("built");
-    assert_eq!(relay.drain(None).await.expect("drained").dispatched, 4);
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 4);
     assert_counted(&relay);
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bench::{Answer, Bench, Cable, Recorder, event, fast};
 use postbox_core::{
-    BatchLimit, Call, Capabilities, ErrorKind, Inspect, Outcome, Pause, Result, Selection, State, Wire,
+    Admin as _, BatchLimit, Call, Capabilities, ErrorKind, Outcome, Pause, Result, Selection, State, Wire,
 };
 use postbox_engine::RelaySettings;
 use tokio_util::sync::CancellationToken;
@@ -38,7 +38,8 @@ async fn a_call_that_died_with_its_relay_is_repeated_after_the_lease() {
     assert_eq!(versions, [1, 2], "the lease is 5 s, the call's limit 600 s");
 }
 
-/// One event a second, two a batch: a drain of 30 events takes long enough to lose something midway.
+/// One event a second, two a batch: a drain of 30 events takes long enough to lose something
+/// midway.
 fn slow() -> (Arc<Recorder>, RelaySettings) {
     let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 1, prefix: false });
     sink.takes(S);
@@ -78,10 +79,11 @@ async fn a_drain_that_loses_its_lane_says_so() {
     let (drained, ()) = tokio::join!(relay.drain(None), pausing);
     let drained = drained.expect("what was delivered counts");
     assert_eq!(drained.lanes_lost, 1);
-    assert!((1..30).contains(&drained.dispatched), "{drained:?}");
+    assert!((1..30).contains(&drained.delivered), "{drained:?}");
 }
 
-/// Executes each call at once, and answers renewals late; once one is answered, nothing comes through any more.
+/// Executes each call at once, and answers renewals late; once one is answered, nothing comes
+/// through any more.
 #[derive(Default)]
 struct SlowRenewal(Cable);
 
@@ -98,7 +100,8 @@ impl Wire for SlowRenewal {
     }
 }
 
-/// The store counts a lease from when it executes the call, so its holder must not count it from the answer.
+/// The store counts a lease from when it executes the call, so its holder must not count it from
+/// the answer.
 #[tokio::test(start_paused = true)]
 async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
     let bench = Bench::new().await;
@@ -128,7 +131,7 @@ async fn a_call_in_flight_is_not_made_beside_itself() {
     let relay = bench.relay(sink.clone(), fast());
     let hurrying = async {
         tokio::time::sleep(4 * S).await;
-        let changed = bench.store.requeue(&bench.subscription().name, &Selection::default()).await.expect("hurried");
+        let changed = bench.store.retry(&bench.subscription().name, &Selection::default()).await.expect("hurried");
         assert_eq!(changed.count, 1, "its call outlived its batch");
     };
     tokio::join!(bench.run_for(&relay, 20 * S), hurrying);

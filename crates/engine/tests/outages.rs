@@ -1,4 +1,5 @@
-//! A destination that is down, or asks for patience: one named case each, on the memory store under paused time.
+//! A destination that is down, or throttles: one named case each, on the memory store under paused
+//! time.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -25,7 +26,7 @@ async fn dead_destination(capabilities: Capabilities) -> (Bench, Arc<Recorder>, 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dead_destination_burns_no_attempts_and_drains_when_it_returns() {
+async fn an_outage_costs_no_attempts_and_everything_is_delivered_after_it() {
     for capabilities in bench::all_capabilities() {
         let (bench, sink, relay) = dead_destination(capabilities).await;
         let stop = CancellationToken::new();
@@ -53,19 +54,19 @@ async fn an_outage_leaves_one_row_that_tells_of_it() {
         bench.run_for(&relay, 3_600 * S).await;
         let stats = bench.stats().await;
         assert_eq!(stats.retrying, 1, "{capabilities:?}: {stats:?}");
-        let told = &bench.list(State::Retrying).await[0];
-        assert_eq!((told.event.version, told.attempts, told.code.as_deref()), (Some(0), 0, Some("connect_refused")));
+        let row = &bench.list(State::Retrying).await[0];
+        assert_eq!((row.event.version, row.attempts, row.code.as_deref()), (Some(0), 0, Some("connect_refused")));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_asks_to_come_later_is_asked_one_at_a_time_and_costs_no_life() {
+async fn a_throttling_destination_is_probed_one_event_at_a_time_and_costs_no_attempts() {
     let bench = Bench::new().await;
     bench.append((0..300).map(|n| event(n, n))).await;
     let sink = Recorder::new(Capabilities::default());
     sink.script(|_| {
         let after = Some(3 * S);
-        Answer::Say(Outcome::Unavailable { code: "http_429".into(), error: "later".into(), after })
+        Answer::Say(Outcome::Throttled { code: "http_429".into(), error: "later".into(), after })
     });
     let relay = bench.relay(sink.clone(), fast());
     bench.run_for(&relay, 300 * S).await;
@@ -74,7 +75,7 @@ async fn who_asks_to_come_later_is_asked_one_at_a_time_and_costs_no_life() {
     assert_eq!(bench.stats().await.dead, 0);
     // From now on it takes all but one, which it always sends away.
     sink.script(|delivery| match bench::version(delivery) {
-        5 => Answer::Say(Outcome::Unavailable { code: "http_429".into(), error: "later".into(), after: Some(3 * S) }),
+        5 => Answer::Say(Outcome::Throttled { code: "http_429".into(), error: "later".into(), after: Some(3 * S) }),
         _ => Answer::Say(Outcome::DELIVERED),
     });
     let stop = CancellationToken::new();
@@ -99,14 +100,12 @@ async fn who_asks_to_come_later_is_asked_one_at_a_time_and_costs_no_life() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_of_many_that_is_always_to_come_later_slows_nobody() {
+async fn one_event_that_is_always_throttled_slows_no_other() {
     for after in [Duration::ZERO, 3 * S] {
         let bench = Bench::new().await;
         let sink = Recorder::new(Capabilities::default());
         sink.script(move |delivery| match bench::version(delivery) {
-            5 => {
-                Answer::Say(Outcome::Unavailable { code: "http_429".into(), error: "later".into(), after: Some(after) })
-            }
+            5 => Answer::Say(Outcome::Throttled { code: "http_429".into(), error: "later".into(), after: Some(after) }),
             _ => Answer::Say(Outcome::DELIVERED),
         });
         let relay = bench.relay(sink.clone(), fast());
@@ -129,7 +128,7 @@ async fn one_of_many_that_is_always_to_come_later_slows_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_probe_that_is_to_be_tried_again_does_not_open_the_gates() {
+async fn a_probe_that_is_to_be_tried_again_does_not_close_the_breaker() {
     let bench = Bench::new().await;
     bench.append((0..300).map(|n| event(n, n))).await;
     let sink = Recorder::new(Capabilities::default());
@@ -199,4 +198,94 @@ async fn a_relay_dropped_in_the_middle_of_a_probe_probes_again_when_run_again() 
     assert!(run.await.expect_err("aborted").is_cancelled());
     bench.run_for(&relay, 60 * S).await;
     assert_eq!(bench.stats().await.dispatched, 10);
+}
+
+/// What this event meets looks like an outage, and is none: others succeed.
+#[tokio::test(start_paused = true)]
+async fn an_event_that_looks_like_an_outage_dies_of_its_attempts() {
+    for capabilities in bench::all_capabilities() {
+        let bench = Bench::new().await;
+        bench.append((0..400).map(|n| event(n % 40, n))).await;
+        let sink = Recorder::new(capabilities);
+        sink.script(|delivery| match bench::version(delivery) {
+            5 => Answer::Say(Outcome::ambiguous("http_503", "it crashed")),
+            _ => Answer::Say(Outcome::DELIVERED),
+        });
+        let relay = bench.relay(sink.clone(), fast());
+        let stop = CancellationToken::new();
+        let produce = async {
+            for n in 400..700 {
+                bench.append([event(n % 40, n)]).await;
+                tokio::time::sleep(S).await;
+            }
+            stop.cancel();
+        };
+        let (ended, ()) = tokio::join!(relay.run(stop.clone()), produce);
+        ended.expect("ran");
+        let stats = bench.stats().await;
+        assert_eq!((stats.dead, stats.dispatched), (1, 699), "{capabilities:?}");
+        assert_eq!(bench.list(State::Dead).await[0].attempts, fast().retry.attempts_max);
+        sink.assert_in_order();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_ambiguous_outage_costs_one_attempt_of_one_event() {
+    for capabilities in bench::all_capabilities() {
+        let bench = Bench::new().await;
+        let sink = Recorder::new(capabilities);
+        let relay = bench.relay(sink.clone(), fast());
+        let stop = CancellationToken::new();
+        let operate = async {
+            bench.append((0..100).map(|n| event(n % 20, n))).await;
+            sink.wait_for(100).await;
+            sink.script(|_| Answer::Say(Outcome::ambiguous("connection_lost", "down")));
+            bench.append((100..200).map(|n| event(n % 20, n))).await;
+            tokio::time::sleep(3_600 * S).await;
+            sink.script(|_| Answer::Say(Outcome::DELIVERED));
+            sink.wait_for(200).await;
+            stop.cancel();
+        };
+        let (ended, ()) = tokio::join!(relay.run(stop.clone()), operate);
+        ended.expect("ran");
+        let charged: Vec<u32> = sink.arrivals().iter().map(|it| it.attempt - 1).filter(|it| *it > 0).collect();
+        assert_eq!(charged, [1], "{capabilities:?}");
+        sink.assert_in_order();
+    }
+}
+
+/// The handler of an apply subscription is judged as a sink is.
+#[tokio::test(start_paused = true)]
+async fn a_handler_whose_event_always_finds_its_service_down_gives_up_while_others_succeed() {
+    let bench = Bench::new().await;
+    bench.append((0..400).map(|n| event(n % 40, n))).await;
+    let apply = bench.store.apply(|_, delivery| match bench::version(delivery) {
+        5 => Outcome::unavailable("connect_refused", "it crashed"),
+        _ => Outcome::DELIVERED,
+    });
+    let relay = bench.builder(bench.subscription(), fast()).apply(apply).build().expect("built");
+    let stop = CancellationToken::new();
+    let produce = async {
+        for n in 400..1_120 {
+            bench.append([event(n % 40, n)]).await;
+            tokio::time::sleep(5 * S).await;
+        }
+        tokio::time::sleep(60 * S).await;
+        stop.cancel();
+    };
+    let (ended, ()) = tokio::join!(relay.run(stop.clone()), produce);
+    ended.expect("ran");
+    let stats = bench.stats().await;
+    assert_eq!((stats.dead, stats.dispatched), (1, 1_119));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_run_probes_a_destination_that_was_down_in_the_one_before() {
+    let (bench, sink, relay) = dead_destination(Capabilities::default()).await;
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 0);
+    sink.down(false);
+    tokio::time::sleep(60 * S).await;
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 200);
+    sink.assert_in_order();
+    assert_eq!(bench.stats().await.dispatched, 200);
 }

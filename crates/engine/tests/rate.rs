@@ -35,7 +35,8 @@ async fn a_rate_is_kept_and_costs_no_attempt() {
                 stop.cancel();
             });
             let took = began.elapsed();
-            // 550 calls at 50 a second are 11 s, less a burst; what a sink of whole chunks stops behind a failure was sent too, and goes again.
+            // 550 calls at 50 a second are 11 s, less a burst; what a sink of whole chunks stops
+            // behind a failure was sent too, and goes again.
             assert!((10 * S..25 * S).contains(&took), "{took:?} for {capabilities:?}, {lanes} lanes");
             assert!(sink.arrivals().iter().all(|arrival| arrival.attempt <= 2));
             assert_eq!(bench.stats().await.dispatched, 500);

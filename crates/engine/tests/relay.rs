@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use bench::{Answer, Bench, Cable, Recorder, event, fast};
 use postbox_core::{
-    Append, BatchLimit, Capabilities, Delivery, Inspect, ListQuery, LogName, MemoryStore, NewEvent, Ordering, Outcome,
-    Selection, State,
+    Admin as _, Append, BatchLimit, Capabilities, Delivery, Inspect, ListQuery, LogName, MemoryStore, NewEvent,
+    Ordering, Outcome, Selection, State,
 };
 use postbox_engine::{Every, InProcessBus, OnDead, Relay, RelaySettings, Sweeper, TokioClock, handler_sink};
 use tokio_util::sync::CancellationToken;
@@ -26,7 +26,7 @@ async fn drain_delivers_everything_once_in_key_order() {
         let relay = bench
             .relay(sink.clone(), RelaySettings { batch: BatchLimit { events: 30, ..BatchLimit::default() }, ..fast() });
         let drained = relay.drain(None).await.expect("drained");
-        assert_eq!((drained.fetched, drained.dispatched, drained.failed, drained.dead), (500, 500, 0, 0));
+        assert_eq!((drained.fetched, drained.delivered, drained.failed, drained.dead), (500, 500, 0, 0));
         sink.assert_in_order();
         assert_eq!(sink.arrivals().len(), 500);
         assert_eq!(relay.drain(None).await.expect("again").fetched, 0);
@@ -47,11 +47,11 @@ async fn a_failed_event_holds_its_key_and_nothing_else() {
         });
         let relay = bench.relay(sink.clone(), fast());
         let first = relay.drain(None).await.expect("drained");
-        assert_eq!((first.dispatched, first.failed), (30, 1), "{capabilities:?}");
+        assert_eq!((first.delivered, first.failed), (30, 1), "{capabilities:?}");
         let stats = bench.stats().await;
         assert_eq!((stats.retrying, stats.blocked), (1, 9));
         tokio::time::sleep(2 * S).await;
-        assert_eq!(relay.drain(None).await.expect("drained").dispatched, 10);
+        assert_eq!(relay.drain(None).await.expect("drained").delivered, 10);
         sink.assert_in_order();
         assert_eq!(bench.stats().await.dispatched, 40);
     }
@@ -93,8 +93,8 @@ async fn a_permanent_failure_dies_at_once_and_a_replay_has_a_fresh_dedupe_id() {
     assert_eq!(relay.drain(None).await.expect("drained").dead, 1);
     assert_eq!(relay.drain(None).await.expect("drained").fetched, 0, "the dead are not retried on their own");
     let name = bench.subscription().name;
-    assert_eq!(bench.store.requeue(&name, &Selection::default()).await.expect("requeued").count, 1);
-    assert_eq!(relay.drain(None).await.expect("drained").dispatched, 1);
+    assert_eq!(bench.store.retry(&name, &Selection::default()).await.expect("requeued").count, 1);
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 1);
     assert!(sink.arrivals()[0].dedupe_id.ends_with("-r1"));
 }
 
@@ -314,7 +314,7 @@ async fn unordered_subscriptions_send_everything_at_once() {
     let subscription = postbox_core::Subscription { ordering: Ordering::None, ..bench.subscription() };
     let relay = bench.builder(subscription, fast()).sink(sink.clone()).build().expect("built");
     let began = tokio::time::Instant::now();
-    assert_eq!(relay.drain(None).await.expect("drained").dispatched, 64);
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 64);
     assert!(began.elapsed() < 2 * S, "{:?}", began.elapsed());
 }
 

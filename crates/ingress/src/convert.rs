@@ -47,11 +47,11 @@ impl Convert {
             Ok(Ok(Some(event))) => Ok(event),
             Ok(Ok(None)) => Err(Answer::Ignored),
             Ok(Err(failure)) => {
-                warn!(%source, message_id = message.message_id, "a genuine webhook was refused by the source's own function: {failure}");
+                warn!(%source, message_id = message.message_id, "webhook rejected: conversion failed: {failure}");
                 Err(Answer::Unmapped("convert_failed"))
             }
             Err(_) => {
-                error!(%source, message_id = message.message_id, "the source's own function panicked; the sender was told to come again");
+                error!(%source, message_id = message.message_id, "webhook conversion panicked");
                 Err(Answer::ConvertPanicked)
             }
         }

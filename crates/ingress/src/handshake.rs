@@ -8,7 +8,7 @@ use postbox_webhook::Scheme;
 use tracing::debug;
 
 use crate::answer::Answer;
-use crate::ingress::{Gate, Ingress};
+use crate::ingress::{Ingress, SourceState};
 use crate::json::text_at;
 
 /// Slack asks once whether the URL is ours. Only a verified question is answered.
@@ -17,25 +17,25 @@ pub(crate) fn challenge(scheme: Scheme, body: &[u8]) -> Option<String> {
     asked.then(|| text_at(body, "/challenge"))?
 }
 
-/// CloudEvents asks by `OPTIONS` whether an origin may send here. Nobody can sign this question, so only names that the configuration knows are answered;
-/// the callback URL that a stranger may name is never called.
+/// CloudEvents asks by `OPTIONS` whether an origin may send here. Nobody can sign this question, so only
+/// names that the configuration knows are answered; a callback URL in it is never called.
 pub(crate) async fn consent(
     State(ingress): State<Arc<Ingress>>,
     Path(name): Path<String>,
     headers: HeaderMap,
 ) -> Answer {
-    let Some(gate) = ingress.gates.get(&name) else {
+    let Some(state) = ingress.sources.get(&name) else {
         ingress.unknown.count(&Answer::UnknownSource);
         return Answer::UnknownSource;
     };
-    let answer = gate.consent_to(&headers);
-    gate.counters.count(&answer);
+    let answer = state.consent_to(&headers);
+    state.counters.count(&answer);
     // At debug: nobody can sign this question, so anybody can ask it all day.
-    debug!(source = %gate.source.name, answer = answer.code(), "an origin asked whether it may send");
+    debug!(source = %state.source.name, answer = answer.code(), "CloudEvents consent requested");
     answer
 }
 
-impl Gate {
+impl SourceState {
     fn consent_to(&self, headers: &HeaderMap) -> Answer {
         let mut asking = headers.get_all("webhook-request-origin").iter();
         // Two origins in one question are none.

@@ -8,76 +8,103 @@ use axum::Router;
 use axum::routing::post;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{Bucket, Clock, Error, Rate, Receive, Result, SourceName};
-use tokio::sync::Semaphore;
+use postbox_engine::{LogThrottle, Receiver, ReceiverSettings};
 use tracing::warn;
 
 use crate::answer::{Count, Counters};
 use crate::buffer::Buffer;
-use crate::gather::Gather;
 use crate::source::WebhookSource;
-use crate::storm::Storm;
 use crate::{handshake, receive};
 
-/// What of an unused rate is kept for a burst: senders that send once a second should not be told to slow down.
+/// What of an unused rate is kept for a burst: senders that send once a second should not be slowed down.
 const BURST: Duration = Duration::from_secs(1);
 
-/// How many of the largest bodies can be on their way at once, however large they may be: those that never end must not be all there is room for.
+/// How many of the largest bodies can be on their way at once, however large they may be: those that never
+/// end must not take all the room.
 const BODIES_MIN: usize = 3;
 
-/// Most genuine messages that are no events which the log names, one by one, in a time.
-const UNMAPPED_TOLD_PER_SECOND: u32 = 1;
+/// Most messages without a mapping that are logged one by one in a time.
+const UNMAPPED_LOGGED_PER_SECOND: u32 = 1;
 /// What of them may come at once: a whole topic that the mapping does not fit.
-const UNMAPPED_TOLD_BURST: Duration = Duration::from_secs(60);
+const UNMAPPED_LOGGED_BURST: Duration = Duration::from_secs(60);
+
+/// A stale time is logged once in so long.
+const STALE_LOGGED_EVERY: Duration = Duration::from_secs(600);
 
 /// All sources of a process, ready to be served.
 pub struct Ingress {
-    pub(crate) gates: BTreeMap<String, Gate>,
+    pub(crate) sources: BTreeMap<String, SourceState>,
     pub(crate) unknown: Counters,
     pub(crate) clock: Arc<dyn Clock>,
 }
 
 /// One source and what it is using.
-pub(crate) struct Gate {
+pub(crate) struct SourceState {
     pub(crate) source: WebhookSource,
     pub(crate) buffer: Buffer,
-    pub(crate) storing: Semaphore,
-    pub(crate) gather: Arc<Gather>,
+    pub(crate) receiver: Receiver,
     pub(crate) rate: Option<Mutex<Bucket>>,
     pub(crate) counters: Counters,
-    storm: Mutex<Storm>,
-    pub(crate) unmapped_told: Mutex<Bucket>,
+    logging: Mutex<Logging>,
+}
+
+/// What is logged, and not too often.
+pub(crate) struct Logging {
+    pub(crate) pushed_out: LogThrottle,
+    pub(crate) unmapped: Bucket,
+    stale_at: Option<Duration>,
+}
+
+impl Logging {
+    fn new() -> Self {
+        let unmapped = Rate::per_second(UNMAPPED_LOGGED_PER_SECOND).expect("a positive number a second is a rate");
+        let unmapped = Bucket::new(unmapped, UNMAPPED_LOGGED_BURST);
+        Self { pushed_out: LogThrottle::default(), unmapped, stale_at: None }
+    }
+
+    /// Whether a verified message with a stale time is to be logged: the first of ten minutes. It may be our
+    /// clock that is off.
+    pub(crate) fn stale(&mut self, now: Duration) -> bool {
+        let logs = self.stale_at.is_none_or(|at| now.saturating_sub(at) >= STALE_LOGGED_EVERY);
+        if logs {
+            self.stale_at = Some(now);
+        }
+        logs
+    }
 }
 
 impl Ingress {
-    /// Takes the sources; two of one name, limits that contradict themselves, or a tenant that nobody signed ([`Mapping::fault`]) are refused.
+    /// Takes the sources. Refused are two of one name, limits that contradict themselves, and a tenant that
+    /// nobody signed ([`Mapping::fault`](crate::Mapping::fault)).
     pub fn new(sources: Vec<WebhookSource>, receive: Arc<dyn Receive>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
-        let mut gates = BTreeMap::new();
+        let mut states = BTreeMap::new();
         for source in sources {
             let name = source.name.to_string();
-            let gate = Gate::new(source, &receive, &clock)?;
-            if gates.insert(name.clone(), gate).is_some() {
+            let state = SourceState::new(source, &receive, &clock)?;
+            if states.insert(name.clone(), state).is_some() {
                 return Err(Error::invalid("configure", "source_twice", format!("there are two sources named {name}")));
             }
         }
-        Ok(Arc::new(Self { gates, unknown: Counters::default(), clock }))
+        Ok(Arc::new(Self { sources: states, unknown: Counters::default(), clock }))
     }
 
     /// How often each source gave each answer, zeros included: `accepted`, `duplicate` (replayed id), `conflict`,
     /// `timestamp_too_old` (stale), every other refusal by its code, …
     pub fn counts(&self) -> Vec<Count> {
-        let known = self.gates.values().flat_map(|gate| gate.counters.counts(Some(&gate.source.name)));
+        let known = self.sources.values().flat_map(|state| state.counters.counts(Some(&state.source.name)));
         known.chain(self.unknown.counts(None).filter(|count| count.count > 0)).collect()
     }
 
-    /// How many headers of each source's messages were not kept, because an event has no room for them or they are no text.
+    /// How many headers of each source's messages were not kept, because an event has no room for them or
+    /// they are no text.
     pub fn headers_dropped(&self) -> Vec<(SourceName, u64)> {
-        self.gates.values().map(|gate| (gate.source.name.clone(), gate.source.dropped.headers())).collect()
+        self.sources.values().map(|state| (state.source.name.clone(), state.source.dropped.headers())).collect()
     }
 }
 
-impl Gate {
-    pub(crate) fn storm(&self) -> MutexGuard<'_, Storm> {
-        self.storm.lock().unwrap_or_else(PoisonError::into_inner)
+impl SourceState {
+    pub(crate) fn logging(&self) -> MutexGuard<'_, Logging> {
+        self.logging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn new(source: WebhookSource, receive: &Arc<dyn Receive>, clock: &Arc<dyn Clock>) -> Result<Self> {
@@ -90,33 +117,50 @@ impl Gate {
             warn!(source = %source.name, code = "id_unsigned", "{risk}");
         }
         let fault = |text: &str| {
-            Err(Error::invalid("configure", "source_limits_invalid", format!("source {}: {text}", source.name)))
+            Error::invalid("configure", "source_limits_invalid", format!("source {}: {text}", source.name))
         };
         if !(1..=PAYLOAD_BYTES_MAX).contains(&limits.body_bytes) {
-            return fault("the largest body must have 1 byte to 16 MiB");
+            return Err(fault("the largest body must have 1 byte to 16 MiB"));
         }
-        if limits.concurrency == 0 || limits.concurrency > Semaphore::MAX_PERMITS {
-            return fault("concurrency must be at least 1");
+        if limits.body_timeout.is_zero() {
+            return Err(fault("the timeouts must be longer than nothing"));
         }
-        if limits.body_timeout.is_zero() || limits.store_timeout.is_zero() {
-            return fault("the timeouts must be longer than nothing");
-        }
-        let told = Rate::per_second(UNMAPPED_TOLD_PER_SECOND).expect("a positive number a second is a rate");
+        let settings = ReceiverSettings {
+            in_flight_max: limits.concurrency,
+            store_timeout: limits.store_timeout,
+            ..ReceiverSettings::default()
+        };
+        let receiver = Receiver::builder(Arc::clone(receive), source.name.clone(), source.log.clone())
+            .settings(settings)
+            .clock(Arc::clone(clock))
+            .build()
+            .map_err(|error| fault(error.message()))?;
         Ok(Self {
             buffer: Buffer::new(limits.buffered_bytes.max(BODIES_MIN * limits.body_bytes)),
-            storing: Semaphore::new(limits.concurrency),
-            gather: Gather::new(Arc::clone(receive), Arc::clone(clock), source.log.clone(), limits.store_timeout),
+            receiver,
             rate: limits.rate.map(|rate| Mutex::new(Bucket::new(rate, BURST))),
             counters: Counters::default(),
-            storm: Mutex::default(),
-            unmapped_told: Mutex::new(Bucket::new(told, UNMAPPED_TOLD_BURST)),
+            logging: Mutex::new(Logging::new()),
             source,
         })
     }
 }
 
-/// The routes: `POST /in/{source}`, and `OPTIONS` for the CloudEvents handshake. Mount or merge them anywhere; axum's own body limit does not apply
-/// to them. Serve them with `postbox-listen`, or with something else that has deadlines for heads and a bound on connections.
+/// The routes: `POST /in/{source}`, and `OPTIONS` for the CloudEvents handshake. Mount or merge them
+/// anywhere; axum's own body limit does not apply to them. Serve them with `postbox-listen`, or with
+/// something else that has deadlines for heads and a bound on connections.
 pub fn router(ingress: Arc<Ingress>) -> Router {
     Router::new().route("/in/{source}", post(receive::receive).options(handshake::consent)).with_state(ingress)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stale_messages_are_logged_once_in_ten_minutes() {
+        let mut logging = Logging::new();
+        let logged = (0..1_800).filter(|n| logging.stale(Duration::from_secs(1_000 + *n))).count();
+        assert_eq!(logged, 3);
+    }
 }

@@ -40,7 +40,6 @@ mod body;
 mod buffer;
 mod config;
 mod convert;
-mod gather;
 mod handshake;
 mod headers;
 mod ingress;
@@ -49,7 +48,6 @@ mod mapping;
 mod receive;
 mod sns;
 mod source;
-mod storm;
 
 pub use answer::Count;
 pub use config::WebhookTable;

@@ -7,6 +7,8 @@ use http::{HeaderMap, header};
 use postbox_core::header::MESSAGE_ID;
 use postbox_core::limits::MESSAGE_ID_BYTES_MAX;
 use postbox_core::{Error, Inbound, NewEvent, SourceName};
+use postbox_engine::log_excerpt;
+use postbox_http::cloudevents;
 use postbox_webhook::{Scheme, Verified};
 use sha2::{Digest, Sha256};
 use tracing::warn;
@@ -16,7 +18,6 @@ use crate::answer::Answer;
 use crate::convert::Message;
 use crate::headers::keep_headers;
 use crate::json::text_at;
-use postbox_http::cloudevents;
 
 /// One place in an inbound message.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,28 +135,28 @@ impl Mapping {
 }
 
 /// A verified request with everything a mapping may look at.
-pub(crate) struct Genuine<'a> {
+pub(crate) struct VerifiedRequest<'a> {
     pub(crate) headers: &'a HeaderMap,
     pub(crate) body: Bytes,
     pub(crate) verified: Verified,
 }
 
-/// Why a message gets no further.
-pub(crate) enum Unfit {
-    /// The owner knows.
-    Told(Answer),
-    /// The owner is to be told.
-    Untold(Unmapped),
+/// Why a verified message gets no further.
+pub(crate) enum Rejection {
+    /// The source's own function said so, and it is logged.
+    Answered(Answer),
+    /// The mapping does not fit it; to be logged.
+    Mapping(MappingFailure),
 }
 
-impl From<Answer> for Unfit {
+impl From<Answer> for Rejection {
     fn from(answer: Answer) -> Self {
-        Self::Told(answer)
+        Self::Answered(answer)
     }
 }
 
-/// Why a genuine message is no event, for the owner's log. Of the message it holds nothing but its id.
-pub(crate) struct Unmapped {
+/// Why a verified message is no event, for the owner's log. Of the message it holds nothing but its id.
+pub(crate) struct MappingFailure {
     message_id: String,
     /// For the sender and the counter.
     code: &'static str,
@@ -170,7 +171,7 @@ pub(crate) struct Unmapped {
 const FIELDS: [&str; 9] =
     ["topic", "key", "tenant", "kind", "aggregate", "source", "content_type", "payload", "header"];
 
-impl Unmapped {
+impl MappingFailure {
     fn new(code: &'static str, field: &'static str, why: impl Into<String>) -> Self {
         Self { message_id: "-".into(), code, field, rule: code.into(), why: why.into() }
     }
@@ -178,42 +179,30 @@ impl Unmapped {
     fn invalid(error: &Error) -> Self {
         let field = FIELDS.into_iter().find(|field| error.code().starts_with(field)).unwrap_or("event");
         let message_id = "-".into();
-        Self { message_id, code: "event_invalid", field, rule: error.code().into(), why: shown(error.message()) }
+        Self { message_id, code: "event_invalid", field, rule: error.code().into(), why: log_excerpt(error.message()) }
     }
 
-    fn of(self, message_id: &str) -> Unfit {
-        Unfit::Untold(Self { message_id: shown(message_id), ..self })
+    fn of(self, message_id: &str) -> Rejection {
+        Rejection::Mapping(Self { message_id: log_excerpt(message_id), ..self })
     }
 
     pub(crate) fn answer(&self) -> Answer {
         Answer::Unmapped(self.code)
     }
 
-    pub(crate) fn tell(&self, source: &SourceName) {
+    pub(crate) fn log(&self, source: &SourceName) {
         let Self { message_id, code, field, rule, why } = self;
-        warn!(%source, code, field, rule, message_id, "a genuine webhook is not an event by this source's mapping; refused: {why}");
+        warn!(%source, code, field, rule, message_id, "webhook rejected: mapping failed: {why}");
     }
 }
 
-/// Most characters of a sender's text in a log line.
-const SHOWN_MAX: usize = 200;
-
-/// A sender's text for the log: nothing in it steers a terminal, and it has an end.
-pub(crate) fn shown(text: &str) -> String {
-    let mut shown: String = text.escape_debug().take(SHOWN_MAX).collect();
-    if text.escape_debug().nth(SHOWN_MAX).is_some() {
-        shown.push('…');
-    }
-    shown
-}
-
-impl Genuine<'_> {
+impl VerifiedRequest<'_> {
     /// The message for the store, or what the sender hears instead.
-    pub(crate) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Unfit> {
+    pub(crate) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Rejection> {
         // What is compared is what was signed: another spelling of it is a repetition, not another message.
         let digest = self.verified.digest.unwrap_or_else(|| Sha256::digest(&self.body).into());
-        let message_id = self.message_id(&source.mapping, &digest).map_err(Unfit::Untold)?;
-        let unmapped = |unmapped: Unmapped| unmapped.of(&message_id);
+        let message_id = self.message_id(&source.mapping, &digest).map_err(Rejection::Mapping)?;
+        let unmapped = |failure: MappingFailure| failure.of(&message_id);
         let tenant = self.tenant(&source.mapping, &digest).map_err(unmapped)?;
         let mut event = match &source.convert {
             None => self.event(source, &digest).map_err(unmapped)?,
@@ -228,41 +217,41 @@ impl Genuine<'_> {
         event.source.get_or_insert_with(|| source.name.to_string());
         event.headers.insert(MESSAGE_ID.into(), message_id.clone());
         let dropped = if source.convert.is_none() { keep_headers(&mut event, self.headers) } else { 0 };
-        event.validate().map_err(|error| unmapped(Unmapped::invalid(&error)))?;
+        event.validate().map_err(|error| unmapped(MappingFailure::invalid(&error)))?;
         source.dropped.note(&source.name, dropped);
         Ok(Inbound { source: source.name.clone(), message_id, digest, event })
     }
 
-    fn message_id(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<String, Unmapped> {
-        let unmapped = |why: String| Unmapped::new("id_unmapped", "id", why);
+    fn message_id(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<String, MappingFailure> {
+        let unmapped = |why: String| MappingFailure::new("id_unmapped", "id", why);
         let id = self.required(&mapping.id, digest).map_err(unmapped)?;
         if id.len() > MESSAGE_ID_BYTES_MAX {
-            let (bytes, begins) = (id.len(), shown(&id.chars().take(40).collect::<String>()));
+            let (bytes, begins) = (id.len(), log_excerpt(&id.chars().take(40).collect::<String>()));
             return Err(unmapped(format!(
                 "the id has {bytes} bytes, at most {MESSAGE_ID_BYTES_MAX} are allowed; it begins with {begins}"
             )));
         }
         if id.chars().any(char::is_control) {
-            return Err(unmapped(format!("the id {} has control characters", shown(&id))));
+            return Err(unmapped(format!("the id {} has control characters", log_excerpt(&id))));
         }
         Ok(id)
     }
 
-    fn tenant(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<Option<String>, Unmapped> {
+    fn tenant(&self, mapping: &Mapping, digest: &[u8; 32]) -> Result<Option<String>, MappingFailure> {
         if mapping.tenant.is_empty() {
             return Ok(None);
         }
         let tenant = self.required(&mapping.tenant, digest);
-        tenant.map(Some).map_err(|why| Unmapped::new("tenant_unmapped", "tenant", why))
+        tenant.map(Some).map_err(|why| MappingFailure::new("tenant_unmapped", "tenant", why))
     }
 
     /// The message as it came, as an event.
-    fn event(&self, source: &WebhookSource, digest: &[u8; 32]) -> Result<NewEvent, Unmapped> {
+    fn event(&self, source: &WebhookSource, digest: &[u8; 32]) -> Result<NewEvent, MappingFailure> {
         let mapping = &source.mapping;
         let topic =
-            self.required(&mapping.topic, digest).map_err(|why| Unmapped::new("topic_unmapped", "topic", why))?;
+            self.required(&mapping.topic, digest).map_err(|why| MappingFailure::new("topic_unmapped", "topic", why))?;
         let mut event = NewEvent::new(topic, self.body.clone(), self.content_type());
-        event.key = self.find(&mapping.key, digest).map_err(|why| Unmapped::new("key_unmapped", "key", why))?;
+        event.key = self.find(&mapping.key, digest).map_err(|why| MappingFailure::new("key_unmapped", "key", why))?;
         if source.check.scheme() == Scheme::StandardWebhooks {
             self.restore(&mut event);
         }

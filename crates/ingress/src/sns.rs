@@ -19,7 +19,7 @@ use postbox_webhook::{UnixSeconds, Verified};
 use tracing::{info, warn};
 
 use crate::answer::Answer;
-use certificates::{Certificates, FLIGHTS_MAX};
+use certificates::{Certificates, FETCHES_MAX};
 
 /// Longest wait for a certificate, and for those that were asked for before it; or for a confirmation.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
@@ -46,7 +46,7 @@ pub(crate) struct Sns {
 
 impl Sns {
     pub(crate) fn new(verifier: Verifier, confirm: bool) -> Result<Self> {
-        Ok(Self::with_fetch(verifier, confirm, Arc::new(PublicClient::new(FLIGHTS_MAX)?)))
+        Ok(Self::with_fetch(verifier, confirm, Arc::new(PublicClient::new(FETCHES_MAX)?)))
     }
 
     fn with_fetch(verifier: Verifier, confirm: bool, fetch: Arc<dyn Fetch>) -> Self {
@@ -61,12 +61,12 @@ impl Sns {
         let certificate = self.certificates.get(&url, clock).await?;
         let now = UnixSeconds(clock.now().as_second());
         let message = unverified.verify(&certificate, now).map_err(Answer::Refused)?;
-        self.certificates.prove(&url);
+        self.certificates.mark_proven(&url);
         match &message {
             Message::Notification(_) => Ok(message.verified()),
             Message::SubscriptionConfirmation(asked) => Err(self.confirm(asked, &**clock).await),
             Message::UnsubscribeConfirmation(told) => {
-                warn!(topic = %told.topic_arn, "SNS says that this endpoint was unsubscribed");
+                warn!(topic = %told.topic_arn, "SNS subscription removed");
                 Err(Answer::Unsubscribed)
             }
         }
@@ -76,7 +76,7 @@ impl Sns {
     async fn confirm(&self, asked: &Confirmation, clock: &dyn Clock) -> Answer {
         let topic = &asked.topic_arn;
         if !self.confirm {
-            warn!(%topic, "SNS asks to confirm a subscription; set confirm = true, or confirm it in AWS");
+            warn!(%topic, "SNS subscription unconfirmed; set confirm = true, or confirm it in AWS");
             return Answer::Unconfirmed;
         }
         let fetched = tokio::select! {
@@ -85,11 +85,11 @@ impl Sns {
         };
         match fetched {
             Fetched::Body(_) => {
-                info!(%topic, "a subscription to SNS is confirmed");
+                info!(%topic, "SNS subscription confirmed");
                 Answer::Confirmed
             }
             Fetched::Refused(why) | Fetched::Failed(why) => {
-                warn!(%topic, why, "a subscription to SNS could not be confirmed; SNS asks again");
+                warn!(%topic, why, "failed to confirm SNS subscription; SNS asks again");
                 Answer::ConfirmationFailed
             }
         }

@@ -1,4 +1,4 @@
-//! Who is connected, who owes us something, and who has to go.
+//! How many connections may be open, and which of them is closed for another.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -15,245 +15,250 @@ use tracing::warn;
 
 use super::ServeLimits;
 
-/// How often it is logged that connections were pushed out.
+/// How often it is logged that connections were evicted.
 const LOG_EVERY: Duration = Duration::from_secs(60);
 
 /// All connections of a listener.
-pub(super) struct Crowd {
+pub(super) struct ConnectionLimiter {
     limits: ServeLimits,
     clock: Arc<dyn Clock>,
-    seats: Mutex<Seats>,
-    /// Somebody left.
-    left: Notify,
+    slots: Mutex<Slots>,
+    /// A connection has ended.
+    freed: Notify,
 }
 
 #[derive(Default)]
-struct Seats {
+struct Slots {
     open: usize,
-    /// Told to go, and still there.
-    leaving: usize,
-    /// Pushed out by newcomers since that was logged last, and when that was.
-    pushed_out: u64,
+    /// Told to close, and still open.
+    closing: usize,
+    /// Evicted by newcomers since that was logged last, and when that was.
+    evicted: u64,
     logged_at: Option<Duration>,
-    /// Who owes something, by a number that grows with time.
-    owing: BTreeMap<u64, Owing>,
+    /// Connections that wait for their client, by a number that grows with time.
+    idle: BTreeMap<u64, Idle>,
     next: u64,
 }
 
-struct Owing {
+struct Idle {
     since: Duration,
-    debt: Debt,
+    waits_for: WaitsFor,
     close: Arc<Notify>,
 }
 
-/// What a connection owes.
+/// What a client has still to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Debt {
-    /// The head of a request, or to read the answer to the last one.
+enum WaitsFor {
+    /// Send the head of a request, or read the answer to the last one.
     Head,
-    /// The rest of a body.
+    /// Send the rest of a body.
     Body,
 }
 
-impl Crowd {
+impl ConnectionLimiter {
     pub(super) fn new(limits: ServeLimits, clock: Arc<dyn Clock>) -> Arc<Self> {
-        Arc::new(Self { limits, clock, seats: Mutex::default(), left: Notify::new() })
+        Arc::new(Self { limits, clock, slots: Mutex::default(), freed: Notify::new() })
     }
 
     pub(super) fn limits(&self) -> ServeLimits {
         self.limits
     }
 
-    fn seats(&self) -> MutexGuard<'_, Seats> {
-        self.seats.lock().unwrap_or_else(PoisonError::into_inner)
+    fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A seat for a newcomer; the one that has owed for the longest time makes room. Cancel-safe.
-    pub(super) async fn seat(self: &Arc<Self>) -> Arc<Seat> {
+    /// A slot for a newcomer; the connection that has been idle for the longest time is evicted for it.
+    /// Cancel-safe.
+    pub(super) async fn acquire(self: &Arc<Self>) -> Arc<Slot> {
         loop {
             {
-                let mut seats = self.seats();
-                if seats.open < self.limits.connections.max(1) {
-                    seats.open += 1;
+                let mut slots = self.slots();
+                if slots.open < self.limits.connections.max(1) {
+                    slots.open += 1;
                     break;
                 }
-                if seats.leaving == 0
-                    && let Some((_, owing)) = seats.owing.pop_first()
-                {
-                    seats.pushed_out += 1;
-                    seats.leaving += 1;
-                    owing.close.notify_one();
+                if slots.closing == 0 {
+                    slots.evict();
                 }
             }
-            self.left.notified().await;
+            self.freed.notified().await;
         }
-        let seat = Seat { crowd: Arc::clone(self), close: Arc::new(Notify::new()), place: Mutex::default() };
-        seat.change(|_| {});
-        Arc::new(seat)
+        let slot = Slot { limiter: Arc::clone(self), close: Arc::new(Notify::new()), state: Mutex::default() };
+        slot.change(|_| {});
+        Arc::new(slot)
     }
 
     /// Closes connections whose request has not come in time.
     pub(super) fn close_overdue(&self) {
         let now = self.clock.monotonic();
-        self.log_pushed_out(now);
-        self.close(|owing| owing.debt == Debt::Head && now.saturating_sub(owing.since) >= self.limits.header_timeout);
+        self.log_evicted(now);
+        let timeout = self.limits.header_timeout;
+        self.close(|idle| idle.waits_for == WaitsFor::Head && now.saturating_sub(idle.since) >= timeout);
     }
 
-    /// Says that places are short, now and then: a crowd must not fill the log as well.
-    fn log_pushed_out(&self, now: Duration) {
-        let mut seats = self.seats();
-        let due = seats.logged_at.is_none_or(|at| now.saturating_sub(at) >= LOG_EVERY);
-        if seats.pushed_out > 0 && due {
-            let count = std::mem::take(&mut seats.pushed_out);
-            seats.logged_at = Some(now);
-            let places = self.limits.connections;
-            warn!(
-                count,
-                places,
-                "all places for connections were taken; those that sent no whole request for the longest time were closed"
-            );
+    /// Logs that connections are short, now and then: a crowd must not fill the log as well.
+    fn log_evicted(&self, now: Duration) {
+        let mut slots = self.slots();
+        let due = slots.logged_at.is_none_or(|at| now.saturating_sub(at) >= LOG_EVERY);
+        if slots.evicted > 0 && due {
+            let count = std::mem::take(&mut slots.evicted);
+            slots.logged_at = Some(now);
+            let limit = self.limits.connections;
+            warn!(count, limit, "connection limit reached; closed {count} idle connections");
         }
     }
 
     /// Closes connections without a request, and those whose body has been on its way for so long.
     pub(super) fn close_unfinished(&self, grace: Duration) {
         let now = self.clock.monotonic();
-        self.close(|owing| owing.debt == Debt::Head || now.saturating_sub(owing.since) >= grace);
+        self.close(|idle| idle.waits_for == WaitsFor::Head || now.saturating_sub(idle.since) >= grace);
     }
 
-    fn close(&self, wanted: impl Fn(&Owing) -> bool) {
-        let mut seats = self.seats();
-        let Seats { owing, leaving, .. } = &mut *seats;
-        owing.retain(|_, owing| {
-            let goes = wanted(owing);
-            if goes {
-                *leaving += 1;
-                owing.close.notify_one();
+    fn close(&self, wanted: impl Fn(&Idle) -> bool) {
+        let mut slots = self.slots();
+        let Slots { idle, closing, .. } = &mut *slots;
+        idle.retain(|_, idle| {
+            let closes = wanted(idle);
+            if closes {
+                *closing += 1;
+                idle.close.notify_one();
             }
-            !goes
+            !closes
         });
     }
 }
 
-/// One connection's place. Dropping it leaves.
-pub(super) struct Seat {
-    crowd: Arc<Crowd>,
-    close: Arc<Notify>,
-    place: Mutex<Place>,
-}
-
-#[derive(Default)]
-struct Place {
-    /// Requests in service, and bodies of which more is to come.
-    requests: usize,
-    bodies: usize,
-    /// Its number among those who owe, and what.
-    owing: Option<(u64, Debt)>,
-    told_to_go: bool,
-}
-
-impl Place {
-    fn debt(&self) -> Option<Debt> {
-        match (self.requests, self.bodies) {
-            (0, _) => Some(Debt::Head),
-            (_, 0) => None,
-            _ => Some(Debt::Body),
+impl Slots {
+    /// Closes the connection that has been idle for the longest time, if any is.
+    fn evict(&mut self) {
+        if let Some((_, idle)) = self.idle.pop_first() {
+            self.evicted += 1;
+            self.closing += 1;
+            idle.close.notify_one();
         }
     }
 }
 
-impl Seat {
-    /// It has to go.
+/// One connection's slot. Dropping it frees it.
+pub(super) struct Slot {
+    limiter: Arc<ConnectionLimiter>,
+    close: Arc<Notify>,
+    state: Mutex<SlotState>,
+}
+
+#[derive(Default)]
+struct SlotState {
+    /// Requests in service, and bodies of which more is to come.
+    requests: usize,
+    bodies: usize,
+    /// Its number among the idle ones, and what it waits for.
+    idle: Option<(u64, WaitsFor)>,
+    closing: bool,
+}
+
+impl SlotState {
+    fn waits_for(&self) -> Option<WaitsFor> {
+        match (self.requests, self.bodies) {
+            (0, _) => Some(WaitsFor::Head),
+            (_, 0) => None,
+            _ => Some(WaitsFor::Body),
+        }
+    }
+}
+
+impl Slot {
+    /// It has to close.
     pub(super) async fn closed(&self) {
         self.close.notified().await;
     }
 
     /// A request is in service until this is dropped.
-    pub(super) fn turn(self: &Arc<Self>) -> Turn {
-        self.change(|place| place.requests += 1);
-        Turn(Arc::clone(self))
+    pub(super) fn serve(self: &Arc<Self>) -> InService {
+        self.change(|state| state.requests += 1);
+        InService(Arc::clone(self))
     }
 
-    /// A body that is owed until its end.
-    pub(super) fn owing(self: &Arc<Self>, body: Incoming) -> OwedBody {
-        let seat = (!body.is_end_stream()).then(|| {
-            self.change(|place| place.bodies += 1);
+    /// A body that its client still sends until its end.
+    pub(super) fn track(self: &Arc<Self>, body: Incoming) -> TrackedBody {
+        let slot = (!body.is_end_stream()).then(|| {
+            self.change(|state| state.bodies += 1);
             Arc::clone(self)
         });
-        OwedBody { body, seat }
+        TrackedBody { body, slot }
     }
 
-    fn change(&self, change: impl FnOnce(&mut Place)) {
-        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut place);
-        let debt = place.debt();
-        if place.owing.map(|(_, owed)| owed) == debt || place.told_to_go {
+    fn change(&self, change: impl FnOnce(&mut SlotState)) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut state);
+        let waits_for = state.waits_for();
+        if state.idle.map(|(_, for_what)| for_what) == waits_for || state.closing {
             return;
         }
-        let mut seats = self.crowd.seats();
-        if let Some((number, _)) = place.owing.take()
-            && seats.owing.remove(&number).is_none()
+        let mut slots = self.limiter.slots();
+        if let Some((number, _)) = state.idle.take()
+            && slots.idle.remove(&number).is_none()
         {
-            place.told_to_go = true;
+            state.closing = true;
             return;
         }
-        place.owing = debt.map(|debt| {
-            let number = seats.next;
-            seats.next += 1;
-            let since = self.crowd.clock.monotonic();
-            seats.owing.insert(number, Owing { since, debt, close: Arc::clone(&self.close) });
-            (number, debt)
+        state.idle = waits_for.map(|waits_for| {
+            let number = slots.next;
+            slots.next += 1;
+            let since = self.limiter.clock.monotonic();
+            slots.idle.insert(number, Idle { since, waits_for, close: Arc::clone(&self.close) });
+            (number, waits_for)
         });
     }
 }
 
-impl Drop for Seat {
+impl Drop for Slot {
     fn drop(&mut self) {
-        let place = self.place.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let mut seats = self.crowd.seats.lock().unwrap_or_else(PoisonError::into_inner);
-        seats.open -= 1;
-        let told_to_go = match place.owing {
-            Some((number, _)) => seats.owing.remove(&number).is_none(),
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let mut slots = self.limiter.slots();
+        slots.open -= 1;
+        let closing = match state.idle {
+            Some((number, _)) => slots.idle.remove(&number).is_none(),
             None => false,
         };
-        if told_to_go || place.told_to_go {
-            seats.leaving -= 1;
+        if closing || state.closing {
+            slots.closing -= 1;
         }
-        drop(seats);
-        self.crowd.left.notify_one();
+        drop(slots);
+        self.limiter.freed.notify_one();
     }
 }
 
 /// A request in service.
-pub(super) struct Turn(Arc<Seat>);
+pub(super) struct InService(Arc<Slot>);
 
-impl Drop for Turn {
+impl Drop for InService {
     fn drop(&mut self) {
-        self.0.change(|place| place.requests -= 1);
+        self.0.change(|state| state.requests -= 1);
     }
 }
 
-/// A body that pays its debt when it ends, or when nobody wants it any more.
-pub(super) struct OwedBody {
+/// A body that is waited for until it ends, or until nobody wants it any more.
+pub(super) struct TrackedBody {
     body: Incoming,
-    seat: Option<Arc<Seat>>,
+    slot: Option<Arc<Slot>>,
 }
 
-impl OwedBody {
-    fn paid(&mut self) {
-        if let Some(seat) = self.seat.take() {
-            seat.change(|place| place.bodies -= 1);
+impl TrackedBody {
+    fn ended(&mut self) {
+        if let Some(slot) = self.slot.take() {
+            slot.change(|state| state.bodies -= 1);
         }
     }
 }
 
-impl Drop for OwedBody {
+impl Drop for TrackedBody {
     fn drop(&mut self) {
-        self.paid();
+        self.ended();
     }
 }
 
-impl Body for OwedBody {
+impl Body for TrackedBody {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -263,7 +268,7 @@ impl Body for OwedBody {
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(context));
         if self.body.is_end_stream() || !matches!(frame, Some(Ok(_))) {
-            self.paid();
+            self.ended();
         }
         Poll::Ready(frame)
     }

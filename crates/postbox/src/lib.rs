@@ -14,7 +14,7 @@
 //! let orders = Subscription::new("orders-out".parse()?, LogName::outbox());
 //! let mail = handler_sink(|delivery: Delivery| async move { println!("mail about {}", delivery.event.topic) });
 //! let relay = Relay::builder(store, orders).sink(Arc::new(mail)).build()?;
-//! assert_eq!(relay.drain(None).await?.dispatched, 1); // or `relay.run(stop)`, until stopped
+//! assert_eq!(relay.drain(None).await?.delivered, 1); // or `relay.run(stop)`, until stopped
 //! # Ok(())
 //! # }
 //! ```
@@ -34,6 +34,11 @@
 //! # What this crate deliberately does not do
 //!
 //! It contains no logic: it re-exports the rooms of the house, so that one line in a manifest is enough.
+
+/// The README's sample compiles.
+#[cfg(all(doctest, feature = "postgres"))]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
 
 pub use postbox_core::*;
 pub use postbox_engine::*;

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use async_trait::async_trait;
 use futures::future::BoxFuture;
 use postbox_config::{Fields, Key, Kind, Place, Secret, SecretText, Section, Shape, Table, default, table};
 use postbox_core::{Error, LogName, MemoryStore, Result, Store};
@@ -23,7 +22,7 @@ struct StoreType {
     /// What is allowed in the URL and still a risk.
     risk: fn(&str) -> Option<&'static str>,
     /// Opens it. Makes nothing: a SQLite file that is not there is made by its migration.
-    open: for<'a> fn(&'a StoreConfig) -> BoxFuture<'a, Result<Arc<dyn Opened>>>,
+    open: for<'a> fn(&'a StoreConfig) -> BoxFuture<'a, Result<Arc<dyn Store>>>,
 }
 
 /// Every kind of store. A new one is one row here.
@@ -44,7 +43,7 @@ const STORES: &[StoreType] = &[
         open: |config| {
             Box::pin(async move {
                 let store = PostgresStore::connect(config.postgres.config(config.url.expose())).await?;
-                Ok(Arc::new(store) as Arc<dyn Opened>)
+                Ok(Arc::new(store) as Arc<dyn Store>)
             })
         },
     },
@@ -63,7 +62,7 @@ const STORES: &[StoreType] = &[
         open: |config| {
             Box::pin(async move {
                 let path = sqlite_path(config.url.expose()).unwrap_or_default();
-                Ok(Arc::new(SqliteStore::open(SqliteConfig::new(path)).await?) as Arc<dyn Opened>)
+                Ok(Arc::new(SqliteStore::open(SqliteConfig::new(path)).await?) as Arc<dyn Store>)
             })
         },
     },
@@ -75,7 +74,7 @@ const STORES: &[StoreType] = &[
             if url == "memory:" { Ok(()) } else { Err("a store in memory has no path; write \"memory:\"".into()) }
         },
         risk: |_| None,
-        open: |_| Box::pin(async { Ok(Arc::new(MemoryStore::new(Arc::new(TokioClock::new()))) as Arc<dyn Opened>) }),
+        open: |_| Box::pin(async { Ok(Arc::new(MemoryStore::new(Arc::new(TokioClock::new()))) as Arc<dyn Store>) }),
     },
 ];
 
@@ -176,85 +175,16 @@ impl StoreConfig {
         store_type(url).ok().and_then(|store| (store.risk)(url))
     }
 
-    async fn open(&self) -> Result<Arc<dyn Opened>> {
+    async fn open(&self) -> Result<Arc<dyn Store>> {
         let found = store_type(self.url.expose());
         let found = found.map_err(|text| Error::invalid("open", "store_url_invalid", text))?;
         (found.open)(self).await
     }
 }
 
-/// What stores do beyond the contracts of core.
-#[async_trait]
-trait Opened: Store {
-    /// The logs there are.
-    async fn logs(&self) -> Result<Vec<LogName>>;
-    /// How many events a log has, whoever reads them or nobody.
-    async fn count(&self, log: &LogName) -> Result<u64>;
-
-    async fn check_receiving(&self) -> Result<()> {
-        Ok(())
-    }
-
-    async fn rebase(&self) -> Result<()> {
-        let text = "only a Postgres store can need this: the cursors of the others are plain numbers";
-        Err(Error::invalid("rebase", "rebase_not_needed", text))
-    }
-
-    async fn grants(&self, _: &Roles) -> Result<String> {
-        let text = "only a Postgres store has roles; who may write an SQLite file is decided by the file system";
-        Err(Error::invalid("grants", "roles_unsupported", text))
-    }
-}
-
-#[async_trait]
-impl Opened for PostgresStore {
-    async fn logs(&self) -> Result<Vec<LogName>> {
-        self.logs().await
-    }
-
-    async fn count(&self, log: &LogName) -> Result<u64> {
-        self.count(log).await
-    }
-
-    async fn check_receiving(&self) -> Result<()> {
-        self.check_receiving().await
-    }
-
-    async fn rebase(&self) -> Result<()> {
-        self.rebase().await
-    }
-
-    async fn grants(&self, roles: &Roles) -> Result<String> {
-        self.grants(roles).await
-    }
-}
-
-#[async_trait]
-impl Opened for SqliteStore {
-    async fn logs(&self) -> Result<Vec<LogName>> {
-        self.logs().await
-    }
-
-    async fn count(&self, log: &LogName) -> Result<u64> {
-        self.count(log).await
-    }
-}
-
-#[async_trait]
-impl Opened for MemoryStore {
-    async fn logs(&self) -> Result<Vec<LogName>> {
-        Ok(vec![LogName::inbox(), LogName::outbox()])
-    }
-
-    /// It was made a moment ago.
-    async fn count(&self, _: &LogName) -> Result<u64> {
-        Ok(0)
-    }
-}
-
 /// Opens the store that `config` names.
 pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
-    Ok(config.open().await?)
+    config.open().await
 }
 
 /// The logs there are.
@@ -286,7 +216,12 @@ pub async fn rebase(config: &StoreConfig) -> Result<()> {
 
 /// The GRANT statements that roles need on a Postgres store.
 pub async fn grants(config: &StoreConfig, roles: &Roles) -> Result<String> {
-    config.open().await?.grants(roles).await
+    let url = config.url.expose();
+    if !STORES[0].prefixes.iter().any(|prefix| url.starts_with(prefix)) {
+        let text = "only a Postgres store has roles; who may write an SQLite file is decided by the file system";
+        return Err(Error::invalid("grants", "roles_unsupported", text));
+    }
+    PostgresStore::connect(config.postgres.config(url)).await?.grants(roles).await
 }
 
 #[cfg(test)]

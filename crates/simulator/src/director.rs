@@ -1,22 +1,21 @@
 //! Runs a plan: writers, relays, a person; then the faults end, and everything must drain.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    BatchLimit, Filter, Inspect, Log, LogName, MemoryStore, MemoryTransaction, NewEvent, OwnerId, Pause, RetryPolicy,
-    Selection, Snapshot, State, Subscription, TopicPattern,
+    BatchLimit, Filter, LogName, NewEvent, OwnerId, Pause, RetryPolicy, Selection, Snapshot, State, Subscription,
+    TopicPattern,
 };
 use postbox_engine::{BreakerPolicy, OnDead, Relay, RelaySettings, SeededRandom};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::flaky::FlakyLog;
-use crate::ledger::Who;
 use crate::plan::{Action, At, End, OPERATOR, Plan, RELAYS_MAX, Step};
+use crate::server::{Client, Store, Transaction};
 use crate::sink::SimSink;
-use crate::world::{LEASE, RelayClock, SimWire, World};
+use crate::world::{LEASE, RelayClock, World};
 
 const MS: Duration = Duration::from_millis(1);
 /// Everything is delivered so long after the last fault at the latest: a lease, the retries and the waits for calls of their own time limit.
@@ -40,21 +39,21 @@ struct Running {
 
 /// A transaction that is open.
 struct Open {
-    transaction: MemoryTransaction,
+    transaction: Transaction,
     numbers: Vec<usize>,
-    /// What is left after a roll back to the savepoint.
-    savepoint: usize,
     key: Option<u8>,
     end: End,
 }
 
 struct Director {
     world: Arc<World>,
-    running: HashMap<u8, Running>,
+    running: BTreeMap<u8, Running>,
     lives: [u32; RELAYS_MAX as usize + 1],
-    open: HashMap<usize, Open>,
+    open: BTreeMap<usize, Open>,
+    /// Of these: what waits for another one to end.
+    waiting: Vec<usize>,
     snapshots: Vec<(At, Snapshot)>,
-    operator: MemoryStore,
+    operator: Client,
     stopping: Vec<JoinHandle<()>>,
     /// A person's commands.
     acting: Vec<JoinHandle<()>>,
@@ -62,22 +61,19 @@ struct Director {
 
 /// Lets the world of a plan happen. What does not hold is in the world's ledger.
 pub(crate) async fn direct(world: Arc<World>) {
-    let operator = client(&world, (OPERATOR, 0));
+    let operator = Client::new(&world, (OPERATOR, 0));
     let mut director = Director {
         operator,
-        running: HashMap::new(),
+        running: BTreeMap::new(),
         lives: [0; RELAYS_MAX as usize + 1],
-        open: HashMap::new(),
+        open: BTreeMap::new(),
+        waiting: Vec::new(),
         snapshots: Vec::new(),
         stopping: Vec::new(),
         acting: Vec::new(),
         world,
     };
     director.run().await;
-}
-
-fn client(world: &Arc<World>, who: Who) -> MemoryStore {
-    world.store.client(Some(Arc::new(SimWire { world: world.clone(), who })))
 }
 
 /// The moments of a plan, in order.
@@ -111,9 +107,7 @@ fn timeline(plan: &Plan) -> Vec<(At, Moment)> {
 impl Director {
     async fn run(&mut self) {
         let world = self.world.clone();
-        let setup = &world.store;
-        setup.subscribe(&world.subscription).await.expect("the log is there");
-        setup.subscribe(&world.auditor()).await.expect("the log is there");
+        world.server.set_up(&world.subscription).await;
         world.committed(&[]);
         for (at, moment) in timeline(&world.plan) {
             tokio::time::sleep(Duration::from_millis(at.saturating_sub(world.now()))).await;
@@ -123,7 +117,10 @@ impl Director {
             match moment {
                 Moment::Do(step) => self.step(step).await,
                 Moment::End(index) => self.end(index),
-                Moment::Snapshot => self.snapshots.push((world.now(), world.store.snapshot())),
+                Moment::Snapshot => {
+                    let snapshot = world.server.snapshot();
+                    self.snapshots.extend(snapshot.map(|snapshot| (world.now(), snapshot)));
+                }
             }
         }
         tokio::time::sleep(Duration::from_millis(world.plan.shape.calm.saturating_sub(world.now()))).await;
@@ -143,19 +140,34 @@ impl Director {
             }
             Step::Operator { action, .. } => self.act(action),
             Step::Crash { .. } => {
-                self.open.clear();
-                world.go_back(false, || world.store.crash());
+                // A file has no server: what crashes with its machine are the processes that have opened it.
+                let is_file = world.plan.store == Store::Sqlite;
+                let died: Vec<u8> = self.running.keys().copied().filter(|_| is_file).collect();
+                for relay in &died {
+                    self.kill(*relay).await;
+                }
+                self.roll_back();
+                world.go_back(false, || world.server.crash());
+                if is_file {
+                    self.operator = Client::new(&world, (OPERATOR, 0));
+                }
+                died.into_iter().for_each(|relay| self.start(relay));
             }
             Step::Failover { at, behind } => {
-                self.open.clear();
+                self.roll_back();
                 let Some(place) = self.snapshots.iter().position(|(taken, _)| *taken >= at.saturating_sub(behind))
                 else {
                     return;
                 };
-                world.go_back(true, || world.store.restore(&self.snapshots[place].1));
+                world.go_back(true, || world.server.restore(&self.snapshots[place].1));
             }
             Step::Fault { .. } | Step::Mishap { .. } | Step::Outage { .. } => {}
         }
+    }
+
+    fn roll_back(&mut self) {
+        self.open.clear();
+        self.waiting.clear();
     }
 
     fn write(&mut self, step: Step) {
@@ -165,13 +177,8 @@ impl Director {
             return;
         }
         let world = &self.world;
-        let mut transaction = world.store.begin();
-        let mut numbers = Vec::new();
-        let mut savepoint = 0;
-        for nth in 0..events {
-            if nth + 1 == events {
-                savepoint = transaction.savepoint();
-            }
+        let (mut numbers, mut appended) = (Vec::new(), Vec::new());
+        for _ in 0..events {
             let number = world.state().ledger.append(key, topic, fate, (wait > 0).then_some(at + wait));
             let mut event = NewEvent::json(["t0", "t1"][usize::from(topic)], "{}").version(number as i64);
             if let Some(key) = key {
@@ -180,30 +187,32 @@ impl Director {
             if wait > 0 {
                 event = event.deliver_at(jiff::Timestamp::UNIX_EPOCH + Duration::from_millis(at + wait));
             }
-            transaction.append(&LogName::outbox(), &[event]).expect("within the limits");
+            appended.push(event);
             numbers.push(number);
         }
         world.note(|| format!("a transaction appends events {numbers:?} of key {key:?}"));
         let index = world.plan.steps.iter().position(|other| *other == step).unwrap_or_default();
-        self.open.insert(index, Open { transaction, numbers, savepoint, key, end });
+        let transaction = world.server.begin(&appended, world.plan.locks_while(&step));
+        self.open.insert(index, Open { transaction, numbers, key, end });
     }
 
     fn end(&mut self, index: usize) {
-        let Some(Open { mut transaction, mut numbers, savepoint, end, .. }) = self.open.remove(&index) else { return };
+        if self.open.get(&index).is_some_and(|open| open.transaction.waits()) {
+            return self.waiting.push(index);
+        }
+        let Some(Open { transaction, mut numbers, end, .. }) = self.open.remove(&index) else { return };
         let world = &self.world;
         world.note(|| format!("the transaction of events {numbers:?} ends: {end:?}"));
+        transaction.end(end);
         if end == End::Savepoint {
-            transaction.rollback_to(savepoint);
             numbers.pop();
         }
-        if end == End::Rollback {
-            return transaction.rollback();
+        if end != End::Rollback {
+            world.committed(&numbers);
         }
-        transaction.commit();
-        if end == End::Flushed {
-            world.store.flush();
+        for waiting in std::mem::take(&mut self.waiting) {
+            self.end(waiting);
         }
-        world.committed(&numbers);
     }
 
     fn start(&mut self, relay: u8) {
@@ -213,8 +222,7 @@ impl Director {
         let (world, shape) = (&self.world, &self.world.plan.shape);
         self.lives[usize::from(relay)] += 1;
         let who = (relay, self.lives[usize::from(relay)]);
-        let store = client(world, who);
-        let log = Arc::new(FlakyLog { world: world.clone(), who, store: store.clone() });
+        let client = Client::new(world, who);
         let settings = RelaySettings {
             batch: BatchLimit { events: shape.batch, ..BatchLimit::default() },
             retry: RetryPolicy {
@@ -232,17 +240,14 @@ impl Director {
             poll_max: 900 * MS,
             ..RelaySettings::default()
         };
-        let builder = Relay::builder(log, world.subscription.clone())
+        let builder = Relay::builder(client.log, world.subscription.clone())
             .settings(settings)
             .clock(Arc::new(RelayClock { world: world.clone(), relay }))
             .random(Arc::new(SeededRandom::new(world.plan.seed ^ u64::from(who.1) << 8 ^ u64::from(relay))))
             .owner(OwnerId::new(format!("relay-{relay}-{}", who.1)).expect("a name"))
-            .inspect(Arc::new(store.clone()));
+            .inspect(client.admin);
         let builder = match shape.apply {
-            true => {
-                let applying = world.clone();
-                builder.apply(store.apply(move |transaction, delivery| applying.apply(who, transaction, delivery)))
-            }
+            true => builder.apply(client.apply),
             false => builder.sink(Arc::new(SimSink { world: world.clone(), who })),
         };
         let relay_built = builder.build().expect("valid settings");
@@ -277,19 +282,20 @@ impl Director {
 
     /// A person's command, beside everything else. What they are told does not matter here.
     fn act(&mut self, action: Action) {
-        let (world, store) = (self.world.clone(), self.operator.clone());
+        let (world, operator) = (self.world.clone(), self.operator.clone());
         world.note(|| format!("a person: {action:?}"));
         if let Action::Filter(Some(out)) = action {
             world.state().ledger.left_out[usize::from(out)] = true;
         }
-        self.acting.push(tokio::spawn(async move { perform(&world, &store, action).await }));
+        self.acting.push(tokio::spawn(async move { perform(&world, &operator, action).await }));
     }
 
     /// The faults end; what is left must be delivered.
     async fn drain(&mut self) {
         let world = self.world.clone();
         world.calm();
-        let open: Vec<usize> = self.open.keys().copied().collect();
+        let mut open: Vec<usize> = self.open.keys().copied().collect();
+        open.sort_unstable();
         open.into_iter().for_each(|index| self.end(index));
         self.start(RELAYS_MAX - 1);
         let begun = tokio::time::Instant::now();
@@ -310,7 +316,7 @@ impl Director {
                     .fail(|| format!("liveness: not drained {DRAINS_WITHIN:?} after the last fault"));
             }
             // A pause that nobody ended, or that a destination asked for.
-            _ = world.store.pause(&world.subscription.name, None).await;
+            world.server.resume(&world.subscription.name).await;
         }
         for relay in 0..RELAYS_MAX {
             self.stop(relay);
@@ -332,20 +338,21 @@ impl Director {
     }
 }
 
-async fn perform(world: &World, store: &MemoryStore, action: Action) {
+async fn perform(world: &World, operator: &Client, action: Action) {
+    let Client { log, admin: store, .. } = operator;
     let name = &world.subscription.name;
     let all = Selection::default();
     match action {
-        Action::Retry => _ = store.requeue(name, &all).await,
+        Action::Retry => _ = store.retry(name, &all).await,
         Action::DiscardDead => {
             let mut dead = Vec::new();
-            world.store.each_standing(name, |it| dead.extend((it.state == State::Dead).then_some(it.event.id)));
+            world.server.each_place(|it| dead.extend((it.state == State::Dead).then_some(it.id)));
             _ = store.discard(name, &Selection { ids: Some(dead), ..all }).await;
         }
         Action::Discard(number) => {
             let mut ids = Vec::new();
             let meant = |version: Option<i64>| version == Some(number as i64);
-            world.store.each_standing(name, |it| ids.extend(meant(it.event.version).then_some(it.event.id)));
+            world.server.each_place(|it| ids.extend(meant(it.version).then_some(it.id)));
             _ = store.discard(name, &Selection { ids: Some(ids), ..all }).await;
         }
         Action::Pause => {
@@ -358,7 +365,7 @@ async fn perform(world: &World, store: &MemoryStore, action: Action) {
             let topics = ["t0", "t1"].into_iter().zip(0..).filter(|(_, number)| out.is_some_and(|out| out != *number));
             let topics = topics.filter_map(|(topic, _)| TopicPattern::new(topic).ok()).collect();
             let filter = Filter { topics, tenant: None };
-            _ = store.subscribe(&Subscription { filter, ..world.subscription.clone() }).await;
+            _ = log.subscribe(&Subscription { filter, ..world.subscription.clone() }).await;
         }
     }
 }

@@ -3,9 +3,10 @@
 //! It shares no code with the engine. Each operation of the store is looked at right after it was executed, so that a fault is named
 //! where it happens, not where it shows.
 
-use postbox_core::{Cursor, Lease, MemoryStore, Standing, State, SubscriptionName};
+use postbox_core::{Cursor, Lease, State};
 
 use crate::plan::{At, Fate};
+use crate::server::{Place, Server};
 
 /// Keys of events without a key, in the tables below.
 const KEYS_MAX: usize = 4;
@@ -44,8 +45,8 @@ struct Seen {
 }
 
 impl Seen {
-    fn of(standing: &Standing<'_>) -> Self {
-        let Standing { state, lane, attempts, replays, .. } = *standing;
+    fn of(place: &Place) -> Self {
+        let Place { state, lane, attempts, replays, .. } = *place;
         Self { state, lane, attempts, replays }
     }
 }
@@ -194,19 +195,18 @@ impl Ledger {
     /// Looks at the store after an operation.
     pub(crate) fn observe(
         &mut self,
-        store: &MemoryStore,
-        subscription: &SubscriptionName,
+        server: &Server,
         operation: &'static str,
         lease: Option<&Lease>,
         who: Who,
         lease_ends: At,
     ) {
-        let cursors = store.cursors(subscription);
+        let cursors = server.cursors();
         let before = std::mem::replace(&mut self.cursors, cursors);
         self.owners.resize(self.cursors.len(), None);
         self.unused.resize(self.cursors.len(), None);
         if before.len() != self.cursors.len() {
-            return self.look(store, subscription, operation, None);
+            return self.look(server, operation, None);
         }
         let mut changed = false;
         for (lane, &old) in before.iter().enumerate() {
@@ -227,7 +227,7 @@ impl Ledger {
                 self.unused[lane] = Some(0);
                 self.grant(lane as u16, who, lease_ends);
             }
-            if (new.to, new.settled) < (old.to, old.settled) {
+            if (new.to, new.settled) < (old.to, old.settled) || new.from < old.from {
                 self.fail(|| format!("cursor: {operation} moved it back, from {old:?} to {new:?}"));
             }
             if (new.to, new.settled) != (old.to, old.settled) && !matches!(operation, "open" | "settle" | "apply") {
@@ -246,7 +246,7 @@ impl Ledger {
             self.fail(|| format!("fencing: {operation} under epoch {} moved the cursor of a later one", lease.epoch));
         }
         if changed || !matches!(operation, "open" | "page" | "load" | "due" | "renew" | "release") {
-            self.look(store, subscription, operation, fenced);
+            self.look(server, operation, fenced);
         }
     }
 
@@ -270,17 +270,11 @@ impl Ledger {
     }
 
     /// Compares where each event stands with where it stood.
-    fn look(
-        &mut self,
-        store: &MemoryStore,
-        subscription: &SubscriptionName,
-        operation: &'static str,
-        fenced: Option<&Lease>,
-    ) {
+    fn look(&mut self, server: &Server, operation: &'static str, fenced: Option<&Lease>) {
         self.tick += 1;
-        store.each_standing(subscription, |standing| {
-            let Some(number) = standing.event.version.map(|number| number as usize) else { return };
-            let new = Seen::of(&standing);
+        server.each_place(|place| {
+            let Some(number) = place.version.map(|number| number as usize) else { return };
+            let new = Seen::of(&place);
             let old = self.facts[number].seen.replace(new);
             self.facts[number].tick = self.tick;
             if old != Some(new) {
@@ -315,8 +309,8 @@ impl Ledger {
             }
             let by = match new.state {
                 State::Discarded => operation == "discard",
-                State::Retrying if from == State::Dead => operation == "requeue",
-                State::Retrying => settles || operation == "discard" || operation == "requeue",
+                State::Retrying if from == State::Dead => operation == "retry",
+                State::Retrying => settles || operation == "discard" || operation == "retry",
                 State::Dispatched => settles || operation == "open" && !wanted,
                 _ => settles,
             };
@@ -329,7 +323,7 @@ impl Ledger {
         let attempts = match () {
             () if new.replays > old.replays => {
                 fact.failures = 0;
-                new.attempts == 0 && new.replays == old.replays + 1 && operation == "requeue"
+                new.attempts == 0 && new.replays == old.replays + 1 && operation == "retry"
             }
             // The row is gone, and its counters with it.
             () if new.state == State::Dispatched => true,
@@ -357,20 +351,14 @@ impl Ledger {
     }
 
     /// The store went back: what it shows now is where everything begins again.
-    pub(crate) fn went_back(
-        &mut self,
-        store: &MemoryStore,
-        subscription: &SubscriptionName,
-        may_lose: bool,
-        effects: bool,
-    ) {
-        self.cursors = store.cursors(subscription);
+    pub(crate) fn went_back(&mut self, server: &Server, may_lose: bool, effects: bool) {
+        self.cursors = server.cursors();
         self.owners.fill(None);
         self.unused.fill(None);
         self.tick += 1;
-        store.each_standing(subscription, |standing| {
-            let Some(number) = standing.event.version.map(|number| number as usize) else { return };
-            let seen = Seen::of(&standing);
+        server.each_place(|place| {
+            let Some(number) = place.version.map(|number| number as usize) else { return };
+            let seen = Seen::of(&place);
             let fact = &mut self.facts[number];
             // It died, others of its key went on, and the store no longer knows: it comes after them, and nobody could tell.
             let died = fact.seen.is_some_and(|before| before.state == State::Dead);

@@ -1,25 +1,30 @@
 //! The relay, its store and its destination in one simulated world: scheduler, clock and faults come from a seed.
 //!
-//! Real engine, memory store, simulated time. A world is drawn from its seed as a list of steps: transactions that commit late or roll
+//! Real engine, the memory store or the SQLite store, simulated time. A world is drawn from its seed as a list of steps: transactions that commit late or roll
 //! back, relays that start, stop, are killed and stand still, calls of the store that are refused, lost, executed late or twice,
 //! destinations that fail, a person's commands, a store that goes back to an earlier state. A ledger of its own looks at the store after
 //! each operation. A seed that ends badly is replayed by its number, and made short by leaving out steps.
 //!
 //! # What this crate deliberately does not do
 //!
-//! Nothing here runs in production. It knows no database and no network.
+//! Nothing here runs in production. It knows no database server and no network.
 
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers of a small world")]
 
 mod director;
 mod flaky;
+mod gate;
 mod ledger;
 mod plan;
 #[cfg(test)]
 mod regressions;
 mod rng;
 mod run;
+mod server;
 mod sink;
+mod sqlite;
+mod sqlite_client;
 mod world;
 
 pub use run::{Failure, Summary, Verdict, run_seed, run_seeds, shrink_seed, trace_seed};
+pub use server::Store;

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::rng::Rng;
+use crate::server::Store;
 
 /// Relays at once.
 pub(crate) const RELAYS_MAX: u8 = 3;
@@ -16,6 +17,7 @@ pub(crate) type At = u64;
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     pub(crate) seed: u64,
+    pub(crate) store: Store,
     pub(crate) shape: Shape,
     pub(crate) steps: Vec<Step>,
 }
@@ -195,11 +197,11 @@ const OPERATIONS: [&str; 18] = [
     "release",
     "apply",
 ];
-const OPERATOR_OPERATIONS: [&str; 4] = ["requeue", "discard", "pause", "prune"];
+const OPERATOR_OPERATIONS: [&str; 4] = ["retry", "discard", "pause", "prune"];
 
 impl Plan {
     /// The world of a seed.
-    pub(crate) fn of(seed: u64) -> Self {
+    pub(crate) fn of(store: Store, seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let rng = &mut rng;
         let shape = Shape {
@@ -214,7 +216,7 @@ impl Plan {
             clean: rng.percent(15),
             calm: rng.pick(&[300, 600, 1_200]),
         };
-        let mut plan = Self { seed, shape, steps: Vec::new() };
+        let mut plan = Self { seed, store, shape, steps: Vec::new() };
         plan.draw_writes(rng);
         plan.draw_relays(rng);
         plan.draw_operator(rng);
@@ -339,10 +341,21 @@ impl Plan {
         }
     }
 
+    /// Whether a writer keeps the one write lock of a store that has one until its transaction ends: everybody else is told that the store is busy.
+    pub(crate) fn locks_while(&self, step: &Step) -> bool {
+        matches!(step, Step::Write { at, held, .. } if *held > 0 && at % 4 == 0 && self.locks())
+    }
+
+    /// Whether any writer may.
+    pub(crate) fn locks(&self) -> bool {
+        self.store == Store::Sqlite && !self.shape.clean && !self.shape.apply
+    }
+
     /// Steps that can make an event arrive again, each for what is in flight.
     pub(crate) fn abrupt(&self) -> usize {
         let abrupt = |step: &&Step| {
-            !matches!(step, Step::Write { .. } | Step::Start { .. } | Step::Stop { .. } | Step::Outage { .. })
+            self.locks_while(step)
+                || !matches!(step, Step::Write { .. } | Step::Start { .. } | Step::Stop { .. } | Step::Outage { .. })
         };
         self.steps.iter().filter(abrupt).count()
     }
@@ -355,7 +368,7 @@ impl Plan {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "seed {}: {:?}", self.seed, self.shape)?;
+        writeln!(f, "seed {} of {}: {:?}", self.seed, self.store.name(), self.shape)?;
         self.steps.iter().try_for_each(|step| writeln!(f, "  {step:?}"))
     }
 }

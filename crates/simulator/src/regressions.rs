@@ -2,6 +2,7 @@
 
 use crate::plan::{At, End, Fate, Mishap, Plan, Shape, Step};
 use crate::run::run_plan;
+use crate::server::Store;
 
 fn shape(lanes: u16, batch: usize, apply: bool, calm: At) -> Shape {
     Shape { lanes, ordered: true, halt: false, apply, batch, sink: 0, attempts_max: 4, jitter: 0, clean: false, calm }
@@ -13,7 +14,7 @@ fn write(at: At, events: u8, fate: Fate) -> Step {
 
 #[track_caller]
 fn holds(shape: Shape, steps: &[Step]) {
-    let (violation, _, history) = run_plan(Plan { seed: 0, shape, steps: steps.to_vec() }, true);
+    let (violation, _, history) = run_plan(Plan { seed: 0, store: Store::Memory, shape, steps: steps.to_vec() }, true);
     assert_eq!(violation, None, "{}", history.join("\n"));
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::director::direct;
 use crate::plan::Plan;
+use crate::server::Store;
 use crate::world::World;
 
 /// What a panic of the plan says; any other is a defect.
@@ -28,12 +29,22 @@ pub struct Verdict {
 pub struct Failure {
     /// The seed.
     pub seed: u64,
+    /// Whose store.
+    pub store: Store,
     /// What did not hold.
     pub violation: String,
     /// The plan without everything that is not needed for it.
     pub plan: String,
     /// What happened in it.
     pub history: Vec<String>,
+}
+
+impl Failure {
+    /// The command that shows it again.
+    pub fn replay(&self) -> String {
+        let store = if self.store == Store::Memory { String::new() } else { format!(" --store {}", self.store.name()) };
+        format!("cargo xtask simulate --seed {}{store}", self.seed)
+    }
 }
 
 /// What many seeds came to.
@@ -72,14 +83,14 @@ fn listen_to_panics() {
 }
 
 /// Runs the world of a seed.
-pub fn run_seed(seed: u64) -> Verdict {
-    let (violation, hash, _) = run_plan(Plan::of(seed), false);
+pub fn run_seed(store: Store, seed: u64) -> Verdict {
+    let (violation, hash, _) = run_plan(Plan::of(store, seed), false);
     Verdict { violation, hash }
 }
 
 /// The history of a seed, as it happened.
-pub fn trace_seed(seed: u64) -> Vec<String> {
-    run_plan(Plan::of(seed), true).2
+pub fn trace_seed(store: Store, seed: u64) -> Vec<String> {
+    run_plan(Plan::of(store, seed), true).2
 }
 
 pub(crate) fn run_plan(plan: Plan, tracing: bool) -> (Option<String>, u64, Vec<String>) {
@@ -97,7 +108,7 @@ pub(crate) fn run_plan(plan: Plan, tracing: bool) -> (Option<String>, u64, Vec<S
 }
 
 /// Runs seeds from `first` on, on so many threads, until one ends badly or the time is over.
-pub fn run_seeds(first: u64, count: u64, threads: usize, limit: Option<Duration>) -> Summary {
+pub fn run_seeds(store: Store, first: u64, count: u64, threads: usize, limit: Option<Duration>) -> Summary {
     let begun = Instant::now();
     let (next, done, hash) = (AtomicU64::new(first), AtomicU64::new(0), AtomicU64::new(0));
     let failed: Mutex<Option<u64>> = Mutex::new(None);
@@ -110,7 +121,7 @@ pub fn run_seeds(first: u64, count: u64, threads: usize, limit: Option<Duration>
                     if seed >= first + count || over || failed.lock().is_ok_and(|failed| failed.is_some()) {
                         return;
                     }
-                    let verdict = run_seed(seed);
+                    let verdict = run_seed(store, seed);
                     done.fetch_add(1, Ordering::Relaxed);
                     hash.fetch_xor(verdict.hash.rotate_left(seed as u32 % 64), Ordering::Relaxed);
                     if verdict.violation.is_some() {
@@ -123,17 +134,23 @@ pub fn run_seeds(first: u64, count: u64, threads: usize, limit: Option<Duration>
     });
     let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
     let (took, calls) = (begun.elapsed(), CALLS.swap(0, Ordering::Relaxed));
-    Summary { seeds: done.into_inner(), took, failure: failed.and_then(shrink_seed), hash: hash.into_inner(), calls }
+    Summary {
+        seeds: done.into_inner(),
+        took,
+        failure: failed.and_then(|seed| shrink_seed(store, seed)),
+        hash: hash.into_inner(),
+        calls,
+    }
 }
 
 /// The shortest history of a seed that ends badly; `None` if it ends well.
-pub fn shrink_seed(seed: u64) -> Option<Failure> {
-    let plan = Plan::of(seed);
-    let kind = run_seed(seed).violation.as_deref().map(kind_of)?;
+pub fn shrink_seed(store: Store, seed: u64) -> Option<Failure> {
+    let plan = Plan::of(store, seed);
+    let kind = run_seed(store, seed).violation.as_deref().map(kind_of)?;
     let plan = shrink(plan, &kind);
     let text = plan.to_string();
     let (violation, _, history) = run_plan(plan, true);
-    Some(Failure { seed, violation: violation.unwrap_or_default(), plan: text, history })
+    Some(Failure { seed, store, violation: violation.unwrap_or_default(), plan: text, history })
 }
 
 fn kind_of(violation: &str) -> String {

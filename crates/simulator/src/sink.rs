@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Delivery, Key, MemoryTransaction, NewEvent, Outcome, Sink};
+use postbox_core::{Capabilities, Delivery, Key, NewEvent, Outcome, Sink};
 
 use crate::ledger::Who;
 use crate::plan::{Fate, Mishap};
-use crate::world::{World, effects, number_of};
+use crate::world::{World, number_of};
 
 /// The ways a sink is driven.
 pub(crate) const CAPABILITIES: [Capabilities; 4] = [
@@ -96,7 +96,7 @@ impl World {
         let outcome = match (mishap, ledger.facts[number].fate) {
             _ if self.is_out() => Outcome::unavailable("connect_refused", "down"),
             (Some(Mishap::Down), _) => Outcome::unavailable("connect_refused", "down"),
-            (Some(Mishap::Later), _) => Outcome::Unavailable {
+            (Some(Mishap::Later), _) => Outcome::Throttled {
                 code: "http_429".into(),
                 error: "later".to_owned(),
                 after: Some(Duration::from_millis(200)),
@@ -112,8 +112,8 @@ impl World {
         };
         match &outcome {
             Outcome::Delivered { .. } => ledger.arrive(number, delivery.replay),
-            Outcome::Retry { .. } => ledger.failed(number),
-            Outcome::Unavailable { .. } => ledger.found_down(number),
+            Outcome::Retry { .. } | Outcome::Ambiguous { .. } => ledger.failed(number),
+            Outcome::Throttled { .. } | Outcome::Unavailable { .. } => ledger.found_down(number),
             Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
         }
         state.note(self, || {
@@ -121,13 +121,20 @@ impl World {
         });
         if outcome.is_delivered() && mishap == Some(Mishap::LosesAnswer) {
             state.ledger.failed(number);
-            return Outcome::retry("http_504", "its answer was lost");
+            return Outcome::ambiguous("http_504", "its answer was lost");
         }
         outcome
     }
 
+    /// A transaction of a handler begins. It may overrun its time, perhaps before it gets to the handler, which counts as an attempt.
+    pub(crate) fn may_overrun(&self, deliveries: &[&Delivery]) {
+        if !self.plan.shape.clean {
+            self.charge(deliveries);
+        }
+    }
+
     /// What a handler makes of one event: its effect is written in the transaction that settles.
-    pub(crate) fn apply(&self, who: Who, transaction: &mut MemoryTransaction, delivery: &Delivery) -> Outcome {
+    pub(crate) fn apply(&self, who: Who, delivery: &Delivery, append: impl FnOnce(NewEvent) -> bool) -> Outcome {
         let number = number_of(&delivery.event);
         let mishap = self.begin_call(who, &[delivery]);
         let mut state = self.state();
@@ -149,18 +156,14 @@ impl World {
             }
             _ => Outcome::DELIVERED,
         };
-        if !self.plan.shape.clean {
-            // The transaction may yet overrun its time, which counts as an attempt.
-            ledger.failed(number);
-        }
         match &outcome {
-            Outcome::Retry { .. } => ledger.failed(number),
-            Outcome::Unavailable { .. } => ledger.found_down(number),
+            Outcome::Retry { .. } | Outcome::Ambiguous { .. } => ledger.failed(number),
+            Outcome::Throttled { .. } | Outcome::Unavailable { .. } => ledger.found_down(number),
             Outcome::Dead { .. } | Outcome::Gone { .. } => ledger.refused(number),
             Outcome::Delivered { .. } => {
                 let version = number as i64 * REPLAYS_MAX + i64::from(delivery.replay);
                 let effect = NewEvent::json("effect", "{}").version(version);
-                if transaction.append(&effects(), &[effect]).is_err() {
+                if !append(effect) {
                     return Outcome::unavailable("store", "the store went back");
                 }
             }

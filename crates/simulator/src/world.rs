@@ -7,26 +7,22 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
-use postbox_core::{
-    Call, Clock, Delivery, Error, ErrorKind, Event, LogName, MemoryStore, Result, Subscription, SubscriptionName, Wire,
-};
-use tokio::time::{Instant, sleep, sleep_until};
+use postbox_core::{Call, Clock, Delivery, Error, ErrorKind, Event, Lease, LogName, Result, Subscription, Wire};
+use tokio::time::{sleep, sleep_until};
 
+use crate::gate::SimTime;
 use crate::ledger::{Ledger, Who};
 use crate::plan::{At, Fault, Mishap, OPERATOR, Plan, RELAYS_MAX, Step};
 use crate::rng::Rng;
+use crate::server::Server;
 use crate::sink::REPLAYS_MAX;
+use crate::sqlite_client::SqliteCall;
 
 /// How long a lane belongs to a relay.
 pub(crate) const LEASE: Duration = Duration::from_millis(2_000);
 
 /// Calls of the store in one world; ordinary ones make a few hundred.
 const CALLS_MAX: u32 = 20_000;
-
-/// Where handlers write their effects.
-pub(crate) fn effects() -> LogName {
-    LogName::inbox()
-}
 
 /// Which event of the ledger this is.
 pub(crate) fn number_of(event: &Event) -> usize {
@@ -36,11 +32,9 @@ pub(crate) fn number_of(event: &Event) -> usize {
 pub(crate) struct World {
     pub(crate) plan: Plan,
     pub(crate) subscription: Subscription,
-    /// Reads the effects, and is never driven.
-    auditor: SubscriptionName,
     /// The server itself, without a wire.
-    pub(crate) store: MemoryStore,
-    zero: Instant,
+    pub(crate) server: Server,
+    time: Arc<SimTime>,
     /// Rises each time the store goes back: what was on its way to the server before is gone with it.
     generation: AtomicU64,
     /// No more faults.
@@ -85,8 +79,7 @@ impl WorldState {
 
 impl World {
     pub(crate) fn new(plan: Plan, tracing: bool) -> Self {
-        let zero = Instant::now();
-        let store = MemoryStore::new(Arc::new(ServerClock(zero)));
+        let time = Arc::new(SimTime::new());
         let subscription = Subscription {
             lanes: plan.shape.lanes,
             ordering: match plan.shape.ordered {
@@ -98,7 +91,9 @@ impl World {
         let (mut faults, mut mishaps, mut outages) = (HashMap::new(), HashMap::new(), Vec::new());
         for step in &plan.steps {
             match *step {
-                Step::Fault { relay, operation, nth, fault } => _ = faults.insert((relay, operation, nth), fault),
+                Step::Fault { relay, operation, nth, fault } => {
+                    _ = faults.insert((relay, plan.store.operation(operation), nth), fault);
+                }
                 Step::Mishap { nth, mishap } => _ = mishaps.insert(nth, mishap),
                 Step::Outage { at, held } => outages.push((at, at + held)),
                 _ => {}
@@ -116,14 +111,10 @@ impl World {
             trace: Vec::new(),
             traced: HashMap::new(),
         };
-        if plan.goes_back() {
-            store.forget_unflushed();
-        }
         Self {
+            server: Server::new(&plan, &time, &subscription),
             subscription,
-            auditor: "auditor".parse().expect("a name"),
-            store,
-            zero,
+            time,
             generation: AtomicU64::new(0),
             calm: AtomicBool::new(false),
             late: AtomicU64::new(0),
@@ -137,16 +128,12 @@ impl World {
         }
     }
 
-    pub(crate) fn auditor(&self) -> Subscription {
-        Subscription::new(self.auditor.clone(), effects())
-    }
-
     pub(crate) fn state(&self) -> MutexGuard<'_, WorldState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn now(&self) -> At {
-        u64::try_from(self.zero.elapsed().as_millis()).unwrap_or(u64::MAX)
+        u64::try_from(self.time.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
     pub(crate) fn note(&self, line: impl FnOnce() -> String) {
@@ -189,7 +176,7 @@ impl World {
     async fn gate(&self, relay: u8) {
         let until = self.stalled[usize::from(relay)].load(Ordering::Relaxed);
         if until > self.now() {
-            sleep_until(self.zero + Duration::from_millis(until)).await;
+            sleep_until(self.time.zero() + Duration::from_millis(until)).await;
         }
     }
 
@@ -228,27 +215,40 @@ impl World {
     }
 
     /// The server executes a call, unless it is gone with the server it was on its way to.
-    fn execute(&self, call: &Call, who: Who, generation: u64) -> bool {
-        if self.generation.load(Ordering::Relaxed) != generation {
+    async fn execute(&self, trip: &Trip, who: Who, generation: u64, is_late: bool) -> bool {
+        if self.generation() != generation {
             return false;
         }
-        call.execute();
-        let operation = call.operation;
+        match trip {
+            Trip::Sqlite(call) => (call.execute)(is_late).await,
+            Trip::Memory(call) => {
+                call.execute();
+                self.observe(call.operation, call.lease.as_ref(), who);
+                true
+            }
+        }
+    }
+
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Relaxed)
+    }
+
+    /// Looks at the store after an operation.
+    pub(crate) fn observe(&self, operation: &'static str, lease: Option<&Lease>, who: Who) {
         let lease_ends = self.now() + LEASE.as_millis() as u64;
         let mut state = self.state();
         state.mix(self.now() << 8 | u64::from(who.0));
         operation.bytes().for_each(|byte| state.mix(byte.into()));
         state.note(self, || {
-            let epoch = call.lease.as_ref().map(|lease| format!(" lane {} epoch {}", lease.lane, lease.epoch));
+            let epoch = lease.map(|lease| format!(" lane {} epoch {}", lease.lane, lease.epoch));
             format!("relay {}.{}: {operation}{}", who.0, who.1, epoch.unwrap_or_default())
         });
         if operation == "apply" {
             self.count_effects(&mut state);
         }
-        let name = &self.subscription.name;
-        state.ledger.observe(&self.store, name, operation, call.lease.as_ref(), who, lease_ends);
+        state.ledger.observe(&self.server, operation, lease, who, lease_ends);
         if self.tracing && matches!(operation, "open" | "settle" | "apply" | "acquire") {
-            for (lane, at) in self.store.cursors(name).into_iter().enumerate() {
+            for (lane, at) in self.server.cursors().into_iter().enumerate() {
                 let line =
                     format!("lane {lane}: epoch {}, window {} to {}, settled {}", at.epoch, at.from, at.to, at.settled);
                 if state.traced.insert(lane, line.clone()).as_ref() != Some(&line) {
@@ -256,19 +256,15 @@ impl World {
                 }
             }
         }
-        true
     }
 
     /// Looks at what handlers wrote.
     fn count_effects(&self, state: &mut WorldState) {
         let mut fresh = Vec::new();
-        self.store.each_standing(&self.auditor, |standing| {
-            let version = standing.event.version.unwrap_or_default();
-            match state.effects_seen.get(&version) {
-                Some(seq) if *seq == standing.seq.0 => {}
-                Some(_) => state.ledger.fail(|| format!("effect: event {} was applied twice", version / REPLAYS_MAX)),
-                None => fresh.push((standing.seq.0, version)),
-            }
+        self.server.each_effect(|seq, version| match state.effects_seen.get(&version) {
+            Some(known) if *known == seq => {}
+            Some(_) => state.ledger.fail(|| format!("effect: event {} was applied twice", version / REPLAYS_MAX)),
+            None => fresh.push((seq, version)),
         });
         for (seq, version) in fresh {
             if state.effects_seen.insert(version, seq).is_some_and(|other| other != seq) {
@@ -284,7 +280,7 @@ impl World {
         for number in numbers {
             state.ledger.commit(*number);
         }
-        state.ledger.observe(&self.store, &self.subscription.name, "commit", None, (OPERATOR, 0), 0);
+        state.ledger.observe(&self.server, "commit", None, (OPERATOR, 0), 0);
     }
 
     /// The store goes back: what was on its way to it is gone.
@@ -294,11 +290,11 @@ impl World {
         let mut state = self.state();
         state.effects_seen.clear();
         let apply = self.plan.shape.apply;
-        state.ledger.went_back(&self.store, &self.subscription.name, may_lose, apply);
+        state.ledger.went_back(&self.server, may_lose, apply);
         if apply {
             self.count_effects(&mut state);
         }
-        state.note(self, || format!("the store went back; cursors {:?}", self.store.cursors(&self.subscription.name)));
+        state.note(self, || format!("the store went back; cursors {:?}", self.server.cursors()));
     }
 
     /// A call of the destination begins.
@@ -357,79 +353,97 @@ pub(crate) struct SimWire {
 
 impl SimWire {
     /// The server executes it so much later, whatever became of its caller.
-    fn execute_late(&self, call: Arc<Call>, after: At, generation: u64) {
+    fn execute_late(&self, trip: Trip, after: At, generation: u64) {
         let (world, who) = (self.world.clone(), self.who);
         world.late.fetch_add(1, Ordering::Relaxed);
         tokio::spawn(async move {
             sleep(Duration::from_millis(after)).await;
-            world.note(|| format!("relay {}.{}: late or again: {}", who.0, who.1, call.operation));
-            world.execute(&call, who, generation);
+            world.note(|| format!("relay {}.{}: late or again: {}", who.0, who.1, trip.operation()));
+            world.execute(&trip, who, generation, true).await;
             world.late.fetch_sub(1, Ordering::Relaxed);
         });
+    }
+}
+
+/// A call on its way.
+#[derive(Clone)]
+pub(crate) enum Trip {
+    Memory(Arc<Call>),
+    Sqlite(Arc<SqliteCall>),
+}
+
+impl Trip {
+    fn operation(&self) -> &'static str {
+        match self {
+            Self::Memory(call) => call.operation,
+            Self::Sqlite(call) => call.operation,
+        }
+    }
+}
+
+/// What a call has met on its way there.
+pub(crate) struct Met {
+    fault: Option<Fault>,
+    /// The server it is on its way to.
+    generation: u64,
+}
+
+impl SimWire {
+    /// The way there of a call, which may be refused.
+    pub(crate) async fn set_out(&self, operation: &'static str) -> Result<Met> {
+        let (world, who) = (&self.world, self.who);
+        if world.spins(who, operation) {
+            return std::future::pending().await;
+        }
+        let fault = world.fault(who.0, operation);
+        let generation = world.generation();
+        if fault.is_some() {
+            world.note(|| format!("relay {}.{}: {operation} meets {fault:?}", who.0, who.1));
+        }
+        world.jitter(who).await;
+        match fault {
+            Some(Fault::Refuse) => return Err(down()),
+            Some(Fault::Slow(there, _)) => sleep(Duration::from_millis(there)).await,
+            _ => {}
+        }
+        Ok(Met { fault, generation })
+    }
+
+    /// The way back of a call that was executed, if it was. One that nobody can do later was done at once.
+    pub(crate) async fn come_back(&self, met: &Met, executed: bool) -> Result<()> {
+        let (world, who) = (&self.world, self.who);
+        match met.fault {
+            Some(Fault::Slow(_, back)) => sleep(Duration::from_millis(back)).await,
+            Some(Fault::Freeze(held)) => world.stall(who.0, held),
+            _ => {}
+        }
+        world.jitter(who).await;
+        let is_lost = matches!(met.fault, Some(Fault::Lose | Fault::Late(_)));
+        if is_lost || !executed { Err(down()) } else { Ok(()) }
+    }
+
+    /// Carries a call that can be executed late and again.
+    pub(crate) async fn travel(&self, trip: Trip) -> Result<()> {
+        let (world, who) = (&self.world, self.who);
+        let met = self.set_out(trip.operation()).await?;
+        if let Some(Fault::Late(after)) = met.fault {
+            self.execute_late(trip, after, met.generation);
+            return Err(down());
+        }
+        let mut executed = world.execute(&trip, who, met.generation, false).await;
+        match met.fault {
+            Some(Fault::Twice(0)) => executed = world.execute(&trip, who, met.generation, false).await,
+            Some(Fault::Twice(after)) => self.execute_late(trip, after, met.generation),
+            _ => {}
+        }
+        self.come_back(&met, executed).await
     }
 }
 
 #[async_trait]
 impl Wire for SimWire {
     async fn carry(&self, call: Arc<Call>) -> Result<()> {
-        let (world, who) = (&self.world, self.who);
-        if world.spins(who, call.operation) {
-            return std::future::pending().await;
-        }
-        let fault = world.fault(who.0, call.operation);
-        let generation = world.generation.load(Ordering::Relaxed);
-        if fault.is_some() {
-            world.note(|| format!("relay {}.{}: {} meets {fault:?}", who.0, who.1, call.operation));
-        }
-        world.jitter(who).await;
-        let executed = match fault {
-            Some(Fault::Refuse) => return Err(down()),
-            Some(Fault::Late(after)) => {
-                self.execute_late(call, after, generation);
-                return Err(down());
-            }
-            Some(Fault::Slow(there, back)) => {
-                sleep(Duration::from_millis(there)).await;
-                let executed = world.execute(&call, who, generation);
-                sleep(Duration::from_millis(back)).await;
-                executed
-            }
-            Some(Fault::Freeze(held)) => {
-                let executed = world.execute(&call, who, generation);
-                world.stall(who.0, held);
-                executed
-            }
-            Some(Fault::Twice(0)) => {
-                world.execute(&call, who, generation);
-                world.execute(&call, who, generation)
-            }
-            Some(Fault::Twice(after)) => {
-                let executed = world.execute(&call, who, generation);
-                self.execute_late(call, after, generation);
-                executed
-            }
-            Some(Fault::Lose) | None => world.execute(&call, who, generation),
-        };
-        world.jitter(who).await;
-        if fault == Some(Fault::Lose) || !executed { Err(down()) } else { Ok(()) }
-    }
-}
-
-/// The server's clock.
-struct ServerClock(Instant);
-
-#[async_trait]
-impl Clock for ServerClock {
-    fn now(&self) -> Timestamp {
-        Timestamp::UNIX_EPOCH + self.0.elapsed()
-    }
-
-    fn monotonic(&self) -> Duration {
-        self.0.elapsed()
-    }
-
-    async fn sleep(&self, duration: Duration) {
-        sleep(duration).await;
+        self.travel(Trip::Memory(call)).await
     }
 }
 
@@ -442,11 +456,11 @@ pub(crate) struct RelayClock {
 #[async_trait]
 impl Clock for RelayClock {
     fn now(&self) -> Timestamp {
-        Timestamp::UNIX_EPOCH + self.world.zero.elapsed() + Duration::from_secs(u64::from(self.relay) * 86_400)
+        Timestamp::UNIX_EPOCH + self.world.time.elapsed() + Duration::from_secs(u64::from(self.relay) * 86_400)
     }
 
     fn monotonic(&self) -> Duration {
-        self.world.zero.elapsed() + Duration::from_secs(u64::from(self.relay))
+        self.world.time.elapsed() + Duration::from_secs(u64::from(self.relay))
     }
 
     async fn sleep(&self, duration: Duration) {

@@ -1,25 +1,36 @@
 //! A slice of the seeds beside the other tests; `cargo xtask test` runs 200,000 in a step of their own.
 
-use postbox_simulator::{run_seed, run_seeds};
+use postbox_simulator::{Store, run_seed, run_seeds};
 
 /// Beyond those of the step, so that both find something.
 const FIRST: u64 = 10_000_000;
 
+#[track_caller]
+fn hold(store: Store, count: u64) {
+    let summary = run_seeds(store, FIRST, count, 2, None);
+    let failed = summary
+        .failure
+        .map(|failure| format!("{}\n{}\nreplay: {}", failure.violation, failure.history.join("\n"), failure.replay()));
+    assert_eq!(failed.as_deref(), None, "{}", failed.as_deref().unwrap_or_default());
+    assert_eq!(summary.seeds, count);
+}
+
 #[test]
 fn seeds_hold() {
-    let summary = run_seeds(FIRST, 1_000, 2, None);
-    let failed = summary.failure.map(|failure| {
-        let history = failure.history.join("\n");
-        format!("{}\n{history}\nreplay: cargo xtask simulate --seed {}", failure.violation, failure.seed)
-    });
-    assert_eq!(failed.as_deref(), None, "{}", failed.as_deref().unwrap_or_default());
-    assert_eq!(summary.seeds, 1_000);
+    hold(Store::Memory, 1_000);
+}
+
+#[test]
+fn seeds_hold_on_sqlite() {
+    hold(Store::Sqlite, 200);
 }
 
 #[test]
 fn a_seed_repeats_its_history() {
-    for seed in FIRST..FIRST + 300 {
-        assert_eq!(run_seed(seed), run_seed(seed), "seed {seed}");
+    for (store, count) in [(Store::Memory, 300), (Store::Sqlite, 50)] {
+        for seed in FIRST..FIRST + count {
+            assert_eq!(run_seed(store, seed), run_seed(store, seed), "seed {seed} of {}", store.name());
+        }
     }
-    assert_ne!(run_seed(1).hash, run_seed(2).hash);
+    assert_ne!(run_seed(Store::Memory, 1).hash, run_seed(Store::Memory, 2).hash);
 }

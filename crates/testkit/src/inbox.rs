@@ -1,20 +1,29 @@
 //! An inbox that a test looks into and can break.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, EventId, Inbound, LogName, Receive, Received, Result};
+use tokio::sync::Notify;
 use uuid::Uuid;
 
 /// An inbox that remembers everything and can be told to fail.
 #[derive(Debug, Default)]
 pub struct Inbox {
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    mode: Mode,
     /// By source and message id.
-    pub stored: Mutex<BTreeMap<(String, String), Inbound>>,
-    /// What calls come to.
-    pub mode: Mutex<Mode>,
+    digests: BTreeMap<(String, String), [u8; 32]>,
+    stored: Vec<Inbound>,
+    refused: Vec<String>,
+    counts: Counts,
 }
 
 /// What calls of an [`Inbox`] come to.
@@ -25,44 +34,114 @@ pub enum Mode {
     Works,
     /// Refused as `Unavailable`.
     Down,
-    /// Never answered.
+    /// Not answered until the mode changes.
     Hangs,
+}
+
+/// What an [`Inbox`] counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Calls.
+    pub calls: usize,
+    /// Messages in calls that have not been answered, and the most there were at one time.
+    pub in_flight: usize,
+    /// The most messages there were in calls at one time.
+    pub in_flight_peak: usize,
+    /// Messages that were known.
+    pub duplicates: usize,
+    /// Messages with a known id and another digest.
+    pub conflicts: usize,
 }
 
 impl Inbox {
     /// From now on.
     pub fn set(&self, mode: Mode) {
-        *self.mode.lock().expect("no panic while held") = mode;
+        self.state().mode = mode;
+        self.changed.notify_waiters();
     }
 
-    /// Everything stored.
+    /// Messages of this id are refused as `Invalid`, as a database may that dislikes a character.
+    pub fn refuse(&self, message_id: &str) {
+        self.state().refused.push(message_id.to_owned());
+    }
+
+    /// Everything stored, in that order.
     pub fn all(&self) -> Vec<Inbound> {
-        self.stored.lock().expect("no panic while held").values().cloned().collect()
+        self.state().stored.clone()
+    }
+
+    /// What it counted.
+    pub fn counts(&self) -> Counts {
+        self.state().counts
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic while held")
+    }
+}
+
+impl State {
+    fn receive(&mut self, inbound: &Inbound) -> Received {
+        let key = (inbound.source.to_string(), inbound.message_id.clone());
+        match self.digests.get(&key) {
+            Some(digest) if *digest == inbound.digest => {
+                self.counts.duplicates += 1;
+                Received::Duplicate
+            }
+            Some(_) => {
+                self.counts.conflicts += 1;
+                Received::Conflict
+            }
+            None => {
+                self.digests.insert(key, inbound.digest);
+                self.stored.push(inbound.clone());
+                Received::Accepted(EventId::from_uuid(Uuid::from_u128(0x7000_8000 << 64 | self.stored.len() as u128)))
+            }
+        }
+    }
+}
+
+/// Counts a call's messages out again, also if the call is dropped.
+struct InFlight<'a>(&'a Inbox, usize);
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.0.state().counts.in_flight -= self.1;
     }
 }
 
 #[async_trait]
 impl Receive for Inbox {
     async fn receive_many(&self, _log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
-        let mode = *self.mode.lock().expect("no panic while held");
-        match mode {
-            Mode::Works => {}
-            Mode::Down => return Err(Error::new(ErrorKind::Unavailable, "receive", "database_down", "it is down")),
-            Mode::Hangs => std::future::pending().await,
-        }
-        let mut stored = self.stored.lock().expect("no panic while held");
-        let judge = |inbound: &Inbound| {
-            let key = (inbound.source.to_string(), inbound.message_id.clone());
-            match stored.get(&key) {
-                Some(before) if before.digest == inbound.digest => Received::Duplicate,
-                Some(_) => Received::Conflict,
-                None => {
-                    stored.insert(key, inbound.clone());
-                    Received::Accepted(EventId::from_uuid(Uuid::from_u128(0x7000_8000 << 64 | stored.len() as u128)))
+        let _in_flight = {
+            let mut state = self.state();
+            state.counts.calls += 1;
+            state.counts.in_flight += inbound.len();
+            state.counts.in_flight_peak = state.counts.in_flight_peak.max(state.counts.in_flight);
+            InFlight(self, inbound.len())
+        };
+        loop {
+            let changed = self.changed.notified();
+            let mut changed = std::pin::pin!(changed);
+            changed.as_mut().enable();
+            {
+                let mut state = self.state();
+                match state.mode {
+                    Mode::Works => {
+                        inbound.iter().try_for_each(Inbound::validate)?;
+                        if inbound.iter().any(|message| state.refused.contains(&message.message_id)) {
+                            return Err(Error::invalid("receive", "text_invalid", "the database dislikes it"));
+                        }
+                        return Ok(inbound.iter().map(|message| state.receive(message)).collect());
+                    }
+                    Mode::Down => {
+                        return Err(Error::new(ErrorKind::Unavailable, "receive", "database_down", "it is down"));
+                    }
+                    Mode::Hangs => {}
                 }
             }
-        };
-        Ok(inbound.iter().map(judge).collect())
+            changed.await;
+        }
     }
 
     async fn forget(&self, _older_than: Duration) -> Result<u64> {

@@ -1,27 +1,25 @@
 //! The sink suite against a sink in memory, with and without the `prefix` claim.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, NewEvent, Outcome, Sink};
-use postbox_testkit::conformance::SinkFixture;
+use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits};
 
-const WORKS: u8 = 0;
-const FAILS: u8 = 1;
-const AWAY: u8 = 2;
+/// Larger payloads are refused.
+const PAYLOAD_BYTES_MAX: usize = 64 * 1024;
 
 #[derive(Clone)]
 struct Shelf {
     capabilities: Capabilities,
-    condition: Arc<AtomicU8>,
-    arrived: Arc<Mutex<Vec<Vec<u8>>>>,
+    state: Arc<Mutex<Destination>>,
+    attempts: Arc<Mutex<Vec<Attempt>>>,
 }
 
 impl Shelf {
     fn new(capabilities: Capabilities) -> Self {
-        Self { capabilities, condition: Arc::new(AtomicU8::new(WORKS)), arrived: Arc::default() }
+        Self { capabilities, state: Arc::new(Mutex::new(Destination::Works)), attempts: Arc::default() }
     }
 }
 
@@ -32,24 +30,34 @@ impl Sink for Shelf {
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        let state = *self.state.lock().expect("no panic while held");
         let mut failed = HashSet::new();
         let one = |delivery: &&Delivery| {
             let event = &delivery.event;
             if event.key.as_ref().is_some_and(|key| failed.contains(key)) {
                 return Outcome::retry("behind_failure", "an earlier event of its key failed in this call");
             }
-            match self.condition.load(Relaxed) {
-                AWAY => return Outcome::unavailable("nobody_home", ""),
-                FAILS => return Outcome::retry("shelf_shaky", ""),
-                _ if event.header("poison").is_some() => {
-                    failed.extend(event.key.clone());
-                    return Outcome::dead("poison", "");
-                }
-                _ => self.arrived.lock().expect("no panic while held").push(event.payload.to_vec()),
+            let outcome = match state {
+                Destination::Down => return Outcome::unavailable("nobody_home", ""),
+                Destination::Fails => Outcome::retry("shelf_shaky", ""),
+                Destination::Throttles => Outcome::retry("shelf_busy", ""),
+                _ if event.header("poison").is_some() => Outcome::dead("poison", ""),
+                _ if event.payload.len() > PAYLOAD_BYTES_MAX => Outcome::dead("too_large", ""),
+                _ => Outcome::DELIVERED,
+            };
+            if !outcome.is_delivered() {
+                failed.extend(event.key.clone());
             }
-            Outcome::DELIVERED
+            let accepted = outcome.is_delivered() && state != Destination::Hangs;
+            let (dedupe_id, payload) = (Some(delivery.dedupe_id()), event.payload.to_vec());
+            self.attempts.lock().expect("no panic while held").push(Attempt { dedupe_id, payload, accepted });
+            outcome
         };
-        deliveries.iter().map(one).collect()
+        let outcomes = deliveries.iter().map(one).collect();
+        if state == Destination::Hangs {
+            std::future::pending::<()>().await;
+        }
+        outcomes
     }
 }
 
@@ -59,22 +67,28 @@ impl SinkFixture for Shelf {
         Arc::new(self.clone())
     }
 
-    async fn arrived(&self) -> Vec<Vec<u8>> {
-        self.arrived.lock().expect("no panic while held").clone()
+    fn traits(&self) -> SinkTraits {
+        SinkTraits {
+            refuses: true,
+            fails: true,
+            throttles: true,
+            hangs: true,
+            goes_down: true,
+            dedupe_ids: true,
+            payload_bytes_max: Some(PAYLOAD_BYTES_MAX),
+        }
     }
 
-    fn poison(&self, event: NewEvent) -> Option<NewEvent> {
-        Some(event.header("poison", "yes"))
+    async fn attempts(&self) -> Vec<Attempt> {
+        self.attempts.lock().expect("no panic while held").clone()
     }
 
-    async fn fail(&self, failing: bool) -> bool {
-        self.condition.store(if failing { FAILS } else { WORKS }, Relaxed);
-        true
+    fn poison(&self, event: NewEvent) -> NewEvent {
+        event.header("poison", "yes")
     }
 
-    async fn take_down(&self) -> bool {
-        self.condition.store(AWAY, Relaxed);
-        true
+    async fn set(&self, destination: Destination) {
+        *self.state.lock().expect("no panic while held") = destination;
     }
 }
 

@@ -52,7 +52,7 @@ async fn main() -> anyhow::Result<()> {
     ensure!(*told == committed, "orders {committed:?}, but shipping heard of {told:?}");
     println!(
         "{} orders committed, {} rolled back; shipping heard of exactly the committed ones",
-        drained.dispatched,
+        drained.delivered,
         ORDERS / 3
     );
     Ok(())

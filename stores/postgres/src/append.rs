@@ -1,4 +1,5 @@
-//! Appending: one round trip for any number of events, in the caller's transaction or one of our own.
+//! Appending: one round trip for any number of events, in the caller's transaction or one of our
+//! own.
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -13,7 +14,8 @@ use crate::schema::{SchemaName, check_log_name};
 
 /// Appends events. Index: the log's three unique ones are extended; no lock beyond the new rows'.
 ///
-/// Rows take their `seq` in the order of the arrays. Times are text, because not every driver speaks our time library.
+/// Rows take their `seq` in the order of the arrays. Times are text, because not every driver
+/// speaks our time library.
 pub(crate) const LOG_APPEND: &str = "
 INSERT INTO {log} (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
 SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes,
@@ -40,7 +42,8 @@ const LOG_APPEND_TYPES: [Type; 14] = [
     Type::TEXT_ARRAY,
 ];
 
-/// Appends `events` in your transaction: they are seen by relays when, and only when, it commits. One round trip, whatever their number.
+/// Appends `events` in your transaction: they are seen by relays when, and only when, it commits.
+/// One round trip, whatever their number.
 ///
 /// ```no_run
 /// # async fn example(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error>> {
@@ -54,10 +57,12 @@ const LOG_APPEND_TYPES: [Type; 14] = [
 /// # }
 /// ```
 ///
-/// Errors are those of [`Append`]. As after any failed statement, Postgres then refuses everything but a rollback of your transaction,
-/// except where the events broke a limit: that is found before anything is sent.
+/// Errors are those of [`Append`]. As after any failed statement, Postgres then refuses everything
+/// but a rollback of your transaction, except where the events broke a limit: that is found before
+/// anything is sent.
 ///
-/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction; roll it back.
+/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction;
+/// roll it back.
 pub async fn append_in(
     tx: &Transaction<'_>,
     schema: &SchemaName,
@@ -83,7 +88,7 @@ impl PostgresStore {
     async fn append_and_commit(&self, log: &LogName, columns: &Columns<'_>) -> Result<()> {
         let session = self.session("append").await?;
         let insert = async |client: &Client| columns.insert(client, self.schema(), log).await;
-        match session.transact(&self.inner.preambles.write, insert).await {
+        match session.transact(&self.inner.modes.write, insert).await {
             Ok(()) => Ok(()),
             Err(error) => Err(self.why_refused(log, &error).await),
         }
@@ -186,7 +191,8 @@ impl<'a> Columns<'a> {
         values.into_iter().zip(LOG_APPEND_TYPES).collect()
     }
 
-    /// The first event's fields, in the order of [`params`](Self::params). There is one: columns of no events are not made.
+    /// The first event's fields, in the order of [`params`](Self::params). There is one: columns of
+    /// no events are not made.
     pub(crate) fn first(&self) -> Vec<(&(dyn ToSql + Sync), Type)> {
         let values: [&(dyn ToSql + Sync); 14] = [
             &self.ids[0],
@@ -212,8 +218,9 @@ impl<'a> Columns<'a> {
     }
 }
 
-/// A payload that is text goes to the text column, where people can read it; anything else to the bytes column. What looks like
-/// bytea's text output goes there too, because the text column refuses it.
+/// A payload that is text goes to the text column, where people can read it; anything else to the
+/// bytes column. What looks like bytea's text output goes there too, because the text column
+/// refuses it.
 fn split_payload(payload: &Bytes) -> (Option<&str>, Option<&[u8]>) {
     match std::str::from_utf8(payload) {
         Ok(text) if !text.contains('\0') && !text.starts_with("\\x") => (Some(text), None),

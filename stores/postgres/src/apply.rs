@@ -1,22 +1,26 @@
-//! Handlers that work in the very transaction that settles their events: an effect happens exactly once.
+//! Handlers that work in the very transaction that settles their events: an effect happens exactly
+//! once.
 
-use std::collections::HashSet;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use futures::FutureExt as _;
-use postbox_core::{Apply, Decide, Delivery, Disposition, Entry, Key, Lease, Outcome, Result, Settlement};
+use postbox_core::kit::{BlockedKeys, entries_of};
+use postbox_core::{Apply, Decide, Delivery, Lease, Outcome, Result, Settlement};
 use tokio_postgres::Transaction;
 
 use crate::PostgresStore;
 use crate::classify::classify;
+use crate::settle::settle_in;
 
 /// A handler that works inside the store's transaction.
 ///
 /// Behaviour:
-/// - `tx` is a savepoint: an outcome other than delivered, an error in SQL or a panic takes back what this call did, and nothing else.
-/// - It must not commit or roll back by SQL, and should not wait for anything but the database: the transaction is open meanwhile.
+/// - `tx` is a savepoint: an outcome other than delivered, an error in SQL or a panic takes back
+///   what this call did, and nothing else.
+/// - It must not commit or roll back by SQL, and should not wait for anything but the database: the
+///   transaction is open meanwhile.
 #[async_trait]
 pub trait TxHandler: Send + Sync + 'static {
     /// Does the event's work.
@@ -35,19 +39,22 @@ struct TxApply<H> {
     handler: H,
 }
 
-/// The handlers' transaction. The planner is left alone, for it plans the handlers' statements; a statement timeout of ours too.
-/// The position is written at its end: written first, it would lock the lane while handlers run, and its lease could not be renewed.
+/// The handlers' transaction. The planner is left alone, for it plans the handlers' statements; a
+/// statement timeout of ours too. The position is written at its end: written first, it would lock
+/// the lane while handlers run, and its lease could not be renewed.
 const APPLY_BEGIN: &str = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off'";
 
-/// Keeps the search_path that the handlers worked with, and takes one of ours. Evaluated from left to right.
+/// Keeps the search_path that the handlers worked with, and takes one of ours. Evaluated from left
+/// to right.
 const PATH_OURS: &str = "SELECT pg_catalog.set_config('postbox.search_path', pg_catalog.current_setting('search_path'), true), pg_catalog.set_config('search_path', 'pg_catalog', true)";
 /// See [`PATH_OURS`].
 const PATH_THEIRS: &str =
     "SELECT pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.search_path'), true)";
 
-/// Whether a handler's effect can be kept. A statement that failed without the handler noticing leaves its savepoint broken; a deferred
-/// constraint would fail the whole transaction at its end, for ever and for everybody in it. Rolled back, so that constraints stay as
-/// deferred as they were for the handlers after it.
+/// Whether a handler's effect can be kept. A statement that failed without the handler noticing
+/// leaves its savepoint broken; a deferred constraint would fail the whole transaction at its end,
+/// for ever and for everybody in it. Rolled back, so that constraints stay as deferred as they were
+/// for the handlers after it.
 const EFFECT_CHECK: &str = "SAVEPOINT postbox_check; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT postbox_check; RELEASE SAVEPOINT postbox_check";
 
 #[async_trait]
@@ -60,7 +67,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
-        let reading = self.store.reading("apply", &lease.subscription).await?;
+        let subscription = self.store.subscription("apply", &lease.subscription).await?;
         let mut session = self.store.session("apply").await?;
         let mut tx = session
             .client_mut()
@@ -73,39 +80,32 @@ impl<H: TxHandler> Apply for TxApply<H> {
         tx.batch_execute(APPLY_BEGIN).await.map_err(failed)?;
         let Settlement { position, mut entries, rewind, hold_keys } = settlement;
         let mut outcomes = Vec::with_capacity(deliveries.len());
-        let mut failed_keys: HashSet<&Key> = HashSet::new();
+        let mut blocked = BlockedKeys::new(hold_keys);
         for delivery in deliveries {
-            let key = delivery.event.key.as_ref().filter(|_| hold_keys);
-            if key.is_some_and(|key| failed_keys.contains(key)) {
-                entries.push(Entry { delivery, disposition: Disposition::Block });
+            if blocked.blocks(delivery) {
                 outcomes.push(None);
                 continue;
             }
             let outcome = self.run(&mut tx, delivery).await.map_err(failed)?;
-            if !outcome.is_delivered() {
-                failed_keys.extend(key);
-            }
-            let disposition = decide(delivery, &outcome);
-            // In a stream, what has no entry is delivered.
-            if position.is_none() || disposition != Disposition::Delivered {
-                entries.push(Entry { delivery, disposition });
-            }
+            blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
+        entries.extend(entries_of(deliveries, &outcomes, position.is_some(), decide));
         let settlement = Settlement { position, entries, rewind, hold_keys };
-        // From here on the lane is locked: a host that vanishes now must not hold off the take-over. The handlers' names are theirs; ours mean
-        // Postgres's own. Put back, because deferred triggers of theirs run at the end.
+        // From here on the lane is locked: a host that vanishes now must not hold off the
+        // take-over. The handlers' names are theirs; ours mean Postgres's own. Put back, because
+        // deferred triggers of theirs run at the end.
         let (bounded, pinned, settled) = futures::join!(
-            tx.batch_execute(&self.store.inner.preambles.soon_over),
+            tx.batch_execute(&self.store.inner.modes.soon_over),
             tx.batch_execute(PATH_OURS),
-            self.store.settle_in(tx.client(), lease, &reading, &settlement),
+            settle_in(&self.store, tx.client(), lease, &subscription, &settlement),
         );
         bounded.and(pinned).map_err(failed)?;
         settled?;
         tx.batch_execute(PATH_THEIRS).await.map_err(failed)?;
         tx.commit().await.map_err(failed)?;
         session.finish();
-        self.store.reader(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
+        self.store.lane(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
         self.store.wake();
         Ok(outcomes)
     }

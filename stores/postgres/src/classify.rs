@@ -1,15 +1,17 @@
-//! From what the driver says to what the house says: one function, one table test.
+//! From the driver's errors to ours: one function, one table test.
 
 use postbox_core::{Error, ErrorKind};
 use tokio_postgres::error::{DbError, SqlState};
 
 /// Maps a driver's error.
 ///
-/// Never contains a secret: the driver's errors hold no credentials, and the server's text about a row is left out.
+/// Never contains a secret: the driver's errors hold no credentials, and the server's text about a
+/// row is left out.
 pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -> Error {
     let classified = match error.as_db_error() {
-        Some(database) => of_database(operation, &Facts::of(database)),
-        // No answer from the server: refused, reset, closed, or timed out. (A value that cannot be encoded is ours and permanent.)
+        Some(database) => of_database(operation, &ErrorFields::of(database)),
+        // No answer from the server: refused, reset, closed, or timed out. (A value that cannot be
+        // encoded is ours and permanent.)
         None if is_conversion(error) => Error::new(
             ErrorKind::Internal,
             operation,
@@ -49,11 +51,11 @@ pub(crate) fn of_sqlstate(
     message: &str,
     hint: Option<&str>,
 ) -> Error {
-    of_database(operation, &Facts { state, constraint, column, message, hint })
+    of_database(operation, &ErrorFields { state, constraint, column, message, hint })
 }
 
 /// What of a server's error decides.
-struct Facts<'a> {
+struct ErrorFields<'a> {
     state: &'a str,
     constraint: Option<&'a str>,
     column: Option<&'a str>,
@@ -61,7 +63,7 @@ struct Facts<'a> {
     hint: Option<&'a str>,
 }
 
-impl<'a> Facts<'a> {
+impl<'a> ErrorFields<'a> {
     fn of(error: &'a DbError) -> Self {
         Self {
             state: error.code().code(),
@@ -73,46 +75,47 @@ impl<'a> Facts<'a> {
     }
 }
 
-fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
+fn of_database(operation: &'static str, fields: &ErrorFields<'_>) -> Error {
     use ErrorKind::*;
     let make = |kind: ErrorKind, code: &str, message: String| Error::new(kind, operation, code.to_owned(), message);
-    let text = || facts.message.to_owned();
-    match facts.state {
+    let text = || fields.message.to_owned();
+    match fields.state {
         // check_violation: our constraints carry the stable codes of `postbox_core::limits`.
         "23514" => {
-            let code = facts.constraint.unwrap_or("refused");
-            let hint = facts.hint.map(|hint| format!(": {hint}")).unwrap_or_default();
+            let code = fields.constraint.unwrap_or("refused");
+            let hint = fields.hint.map(|hint| format!(": {hint}")).unwrap_or_default();
             make(Invalid, code, format!("the event breaks the rule {code}{hint}"))
         }
         "23502" => {
-            let column = facts.column.unwrap_or("column");
+            let column = fields.column.unwrap_or("column");
             make(Invalid, &format!("{column}_missing"), format!("the event has no {column}"))
         }
-        "23505" if facts.constraint.is_some_and(|name| name.ends_with("_id_key")) => make(
+        "23505" if fields.constraint.is_some_and(|name| name.ends_with("_id_key")) => make(
             Conflict,
             "event_id_taken",
             "an event with this id is in the log already; nothing was appended".to_owned(),
         ),
         "23505" => make(Conflict, "unique_violation", text()),
-        // character_not_in_repertoire, untranslatable_character, invalid text or binary representation, stack depth.
+        // character_not_in_repertoire, untranslatable_character, invalid text or binary
+        // representation, stack depth.
         "22021" | "22P05" | "22P02" | "22P03" | "22P04" | "22032" | "54001" => make(Invalid, "text_invalid", text()),
         "54000" | "22001" | "22003" | "22007" | "22008" => make(Invalid, "value_out_of_range", text()),
         // undefined table, schema; undefined function, column, type.
-        "42P01" | "3F000" => make(Mismatch, "schema_missing", format!("{}; run: postbox migrate up", facts.message)),
+        "42P01" | "3F000" => make(Mismatch, "schema_missing", format!("{}; run: postbox migrate up", fields.message)),
         "42883" | "42703" | "42704" => {
-            make(Mismatch, "schema_old", format!("{}; run: postbox migrate up", facts.message))
+            make(Mismatch, "schema_old", format!("{}; run: postbox migrate up", fields.message))
         }
         "42501" => make(
             Unauthorized,
             "permission_denied",
-            format!("{}; grant it to the role that postbox uses", facts.message),
+            format!("{}; grant it to the role that postbox uses", fields.message),
         ),
-        "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", facts.message)),
+        "3D000" => make(Mismatch, "database_missing", format!("{}; create it first", fields.message)),
         "57014" => {
             make(Unavailable, "statement_timeout", "a statement took longer than the statement timeout".to_owned())
         }
         // A standby refuses BEGIN READ WRITE as a feature it has not.
-        "0A000" if facts.message.contains("recovery") => {
+        "0A000" if fields.message.contains("recovery") => {
             make(Unavailable, "store_read_only", "the database is a standby; promote it, or name the primary in the store's URL".to_owned())
         }
         "25006" => make(
@@ -130,12 +133,12 @@ fn of_database(operation: &'static str, facts: &Facts<'_>) -> Error {
             "28" => make(
                 Unauthorized,
                 "login_refused",
-                format!("{}; correct the user or the password in the store's URL", facts.message),
+                format!("{}; correct the user or the password in the store's URL", fields.message),
             ),
-            // connection exceptions, insufficient resources (disk full, too many connections), operator intervention (shutdown,
-            // starting up), system errors, idle transaction ended.
+            // connection exceptions, insufficient resources (disk full, too many connections),
+            // operator intervention (shutdown, starting up), system errors, idle transaction ended.
             "08" | "53" | "57" | "58" | "25" => make(Unavailable, "store_unavailable", text()),
-            _ => make(Internal, "store_error", format!("{} ({state})", facts.message)),
+            _ => make(Internal, "store_error", format!("{} ({state})", fields.message)),
         },
     }
 }
@@ -146,14 +149,14 @@ pub(crate) fn is_undefined(error: &tokio_postgres::Error) -> bool {
     error.code().is_some_and(|state| states.contains(state))
 }
 
-/// Whether the server said that it cannot give a value as it is stored: text in no known encoding, or
-/// storage that is damaged. Anything else says nothing of the row.
+/// Whether the server said that it cannot give a value as it is stored: text in no known encoding,
+/// or storage that is damaged. Anything else says nothing of the row.
 pub(crate) fn is_damage(error: &tokio_postgres::Error) -> bool {
     error.code().is_some_and(|state| ["22", "XX"].contains(&state.code().get(..2).unwrap_or_default()))
 }
 
 /// The same of an error that was mapped.
-pub(crate) fn told_damage(error: &Error) -> bool {
+pub(crate) fn has_damage_code(error: &Error) -> bool {
     ["row_damaged", "text_invalid", "value_out_of_range", "store_error"].contains(&error.code())
 }
 
@@ -162,7 +165,8 @@ fn is_conversion(error: &tokio_postgres::Error) -> bool {
     text.starts_with("error serializing parameter") || text.starts_with("error deserializing column")
 }
 
-/// The deepest cause says what happened; the driver's own text is only "error connecting to server".
+/// The deepest cause says what happened; the driver's own text is only "error connecting to
+/// server".
 fn chain(error: &tokio_postgres::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
@@ -177,8 +181,8 @@ fn chain(error: &tokio_postgres::Error) -> String {
 mod tests {
     use super::*;
 
-    fn facts(state: &'static str) -> Facts<'static> {
-        Facts { state, constraint: None, column: None, message: "text", hint: None }
+    fn fields(state: &'static str) -> ErrorFields<'static> {
+        ErrorFields { state, constraint: None, column: None, message: "text", hint: None }
     }
 
     #[test]
@@ -210,18 +214,18 @@ mod tests {
             ("XX001", Internal, "row_damaged"),
             ("XX000", Internal, "store_error"),
         ] {
-            let error = of_database("test", &facts(state));
+            let error = of_database("test", &fields(state));
             assert_eq!((error.kind(), error.code()), (kind, code), "{state}");
         }
     }
 
     #[test]
     fn constraints_are_codes() {
-        let check = Facts { constraint: Some("topic_too_long"), ..facts("23514") };
+        let check = ErrorFields { constraint: Some("topic_too_long"), ..fields("23514") };
         assert_eq!(of_database("append", &check).code(), "topic_too_long");
-        let missing = Facts { column: Some("topic"), ..facts("23502") };
+        let missing = ErrorFields { column: Some("topic"), ..fields("23502") };
         assert_eq!(of_database("append", &missing).code(), "topic_missing");
-        let taken = Facts { constraint: Some("outbox_id_key"), ..facts("23505") };
+        let taken = ErrorFields { constraint: Some("outbox_id_key"), ..fields("23505") };
         assert_eq!(of_database("append", &taken).code(), "event_id_taken");
     }
 }

@@ -9,16 +9,18 @@ use postbox_config::{Bool, Integer, Span, Table, Text, default, table};
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PostgresConfig {
-    /// `postgres://user:password@host:port/database?sslmode=…`, or the `key=value` form. Beside what libpq calls `disable`, `prefer`
-    /// (default) and `require`, `sslmode=verify-full` checks the server's certificate and name against `sslrootcert=FILE` or the
-    /// system's certificates.
+    /// `postgres://user:password@host:port/database?sslmode=…`, or the `key=value` form. Beside
+    /// what libpq calls `disable`, `prefer` (default) and `require`, `sslmode=verify-full` checks
+    /// the server's certificate and name against `sslrootcert=FILE` or the system's certificates.
     pub url: String,
     /// The schema of all tables and functions. Default `postbox`.
     pub schema: String,
-    /// Most connections at once. Default 8: a relay with prefetch uses two a lane, and a few for operators.
+    /// Most connections at once. Default 8: a relay with prefetch uses two a lane, and a few for
+    /// operators.
     pub pool_size: usize,
-    /// Whether idle relays ask writers for a NOTIFY. Default false: polling is fast enough for nearly everybody, and NOTIFY takes a
-    /// server-wide lock at commit. The relay's role must own the log's table, or its owner must have called `notify_enable(log)` once.
+    /// Whether idle relays ask writers for a NOTIFY. Default false: polling is fast enough for
+    /// nearly everybody, and NOTIFY takes a server-wide lock at commit. The relay's role must own
+    /// the log's table, or its owner must have called `notify_enable(log)` once.
     pub notify: bool,
     /// Where to LISTEN, if not at `url`: a transaction-mode pooler does not carry notifications.
     pub listen_url: Option<String>,
@@ -45,7 +47,8 @@ impl PostgresConfig {
         }
     }
 
-    /// Whether the server could be anybody: it is on another machine, and the URL does not have its certificate checked. Nothing is contacted.
+    /// Whether the server could be anybody: it is on another machine, and the URL does not have its
+    /// certificate checked. Nothing is contacted.
     pub fn is_unverified(&self) -> bool {
         crate::connect::is_unverified(&self.url)
     }

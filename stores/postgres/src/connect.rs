@@ -35,7 +35,7 @@ pub(crate) struct Target {
 impl Target {
     /// Reads the URL. Nothing is contacted.
     pub(crate) fn parse(config: &PostgresConfig) -> Result<Self> {
-        let (url, tls_wish) = TlsWish::take_from(&config.url);
+        let (url, tls_options) = TlsOptions::take_from(&config.url);
         let mut settings = tokio_postgres::Config::from_str(&url).map_err(|error| {
             // The driver names the faulty part and never the password.
             Error::new(
@@ -51,15 +51,16 @@ impl Target {
         if settings.get_application_name().is_none() {
             settings.application_name("postbox");
         }
-        if tls_wish.verify {
+        if tls_options.verify {
             settings.ssl_mode(SslMode::Require);
         }
-        Ok(Self { settings, tls: MakeRustlsConnect::new(tls_wish.client_config()?) })
+        Ok(Self { settings, tls: MakeRustlsConnect::new(tls_options.client_config()?) })
     }
 
     /// A pool that makes connections when they are needed.
     pub(crate) fn pool(&self, config: &PostgresConfig) -> Result<Pool> {
-        // Fast: a closed connection is noticed without a round trip; one that broke silently fails its call as unavailable and is dropped.
+        // Fast: a closed connection is noticed without a round trip; one that broke silently fails
+        // its call as unavailable and is dropped.
         let manager_config = ManagerConfig { recycling_method: RecyclingMethod::Fast };
         let manager = Manager::from_config(self.settings.clone(), self.tls.clone(), manager_config);
         let timeouts = Timeouts {
@@ -81,9 +82,10 @@ impl Target {
 
 /// Whether the server could be anybody.
 pub(crate) fn is_unverified(url: &str) -> bool {
-    let (url, wish) = TlsWish::take_from(url);
+    let (url, wish) = TlsOptions::take_from(url);
     let Ok(settings) = tokio_postgres::Config::from_str(&url) else { return false };
-    // A file of certificates alone is not enough: `prefer` goes on without TLS where none is offered.
+    // A file of certificates alone is not enough: `prefer` goes on without TLS where none is
+    // offered.
     let verified = wish.verify || (wish.root_file.is_some() && settings.get_ssl_mode() == SslMode::Require);
     let is_local = |host: &Host| match host {
         Host::Tcp(name) => name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()),
@@ -99,12 +101,12 @@ pub(crate) fn is_unverified(url: &str) -> bool {
 
 /// What the URL asks of TLS beyond what the driver understands.
 #[derive(Default)]
-struct TlsWish {
+struct TlsOptions {
     verify: bool,
     root_file: Option<String>,
 }
 
-impl TlsWish {
+impl TlsOptions {
     /// Takes `sslmode=verify-*` and `sslrootcert` out of a URL or a `key=value` string.
     fn take_from(url: &str) -> (String, Self) {
         let mut wish = Self::default();
@@ -211,11 +213,11 @@ mod tests {
     #[test]
     fn verification_is_taken_out_of_the_url() {
         let (url, wish) =
-            TlsWish::take_from("postgres://h/d?sslmode=verify-full&sslrootcert=%2Fca.pem&connect_timeout=3");
+            TlsOptions::take_from("postgres://h/d?sslmode=verify-full&sslrootcert=%2Fca.pem&connect_timeout=3");
         assert_eq!(url, "postgres://h/d?connect_timeout=3");
         assert!(wish.verify);
         assert_eq!(wish.root_file.as_deref(), Some("/ca.pem"));
-        let (url, wish) = TlsWish::take_from("host=h sslmode=verify-full dbname=d");
+        let (url, wish) = TlsOptions::take_from("host=h sslmode=verify-full dbname=d");
         assert_eq!((url.as_str(), wish.verify), ("host=h dbname=d", true));
     }
 

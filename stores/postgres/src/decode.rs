@@ -1,31 +1,41 @@
-//! Rows to deliveries. This is the hot path of a drain: nothing is looked up by name, nothing is copied twice.
+//! Rows to deliveries. This is the hot path of a drain: nothing is looked up by name, nothing is
+//! copied twice.
 
 use bytes::Bytes;
 use jiff::Timestamp;
-use postbox_core::{Delivery, Event, EventId, Headers, Key, Seq, Tenant, Topic, Unreadable};
+use postbox_core::{BoxError, Delivery, Event, EventId, Headers, Key, Seq, Tenant, Topic, Unreadable};
 use tokio_postgres::Row;
-use tokio_postgres::types::private::BytesMut;
-use tokio_postgres::types::{Format, FromSql, IsNull, ToSql, Type, to_sql_checked};
+use tokio_postgres::types::{FromSql, Type};
 
-use postbox_core::BoxError;
-
-/// The columns of an event in the order [`stored`] reads them, from a log called `l`; `$1` is the largest payload to send along.
+/// The columns of an event in the order [`stored`] reads them: name, type and value, from a log
+/// called `l`. `$1` is the largest payload to send along.
 ///
-/// A larger payload stays behind and only its size comes: `octet_length` of a stored value reads nothing but its header.
-macro_rules! event_columns {
-    () => {
-        "l.seq, l.id, l.topic, l.key, l.aggregate, l.version, l.kind, l.source, l.tenant, \
-         CASE WHEN octet_length(l.payload) <= $1 THEN l.payload END AS payload, \
-         CASE WHEN octet_length(l.payload_bytes) <= $1 THEN l.payload_bytes END AS payload_bytes, \
-         CASE WHEN coalesce(octet_length(l.payload), octet_length(l.payload_bytes)) > $1 \
-           THEN coalesce(octet_length(l.payload), octet_length(l.payload_bytes)) END AS behind, \
-         l.content_type, l.headers::text AS headers, l.occurred_at, l.created_at, l.deliver_at"
-    };
-}
-pub(crate) use event_columns;
-
-/// How many columns [`event_columns`] has: further ones begin here.
-pub(crate) const EVENT_COLUMNS: usize = 17;
+/// A larger payload stays behind and only its size comes: `octet_length` of a stored value reads
+/// nothing but its header.
+pub(crate) const EVENT_COLUMNS: [(&str, &str, &str); 17] = [
+    ("seq", "bigint", "l.seq"),
+    ("id", "uuid", "l.id"),
+    ("topic", "text", "l.topic"),
+    ("key", "text", "l.key"),
+    ("aggregate", "text", "l.aggregate"),
+    ("version", "bigint", "l.version"),
+    ("kind", "text", "l.kind"),
+    ("source", "text", "l.source"),
+    ("tenant", "text", "l.tenant"),
+    ("payload", "text", "CASE WHEN octet_length(l.payload) <= $1 THEN l.payload END"),
+    ("payload_bytes", "bytea", "CASE WHEN octet_length(l.payload_bytes) <= $1 THEN l.payload_bytes END"),
+    (
+        "behind",
+        "int",
+        "CASE WHEN coalesce(octet_length(l.payload), octet_length(l.payload_bytes)) > $1 \
+         THEN coalesce(octet_length(l.payload), octet_length(l.payload_bytes)) END",
+    ),
+    ("content_type", "text", "l.content_type"),
+    ("headers", "text", "l.headers::text"),
+    ("occurred_at", "timestamptz", "l.occurred_at"),
+    ("created_at", "timestamptz", "l.created_at"),
+    ("deliver_at", "timestamptz", "l.deliver_at"),
+];
 
 /// A row as it was read.
 pub(crate) struct Stored {
@@ -70,7 +80,7 @@ impl Stored {
     }
 }
 
-/// Reads one row of [`event_columns`], as a first attempt. A value that no event can have makes the
+/// Reads one row of [`EVENT_COLUMNS`], as a first attempt. A value that no event can have makes the
 /// event unreadable, not the page: only a row without its place is an error.
 pub(crate) fn stored(row: &Row) -> Result<Stored, tokio_postgres::Error> {
     let seq = row.try_get(0)?;
@@ -112,8 +122,8 @@ fn whole(row: &Row) -> Option<(Event, usize)> {
     Some((event, behind.unwrap_or_default().unsigned_abs() as usize))
 }
 
-/// What can be read of a row that is not well: by what an operator finds it, and its key, which must
-/// go on. Gives what is wrong with it.
+/// What can be read of a row that is not well: by what an operator finds it, and its key, which
+/// must go on. Gives what is wrong with it.
 fn salvage(row: &Row, event: &mut Event) -> String {
     let text = |column: usize| row.try_get::<_, Option<String>>(column).ok().flatten();
     let stamp = |column: usize| row.try_get::<_, Option<Stamp>>(column).ok().flatten().map(|at| at.0);
@@ -133,14 +143,15 @@ fn salvage(row: &Row, event: &mut Event) -> String {
         _ => row.try_get::<_, Option<&str>>(column).is_ok(),
     };
     let faulty: Vec<&str> =
-        (1..EVENT_COLUMNS).filter(|column| !is_well(*column)).map(|column| row.columns()[column].name()).collect();
+        (1..EVENT_COLUMNS.len()).filter(|column| !is_well(*column)).map(|column| EVENT_COLUMNS[column].0).collect();
     match faulty.is_empty() {
         true => "the row lacks a value that every event has".to_owned(),
         false => format!("no event can have the value of {}", faulty.join(", ")),
     }
 }
 
-/// The table's CHECK guarantees an object of strings. Without its headers an event would be another.
+/// The table's CHECK guarantees an object of strings. Without its headers an event would be
+/// another.
 fn headers(row: &Row) -> Option<Headers> {
     match row.try_get::<_, Option<&str>>(13).ok()? {
         Some(json) => serde_json::from_str(json).ok(),
@@ -161,7 +172,8 @@ impl<'a> FromSql<'a> for Raw<'a> {
     }
 }
 
-/// A time, decoded without the detour over a signed duration that the driver's own conversion takes.
+/// A time, decoded without the detour over a signed duration that the driver's own conversion
+/// takes.
 struct Stamp(Timestamp);
 
 impl<'a> FromSql<'a> for Stamp {
@@ -178,32 +190,4 @@ impl<'a> FromSql<'a> for Stamp {
     fn accepts(ty: &Type) -> bool {
         *ty == Type::TIMESTAMPTZ
     }
-}
-
-/// A value in its text form, for types the driver does not know (`xid8`, `pg_snapshot`): the server parses it once, as a constant.
-#[derive(Debug)]
-pub(crate) struct AsText(pub(crate) String);
-
-impl AsText {
-    /// An array of plain numbers.
-    pub(crate) fn numbers(numbers: &[String]) -> Self {
-        Self(format!("{{{}}}", numbers.join(",")))
-    }
-}
-
-impl ToSql for AsText {
-    fn to_sql(&self, _: &Type, out: &mut BytesMut) -> Result<IsNull, BoxError> {
-        out.extend_from_slice(self.0.as_bytes());
-        Ok(IsNull::No)
-    }
-
-    fn accepts(_: &Type) -> bool {
-        true
-    }
-
-    fn encode_format(&self, _: &Type) -> Format {
-        Format::Text
-    }
-
-    to_sql_checked!();
 }

@@ -1,25 +1,39 @@
 #![doc = include_str!("../README.md")]
 
+mod admin;
 mod append;
 mod apply;
 mod classify;
 mod config;
 mod connect;
 mod decode;
+mod due;
+mod grants;
+mod hint;
 mod inspect;
+mod lane;
+mod lease;
 mod log;
+mod migrate;
 mod once;
+mod payload;
+#[cfg(test)]
+mod plans;
+mod rebase;
 mod receive;
 mod schema;
 mod session;
-mod snapshot;
+mod settle;
 #[cfg(feature = "sqlx")]
 pub mod sqlx;
 mod store;
+mod subscription;
+mod window;
 
 pub use append::append_in;
 pub use apply::TxHandler;
 pub use config::{PostgresConfig, PostgresTable};
+pub use grants::Roles;
 pub use once::once_in;
-pub use schema::{Roles, SchemaName};
+pub use schema::SchemaName;
 pub use store::PostgresStore;

@@ -1,7 +1,8 @@
 //! One borrowed connection and the transactions we run on it.
 //!
-//! Everything is transaction-scoped, so that a transaction-mode pooler may sit in between: settings are `SET LOCAL`, statements are
-//! unnamed and typed, and the statements of one transaction are sent together, without waiting for each other's answers.
+//! Everything is transaction-scoped, so that a transaction-mode pooler may sit in between: settings
+//! are `SET LOCAL`, statements are unnamed and typed, and the statements of one transaction are
+//! sent together, without waiting for each other's answers.
 
 use std::future::Future;
 use std::time::Duration;
@@ -16,16 +17,20 @@ use crate::classify::classify;
 /// Ends a transaction. After an error inside it, Postgres turns this into a rollback.
 pub(crate) const COMMIT: &str = "COMMIT";
 
-/// What a call may take on our side beyond the server's own statement timeout, before the connection is given up.
+/// What a call may take on our side beyond the server's own statement timeout, before the
+/// connection is given up.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long the server keeps a transaction open whose next statement does not come: far longer than a round trip, shorter than any lease. A
-/// host that vanishes in the middle of a settlement would otherwise hold the lane's lock, and with it the take-over.
+/// How long the server keeps a transaction open whose next statement does not come: far longer than
+/// a round trip, shorter than any lease. A host that vanishes in the middle of a settlement would
+/// otherwise hold the lane's lock, and with it the take-over.
 const IDLE_IN_TRANSACTION: Duration = Duration::from_secs(3);
 
-/// A connection that goes back to the pool only if its owner says that no transaction is open on it.
+/// A connection that goes back to the pool only if its owner says that no transaction is open on
+/// it.
 ///
-/// A future dropped half-way would otherwise hand an open transaction, and its locks, to the next borrower.
+/// A future dropped half-way would otherwise hand an open transaction, and its locks, to the next
+/// borrower.
 pub(crate) struct Session {
     object: Option<Object>,
 }
@@ -41,10 +46,12 @@ impl Session {
         self.object.as_mut().expect("only finish and drop take the connection, and both consume the session")
     }
 
-    /// Runs a transaction that is sent as a whole, and gives the connection back unless the transaction may still be open on it.
+    /// Runs a transaction that is sent as a whole, and gives the connection back unless the
+    /// transaction may still be open on it.
     ///
-    /// `work` sends statements that need not know each other's answers; those of BEGIN and COMMIT are not waited for either. After an error in
-    /// between, COMMIT rolls back. The first error, in the order sent, is told.
+    /// `work` sends statements that need not know each other's answers; those of BEGIN and COMMIT
+    /// are not waited for either. After an error in between, COMMIT rolls back. The first error, in
+    /// the order sent, is told.
     pub(crate) async fn transact<T>(
         self,
         preamble: &str,
@@ -64,7 +71,8 @@ impl Session {
         drop(self.object.take());
     }
 
-    /// Gives the connection back after a success, and drops it after a failure that may have left a transaction open.
+    /// Gives the connection back after a success, and drops it after a failure that may have left a
+    /// transaction open.
     pub(crate) fn end_after(self, success: bool) {
         if success {
             self.finish();
@@ -118,17 +126,22 @@ impl PostgresStore {
 
 /// The statements that begin our transactions, made once per store. Each is one message.
 ///
-/// Names mean Postgres's own in all of them: an object that somebody planted in a schema of the role's search_path would run with our rights.
-/// A statement outside of such a transaction names everything in full instead.
-pub(crate) struct Preambles {
+/// Names mean Postgres's own in all of them: an object that somebody planted in a schema of the
+/// role's search_path would run with our rights. A statement outside of such a transaction names
+/// everything in full instead.
+pub(crate) struct TransactionModes {
     /// For reading: the planner is pinned to nested loops over indexes.
     ///
-    /// The planner believes that a LIMIT without statistics is cheap to reach by a sequential scan, a hash join or a sort; each of these walks
-    /// the whole table (3 to 250 times slower, measured). `enable_sort` keeps the rows coming from the index in `seq` order.
+    /// The planner believes that a LIMIT without statistics is cheap to reach by a sequential scan,
+    /// a hash join or a sort; each of these walks the whole table (3 to 250 times slower,
+    /// measured). `enable_sort` keeps the rows coming from the index in `seq` order.
     pub(crate) read: String,
-    /// For writing: durable even where the role or database says `synchronous_commit = off`, and never left open by a stopped process.
+    /// For writing: durable even where the role or database says `synchronous_commit = off`, and
+    /// never left open by a stopped process.
     pub(crate) write: String,
-    /// For a call of ours that sets the planner itself.
+    /// For a function of ours that only reads, and sets the planner itself.
+    pub(crate) look: String,
+    /// For a function of ours that writes, and sets the planner itself.
     pub(crate) call: String,
     /// For an operator's queries, which may walk a table.
     pub(crate) report: String,
@@ -138,10 +151,11 @@ pub(crate) struct Preambles {
     pub(crate) soon_over: String,
 }
 
-impl Preambles {
+impl TransactionModes {
     pub(crate) fn new(statement_timeout: Duration) -> Self {
         let timeout_ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
-        // The isolation is named because the database's default may be another, under which our guarded updates would fail.
+        // The isolation is named because the database's default may be another, under which our
+        // guarded updates would fail.
         let idle_ms = IDLE_IN_TRANSACTION.as_millis().min(timeout_ms);
         let timeouts = format!(
             "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {idle_ms}; \
@@ -156,6 +170,7 @@ impl Preambles {
         Self {
             read: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; {common}; {planner}"),
             write: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {planner}; {durable}"),
+            look: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; {timeouts}"),
             call: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {timeouts}"),
             report: format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}"),
             change: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {durable}"),

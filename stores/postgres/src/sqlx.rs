@@ -1,19 +1,22 @@
 //! The same two functions for users of `sqlx`: append, and once, in a transaction of theirs.
 
+use postbox_core::kit::check_message_id;
 use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName};
 use sqlx::Executor as _;
 use sqlx::postgres::PgConnection;
 
 use crate::append::{Columns, LOG_APPEND};
 use crate::classify::{log_unknown, of_sqlstate};
-use crate::once::{RECEIPT_CLAIM, check_message_id};
+use crate::once::ONCE_INSERT;
 use crate::schema::SchemaName;
 
-/// Appends `events` in your transaction, as [`crate::append_in`] does: `append_in(&mut *tx, …)`. One round trip, whatever their number.
+/// Appends `events` in your transaction, as [`crate::append_in`] does: `append_in(&mut *tx, …)`.
+/// One round trip, whatever their number.
 ///
 /// Statements are not kept by the connection, so that a transaction-mode pooler may sit in between.
 ///
-/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction; roll it back.
+/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction;
+/// roll it back.
 pub async fn append_in(
     connection: &mut PgConnection,
     schema: &SchemaName,
@@ -43,15 +46,16 @@ pub async fn append_in(
     Ok(ids)
 }
 
-/// Whether this is the first time that `message_id` of `source` is seen, decided in your transaction; see [`crate::once_in`].
+/// Whether this is the first time that `message_id` of `source` is seen, decided in your
+/// transaction; see [`crate::once_in`].
 pub async fn once_in(
     connection: &mut PgConnection,
     schema: &SchemaName,
     source: &SourceName,
     message_id: &str,
 ) -> Result<bool> {
-    check_message_id(message_id)?;
-    let sql = schema.sql(RECEIPT_CLAIM);
+    check_message_id("once", message_id)?;
+    let sql = schema.sql(ONCE_INSERT);
     let query = sqlx::query(sqlx::AssertSqlSafe(sql)).bind(source.as_str()).bind(message_id).persistent(false);
     let claimed = connection.execute(query).await.map_err(|error| classify("once", None, &error))?;
     Ok(claimed.rows_affected() == 1)

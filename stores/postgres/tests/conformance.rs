@@ -1,4 +1,5 @@
-//! The store keeps every promise of every contract, on the oldest and newest Postgres we support and through a transaction-mode pooler.
+//! The store keeps every promise of every contract, on the oldest and newest Postgres we support
+//! and through a transaction-mode pooler.
 
 mod support;
 

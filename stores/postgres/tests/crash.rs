@@ -1,4 +1,5 @@
-//! A crash of the database takes back ids that were never flushed, and gives them out again. What a lane remembers must not outlive them.
+//! A crash of the database takes back ids that were never flushed, and gives them out again. What a
+//! lane remembers must not outlive them.
 
 mod support;
 
@@ -56,11 +57,13 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");
     let mut lease = acquired.lease.expect("a free lane");
 
-    // A window without anything for the lane, seen together with ids above it that are not on disk yet.
+    // A window without anything for the lane, seen together with ids above it that are not on disk
+    // yet.
     let producer = support::client(&url).await;
     producer.execute("SELECT postbox.enqueue('others', '{}')", &[]).await.expect("appended");
     assert!(read(&store, &lease).await.is_empty());
-    // At the beginning of a page of the write-ahead log: a full page would be flushed in the background.
+    // At the beginning of a page of the write-ahead log: a full page would be flushed in the
+    // background.
     producer.batch_execute("SELECT pg_switch_wal()").await.expect("a new segment");
     producer.execute("SELECT postbox.enqueue('others', '{}')", &[]).await.expect("appended");
     for _ in 0..UNFLUSHED {
@@ -93,7 +96,8 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     panic!("the event is never read");
 }
 
-/// After a failover that lost a window, its positions mean nothing in the window before: they would pass events nobody has seen.
+/// After a failover that lost a window, its positions mean nothing in the window before: they would
+/// pass events nobody has seen.
 #[tokio::test]
 async fn a_settlement_of_a_lost_window_moves_nothing() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -133,7 +137,8 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     assert_eq!(again.deliveries, second.deliveries, "it comes again");
 }
 
-/// A settlement that begins in time and is done after the lease ran out: its rows without its position would have the heir send what is dead.
+/// A settlement that begins in time and is done after the lease ran out: its rows without its
+/// position would have the heir send what is dead.
 #[tokio::test]
 async fn a_settlement_that_outlasts_its_lease_is_whole() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -150,7 +155,7 @@ async fn a_settlement_that_outlasts_its_lease_is_whole() {
     let entries = vec![Entry { delivery: &batch.deliveries[0], disposition: dead }];
     let settlement = Settlement { position: batch.end, entries, hold_keys: true, ..Settlement::default() };
 
-    let trap = proxy.trap(Point::Statement("SET last_seq".to_owned()), Harm::Delay);
+    let trap = proxy.trap(Point::Statement("INSERT INTO \"postbox\".delivery".to_owned()), Harm::Delay);
     store.settle(&lease, settlement).await.expect_err("its connection breaks");
     trap.sprung().await;
     let client = support::client(&url).await;

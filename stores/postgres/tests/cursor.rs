@@ -1,4 +1,5 @@
-//! What a cursor refuses: another cluster, a clock that went back, a filter that is out of date, rows that somebody deleted.
+//! What a cursor refuses: another cluster, a clock that went back, a filter that is out of date,
+//! rows that somebody deleted.
 
 mod support;
 
@@ -6,8 +7,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName, NewEvent,
-    OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
+    Admin as _, Append as _, Batch, BatchLimit, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName,
+    NewEvent, OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
@@ -45,8 +46,8 @@ async fn deliver(store: &PostgresStore, lease: &Lease) -> Result<Vec<String>, Er
     Ok(batch.deliveries.iter().map(|one| String::from_utf8_lossy(&one.event.payload).into_owned()).collect())
 }
 
-/// A dump restored into a younger cluster, whose counter then passes the cursor: by its numbers nothing is wrong, and every new event would lie
-/// in what the cursor has seen.
+/// A dump restored into a younger cluster, whose counter then passes the cursor: by its numbers
+/// nothing is wrong, and every new event would lie in what the cursor has seen.
 #[tokio::test]
 async fn a_dump_in_another_cluster_is_refused_until_it_is_rebased() {
     let (old, new) = futures::join!(
@@ -80,7 +81,8 @@ async fn a_dump_in_another_cluster_is_refused_until_it_is_rebased() {
     assert_eq!(deliver(&store, &lease).await.expect("delivered"), ["3"]);
 }
 
-/// The database behind the address was replaced while a relay runs: neither a grant nor a window is given.
+/// The database behind the address was replaced while a relay runs: neither a grant nor a window is
+/// given.
 #[tokio::test]
 async fn a_running_relay_notices_another_cluster() {
     let fixture = support::on(Version::V15).await;
@@ -102,7 +104,8 @@ async fn a_running_relay_notices_another_cluster() {
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["2"]);
 }
 
-/// The database's clock went back by a day after a grant: neither the lease nor the heartbeat of a dead relay lasts that day.
+/// The database's clock went back by a day after a grant: neither the lease nor the heartbeat of a
+/// dead relay lasts that day.
 #[tokio::test]
 async fn a_lease_never_outlasts_its_own_length() {
     let fixture = support::on(Version::V15).await;
@@ -117,7 +120,8 @@ async fn a_lease_never_outlasts_its_own_length() {
     assert!(acquired.lease.expect("a free lane").epoch > lease.epoch);
 }
 
-/// A replica with an older filter reads by the newer one: nothing that the newer wants is passed over.
+/// A replica with an older filter reads by the newer one: nothing that the newer wants is passed
+/// over.
 #[tokio::test]
 async fn an_older_replica_reads_by_the_newer_filter() {
     let fixture = support::on(Version::V15).await;
@@ -163,7 +167,8 @@ async fn deleted_lanes_and_subscriptions_are_named() {
     assert_eq!((error.kind(), error.code()), (ErrorKind::NotFound, "subscription_unknown"));
 }
 
-/// The answer to a grant was lost: whoever asked gets the lane again at once, and a grant it knows of is left alone.
+/// The answer to a grant was lost: whoever asked gets the lane again at once, and a grant it knows
+/// of is left alone.
 #[tokio::test]
 async fn a_lost_grant_is_granted_again() {
     let fixture = support::on(Version::V15).await;
@@ -177,7 +182,8 @@ async fn a_lost_grant_is_granted_again() {
     assert!(store.renew(&lost, TTL).await.expect_err("fenced").is_stale());
 }
 
-/// A failover to a standby that lacked the last settlement, but not its window: the position must not pass over the rows that went with it.
+/// A failover to a standby that lacked the last settlement, but not its window: the position must
+/// not pass over the rows that went with it.
 #[tokio::test]
 async fn a_settlement_that_was_taken_back_is_not_passed_over() {
     let fixture = support::on(Version::V15).await;
@@ -225,7 +231,8 @@ async fn a_lower_epoch_after_a_failover_is_read_under() {
     assert_eq!(deliver(store, &lease).await.expect("delivered"), ["4"]);
 }
 
-/// After a failover a grant may carry an epoch that this process has read under: what was given out then is given out again.
+/// After a failover a grant may carry an epoch that this process has read under: what was given out
+/// then is given out again.
 #[tokio::test]
 async fn an_epoch_that_is_granted_again_is_read_from_the_cursor() {
     let fixture = support::on(Version::V15).await;

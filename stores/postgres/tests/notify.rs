@@ -23,14 +23,16 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     let lease =
         store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired").lease.expect("a lane");
     until_listening(&writer).await;
-    // The first wait only declares: a writer that looked before it sent nothing. Read once more, then really wait.
+    // The first wait only declares: a writer that looked before it sent nothing. Read once more,
+    // then really wait.
     timeout(LONG, store.hint(&lease)).await.expect("a declaration lets the caller read once more");
     let nothing = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
     assert!(nothing.deliveries.is_empty(), "nothing was written yet");
     store.settle(&lease, Settlement { position: nothing.end, ..Default::default() }).await.expect("settled");
     let mut hint = store.hint(&lease);
     assert!(futures::poll!(&mut hint).is_pending(), "nothing to wake for");
-    // A declaration holds for a second. Where writing takes longer, nobody would be told, and the relay's poll would find the event.
+    // A declaration holds for a second. Where writing takes longer, nobody would be told, and the
+    // relay's poll would find the event.
     let still_asleep = "UPDATE postbox.sleeper SET asleep_until = clock_timestamp() + interval '1 hour'";
     assert_eq!(writer.execute(still_asleep, &[]).await.expect("prolonged"), 1);
     writer.batch_execute("INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '{}')").await.expect("written");

@@ -1,4 +1,5 @@
-//! Order where it is hardest: an early transaction id, a late write, and a window too large to count at a glance.
+//! Order where it is hardest: an early transaction id, a late write, and a window too large to
+//! count at a glance.
 
 mod support;
 
@@ -7,7 +8,8 @@ use std::time::Duration;
 use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Settlement, Subscription, SubscriptionName};
 use postbox_testkit::servers::Version;
 
-/// More rows than a window counts together with its first page, with ids between the early one and the one it follows.
+/// More rows than a window counts together with its first page, with ids between the early one and
+/// the one it follows.
 const BACKLOG: i64 = 120_000;
 
 #[tokio::test]

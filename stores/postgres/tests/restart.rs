@@ -5,8 +5,9 @@ mod support;
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, Batch, BatchLimit, ErrorKind, Filter, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent,
-    OwnerId, Receive as _, Seq, Settlement, Subscription, SubscriptionName, Tenant, TopicPattern,
+    Admin as _, Append as _, Batch, BatchLimit, ErrorKind, Filter, Inspect as _, Lease, Log as _, LogName,
+    Migrate as _, NewEvent, OwnerId, Receive as _, Seq, Settlement, Subscription, SubscriptionName, Tenant,
+    TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::proxy::{Fault, FaultProxy};
@@ -37,7 +38,8 @@ fn payloads(batch: &Batch) -> Vec<String> {
     batch.deliveries.iter().map(|one| String::from_utf8_lossy(&one.event.payload).into_owned()).collect()
 }
 
-/// A producer with `synchronous_commit = off` is readable before it is on disk. What we gave out must be there after a crash.
+/// A producer with `synchronous_commit = off` is readable before it is on disk. What we gave out
+/// must be there after a crash.
 #[tokio::test]
 async fn what_was_given_out_survives_an_immediate_stop() {
     let settings = Settings::durable().with("synchronous_commit", "off");
@@ -64,7 +66,8 @@ async fn what_was_given_out_survives_an_immediate_stop() {
     assert_eq!(kept.len(), 2, "the event nobody read was lost in the crash, as its producer accepted");
 }
 
-/// A restart of the database costs an `Unavailable`; the first call after it is served, on a new connection.
+/// A restart of the database costs an `Unavailable`; the first call after it is served, on a new
+/// connection.
 #[tokio::test]
 async fn a_restart_of_the_database_is_unavailable_and_then_over() {
     let mut server = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
@@ -86,7 +89,8 @@ async fn a_restart_of_the_database_is_unavailable_and_then_over() {
     assert_eq!(payloads(&next(&store, &lease).await), ["2"]);
 }
 
-/// A dump restored into a younger cluster: refused with the cure, and after the cure nothing is lost or sent twice.
+/// A dump restored into a younger cluster: refused with the cure, and after the cure nothing is
+/// lost or sent twice.
 #[tokio::test]
 async fn a_cursor_from_the_future_is_refused_and_rebased() {
     let server = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
@@ -134,7 +138,8 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
     assert_eq!(payloads(&next(&store, &lease).await), ["6"]);
 }
 
-/// A straggler is judged like any other event: not wanted, it gets no row; with a later time, it waits for that.
+/// A straggler is judged like any other event: not wanted, it gets no row; with a later time, it
+/// waits for that.
 #[tokio::test]
 async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
     let server = Postgres::shared(Version::V15).await;
@@ -193,7 +198,8 @@ async fn unreachable_stores_say_so() {
     assert_eq!(error.code(), "schema_missing");
 }
 
-/// A server that stopped answering holds nobody for ever: retention and making a log give up like every other call.
+/// A server that stopped answering holds nobody for ever: retention and making a log give up like
+/// every other call.
 #[tokio::test]
 async fn a_silent_server_holds_up_no_call() {
     let server = Postgres::shared(Version::V15).await;
@@ -204,7 +210,8 @@ async fn a_silent_server_holds_up_no_call() {
     (config.statement_timeout, config.pool_timeout) = (Duration::from_millis(500), Duration::from_millis(500));
     let store = PostgresStore::connect(config).await.expect("a store");
     let log = LogName::new("more").expect("a name");
-    // Until it has a connection of which nothing is known but good: on a busy machine a call may well take half a second.
+    // Until it has a connection of which nothing is known but good: on a busy machine a call may
+    // well take half a second.
     while store.create_log(&log).await.is_err() {}
     proxy.set_both(Fault::Blackhole);
     // Far longer than the 6 s that a call has: its own time, the pool's, and 5 s for the way.

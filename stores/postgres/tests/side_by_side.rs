@@ -1,11 +1,12 @@
-//! One lane's reads, settlements and renewals run at the same time, and each of the latter two moves the lane's row. An operator's changes lock it.
+//! One lane's reads, settlements and renewals run at the same time, and each of the latter two
+//! moves the lane's row. An operator's changes lock it.
 
 mod support;
 
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, BatchLimit, Disposition, Entry, Inspect as _, Log as _, LogName, NewEvent, OwnerId, Selection,
+    Admin as _, Append as _, BatchLimit, Disposition, Entry, Log as _, LogName, NewEvent, OwnerId, Selection,
     Settlement, Subscription, SubscriptionName,
 };
 use postbox_postgres::PostgresConfig;
@@ -14,7 +15,8 @@ use postbox_testkit::servers::{Postgres, Version};
 const EVENTS: usize = 3_000;
 const TTL: Duration = Duration::from_secs(600);
 
-/// The row is looked for where it was last seen. To miss it there is no lost lease, however often the others moved it meanwhile.
+/// The row is looked for where it was last seen. To miss it there is no lost lease, however often
+/// the others moved it meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -50,7 +52,8 @@ async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
     assert_eq!(delivered, EVENTS);
 }
 
-/// What a person means is looked for without a lock: a lease is renewed meanwhile, however long that takes.
+/// What a person means is looked for without a lock: a lease is renewed meanwhile, however long
+/// that takes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
@@ -70,7 +73,7 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     let holder = support::client(&url).await;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await.expect("locked");
     let (of_name, asking) = (name.clone(), store.clone());
-    let change = tokio::spawn(async move { asking.requeue(&of_name, &Selection::default()).await });
+    let change = tokio::spawn(async move { asking.retry(&of_name, &Selection::default()).await });
     support::until_waited_for(&holder).await;
     tokio::time::timeout(Duration::from_secs(5), store.renew(&lease, TTL)).await.expect("not locked").expect("renewed");
     assert!(!change.is_finished());

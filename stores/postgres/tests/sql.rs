@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, NAME_BYTES_MAX, TOPIC_BYTES_MAX};
 use postbox_core::{
-    Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent, OwnerId,
-    Subscription, SubscriptionName,
+    Admin as _, Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent,
+    OwnerId, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, Version};
@@ -39,7 +39,8 @@ async fn a_plain_insert_keeps_json_byte_for_byte() {
     let read_back = read(&fixture.store, &reader).await;
     let payloads: Vec<&[u8]> = read_back.iter().map(|delivery| delivery.event.payload.as_ref()).collect();
     assert_eq!(payloads, literals.map(str::as_bytes));
-    // Bytes by mistake in the text column are refused by name; in their own column they arrive as they are.
+    // Bytes by mistake in the text column are refused by name; in their own column they arrive as
+    // they are.
     let error = client
         .batch_execute(r"INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '\x00ff'::bytea)")
         .await
@@ -162,7 +163,8 @@ async fn sql_and_rust_refuse_with_the_same_word() {
     }
 }
 
-/// What was seen once was seen last when it was seen first; on the server's clock that is not so by itself, in one row of a hundred.
+/// What was seen once was seen last when it was seen first; on the server's clock that is not so by
+/// itself, in one row of a hundred.
 #[tokio::test]
 async fn a_conflict_that_came_once_has_one_time() {
     let fixture = support::on(Version::V15).await;

@@ -34,12 +34,12 @@ impl Append for SqliteStore {
     }
 }
 
-/// Appends in *your* transaction: the change and its events commit together, or neither does. Takes a [`rusqlite::Transaction`] or
-/// a savepoint of one (both lend themselves as a connection).
+/// Appends in *your* transaction: the change and its events commit together, or neither does. Takes
+/// a [`rusqlite::Transaction`] or a savepoint of one (both lend themselves as a connection).
 ///
-/// As [`Append::append`], except that nobody is woken: call [`SqliteStore::wake`] after your commit, or let the relay poll.
-/// A connection without an open transaction is refused (`Invalid`, code `no_transaction`). If it fails, your transaction is as it
-/// was before the call.
+/// As [`Append::append`], except that nobody is woken: call [`SqliteStore::wake`] after your
+/// commit, or let the relay poll. A connection without an open transaction is refused (`Invalid`,
+/// code `no_transaction`). If it fails, your transaction is as it was before the call.
 ///
 /// ```
 /// # fn example() -> Result<(), Box<dyn std::error::Error>> {
@@ -81,7 +81,8 @@ pub(crate) fn require_transaction(operation: &'static str, tx: &Connection) -> R
     Ok(())
 }
 
-/// Inserts validated events one by one with one prepared statement: in-process, a row costs no round trip.
+/// Inserts validated events one by one with one prepared statement: in-process, a row costs no
+/// round trip.
 pub(crate) fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: Option<i64>) -> Work<Vec<EventId>> {
     // Takes the primary key and the unique index on id; holds the database's one write lock.
     let log_append = format!(

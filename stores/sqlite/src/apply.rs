@@ -1,12 +1,12 @@
 //! Exactly-once effect: the handler runs inside the transaction that settles its events.
 
-use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, Decide, Delivery, Disposition, Error, ErrorKind, Key, Lease, Outcome, Result, Settlement};
+use postbox_core::kit::{BlockedKeys, entries_of};
+use postbox_core::{Apply, Decide, Delivery, Error, ErrorKind, Lease, Outcome, Result, Settlement};
 use rusqlite::Transaction;
 use tokio::sync::oneshot;
 
@@ -17,15 +17,16 @@ use crate::settle::{Owned, OwnedEntry, refuse_settled, write};
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
-/// Whether a table of the application checks foreign keys at the commit only. Walks the small schema table; no lock of its own.
+/// Whether a table of the application checks foreign keys at the commit only. Walks the small
+/// schema table; no lock of its own.
 const DEFERRED_KEYS_USED: &str =
     "SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE type = 'table' AND sql LIKE '%initially%deferred%')";
 
-/// A handler whose effect is in the same database. It runs on the store's writing thread, inside the transaction that settles the event:
-/// both commit, or neither.
+/// A handler whose effect is in the same database. It runs on the store's writing thread, inside
+/// the transaction that settles the event: both commit, or neither.
 ///
-/// Keep it short and inside the database: while it runs, nobody else writes to the file. An effect outside (a call, a mail) is not
-/// rolled back; for those, write a [`postbox_core::Sink`].
+/// Keep it short and inside the database: while it runs, nobody else writes to the file. An effect
+/// outside (a call, a mail) is not rolled back; for those, write a [`postbox_core::Sink`].
 ///
 /// ```
 /// use postbox_core::{Delivery, Outcome};
@@ -43,10 +44,12 @@ const DEFERRED_KEYS_USED: &str =
 /// }
 /// ```
 ///
-/// Do not commit or roll back `tx` in a handler: the call then fails with code `handler_ended_transaction`, and what was committed stays
-/// without being settled. Events to append: [`crate::append_in`] with the same `tx`.
+/// Do not commit or roll back `tx` in a handler: the call then fails with code
+/// `handler_ended_transaction`, and what was committed stays without being settled. Events to
+/// append: [`crate::append_in`] with the same `tx`.
 pub trait TxHandler: Send + Sync + 'static {
-    /// Handles one event. An outcome other than delivered, or a panic, rolls back what this call did.
+    /// Handles one event. An outcome other than delivered, or a panic, rolls back what this call
+    /// did.
     fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Outcome;
 }
 
@@ -82,7 +85,7 @@ impl Apply for Applier {
         settlement: Settlement<'_>,
         decide: &Decide<'_>,
     ) -> Result<Outcomes> {
-        let rewind = settlement.rewind;
+        let (rewind, is_stream) = (settlement.rewind, settlement.position.is_some());
         let owned = Owned::new("apply", settlement, self.store.cursor(lease).map(|cursor| cursor.read))?;
         let job = Application {
             lease: lease.clone(),
@@ -90,18 +93,16 @@ impl Apply for Applier {
             settlement: owned,
             handler: self.handler.clone(),
         };
-        // The decision belongs to the caller and cannot leave this task, so the open transaction asks back once.
+        // The decision belongs to the caller and cannot leave this task, so the open transaction
+        // asks back once.
         let (asking, asked) = oneshot::channel::<Outcomes>();
         let (deciding, decided) = mpsc::sync_channel::<Vec<OwnedEntry>>(1);
         let applying = self.store.writer().call("apply", move |session| job.run(session, asking, &decided));
         let deciding = async move {
             // An error means that the transaction is gone; `applying` says why.
             let outcomes = asked.await.ok()?;
-            let entries = deliveries.iter().zip(&outcomes).map(|(delivery, outcome)| {
-                let disposition = outcome.as_ref().map_or(Disposition::Block, |outcome| decide(delivery, outcome));
-                OwnedEntry::new(delivery, disposition)
-            });
-            _ = deciding.send(entries.collect());
+            let entries = entries_of(deliveries, &outcomes, is_stream, decide);
+            _ = deciding.send(entries.into_iter().map(OwnedEntry::from).collect());
             Some(outcomes)
         };
         let (applied, outcomes) = futures::future::join(applying, deciding).await;
@@ -131,7 +132,8 @@ impl Application {
     ) -> Work<()> {
         let now = session.settings.now();
         let flushed = session.settings.synchronous == Synchronous::Full;
-        // The caller answers as soon as it is polled; one that never is must not keep the write lock.
+        // The caller answers as soon as it is polled; one that never is must not keep the write
+        // lock.
         let patience = session.settings.busy_timeout;
         let settings = session.settings.clone();
         session.transact(Flush::Configured, |tx| {
@@ -150,24 +152,22 @@ impl Application {
 
     fn handle_all(&self, tx: &Transaction<'_>) -> Work<Outcomes> {
         let deferred = tx.query_row(DEFERRED_KEYS_USED, [], |row| row.get(0))?;
-        let mut held_keys: HashSet<&Key> = HashSet::new();
+        let mut blocked = BlockedKeys::new(self.settlement.hold_keys);
         let mut outcomes = Vec::with_capacity(self.deliveries.len());
         for delivery in &self.deliveries {
-            let key = delivery.event.key.as_ref().filter(|_| self.settlement.hold_keys);
-            if key.is_some_and(|key| held_keys.contains(key)) {
+            if blocked.blocks(delivery) {
                 outcomes.push(None);
                 continue;
             }
             let outcome = self.handle(tx, delivery, deferred)?;
-            if !outcome.is_delivered() {
-                held_keys.extend(key);
-            }
+            blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
         Ok(outcomes)
     }
 
-    /// Runs the handler inside a savepoint. `deferred`: there are constraints that SQLite would check at the commit only.
+    /// Runs the handler inside a savepoint. `deferred`: there are constraints that SQLite would
+    /// check at the commit only.
     fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery, deferred: bool) -> Work<Outcome> {
         tx.execute_batch("SAVEPOINT postbox_handler")?;
         let broken_before = if deferred { broken_keys(tx)? } else { 0 };
@@ -191,7 +191,8 @@ impl Application {
     }
 }
 
-/// Rows whose foreign key points nowhere. Walks every child table: paid only where constraints are deferred.
+/// Rows whose foreign key points nowhere. Walks every child table: paid only where constraints are
+/// deferred.
 fn broken_keys(tx: &Transaction<'_>) -> Work<i64> {
     Ok(tx.query_row("SELECT count(*) FROM pragma_foreign_key_check", [], |row| row.get(0))?)
 }

@@ -8,8 +8,9 @@ use postbox_core::Clock;
 
 /// The wall clock of the machine.
 ///
-/// Lease deadlines are written in wall time, because several processes share the file and a monotonic clock has no meaning
-/// outside its process and boot. A jump costs liveness for at most one lease, never state: epochs fence every write.
+/// Lease deadlines are written in wall time, because several processes share the file and a
+/// monotonic clock has no meaning outside its process and boot. A jump costs liveness for at most
+/// one lease, never state: epochs fence every write.
 #[derive(Debug)]
 pub(crate) struct MachineClock {
     started: Instant,
@@ -46,7 +47,8 @@ pub(crate) fn until(from: i64, to: i64) -> Duration {
     Duration::from_micros(u64::try_from(to.saturating_sub(from)).unwrap_or(0))
 }
 
-/// A stored stamp. CHECK constraints keep them in range; what slipped by is brought to the nearest end.
+/// A stored stamp. CHECK constraints keep them in range; what slipped by is brought to the nearest
+/// end.
 pub(crate) fn timestamp(micros: i64) -> Timestamp {
     // Not `from_microsecond`: it refuses the last second of the range.
     let nanos = i32::try_from(micros.rem_euclid(1_000_000) * 1_000).expect("less than a second fits");

@@ -5,20 +5,22 @@ use std::time::Duration;
 
 use postbox_core::{Error, ErrorKind, Result};
 
-/// How long a call waits for another process that holds the write lock. Longer than any commit of ours, shorter than a lease.
+/// How long a call waits for another process that holds the write lock. Longer than any commit of
+/// ours, shorter than a lease.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a commit of `append` and `settle` survives.
 ///
-/// Opening a window and `receive` always commit with `Full`, whatever is set here: what is published, or acknowledged to a sender,
-/// is on disk first.
+/// Opening a window and `receive` always commit with `Full`, whatever is set here: what is
+/// published, or acknowledged to a sender, is on disk first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Synchronous {
     /// A power cut takes nothing back that was committed.
     #[default]
     Full,
-    /// Faster. A crash of the process loses nothing; a power cut may take back the last appends (nobody has seen them: a
-    /// window is flushed before it is read) and the last settled positions (those events are delivered again).
+    /// Faster. A crash of the process loses nothing; a power cut may take back the last appends
+    /// (nobody has seen them: a window is flushed before it is read) and the last settled positions
+    /// (those events are delivered again).
     Normal,
 }
 
@@ -36,7 +38,8 @@ impl Synchronous {
 pub struct SqliteConfig {
     /// The database file. It may hold your own tables too: that is the point.
     pub path: PathBuf,
-    /// How long a call waits for another process that holds the write lock. Default 5 s; then `Unavailable`, code `store_busy`.
+    /// How long a call waits for another process that holds the write lock. Default 5 s; then
+    /// `Unavailable`, code `store_busy`.
     pub busy_timeout: Duration,
     /// What a commit survives.
     pub synchronous: Synchronous,

@@ -1,10 +1,12 @@
-//! From a row to an event. Total: a row that breaks a rule SQL could not check, or holds a value no event can have, is still read, with the
-//! fault named, so that no INSERT of anybody can stop a lane.
+//! From a row to an event. Total: a row that breaks a rule SQL could not check, or holds a value no
+//! event can have, is still read, with the fault named, so that no INSERT of anybody can stop a
+//! lane.
 
 use std::borrow::Cow;
 
 use bytes::Bytes;
 use jiff::Timestamp;
+use postbox_core::kit::lane_of;
 use postbox_core::{
     Delivery, Error, Event, EventId, Headers, Key, NewEvent, Seq, SubscriptionName, Tenant, Topic, Unreadable,
 };
@@ -13,7 +15,8 @@ use rusqlite::{Row, Transaction, params};
 
 use crate::clock::timestamp;
 
-/// The columns of a log under the alias `l`, in the order this module reads them; payload last, see [`crate::schema::log_ddl`].
+/// The columns of a log under the alias `l`, in the order this module reads them; payload last, see
+/// [`crate::schema::log_ddl`].
 pub(crate) const LOG_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.aggregate, l.version, l.kind, l.source, \
 l.content_type, l.headers, \
 CASE typeof(l.occurred_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.occurred_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.occurred_at) ELSE l.occurred_at END, \
@@ -79,8 +82,7 @@ impl<'a> Head<'a> {
 
     /// The lane of a row: its key decides, or its id when it has none.
     pub(crate) fn lane(&self, lanes: u16) -> u16 {
-        let slot = fnv1a(self.key.unwrap_or(self.id)) % u64::from(lanes.max(1));
-        u16::try_from(slot).expect("a remainder of a u16 fits one")
+        lane_of(self.key.unwrap_or(self.id), lanes)
     }
 }
 
@@ -142,7 +144,8 @@ impl Decoded {
         Ok(Self { seq: seq(row)?, event, unreadable: fields.unreadable })
     }
 
-    /// What stands for an event that is no longer in the log: its delivery row knows this much of it.
+    /// What stands for an event that is no longer in the log: its delivery row knows this much of
+    /// it.
     pub(crate) fn missing(tx: &Transaction<'_>, subscription: &SubscriptionName, seq: i64) -> rusqlite::Result<Self> {
         let mut event = Delivery::placeholder(Seq(seq)).event;
         let mut statement = tx.prepare_cached(DELIVERY_EVENT)?;
@@ -208,11 +211,6 @@ pub(crate) fn integer(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<i
     Ok(row.get_ref(column)?.as_i64_or_null().unwrap_or(None))
 }
 
-/// FNV-1a, 64 bits: small, stable, and spreads short keys well.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
 fn bytes(value: ValueRef<'_>) -> Option<&[u8]> {
     match value {
         ValueRef::Text(bytes) | ValueRef::Blob(bytes) => Some(bytes),
@@ -220,7 +218,8 @@ fn bytes(value: ValueRef<'_>) -> Option<&[u8]> {
     }
 }
 
-/// Headers of a plain INSERT may break rules that a CHECK cannot see: names, counts, values that are no strings.
+/// Headers of a plain INSERT may break rules that a CHECK cannot see: names, counts, values that
+/// are no strings.
 fn decode_headers(json: &str) -> Result<Headers, Error> {
     let headers: Headers = serde_json::from_str(json).map_err(|error| {
         Error::invalid("read", "headers_invalid", format!("the headers are no JSON object of strings: {error}"))

@@ -1,5 +1,6 @@
 //! Delivery rows whose time has come.
 
+use postbox_core::kit::BatchLimiter;
 use postbox_core::{Batch, BatchLimit, Error, Lease};
 use rusqlite::{Row, Transaction, named_params, params};
 
@@ -8,10 +9,10 @@ use crate::decode::{Decoded, LOG_COLUMNS, payload_len};
 use crate::lease::{find, held};
 use crate::schema::log_table;
 use crate::thread::Session;
-use crate::window::{Room, push};
+use crate::window::push;
 
-/// Rows that are due and at the head of their key, longest due first, by `postbox_delivery_due` and, for the head,
-/// `postbox_delivery_key`; no lock.
+/// Rows that are due and at the head of their key, longest due first, by `postbox_delivery_due`
+/// and, for the head, `postbox_delivery_key`; no lock.
 const DELIVERY_DUE: &str = "SELECT d.seq, d.attempts, d.replays, d.state, d.due_at, d.key, d.holds FROM postbox_delivery d \
 WHERE d.subscription = :subscription AND d.lane = :lane AND d.state IN ('retrying', 'scheduled') AND d.due_at <= :now \
 AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h \
@@ -55,11 +56,11 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
     // By primary key; no lock.
     let log_find = format!("SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq = ?1", log_table(&stored.log));
     let mut statement = tx.prepare_cached(&log_find)?;
-    let mut room = Room::new(limit);
+    let mut limiter = BatchLimiter::new(limit);
     for ready in ready(&tx, lease, limit.events.max(1), now)? {
         let mut rows = statement.query([ready.seq])?;
         let row = rows.next()?;
-        if !room.take(row.map(payload_len).transpose()?.unwrap_or_default()) {
+        if !limiter.take(row.map(payload_len).transpose()?.unwrap_or_default()) {
             break;
         }
         let decoded = match row {
@@ -72,7 +73,8 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
     Ok(due)
 }
 
-/// At most `limit` rows in `seq` order. A key's rows are cut only at the end, so that what is given of a key has no gap.
+/// At most `limit` rows in `seq` order. A key's rows are cut only at the end, so that what is given
+/// of a key has no gap.
 fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Vec<Ready>> {
     let parameters = named_params! {
         ":subscription": lease.subscription.as_str(),

@@ -1,27 +1,21 @@
 //! What an operator sees. Reads run on a connection of their own and delay no delivery.
 
-use std::collections::HashMap;
-use std::time::Duration;
-
 use async_trait::async_trait;
+use postbox_core::kit::PendingTopics;
 use postbox_core::{
-    Changed, Conflict, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Pause, Record, Result, Selection, Seq,
-    SourceName, State, Stats, SubscriptionInfo, SubscriptionName, TopicStats,
+    Conflict, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, Seq, SourceName, State, Stats,
+    SubscriptionInfo, SubscriptionName,
 };
 use rusqlite::{OptionalExtension, Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
 use crate::decode::{Decoded, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer, seq};
-use crate::lease::{self, Stored};
-use crate::migrate::log_names;
+use crate::lease::{self, SubscriptionRow};
+use crate::migrate::{log_names, require_log};
 use crate::schema::log_table;
-use crate::steer;
 use crate::store::SqliteStore;
 use crate::thread::Session;
-
-/// Topics listed in [`Stats`], as its contract says.
-const STATS_TOPICS_MAX: usize = 100;
 
 /// By primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name";
@@ -65,26 +59,20 @@ impl Inspect for SqliteStore {
         self.inspector().call("conflicts", move |session| conflicts(session, limit)).await
     }
 
-    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        let changed = steer::requeue(self, subscription, selection).await?;
-        self.wake();
-        Ok(changed)
+    async fn logs(&self) -> Result<Vec<LogName>> {
+        let names = self.inspector().call("logs", |session| log_names(session.connection()?)).await?;
+        names.iter().map(|name| name.parse()).collect()
     }
 
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        let changed = steer::discard(self, subscription, selection).await?;
-        self.wake();
-        Ok(changed)
-    }
-
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        steer::prune(self, log, older_than).await
-    }
-
-    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-        steer::pause(self, subscription, pause).await?;
-        self.wake();
-        Ok(())
+    async fn count(&self, log: &LogName) -> Result<u64> {
+        let log = log.clone();
+        // Walks an index of the log; no lock.
+        let counted = move |session: &mut Session| {
+            let tx = session.read()?;
+            let log = require_log("count", &tx, &log)?;
+            Ok(tx.query_row(&format!("SELECT count(*) FROM {}", log_table(&log)), [], |row| count(row, 0))?)
+        };
+        self.inspector().call("count", counted).await
     }
 }
 
@@ -123,7 +111,7 @@ fn subscriptions(session: &mut Session) -> Work<Vec<SubscriptionInfo>> {
 /// A subscription with the positions of its lanes: everything that tells pending from dispatched.
 pub(crate) struct Reader {
     pub(crate) name: SubscriptionName,
-    pub(crate) stored: Stored,
+    pub(crate) stored: SubscriptionRow,
     pub(crate) table: String,
     positions: Vec<i64>,
 }
@@ -161,33 +149,6 @@ impl Reader {
     }
 }
 
-/// Pending counts as they are collected, per topic.
-#[derive(Default)]
-struct Pending {
-    topics: HashMap<String, (u64, i64)>,
-}
-
-impl Pending {
-    fn add(&mut self, topic: &str, count: u64, oldest: i64) {
-        match self.topics.get_mut(topic) {
-            Some(of_topic) => *of_topic = (of_topic.0 + count, of_topic.1.min(oldest)),
-            None => _ = self.topics.insert(topic.to_owned(), (count, oldest)),
-        }
-    }
-
-    fn into_stats(self, stats: &mut Stats, now: i64) {
-        stats.pending = self.topics.values().map(|(count, _)| count).sum();
-        stats.oldest_pending = self.topics.values().map(|(_, oldest)| until(*oldest, now)).max();
-        stats.topics = self
-            .topics
-            .into_iter()
-            .map(|(topic, (pending, oldest))| TopicStats { topic, pending, oldest_pending: until(oldest, now) })
-            .collect();
-        stats.topics.sort_by(|a, b| b.pending.cmp(&a.pending).then_with(|| a.topic.cmp(&b.topic)));
-        stats.topics.truncate(STATS_TOPICS_MAX);
-    }
-}
-
 /// A log with events that a subscription has still to deliver, or that nobody reads.
 pub(crate) fn undelivered(tx: &Transaction<'_>, now: i64) -> Work<Option<String>> {
     let mut unread = log_names(tx)?;
@@ -217,7 +178,7 @@ fn stats(session: &mut Session, name: &SubscriptionName) -> Work<Stats> {
 fn stats_of(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<Stats> {
     let name = &reader.name;
     let mut stats = Stats { total: total(tx, reader)? + missing(tx, reader)?, ..Stats::default() };
-    let mut pending = Pending::default();
+    let mut pending = PendingTopics::default();
     let mut counts = tx.prepare_cached(DELIVERY_COUNTS)?;
     let mut rows = counts.query([name.as_str()])?;
     while let Some(row) = rows.next()? {
@@ -232,12 +193,12 @@ fn stats_of(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<Stats> {
             State::Pending | State::Dispatched => {}
         }
         if state.counts_as_pending() {
-            pending.add(&topic, count, oldest);
+            pending.add(&topic, count, until(oldest, now));
         }
     }
     drop(rows);
-    unread(tx, reader, &mut pending)?;
-    pending.into_stats(&mut stats, now);
+    unread(tx, reader, &mut pending, now)?;
+    pending.finish(&mut stats);
     stats.dispatched = stats.total.saturating_sub(stats.pending + stats.dead + stats.discarded);
     Ok(stats)
 }
@@ -251,8 +212,8 @@ fn missing(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
     Ok(tx.query_row(&delivery_missing, [reader.name.as_str()], |row| count(row, 0))?)
 }
 
-/// How many events of the log the subscription wants. Without a filter SQLite counts the smallest index; with one it walks the log,
-/// whose payloads it never touches.
+/// How many events of the log the subscription wants. Without a filter SQLite counts the smallest
+/// index; with one it walks the log, whose payloads it never touches.
 fn total(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
     let table = &reader.table;
     if reader.stored.filter.topics.is_empty() && reader.stored.filter.tenant.is_none() {
@@ -271,11 +232,13 @@ fn total(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
     Ok(total)
 }
 
-/// Counts what no lane has read yet: by topic in SQL beyond every lane's position, row by row where the lanes differ.
-fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut Pending) -> Work<()> {
+/// Counts what no lane has read yet: by topic in SQL beyond every lane's position, row by row where
+/// the lanes differ.
+fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut PendingTopics, now: i64) -> Work<()> {
     let (table, name) = (&reader.table, reader.name.as_str());
     let (from, to) = (reader.position_min(), reader.position_max());
-    // Walks the primary key from the position; no lock. A row that has left the stream is counted by its state.
+    // Walks the primary key from the position; no lock. A row that has left the stream is counted
+    // by its state.
     let without_row = "NOT EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq)";
     let log_between = format!(
         "SELECT l.seq, l.topic, l.tenant, l.key, l.id, l.created_at FROM {table} l WHERE l.seq > ?2 AND l.seq <= ?3 AND {without_row}"
@@ -285,7 +248,7 @@ fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut Pending) -> Work<
     while let Some(row) = rows.next()? {
         let head = Head::read(row)?;
         if reader.wants(&head) && reader.state(&head, seq(row)?) == State::Pending {
-            pending.add(&head.topic, 1, integer(row, 5)?.unwrap_or(i64::MAX));
+            pending.add(&head.topic, 1, until(integer(row, 5)?.unwrap_or(i64::MAX), now));
         }
     }
     let log_beyond = format!(
@@ -296,7 +259,7 @@ fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut Pending) -> Work<
     while let Some(row) = rows.next()? {
         let (topic, tenant) = (lossy(row, 0)?.unwrap_or_default(), lossy(row, 1)?);
         if reader.stored.filter.matches(&topic, tenant.as_deref()) {
-            pending.add(&topic, count(row, 2)?, integer(row, 3)?.unwrap_or(i64::MAX));
+            pending.add(&topic, count(row, 2)?, until(integer(row, 3)?.unwrap_or(i64::MAX), now));
         }
     }
     Ok(())

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use postbox_core::kit::{check_shape, lanes_missing, subscription_unknown};
 use postbox_core::{
     Acquired, Error, ErrorKind, Filter, Lease, LogName, Ordering, OwnerId, Pause, StartAt, Subscription,
     SubscriptionName, Tenant, TopicPattern,
@@ -28,16 +29,20 @@ const SUBSCRIPTION_UPDATE: &str =
 /// By primary key; takes the write lock.
 const LANE_INSERT: &str =
     "INSERT OR IGNORE INTO postbox_lane (subscription, lane, position, window_end) VALUES (?1, ?2, ?3, ?3)";
-/// A lane that stands beyond the last `seq` the log ever gave: the file is older than the cursor. Primary key; no lock.
+/// A lane that stands beyond the last `seq` the log ever gave: the file is older than the cursor.
+/// Primary key; no lock.
 const LANE_IN_FUTURE: &str =
     "SELECT lane, position FROM postbox_lane WHERE subscription = ?1 AND position > ?2 LIMIT 1";
-/// The last `seq` a log ever gave, pruned ones included: AUTOINCREMENT's own table of a few rows; no lock.
+/// The last `seq` a log ever gave, pruned ones included: AUTOINCREMENT's own table of a few rows;
+/// no lock.
 const LOG_LAST: &str = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = ?1), 0)";
-/// The first lane that nobody holds, or that the asking one holds without knowing it (the answer to its grant was lost), by primary key.
+/// The first lane that nobody holds, or that the asking one holds without knowing it (the answer to
+/// its grant was lost), by primary key.
 ///
-/// A lease granted in the future was written before the clock went back: it is void, or a crashed holder would keep the lane until the clock
-/// catches up. "Future" is later than `:clock`, the time of this very look: the question is older, and a lease that was granted while it
-/// waited for the write lock is no less good.
+/// A lease granted in the future was written before the clock went back: it is void, or a crashed
+/// holder would keep the lane until the clock catches up. "Future" is later than `:clock`, the time
+/// of this very look: the question is older, and a lease that was granted while it waited for the
+/// write lock is no less good.
 const LANE_FREE: &str = "SELECT lane FROM postbox_lane WHERE subscription = :subscription \
 AND (lease_until <= :now OR lease_until - lease_ttl > :clock + 1000000 \
 OR (owner = :owner AND lane NOT IN (SELECT value FROM json_each(:held)))) ORDER BY lane LIMIT 1";
@@ -46,8 +51,9 @@ const LANE_COUNT: &str = "SELECT count(*) FROM postbox_lane WHERE subscription =
 /// By primary key; takes the write lock.
 const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5 \
 WHERE subscription = ?1 AND lane = ?2 RETURNING epoch";
-/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index `postbox_delivery_in_flight`; takes the write lock.
-const DELIVERY_HURRY: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
+/// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index
+/// `postbox_delivery_in_flight`; takes the write lock.
+const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND lane = ?2 AND code = 'in_flight' AND state = 'retrying' AND due_at > ?3";
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
 const LANE_RENEW: &str = "UPDATE postbox_lane SET lease_until = :until, lease_ttl = :ttl WHERE subscription = :subscription \
@@ -61,8 +67,9 @@ AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
 /// By primary key; takes the write lock.
 const REPLICA_SEEN: &str = "INSERT INTO postbox_replica (subscription, owner, seen_at) VALUES (?1, ?2, ?3) \
 ON CONFLICT (subscription, owner) DO UPDATE SET seen_at = excluded.seen_at";
-/// By primary key; no lock. Who was seen in the future was seen before the clock went back: counted, a dead one would take its share of the
-/// lanes from the living until the clock catches up.
+/// By primary key; no lock. Who was seen in the future was seen before the clock went back:
+/// counted, a dead one would take its share of the lanes from the living until the clock catches
+/// up.
 const REPLICA_COUNT: &str = "SELECT count(*) FROM postbox_replica WHERE subscription = :subscription AND owner <> :owner \
 AND seen_at > :alive_after AND seen_at <= :clock + 1000000";
 /// By primary key; no lock.
@@ -71,7 +78,7 @@ const REPLICA_LAST: &str = "SELECT seen_at FROM postbox_replica WHERE subscripti
 const REPLICA_FORGET: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND seen_at < ?2";
 
 /// A subscription as it is stored.
-pub(crate) struct Stored {
+pub(crate) struct SubscriptionRow {
     pub(crate) log: LogName,
     pub(crate) filter: Filter,
     pub(crate) ordering: Ordering,
@@ -79,24 +86,25 @@ pub(crate) struct Stored {
     pub(crate) pause: Option<Pause>,
 }
 
-impl Stored {
+impl SubscriptionRow {
     /// The pause in force.
     pub(crate) fn paused(&self, now: i64) -> Option<&Pause> {
-        self.pause.as_ref().filter(|pause| pause.until.is_none_or(|until| timestamp(now) < until))
+        self.pause.as_ref().filter(|pause| pause.holds_at(timestamp(now)))
     }
 }
 
 /// Reads a subscription; `None` if there is none of the name.
-pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option<Stored>> {
+pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option<SubscriptionRow>> {
     let found = tx.prepare_cached(SUBSCRIPTION_READ)?.query_row([name.as_str()], |row| {
         let topics: String = row.get(1)?;
         let tenant: Option<String> = row.get(2)?;
         let ordering: String = row.get(3)?;
         let by: Option<String> = row.get(5)?;
         let (why, until): (Option<String>, Option<i64>) = (row.get(6)?, row.get(7)?);
-        // Written by `subscribe` below; a text that does not parse (somebody's UPDATE) wants everything, which loses nothing.
+        // Written by `subscribe` below; a text that does not parse (somebody's UPDATE) wants
+        // everything, which loses nothing.
         let topics: Vec<TopicPattern> = serde_json::from_str(&topics).unwrap_or_default();
-        Ok(Stored {
+        Ok(SubscriptionRow {
             log: LogName::from_stored(row.get::<_, String>(0)?),
             filter: Filter { topics, tenant: tenant.map(Tenant::from_stored) },
             ordering: if ordering == "none" { Ordering::None } else { Ordering::Key },
@@ -108,15 +116,13 @@ pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option
 }
 
 /// Reads a subscription that has to be there.
-pub(crate) fn require(operation: &'static str, tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Stored> {
+pub(crate) fn require(operation: &'static str, tx: &Transaction<'_>, name: &SubscriptionName) -> Work<SubscriptionRow> {
     if let Some(stored) = find(tx, name)? {
         return Ok(stored);
     }
     let known: Vec<String> =
         tx.prepare_cached(SUBSCRIPTION_NAMES)?.query_map([], |row| row.get(0))?.collect::<Result<_, _>>()?;
-    let known = if known.is_empty() { "none yet".to_owned() } else { known.join(", ") };
-    let message = format!("there is no subscription {name}; known: {known}");
-    Err(Error::new(ErrorKind::NotFound, operation, "subscription_unknown", message).into())
+    Err(subscription_unknown(operation, name, &known).into())
 }
 
 /// Makes or checks a subscription. Writes only if something differs.
@@ -136,7 +142,7 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
         let known = find(tx, &subscription.name)?;
         let is_new = known.is_none();
         if let Some(stored) = known {
-            refuse_other_shape(&stored, subscription)?;
+            check_shape(subscription, &stored.log, stored.lanes)?;
             refuse_future(tx, subscription, last)?;
             if stored.filter != subscription.filter || stored.ordering != subscription.ordering {
                 tx.prepare_cached(SUBSCRIPTION_UPDATE)?.execute(params![name, topics, tenant, ordering])?;
@@ -145,32 +151,14 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
             let row = params![name, log.as_str(), topics, tenant, ordering, subscription.lanes, now];
             tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
         }
-        // Those of a known subscription are there, unless somebody deleted them: then nobody knows what they had passed.
+        // Those of a known subscription are there, unless somebody deleted them: then nobody knows
+        // what they had passed.
         let position = if is_new && subscription.start == StartAt::Now { last } else { 0 };
         for lane in 0..subscription.lanes {
             tx.prepare_cached(LANE_INSERT)?.execute(params![name, lane, position])?;
         }
         Ok(())
     })
-}
-
-/// A subscription may change its filter and ordering, not its log and lanes.
-fn refuse_other_shape(stored: &Stored, asked: &Subscription) -> Work<()> {
-    let refuse = |code: &'static str, message| Err(Error::new(ErrorKind::Conflict, "subscribe", code, message).into());
-    let name = &asked.name;
-    if stored.log != asked.log {
-        let message =
-            format!("subscription {name} reads log {}, not {}; give the new one another name", stored.log, asked.log);
-        return refuse("log_differs", message);
-    }
-    if stored.lanes != asked.lanes {
-        let message = format!(
-            "subscription {name} was made with {} lanes, not {}; lanes are fixed once created",
-            stored.lanes, asked.lanes
-        );
-        return refuse("lanes_differ", message);
-    }
-    Ok(())
 }
 
 fn refuse_future(tx: &Transaction<'_>, subscription: &Subscription, last: i64) -> Work<()> {
@@ -190,104 +178,108 @@ fn refuse_future(tx: &Transaction<'_>, subscription: &Subscription, last: i64) -
 
 /// One question for a lane.
 #[derive(Clone)]
-pub(crate) struct Ask {
+pub(crate) struct AcquireRequest {
     pub(crate) subscription: SubscriptionName,
     pub(crate) owner: OwnerId,
     /// The lanes it knows it holds.
     pub(crate) held: Vec<u16>,
     pub(crate) ttl: Duration,
-    /// When the call was made: the lease counts from then, so that a wait in a queue never lengthens it.
+    /// When the call was made: the lease counts from then, so that a wait in a queue never
+    /// lengthens it.
     pub(crate) asked_at: i64,
 }
 
-/// The answer when nothing needs to be written: paused or no lane free, and our heartbeat is fresh. Keeps hot standbys from
-/// writing at every poll.
-pub(crate) fn look(session: &mut Session, ask: &Ask) -> Work<Option<Acquired>> {
+/// The answer when nothing needs to be written: paused or no lane free, and our heartbeat is fresh.
+/// Keeps hot standbys from writing at every poll.
+pub(crate) fn peek(session: &mut Session, request: &AcquireRequest) -> Work<Option<Acquired>> {
     let clock = session.settings.now();
     let tx = session.read()?;
-    let stored = require("acquire", &tx, &ask.subscription)?;
+    let stored = require("acquire", &tx, &request.subscription)?;
     let seen: Option<i64> = tx
         .prepare_cached(REPLICA_LAST)?
-        .query_row([ask.subscription.as_str(), ask.owner.as_str()], |row| row.get(0))
+        .query_row([request.subscription.as_str(), request.owner.as_str()], |row| row.get(0))
         .optional()?;
-    let fresh_after = ask.asked_at.saturating_sub(micros(ask.ttl / 4));
-    if seen.is_none_or(|seen| seen < fresh_after || seen > ask.asked_at) {
+    let fresh_after = request.asked_at.saturating_sub(micros(request.ttl / 4));
+    if seen.is_none_or(|seen| seen < fresh_after || seen > request.asked_at) {
         return Ok(None);
     }
-    let paused = stored.paused(ask.asked_at).cloned();
-    if paused.is_none() && free_lane(&tx, ask, clock)?.is_some() {
+    let paused = stored.paused(request.asked_at).cloned();
+    if paused.is_none() && free_lane(&tx, request, clock)?.is_some() {
         return Ok(None);
     }
-    Ok(Some(Acquired { lease: None, replicas: replicas(&tx, ask, clock)?, lanes: stored.lanes, paused }))
+    Ok(Some(Acquired { lease: None, replicas: replicas(&tx, request, clock)?, lanes: stored.lanes, paused }))
 }
 
 /// Notes the heartbeat and takes a free lane if there is one.
-pub(crate) fn acquire(session: &mut Session, ask: &Ask) -> Work<Acquired> {
+pub(crate) fn acquire(session: &mut Session, request: &AcquireRequest) -> Work<Acquired> {
     let settings = session.settings.clone();
     session.transact(Flush::Configured, |tx| {
-        let stored = require("acquire", tx, &ask.subscription)?;
-        beat(tx, &ask.subscription, &ask.owner, ask.asked_at, ask.ttl)?;
-        let paused = stored.paused(ask.asked_at).cloned();
+        let stored = require("acquire", tx, &request.subscription)?;
+        heartbeat(tx, &request.subscription, &request.owner, request.asked_at, request.ttl)?;
+        let paused = stored.paused(request.asked_at).cloned();
         let clock = settings.now();
-        let free = if paused.is_none() { free_lane(tx, ask, clock)? } else { None };
-        refuse_missing_lanes(tx, ask, stored.lanes)?;
+        let free = if paused.is_none() { free_lane(tx, request, clock)? } else { None };
+        refuse_missing_lanes(tx, request, stored.lanes)?;
         let lease = match free {
             Some(lane) => {
-                let until = ask.asked_at.saturating_add(micros(ask.ttl));
-                let row = params![ask.subscription.as_str(), lane, ask.owner.as_str(), until, micros(ask.ttl)];
+                let until = request.asked_at.saturating_add(micros(request.ttl));
+                let row =
+                    params![request.subscription.as_str(), lane, request.owner.as_str(), until, micros(request.ttl)];
                 let epoch = tx.prepare_cached(LANE_GRANT)?.query_row(row, |row| row.get(0))?;
-                let hurried = params![ask.subscription.as_str(), lane, ask.asked_at];
-                tx.prepare_cached(DELIVERY_HURRY)?.execute(hurried)?;
+                let made_due = params![request.subscription.as_str(), lane, request.asked_at];
+                tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(made_due)?;
                 Some(Lease {
-                    subscription: ask.subscription.clone(),
+                    subscription: request.subscription.clone(),
                     log: stored.log.clone(),
                     lane,
                     epoch,
-                    owner: ask.owner.clone(),
+                    owner: request.owner.clone(),
                 })
             }
             None => None,
         };
-        Ok(Acquired { lease, replicas: replicas(tx, ask, clock)?, lanes: stored.lanes, paused })
+        Ok(Acquired { lease, replicas: replicas(tx, request, clock)?, lanes: stored.lanes, paused })
     })
 }
 
 /// `clock`: the time now, under the lock of the transaction if it has one.
-fn free_lane(tx: &Transaction<'_>, ask: &Ask, clock: i64) -> Work<Option<u16>> {
-    let held = serde_json::to_string(&ask.held).expect("a list of numbers is JSON");
+fn free_lane(tx: &Transaction<'_>, request: &AcquireRequest, clock: i64) -> Work<Option<u16>> {
+    let held = serde_json::to_string(&request.held).expect("a list of numbers is JSON");
     let parameters = named_params! {
-        ":subscription": ask.subscription.as_str(), ":now": ask.asked_at, ":clock": clock, ":owner": ask.owner.as_str(), ":held": held,
+        ":subscription": request.subscription.as_str(), ":now": request.asked_at, ":clock": clock, ":owner": request.owner.as_str(), ":held": held,
     };
     Ok(tx.prepare_cached(LANE_FREE)?.query_row(parameters, |row| row.get(0)).optional()?)
 }
 
 /// Somebody deleted lanes: part of the log would be read by nobody.
-fn refuse_missing_lanes(tx: &Transaction<'_>, ask: &Ask, lanes: u16) -> Work<()> {
-    let name = &ask.subscription;
+fn refuse_missing_lanes(tx: &Transaction<'_>, request: &AcquireRequest, lanes: u16) -> Work<()> {
+    let name = &request.subscription;
     let there: u16 = tx.prepare_cached(LANE_COUNT)?.query_row([name.as_str()], |row| row.get(0))?;
     if there >= lanes {
         return Ok(());
     }
-    let message = format!(
-        "lanes of subscription {name} were deleted, so part of its log is read by nobody; restart postbox to make them anew: they begin with \
-         the oldest event in the log"
-    );
-    Err(Error::new(ErrorKind::Mismatch, "acquire", "lanes_missing", message).into())
+    Err(lanes_missing(name).into())
 }
 
 /// Relays seen within the lease time, the asking one included.
-fn replicas(tx: &Transaction<'_>, ask: &Ask, clock: i64) -> Work<u16> {
+fn replicas(tx: &Transaction<'_>, request: &AcquireRequest, clock: i64) -> Work<u16> {
     let parameters = named_params! {
-        ":subscription": ask.subscription.as_str(),
-        ":owner": ask.owner.as_str(),
-        ":alive_after": ask.asked_at.saturating_sub(micros(ask.ttl)),
+        ":subscription": request.subscription.as_str(),
+        ":owner": request.owner.as_str(),
+        ":alive_after": request.asked_at.saturating_sub(micros(request.ttl)),
         ":clock": clock,
     };
     let others: u16 = tx.prepare_cached(REPLICA_COUNT)?.query_row(parameters, |row| row.get(0))?;
     Ok(others.saturating_add(1))
 }
 
-fn beat(tx: &Transaction<'_>, subscription: &SubscriptionName, owner: &OwnerId, now: i64, ttl: Duration) -> Work<()> {
+fn heartbeat(
+    tx: &Transaction<'_>,
+    subscription: &SubscriptionName,
+    owner: &OwnerId,
+    now: i64,
+    ttl: Duration,
+) -> Work<()> {
     tx.prepare_cached(REPLICA_SEEN)?.execute(params![subscription.as_str(), owner.as_str(), now])?;
     let gone_before = now.saturating_sub(micros(ttl).saturating_mul(10));
     tx.prepare_cached(REPLICA_FORGET)?.execute(params![subscription.as_str(), gone_before])?;
@@ -309,7 +301,7 @@ pub(crate) fn renew(session: &mut Session, lease: &Lease, ttl: Duration) -> Work
             ":now": now,
         })?;
         if changed == 1 {
-            beat(tx, &lease.subscription, &lease.owner, now, ttl)?;
+            heartbeat(tx, &lease.subscription, &lease.owner, now, ttl)?;
         }
         Ok(changed == 1 && !paused)
     })
@@ -326,14 +318,14 @@ pub(crate) fn release(session: &mut Session, lease: &Lease) -> Work<bool> {
 
 /// Where a held lane stands.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Held {
+pub(crate) struct LaneRow {
     pub(crate) position: i64,
     pub(crate) window_end: i64,
     pub(crate) lease_until: i64,
 }
 
 /// The lane, or `Stale` if the lease is no longer held.
-pub(crate) fn held(operation: &'static str, tx: &Transaction<'_>, lease: &Lease, now: i64) -> Work<Held> {
+pub(crate) fn held(operation: &'static str, tx: &Transaction<'_>, lease: &Lease, now: i64) -> Work<LaneRow> {
     let parameters = named_params! {
         ":subscription": lease.subscription.as_str(),
         ":lane": lease.lane,
@@ -342,7 +334,7 @@ pub(crate) fn held(operation: &'static str, tx: &Transaction<'_>, lease: &Lease,
         ":now": now,
     };
     let held = tx.prepare_cached(LANE_HELD)?.query_row(parameters, |row| {
-        Ok(Held { position: row.get(0)?, window_end: row.get(1)?, lease_until: row.get(2)? })
+        Ok(LaneRow { position: row.get(0)?, window_end: row.get(1)?, lease_until: row.get(2)? })
     });
     held.optional()?.ok_or_else(|| Error::stale(operation).into())
 }

@@ -7,13 +7,14 @@ use postbox_core::{
     Acquired, Batch, BatchLimit, Error, Lease, Log, OwnerId, Result, Settlement, Subscription, SubscriptionName,
 };
 
-use crate::lease::Ask;
+use crate::lease::AcquireRequest;
 use crate::settle::Owned;
 use crate::store::SqliteStore;
 use crate::{due, lease, settle, window};
 
-/// Stretches of unwanted rows passed over in one `next_batch`; then it answers empty and goes on at the next call.
-const STRETCHES_MAX: usize = 20;
+/// Pages of unwanted rows passed over in one `next_batch`; then it answers empty and goes on at the
+/// next call.
+const PAGES_MAX: usize = 20;
 
 #[async_trait]
 impl Log for SqliteStore {
@@ -31,12 +32,12 @@ impl Log for SqliteStore {
         ttl: Duration,
     ) -> Result<Acquired> {
         let (subscription, owner) = (subscription.clone(), owner.clone());
-        let ask = Ask { subscription, owner, held: held.to_vec(), ttl, asked_at: self.now() };
-        let looking = ask.clone();
-        if let Some(nothing) = self.reader().call("acquire", move |session| lease::look(session, &looking)).await? {
+        let request = AcquireRequest { subscription, owner, held: held.to_vec(), ttl, asked_at: self.now() };
+        let peeking = request.clone();
+        if let Some(nothing) = self.reader().call("acquire", move |session| lease::peek(session, &peeking)).await? {
             return Ok(nothing);
         }
-        self.writer().call("acquire", move |session| lease::acquire(session, &ask)).await
+        self.writer().call("acquire", move |session| lease::acquire(session, &request)).await
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
@@ -57,8 +58,8 @@ impl Log for SqliteStore {
 
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let mut batch = Batch::default();
-        for _ in 0..STRETCHES_MAX {
-            batch = self.next_stretch(lease, limit).await?;
+        for _ in 0..PAGES_MAX {
+            batch = self.next_page(lease, limit).await?;
             if !batch.is_empty() || !batch.more {
                 break;
             }
@@ -84,30 +85,30 @@ impl Log for SqliteStore {
     }
 
     async fn hint(&self, lease: &Lease) {
-        let mut stirs = self.stirs().subscribe();
+        let mut wakeups = self.wakeups().subscribe();
         // Comparing with what the last read saw closes the gap between an empty read and this wait.
-        let seen = self.cursor(lease).map_or_else(|| *stirs.borrow(), |cursor| cursor.stirs);
+        let seen = self.cursor(lease).map_or_else(|| *wakeups.borrow(), |cursor| cursor.wakeups);
         // The sender lives in the store, so the wait cannot fail while `self` is borrowed.
-        _ = stirs.wait_for(|now| *now != seen).await;
+        _ = wakeups.wait_for(|now| *now != seen).await;
     }
 }
 
 impl SqliteStore {
-    /// Reads one stretch and writes what it needs written before it may be handed out.
+    /// Reads one page and writes what it needs written before it may be handed out.
     ///
-    /// The cursor moves only when everything has been done and nothing is awaited any more: a future that is dropped on the
-    /// way has read nothing.
-    async fn next_stretch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+    /// The cursor moves only when everything has been done and nothing is awaited any more: a
+    /// future that is dropped on the way has read nothing.
+    async fn next_page(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let cursor = self.cursor(lease);
-        let stirs = *self.stirs().borrow();
+        let wakeups = *self.wakeups().borrow();
         let reading = lease.clone();
         let read = self
             .reader()
-            .call("next_batch", move |session| window::read(session, &reading, limit, cursor, stirs))
+            .call("next_batch", move |session| window::read(session, &reading, limit, cursor, wakeups))
             .await?;
-        if let Some(opening) = read.opening {
+        if let Some(update) = read.update {
             let opened = lease.clone();
-            self.writer().call("next_batch", move |session| window::open(session, &opened, &opening)).await?;
+            self.writer().call("next_batch", move |session| window::open(session, &opened, &update)).await?;
         }
         self.set_cursor(lease, Some(read.cursor));
         Ok(read.batch)

@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered};
+use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered, kit};
 use rusqlite::{Connection, ErrorCode, OptionalExtension, Transaction};
 
 use crate::classify::{Fault, Work, schema_missing};
@@ -56,22 +56,15 @@ impl Migrate for SqliteStore {
     }
 }
 
-impl SqliteStore {
-    /// Makes a log of your own beside `outbox` and `inbox`: the table `postbox_NAME`. Idempotent.
-    pub async fn create_log(&self, log: &LogName) -> Result<()> {
-        let log = checked_log("create_log", log)?;
-        self.writer()
-            .call("create_log", move |session| {
-                validate(session.connection()?)?;
-                session.transact(Flush::Configured, |tx| {
-                    if !log_exists(tx, &log)? {
-                        tx.execute_batch(&log_ddl(&log))?;
-                    }
-                    Ok(())
-                })
-            })
-            .await
-    }
+/// Makes a log: the table `postbox_NAME`. Idempotent.
+pub(crate) fn create_log(session: &mut Session, log: &LogName) -> Work<()> {
+    validate(session.connection()?)?;
+    session.transact(Flush::Configured, |tx| {
+        if !log_exists(tx, log)? {
+            tx.execute_batch(&log_ddl(log))?;
+        }
+        Ok(())
+    })
 }
 
 /// Takes the write lock before it looks, so that the second of two starters finds nothing to do.
@@ -99,7 +92,8 @@ fn up(session: &mut Session) -> Work<Vec<String>> {
     })
 }
 
-/// Switches to WAL mode. SQLite does not wait for locks here (it could be a deadlock), so two starters on a new file need some patience.
+/// Switches to WAL mode. SQLite does not wait for locks here (it could be a deadlock), so two
+/// starters on a new file need some patience.
 pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
     let mut attempts = 0;
     loop {
@@ -113,7 +107,8 @@ pub(crate) fn enter_wal(connection: &Connection) -> Work<String> {
     }
 }
 
-/// A command that was stopped while it waited for the lock removes nothing when the lock comes free: the end asks for `caller`.
+/// A command that was stopped while it waited for the lock removes nothing when the lock comes
+/// free: the end asks for `caller`.
 fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<Vec<String>> {
     if !session.settings.path.exists() || applied(session.connection()?)?.is_none() {
         return Ok(Vec::new());
@@ -201,11 +196,11 @@ pub(crate) fn require_log(operation: &'static str, tx: &Transaction<'_>, log: &L
 }
 
 fn log_unknown(operation: &'static str, connection: &Connection, log: &LogName) -> Work<Error> {
-    let known = log_names(connection)?.join(", ");
-    Ok(Error::new(ErrorKind::NotFound, operation, "log_unknown", format!("there is no log {log}; known: {known}")))
+    Ok(kit::log_unknown(operation, log, &log_names(connection)?))
 }
 
-/// What a missing log table means: an unknown log where there is a schema, a missing schema where there is none.
+/// What a missing log table means: an unknown log where there is a schema, a missing schema where
+/// there is none.
 pub(crate) fn explain_missing(operation: &'static str, connection: &Connection, log: &LogName, fault: Fault) -> Fault {
     if fault.is_table_missing()
         && let Ok(error) = log_unknown(operation, connection, log)

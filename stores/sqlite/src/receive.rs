@@ -3,26 +3,24 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Inbound, LogName, Receive, Received, Result, SourceName};
-use rusqlite::{Connection, OptionalExtension, Transaction, params};
+use postbox_core::kit::STEP_ROWS_MAX;
+use postbox_core::{Inbound, LogName, Receive, Received, Result};
+use rusqlite::{OptionalExtension, Transaction, params};
 
-use crate::append::{insert, require_transaction};
+use crate::append::insert;
 use crate::classify::Work;
 use crate::clock::micros;
 use crate::migrate::require_log;
-use crate::schema::NOW_MICROS;
 use crate::store::SqliteStore;
 use crate::thread::Flush;
-
-/// Ids forgotten per call: the bounded step the contract asks for.
-const FORGET_IDS_MAX: usize = 1_000;
 
 /// By primary key; no lock of its own.
 const RECEIPT_FIND: &str = "SELECT digest FROM postbox_receipt WHERE source = ?1 AND tenant = ?2 AND message_id = ?3";
 /// By primary key; takes the write lock.
 const RECEIPT_INSERT: &str = "INSERT INTO postbox_receipt (source, tenant, message_id, digest, log, event_id, received_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
-/// By primary key; takes the write lock. The same refused body again only raises the count: a sender who repeats himself does not fill the disk.
+/// By primary key; takes the write lock. The same refused body again only raises the count: a
+/// sender who repeats himself does not fill the disk.
 const CONFLICT_NOTE: &str = "INSERT INTO postbox_conflict (source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, 1, ?6, ?6) \
 ON CONFLICT (source, tenant, message_id, digest_refused) DO UPDATE SET times = times + 1, last_at = excluded.last_at";
@@ -66,10 +64,11 @@ impl Receive for SqliteStore {
         self.writer()
             .call("forget", move |session| {
                 session.transact(Flush::Configured, |tx| {
-                    let step = params![oldest_kept, FORGET_IDS_MAX as i64];
+                    let step = params![oldest_kept, STEP_ROWS_MAX as i64];
                     let receipts = tx.prepare_cached(RECEIPT_FORGET)?.execute(step)?;
                     let onces = tx.prepare_cached(ONCE_FORGET)?.execute(step)?;
-                    // Records of conflicts age with the ids they are about; they are no ids and do not count.
+                    // Records of conflicts age with the ids they are about; they are no ids and do
+                    // not count.
                     tx.prepare_cached(CONFLICT_FORGET)?.execute(step)?;
                     Ok((receipts + onces) as u64)
                 })
@@ -97,49 +96,4 @@ fn receive(tx: &Transaction<'_>, log: &LogName, inbound: &Inbound, now: i64) -> 
     let row = params![source, tenant, message_id, inbound.digest.as_slice(), log.as_str(), id.to_string(), now];
     tx.prepare_cached(RECEIPT_INSERT)?.execute(row)?;
     Ok(Received::Accepted(id))
-}
-
-/// Takes note of a message id in *your* transaction: `true` the first time, `false` when it was there. Roll back on failure, and the id
-/// is free again; commit, and your effect has happened once.
-///
-/// For consumers with a loop of their own. These ids are kept apart from those of [`Receive`], so that a message which was received
-/// but not yet applied does not look applied.
-///
-/// ```
-/// # fn example(connection: &mut rusqlite::Connection) -> Result<(), Box<dyn std::error::Error>> {
-/// use postbox_core::SourceName;
-///
-/// let tx = connection.transaction()?;
-/// if postbox_sqlite::once_in(&tx, &SourceName::new("billing")?, "msg-1")? {
-///     tx.execute("UPDATE account SET balance = balance + 1", [])?;
-/// }
-/// tx.commit()?;
-/// # Ok(())
-/// # }
-/// ```
-pub fn once_in(tx: &Connection, source: &SourceName, message_id: &str) -> Result<bool> {
-    check_message_id(message_id)?;
-    require_transaction("once", tx)?;
-    let note =
-        || -> Work<bool> { Ok(tx.prepare_cached(&once_insert())?.execute(params![source.as_str(), message_id])? == 1) };
-    note().map_err(|fault| fault.into_error("once"))
-}
-
-/// By primary key; takes the write lock.
-pub(crate) fn once_insert() -> String {
-    format!(
-        "INSERT INTO postbox_once (source, message_id, seen_at) VALUES (?1, ?2, {NOW_MICROS}) ON CONFLICT DO NOTHING"
-    )
-}
-
-/// The rule of [`Inbound::validate`] for an id alone.
-pub(crate) fn check_message_id(message_id: &str) -> Result<()> {
-    if message_id.is_empty() || message_id.len() > 255 || message_id.contains('\0') {
-        return Err(postbox_core::Error::invalid(
-            "once",
-            "message_id_invalid",
-            "the message id must have 1 to 255 bytes and no NUL character",
-        ));
-    }
-    Ok(())
 }

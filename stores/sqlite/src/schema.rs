@@ -1,5 +1,5 @@
-//! The tables, as numbered migrations. Plain SQL that SQLite 3.38 (the first with JSON built in) and later understand, so that any
-//! language's own SQLite can insert.
+//! The tables, as numbered migrations. Plain SQL that SQLite 3.38 (the first with JSON built in)
+//! and later understand, so that any language's own SQLite can insert.
 
 use postbox_core::LogName;
 
@@ -33,7 +33,8 @@ pub(crate) const TABLES: [&str; 9] = [
     "postbox_migration",
 ];
 
-/// Microseconds since 1970 by SQLite's clock, exact to its millisecond; works in versions without `subsec`.
+/// Microseconds since 1970 by SQLite's clock, exact to its millisecond; works in versions without
+/// `subsec`.
 pub(crate) const NOW_MICROS: &str =
     "(CAST(strftime('%s','now') AS INTEGER) * 1000000 + CAST(substr(strftime('%f','now'), 4, 3) AS INTEGER) * 1000)";
 
@@ -66,11 +67,14 @@ pub(crate) fn log_table(log: &LogName) -> String {
 
 /// One log.
 ///
-/// - `seq` is commit order: SQLite has one writer at a time, and AUTOINCREMENT never gives a number twice, so the cursor is an integer.
-/// - Every CHECK is named by the code `NewEvent::validate` gives for the same fault, and reports it for plain INSERTs.
-/// - Times are whole microseconds since 1970, UTC; `occurred_at` and `deliver_at` may also be text that SQLite's date functions
-///   understand (`datetime('now', '+1 hour')`), UTC.
-/// - `payload` is the last column: rows that a lane passes over are judged without touching its overflow pages.
+/// - `seq` is commit order: SQLite has one writer at a time, and AUTOINCREMENT never gives a number
+///   twice, so the cursor is an integer.
+/// - Every CHECK is named by the code `NewEvent::validate` gives for the same fault, and reports it
+///   for plain INSERTs.
+/// - Times are whole microseconds since 1970, UTC; `occurred_at` and `deliver_at` may also be text
+///   that SQLite's date functions understand (`datetime('now', '+1 hour')`), UTC.
+/// - `payload` is the last column: rows that a lane passes over are judged without touching its
+///   overflow pages.
 pub(crate) fn log_ddl(log: &LogName) -> String {
     let table = log_table(log);
     let id_pattern = [8, 4, 4, 4, 12].map(|digits| "[0-9a-f]".repeat(digits)).join("-");
@@ -89,7 +93,8 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
         )
     };
     let names = ["aggregate", "kind", "source", "content_type"].map(name).join(",\n  ");
-    // The range of the timestamps this program can hold; text is turned by julianday when it is read.
+    // The range of the timestamps this program can hold; text is turned by julianday when it is
+    // read.
     let time = |column: &str| {
         format!(
             "CONSTRAINT {column}_invalid CHECK ({column} IS NULL OR (typeof({column}) = 'integer' \

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use postbox_core::limits::ERROR_BYTES_MAX;
-use postbox_core::{Delivery, Disposition, Error, ErrorKind, Key, Lease, Result, Settlement, State, SubscriptionName};
+use postbox_core::kit::{Due, RowAfter, settled_already, window_undone};
+use postbox_core::{Delivery, Disposition, Entry, Key, Lease, Result, Settlement, State, SubscriptionName};
 use rusqlite::{OptionalExtension, Transaction, named_params, params};
 
 use crate::classify::Work;
 use crate::clock::micros;
 use crate::config::Synchronous;
-use crate::lease::{Held, held};
+use crate::lease::{LaneRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
 use crate::window::log_end;
@@ -20,7 +20,8 @@ const LANE_SETTLE: &str =
 /// A row by primary key; no lock of its own.
 const DELIVERY_FIND: &str =
     "SELECT state, attempts, replays FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
-/// A row by primary key; takes the write lock. Code and error stay when the new disposition has none.
+/// A row by primary key; takes the write lock. Code and error stay when the new disposition has
+/// none.
 const DELIVERY_PUT: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, due_at, code, error, updated_at) \
 VALUES (:subscription, :seq, :lane, :id, :topic, :key, :created_at, :state, :holds, :attempts, :due_at, :code, :error, :now) \
@@ -28,7 +29,8 @@ ON CONFLICT (subscription, seq) DO UPDATE SET state = excluded.state, holds = ex
 due_at = excluded.due_at, code = coalesce(excluded.code, code), error = coalesce(excluded.error, error), updated_at = excluded.updated_at";
 /// A row by primary key; takes the write lock.
 const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
-/// The head of a key, if it is blocked, is due now: whatever it waited for is gone. By `postbox_delivery_key`; takes the write lock.
+/// The head of a key, if it is blocked, is due now: whatever it waited for is gone. By
+/// `postbox_delivery_key`; takes the write lock.
 const DELIVERY_RELEASE_HEAD: &str = "UPDATE postbox_delivery SET state = 'retrying', due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND state = 'blocked' AND seq = (SELECT min(seq) FROM postbox_delivery \
 WHERE subscription = ?1 AND key = ?2 AND holds = 1)";
@@ -54,25 +56,21 @@ pub(crate) struct OwnedEntry {
 }
 
 impl Owned {
-    /// Takes over a settlement; `read` is how far this lease was given events, beyond which no position goes. Nothing was given to a lease
-    /// that has not read.
+    /// Takes over a settlement; `read` is how far this lease was given events, beyond which no
+    /// position goes. Nothing was given to a lease that has not read.
     pub(crate) fn new(operation: &'static str, settlement: Settlement<'_>, read: Option<i64>) -> Result<Self> {
         let position = match (settlement.position, read) {
             (Some(position), Some(read)) => Some(position.0.min(read)),
             (None, _) => None,
-            (Some(_), None) => {
-                let message = "the position is of a read that is not known any more; what it gave is read again";
-                return Err(Error::new(ErrorKind::Stale, operation, "window_undone", message));
-            }
+            (Some(_), None) => return Err(window_undone(operation)),
         };
-        let entries =
-            settlement.entries.into_iter().map(|entry| OwnedEntry::new(entry.delivery, entry.disposition)).collect();
+        let entries = settlement.entries.into_iter().map(OwnedEntry::from).collect();
         Ok(Self { position, hold_keys: settlement.hold_keys, entries })
     }
 }
 
-impl OwnedEntry {
-    pub(crate) fn new(delivery: &Delivery, disposition: Disposition) -> Self {
+impl From<Entry<'_>> for OwnedEntry {
+    fn from(Entry { delivery, disposition }: Entry<'_>) -> Self {
         let event = &delivery.event;
         Self {
             seq: delivery.seq.0,
@@ -97,11 +95,12 @@ pub(crate) fn settle(session: &mut Session, lease: &Lease, settlement: &Owned) -
     })
 }
 
-/// Writes a settlement in a transaction whose lease was checked in it. `flushed`: the commit will be.
+/// Writes a settlement in a transaction whose lease was checked in it. `flushed`: the commit will
+/// be.
 pub(crate) fn write(
     tx: &Transaction<'_>,
     lease: &Lease,
-    lane: Held,
+    lane: LaneRow,
     settlement: &Owned,
     flushed: bool,
     now: i64,
@@ -129,12 +128,12 @@ pub(crate) fn release_head(tx: &Transaction<'_>, subscription: &SubscriptionName
     Ok(())
 }
 
-/// Refuses to apply what was settled by an earlier call whose answer was lost, and due rows that are not as they were read: what handlers do
-/// counts once.
+/// Refuses to apply what was settled by an earlier call whose answer was lost, and due rows that
+/// are not as they were read: what handlers do counts once.
 pub(crate) fn refuse_settled(
     tx: &Transaction<'_>,
     lease: &Lease,
-    lane: Held,
+    lane: LaneRow,
     settlement: &Owned,
     deliveries: &[Delivery],
 ) -> Work<()> {
@@ -143,13 +142,12 @@ pub(crate) fn refuse_settled(
         let mut find = tx.prepare_cached(DELIVERY_FIND)?;
         for delivery in deliveries {
             let row = find.query_row(params![lease.subscription.as_str(), delivery.seq.0], found).optional()?;
-            let entry = OwnedEntry::new(delivery, Disposition::Delivered);
+            let entry = OwnedEntry::from(Entry { delivery, disposition: Disposition::Delivered });
             settled |= !row.is_some_and(|row| row.is_as_read(&entry));
         }
     }
     if settled {
-        let message = "the events were settled or changed meanwhile; what this call did is rolled back";
-        return Err(Error::new(ErrorKind::Stale, "apply", "settled_already", message).into());
+        return Err(settled_already().into());
     }
     Ok(())
 }
@@ -166,22 +164,12 @@ fn found(row: &rusqlite::Row<'_>) -> rusqlite::Result<Found> {
 }
 
 impl Found {
-    /// Every change of a row that counts raises one of the two numbers or ends it. A person's word stands: discarded stays discarded, dead is left
-    /// only by a replay.
+    /// Every change of a row that counts raises one of the two numbers or ends it. A person's word
+    /// stands: discarded stays discarded, dead is left only by a replay.
     fn is_as_read(&self, entry: &OwnedEntry) -> bool {
         let ended = self.state == State::Dead.as_str() || self.state == State::Discarded.as_str();
         !ended && self.attempts == entry.before && self.replays == entry.replays
     }
-}
-
-/// How a row shall look.
-struct Row<'a> {
-    state: State,
-    holds: bool,
-    attempts: u32,
-    due_at: Option<i64>,
-    code: Option<&'a str>,
-    error: Option<&'a str>,
 }
 
 fn write_entry(
@@ -197,42 +185,25 @@ fn write_entry(
     let attempts = match row {
         Some(row) if !streaming && row.is_as_read(entry) => row.attempts,
         None if streaming => 0,
-        // A row that is not the one that was read; or an event of the stream that a person discarded before it was read.
+        // A row that is not the one that was read; or an event of the stream that a person
+        // discarded before it was read.
         _ => return Ok(()),
     };
-    let holds = hold_keys && entry.key.is_some();
-    let row = Row { state: State::Retrying, holds, attempts, due_at: None, code: None, error: None };
-    let row = match &entry.disposition {
-        Disposition::Delivered | Disposition::Discarded => {
-            tx.prepare_cached(DELIVERY_DELETE)?.execute(params![name, entry.seq])?;
-            return Ok(());
-        }
-        Disposition::Retry { after, counted, code, error } => Row {
-            attempts: attempts.saturating_add(u32::from(*counted)),
-            due_at: Some(now.saturating_add(micros(*after))),
-            code: Some(code),
-            error: Some(cut(error)),
-            ..row
-        },
-        // Without order there is nothing to wait for. With it, `release_head` decides once all entries are written.
-        Disposition::Block if holds => Row { state: State::Blocked, ..row },
-        Disposition::Block => Row { due_at: Some(now), ..row },
-        Disposition::Schedule { at } => {
-            Row { state: State::Scheduled, holds: false, due_at: Some(at.as_microsecond()), ..row }
-        }
-        Disposition::Dead { code, error, halt } => Row {
-            state: State::Dead,
-            holds: *halt && entry.key.is_some(),
-            attempts: attempts.saturating_add(1),
-            code: Some(code),
-            error: Some(cut(error)),
-            ..row
-        },
+    let holds_key = hold_keys && entry.key.is_some();
+    let Some(row) = RowAfter::of(&entry.disposition, attempts, holds_key) else {
+        tx.prepare_cached(DELIVERY_DELETE)?.execute(params![name, entry.seq])?;
+        return Ok(());
     };
-    put(tx, lease, entry, &row, now)
-}
-
-fn put(tx: &Transaction<'_>, lease: &Lease, entry: &OwnedEntry, row: &Row<'_>, now: i64) -> Work<()> {
+    let holds = match row.state {
+        State::Scheduled => false,
+        State::Dead => row.halt,
+        _ => true,
+    };
+    let due_at = match row.due {
+        Due::Never => None,
+        Due::After(wait) => Some(now.saturating_add(micros(wait))),
+        Due::At(at) => Some(at.as_microsecond()),
+    };
     tx.prepare_cached(DELIVERY_PUT)?.execute(named_params! {
         ":subscription": lease.subscription.as_str(),
         ":seq": entry.seq,
@@ -242,17 +213,12 @@ fn put(tx: &Transaction<'_>, lease: &Lease, entry: &OwnedEntry, row: &Row<'_>, n
         ":key": entry.key.as_ref().map(Key::as_str),
         ":created_at": entry.created_at,
         ":state": row.state.as_str(),
-        ":holds": row.holds,
+        ":holds": holds_key && holds,
         ":attempts": row.attempts,
-        ":due_at": row.due_at,
+        ":due_at": due_at,
         ":code": row.code,
-        ":error": row.error,
+        ":error": row.error.as_deref(),
         ":now": now,
     })?;
     Ok(())
-}
-
-/// An error text within its limit, cut between characters.
-fn cut(error: &str) -> &str {
-    &error[..error.floor_char_boundary(ERROR_BYTES_MAX)]
 }

@@ -2,22 +2,24 @@
 
 use ::sqlx::sqlite::SqliteArguments;
 use ::sqlx::{Arguments, AssertSqlSafe, SqliteConnection};
+use postbox_core::kit::check_message_id;
 use postbox_core::{Error, EventId, LogName, NewEvent, Result, SourceName};
 
 use crate::append::{APPEND_COLUMNS, headers_json};
 use crate::classify::from_code;
 use crate::migrate::checked_log;
-use crate::receive::{check_message_id, once_insert};
+use crate::once::once_insert;
 use crate::schema::{NOW_MICROS, log_table};
 
-/// Events in one statement: 13 parameters each stay far below SQLite's limit of 32,766, and a statement is one message to the
-/// connection's thread.
+/// Events in one statement: 13 parameters each stay far below SQLite's limit of 32,766, and a
+/// statement is one message to the connection's thread.
 const EVENTS_PER_STATEMENT: usize = 500;
 
 /// Appends in *your* transaction: the change and its events commit together, or neither does.
 ///
-/// As [`crate::append_in`]; pass `&mut *tx`. More than 500 events take several statements: if one fails, or the future is dropped, roll your
-/// transaction back. Cancel-safety: that of your transaction.
+/// As [`crate::append_in`]; pass `&mut *tx`. More than 500 events take several statements: if one
+/// fails, or the future is dropped, roll your transaction back. Cancel-safety: that of your
+/// transaction.
 pub async fn append_in(connection: &mut SqliteConnection, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
     let log = checked_log("append", log)?;
     events.iter().try_for_each(NewEvent::validate)?;
@@ -31,7 +33,8 @@ pub async fn append_in(connection: &mut SqliteConnection, log: &LogName, events:
         }
         let row = format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MICROS})");
         let rows = vec![row; chunk.len()].join(", ");
-        // The only text that is not ours is the log's name, which is letters, digits and underscores.
+        // The only text that is not ours is the log's name, which is letters, digits and
+        // underscores.
         let log_append = format!("INSERT INTO {} ({APPEND_COLUMNS}) VALUES {rows}", log_table(&log));
         let inserted = ::sqlx::query_with(AssertSqlSafe(log_append), arguments).execute(&mut *connection).await;
         if let Err(error) = inserted {
@@ -41,9 +44,10 @@ pub async fn append_in(connection: &mut SqliteConnection, log: &LogName, events:
     Ok(ids)
 }
 
-/// Takes note of a message id in *your* transaction: `true` the first time. As [`crate::once_in`]; pass `&mut *tx`.
+/// Takes note of a message id in *your* transaction: `true` the first time. As [`crate::once_in`];
+/// pass `&mut *tx`.
 pub async fn once_in(connection: &mut SqliteConnection, source: &SourceName, message_id: &str) -> Result<bool> {
-    check_message_id(message_id)?;
+    check_message_id("once", message_id)?;
     let noted = ::sqlx::query(AssertSqlSafe(once_insert()))
         .bind(source.as_str())
         .bind(message_id)

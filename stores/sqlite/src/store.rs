@@ -36,10 +36,11 @@ struct Shared {
     writer: Thread,
     reader: Thread,
     inspector: Thread,
-    /// How far each lane has been read, which is not written down: a crash reads again from the settled position.
+    /// How far each lane has been read, which is not written down: a crash reads again from the
+    /// settled position.
     cursors: Mutex<HashMap<(SubscriptionName, u16), Cursor>>,
     /// Rises with everything of ours that may give a lane work.
-    stirs: watch::Sender<u64>,
+    wakeups: watch::Sender<u64>,
 }
 
 impl fmt::Debug for SqliteStore {
@@ -49,15 +50,18 @@ impl fmt::Debug for SqliteStore {
 }
 
 impl SqliteStore {
-    /// Opens the file, or prepares to: a file that is not there is made by [`postbox_core::Migrate::up`] and by nothing else.
+    /// Opens the file, or prepares to: a file that is not there is made by
+    /// [`postbox_core::Migrate::up`] and by nothing else.
     ///
-    /// Errors (`Mismatch`): `store_path_invalid`, `store_folder_missing`, `store_readonly`, `store_not_a_database`,
-    /// `store_cannot_open`. A missing schema is reported by the first call that needs it.
+    /// Errors (`Mismatch`): `store_path_invalid`, `store_folder_missing`, `store_readonly`,
+    /// `store_not_a_database`, `store_cannot_open`. A missing schema is reported by the first call
+    /// that needs it.
     pub async fn open(config: SqliteConfig) -> Result<Self> {
         Self::open_with_clock(config, Arc::new(MachineClock::new())).await
     }
 
-    /// [`Self::open`] with another clock: the one lease deadlines, due times and stamps are measured on.
+    /// [`Self::open`] with another clock: the one lease deadlines, due times and stamps are
+    /// measured on.
     pub async fn open_with_clock(config: SqliteConfig, clock: Arc<dyn Clock>) -> Result<Self> {
         let settings = Arc::new(Settings {
             path: config.resolved()?,
@@ -73,7 +77,7 @@ impl SqliteStore {
                 reader: thread("postbox-read", Role::Reader)?,
                 inspector: thread("postbox-look", Role::Reader)?,
                 cursors: Mutex::default(),
-                stirs: watch::Sender::new(0),
+                wakeups: watch::Sender::new(0),
                 settings,
             }),
         };
@@ -88,9 +92,10 @@ impl SqliteStore {
         Ok(store)
     }
 
-    /// Wakes this store's relays: call it after your own commit, and they need not wait for their next poll. Only a hint.
+    /// Wakes this store's relays: call it after your own commit, and they need not wait for their
+    /// next poll. Only a hint.
     pub fn wake(&self) {
-        self.shared.stirs.send_modify(|stirs| *stirs = stirs.wrapping_add(1));
+        self.shared.wakeups.send_modify(|wakeups| *wakeups = wakeups.wrapping_add(1));
     }
 
     pub(crate) fn writer(&self) -> &Thread {
@@ -109,8 +114,8 @@ impl SqliteStore {
         self.shared.settings.now()
     }
 
-    pub(crate) fn stirs(&self) -> &watch::Sender<u64> {
-        &self.shared.stirs
+    pub(crate) fn wakeups(&self) -> &watch::Sender<u64> {
+        &self.shared.wakeups
     }
 
     /// How far this lease has read, if it has.

@@ -1,8 +1,9 @@
 //! A connection on a thread of its own, fed by a bounded queue.
 //!
-//! SQLite calls block, so they never run on an async worker. The store has three of these: one that writes, one that reads for
-//! relays (in WAL mode a reader never waits for a writer, so a batch is read while the last one is being flushed), and one
-//! that reads for operators, so that counting a long log delays no delivery.
+//! SQLite calls block, so they never run on an async worker. The store has three of these: one that
+//! writes, one that reads for relays (in WAL mode a reader never waits for a writer, so a batch is
+//! read while the last one is being flushed), and one that reads for operators, so that counting a
+//! long log delays no delivery.
 
 use std::fmt;
 use std::os::unix::fs::MetadataExt as _;
@@ -18,7 +19,8 @@ use tokio::sync::{mpsc, oneshot};
 use crate::classify::{Fault, Work, read_only, schema_missing};
 use crate::config::Synchronous;
 
-/// Jobs waiting at one thread. Each lane has at most a few at once, and a full queue makes callers wait, which is the back-pressure wanted.
+/// Jobs waiting at one thread. Each lane has at most a few at once, and a full queue makes callers
+/// wait, which is the back-pressure wanted.
 const QUEUE_JOBS_MAX: usize = 64;
 /// A job is never refused for a wait shorter than this, however small the busy timeout.
 const PATIENCE_MIN: Duration = Duration::from_secs(1);
@@ -86,8 +88,9 @@ impl Thread {
 
     /// Runs `work` on the thread's connection and waits for its result.
     ///
-    /// Bounded: a job that has waited longer than twice the busy timeout is refused unrun, and one that runs waits for locks
-    /// at most the busy timeout. A job whose caller has gone is not started. Cancel-safe, but a started job runs to its end.
+    /// Bounded: a job that has waited longer than twice the busy timeout is refused unrun, and one
+    /// that runs waits for locks at most the busy timeout. A job whose caller has gone is not
+    /// started. Cancel-safe, but a started job runs to its end.
     pub(crate) async fn call<T, F>(&self, operation: &'static str, work: F) -> Result<T>
     where
         T: Send + 'static,
@@ -183,7 +186,8 @@ impl Session {
         let file = file_id(&self.settings.path);
         let opened = self.settings.file.get();
         if opened.is_some() && opened != file.as_ref() {
-            // An open connection reads and writes the old file for ever, and what was remembered of it does not fit the new one.
+            // An open connection reads and writes the old file for ever, and what was remembered of
+            // it does not fit the new one.
             return Err(store_replaced(file.is_some()).into());
         }
         if self.connection.is_none() {
@@ -198,8 +202,9 @@ impl Session {
     /// The connection to a file that is made if it is not there.
     pub(crate) fn create(&mut self) -> Work<&mut Connection> {
         if self.connection.is_none() {
-            // For its owner alone: it holds payloads. SQLite takes an empty file for a new database, gives its -wal and -shm the same mode, and tells
-            // what is wrong with a file that cannot be made.
+            // For its owner alone: it holds payloads. SQLite takes an empty file for a new
+            // database, gives its -wal and -shm the same mode, and tells what is wrong with a file
+            // that cannot be made.
             #[cfg(unix)]
             {
                 use std::os::unix::fs::OpenOptionsExt as _;
@@ -211,11 +216,12 @@ impl Session {
         Ok(self.connection.as_mut().expect("opened just above"))
     }
 
-    /// Runs `work` in a transaction that holds the write lock from its first statement on (so that it never fails half-way for
-    /// want of a lock), and commits if it succeeds.
+    /// Runs `work` in a transaction that holds the write lock from its first statement on (so that
+    /// it never fails half-way for want of a lock), and commits if it succeeds.
     ///
-    /// `flush`: the commit is flushed to disk whatever the configuration says. That flush covers everything the transaction can
-    /// see, commits of other processes with weaker settings included: there is one write-ahead log, and it is flushed as a whole.
+    /// `flush`: the commit is flushed to disk whatever the configuration says. That flush covers
+    /// everything the transaction can see, commits of other processes with weaker settings
+    /// included: there is one write-ahead log, and it is flushed as a whole.
     pub(crate) fn transact<T>(&mut self, flush: Flush, work: impl FnOnce(&Transaction<'_>) -> Work<T>) -> Work<T> {
         let configured = self.settings.synchronous;
         let raise = flush == Flush::Always && configured != Synchronous::Full;
@@ -237,7 +243,8 @@ impl Session {
 
     /// Opens the file with this thread's settings.
     fn open(&self, create: OpenFlags) -> Work<Connection> {
-        // No URI flag: a path is a path. No shared cache: it would let readers see uncommitted rows.
+        // No URI flag: a path is a path. No shared cache: it would let readers see uncommitted
+        // rows.
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX | create;
         let connection = Connection::open_with_flags(&self.settings.path, flags)?;
         if let Some(file) = file_id(&self.settings.path) {
@@ -256,7 +263,8 @@ impl Session {
         Ok(connection)
     }
 
-    /// After a failed job: a connection that is still inside a transaction, or whose file went away, is not trusted again.
+    /// After a failed job: a connection that is still inside a transaction, or whose file went
+    /// away, is not trusted again.
     fn recover(&mut self) {
         if self.connection.as_ref().is_some_and(|connection| !connection.is_autocommit())
             || !self.settings.path.exists()

@@ -1,27 +1,31 @@
 //! Reading a lane's stream.
 //!
-//! SQLite has one writer at a time and AUTOINCREMENT numbers rows inside its transaction, so `seq` order *is* commit order: whatever a
-//! snapshot shows beyond the cursor is new, and nothing can appear behind it. The cursor is an integer.
+//! SQLite has one writer at a time and AUTOINCREMENT numbers rows inside its transaction, so `seq`
+//! order *is* commit order: whatever a snapshot shows beyond the cursor is new, and nothing can
+//! appear behind it. The cursor is an integer.
 //!
-//! **Visible is not durable.** Another process may commit with `synchronous = NORMAL`: its rows can be read before they are flushed, and a
-//! power cut takes them back. So what a batch contains was seen by a flushed commit first: the lane row's `window_end` says up to where.
-//! Reading beyond it opens the next window, which is one write to the lane row, committed with a flush of the write-ahead log (and with
-//! it of everything before) *before* the batch is handed out. `settle` moves the window along in its own commit, so that a busy
-//! lane pays for one flush a batch.
+//! **Visible is not durable.** Another process may commit with `synchronous = NORMAL`: its rows can
+//! be read before they are flushed, and a power cut takes them back. So what a batch contains was
+//! seen by a flushed commit first: the lane row's `window_end` says up to where. Reading beyond it
+//! opens the next window, which is one write to the lane row, committed with a flush of the
+//! write-ahead log (and with it of everything before) *before* the batch is handed out. `settle`
+//! moves the window along in its own commit, so that a busy lane pays for one flush a batch.
 
 use std::collections::HashMap;
 
+use postbox_core::kit::BatchLimiter;
 use postbox_core::{Batch, BatchLimit, Delivery, Error, Key, Lease, Seq};
 use rusqlite::{OptionalExtension, Transaction, named_params, params};
 
 use crate::classify::Work;
 use crate::clock::until;
 use crate::decode::{Decoded, Head, LOG_COLUMNS, payload_len, seq};
-use crate::lease::{self, Stored, held};
+use crate::lease::{self, SubscriptionRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
 
-/// Rows looked at in one read when the lane wants few of them: bounds the time of a call, not its result.
+/// Rows looked at in one read when the lane wants few of them: bounds the time of a call, not its
+/// result.
 const SCAN_ROWS_MAX: usize = 50_000;
 
 /// Unwanted rows after which a busy lane writes its position down, so that retention can follow.
@@ -29,10 +33,11 @@ const PASS_ROWS: i64 = 1_000;
 
 /// The last row of a log, by primary key; no lock.
 const LOG_END: &str = "SELECT coalesce(max(seq), 0) FROM ";
-/// Opens a window or passes unwanted rows. Lane by primary key; takes the write lock; changes nothing for a stale epoch.
+/// Opens a window or passes unwanted rows. Lane by primary key; takes the write lock; changes
+/// nothing for a stale epoch.
 const LANE_OPEN_WINDOW: &str = "UPDATE postbox_lane SET window_end = max(window_end, :window_end), position = max(position, :position) \
 WHERE subscription = :subscription AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
-/// Rows of the stretch just read that have left the stream already, by primary key; no lock.
+/// Rows just read that have left the stream already, by primary key; no lock.
 const DELIVERY_IN_RANGE: &str =
     "SELECT seq, state FROM postbox_delivery WHERE subscription = ?1 AND seq > ?2 AND seq <= ?3";
 /// Whether any key of the subscription is held, by `postbox_delivery_key`; no lock.
@@ -40,8 +45,8 @@ const DELIVERY_ANY_HELD: &str = "SELECT 1 FROM postbox_delivery WHERE subscripti
 /// Whether a key is held by an event before one, by `postbox_delivery_key`; no lock.
 const DELIVERY_KEY_HELD: &str =
     "SELECT 1 FROM postbox_delivery WHERE subscription = ?1 AND key = ?2 AND holds = 1 AND seq < ?3 LIMIT 1";
-/// When the first row of the lane is due, by `postbox_delivery_due`, passing those behind the head of their key
-/// (`postbox_delivery_key`); no lock.
+/// When the first row of the lane is due, by `postbox_delivery_due`, passing those behind the head
+/// of their key (`postbox_delivery_key`); no lock.
 const DELIVERY_NEXT_DUE: &str = "SELECT d.due_at FROM postbox_delivery d WHERE d.subscription = ?1 AND d.lane = ?2 \
 AND d.state IN ('retrying', 'scheduled') AND (d.holds = 0 OR NOT EXISTS (SELECT 1 FROM postbox_delivery h \
 WHERE h.subscription = d.subscription AND h.key = d.key AND h.holds = 1 AND h.seq < d.seq)) ORDER BY d.due_at LIMIT 1";
@@ -52,14 +57,16 @@ pub(crate) struct Cursor {
     pub(crate) epoch: i64,
     /// The last row that was looked at.
     pub(crate) read: i64,
-    /// The last row of the last batch that was handed out; unsettled while it is beyond the lane's position.
+    /// The last row of the last batch that was handed out; unsettled while it is beyond the lane's
+    /// position.
     given: i64,
-    /// The store's own stirs when the read began: a later one is a reason to look again.
-    pub(crate) stirs: u64,
+    /// The store's own wakeups when the read began: a later one is a reason to look again.
+    pub(crate) wakeups: u64,
     idle: Option<Idle>,
 }
 
-/// What an empty read found, so that the next one need not look: as long as nobody writes to the file, nothing of it changes.
+/// What an empty read found, so that the next one need not look: as long as nobody writes to the
+/// file, nothing of it changes.
 #[derive(Debug, Clone)]
 struct Idle {
     data_version: i64,
@@ -71,11 +78,11 @@ struct Idle {
 pub(crate) struct Read {
     pub(crate) batch: Batch,
     pub(crate) cursor: Cursor,
-    pub(crate) opening: Option<Opening>,
+    pub(crate) update: Option<WindowUpdate>,
 }
 
 /// What `next_batch` writes.
-pub(crate) struct Opening {
+pub(crate) struct WindowUpdate {
     /// The end of the new window: the last row the read's snapshot shows.
     window_end: i64,
     /// Rows up to here are dealt with: nobody wanted them, and nothing before them is unsettled.
@@ -88,11 +95,12 @@ pub(crate) fn read(
     lease: &Lease,
     limit: BatchLimit,
     cursor: Option<Cursor>,
-    stirs: u64,
+    wakeups: u64,
 ) -> Work<Read> {
     let now = session.settings.now();
     let connection = session.connection()?;
-    // Taken before the snapshot: if somebody commits in between, the next call only looks once more than it must.
+    // Taken before the snapshot: if somebody commits in between, the next call only looks once more
+    // than it must.
     let data_version: i64 = connection.prepare_cached("PRAGMA data_version")?.query_row([], |row| row.get(0))?;
     if let Some(cursor) = &cursor
         && let Some(idle) = cursor.idle.as_ref().filter(|idle| idle.data_version == data_version)
@@ -101,45 +109,45 @@ pub(crate) fn read(
             return Err(Error::stale("next_batch").into());
         }
         let batch = Batch { due_in: idle.due_at.map(|at| until(now, at)), ..Batch::default() };
-        return Ok(Read { batch, cursor: Cursor { stirs, ..cursor.clone() }, opening: None });
+        return Ok(Read { batch, cursor: Cursor { wakeups, ..cursor.clone() }, update: None });
     }
     let tx = session.read()?;
     let lane = held("next_batch", &tx, lease, now)?;
     let stored = lease::find(&tx, &lease.subscription)?.ok_or_else(|| Error::stale("next_batch"))?;
     let from = cursor.as_ref().map_or(lane.position, |cursor| cursor.read.max(lane.position));
     let given = cursor.as_ref().map_or(0, |cursor| cursor.given);
-    let stretch = Stretch::read(&tx, &stored, lease.lane, from, limit)?;
+    let page = Page::read(&tx, &stored, lease.lane, from, limit)?;
     let due_at: Option<i64> = tx
         .prepare_cached(DELIVERY_NEXT_DUE)?
         .query_row(params![lease.subscription.as_str(), lease.lane], |row| row.get(0))
         .optional()?;
-    let idle = (stretch.last == from).then_some(Idle { data_version, lease_until: lane.lease_until, due_at });
-    let more = stretch.last < stretch.end;
-    let Stretch { batch, last, end } = stretch;
+    let idle = (page.last == from).then_some(Idle { data_version, lease_until: lane.lease_until, due_at });
+    let more = page.last < page.end;
+    let Page { batch, last, end } = page;
     let mut batch = Batch { due_in: due_at.map(|at| until(now, at)), more, ..batch };
     leave_out(&tx, lease, from, last, &mut batch)?;
     hold(&tx, lease, &mut batch)?;
     batch.end = (!batch.deliveries.is_empty()).then_some(Seq(last));
-    // Rows nobody wanted need no settlement: the position follows when all before them is settled and the lane has nothing
-    // better to do, or is far behind.
+    // Rows nobody wanted need no settlement: the position follows when all before them is settled
+    // and the lane has nothing better to do, or is far behind.
     let passed = last - lane.position;
     let passes = batch.end.is_none() && given <= lane.position && passed > 0 && (last == from || passed >= PASS_ROWS);
     let opens = last > lane.window_end && batch.end.is_some();
-    let opening = (passes || opens)
-        .then_some(Opening { window_end: if opens { end } else { 0 }, position: if passes { last } else { 0 } });
+    let update = (passes || opens)
+        .then_some(WindowUpdate { window_end: if opens { end } else { 0 }, position: if passes { last } else { 0 } });
     let given = batch.end.map_or(given, |end| end.0);
-    let cursor = Cursor { epoch: lease.epoch, read: last, given, stirs, idle };
-    Ok(Read { batch, cursor, opening })
+    let cursor = Cursor { epoch: lease.epoch, read: last, given, wakeups, idle };
+    Ok(Read { batch, cursor, update })
 }
 
 /// Writes what a read needs written. Flushed if anything of it is going to be published.
-pub(crate) fn open(session: &mut Session, lease: &Lease, opening: &Opening) -> Work<()> {
+pub(crate) fn open(session: &mut Session, lease: &Lease, update: &WindowUpdate) -> Work<()> {
     let now = session.settings.now();
-    let flush = if opening.window_end > 0 { Flush::Always } else { Flush::Configured };
+    let flush = if update.window_end > 0 { Flush::Always } else { Flush::Configured };
     session.transact(flush, |tx| {
         let changed = tx.prepare_cached(LANE_OPEN_WINDOW)?.execute(named_params! {
-            ":window_end": opening.window_end,
-            ":position": opening.position,
+            ":window_end": update.window_end,
+            ":position": update.position,
             ":subscription": lease.subscription.as_str(),
             ":lane": lease.lane,
             ":epoch": lease.epoch,
@@ -159,7 +167,7 @@ pub(crate) fn log_end(tx: &Transaction<'_>, table: &str) -> Work<i64> {
 }
 
 /// A piece of the log as it was read.
-struct Stretch {
+struct Page {
     batch: Batch,
     /// The last row looked at.
     last: i64,
@@ -167,36 +175,36 @@ struct Stretch {
     end: i64,
 }
 
-impl Stretch {
-    fn read(tx: &Transaction<'_>, stored: &Stored, lane: u16, from: i64, limit: BatchLimit) -> Work<Self> {
+impl Page {
+    fn read(tx: &Transaction<'_>, stored: &SubscriptionRow, lane: u16, from: i64, limit: BatchLimit) -> Work<Self> {
         let table = log_table(&stored.log);
         let end = log_end(tx, &table)?;
-        let mut stretch = Self { batch: Batch::default(), last: from, end: end.max(from) };
+        let mut page = Self { batch: Batch::default(), last: from, end: end.max(from) };
         if end <= from {
-            return Ok(stretch);
+            return Ok(page);
         }
         // Walks the primary key; no lock, and in WAL mode no wait.
         let log_read = format!("SELECT {LOG_COLUMNS} FROM {table} l WHERE l.seq > ?1 ORDER BY l.seq");
         let mut statement = tx.prepare_cached(&log_read)?;
         let mut rows = statement.query([from])?;
-        let mut room = Room::new(limit);
+        let mut limiter = BatchLimiter::new(limit);
         let mut scanned = 0;
         while scanned < SCAN_ROWS_MAX
-            && !room.is_full()
+            && !limiter.is_full()
             && let Some(row) = rows.next()?
         {
             scanned += 1;
             let head = Head::read(row)?;
             let ours = stored.lanes == 1 || head.lane(stored.lanes) == lane;
             if ours && stored.filter.matches(&head.topic, head.tenant.as_deref()) {
-                if !room.take(payload_len(row)?) {
+                if !limiter.take(payload_len(row)?) {
                     break;
                 }
-                push(&mut stretch.batch, Decoded::read(row)?, 1, 0);
+                push(&mut page.batch, Decoded::read(row)?, 1, 0);
             }
-            stretch.last = seq(row)?;
+            page.last = seq(row)?;
         }
-        Ok(stretch)
+        Ok(page)
     }
 }
 
@@ -245,33 +253,4 @@ fn hold(tx: &Transaction<'_>, lease: &Lease, batch: &mut Batch) -> Work<()> {
         }
     }
     Ok(())
-}
-
-/// What still fits into a batch.
-pub(crate) struct Room {
-    events: usize,
-    payload_bytes: usize,
-    is_empty: bool,
-}
-
-impl Room {
-    pub(crate) fn new(limit: BatchLimit) -> Self {
-        Self { events: limit.events.max(1), payload_bytes: limit.payload_bytes, is_empty: true }
-    }
-
-    pub(crate) fn is_full(&self) -> bool {
-        self.events == 0
-    }
-
-    /// Takes an event if it fits; the first one always does.
-    pub(crate) fn take(&mut self, payload_bytes: usize) -> bool {
-        let fits = self.events > 0 && payload_bytes <= self.payload_bytes;
-        if !fits && !self.is_empty {
-            return false;
-        }
-        self.events -= 1;
-        self.payload_bytes = self.payload_bytes.saturating_sub(payload_bytes);
-        self.is_empty = false;
-        true
-    }
 }

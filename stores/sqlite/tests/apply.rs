@@ -143,13 +143,16 @@ async fn a_dropped_call_leaves_the_store_usable_and_all_or_nothing() {
     let deliveries: Vec<&Delivery> = batch.deliveries.iter().collect();
     let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
     let applier = fixture.store.apply(ledger);
-    // Polled once and dropped: the job is on its way, and its question finds nobody, most of the time.
+    // Polled once and dropped: the job is on its way, and its question finds nobody, most of the
+    // time.
     let call = applier.apply(&lease, &deliveries, settlement, &decide);
     drop(futures::FutureExt::now_or_never(call));
-    // One job of the same thread later, the dropped one is over. Counting is another thread's, so it comes after that.
+    // One job of the same thread later, the dropped one is over. Counting is another thread's, so
+    // it comes after that.
     fixture.store.renew(&lease, common::LONG).await.expect("still ours");
     let stats = fixture.store.stats(&lease.subscription).await.expect("counted");
-    // Where the other thread was quicker than our one look, both of its questions were answered in it, and all of it stands.
+    // Where the other thread was quicker than our one look, both of its questions were answered in
+    // it, and all of it stands.
     let pending = stats.pending as usize;
     assert!(pending == 0 || pending == 2, "{pending} of 2 are pending");
     assert_eq!(fixture.entries().len(), 2 - pending, "effects and position are one fact");

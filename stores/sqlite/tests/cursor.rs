@@ -1,4 +1,5 @@
-//! Calls that are done late, twice or on another file: none may take a lane from its holder, or a position over what was not given.
+//! Calls that are done late, twice or on another file: none may take a lane from its holder, or a
+//! position over what was not given.
 
 mod common;
 
@@ -24,7 +25,8 @@ fn owner(name: &str) -> OwnerId {
     OwnerId::new(name).expect("a name")
 }
 
-/// Stands still; asked once after `look_back`, it gives the time of four seconds ago: that of a question that then waited.
+/// Stands still; asked once after `look_back`, it gives the time of four seconds ago: that of a
+/// question that then waited.
 struct WaitedClock {
     now: Timestamp,
     look_back: AtomicBool,
@@ -46,8 +48,8 @@ impl Clock for WaitedClock {
     }
 }
 
-/// An application held the write lock for four seconds. The lease that was renewed when it came free is not one "from the future" to a
-/// question that is older.
+/// An application held the write lock for four seconds. The lease that was renewed when it came
+/// free is not one "from the future" to a question that is older.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_question_that_waited_takes_no_living_lease() {
     let fixture = fixture().await;
@@ -61,8 +63,8 @@ async fn a_question_that_waited_takes_no_living_lease() {
     fixture.store.renew(&lease, LONG).await.expect("still ours");
 }
 
-/// The clock went back by a day. A relay that was seen before that, and died, does not count for that day: its share of the lanes would be
-/// driven by nobody.
+/// The clock went back by a day. A relay that was seen before that, and died, does not count for
+/// that day: its share of the lanes would be driven by nobody.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_relay_seen_in_the_future_is_not_counted() {
     let fixture = fixture().await;
@@ -88,7 +90,8 @@ async fn a_lost_grant_is_granted_again_and_a_known_one_is_left_alone() {
     assert!(fixture.store.renew(&lost, LONG).await.expect_err("fenced").is_stale());
 }
 
-/// A position of a read that this store does not know: of a former process, or of the time before a rewind.
+/// A position of a read that this store does not know: of a former process, or of the time before a
+/// rewind.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_position_of_an_unknown_read_is_refused() {
     let fixture = fixture().await;

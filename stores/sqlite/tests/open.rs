@@ -12,7 +12,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::fixture;
-use postbox_core::{Append, Error, ErrorKind, Log, LogName, Migrate, NewEvent, Subscription, SubscriptionName};
+use postbox_core::{
+    Admin as _, Append, Error, ErrorKind, Log, LogName, Migrate, NewEvent, Subscription, SubscriptionName,
+};
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 
 async fn refused(path: impl AsRef<Path>) -> Error {
@@ -140,7 +142,8 @@ async fn a_lock_held_elsewhere_for_too_long_is_unavailable() {
     assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "store_busy"));
     store.validate().await.expect("reading needs no lock");
     other.execute_batch("ROLLBACK").expect("unlocked");
-    // It works again; on a busy machine a call may still wait longer for its turn than a store with so little patience allows.
+    // It works again; on a busy machine a call may still wait longer for its turn than a store with
+    // so little patience allows.
     while let Err(error) = store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await {
         assert_eq!(error.code(), "store_busy");
     }
@@ -170,7 +173,8 @@ async fn logs_of_your_own_work_like_the_others() {
     assert_eq!(left, 0);
 }
 
-/// Run in a child process without privileges: file permissions mean nothing to the user that runs CI in a container.
+/// Run in a child process without privileges: file permissions mean nothing to the user that runs
+/// CI in a container.
 #[tokio::test]
 async fn child_without_rights() {
     let Ok(path) = std::env::var("POSTBOX_TEST_READONLY") else { return };

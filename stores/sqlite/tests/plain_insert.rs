@@ -1,11 +1,12 @@
-//! Rows that other programs insert: defaults, refusals by name, and rows that only a reader can judge.
+//! Rows that other programs insert: defaults, refusals by name, and rows that only a reader can
+//! judge.
 
 mod common;
 
 use common::fixture;
 use postbox_core::{
-    Batch, BatchLimit, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent, Selection, Settlement, State,
-    SubscriptionName,
+    Admin as _, Batch, BatchLimit, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent, Selection, Settlement,
+    State, SubscriptionName,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, params};
@@ -222,7 +223,7 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
     ];
     assert_eq!(codes, expected);
     // A replay does not help, and does no harm.
-    assert_eq!(fixture.store.requeue(&name, &Selection::default()).await.expect("asked").count, 6);
+    assert_eq!(fixture.store.retry(&name, &Selection::default()).await.expect("asked").count, 6);
     let due = fixture.store.due(&lease, BatchLimit::default()).await.expect("read");
     assert_eq!((due.deliveries.len(), due.unreadable.len()), (6, 6), "nothing of them is sent");
     settle_unreadable(&fixture, &lease, &due).await;

@@ -1,5 +1,5 @@
-//! Another process writes, with weaker durability, and is killed; relays come and go. Counted from ledgers that neither
-//! the store nor its tables keep.
+//! Another process writes, with weaker durability, and is killed; relays come and go. Counted from
+//! ledgers that neither the store nor its tables keep.
 
 #![allow(clippy::print_stdout, reason = "a child process talks to its parent, and a seed must be seen")]
 
@@ -26,10 +26,12 @@ const KEYS: i64 = 20;
 const TRANSACTIONS: usize = 400;
 /// Commits of the first writer after which it is killed.
 const KILLED_AFTER: usize = 150;
-/// Nothing is written and nothing read for so long: it does not end. How long all of it takes is the disk's affair.
+/// Nothing is written and nothing read for so long: it does not end. How long all of it takes is
+/// the disk's affair.
 const STANDSTILL_MAX: Duration = Duration::from_secs(60);
 
-/// The writer; a process of its own. Says what it is about to do before it does it, and what it knows afterwards.
+/// The writer; a process of its own. Says what it is about to do before it does it, and what it
+/// knows afterwards.
 #[test]
 fn child_writer() {
     let Ok(path) = std::env::var("POSTBOX_TEST_WRITE") else { return };

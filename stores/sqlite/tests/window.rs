@@ -50,7 +50,8 @@ async fn a_read_that_was_dropped_has_read_nothing() {
     let fixture = fixture().await;
     let lease = fixture.lane().await;
     append(&fixture.store, 10).await;
-    // While somebody else holds the write lock, no window opens: none of these reads can be answered before it is dropped.
+    // While somebody else holds the write lock, no window opens: none of these reads can be
+    // answered before it is dropped.
     let other = fixture.connect();
     other.execute_batch("BEGIN IMMEDIATE").expect("locked");
     let limit = BatchLimit { events: 4, ..BatchLimit::default() };

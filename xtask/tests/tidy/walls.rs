@@ -18,8 +18,8 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("postbox-http", &["postbox-config", "postbox-core", "postbox-webhook"]),
     ("postbox-engine", &["postbox-core"]),
     ("postbox-listen", &["postbox-core"]),
-    ("postbox-ingress", &["postbox-config", "postbox-core", "postbox-http", "postbox-webhook"]),
-    ("postbox-simulator", &["postbox-core", "postbox-engine"]),
+    ("postbox-ingress", &["postbox-config", "postbox-core", "postbox-engine", "postbox-http", "postbox-webhook"]),
+    ("postbox-simulator", &["postbox-core", "postbox-engine", "postbox-sqlite"]),
     (
         "postbox",
         &[
@@ -88,7 +88,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("deadpool-postgres", &["postbox-postgres"]),
     ("tokio-postgres-rustls", &["postbox-postgres"]),
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
-    ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash"]),
+    ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash", "postbox-simulator"]),
     ("reqwest", &["postbox-http"]),
     ("axum", &["postbox-ingress", "postbox-listen", "postbox-server", "postbox-cli", "postbox-bench"]),
     ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "xtask"]),

@@ -250,7 +250,7 @@ async fn deliver(sink: &HttpSink) -> String {
     let event = NewEvent::json("t", "{}").into_event(id, jiff::Timestamp::UNIX_EPOCH);
     let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 0 };
     match sink.deliver(&[&delivery]).await.remove(0) {
-        Outcome::Unavailable { code, .. } => code.into_owned(),
+        Outcome::Unavailable { code, .. } | Outcome::Ambiguous { code, .. } => code.into_owned(),
         other => panic!("{other:?} without a route"),
     }
 }

@@ -80,6 +80,8 @@ pub(crate) fn short(outcome: &Outcome) -> (&'static str, &str) {
         Outcome::Delivered { duplicate: true } => ("duplicate", ""),
         Outcome::Retry { code, .. } => ("retry", code),
         Outcome::Dead { code, .. } => ("dead", code),
+        Outcome::Ambiguous { code, .. } => ("ambiguous", code),
+        Outcome::Throttled { code, .. } => ("throttled", code),
         Outcome::Unavailable { code, .. } => ("unavailable", code),
         Outcome::Gone { code, .. } => ("gone", code),
     }
@@ -89,6 +91,8 @@ pub(crate) fn text(outcome: &Outcome) -> &str {
     match outcome {
         Outcome::Delivered { .. } => "",
         Outcome::Retry { error, .. }
+        | Outcome::Ambiguous { error, .. }
+        | Outcome::Throttled { error, .. }
         | Outcome::Dead { error, .. }
         | Outcome::Unavailable { error, .. }
         | Outcome::Gone { error, .. } => error,

@@ -37,7 +37,7 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
             }
             match relay.drain_until(limit, stop.clone()).await {
                 Ok(drained) => {
-                    limit = limit.map(|limit| limit.saturating_sub(drained.tried() as usize));
+                    limit = limit.map(|limit| limit.saturating_sub(drained.fetched as usize));
                     round += drained;
                 }
                 Err(error) => {
@@ -66,8 +66,8 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
     }
     // A run that could not even begin has done nothing to speak of: its error is all it says.
     if ended.is_ok() || done.fetched > 0 {
-        let Drained { fetched, dispatched, failed, dead, .. } = done;
-        let told = output::line(&format!("fetched={fetched} dispatched={dispatched} failed={failed} dead={dead}"));
+        let Drained { fetched, delivered, failed, dead, .. } = done;
+        let told = output::line(&format!("fetched={fetched} dispatched={delivered} failed={failed} dead={dead}"));
         // Who lets it run for days may have gone; what was delivered was delivered.
         if !forever {
             told?;

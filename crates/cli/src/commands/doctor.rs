@@ -195,11 +195,7 @@ fn lanes(info: &SubscriptionInfo, stats: &Stats, find: &mut impl FnMut(Gravity, 
 /// What is known of a destination that is down: by the service that runs, and by the events that met it and were not charged.
 fn outage(retrying: &[Record], fault: Option<&str>) -> Option<(String, Option<String>)> {
     let told = |record: &&Record| {
-        record.attempts == 0
-            && record
-                .code
-                .as_deref()
-                .is_some_and(|code| ![Disposition::IN_FLIGHT, Disposition::NOT_SENT].contains(&code))
+        record.attempts == 0 && record.code.as_deref().is_some_and(|code| !Disposition::is_own_code(code))
     };
     let witness = retrying.iter().filter(told).max_by_key(|record| record.updated_at);
     let code = witness.and_then(|record| record.code.as_deref());

@@ -69,7 +69,7 @@ async fn of_each(
     steps: &mut Steps,
 ) -> Result<(), Failure> {
     for info in infos {
-        steps.take(wanted.clone(), async |selection| store.requeue(&info.name, selection).await).await?;
+        steps.take(wanted.clone(), async |selection| store.retry(&info.name, selection).await).await?;
     }
     Ok(())
 }
@@ -104,7 +104,7 @@ async fn oldest_of_all(
         // One that is due already, as those are that were just sent again, changes nothing and does not count; then the search goes on.
         for (info, ids) in infos.iter().zip(found).filter(|(_, ids)| !ids.is_empty()) {
             let selection = Selection { ids: Some(ids), ..Selection::default() };
-            steps.take(selection, async |selection| store.requeue(&info.name, selection).await).await?;
+            steps.take(selection, async |selection| store.retry(&info.name, selection).await).await?;
         }
     }
     Ok(())

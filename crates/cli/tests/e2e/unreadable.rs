@@ -267,8 +267,8 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     let endpoint = Endpoint::start(takes_all)?;
     room.config(&to(&endpoint))?;
     let relay = room.serve().await?;
-    let body = "(of_subscription int, of_lane smallint, under_epoch bigint, under_revision int, last_place text, last_snap text, last_settled bigint,
-      inline_max int, rows_max bigint, lane_count int, topic_likes text[], of_tenant text)";
+    let body = "(inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text, of_subscription int,
+      under_epoch bigint, under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint)";
     room.sql(&format!(
         "ALTER FUNCTION postbox.outbox_window RENAME TO kept;
          CREATE FUNCTION postbox.outbox_window{body} RETURNS SETOF record LANGUAGE plpgsql AS

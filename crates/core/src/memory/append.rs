@@ -1,6 +1,7 @@
 //! Appending: in one step, or in a transaction whose commit comes later.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
+use std::sync::MutexGuard;
 use std::task::Waker;
 
 use async_trait::async_trait;
@@ -11,7 +12,8 @@ use super::{MemoryStore, Server};
 use crate::append::Append;
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::{EventId, NewEvent};
-use crate::names::LogName;
+use crate::kit::check_message_id;
+use crate::names::{LogName, SourceName};
 
 #[async_trait]
 impl Append for MemoryStore {
@@ -45,9 +47,16 @@ impl Append for MemoryStore {
 #[must_use = "a transaction that is not committed is rolled back"]
 pub struct MemoryTransaction {
     store: MemoryStore,
-    written: Vec<(LogName, i64)>,
+    written: Vec<Written>,
     /// Of the store's state when it began; see [`MemoryStore::restore`].
     incarnation: u64,
+}
+
+/// What a transaction has written, until its commit only for itself.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Written {
+    Event(LogName, i64),
+    Once(SourceName, String),
 }
 
 impl MemoryTransaction {
@@ -59,14 +68,36 @@ impl MemoryTransaction {
     /// Appends without making visible: the twin of [`Append::append`].
     pub fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
         let now = self.store.server.clock.now();
-        let mut state = self.store.server.state("append")?;
-        if state.incarnation != self.incarnation {
-            let message = "the store went back to an earlier state, which rolled this transaction back; begin again";
-            return Err(Error::new(ErrorKind::Unavailable, "append", "transaction_gone", message));
-        }
+        let mut state = self.state("append")?;
         let rows = state.insert(log, events, now)?;
-        self.written.extend(rows.iter().map(|(_, seq)| (log.clone(), *seq)));
+        let written = rows.iter().map(|(_, seq)| Written::Event(log.clone(), *seq)).collect::<Vec<_>>();
+        drop(state);
+        self.written.extend(written);
         Ok(rows.into_iter().map(|(id, _)| id).collect())
+    }
+
+    /// Whether this is the first time that a message is applied, as the `once_in` of the databases.
+    /// An id that another open transaction has asked for is `Unavailable`: a database would wait.
+    pub fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
+        check_message_id("once", message_id)?;
+        let now = self.store.server.clock.now();
+        let mut state = self.state("once")?;
+        let is_first = state.data.inbox.once(source, message_id, now)?;
+        drop(state);
+        if is_first {
+            self.written.push(Written::Once(source.clone(), message_id.to_owned()));
+        }
+        Ok(is_first)
+    }
+
+    /// The state, if this transaction is still open in it.
+    fn state(&self, operation: &'static str) -> Result<MutexGuard<'_, State>> {
+        let state = self.store.server.state(operation)?;
+        if state.incarnation == self.incarnation {
+            return Ok(state);
+        }
+        let message = "the store went back to an earlier state, which rolled this transaction back; begin again";
+        Err(Error::new(ErrorKind::Unavailable, operation, "transaction_gone", message))
     }
 
     /// A mark to roll back to.
@@ -81,15 +112,17 @@ impl MemoryTransaction {
         if state.incarnation != self.incarnation {
             return;
         }
-        for (log, seq) in written {
-            // The schema may have been taken down meanwhile.
-            if let Some(log) = state.data.logs.get_mut(&log) {
-                log.remove(seq);
+        for written in written {
+            match written {
+                // The schema may have been taken down meanwhile.
+                Written::Event(log, seq) => _ = state.data.logs.get_mut(&log).map(|log| log.remove(seq)),
+                Written::Once(source, message_id) => state.data.inbox.forget_once(source, message_id),
             }
         }
     }
 
-    /// Makes everything visible at once and wakes local relays. Nothing, if the store went back to an earlier state meanwhile.
+    /// Makes everything visible at once and wakes local relays. Nothing, if the store went back to
+    /// an earlier state meanwhile.
     pub fn commit(mut self) {
         let store = self.store.clone();
         let mut state = store.server.lock();
@@ -109,13 +142,20 @@ impl MemoryTransaction {
             return Vec::new();
         }
         written.sort();
-        for of_log in written.chunk_by(|(one, _), (other, _)| one == other) {
-            // The schema may have been taken down meanwhile.
-            if let Some(log) = state.data.logs.get_mut(&of_log[0].0) {
-                log.commit(of_log.iter().map(|(_, seq)| *seq).collect());
+        let mut events: BTreeMap<LogName, Vec<i64>> = BTreeMap::new();
+        for written in written {
+            match written {
+                Written::Event(log, seq) => events.entry(log).or_default().push(seq),
+                Written::Once(source, message_id) => state.data.inbox.commit_once(source, message_id),
             }
         }
-        state.stir()
+        for (log, seqs) in events {
+            // The schema may have been taken down meanwhile.
+            if let Some(log) = state.data.logs.get_mut(&log) {
+                log.commit(seqs);
+            }
+        }
+        state.wake()
     }
 }
 
@@ -140,7 +180,8 @@ impl State {
     }
 }
 
-/// Refuses ids that are in the log already or twice in the call. An open transaction's ids count: a database would wait for it.
+/// Refuses ids that are in the log already or twice in the call. An open transaction's ids count: a
+/// database would wait for it.
 fn refuse_taken_ids(log: &LogState, events: &[NewEvent]) -> Result<()> {
     let mut seen = HashSet::new();
     for id in events.iter().filter_map(|event| event.id) {

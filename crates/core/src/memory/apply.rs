@@ -1,6 +1,5 @@
 //! Handlers whose effect commits with the position: here an effect is whatever the handler appends.
 
-use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
@@ -10,14 +9,15 @@ use async_trait::async_trait;
 use super::settle::Write;
 use super::{MemoryStore, MemoryTransaction, Server};
 use crate::apply::{Apply, Decide};
-use crate::batch::{Delivery, Disposition, Entry, Settlement};
-use crate::error::{Error, ErrorKind, Result};
+use crate::batch::{Delivery, Settlement};
+use crate::error::{Error, Result};
+use crate::kit::{BlockedKeys, entries_of, settled_already};
 use crate::log::Lease;
-use crate::names::Key;
 use crate::outcome::Outcome;
 
 impl MemoryStore {
-    /// Binds a handler to this store. What it appends through the transaction becomes visible with the settlement, or never.
+    /// Binds a handler to this store. What it appends through the transaction becomes visible with
+    /// the settlement, or never.
     pub fn apply<H>(&self, handler: H) -> Arc<dyn Apply>
     where
         H: Fn(&mut MemoryTransaction, &Delivery) -> Outcome + Send + Sync + 'static,
@@ -40,29 +40,24 @@ where
         &self,
         lease: &Lease,
         deliveries: &[&Delivery],
-        mut settlement: Settlement<'_>,
+        settlement: Settlement<'_>,
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
         let mut transaction = self.store.begin();
-        let mut failed: HashSet<&Key> = HashSet::new();
+        let Settlement { position, mut entries, rewind, hold_keys } = settlement;
+        let mut blocked = BlockedKeys::new(hold_keys);
         let mut outcomes = Vec::with_capacity(deliveries.len());
-        // The entries borrow for as long as the settlement does not, so ours get a list of their own.
-        let mut entries: Vec<Entry<'_>> = std::mem::take(&mut settlement.entries);
         for delivery in deliveries.iter().copied() {
-            let key = delivery.event.key.as_ref().filter(|_| settlement.hold_keys);
-            if key.is_some_and(|key| failed.contains(key)) {
-                entries.push(Entry { delivery, disposition: Disposition::Block });
+            if blocked.blocks(delivery) {
                 outcomes.push(None);
                 continue;
             }
             let outcome = self.run(&mut transaction, delivery);
-            if !outcome.is_delivered() {
-                failed.extend(key);
-            }
-            entries.push(Entry { delivery, disposition: decide(delivery, &outcome) });
+            blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
-        let settlement = Settlement { entries, ..settlement };
+        entries.extend(entries_of(deliveries, &outcomes, position.is_some(), decide));
+        let settlement = Settlement { position, entries, rewind, hold_keys };
         let client = &self.store.client;
         let write = Write::of(&settlement, client.position(lease).as_ref());
         let (called, position) = (lease.clone(), write.place.as_ref().map(|place| place.position));
@@ -89,8 +84,7 @@ impl Server {
         let mut state = self.state("apply")?;
         let (reader, _) = state.data.leased("apply", lease, monotonic)?;
         if reader.was_settled(lease.lane, write) {
-            let message = "the events were settled or changed meanwhile; what this call did is rolled back";
-            return Err(Error::new(ErrorKind::Stale, "apply", "settled_already", message));
+            return Err(settled_already());
         }
         reader.settle(lease.lane, write, now)?;
         let wakers = transaction.commit_in(&mut state);

@@ -1,7 +1,9 @@
-//! What a client remembers of a lane between calls: its window, how far it has read and how far it is settled.
+//! What a client remembers of a lane between calls: its window, how far it has read and how far it
+//! is settled.
 //!
-//! The server knows the window and the settled position; how far was read is only the client's, so that reading writes nothing and a crash
-//! gives everything unsettled again. What is remembered belongs to one epoch: another lease begins from the server.
+//! The server knows the window and the settled position; how far was read is only the client's, so
+//! that reading writes nothing and a crash gives everything unsettled again. What is remembered
+//! belongs to one epoch: another lease begins from the server.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -33,15 +35,15 @@ pub(super) struct Position {
     drained: bool,
     /// Rises with every rewind, so that a read that was under way does not undo it.
     rewinds: u64,
-    /// What the last read saw of [`super::state::State::stirs`].
-    pub(super) stirs: u64,
+    /// What the last read saw of [`super::state::State::wakeups`].
+    pub(super) wakeups: u64,
 }
 
 impl Position {
     fn of(lease: &Lease, page: &Page, window: Arc<Window>, settled: i64) -> Self {
         let read = page.end.unwrap_or(settled);
-        let (drained, stirs) = (!page.batch.more, page.stirs);
-        Self { epoch: lease.epoch, window, settled, read, drained, rewinds: 0, stirs }
+        let (drained, wakeups) = (!page.batch.more, page.wakeups);
+        Self { epoch: lease.epoch, window, settled, read, drained, rewinds: 0, wakeups }
     }
 }
 
@@ -55,7 +57,8 @@ impl Client {
         self.lock().get(&key(lease)).filter(|at| at.epoch == lease.epoch).cloned()
     }
 
-    /// Goes on from `before` (`None`: nothing was known) to `after`, unless something else happened meanwhile. Says whether it did.
+    /// Goes on from `before` (`None`: nothing was known) to `after`, unless something else happened
+    /// meanwhile. Says whether it did.
     fn advance(&self, lease: &Lease, before: Option<&Position>, after: Position) -> bool {
         let mut positions = self.lock();
         let now = positions.get(&key(lease));
@@ -88,12 +91,14 @@ impl Client {
         }
     }
 
-    /// A lane was granted: what was known of it is of another lease, even if a store that went back gave it the same epoch.
+    /// A lane was granted: what was known of it is of another lease, even if a store that went back
+    /// gave it the same epoch.
     pub(super) fn begin(&self, lease: &Lease) {
         self.lock().remove(&key(lease));
     }
 
-    /// The next read begins from the server. Of this lease only: another one may have the lane by now.
+    /// The next read begins from the server. Of this lease only: another one may have the lane by
+    /// now.
     pub(super) fn forget(&self, lease: &Lease) {
         let mut positions = self.lock();
         if positions.get(&key(lease)).is_some_and(|now| now.epoch == lease.epoch) {
@@ -107,7 +112,8 @@ fn key(lease: &Lease) -> (SubscriptionName, u16) {
 }
 
 impl MemoryStore {
-    /// The next events of the lane's window; a window that is dealt with makes room for the next one.
+    /// The next events of the lane's window; a window that is dealt with makes room for the next
+    /// one.
     pub(super) async fn read_on(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let called = lease.clone();
         loop {
@@ -120,7 +126,8 @@ impl MemoryStore {
                 let (called, window, place) = (called.clone(), at.window.clone(), (at.settled, at.read));
                 let read = move |server: &super::Server| server.page(&called, &window, place, limit);
                 let page = match self.call("page", Some(lease), read).await {
-                    // What else was given out of that window must not be settled either: the lane is to be given back.
+                    // What else was given out of that window must not be settled either: the lane
+                    // is to be given back.
                     Err(error) if error.is_stale() => {
                         self.client.forget(lease);
                         return Err(error);
@@ -128,7 +135,7 @@ impl MemoryStore {
                     page => page?,
                 };
                 let (read, drained) = (page.end.unwrap_or(at.read), !page.batch.more);
-                let after = Position { read, drained, stirs: page.stirs, ..at.clone() };
+                let after = Position { read, drained, wakeups: page.wakeups, ..at.clone() };
                 if !self.client.advance(lease, Some(&at), after.clone()) {
                     continue;
                 }
@@ -142,7 +149,7 @@ impl MemoryStore {
             let open = move |server: &super::Server| server.open(&called, to, settled, limit);
             match self.call("open", Some(lease), open).await {
                 Ok((None, page)) => {
-                    if self.client.advance(lease, Some(&at), Position { stirs: page.stirs, ..at.clone() }) {
+                    if self.client.advance(lease, Some(&at), Position { wakeups: page.wakeups, ..at.clone() }) {
                         return Ok(page.batch);
                     }
                 }
@@ -152,8 +159,9 @@ impl MemoryStore {
                         return Ok(page.batch);
                     }
                 }
-                // The call before this one was executed and its answer lost, or the store went back. Calls of the destination may be in flight whose
-                // rows are of another past, so the lane is given back instead of read on under the same epoch.
+                // The call before this one was executed and its answer lost, or the store went
+                // back. Calls of the destination may be in flight whose rows are of another past,
+                // so the lane is given back instead of read on under the same epoch.
                 Err(error) => {
                     if error.is_stale() {
                         self.client.forget(lease);
@@ -167,10 +175,10 @@ impl MemoryStore {
     /// Begins where the server says.
     async fn load(&self, lease: &Lease) -> Result<()> {
         let called = lease.clone();
-        let (window, settled, stirs) =
+        let (window, settled, wakeups) =
             self.call("load", Some(lease), move |server: &super::Server| server.load(&called)).await?;
         let (epoch, read) = (lease.epoch, settled);
-        let at = Position { epoch, window, settled, read, drained: false, rewinds: 0, stirs };
+        let at = Position { epoch, window, settled, read, drained: false, rewinds: 0, wakeups };
         self.client.advance(lease, None, at);
         Ok(())
     }

@@ -1,6 +1,5 @@
-//! What an operator sees and steers.
+//! What an operator sees.
 
-use std::collections::HashMap;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -10,15 +9,11 @@ use super::MemoryStore;
 use super::state::{Data, LogState, Reader};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
-use crate::inspect::{
-    Changed, Inspect, LaneInfo, ListQuery, Pause, Record, Selection, Stats, SubscriptionInfo, TopicStats,
-};
+use crate::inspect::{Inspect, LaneInfo, ListQuery, Record, Stats, SubscriptionInfo};
+use crate::kit::PendingTopics;
 use crate::names::{LogName, SubscriptionName};
 use crate::receive::Conflict;
 use crate::state::State as EventState;
-
-/// Topics listed in [`Stats`], as its contract says.
-const STATS_TOPICS_MAX: usize = 100;
 
 #[async_trait]
 impl Inspect for MemoryStore {
@@ -61,26 +56,12 @@ impl Inspect for MemoryStore {
         Ok(self.server.state("conflicts")?.data.inbox.conflicts(limit))
     }
 
-    async fn requeue(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        selection.validate("requeue")?;
-        let (subscription, selection) = (subscription.clone(), selection.clone());
-        self.call("requeue", None, move |server| server.requeue(&subscription, &selection)).await
+    async fn logs(&self) -> Result<Vec<LogName>> {
+        Ok(self.server.state("logs")?.data.logs.keys().cloned().collect())
     }
 
-    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        selection.validate("discard")?;
-        let (subscription, selection) = (subscription.clone(), selection.clone());
-        self.call("discard", None, move |server| server.discard(&subscription, &selection)).await
-    }
-
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let log = log.clone();
-        self.call("prune", None, move |server| server.prune(&log, older_than)).await
-    }
-
-    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-        let (subscription, pause) = (subscription.clone(), pause.cloned());
-        self.call("pause", None, move |server| server.pause(&subscription, pause.clone())).await
+    async fn count(&self, log: &LogName) -> Result<u64> {
+        Ok(self.server.state("count")?.data.log("count", log)?.committed().count() as u64)
     }
 }
 
@@ -132,7 +113,7 @@ impl Reader {
 
     fn stats(&self, log: &LogState, now: Timestamp) -> Stats {
         let mut stats = Stats::default();
-        let mut topics: HashMap<&str, TopicStats> = HashMap::new();
+        let mut pending = PendingTopics::default();
         for (seq, commit, event) in log.committed() {
             if !self.wants(event) && self.delivery(seq).is_none() {
                 continue;
@@ -150,21 +131,10 @@ impl Reader {
             }
             if state.counts_as_pending() {
                 let age = Duration::try_from(now.duration_since(event.created_at)).unwrap_or_default();
-                stats.pending += 1;
-                stats.oldest_pending = stats.oldest_pending.max(Some(age));
-                let topic = event.topic.as_str();
-                let of_topic = topics.entry(topic).or_insert_with(|| TopicStats {
-                    topic: topic.to_owned(),
-                    pending: 0,
-                    oldest_pending: Duration::ZERO,
-                });
-                of_topic.pending += 1;
-                of_topic.oldest_pending = of_topic.oldest_pending.max(age);
+                pending.add(event.topic.as_str(), 1, age);
             }
         }
-        stats.topics = topics.into_values().collect();
-        stats.topics.sort_by(|a, b| b.pending.cmp(&a.pending).then_with(|| a.topic.cmp(&b.topic)));
-        stats.topics.truncate(STATS_TOPICS_MAX);
+        pending.finish(&mut stats);
         stats
     }
 }

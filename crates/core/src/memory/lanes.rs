@@ -1,7 +1,7 @@
 //! The server's side of a lane: who holds it, and where its cursor stands.
 //!
-//! Each operation is atomic and safe when it is repeated, late or overtaken: what it writes depends on the epoch, and the cursor's writes on
-//! the very cursor that the caller read.
+//! Each operation is atomic and safe when it is repeated, late or overtaken: what it writes depends
+//! on the epoch, and the cursor's writes on the very cursor that the caller read.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -12,7 +12,8 @@ use super::read::Page;
 use super::settle::Write;
 use super::state::{Lane, Reader, Window};
 use crate::batch::BatchLimit;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
+use crate::kit::{check_shape, window_undone};
 use crate::log::{Acquired, Lease};
 use crate::names::{OwnerId, SubscriptionName};
 use crate::subscription::{StartAt, Subscription};
@@ -22,7 +23,7 @@ impl Server {
         let mut state = self.state("subscribe")?;
         let commit_last = state.data.log("subscribe", &subscription.log)?.commit_last;
         if let Some(reader) = state.data.readers.get_mut(&subscription.name) {
-            refuse_other_shape(&reader.subscription, subscription)?;
+            check_shape(subscription, &reader.subscription.log, reader.subscription.lanes)?;
             reader.subscription = subscription.clone();
         } else {
             let from = match subscription.start {
@@ -58,7 +59,7 @@ impl Server {
             lane.owner = Some(owner.clone());
             lane.lease_until = Some(monotonic + ttl);
             let epoch = lane.epoch;
-            reader.hurry_in_flight(index as u16, now);
+            reader.make_in_flight_due(index as u16, now);
             Lease {
                 subscription: subscription.clone(),
                 log: reader.subscription.log.clone(),
@@ -91,7 +92,7 @@ impl Server {
         if let Ok((reader, _)) = state.data.leased("release", lease, monotonic) {
             reader.lanes[usize::from(lease.lane)].lease_until = None;
             // Whoever waits for a free lane need not wait for its next poll.
-            let wakers = state.stir();
+            let wakers = state.wake();
             drop(state);
             wakers.into_iter().for_each(Waker::wake);
         }
@@ -102,14 +103,15 @@ impl Server {
     pub(super) fn load(&self, lease: &Lease) -> Result<(Arc<Window>, i64, u64)> {
         let monotonic = self.clock.monotonic();
         let mut state = self.state("next_batch")?;
-        let stirs = state.stirs;
+        let wakeups = state.wakeups;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
-        Ok((Arc::new(reader.window(log, lease.lane, lane.from, lane.to)), lane.settled, stirs))
+        Ok((Arc::new(reader.window(log, lease.lane, lane.from, lane.to)), lane.settled, wakeups))
     }
 
-    /// The next events of an open window, of which `settled` is known to be settled: a store that went back may have lost the rows that went
-    /// with a settlement, and their keys would not be held.
+    /// The next events of an open window, of which `settled` is known to be settled: a store that
+    /// went back may have lost the rows that went with a settlement, and their keys would not be
+    /// held.
     pub(super) fn page(
         &self,
         lease: &Lease,
@@ -119,19 +121,20 @@ impl Server {
     ) -> Result<Page> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("next_batch")?;
-        let stirs = state.stirs;
+        let wakeups = state.wakeups;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
         if lane.to != window.to || lane.settled < settled {
-            return Err(undone("next_batch"));
+            return Err(window_undone("next_batch"));
         }
-        Ok(Page { stirs, ..reader.page(log, lease.lane, window, after, limit, now) })
+        Ok(Page { wakeups, ..reader.page(log, lease.lane, window, after, limit, now) })
     }
 
-    /// Opens the window of everything committed since the last one, if there is anything, and reads its first page.
+    /// Opens the window of everything committed since the last one, if there is anything, and reads
+    /// its first page.
     ///
-    /// Only over the very cursor the caller read. Otherwise a call that is executed late, or again, would move the window over events
-    /// that were never given out, or back.
+    /// Only over the very cursor the caller read. Otherwise a call that is executed late, or again,
+    /// would move the window over events that were never given out, or back.
     pub(super) fn open(
         &self,
         lease: &Lease,
@@ -141,20 +144,21 @@ impl Server {
     ) -> Result<(Option<Arc<Window>>, Page)> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("next_batch")?;
-        let stirs = state.stirs;
+        let wakeups = state.wakeups;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
         if (lane.to, lane.settled) != (to, settled) {
-            return Err(undone("next_batch"));
+            return Err(window_undone("next_batch"));
         }
         if log.commit_last == to {
-            return Ok((None, Page { stirs, ..reader.nothing(lease.lane, now) }));
+            return Ok((None, Page { wakeups, ..reader.nothing(lease.lane, now) }));
         }
         let window = Arc::new(reader.window(log, lease.lane, to, log.commit_last));
         let lane = &mut reader.lanes[usize::from(lease.lane)];
         (lane.from, lane.to, lane.settled) = (to, window.to, 0);
-        let page = Page { stirs, ..reader.page(log, lease.lane, &window, 0, limit, now) };
-        // What is given out must be on disk, the commits of the writers included: a crash must not take back what was published.
+        let page = Page { wakeups, ..reader.page(log, lease.lane, &window, 0, limit, now) };
+        // What is given out must be on disk, the commits of the writers included: a crash must not
+        // take back what was published.
         state.flush();
         Ok((Some(window), page))
     }
@@ -171,36 +175,11 @@ impl Server {
         let mut state = self.state("settle")?;
         let (reader, _) = state.data.leased("settle", lease, monotonic)?;
         reader.settle(lease.lane, write, now)?;
-        // A mere position may be lost: what it says was delivered would be delivered again. A row says what nobody else knows.
+        // A mere position may be lost: what it says was delivered would be delivered again. A row
+        // says what nobody else knows.
         if !write.entries.is_empty() {
             state.flush();
         }
         Ok(())
     }
-}
-
-/// The cursor the caller goes by is not the one in the store: its own call was executed without its knowing, or the store went back.
-pub(super) fn undone(operation: &'static str) -> Error {
-    let message = "the lane's cursor is not the one that was read; what it had given out is read again";
-    Error::new(ErrorKind::Stale, operation, "window_undone", message)
-}
-
-/// A subscription may change its filter and ordering, not its log and lanes.
-fn refuse_other_shape(known: &Subscription, asked: &Subscription) -> Result<()> {
-    let refuse = |code: &'static str, message: String| Err(Error::new(ErrorKind::Conflict, "subscribe", code, message));
-    if known.log != asked.log {
-        let message = format!(
-            "subscription {} reads log {}, not {}; give the new one another name",
-            known.name, known.log, asked.log
-        );
-        return refuse("log_differs", message);
-    }
-    if known.lanes != asked.lanes {
-        let message = format!(
-            "subscription {} was made with {} lanes, not {}; lanes are fixed once created",
-            known.name, known.lanes, asked.lanes
-        );
-        return refuse("lanes_differ", message);
-    }
-    Ok(())
 }

@@ -73,9 +73,10 @@ impl Log for MemoryStore {
     async fn hint(&self, lease: &Lease) {
         poll_fn(|context| {
             let mut state = self.server.lock();
-            let stirs = state.stirs;
-            // Comparing with what the last read saw closes the gap between an empty read and this wait.
-            if self.client.position(lease).is_none_or(|at| at.stirs != stirs) {
+            let wakeups = state.wakeups;
+            // Comparing with what the last read saw closes the gap between an empty read and this
+            // wait.
+            if self.client.position(lease).is_none_or(|at| at.wakeups != wakeups) {
                 return Poll::Ready(());
             }
             state.waiting.insert((lease.subscription.clone(), lease.lane), context.waker().clone());

@@ -1,17 +1,22 @@
-//! The memory store: every store contract on a `std` mutex, for tests and for trying things out. Nothing survives the process.
+//! The memory store: every store contract on a `std` mutex, for tests and for trying things out.
+//! Nothing survives the process.
 //!
-//! It is the reference the other stores are compared with, so it favours the shortest code that keeps every promise. A
-//! commit gets the next *commit number*; a snapshot is simply the highest number it can see, and a window is every row
-//! whose commit number lies between two snapshots, in `seq` order. With [`MemoryStore::begin`], `seq` is taken at the append
-//! and the commit number at the commit, exactly the trouble a database makes: a late commit shows up with a low `seq`.
+//! It is the reference the other stores are compared with, so it favours the shortest code that
+//! keeps every promise. A commit gets the next *commit number*; a snapshot is simply the highest
+//! number it can see, and a window is every row whose commit number lies between two snapshots, in
+//! `seq` order. With [`MemoryStore::begin`], `seq` is taken at the append and the commit number at
+//! the commit, exactly the trouble a database makes: a late commit shows up with a low `seq`.
 //!
-//! Like a database it has two sides. The *server* holds the state and changes it in atomic operations, each of which depends on what its
-//! caller had read. A *client* remembers how far it has read, and nothing else. Between the two a simulation may put a [`Wire`], which loses
-//! answers and executes calls late or twice.
+//! Like a database it has two sides. The *server* holds the state and changes it in atomic
+//! operations, each of which depends on what its caller had read. A *client* remembers how far it
+//! has read, and nothing else. Between the two a simulation may put a [`Wire`], which loses answers
+//! and executes calls late or twice.
 //!
-//! Leases run on the server's monotonic time, stamps and due times on its wall time. There is no I/O and, without a wire, no wait
-//! inside, so every future is ready at once and cancel-safety is trivial.
+//! Leases run on the server's monotonic time, stamps and due times on its wall time. There is no
+//! I/O and, without a wire, no wait inside, so every future is ready at once and cancel-safety is
+//! trivial.
 
+mod admin;
 mod append;
 mod apply;
 mod client;
@@ -23,7 +28,6 @@ mod read;
 mod receive;
 mod settle;
 mod state;
-mod steer;
 mod wire;
 
 use std::fmt;
@@ -34,7 +38,6 @@ use async_trait::async_trait;
 use crate::clock::Clock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::migrate::{Migrate, events_undelivered};
-use crate::names::LogName;
 use client::Client;
 use state::State;
 
@@ -45,7 +48,8 @@ pub use wire::{Call, Wire};
 /// The one migration of a store without a schema, so that `up` and `down` have something to say.
 const MIGRATION: &str = "0001_memory";
 
-/// Events, subscriptions and the inbox in memory. Clones share one store and what one client of it remembers; it comes migrated.
+/// Events, subscriptions and the inbox in memory. Clones share one store and what one client of it
+/// remembers; it comes migrated.
 #[derive(Clone)]
 pub struct MemoryStore {
     server: Arc<Server>,
@@ -60,26 +64,22 @@ struct Server {
 }
 
 impl MemoryStore {
-    /// An empty store with the logs `outbox` and `inbox`. Ids are made from `clock` and a counter, so a simulated clock makes
-    /// them repeatable.
+    /// An empty store with the logs `outbox` and `inbox`. Ids are made from `clock` and a counter,
+    /// so a simulated clock makes them repeatable.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
         let server = Arc::new(Server { clock, state: Mutex::new(State::migrated()) });
         Self { server, client: Arc::default(), wire: None }
     }
 
-    /// The same store as another process sees it: nothing is remembered, and every call goes by the wire, if there is one.
+    /// The same store as another process sees it: nothing is remembered, and every call goes by the
+    /// wire, if there is one.
     #[must_use]
     pub fn client(&self, wire: Option<Arc<dyn Wire>>) -> Self {
         Self { server: self.server.clone(), client: Arc::default(), wire }
     }
 
-    /// Makes another log; one that is there already stays as it is.
-    pub fn create_log(&self, log: &LogName) -> Result<()> {
-        self.server.state("create_log")?.data.logs.entry(log.clone()).or_default();
-        Ok(())
-    }
-
-    /// Opens a transaction: what it appends takes its `seq` at once and becomes visible at its commit.
+    /// Opens a transaction: what it appends takes its `seq` at once and becomes visible at its
+    /// commit.
     pub fn begin(&self) -> MemoryTransaction {
         MemoryTransaction::new(self.clone())
     }
@@ -100,7 +100,8 @@ impl Server {
         ))
     }
 
-    /// The state, whatever it is. A panic while it was locked would have been ours and between two whole changes.
+    /// The state, whatever it is. A panic while it was locked would have been ours and between two
+    /// whole changes.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

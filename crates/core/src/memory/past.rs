@@ -1,4 +1,5 @@
-//! Going back: what a crash of a database takes with it, and what a failover does. For simulations and tests.
+//! Going back: what a crash of a database takes with it, and what a failover does. For simulations
+//! and tests.
 
 use std::fmt;
 use std::task::Waker;
@@ -68,13 +69,14 @@ impl MemoryStore {
         state.durable = Some(Box::new(state.data.clone()));
     }
 
-    /// Everything so far is on disk. Windows and settlements with rows flush by themselves, a mere position and an append do not: a
-    /// database that is told so gives up just that.
+    /// Everything so far is on disk. Windows and settlements with rows flush by themselves, a mere
+    /// position and an append do not: a database that is told so gives up just that.
     pub fn flush(&self) {
         self.server.lock().flush();
     }
 
-    /// The server crashes and starts again: what was not flushed is gone, transactions that were open are rolled back.
+    /// The server crashes and starts again: what was not flushed is gone, transactions that were
+    /// open are rolled back.
     pub fn crash(&self) {
         let durable = self.server.lock().durable.clone();
         if let Some(data) = durable {
@@ -87,13 +89,14 @@ impl MemoryStore {
         Snapshot(Box::new(self.server.lock().data.clone()))
     }
 
-    /// Another server takes over, with what it had: `seq`, epochs and windows since then are given out again. Open transactions are gone.
+    /// Another server takes over, with what it had: `seq`, epochs and windows since then are given
+    /// out again. Open transactions are gone.
     pub fn restore(&self, snapshot: &Snapshot) {
         let mut state = self.server.lock();
         state.data = (*snapshot.0).clone();
         state.incarnation += 1;
         state.flush();
-        let wakers = state.stir();
+        let wakers = state.wake();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
     }

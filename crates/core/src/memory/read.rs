@@ -1,6 +1,5 @@
 //! Reading: the lane's window, and the delivery rows whose time has come.
 
-use std::collections::HashSet;
 use std::ops::Bound::{Excluded, Included};
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use jiff::Timestamp;
 use super::state::{LogState, Reader, Window};
 use crate::batch::{Batch, BatchLimit, Delivery, Unreadable};
 use crate::event::{Event, Seq};
-use crate::names::Key;
+use crate::kit::{BatchLimiter, DueOrder};
 use crate::state::State as EventState;
 
 /// What one read of a window gave.
@@ -19,7 +18,7 @@ pub(super) struct Page {
     /// How far it read, if it gave anything.
     pub(super) end: Option<i64>,
     /// Which changes it has seen.
-    pub(super) stirs: u64,
+    pub(super) wakeups: u64,
 }
 
 impl Reader {
@@ -48,13 +47,13 @@ impl Reader {
         now: Timestamp,
     ) -> Page {
         let Page { mut batch, .. } = self.nothing(lane, now);
-        let mut room = Room::new(limit);
+        let mut limiter = BatchLimiter::new(limit);
         let start = window.seqs.partition_point(|seq| *seq <= after);
         for seq in &window.seqs[start..] {
             // Pruned meanwhile, if somebody took it out.
             let row = log.rows.get(seq).filter(|row| row.commit.is_some_and(|it| window.from < it && it <= window.to));
             let Some(event) = row.map(|row| &row.event).filter(|event| self.wants(event)) else { continue };
-            if !room.take(event) {
+            if !limiter.take(event.payload.len()) {
                 batch.more = true;
                 break;
             }
@@ -64,7 +63,7 @@ impl Reader {
             if self.delivery(*seq).is_some_and(|row| row.state == EventState::Discarded) {
                 batch.discarded.insert(Seq(*seq));
             }
-            batch.deliveries.push(Delivery { event: event.clone(), seq: Seq(*seq), attempt: 1, replay: 0 });
+            batch.push(Delivery { event: event.clone(), seq: Seq(*seq), attempt: 1, replay: 0 }, None);
             batch.end = Some(Seq(*seq));
         }
         // The last batch of a window also covers what nobody wants behind it.
@@ -72,29 +71,21 @@ impl Reader {
             batch.end = Some(Seq(*last));
         }
         let end = batch.end.map(|end| end.0);
-        Page { batch, end, stirs: 0 }
+        Page { batch, end, wakeups: 0 }
     }
 
-    /// Rows whose time has come, in `seq` order; of each key the head and the events behind it, never with a gap.
+    /// Rows whose time has come, in `seq` order; of each key the head and the events behind it,
+    /// never with a gap.
     pub(super) fn due(&self, log: &LogState, lane: u16, limit: BatchLimit, now: Timestamp) -> Batch {
         let mut batch = Batch { due_in: self.due_in(lane, now), ..Batch::default() };
-        let mut room = Room::new(limit);
-        // Keys of which everything so far may go.
-        let mut open: HashSet<&Key> = HashSet::new();
+        let mut limiter = BatchLimiter::new(limit);
+        let mut order = DueOrder::default();
         for (seq, row) in self.deliveries().filter(|(_, row)| row.lane == lane) {
-            let ready = match (row.state, row.held_key()) {
-                (EventState::Scheduled | EventState::Retrying, None) => row.is_due(now),
-                (EventState::Retrying, Some(key)) if self.head(key) == Some(seq) => row.is_due(now),
-                (EventState::Retrying, Some(key)) => row.is_due(now) && open.contains(key),
-                (EventState::Blocked, Some(key)) => open.contains(key),
-                _ => false,
-            };
-            match row.held_key() {
-                Some(key) if ready => _ = open.insert(key),
-                Some(key) => _ = open.remove(key),
-                None => {}
-            }
-            if !ready {
+            let waits = matches!(row.state, EventState::Scheduled | EventState::Retrying);
+            let is_first = row.held_key().is_none_or(|key| self.head(key) == Some(seq));
+            let goes_first = waits && is_first && row.is_due(now);
+            let may_follow = row.state == EventState::Blocked || (waits && row.is_due(now));
+            if !order.admits(row.held_key(), goes_first, may_follow) {
                 continue;
             }
             let (attempt, replay) = (row.attempts + 1, row.replays);
@@ -103,7 +94,7 @@ impl Reader {
                 Some(found) => (found.event.clone(), None),
                 None => (Event { key: row.key.clone(), ..placeholder.event }, Some(Unreadable::missing())),
             };
-            if !room.take(&event) {
+            if !limiter.take(event.payload.len()) {
                 break;
             }
             batch.push(Delivery { event, seq: Seq(seq), attempt, replay }, unreadable);
@@ -119,30 +110,5 @@ impl Reader {
             .filter_map(|(_, row)| row.due_at)
             .min()
             .map(|at| Duration::try_from(at.duration_since(now)).unwrap_or_default())
-    }
-}
-
-/// What still fits into a batch.
-struct Room {
-    events: usize,
-    payload_bytes: usize,
-    is_empty: bool,
-}
-
-impl Room {
-    fn new(limit: BatchLimit) -> Self {
-        Self { events: limit.events.max(1), payload_bytes: limit.payload_bytes, is_empty: true }
-    }
-
-    /// Takes an event if it fits; the first one always does.
-    fn take(&mut self, event: &Event) -> bool {
-        let fits = self.events > 0 && event.payload.len() <= self.payload_bytes;
-        if !fits && !self.is_empty {
-            return false;
-        }
-        self.events -= 1;
-        self.payload_bytes = self.payload_bytes.saturating_sub(event.payload.len());
-        self.is_empty = false;
-        true
     }
 }

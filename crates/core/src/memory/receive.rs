@@ -1,6 +1,7 @@
 //! The inbox's write side: a message id is stored once.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -8,14 +9,14 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 
 use super::{MemoryStore, Server};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::event::NewEvent;
+use crate::kit::STEP_ROWS_MAX;
 use crate::names::{LogName, SourceName};
 use crate::receive::{Conflict, Inbound, Receive, Received};
 
-/// Ids forgotten per call: the bounded step the contract asks for.
-const FORGET_IDS_MAX: usize = 1_000;
-/// Conflict records kept; the oldest go first. An attacker who resends one id with many bodies must not fill the memory.
+/// Conflict records kept; the oldest go first. An attacker who resends one id with many bodies must
+/// not fill the memory.
 const CONFLICTS_MAX: usize = 1_000;
 
 /// Which message: ids are unique per source and tenant.
@@ -25,9 +26,44 @@ type Identity = (SourceName, Option<String>, String);
 pub(super) struct Inbox {
     seen: HashMap<Identity, (/* digest */ [u8; 32], /* when */ Timestamp)>,
     conflicts: Vec<Conflict>,
+    /// What was applied, or will be if the transaction that asked commits.
+    applied: HashMap<(SourceName, String), Applied>,
+}
+
+#[derive(Clone, Copy)]
+struct Applied {
+    at: Timestamp,
+    is_committed: bool,
 }
 
 impl Inbox {
+    /// Notes that a message is applied; `false` if it was.
+    pub(super) fn once(&mut self, source: &SourceName, message_id: &str, now: Timestamp) -> Result<bool> {
+        match self.applied.entry((source.clone(), message_id.to_owned())) {
+            Entry::Vacant(entry) => {
+                entry.insert(Applied { at: now, is_committed: false });
+                Ok(true)
+            }
+            Entry::Occupied(entry) if entry.get().is_committed => Ok(false),
+            Entry::Occupied(_) => {
+                let message = "another open transaction applies this message; try again once it has ended";
+                Err(Error::new(ErrorKind::Unavailable, "once", "store_contention", message))
+            }
+        }
+    }
+
+    /// The transaction that asked has committed.
+    pub(super) fn commit_once(&mut self, source: SourceName, message_id: String) {
+        if let Some(applied) = self.applied.get_mut(&(source, message_id)) {
+            applied.is_committed = true;
+        }
+    }
+
+    /// The transaction that asked was rolled back.
+    pub(super) fn forget_once(&mut self, source: SourceName, message_id: String) {
+        self.applied.remove(&(source, message_id));
+    }
+
     /// The latest first.
     pub(super) fn conflicts(&self, limit: usize) -> Vec<Conflict> {
         let mut latest = self.conflicts.clone();
@@ -129,7 +165,7 @@ impl Server {
             state.data.inbox.note_conflict(identity, stored, refused, now);
         }
         state.flush();
-        let wakers = if ids.is_empty() { Vec::new() } else { state.stir() };
+        let wakers = if ids.is_empty() { Vec::new() } else { state.wake() };
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
         let mut ids = ids.into_iter();
@@ -144,11 +180,14 @@ impl Server {
         let mut state = self.state("forget")?;
         let seen = &mut state.data.inbox.seen;
         let old = seen.iter().filter(|(_, (_, at))| *at <= oldest_kept).map(|(identity, _)| identity.clone());
-        let old: Vec<Identity> = old.take(FORGET_IDS_MAX).collect();
+        let old: Vec<Identity> = old.take(STEP_ROWS_MAX).collect();
         for identity in &old {
             seen.remove(identity);
         }
-        state.data.inbox.conflicts.retain(|conflict| conflict.last_at > oldest_kept);
-        Ok(old.len() as u64)
+        let inbox = &mut state.data.inbox;
+        inbox.conflicts.retain(|conflict| conflict.last_at > oldest_kept);
+        let before = inbox.applied.len();
+        inbox.applied.retain(|_, applied| !applied.is_committed || applied.at > oldest_kept);
+        Ok((old.len() + before - inbox.applied.len()) as u64)
     }
 }

@@ -1,13 +1,14 @@
 //! Settling: the position and every delivery row in one step.
 
+use std::borrow::Cow;
+
 use jiff::Timestamp;
 
 use super::client::Position;
-use super::lanes::undone;
 use super::state::{DeliveryRow, Reader};
 use crate::batch::{Disposition, Settlement};
 use crate::error::Result;
-use crate::limits::ERROR_BYTES_MAX;
+use crate::kit::{Due, RowAfter, window_undone};
 use crate::names::Key;
 use crate::state::State as EventState;
 
@@ -20,7 +21,8 @@ pub(super) struct Write {
 
 /// From where to where a settlement moves the position.
 pub(super) struct Place {
-    /// The window and the settled position that the client knows; `None`: it knows no window, so the store must have undone it.
+    /// The window and the settled position that the client knows; `None`: it knows no window, so
+    /// the store must have undone it.
     known: Option<(u64, i64)>,
     pub(super) position: i64,
 }
@@ -52,15 +54,16 @@ impl Write {
 }
 
 impl EntryWrite {
-    /// Whether this is said of the row as it is. A person's word stands: discarded stays discarded, dead is left only by a replay; and another
-    /// attempt or a replay makes it another row.
+    /// Whether this is said of the row as it is. A person's word stands: discarded stays discarded,
+    /// dead is left only by a replay; and another attempt or a replay makes it another row.
     fn is_of(&self, row: &DeliveryRow) -> bool {
         row.state.may_become(EventState::Dispatched) && (row.attempts, row.replays) == (self.attempts, self.replays)
     }
 }
 
 impl Reader {
-    /// Whether an earlier call whose answer was lost did this, or a due row is not as it was read: then handlers' effects must not count again.
+    /// Whether an earlier call whose answer was lost did this, or a due row is not as it was read:
+    /// then handlers' effects must not count again.
     pub(super) fn was_settled(&self, lane: u16, write: &Write) -> bool {
         let as_read = |entry: &EntryWrite| self.delivery(entry.seq).is_some_and(|row| entry.is_of(row));
         match &write.place {
@@ -74,14 +77,18 @@ impl Reader {
         let of_lane = &mut self.lanes[usize::from(lane)];
         let before = of_lane.settled;
         if let Some(Place { known, position }) = &write.place {
-            // After the store went back, the same number would pass events of another window, or rows that are gone.
-            let Some((_, settled)) = known.filter(|(to, _)| *to == of_lane.to) else { return Err(undone("settle")) };
+            // After the store went back, the same number would pass events of another window, or
+            // rows that are gone.
+            let Some((_, settled)) = known.filter(|(to, _)| *to == of_lane.to) else {
+                return Err(window_undone("settle"));
+            };
             if *position <= before {
-                // This very settlement was written, and its answer was lost. Its rows may have been dealt with since.
+                // This very settlement was written, and its answer was lost. Its rows may have been
+                // dealt with since.
                 return Ok(());
             }
             if settled != before {
-                return Err(undone("settle"));
+                return Err(window_undone("settle"));
             }
             of_lane.settled = *position;
         }
@@ -106,44 +113,27 @@ impl Reader {
             None => return,
         };
         let row = DeliveryRow { ordered, updated_at: now, ..row };
-        match written(row, &entry.disposition, now) {
-            Some(row) => self.put(entry.seq, row),
+        match RowAfter::of(&entry.disposition, row.attempts, ordered && row.key.is_some()) {
+            Some(after) => self.put(entry.seq, written(row, after, now)),
             None => _ = self.take(entry.seq),
         }
     }
 }
 
-/// The row after its disposition; `None` when the event is done with.
-fn written(row: DeliveryRow, disposition: &Disposition, now: Timestamp) -> Option<DeliveryRow> {
-    match disposition {
-        Disposition::Delivered | Disposition::Discarded => None,
-        Disposition::Retry { after, counted, code, error } => Some(DeliveryRow {
-            state: EventState::Retrying,
-            attempts: row.attempts + u32::from(*counted),
-            due_at: Some(now.checked_add(*after).unwrap_or(Timestamp::MAX)),
-            code: Some(code.to_string()),
-            error: Some(cut(error)),
-            ..row
-        }),
-        // Without order there is nothing to wait for. With it, `release_head` decides once all entries are written.
-        Disposition::Block if row.key.is_none() || !row.ordered => {
-            Some(DeliveryRow { state: EventState::Retrying, due_at: Some(now), ..row })
-        }
-        Disposition::Block => Some(DeliveryRow { state: EventState::Blocked, due_at: None, ..row }),
-        Disposition::Schedule { at } => Some(DeliveryRow { state: EventState::Scheduled, due_at: Some(*at), ..row }),
-        Disposition::Dead { code, error, halt } => Some(DeliveryRow {
-            state: EventState::Dead,
-            halt: *halt,
-            attempts: row.attempts + 1,
-            due_at: None,
-            code: Some(code.to_string()),
-            error: Some(cut(error)),
-            ..row
-        }),
+/// The row after a disposition.
+fn written(row: DeliveryRow, after: RowAfter<'_>, now: Timestamp) -> DeliveryRow {
+    let due_at = match after.due {
+        Due::Never => None,
+        Due::After(wait) => Some(now.checked_add(wait).unwrap_or(Timestamp::MAX)),
+        Due::At(at) => Some(at),
+    };
+    DeliveryRow {
+        state: after.state,
+        attempts: after.attempts,
+        halt: after.halt,
+        due_at,
+        code: after.code.map(str::to_owned).or(row.code),
+        error: after.error.map(Cow::into_owned).or(row.error),
+        ..row
     }
-}
-
-/// An error text within its limit, cut between characters.
-fn cut(error: &str) -> String {
-    error[..error.floor_char_boundary(ERROR_BYTES_MAX)].to_owned()
 }

@@ -7,9 +7,10 @@ use std::time::Duration;
 use jiff::Timestamp;
 
 use crate::batch::Disposition;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::event::{Event, EventId, NewEvent};
 use crate::inspect::Pause;
+use crate::kit::{lane_of, log_unknown, subscription_unknown};
 use crate::log::{Epoch, Lease};
 use crate::names::{Key, LogName, OwnerId, SubscriptionName};
 use crate::state::State as EventState;
@@ -23,12 +24,14 @@ pub(super) struct State {
     pub(super) data: Data,
     /// What of `data` a crash would leave, where somebody wants to see a crash.
     pub(super) durable: Option<Box<Data>>,
-    /// Rises each time the store went back to an earlier state: transactions begun before have been rolled back.
+    /// Rises each time the store went back to an earlier state: transactions begun before have been
+    /// rolled back.
     pub(super) incarnation: u64,
     /// Ids handed out so far: makes every id unique within one millisecond. Never goes back.
     ids: u64,
-    /// Rises with everything that may give a lane work; a lane compares it with what it saw at its last read.
-    pub(super) stirs: u64,
+    /// Rises with everything that may give a lane work; a lane compares it with what it saw at its
+    /// last read.
+    pub(super) wakeups: u64,
     /// At most one waiting relay per lane.
     pub(super) waiting: BTreeMap<(SubscriptionName, u16), Waker>,
 }
@@ -73,7 +76,8 @@ pub(super) struct Reader {
     holding: HashMap<Key, BTreeSet<i64>>,
 }
 
-/// One lane: its window, how far it is settled, and who drives it. How far it is read, only its reader knows.
+/// One lane: its window, how far it is settled, and who drives it. How far it is read, only its
+/// reader knows.
 #[derive(Clone, Default)]
 pub(super) struct Lane {
     pub(super) epoch: Epoch,
@@ -123,9 +127,8 @@ impl Data {
     }
 
     pub(super) fn log_unknown(&self, operation: &'static str, name: &LogName) -> Error {
-        let known: Vec<&str> = self.logs.keys().map(LogName::as_str).collect();
-        let message = format!("there is no log {name}; known: {}", known.join(", "));
-        Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
+        let known: Vec<String> = self.logs.keys().map(LogName::to_string).collect();
+        log_unknown(operation, name, &known)
     }
 
     /// The reader and the log it reads.
@@ -159,9 +162,8 @@ impl Data {
     }
 
     fn reader_unknown(&self, operation: &'static str, name: &SubscriptionName) -> Error {
-        let known: Vec<&str> = self.readers.keys().map(SubscriptionName::as_str).collect();
-        let message = format!("there is no subscription {name}; known: {}", known.join(", "));
-        Error::new(ErrorKind::NotFound, operation, "subscription_unknown", message)
+        let known: Vec<String> = self.readers.keys().map(SubscriptionName::to_string).collect();
+        subscription_unknown(operation, name, &known)
     }
 }
 
@@ -188,8 +190,8 @@ impl State {
 
     /// Notes that there may be work, and gives the relays to wake once the lock is released.
     #[must_use]
-    pub(super) fn stir(&mut self) -> Vec<Waker> {
-        self.stirs += 1;
+    pub(super) fn wake(&mut self) -> Vec<Waker> {
+        self.wakeups += 1;
         std::mem::take(&mut self.waiting).into_values().collect()
     }
 }
@@ -251,12 +253,9 @@ impl Reader {
 
     /// Which lane an event belongs to: its key decides, or its id when it has none.
     pub(super) fn lane_of(&self, event: &Event) -> u16 {
-        let slot = match &event.key {
-            Some(key) => fnv1a(key.as_str().as_bytes()),
-            None => fnv1a(event.id.as_uuid().as_bytes()),
-        };
-        // The remainder of a division by a `u16` fits one.
-        (slot % u64::from(self.subscription.lanes)) as u16
+        let id = event.id.as_uuid();
+        let key = event.key.as_ref().map(|key| key.as_str().as_bytes());
+        lane_of(key.unwrap_or(id.as_bytes()), self.subscription.lanes)
     }
 
     /// Where an event stands: its row says, or the cursor.
@@ -270,7 +269,7 @@ impl Reader {
 
     /// The pause in force.
     pub(super) fn paused(&self, now: Timestamp) -> Option<&Pause> {
-        self.pause.as_ref().filter(|pause| pause.until.is_none_or(|until| now < until))
+        self.pause.as_ref().filter(|pause| pause.holds_at(now))
     }
 
     pub(super) fn delivery(&self, seq: i64) -> Option<&DeliveryRow> {
@@ -314,7 +313,7 @@ impl Reader {
     }
 
     /// Makes due what waits for a call of the lane's former holder.
-    pub(super) fn hurry_in_flight(&mut self, lane: u16, now: Timestamp) {
+    pub(super) fn make_in_flight_due(&mut self, lane: u16, now: Timestamp) {
         let waits = |row: &DeliveryRow| {
             row.lane == lane && row.state == EventState::Retrying && row.code.as_deref() == Some(Disposition::IN_FLIGHT)
         };
@@ -385,9 +384,4 @@ impl DeliveryRow {
     pub(super) fn is_due(&self, now: Timestamp) -> bool {
         self.due_at.is_some_and(|at| at <= now)
     }
-}
-
-/// FNV-1a, 64 bits: small, stable, and spreads short keys well.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }

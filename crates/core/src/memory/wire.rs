@@ -9,13 +9,15 @@ use super::{MemoryStore, Server};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::Lease;
 
-/// Carries each call of a client to the server: at once, late, twice, without its answer, or not at all.
+/// Carries each call of a client to the server: at once, late, twice, without its answer, or not at
+/// all.
 ///
-/// A call may be kept and executed after its caller has gone, which is what a database does with a call whose connection broke.
+/// A call may be kept and executed after its caller has gone, which is what a database does with a
+/// call whose connection broke.
 #[async_trait]
 pub trait Wire: Send + Sync + 'static {
-    /// Executes the call as often and whenever it likes. `Ok` gives the caller the answer of the last execution; an error is the caller's
-    /// answer, whatever was executed.
+    /// Executes the call as often and whenever it likes. `Ok` gives the caller the answer of the
+    /// last execution; an error is the caller's answer, whatever was executed.
     async fn carry(&self, call: Arc<Call>) -> Result<()>;
 }
 

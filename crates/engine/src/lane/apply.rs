@@ -1,10 +1,13 @@
 //! Batches of an apply subscription: the handler runs inside the transaction that settles.
 //!
-//! A transaction whose answer we did not get may have committed. It is never repeated blindly, which could run a handler
-//! twice: the lane is given back and read again, and what committed is not read again.
+//! A transaction whose answer we did not get may have committed. It is never repeated blindly,
+//! which could run a handler twice: the lane is given back and read again, and what committed is
+//! not read again.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::panic::AssertUnwindSafe;
+use std::sync::Mutex;
 
 use futures::FutureExt;
 use postbox_core::{
@@ -15,11 +18,25 @@ use tracing::warn;
 
 use super::Lane;
 use super::call::panic_text;
+use super::judge::Verdict;
 use super::verdicts::{Verdicts, holds};
+use crate::failures::Sent;
+use crate::lock::lock;
+
+/// A batch on its way through transactions.
+struct Applying<'a> {
+    apply: &'a dyn Apply,
+    batch: &'a Batch,
+    verdicts: &'a mut Verdicts,
+    /// Keys with an event in this batch that holds back the later ones.
+    held: HashSet<&'a Key>,
+    round: &'a CancellationToken,
+}
 
 impl Lane {
-    /// Applies and settles a stream batch in chunks; false if the round ended before the end, and the rest is to be read again.
-    pub(super) async fn apply_stream(
+    /// Applies and settles a batch in chunks; false if the round ended before the end: the rest of
+    /// a stream batch is to be read again, and due rows stay due.
+    pub(super) async fn apply_batch(
         &self,
         apply: &dyn Apply,
         batch: &Batch,
@@ -27,15 +44,15 @@ impl Lane {
         round: &CancellationToken,
     ) -> Result<bool> {
         let count = batch.deliveries.len();
+        let mut applying = Applying { apply, batch, verdicts, held: HashSet::new(), round };
         let mut from = 0;
-        let mut held: HashSet<Key> = HashSet::new();
         loop {
             if from < count && !self.may_apply(round) {
                 return Ok(false);
             }
-            let to = (from + self.shared.apply_chunk()).min(count);
-            let position = if to == count { batch.end } else { batch.deliveries.get(to - 1).map(|last| last.seq) };
-            self.apply_chunk(apply, batch, from..to, position, verdicts, &mut held, round).await?;
+            let to = (from + self.context.apply.chunk()).min(count);
+            let seq = |end| if to == count { Some(end) } else { batch.deliveries.get(to - 1).map(|last| last.seq) };
+            self.apply_chunk(&mut applying, from..to, batch.end.and_then(seq)).await?;
             from = to;
             if from == count {
                 return Ok(true);
@@ -43,202 +60,144 @@ impl Lane {
         }
     }
 
-    /// Applies and settles due rows in chunks. Rows after the end of the round stay as they are: due.
-    pub(super) async fn apply_due(
-        &self,
-        apply: &dyn Apply,
-        batch: &Batch,
-        verdicts: &mut Verdicts,
-        round: &CancellationToken,
-    ) -> Result<()> {
-        let count = batch.deliveries.len();
-        let mut from = 0;
-        let mut held: HashSet<Key> = HashSet::new();
-        while from < count {
-            if !self.may_apply(round) {
-                let rest = verdicts.settle_due(batch, self.shared.holds_keys());
-                let entries = rest.entries.into_iter().skip_while(|it| it.delivery.seq < batch.deliveries[from].seq);
-                return self.settle(Settlement { entries: entries.collect(), ..rest }).await;
-            }
-            let to = (from + self.shared.apply_chunk()).min(count);
-            self.apply_chunk(apply, batch, from..to, None, verdicts, &mut held, round).await?;
-            from = to;
-        }
-        Ok(())
-    }
-
-    /// The check before each transaction. A lease that ran out ends the round: read and rewound again and again until somebody else
-    /// notices, the lane would only burn the store.
+    /// The check before each transaction. A lease that ran out ends the round: otherwise the lane
+    /// would read and rewind again and again until somebody else takes it.
     fn may_apply(&self, round: &CancellationToken) -> bool {
-        if round.is_cancelled() || self.shared.is_gone() {
+        if round.is_cancelled() || self.context.health.is_gone() {
             return false;
         }
-        let is_safe = self.held.is_safe(self.shared.clock.monotonic());
+        let is_safe = self.lease.is_safe(self.context.clock.monotonic());
         if !is_safe {
-            self.held.run_out(&self.shared);
+            self.lease.run_out(&self.context);
         }
         is_safe
     }
 
-    /// One transaction: the deliveries of `range` that are ready, and entries for those that are not.
-    #[expect(clippy::too_many_arguments, reason = "the loop's state, passed to its one leaf")]
-    async fn apply_chunk(
-        &self,
-        apply: &dyn Apply,
-        batch: &Batch,
-        range: std::ops::Range<usize>,
-        position: Option<Seq>,
-        verdicts: &mut Verdicts,
-        held: &mut HashSet<Key>,
-        round: &CancellationToken,
-    ) -> Result<()> {
-        let shared = &*self.shared;
-        for place in range.clone().filter(|place| held_key(&batch.deliveries[*place], held).is_some()) {
-            if verdicts.is_waiting(place) {
-                verdicts.put_aside(place, Disposition::Block);
-            }
-        }
+    /// One transaction: the deliveries of `range` that are ready, and entries for those that are
+    /// not.
+    async fn apply_chunk(&self, applying: &mut Applying<'_>, range: Range<usize>, position: Option<Seq>) -> Result<()> {
+        let context = &*self.context;
+        let batch = applying.batch;
+        let sent = context.health.failures.sent();
+        let mut ready = Vec::with_capacity(range.len());
         for place in range.clone() {
             let delivery = &batch.deliveries[place];
-            if verdicts.is_waiting(place) && shared.take_overran(delivery) {
-                let limit = shared.settings.deliver_timeout;
-                let outcome = Outcome::retry("timeout", format!("the transaction overran {limit:?} or panicked"));
-                self.applied(place, delivery, Some(outcome), verdicts, held, round);
+            if !applying.verdicts.is_waiting(place) {
+                continue;
             }
-        }
-        let ready: Vec<usize> = range
-            .clone()
-            .filter(|place| verdicts.is_waiting(*place) && held_key(&batch.deliveries[*place], held).is_none())
-            .collect();
-        for place in range.clone() {
-            if verdicts.is_waiting(place) && !ready.contains(&place) {
-                verdicts.put_aside(place, Disposition::Block);
+            if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
+                applying.verdicts.defer(place, Disposition::Block);
+            } else if context.apply.take_overran(delivery) {
+                let limit = context.settings.deliver_timeout;
+                let outcome = Outcome::retry("timeout", format!("the transaction overran {limit:?} or panicked"));
+                self.applied(applying, place, context.judge(delivery, outcome, sent));
+            } else {
+                ready.push(place);
             }
         }
         let refs: Vec<&Delivery> = ready.iter().map(|place| &batch.deliveries[*place]).collect();
-        let mut entries: Vec<Entry<'_>> = verdicts
-            .exceptions()
-            .iter()
-            .filter(|(place, _)| range.contains(place))
-            .map(|(place, disposition)| Entry { delivery: &batch.deliveries[*place], disposition: disposition.clone() })
-            .collect();
-        entries.sort_by_key(|entry| entry.delivery.seq);
-        let settlement = Settlement { position, entries, rewind: false, hold_keys: shared.holds_keys() };
+        let of_range = applying.verdicts.exceptions().filter(|(place, _)| range.contains(place));
+        let entry =
+            |(place, it): (usize, &Disposition)| Entry { delivery: &batch.deliveries[place], disposition: it.clone() };
+        let entries: Vec<Entry<'_>> = of_range.map(entry).collect();
+        let settlement = Settlement { position, entries, rewind: false, hold_keys: context.holds_keys() };
         if refs.is_empty() {
             return self.settle(settlement).await;
         }
-        let outcomes = self.apply_in_time(apply, &refs, settlement.clone()).await?;
+        let judged = self.apply_in_time(applying.apply, &refs, settlement.clone(), sent).await?;
         self.settled(&settlement);
-        let delivered = outcomes.iter().filter(|it| it.as_ref().is_some_and(Outcome::is_delivered)).count();
-        shared.metrics.add(&shared.metrics.delivered, delivered);
-        if delivered > 0 {
-            shared.answered(&Outcome::DELIVERED);
-        }
-        for (place, outcome) in ready.into_iter().zip(outcomes) {
-            self.applied(place, &batch.deliveries[place], outcome, verdicts, held, round);
+        for (place, verdict) in ready.into_iter().zip(judged) {
+            match verdict {
+                Some(verdict) => self.applied(applying, place, verdict),
+                // Behind a failure of the same transaction: the handler did not run.
+                None => applying.defer_behind(place),
+            }
         }
         Ok(())
     }
 
-    /// Runs the transaction under its time limit. Any failure gives the lane back.
+    /// Runs the transaction under its time limit; what became of each delivery, `None` if it was
+    /// not run. Any failure gives the lane back.
     async fn apply_in_time(
         &self,
         apply: &dyn Apply,
         refs: &[&Delivery],
         settlement: Settlement<'_>,
-    ) -> Result<Vec<Option<Outcome>>> {
-        let shared = &*self.shared;
-        let decide = |delivery: &Delivery, outcome: &Outcome| shared.decide(delivery, outcome);
-        let call = AssertUnwindSafe(async { apply.apply(&self.held.lease, refs, settlement, &decide).await });
+        sent: Sent,
+    ) -> Result<Vec<Option<Verdict>>> {
+        let context = &*self.context;
+        let judged: Mutex<HashMap<Seq, Verdict>> = Mutex::default();
+        let decide = |delivery: &Delivery, outcome: &Outcome| {
+            let verdict = context.judge(delivery, outcome.clone(), sent);
+            lock(&judged).insert(delivery.seq, verdict.clone());
+            verdict.into_disposition()
+        };
+        let call = AssertUnwindSafe(async { apply.apply(&self.lease.lease, refs, settlement, &decide).await });
         let answer = tokio::select! {
             biased;
-            () = self.held.abandon.cancelled() => return Err(Error::stale("apply")),
+            () = self.lease.abandon.cancelled() => return Err(Error::stale("apply")),
             answer = call.catch_unwind() => answer,
-            () = shared.clock.sleep(shared.settings.deliver_timeout) => {
-                shared.metrics.add(&shared.metrics.timeouts, 1);
-                shared.apply_overran(refs);
+            () = context.clock.sleep(context.settings.deliver_timeout) => {
+                context.metrics.add(&context.metrics.timeouts, 1);
+                context.apply.overran(refs);
                 return Err(dropped("the transaction overran its time"));
             }
         };
         match answer {
             Ok(Ok(outcomes)) => {
                 self.works("apply");
-                shared.apply_in_time();
-                Ok(outcomes)
+                context.apply.committed();
+                let judged = &mut *lock(&judged);
+                let verdict = |(delivery, outcome): (&&Delivery, Option<Outcome>)| {
+                    let outcome = outcome?;
+                    Some(judged.remove(&delivery.seq).unwrap_or_else(|| context.judge(delivery, outcome, sent)))
+                };
+                Ok(refs.iter().zip(outcomes).map(verdict).collect())
             }
             Ok(Err(error)) if error.is_stale() => {
-                shared.metrics.add(&shared.metrics.stale_writes, 1);
+                context.metrics.add(&context.metrics.stale_writes, 1);
                 Err(error)
             }
             Ok(Err(error)) if self.failed("apply", &error) => {
-                shared.clock.sleep(shared.store_backoff(1)).await;
+                context.clock.sleep(context.store_backoff(1)).await;
                 Err(dropped("the transaction's end is unknown"))
             }
             Ok(Err(error)) => Err(error),
             Err(panic) => {
-                warn!(subscription = shared.name(), panic = panic_text(&*panic), "apply panicked");
-                shared.metrics.add(&shared.metrics.panics, 1);
-                shared.apply_overran(refs);
+                warn!(subscription = context.name(), panic = panic_text(&*panic), "apply panicked");
+                context.metrics.add(&context.metrics.panics, 1);
+                context.apply.overran(refs);
                 Err(dropped("the transaction panicked"))
             }
         }
     }
 
-    /// Takes note of what a committed transaction decided, for the deliveries after it.
-    fn applied(
-        &self,
-        place: usize,
-        delivery: &Delivery,
-        outcome: Option<Outcome>,
-        verdicts: &mut Verdicts,
-        held: &mut HashSet<Key>,
-        round: &CancellationToken,
-    ) {
-        let shared = &*self.shared;
-        let disposition = match &outcome {
-            None => Disposition::Block,
-            Some(Outcome::Delivered { duplicate }) => {
-                if *duplicate {
-                    shared.metrics.duplicate(&delivery.event);
-                }
-                return verdicts.delivered(place);
-            }
-            Some(outcome) => shared.decide(delivery, outcome),
-        };
-        match &outcome {
-            Some(Outcome::Unavailable { code, error, after }) => {
-                shared.unavailable(code, error, *after);
-                round.cancel();
-            }
-            Some(Outcome::Gone { code, error }) => {
-                shared.set_gone(format!("{code}: {error}"));
-                round.cancel();
-            }
-            Some(outcome) => shared.answered(outcome),
-            None => {}
+    /// Acts on a verdict that is written, for the deliveries after it.
+    fn applied(&self, applying: &mut Applying<'_>, place: usize, verdict: Verdict) {
+        let context = &*self.context;
+        let delivery = &applying.batch.deliveries[place];
+        context.record(delivery, &verdict);
+        match &verdict {
+            Verdict::Delivered { .. } => return applying.verdicts.delivered(place),
+            Verdict::Outage { .. } | Verdict::Gone { .. } => applying.round.cancel(),
+            Verdict::Failed(_) | Verdict::Refused(_) => {}
         }
-        shared.record(delivery, &disposition);
-        if let Disposition::Retry { after, .. } = &disposition {
-            self.alarm.ring_in(shared.clock.monotonic(), *after);
+        let disposition = verdict.into_disposition();
+        if let Some(row) = disposition.retrying() {
+            self.due_timer.schedule(context.clock.monotonic(), row.after);
         }
-        if shared.holds_keys()
-            && let Some(key) = &delivery.event.key
-            && holds(&disposition)
-        {
-            held.insert(key.clone());
+        if holds(&disposition) && context.holds_keys() {
+            applying.held.extend(&delivery.event.key);
         }
-        match outcome {
-            Some(_) => verdicts.failed(place, disposition),
-            None => verdicts.put_aside(place, disposition),
-        }
+        applying.verdicts.failed(place, disposition);
     }
 }
 
-fn held_key<'k>(delivery: &Delivery, held: &'k HashSet<Key>) -> Option<&'k Key> {
-    if held.is_empty() {
-        return None;
+impl Applying<'_> {
+    fn defer_behind(&mut self, place: usize) {
+        self.held.extend(&self.batch.deliveries[place].event.key);
+        self.verdicts.defer(place, Disposition::Block);
     }
-    delivery.event.key.as_ref().and_then(|key| held.get(key))
 }
 
 /// The lane must be given back and read again; nothing is wrong with it.

@@ -9,13 +9,15 @@ use postbox_core::{Batch, Delivery, Outcome, Sink};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::error;
 
-use crate::shared::Shared;
+use crate::context::RelayContext;
+use crate::failures::Sent;
 
 /// A call that came back: which deliveries of which batch, and one outcome for each.
 pub(super) struct Returned {
     pub(super) batch: Arc<Batch>,
     pub(super) places: Vec<usize>,
     pub(super) outcomes: Vec<Outcome>,
+    pub(super) sent: Sent,
 }
 
 /// A call in flight. It owns what it needs, so that a slow one can outlive its batch.
@@ -23,12 +25,13 @@ pub(super) type Call = BoxFuture<'static, Returned>;
 
 /// Begins a call; the permit is given back when it ends.
 pub(super) fn call(
-    shared: Arc<Shared>,
+    context: Arc<RelayContext>,
     sink: Arc<dyn Sink>,
     batch: Arc<Batch>,
     places: Vec<usize>,
     permit: OwnedSemaphorePermit,
 ) -> Call {
+    let sent = context.health.failures.sent();
     Box::pin(async move {
         let outcomes = {
             let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
@@ -37,37 +40,38 @@ pub(super) fn call(
             tokio::select! {
                 biased;
                 answer = call => match answer {
-                    Ok(outcomes) => one_each(&shared, outcomes, places.len()),
-                    Err(panic) => panicked(&shared, &*panic, places.len()),
+                    Ok(outcomes) => one_each(&context, outcomes, places.len()),
+                    Err(panic) => panicked(&context, &*panic, places.len()),
                 },
-                () = shared.clock.sleep(shared.settings.deliver_timeout) => overran(&shared, places.len()),
+                () = context.clock.sleep(context.settings.deliver_timeout) => overran(&context, places.len()),
             }
         };
         drop(permit);
-        Returned { batch, places, outcomes }
+        Returned { batch, places, outcomes, sent }
     })
 }
 
-fn overran(shared: &Shared, count: usize) -> Vec<Outcome> {
-    shared.metrics.add(&shared.metrics.timeouts, 1);
-    let limit = shared.settings.deliver_timeout;
+fn overran(context: &RelayContext, count: usize) -> Vec<Outcome> {
+    context.metrics.add(&context.metrics.timeouts, 1);
+    let limit = context.settings.deliver_timeout;
     vec![Outcome::retry("timeout", format!("no answer within {limit:?}")); count]
 }
 
-fn panicked(shared: &Shared, panic: &(dyn std::any::Any + Send), count: usize) -> Vec<Outcome> {
+fn panicked(context: &RelayContext, panic: &(dyn std::any::Any + Send), count: usize) -> Vec<Outcome> {
     let text = panic_text(panic);
-    shared.metrics.add(&shared.metrics.panics, 1);
-    error!(subscription = shared.name(), panic = text, "sink panicked");
+    context.metrics.add(&context.metrics.panics, 1);
+    error!(subscription = context.name(), panic = text, "sink panicked");
     vec![Outcome::retry("panic", text); count]
 }
 
-/// A sink that answers for more or fewer events than it was given answers for none: we cannot tell which is which.
-fn one_each(shared: &Shared, outcomes: Vec<Outcome>, count: usize) -> Vec<Outcome> {
+/// A sink that answers for more or fewer events than it was given answers for none: nobody can tell
+/// which is which.
+fn one_each(context: &RelayContext, outcomes: Vec<Outcome>, count: usize) -> Vec<Outcome> {
     if outcomes.len() == count {
         return outcomes;
     }
     let text = format!("the sink gave {} outcomes for {count} deliveries", outcomes.len());
-    error!(subscription = shared.name(), "{text}");
+    error!(subscription = context.name(), error = text, "sink contract broken");
     vec![Outcome::retry("sink_contract", text); count]
 }
 

@@ -1,24 +1,25 @@
 //! Sending one batch: which calls go out when, and what their outcomes mean.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt};
-use postbox_core::{Batch, Delivery, Disposition, Key, Outcome, Sink};
+use postbox_core::{Batch, Disposition, Key, Sink};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::sync::CancellationToken;
 
 use super::Lane;
 use super::call::{Call, Returned, call};
-use super::feed::Feed;
-use super::late::{LATE_AFTER, weigh};
+use super::detached::{DETACH_AFTER, payload_bytes};
+use super::judge::Verdict;
+use super::queue::DispatchQueue;
 use super::verdicts::{Verdicts, holds};
 
-/// How a round of sending runs.
+/// How one batch is sent.
 #[derive(Clone, Copy)]
-pub(super) struct Pace {
-    /// Calls this batch may have in flight.
+pub(super) struct DispatchLimits {
+    /// Calls that it may have in flight.
     pub(super) calls_max: usize,
     /// The breaker is half open, and this is its probe.
     pub(super) probe: bool,
@@ -28,72 +29,79 @@ pub(super) struct Pace {
 enum Event {
     Returned(Returned),
     Permit(OwnedSemaphorePermit),
-    Paced,
-    Late,
+    RateAllows,
+    Slow,
     Ended,
 }
 
 impl Lane {
-    /// Sends what waits in `batch` until all is decided, or `round` ends and the calls in flight are back.
+    pub(super) fn limits(&self, probe: bool) -> DispatchLimits {
+        DispatchLimits { calls_max: self.context.capabilities.concurrency, probe }
+    }
+
+    /// Sends what waits in `batch` until all is decided, or `round` ends and the calls in flight
+    /// are back. Ends `round` itself when the destination is down or gone.
     ///
-    /// Gives calls that are to go on without the batch: their events have verdicts as `in_flight`, and the calls must be
-    /// adopted once those are settled. Ends `round` itself when the destination is down or gone.
+    /// Gives calls that are to go on without the batch: their events are `InFlight` in `verdicts`,
+    /// and the calls must be detached once those are settled.
     pub(super) async fn dispatch(
         &self,
         sink: &Arc<dyn Sink>,
         batch: &Arc<Batch>,
         verdicts: &mut Verdicts,
-        pace: Pace,
+        limits: DispatchLimits,
         round: &CancellationToken,
     ) -> Vec<Call> {
-        let shared = &self.shared;
+        let context = &self.context;
         let deliveries = &batch.deliveries;
-        let mut feed = Feed::new(deliveries, verdicts, shared.holds_keys(), shared.capabilities.prefix);
+        let prefix = context.capabilities.prefix;
+        let mut queue = DispatchQueue::new(deliveries, verdicts, context.holds_keys(), prefix);
         let mut calls = FuturesUnordered::new();
         let mut out: HashSet<usize> = HashSet::new();
         let mut spare = None;
-        let bytes = if shared.capabilities.prefix { 0 } else { weigh(batch) };
+        let bytes = if prefix { 0 } else { payload_bytes(batch) };
         loop {
             let mut starved = false;
-            let mut paced = None;
-            while calls.len() < pace.calls_max && feed.has_more(deliveries.len()) && self.may_send(pace, round) {
-                paced = shared.rate_wait();
-                if paced.is_some() {
+            let mut rate_wait = None;
+            while calls.len() < limits.calls_max && queue.has_more(deliveries.len()) && self.may_send(limits, round) {
+                let now = context.clock.monotonic();
+                rate_wait = context.limiter.wait(now);
+                if rate_wait.is_some() {
                     break;
                 }
-                let Some(permit) = spare.take().or_else(|| shared.permits.clone().try_acquire_owned().ok()) else {
+                let Some(permit) = spare.take().or_else(|| context.limiter.try_permit()) else {
                     starved = true;
                     break;
                 };
-                let places = feed.take(shared.capabilities.batch_max, deliveries, verdicts);
+                let places = queue.take(context.capabilities.batch_max, deliveries, verdicts);
                 if places.is_empty() {
                     break;
                 }
-                shared.rate_spend(places.len());
-                if !shared.capabilities.prefix {
+                context.limiter.spend(places.len(), now);
+                if !prefix {
                     out.extend(&places);
                 }
-                calls.push(call(shared.clone(), sink.clone(), batch.clone(), places, permit));
+                calls.push(call(context.clone(), sink.clone(), batch.clone(), places, permit));
             }
             spare = None;
-            if calls.is_empty() && !starved && paced.is_none() {
+            if calls.is_empty() && !starved && rate_wait.is_none() {
                 // Nothing in flight and nothing may go out: done, or the round has ended.
                 return Vec::new();
             }
-            let may_be_late = !starved && paced.is_none() && self.may_be_late(pace, calls.len(), bytes);
-            match self.next_event(&mut calls, starved, paced, may_be_late, round).await {
-                Event::Returned(Returned { places, outcomes, .. }) => {
-                    feed.returned();
-                    places.iter().for_each(|place| _ = out.remove(place));
-                    self.absorb(deliveries, &places, outcomes, &mut feed, verdicts, round);
+            let may_detach = !starved && rate_wait.is_none() && self.may_detach(limits, calls.len(), bytes);
+            match self.next_event(&mut calls, starved, rate_wait, may_detach, round).await {
+                Event::Returned(returned) => {
+                    queue.returned();
+                    returned.places.iter().for_each(|place| _ = out.remove(place));
+                    self.take_outcomes(returned, &mut queue, verdicts, round);
                 }
                 Event::Permit(permit) => spare = Some(permit),
-                // What may be sent is looked at again, the lease too: it may have ended during the wait.
-                Event::Paced => {}
-                Event::Late => {
+                // What may be sent is looked at again, the lease too: it may have ended meanwhile.
+                Event::RateAllows => {}
+                Event::Slow => {
                     for place in out {
                         verdicts.failed(place, self.in_flight());
-                        feed.hold(place, deliveries, verdicts);
+                        queue.hold(place, deliveries, verdicts);
                     }
                     return calls.into_iter().collect();
                 }
@@ -106,45 +114,46 @@ impl Lane {
         &self,
         calls: &mut FuturesUnordered<Call>,
         starved: bool,
-        paced: Option<Duration>,
-        may_be_late: bool,
+        rate_wait: Option<Duration>,
+        may_detach: bool,
         round: &CancellationToken,
     ) -> Event {
+        let clock = &self.context.clock;
         tokio::select! {
             biased;
-            () = self.held.abandon.cancelled() => Event::Ended,
+            () = self.lease.abandon.cancelled() => Event::Ended,
             Some(returned) = calls.next(), if !calls.is_empty() => Event::Returned(returned),
             () = round.cancelled(), if calls.is_empty() => Event::Ended,
-            Ok(permit) = self.shared.permits.clone().acquire_owned(), if starved => Event::Permit(permit),
-            () = self.shared.clock.sleep(paced.unwrap_or_default()), if paced.is_some() => Event::Paced,
-            () = self.shared.clock.sleep(LATE_AFTER), if may_be_late => Event::Late,
+            Some(permit) = self.context.limiter.permit(), if starved => Event::Permit(permit),
+            () = clock.sleep(rate_wait.unwrap_or_default()), if rate_wait.is_some() => Event::RateAllows,
+            () = clock.sleep(DETACH_AFTER), if may_detach => Event::Slow,
             else => Event::Ended,
         }
     }
 
-    /// Whether the calls in flight may go on without their batch. Half of all calls at most, so that slow events leave
-    /// room for the others, and keeping no more than a batch's worth of payload in memory; not those of a sink that takes
-    /// whole chunks, which is slow as a whole; not on the way out.
-    fn may_be_late(&self, pace: Pace, in_flight: usize, bytes: usize) -> bool {
-        let shared = &self.shared;
-        !pace.probe
-            && !shared.capabilities.prefix
-            && self.late.len() + in_flight <= shared.capabilities.concurrency / 2
-            && self.late.bytes() + bytes <= shared.settings.batch.payload_bytes
-            && !self.held.halt.is_cancelled()
+    /// Whether the calls in flight may go on without their batch. Half of all calls at most, so
+    /// that slow events leave room for others, with no more than a batch's payload in memory; not
+    /// for a sink that takes many events a call, which is slow as a whole; not when the lane ends.
+    fn may_detach(&self, limits: DispatchLimits, in_flight: usize, bytes: usize) -> bool {
+        let context = &self.context;
+        !limits.probe
+            && !context.capabilities.prefix
+            && self.detached.len() + in_flight <= context.capabilities.concurrency / 2
+            && self.detached.bytes() + bytes <= context.settings.batch.payload_bytes
+            && !self.lease.halt.is_cancelled()
     }
 
     /// The check before each send: still our lane, still a destination, still wanted.
-    fn may_send(&self, pace: Pace, round: &CancellationToken) -> bool {
+    fn may_send(&self, limits: DispatchLimits, round: &CancellationToken) -> bool {
         if round.is_cancelled() {
             return false;
         }
-        let shared = &self.shared;
-        if !self.held.is_safe(shared.clock.monotonic()) {
-            self.held.run_out(shared);
+        let context = &self.context;
+        if !self.lease.is_safe(context.clock.monotonic()) {
+            self.lease.run_out(context);
             return false;
         }
-        if shared.is_gone() || !(pace.probe || shared.breaker.is_closed()) {
+        if context.health.is_gone() || !(limits.probe || context.health.breaker.is_closed()) {
             round.cancel();
             return false;
         }
@@ -152,77 +161,59 @@ impl Lane {
     }
 
     /// Turns the outcomes of one call into verdicts.
-    fn absorb(
+    fn take_outcomes(
         &self,
-        deliveries: &[Delivery],
-        places: &[usize],
-        outcomes: Vec<Outcome>,
-        feed: &mut Feed,
+        returned: Returned,
+        queue: &mut DispatchQueue,
         verdicts: &mut Verdicts,
         round: &CancellationToken,
     ) {
-        let shared = &*self.shared;
-        let mut delivered = 0;
-        // Keys of which an event of this call died or was not accepted: the sink may have stopped the rest of them.
-        let mut stopped: HashSet<&Key> = HashSet::new();
-        for (&place, outcome) in places.iter().zip(outcomes) {
+        let context = &*self.context;
+        let deliveries = &returned.batch.deliveries;
+        // Keys that the sink stopped within this call, and whether because of an outage.
+        let mut stopped: HashMap<&Key, bool> = HashMap::new();
+        for (place, outcome) in returned.places.into_iter().zip(returned.outcomes) {
             let delivery = &deliveries[place];
-            let key = delivery.event.key.as_ref();
-            if let Outcome::Delivered { duplicate } = outcome {
-                delivered += 1;
-                if duplicate {
-                    shared.metrics.duplicate(&delivery.event);
+            let key = delivery.event.key.as_ref().filter(|_| context.holds_keys());
+            if !outcome.is_delivered()
+                && let Some(is_outage) = key.and_then(|key| stopped.get(key))
+            {
+                // It was not tried.
+                if !is_outage {
+                    verdicts.defer(place, Disposition::Block);
+                    queue.hold(place, deliveries, verdicts);
                 }
-                verdicts.delivered(place);
-                feed.done(place);
                 continue;
             }
-            // For good, as the destination says itself: it would say so again to whoever repeats this after a crash.
-            let for_good = matches!(outcome, Outcome::Dead { .. } | Outcome::Gone { .. });
-            let disposition = match outcome {
-                Outcome::Unavailable { code, error, after } => {
-                    let Some(disposition) = shared.found_down(delivery, &code, &error, after) else {
-                        shared.metrics.failure(&delivery.event.topic, &code);
-                        shared.metrics.add(&shared.metrics.unavailable, 1);
-                        verdicts.note(place, code, error);
-                        stopped.extend(key.filter(|_| shared.holds_keys()));
-                        round.cancel();
-                        continue;
-                    };
-                    disposition
-                }
-                _ if feed.is_held(place, deliveries) || key.is_some_and(|key| stopped.contains(key)) => {
-                    // The sink stopped this key at an earlier failure of the same call; this one was not tried.
-                    verdicts.put_aside(place, Disposition::Block);
-                    feed.hold(place, deliveries, verdicts);
+            let verdict = context.judge(delivery, outcome, returned.sent);
+            context.record(delivery, &verdict);
+            let (disposition, holding) = match verdict {
+                Verdict::Delivered { .. } => {
+                    verdicts.delivered(place);
+                    queue.done(place);
                     continue;
                 }
-                outcome => {
-                    shared.answered(&outcome);
-                    if let Outcome::Gone { code, error } = &outcome {
-                        shared.set_gone(format!("{code}: {error}"));
-                        round.cancel();
-                    }
-                    shared.decide(delivery, &outcome)
+                Verdict::Outage { disposition, .. } => {
+                    verdicts.record_outage(place, disposition);
+                    stopped.extend(key.map(|key| (key, true)));
+                    round.cancel();
+                    continue;
                 }
+                Verdict::Gone { disposition, .. } => {
+                    round.cancel();
+                    (disposition, false)
+                }
+                Verdict::Refused(disposition) => (disposition, false),
+                Verdict::Failed(disposition) => (disposition, true),
             };
-            shared.record(delivery, &disposition);
-            // Out of attempts is known only once it is settled. Were the next of the key sent before that, a crash in
-            // between would give this one another attempt, and it could arrive out of order.
-            let holding = holds(&disposition) || !for_good;
+            stopped.extend(key.map(|key| (key, false)));
+            let holding = holding || holds(&disposition);
             verdicts.failed(place, disposition);
             if holding {
-                feed.hold(place, deliveries, verdicts);
+                queue.hold(place, deliveries, verdicts);
             } else {
-                if shared.holds_keys() && shared.capabilities.prefix {
-                    stopped.extend(key);
-                }
-                feed.done(place);
+                queue.done(place);
             }
-        }
-        shared.metrics.add(&shared.metrics.delivered, delivered);
-        if delivered > 0 {
-            shared.answered(&Outcome::DELIVERED);
         }
     }
 }

@@ -1,51 +1,123 @@
-//! When the lane looks for rows whose time has come.
+//! The due rows of a lane: events that left the stream and whose time has come.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use postbox_core::{BatchLimit, Result};
 use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 
-/// The longest time between two looks while events flow: what other relays and operators made due is found by then.
+use super::Lane;
+use super::limit::Until;
+
+/// Longest time between two looks while events flow: what other relays and operators made due is
+/// found by then.
 const LOOK_BUSY: Duration = Duration::from_millis(200);
-/// The same for an idle lane: a person's retry starts within half a second, for two cheap reads a second.
+/// The same for an idle lane: a person's retry starts within half a second, for two cheap reads a
+/// second.
 const LOOK_IDLE: Duration = Duration::from_millis(500);
 
-/// The alarm clock of the due track. Only a hint of its own: looking too early costs a read.
+impl Lane {
+    /// Delivers due rows until `round` ends, or until none is due once the stream is `drained`.
+    /// Runs beside the stream, so that a slow event here does not hold up other keys.
+    pub(super) async fn due(
+        &self,
+        until: Until<'_>,
+        round: &CancellationToken,
+        drained: &CancellationToken,
+    ) -> Result<usize> {
+        let clock = &self.context.clock;
+        let mut count = 0;
+        while !round.is_cancelled() {
+            let left = self.due_timer.left(clock.monotonic());
+            if left.is_zero() {
+                let read = self.due_once(until, self.context.settings.batch, false, round).await?;
+                if read > 0 {
+                    // What was delivered may have released the next of its key.
+                    self.due_timer.schedule(clock.monotonic(), Duration::ZERO);
+                }
+                count += read;
+                continue;
+            }
+            tokio::select! {
+                biased;
+                () = round.cancelled() => break,
+                returned = self.detached.next() => self.settle_detached(returned).await?,
+                () = self.due_timer.earlier() => {}
+                () = drained.cancelled() => break,
+                () = clock.sleep(left) => {}
+            }
+            if !self.context.health.is_good() {
+                break;
+            }
+        }
+        Ok(count)
+    }
+
+    /// Reads one batch of due rows and delivers it; how many there were.
+    pub(super) async fn due_once(
+        &self,
+        until: Until<'_>,
+        limit: BatchLimit,
+        probe: bool,
+        round: &CancellationToken,
+    ) -> Result<usize> {
+        self.due_timer.reset(self.context.clock.monotonic());
+        let Some(reservation) = until.reserve(limit).await else { return Ok(0) };
+        let (log, lease) = (&self.context.log, &self.lease.lease);
+        let Some(batch) = self.repeat("due", round, || log.due(lease, reservation.limit)).await? else {
+            return Ok(0);
+        };
+        let count = batch.deliveries.len();
+        reservation.used(count);
+        self.note_read(&batch);
+        if count > 0 {
+            // Half of the calls at most: many slow rows must leave room for the stream.
+            let mut limits = self.limits(probe);
+            limits.calls_max = limits.calls_max.div_ceil(2);
+            self.deliver_due(&Arc::new(batch), limits, round).await?;
+        }
+        Ok(count)
+    }
+}
+
+/// When the lane looks for due rows. Only a hint: looking too early costs a read.
 #[derive(Debug)]
-pub(super) struct Alarm {
+pub(super) struct DueTimer {
     /// Nanoseconds on the monotonic clock.
     at: AtomicU64,
     earlier: Notify,
     busy: AtomicBool,
 }
 
-impl Alarm {
-    /// Rings at once: what a former owner of the lane left may be due.
+impl DueTimer {
+    /// Due at once: a former owner of the lane may have left rows.
     pub(super) fn new() -> Self {
         Self { at: AtomicU64::new(0), earlier: Notify::new(), busy: AtomicBool::new(false) }
     }
 
-    /// Rings `wait` after `now` at the latest.
-    pub(super) fn ring_in(&self, now: Duration, wait: Duration) {
+    /// Due `wait` after `now` at the latest.
+    pub(super) fn schedule(&self, now: Duration, wait: Duration) {
         let at = nanos(now.saturating_add(wait));
         if self.at.fetch_min(at, Ordering::AcqRel) > at {
             self.earlier.notify_one();
         }
     }
 
-    /// A look begins at `now`; without other news the next one comes at its regular time.
-    pub(super) fn wind(&self, now: Duration) {
+    /// A look begins at `now`; the next one comes at its regular time.
+    fn reset(&self, now: Duration) {
         let regular = if self.busy.load(Ordering::Relaxed) { LOOK_BUSY } else { LOOK_IDLE };
         self.at.store(nanos(now + regular), Ordering::Release);
     }
 
-    /// How long until it rings.
-    pub(super) fn left(&self, now: Duration) -> Duration {
+    /// How long until it is due.
+    fn left(&self, now: Duration) -> Duration {
         Duration::from_nanos(self.at.load(Ordering::Acquire)).saturating_sub(now)
     }
 
-    /// Resolves when it was set to an earlier time.
-    pub(super) async fn set_earlier(&self) {
+    /// Resolves when it was scheduled for an earlier time.
+    async fn earlier(&self) {
         self.earlier.notified().await;
     }
 
@@ -64,13 +136,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn news_during_a_look_are_not_forgotten() {
-        let alarm = Alarm::new();
+    fn what_is_scheduled_during_a_look_is_kept() {
+        let timer = DueTimer::new();
         let now = Duration::from_secs(5);
-        assert!(alarm.left(now).is_zero());
-        alarm.wind(now);
-        alarm.ring_in(now, Duration::from_millis(30));
-        alarm.ring_in(now, Duration::from_secs(9));
-        assert_eq!(alarm.left(now), Duration::from_millis(30));
+        assert!(timer.left(now).is_zero());
+        timer.reset(now);
+        timer.schedule(now, Duration::from_millis(30));
+        timer.schedule(now, Duration::from_secs(9));
+        assert_eq!(timer.left(now), Duration::from_millis(30));
     }
 }

@@ -1,20 +1,21 @@
 //! Holding a lane: renewal in the background, and the check before each send.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use postbox_core::{Error, ErrorKind, Lease};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use crate::shared::Shared;
+use crate::context::RelayContext;
+use crate::lock::lock;
 
 /// A lease and what we know of its remaining time.
 ///
-/// The time is counted on our monotonic clock from *before* the call that granted it, so that we always believe it to end
-/// no later than the store does, whatever the two wall clocks say.
-pub(crate) struct Held {
+/// The time is counted on our monotonic clock from *before* the call that granted it. So we believe
+/// it to end no later than the store does, whatever the two wall clocks say.
+pub(crate) struct LeaseGuard {
     pub(crate) lease: Lease,
     ttl: Duration,
     /// Nanoseconds on the monotonic clock.
@@ -28,7 +29,7 @@ pub(crate) struct Held {
     pub(crate) abandon: CancellationToken,
 }
 
-impl Held {
+impl LeaseGuard {
     pub(crate) fn new(
         lease: Lease,
         asked_at: Duration,
@@ -40,7 +41,8 @@ impl Held {
         Self { lease, ttl, until, lost: AtomicBool::new(false), loss: Mutex::default(), halt, abandon }
     }
 
-    /// When we stop trusting the lease: a tenth before its end, for the way of a send to its destination.
+    /// When we stop trusting the lease: a tenth before its end, for the way of an event to its
+    /// destination.
     fn safe_until(&self) -> Duration {
         Duration::from_nanos(self.until.load(Ordering::Acquire)).saturating_sub(self.ttl / 10)
     }
@@ -55,61 +57,62 @@ impl Held {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// How the lane was lost: `Stale` when somebody else may have it, otherwise what is wrong with the store.
+    /// How the lane was lost: `Stale` when somebody else may have it, otherwise what is wrong with
+    /// the store.
     pub(crate) fn take_loss(&self) -> Option<Error> {
-        self.loss.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.loss).take()
     }
 
     /// The lane is no longer ours: nothing more is sent, what is in flight is dropped.
-    pub(crate) fn lose(&self, shared: &Shared, error: Error) {
+    pub(crate) fn lose(&self, context: &RelayContext, error: Error) {
         if self.lost.swap(true, Ordering::AcqRel) {
             return;
         }
-        shared.metrics.add(&shared.metrics.leases_lost, 1);
+        context.metrics.add(&context.metrics.leases_lost, 1);
         let (lane, epoch) = (self.lease.lane, self.lease.epoch);
-        warn!(subscription = shared.name(), lane, epoch, code = error.code(), why = error.message(), "lease lost");
-        *self.loss.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        warn!(subscription = context.name(), lane, epoch, code = error.code(), why = error.message(), "lease lost");
+        *lock(&self.loss) = Some(error);
         self.halt.cancel();
         self.abandon.cancel();
     }
 
     /// The lane is no longer ours, because the store did not say in time that it is.
-    pub(crate) fn run_out(&self, shared: &Shared) {
+    pub(crate) fn run_out(&self, context: &RelayContext) {
         let message = "the lease was not renewed in time: the store did not answer, or this process stood still";
-        self.lose(shared, Error::new(ErrorKind::Unavailable, "renew", "lease_not_renewed", message));
+        self.lose(context, Error::new(ErrorKind::Unavailable, "renew", "lease_not_renewed", message));
     }
 }
 
-/// Renews at a third of the time to live until the lane ends or is lost. Runs as a task of its own, so that a sink that
-/// keeps its thread busy does not cost the lease.
-pub(super) async fn keep(shared: Arc<Shared>, held: Arc<Held>) {
-    let clock = &shared.clock;
-    let mut wait = held.ttl / 3;
+/// Renews at a third of the time to live until the lane ends or is lost. Runs as a task of its own,
+/// so that a sink that keeps its thread busy does not cost the lease.
+pub(super) async fn keep(context: Arc<RelayContext>, guard: Arc<LeaseGuard>) {
+    let clock = &context.clock;
+    let mut wait = guard.ttl / 3;
     loop {
         clock.sleep(wait).await;
         let asked_at = clock.monotonic();
-        let left = held.safe_until().saturating_sub(asked_at);
+        let left = guard.safe_until().saturating_sub(asked_at);
         if left.is_zero() {
-            return held.run_out(&shared);
+            return guard.run_out(&context);
         }
         let answer = tokio::select! {
             biased;
-            answer = shared.log.renew(&held.lease, held.ttl) => answer,
-            () = clock.sleep(left) => return held.run_out(&shared),
+            answer = context.log.renew(&guard.lease, guard.ttl) => answer,
+            () = clock.sleep(left) => return guard.run_out(&context),
         };
         match answer {
             Ok(()) => {
-                held.until.store(nanos(asked_at + held.ttl), Ordering::Release);
-                shared.metrics.add(&shared.metrics.renewals_ok, 1);
-                wait = held.ttl / 3;
+                guard.until.store(nanos(asked_at + guard.ttl), Ordering::Release);
+                context.metrics.add(&context.metrics.renewals_ok, 1);
+                wait = guard.ttl / 3;
             }
-            Err(error) if error.is_stale() => return held.lose(&shared, error),
+            Err(error) if error.is_stale() => return guard.lose(&context, error),
             Err(error) => {
-                shared.metrics.add(&shared.metrics.renewals_failed, 1);
-                if !shared.store_failed(&error) {
-                    return held.lose(&shared, error);
+                context.metrics.add(&context.metrics.renewals_failed, 1);
+                if !context.store_failed(&error) {
+                    return guard.lose(&context, error);
                 }
-                wait = (held.ttl / 12).min(Duration::from_millis(250));
+                wait = (guard.ttl / 12).min(Duration::from_millis(250));
             }
         }
     }

@@ -1,51 +1,39 @@
-//! What is known of each delivery of one batch, and the settlement that follows from it.
+//! What is known of each delivery of one batch, and the settlement that follows.
 
-use std::borrow::Cow;
 use std::collections::HashSet;
 use std::time::Duration;
 
 use postbox_core::{Batch, Delivery, Disposition, Entry, Key, Seq, Settlement};
 
-use super::budget::Unsent;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 enum Mark {
-    /// Not decided: not sent, in flight, or the destination was down.
+    /// Not decided: not sent, or in flight.
     Waiting,
+    /// Not decided: it found the destination down, and this is written if it leaves the stream.
+    Outage(Disposition),
     /// The destination has it.
     Delivered,
     /// Has an exception.
-    Excepted,
+    Excepted(Disposition),
 }
 
-/// The verdicts over one batch. One byte an event on the happy path; the rest only for exceptions.
+/// The verdicts over one batch.
 #[derive(Debug)]
 pub(super) struct Verdicts {
     marks: Vec<Mark>,
-    exceptions: Vec<(usize, Disposition)>,
-    /// Why a delivery that still waits could not be sent.
-    notes: Vec<(usize, Cow<'static, str>, String)>,
+    /// How many are not decided.
     waiting: usize,
-    /// What was put aside.
-    aside: Unsent,
-    /// The last delivery the destination answered for. Everything up to it must be written down.
+    /// The last delivery the destination answered for. Everything up to it must be written.
     answered: Option<usize>,
 }
 
 impl Verdicts {
     pub(super) fn new(count: usize) -> Self {
-        Self {
-            marks: vec![Mark::Waiting; count],
-            exceptions: Vec::new(),
-            notes: Vec::new(),
-            waiting: count,
-            aside: Unsent::default(),
-            answered: None,
-        }
+        Self { marks: vec![Mark::Waiting; count], waiting: count, answered: None }
     }
 
     pub(super) fn is_waiting(&self, index: usize) -> bool {
-        self.marks[index] == Mark::Waiting
+        matches!(self.marks[index], Mark::Waiting | Mark::Outage(_))
     }
 
     /// Whether every delivery has its disposition.
@@ -53,44 +41,37 @@ impl Verdicts {
         self.waiting == 0
     }
 
-    pub(super) fn exceptions(&self) -> &[(usize, Disposition)] {
-        &self.exceptions
+    /// The deliveries with an exception, in their order.
+    pub(super) fn exceptions(&self) -> impl Iterator<Item = (usize, &Disposition)> {
+        self.marks.iter().enumerate().filter_map(|(index, mark)| match mark {
+            Mark::Excepted(disposition) => Some((index, disposition)),
+            _ => None,
+        })
     }
 
     /// The destination has it.
     pub(super) fn delivered(&mut self, index: usize) {
-        self.mark(index, Mark::Delivered);
+        self.decide(index, Mark::Delivered);
         self.answered = self.answered.max(Some(index));
     }
 
     /// The destination answered for it, but does not have it.
     pub(super) fn failed(&mut self, index: usize, disposition: Disposition) {
-        self.mark(index, Mark::Excepted);
-        self.exceptions.push((index, disposition));
+        self.defer(index, disposition);
         self.answered = self.answered.max(Some(index));
     }
 
-    /// It is not sent now, for a reason of its own (held key, later time, discarded).
-    pub(super) fn put_aside(&mut self, index: usize, disposition: Disposition) {
-        match disposition {
-            Disposition::Block | Disposition::Retry { .. } => self.aside.blocked += 1,
-            _ => self.aside.other += 1,
-        }
-        self.mark(index, Mark::Excepted);
-        self.exceptions.push((index, disposition));
+    /// It is not sent now, for a reason of its own: a held key, a later time, discarded.
+    pub(super) fn defer(&mut self, index: usize, disposition: Disposition) {
+        self.decide(index, Mark::Excepted(disposition));
     }
 
-    /// What did not go out, whatever becomes of it. What has a note did, and was not accepted.
-    pub(super) fn unsent(&self) -> Unsent {
-        Unsent { other: self.aside.other + self.waiting.saturating_sub(self.notes.len()), ..self.aside }
+    /// It found the destination down, and keeps waiting.
+    pub(super) fn record_outage(&mut self, index: usize, disposition: Disposition) {
+        self.marks[index] = Mark::Outage(disposition);
     }
 
-    /// It was not accepted because the destination is down; it keeps waiting.
-    pub(super) fn note(&mut self, index: usize, code: Cow<'static, str>, error: String) {
-        self.notes.push((index, code, error));
-    }
-
-    fn mark(&mut self, index: usize, mark: Mark) {
+    fn decide(&mut self, index: usize, mark: Mark) {
         debug_assert!(self.is_waiting(index), "a delivery is decided once");
         self.marks[index] = mark;
         self.waiting -= 1;
@@ -98,97 +79,75 @@ impl Verdicts {
 
     /// The settlement of a stream batch.
     ///
-    /// Complete: the batch's end. Cut short: the last answered delivery; what still waits before it leaves the stream as
-    /// uncounted retries, what comes after it is read again. Where nothing was answered, and `testify`, the first that found the
-    /// destination down leaves the stream too: its row tells every reader of the store why nothing goes on.
-    pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool, testify: bool) -> Settlement<'b> {
+    /// Complete: the batch's end. Cut short: the last answered delivery. What still waits before it
+    /// leaves the stream as uncounted retries, what comes after it is read again. Where nothing was
+    /// answered, and with `outage_row`, the first that found the destination down leaves the stream
+    /// too: its row tells every reader of the store why nothing goes on.
+    pub(super) fn settle_stream<'b>(&self, batch: &'b Batch, hold_keys: bool, outage_row: bool) -> Settlement<'b> {
         let deliveries = &batch.deliveries;
         if self.is_complete() {
             let entries = self.entries(deliveries, deliveries.len(), false, hold_keys);
             return Settlement { position: batch.end, entries, rewind: false, hold_keys };
         }
-        let witness = || self.notes.iter().map(|(at, ..)| *at).min().filter(|_| testify);
-        let Some(last) = self.answered.or_else(witness) else {
+        let first_outage = || self.marks.iter().position(|mark| outage_row && matches!(mark, Mark::Outage(_)));
+        let Some(last) = self.answered.or_else(first_outage) else {
             return Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys };
         };
         let entries = self.entries(deliveries, last + 1, false, hold_keys);
         Settlement { position: Some(deliveries[last].seq), entries, rewind: true, hold_keys }
     }
 
-    /// The settlement of due rows. One that was not sent has no entry: it stays as it is, due, with the reason it waits for.
+    /// The settlement of due rows. One that was not sent has no entry: it stays as it is, due.
     pub(super) fn settle_due<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Settlement<'b> {
         let entries = self.entries(&batch.deliveries, batch.deliveries.len(), true, hold_keys);
         Settlement { position: None, entries, rewind: false, hold_keys }
     }
 
-    /// Entries of the first `end` deliveries, in their order. What still waits becomes an uncounted retry, or waits behind
-    /// one of its key; if it is a row already, only what it met is written.
+    /// Entries of the first `end` deliveries, in their order. What still waits becomes an uncounted
+    /// retry, or waits behind one of its key; a row that waits is written only if it met an outage.
     fn entries<'b>(&self, deliveries: &'b [Delivery], end: usize, are_rows: bool, hold_keys: bool) -> Vec<Entry<'b>> {
-        if self.exceptions.is_empty() && self.is_complete() && !are_rows {
-            return Vec::new();
-        }
-        let mut exceptions = self.exceptions.clone();
-        exceptions.sort_unstable_by_key(|(index, _)| *index);
-        let mut exceptions = exceptions.into_iter().peekable();
         let mut waiting_keys: HashSet<&Key> = HashSet::new();
+        let mut is_behind = |delivery: &'b Delivery| match &delivery.event.key {
+            Some(key) => hold_keys && !waiting_keys.insert(key),
+            None => false,
+        };
         let mut entries = Vec::new();
-        for (index, delivery) in deliveries[..end].iter().enumerate() {
-            let disposition = match self.marks[index] {
+        for (delivery, mark) in deliveries[..end].iter().zip(&self.marks) {
+            let disposition = match mark {
                 Mark::Delivered if are_rows => Disposition::Delivered,
                 Mark::Delivered => continue,
-                Mark::Excepted => match exceptions.next_if(|(at, _)| *at == index) {
-                    Some((_, disposition)) => disposition,
-                    None => continue,
-                },
-                Mark::Waiting if are_rows && self.noted(index).is_none() => continue,
-                Mark::Waiting => match &delivery.event.key {
-                    Some(key) if hold_keys && !waiting_keys.insert(key) => Disposition::Block,
-                    _ => self.not_sent(index),
-                },
+                Mark::Excepted(disposition) => disposition.clone(),
+                Mark::Waiting if are_rows => continue,
+                _ if is_behind(delivery) => Disposition::Block,
+                Mark::Outage(disposition) => disposition.clone(),
+                Mark::Waiting => Disposition::NotSent,
             };
             entries.push(Entry { delivery, disposition });
         }
         entries
     }
 
-    /// What it met when the destination was down.
-    fn noted(&self, index: usize) -> Option<(&Cow<'static, str>, &String)> {
-        self.notes.iter().find(|(at, ..)| *at == index).map(|(_, code, error)| (code, error))
-    }
-
-    fn not_sent(&self, index: usize) -> Disposition {
-        let (code, error) = match self.noted(index) {
-            Some((code, error)) => (code.clone(), error.clone()),
-            None => (Disposition::NOT_SENT.into(), "the relay stopped sending before this event's turn".to_owned()),
-        };
-        Disposition::Retry { after: Duration::ZERO, counted: false, code, error }
-    }
-
     /// The keys that later events must wait for once this batch is settled.
     pub(super) fn holding_keys(&self, deliveries: &[Delivery]) -> HashSet<Key> {
-        self.exceptions
-            .iter()
-            .filter(|(_, disposition)| holds(disposition))
-            .filter_map(|(index, _)| deliveries[*index].event.key.clone())
-            .collect()
+        let holding = self.exceptions().filter(|(_, disposition)| holds(disposition));
+        holding.filter_map(|(index, _)| deliveries[index].event.key.clone()).collect()
     }
 }
 
 /// Whether a disposition holds back the later events of its key.
 pub(super) fn holds(disposition: &Disposition) -> bool {
-    matches!(disposition, Disposition::Retry { .. } | Disposition::Block | Disposition::Dead { halt: true, .. })
+    disposition.retrying().is_some() || matches!(disposition, Disposition::Block | Disposition::Dead { halt: true, .. })
 }
 
-/// When the lane should look for due rows because of this settlement. A blocked event whose key was released in the same
-/// moment is found by the regular look.
+/// When the lane should look for due rows because of this settlement. A blocked event whose key was
+/// released in the same moment is found by the regular look.
 pub(super) fn earliest_retry(settlement: &Settlement<'_>) -> Option<Duration> {
     let wait = |entry: &Entry<'_>| match &entry.disposition {
-        Disposition::Retry { after, .. } => Some(*after),
         // The store knows the time on its clock; asking once tells how long it is.
         Disposition::Schedule { .. } => Some(Duration::ZERO),
         // The next of its key is released.
         Disposition::Dead { halt: false, .. } => Some(Duration::ZERO),
-        _ => None,
+        disposition => disposition.retrying().map(|row| row.after),
     };
     settlement.entries.iter().filter_map(wait).min()
 }

@@ -1,4 +1,5 @@
-//! The workbench of the engine's tests: a memory store with one subscription, and a sink that records and obeys a script.
+//! The workbench of the engine's tests: a memory store with one subscription, and a sink that
+//! records and obeys a script.
 
 #![allow(dead_code, unreachable_pub, reason = "a module of several test binaries, each of which uses its part")]
 

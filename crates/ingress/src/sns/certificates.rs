@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use postbox_core::{Bucket, Clock, Rate};
+use postbox_engine::LogThrottle;
 use postbox_http::Fetched;
 use postbox_webhook::Refusal;
 use postbox_webhook::sns::{Certificate, CertificateUrl};
@@ -27,7 +28,6 @@ use tracing::warn;
 
 use super::{FETCH_TIMEOUT, Fetch};
 use crate::answer::Answer;
-use crate::storm::Told;
 
 /// Most certificates kept. AWS uses one per region and changes it about once a year.
 const CERTIFICATES_MAX: usize = 16;
@@ -36,15 +36,15 @@ pub(crate) const FETCHES_PER_SECOND: u32 = 50;
 /// What of them may come at once.
 const FETCH_BURST: Duration = Duration::from_millis(200);
 /// Most requests to AWS at one time: at a fifth of a second each they make use of the rate, and no more.
-pub(crate) const FLIGHTS_MAX: usize = 16;
+pub(crate) const FETCHES_MAX: usize = 16;
 /// Most messages that wait for certificates: a quarter of the connections that a server commonly has.
 const ASKERS_MAX: usize = 128;
 /// How long what AWS does not have is not asked for again.
 const REFUSED_FOR: Duration = Duration::from_secs(60);
 /// Most URLs of which it is known how often they were named: 160 s of 200 forgeries a second, in 4 MiB.
-const NAMED_MAX: usize = 32 * 1024;
+const COUNTS_MAX: usize = 32 * 1024;
 /// A URL that nobody names for so long begins at nothing. SNS repeats after 20 s if nothing else is set.
-const NAMED_FOR: Duration = Duration::from_secs(120);
+const COUNTED_FOR: Duration = Duration::from_secs(120);
 
 /// All of one source.
 pub(crate) struct Certificates {
@@ -56,11 +56,11 @@ struct State {
     known: BTreeMap<String, Known>,
     /// Until when.
     refused: HashMap<String, Duration>,
-    named: Named,
+    counts: RequestCounts,
     waiting: BTreeMap<String, Waiting>,
     bucket: Bucket,
-    flights: usize,
-    told: Told,
+    fetchers: usize,
+    failures: LogThrottle,
 }
 
 struct Known {
@@ -89,11 +89,11 @@ impl Certificates {
         let state = State {
             known: BTreeMap::new(),
             refused: HashMap::new(),
-            named: Named::default(),
+            counts: RequestCounts::default(),
             waiting: BTreeMap::new(),
             bucket: Bucket::new(rate, FETCH_BURST),
-            flights: 0,
-            told: Told::default(),
+            fetchers: 0,
+            failures: LogThrottle::default(),
         };
         Arc::new(Self { fetch, state: Mutex::new(state) })
     }
@@ -101,19 +101,19 @@ impl Certificates {
     /// The certificate at `url`. Dropped, nobody waits for it any more.
     pub(crate) async fn get(self: &Arc<Self>, url: &CertificateUrl, clock: &Arc<dyn Clock>) -> Found {
         let (asker, found) = oneshot::channel();
-        let takes_off = {
+        let starts = {
             let mut state = self.state();
             if let Some(known) = state.known.get(url.as_str()) {
                 return Ok(known.certificate.clone());
             }
             state.ask(url, asker, clock.monotonic())?;
-            (state.flights < FLIGHTS_MAX && state.best().is_some()).then(|| {
-                state.flights += 1;
-                Flight { certificates: Arc::clone(self), url: None, landed: false }
+            (state.fetchers < FETCHES_MAX && state.best().is_some()).then(|| {
+                state.fetchers += 1;
+                Fetcher { certificates: Arc::clone(self), url: None, retired: false }
             })
         };
-        if let Some(flight) = takes_off {
-            tokio::spawn(flight.fly(Arc::clone(clock)));
+        if let Some(fetcher) = starts {
+            tokio::spawn(fetcher.run(Arc::clone(clock)));
         }
         tokio::select! {
             // Without an answer: made way for others.
@@ -123,7 +123,7 @@ impl Certificates {
     }
 
     /// It has verified a message.
-    pub(crate) fn prove(&self, url: &CertificateUrl) {
+    pub(crate) fn mark_proven(&self, url: &CertificateUrl) {
         if let Some(known) = self.state().known.get_mut(url.as_str()) {
             known.proven = true;
         }
@@ -138,7 +138,7 @@ impl Certificates {
         let mut state = self.state();
         let Some(waiting) = state.waiting.remove(url) else { return };
         // Spent, whatever came of it.
-        state.named.forget(url);
+        state.counts.forget(url);
         let (found, why) = match fetched {
             Fetched::Body(pem) => match Certificate::from_pem(&waiting.url, &pem) {
                 Ok(certificate) => (Ok(certificate), String::new()),
@@ -154,12 +154,9 @@ impl Certificates {
                 if matches!(answer, Answer::Refused(_)) {
                     state.refuse(url, now);
                 }
-                if let Some(times) = state.told.observe(now) {
+                if let Some(times) = state.failures.observe(now) {
                     let code = answer.code();
-                    warn!(
-                        url,
-                        code, why, times, "what an SNS message names as its certificate could not be had from AWS"
-                    );
+                    warn!(url, code, why, times, "failed to fetch SNS signing certificate");
                 }
             }
         }
@@ -178,7 +175,7 @@ impl State {
             Some(until) if now < *until => return Err(Answer::Refused(Refusal::CertificateUrlRefused)),
             _ => {}
         }
-        let rank = self.named.note(url.as_str(), now);
+        let rank = self.counts.add(url.as_str(), now);
         let its = self.waiting.get_mut(url.as_str()).map(|waiting| {
             waiting.rank = rank;
             waiting.askers.retain(|asker| !asker.is_closed());
@@ -245,25 +242,25 @@ impl State {
 }
 
 /// A place among the fetches under way.
-struct Flight {
+struct Fetcher {
     certificates: Arc<Certificates>,
     url: Option<String>,
-    landed: bool,
+    retired: bool,
 }
 
-/// What a flight does next.
+/// What a fetcher does next.
 enum Next {
     Fetch(String),
     Wait(Duration),
-    Land,
+    Retire,
 }
 
-impl Flight {
+impl Fetcher {
     /// Fetches until nobody waits.
-    async fn fly(mut self, clock: Arc<dyn Clock>) {
+    async fn run(mut self, clock: Arc<dyn Clock>) {
         loop {
             match self.next(clock.monotonic()) {
-                Next::Land => return,
+                Next::Retire => return,
                 Next::Wait(time) => clock.sleep(time).await,
                 Next::Fetch(url) => {
                     let fetched = tokio::select! {
@@ -281,9 +278,9 @@ impl Flight {
         let mut state = self.certificates.state();
         let Some(url) = state.best().map(|waiting| waiting.url.as_str().to_owned()) else {
             // Under the same lock: whoever comes next finds the place free.
-            state.flights -= 1;
-            self.landed = true;
-            return Next::Land;
+            state.fetchers -= 1;
+            self.retired = true;
+            return Next::Retire;
         };
         if let Err(wait) = state.bucket.take(now) {
             return Next::Wait(wait);
@@ -296,12 +293,12 @@ impl Flight {
     }
 }
 
-impl Drop for Flight {
+impl Drop for Fetcher {
     fn drop(&mut self) {
         // A panic, or its runtime has ended: whoever asked hears that there is none, and the next begins anew.
-        if !self.landed {
+        if !self.retired {
             let mut state = self.certificates.state();
-            state.flights -= 1;
+            state.fetchers -= 1;
             if let Some(url) = &self.url {
                 state.waiting.remove(url);
             }
@@ -311,25 +308,25 @@ impl Drop for Flight {
 
 /// How often URLs were named lately. The least and longest ago named are forgotten first.
 #[derive(Default)]
-struct Named {
+struct RequestCounts {
     hasher: RandomState,
     by_url: HashMap<u64, (Rank, Duration)>,
     by_rank: BTreeSet<(Rank, u64)>,
     arrivals: u64,
 }
 
-impl Named {
+impl RequestCounts {
     /// One more time.
-    fn note(&mut self, url: &str, now: Duration) -> Rank {
+    fn add(&mut self, url: &str, now: Duration) -> Rank {
         let hash = self.hasher.hash_one(url);
         let before = self.by_url.get(&hash).copied();
         let times = match before {
-            Some(((times, _), at)) if now.saturating_sub(at) < NAMED_FOR => times,
+            Some(((times, _), at)) if now.saturating_sub(at) < COUNTED_FOR => times,
             _ => 0,
         };
         if let Some((rank, _)) = before {
             self.by_rank.remove(&(rank, hash));
-        } else if self.by_url.len() >= NAMED_MAX
+        } else if self.by_url.len() >= COUNTS_MAX
             && let Some((_, first)) = self.by_rank.pop_first()
         {
             self.by_url.remove(&first);

@@ -41,13 +41,13 @@ pub enum Call {
     Position,
     /// A settlement with entries.
     Settle,
-    /// `Inspect::requeue`.
-    Requeue,
-    /// `Inspect::discard`.
+    /// `Admin::retry`.
+    Retry,
+    /// `Admin::discard`.
     Discard,
-    /// `Inspect::prune`.
+    /// `Admin::prune`.
     Prune,
-    /// `Inspect::pause`.
+    /// `Admin::pause`.
     Pause,
     /// `Receive::receive_many`.
     Receive,

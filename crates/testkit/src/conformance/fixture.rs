@@ -4,9 +4,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, EventId, LogName, NewEvent, Result, Sink, Store};
+use postbox_core::{Apply, EventId, LogName, NewEvent, RawMessage, Result, Sink, Source, SourceName, State, Store};
 
 use super::faults::CallFaults;
+use crate::inbox::Inbox;
+
+/// Pairs `('dead', 'blocked'), …` of states that no write of a store may lead from and to, for the trigger on delivery rows that a fixture of a
+/// SQL store has. A deleted row is `dispatched`.
+pub fn forbidden_transitions() -> String {
+    let pairs = State::ALL.into_iter().flat_map(|from| State::ALL.map(|to| (from, to)));
+    // Retention deletes what a person took out.
+    let swept = (State::Discarded, State::Dispatched);
+    let forbidden =
+        pairs.filter(|&(from, to)| from.has_row() && from != to && !from.may_become(to) && (from, to) != swept);
+    forbidden.map(|(from, to)| format!("('{from}', '{to}')")).collect::<Vec<_>>().join(", ")
+}
 
 /// What a store can do, as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +56,8 @@ pub trait StoreFixture: Send + Sync {
 pub trait OpenTransaction: Send {
     /// Appends inside the transaction: the driver's `append_in`.
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>>;
+    /// Whether a message is applied for the first time: the driver's `once_in`.
+    async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool>;
     /// Sets the savepoint; there is at most one.
     async fn savepoint(&mut self);
     /// Rolls back to the savepoint and forgets it.
@@ -69,22 +83,151 @@ pub trait ApplyFixture: StoreFixture {
     async fn effects(&self) -> Vec<String>;
 }
 
+/// A source and the broker behind it. Fresh for each case, and empty.
+#[async_trait]
+pub trait SourceFixture: Send + Sync {
+    /// The source under test; the same one at every call.
+    fn source(&self) -> Arc<dyn Source>;
+
+    /// Puts a message at the end of what the source gives.
+    async fn publish(&self, message: RawMessage);
+
+    /// Breaks the source's connection. The next call may fail once.
+    async fn disconnect(&self);
+
+    /// What the broker keeps of rejected messages.
+    async fn dead_letters(&self) -> Vec<RawMessage>;
+
+    /// Lets time pass for the delays of messages that were given back.
+    async fn pass(&self, time: Duration) {
+        tokio::time::sleep(time).await;
+    }
+}
+
+/// What becomes of a message that cannot be decoded or stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Poison {
+    /// It is kept in the inbox, as an event that is dead on arrival.
+    Kept,
+    /// Its producer is told, and keeps it.
+    Refused,
+}
+
+/// Where ways of receiving differ, as data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReceivingTraits {
+    /// Most messages on their way into the store at once.
+    pub in_flight_max: usize,
+    /// Messages are stored in the order of publishing.
+    pub ordered: bool,
+    /// What becomes of poison.
+    pub poison: Poison,
+}
+
+/// The whole way from producers into an inbox: a receiver and what feeds it. Fresh for each case, and
+/// not started.
+#[async_trait]
+pub trait ReceivingFixture: Send + Sync {
+    /// What it can do.
+    fn traits(&self) -> ReceivingTraits;
+
+    /// Where messages are stored.
+    fn inbox(&self) -> Arc<Inbox>;
+
+    /// Receives from now on.
+    async fn start(&self);
+
+    /// Stops receiving, and returns once it has ended. What is on its way into a store that does not answer
+    /// is waited for briefly.
+    async fn stop(&self);
+
+    /// A producer sends a message from now on until it is settled. Its digest is a function of the body.
+    fn publish(&self, id: &str, body: &str);
+
+    /// The same of a message that cannot be decoded.
+    fn publish_poison(&self, id: &str, body: &str);
+
+    /// Breaks the connections of whoever sends or is asked; what is not settled is sent again.
+    async fn disconnect(&self);
+
+    /// From now on settlements get lost on their way to the producer's side, or arrive again.
+    fn lose_settlements(&self, lost: bool);
+
+    /// How many messages are settled.
+    fn settled(&self) -> usize;
+
+    /// How many of the settled ones their producer was told are refused.
+    fn refused(&self) -> usize;
+}
+
+/// What a destination does with what reaches it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Destination {
+    /// Takes everything but poison.
+    Works,
+    /// Fails every delivery in a way that may pass.
+    Fails,
+    /// Asks to be sent less.
+    Throttles,
+    /// Takes a delivery and never answers.
+    Hangs,
+    /// Nobody is there.
+    Down,
+}
+
+/// Which cases a destination can be put to, as data. Each claim is a case that runs; what is not claimed
+/// stands in the fixture for a reader to see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SinkTraits {
+    /// It refuses single events for good.
+    pub refuses: bool,
+    /// It can be [`Destination::Fails`].
+    pub fails: bool,
+    /// It can be [`Destination::Throttles`].
+    pub throttles: bool,
+    /// It can be [`Destination::Hangs`].
+    pub hangs: bool,
+    /// It can be [`Destination::Down`], and work again.
+    pub goes_down: bool,
+    /// It is told the id by which it may deduplicate.
+    pub dedupe_ids: bool,
+    /// Larger payloads are refused for good.
+    pub payload_bytes_max: Option<usize>,
+}
+
+/// A delivery as the destination saw it, accepted or not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Attempt {
+    /// The id by which it may deduplicate, if it is told one.
+    pub dedupe_id: Option<String>,
+    /// The payload.
+    pub payload: Vec<u8>,
+    /// Whether it was accepted.
+    pub accepted: bool,
+}
+
 /// A sink and a destination that tells what reached it. Fresh for each case.
 #[async_trait]
 pub trait SinkFixture: Send + Sync {
     /// The sink under test; the same one at every call.
     fn sink(&self) -> Arc<dyn Sink>;
 
-    /// Payloads that arrived at the destination and were accepted there, in order of arrival.
-    async fn arrived(&self) -> Vec<Vec<u8>>;
+    /// What the destination can do.
+    fn traits(&self) -> SinkTraits;
 
-    /// Changes an event so that the destination refuses this one (and only this one) for good.
-    /// `None`: this destination takes everything.
-    fn poison(&self, event: NewEvent) -> Option<NewEvent>;
+    /// What reached the destination, in order of arrival, also what it did not accept.
+    async fn attempts(&self) -> Vec<Attempt>;
 
-    /// Lets the destination fail every delivery in a way that may pass, or work again. `false`: it cannot be made to fail.
-    async fn fail(&self, failing: bool) -> bool;
+    /// Changes an event so that the destination refuses this one (and only this one) for good. Asked only
+    /// where [`SinkTraits::refuses`] is claimed.
+    fn poison(&self, event: NewEvent) -> NewEvent;
 
-    /// Takes the whole destination away: nobody listens. `false`: there is no such state.
-    async fn take_down(&self) -> bool;
+    /// From now on. Asked only for what is claimed.
+    async fn set(&self, destination: Destination);
+
+    /// Payloads that were accepted, in order of arrival.
+    async fn arrived(&self) -> Vec<Vec<u8>> {
+        let attempts = self.attempts().await.into_iter();
+        attempts.filter(|attempt| attempt.accepted).map(|attempt| attempt.payload).collect()
+    }
 }

@@ -142,7 +142,7 @@ pub async fn a_halting_dead_event_holds_its_key_until_a_person_acts(fixture: &dy
     let named_by = |id| Selection { ids: Some(vec![id]), ..Selection::default() };
     assert_eq!(lane.store.discard(&named("reader"), &named_by(second[0])).await.expect("discarded").count, 1);
     assert_eq!(payloads(&lane.drain_due().await), ["4"]);
-    assert_eq!(lane.store.requeue(&named("reader"), &named_by(first[0])).await.expect("replayed").count, 1);
+    assert_eq!(lane.store.retry(&named("reader"), &named_by(first[0])).await.expect("replayed").count, 1);
     assert_eq!(payloads(&lane.drain_due().await), ["1", "2", "5"]);
 }
 

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use postbox_core::{Disposition, ErrorKind, ListQuery, NewEvent, Pause, Selection, State, Subscription, TopicPattern};
+use postbox_core::{
+    Disposition, ErrorKind, ListQuery, LogName, NewEvent, Pause, Selection, State, Subscription, TopicPattern,
+};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -16,7 +18,7 @@ pub async fn an_unknown_subscription_is_not_found_and_the_known_are_named(fixtur
     let errors = [
         store.stats(&nobody).await.map(drop),
         store.list(&ListQuery { subscription: nobody.clone(), ..query(State::Dead) }).await.map(drop),
-        store.requeue(&nobody, &everything).await.map(drop),
+        store.retry(&nobody, &everything).await.map(drop),
         store.discard(&nobody, &everything).await.map(drop),
         store.pause(&nobody, None).await,
     ];
@@ -24,6 +26,22 @@ pub async fn an_unknown_subscription_is_not_found_and_the_known_are_named(fixtur
         assert_eq!((error.kind(), error.code()), (ErrorKind::NotFound, "subscription_unknown"), "{error}");
         assert!(error.message().contains("reader"), "{error}");
     }
+}
+
+/// Logs are listed by name and counted, whoever reads them; another one is made once, and receives like the others.
+pub async fn logs_are_made_listed_and_counted(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let [inbox, outbox, third] = ["inbox", "outbox", "third"].map(|name| LogName::new(name).expect("a name"));
+    assert_eq!(store.logs().await.expect("listed"), [inbox.clone(), outbox.clone()]);
+    refused(store.count(&third).await, ErrorKind::NotFound, "log_unknown");
+    for _ in 0..2 {
+        store.create_log(&third).await.expect("made, or there already");
+    }
+    store.append(&third, &[event("1"), event("2")]).await.expect("appended");
+    assert_eq!(store.logs().await.expect("listed"), [inbox, outbox.clone(), third.clone()]);
+    assert_eq!(store.count(&third).await.expect("counted"), 2);
+    assert_eq!(store.count(&outbox).await.expect("counted"), 0);
+    store.check_receiving().await.expect("nothing is in the way");
 }
 
 /// Every subscription with its lanes, by name.
@@ -204,6 +222,7 @@ macro_rules! inspect_cases {
             $fixture,
             [
                 an_unknown_subscription_is_not_found_and_the_known_are_named,
+                logs_are_made_listed_and_counted,
                 subscriptions_show_lanes_leases_and_pauses,
                 stats_count_every_state,
                 stats_of_an_empty_log_are_zero,

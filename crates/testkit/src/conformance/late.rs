@@ -170,20 +170,16 @@ pub async fn a_late_replay_sends_nothing_twice(fixture: &dyn StoreFixture) {
     let selection = Selection { ids: Some(vec![id]), ..Selection::default() };
     let ask = |store: Store| {
         let selection = selection.clone();
-        asked(async move { store.requeue(&named("reader"), &selection).await })
+        asked(async move { store.retry(&named("reader"), &selection).await })
     };
     let lease = lane.lease.clone();
     let arrives = |store: Store| {
         let lane = Lane { store, lease: lease.clone(), hold_keys: true };
         async move { assert_eq!(payloads(&lane.drain_due().await), ["1"]) }.boxed()
     };
-    let place = fixture.faults().await.places(Call::Requeue)[0];
-    assert_eq!(
-        fixture.faults().await.places(Call::Requeue).len(),
-        1,
-        "{place:?}: a second one would need another event"
-    );
-    twice(fixture, Call::Requeue, ask, arrives).await;
+    let place = fixture.faults().await.places(Call::Retry)[0];
+    assert_eq!(fixture.faults().await.places(Call::Retry).len(), 1, "{place:?}: a second one would need another event");
+    twice(fixture, Call::Retry, ask, arrives).await;
     assert!(lane.due(10).await.deliveries.is_empty());
     let record = record(&lane.store, id).await;
     assert_eq!(record.state, State::Dispatched);

@@ -172,8 +172,7 @@ pub async fn a_takeover_leaves_calls_of_other_lanes_alone(fixture: &dyn StoreFix
 }
 
 fn in_flight() -> Disposition {
-    let error = "the destination has not answered yet".into();
-    Disposition::Retry { after: HOUR, counted: false, code: Disposition::IN_FLIGHT.into(), error }
+    Disposition::InFlight { after: HOUR }
 }
 
 /// A settlement under a lost lease changes neither position nor rows.

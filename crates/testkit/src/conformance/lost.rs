@@ -116,11 +116,11 @@ pub async fn a_replay_repeated_replays_once(fixture: &dyn StoreFixture) {
     let id = lane.past(vec![event("1")], vec![(0, dead())]).await[0];
     let selection = Selection { ids: Some(vec![id]), ..Selection::default() };
     let (store, of) = (faults.store(), selection.clone());
-    faults.lose_answer(Call::Requeue, asked(async move { store.requeue(&named("reader"), &of).await })).await;
-    assert_eq!(faults.again().requeue(&named("reader"), &selection).await.expect("asked").count, 0);
+    faults.lose_answer(Call::Retry, asked(async move { store.retry(&named("reader"), &of).await })).await;
+    assert_eq!(faults.again().retry(&named("reader"), &selection).await.expect("asked").count, 0);
     assert_eq!(record(&lane.store, id).await.replays, 1);
     assert_eq!(payloads(&lane.drain_due().await), ["1"]);
-    assert_eq!(faults.again().requeue(&named("reader"), &selection).await.expect("asked").count, 0);
+    assert_eq!(faults.again().retry(&named("reader"), &selection).await.expect("asked").count, 0);
     assert_eq!(record(&lane.store, id).await.state, State::Dispatched);
 }
 

@@ -4,10 +4,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use postbox_core::{
-    Apply, Error, ErrorKind, EventId, Inspect as _, ListQuery, Log as _, LogName, MemoryStore, MemoryTransaction,
-    NewEvent, Outcome, Result, State, Store, Subscription, SubscriptionName, Wire,
+    Admin as _, Apply, Error, ErrorKind, EventId, Inspect as _, ListQuery, Log as _, LogName, MemoryStore,
+    MemoryTransaction, NewEvent, Outcome, Result, SourceName, State, Store, Subscription, SubscriptionName, Wire,
 };
 
 use super::faults::{Asked, Call, CallFaults, Late, Place};
@@ -79,7 +80,7 @@ impl ApplyFixture for MemoryFixture {
     async fn effects(&self) -> Vec<String> {
         let auditor = SubscriptionName::new("auditor").expect("a valid name");
         let log = effects_log();
-        self.store.create_log(&log).expect("the store is migrated");
+        self.store.create_log(&log).await.expect("the store is migrated");
         self.store.subscribe(&Subscription::new(auditor.clone(), log)).await.expect("the log is there");
         let all = ListQuery {
             subscription: auditor,
@@ -96,7 +97,7 @@ impl ApplyFixture for MemoryFixture {
 
 /// The handler under test.
 fn bound_to(store: &MemoryStore) -> Arc<dyn Apply> {
-    store.create_log(&effects_log()).expect("the store is migrated");
+    store.create_log(&effects_log()).now_or_never().expect("no wait inside").expect("the store is migrated");
     store.apply(|transaction, delivery| {
         let payload = delivery.event.payload.clone();
         let effect = NewEvent::json("effect", payload.clone());
@@ -171,7 +172,7 @@ impl CallFaults for MemoryFaults {
             Call::Release => "release",
             Call::NextBatch => "open",
             Call::Position | Call::Settle => "settle",
-            Call::Requeue => "requeue",
+            Call::Retry => "retry",
             Call::Discard => "discard",
             Call::Prune => "prune",
             Call::Pause => "pause",
@@ -222,6 +223,10 @@ struct Open {
 impl OpenTransaction for Open {
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
         self.transaction.append(log, events)
+    }
+
+    async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
+        self.transaction.once(source, message_id)
     }
 
     async fn savepoint(&mut self) {

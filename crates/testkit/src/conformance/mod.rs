@@ -7,6 +7,8 @@
 //! postbox_testkit::store_suite!(fixture);           // or one of append_suite!, log_suite!, inspect_suite!, receive_suite!, migrate_suite!
 //! postbox_testkit::apply_suite!(fixture);           // where handler and store share a database
 //! postbox_testkit::sink_suite!(sink_fixture);
+//! postbox_testkit::source_suite!(source_fixture);       // the contract of a broker's source
+//! postbox_testkit::receiving_suite!(receiving_fixture); // from the producer into the inbox
 //! ```
 //!
 //! [`faults`] says how calls are made late, and how their answers are lost.
@@ -33,12 +35,17 @@ pub mod order;
 pub mod prune;
 pub mod read;
 pub mod receive;
+pub mod receiving;
 pub mod settle;
 pub mod sink;
+pub mod source;
 pub mod steer;
 pub mod storm;
 
-pub use fixture::{ApplyFixture, OpenTransaction, SinkFixture, StoreCapabilities, StoreFixture};
+pub use fixture::{
+    ApplyFixture, Attempt, Destination, OpenTransaction, Poison, ReceivingFixture, ReceivingTraits, SinkFixture,
+    SinkTraits, SourceFixture, StoreCapabilities, StoreFixture, forbidden_transitions,
+};
 pub use memory::MemoryFixture;
 
 /// Expands to one named test per case. The suites' macros call it; it is not meant to be called by hand.
@@ -123,6 +130,23 @@ macro_rules! sink_suite {
     };
 }
 
+/// The suite of `Source`. `$fixture` is an async function that gives a fresh [`SourceFixture`].
+#[macro_export]
+macro_rules! source_suite {
+    ($fixture:expr) => {
+        $crate::source_cases!($fixture);
+    };
+}
+
+/// The suite of the way from a producer into the inbox. `$fixture` is an async function that gives a fresh
+/// [`ReceivingFixture`].
+#[macro_export]
+macro_rules! receiving_suite {
+    ($fixture:expr) => {
+        $crate::receiving_cases!($fixture);
+    };
+}
+
 /// Every suite a store must pass. `$fixture` is an async function that gives a fresh [`StoreFixture`].
 #[macro_export]
 macro_rules! store_suite {
@@ -155,9 +179,11 @@ mod tests {
             ("order", include_str!("order.rs")),
             ("read", include_str!("read.rs")),
             ("receive", include_str!("receive.rs")),
+            ("receiving", include_str!("receiving.rs")),
             ("prune", include_str!("prune.rs")),
             ("settle", include_str!("settle.rs")),
             ("sink", include_str!("sink.rs")),
+            ("source", include_str!("source.rs")),
             ("steer", include_str!("steer.rs")),
             ("storm", include_str!("storm.rs")),
         ] {

@@ -38,7 +38,7 @@ pub async fn nothing_undelivered_is_ever_pruned(fixture: &dyn StoreFixture) {
     fixture.pass(SHORT).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 1, "only what was sent");
     assert_eq!(stats(&lane.store).await.total, 6);
-    assert_eq!(lane.store.requeue(&named("reader"), &Selection::default()).await.expect("replayed").count, 1);
+    assert_eq!(lane.store.retry(&named("reader"), &Selection::default()).await.expect("replayed").count, 1);
     let mut due = payloads(&lane.drain_due().await);
     due.sort();
     assert_eq!(due, ["blocked", "dead", "retrying", "scheduled"]);

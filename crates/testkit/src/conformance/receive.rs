@@ -1,6 +1,8 @@
 //! The inbox's write side: once.
 
-use postbox_core::{ErrorKind, EventId, Inbound, LogName, NewEvent, Received, SourceName, Subscription};
+use std::time::Duration;
+
+use postbox_core::{ErrorKind, EventId, Inbound, LogName, NewEvent, RawMessage, Received, SourceName, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -258,6 +260,30 @@ pub async fn forgetting_takes_old_ids_only(fixture: &dyn StoreFixture) {
     assert_eq!(inbox_lane(fixture).await.drain().await.len(), 2, "forgetting is about ids; events stay");
 }
 
+/// What could not be decoded is kept with its bytes, and is never to be sent.
+pub async fn poison_is_kept_and_is_not_to_be_sent(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let message = RawMessage {
+        id: Some("m1".into()),
+        digest: [1; 32],
+        topic: "no topic".into(),
+        key: None,
+        headers: Default::default(),
+        content_type: "text/plain".into(),
+        payload: vec![0xff, 0].into(),
+    };
+    let source = SourceName::new("hooks").expect("a name");
+    let poison = message.into_poison(&source, "body_broken", "line 1");
+    accepted(store.receive(&LogName::inbox(), poison).await);
+    accepted(store.receive(&LogName::inbox(), inbound("m1", "body")).await);
+    let batch = inbox_lane(fixture).await.next(10).await;
+    let [poison, plain] = &batch.deliveries[..] else { panic!("two events: {batch:?}") };
+    let why = batch.unreadable.get(&poison.seq).expect("it is not to be sent");
+    assert_eq!((why.code.as_ref(), why.error.as_str()), ("body_broken", "line 1"));
+    assert_eq!((&poison.event.payload[..], poison.event.topic.as_str()), (&[0xff, 0][..], "hooks"));
+    assert!(!batch.unreadable.contains_key(&plain.seq));
+}
+
 /// A waiting applier hears of it.
 pub async fn a_message_wakes_a_waiting_relay(fixture: &dyn StoreFixture) {
     let lane = inbox_lane(fixture).await;
@@ -267,6 +293,44 @@ pub async fn a_message_wakes_a_waiting_relay(fixture: &dyn StoreFixture) {
     tokio::task::yield_now().await;
     accepted(lane.store.receive(&LogName::inbox(), inbound("m1", "body")).await);
     tokio::time::timeout(PATIENCE, waiting).await.expect("woken").expect("no panic");
+}
+
+/// A message that was received is not applied: a consumer's own transaction is told so once, whatever was received before
+/// or after.
+pub async fn what_is_received_is_not_applied(fixture: &dyn StoreFixture) {
+    let (store, source) = (fixture.store(), source());
+    accepted(store.receive(&LogName::inbox(), inbound("m1", "body")).await);
+    for (message_id, is_first) in [("m1", true), ("m1", false), ("m2", true)] {
+        let mut transaction = fixture.begin().await;
+        assert_eq!(transaction.once(&source, message_id).await.expect("asked"), is_first, "{message_id}");
+        transaction.commit().await;
+    }
+    accepted(store.receive(&LogName::inbox(), inbound("m2", "body")).await);
+    let again = store.receive(&LogName::inbox(), inbound("m1", "body")).await.expect("answered");
+    assert_eq!(again, Received::Duplicate);
+    assert_eq!(store.forget(Duration::ZERO).await.expect("forgotten"), 4, "two messages, received and applied");
+    let mut transaction = fixture.begin().await;
+    assert!(transaction.once(&source, "m1").await.expect("asked"), "it was forgotten");
+    transaction.rollback().await;
+}
+
+/// The effect and its note commit together or neither does.
+pub async fn a_rollback_takes_back_that_a_message_was_applied(fixture: &dyn StoreFixture) {
+    let source = source();
+    let mut transaction = fixture.begin().await;
+    transaction.savepoint().await;
+    assert!(transaction.once(&source, "m1").await.expect("asked"));
+    transaction.rollback_to_savepoint().await;
+    assert!(transaction.once(&source, "m1").await.expect("asked"));
+    let refused = transaction.once(&source, "").await.expect_err("refused");
+    assert_eq!((refused.kind(), refused.code()), (ErrorKind::Invalid, "message_id_invalid"));
+    transaction.rollback().await;
+    let mut transaction = fixture.begin().await;
+    assert!(transaction.once(&source, "m1").await.expect("asked"));
+    transaction.commit().await;
+    let mut transaction = fixture.begin().await;
+    assert!(!transaction.once(&source, "m1").await.expect("asked"));
+    transaction.rollback().await;
 }
 
 /// Bodies are bytes.
@@ -279,6 +343,10 @@ pub async fn a_binary_body_is_kept_exactly(fixture: &dyn StoreFixture) {
     assert_eq!(inbox_lane(fixture).await.drain().await[0].event.payload, body);
 }
 
+fn source() -> SourceName {
+    SourceName::new("hooks").expect("a name")
+}
+
 fn inbound(message_id: &str, body: &str) -> Inbound {
     // Any function of the body does; stores compare digests, they do not compute them.
     let mut digest = [0; 32];
@@ -286,7 +354,7 @@ fn inbound(message_id: &str, body: &str) -> Inbound {
         digest[n % 32] ^= byte.rotate_left(n as u32 % 8);
     }
     Inbound {
-        source: SourceName::new("hooks").expect("a name"),
+        source: source(),
         message_id: message_id.to_owned(),
         digest,
         event: NewEvent::json("hook.received", body.to_owned()),
@@ -325,8 +393,11 @@ macro_rules! receive_cases {
                 message_ids_are_checked_and_kept_exactly,
                 a_refused_message_does_not_use_up_its_id,
                 forgetting_takes_old_ids_only,
+                poison_is_kept_and_is_not_to_be_sent,
                 a_message_wakes_a_waiting_relay,
                 a_binary_body_is_kept_exactly,
+                what_is_received_is_not_applied,
+                a_rollback_takes_back_that_a_message_was_applied,
             ]
         );
     };

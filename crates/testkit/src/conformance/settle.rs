@@ -3,7 +3,9 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use postbox_core::{BatchLimit, Disposition, Entry, Key, Selection, Settlement, State, Subscription};
+use postbox_core::{
+    BatchLimit, Disposition, Entry, Filter, Key, NewEvent, Selection, Settlement, State, Subscription, TopicPattern,
+};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -54,6 +56,29 @@ pub async fn a_delivered_due_row_is_dispatched(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain_due().await), ["1"]);
     assert_eq!(record(&lane.store, ids[0]).await.state, State::Dispatched);
     assert!(lane.due(10).await.deliveries.is_empty());
+}
+
+/// One call may pass several windows that hold nothing for the lane. Rows that are settled beside it are settled all the same.
+pub async fn due_rows_settle_while_windows_without_anything_pass(fixture: &dyn StoreFixture) {
+    let topics = vec![TopicPattern::new("order.*").expect("a pattern")];
+    let lane = Lane::open_as(fixture, &Subscription { filter: Filter { topics, tenant: None }, ..reader() }).await;
+    lane.past(vec![event("1")], vec![(0, retry(Duration::ZERO))]).await;
+    let unwanted = [NewEvent::json("parcel.sent", "{}")];
+    for _ in 0..100 {
+        let appended = async {
+            for _ in 0..4 {
+                append(&lane.store, &unwanted).await;
+            }
+        };
+        let settled = async {
+            let due = lane.due(10).await;
+            lane.settle_due(&due, vec![retry(Duration::ZERO)]).await;
+        };
+        let (batch, ()) = futures::join!(lane.next(10), async {
+            futures::join!(appended, settled);
+        });
+        assert!(batch.deliveries.is_empty());
+    }
 }
 
 /// What was due but not settled is still due for the next holder.
@@ -227,6 +252,7 @@ macro_rules! settle_cases {
             settle,
             $fixture,
             [
+                due_rows_settle_while_windows_without_anything_pass,
                 a_retry_comes_at_its_time_with_the_next_attempt,
                 an_uncounted_retry_does_not_raise_the_attempt,
                 a_delivered_due_row_is_dispatched,

@@ -1,12 +1,16 @@
 //! What every sink keeps: one outcome per delivery, the same bytes, no neighbour harmed.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use jiff::Timestamp;
 use postbox_core::{Delivery, EventId, NewEvent, Outcome, Seq, Sink};
 
-use super::SinkFixture;
 use super::harness::{PATIENCE, event, keyed};
+use super::{Attempt, Destination, SinkFixture};
+
+/// How often it is looked whether something reached a destination that does not answer.
+const LOOK: Duration = Duration::from_millis(2);
 
 /// Most deliveries a case sends in one call, whatever the sink allows.
 const BATCH: usize = 20;
@@ -30,6 +34,7 @@ pub async fn every_delivery_arrives_and_has_one_outcome(fixture: &dyn SinkFixtur
     arrived.sort();
     expected.sort();
     assert_eq!(arrived, expected);
+    assert_eq!(fixture.attempts().await.len(), sent.len(), "each reached the destination once");
 }
 
 /// A call with nothing gives nothing.
@@ -67,7 +72,10 @@ pub async fn payload_bytes_arrive_identical(fixture: &dyn SinkFixture) {
 
 /// Poison gets its own verdict, in its own place, and its neighbours go through.
 pub async fn a_poison_delivery_does_not_fail_its_neighbours(fixture: &dyn SinkFixture) {
-    let Some(poison) = fixture.poison(keyed("key-poison", "poison")) else { return };
+    if !fixture.traits().refuses {
+        return;
+    }
+    let poison = fixture.poison(keyed("key-poison", "poison"));
     let mut events: Vec<NewEvent> = (0..BATCH).map(|n| keyed(&format!("key-{n}"), &n.to_string())).collect();
     events.insert(BATCH / 2, poison);
     let outcomes = deliver(&fixture.sink(), &deliveries(events)).await;
@@ -85,11 +93,10 @@ pub async fn a_failure_stops_the_rest_of_its_key_where_prefix_is_claimed(fixture
     let sink = fixture.sink();
     let capabilities = sink.capabilities();
     assert!(!capabilities.prefix || capabilities.batch_max > 1, "prefix means something only in a batch");
-    if !capabilities.prefix || capabilities.batch_max < 4 {
+    if !capabilities.prefix || capabilities.batch_max < 4 || !fixture.traits().refuses {
         return;
     }
-    let Some(poison) = fixture.poison(keyed("a", "a2")) else { return };
-    let sent = deliveries([keyed("a", "a1"), poison, keyed("a", "a3"), keyed("b", "b1")]);
+    let sent = deliveries([keyed("a", "a1"), fixture.poison(keyed("a", "a2")), keyed("a", "a3"), keyed("b", "b1")]);
     let outcomes = sink.deliver(&sent.iter().collect::<Vec<_>>()).await;
     let delivered: Vec<bool> = outcomes.iter().map(Outcome::is_delivered).collect();
     assert_eq!(delivered, [true, false, false, true], "{outcomes:?}");
@@ -114,31 +121,124 @@ pub async fn a_key_arrives_in_order_where_prefix_is_claimed(fixture: &dyn SinkFi
     assert!(arrived.len() == count && arrived.is_sorted(), "{arrived:?}");
 }
 
-/// What may pass is not the end of an event, and the sink does not try again by itself.
-pub async fn a_failing_destination_is_no_reason_to_die(fixture: &dyn SinkFixture) {
-    if !fixture.fail(true).await {
+/// What may pass is not the end of an event, and the sink does not try again by itself: the destination
+/// sees as many attempts as there are calls.
+pub async fn a_failing_destination_is_tried_once_a_call(fixture: &dyn SinkFixture) {
+    if !fixture.traits().fails {
+        return;
+    }
+    fixture.set(Destination::Fails).await;
+    let sink = fixture.sink();
+    let sent = deliveries([event("1")]);
+    for calls in 1..=2 {
+        not_the_events_end(&deliver(&sink, &sent).await[0]);
+        assert_eq!(fixture.attempts().await.len(), calls, "the engine owns retry, not the sink");
+    }
+    assert!(fixture.arrived().await.is_empty());
+    fixture.set(Destination::Works).await;
+    assert!(fixture.arrived().await.is_empty(), "the engine owns retry, not the sink");
+    assert!(deliver(&sink, &sent).await[0].is_delivered(), "the destination works again, and so does the sink");
+    assert_eq!((fixture.arrived().await.len(), fixture.attempts().await.len()), (1, 3));
+}
+
+/// A destination that wants less is tried once a call as well, and the event does not die of it.
+pub async fn a_throttled_delivery_is_not_the_end_of_an_event(fixture: &dyn SinkFixture) {
+    if !fixture.traits().throttles {
+        return;
+    }
+    fixture.set(Destination::Throttles).await;
+    let sink = fixture.sink();
+    let sent = deliveries([event("1")]);
+    not_the_events_end(&deliver(&sink, &sent).await[0]);
+    assert_eq!(fixture.attempts().await.len(), 1, "it asked for less");
+    fixture.set(Destination::Works).await;
+    assert!(deliver(&sink, &sent).await[0].is_delivered());
+}
+
+/// A dead destination is not a dead event: nothing of it is blamed on the deliveries. Once it is back, the
+/// same sink delivers.
+pub async fn a_destination_that_is_down_is_unavailable_until_it_is_back(fixture: &dyn SinkFixture) {
+    if !fixture.traits().goes_down {
         return;
     }
     let sink = fixture.sink();
-    let sent = deliveries([event("1")]);
-    let outcomes = deliver(&sink, &sent).await;
-    assert!(matches!(outcomes[0], Outcome::Retry { .. } | Outcome::Unavailable { .. }), "{outcomes:?}");
-    assert!(fixture.arrived().await.is_empty());
-    fixture.fail(false).await;
-    assert!(fixture.arrived().await.is_empty(), "the engine owns retry, not the sink");
-    assert!(deliver(&sink, &sent).await[0].is_delivered(), "the destination works again, and so does the sink");
-    assert_eq!(fixture.arrived().await.len(), 1);
-}
-
-/// A dead destination is not a dead event: nothing of it is blamed on the deliveries.
-pub async fn a_destination_that_is_away_is_unavailable(fixture: &dyn SinkFixture) {
-    if !fixture.take_down().await {
-        return;
-    }
-    let outcomes = deliver(&fixture.sink(), &deliveries([event("1"), event("2")])).await;
-    for outcome in outcomes {
+    let sent = deliveries([event("1"), event("2")]);
+    assert!(deliver(&sink, &deliveries([event("0")])).await[0].is_delivered());
+    fixture.set(Destination::Down).await;
+    for outcome in deliver(&sink, &sent).await {
         let Outcome::Unavailable { code, .. } = &outcome else { panic!("unavailable, not {outcome:?}") };
         assert!(is_stable(code), "{code:?}");
+    }
+    fixture.set(Destination::Works).await;
+    let outcomes = deliver(&sink, &sent).await;
+    assert!(outcomes.iter().all(Outcome::is_delivered), "{outcomes:?}");
+    assert_eq!(fixture.arrived().await.len(), 3);
+}
+
+/// A call that is dropped while the destination does not answer takes nobody with it: the next one goes out.
+pub async fn a_dropped_call_harms_no_other(fixture: &dyn SinkFixture) {
+    if !fixture.traits().hangs {
+        return;
+    }
+    let sink = fixture.sink();
+    fixture.set(Destination::Hangs).await;
+    for n in 1..=sink.capabilities().concurrency.min(3) {
+        let sent = deliveries([event("given up")]);
+        let call: Vec<&Delivery> = sent.iter().collect();
+        let seen = async {
+            while fixture.attempts().await.len() < n {
+                tokio::time::sleep(LOOK).await;
+            }
+        };
+        tokio::select! {
+            outcomes = sink.deliver(&call) => panic!("no answer was given: {outcomes:?}"),
+            seen = tokio::time::timeout(PATIENCE, seen) => seen.expect("it reached the destination"),
+        }
+    }
+    fixture.set(Destination::Works).await;
+    assert!(deliver(&sink, &deliveries([event("next")])).await[0].is_delivered());
+    let arrived = fixture.arrived().await;
+    assert_eq!(arrived.iter().filter(|payload| *payload == b"next").count(), 1, "{arrived:?}");
+}
+
+/// What is too large for the destination is refused for good, alone.
+pub async fn what_is_too_large_dies_alone(fixture: &dyn SinkFixture) {
+    let Some(most) = fixture.traits().payload_bytes_max else { return };
+    let payload = |bytes| NewEvent::new("t", vec![b'x'; bytes], "application/octet-stream");
+    let outcomes = deliver(&fixture.sink(), &deliveries([payload(most), payload(most + 1), event("plain")])).await;
+    assert!(outcomes[0].is_delivered() && outcomes[2].is_delivered(), "{outcomes:?}");
+    let Outcome::Dead { code, .. } = &outcomes[1] else { panic!("dead, not {:?}", outcomes[1]) };
+    assert!(is_stable(code), "{code:?}");
+}
+
+/// As many calls at once as are claimed: each has its own outcomes.
+pub async fn calls_at_once_do_not_meet(fixture: &dyn SinkFixture) {
+    let sink = fixture.sink();
+    let calls = sink.capabilities().concurrency.min(BATCH);
+    let sent: Vec<Vec<Delivery>> = (0..calls)
+        .map(|call| deliveries((0..3).map(|n| keyed(&format!("{call}-{n}"), &format!("{call}-{n}")))))
+        .collect();
+    let outcomes = futures::future::join_all(sent.iter().map(|sent| deliver(&sink, sent))).await;
+    assert!(outcomes.iter().flatten().all(Outcome::is_delivered), "{outcomes:?}");
+    let (mut arrived, mut expected) = (fixture.arrived().await, Vec::new());
+    expected.extend(sent.iter().flatten().map(|delivery| delivery.event.payload.to_vec()));
+    arrived.sort();
+    expected.sort();
+    assert_eq!(arrived, expected);
+}
+
+/// The destination is told one id for all attempts of an event, and another for each replay.
+pub async fn attempts_of_an_event_share_their_dedupe_id(fixture: &dyn SinkFixture) {
+    if !fixture.traits().dedupe_ids {
+        return;
+    }
+    let sink = fixture.sink();
+    let mut sent = deliveries([event("1")]);
+    for replay in [0, 0, 1] {
+        sent[0].replay = replay;
+        assert!(deliver(&sink, &sent).await[0].is_delivered());
+        let Some(Attempt { dedupe_id, .. }) = fixture.attempts().await.pop() else { panic!("it reached nobody") };
+        assert_eq!(dedupe_id, Some(sent[0].dedupe_id()));
     }
 }
 
@@ -197,7 +297,7 @@ pub async fn reserved_headers_do_no_harm(fixture: &dyn SinkFixture) {
     let sink = fixture.sink();
     for name in names {
         let outcomes = deliver(&sink, &deliveries([event(name).header(name, "0"), event("plain")])).await;
-        assert!(!matches!(outcomes[0], Outcome::Retry { .. } | Outcome::Unavailable { .. }), "{name}: {outcomes:?}");
+        assert!(is_the_end(&outcomes[0]), "{name}: {outcomes:?}");
         assert!(outcomes[1].is_delivered(), "after {name}: {outcomes:?}");
     }
 }
@@ -210,6 +310,15 @@ pub async fn closing_twice_is_fine(fixture: &dyn SinkFixture) {
         tokio::time::timeout(PATIENCE, sink.close()).await.expect("closes in time");
     }
     assert_eq!(fixture.arrived().await.len(), 1, "what was delivered is there");
+}
+
+/// A failure that may pass.
+fn not_the_events_end(outcome: &Outcome) {
+    assert!(!is_the_end(outcome), "to be tried again, not {outcome:?}");
+}
+
+fn is_the_end(outcome: &Outcome) -> bool {
+    matches!(outcome, Outcome::Delivered { .. } | Outcome::Dead { .. } | Outcome::Gone { .. })
 }
 
 /// Delivers in calls the sink allows, and checks that each answers for each.
@@ -255,8 +364,13 @@ macro_rules! sink_cases {
                 a_poison_delivery_does_not_fail_its_neighbours,
                 a_failure_stops_the_rest_of_its_key_where_prefix_is_claimed,
                 a_key_arrives_in_order_where_prefix_is_claimed,
-                a_failing_destination_is_no_reason_to_die,
-                a_destination_that_is_away_is_unavailable,
+                a_failing_destination_is_tried_once_a_call,
+                a_throttled_delivery_is_not_the_end_of_an_event,
+                a_destination_that_is_down_is_unavailable_until_it_is_back,
+                a_dropped_call_harms_no_other,
+                what_is_too_large_dies_alone,
+                calls_at_once_do_not_meet,
+                attempts_of_an_event_share_their_dedupe_id,
                 a_repeated_delivery_is_delivered,
                 strange_names_arrive_or_are_refused_with_a_code,
                 reserved_headers_do_no_harm,

@@ -13,14 +13,14 @@ pub async fn a_replayed_event_is_due_now_with_no_attempts_and_a_fresh_dedupe_id(
     let lane = Lane::open(fixture).await;
     let id = lane.past(vec![event("1")], vec![(0, dead())]).await[0];
     assert!(lane.due(10).await.deliveries.is_empty(), "dead events never go by themselves");
-    assert_eq!(requeue(&lane, only(id)).await, 1);
+    assert_eq!(replay(&lane, only(id)).await, 1);
     let waiting = record(&lane.store, id).await;
     assert_eq!((waiting.state, waiting.attempts, waiting.replays), (State::Retrying, 0, 1));
     let due = lane.due(10).await;
     assert_eq!((due.deliveries[0].attempt, due.deliveries[0].replay), (1, 1));
     assert_eq!(due.deliveries[0].dedupe_id(), format!("{id}-r1"));
     lane.settle_due(&due, vec![dead()]).await;
-    requeue(&lane, only(id)).await;
+    replay(&lane, only(id)).await;
     assert_eq!(lane.due(10).await.deliveries[0].replay, 2);
     lane.drain_due().await;
     assert_eq!(record(&lane.store, id).await.state, State::Dispatched);
@@ -32,22 +32,22 @@ pub async fn replaying_twice_replays_once(fixture: &dyn StoreFixture) {
     let id = lane.past(vec![event("1")], vec![(0, dead())]).await[0];
     let clicks = (0..4).map(|_| {
         let store = lane.store.clone();
-        tokio::spawn(async move { store.requeue(&named("reader"), &only(id)).await })
+        tokio::spawn(async move { store.retry(&named("reader"), &only(id)).await })
     });
     for click in futures::future::join_all(clicks).await {
         let _ = click.expect("no panic").expect("each answers");
     }
-    requeue(&lane, Selection::default()).await;
+    replay(&lane, Selection::default()).await;
     assert_eq!(record(&lane.store, id).await.replays, 1);
     assert_eq!(lane.drain_due().await.len(), 1);
-    assert_eq!(requeue(&lane, Selection::default()).await, 0, "nothing is left");
+    assert_eq!(replay(&lane, Selection::default()).await, 0, "nothing is left");
 }
 
 /// An impatient operator need not wait for the backoff; it is no replay.
 pub async fn a_retrying_event_can_be_sent_now(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let id = lane.past(vec![event("1")], vec![(0, retry(HOUR))]).await[0];
-    assert_eq!(requeue(&lane, only(id)).await, 1);
+    assert_eq!(replay(&lane, only(id)).await, 1);
     let due = lane.due(10).await;
     assert_eq!((due.deliveries[0].attempt, due.deliveries[0].replay), (2, 0));
 }
@@ -59,8 +59,8 @@ pub async fn replay_never_touches_pending_dispatched_or_discarded_events(fixture
     discard(&lane, only(ids[1])).await;
     ids.extend(append(&lane.store, [event("unread")]).await);
     let by_id = Selection { ids: Some(ids), ..Selection::default() };
-    assert_eq!(requeue(&lane, by_id).await, 0);
-    assert_eq!(requeue(&lane, Selection::default()).await, 0);
+    assert_eq!(replay(&lane, by_id).await, 0);
+    assert_eq!(replay(&lane, Selection::default()).await, 0);
     assert!(lane.due(10).await.deliveries.is_empty());
     assert_eq!(payloads(&lane.drain().await), ["unread"]);
 }
@@ -86,7 +86,7 @@ pub async fn a_selection_narrows_a_replay(fixture: &dyn StoreFixture) {
         (Selection { code: Some("z".into()), ..Selection::default() }, vec![]),
         (Selection::default(), vec!["5"]),
     ] {
-        assert_eq!(requeue(&lane, selection.clone()).await, expected.len() as u64, "{selection:?}");
+        assert_eq!(replay(&lane, selection.clone()).await, expected.len() as u64, "{selection:?}");
         assert_eq!(payloads(&lane.drain_due().await), expected, "{selection:?}");
     }
 }
@@ -95,7 +95,7 @@ pub async fn a_selection_narrows_a_replay(fixture: &dyn StoreFixture) {
 pub async fn a_replayed_event_holds_its_key_again(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let id = lane.past(vec![keyed("a", "1")], vec![(0, dead())]).await[0];
-    requeue(&lane, only(id)).await;
+    replay(&lane, only(id)).await;
     append(&lane.store, [keyed("a", "2")]).await;
     let batch = lane.next(10).await;
     assert_eq!(batch.held.len(), 1);
@@ -130,7 +130,7 @@ pub async fn a_discarded_event_is_never_delivered(fixture: &dyn StoreFixture) {
     assert!(batch.deliveries.iter().all(|delivery| batch.discarded.contains(&delivery.seq)));
     let stats = stats(&lane.store).await;
     assert_eq!((stats.discarded, stats.pending, stats.dispatched), (5, 0, 0));
-    assert_eq!(requeue(&lane, Selection { ids: Some(ids), ..Selection::default() }).await, 0, "for good");
+    assert_eq!(replay(&lane, Selection { ids: Some(ids), ..Selection::default() }).await, 0, "for good");
 }
 
 /// "All" means all that failed or waits, never the unread stream.
@@ -166,7 +166,7 @@ pub async fn discarding_a_follower_keeps_the_others_waiting(fixture: &dyn StoreF
         .await;
     discard(&lane, only(ids[1])).await;
     assert!(lane.due(10).await.deliveries.is_empty(), "the head still waits");
-    requeue(&lane, only(ids[0])).await;
+    replay(&lane, only(ids[0])).await;
     assert_eq!(payloads(&lane.drain_due().await), ["1", "3"]);
 }
 
@@ -175,7 +175,7 @@ pub async fn a_replay_is_found_by_the_next_read(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let id = lane.past(vec![event("1")], vec![(0, dead())]).await[0];
     assert!(lane.next(10).await.is_empty());
-    requeue(&lane, only(id)).await;
+    replay(&lane, only(id)).await;
     let batch = lane.next(10).await;
     assert!(batch.is_empty() && batch.due_in.is_none_or(|due_in| due_in.is_zero()));
     assert_eq!(lane.drain_due().await.len(), 1);
@@ -189,7 +189,7 @@ pub async fn a_large_replay_goes_in_bounded_steps(fixture: &dyn StoreFixture) {
     let mut selection = Selection::default();
     let mut counts = Vec::new();
     loop {
-        let changed = lane.store.requeue(&named("reader"), &selection).await.expect("replayed");
+        let changed = lane.store.retry(&named("reader"), &selection).await.expect("replayed");
         counts.push(changed.count);
         let due = lane.due(EVENTS).await;
         assert_eq!(due.deliveries.len() as u64, changed.count);
@@ -233,18 +233,18 @@ pub async fn too_many_ids_at_once_are_refused(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let id = lane.past(vec![event("1")], vec![(0, dead())]).await[0];
     let mut selection = Selection { ids: Some(vec![id; CHANGE_EVENTS_MAX + 1]), ..Selection::default() };
-    refused(lane.store.requeue(&named("reader"), &selection).await, ErrorKind::Invalid, "too_many_ids");
+    refused(lane.store.retry(&named("reader"), &selection).await, ErrorKind::Invalid, "too_many_ids");
     refused(lane.store.discard(&named("reader"), &selection).await, ErrorKind::Invalid, "too_many_ids");
     selection.ids.as_mut().expect("set above").truncate(CHANGE_EVENTS_MAX);
-    assert_eq!(requeue(&lane, selection).await, 1);
+    assert_eq!(replay(&lane, selection).await, 1);
 }
 
 fn only(id: EventId) -> Selection {
     Selection { ids: Some(vec![id]), ..Selection::default() }
 }
 
-async fn requeue(lane: &Lane, selection: Selection) -> u64 {
-    lane.store.requeue(&named("reader"), &selection).await.expect("replayed").count
+async fn replay(lane: &Lane, selection: Selection) -> u64 {
+    lane.store.retry(&named("reader"), &selection).await.expect("replayed").count
 }
 
 async fn discard(lane: &Lane, selection: Selection) -> u64 {

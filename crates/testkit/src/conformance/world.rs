@@ -188,7 +188,7 @@ impl<'a> World<'a> {
                 // A person sends the dead one again.
                 Step::Due => {
                     let selection = Selection { ids: Some(vec![third]), ..Selection::default() };
-                    lane.store.requeue(&name, &selection).await.map(drop).expect("replayed");
+                    lane.store.retry(&name, &selection).await.map(drop).expect("replayed");
                 }
                 _ => {}
             }

@@ -27,6 +27,9 @@ pub struct PgBouncer {
 }
 
 impl PgBouncer {
+    /// Connections to the server, which all clients share.
+    pub const CONNECTIONS: usize = 4;
+
     /// Starts one in front of `postgres`, with few server connections, so that clients really take turns on them.
     ///
     /// # Panics
@@ -61,10 +64,11 @@ impl PgBouncer {
         let config = format!(
             "[databases]\n* = host={host} port={} user={}\n\
              [pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = transaction\n\
-             default_pool_size = 4\nmax_client_conn = 500\nignore_startup_parameters = extra_float_digits\n\
+             default_pool_size = {connections}\nmax_client_conn = 500\nignore_startup_parameters = extra_float_digits\n\
              logfile = {log}\npidfile = {pid}\nserver_lifetime = 60\n",
             upstream.get_ports().first().copied().unwrap_or(5432),
             upstream.get_user().unwrap_or("postgres"),
+            connections = Self::CONNECTIONS,
             log = folder.join("log").display(),
             pid = folder.join("pid").display(),
         );

@@ -1,10 +1,12 @@
--- How messages from outside are stored once: their receipts and their events, or what is known of them, in one call.
+-- How messages from outside are stored once: their receipts and their events, or what is known of
+-- them, in one call.
 --
--- In the database for the same reason as the window: of a webhook's way, most was planning statements that are always the same. A function
--- keeps its plans, also behind a pooler. Of several, because those that arrive together share one commit.
+-- In the database for the same reason as the window: of a webhook's way, most was planning
+-- statements that are always the same. A function keeps its plans, also behind a pooler. Of
+-- several, because those that arrive together share one commit.
 
 -- What a message is whose id is known already, in the words of `Received`:
---   duplicate  it is known with the same digest (or was only asked for, and has none)
+--   duplicate  it is known with the same digest
 --   conflict   its id is known with another digest; that is noted
 CREATE FUNCTION {s}.recognise(of_source text, of_tenant text, of_message text, with_digest bytea) RETURNS text LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog AS ${tag}$
@@ -15,10 +17,11 @@ BEGIN
     WHERE r.source = of_source AND r.tenant = coalesce(of_tenant, '') AND r.message_id = of_message;
   IF NOT FOUND THEN
     RAISE EXCEPTION 'the record of a message was forgotten while it was looked at; send it again' USING ERRCODE = 'serialization_failure';
-  ELSIF known IS NULL OR known = with_digest THEN
+  ELSIF known = with_digest THEN
     RETURN 'duplicate';
   END IF;
-  -- Two bodies of one message may come in either order: whoever notes conflicts of it has its receipt.
+  -- Two bodies of one message may come in either order: whoever notes conflicts of it has its
+  -- receipt.
   PERFORM FROM {s}.receipt AS r
     WHERE r.source = of_source AND r.tenant = coalesce(of_tenant, '') AND r.message_id = of_message FOR NO KEY UPDATE;
   -- The same body again only raises the count: a sender who repeats himself does not fill the disk.
@@ -29,18 +32,22 @@ BEGIN
 END
 ${tag}$;
 
--- Makes the functions of a log that receive: `<log>_receive` takes a message, `<log>_receive_many` several. Idempotent.
+-- Makes the functions of a log that receive: `<log>_receive` takes a message, `<log>_receive_many`
+-- several. Idempotent.
 --
--- The answer, for each message, is `accepted` (remembered, and its event stored), or what `recognise` says of it.
+-- The answer, for each message, is `accepted` (remembered, and its event stored), or what
+-- `recognise` says of it.
 --
--- Each is meant to be a transaction of its own, of one statement: nothing can be left open then, and only waits for locks need a bound.
--- Somebody who holds a message's receipt for longer keeps out that message, not those it came with: the caller then tries each alone.
+-- Each is meant to be a transaction of its own, of one statement: nothing can be left open then,
+-- and only waits for locks need a bound. Somebody who holds a message's receipt for longer keeps
+-- out that message, not those it came with: the caller then tries each alone.
 --
--- One message has a function of its own, because most come alone: without arrays, and without a scan over them, it costs a fifth less.
+-- One message has a function of its own, because most come alone: without arrays, and without a
+-- scan over them, it costs a fifth less.
 CREATE FUNCTION {s}.create_receive(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
-  EXECUTE replace(replace(replace(replace(${tag}_ddl$
-    CREATE OR REPLACE FUNCTION <schema>.<log>_receive(
+  EXECUTE replace(${tag}_ddl$
+    CREATE OR REPLACE FUNCTION {s}.{tag}_log_receive(
       of_source text, of_message text, with_digest bytea,
       new_id uuid, new_topic text, new_key text, new_aggregate text, new_version bigint, new_kind text, new_source text, new_tenant text,
       new_payload text, new_bytes bytea, new_content_type text, new_headers text, new_occurred_at text, new_deliver_at text)
@@ -48,14 +55,14 @@ BEGIN
     DECLARE
       bound text;
     BEGIN
-      <bounds>
+      {bounds}
       -- A second receiver of the id waits here for the first.
-      INSERT INTO <schema>.receipt (source, tenant, message_id, digest)
+      INSERT INTO {s}.receipt (source, tenant, message_id, digest)
         VALUES (of_source, coalesce(new_tenant, ''), of_message, with_digest) ON CONFLICT DO NOTHING;
       IF NOT FOUND THEN
-        RETURN <schema>.recognise(of_source, new_tenant, of_message, with_digest);
+        RETURN {s}.recognise(of_source, new_tenant, of_message, with_digest);
       END IF;
-      INSERT INTO <schema>.<log> (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
+      INSERT INTO {s}."{tag}_log" (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
           occurred_at, deliver_at)
         VALUES (new_id, new_topic, new_key, new_aggregate, new_version, new_kind, new_source, new_tenant, new_payload, new_bytes, new_content_type,
           new_headers::jsonb, coalesce(new_occurred_at::timestamptz, clock_timestamp()), new_deliver_at::timestamptz);
@@ -63,9 +70,10 @@ BEGIN
     END
     ${tag}_body$;
 
-    -- One message per place of the arrays; `by_identity` are the places in the order of (source, tenant, message): rows are locked in this
-    -- order, so that two calls with the same messages do not lock each other out.
-    CREATE OR REPLACE FUNCTION <schema>.<log>_receive_many(
+    -- One message per place of the arrays; `by_identity` are the places in the order of (source,
+    -- tenant, message): rows are locked in this order, so that two calls with the same messages do
+    -- not lock each other out.
+    CREATE OR REPLACE FUNCTION {s}.{tag}_log_receive_many(
       by_identity int[], of_sources text[], of_messages text[], with_digests bytea[],
       new_ids uuid[], new_topics text[], new_keys text[], new_aggregates text[], new_versions bigint[], new_kinds text[],
       new_sources text[], new_tenants text[], new_payloads text[], new_bytes bytea[], new_content_types text[], new_headers text[],
@@ -76,20 +84,21 @@ BEGIN
       at int;
       bound text;
     BEGIN
-      <bounds>
+      {bounds}
       FOREACH at IN ARRAY by_identity LOOP
         -- A second receiver of the id waits here for the first.
-        INSERT INTO <schema>.receipt (source, tenant, message_id, digest)
+        INSERT INTO {s}.receipt (source, tenant, message_id, digest)
           VALUES (of_sources[at], coalesce(new_tenants[at], ''), of_messages[at], with_digests[at]) ON CONFLICT DO NOTHING;
         IF FOUND THEN
           verdicts[at] := 'accepted';
         ELSE
-          verdicts[at] := <schema>.recognise(of_sources[at], new_tenants[at], of_messages[at], with_digests[at]);
+          verdicts[at] := {s}.recognise(of_sources[at], new_tenants[at], of_messages[at], with_digests[at]);
         END IF;
       END LOOP;
       IF 'accepted' = ANY (verdicts) THEN
-        -- In the order given: it is the order of `seq`. Not at all for repetitions: an INSERT of nothing would still wake relays by its trigger.
-        INSERT INTO <schema>.<log> (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
+        -- In the order given: it is the order of `seq`. Not at all for repetitions: an INSERT of
+        -- nothing would still wake relays by its trigger.
+        INSERT INTO {s}."{tag}_log" (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
             occurred_at, deliver_at)
           SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes, e.content_type,
             e.headers::jsonb, coalesce(e.occurred_at::timestamptz, clock_timestamp()), e.deliver_at::timestamptz
@@ -101,13 +110,6 @@ BEGIN
       RETURN verdicts;
     END
     ${tag}_body$
-  ${tag}_ddl$, '<bounds>', ${tag}_bounds$
-      -- Durable even where the role or database says otherwise: the sender is told that the message is ours.
-      IF current_setting('synchronous_commit') = 'off' THEN
-        bound := set_config('synchronous_commit', 'on', true);
-      END IF;
-      -- Assigned, because PERFORM would make a query of it.
-      bound := set_config('lock_timeout', '2s', true);
-  ${tag}_bounds$), '<log> ', quote_ident(log_name) || ' '), '<log>', log_name), '<schema>', {schema_literal});
+  ${tag}_ddl$, '{tag}_log', log_name);
 END
 ${tag}$;

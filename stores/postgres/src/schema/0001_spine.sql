@@ -1,14 +1,17 @@
--- Every object lives in the schema chosen by the configuration. The placeholders in braces are the quoted schema, the same as a string
--- literal, a dollar-quote tag that does not occur in it, and an operator of Postgres's own; none may stand in a comment, which a line break in a
--- name would end.
+-- Every object lives in the schema chosen by the configuration. The placeholders in braces are the
+-- quoted schema, the same as a string literal, a dollar-quote tag that does not occur in it, and an
+-- operator of Postgres's own; none may stand in a comment, which a line break in a name would end.
 --
--- Nothing in here depends on who calls it. Whoever may create objects in a schema of a caller's search_path could plant a function or an
--- operator that fits our arguments better than Postgres's own, and it would run with the caller's rights: so a function sets its
--- search_path, or, where that would cost (it is called for every row, or put in its caller's place), names everything in full or is parsed
--- when it is made (RETURN instead of a text). And a backslash in a literal stands in E'', which means the same under every setting.
+-- Nothing in here depends on who calls it. Whoever may create objects in a schema of a caller's
+-- search_path could plant a function or an operator that fits our arguments better than Postgres's
+-- own, and it would run with the caller's rights: so a function sets its search_path, or, where
+-- that would cost (it is called for every row, or put in its caller's place), names everything in
+-- full or is parsed when it is made (RETURN instead of a text). And a backslash in a literal stands
+-- in E'', which means the same under every setting.
 
--- Time-ordered ids for writers that bring none, as all in SQL do: 48 bits of milliseconds, 12 bits of the fraction of that millisecond, 62 of chance.
--- One expression without a FROM: such a function is put in its caller's place, and costs a tenth of one that is called.
+-- Time-ordered ids for writers that bring none, as all in SQL do: 48 bits of milliseconds, 12 bits
+-- of the fraction of that millisecond, 62 of chance. One expression without a FROM: such a function
+-- is put in its caller's place, and costs a tenth of one that is called.
 CREATE FUNCTION {s}.uuid_v7() RETURNS uuid LANGUAGE sql VOLATILE PARALLEL SAFE
 RETURN (overlay(lpad(to_hex(floor(extract(epoch FROM clock_timestamp()) * 4096000)::bigint), 15, '0') PLACING '7' FROM 13 FOR 0)
   || right(replace(gen_random_uuid()::text, '-', ''), 16))::uuid;
@@ -31,14 +34,16 @@ BEGIN
 END
 ${tag}$;
 
--- Whether a row of a log keeps every rule of an event; if not, the error names the broken one as its constraint: the stable codes of
--- postbox_core::limits, so that an INSERT typed into psql is refused with the same word as an append from Rust. `numbers` is the sequence of the log.
+-- Whether a row of a log keeps every rule of an event; if not, the error names the broken one as
+-- its constraint: the stable codes of postbox_core::limits, so that an INSERT typed into psql is
+-- refused with the same word as an append from Rust. `numbers` is the sequence of the log.
 --
--- Whatever the store goes by must come from the store. A row with the id of another transaction would never be found, or would stop the log; one
--- with a place of tomorrow would take it from somebody else. What a replica applies was checked where it was written.
+-- Whatever the store goes by must come from the store. A row with the id of another transaction
+-- would never be found, or would stop the log; one with a place of tomorrow would take it from
+-- somebody else. What a replica applies was checked where it was written.
 --
--- One CHECK that hands over the row, and not one for each rule: Postgres reads every CHECK of a table anew for every statement, which for a
--- single row was half of its cost.
+-- One CHECK that hands over the row, and not one for each rule: Postgres reads every CHECK of a
+-- table anew for every statement, which for a single row was half of its cost.
 CREATE FUNCTION {s}.event_is_valid(event record, numbers regclass) RETURNS boolean LANGUAGE plpgsql STABLE AS ${tag}$
 DECLARE
   fault pg_catalog.text;
@@ -81,8 +86,9 @@ BEGIN
       WHEN event.tenant COLLATE pg_catalog."C" {~} E'[\\u0001-\\u001f\\u007f-\\u009f]' THEN 'tenant_invalid'
     END;
   END IF;
-  -- What nearly all headers are, by a look that costs a tenth: an object of texts under good names, with nothing in them that JSON escapes;
-  -- and in 576 bytes there is no room for a 65th header, of which each takes 9 at least.
+  -- What nearly all headers are, by a look that costs a tenth: an object of texts under good names,
+  -- with nothing in them that JSON escapes; and in 576 bytes there is no room for a 65th header, of
+  -- which each takes 9 at least.
   IF fault IS NULL AND event.headers IS NOT NULL
      AND NOT (pg_catalog.octet_length(event.headers::pg_catalog.text) {<=} 576 AND event.headers::pg_catalog.text COLLATE pg_catalog."C" {~}
        E'^\\{("[A-Za-z0-9!#$%&''*+.^_`|~-]+": "[^"\\\\\\u007f-\\u009f]*"(, )?)*\\}$') THEN
@@ -108,8 +114,9 @@ CREATE TABLE {s}.log (
   created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
--- Puts the rules on a log. NOT VALID: new rows are checked all the same, and a dump puts such a constraint behind the data, so that rows come
--- back as they are, with ids of transactions that are not the restoring one.
+-- Puts the rules on a log. NOT VALID: new rows are checked all the same, and a dump puts such a
+-- constraint behind the data, so that rows come back as they are, with ids of transactions that are
+-- not the restoring one.
 CREATE FUNCTION {s}.guard_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
   EXECUTE 'ALTER TABLE ' || {schema_literal} || '.' || quote_ident(log_name) || ' ADD CONSTRAINT event_invalid CHECK ('
@@ -120,27 +127,30 @@ ${tag}$;
 
 -- Makes a log: one append-only table. Idempotent.
 --
--- Two payload columns, exactly one of them set. `payload` is text, so that an INSERT from psql or any driver keeps JSON byte for
--- byte: in a bytea column a plain literal would go through bytea's own escapes ('{"a":"\\"}' would lose a backslash, '{"a":"\n"}'
--- would be refused). Bytes that are no text go to `payload_bytes`. A bytea value assigned to `payload` by mistake arrives as
--- '\x...', which is refused by name.
+-- Two payload columns, exactly one of them set. `payload` is text, so that an INSERT from psql or
+-- any driver keeps JSON byte for byte: in a bytea column a plain literal would go through bytea's
+-- own escapes ('{"a":"\\"}' would lose a backslash, '{"a":"\n"}' would be refused). Bytes that are
+-- no text go to `payload_bytes`. A bytea value assigned to `payload` by mistake arrives as '\x...',
+-- which is refused by name.
 --
--- `xid` is the transaction that wrote the row: what the cursor, a snapshot, is compared with. `slot` decides the lane.
+-- `xid` is the transaction that wrote the row: what the cursor, a snapshot, is compared with.
+-- `slot` decides the lane.
 CREATE FUNCTION {s}.create_log(log_name text) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog AS ${tag}$
 BEGIN
   IF EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN
     RETURN;
   END IF;
-  -- `create` because of `create_window`. Names of tables, and of their indexes and sequences, are taken.
+  -- `create` because of `create_window`. Names of tables, and of their indexes and sequences, are
+  -- taken.
   IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR to_regclass({schema_literal} || '.' || quote_ident(log_name)) IS NOT NULL THEN
     RAISE EXCEPTION '% is no log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
       HINT = 'lower-case letters, digits and _, beginning with a letter, at most 40, and no table of Postbox itself';
   END IF;
-  EXECUTE replace(replace(${tag}_ddl$
-    CREATE TABLE <schema>."<log>" (
+  EXECUTE replace(${tag}_ddl$
+    CREATE TABLE {s}."{tag}_log" (
       seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
       xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
-      id uuid NOT NULL DEFAULT <schema>.uuid_v7() UNIQUE,
+      id uuid NOT NULL DEFAULT {s}.uuid_v7() UNIQUE,
       topic text NOT NULL,
       key text,
       aggregate text,
@@ -157,12 +167,12 @@ BEGIN
       deliver_at timestamptz,
       slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED
     );
-    CREATE INDEX <log>_xid_seq ON <schema>."<log>" (xid, seq);
-    COMMENT ON COLUMN <schema>."<log>".payload IS 'text, kept byte for byte; bytes that are no text go to payload_bytes';
-    COMMENT ON COLUMN <schema>."<log>".xid IS 'the writing transaction; leave it to its default';
+    CREATE INDEX {tag}_log_xid_seq ON {s}."{tag}_log" (xid, seq);
+    COMMENT ON COLUMN {s}."{tag}_log".payload IS 'text, kept byte for byte; bytes that are no text go to payload_bytes';
+    COMMENT ON COLUMN {s}."{tag}_log".xid IS 'the writing transaction; leave it to its default';
     -- Whoever may insert is asked for the number that was drawn: to see it, not to draw one.
-    GRANT SELECT ON SEQUENCE <schema>.<log>_seq_seq TO PUBLIC;
-  ${tag}_ddl$, '<log>', log_name), '<schema>', {schema_literal});
+    GRANT SELECT ON SEQUENCE {s}.{tag}_log_seq_seq TO PUBLIC;
+  ${tag}_ddl$, '{tag}_log', log_name);
   PERFORM {s}.guard_log(log_name);
   PERFORM {s}.create_window(log_name);
   PERFORM {s}.create_receive(log_name);
@@ -173,7 +183,8 @@ ${tag}$;
 SELECT {s}.create_log('outbox');
 SELECT {s}.create_log('inbox');
 
--- The cluster this is. A cursor is made of transaction ids, and those of another cluster are only numbers. PUBLIC may ask.
+-- The cluster this is. A cursor is made of transaction ids, and those of another cluster are only
+-- numbers. PUBLIC may ask.
 CREATE FUNCTION {s}.cluster_id() RETURNS bigint LANGUAGE sql STABLE AS ${tag}$
   SELECT c.system_identifier FROM pg_catalog.pg_control_system() AS c
 ${tag}$;
@@ -194,7 +205,8 @@ CREATE TABLE {s}.subscription (
   created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
--- The cursor. Rewritten once per batch: room in the page and no index on what changes keep every rewrite a cheap in-page one.
+-- The cursor. Rewritten once per batch: room in the page and no index on what changes keep every
+-- rewrite a cheap in-page one.
 CREATE TABLE {s}.lane (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   lane smallint NOT NULL,
@@ -206,7 +218,8 @@ CREATE TABLE {s}.lane (
   epoch bigint NOT NULL DEFAULT 0,
   owner text,
   lease_until timestamptz,
-  -- The lease's length in microseconds. A lease that ends later than this from now was granted before the clock went back: it is void.
+  -- The lease's length in microseconds. A lease that ends later than this from now was granted
+  -- before the clock went back: it is void.
   lease_ttl bigint NOT NULL DEFAULT 0,
   -- The cluster whose transaction ids the snapshots are made of.
   cluster bigint NOT NULL DEFAULT {s}.cluster_id(),
@@ -222,8 +235,9 @@ CREATE TABLE {s}.replica (
   PRIMARY KEY (subscription, owner)
 ) WITH (fillfactor = 50);
 
--- Events that left the stream. `ordered`: the subscription was ordered by key when the row was made. A row that `holds` keeps later
--- events of its key from being sent; of those, only the first has its time come.
+-- Events that left the stream. `ordered`: the subscription was ordered by key when the row was
+-- made. A row that `holds` keeps later events of its key from being sent; of those, only the first
+-- has its time come.
 CREATE TABLE {s}.delivery (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   seq bigint NOT NULL,
@@ -251,18 +265,29 @@ CREATE INDEX delivery_in_flight ON {s}.delivery (subscription, lane) WHERE code 
 CREATE INDEX delivery_missing ON {s}.delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX delivery_state ON {s}.delivery (subscription, state, seq);
 
--- The memory of what came in. `digest` is empty for consumers that only ask `once`. Compared byte by byte: an operating system that sorts
--- a language anew must not make the index forget what is in it.
+-- The memory of what came in. Compared byte by byte: an operating system that sorts a language anew
+-- must not make the index forget what is in it.
 CREATE TABLE {s}.receipt (
   source text COLLATE "C" NOT NULL,
   tenant text COLLATE "C" NOT NULL DEFAULT '',
   message_id text COLLATE "C" NOT NULL,
-  digest bytea,
+  digest bytea NOT NULL,
   received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
   PRIMARY KEY (source, tenant, message_id),
   CONSTRAINT message_id_invalid CHECK (octet_length(message_id) BETWEEN 1 AND 255)
 );
 CREATE INDEX receipt_received ON {s}.receipt (received_at);
+
+-- What consumers with a loop of their own have applied. Apart from the receipts: received is not
+-- applied.
+CREATE TABLE {s}.once (
+  source text COLLATE "C" NOT NULL,
+  message_id text COLLATE "C" NOT NULL,
+  seen_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  PRIMARY KEY (source, message_id),
+  CONSTRAINT message_id_invalid CHECK (octet_length(message_id) BETWEEN 1 AND 255)
+);
+CREATE INDEX once_seen ON {s}.once (seen_at);
 
 CREATE TABLE {s}.conflict (
   source text COLLATE "C" NOT NULL,
@@ -317,7 +342,8 @@ CREATE FUNCTION {s}.enqueue(
 ) RETURNS uuid LANGUAGE sql
 RETURN {s}.enqueue(topic, payload::text, key, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, log);
 
--- The same for bytes, which are taken for application/octet-stream unless the content type says otherwise.
+-- The same for bytes, which are taken for application/octet-stream unless the content type says
+-- otherwise.
 CREATE FUNCTION {s}.enqueue(
   topic text, payload bytea, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
   kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT 'application/octet-stream',
@@ -338,7 +364,8 @@ BEGIN
 END
 ${tag}$;
 
--- Relays that are asleep, for writers that are asked to wake them. Not logged: a crash costs a hint.
+-- Relays that are asleep, for writers that are asked to wake them. Not logged: a crash costs a
+-- hint.
 CREATE UNLOGGED TABLE {s}.sleeper (
   log text NOT NULL,
   owner text NOT NULL,
@@ -346,8 +373,9 @@ CREATE UNLOGGED TABLE {s}.sleeper (
   PRIMARY KEY (log, owner)
 );
 
--- After every INSERT statement on a log whose writers are asked to notify: only if somebody sleeps, because a commit with a NOTIFY takes a
--- server-wide lock. It runs as its owner, so that a writer needs no right to see who sleeps.
+-- After every INSERT statement on a log whose writers are asked to notify: only if somebody sleeps,
+-- because a commit with a NOTIFY takes a server-wide lock. It runs as its owner, so that a writer
+-- needs no right to see who sleeps.
 CREATE FUNCTION {s}.notify_sleepers() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog AS ${tag}$
 BEGIN
   IF EXISTS (SELECT FROM {s}.sleeper WHERE log = TG_TABLE_NAME AND asleep_until > clock_timestamp()) THEN

@@ -1,27 +1,48 @@
-//! The schema: its name, safely quoted, and its migrations.
+//! The schema: its name, safely quoted, and the statements that are made with it.
 
-mod grants;
-mod migrate;
-mod rebase;
+mod template;
 
-use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
 
-pub use self::grants::Roles;
 use postbox_core::{Error, LogName, Result};
 
-/// Longest identifier Postgres keeps; it cuts longer ones with only a notice, so that two names could become one.
+/// The schema, as one migration: what a lane calls, what receives, and the tables.
+pub(crate) const MIGRATION: &str = concat!(
+    include_str!("0001_window.sql"),
+    "\n",
+    include_str!("0001_settle.sql"),
+    "\n",
+    include_str!("0001_receive.sql"),
+    "\n",
+    include_str!("0001_spine.sql")
+);
+
+/// Longest identifier Postgres keeps; it cuts longer ones with only a notice, so that two names
+/// could become one.
 const IDENTIFIER_BYTES_MAX: usize = 63;
 
-/// Our own tables, and what would have functions like ours (`create_window`): no log may be called like one.
-const TABLES_OF_OURS: [&str; 10] =
-    ["log", "subscription", "lane", "delivery", "receipt", "conflict", "replica", "migration", "sleeper", "create"];
+/// Our own tables, and what would have functions like ours (`create_window`): no log may be called
+/// like one.
+const RESERVED_NAMES: [&str; 11] = [
+    "log",
+    "subscription",
+    "lane",
+    "delivery",
+    "receipt",
+    "once",
+    "conflict",
+    "replica",
+    "migration",
+    "sleeper",
+    "create",
+];
 
 /// Every log. Reads a tiny table.
-const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
+pub(crate) const LOG_NAMES: &str = "SELECT name FROM {s}.log ORDER BY name";
 
-/// The schema all tables and functions of a store live in. Any text is allowed that Postgres can keep: it is always quoted.
+/// The schema all tables and functions of a store live in. Any text is allowed that Postgres can
+/// keep: it is always quoted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SchemaName {
     name: String,
@@ -62,58 +83,38 @@ impl SchemaName {
     /// The quoted identifier inside an SQL string literal.
     fn literal(&self) -> String {
         let escaped = self.quoted.replace('\'', "''");
-        // Without the E prefix a backslash stands for itself under standard_conforming_strings, which migrations pin.
+        // Without the E prefix a backslash stands for itself under standard_conforming_strings,
+        // which migrations pin.
         format!("'{escaped}'")
     }
 
-    /// Fills `{s}` with the schema, and `{=}` with Postgres's own `=`, as with any other operator: whoever may create objects in a schema of
-    /// our search_path could plant one that fits our arguments better.
+    /// Fills a template; see [`template`].
     pub(crate) fn sql(&self, template: &str) -> String {
         self.fill(template, &[])
     }
 
-    /// The same, and `{log}` with the log's table.
+    /// The same, and `{log}` with the log's table and `{name}` with its name.
     pub(crate) fn log_sql(&self, template: &str, log: &LogName) -> String {
-        self.fill(template, &[("log", &format!("{}.\"{log}\"", self.quoted))])
+        self.log_sql_with(template, log, &[])
     }
 
-    /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that no name can end a body.
-    fn migration_sql(&self, template: &str) -> String {
+    /// The same with more values.
+    pub(crate) fn log_sql_with(&self, template: &str, log: &LogName, values: &[(&str, &str)]) -> String {
+        let table = format!("{}.\"{log}\"", self.quoted);
+        self.fill(template, &[&[("log", table.as_str()), ("name", log.as_str())], values].concat())
+    }
+
+    /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that
+    /// no name can end a body, or be taken for the log's in a function that is made for each log.
+    pub(crate) fn migration_sql(&self, template: &str) -> String {
         let tag = (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str()));
         self.fill(template, &[("tag", &tag.unwrap_or_default()), ("schema_literal", &self.literal())])
     }
 
-    /// One walk over the template: what was filled in is not looked at, for a hostile schema may contain the text of a placeholder.
     fn fill(&self, template: &str, values: &[(&str, &str)]) -> String {
         let mut sql = String::with_capacity(template.len() * 2);
-        let mut rest = template;
-        while let Some((before, after)) = rest.split_once('{') {
-            sql.push_str(before);
-            let known = after.split_once('}').and_then(|(name, left)| Some((self.value(name, values)?, left)));
-            rest = match known {
-                Some((value, left)) => {
-                    sql.push_str(&value);
-                    left
-                }
-                None => {
-                    sql.push('{');
-                    after
-                }
-            };
-        }
-        sql.push_str(rest);
+        template::fill(&mut sql, template, &[&[("s", self.quoted.as_str())], values].concat());
         sql
-    }
-
-    fn value<'v>(&'v self, name: &str, values: &[(&str, &'v str)]) -> Option<Cow<'v, str>> {
-        if name == "s" {
-            return Some(Cow::Borrowed(&self.quoted));
-        }
-        let is_operator = !name.is_empty() && name.bytes().all(|byte| b"+-*/<>=~!%&|".contains(&byte));
-        match is_operator {
-            true => Some(Cow::Owned(format!("OPERATOR(pg_catalog.{name})"))),
-            false => values.iter().find(|(known, _)| *known == name).map(|(_, value)| Cow::Borrowed(*value)),
-        }
     }
 }
 
@@ -139,7 +140,7 @@ impl FromStr for SchemaName {
 
 /// Refuses names that are tables, but no logs.
 pub(crate) fn check_log_name(operation: &'static str, log: &LogName) -> Result<()> {
-    if TABLES_OF_OURS.contains(&log.as_str()) {
+    if RESERVED_NAMES.contains(&log.as_str()) {
         return Err(crate::classify::log_unknown(operation, log.as_str()));
     }
     Ok(())
@@ -163,9 +164,7 @@ mod tests {
     /// A line break in a name would end the comment, and the rest of the name would be SQL.
     #[test]
     fn no_comment_in_a_migration_has_a_placeholder() {
-        let sql =
-            concat!(include_str!("0001_window.sql"), include_str!("0001_receive.sql"), include_str!("0001_spine.sql"));
-        let comments = sql.lines().filter_map(|line| line.split_once("--")).map(|(_, comment)| comment);
+        let comments = MIGRATION.lines().filter_map(|line| line.split_once("--")).map(|(_, comment)| comment);
         assert!(comments.clone().count() > 10);
         for comment in comments {
             assert!(
@@ -186,8 +185,6 @@ mod tests {
     /// A database in another encoding could not even read them.
     #[test]
     fn migrations_are_ascii() {
-        let sql =
-            concat!(include_str!("0001_window.sql"), include_str!("0001_receive.sql"), include_str!("0001_spine.sql"));
-        assert_eq!(sql.lines().find(|line| !line.is_ascii()), None);
+        assert_eq!(MIGRATION.lines().find(|line| !line.is_ascii()), None);
     }
 }

@@ -4,7 +4,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, BatchLimit, Log as _, LogName, NewEvent, OwnerId, Settlement, Subscription, SubscriptionName,
+    Admin as _, Append as _, BatchLimit, Log as _, LogName, NewEvent, OwnerId, Settlement, Subscription,
+    SubscriptionName,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, Version};

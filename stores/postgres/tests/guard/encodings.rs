@@ -20,7 +20,8 @@ async fn another_encoding_is_refused_by_name() {
         assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "encoding_unsupported"), "{error}");
         assert!(error.message().contains(encoding) && error.message().contains("createdb -E UTF8 -T template0"));
         assert_eq!(store.validate().await.expect_err("nothing was made").code(), "schema_missing");
-        // The printed script refuses too. A schema that is there all the same, from before, is not worked with.
+        // The printed script refuses too. A schema that is there all the same, from before, is not
+        // worked with.
         let client = support::client(&url).await;
         let script = store.script();
         let refused = client.batch_execute(&script).await.expect_err("refused");

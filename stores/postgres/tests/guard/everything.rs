@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Append as _, Batch, BatchLimit, Delivery, Disposition, Entry, Inbound, Inspect as _, Lease, ListQuery, Log as _,
-    LogName, Migrate as _, NewEvent, Outcome, OwnerId, Pause, Receive as _, Received, Selection, Settlement,
+    Admin as _, Append as _, Batch, BatchLimit, Delivery, Disposition, Entry, Inbound, Inspect as _, Lease, ListQuery,
+    Log as _, LogName, Migrate as _, NewEvent, Outcome, OwnerId, Pause, Receive as _, Received, Selection, Settlement,
     SourceName, State, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresStore, TxHandler};
@@ -45,7 +45,8 @@ fn dead() -> Disposition {
     Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false }
 }
 
-/// `writer` and `client` append, each in its way; `relay` does the rest. Panics at the first call that does not do what it should.
+/// `writer` and `client` append, each in its way; `relay` does the rest. Panics at the first call
+/// that does not do what it should.
 pub(crate) async fn everything(writer: &PostgresStore, client: &Client, relay: &PostgresStore) {
     let schema = relay.schema().quoted().to_owned();
     append(writer, client, &schema).await;
@@ -119,7 +120,7 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
     let record = relay.get(&name, batch.deliveries[2].event.id).await.expect("asked").expect("there");
     assert_eq!((record.state, record.code.as_deref()), (State::Dead, Some("http_422")));
     let all = Selection::default();
-    assert_eq!(relay.requeue(&name, &all).await.expect("requeued").count, 1);
+    assert_eq!(relay.retry(&name, &all).await.expect("requeued").count, 1);
     let scheduled = Selection { ids: Some(vec![batch.deliveries[3].event.id]), ..Selection::default() };
     assert_eq!(relay.discard(&name, &scheduled).await.expect("discarded").count, 1);
     let pause = Pause { until: None, by: "me".into(), why: "so".into() };

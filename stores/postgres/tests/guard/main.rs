@@ -1,5 +1,6 @@
-//! What the store keeps to itself, whoever calls it and however the database is set: roles with no more rights than they need, forged
-//! rows, planted functions, odd settings, other encodings, dumps.
+//! What the store keeps to itself, whoever calls it and however the database is set: roles with no
+//! more rights than they need, forged rows, planted functions, odd settings, other encodings,
+//! dumps.
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, BatchLimit, Inbound, Inspect as _, Log as _, LogName, Migrate as _, NewEvent, OwnerId, Receive as _,
+    Admin as _, Append as _, BatchLimit, Inbound, Log as _, LogName, Migrate as _, NewEvent, OwnerId, Receive as _,
     Received, Settlement, SourceName, Subscription, SubscriptionName,
 };
 use postbox_testkit::servers::Version;

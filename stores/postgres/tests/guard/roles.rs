@@ -34,7 +34,7 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
 
         // A reader sees, and changes nothing.
         let looking = store(&reader).await;
-        use postbox_core::{Inspect as _, Migrate as _, SubscriptionName};
+        use postbox_core::{Admin as _, Inspect as _, Migrate as _, SubscriptionName};
         looking.validate().await.expect("valid");
         let name = SubscriptionName::new("reader").expect("a name");
         assert_eq!(looking.subscriptions().await.expect("listed").len(), 2);

@@ -1,7 +1,8 @@
-//! Somebody who may create objects in a schema of our search_path plants functions, operators and types that fit our arguments as well as
-//! Postgres's own, or better. None of them is ever called with our rights.
+//! Somebody who may create objects in a schema of our search_path plants functions, operators and
+//! types that fit our arguments as well as Postgres's own, or better. None of them is ever called
+//! with our rights.
 
-use postbox_core::Migrate as _;
+use postbox_core::{Admin as _, Migrate as _};
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, Version};
 use tokio_postgres::Client;
@@ -145,7 +146,8 @@ async fn nothing_planted_on_the_search_path_is_called() {
         let planter = support::client(&url).await;
         planter.batch_execute("SET search_path = pg_catalog").await.expect("set");
         plant(&planter).await;
-        // The worst of all paths: what was planted comes before Postgres's own even where both fit as well.
+        // The worst of all paths: what was planted comes before Postgres's own even where both fit
+        // as well.
         for path in ["public", "public%2Cpg_catalog"] {
             let url = format!("{url}?options=-c%20search_path%3D{path}");
             let schema = if path == "public" { "first" } else { "second" };

@@ -14,7 +14,8 @@ use tokio_postgres::Client;
 
 use super::{PATIENCE, client};
 
-/// Only the one update that comes first after `gate` was set to it waits, before it looks for its row.
+/// Only the one update that comes first after `gate` was set to it waits, before it looks for its
+/// row.
 const GATE: &str = "
 CREATE SEQUENCE gate START 2;
 CREATE FUNCTION pass_gate() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -78,12 +79,12 @@ impl CallFaults for PostgresFaults {
 
     fn places(&self, call: Call) -> &'static [Place] {
         match call {
-            Call::Acquire | Call::Renew | Call::Release | Call::NextBatch | Call::Position => {
-                &[Place::Start, Place::Middle, Place::End]
-            }
-            Call::Append => &[Place::Start, Place::End],
+            Call::Acquire | Call::Renew | Call::Release | Call::NextBatch => &[Place::Start, Place::Middle, Place::End],
+            // A settlement reads the lane's row by locking it: from there on it is at its end.
+            Call::Append | Call::Position => &[Place::Start, Place::End],
             Call::Receive => &[Place::Start],
-            // Their clients wait for answers between BEGIN and COMMIT: stopped earlier, they end in nothing.
+            // Their clients wait for answers between BEGIN and COMMIT: stopped earlier, they end in
+            // nothing.
             _ => &[Place::End],
         }
     }

@@ -1,4 +1,5 @@
-//! What the tests of this crate share: a migrated store in a database of its own, and a producer's transaction.
+//! What the tests of this crate share: a migrated store in a database of its own, and a producer's
+//! transaction.
 
 #![allow(dead_code, missing_docs, unreachable_pub, reason = "each test binary uses its part")]
 
@@ -8,10 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, Store};
+use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, SourceName, Store};
 use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName, TxHandler};
 use postbox_testkit::conformance::faults::CallFaults;
-use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
+use postbox_testkit::conformance::{
+    ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
+};
 use postbox_testkit::servers::{PgBouncer, Postgres, Version};
 use tokio::sync::OnceCell;
 use tokio_postgres::{Client, Transaction};
@@ -38,7 +41,7 @@ pub async fn on(version: Version) -> Fixture {
     let server = Postgres::shared(version).await;
     let url = server.fresh_database().await;
     let store = migrated(PostgresConfig::new(&url)).await;
-    effects_table(&url).await;
+    prepare(&url).await;
     Fixture { store, front: url.clone(), url, server, faults: OnceCell::new(), _pooler: None }
 }
 
@@ -50,11 +53,12 @@ pub async fn pooled() -> Fixture {
     let database = url.rsplit('/').next().and_then(|rest| rest.split('?').next()).expect("a database in the url");
     let front = pooler.url(database);
     let store = migrated(PostgresConfig::new(&front)).await;
-    effects_table(&url).await;
+    prepare(&url).await;
     Fixture { store, url, server, front, faults: OnceCell::new(), _pooler: Some(pooler) }
 }
 
-/// Connects and migrates. A busy machine may take its time: what is tested here is not how long a connection takes.
+/// Connects and migrates. A busy machine may take its time: what is tested here is not how long a
+/// connection takes.
 pub async fn migrated(mut config: PostgresConfig) -> PostgresStore {
     (config.connect_timeout, config.pool_timeout) = (PATIENCE, PATIENCE);
     let store = PostgresStore::connect(config).await.expect("a store");
@@ -62,9 +66,23 @@ pub async fn migrated(mut config: PostgresConfig) -> PostgresStore {
     store
 }
 
-async fn effects_table(url: &str) {
-    let sql = "CREATE TABLE effect (n bigint GENERATED ALWAYS AS IDENTITY, payload text NOT NULL)";
-    client(url).await.batch_execute(sql).await.expect("a table for effects");
+/// A table for effects; and a trigger that fails every write which the state machine forbids.
+async fn prepare(url: &str) {
+    let forbidden = forbidden_transitions();
+    let sql = format!(
+        "CREATE TABLE effect (n bigint GENERATED ALWAYS AS IDENTITY, payload text NOT NULL);
+         CREATE FUNCTION check_transition() RETURNS trigger LANGUAGE plpgsql AS $$
+         DECLARE next text := CASE WHEN TG_OP = 'DELETE' THEN 'dispatched' ELSE NEW.state END;
+         BEGIN
+           IF (OLD.state, next) IN ({forbidden}) THEN
+             RAISE EXCEPTION 'forbidden transition of % from % to %', OLD.seq, OLD.state, next;
+           END IF;
+           RETURN NULL;
+         END $$;
+         CREATE TRIGGER check_transition AFTER UPDATE OR DELETE ON postbox.delivery
+           FOR EACH ROW EXECUTE FUNCTION check_transition()"
+    );
+    client(url).await.batch_execute(&sql).await.expect("prepared");
 }
 
 /// A connection of a producer or checker.
@@ -83,6 +101,50 @@ pub async fn until_waited_for(holder: &Client) {
         }
     };
     tokio::time::timeout(PATIENCE, wait).await.expect("nobody came to the lock");
+}
+
+/// Behind a pooler a connection is somebody else's a moment later: whatever a case did, nothing of it may stay with one.
+impl Drop for Fixture {
+    fn drop(&mut self) {
+        if self._pooler.is_none() || std::thread::panicking() {
+            return;
+        }
+        let front = self.front.clone();
+        let probe = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            runtime.block_on(left_in_sessions(&front))
+        });
+        let left = probe.join().expect("probed");
+        assert!(left.is_empty(), "state of a session stays behind the pooler: {left:?}");
+    }
+}
+
+/// What was left in the sessions of the pooler's connections.
+async fn left_in_sessions(front: &str) -> Vec<String> {
+    // What the pooler itself sets for each client.
+    const PROBE: &str = "
+        SELECT 'lock ' || objid FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'
+        UNION ALL SELECT 'statement ' || statement FROM pg_prepared_statements
+        UNION ALL SELECT 'channel ' || name FROM pg_listening_channels() AS name
+        UNION ALL SELECT 'temporary schema' WHERE pg_my_temp_schema() <> 0
+        UNION ALL SELECT 'setting ' || name || ' = ' || setting FROM pg_settings WHERE source = 'session' AND name NOT IN
+          ('application_name', 'client_encoding', 'DateStyle', 'TimeZone', 'standard_conforming_strings')";
+    let (mut open, mut left) = (Vec::new(), Vec::new());
+    // As many transactions as the pooler has connections, so that each is on another one.
+    for _ in 0..PgBouncer::CONNECTIONS {
+        let client = client(front).await;
+        let begin = tokio::time::timeout(Duration::from_secs(2), client.batch_execute("BEGIN")).await;
+        // A connection that a case left hanging is not to be had.
+        if matches!(begin, Ok(Ok(()))) {
+            let rows = client.simple_query(PROBE).await.expect("probed");
+            left.extend(rows.iter().filter_map(|row| match row {
+                tokio_postgres::SimpleQueryMessage::Row(row) => row.get(0).map(str::to_owned),
+                _ => None,
+            }));
+        }
+        open.push(client);
+    }
+    left
 }
 
 impl Fixture {
@@ -137,12 +199,21 @@ impl Open {
 #[async_trait]
 impl OpenTransaction for Open {
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
-        // The driver's transaction type borrows its client; this one only stands for the transaction that is open already (the server
-        // warns of the second BEGIN and goes on), and must not roll it back.
+        // The driver's transaction type borrows its client; this one only stands for the
+        // transaction that is open already (the server warns of the second BEGIN and goes on), and
+        // must not roll it back.
         let tx = self.client.transaction().await.expect("the open transaction");
         let appended = postbox_postgres::append_in(&tx, &self.schema, log, events).await;
         std::mem::forget(tx);
         appended
+    }
+
+    async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
+        // As above.
+        let tx = self.client.transaction().await.expect("the open transaction");
+        let asked = postbox_postgres::once_in(&tx, &self.schema, source, message_id).await;
+        std::mem::forget(tx);
+        asked
     }
 
     async fn savepoint(&mut self) {

@@ -1,4 +1,5 @@
-//! Harm to calls of a store in this process: their caller goes away, and the thread that writes does them all the same.
+//! Harm to calls of a store in this process: their caller goes away, and the thread that writes
+//! does them all the same.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -11,7 +12,8 @@ use postbox_sqlite::{SqliteConfig, SqliteStore};
 use postbox_testkit::conformance::faults::{Asked, Call, CallFaults, Late, Place};
 use tokio::sync::watch;
 
-/// A job of this thread begins by asking the clock how long it was kept waiting, after it saw that its caller is still there.
+/// A job of this thread begins by asking the clock how long it was kept waiting, after it saw that
+/// its caller is still there.
 const WRITER: &str = "postbox-write";
 /// Nobody's message ids are this old.
 const NEVER: Duration = Duration::from_secs(100 * 365 * 24 * 3_600);
@@ -81,7 +83,8 @@ impl CallFaults for SqliteFaults {
         Arc::new(self.store.clone())
     }
 
-    /// The thread does one job after the other: while it stands, the caller goes on through another.
+    /// The thread does one job after the other: while it stands, the caller goes on through
+    /// another.
     fn again(&self) -> Arc<dyn Store> {
         Arc::new(self.other.clone())
     }

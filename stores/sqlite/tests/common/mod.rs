@@ -11,11 +11,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     Apply, Batch, BatchLimit, Delivery, EventId, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId, Result,
-    Settlement, Store, Subscription, SubscriptionName,
+    Settlement, SourceName, Store, Subscription, SubscriptionName,
 };
-use postbox_sqlite::{SqliteConfig, SqliteStore, append_in};
+use postbox_sqlite::{SqliteConfig, SqliteStore, append_in, once_in};
 use postbox_testkit::conformance::faults::CallFaults;
-use postbox_testkit::conformance::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
+use postbox_testkit::conformance::{
+    ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
+};
 use rusqlite::Connection;
 use tempfile::TempDir;
 use tokio::sync::OnceCell;
@@ -44,7 +46,25 @@ impl Fixture {
         let folder = tempfile::tempdir().expect("a folder");
         let store = SqliteStore::open(config(folder.path().join("shop.db"))).await.expect("opened");
         store.up().await.expect("migrated");
-        Self { folder, store, faults: OnceCell::new() }
+        let fixture = Self { folder, store, faults: OnceCell::new() };
+        fixture.guard_transitions();
+        fixture
+    }
+
+    /// Triggers that fail every write which the state machine forbids. `INSERT OR REPLACE` deletes without a trigger.
+    fn guard_transitions(&self) {
+        let forbidden = forbidden_transitions();
+        let refuse = "SELECT RAISE(ABORT, 'forbidden transition')";
+        let sql = format!(
+            "CREATE TRIGGER check_update AFTER UPDATE ON postbox_delivery
+               WHEN (OLD.state, NEW.state) IN (VALUES {forbidden}) BEGIN {refuse}; END;
+             CREATE TRIGGER check_delete AFTER DELETE ON postbox_delivery
+               WHEN (OLD.state, 'dispatched') IN (VALUES {forbidden}) BEGIN {refuse}; END;
+             CREATE TRIGGER check_insert BEFORE INSERT ON postbox_delivery
+               WHEN EXISTS (SELECT 1 FROM postbox_delivery AS d WHERE d.subscription = NEW.subscription
+                 AND d.seq = NEW.seq AND (d.state, NEW.state) IN (VALUES {forbidden})) BEGIN {refuse}; END;"
+        );
+        self.connect().execute_batch(&sql).expect("triggers");
     }
 
     async fn harm(&self) -> Arc<SqliteFaults> {
@@ -150,6 +170,10 @@ struct Open(Connection);
 impl OpenTransaction for Open {
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
         append_in(&self.0, log, events)
+    }
+
+    async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
+        once_in(&self.0, source, message_id)
     }
 
     async fn savepoint(&mut self) {

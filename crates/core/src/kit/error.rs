@@ -1,0 +1,79 @@
+//! Errors that every store gives in the same words.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::limits::MESSAGE_ID_BYTES_MAX;
+use crate::names::{LogName, SubscriptionName};
+use crate::subscription::Subscription;
+
+/// The cursor that the caller goes by is not the one in the store: the store went back to an
+/// earlier state, or a call whose answer was lost moved it on. The lane must be acquired again.
+pub fn window_undone(operation: &'static str) -> Error {
+    let message = "the lane's cursor is not the one that was read: the store went back to an earlier state, or an earlier call was done; \
+                   what was given out is read again";
+    Error::new(ErrorKind::Stale, operation, "window_undone", message)
+}
+
+/// An earlier call whose answer was lost settled these events, or a person changed a row meanwhile.
+/// What handlers did in this transaction must be rolled back with it.
+pub fn settled_already() -> Error {
+    let message = "the events were settled or changed meanwhile; what this call did is rolled back";
+    Error::new(ErrorKind::Stale, "apply", "settled_already", message)
+}
+
+/// Somebody deleted lanes of a subscription.
+pub fn lanes_missing(subscription: &SubscriptionName) -> Error {
+    let message = format!(
+        "lanes of subscription {subscription} were deleted, so part of its log is read by nobody; restart postbox to make them anew: \
+         they begin with the oldest event in the log"
+    );
+    Error::new(ErrorKind::Mismatch, "acquire", "lanes_missing", message)
+}
+
+/// A store whose cursors are plain numbers needs no rebase.
+pub fn rebase_not_needed() -> Error {
+    let message = "only a Postgres store can need this: the cursors of the others are plain numbers";
+    Error::invalid("rebase", "rebase_not_needed", message)
+}
+
+/// There is no such subscription.
+pub fn subscription_unknown(operation: &'static str, name: &SubscriptionName, known: &[String]) -> Error {
+    let message = format!("there is no subscription {name}; known: {}", listed(known));
+    Error::new(ErrorKind::NotFound, operation, "subscription_unknown", message)
+}
+
+/// There is no such log.
+pub fn log_unknown(operation: &'static str, log: &LogName, known: &[String]) -> Error {
+    let message = format!("there is no log {log}; known: {}", listed(known));
+    Error::new(ErrorKind::NotFound, operation, "log_unknown", message)
+}
+
+fn listed(known: &[String]) -> String {
+    if known.is_empty() { "none yet".to_owned() } else { known.join(", ") }
+}
+
+/// A subscription may change its filter and ordering, not its log and lanes.
+pub fn check_shape(asked: &Subscription, log: &LogName, lanes: u16) -> Result<()> {
+    let name = &asked.name;
+    let (code, message) = if *log != asked.log {
+        let message = format!("subscription {name} reads log {log}, not {}; give the new one another name", asked.log);
+        ("log_differs", message)
+    } else if lanes != asked.lanes {
+        let message = format!(
+            "subscription {name} was made with {lanes} lanes, not {}; lanes are fixed once created",
+            asked.lanes
+        );
+        ("lanes_differ", message)
+    } else {
+        return Ok(());
+    };
+    Err(Error::new(ErrorKind::Conflict, "subscribe", code, message))
+}
+
+/// Checks the id of a message from outside.
+pub fn check_message_id(operation: &'static str, message_id: &str) -> Result<()> {
+    if message_id.is_empty() || message_id.len() > MESSAGE_ID_BYTES_MAX || message_id.contains('\0') {
+        let message = format!("the message id must have 1 to {MESSAGE_ID_BYTES_MAX} bytes and no NUL character");
+        return Err(Error::invalid(operation, "message_id_invalid", message));
+    }
+    Ok(())
+}

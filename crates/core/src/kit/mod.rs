@@ -1,0 +1,27 @@
+//! For authors of a store: what every store does in the same way.
+//!
+//! A store keeps the contracts in its own terms, usually SQL. What does not depend on those terms
+//! is here, so that it is written once: how a delivery row looks after a disposition
+//! ([`RowAfter`]), how many rows fit into a batch ([`BatchLimiter`]), which due rows may go
+//! ([`DueOrder`]), what a failed handler holds up ([`BlockedKeys`]), pending counts
+//! ([`PendingTopics`]), and the errors that callers know by code.
+
+mod apply;
+mod batch;
+mod due;
+mod error;
+mod row;
+mod stats;
+
+pub use apply::{BlockedKeys, entries_of};
+pub use batch::{BatchLimiter, lane_of};
+pub use due::DueOrder;
+pub use error::{
+    check_message_id, check_shape, lanes_missing, log_unknown, rebase_not_needed, settled_already,
+    subscription_unknown, window_undone,
+};
+pub use row::{Due, RowAfter};
+pub use stats::PendingTopics;
+
+/// Rows that one bounded step of `prune` or `forget` deletes at most.
+pub const STEP_ROWS_MAX: usize = 1_000;

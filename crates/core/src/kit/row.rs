@@ -1,0 +1,85 @@
+//! How a delivery row looks after a disposition.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use crate::batch::{Disposition, Retrying};
+use crate::limits::ERROR_BYTES_MAX;
+use crate::state::State;
+
+/// When a row is due.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Due {
+    /// It waits for something else than time.
+    Never,
+    /// After a wait on the store's clock.
+    After(Duration),
+    /// At a time on the store's clock.
+    At(Timestamp),
+}
+
+/// A delivery row after a disposition.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RowAfter<'a> {
+    /// Its state.
+    pub state: State,
+    /// Counted attempts so far.
+    pub attempts: u32,
+    /// When it is due.
+    pub due: Due,
+    /// It is dead, and its key stays held until a person retries or discards it.
+    pub halt: bool,
+    /// The reason code; `None` leaves the one that is there.
+    pub code: Option<&'a str>,
+    /// The error text, within its limit; `None` leaves the one that is there.
+    pub error: Option<Cow<'a, str>>,
+}
+
+impl<'a> RowAfter<'a> {
+    /// The row of an event with `attempts` so far. `holds_key`: the event has a key, and failed
+    /// events hold theirs. `None`: the event is done with, and its row goes.
+    ///
+    /// Whether a blocked row is the first of its key, and so due at once, only the store knows once
+    /// all is written.
+    pub fn of(disposition: &'a Disposition, attempts: u32, holds_key: bool) -> Option<Self> {
+        let row = Self { state: State::Retrying, attempts, due: Due::Never, halt: false, code: None, error: None };
+        Some(match disposition {
+            Disposition::Delivered | Disposition::Discarded => return None,
+            Disposition::Retry { .. } | Disposition::InFlight { .. } | Disposition::NotSent => {
+                let Retrying { after, counted, code, error } = disposition.retrying()?;
+                Self {
+                    attempts: attempts.saturating_add(u32::from(counted)),
+                    due: Due::After(after),
+                    code: Some(code),
+                    error: Some(error_text(error)),
+                    ..row
+                }
+            }
+            Disposition::Block if holds_key => Self { state: State::Blocked, ..row },
+            // Without order there is nothing to wait behind.
+            Disposition::Block => Self { due: Due::After(Duration::ZERO), ..row },
+            Disposition::Schedule { at } => Self { state: State::Scheduled, due: Due::At(*at), ..row },
+            Disposition::Dead { code, error, halt } => Self {
+                state: State::Dead,
+                attempts: attempts.saturating_add(1),
+                halt: *halt,
+                code: Some(code),
+                error: Some(error_text(error)),
+                ..row
+            },
+        })
+    }
+}
+
+/// An error text within its limit, cut between characters. Not every database keeps NUL.
+fn error_text(error: &str) -> Cow<'_, str> {
+    let cut = |text: &str| text.floor_char_boundary(ERROR_BYTES_MAX);
+    if error.contains('\0') {
+        let mut replaced = error.replace('\0', "\u{fffd}");
+        replaced.truncate(cut(&replaced));
+        return Cow::Owned(replaced);
+    }
+    Cow::Borrowed(&error[..cut(error)])
+}

@@ -1,0 +1,237 @@
+//! A broker in memory, for tests of whatever receives.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::{AckToken, RawMessage, Source, SourceCapabilities, SourceMessage};
+use crate::clock::Clock;
+use crate::error::{Error, ErrorKind, Result};
+
+/// A queue in memory that behaves as the [`Source`] contract says, and can lose its connection.
+pub struct MemorySource {
+    capabilities: SourceCapabilities,
+    clock: Arc<dyn Clock>,
+    queue: Mutex<Queue>,
+}
+
+#[derive(Default)]
+struct Queue {
+    /// Waiting to be given out, by the order of publishing; with the time before which it must not be.
+    ready: BTreeMap<u64, (Duration, RawMessage)>,
+    /// Given out, by token.
+    unsettled: BTreeMap<u64, (u64, RawMessage)>,
+    published: u64,
+    tokens: u64,
+    acked: Vec<RawMessage>,
+    rejected: Vec<RawMessage>,
+    /// The most that were unsettled at one time.
+    unsettled_peak: usize,
+    disconnected: bool,
+    settling_fails: bool,
+    closed: bool,
+    wakers: VecDeque<Waker>,
+}
+
+impl MemorySource {
+    /// An empty queue with every capability. `clock` times the delays of `nak`.
+    pub fn new(in_flight_max: usize, clock: Arc<dyn Clock>) -> Self {
+        let capabilities = SourceCapabilities {
+            in_flight_max: in_flight_max.max(1),
+            ordered: true,
+            nak_delay: true,
+            dead_letters: true,
+        };
+        Self { capabilities, clock, queue: Mutex::default() }
+    }
+
+    /// The same without dead letters, or without order.
+    #[must_use]
+    pub fn with_capabilities(mut self, change: impl FnOnce(&mut SourceCapabilities)) -> Self {
+        change(&mut self.capabilities);
+        self
+    }
+
+    /// Puts a message at the end.
+    pub fn publish(&self, message: RawMessage) {
+        self.change(|queue| {
+            queue.published += 1;
+            queue.ready.insert(queue.published, (Duration::ZERO, message));
+        });
+    }
+
+    /// Breaks the connection: what is unsettled comes again, and one call of `next` fails.
+    pub fn disconnect(&self) {
+        self.change(|queue| {
+            queue.disconnected = true;
+            queue.give_back_all();
+        });
+    }
+
+    /// From now on acknowledgements and their like fail, or work again.
+    pub fn fail_settling(&self, fails: bool) {
+        self.change(|queue| queue.settling_fails = fails);
+    }
+
+    /// Opens a closed queue again, as a new consumer of the same broker does.
+    pub fn reopen(&self) {
+        self.change(|queue| queue.closed = false);
+    }
+
+    /// What was acknowledged, in that order.
+    pub fn acked(&self) -> Vec<RawMessage> {
+        self.queue().acked.clone()
+    }
+
+    /// What was rejected, in that order.
+    pub fn rejected(&self) -> Vec<RawMessage> {
+        self.queue().rejected.clone()
+    }
+
+    /// How many messages are neither acknowledged nor rejected.
+    pub fn remaining(&self) -> usize {
+        let queue = self.queue();
+        queue.ready.len() + queue.unsettled.len()
+    }
+
+    /// The most messages that were given out and unsettled at one time.
+    pub fn unsettled_peak(&self) -> usize {
+        self.queue().unsettled_peak
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the queue and wakes whoever waits for it.
+    fn change<T>(&self, change: impl FnOnce(&mut Queue) -> T) -> T {
+        let mut queue = self.queue();
+        let changed = change(&mut queue);
+        let wakers = std::mem::take(&mut queue.wakers);
+        drop(queue);
+        wakers.into_iter().for_each(Waker::wake);
+        changed
+    }
+
+    fn settle(&self, tokens: &[AckToken], end: impl Fn(&mut Queue, u64, RawMessage)) -> Result<()> {
+        self.change(|queue| {
+            if queue.settling_fails {
+                return Err(disconnected("settle"));
+            }
+            for token in tokens {
+                let number = token.as_bytes().try_into().map(u64::from_be_bytes).ok();
+                if let Some((place, message)) = number.and_then(|number| queue.unsettled.remove(&number)) {
+                    end(queue, place, message);
+                }
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Queue {
+    fn give_back_all(&mut self) {
+        let unsettled = std::mem::take(&mut self.unsettled);
+        self.ready.extend(unsettled.into_values().map(|(place, message)| (place, (Duration::ZERO, message))));
+    }
+
+    /// The answer of `next`, or until when there can be none without a change.
+    fn take(
+        &mut self,
+        max: usize,
+        of: SourceCapabilities,
+        now: Duration,
+    ) -> Result<Result<Vec<SourceMessage>>, Option<Duration>> {
+        if self.closed {
+            return Ok(Ok(Vec::new()));
+        }
+        if std::mem::take(&mut self.disconnected) {
+            return Ok(Err(disconnected("next")));
+        }
+        let room = of.in_flight_max.saturating_sub(self.unsettled.len()).min(max.max(1));
+        let due = |at: Duration| at <= now;
+        let places: Vec<u64> = match of.ordered {
+            true => self.ready.iter().take_while(|(_, (at, _))| due(*at)).map(|(place, _)| *place).take(room).collect(),
+            false => self.ready.iter().filter(|(_, (at, _))| due(*at)).map(|(place, _)| *place).take(room).collect(),
+        };
+        if places.is_empty() {
+            let wait = self.ready.values().map(|(at, _)| *at).filter(|at| !due(*at)).min();
+            return Err(wait.filter(|_| room > 0));
+        }
+        let mut given = Vec::with_capacity(places.len());
+        for place in places {
+            let Some((_, message)) = self.ready.remove(&place) else { continue };
+            self.tokens += 1;
+            self.unsettled.insert(self.tokens, (place, message.clone()));
+            given.push(SourceMessage { message, token: AckToken::new(self.tokens.to_be_bytes().to_vec()) });
+        }
+        self.unsettled_peak = self.unsettled_peak.max(self.unsettled.len());
+        Ok(Ok(given))
+    }
+}
+
+fn disconnected(operation: &'static str) -> Error {
+    Error::new(ErrorKind::Unavailable, operation, "source_disconnected", "the connection to the source was lost")
+}
+
+#[async_trait]
+impl Source for MemorySource {
+    fn capabilities(&self) -> SourceCapabilities {
+        self.capabilities
+    }
+
+    async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
+        let mut alarm: Option<(Duration, Pin<Box<dyn Future<Output = ()> + Send + '_>>)> = None;
+        poll_fn(|context: &mut Context<'_>| {
+            loop {
+                let now = self.clock.monotonic();
+                let wait = {
+                    let mut queue = self.queue();
+                    match queue.take(max, self.capabilities, now) {
+                        Ok(answer) => return Poll::Ready(answer),
+                        Err(wait) => {
+                            if !queue.wakers.iter().any(|waker| waker.will_wake(context.waker())) {
+                                queue.wakers.push_back(context.waker().clone());
+                            }
+                            wait
+                        }
+                    }
+                };
+                let Some(at) = wait else { return Poll::Pending };
+                if alarm.as_ref().is_none_or(|(set, _)| *set != at) {
+                    alarm = Some((at, Box::pin(self.clock.sleep(at.saturating_sub(now)))));
+                }
+                match alarm.as_mut().map(|(_, sleep)| sleep.as_mut().poll(context)) {
+                    Some(Poll::Ready(())) => alarm = None,
+                    _ => return Poll::Pending,
+                }
+            }
+        })
+        .await
+    }
+
+    async fn ack(&self, tokens: &[AckToken]) -> Result<()> {
+        self.settle(tokens, |queue, _, message| queue.acked.push(message))
+    }
+
+    async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
+        let at = self.clock.monotonic() + delay;
+        self.settle(tokens, |queue, place, message| drop(queue.ready.insert(place, (at, message))))
+    }
+
+    async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
+        self.settle(tokens, |queue, _, message| queue.rejected.push(message))
+    }
+
+    async fn close(&self) {
+        self.change(|queue| {
+            queue.closed = true;
+            queue.give_back_all();
+        });
+    }
+}

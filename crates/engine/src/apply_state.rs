@@ -1,0 +1,54 @@
+//! What is known of a handler's transactions: how many deliveries the next one may take.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use postbox_core::{Delivery, Seq};
+
+use crate::lock::lock;
+
+/// Most deliveries of one transaction: bounds both its length and what a rollback repeats.
+pub(crate) const APPLY_CHUNK_MAX: usize = 64;
+
+pub(crate) struct ApplyState {
+    chunk: AtomicUsize,
+    /// Events whose transaction overran alone, with the attempt and replay that it was. Read again,
+    /// that is a failed attempt; at another attempt it is not, because the transaction did commit.
+    overran: Mutex<HashMap<Seq, (u32, u32)>>,
+}
+
+impl Default for ApplyState {
+    fn default() -> Self {
+        Self { chunk: AtomicUsize::new(APPLY_CHUNK_MAX), overran: Mutex::default() }
+    }
+}
+
+impl ApplyState {
+    /// How many deliveries the next transaction takes.
+    pub(crate) fn chunk(&self) -> usize {
+        self.chunk.load(Ordering::Relaxed)
+    }
+
+    /// A transaction was committed in time: larger ones are tried again.
+    pub(crate) fn committed(&self) {
+        let chunk = self.chunk();
+        if chunk < APPLY_CHUNK_MAX {
+            self.chunk.store((chunk * 2).min(APPLY_CHUNK_MAX), Ordering::Relaxed);
+        }
+    }
+
+    /// A transaction overran or panicked: the next ones take one delivery each, to find which it
+    /// was.
+    pub(crate) fn overran(&self, deliveries: &[&Delivery]) {
+        self.chunk.store(1, Ordering::Relaxed);
+        if let [single] = deliveries {
+            lock(&self.overran).insert(single.seq, (single.attempt, single.replay));
+        }
+    }
+
+    /// Whether this delivery's transaction overran alone; says so once.
+    pub(crate) fn take_overran(&self, delivery: &Delivery) -> bool {
+        lock(&self.overran).remove(&delivery.seq) == Some((delivery.attempt, delivery.replay))
+    }
+}

@@ -1,0 +1,123 @@
+//! What all lanes of one relay share.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use postbox_core::{Apply, Capabilities, Clock, Error, Log, Ordering, Random, Sink, Subscription};
+use tracing::warn;
+
+use crate::apply_state::{APPLY_CHUNK_MAX, ApplyState};
+use crate::breaker::Breaker;
+use crate::failures::FailureTracker;
+use crate::limiter::Limiter;
+use crate::lock::lock;
+use crate::metrics::Metrics;
+use crate::settings::RelaySettings;
+
+/// First and longest wait before a failed call of the store is repeated. The cap keeps a relay
+/// within half a second of a database that comes back.
+const STORE_BACKOFF_MIN: Duration = Duration::from_millis(20);
+const STORE_BACKOFF_MAX: Duration = Duration::from_millis(500);
+
+/// Where a relay's events go.
+#[derive(Clone)]
+pub(crate) enum Destination {
+    Sink(Arc<dyn Sink>),
+    Apply(Arc<dyn Apply>),
+}
+
+pub(crate) struct RelayContext {
+    pub(crate) log: Arc<dyn Log>,
+    pub(crate) destination: Destination,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) subscription: Subscription,
+    pub(crate) settings: RelaySettings,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) random: Arc<dyn Random>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) health: Health,
+    pub(crate) limiter: Limiter,
+    pub(crate) apply: ApplyState,
+}
+
+/// What is known of the destination.
+pub(crate) struct Health {
+    pub(crate) breaker: Breaker,
+    pub(crate) failures: FailureTracker,
+    /// Why the destination must not be called again, once it said so.
+    gone: Mutex<Option<String>>,
+}
+
+impl Health {
+    /// Whether events may be sent freely.
+    pub(crate) fn is_good(&self) -> bool {
+        !self.is_gone() && self.breaker.is_closed()
+    }
+
+    pub(crate) fn set_gone(&self, why: String) {
+        *lock(&self.gone) = Some(why);
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        lock(&self.gone).is_some()
+    }
+
+    pub(crate) fn take_gone(&self) -> Option<String> {
+        lock(&self.gone).take()
+    }
+}
+
+impl RelayContext {
+    pub(crate) fn new(
+        log: Arc<dyn Log>,
+        destination: Destination,
+        subscription: Subscription,
+        settings: RelaySettings,
+        (clock, random): (Arc<dyn Clock>, Arc<dyn Random>),
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let declared = match &destination {
+            Destination::Sink(sink) => sink.capabilities(),
+            Destination::Apply(_) => Capabilities { batch_max: APPLY_CHUNK_MAX, concurrency: 1, prefix: true },
+        };
+        let (limiter, capabilities) = Limiter::new(declared, &settings);
+        let health = Health {
+            breaker: Breaker::new(settings.breaker.clone()),
+            failures: FailureTracker::new(settings.breaker.clone()),
+            gone: Mutex::new(None),
+        };
+        let apply = ApplyState::default();
+        Self { log, destination, capabilities, subscription, settings, clock, random, metrics, health, limiter, apply }
+    }
+
+    /// Whether a failed event holds back the later ones of its key.
+    pub(crate) fn holds_keys(&self) -> bool {
+        self.subscription.ordering == Ordering::Key
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        self.subscription.name.as_str()
+    }
+
+    /// Records a failed call of the store; whether to repeat it.
+    pub(crate) fn store_failed(&self, error: &Error) -> bool {
+        if error.is_permanent() {
+            return false;
+        }
+        self.metrics.add(&self.metrics.store_errors, 1);
+        warn!(subscription = self.name(), code = error.code(), error = %error, "store call failed");
+        true
+    }
+
+    /// Records a failed call of one lane; whether to repeat it.
+    pub(crate) fn lane_failed(&self, lane: u16, operation: &'static str, error: &Error) -> bool {
+        self.metrics.lane_failed(lane, operation, error, self.clock.now());
+        self.store_failed(error)
+    }
+
+    /// The wait before the `failures`-th repetition of a call of the store.
+    pub(crate) fn store_backoff(&self, failures: u32) -> Duration {
+        let ceiling = STORE_BACKOFF_MIN.saturating_mul(1 << failures.min(10)).min(STORE_BACKOFF_MAX);
+        ceiling.mul_f64(0.5 + self.random.unit() / 2.0)
+    }
+}

@@ -1,0 +1,233 @@
+//! Whose failure it is: this event's, or the destination's.
+//!
+//! An event that can never succeed and a destination that is down often look the same. What tells
+//! them apart is whether other events succeed meanwhile.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+
+use postbox_core::Seq;
+
+use crate::breaker::BreakerPolicy;
+use crate::lock::lock;
+
+/// In so many closed periods of the breaker one event may find the destination down before it is
+/// the event's own failure. An outage alone never gets there: the breaker does not close in it.
+const PERIODS_MAX: u32 = 5;
+/// Most events that are remembered to have failed; beyond it all are forgotten.
+const SUSPECTS_MAX: usize = 1_000;
+
+/// Evidence of one destination, over all lanes of a relay.
+#[derive(Debug)]
+pub(crate) struct FailureTracker {
+    policy: BreakerPolicy,
+    evidence: Mutex<Evidence>,
+}
+
+#[derive(Debug, Default)]
+struct Evidence {
+    /// How many ambiguous failures there were.
+    ambiguous: u64,
+    /// An event that was sent and accepted after the last of them.
+    accepted: Option<Seq>,
+    /// Whether an event was accepted since one was throttled.
+    accepted_since_throttled: bool,
+    /// How often the breaker closed.
+    periods: u64,
+    suspects: HashMap<Seq, Suspect>,
+}
+
+/// An event that found the destination down.
+#[derive(Debug)]
+struct Suspect {
+    /// The period in which it last did.
+    period: u64,
+    /// In how many periods it did.
+    count: u32,
+    /// How often it was made to wait alone.
+    throttled: u32,
+}
+
+/// When a call was made. A call from before the last ambiguous failure that is accepted does not
+/// prove that the destination is up.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sent(u64);
+
+/// What a failure that looks like an outage is.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// The destination is down, for all events.
+    Outage,
+    /// A failed attempt of this event.
+    OfEvent,
+    /// This event waits so long; others go on, and no attempt is counted.
+    Throttled(Duration),
+}
+
+impl FailureTracker {
+    pub(crate) fn new(policy: BreakerPolicy) -> Self {
+        Self { policy, evidence: Mutex::default() }
+    }
+
+    /// A call leaves now.
+    pub(crate) fn sent(&self) -> Sent {
+        Sent(self.evidence().ambiguous)
+    }
+
+    /// An event of a call made at `sent` was accepted.
+    pub(crate) fn accepted(&self, seq: Seq, sent: Sent) {
+        let mut evidence = self.evidence();
+        evidence.accepted_since_throttled = true;
+        if sent.0 == evidence.ambiguous {
+            evidence.accepted = Some(seq);
+        }
+    }
+
+    /// The breaker closed.
+    pub(crate) fn breaker_closed(&self) {
+        self.evidence().periods += 1;
+    }
+
+    /// An ambiguous failure. It is the event's if another event was accepted since the last one;
+    /// so an outage costs at most one attempt of one event.
+    pub(crate) fn ambiguous(&self, seq: Seq, after: Option<Duration>) -> Failure {
+        let mut evidence = self.evidence();
+        evidence.ambiguous += 1;
+        match evidence.accepted.take() {
+            Some(other) if other != seq => Failure::OfEvent,
+            _ => self.classify(&mut evidence, seq, after),
+        }
+    }
+
+    /// The destination is down, says this event.
+    pub(crate) fn unavailable(&self, seq: Seq) -> Failure {
+        self.classify(&mut self.evidence(), seq, None)
+    }
+
+    /// The destination asked for fewer requests.
+    pub(crate) fn throttled(&self, seq: Seq, after: Option<Duration>) -> Failure {
+        self.classify(&mut self.evidence(), seq, Some(after.unwrap_or_default()))
+    }
+
+    /// Without a named wait, an event that found the destination down in [`PERIODS_MAX`] periods is
+    /// at fault itself. With one it is never charged: it waits alone, longer each time, if it is
+    /// such an event or another was accepted since the last throttling; otherwise all wait.
+    fn classify(&self, evidence: &mut Evidence, seq: Seq, after: Option<Duration>) -> Failure {
+        let alone = after.is_some() && std::mem::take(&mut evidence.accepted_since_throttled);
+        let period = evidence.periods;
+        let suspects = &mut evidence.suspects;
+        if suspects.len() >= SUSPECTS_MAX {
+            suspects.clear();
+        }
+        let suspect = suspects.entry(seq).or_insert(Suspect { period, count: 1, throttled: 0 });
+        if suspect.period != period {
+            (suspect.period, suspect.count) = (period, suspect.count.saturating_add(1));
+        }
+        match after {
+            Some(after) if alone || suspect.count >= PERIODS_MAX => {
+                let wait = self.policy.wait_max(suspect.throttled);
+                suspect.throttled = suspect.throttled.saturating_add(1);
+                Failure::Throttled(wait.max(BreakerPolicy::named_wait(after)))
+            }
+            None if suspect.count >= PERIODS_MAX => {
+                suspects.remove(&seq);
+                Failure::OfEvent
+            }
+            _ => Failure::Outage,
+        }
+    }
+
+    fn evidence(&self) -> MutexGuard<'_, Evidence> {
+        lock(&self.evidence)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const S: Duration = Duration::from_secs(1);
+
+    fn tracker() -> FailureTracker {
+        FailureTracker::new(BreakerPolicy { base: S, max: 8 * S })
+    }
+
+    impl FailureTracker {
+        fn accept(&self, seq: i64) {
+            self.accepted(Seq(seq), self.sent());
+        }
+
+        fn fail(&self, seq: i64) -> Failure {
+            self.ambiguous(Seq(seq), None)
+        }
+    }
+
+    #[test]
+    fn an_ambiguous_failure_is_the_events_only_while_others_succeed() {
+        let tracker = tracker();
+        assert_eq!(tracker.fail(1), Failure::Outage, "nothing was ever accepted");
+        assert_eq!(tracker.fail(1), Failure::Outage, "however often");
+        tracker.accept(2);
+        assert_eq!(tracker.fail(1), Failure::OfEvent, "others succeed");
+        assert_eq!(tracker.fail(1), Failure::Outage, "and since then no other did");
+        assert_eq!(tracker.fail(2), Failure::Outage);
+        tracker.accept(1);
+        assert_eq!(tracker.fail(1), Failure::Outage, "a replay of itself is no other");
+        tracker.accept(1);
+        assert_eq!(tracker.fail(2), Failure::OfEvent);
+    }
+
+    #[test]
+    fn calls_from_before_an_outage_are_no_evidence() {
+        let tracker = tracker();
+        tracker.accept(1);
+        let sent: Vec<Sent> = (0..16).map(|_| tracker.sent()).collect();
+        let mut charged = 0;
+        for (seq, sent) in (10..).zip(sent) {
+            match seq % 2 {
+                0 => charged += u32::from(tracker.fail(seq) == Failure::OfEvent),
+                _ => tracker.accepted(Seq(seq), sent),
+            }
+        }
+        assert_eq!(charged, 1, "one outage, one attempt");
+        assert_eq!(tracker.fail(9), Failure::Outage);
+    }
+
+    #[test]
+    fn an_outage_is_no_events_failure_but_a_repeated_one_is() {
+        let tracker = tracker();
+        for _ in 0..100 {
+            assert_eq!(tracker.unavailable(Seq(1)), Failure::Outage, "the breaker never closed in between");
+        }
+        let of_event = (1..=PERIODS_MAX).filter(|_| {
+            tracker.breaker_closed();
+            tracker.unavailable(Seq(1)) == Failure::OfEvent
+        });
+        assert_eq!(of_event.count(), 1);
+    }
+
+    #[test]
+    fn a_throttled_event_waits_alone_without_costing_attempts() {
+        let tracker = tracker();
+        let throttle = || {
+            tracker.breaker_closed();
+            tracker.throttled(Seq(1), Some(3 * S))
+        };
+        let failures: Vec<Failure> = (1..=12).map(|_| throttle()).skip(PERIODS_MAX as usize - 1).collect();
+        let expected = [3, 3, 4, 8, 8, 8, 8, 8].map(|seconds| Failure::Throttled(seconds * S));
+        assert_eq!(failures, expected);
+        assert_eq!(tracker.throttled(Seq(1), None), Failure::Throttled(8 * S), "also within a period");
+    }
+
+    #[test]
+    fn of_two_throttled_in_a_row_the_second_makes_all_wait() {
+        let tracker = tracker();
+        assert_eq!(tracker.throttled(Seq(1), None), Failure::Outage, "nothing was ever accepted");
+        for wait in [1, 2, 4, 8, 8] {
+            tracker.accept(3);
+            assert_eq!(tracker.throttled(Seq(1), None), Failure::Throttled(wait * S));
+        }
+        assert_eq!(tracker.throttled(Seq(2), None), Failure::Outage);
+    }
+}

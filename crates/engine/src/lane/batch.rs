@@ -1,0 +1,136 @@
+//! One batch from plan to settlement.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Batch, Delivery, Disposition, Key, Result, Unreadable};
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use super::Lane;
+use super::call::Call;
+use super::dispatch::DispatchLimits;
+use super::verdicts::{Verdicts, span};
+use crate::context::Destination;
+
+/// What became of a stream batch.
+pub(super) enum Progress {
+    /// All of it is written; these are the keys that later events must wait for.
+    Settled(HashSet<Key>),
+    /// It was cut short: the caller settles it once no read is in flight, then detaches the calls.
+    Short(Verdicts, Vec<Call>),
+}
+
+impl Lane {
+    /// Plans, sends and settles a stream batch.
+    pub(super) async fn deliver(
+        &self,
+        batch: &Arc<Batch>,
+        carried: &HashSet<Key>,
+        limits: DispatchLimits,
+        round: &CancellationToken,
+    ) -> Result<Progress> {
+        let mut verdicts = self.plan(batch, carried);
+        match &self.context.destination {
+            Destination::Sink(sink) => {
+                let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await;
+                // Of a lost lane the store would refuse whatever we know.
+                if self.lease.is_lost() || !verdicts.is_complete() {
+                    return Ok(Progress::Short(verdicts, calls));
+                }
+                self.settle(verdicts.settle_stream(batch, self.context.holds_keys(), false)).await?;
+                self.detach(batch, &verdicts, calls);
+            }
+            Destination::Apply(apply) => {
+                if !self.apply_batch(&**apply, batch, &mut verdicts, round).await? {
+                    return Ok(Progress::Short(Verdicts::new(batch.deliveries.len()), Vec::new()));
+                }
+            }
+        }
+        let (first, last) = span(batch);
+        debug!(
+            subscription = self.context.name(), lane = self.lease.lease.lane, events = batch.deliveries.len(),
+            exceptions = verdicts.exceptions().count(), %first, %last, "batch settled"
+        );
+        Ok(Progress::Settled(verdicts.holding_keys(&batch.deliveries)))
+    }
+
+    /// Sends and settles due rows.
+    pub(super) async fn deliver_due(
+        &self,
+        batch: &Arc<Batch>,
+        limits: DispatchLimits,
+        round: &CancellationToken,
+    ) -> Result<()> {
+        let mut verdicts = self.plan_due(batch);
+        match &self.context.destination {
+            Destination::Sink(sink) => {
+                let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await;
+                if self.lease.is_lost() {
+                    return Ok(());
+                }
+                self.settle(verdicts.settle_due(batch, self.context.holds_keys())).await?;
+                if !verdicts.is_complete() {
+                    self.due_timer.schedule(self.context.clock.monotonic(), Duration::ZERO);
+                }
+                self.detach(batch, &verdicts, calls);
+            }
+            Destination::Apply(apply) => _ = self.apply_batch(&**apply, batch, &mut verdicts, round).await?,
+        }
+        let (lane, events) = (self.lease.lease.lane, batch.deliveries.len());
+        debug!(subscription = self.context.name(), lane, events, "due rows settled");
+        Ok(())
+    }
+
+    /// Puts aside what does not go out with its batch: discarded and unreadable events, later
+    /// times, held keys.
+    ///
+    /// No clock is asked: an event with a later time than its append goes to the store, whose clock
+    /// decides, so that a wrong clock here can neither hurry nor delay it.
+    fn plan(&self, batch: &Batch, carried: &HashSet<Key>) -> Verdicts {
+        let mut verdicts = Verdicts::new(batch.deliveries.len());
+        let anything_held = self.context.holds_keys() && !(batch.held.is_empty() && carried.is_empty());
+        let is_held = |key: &Key| anything_held && (batch.held.contains(key) || carried.contains(key));
+        for (index, delivery) in batch.deliveries.iter().enumerate() {
+            let event = &delivery.event;
+            if batch.discarded.contains(&delivery.seq) {
+                verdicts.defer(index, Disposition::Discarded);
+            } else if let Some(why) = batch.unreadable.get(&delivery.seq) {
+                self.give_up_unreadable(&mut verdicts, index, delivery, why);
+            } else if let Some(at) = event.deliver_at.filter(|at| *at > event.created_at) {
+                verdicts.defer(index, Disposition::Schedule { at });
+            } else if event.key.as_ref().is_some_and(is_held) {
+                verdicts.defer(index, Disposition::Block);
+            }
+        }
+        verdicts
+    }
+
+    /// A person may have made a row due whose call is still in flight: it is not sent beside
+    /// itself.
+    fn plan_due(&self, batch: &Batch) -> Verdicts {
+        let mut verdicts = Verdicts::new(batch.deliveries.len());
+        let mut waiting: HashSet<&Key> = HashSet::new();
+        for (index, delivery) in batch.deliveries.iter().enumerate() {
+            let key = delivery.event.key.as_ref().filter(|_| self.context.holds_keys());
+            if self.detached.contains(delivery.seq) {
+                waiting.extend(key);
+                verdicts.defer(index, self.in_flight());
+            } else if let Some(why) = batch.unreadable.get(&delivery.seq) {
+                self.give_up_unreadable(&mut verdicts, index, delivery, why);
+            } else if key.is_some_and(|key| waiting.contains(key)) {
+                verdicts.defer(index, Disposition::Block);
+            }
+        }
+        verdicts
+    }
+
+    /// An event that cannot be read can never be sent. Its key goes on: nothing is known of it that
+    /// others must wait for.
+    fn give_up_unreadable(&self, verdicts: &mut Verdicts, index: usize, delivery: &Delivery, why: &Unreadable) {
+        let disposition = why.disposition();
+        self.context.record_failure(delivery, &disposition);
+        verdicts.defer(index, disposition);
+    }
+}

@@ -1,0 +1,157 @@
+//! Calls that outlive their batch, so that a slow event does not hold up the keys behind it.
+//!
+//! When nothing else of a batch can be done, its slow events leave the stream as
+//! [`Disposition::InFlight`], due only after the call's time limit, and the batch settles. The call
+//! goes on; its outcome is written to the row like that of a due one. A crash in between costs a
+//! repetition, as with any event in flight: the next holder of the lane finds such rows due at
+//! once.
+
+use std::collections::HashSet;
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use postbox_core::{Batch, Disposition, Entry, Result, Seq, Settlement};
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+
+use super::Lane;
+use super::call::{Call, Returned};
+use super::verdicts::Verdicts;
+use crate::lock::lock;
+
+/// How long a batch waits for its last calls before they are detached: above what a healthy
+/// destination takes, far below what a person notices.
+pub(super) const DETACH_AFTER: Duration = Duration::from_millis(250);
+/// Between a call's time limit and the moment its row is due, should nobody write its outcome.
+const DUE_MARGIN: Duration = Duration::from_secs(1);
+
+/// The detached calls of a lane. Dropping it drops them.
+#[derive(Default)]
+pub(super) struct DetachedCalls {
+    calls: Mutex<JoinSet<Returned>>,
+    seqs: Mutex<HashSet<Seq>>,
+    /// Payload bytes of the batches that these calls keep in memory.
+    bytes: Arc<AtomicUsize>,
+    added: Notify,
+}
+
+/// The part of a batch in `bytes`, until the last of its calls is back.
+struct Weight(Arc<AtomicUsize>, usize);
+
+impl Drop for Weight {
+    fn drop(&mut self) {
+        self.0.fetch_sub(self.1, Ordering::AcqRel);
+    }
+}
+
+impl DetachedCalls {
+    pub(super) fn len(&self) -> usize {
+        lock(&self.calls).len()
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Acquire)
+    }
+
+    pub(super) fn contains(&self, seq: Seq) -> bool {
+        lock(&self.seqs).contains(&seq)
+    }
+
+    fn add(&self, calls: Vec<Call>, seqs: impl Iterator<Item = Seq>, bytes: usize) {
+        lock(&self.seqs).extend(seqs);
+        self.bytes.fetch_add(bytes, Ordering::AcqRel);
+        let weight = Arc::new(Weight(self.bytes.clone(), bytes));
+        let mut tasks = lock(&self.calls);
+        for call in calls {
+            let weight = weight.clone();
+            tasks.spawn(async move {
+                let _weight = weight;
+                call.await
+            });
+        }
+        self.added.notify_one();
+    }
+
+    /// The next call that came back; waits for one to be added if there is none. Cancel-safe.
+    pub(super) async fn next(&self) -> Returned {
+        loop {
+            match self.next_in_flight().await {
+                Some(returned) => return returned,
+                None => self.added.notified().await,
+            }
+        }
+    }
+
+    /// The next call that came back; `None` if none is in flight. Cancel-safe.
+    pub(super) async fn next_in_flight(&self) -> Option<Returned> {
+        poll_fn(|context| {
+            loop {
+                match lock(&self.calls).poll_join_next(context) {
+                    Poll::Ready(Some(Ok(returned))) => return Poll::Ready(Some(returned)),
+                    // Aborted: panics of the sink are caught inside the call. Its row comes due.
+                    Poll::Ready(Some(Err(_))) => {}
+                    Poll::Ready(None) => return Poll::Ready(None),
+                    Poll::Pending => return Poll::Pending,
+                }
+            }
+        })
+        .await
+    }
+
+    fn forget(&self, returned: &Returned) {
+        let mut seqs = lock(&self.seqs);
+        for place in &returned.places {
+            seqs.remove(&returned.batch.deliveries[*place].seq);
+        }
+    }
+}
+
+impl Lane {
+    /// What is written of an event whose call goes on without its batch.
+    pub(super) fn in_flight(&self) -> Disposition {
+        Disposition::InFlight { after: self.context.settings.deliver_timeout.saturating_add(DUE_MARGIN) }
+    }
+
+    /// Lets calls go on without their batch, whose rows are written.
+    pub(super) fn detach(&self, batch: &Batch, verdicts: &Verdicts, calls: Vec<Call>) {
+        if calls.is_empty() {
+            return;
+        }
+        let in_flight = verdicts.exceptions().filter(|(_, it)| matches!(it, Disposition::InFlight { .. }));
+        self.detached.add(calls, in_flight.map(|(place, _)| batch.deliveries[place].seq), payload_bytes(batch));
+    }
+
+    /// Writes the outcomes of a detached call.
+    pub(super) async fn settle_detached(&self, returned: Returned) -> Result<()> {
+        let context = &*self.context;
+        self.detached.forget(&returned);
+        let mut entries: Vec<Entry<'_>> = Vec::with_capacity(returned.places.len());
+        for (place, outcome) in returned.places.iter().zip(returned.outcomes) {
+            let delivery = &returned.batch.deliveries[*place];
+            let verdict = context.judge(delivery, outcome, returned.sent);
+            context.record(delivery, &verdict);
+            entries.push(Entry { delivery, disposition: verdict.into_disposition() });
+        }
+        let hold_keys = context.holds_keys();
+        self.settle(Settlement { position: None, entries, rewind: false, hold_keys }).await?;
+        // The next of the key may have been released.
+        self.due_timer.schedule(context.clock.monotonic(), Duration::ZERO);
+        Ok(())
+    }
+
+    /// Waits for the detached calls, for a graceful end of the lane.
+    pub(super) async fn finish_detached(&self) -> Result<()> {
+        let abandon = &self.lease.abandon;
+        while let Some(Some(returned)) = abandon.run_until_cancelled(self.detached.next_in_flight()).await {
+            self.settle_detached(returned).await?;
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn payload_bytes(batch: &Batch) -> usize {
+    batch.deliveries.iter().map(|delivery| delivery.event.payload.len()).sum()
+}

@@ -1,0 +1,163 @@
+//! The one judgement of failure: what an outcome costs its event, and what it says of the
+//! destination. Deliveries of the stream, due rows, calls that outlived their batch and handlers in
+//! a transaction are all judged here.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use postbox_core::limits::ERROR_BYTES_MAX;
+use postbox_core::{Delivery, Disposition, Outcome};
+use tracing::{error, info, warn};
+
+use crate::context::{Health, RelayContext};
+use crate::failures::{Failure, Sent};
+use crate::settings::OnDead;
+
+/// What becomes of one delivery.
+#[derive(Debug, Clone)]
+pub(super) enum Verdict {
+    /// The destination has it.
+    Delivered { duplicate: bool },
+    /// It failed, or died of its last attempt. Until that is written it holds its key: after a
+    /// crash the attempt is made again, and a later event of the key must not have gone before.
+    Failed(Disposition),
+    /// It was refused for good. It does not hold its key, because the destination would refuse it
+    /// again after a crash.
+    Refused(Disposition),
+    /// Refused for good, and the destination must not be called again.
+    Gone { disposition: Disposition, why: String },
+    /// It found the destination down, which is no attempt.
+    Outage { disposition: Disposition, after: Option<Duration> },
+}
+
+impl Verdict {
+    /// What is written of the event.
+    pub(super) fn into_disposition(self) -> Disposition {
+        match self {
+            Self::Delivered { .. } => Disposition::Delivered,
+            Self::Failed(disposition)
+            | Self::Refused(disposition)
+            | Self::Gone { disposition, .. }
+            | Self::Outage { disposition, .. } => disposition,
+        }
+    }
+}
+
+impl RelayContext {
+    /// Judges the outcome of a call made at `sent`. It only updates the evidence, so that a handler
+    /// may be judged in a transaction that does not commit; see [`Self::record`].
+    pub(super) fn judge(&self, delivery: &Delivery, outcome: Outcome, sent: Sent) -> Verdict {
+        let (seq, failures) = (delivery.seq, &self.health.failures);
+        let (failure, code, error, after) = match outcome {
+            Outcome::Delivered { duplicate } => {
+                failures.accepted(seq, sent);
+                return Verdict::Delivered { duplicate };
+            }
+            Outcome::Dead { code, error } => return Verdict::Refused(self.dead(delivery, code, &error)),
+            Outcome::Gone { code, error } => {
+                let why = format!("{code}: {error}");
+                return Verdict::Gone { disposition: self.dead(delivery, code, &error), why };
+            }
+            Outcome::Retry { code, error, after } => (Failure::OfEvent, code, error, after),
+            Outcome::Ambiguous { code, error, after } => (failures.ambiguous(seq, after), code, error, after),
+            Outcome::Throttled { code, error, after } => (failures.throttled(seq, after), code, error, after),
+            Outcome::Unavailable { code, error } => (failures.unavailable(seq), code, error, None),
+        };
+        let retry = |after, counted, code| Disposition::Retry { after, counted, code, error: clip(&error) };
+        match failure {
+            Failure::OfEvent => {
+                let delay = self.settings.retry.next_delay(delivery.attempt, after, &*self.random);
+                Verdict::Failed(match delay {
+                    Some(delay) => retry(delay, true, code),
+                    None => self.dead(delivery, code, &error),
+                })
+            }
+            Failure::Throttled(wait) => Verdict::Failed(retry(wait, false, code)),
+            Failure::Outage => Verdict::Outage { disposition: retry(Duration::ZERO, false, code), after },
+        }
+    }
+
+    fn dead(&self, delivery: &Delivery, code: Cow<'static, str>, error: &str) -> Disposition {
+        let halt = self.settings.on_dead == OnDead::Halt && self.holds_keys() && delivery.event.key.is_some();
+        Disposition::Dead { code, error: clip(error), halt }
+    }
+
+    /// Acts on a verdict that stands: counts, logs, opens or closes the breaker.
+    pub(super) fn record(&self, delivery: &Delivery, verdict: &Verdict) {
+        match verdict {
+            Verdict::Delivered { duplicate } => {
+                self.metrics.add(&self.metrics.delivered, 1);
+                if *duplicate {
+                    self.metrics.duplicate(&delivery.event);
+                }
+                self.close_breaker();
+            }
+            // Proves nothing: the destination may well be down still.
+            Verdict::Failed(disposition) => self.record_failure(delivery, disposition),
+            Verdict::Refused(disposition) => {
+                self.close_breaker();
+                self.record_failure(delivery, disposition);
+            }
+            Verdict::Gone { disposition, why } => {
+                self.health.set_gone(why.clone());
+                self.close_breaker();
+                self.record_failure(delivery, disposition);
+            }
+            Verdict::Outage { disposition, after } => {
+                if let Disposition::Retry { code, error, .. } = disposition {
+                    self.metrics.failure(&delivery.event.topic, code);
+                    self.metrics.add(&self.metrics.unavailable, 1);
+                    self.open_breaker(code, error, *after);
+                }
+            }
+        }
+    }
+
+    /// Counts and logs a failed delivery.
+    pub(super) fn record_failure(&self, delivery: &Delivery, disposition: &Disposition) {
+        let (metrics, event) = (&self.metrics, &delivery.event);
+        match disposition {
+            Disposition::Retry { counted, code, error, after } => {
+                metrics.failure(&event.topic, code);
+                metrics.add(if *counted { &metrics.retries } else { &metrics.unavailable }, 1);
+                warn!(
+                    subscription = self.name(), id = %event.id, topic = %event.topic, attempt = delivery.attempt,
+                    code = %code, error = %error, counted, after = ?after, "delivery failed"
+                );
+            }
+            Disposition::Dead { code, error, halt } => {
+                metrics.failure(&event.topic, code);
+                metrics.add(&metrics.dead, 1);
+                error!(
+                    subscription = self.name(), id = %event.id, seq = %delivery.seq, topic = %event.topic,
+                    attempt = delivery.attempt, code = %code, error = %error, halt, "event dead"
+                );
+            }
+            _ => {}
+        }
+    }
+
+    fn open_breaker(&self, code: &str, error: &str, after: Option<Duration>) {
+        let breaker = &self.health.breaker;
+        let Some(wait) = breaker.unavailable(self.clock.monotonic(), after, &*self.random) else { return };
+        self.metrics.add(&self.metrics.breaker_opened, 1);
+        self.metrics.destination_down(self.clock.now(), code);
+        self.metrics.set_breaker(breaker.state());
+        warn!(subscription = self.name(), code, error, wait = ?wait, "breaker opened");
+    }
+
+    fn close_breaker(&self) {
+        let Health { breaker, failures, .. } = &self.health;
+        if breaker.answered() {
+            failures.breaker_closed();
+            self.metrics.destination_up();
+            self.metrics.set_breaker(breaker.state());
+            info!(subscription = self.name(), "breaker closed");
+        }
+    }
+}
+
+/// Cuts an error text to what is kept with a delivery, between characters.
+fn clip(text: &str) -> String {
+    text[..text.floor_char_boundary(ERROR_BYTES_MAX)].to_owned()
+}

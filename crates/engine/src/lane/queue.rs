@@ -1,0 +1,134 @@
+//! Which deliveries may go out next, by what the subscription orders and what the sink can keep in
+//! order.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, HashSet};
+
+use postbox_core::{Delivery, Disposition, Key};
+
+use super::verdicts::Verdicts;
+
+/// The order in which one batch goes out.
+pub(super) enum DispatchQueue {
+    /// Key order through a sink that keeps it within a call: one call of many after the other.
+    Batched {
+        next: usize,
+        out: bool,
+        /// Keys with an event in this batch that holds back the later ones.
+        held: HashSet<Key>,
+    },
+    /// No order: everything at once.
+    Unordered { next: usize },
+    /// Key order through a sink that does not keep it: one event of a key at a time.
+    PerKey {
+        /// Events whose earlier ones of the same key are done, oldest first, so that a stop leaves
+        /// few holes.
+        ready: BinaryHeap<Reverse<usize>>,
+        /// The next event of the same key.
+        behind: Vec<Option<u32>>,
+    },
+}
+
+impl DispatchQueue {
+    /// Begins with the first delivery that waits.
+    pub(super) fn new(deliveries: &[Delivery], verdicts: &Verdicts, by_key: bool, prefix: bool) -> Self {
+        if !by_key {
+            return Self::Unordered { next: 0 };
+        }
+        if prefix {
+            return Self::Batched { next: 0, out: false, held: HashSet::new() };
+        }
+        let mut ready = BinaryHeap::new();
+        let mut behind = vec![None; deliveries.len()];
+        let mut last_of_key: HashMap<&Key, usize> = HashMap::with_capacity(deliveries.len());
+        for (index, delivery) in deliveries.iter().enumerate().filter(|(index, _)| verdicts.is_waiting(*index)) {
+            let before = delivery.event.key.as_ref().and_then(|key| last_of_key.insert(key, index));
+            match before {
+                Some(before) => behind[before] = u32::try_from(index).ok(),
+                None => ready.push(Reverse(index)),
+            }
+        }
+        Self::PerKey { ready, behind }
+    }
+
+    /// Whether anything might go out now; `take` may still find that all of it is held.
+    pub(super) fn has_more(&self, count: usize) -> bool {
+        match self {
+            Self::Batched { next, out, .. } => !out && *next < count,
+            Self::Unordered { next } => *next < count,
+            Self::PerKey { ready, .. } => !ready.is_empty(),
+        }
+    }
+
+    /// The places of the next call, at most `max`; empty if nothing may go out now.
+    pub(super) fn take(&mut self, max: usize, deliveries: &[Delivery], verdicts: &mut Verdicts) -> Vec<usize> {
+        match self {
+            Self::Batched { out: true, .. } => Vec::new(),
+            Self::Batched { next, out, held } => {
+                let mut chunk = Vec::with_capacity(max.min(deliveries.len() - *next));
+                while *next < deliveries.len() && chunk.len() < max {
+                    let index = *next;
+                    *next += 1;
+                    if !verdicts.is_waiting(index) {
+                        continue;
+                    }
+                    // Nothing is held on the happy path, so no key is hashed.
+                    if !held.is_empty() && deliveries[index].event.key.as_ref().is_some_and(|key| held.contains(key)) {
+                        verdicts.defer(index, Disposition::Block);
+                        continue;
+                    }
+                    chunk.push(index);
+                }
+                *out = !chunk.is_empty();
+                chunk
+            }
+            Self::Unordered { next } => {
+                let mut chunk = Vec::with_capacity(max.min(deliveries.len() - *next));
+                while *next < deliveries.len() && chunk.len() < max {
+                    if verdicts.is_waiting(*next) {
+                        chunk.push(*next);
+                    }
+                    *next += 1;
+                }
+                chunk
+            }
+            Self::PerKey { ready, .. } => std::iter::from_fn(|| ready.pop()).map(|Reverse(at)| at).take(max).collect(),
+        }
+    }
+
+    /// The call that took these places has ended.
+    pub(super) fn returned(&mut self) {
+        if let Self::Batched { out, .. } = self {
+            *out = false;
+        }
+    }
+
+    /// The event is done (delivered, or dead without halt): the next of its key may go.
+    pub(super) fn done(&mut self, index: usize) {
+        if let Self::PerKey { ready, behind } = self
+            && let Some(next) = behind[index].take()
+        {
+            ready.push(Reverse(next as usize));
+        }
+    }
+
+    /// The event holds its key: what comes later of it in this batch is put behind it.
+    pub(super) fn hold(&mut self, index: usize, deliveries: &[Delivery], verdicts: &mut Verdicts) {
+        match self {
+            Self::Batched { held, .. } => {
+                if let Some(key) = &deliveries[index].event.key {
+                    held.insert(key.clone());
+                }
+            }
+            Self::Unordered { .. } => {}
+            Self::PerKey { behind, .. } => {
+                let mut at = behind[index].take();
+                while let Some(later) = at {
+                    let later = later as usize;
+                    verdicts.defer(later, Disposition::Block);
+                    at = behind[later].take();
+                }
+            }
+        }
+    }
+}

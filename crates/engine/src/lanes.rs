@@ -1,0 +1,177 @@
+//! The lanes one relay holds: taking its share, giving up what is more, stopping.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use postbox_core::{OwnerId, Result};
+use tokio::task::{Id, JoinSet};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info};
+
+use crate::context::RelayContext;
+use crate::lane::{Lane, LeaseGuard, SETTLE_GRACE};
+
+/// Longest wait between two requests for a free lane: a crashed relay's lane is taken over within
+/// its lease plus this.
+const ASK_MAX: Duration = Duration::from_millis(500);
+/// Wait before asking again after a lane ended by itself.
+const ASK_SOON: Duration = Duration::from_millis(50);
+
+/// The lanes of one relay, each a task of its own.
+pub(crate) struct Lanes {
+    context: Arc<RelayContext>,
+    owner: OwnerId,
+    tasks: JoinSet<Result<()>>,
+    lanes: BTreeMap<u16, (Id, CancellationToken)>,
+    abandon: CancellationToken,
+    failures: u32,
+    paused: bool,
+}
+
+impl Lanes {
+    pub(crate) fn new(context: Arc<RelayContext>, owner: OwnerId) -> Self {
+        Self {
+            context,
+            owner,
+            tasks: JoinSet::new(),
+            lanes: BTreeMap::new(),
+            abandon: CancellationToken::new(),
+            failures: 0,
+            paused: false,
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tasks.is_empty()
+    }
+
+    /// The next lane that ended by itself; waits for ever while there is none. Cancel-safe. An
+    /// error is permanent.
+    pub(crate) async fn next_ended(&mut self) -> Result<()> {
+        let Some(joined) = self.tasks.join_next_with_id().await else { return std::future::pending().await };
+        let (id, ended) = match joined {
+            Ok((id, ended)) => (id, ended),
+            Err(panic) => {
+                // It is free again after its lease.
+                error!(subscription = self.context.name(), error = %panic, "lane panicked");
+                (panic.id(), Ok(()))
+            }
+        };
+        self.lanes.retain(|_, (task, _)| *task != id);
+        ended
+    }
+
+    /// Asks the store for a lane, and gives up what is beyond our share. Gives the wait until the
+    /// next request.
+    pub(crate) async fn ask(&mut self) -> Result<Duration> {
+        let context = self.context.clone();
+        let ttl = context.settings.lease_ttl;
+        let ask_max = (ttl / 10).min(ASK_MAX);
+        if context.health.is_gone() {
+            return Ok(ask_max);
+        }
+        let asked_at = context.clock.monotonic();
+        let held: Vec<u16> = self.lanes.keys().copied().collect();
+        let acquired = match context.log.acquire(&context.subscription.name, &self.owner, &held, ttl).await {
+            Ok(acquired) => acquired,
+            Err(error) if context.store_failed(&error) => {
+                self.failures += 1;
+                return Ok(context.store_backoff(self.failures));
+            }
+            Err(error) => return Err(error),
+        };
+        self.failures = 0;
+        self.note_pause(acquired.paused.as_ref());
+        let share = usize::from(acquired.lanes.div_ceil(acquired.replicas.max(1)));
+        let active = self.lanes.values().filter(|(_, halt)| !halt.is_cancelled()).count();
+        if active > share {
+            // The last ones: every relay that gives up keeps its first, so lanes move as little as
+            // possible.
+            let surplus = self.lanes.values().rev().filter(|(_, halt)| !halt.is_cancelled()).take(active - share);
+            surplus.for_each(|(_, halt)| halt.cancel());
+        }
+        let Some(lease) = acquired.lease else {
+            return Ok(self.next_ask(active, usize::from(acquired.lanes), ask_max));
+        };
+        if active >= share || self.lanes.contains_key(&lease.lane) {
+            // More than our share, or the task that held it before has not ended yet: for another
+            // relay, or for the next time.
+            if let Err(error) = context.log.release(&lease).await {
+                context.store_failed(&error);
+            }
+            return Ok(ask_max);
+        }
+        context.metrics.lanes_acquired.fetch_add(1, Ordering::Relaxed);
+        let halt = CancellationToken::new();
+        let lane = lease.lane;
+        let guard = LeaseGuard::new(lease, asked_at, ttl, halt.clone(), self.abandon.child_token());
+        let task = self.tasks.spawn(Lane::new(context, guard).run());
+        self.lanes.insert(lane, (task.id(), halt));
+        Ok(match active + 1 < share {
+            true => Duration::ZERO,
+            false => self.next_ask(active + 1, usize::from(acquired.lanes), ask_max),
+        })
+    }
+
+    /// When to ask again: soon while a lane could become ours, as often as leases are renewed to
+    /// notice newcomers, hardly ever when we hold the only lane.
+    fn next_ask(&self, active: usize, lanes: usize, ask_max: Duration) -> Duration {
+        let ttl = self.context.settings.lease_ttl;
+        if active < lanes {
+            // Not all standbys at the same moment.
+            return ask_max.mul_f64(0.75 + self.context.random.unit() / 4.0);
+        }
+        if lanes == 1 { ttl * 1_000 } else { ttl / 3 }
+    }
+
+    /// After a lane ended by itself.
+    pub(crate) fn ask_again_soon(&self) -> Duration {
+        ASK_SOON.mul_f64(0.5 + self.context.random.unit() / 2.0)
+    }
+
+    fn note_pause(&mut self, pause: Option<&postbox_core::Pause>) {
+        match pause {
+            Some(pause) if !self.paused => {
+                info!(subscription = self.context.name(), by = pause.by, why = pause.why, "subscription paused");
+            }
+            None if self.paused => info!(subscription = self.context.name(), "subscription resumed"),
+            _ => {}
+        }
+        self.paused = pause.is_some();
+    }
+
+    /// Stops every lane: no new sends; calls in flight have the drain time; then what is known is
+    /// settled.
+    pub(crate) async fn stop(&mut self) {
+        for (_, halt) in self.lanes.values() {
+            halt.cancel();
+        }
+        let clock = self.context.clock.clone();
+        let drain_timeout = self.context.settings.drain_timeout;
+        if !self.ended_within(clock.sleep(drain_timeout)).await {
+            info!(subscription = self.context.name(), "drain timeout, calls dropped");
+            self.abandon.cancel();
+            if !self.ended_within(clock.sleep(SETTLE_GRACE)).await {
+                self.tasks.shutdown().await;
+            }
+        }
+        self.lanes.clear();
+    }
+
+    async fn ended_within(&mut self, limit: impl Future<Output = ()>) -> bool {
+        let ended = async {
+            while let Some(joined) = self.tasks.join_next().await {
+                if let Ok(Err(error)) = joined {
+                    error!(code = error.code(), error = %error, "lane failed while stopping");
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            () = ended => true,
+            () = limit => false,
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! How many calls of the sink are in flight, and how often they are made, over all lanes.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use postbox_core::{Bucket, Capabilities};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::lock::lock;
+use crate::settings::RelaySettings;
+
+/// What of an unused rate is kept for a burst: short waits between calls cost no throughput, and
+/// the destination does not notice it.
+const RATE_BURST: Duration = Duration::from_millis(100);
+
+pub(crate) struct Limiter {
+    permits: Arc<Semaphore>,
+    rate: Option<Mutex<Bucket>>,
+}
+
+impl Limiter {
+    /// Also gives the sink's capabilities within the limits of the settings.
+    pub(crate) fn new(declared: Capabilities, settings: &RelaySettings) -> (Self, Capabilities) {
+        let mut batch_max = declared.batch_max.max(1);
+        if let Some(rate) = settings.rate {
+            // A larger call would use up the rate of a long time at once.
+            let burst = RATE_BURST.as_nanos() / rate.interval().as_nanos().max(1);
+            batch_max = batch_max.min(usize::try_from(burst).unwrap_or(usize::MAX).max(1));
+        }
+        let concurrency = declared.concurrency.max(1).min(settings.concurrency.unwrap_or(usize::MAX));
+        let limiter = Self {
+            permits: Arc::new(Semaphore::new(concurrency.min(Semaphore::MAX_PERMITS))),
+            rate: settings.rate.map(|rate| Mutex::new(Bucket::new(rate, RATE_BURST))),
+        };
+        (limiter, Capabilities { batch_max, concurrency, ..declared })
+    }
+
+    /// The right to one call, if one is free.
+    pub(crate) fn try_permit(&self) -> Option<OwnedSemaphorePermit> {
+        self.permits.clone().try_acquire_owned().ok()
+    }
+
+    /// The right to one call. Cancel-safe.
+    pub(crate) async fn permit(&self) -> Option<OwnedSemaphorePermit> {
+        self.permits.clone().acquire_owned().await.ok()
+    }
+
+    /// How long to wait for the rate; `None`: send now.
+    pub(crate) fn wait(&self, now: Duration) -> Option<Duration> {
+        lock(self.rate.as_ref()?).wait(now)
+    }
+
+    /// So many events are sent. A call of several may exceed the rate; the next one waits longer.
+    pub(crate) fn spend(&self, count: usize, now: Duration) {
+        if let Some(rate) = &self.rate {
+            lock(rate).spend(u32::try_from(count).unwrap_or(u32::MAX), now);
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! The receiver: the way of every message from outside into a log, whether a source is asked for it
+//! or a sender waits for the answer.
+
+mod duplicate_rate;
+mod group_commit;
+mod log_throttle;
+mod metrics;
+mod pull;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use postbox_core::{
+    Clock, Error, ErrorKind, Inbound, LogName, RawMessage, Receive, Received, Result, Source, SourceName,
+};
+use tokio::sync::Semaphore;
+use tracing::{error, warn};
+
+pub use log_throttle::{LogThrottle, log_excerpt};
+pub use metrics::{ReceiverMetrics, ReceiverSnapshot};
+
+use crate::clock::TokioClock;
+use duplicate_rate::DuplicateRate;
+use group_commit::GroupCommit;
+
+/// What became of one message, or why it is not stored. The error is shared by all messages of a commit.
+pub type Committed = Result<Received, Arc<Error>>;
+
+/// Makes an event of a message. `None`: nothing is to be stored, and the message is settled.
+type Decode = dyn Fn(&RawMessage) -> Result<Option<Inbound>> + Send + Sync;
+
+/// How a receiver works. Every field has a default that is right for most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReceiverSettings {
+    /// Most messages on their way into the store at once. Default 256.
+    pub in_flight_max: usize,
+    /// Longest wait for the store. Default 10 s.
+    pub store_timeout: Duration,
+    /// How long a stop waits for messages that are on their way into the store. Default 10 s.
+    pub drain_timeout: Duration,
+}
+
+impl Default for ReceiverSettings {
+    fn default() -> Self {
+        let [store_timeout, drain_timeout] = [Duration::from_secs(10); 2];
+        Self { in_flight_max: 256, store_timeout, drain_timeout }
+    }
+}
+
+impl ReceiverSettings {
+    fn validate(&self) -> Result<()> {
+        let fault = match () {
+            () if !(1..=Semaphore::MAX_PERMITS).contains(&self.in_flight_max) => "in_flight_max must be at least 1",
+            () if self.store_timeout.is_zero() => "store_timeout must be longer than nothing",
+            () => return Ok(()),
+        };
+        Err(Error::invalid("configure", "receiver_settings_invalid", fault))
+    }
+}
+
+/// Builds a [`Receiver`].
+#[must_use = "a builder that is not built receives nothing"]
+pub struct ReceiverBuilder {
+    store: Arc<dyn Receive>,
+    source: SourceName,
+    log: LogName,
+    settings: ReceiverSettings,
+    clock: Option<Arc<dyn Clock>>,
+    decode: Option<Box<Decode>>,
+    pulled: Option<Arc<dyn Source>>,
+}
+
+impl ReceiverBuilder {
+    /// How it works.
+    pub fn settings(mut self, settings: ReceiverSettings) -> Self {
+        self.settings = settings;
+        self
+    }
+
+    /// Where time comes from. Default: tokio's.
+    pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
+        self.clock = Some(clock);
+        self
+    }
+
+    /// Makes events of messages; `None` if nothing of a message is to be stored. An error or a panic makes
+    /// it poison. Default: [`RawMessage::into_inbound`].
+    pub fn decode(mut self, decode: impl Fn(&RawMessage) -> Result<Option<Inbound>> + Send + Sync + 'static) -> Self {
+        self.decode = Some(Box::new(decode));
+        self
+    }
+
+    /// Where [`Receiver::run`] gets messages from. Without one, only [`Receiver::receive`] brings any.
+    pub fn pull(mut self, source: Arc<dyn Source>) -> Self {
+        self.pulled = Some(source);
+        self
+    }
+
+    /// Checks the settings and builds. Touches no store.
+    pub fn build(self) -> Result<Receiver> {
+        self.settings.validate()?;
+        let clock = self.clock.unwrap_or_else(|| Arc::new(TokioClock::new()));
+        let source = self.source.clone();
+        let as_it_is = move |message: &RawMessage| message.clone().into_inbound(&source).map(Some);
+        let metrics = Arc::<ReceiverMetrics>::default();
+        let group = GroupCommit {
+            store: self.store,
+            clock: Arc::clone(&clock),
+            log: self.log,
+            timeout: self.settings.store_timeout,
+            // Two commits at once may finish in either order.
+            ordered: self.pulled.as_ref().is_some_and(|source| source.capabilities().ordered),
+            queue: Mutex::default(),
+        };
+        Ok(Receiver {
+            source: self.source,
+            settings: self.settings,
+            decode: self.decode.unwrap_or_else(|| Box::new(as_it_is)),
+            permits: Semaphore::new(self.settings.in_flight_max),
+            group: Arc::new(group),
+            pulled: self.pulled,
+            clock,
+            metrics,
+            watch: Mutex::default(),
+        })
+    }
+}
+
+/// Stores the messages of one source, each once.
+///
+/// A source that is asked for its messages is driven by [`run`](Self::run); a sender that waits for the
+/// answer is served by [`receive`](Self::receive). Messages that arrive together share a commit either way.
+pub struct Receiver {
+    source: SourceName,
+    settings: ReceiverSettings,
+    decode: Box<Decode>,
+    permits: Semaphore,
+    group: Arc<GroupCommit>,
+    pulled: Option<Arc<dyn Source>>,
+    clock: Arc<dyn Clock>,
+    metrics: Arc<ReceiverMetrics>,
+    watch: Mutex<Watch>,
+}
+
+/// What is logged, and not too often.
+#[derive(Default)]
+struct Watch {
+    duplicates: DuplicateRate,
+    conflicts: LogThrottle,
+    failures: LogThrottle,
+    source_failures: LogThrottle,
+    poison: LogThrottle,
+}
+
+impl Receiver {
+    /// The code of a message that is refused because too many are on their way.
+    pub const BUSY: &'static str = "receiver_busy";
+
+    /// A receiver for one source, which stores into `log`.
+    pub fn builder(store: Arc<dyn Receive>, source: SourceName, log: LogName) -> ReceiverBuilder {
+        let settings = ReceiverSettings::default();
+        ReceiverBuilder { store, source, log, settings, clock: None, decode: None, pulled: None }
+    }
+
+    /// Stores one message. At once `RateLimited` with the code [`Self::BUSY`] if too many are on their way.
+    ///
+    /// Cancel-safety: dropped, the message may or may not be stored.
+    pub async fn receive(&self, inbound: Inbound) -> Committed {
+        let Ok(_permit) = self.permits.try_acquire() else {
+            self.metrics.add(&self.metrics.busy, 1);
+            return Err(Arc::new(busy()));
+        };
+        let message_id = inbound.message_id.clone();
+        let committed = self.group.commit(vec![inbound]).await.pop();
+        let committed = committed.unwrap_or_else(|| Err(Arc::new(group_commit::broken_off())));
+        self.observe(&message_id, &committed);
+        committed
+    }
+
+    /// Counts an arrival that its source judged itself, e.g. by its age, among what may be a replay storm.
+    pub fn note_arrival(&self, repeat: bool) {
+        let warning = self.watch().duplicates.observe(self.clock.monotonic(), repeat);
+        if let Some(warning) = warning {
+            let (repeats, arrivals) = (warning.repeats, warning.arrivals);
+            warn!(source = %self.source, repeats, arrivals, "replay storm; repeated messages are kept out");
+        }
+    }
+
+    /// What it counts.
+    pub fn metrics(&self) -> Arc<ReceiverMetrics> {
+        Arc::clone(&self.metrics)
+    }
+
+    /// Counts and logs what became of a message.
+    fn observe(&self, message_id: &str, committed: &Committed) {
+        let metrics = &self.metrics;
+        match committed {
+            Ok(Received::Accepted(_)) => metrics.add(&metrics.accepted, 1),
+            Ok(Received::Duplicate) => metrics.add(&metrics.duplicates, 1),
+            Ok(Received::Conflict) => {
+                metrics.add(&metrics.conflicts, 1);
+                // Whoever can sign can make as many as they like.
+                if let Some(conflicts) = self.watch().conflicts.observe(self.clock.monotonic()) {
+                    let message_id = log_excerpt(message_id);
+                    warn!(source = %self.source, message_id, conflicts, "message kept out: known id with another body");
+                }
+            }
+            Err(failure) => self.observe_failure(message_id, failure),
+        }
+        if let Ok(received) = committed {
+            self.note_arrival(*received == Received::Duplicate);
+        }
+    }
+
+    fn observe_failure(&self, message_id: &str, failure: &Error) {
+        self.metrics.add(&self.metrics.store_errors, 1);
+        let Some(failures) = self.watch().failures.observe(self.clock.monotonic()) else { return };
+        let (source, code) = (&self.source, failure.code());
+        match failure.kind() {
+            ErrorKind::Invalid => {
+                let message_id = log_excerpt(message_id);
+                warn!(%source, code, message_id, failures, "message refused by the store: {failure}");
+            }
+            ErrorKind::Unavailable | ErrorKind::RateLimited => {
+                warn!(%source, code, failures, "store unavailable; messages are not received: {failure}");
+            }
+            // A wrong log, a wrong schema: a person can mend it, and the repetition then succeeds.
+            _ => error!(%source, code, failures, "store failed; messages are not received: {failure}"),
+        }
+    }
+
+    fn watch(&self) -> MutexGuard<'_, Watch> {
+        self.watch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn busy() -> Error {
+    let text = "too many messages are on their way into the store; send it again later";
+    Error::new(ErrorKind::RateLimited, "receive", Receiver::BUSY, text)
+}

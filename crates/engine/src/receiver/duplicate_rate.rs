@@ -1,0 +1,105 @@
+//! How much of what arrives has come before.
+
+use std::time::Duration;
+
+/// The last minute is looked back on, in slices.
+const SLICE: Duration = Duration::from_secs(10);
+const SLICES: usize = 6;
+/// Fewer repetitions in a minute than this are a sender's ordinary retries.
+const REPEATS_MIN: u64 = 100;
+/// At most one warning in this time, for as long as the storm lasts.
+const QUIET: Duration = Duration::from_secs(600);
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Slice {
+    /// Which one since the start of the clock; a slot is used again for every sixth.
+    number: u128,
+    arrivals: u64,
+    repeats: u64,
+}
+
+/// Arrivals of one source in the last minute. What is not verified does not count: nobody else can hide
+/// a replay storm, or feign one.
+#[derive(Debug, Default)]
+pub(super) struct DuplicateRate {
+    slices: [Slice; SLICES],
+    warned_at: Option<Duration>,
+}
+
+/// What there was within a minute when a warning was due.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Warning {
+    pub(super) arrivals: u64,
+    pub(super) repeats: u64,
+}
+
+impl DuplicateRate {
+    /// Counts an arrival; gives a warning if there is a storm and none was given lately.
+    pub(super) fn observe(&mut self, now: Duration, repeat: bool) -> Option<Warning> {
+        let number = now.as_nanos() / SLICE.as_nanos();
+        let slot = &mut self.slices[(number % SLICES as u128) as usize];
+        if slot.number != number {
+            *slot = Slice { number, ..Slice::default() };
+        }
+        slot.arrivals += 1;
+        slot.repeats += u64::from(repeat);
+        let lately = self.slices.iter().filter(|slice| number - slice.number.min(number) < SLICES as u128);
+        let (arrivals, repeats) =
+            lately.fold((0, 0), |(arrivals, repeats), slice| (arrivals + slice.arrivals, repeats + slice.repeats));
+        let storm = repeats >= REPEATS_MIN && repeats * 2 > arrivals;
+        if !storm || self.warned_at.is_some_and(|at| now.saturating_sub(at) < QUIET) {
+            return None;
+        }
+        self.warned_at = Some(now);
+        Some(Warning { arrivals, repeats })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const START: Duration = Duration::from_secs(1_000);
+
+    /// So many arrivals from `at` on, evenly over a time; how many warnings.
+    fn arrive(
+        rate: &mut DuplicateRate,
+        at: Duration,
+        over: Duration,
+        count: u32,
+        repeat: impl Fn(u32) -> bool,
+    ) -> usize {
+        (0..count).filter(|n| rate.observe(at + over * *n / count, repeat(*n)).is_some()).count()
+    }
+
+    #[test]
+    fn a_storm_is_logged_once_and_again_after_ten_minutes() {
+        let mut rate = DuplicateRate::default();
+        assert_eq!(arrive(&mut rate, START, Duration::from_secs(590), 5_900, |_| true), 1);
+        assert_eq!(arrive(&mut rate, START + Duration::from_secs(605), Duration::from_secs(60), 600, |_| true), 1);
+    }
+
+    #[test]
+    fn it_needs_a_hundred_repetitions_within_a_minute() {
+        let minute = Duration::from_secs(59);
+        assert_eq!(arrive(&mut DuplicateRate::default(), START, minute, 99, |_| true), 0);
+        assert_eq!(arrive(&mut DuplicateRate::default(), START, minute, 100, |_| true), 1);
+        assert_eq!(arrive(&mut DuplicateRate::default(), START, minute * 10, 900, |_| true), 0, "the same, but slowly");
+    }
+
+    #[test]
+    fn it_needs_more_than_half_of_what_arrives() {
+        let less = |n: u32| matches!(n % 5, 1 | 3);
+        assert_eq!(arrive(&mut DuplicateRate::default(), START, Duration::from_secs(300), 100_000, less), 0);
+        let most = |n: u32| !n.is_multiple_of(3);
+        assert_eq!(arrive(&mut DuplicateRate::default(), START, Duration::from_secs(300), 100_000, most), 1);
+    }
+
+    #[test]
+    fn what_was_before_the_last_minute_is_forgotten() {
+        let mut rate = DuplicateRate::default();
+        assert_eq!(arrive(&mut rate, START, SLICE, 1_000, |_| false), 0);
+        assert_eq!(arrive(&mut rate, START + Duration::from_secs(30), SLICE, 500, |_| true), 0, "a third");
+        assert_eq!(arrive(&mut rate, START + Duration::from_secs(75), SLICE, 1, |_| true), 1, "the 1,000 are too old");
+    }
+}

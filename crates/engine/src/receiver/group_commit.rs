@@ -1,0 +1,289 @@
+//! Messages that arrive together are stored together: one commit, and one wait for the disk.
+//!
+//! Batches are never delayed to fill: a free worker commits whatever is queued. A lone message commits inline.
+
+use std::collections::VecDeque;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received};
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+
+use super::Committed;
+
+/// Commits at once: while one waits for the disk, the next is worked on.
+pub(super) const COMMITS_MAX: usize = 2;
+/// A commit takes no further message once it has so many, or so many bytes of payload.
+pub(super) const MESSAGES_MAX: usize = 128;
+const COMMIT_BYTES_MAX: usize = 1024 * 1024;
+
+/// One source's way into its log. Its callers bound what is queued.
+pub(super) struct GroupCommit {
+    pub(super) store: Arc<dyn Receive>,
+    pub(super) clock: Arc<dyn Clock>,
+    pub(super) log: LogName,
+    /// Longest commit, and longest wait for one.
+    pub(super) timeout: Duration,
+    /// One commit at a time, and none past a message that failed.
+    pub(super) ordered: bool,
+    pub(super) queue: Mutex<Queue>,
+}
+
+#[derive(Default)]
+pub(super) struct Queue {
+    messages: VecDeque<Queued>,
+    /// At this length, messages whose sender has gone are dropped.
+    swept_at: usize,
+    workers: usize,
+    /// The last commit had more than one message, so the next is likely to.
+    crowded: bool,
+}
+
+struct Queued {
+    inbound: Inbound,
+    answer: oneshot::Sender<Committed>,
+}
+
+impl GroupCommit {
+    /// Stores messages, together with whatever else is queued, or fails within the time given. One answer
+    /// each, in their order. Dropped, they may or may not be stored.
+    pub(super) async fn commit(self: &Arc<Self>, inbound: Vec<Inbound>) -> Vec<Committed> {
+        let channel = |inbound| {
+            let (answer, committed) = oneshot::channel();
+            (Queued { inbound, answer }, committed)
+        };
+        let (queued, answers): (Vec<_>, Vec<_>) = inbound.into_iter().map(channel).unzip();
+        match self.enqueue(queued) {
+            Start::Queued => {}
+            // The commit has its own deadline.
+            Start::Inline(worker) => DetachOnDrop::new(worker.run_once()).await,
+            // A task of its own: the others must not depend on this sender's patience.
+            Start::Spawned(worker) => drop(tokio::spawn(worker.run())),
+        }
+        let deadline = self.clock.sleep(self.timeout).shared();
+        let mut committed = Vec::with_capacity(answers.len());
+        for answer in answers {
+            committed.push(tokio::select! {
+                biased;
+                answer = answer => answer.unwrap_or_else(|_| Err(Arc::new(broken_off()))),
+                () = deadline.clone() => Err(Arc::new(too_slow())),
+            });
+        }
+        committed
+    }
+
+    fn enqueue(self: &Arc<Self>, messages: Vec<Queued>) -> Start {
+        if messages.is_empty() {
+            return Start::Queued;
+        }
+        let mut queue = self.queue();
+        let many = messages.len() > 1;
+        queue.messages.extend(messages);
+        queue.sweep();
+        if queue.workers == if self.ordered { 1 } else { COMMITS_MAX } {
+            return Start::Queued;
+        }
+        // Who brings many has nothing else to do; who brings one leaves it to a task that takes others along.
+        let inline = queue.workers == 0 && (many || !queue.crowded);
+        queue.workers += 1;
+        let worker = Worker { group: Arc::clone(self), retired: false };
+        if inline { Start::Inline(worker) } else { Start::Spawned(worker) }
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn store_all(&self, messages: Vec<Queued>) {
+        let (inbound, answers): (Vec<_>, Vec<_>) =
+            messages.into_iter().map(|message| (message.inbound, message.answer)).unzip();
+        let failure = match self.store(&inbound).await {
+            Ok(received) => {
+                for (answer, received) in answers.into_iter().zip(received) {
+                    // Nobody may listen any more: the sender comes again and hears that it is known.
+                    let _ = answer.send(Ok(received));
+                }
+                return;
+            }
+            Err(failure) => Arc::new(failure),
+        };
+        let alone = inbound.len() > 1 && is_of_one(&failure);
+        // In order, nothing is stored past a message that may still be.
+        let mut failed = (!alone).then_some(failure);
+        for (inbound, answer) in inbound.chunks(1).zip(answers) {
+            if let Some(failure) = &failed {
+                let _ = answer.send(Err(Arc::clone(failure)));
+            } else if !answer.is_closed() {
+                let stored = self.store(inbound).await.map(|received| received[0]).map_err(Arc::new);
+                if let Err(failure) = &stored {
+                    failed = (self.ordered && failure.kind() != ErrorKind::Invalid).then(|| Arc::clone(failure));
+                }
+                let _ = answer.send(stored);
+            }
+        }
+    }
+
+    /// One answer for each message, or a failure.
+    async fn store(&self, inbound: &[Inbound]) -> Result<Vec<Received>, Error> {
+        let received = tokio::select! {
+            received = self.store.receive_many(&self.log, inbound) => received?,
+            () = self.clock.sleep(self.timeout) => return Err(too_slow()),
+        };
+        if received.len() != inbound.len() {
+            let text = "the store's answer has another length";
+            return Err(Error::new(ErrorKind::Internal, "receive", "store_protocol", text));
+        }
+        Ok(received)
+    }
+}
+
+fn too_slow() -> Error {
+    Error::new(ErrorKind::Unavailable, "receive", "store_timeout", "the store did not answer in time")
+}
+
+/// The commit that had the message panicked.
+pub(super) fn broken_off() -> Error {
+    let text = "the call that stored this message broke off; this is a defect";
+    Error::new(ErrorKind::Internal, "receive", "receive_broken_off", text)
+}
+
+/// Whether a failure may be about a single message; otherwise the store is away, busy or not set up. Contention
+/// is: somebody holds one message.
+fn is_of_one(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal)
+        || error.code() == "store_contention"
+}
+
+impl Queue {
+    /// Drops messages that nobody waits for any more, once there are twice as many as at the last time.
+    fn sweep(&mut self) {
+        if self.messages.len() >= self.swept_at.max(2 * MESSAGES_MAX) {
+            self.messages.retain(|message| !message.answer.is_closed());
+            self.swept_at = 2 * self.messages.len();
+        }
+    }
+}
+
+/// What becomes of messages that were queued.
+enum Start {
+    /// A worker takes them along.
+    Queued,
+    /// Nobody else is there: their own task commits.
+    Inline(Worker),
+    /// A new task commits.
+    Spawned(Worker),
+}
+
+/// One of the commits at once.
+struct Worker {
+    group: Arc<GroupCommit>,
+    retired: bool,
+}
+
+impl Worker {
+    /// Commits until nothing is queued.
+    async fn run(mut self) {
+        loop {
+            // What the runtime has at hand comes first, requests that are being read among it: they share this
+            // commit instead of each taking one of its own. It is not a wait.
+            tokio::task::yield_now().await;
+            if !self.commit_next().await {
+                return;
+            }
+        }
+    }
+
+    /// Commits what is queued now, and leaves to another task what has come meanwhile.
+    async fn run_once(mut self) {
+        if self.commit_next().await && !self.retire() {
+            tokio::spawn(self.run());
+        }
+    }
+
+    /// One commit. `false`: nothing was queued, and the worker has retired.
+    async fn commit_next(&mut self) -> bool {
+        let Some(messages) = self.take_batch() else { return false };
+        // A panic in the store is the end of its messages, whose answers are dropped, and of nothing else.
+        let _ = AssertUnwindSafe(self.group.store_all(messages)).catch_unwind().await;
+        true
+    }
+
+    /// Retires, unless something is queued.
+    fn retire(&mut self) -> bool {
+        let mut queue = self.group.queue();
+        self.retired = queue.messages.is_empty();
+        queue.workers -= usize::from(self.retired);
+        self.retired
+    }
+
+    fn take_batch(&mut self) -> Option<Vec<Queued>> {
+        let mut queue = self.group.queue();
+        let mut batch: Vec<Queued> = Vec::new();
+        let mut bytes = 0;
+        while batch.len() < MESSAGES_MAX && bytes < COMMIT_BYTES_MAX {
+            let Some(message) = queue.messages.pop_front() else { break };
+            // A message whose sender has gone need not be stored: nothing was promised, and it comes again.
+            if !message.answer.is_closed() {
+                bytes += message.inbound.event.payload.len();
+                batch.push(message);
+            }
+        }
+        if batch.is_empty() {
+            // Under the same lock: whoever comes next starts a worker.
+            queue.workers -= 1;
+            self.retired = true;
+            return None;
+        }
+        queue.crowded = batch.len() > 1;
+        Some(batch)
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // Its runtime has ended; the next one begins anew.
+        if !self.retired {
+            self.group.queue().workers -= 1;
+        }
+    }
+}
+
+/// A commit in its sender's own task, which saves waking another one. It may have taken others along, and a
+/// connection's transaction must not be cut in two: if the sender hangs up, it goes on in a task of its own.
+struct DetachOnDrop(Option<BoxFuture<'static, ()>>);
+
+impl DetachOnDrop {
+    fn new(commit: impl Future<Output = ()> + Send + 'static) -> Self {
+        Self(Some(Box::pin(commit)))
+    }
+}
+
+impl Future for DetachOnDrop {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        if let Some(commit) = &mut self.0 {
+            ready!(commit.poll_unpin(context));
+            self.0 = None;
+        }
+        Poll::Ready(())
+    }
+}
+
+impl Drop for DetachOnDrop {
+    fn drop(&mut self) {
+        // Without a runtime everything ends.
+        if let (Some(commit), Ok(runtime)) = (self.0.take(), Handle::try_current()) {
+            runtime.spawn(commit);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

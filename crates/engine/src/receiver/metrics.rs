@@ -1,0 +1,57 @@
+//! What a receiver counts.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// The counters of one receiver since it was built.
+        #[derive(Debug, Default)]
+        pub struct ReceiverMetrics {
+            $(pub(super) $name: AtomicU64,)*
+        }
+
+        /// All counters at one moment.
+        #[derive(Debug, Clone, PartialEq, Eq, Default)]
+        pub struct ReceiverSnapshot {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl ReceiverMetrics {
+            /// All counters. Each is exact; together they are as close to one moment as relaxed loads are.
+            pub fn snapshot(&self) -> ReceiverSnapshot {
+                ReceiverSnapshot { $($name: self.$name.load(Ordering::Relaxed),)* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Messages stored for the first time, poison included.
+    accepted,
+    /// Messages that were stored before.
+    duplicates,
+    /// Messages kept out because their id was known with another digest.
+    conflicts,
+    /// Messages of which the decoder wanted nothing.
+    ignored,
+    /// Messages that could not be decoded or stored as they were, and are kept as poison.
+    poison,
+    /// Messages that could not even be kept as poison, and were rejected.
+    rejected,
+    /// Messages given back to the source.
+    returned,
+    /// Messages refused at once because too many were on their way.
+    busy,
+    /// Messages that a call to the store failed to store.
+    store_errors,
+    /// Calls to the source that failed.
+    source_errors,
+}
+
+impl ReceiverMetrics {
+    pub(super) fn add(&self, counter: &AtomicU64, count: usize) {
+        if count > 0 {
+            counter.fetch_add(count as u64, Ordering::Relaxed);
+        }
+    }
+}

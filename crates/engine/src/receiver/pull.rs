@@ -1,0 +1,226 @@
+//! Drives a source: asks for messages, stores them, and settles them after the commit.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use futures::stream::FuturesUnordered;
+use postbox_core::{AckToken, Error, ErrorKind, Inbound, RawMessage, Result, Source, SourceMessage};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info, warn};
+
+use super::group_commit::COMMITS_MAX;
+use super::{Receiver, log_excerpt};
+
+/// Most messages asked for at once: one full commit.
+const NEXT_MAX: usize = super::group_commit::MESSAGES_MAX;
+/// First and longest wait before a failed call to the store or the source is repeated. The cap keeps a
+/// receiver within half a second of a store that comes back.
+const BACKOFF_MIN: Duration = Duration::from_millis(20);
+const BACKOFF_MAX: Duration = Duration::from_millis(500);
+/// After this wait a message comes again that the store refused for a reason a person must mend.
+const RETURN_DELAY: Duration = Duration::from_secs(30);
+
+/// Waits that grow.
+struct Backoff(Duration);
+
+impl Backoff {
+    fn new() -> Self {
+        Self(BACKOFF_MIN)
+    }
+
+    fn next(&mut self) -> Duration {
+        let wait = self.0;
+        self.0 = (wait * 2).min(BACKOFF_MAX);
+        wait
+    }
+}
+
+/// A message on its way into the store.
+struct Pending {
+    message: RawMessage,
+    token: AckToken,
+    /// Why it cannot be stored as it is.
+    poison: Option<(String, String)>,
+}
+
+/// How messages of one round are settled.
+#[derive(Default)]
+struct Settlement {
+    ack: Vec<AckToken>,
+    nak: Vec<AckToken>,
+    reject: Vec<AckToken>,
+}
+
+impl Receiver {
+    /// Receives from the source until `stop`, or until the source ends. Then messages on their way into the
+    /// store are waited for, and the source is closed, which gives back the others.
+    ///
+    /// - A message is acknowledged after its commit; a duplicate or a conflict is acknowledged as well.
+    /// - While the store is down, messages are kept and tried again, and no others are asked for.
+    /// - What cannot be decoded or stored is kept as poison ([`RawMessage::into_poison`]).
+    ///
+    /// Cancel-safety: dropped, what is not acknowledged comes again.
+    pub async fn run(&self, stop: CancellationToken) {
+        let Some(source) = self.pulled.as_deref() else { return stop.cancelled().await };
+        let capabilities = source.capabilities();
+        let in_flight_max = capabilities.in_flight_max.min(self.settings.in_flight_max);
+        let batches_max = if self.group.ordered { 1 } else { COMMITS_MAX };
+        let (mut batches, mut in_flight, mut backoff) = (FuturesUnordered::new(), 0, None::<Backoff>);
+        loop {
+            let room = in_flight_max.saturating_sub(in_flight);
+            let next = async {
+                if let Some(backoff) = &mut backoff {
+                    self.clock.sleep(backoff.next()).await;
+                }
+                source.next(room.min(NEXT_MAX)).await
+            };
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                Some(count) = batches.next(), if !batches.is_empty() => in_flight -= count,
+                messages = next, if room > 0 && batches.len() < batches_max => match messages {
+                    Ok(messages) if messages.is_empty() => break,
+                    Ok(messages) => {
+                        backoff = None;
+                        in_flight += messages.len();
+                        batches.push(self.settle_batch(source, messages, &stop));
+                    }
+                    Err(failure) => {
+                        backoff.get_or_insert_with(Backoff::new);
+                        self.observe_source(&failure);
+                    }
+                },
+            }
+        }
+        info!(source = %self.source, in_flight, "receiver stopping");
+        tokio::select! {
+            () = async { while batches.next().await.is_some() {} } => {}
+            () = self.clock.sleep(self.settings.drain_timeout) => {}
+        }
+        source.close().await;
+    }
+
+    /// Stores messages and settles them; how many there were.
+    async fn settle_batch(&self, source: &dyn Source, messages: Vec<SourceMessage>, stop: &CancellationToken) -> usize {
+        let count = messages.len();
+        let pending = |SourceMessage { message, token }| Pending { message, token, poison: None };
+        let mut pending: Vec<Pending> = messages.into_iter().map(pending).collect();
+        let mut backoff = Backoff::new();
+        loop {
+            let (settlement, kept, away) = self.store_round(source, pending).await;
+            self.settle(source, settlement).await;
+            if kept.is_empty() {
+                return count;
+            }
+            pending = kept;
+            if !away {
+                continue;
+            }
+            tokio::select! {
+                // Closing the source gives them back.
+                () = stop.cancelled() => return count,
+                () = self.clock.sleep(backoff.next()) => {}
+            }
+        }
+    }
+
+    /// Tries to store each; how those that are done are settled, what is to be tried again, and whether
+    /// the store is away.
+    async fn store_round(&self, source: &dyn Source, pending: Vec<Pending>) -> (Settlement, Vec<Pending>, bool) {
+        let (mut settlement, mut kept, mut away) = (Settlement::default(), Vec::new(), false);
+        let (mut inbound, mut sent) = (Vec::with_capacity(pending.len()), Vec::with_capacity(pending.len()));
+        for mut pending in pending {
+            match self.prepare(&mut pending) {
+                Some(message) => {
+                    inbound.push(message);
+                    sent.push(pending);
+                }
+                None => {
+                    self.metrics.add(&self.metrics.ignored, 1);
+                    settlement.ack.push(pending.token);
+                }
+            }
+        }
+        let ids: Vec<String> = inbound.iter().map(|message: &Inbound| message.message_id.clone()).collect();
+        let committed = self.group.commit(inbound).await;
+        for ((mut pending, id), committed) in sent.into_iter().zip(ids).zip(committed) {
+            self.observe(&id, &committed);
+            let failure = match committed {
+                Ok(_) => {
+                    self.metrics.add(&self.metrics.poison, usize::from(pending.poison.is_some()));
+                    settlement.ack.push(pending.token);
+                    continue;
+                }
+                Err(failure) => failure,
+            };
+            match failure.kind() {
+                ErrorKind::Unavailable | ErrorKind::RateLimited => {
+                    away = true;
+                    kept.push(pending);
+                }
+                ErrorKind::Invalid if pending.poison.is_none() => {
+                    pending.poison = Some(self.poison(&id, &failure));
+                    kept.push(pending);
+                }
+                // Nobody can keep it: not the inbox, but perhaps the broker.
+                ErrorKind::Invalid if source.capabilities().dead_letters => settlement.reject.push(pending.token),
+                _ => settlement.nak.push(pending.token),
+            }
+        }
+        (settlement, kept, away)
+    }
+
+    /// What is stored of a message; `None`: nothing.
+    fn prepare(&self, pending: &mut Pending) -> Option<Inbound> {
+        if pending.poison.is_none() {
+            let decoded = catch_unwind(AssertUnwindSafe(|| (self.decode)(&pending.message)));
+            let decoded =
+                decoded.unwrap_or_else(|_| Err(Error::invalid("decode", "decode_panicked", "the decoder panicked")));
+            let valid = |inbound: Option<Inbound>| {
+                inbound.as_ref().map_or(Ok(()), Inbound::validate)?;
+                Ok(inbound)
+            };
+            match decoded.and_then(valid) {
+                Ok(decoded) => return decoded,
+                Err(failure) => pending.poison = Some(self.poison(&pending.message.message_id(), &failure)),
+            }
+        }
+        let (code, why) = pending.poison.as_ref()?;
+        Some(pending.message.clone().into_poison(&self.source, code, why))
+    }
+
+    fn poison(&self, message_id: &str, failure: &Error) -> (String, String) {
+        if let Some(messages) = self.watch().poison.observe(self.clock.monotonic()) {
+            let (message_id, code) = (log_excerpt(message_id), failure.code());
+            warn!(source = %self.source, message_id, code, messages, "poison message kept: {}", log_excerpt(failure.message()));
+        }
+        (failure.code().to_owned(), failure.message().to_owned())
+    }
+
+    /// Tells the source. What it does not hear comes again, and is a duplicate then.
+    async fn settle(&self, source: &dyn Source, settlement: Settlement) {
+        let Settlement { ack, nak, reject } = settlement;
+        self.metrics.add(&self.metrics.rejected, reject.len());
+        self.metrics.add(&self.metrics.returned, nak.len());
+        let mut settled: Vec<Result<()>> = Vec::with_capacity(3);
+        if !ack.is_empty() {
+            settled.push(source.ack(&ack).await);
+        }
+        if !nak.is_empty() {
+            settled.push(source.nak(&nak, RETURN_DELAY).await);
+        }
+        if !reject.is_empty() {
+            error!(source = %self.source, messages = reject.len(), "messages rejected: they cannot even be kept as poison");
+            settled.push(source.reject(&reject).await);
+        }
+        settled.into_iter().filter_map(Result::err).for_each(|failure| self.observe_source(&failure));
+    }
+
+    fn observe_source(&self, failure: &Error) {
+        self.metrics.add(&self.metrics.source_errors, 1);
+        if let Some(failures) = self.watch().source_failures.observe(self.clock.monotonic()) {
+            warn!(source = %self.source, code = failure.code(), failures, "source failed; it is asked again: {failure}");
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! The source in memory, and the receiver that drives it into an inbox.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Clock, Delivery, Error, Inbound, Inspect as _, ListQuery, LogName, MemorySource, MemoryStore, RawMessage,
+    Receive as _, Result, Source, SourceName, State, Subscription,
+};
+use postbox_engine::{Receiver, ReceiverSettings, Relay, TokioClock, handler_sink};
+use postbox_testkit::clock::ManualClock;
+use postbox_testkit::conformance::{Poison, ReceivingFixture, ReceivingTraits, SourceFixture};
+use postbox_testkit::inbox::Inbox;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+const IN_FLIGHT_MAX: usize = 8;
+
+struct Queue {
+    source: Arc<MemorySource>,
+    clock: Arc<ManualClock>,
+}
+
+fn queue(ordered: bool, dead_letters: bool) -> Queue {
+    let clock = Arc::new(ManualClock::default());
+    let source = MemorySource::new(IN_FLIGHT_MAX, clock.clone() as Arc<dyn Clock>);
+    let source = source.with_capabilities(|capabilities| {
+        capabilities.ordered = ordered;
+        capabilities.dead_letters = dead_letters;
+    });
+    Queue { source: Arc::new(source), clock }
+}
+
+#[async_trait]
+impl SourceFixture for Queue {
+    fn source(&self) -> Arc<dyn Source> {
+        self.source.clone()
+    }
+
+    async fn publish(&self, message: RawMessage) {
+        self.source.publish(message);
+    }
+
+    async fn disconnect(&self) {
+        self.source.disconnect();
+    }
+
+    async fn dead_letters(&self) -> Vec<RawMessage> {
+        if self.source.capabilities().dead_letters { self.source.rejected() } else { Vec::new() }
+    }
+
+    async fn pass(&self, time: Duration) {
+        self.clock.advance(time);
+    }
+}
+
+mod in_order {
+    async fn fixture() -> super::Queue {
+        super::queue(true, true)
+    }
+    postbox_testkit::source_suite!(fixture);
+}
+
+mod in_no_order {
+    async fn fixture() -> super::Queue {
+        super::queue(false, false)
+    }
+    postbox_testkit::source_suite!(fixture);
+}
+
+/// A receiver on a queue, and whether it runs.
+struct Way {
+    source: Arc<MemorySource>,
+    receiver: Arc<Receiver>,
+    inbox: Arc<Inbox>,
+    running: Mutex<Option<(CancellationToken, JoinHandle<()>)>>,
+}
+
+fn way(ordered: bool) -> Way {
+    let source = MemorySource::new(64, Arc::new(TokioClock::new()));
+    let source = Arc::new(source.with_capabilities(|capabilities| capabilities.ordered = ordered));
+    let inbox = Arc::new(Inbox::default());
+    let settings = ReceiverSettings {
+        in_flight_max: IN_FLIGHT_MAX,
+        store_timeout: Duration::from_secs(60),
+        drain_timeout: Duration::from_millis(100),
+    };
+    let receiver = Receiver::builder(inbox.clone(), name(), LogName::inbox())
+        .settings(settings)
+        .pull(source.clone())
+        .decode(decode)
+        .build()
+        .expect("good settings");
+    Way { source, receiver: Arc::new(receiver), inbox, running: Mutex::default() }
+}
+
+fn name() -> SourceName {
+    "queue".parse().expect("a name")
+}
+
+fn decode(message: &RawMessage) -> Result<Option<Inbound>> {
+    match &message.payload[..] {
+        b"poison" => Err(Error::invalid("decode", "body_broken", "as told")),
+        b"panic" => panic!("as told"),
+        b"ignored" => Ok(None),
+        _ => message.clone().into_inbound(&name()).map(Some),
+    }
+}
+
+fn message(id: &str, body: &str) -> RawMessage {
+    let mut digest = [0; 32];
+    body.bytes().enumerate().for_each(|(n, byte)| digest[n % 32] ^= byte.rotate_left(n as u32 % 8));
+    RawMessage {
+        id: Some(id.to_owned()),
+        digest,
+        topic: "order.paid".into(),
+        key: None,
+        headers: Default::default(),
+        content_type: "application/json".into(),
+        payload: body.to_owned().into(),
+    }
+}
+
+#[async_trait]
+impl ReceivingFixture for Way {
+    fn traits(&self) -> ReceivingTraits {
+        let ordered = self.source.capabilities().ordered;
+        ReceivingTraits { in_flight_max: IN_FLIGHT_MAX, ordered, poison: Poison::Kept }
+    }
+
+    fn inbox(&self) -> Arc<Inbox> {
+        self.inbox.clone()
+    }
+
+    async fn start(&self) {
+        self.source.reopen();
+        let (receiver, stop) = (Arc::clone(&self.receiver), CancellationToken::new());
+        let task = tokio::spawn({
+            let stop = stop.clone();
+            async move { receiver.run(stop).await }
+        });
+        *self.running.lock().expect("no panic while held") = Some((stop, task));
+    }
+
+    async fn stop(&self) {
+        let running = self.running.lock().expect("no panic while held").take();
+        let (stop, task) = running.expect("it runs");
+        stop.cancel();
+        task.await.expect("no panic");
+    }
+
+    fn publish(&self, id: &str, body: &str) {
+        self.source.publish(message(id, body));
+    }
+
+    fn publish_poison(&self, id: &str, body: &str) {
+        self.publish(id, body);
+    }
+
+    async fn disconnect(&self) {
+        self.source.disconnect();
+    }
+
+    fn lose_settlements(&self, lost: bool) {
+        self.source.fail_settling(lost);
+    }
+
+    fn settled(&self) -> usize {
+        self.source.acked().len() + self.refused()
+    }
+
+    fn refused(&self) -> usize {
+        self.source.rejected().len()
+    }
+}
+
+mod receiving_in_order {
+    async fn fixture() -> super::Way {
+        super::way(true)
+    }
+    postbox_testkit::receiving_suite!(fixture);
+}
+
+mod receiving_in_no_order {
+    async fn fixture() -> super::Way {
+        super::way(false)
+    }
+    postbox_testkit::receiving_suite!(fixture);
+}
+
+/// Waits for the queue to be empty.
+async fn emptied(way: &Way) {
+    let emptied = async {
+        while way.source.remaining() > 0 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), emptied).await.expect("emptied in time");
+}
+
+#[tokio::test]
+async fn each_end_of_a_message_is_counted() {
+    let way = way(false);
+    way.start().await;
+    let huge = "x".repeat(postbox_core::limits::PAYLOAD_BYTES_MAX + 1);
+    for (id, body) in
+        [("1", "a"), ("1", "a"), ("1", "b"), ("2", "poison"), ("3", "panic"), ("4", "ignored"), ("5", huge.as_str())]
+    {
+        way.publish(id, body);
+        emptied(&way).await;
+    }
+    way.stop().await;
+    let counted = way.receiver.metrics().snapshot();
+    assert_eq!((counted.accepted, counted.duplicates, counted.conflicts), (3, 1, 1), "{counted:?}");
+    assert_eq!((counted.poison, counted.ignored, counted.rejected), (2, 1, 1), "{counted:?}");
+    let rejected = way.source.rejected();
+    assert_eq!((rejected.len(), rejected[0].id.as_deref()), (1, Some("5")), "what nobody can keep is the broker's");
+}
+
+/// Once the decoder is mended, the message that was poison is stored when it is sent again.
+#[tokio::test]
+async fn poison_does_not_use_up_its_id() {
+    let way = way(true);
+    way.start().await;
+    way.publish("1", "poison");
+    emptied(&way).await;
+    way.publish("1", "mended");
+    emptied(&way).await;
+    way.stop().await;
+    let ids: Vec<String> = way.inbox.all().into_iter().map(|stored| stored.message_id).collect();
+    assert_eq!(ids, ["poison:1", "1"]);
+}
+
+/// The store is away for a minute of a clock that is stepped: tried again, and not in a busy loop.
+#[tokio::test(start_paused = true)]
+async fn an_outage_is_no_busy_loop() {
+    use postbox_testkit::inbox::Mode;
+    let way = way(true);
+    way.inbox.set(Mode::Down);
+    way.publish("1", "a");
+    way.start().await;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    let calls = way.inbox.counts().calls;
+    assert!((100..=130).contains(&calls), "{calls} calls in a minute");
+    way.inbox.set(Mode::Works);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(way.source.acked().len(), 1);
+}
+
+#[tokio::test]
+async fn a_relay_never_sends_poison_and_an_operator_sees_its_bytes() {
+    let store = Arc::new(MemoryStore::new(Arc::new(TokioClock::new())));
+    let poison = message("1", "poison").into_poison(&name(), "body_broken", "as told");
+    let plain = message("2", "plain").into_inbound(&name()).expect("an event");
+    store.receive_many(&LogName::inbox(), &[poison, plain]).await.expect("stored");
+    let sent = Arc::new(Mutex::new(Vec::new()));
+    let sink = handler_sink({
+        let sent = Arc::clone(&sent);
+        move |delivery: Delivery| {
+            sent.lock().expect("no panic while held").push(delivery.event.payload);
+            std::future::ready(())
+        }
+    });
+    let subscription = Subscription::new("apply".parse().expect("a name"), LogName::inbox());
+    let relay = Relay::builder(store.clone(), subscription.clone()).sink(Arc::new(sink)).build().expect("a relay");
+    let drained = relay.drain(None).await.expect("drained");
+    assert_eq!((drained.delivered, drained.dead), (1, 1), "{drained:?}");
+    assert_eq!(*sent.lock().expect("no panic while held"), ["plain"]);
+    let query = ListQuery {
+        subscription: subscription.name,
+        state: State::Dead,
+        topic: None,
+        code: Some("body_broken".into()),
+        after: None,
+        limit: 10,
+    };
+    let dead = store.list(&query).await.expect("listed");
+    assert_eq!(
+        (dead.len(), &dead[0].event.payload[..], dead[0].error.as_deref()),
+        (1, &b"poison"[..], Some("as told"))
+    );
+}

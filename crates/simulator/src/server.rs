@@ -1,0 +1,255 @@
+//! The store of a world, seen from outside: what writers do to it, and what the ledger reads.
+
+use std::sync::Arc;
+
+use postbox_core::{
+    Admin, Apply, Cursor, Delivery, EventId, Log, LogName, MemoryStore, MemoryTransaction, NewEvent, Snapshot, State,
+    Subscription, SubscriptionName,
+};
+
+use crate::flaky::FlakyLog;
+use crate::gate::{ServerClock, SimTime};
+use crate::ledger::Who;
+use crate::plan::{End, Plan};
+use crate::sqlite::{SqliteFile, SqliteTransaction};
+use crate::sqlite_client::SqliteClient;
+use crate::world::{SimWire, World};
+
+/// Which store a world has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Store {
+    /// The memory store of `postbox-core`.
+    #[default]
+    Memory,
+    /// A SQLite file; each relay opens it as a process of its own would.
+    Sqlite,
+}
+
+impl Store {
+    /// What it is called at the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Sqlite => "sqlite",
+        }
+    }
+
+    /// Seeds of an ordinary run.
+    pub fn seeds(self) -> u64 {
+        match self {
+            Self::Memory => 200_000,
+            // About fifteen seconds: each call is a transaction, and goes to another thread and back.
+            Self::Sqlite => 2_000,
+        }
+    }
+
+    /// The call that a fault of the plan meets: the SQLite store reads and opens a window in one.
+    pub(crate) fn operation(self, planned: &'static str) -> &'static str {
+        match (self, planned) {
+            (Self::Sqlite, "page" | "load" | "next_batch") => "open",
+            _ => planned,
+        }
+    }
+}
+
+/// Where one event stands.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) id: EventId,
+    /// Its number in the ledger.
+    pub(crate) version: Option<i64>,
+    pub(crate) lane: u16,
+    pub(crate) state: State,
+    pub(crate) attempts: u32,
+    pub(crate) replays: u32,
+}
+
+pub(crate) enum Server {
+    Memory { store: MemoryStore, name: SubscriptionName },
+    Sqlite(Arc<SqliteFile>),
+}
+
+/// What reads the effects in a memory store; it is never driven.
+fn auditor() -> SubscriptionName {
+    "auditor".parse().expect("a name")
+}
+
+/// Where handlers write their effects.
+pub(crate) fn effects() -> LogName {
+    LogName::inbox()
+}
+
+impl Server {
+    /// A store that knows the subscription.
+    pub(crate) fn new(plan: &Plan, time: &Arc<SimTime>, subscription: &Subscription) -> Self {
+        match plan.store {
+            Store::Memory => {
+                let store = MemoryStore::new(Arc::new(ServerClock { time: time.clone(), gate: None }));
+                if plan.goes_back() {
+                    store.forget_unflushed();
+                }
+                Self::Memory { store, name: subscription.name.clone() }
+            }
+            Store::Sqlite => Self::Sqlite(Arc::new(SqliteFile::new(plan, time.clone()))),
+        }
+    }
+
+    /// Makes the subscriptions; nothing goes wrong with that.
+    pub(crate) async fn set_up(&self, subscription: &Subscription) {
+        let done = match self {
+            Self::Memory { store, .. } => {
+                let made = store.subscribe(subscription).await;
+                made.and(store.subscribe(&Subscription::new(auditor(), effects())).await)
+            }
+            Self::Sqlite(file) => {
+                let home = file.home();
+                home.gate.run(home.store.subscribe(subscription))
+            }
+        };
+        done.expect("the log is there");
+    }
+
+    /// Ends a pause, whoever began it.
+    pub(crate) async fn resume(&self, name: &SubscriptionName) {
+        // A pause that cannot be ended now is ended at the next try.
+        _ = match self {
+            Self::Memory { store, .. } => store.pause(name, None).await,
+            Self::Sqlite(file) => {
+                let home = file.home();
+                home.gate.run(home.store.pause(name, None))
+            }
+        };
+    }
+
+    pub(crate) fn cursors(&self) -> Vec<Cursor> {
+        match self {
+            Self::Memory { store, name } => store.cursors(name),
+            Self::Sqlite(file) => file.look().cursors.clone(),
+        }
+    }
+
+    pub(crate) fn each_place(&self, mut see: impl FnMut(Place)) {
+        match self {
+            Self::Memory { store, name } => store.each_standing(name, |it| {
+                let (id, version) = (it.event.id, it.event.version);
+                see(Place { id, version, lane: it.lane, state: it.state, attempts: it.attempts, replays: it.replays });
+            }),
+            Self::Sqlite(file) => file.look().places.iter().copied().for_each(see),
+        }
+    }
+
+    /// What handlers wrote: the place and the number of each effect.
+    pub(crate) fn each_effect(&self, mut see: impl FnMut(i64, i64)) {
+        match self {
+            Self::Memory { store, .. } => {
+                store.each_standing(&auditor(), |it| see(it.seq.0, it.event.version.unwrap_or_default()));
+            }
+            Self::Sqlite(file) => file.effects().into_iter().for_each(|(seq, version)| see(seq, version)),
+        }
+    }
+
+    /// Begins a transaction that appends these events. `locks`: it writes at once, and nobody else can until it ends, where the store has one
+    /// writer at a time.
+    pub(crate) fn begin(&self, events: &[NewEvent], locks: bool) -> Transaction {
+        match self {
+            Self::Memory { store, .. } => {
+                let (mut transaction, mut savepoint) = (store.begin(), 0);
+                for event in events {
+                    savepoint = transaction.savepoint();
+                    transaction.append(&LogName::outbox(), std::slice::from_ref(event)).expect("within the limits");
+                }
+                Transaction::Memory { store: store.clone(), transaction, savepoint }
+            }
+            Self::Sqlite(file) => Transaction::Sqlite(SqliteTransaction::begin(file, events, locks)),
+        }
+    }
+
+    /// Whether anything was committed since the last look; a memory store is looked at after each call.
+    pub(crate) fn has_changed(&self) -> bool {
+        matches!(self, Self::Sqlite(file) if file.has_changed())
+    }
+
+    /// What it holds now, if it can go back to that.
+    pub(crate) fn snapshot(&self) -> Option<Snapshot> {
+        match self {
+            Self::Memory { store, .. } => Some(store.snapshot()),
+            Self::Sqlite(_) => None,
+        }
+    }
+
+    pub(crate) fn restore(&self, snapshot: &Snapshot) {
+        if let Self::Memory { store, .. } = self {
+            store.restore(snapshot);
+        }
+    }
+
+    pub(crate) fn crash(&self) {
+        match self {
+            Self::Memory { store, .. } => store.crash(),
+            Self::Sqlite(file) => file.crash(),
+        }
+    }
+}
+
+/// A transaction of a writer that is open; dropping it rolls it back.
+pub(crate) enum Transaction {
+    Memory { store: MemoryStore, transaction: MemoryTransaction, savepoint: usize },
+    Sqlite(SqliteTransaction),
+}
+
+impl Transaction {
+    /// Whether somebody else's must end first.
+    pub(crate) fn waits(&self) -> bool {
+        matches!(self, Self::Sqlite(transaction) if transaction.waits())
+    }
+
+    pub(crate) fn end(self, end: End) {
+        match self {
+            Self::Sqlite(transaction) => transaction.end(end),
+            Self::Memory { transaction, .. } if end == End::Rollback => transaction.rollback(),
+            Self::Memory { store, mut transaction, savepoint } => {
+                if end == End::Savepoint {
+                    transaction.rollback_to(savepoint);
+                }
+                transaction.commit();
+                if end == End::Flushed {
+                    store.flush();
+                }
+            }
+        }
+    }
+}
+
+/// What a relay or a person has of the store.
+#[derive(Clone)]
+pub(crate) struct Client {
+    pub(crate) log: Arc<dyn Log>,
+    pub(crate) admin: Arc<dyn Admin>,
+    pub(crate) apply: Arc<dyn Apply>,
+}
+
+impl Client {
+    /// The store as a new process sees it.
+    pub(crate) fn new(world: &Arc<World>, who: Who) -> Self {
+        let wire = Arc::new(SimWire { world: world.clone(), who });
+        match &world.server {
+            Server::Memory { store, .. } => {
+                let store = store.client(Some(wire));
+                let applying = world.clone();
+                let handler = move |transaction: &mut MemoryTransaction, delivery: &Delivery| {
+                    applying.may_overrun(&[delivery]);
+                    applying.apply(who, delivery, |effect| transaction.append(&effects(), &[effect]).is_ok())
+                };
+                Self {
+                    log: Arc::new(FlakyLog { world: world.clone(), who, store: store.clone() }),
+                    apply: store.apply(handler),
+                    admin: Arc::new(store),
+                }
+            }
+            Server::Sqlite(file) => {
+                let client = Arc::new(SqliteClient::new(wire, file));
+                Self { log: client.clone(), admin: client.clone(), apply: client }
+            }
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! A SQLite store as one relay, or a person, calls it: each call meets the faults of the plan, and others may go first between two of its jobs.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Poll;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Acquired, Admin, Apply, Batch, BatchLimit, Changed, Decide, Delivery, Disposition, Entry, Lease, Log, LogName,
+    Outcome, OwnerId, Pause, Result, Selection, Seq, Settlement, Subscription, SubscriptionName,
+};
+use postbox_sqlite::SqliteStore;
+use rusqlite::Transaction;
+
+use crate::gate::Gate;
+use crate::ledger::Who;
+use crate::sqlite::{Opened, SqliteFile};
+use crate::world::{SimWire, Trip, World, down};
+
+pub(crate) type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// A call that can be made again: executed late if its caller has the answer, or an error, by then.
+pub(crate) struct SqliteCall {
+    pub(crate) operation: &'static str,
+    /// `true`: it was executed before the store went back.
+    pub(crate) execute: Box<dyn Fn(bool) -> Boxed<'static, bool> + Send + Sync>,
+}
+
+pub(crate) struct SqliteClient {
+    wire: Arc<SimWire>,
+    opened: Opened,
+    handler: Arc<dyn Apply>,
+}
+
+impl SqliteClient {
+    pub(crate) fn new(wire: Arc<SimWire>, file: &SqliteFile) -> Self {
+        let opened = file.open();
+        let (world, who) = (wire.world.clone(), wire.who);
+        let handler = move |tx: &Transaction<'_>, delivery: &Delivery| {
+            let insert = "INSERT INTO postbox_inbox (topic, version, payload) VALUES ('effect', ?1, '{}')";
+            world.apply(who, delivery, |effect| tx.execute(insert, [effect.version]).is_ok())
+        };
+        Self { handler: opened.store.apply(handler), wire, opened }
+    }
+
+    /// A call that the store may be asked to do late, or twice. `make`: whether it is late; then its caller's half must not be done.
+    async fn carry<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        lease: Option<&Lease>,
+        make: impl Fn(SqliteStore, bool) -> Boxed<'static, Result<T>> + Send + Sync + 'static,
+    ) -> Result<T> {
+        let answer: Arc<Mutex<Option<Result<T>>>> = Arc::default();
+        let (slot, opened) = (answer.clone(), self.opened.clone());
+        let (world, who, called) = (self.wire.world.clone(), self.wire.who, lease.cloned());
+        let execute = move |is_late| -> Boxed<'static, bool> {
+            let call = make(opened.store.clone(), is_late);
+            let (gate, slot) = (opened.gate.clone(), slot.clone());
+            let (world, called) = (world.clone(), called.clone());
+            Box::pin(async move {
+                let done = step_through(&world, who, operation, called.as_ref(), &gate, call).await;
+                let executed = done.is_some();
+                *slot.lock().unwrap_or_else(PoisonError::into_inner) = done;
+                executed
+            })
+        };
+        let call = SqliteCall { operation, execute: Box::new(execute) };
+        self.wire.travel(Trip::Sqlite(Arc::new(call))).await?;
+        let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).take();
+        answer.unwrap_or_else(|| Err(down()))
+    }
+
+    /// A call that its caller cannot leave behind: late is lost, and it is never done twice.
+    async fn once<T>(&self, operation: &'static str, lease: &Lease, call: Boxed<'_, Result<T>>) -> Result<T> {
+        let wire = &self.wire;
+        let set_out = wire.set_out(operation).await?;
+        let answer = step_through(&wire.world, wire.who, operation, Some(lease), &self.opened.gate, call).await;
+        wire.come_back(&set_out, answer.is_some()).await?;
+        answer.unwrap_or_else(|| Err(down()))
+    }
+
+    /// A look at the store, which nothing happens to.
+    fn look<T>(&self, call: impl Future<Output = T>) -> T {
+        self.opened.gate.run(call)
+    }
+}
+
+/// Lets a call happen job by job. `None`: the store went back on the way.
+async fn step_through<T>(
+    world: &World,
+    who: Who,
+    operation: &'static str,
+    lease: Option<&Lease>,
+    gate: &Arc<Gate>,
+    mut call: Boxed<'_, T>,
+) -> Option<T> {
+    let generation = world.generation();
+    let mut observed = false;
+    while generation == world.generation() {
+        let stepped = gate.step(call.as_mut());
+        let has_changed = world.server.has_changed();
+        if has_changed {
+            gate.committed.notify_waiters();
+        }
+        if has_changed || stepped.is_ready() && !observed {
+            world.observe(operation, lease, who);
+            observed = true;
+        }
+        match stepped {
+            Poll::Ready(answer) => return Some(answer),
+            // Its transaction is open while it asks its caller.
+            Poll::Pending if operation == "apply" => {}
+            Poll::Pending => world.jitter(who).await,
+        }
+    }
+    None
+}
+
+/// A settlement that can be made again.
+struct OwnedSettlement {
+    position: Option<Seq>,
+    entries: Vec<(Delivery, Disposition)>,
+    rewind: bool,
+    hold_keys: bool,
+}
+
+impl OwnedSettlement {
+    fn new(settlement: Settlement<'_>) -> Self {
+        let Settlement { position, entries, rewind, hold_keys } = settlement;
+        let entries = entries.into_iter().map(|entry| (entry.delivery.clone(), entry.disposition)).collect();
+        Self { position, entries, rewind, hold_keys }
+    }
+
+    fn lend(&self, rewind: bool) -> Settlement<'_> {
+        let entries = self.entries.iter().map(|(delivery, it)| Entry { delivery, disposition: it.clone() });
+        Settlement { position: self.position, entries: entries.collect(), rewind, hold_keys: self.hold_keys }
+    }
+}
+
+#[async_trait]
+impl Log for SqliteClient {
+    async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
+        let subscription = subscription.clone();
+        self.carry("subscribe", None, move |store, _| {
+            let subscription = subscription.clone();
+            Box::pin(async move { store.subscribe(&subscription).await })
+        })
+        .await
+    }
+
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
+        let asked = (subscription.clone(), owner.clone(), held.to_vec());
+        self.carry("acquire", None, move |store, _| {
+            let (subscription, owner, held) = asked.clone();
+            Box::pin(async move { store.acquire(&subscription, &owner, &held, ttl).await })
+        })
+        .await
+    }
+
+    async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+        let called = lease.clone();
+        self.carry("renew", Some(lease), move |store, _| {
+            let called = called.clone();
+            Box::pin(async move { store.renew(&called, ttl).await })
+        })
+        .await
+    }
+
+    async fn release(&self, lease: &Lease) -> Result<()> {
+        let called = lease.clone();
+        self.carry("release", Some(lease), move |store, _| {
+            let called = called.clone();
+            Box::pin(async move { store.release(&called).await })
+        })
+        .await
+    }
+
+    async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        // What was read is noted where the relay is, so it cannot be read for nobody.
+        self.once("open", lease, self.opened.store.next_batch(lease, limit)).await
+    }
+
+    async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        let called = lease.clone();
+        self.carry("due", Some(lease), move |store, _| {
+            let called = called.clone();
+            Box::pin(async move { store.due(&called, limit).await })
+        })
+        .await
+    }
+
+    async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
+        let called = lease.clone();
+        let owned = Arc::new(OwnedSettlement::new(settlement));
+        self.carry("settle", Some(lease), move |store, is_late| {
+            let (called, owned) = (called.clone(), owned.clone());
+            // A rewind is noted where the relay is.
+            Box::pin(async move { store.settle(&called, owned.lend(owned.rewind && !is_late)).await })
+        })
+        .await
+    }
+
+    async fn hint(&self, _lease: &Lease) {
+        self.opened.gate.committed.notified().await;
+    }
+}
+
+#[async_trait]
+impl Apply for SqliteClient {
+    async fn apply(
+        &self,
+        lease: &Lease,
+        deliveries: &[&Delivery],
+        settlement: Settlement<'_>,
+        decide: &Decide<'_>,
+    ) -> Result<Vec<Option<Outcome>>> {
+        self.wire.world.may_overrun(deliveries);
+        self.once("apply", lease, self.handler.apply(lease, deliveries, settlement, decide)).await
+    }
+}
+
+#[async_trait]
+impl Admin for SqliteClient {
+    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        let asked = (subscription.clone(), selection.clone());
+        self.carry("retry", None, move |store, _| {
+            let (subscription, selection) = asked.clone();
+            Box::pin(async move { store.retry(&subscription, &selection).await })
+        })
+        .await
+    }
+
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        let asked = (subscription.clone(), selection.clone());
+        self.carry("discard", None, move |store, _| {
+            let (subscription, selection) = asked.clone();
+            Box::pin(async move { store.discard(&subscription, &selection).await })
+        })
+        .await
+    }
+
+    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let log = log.clone();
+        self.carry("prune", None, move |store, _| {
+            let log = log.clone();
+            Box::pin(async move { store.prune(&log, older_than).await })
+        })
+        .await
+    }
+
+    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+        let asked = (subscription.clone(), pause.cloned());
+        self.carry("pause", None, move |store, _| {
+            let (subscription, pause) = asked.clone();
+            Box::pin(async move { store.pause(&subscription, pause.as_ref()).await })
+        })
+        .await
+    }
+
+    async fn create_log(&self, log: &LogName) -> Result<()> {
+        self.look(self.opened.store.create_log(log))
+    }
+
+    async fn check_receiving(&self) -> Result<()> {
+        self.look(self.opened.store.check_receiving())
+    }
+
+    async fn rebase(&self) -> Result<()> {
+        self.look(self.opened.store.rebase())
+    }
+}

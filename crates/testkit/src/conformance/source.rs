@@ -1,0 +1,277 @@
+//! What every source keeps: a message comes until it is settled, and then never again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use postbox_core::{AckToken, ErrorKind, RawMessage, Source, SourceMessage};
+use tokio::time::timeout;
+
+use super::SourceFixture;
+use super::harness::PATIENCE;
+
+/// Longer than a source may take to give out again what it got back; much shorter than any delay here.
+const MOMENT: Duration = Duration::from_millis(200);
+const DELAY: Duration = Duration::from_secs(60);
+
+/// Limits that a receiver can work with, and that do not change.
+pub async fn capabilities_are_usable_and_constant(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    let capabilities = source.capabilities();
+    assert!(capabilities.in_flight_max >= 1, "{capabilities:?}");
+    fixture.publish(message("1")).await;
+    next(&source, 10).await;
+    assert_eq!(source.capabilities(), capabilities);
+}
+
+/// Whatever is in it.
+pub async fn a_message_comes_as_it_was_published(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    let mut sent = message("1");
+    sent.payload = (0..=255).collect::<Vec<u8>>().into();
+    sent.headers.insert("traceparent".into(), "00-ab".into());
+    fixture.publish(sent.clone()).await;
+    assert_eq!(next(&source, 10).await[0].message, sent);
+}
+
+/// No empty answer, and no error, for as long as there is nothing.
+pub async fn next_waits_for_a_message(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    let waiting = tokio::spawn({
+        let source = Arc::clone(&source);
+        async move { source.next(10).await }
+    });
+    tokio::task::yield_now().await;
+    assert!(!waiting.is_finished());
+    fixture.publish(message("1")).await;
+    let given = timeout(PATIENCE, waiting).await.expect("woken").expect("no panic").expect("given");
+    assert_eq!(ids(&given), ["1"]);
+}
+
+/// `max` is kept, and nothing comes twice at one time.
+pub async fn next_gives_no_more_than_asked_for(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    publish(fixture, 5).await;
+    let mut given = Vec::new();
+    while given.len() < 5 {
+        let some = next(&source, 2).await;
+        assert!((1..=2).contains(&some.len()), "{}", some.len());
+        given.extend(some);
+    }
+    let mut ids = ids(&given);
+    ids.sort();
+    assert_eq!(ids, ["1", "2", "3", "4", "5"]);
+}
+
+/// Back-pressure: who settles nothing is given no more.
+pub async fn no_more_are_unsettled_than_may_be(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    let most = source.capabilities().in_flight_max;
+    publish(fixture, most + 3).await;
+    let mut given = Vec::new();
+    while given.len() < most {
+        given.extend(next(&source, most + 3).await);
+    }
+    assert_eq!(given.len(), most);
+    nothing_comes(&source).await;
+    settled(source.ack(&[given[0].token.clone()]).await);
+    assert_eq!(next(&source, most + 3).await.len(), 1, "one place is free");
+}
+
+/// Not at once, and not after the connection was lost.
+pub async fn an_acknowledged_message_never_comes_again(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    publish(fixture, 2).await;
+    let given = gather(&source, 2).await;
+    settled(source.ack(&tokens(&given)).await);
+    fixture.disconnect().await;
+    nothing_comes(&source).await;
+}
+
+/// What was given out and not settled comes again; its old token settles nothing.
+pub async fn a_lost_connection_loses_no_message(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    publish(fixture, 3).await;
+    let given = gather(&source, 3).await;
+    settled(source.ack(&tokens(&given[..1])).await);
+    fixture.disconnect().await;
+    settled(source.ack(&tokens(&given[1..])).await);
+    let again = gather(&source, 2).await;
+    assert_eq!(sorted(&again), sorted(&given[1..]));
+    assert!(again.iter().all(|it| given.iter().all(|before| before.token != it.token)), "tokens are of one delivery");
+}
+
+/// Given back, it comes again: after the delay where that is claimed.
+pub async fn what_is_given_back_comes_again(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    publish(fixture, 1).await;
+    let given = next(&source, 10).await;
+    settled(source.nak(&tokens(&given), Duration::ZERO).await);
+    let again = next(&source, 10).await;
+    assert_eq!(ids(&again), ids(&given));
+    if !source.capabilities().nak_delay {
+        return;
+    }
+    settled(source.nak(&tokens(&again), DELAY).await);
+    nothing_comes(&source).await;
+    fixture.pass(DELAY).await;
+    assert_eq!(ids(&next(&source, 10).await), ids(&given));
+}
+
+/// Rejected is the end of it; where dead letters are claimed, it is among them with its bytes.
+pub async fn what_is_rejected_never_comes_again(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    publish(fixture, 1).await;
+    let given = next(&source, 10).await;
+    settled(source.reject(&tokens(&given)).await);
+    fixture.disconnect().await;
+    nothing_comes(&source).await;
+    let kept: &[RawMessage] = if source.capabilities().dead_letters { &[message("1")] } else { &[] };
+    assert_eq!(fixture.dead_letters().await, kept);
+}
+
+/// Unknown, settled twice, of nothing: all fine.
+pub async fn settling_is_idempotent(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    publish(fixture, 1).await;
+    let given = tokens(&next(&source, 10).await);
+    for tokens in [&given[..], &given, &[], &[AckToken::new("nobody's")]] {
+        settled(source.ack(tokens).await);
+        settled(source.nak(tokens, Duration::ZERO).await);
+        settled(source.reject(tokens).await);
+    }
+    nothing_comes(&source).await;
+    assert_eq!(fixture.dead_letters().await, [], "the first word counts");
+}
+
+/// A call given up before it answered has taken nothing with it.
+pub async fn a_dropped_call_loses_no_message(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    for _ in 0..20 {
+        assert!(source.next(10).now_or_never().is_none());
+    }
+    publish(fixture, 2).await;
+    assert_eq!(gather(&source, 2).await.len(), 2);
+}
+
+/// Closing wakes whoever waits, and gives back what is unsettled.
+pub async fn closing_ends_a_waiting_call(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    let waiting = tokio::spawn({
+        let source = Arc::clone(&source);
+        async move { source.next(10).await }
+    });
+    tokio::task::yield_now().await;
+    for _ in 0..2 {
+        timeout(PATIENCE, source.close()).await.expect("closed in time");
+    }
+    let given = timeout(PATIENCE, waiting).await.expect("woken").expect("no panic").expect("no error");
+    assert!(given.is_empty(), "{given:?}");
+    assert!(next(&source, 10).await.is_empty());
+}
+
+/// In the order of publishing, also behind what was given back.
+pub async fn messages_come_in_order_where_that_is_claimed(fixture: &dyn SourceFixture) {
+    let source = fixture.source();
+    if !source.capabilities().ordered {
+        return;
+    }
+    publish(fixture, 4).await;
+    let given = gather(&source, 3).await;
+    assert_eq!(ids(&given), ["1", "2", "3"]);
+    settled(source.ack(&tokens(&given[..1])).await);
+    settled(source.nak(&tokens(&given[1..]), Duration::ZERO).await);
+    assert_eq!(ids(&gather(&source, 3).await), ["2", "3", "4"]);
+}
+
+fn message(id: &str) -> RawMessage {
+    RawMessage {
+        id: Some(id.to_owned()),
+        digest: [id.len() as u8; 32],
+        topic: "order.paid".into(),
+        key: None,
+        headers: Default::default(),
+        content_type: "application/json".into(),
+        payload: format!("{{\"id\":\"{id}\"}}").into(),
+    }
+}
+
+async fn publish(fixture: &dyn SourceFixture, count: usize) {
+    for n in 1..=count {
+        fixture.publish(message(&n.to_string())).await;
+    }
+}
+
+async fn next(source: &Arc<dyn Source>, max: usize) -> Vec<SourceMessage> {
+    timeout(PATIENCE, connected(source, max)).await.expect("an answer in time")
+}
+
+/// The next messages, past the one call that fails because the connection was lost.
+async fn connected(source: &Arc<dyn Source>, max: usize) -> Vec<SourceMessage> {
+    match source.next(max).await {
+        Ok(given) => given,
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+            source.next(max).await.expect("connected again")
+        }
+    }
+}
+
+/// At least so many, in as many calls as it takes.
+async fn gather(source: &Arc<dyn Source>, count: usize) -> Vec<SourceMessage> {
+    let mut given = Vec::new();
+    while given.len() < count {
+        given.extend(next(source, count - given.len()).await);
+    }
+    given
+}
+
+async fn nothing_comes(source: &Arc<dyn Source>) {
+    let given = timeout(MOMENT, connected(source, 10)).await;
+    assert!(given.is_err(), "nothing is to be given, not {given:?}");
+}
+
+fn settled(result: postbox_core::Result<()>) {
+    result.expect("settled");
+}
+
+fn tokens(given: &[SourceMessage]) -> Vec<AckToken> {
+    given.iter().map(|it| it.token.clone()).collect()
+}
+
+fn ids(given: &[SourceMessage]) -> Vec<String> {
+    given.iter().map(|it| it.message.message_id()).collect()
+}
+
+fn sorted(given: &[SourceMessage]) -> Vec<String> {
+    let mut ids = ids(given);
+    ids.sort();
+    ids
+}
+
+/// The cases of this suite.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! source_cases {
+    ($fixture:expr) => {
+        $crate::conformance_cases!(
+            source,
+            $fixture,
+            [
+                capabilities_are_usable_and_constant,
+                a_message_comes_as_it_was_published,
+                next_waits_for_a_message,
+                next_gives_no_more_than_asked_for,
+                no_more_are_unsettled_than_may_be,
+                an_acknowledged_message_never_comes_again,
+                a_lost_connection_loses_no_message,
+                what_is_given_back_comes_again,
+                what_is_rejected_never_comes_again,
+                settling_is_idempotent,
+                a_dropped_call_loses_no_message,
+                closing_ends_a_waiting_call,
+                messages_come_in_order_where_that_is_claimed,
+            ]
+        );
+    };
+}

@@ -1,0 +1,399 @@
+//! What an operator changes: retry, discard, prune, pause, and the store's own keep.
+//!
+//! Whatever changes delivery rows locks the subscription's lanes first, as settling does: a key's
+//! next row is decided by one at a time.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Admin, Changed, Error, ErrorKind, LogName, Pause, Result, Selection, Seq, SubscriptionName, TopicPattern,
+};
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::{Client, Row};
+use uuid::Uuid;
+
+use crate::PostgresStore;
+use crate::classify::{classify, log_unknown};
+use crate::log::micros;
+use crate::rebase::rebase;
+use crate::session::COMMIT;
+use crate::settle::DELIVERY_RELEASE;
+use crate::subscription::SubscriptionRow;
+
+/// Locks the cursor of every lane, in order. Index: primary key of `lane`. Waits for a settlement
+/// under way, never for a relay's sends.
+const LANE_LOCK: &str = "SELECT FROM {s}.lane WHERE subscription = $1 ORDER BY lane FOR NO KEY UPDATE";
+
+/// The delivery rows a person means, oldest first, by a walk of the primary key from `$4`. `$2`
+/// topic, `$3` code, `$4` after, `$5` limit. Rows whose event somebody deleted from the log are
+/// meant too, unless a topic is asked for. No lock, so it may be long.
+pub(crate) const DELIVERY_CHOOSE: &str = "
+SELECT d.seq FROM {s}.delivery AS d LEFT JOIN {log} AS l ON l.seq = d.seq
+WHERE d.subscription = $1 AND d.seq > $4 AND {states}
+  AND ($2::text IS NULL OR l.topic LIKE $2) AND ($3::text IS NULL OR d.code = $3)
+ORDER BY d.seq LIMIT $5";
+
+/// The same of some ids, `$6`. Indexes: the log's unique id, then the primary key; fenced, or the
+/// order of the result would make the planner walk all rows for a few.
+const DELIVERY_CHOOSE_IDS: &str = "
+SELECT chosen.seq FROM (
+  SELECT d.seq FROM {log} AS l JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = l.seq
+  WHERE l.id = ANY ($6) AND d.seq > $4 AND {states}
+    AND ($2::text IS NULL OR l.topic LIKE $2) AND ($3::text IS NULL OR d.code = $3) OFFSET 0) AS chosen
+ORDER BY chosen.seq LIMIT $5";
+
+/// Dead rows and waiting ones become due now, if they still are. Index: primary key. Locks the
+/// rows.
+const DELIVERY_RETRY: &str = "
+UPDATE {s}.delivery AS d SET
+  replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
+  state = 'retrying', halt = false, due_at = statement_timestamp(), updated_at = clock_timestamp()
+WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND {states} RETURNING d.key";
+
+/// Of some keys, only the head may have a time: the rest wait for their turn. Without this, a
+/// thousand rows of one key that are due but not first would stand in front of everybody else's.
+/// Index: `delivery_held`, then the primary key. Locks the rows.
+///
+/// Fenced and in order, so that no statistics lead elsewhere: those of a table of dead rows say
+/// that nothing holds its key, and to compare all that does with each of the keys then looks cheap.
+pub(crate) const CLEAR_FOLLOWER_DUE: &str = "
+UPDATE {s}.delivery AS d SET due_at = NULL
+FROM unnest($2::text[]) AS touched(key)
+CROSS JOIN LATERAL (
+  SELECT h.seq FROM {s}.delivery AS h WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
+CROSS JOIN LATERAL (
+  SELECT b.seq FROM {s}.delivery AS b WHERE b.subscription = $1 AND b.key = touched.key AND b.holds AND b.seq > head.seq
+    AND b.due_at IS NOT NULL ORDER BY b.seq OFFSET 0) AS behind
+WHERE d.subscription = $1 AND d.seq = behind.seq";
+
+/// Takes rows out, if nobody did. Index: primary key. Locks the rows.
+const DELIVERY_DISCARD: &str = "
+UPDATE {s}.delivery AS d SET state = 'discarded', due_at = NULL, updated_at = clock_timestamp()
+WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND {states} RETURNING d.key";
+
+/// Marks unread events, named by id, so that they are not sent when they are read. Index: the log's
+/// unique id; fenced, as [`DELIVERY_CHOOSE_IDS`] is.
+const DELIVERY_DISCARD_PENDING: &str = "
+INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered)
+SELECT $1, n.lane, l.seq, l.key, 'discarded', false
+FROM (SELECT * FROM {log} WHERE id = ANY ($2) OFFSET 0) AS l
+JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % $5
+WHERE ($3::text IS NULL OR l.topic LIKE $3) AND {is_unread} AND ($6::text[] IS NULL OR l.topic LIKE ANY ($6)) AND ($7::text IS NULL OR l.tenant = $7)
+  AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq)
+ORDER BY l.seq LIMIT $4
+ON CONFLICT DO NOTHING";
+
+/// Deletes, in `seq` order, events that every subscription of the log has passed and nobody needs
+/// any more. Index: the log's primary key, walked from its start. Locks the rows; those somebody
+/// else is deleting are passed over.
+///
+/// A row that a subscription does not want is passed whatever its cursor says. Times rise with
+/// `seq`, nearly: beyond the thousandth young row nothing is looked at, and what one transaction
+/// left there is found once those are old too. So a call costs what is old and a thousand rows.
+pub(crate) const LOG_PRUNE: &str = "
+WITH old AS MATERIALIZED (
+  SELECT l.seq FROM {log} AS l
+  WHERE l.created_at <= statement_timestamp() - $1 * interval '1 microsecond'
+    AND l.seq <= coalesce((SELECT young.seq FROM {log} AS young
+      WHERE young.created_at > statement_timestamp() - $1 * interval '1 microsecond' ORDER BY young.seq OFFSET 999 LIMIT 1), 9223372036854775807)
+    AND NOT EXISTS (
+      SELECT FROM {s}.subscription AS s
+      JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+      WHERE s.log = $2
+        AND {is_wanted} AND {is_unread})
+    AND NOT EXISTS (
+      SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id AND d.seq = l.seq
+      WHERE s.log = $2 AND d.state <> 'discarded')
+  ORDER BY l.seq LIMIT 1000 FOR UPDATE OF l SKIP LOCKED),
+marks AS (
+  DELETE FROM {s}.delivery AS d USING old, {s}.subscription AS s
+  WHERE s.log = $2 AND d.subscription = s.id AND d.seq = old.seq)
+DELETE FROM {log} AS l USING old WHERE l.seq = old.seq";
+
+/// Deletes rows of events that somebody deleted from the log, once they are closed and as old as
+/// the events to be pruned. Indexes: `delivery_missing`, the log's primary key. Locks the rows.
+const DELIVERY_PRUNE_MISSING: &str = "
+DELETE FROM {s}.delivery AS d USING (
+  SELECT m.subscription, m.seq FROM {s}.subscription AS s JOIN {s}.delivery AS m ON m.subscription = s.id
+  WHERE s.log = $2 AND m.code = 'event_missing' AND m.state IN ('dead', 'discarded')
+    AND m.updated_at <= statement_timestamp() - $1 * interval '1 microsecond'
+    AND NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = m.seq)
+  LIMIT 1000 FOR UPDATE OF m SKIP LOCKED) AS gone
+WHERE d.subscription = gone.subscription AND d.seq = gone.seq";
+
+/// Whether a log exists and has readers: one without any is not pruned, because nobody has passed
+/// it. Reads two small tables.
+const LOG_HAS_READERS: &str = "
+SELECT EXISTS (SELECT FROM {s}.log WHERE name = $1), EXISTS (SELECT FROM {s}.subscription WHERE log = $1)";
+
+/// Pauses or resumes. Index: the unique name. Locks the row.
+const SUBSCRIPTION_SET_PAUSE: &str = "
+UPDATE {s}.subscription SET paused_by = $2, paused_why = $3, paused_until = $4 WHERE name = $1";
+
+/// How transactions begin, where that was said, and the role that it was said of. Reads settings.
+const DEFAULT_READ_ONLY: &str = "
+SELECT setting OPERATOR(pg_catalog.=) 'on', source OPERATOR(pg_catalog.=) 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
+FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'default_transaction_read_only'";
+
+#[async_trait]
+impl Admin for PostgresStore {
+    async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        self.bounded("retry", retry(self, subscription, selection)).await
+    }
+
+    async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+        self.bounded("discard", discard(self, subscription, selection)).await
+    }
+
+    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        self.bounded("prune", prune(self, log, older_than)).await
+    }
+
+    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+        self.bounded("pause", pause_or_resume(self, subscription, pause)).await
+    }
+
+    async fn create_log(&self, log: &LogName) -> Result<()> {
+        self.bounded("create_log", create_log(self, log)).await
+    }
+
+    /// A receive is one statement, so its transaction begins as the role or database says;
+    /// everything else says itself that it writes. Error: `Mismatch`, code `default_read_only`.
+    async fn check_receiving(&self) -> Result<()> {
+        self.bounded("check_receiving", check_receiving(self)).await
+    }
+
+    /// One transaction: rewrites the logs and keeps writers waiting meanwhile. As long as it takes.
+    async fn rebase(&self) -> Result<()> {
+        rebase(self).await
+    }
+}
+
+/// Runs changes in one transaction, committed if they succeed.
+async fn change<T>(
+    store: &PostgresStore,
+    preamble: &str,
+    operation: &'static str,
+    write: impl AsyncFnOnce(&Client) -> Result<T>,
+) -> Result<T> {
+    let session = store.session(operation).await?;
+    let failed = |error: tokio_postgres::Error| classify(operation, &error);
+    session.client().batch_execute(preamble).await.map_err(failed)?;
+    let result = write(session.client()).await?;
+    session.client().batch_execute(COMMIT).await.map_err(failed)?;
+    session.finish();
+    store.wake();
+    Ok(result)
+}
+
+async fn retry(store: &PostgresStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+    selection.validate("retry")?;
+    // Pinned to indexes, as all that is fenced above counts on.
+    change(store, &store.inner.modes.write, "retry", async |client: &Client| {
+        let subscription = store.look_up("retry", client, name).await?;
+        change_rows(store, client, &subscription, &RETRY, &Chosen::of(selection)).await
+    })
+    .await
+}
+
+async fn discard(store: &PostgresStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
+    selection.validate("discard")?;
+    change(store, &store.inner.modes.write, "discard", async |client: &Client| {
+        let subscription = store.look_up("discard", client, name).await?;
+        let chosen = Chosen::of(selection);
+        let changed = change_rows(store, client, &subscription, &DISCARD, &chosen).await?;
+        // Pending events have no row and no code; only ids name them.
+        if chosen.ids.is_none() || chosen.code.is_some() || changed.next.is_some() {
+            return Ok(changed);
+        }
+        let left = chosen.limit - changed.count as i64;
+        let lanes = i32::from(subscription.lanes);
+        let params: [(&(dyn ToSql + Sync), Type); 7] = [
+            (&subscription.id, Type::INT4),
+            (&chosen.ids, Type::UUID_ARRAY),
+            (&chosen.topic, Type::TEXT),
+            (&left, Type::INT8),
+            (&lanes, Type::INT4),
+            (&subscription.likes, Type::TEXT_ARRAY),
+            (&subscription.tenant(), Type::TEXT),
+        ];
+        let sql = store.schema().log_sql(DELIVERY_DISCARD_PENDING, &subscription.log);
+        let pending = client.execute_typed(&sql, &params).await.map_err(|error| classify("discard", &error))?;
+        // They are not found again, so the next step may look from the same place.
+        let next = (pending > 0 && pending == left as u64).then_some(Seq(chosen.after));
+        Ok(Changed { count: changed.count + pending, next })
+    })
+    .await
+}
+
+/// One step over delivery rows.
+///
+/// What is meant is found before the lanes are locked, however many rows have to be looked at for
+/// it: under the lock only the step's own rows are written, each if it still is what was found. Ids
+/// are the exception. They are few, and what a relay writes down of them between the look and the
+/// lock must not fall between rows and unread events.
+async fn change_rows(
+    store: &PostgresStore,
+    client: &Client,
+    subscription: &SubscriptionRow,
+    change: &RowChange,
+    chosen: &Chosen<'_>,
+) -> Result<Changed> {
+    let failed = |error: tokio_postgres::Error| classify(change.operation, &error);
+    let lock = async || {
+        let lock = store.schema().sql(LANE_LOCK);
+        client.query_typed(&lock, &[(&subscription.id, Type::INT4)]).await.map(drop).map_err(failed)
+    };
+    let mut params = chosen.params(&subscription.id);
+    let choose = if chosen.ids.is_some() {
+        lock().await?;
+        DELIVERY_CHOOSE_IDS
+    } else {
+        params.truncate(5);
+        DELIVERY_CHOOSE
+    };
+    let sql = |template: &str| store.schema().log_sql_with(template, &subscription.log, &[("states", change.states)]);
+    let rows = client.query_typed(&sql(choose), &params).await.map_err(failed)?;
+    let seqs: Vec<i64> = rows.iter().map(|row| row.get(0)).collect();
+    let Some(last) = seqs.last() else { return Ok(Changed::default()) };
+    let next = (seqs.len() as i64 == chosen.limit).then_some(Seq(*last));
+    if chosen.ids.is_none() {
+        lock().await?;
+    }
+    let meant: [(&(dyn ToSql + Sync), Type); 2] = [(&subscription.id, Type::INT4), (&seqs, Type::INT8_ARRAY)];
+    let rows = client.query_typed(&sql(change.change), &meant).await.map_err(failed)?;
+    let keys = keys(&rows);
+    let touched: [(&(dyn ToSql + Sync), Type); 2] = [(&subscription.id, Type::INT4), (&keys, Type::TEXT_ARRAY)];
+    client.execute_typed(&sql(change.afterwards), &touched).await.map_err(failed)?;
+    Ok(Changed { count: rows.len() as u64, next })
+}
+
+async fn prune(store: &PostgresStore, log: &LogName, older_than: Duration) -> Result<u64> {
+    // Pinned to indexes: what is counted here is rows looked at.
+    change(store, &store.inner.modes.write, "prune", async |client: &Client| {
+        let failed = |error: tokio_postgres::Error| classify("prune", &error);
+        let known = store.schema().sql(LOG_HAS_READERS);
+        let row = client.query_typed_one(&known, &[(&log.as_str(), Type::TEXT)]).await.map_err(failed)?;
+        let (exists, has_readers): (bool, bool) = (row.get(0), row.get(1));
+        if !exists {
+            return Err(log_unknown("prune", log.as_str()));
+        }
+        if !has_readers {
+            return Ok(0);
+        }
+        let age_micros = micros(older_than);
+        let params: [(&(dyn ToSql + Sync), Type); 2] = [(&age_micros, Type::INT8), (&log.as_str(), Type::TEXT)];
+        let events = client.execute_typed(&store.schema().log_sql(LOG_PRUNE, log), &params).await.map_err(failed)?;
+        let missing = store.schema().log_sql(DELIVERY_PRUNE_MISSING, log);
+        Ok(events + client.execute_typed(&missing, &params).await.map_err(failed)?)
+    })
+    .await
+}
+
+async fn pause_or_resume(store: &PostgresStore, name: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+    change(store, &store.inner.modes.change, "pause", async |client: &Client| {
+        let (by, why) = (pause.map(|pause| pause.by.as_str()), pause.map(|pause| pause.why.as_str()));
+        let until = pause.and_then(|pause| pause.until);
+        let params: [(&(dyn ToSql + Sync), Type); 4] =
+            [(&name.as_str(), Type::TEXT), (&by, Type::TEXT), (&why, Type::TEXT), (&until, Type::TIMESTAMPTZ)];
+        let set = client.execute_typed(&store.schema().sql(SUBSCRIPTION_SET_PAUSE), &params).await;
+        if set.map_err(|error| classify("pause", &error))? == 0 {
+            store.look_up("pause", client, name).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+async fn create_log(store: &PostgresStore, log: &LogName) -> Result<()> {
+    let session = store.session("create_log").await?;
+    let sql = store.schema().sql("SELECT {s}.create_log($1)");
+    let params: [(&(dyn ToSql + Sync), Type); 1] = [(&log.as_str(), Type::TEXT)];
+    let make = async |client: &Client| client.query_typed(&sql, &params).await;
+    let made = session.transact(&store.inner.modes.change, make).await;
+    made.map(drop).map_err(|error| classify("create_log", &error))
+}
+
+async fn check_receiving(store: &PostgresStore) -> Result<()> {
+    let session = store.session("check_receiving").await?;
+    let row = session.client().query_typed_one(DEFAULT_READ_ONLY, &[]).await;
+    session.finish();
+    let row = row.map_err(|error| classify("check_receiving", &error))?;
+    let (read_only, by_url, role, database): (bool, bool, String, String) =
+        (row.get(0), row.get(1), row.get(2), row.get(3));
+    if !read_only {
+        return Ok(());
+    }
+    let cure = match by_url {
+        true => "take default_transaction_read_only out of the store's URL".to_owned(),
+        false => format!(
+            "run: BEGIN READ WRITE; ALTER ROLE {role} IN DATABASE {database} SET default_transaction_read_only = off; COMMIT"
+        ),
+    };
+    let text = format!("transactions of {role} are read-only by default, so no message can be received; {cure}");
+    Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
+}
+
+/// A change of delivery rows, as statements.
+struct RowChange {
+    operation: &'static str,
+    /// Which rows may be changed.
+    states: &'static str,
+    change: &'static str,
+    /// What the keys of the changed rows need.
+    afterwards: &'static str,
+}
+
+const RETRY: RowChange =
+    RowChange { operation: "retry", states: MAY_BE_RETRIED, change: DELIVERY_RETRY, afterwards: CLEAR_FOLLOWER_DUE };
+
+/// The states of rows that a person may send again.
+pub(crate) const MAY_BE_RETRIED: &str =
+    "(d.state = 'dead' OR (d.state = 'retrying' AND d.due_at > statement_timestamp()))";
+
+const DISCARD: RowChange = RowChange {
+    operation: "discard",
+    states: "d.state <> 'discarded'",
+    change: DELIVERY_DISCARD,
+    afterwards: DELIVERY_RELEASE,
+};
+
+/// A selection as parameters.
+struct Chosen<'a> {
+    ids: Option<Vec<Uuid>>,
+    topic: Option<String>,
+    code: &'a Option<String>,
+    after: i64,
+    limit: i64,
+}
+
+impl<'a> Chosen<'a> {
+    fn of(selection: &'a Selection) -> Self {
+        Self {
+            ids: selection.ids.as_ref().map(|ids| ids.iter().map(|id| id.as_uuid()).collect()),
+            topic: selection.topic.as_ref().map(TopicPattern::to_like),
+            code: &selection.code,
+            after: selection.after.map_or(i64::MIN, |after| after.0),
+            limit: i64::try_from(selection.step_max()).unwrap_or(i64::MAX),
+        }
+    }
+
+    fn params<'p>(&'p self, subscription: &'p i32) -> Vec<(&'p (dyn ToSql + Sync), Type)> {
+        vec![
+            (subscription, Type::INT4),
+            (&self.topic, Type::TEXT),
+            (self.code, Type::TEXT),
+            (&self.after, Type::INT8),
+            (&self.limit, Type::INT8),
+            (&self.ids, Type::UUID_ARRAY),
+        ]
+    }
+}
+
+fn keys(rows: &[Row]) -> Vec<String> {
+    let mut keys: Vec<String> = rows.iter().filter_map(|row| row.get(0)).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    keys
+}

@@ -1,0 +1,67 @@
+//! What the roles of a system need, as SQL: no more than that.
+
+use postbox_core::{Inspect as _, LogName, Result};
+
+use crate::PostgresStore;
+
+/// Roles by what they do; each may be named in several.
+#[derive(Debug, Clone, Default)]
+pub struct Roles {
+    /// They append events in their transactions, by INSERT, by `enqueue` or by `append_in`.
+    pub writers: Vec<String>,
+    /// They deliver, receive, retry, discard, pause and prune: what `postbox run` does, and the
+    /// commands that change something.
+    pub relays: Vec<String>,
+    /// They look: what `postbox stats`, `list`, `show` and `doctor` do.
+    pub readers: Vec<String>,
+}
+
+/// The columns a writer says. Everything else of a row is the store's own.
+const COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at";
+
+impl PostgresStore {
+    /// The GRANT statements that these roles need on this store, for its owner to run; again after
+    /// a log was made.
+    ///
+    /// `UPDATE (seq)` lets a relay lock the events it prunes. Nothing can be written by it: the
+    /// column is the database's own.
+    pub async fn grants(&self, roles: &Roles) -> Result<String> {
+        let logs = self.logs().await?;
+        let mut sql = String::new();
+        let mut grant = |rights: &str, of: &str, to: &[String]| {
+            if !to.is_empty() {
+                let to: Vec<String> = to.iter().map(|role| format!("\"{}\"", role.replace('"', "\"\""))).collect();
+                sql.push_str(&self.schema().sql(&format!("GRANT {rights} ON {of} TO ")));
+                sql.push_str(&to.join(", "));
+                sql.push_str(";\n");
+            }
+        };
+        let Roles { writers, relays, readers } = roles;
+        for roles in [writers, relays, readers] {
+            grant("USAGE", "SCHEMA {s}", roles);
+        }
+        grant("SELECT", "{s}.log", writers);
+        let insert = format!("INSERT ({COLUMNS})");
+        for log in &logs {
+            let table = format!("{{s}}.\"{log}\"");
+            if *log != LogName::inbox() {
+                grant(&insert, &table, writers);
+            }
+            grant(&format!("SELECT, DELETE, UPDATE (seq), {insert}"), &table, relays);
+            grant("SELECT", &table, readers);
+        }
+        grant("SELECT", "{s}.migration, {s}.log", relays);
+        grant("SELECT, INSERT, UPDATE", "{s}.subscription, {s}.lane, {s}.sleeper", relays);
+        grant(
+            "SELECT, INSERT, UPDATE, DELETE",
+            "{s}.delivery, {s}.replica, {s}.receipt, {s}.once, {s}.conflict",
+            relays,
+        );
+        grant(
+            "SELECT",
+            "{s}.migration, {s}.log, {s}.subscription, {s}.lane, {s}.delivery, {s}.replica, {s}.conflict",
+            readers,
+        );
+        Ok(sql)
+    }
+}

@@ -1,0 +1,153 @@
+//! Hints that there may be something to read: local commits and, where asked for, NOTIFY. Losing
+//! one costs a poll.
+//!
+//! A commit with a NOTIFY takes a server-wide lock, so writers send one only while a relay has
+//! declared itself asleep. A declaration runs out by itself; a relay with work never declares
+//! anything.
+
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use postbox_core::{Lease, LogName, Result};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use tokio_postgres::AsyncMessage;
+use tokio_postgres::types::{ToSql, Type};
+
+use crate::PostgresStore;
+use crate::classify::classify;
+use crate::log::micros;
+use crate::store::Inner;
+
+/// How long a declaration holds. Writers go on notifying that long after a relay got busy.
+const ASLEEP: Duration = Duration::from_secs(1);
+/// A declaration with less than this left is renewed before a wait: two small unlogged writes a
+/// second at most.
+const ASLEEP_LEFT_MIN: Duration = Duration::from_millis(500);
+/// The wait before a lost LISTEN connection is made again; meanwhile relays poll.
+const LISTEN_RETRY: Duration = Duration::from_secs(1);
+
+/// Asks a log's writers for notifications. Locks the log's table for a moment, the first time only.
+const NOTIFY_ENABLE: &str = "SELECT {s}.notify_enable($1)";
+
+/// Declares a relay asleep. Index: primary key of `sleeper`. Locks the row; unlogged, so that
+/// nothing waits for the disk.
+const SLEEPER_DECLARE: &str = "
+INSERT INTO {s}.sleeper (log, owner, asleep_until) VALUES ($1, $2, pg_catalog.clock_timestamp() {+} ($3 {*} interval '1 microsecond'))
+ON CONFLICT (log, owner) DO UPDATE SET asleep_until = excluded.asleep_until";
+
+/// The logs that are listened for. The tasks end with the store.
+#[derive(Default)]
+pub(crate) struct Listener {
+    logs: Mutex<HashMap<LogName, Listening>>,
+}
+
+struct Listening {
+    task: JoinHandle<()>,
+    declared_until: Option<Instant>,
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Listener {
+    fn lock(&self) -> MutexGuard<'_, HashMap<LogName, Listening>> {
+        self.logs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a wait needs a new declaration first; `None` when the log is not listened for.
+    fn needs_declaration(&self, log: &LogName) -> Option<bool> {
+        let soon = Instant::now() + ASLEEP_LEFT_MIN;
+        self.lock().get(log).map(|listening| listening.declared_until.is_none_or(|until| until < soon))
+    }
+}
+
+impl PostgresStore {
+    /// Waits for a local commit or a notification that came after the lane's last read began.
+    pub(crate) async fn wait_for_wakeup(&self, lease: &Lease) {
+        let mut wakeups = self.lane(lease).wakeups();
+        match self.inner.listener.needs_declaration(&lease.log) {
+            // A writer that looked before we declared sends nothing: let the caller read once more.
+            Some(true) if self.declare_asleep(lease).await.is_ok() => return,
+            _ => {}
+        }
+        // Fails only when the store is gone; then nothing will ever come.
+        if wakeups.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Listens for a log's writers, where the configuration asks for it. A failure costs nothing
+    /// but the hints.
+    pub(crate) async fn listen_if_asked(&self, log: &LogName) {
+        if !self.inner.config.notify || self.inner.listener.lock().contains_key(log) {
+            return;
+        }
+        match self.enable_notify(log).await {
+            Ok(channel) => {
+                let task = tokio::spawn(listen(Arc::downgrade(&self.inner), channel));
+                let listening = Listening { task, declared_until: None };
+                self.inner.listener.lock().entry(log.clone()).or_insert(listening);
+            }
+            Err(error) => tracing::warn!(%log, %error, "writers cannot be asked to notify; the relay polls"),
+        }
+    }
+
+    async fn enable_notify(&self, log: &LogName) -> Result<String> {
+        let session = self.session("subscribe").await?;
+        let sql = self.schema().sql(NOTIFY_ENABLE);
+        let enabled = session.client().query_typed_one(&sql, &[(&log.as_str(), Type::TEXT)]).await;
+        session.end_after(enabled.is_ok());
+        enabled.map(|row| row.get(0)).map_err(|error| classify("subscribe", &error))
+    }
+
+    async fn declare_asleep(&self, lease: &Lease) -> Result<()> {
+        let session = self.session("hint").await?;
+        let sql = self.schema().sql(SLEEPER_DECLARE);
+        // Counted from before the call, as a lease is.
+        let until = Instant::now() + ASLEEP;
+        let (log, owner, asleep_micros) = (lease.log.as_str(), lease.owner.as_str(), micros(ASLEEP));
+        let params: [(&(dyn ToSql + Sync), Type); 3] =
+            [(&log, Type::TEXT), (&owner, Type::TEXT), (&asleep_micros, Type::INT8)];
+        let declared = session.client().execute_typed(&sql, &params).await;
+        session.end_after(declared.is_ok());
+        declared.map_err(|error| classify("hint", &error))?;
+        if let Some(listening) = self.inner.listener.lock().get_mut(&lease.log) {
+            listening.declared_until = Some(until);
+        }
+        Ok(())
+    }
+}
+
+/// Listens until the store is gone; on a connection of its own, made again when it is lost.
+async fn listen(store: Weak<Inner>, channel: String) {
+    while let Some(inner) = store.upgrade() {
+        let (settings, tls) = (inner.listen_target.settings.clone(), inner.listen_target.tls.clone());
+        let wakeups = inner.wakeups.clone();
+        // The store must be able to end while we wait.
+        drop(inner);
+        if let Ok((client, mut connection)) = settings.connect(tls).await {
+            let sql = format!("LISTEN \"{channel}\"");
+            let messages = async {
+                while let Some(Ok(message)) = poll_fn(|context| connection.poll_message(context)).await {
+                    if matches!(message, AsyncMessage::Notification(_)) {
+                        wakeups.send_modify(|wakeups| *wakeups += 1);
+                    }
+                }
+            };
+            let asked = async {
+                let _ = client.batch_execute(&sql).await;
+                // The connection ends with its client.
+                std::future::pending::<()>().await;
+            };
+            futures::future::select(std::pin::pin!(messages), std::pin::pin!(asked)).await;
+        }
+        tracing::debug!(channel, "the LISTEN connection is lost; relays poll meanwhile");
+        tokio::time::sleep(LISTEN_RETRY).await;
+    }
+}

@@ -1,0 +1,64 @@
+//! The log contract: each method is a module of its own.
+//!
+//! The cursor of a lane is a pair of snapshots and a place between them. A *window* is every row
+//! not visible in the first and visible in the second; it is delivered in `seq` order and then the
+//! next one opens. No row is ever claimed, updated or deleted to be read, and a transaction left
+//! open delays only its own events: it is in the list of running ones of both snapshots until it
+//! ends.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Acquired, Batch, BatchLimit, Lease, Log, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+};
+
+use crate::{PostgresStore, due, lease, settle, subscription, window};
+
+#[async_trait]
+impl Log for PostgresStore {
+    async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
+        subscription.validate()?;
+        self.bounded("subscribe", subscription::subscribe(self, subscription)).await
+    }
+
+    async fn acquire(
+        &self,
+        subscription: &SubscriptionName,
+        owner: &OwnerId,
+        held: &[u16],
+        ttl: Duration,
+    ) -> Result<Acquired> {
+        self.bounded("acquire", lease::acquire(self, subscription, owner, held, ttl)).await
+    }
+
+    async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
+        self.bounded("renew", lease::renew(self, lease, ttl)).await
+    }
+
+    async fn release(&self, lease: &Lease) -> Result<()> {
+        self.bounded("release", lease::release(self, lease)).await
+    }
+
+    async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        self.bounded("next_batch", window::next_batch(self, lease, limit)).await
+    }
+
+    async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
+        self.bounded("due", due::due(self, lease, limit)).await
+    }
+
+    async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
+        self.bounded("settle", settle::settle(self, lease, &settlement)).await
+    }
+
+    async fn hint(&self, lease: &Lease) {
+        self.wait_for_wakeup(lease).await;
+    }
+}
+
+/// A wait as Postgres counts it; a century is for ever.
+pub(crate) fn micros(duration: Duration) -> i64 {
+    const CENTURY_MICROS: i64 = 100 * 366 * 24 * 3600 * 1_000_000;
+    i64::try_from(duration.as_micros()).unwrap_or(CENTURY_MICROS).min(CENTURY_MICROS)
+}

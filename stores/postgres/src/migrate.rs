@@ -1,0 +1,289 @@
+//! Migrations: embedded, numbered, one transaction each, one starter at a time.
+
+use async_trait::async_trait;
+use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered};
+use tokio_postgres::Client;
+use tokio_postgres::error::SqlState;
+use tokio_postgres::types::Type;
+
+use crate::PostgresStore;
+use crate::classify::classify;
+use crate::schema::{LOG_NAMES, MIGRATION, SchemaName};
+use crate::session::{COMMIT, Session};
+
+struct Migration {
+    version: i32,
+    name: &'static str,
+    sql: &'static str,
+}
+
+const MIGRATIONS: [Migration; 1] = [Migration { version: 1, name: "0001_spine", sql: MIGRATION }];
+
+/// The timeouts are lifted because rebuilding a large table may take long; string literals mean
+/// what they say.
+const MIGRATION_BEGIN: &str = "
+BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
+SET LOCAL statement_timeout = 0;
+SET LOCAL lock_timeout = 0;
+SET LOCAL search_path = pg_catalog;
+SET LOCAL standard_conforming_strings = on;
+SET LOCAL client_min_messages = warning;
+SET LOCAL check_function_bodies = off;";
+
+/// Two starters wait for each other here; the lock ends with the transaction, so that it is right
+/// behind a pooler. Index: none.
+const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0));";
+
+/// How long `down` waits for the tables: far longer than a relay's transaction, shorter than a
+/// person's patience.
+const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
+
+/// Nobody appends or delivers between the look and the end. Waits for writers and relays.
+const DOWN_LOCK_TABLES: &str =
+    "LOCK TABLE {s}.subscription, {s}.lane, {s}.delivery, {s}.receipt IN ACCESS EXCLUSIVE MODE";
+/// See [`DOWN_LOCK_TABLES`].
+const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
+
+/// Whether a log holds an event that a subscription has still to deliver, or that no subscription
+/// reads. Indexes: `delivery_state`, then `(xid, seq)` of the log from the oldest window on.
+const LOG_UNDELIVERED: &str = "
+SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
+    WHERE s.log = $1 AND d.state IN ('retrying', 'blocked', 'scheduled'))
+  OR (NOT EXISTS (SELECT FROM {s}.subscription WHERE log = $1) AND EXISTS (SELECT FROM {log}))
+  OR EXISTS (SELECT FROM {s}.subscription AS s
+    JOIN {s}.lane AS n ON n.subscription = s.id
+    JOIN {log} AS l ON l.xid >= pg_snapshot_xmin(n.from_snap) AND l.slot % s.lanes = n.lane
+    WHERE s.log = $1 AND {is_wanted} AND {is_unread} AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.seq = l.seq))";
+
+/// Where it is written down what was applied.
+const MIGRATION_TABLE: &str = "
+CREATE SCHEMA IF NOT EXISTS {s};
+CREATE TABLE IF NOT EXISTS {s}.migration (
+  version int PRIMARY KEY,
+  name text NOT NULL,
+  applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);";
+
+/// What was applied. Reads the whole (tiny) table.
+const MIGRATION_LIST: &str = "SELECT version, name FROM {s}.migration ORDER BY version";
+
+/// In which encoding the database keeps text.
+const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
+
+/// The same check for a script that other tools apply.
+const ENCODING_GUARD: &str = "DO ${tag}$
+BEGIN
+  IF getdatabaseencoding() <> 'UTF8' THEN
+    RAISE EXCEPTION 'Postbox needs a database in UTF8, this one is in %', getdatabaseencoding() USING HINT = 'createdb -E UTF8 -T template0 NAME';
+  END IF;
+END
+${tag}$;
+";
+
+/// Everything we made, and nothing else: the schema may hold tables of its owner. Takes exclusive
+/// locks on what it drops.
+const MIGRATION_DOWN: &str = "
+DO ${tag}$
+DECLARE
+  of_log text;
+BEGIN
+  FOR of_log IN SELECT name FROM {s}.log LOOP
+    EXECUTE 'DROP TABLE ' || {schema_literal} || '.' || quote_ident(of_log);
+    EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_window');
+    EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_receive');
+    EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_receive_many');
+  END LOOP;
+END
+${tag}$;
+DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.once, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_receive, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
+DO ${tag}$
+DECLARE
+  overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p
+    WHERE p.pronamespace = {schema_literal}::regnamespace AND p.proname IN ('enqueue', 'notify_enable', 'notify_disable', 'notify_sleepers'));
+BEGIN
+  IF overloads IS NOT NULL THEN
+    EXECUTE 'DROP FUNCTION ' || overloads;
+  END IF;
+  IF {schema_literal} <> '\"public\"'
+     AND NOT EXISTS (SELECT FROM pg_catalog.pg_class WHERE relnamespace = {schema_literal}::regnamespace)
+     AND NOT EXISTS (SELECT FROM pg_catalog.pg_proc WHERE pronamespace = {schema_literal}::regnamespace)
+     AND NOT EXISTS (SELECT FROM pg_catalog.pg_type WHERE typnamespace = {schema_literal}::regnamespace) THEN
+    EXECUTE 'DROP SCHEMA ' || {schema_literal};
+  END IF;
+END
+${tag}$;";
+
+#[async_trait]
+impl Migrate for PostgresStore {
+    async fn up(&self) -> Result<Vec<String>> {
+        let session = self.session("migrate").await?;
+        let encoding = check_encoding("migrate", session.client()).await;
+        session.end_after(encoding.is_ok());
+        encoding?;
+        let mut applied = Vec::new();
+        for migration in &MIGRATIONS {
+            if self.apply_migration(migration).await? {
+                applied.push(migration.name.to_owned());
+            }
+        }
+        self.validate().await?;
+        Ok(applied)
+    }
+
+    async fn down(&self, discard_events: bool) -> Result<Vec<String>> {
+        match self.validate().await {
+            Err(error) if error.code() == "schema_missing" => return Ok(Vec::new()),
+            Err(error) if ["schema_old", "encoding_unsupported"].contains(&error.code()) => {}
+            validated => validated?,
+        }
+        let session = self.session("migrate").await?;
+        let known = self.known_migrations(&session).await?;
+        let done = self.remove(session.client(), discard_events).await;
+        // After a refusal the transaction is open: the connection closes, and the server rolls
+        // back.
+        session.end_after(done.is_ok());
+        done?;
+        Ok(known.into_iter().rev().map(|(_, name)| name).collect())
+    }
+
+    async fn validate(&self) -> Result<()> {
+        let session = self.session("validate").await?;
+        let (known, encoding) =
+            futures::join!(self.known_migrations(&session), check_encoding("validate", session.client()));
+        session.finish();
+        check_versions(self.schema(), &known?)?;
+        encoding
+    }
+
+    fn script(&self) -> String {
+        script(self.schema())
+    }
+}
+
+/// All migrations as one SQL script, for tools that apply SQL themselves. The result is recognised
+/// by `validate`.
+pub(crate) fn script(schema: &SchemaName) -> String {
+    let mut script = format!(
+        "-- Postbox schema {}; apply once, in one session.\nBEGIN;\nSET LOCAL search_path = pg_catalog;\nSET LOCAL standard_conforming_strings = on;\nSET LOCAL check_function_bodies = off;\n",
+        schema.quoted().replace(['\n', '\r'], " ")
+    );
+    script.push_str(&schema.migration_sql(ENCODING_GUARD));
+    script.push_str(&schema.migration_sql(MIGRATION_TABLE));
+    for Migration { version, name, sql } in &MIGRATIONS {
+        script.push_str(&format!("\n\n-- {name}\n"));
+        script.push_str(&schema.migration_sql(sql));
+        script.push_str(
+            &schema.sql(&format!("INSERT INTO {{s}}.migration (version, name) VALUES ({version}, '{name}');\n")),
+        );
+    }
+    script.push_str("COMMIT;\n");
+    script
+}
+
+impl PostgresStore {
+    /// Applies one migration unless it is there; says whether it did.
+    async fn apply_migration(&self, migration: &Migration) -> Result<bool> {
+        let session = self.session("migrate").await?;
+        let client = session.client();
+        let done = async {
+            client.batch_execute(&format!("{MIGRATION_BEGIN}{MIGRATION_LOCK}")).await?;
+            client.batch_execute(&self.schema().migration_sql(MIGRATION_TABLE)).await?;
+            let known = client.query_typed(&self.schema().sql(MIGRATION_LIST), &[]).await?;
+            if known.iter().any(|row| row.get::<_, i32>(0) >= migration.version) {
+                client.batch_execute("ROLLBACK").await?;
+                return Ok(false);
+            }
+            client.batch_execute(&self.schema().migration_sql(migration.sql)).await?;
+            let Migration { version, name, .. } = migration;
+            let record = format!("INSERT INTO {{s}}.migration (version, name) VALUES ({version}, '{name}'); COMMIT");
+            client.batch_execute(&self.schema().sql(&record)).await?;
+            Ok(true)
+        }
+        .await;
+        session.end_after(done.is_ok());
+        done.map_err(|error: tokio_postgres::Error| classify("migrate", &error))
+    }
+
+    /// Removes everything. Each step is answered before the next is sent, the end last of all:
+    /// whoever stops this command while it waits has removed nothing, however late its locks come
+    /// free.
+    async fn remove(&self, client: &Client, discard_events: bool) -> Result<()> {
+        let schema = self.schema();
+        let run = async |sql: &str| client.batch_execute(sql).await.map_err(|error| in_use(&error));
+        run(&format!("{MIGRATION_BEGIN}{DOWN_LOCK_TIMEOUT}{MIGRATION_LOCK}")).await?;
+        let logs = client.query_typed(&schema.sql(LOG_NAMES), &[]).await.map_err(|error| in_use(&error))?;
+        let logs: Vec<LogName> = logs.iter().map(|row| LogName::from_stored(row.get::<_, String>(0))).collect();
+        for log in &logs {
+            run(&schema.log_sql(DOWN_LOCK_LOG, log)).await?;
+        }
+        run(&schema.sql(DOWN_LOCK_TABLES)).await?;
+        for log in logs.iter().filter(|_| !discard_events) {
+            let sql = schema.log_sql(LOG_UNDELIVERED, log);
+            let row = client.query_typed_one(&sql, &[(&log.as_str(), Type::TEXT)]).await;
+            if row.map_err(|error| in_use(&error))?.get(0) {
+                return Err(events_undelivered(log.as_str()));
+            }
+        }
+        run(&schema.migration_sql(MIGRATION_DOWN)).await?;
+        run(COMMIT).await
+    }
+
+    async fn known_migrations(&self, session: &Session) -> Result<Vec<(i32, String)>> {
+        let listed = session.client().query_typed(&self.schema().sql(MIGRATION_LIST), &[]).await;
+        let rows = listed.map_err(|error| match classify("validate", &error) {
+            error if error.code() == "schema_missing" => schema_missing(self.schema()),
+            error => error,
+        })?;
+        Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
+    }
+}
+
+/// An error of `down`; somebody who keeps the tables is named with the cure.
+fn in_use(error: &tokio_postgres::Error) -> Error {
+    if error.code() == Some(&SqlState::LOCK_NOT_AVAILABLE) {
+        let message = "somebody holds Postbox's tables: end open transactions that wrote events, stop relays and other migrations, and run it again; nothing was removed";
+        return Error::new(ErrorKind::Conflict, "migrate", "schema_in_use", message);
+    }
+    classify("migrate", error)
+}
+
+/// Text is kept byte for byte, and its length is asked for in bytes: in another encoding neither
+/// would be what was sent.
+async fn check_encoding(operation: &'static str, client: &Client) -> Result<()> {
+    let row = client.query_typed_one(DATABASE_ENCODING, &[]).await.map_err(|error| classify(operation, &error))?;
+    let encoding: &str = row.get(0);
+    if encoding == "UTF8" {
+        return Ok(());
+    }
+    let message = format!(
+        "the database keeps text in {encoding}, Postbox needs UTF8; make one with `createdb -E UTF8 -T template0 NAME` and move the data there"
+    );
+    Err(Error::new(ErrorKind::Mismatch, operation, "encoding_unsupported", message))
+}
+
+fn schema_missing(schema: &SchemaName) -> Error {
+    let message = format!("the database has no Postbox schema {}; run: postbox migrate up", schema.quoted());
+    Error::new(ErrorKind::Mismatch, "validate", "schema_missing", message)
+}
+
+fn check_versions(schema: &SchemaName, known: &[(i32, String)]) -> Result<()> {
+    let ours = MIGRATIONS.len();
+    let mismatch =
+        |code: &'static str, message: String| Err(Error::new(ErrorKind::Mismatch, "validate", code, message));
+    match known.len() {
+        0 => Err(schema_missing(schema)),
+        n if n < ours => mismatch(
+            "schema_old",
+            format!(
+                "schema {} is at version {n}, this program speaks {ours}; run: postbox migrate up",
+                schema.quoted()
+            ),
+        ),
+        n if n > ours => mismatch(
+            "schema_newer",
+            format!("schema {} is at version {n}, this program speaks {ours}; use a newer postbox", schema.quoted()),
+        ),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,290 @@
+//! What the planner makes of our statements. Each trap here was hit: a walk of the whole table
+//! instead of an index, 3 to 250 times slower.
+//!
+//! The log is asked twice, before and after its first ANALYZE, because the planner errs differently
+//! without statistics.
+
+use crate::admin::{CLEAR_FOLLOWER_DUE, DELIVERY_CHOOSE, LOG_PRUNE, MAY_BE_RETRIED};
+use crate::{PostgresConfig, PostgresStore, SchemaName};
+use postbox_core::{LogName, Migrate as _};
+use postbox_testkit::servers::{Postgres, Version};
+
+/// Rows in the log. Large enough that a walk costs more than any index.
+const ROWS: u32 = 100_000;
+
+/// Retention asks every hour, and most of the log is young: that is not looked at.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_retention_walks_what_is_young() {
+    for version in Version::ALL {
+        let store = filled(
+            version,
+            "INSERT INTO postbox.outbox (topic, key, payload, created_at)
+             SELECT 'topic', 'k' || n % 1000, repeat('x', 100), now() - CASE WHEN n <= 20 THEN interval '1 day' ELSE interval '0' END",
+        )
+        .await;
+        let session = store.session("test").await.expect("a session");
+        let client = session.client();
+        for analysed in [false, true] {
+            if analysed {
+                client.batch_execute("ANALYZE postbox.outbox").await.expect("analysed");
+            }
+            let sql = SchemaName::default().log_sql(LOG_PRUNE, &LogName::outbox());
+            let sql = sql.replace("$1", "3600000000::bigint").replace("$2", "'outbox'::text");
+            client.batch_execute(&store.inner.modes.write).await.expect("begun");
+            let rows = client.query_typed(&format!("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {sql}"), &[]).await;
+            let lines: Vec<String> = rows.expect("explained").iter().map(|row| row.get(0)).collect();
+            client.batch_execute("COMMIT").await.expect("ended");
+            let plan = lines.join("\n");
+            let context = format!("(Postgres {}, analysed: {analysed})\n{plan}", version.number());
+            assert!(!plan.contains("Seq Scan on outbox") && plan.contains("outbox_pkey"), "{context}");
+            let touched = rows_touched(&plan);
+            assert!(touched <= 2_500, "{touched} rows touched {context}");
+        }
+        session.finish();
+    }
+}
+
+/// A person sends many dead events again. Statistics taken before know of no row that holds its
+/// key; comparing all those that do with each of the keys took seconds a step, under the lanes'
+/// locks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
+    for version in Version::ALL {
+        let store =
+            filled(version, "INSERT INTO postbox.outbox (topic, key, payload) SELECT 'topic', 'k' || n % 1000, 'x'")
+                .await;
+        let session = store.session("test").await.expect("a session");
+        let client = session.client();
+        let fill = "ALTER TABLE postbox.delivery SET (autovacuum_enabled = false);
+             INSERT INTO postbox.subscription (name, log, topics, ordering, lanes) VALUES ('s', 'outbox', '{}', 'key', 1);
+             INSERT INTO postbox.delivery (subscription, lane, seq, key, state, ordered)
+             SELECT s.id, 0, l.seq, l.key, 'dead', true FROM postbox.outbox AS l, postbox.subscription AS s";
+        client.batch_execute(fill).await.expect("filled");
+        for analysed in [false, true] {
+            if analysed {
+                client.batch_execute("ANALYZE postbox.outbox; ANALYZE postbox.delivery").await.expect("analysed");
+            }
+            client.batch_execute(&store.inner.modes.write).await.expect("begun");
+            let keys: Vec<String> = (0..1000).map(|n| format!("\"k{n}\"")).collect();
+            let clear = SchemaName::default().sql(CLEAR_FOLLOWER_DUE).replace("$1", "1");
+            let clear = clear.replace("$2::text[]", &format!("'{{{}}}'::text[]", keys.join(",")));
+            let walk =
+                SchemaName::default().log_sql_with(DELIVERY_CHOOSE, &LogName::outbox(), &[("states", MAY_BE_RETRIED)]);
+            let walk = [("$1", "1"), ("$2", "'t%'"), ("$3", "NULL"), ("$4", "'0'::bigint"), ("$5", "1000")]
+                .iter()
+                .fold(walk, |sql, (from, to)| sql.replace(from, to));
+            let (by_key, by_place) =
+                (["delivery_held ", "(key = touched.key)"], ["delivery_pkey ", "(seq > '0'::bigint)"]);
+            for (sql, looks, times) in [(clear, by_key, 2), (walk, by_place, 1)] {
+                let rows = client.query_typed(&format!("EXPLAIN {sql}"), &[]).await.expect("explained");
+                let plan: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
+                let plan = plan.join("\n");
+                let context = format!("(Postgres {}, analysed: {analysed})\n{plan}", version.number());
+                assert!(
+                    looks.iter().all(|look| plan.matches(look).count() == times),
+                    "not {times} times {looks:?} {context}"
+                );
+                let wrong = [" delivery_due ", " delivery_state ", "Seq Scan", "Sort"];
+                assert!(!wrong.iter().any(|wrong| plan.contains(wrong)), "{context}");
+            }
+            client.batch_execute("ROLLBACK").await.expect("ended");
+        }
+        session.finish();
+    }
+}
+
+/// A store whose outbox has a row for each `n` up to [`ROWS`], and nobody else to analyse it
+/// meanwhile.
+async fn filled(version: Version, insert: &str) -> PostgresStore {
+    let url = Postgres::shared(version).await.fresh_database().await;
+    let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
+    store.up().await.expect("migrated");
+    let session = store.session("test").await.expect("a session");
+    let fill = format!(
+        "ALTER TABLE postbox.outbox SET (autovacuum_enabled = false), DROP CONSTRAINT event_invalid; {insert} FROM generate_series(1, {ROWS}) AS n"
+    );
+    session.client().batch_execute(&fill).await.expect("filled");
+    session.finish();
+    store
+}
+
+fn judge(plan: &str, indexes: &[&str], rows_max: u64, context: &str) {
+    assert!(!plan.contains("Seq Scan on outbox"), "{context}");
+    assert!(!plan.contains("Hash Join") && !plan.contains("Merge Join"), "{context}");
+    // Not by key, past every old version, while somebody holds a snapshot.
+    assert!(!plan.contains("lane_pkey") && plan.contains("Tid Scan on lane"), "{context}");
+    for index in indexes {
+        assert!(plan.contains(&format!(" {index} ")), "not through {index}: {context}");
+    }
+    let touched = rows_touched(plan);
+    assert!(touched <= rows_max, "{touched} rows touched: {context}");
+}
+
+/// A lane in a log of 100,000 rows: 166 of each of the ids 101 to 600, the others of id 650.
+struct LaneCase {
+    name: &'static str,
+    /// From, to, low and high.
+    window: (&'static str, &'static str, i64, i64),
+    /// What is asked of the lane at `$place`.
+    call: &'static str,
+    indexes: &'static [&'static str],
+    rows_max: u64,
+}
+
+/// The most rows, the lane, lanes, topics and the tenant; then where the lane stands; then after
+/// which place.
+macro_rules! window {
+    ($lanes:literal, $topics:literal, $to:literal, $after:literal) => {
+        concat!(
+            "SELECT count(*) FROM postbox.outbox_window(16384, 501, 0, ",
+            $lanes,
+            ", ",
+            $topics,
+            ", NULL, $id, 1, 1, '$place', '",
+            $to,
+            "', 0, ",
+            $after,
+            ")"
+        )
+    };
+}
+
+const LANE_CASES: [LaneCase; 8] = [
+    LaneCase {
+        name: "no news",
+        window: ("1:1:", "651:651:", 0, 0),
+        call: window!("1", "NULL", "651:651:", "NULL"),
+        indexes: &["outbox_xid_seq"],
+        rows_max: 10,
+    },
+    LaneCase {
+        name: "stragglers, and nothing else",
+        window: ("1:1:", "599:651:599,600", 0, 0),
+        call: window!("1", "NULL", "599:651:599,600", "NULL"),
+        indexes: &["outbox_xid_seq"],
+        rows_max: 1_200,
+    },
+    LaneCase {
+        name: "a first page of one large transaction",
+        window: ("1:1:", "601:601:", 0, 0),
+        call: window!("1", "NULL", "601:601:", "NULL"),
+        indexes: &["outbox_xid_seq", "outbox_pkey"],
+        // The bounds look at each of the window's 16,666 rows once, in the index; then the page
+        // passes five rows for each of its own.
+        rows_max: 20_000,
+    },
+    LaneCase {
+        name: "the first window of all",
+        window: ("1:1:", "1:1:", 0, 0),
+        call: window!("1", "NULL", "1:1:", "NULL"),
+        indexes: &["outbox_pkey"],
+        rows_max: 600,
+    },
+    LaneCase {
+        name: "a page in the middle of the first window",
+        window: ("1:1:", "700:700:", 0, i64::MAX),
+        call: window!("1", "NULL", "700:700:", "50000"),
+        indexes: &["outbox_pkey"],
+        rows_max: 600,
+    },
+    LaneCase {
+        name: "a page with a topic filter and lanes",
+        window: ("1:1:", "700:700:", 0, i64::MAX),
+        call: window!("4", "'{t%}'", "700:700:", "50000"),
+        indexes: &["outbox_pkey"],
+        rows_max: 2_300,
+    },
+    LaneCase {
+        name: "a page of stragglers",
+        window: ("300:651:300,400", "700:700:", 0, 0),
+        call: window!("1", "NULL", "700:700:", "50000"),
+        indexes: &["outbox_xid_seq"],
+        rows_max: 400,
+    },
+    LaneCase {
+        name: "a settled position",
+        window: ("1:1:", "700:700:", 0, i64::MAX),
+        call: "SELECT verdict FROM postbox.settle_lane($id, 0, 1, '$place', '700:700:', 0, 5)",
+        indexes: &[],
+        rows_max: 0,
+    },
+];
+
+/// The statements inside the functions are planned once for all parameters, so they are watched
+/// where they run.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_read_of_a_lane_walks_the_log() {
+    for version in Version::ALL {
+        let url = Postgres::shared(version).await.fresh_database().await;
+        let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
+        store.up().await.expect("migrated");
+        let (client, mut connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await.expect("connected");
+        let (told, mut notices) = tokio::sync::mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            while let Some(Ok(message)) = std::future::poll_fn(|context| connection.poll_message(context)).await {
+                if let tokio_postgres::AsyncMessage::Notice(notice) = message {
+                    let _ = told.send(notice.message().to_owned());
+                }
+            }
+        });
+        let fill = format!(
+            "LOAD 'auto_explain'; SET auto_explain.log_min_duration = 0; SET auto_explain.log_nested_statements = on;
+             SET auto_explain.log_analyze = on; SET auto_explain.log_timing = off; SET auto_explain.log_level = notice;
+             ALTER TABLE postbox.outbox SET (autovacuum_enabled = false), DROP CONSTRAINT event_invalid;
+             INSERT INTO postbox.outbox (xid, topic, key, payload)
+             SELECT (CASE WHEN n % 6 = 0 THEN 650 ELSE 101 + n % 500 END)::text::xid8, 'topic', 'k' || n % 1000, repeat('x', 100)
+             FROM generate_series(1, {ROWS}) AS n;
+             INSERT INTO postbox.subscription (name, log, topics, ordering, lanes) VALUES ('s', 'outbox', '{{}}', 'key', 1);
+             INSERT INTO postbox.lane (subscription, lane, from_snap, to_snap, low, high, last_seq, epoch)
+             SELECT id, 0, '1:1:', '1:1:', 0, 0, 0, 1 FROM postbox.subscription"
+        );
+        client.batch_execute(&fill).await.expect("filled");
+        for analysed in [false, true] {
+            if analysed {
+                client.batch_execute("ANALYZE postbox.outbox").await.expect("analysed");
+            }
+            for case in &LANE_CASES {
+                let (from, to, low, high) = case.window;
+                let set = format!(
+                    "UPDATE postbox.lane SET from_snap = '{from}', to_snap = '{to}', low = {low}, high = {high}, last_seq = 0,
+                       lease_until = clock_timestamp() + interval '1 hour' RETURNING ctid::text, subscription::text"
+                );
+                let row = client.query_one(&set, &[]).await.expect("set");
+                let call = case.call.replace("$place", row.get(0)).replace("$id", row.get(1));
+                while notices.try_recv().is_ok() {}
+                client.query_one(&call, &[]).await.expect("called");
+                let mut plan = String::new();
+                while let Ok(notice) = notices.try_recv() {
+                    plan.push_str(&notice);
+                    plan.push('\n');
+                }
+                let context = format!("{} (Postgres {}, analysed: {analysed})\n{plan}", case.name, version.number());
+                judge(&plan, case.indexes, case.rows_max, &context);
+            }
+        }
+        client.batch_execute("SELECT 1").await.expect("alive");
+    }
+}
+
+/// Rows that scans of the log gave or threw away.
+fn rows_touched(plan: &str) -> u64 {
+    let mut touched = 0.0;
+    let mut in_log = false;
+    for line in plan.lines() {
+        if line.contains("actual rows=") || line.contains("never executed") {
+            in_log = line.contains(" on outbox ");
+        }
+        let number = |after: &str| -> f64 {
+            let rest = line.split(after).nth(1).unwrap_or_default();
+            let digits: String = rest.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
+            digits.parse().unwrap_or_default()
+        };
+        if in_log && line.contains("actual rows=") {
+            touched += number("actual rows=") * number("loops=");
+        }
+        if in_log && line.contains("Rows Removed by") {
+            touched += number(": ");
+        }
+    }
+    touched as u64
+}

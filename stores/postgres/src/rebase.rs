@@ -1,0 +1,85 @@
+//! Rebasing: making a restored dump's rows and cursors fit the cluster they are in now.
+//!
+//! Rows carry the ids of the transactions that wrote them, and cursors are made of such ids. In
+//! another cluster these numbers mean nothing: a cursor beyond the new cluster's counter would wait
+//! for years, in silence.
+
+use postbox_core::{Error, ErrorKind, Result};
+
+use crate::PostgresStore;
+use crate::classify::classify;
+use crate::schema::LOG_NAMES;
+use crate::session::COMMIT;
+
+/// Locks every lane and says whether one is held. Locks the rows.
+const LANE_LOCK_ALL: &str =
+    "SELECT lease_until > clock_timestamp() FROM {s}.lane ORDER BY subscription, lane FOR UPDATE";
+
+/// Nobody may append meanwhile. Waits for writers.
+const LOG_LOCK: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
+
+/// The last row each lane has passed. Walks the log.
+const LANE_PASSED: &str = "
+CREATE TEMPORARY TABLE postbox_passed ON COMMIT DROP AS
+SELECT n.subscription, n.lane, coalesce(max(l.seq) FILTER (WHERE NOT {is_unread}), 0) AS seq
+FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
+LEFT JOIN {log} AS l ON l.slot % s.lanes = n.lane
+WHERE s.log = '{name}' GROUP BY n.subscription, n.lane";
+
+/// Unread rows before it that the subscription wants leave the stream: due now, or at their later
+/// time as if they had been read. With delivery rows they keep their key's order. Walks the log.
+const DELIVERY_OF_STRAGGLERS: &str = "
+INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, due_at)
+SELECT s.id, n.lane, l.seq, l.key, CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN 'scheduled' ELSE 'retrying' END, s.ordering = 'key',
+  CASE WHEN l.deliver_at > l.created_at AND isfinite(l.deliver_at) THEN l.deliver_at ELSE clock_timestamp() END
+FROM {s}.subscription AS s
+JOIN {s}.lane AS n ON n.subscription = s.id
+JOIN postbox_passed AS p ON p.subscription = s.id AND p.lane = n.lane
+JOIN {log} AS l ON l.slot % s.lanes = n.lane AND l.seq < p.seq
+WHERE s.log = '{name}' AND {is_wanted} AND {is_unread}
+ON CONFLICT DO NOTHING";
+
+/// Every row becomes as old as can be: id 3, the first of any cluster. Rewrites the table, without
+/// its rules: they want the id of this very transaction.
+const LOG_RESTAMP: &str = "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS event_invalid; UPDATE {log} SET xid = '3'; SELECT {s}.guard_log('{name}')";
+
+/// The cursors: a window of everything with id 3, passed up to where each lane was. The epoch
+/// rises, so that no old lease can write.
+const LANE_REBASE: &str = "
+UPDATE {s}.lane AS n SET from_snap = '1:1:', to_snap = '4:4:', low = 0, high = 9223372036854775807, last_seq = p.seq,
+  epoch = epoch + 1, lease_until = NULL, cluster = {s}.cluster_id()
+FROM postbox_passed AS p WHERE p.subscription = n.subscription AND p.lane = n.lane";
+
+/// One transaction; dropped, nothing has changed.
+pub(crate) async fn rebase(store: &PostgresStore) -> Result<()> {
+    postbox_core::Migrate::validate(store).await?;
+    let session = store.session("rebase").await?;
+    let client = session.client();
+    let failed = |error: tokio_postgres::Error| classify("rebase", &error);
+    client
+        .batch_execute(
+            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
+             SET LOCAL search_path = pg_catalog",
+        )
+        .await
+        .map_err(failed)?;
+    let names = client.query_typed(&store.schema().sql(LOG_NAMES), &[]).await.map_err(failed)?;
+    let lanes = client.query_typed(&store.schema().sql(LANE_LOCK_ALL), &[]).await.map_err(failed)?;
+    if lanes.iter().any(|row| row.get::<_, Option<bool>>(0) == Some(true)) {
+        let message = "a relay holds a lane; stop all relays first, or wait until their leases end";
+        return Err(Error::new(ErrorKind::Conflict, "rebase", "lanes_held", message));
+    }
+    for row in &names {
+        let log = postbox_core::LogName::from_stored(row.get::<_, String>(0));
+        for template in
+            [LOG_LOCK, LANE_PASSED, DELIVERY_OF_STRAGGLERS, LOG_RESTAMP, LANE_REBASE, "DROP TABLE postbox_passed"]
+        {
+            // A log's name has no quote in it; DDL takes no parameters.
+            let sql = store.schema().log_sql(template, &log);
+            client.batch_execute(&sql).await.map_err(failed)?;
+        }
+    }
+    client.batch_execute(COMMIT).await.map_err(failed)?;
+    session.finish();
+    Ok(())
+}

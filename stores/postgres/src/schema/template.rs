@@ -1,0 +1,130 @@
+//! The one template language of our SQL: `{name}` stands for a text, `{=}` for an operator.
+//!
+//! `{s}` is the schema, `{log}` a log's table, `{<=}` Postgres's own `<=`: whoever may create
+//! objects in a schema of our search_path could plant an operator that fits our arguments better.
+//! Where a statement runs in a transaction of ours, the search_path is ours too, and plain
+//! operators do. The other names are [`FRAGMENTS`], pieces that several statements share.
+
+use std::sync::LazyLock;
+
+use crate::decode::EVENT_COLUMNS;
+
+/// What the placeholders of a template stand for, beside the fragments and operators.
+pub(super) type Values<'a> = &'a [(&'a str, &'a str)];
+
+/// Pieces that several statements share. They may name other placeholders.
+const FRAGMENTS: &[(&str, &str)] = &[
+    // The lane `l`, while it is held under an epoch. In the functions of a lane.
+    (
+        "held",
+        "l.subscription = of_subscription AND l.lane = of_lane AND l.epoch = under_epoch \
+         AND l.lease_until > clock_timestamp()",
+    ),
+    // The rows `l` that a lane and its subscription want. In the functions of a lane.
+    (
+        "wanted",
+        "(lane_count = 1 OR l.slot % lane_count = of_lane) AND (topic_likes IS NULL OR l.topic LIKE ANY (topic_likes)) \
+         AND (of_tenant IS NULL OR l.tenant = of_tenant)",
+    ),
+    // Nested loops over indexes, one plan for all parameters, and nobody else's names.
+    (
+        "pinned",
+        "SET search_path = pg_catalog SET plan_cache_mode = force_generic_plan SET jit = off \
+         SET max_parallel_workers_per_gather = 0 SET enable_seqscan = off SET enable_bitmapscan = off \
+         SET enable_hashjoin = off SET enable_mergejoin = off SET enable_sort = off SET enable_incremental_sort = off \
+         SET enable_material = off",
+    ),
+    // Begins a function that receives. Durable even where the role or database says otherwise: the
+    // sender is told that the message is ours. Assigned, because PERFORM would make a query of it.
+    (
+        "bounds",
+        "IF current_setting('synchronous_commit') = 'off' THEN
+        bound := set_config('synchronous_commit', 'on', true);
+      END IF;
+      bound := set_config('lock_timeout', '2s', true);",
+    ),
+    // True while the subscription `s` is paused, by the database's clock.
+    ("is_paused", "(s.paused_by IS NOT NULL AND coalesce(s.paused_until > clock_timestamp(), true))"),
+    // True where the cursor `n` of a lane has not passed the row `l`.
+    (
+        "is_unread",
+        "(NOT pg_visible_in_snapshot(l.xid, n.from_snap) \
+         AND (NOT pg_visible_in_snapshot(l.xid, n.to_snap) OR l.seq > n.last_seq))",
+    ),
+    // True where subscription `s` wants row `l` of its log, for statements about many
+    // subscriptions.
+    (
+        "is_wanted",
+        "((s.topics = '{}' OR EXISTS (SELECT FROM unnest(s.topics) AS wanted(topic)
+  WHERE l.topic LIKE replace(replace(replace(replace(wanted.topic, chr(92), chr(92) || chr(92)), '%', chr(92) || '%'), '_', chr(92) || '_'), '*', '%')))
+  AND (s.tenant IS NULL OR l.tenant = s.tenant))",
+    ),
+    // The state of an event `l` with the delivery row `d`, if it has one.
+    ("state", "coalesce(d.state, CASE WHEN {is_unread} THEN 'pending' ELSE 'dispatched' END)"),
+    // An event's columns and its standing, for a record.
+    (
+        "record_columns",
+        "{columns}, {state}, coalesce(d.attempts, 0), coalesce(d.replays, 0), d.due_at, d.code, d.error, d.updated_at, \
+         d.seq, d.key",
+    ),
+    // What every disposition that keeps a row says of it. Waits count from now, by the database's
+    // clock.
+    (
+        "entries",
+        "(SELECT u.seq, u.key, u.state, u.halt, u.attempts, u.code, u.error, u.before, u.replays,
+    CASE WHEN u.wait IS NULL THEN u.at ELSE clock_timestamp() + u.wait * interval '1 microsecond' END AS due_at
+  FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bool[], $8::int[], $9::text[], $10::text[], $11::bigint[], $12::timestamptz[],
+    $13::int[], $14::int[]) AS u(seq, key, state, halt, attempts, code, error, wait, at, before, replays)) AS e",
+    ),
+    // True for a delivery row that still is as it was read: every change of it that counts raises
+    // one of the two numbers or ends it.
+    (
+        "is_as_read",
+        "d.attempts = e.before AND d.replays = e.replays AND d.state NOT IN ('discarded', 'dead')",
+    ),
+];
+
+/// `{columns}`: an event's columns from a log called `l`, in the order of [`EVENT_COLUMNS`].
+static COLUMNS: LazyLock<String> =
+    LazyLock::new(|| EVENT_COLUMNS.map(|(name, _, value)| format!("{value} AS {name}")).join(", "));
+
+/// `{column_types}`: the same columns as a function declares them.
+static COLUMN_TYPES: LazyLock<String> =
+    LazyLock::new(|| EVENT_COLUMNS.map(|(name, kind, _)| format!("{name} {kind}")).join(", "));
+
+/// One walk over the template: a value that was filled in is not looked at, for a hostile schema
+/// may contain the text of a placeholder. An unknown name stays as it is.
+pub(super) fn fill(sql: &mut String, template: &str, values: Values<'_>) {
+    let mut rest = template;
+    while let Some((before, after)) = rest.split_once('{') {
+        sql.push_str(before);
+        rest = match after.split_once('}') {
+            Some((name, left)) if place(sql, name, values) => left,
+            _ => {
+                sql.push('{');
+                after
+            }
+        };
+    }
+    sql.push_str(rest);
+}
+
+/// Puts what a name stands for at the end of the statement; `false` where it stands for nothing.
+fn place(sql: &mut String, name: &str, values: Values<'_>) -> bool {
+    let value = values.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
+    let is_operator = || !name.is_empty() && name.bytes().all(|byte| b"+-*/<>=~!%&|".contains(&byte));
+    if let Some(value) = value {
+        sql.push_str(value);
+    } else if is_operator() {
+        sql.extend(["OPERATOR(pg_catalog.", name, ")"]);
+    } else if let Some((_, fragment)) = FRAGMENTS.iter().find(|(known, _)| *known == name) {
+        fill(sql, fragment, values);
+    } else if name == "columns" {
+        sql.push_str(&COLUMNS);
+    } else if name == "column_types" {
+        sql.push_str(&COLUMN_TYPES);
+    } else {
+        return false;
+    }
+    true
+}

@@ -1,0 +1,323 @@
+//! `settle`: writing down what became of a batch: the position, the exceptions, and the next of
+//! each key, in one transaction.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashSet};
+
+use jiff::Timestamp;
+use postbox_core::kit::{Due, RowAfter, settled_already, window_undone};
+use postbox_core::{Delivery, Entry, Error, Lease, Result, Settlement};
+use tokio_postgres::Client;
+use tokio_postgres::types::{ToSql, Type};
+
+use crate::PostgresStore;
+use crate::classify::classify;
+use crate::log::micros;
+use crate::session::COMMIT;
+use crate::subscription::SubscriptionRow;
+
+/// Locks the lane and moves its position: see `0001_settle.sql`. Index: primary key of `lane`.
+/// Locks the row until the transaction ends; the lease may run out meanwhile, but nobody else gets
+/// the lane.
+pub(crate) const LANE_SETTLE: &str = "SELECT verdict, place FROM {s}.settle_lane($1, $2, $3, $4, $5, $6, $7)";
+
+/// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A row that is
+/// there stays: a person discarded the event before it was read.
+const DELIVERY_INSERT: &str = "
+INSERT INTO {s}.delivery AS d (subscription, lane, ordered, seq, key, state, halt, attempts, code, error, due_at)
+SELECT $1, $2, $3, e.seq, e.key, e.state, e.halt, e.attempts, e.code, e.error, e.due_at FROM {entries}
+ON CONFLICT (subscription, seq) DO NOTHING";
+
+/// Rows that are there already; one that vanished stays away. Index: primary key of `delivery`.
+/// Locks the rows.
+///
+/// A row that was blocked and stays so is not rewritten: a poison key's followers come along at
+/// every attempt of its head.
+const DELIVERY_UPDATE: &str = "
+UPDATE {s}.delivery AS d SET state = e.state, halt = e.halt, ordered = $3, attempts = e.attempts, code = coalesce(e.code, d.code),
+  error = coalesce(e.error, d.error), due_at = e.due_at, updated_at = clock_timestamp()
+FROM {entries}
+WHERE d.subscription = $1 AND d.lane = $2 AND d.seq = e.seq AND {is_as_read} AND NOT (d.state = 'blocked' AND e.state = 'blocked')";
+
+/// Rows of events that arrived. Index: primary key of `delivery`. Locks the rows.
+const DELIVERY_DELETE: &str = "
+DELETE FROM {s}.delivery AS d USING unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
+WHERE d.subscription = $1 AND d.seq = e.seq AND {is_as_read}";
+
+/// How many rows are as they were read. Index: primary key of `delivery`. The lane's lock keeps
+/// them so.
+const DELIVERY_COUNT: &str = "
+SELECT count(*) FROM unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
+JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = e.seq WHERE {is_as_read}";
+
+/// The next of each key becomes due, if it was only waiting for its turn. Index: `delivery_held`,
+/// then the primary key. Locks the rows.
+pub(crate) const DELIVERY_RELEASE: &str = "
+UPDATE {s}.delivery AS d SET state = 'retrying', due_at = clock_timestamp(), updated_at = clock_timestamp()
+FROM unnest($2::text[]) AS touched(key)
+CROSS JOIN LATERAL (
+  SELECT h.seq, h.state, h.due_at FROM {s}.delivery AS h
+  WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
+WHERE d.subscription = $1 AND d.seq = head.seq AND head.due_at IS NULL AND head.state IN ('blocked', 'retrying')";
+
+/// A settlement, sorted by what has to be written.
+#[derive(Debug, Default)]
+struct Writes<'a> {
+    kept: AsRead,
+    keys: Vec<Option<&'a str>>,
+    states: Vec<&'static str>,
+    halts: Vec<bool>,
+    attempts: Vec<i32>,
+    codes: Vec<Option<&'a str>>,
+    errors: Vec<Option<Cow<'a, str>>>,
+    waits: Vec<Option<i64>>,
+    ats: Vec<Option<Timestamp>>,
+    done: AsRead,
+    touched: Vec<&'a str>,
+}
+
+/// Rows, and what was read of them.
+#[derive(Debug, Default)]
+struct AsRead {
+    seqs: Vec<i64>,
+    befores: Vec<i32>,
+    replays: Vec<i32>,
+}
+
+impl AsRead {
+    fn add(&mut self, delivery: &Delivery) {
+        self.seqs.push(delivery.seq.0);
+        self.befores.push(count(delivery.attempt.saturating_sub(1)));
+        self.replays.push(count(delivery.replay));
+    }
+
+    fn params<'p>(&'p self, subscription: &'p i32) -> [(&'p (dyn ToSql + Sync), Type); 4] {
+        [
+            (subscription, Type::INT4),
+            (&self.seqs, Type::INT8_ARRAY),
+            (&self.befores, Type::INT4_ARRAY),
+            (&self.replays, Type::INT4_ARRAY),
+        ]
+    }
+}
+
+fn count(number: u32) -> i32 {
+    i32::try_from(number).unwrap_or(i32::MAX)
+}
+
+impl<'a> Writes<'a> {
+    fn of(settlement: &'a Settlement<'_>) -> Self {
+        let mut writes = Self::default();
+        let mut touched = HashSet::new();
+        // The last word on an event counts; two rows of one in a statement would be an error.
+        let entries: BTreeMap<i64, &Entry<'_>> =
+            settlement.entries.iter().map(|entry| (entry.delivery.seq.0, entry)).collect();
+        for entry in entries.into_values() {
+            let key = entry.delivery.event.key.as_ref().map(|key| key.as_str());
+            if settlement.hold_keys {
+                touched.extend(key);
+            }
+            writes.add(key, entry, settlement.hold_keys);
+        }
+        writes.touched = touched.into_iter().collect();
+        writes
+    }
+
+    fn add(&mut self, key: Option<&'a str>, entry: &'a Entry<'_>, hold_keys: bool) {
+        let attempts = entry.delivery.attempt.saturating_sub(1);
+        let Some(row) = RowAfter::of(&entry.disposition, attempts, hold_keys && key.is_some()) else {
+            return self.done.add(entry.delivery);
+        };
+        let (wait, at) = match row.due {
+            Due::Never => (None, None),
+            Due::After(wait) => (Some(micros(wait)), None),
+            Due::At(at) => (None, Some(at)),
+        };
+        self.kept.add(entry.delivery);
+        self.keys.push(key);
+        self.states.push(row.state.as_str());
+        self.halts.push(row.halt);
+        self.attempts.push(count(row.attempts));
+        self.codes.push(row.code);
+        self.errors.push(row.error);
+        self.waits.push(wait);
+        self.ats.push(at);
+    }
+}
+
+pub(crate) async fn settle(store: &PostgresStore, lease: &Lease, settlement: &Settlement<'_>) -> Result<()> {
+    let subscription = store.subscription("settle", &lease.subscription).await?;
+    let session = store.session("settle").await?;
+    let call = SettleCall { store, client: session.client(), lease, subscription: &subscription, settlement };
+    let settled = if settlement.entries.is_empty() { call.write_position().await } else { call.write_all().await };
+    // After an error the connection may still be in the transaction.
+    session.end_after(settled.is_ok());
+    let lane = store.lane(lease);
+    match &settled {
+        Ok(()) => lane.settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind),
+        // Of a lost window everything stays refused until the lane is given back: what else of it
+        // was given out must not be settled either.
+        Err(error) if error.code() == "stale_lease" => lane.forget(lease.epoch),
+        Err(_) => {}
+    }
+    settled
+}
+
+/// Settles inside somebody else's transaction: what a handler did and its position become one fact.
+pub(crate) async fn settle_in(
+    store: &PostgresStore,
+    client: &Client,
+    lease: &Lease,
+    subscription: &SubscriptionRow,
+    settlement: &Settlement<'_>,
+) -> Result<()> {
+    let call = SettleCall { store, client, lease, subscription, settlement };
+    if call.move_position().await? == Position::Written || !call.is_as_read().await? {
+        return Err(settled_already());
+    }
+    call.write_rows().await
+}
+
+/// What the lane's row says to a settlement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Position {
+    /// The lane is locked, and its position is the settlement's.
+    Moved,
+    /// This very settlement is there.
+    Written,
+}
+
+/// One settlement on one connection.
+struct SettleCall<'a> {
+    store: &'a PostgresStore,
+    client: &'a Client,
+    lease: &'a Lease,
+    subscription: &'a SubscriptionRow,
+    settlement: &'a Settlement<'a>,
+}
+
+impl SettleCall<'_> {
+    /// All went well: one update, sent with the transaction's ends in one round trip.
+    async fn write_position(&self) -> Result<()> {
+        let (begun, moved, committed) = futures::join!(
+            self.client.batch_execute(&self.store.inner.modes.change),
+            self.move_position(),
+            self.client.batch_execute(COMMIT),
+        );
+        begun.map_err(|error| classify("settle", &error))?;
+        moved?;
+        committed.map_err(|error| classify("settle", &error))
+    }
+
+    async fn write_all(&self) -> Result<()> {
+        let (begun, moved) =
+            futures::join!(self.client.batch_execute(&self.store.inner.modes.write), self.move_position());
+        begun.map_err(|error| classify("settle", &error))?;
+        let position = moved?;
+        let writing = async {
+            match position {
+                Position::Moved => self.write_rows().await,
+                Position::Written => Ok(()),
+            }
+        };
+        let (written, committed) = futures::join!(writing, self.client.batch_execute(COMMIT));
+        written?;
+        committed.map_err(|error| classify("settle", &error))
+    }
+
+    /// Locks the lane under the lease's epoch. Nothing else of a settlement may be written before
+    /// this said yes.
+    async fn move_position(&self) -> Result<Position> {
+        let Self { lease, settlement, .. } = self;
+        let lane = self.store.lane(lease);
+        let known = lane.position(lease.epoch);
+        let (window, settled) = (known.as_ref().map(|at| &*at.window), known.as_ref().map(|at| at.settled));
+        let (number, place) = (i32::from(lease.lane), lane.place());
+        let position = settlement.position.map(|seq| seq.0);
+        let params: [(&(dyn ToSql + Sync), Type); 7] = [
+            (&self.subscription.id, Type::INT4),
+            (&number, Type::INT4),
+            (&lease.epoch, Type::INT8),
+            (&place, Type::TEXT),
+            (&window, Type::TEXT),
+            (&settled, Type::INT8),
+            (&position, Type::INT8),
+        ];
+        let sql = self.store.schema().sql(LANE_SETTLE);
+        let row = self.client.query_typed_one(&sql, &params).await.map_err(|error| classify("settle", &error))?;
+        if let Some(place) = row.get(1) {
+            lane.found_at(place);
+        }
+        match row.get(0) {
+            "open" => Ok(Position::Moved),
+            "written" => Ok(Position::Written),
+            // A mere rewind belongs to no window.
+            "undone" if position.is_none() && settlement.entries.is_empty() => Ok(Position::Moved),
+            "undone" => Err(window_undone("settle")),
+            _ => Err(Error::stale("settle")),
+        }
+    }
+
+    /// Whether every due row still is as it was read, so that what a handler did for it counts
+    /// once.
+    async fn is_as_read(&self) -> Result<bool> {
+        if self.settlement.position.is_some() {
+            return Ok(true);
+        }
+        let mut rows = AsRead::default();
+        self.settlement.entries.iter().for_each(|entry| rows.add(entry.delivery));
+        let sql = self.store.schema().sql(DELIVERY_COUNT);
+        let counted = self.client.query_typed_one(&sql, &rows.params(&self.subscription.id)).await;
+        let counted = counted.map_err(|error| classify("apply", &error))?;
+        Ok(counted.get::<_, i64>(0) == rows.seqs.len() as i64)
+    }
+
+    async fn write_rows(&self) -> Result<()> {
+        let Self { lease, subscription, settlement, .. } = self;
+        let writes = Writes::of(settlement);
+        let schema = self.store.schema();
+        // Only what comes from the stream may make a row: a due row that vanished was taken away by
+        // a person.
+        let keep = schema.sql(if settlement.position.is_some() { DELIVERY_INSERT } else { DELIVERY_UPDATE });
+        let lane = lease.lane.cast_signed();
+        let keeping = async {
+            if writes.kept.seqs.is_empty() {
+                return Ok(0);
+            }
+            let params: [(&(dyn ToSql + Sync), Type); 14] = [
+                (&subscription.id, Type::INT4),
+                (&lane, Type::INT2),
+                (&settlement.hold_keys, Type::BOOL),
+                (&writes.kept.seqs, Type::INT8_ARRAY),
+                (&writes.keys, Type::TEXT_ARRAY),
+                (&writes.states, Type::TEXT_ARRAY),
+                (&writes.halts, Type::BOOL_ARRAY),
+                (&writes.attempts, Type::INT4_ARRAY),
+                (&writes.codes, Type::TEXT_ARRAY),
+                (&writes.errors, Type::TEXT_ARRAY),
+                (&writes.waits, Type::INT8_ARRAY),
+                (&writes.ats, Type::TIMESTAMPTZ_ARRAY),
+                (&writes.kept.befores, Type::INT4_ARRAY),
+                (&writes.kept.replays, Type::INT4_ARRAY),
+            ];
+            self.client.execute_typed(&keep, &params).await
+        };
+        let (delete, release) = (schema.sql(DELIVERY_DELETE), schema.sql(DELIVERY_RELEASE));
+        let deleting = async {
+            if writes.done.seqs.is_empty() {
+                return Ok(0);
+            }
+            self.client.execute_typed(&delete, &writes.done.params(&subscription.id)).await
+        };
+        let releasing = async {
+            if writes.touched.is_empty() {
+                return Ok(0);
+            }
+            self.client
+                .execute_typed(&release, &[(&subscription.id, Type::INT4), (&writes.touched, Type::TEXT_ARRAY)])
+                .await
+        };
+        let (kept, deleted, released) = futures::join!(keeping, deleting, releasing);
+        kept.and(deleted).and(released).map(drop).map_err(|error| classify("settle", &error))
+    }
+}
