@@ -101,7 +101,10 @@ impl HttpSinkConfig {
         if !(1..=CONCURRENCY_MAX).contains(&self.concurrency) {
             faults.push(format!("concurrency must be 1 to {CONCURRENCY_MAX}"));
         }
-        faults.extend(self.headers.iter().flat_map(|(name, value)| header_faults(name, value)));
+        for (name, value) in &self.headers {
+            faults.extend(header_name_fault(name));
+            faults.extend(header_value_fault(value).map(|fault| format!("the header {name}: {fault}")));
+        }
         faults
     }
 
@@ -199,20 +202,19 @@ impl fmt::Debug for HttpSinkConfig {
     }
 }
 
-/// What is wrong with a header of our own.
-fn header_faults(name: &str, value: &str) -> Vec<String> {
-    let mut faults = Vec::new();
+/// What is wrong with the name of a header of our own.
+fn header_name_fault(name: &str) -> Option<String> {
     match HeaderName::try_from(name) {
-        Err(_) => faults.push(format!("{name:?} is no header name")),
+        Err(_) => Some(format!("{name:?} is no header name")),
         Ok(parsed) if is_reserved(&parsed) && parsed != http::header::AUTHORIZATION => {
-            faults.push(format!("the header {name} is set by Postbox or by HTTP itself; {}", instead(&parsed)));
+            Some(format!("the header {name} is set by Postbox or by HTTP itself; {}", instead(&parsed)))
         }
-        Ok(_) => {}
+        Ok(_) => None,
     }
-    if HeaderValue::try_from(value).is_err() {
-        faults.push(format!("the value of header {name} has a character that headers cannot carry"));
-    }
-    faults
+}
+
+fn header_value_fault(value: &str) -> Option<&'static str> {
+    HeaderValue::try_from(value).err().map(|_| "the value has a character that headers cannot carry")
 }
 
 /// What somebody who wants to set a reserved header most likely wants.

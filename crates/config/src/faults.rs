@@ -73,7 +73,7 @@ fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
 /// What is said of a key or section that is unknown. One that is not made of short words is not
 /// repeated: it may be a secret that stands on the wrong side of the equals sign. The line says
 /// where it is.
-pub fn unknown(kind: &str, wrong: &str, place: &str, known: &[&str]) -> String {
+pub(crate) fn unknown(kind: &str, wrong: &str, place: &str, known: &[&str]) -> String {
     let is_word = |word: &str| (1..=10).contains(&word.len()) && word.bytes().all(|byte| byte.is_ascii_lowercase());
     let name = if nearest(wrong, known).is_some() || (wrong.len() <= 24 && wrong.split('_').all(is_word)) {
         format!(" `{wrong}`")

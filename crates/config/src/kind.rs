@@ -1,255 +1,191 @@
-//! How values are written: one [`Kind`] for each way.
+//! How values are written: a [`Kind`] for each way.
 
 use std::fmt::Display;
-use std::marker::PhantomData;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use crate::Table;
+use serde_json::{Value, json};
+use toml::de::DeValue;
+
+use crate::document;
 use crate::faults::suggestion;
-use crate::key::Shape;
 use crate::reader::Place;
+use crate::table::{Key, Table};
 use crate::units::{parse_duration, parse_size};
-use crate::value::Value;
+
+/// What may be written, for documents.
+#[derive(Debug, Clone)]
+pub struct Shape {
+    /// As JSON Schema.
+    pub schema: Value,
+    /// The keys of a table.
+    pub keys: Vec<Key>,
+    /// The types of a table that has some.
+    pub variants: Vec<Variant>,
+}
+
+/// One `type` of a table.
+#[derive(Debug, Clone)]
+pub struct Variant {
+    /// The word after `type =`.
+    pub name: &'static str,
+    /// What it is.
+    pub doc: String,
+    /// Its keys.
+    pub keys: Vec<Key>,
+    /// An example, as an inline table.
+    pub example: &'static str,
+}
+
+type Read<T> = Box<dyn Fn(&Place<'_>) -> Option<T>>;
 
 /// A way to write values of one type.
-pub trait Kind {
-    /// What is read.
-    type Value;
+pub struct Kind<T> {
     /// For documents.
-    fn shape(&self) -> Shape;
+    pub shape: Shape,
+    read: Read<T>,
+}
+
+impl<T: 'static> Kind<T> {
+    /// `read` gives the value, or `None` after it wrote a fault down.
+    pub(crate) fn new(schema: Value, read: impl Fn(&Place<'_>) -> Option<T> + 'static) -> Self {
+        Self { shape: Shape { schema, keys: Vec::new(), variants: Vec::new() }, read: Box::new(read) }
+    }
+
     /// The value, or `None` after a fault was written down.
-    fn read(&self, place: &Place<'_>) -> Option<Self::Value>;
+    pub fn read(&self, place: &Place<'_>) -> Option<T> {
+        (self.read)(place)
+    }
+
+    /// Makes something of each value.
+    pub fn map<U: 'static>(self, make: impl Fn(T) -> U + 'static) -> Kind<U> {
+        let Self { shape, read } = self;
+        Kind { shape, read: Box::new(move |place| read(place).map(&make)) }
+    }
+
+    /// Checks each value. The message must not repeat it.
+    pub fn check(self, check: impl Fn(&T) -> Result<(), String> + 'static) -> Self {
+        let Self { shape, read } = self;
+        let checked = move |place: &Place<'_>| {
+            let value = read(place)?;
+            match check(&value) {
+                Ok(()) => Some(value),
+                Err(text) => place.fault(format!("{}: {text}", place.name)),
+            }
+        };
+        Self { shape, read: Box::new(checked) }
+    }
 }
 
 /// `true` or `false`.
-#[derive(Debug)]
-pub struct Bool;
-
-impl Kind for Bool {
-    type Value = bool;
-
-    fn shape(&self) -> Shape {
-        Shape::Bool
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<bool> {
-        match place.node.value {
-            Value::Bool(answer) => Some(answer),
-            _ => place.wrong_type("true or false"),
-        }
-    }
+pub fn boolean() -> Kind<bool> {
+    Kind::new(json!({ "type": "boolean" }), |place| match place.value {
+        DeValue::Boolean(answer) => Some(*answer),
+        _ => place.wrong_type("true or false"),
+    })
 }
 
 /// A whole number in a range.
-#[derive(Debug)]
-pub struct Integer<T>(pub RangeInclusive<T>);
-
-impl<T: Copy + Display + TryInto<u64> + TryFrom<i128> + PartialOrd> Kind for Integer<T> {
-    type Value = T;
-
-    fn shape(&self) -> Shape {
-        let bound = |bound: &T| (*bound).try_into().unwrap_or(u64::MAX);
-        Shape::Integer(bound(self.0.start()), bound(self.0.end()))
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<T> {
-        let Value::Integer(number) = place.node.value else { return place.wrong_type("a whole number") };
-        match T::try_from(number).ok().filter(|number| self.0.contains(number)) {
-            Some(number) => Some(number),
-            None => {
-                let (low, high) = (self.0.start(), self.0.end());
-                place.fault(format!("{} = {number} is out of range; {low} to {high} are allowed", place.name))
-            }
-        }
-    }
+pub fn integer<T>(range: RangeInclusive<T>) -> Kind<T>
+where
+    T: Copy + Display + TryFrom<i128> + PartialOrd + 'static,
+    Value: From<T>,
+{
+    let (low, high) = (*range.start(), *range.end());
+    let schema = json!({ "type": "integer", "minimum": Value::from(low), "maximum": Value::from(high) });
+    Kind::new(schema, move |place| {
+        let DeValue::Integer(digits) = place.value else { return place.wrong_type("a whole number") };
+        // A number beyond 128 bits is beyond every range, too.
+        let number = i128::from_str_radix(digits.as_str(), digits.radix()).unwrap_or(i128::MAX);
+        let fault = || format!("{} = {number} is out of range; {low} to {high} are allowed", place.name);
+        T::try_from(number).ok().filter(|number| range.contains(number)).or_else(|| place.fault(fault()))
+    })
 }
 
-/// Text that `parse` understands. A fault begins with the key and repeats the text, unless it may
-/// be a secret.
-pub struct Text<T> {
-    /// What it is, for documents.
-    pub what: &'static str,
-    /// Reads it, or says what is wrong and how to write it.
-    pub parse: fn(&str) -> Result<T, String>,
+/// Text that `parse` understands. Its message says what is wrong and how to write it; it may repeat
+/// the text, which is taken out again where it may be a secret.
+pub fn text<T: 'static>(parse: impl Fn(&str) -> Result<T, String> + 'static) -> Kind<T> {
+    Kind::new(json!({ "type": "string" }), move |place| place.parsed(&parse))
 }
 
-impl<T> Kind for Text<T> {
-    type Value = T;
-
-    fn shape(&self) -> Shape {
-        Shape::Text(self.what)
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<T> {
-        place.parsed(self.parse)
-    }
-}
-
-/// Parses as core does, for [`Text`].
+/// What core understands, for [`text`] and [`entries`]: names, topics, rates.
 pub fn from_core<T: FromStr<Err = postbox_core::Error>>(text: &str) -> Result<T, String> {
     text.parse().map_err(|error: postbox_core::Error| error.message().to_owned())
 }
 
-/// Any text.
-#[derive(Debug)]
-pub struct Plain;
-
-impl Kind for Plain {
-    type Value = String;
-
-    fn shape(&self) -> Shape {
-        Shape::Text("text")
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<String> {
-        place.text().map(str::to_owned)
-    }
-}
-
 /// The path of a file.
-#[derive(Debug)]
-pub struct Path;
-
-impl Kind for Path {
-    type Value = PathBuf;
-
-    fn shape(&self) -> Shape {
-        Shape::Text("path")
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<PathBuf> {
-        match place.text()? {
-            "" => place.fault(format!("{} is empty; write the path of a file", place.name)),
-            text => Some(text.into()),
-        }
-    }
+pub fn path() -> Kind<PathBuf> {
+    text(|text| match text {
+        "" => Err("is empty; write the path of a file".to_owned()),
+        text => Ok(text.into()),
+    })
 }
 
 /// A duration of at least so much.
-#[derive(Debug)]
-pub struct Span(pub Duration);
-
-impl Kind for Span {
-    type Value = Duration;
-
-    fn shape(&self) -> Shape {
-        Shape::Text("duration")
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<Duration> {
-        place.parsed(|text| match parse_duration(text)? {
-            short if short < self.0 => Err(format!("{text:?} is too short; at least {:?}", self.0)),
-            duration => Ok(duration),
-        })
-    }
+pub fn duration(least: Duration) -> Kind<Duration> {
+    let mut kind = text(move |text| match parse_duration(text)? {
+        short if short < least => Err(format!("{text:?} is too short; at least {least:?}")),
+        duration => Ok(duration),
+    });
+    kind.shape.schema["pattern"] = "^ *([0-9]+ *(ms|s|m|min|h|d) *)+$".into();
+    kind
 }
 
 /// A number of bytes in a range.
-#[derive(Debug)]
-pub struct Size(pub RangeInclusive<usize>);
-
-impl Kind for Size {
-    type Value = usize;
-
-    fn shape(&self) -> Shape {
-        Shape::Text("size")
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<usize> {
-        place.parsed(|text| {
-            let size = usize::try_from(parse_size(text)?).map_err(|_| format!("{text:?} is too large"))?;
-            let (low, high) = (self.0.start(), self.0.end());
-            let range = || format!("{text:?} is out of range; {low} to {high} bytes are allowed");
-            self.0.contains(&size).then_some(size).ok_or_else(range)
-        })
-    }
+pub fn size(range: RangeInclusive<usize>) -> Kind<usize> {
+    let mut kind = text(move |text| match usize::try_from(parse_size(text)?) {
+        Ok(size) if range.contains(&size) => Ok(size),
+        _ => {
+            let (low, high) = (range.start(), range.end());
+            Err(format!("{text:?} is out of range; {low} to {high} bytes are allowed"))
+        }
+    });
+    kind.shape.schema["pattern"] = "^ *[0-9]+ *(B|KB|kB|KiB|MB|MiB|GB|GiB)? *$".into();
+    kind
 }
 
 /// One of a few words.
-pub struct Words<T: 'static>(pub &'static [(&'static str, T)]);
-
-impl<T: Copy> Kind for Words<T> {
-    type Value = T;
-
-    fn shape(&self) -> Shape {
-        Shape::Words(self.0.iter().map(|(word, _)| *word).collect())
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<T> {
-        place.parsed(|text| match self.0.iter().find(|(word, _)| *word == text) {
-            Some((_, value)) => Ok(*value),
-            None => {
-                let words: Vec<_> = self.0.iter().map(|(word, _)| *word).collect();
-                Err(format!("{text:?} is none of {}; {}", words.join(", "), suggestion(text, &words)))
-            }
-        })
-    }
+pub fn words<T: Copy + 'static, const N: usize>(words: [(&'static str, T); N]) -> Kind<T> {
+    let names = words.map(|(word, _)| word);
+    let mut kind = text(move |text| match words.iter().find(|(word, _)| *word == text) {
+        Some((_, value)) => Ok(*value),
+        None => Err(format!("{text:?} is none of {}; {}", names.join(", "), suggestion(text, &names))),
+    });
+    kind.shape.schema = json!({ "enum": names.to_vec() });
+    kind
 }
 
 /// A list of what another kind reads.
-#[derive(Debug)]
-pub struct List<K>(pub K);
-
-impl<K: Kind> Kind for List<K> {
-    type Value = Vec<K::Value>;
-
-    fn shape(&self) -> Shape {
-        Shape::List(Box::new(self.0.shape()))
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<Self::Value> {
-        let Value::List(items) = &place.node.value else { return place.wrong_type("a list, e.g. [\"…\"]") };
-        Some(items.iter().filter_map(|item| self.0.read(&place.item(item))).collect())
-    }
+pub fn list<T: 'static>(kind: Kind<T>) -> Kind<Vec<T>> {
+    let schema = json!({ "type": "array", "items": kind.shape.schema });
+    Kind::new(schema, move |place| match place.value {
+        DeValue::Array(items) => Some(items.iter().filter_map(|item| kind.read(&place.item(item))).collect()),
+        _ => place.wrong_type("a list, e.g. [\"…\"]"),
+    })
 }
 
-/// A table whose keys the user chooses.
-#[derive(Debug)]
-pub struct Map<K>(pub K);
-
-impl<K: Kind> Kind for Map<K> {
-    type Value = Vec<(String, K::Value)>;
-
-    fn shape(&self) -> Shape {
-        Shape::Map(Box::new(self.0.shape()))
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<Self::Value> {
-        let section = place.section()?;
-        let values = section.entries().iter().filter_map(|entry| {
-            let place = Place::new(section.reader, section.chosen_name(&entry.key), &entry.node);
-            Some((entry.key.clone(), self.0.read(&place)?))
+/// A table whose keys the user chooses; `parse` reads their names as [`text`] does.
+pub fn entries<N: 'static, T: 'static>(parse: fn(&str) -> Result<N, String>, kind: Kind<T>) -> Kind<Vec<(N, T)>> {
+    let schema = json!({ "type": "object", "additionalProperties": kind.shape.schema });
+    let shape = Shape { schema, ..kind.shape.clone() };
+    let read = move |place: &Place<'_>| {
+        let values = place.section()?.places().into_iter().filter_map(|(key, place)| match parse(key) {
+            Ok(name) => Some((name, kind.read(&place)?)),
+            Err(text) => {
+                place.reader.refuse(place.line, key, format!("{}: {text}", place.name));
+                None
+            }
         });
         Some(values.collect())
-    }
+    };
+    Kind { shape, read: Box::new(read) }
 }
 
 /// A table within a table.
-#[derive(Debug)]
-pub struct Nested<T>(PhantomData<fn() -> T>);
-
-impl<T> Nested<T> {
-    /// A table of this type.
-    #[allow(clippy::new_without_default, reason = "it is written in declarations only")]
-    pub const fn new() -> Self {
-        Self(PhantomData)
-    }
-}
-
-impl<T: Table> Kind for Nested<T> {
-    type Value = T;
-
-    fn shape(&self) -> Shape {
-        Shape::Table(T::keys())
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<T> {
-        let section = place.section()?;
-        let table = T::read(&section);
-        section.finish();
-        Some(table)
-    }
+pub fn nested<T: Table>() -> Kind<T> {
+    let keys = T::keys();
+    let shape = Shape { schema: document::object(&keys), keys, variants: Vec::new() };
+    Kind { shape, read: Box::new(|place| place.section()?.finish(|section| Some(T::read(section)))) }
 }

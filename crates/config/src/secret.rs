@@ -3,12 +3,12 @@
 use std::fmt;
 
 use jiff::Timestamp;
+use serde_json::json;
+use toml::de::DeValue;
 
-use crate::key::{Shape, required, unset};
-use crate::kind::{Kind, Text};
+use crate::kind::{Kind, nested, text};
 use crate::reader::Place;
-use crate::value::Value;
-use crate::{Fields as _, Table, table};
+use crate::table;
 
 /// A secret from the configuration. Printing it shows only that it is there.
 #[derive(Clone, PartialEq, Eq, Default)]
@@ -32,50 +32,30 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// A secret: `"env:NAME"`, or the text itself.
-#[derive(Debug)]
-pub enum SecretText {
-    /// Every command needs it.
-    Always,
-    /// Only commands that deliver or receive need it. For others an unset variable is an empty
-    /// secret.
-    Serving,
-    /// As [`Self::Serving`], and what is written must not be blank: whoever guesses that has
-    /// guessed it.
-    Key,
+/// A secret, `"env:NAME"` or the text itself, that only commands need that deliver or receive. For
+/// others it is absent while its variable is unset.
+pub fn secret() -> Kind<Secret> {
+    Kind::new(json!({ "type": "string" }), |place| read(place, place.reader.options.secrets_needed))
 }
 
-impl Kind for SecretText {
-    type Value = Secret;
+/// A secret that every command needs.
+pub fn secret_always() -> Kind<Secret> {
+    Kind::new(json!({ "type": "string" }), |place| read(place, true))
+}
 
-    fn shape(&self) -> Shape {
-        Shape::Text("secret")
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<Secret> {
-        let (text, path, reader) = (place.text()?, &place.name, place.reader);
-        let secret = match text.strip_prefix("env:") {
-            None => text.to_owned(),
-            Some(name) => match reader.env(name).filter(|value| !value.is_empty()) {
-                Some(value) => value,
-                None if !reader.secrets_needed() && !matches!(self, Self::Always) => return Some(Secret::default()),
-                None if is_variable(name) => {
-                    return place.fault(format!(
-                        "{path} needs the environment variable {name}, which is not set; export {name}=…"
-                    ));
-                }
-                None => {
-                    return place.fault(format!(
-                        "{path} needs the environment variable that it names after env:, which is not set (and not \
-                         repeated here: is it the secret itself?); write \"env:NAME\", with the secret in NAME"
-                    ));
-                }
-            },
-        };
-        if matches!(self, Self::Key) && secret.trim().is_empty() {
-            return place.fault(format!("{path} is empty or blank; write \"env:NAME\", with the key in NAME"));
+fn read(place: &Place<'_>, is_needed: bool) -> Option<Secret> {
+    let (text, path) = (place.text()?, &place.name);
+    let Some(name) = text.strip_prefix("env:") else { return Some(Secret::new(text)) };
+    match (place.reader.options.env)(name).filter(|value| !value.is_empty()) {
+        Some(value) => Some(Secret(value)),
+        None if !is_needed => None,
+        None if is_variable(name) => {
+            place.fault(format!("{path} needs the environment variable {name}, which is not set; export {name}=…"))
         }
-        Some(Secret(secret))
+        None => place.fault(format!(
+            "{path} needs the environment variable that it names after env:, which is not set (and not repeated here: \
+             is it the secret itself?); write \"env:NAME\", with the secret in NAME"
+        )),
     }
 }
 
@@ -87,46 +67,36 @@ fn is_variable(name: &str) -> bool {
 
 table! {
     /// A key of a source or of a sink, with the end of its overlap if it is an old one.
+    #[derive(PartialEq)]
     pub struct LiveSecret {
         /// The key.
-        secret: Secret = SecretText::Key, required("\"env:NAME\"");
+        secret: Secret = signing_key(), required("\"env:NAME\"");
         /// The last second at which it verifies or signs.
-        until: Option<Timestamp> = TIME, unset("for ever", "\"2026-12-01T00:00:00Z\"");
+        until: Option<Timestamp> = text(time), unset("for ever", "\"2026-12-01T00:00:00Z\"");
     }
 }
 
-impl Table for LiveSecret {}
+fn time(text: &str) -> Result<Timestamp, String> {
+    text.parse().map_err(|_| format!("{text:?} is no time; write it in UTC, e.g. \"2026-12-01T00:00:00Z\""))
+}
 
-const TIME: Text<Timestamp> = Text {
-    what: "time",
-    parse: |text| {
-        text.parse().map_err(|_| format!("{text:?} is no time; write it in UTC, e.g. \"2026-12-01T00:00:00Z\""))
-    },
-};
+/// Not blank: whoever guesses that has guessed it.
+fn signing_key() -> Kind<Secret> {
+    secret().check(|secret| match secret.expose().trim() {
+        "" => Err("is empty or blank; write \"env:NAME\", with the key in NAME".to_owned()),
+        _ => Ok(()),
+    })
+}
 
 /// A [`LiveSecret`]: the text alone, or a table with its end.
-#[derive(Debug)]
-pub struct SigningSecret;
-
-impl Kind for SigningSecret {
-    type Value = LiveSecret;
-
-    fn shape(&self) -> Shape {
-        Shape::Either(vec![SecretText::Key.shape(), Shape::Table(LiveSecret::keys())])
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<LiveSecret> {
-        match place.node.value {
-            Value::Text(_) => Some(LiveSecret { secret: SecretText::Key.read(place)?, until: None }),
-            Value::Table(_) => {
-                let section = place.section()?;
-                let live = LiveSecret::read(&section);
-                section.finish();
-                Some(live)
-            }
-            _ => place.wrong_type("text in quotes or a table"),
-        }
-    }
+pub fn signing_secret() -> Kind<LiveSecret> {
+    let (key, table) = (signing_key(), nested::<LiveSecret>());
+    let schema = json!({ "anyOf": [key.shape.schema, table.shape.schema] });
+    Kind::new(schema, move |place| match place.value {
+        DeValue::String(_) => Some(LiveSecret { secret: key.read(place).unwrap_or_default(), until: None }),
+        DeValue::Table(_) => table.read(place),
+        _ => place.wrong_type("text in quotes or a table"),
+    })
 }
 
 /// The secrets of the keys `secret` and `secrets` together, and whether all of them are known: what

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use postbox_config::{
-    Bool, Integer, List, LiveSecret, Plain, Section, SigningSecret, Size, Span, Table, Text, Words, all_secrets,
-    default, from_core, required, suggestion, table, unset,
+    LiveSecret, Section, all_secrets, boolean, duration, from_core, integer, list, signing_secret, size, suggestion,
+    table, text, words,
 };
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{Error, Key, LogName, Rate, Result, SourceName, Tenant, Topic};
@@ -20,118 +20,86 @@ const CONCURRENCY_MAX: usize = 10_000;
 /// For senders that nothing is known of.
 const HORIZON_UNKNOWN: Duration = Duration::from_hours(7 * 24);
 
-const SCHEME: Text<Scheme> = Text {
-    what: "scheme",
-    parse: |text| match text {
-        "standard" => Ok(Scheme::StandardWebhooks),
-        other => other
-            .parse()
-            .map_err(|_| format!("{other:?} is no scheme; {}", suggestion(other, &Scheme::ALL.map(Scheme::as_str)))),
-    },
-};
-const ID: Text<Origin> = Text {
-    what: "place",
-    parse: |text| match origin(text, |_| Ok(()))? {
-        Origin::Literal(_) => {
-            Err("every message would have the same id; write \"json:/POINTER\", or leave it out".into())
-        }
-        place => Ok(place),
-    },
-};
-const TOPIC: Text<Origin> = Text { what: "text or place", parse: |text| origin(text, from_core::<Topic>) };
-const KEY: Text<Origin> = Text { what: "text or place", parse: |text| origin(text, from_core::<Key>) };
-const TENANT: Text<Origin> = Text { what: "text or place", parse: |text| origin(text, from_core::<Tenant>) };
-const RATE: Text<Rate> = Text { what: "rate", parse: from_core };
-/// A star is refused: it would consent to everybody's sending here.
-const SENDER: Text<String> = Text {
-    what: "origin",
-    parse: |text| match !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'*') {
-        true => Ok(text.to_owned()),
-        false => Err(format!("{text:?} is no origin; write the name the sender gives, e.g. \"eventgrid.azure.net\"")),
-    },
-};
-const ARN: Text<TopicArn> =
-    Text { what: "ARN", parse: |text| TopicArn::parse(text).map_err(|error| error.to_string()) };
-const URL: Text<String> = Text { what: "URL", parse: |text| postbox_http::check_url(text).map(|()| text.to_owned()) };
-const HEADER: Text<String> = Text { what: "header", parse: header };
-
 table! {
     /// Webhooks that come in at `POST /in/NAME`.
+    #[check(check)]
     pub struct WebhookTable {
+        /// The log where messages are stored.
+        log: LogName = text(from_core::<LogName>), default("inbox");
         /// How messages are signed: standard-webhooks, stripe, github, shopify, slack, twilio (with
         /// `public_url`), hmac (with `signature_header`) or sns (with `topics`).
-        scheme: Option<Scheme> = SCHEME, required(r#""standard-webhooks""#);
+        scheme: Option<Scheme> = text(scheme), required(r#""standard-webhooks""#);
         /// The sender's key.
-        secret: Option<LiveSecret> = SigningSecret, unset("", "");
+        secret: Option<LiveSecret> = signing_secret(), unset("", "");
         /// The sender's keys: at least one, several while one rotates.
         ///
         /// An old one may carry the end of its overlap: `["env:NEW", { secret = "env:OLD", until =
         /// "2026-12-01T00:00:00Z" }]`.
-        secrets: Vec<LiveSecret> = List(SigningSecret), unset("", r#"["env:PARTNER_SECRET"]"#);
+        secrets: Vec<LiveSecret> = list(signing_secret()), unset("", r#"["env:PARTNER_SECRET"]"#);
         /// By what a message is stored once: `"json:/pointer"` into the body, or `"header:NAME"`.
         ///
         /// An `id` from an unsigned header is warned of: it lets a captured message be applied
         /// again.
-        id: Option<Origin> = ID, unset("what suits the scheme", "");
+        id: Option<Origin> = text(id), unset("what suits the scheme", "");
         /// The event's topic: a fixed text, `"header:NAME"` or `"json:/pointer"`.
-        topic: Option<Origin> = TOPIC, unset("what suits the scheme", r#""partner.event""#);
+        topic: Option<Origin> = text(|text| origin(text, from_core::<Topic>)), unset("what suits the scheme", r#""partner.event""#);
         /// Events of one key are applied in order; written as `topic`.
-        key: Option<Origin> = KEY, unset("what suits the scheme", r#""json:/data/id""#);
+        key: Option<Origin> = text(|text| origin(text, from_core::<Key>)), unset("what suits the scheme", r#""json:/data/id""#);
         /// A fixed text, or a place in what is signed (`"json:/pointer"`).
         ///
         /// A message is known by source, tenant and id, so an unsigned header is refused: a source
         /// for each tenant is the way.
-        tenant: Option<Origin> = TENANT, unset("none", r#""json:/tenant""#);
+        tenant: Option<Origin> = text(|text| origin(text, from_core::<Tenant>)), unset("none", r#""json:/tenant""#);
         /// How long the sender repeats a message that was not answered.
         ///
         /// `retention.remember_ids` must be as long
         /// ([table](inbox.md#how-long-ids-are-remembered)).
-        retry_horizon: Option<Duration> = Span(Duration::ZERO), unset("what the scheme's senders do", r#""4d""#);
+        retry_horizon: Option<Duration> = duration(Duration::ZERO), unset("what the scheme's senders do", r#""4d""#);
         /// How far the sender's clock may be off.
         ///
         /// Only where a time is signed, and twice of it is less than `retention.remember_ids`: else
         /// what is sent again could outlast the memory of its id.
-        tolerance: Option<Duration> = Span(Duration::from_secs(1)), unset("`\"5m\"`; sns: 65 minutes back, for its retries", r#""5m""#);
+        tolerance: Option<Duration> = duration(Duration::from_secs(1)), unset("`\"5m\"`; sns: 65 minutes back, for its retries", r#""5m""#);
         /// Largest body, at most 16 MiB; beyond it 413.
         ///
         /// All bodies of the source together have 16 MiB, or three times this if that is more;
         /// beyond it [the one that began first](../decisions/bodies-that-do-not-end.md) makes room
         /// with 408.
-        body_max: usize = Size(1..=PAYLOAD_BYTES_MAX), default("1MiB");
+        body_max: usize = size(1..=PAYLOAD_BYTES_MAX), default("1MiB");
         /// The longest a body may take to arrive; then 408.
-        body_timeout: Duration = Span(Duration::from_millis(100)), default("10s");
+        body_timeout: Duration = duration(Duration::from_millis(100)), default("10s");
         /// Most verified messages on their way into the store at once; beyond it 503 with
         /// `Retry-After`.
-        concurrency: usize = Integer(1..=CONCURRENCY_MAX), default(256);
+        concurrency: usize = integer(1..=CONCURRENCY_MAX), default(256);
         /// Most verified messages in a time; beyond it 429 with `Retry-After`.
         ///
         /// What is not verified does not count.
-        rate: Option<Rate> = RATE, unset("no limit", r#""600/m""#);
+        rate: Option<Rate> = text(from_core::<Rate>), unset("no limit", r#""600/m""#);
         /// CloudEvents: names that get consent by the `OPTIONS` handshake.
         ///
         /// As they say in `WebHook-Request-Origin`. Consent is not authentication.
-        allowed_origins: Vec<String> = List(SENDER), unset("nobody", r#"["events.example.org"]"#);
+        allowed_origins: Vec<String> = list(text(sender)), unset("nobody", r#"["events.example.org"]"#);
         /// `sns`: the ARNs of your topics; SNS signs for everybody.
-        topics: Vec<TopicArn> = List(ARN), unset("", "");
+        topics: Vec<TopicArn> = list(text(|text| TopicArn::parse(text).map_err(|error| error.to_string()))), unset("", "");
         /// `sns`: confirm subscriptions to these topics by visiting the URL that a genuine request
         /// names.
         ///
         /// Without, they are logged and answered with 200, and you confirm in AWS.
-        confirm: Option<bool> = Bool, unset("`false`", "");
+        confirm: Option<bool> = boolean(), unset("`false`", "");
         /// `twilio`: the URL as given to Twilio.
-        public_url: Option<String> = URL, unset("", "");
+        public_url: Option<String> = text(url), unset("", "");
         /// `hmac`: the header with the signature.
-        signature_header: Option<String> = HEADER, unset("", "");
+        signature_header: Option<String> = text(header), unset("", "");
         /// `hmac`: what stands before the signature in it, e.g. `"sha256="`.
-        signature_prefix: Option<String> = Plain, unset("nothing", "");
+        signature_prefix: Option<String> = text(plain), unset("nothing", "");
         /// `hmac`: `"sha256"` or `"sha512"`.
-        hash: Option<Hash> = Words(&[("sha256", Hash::Sha256), ("sha512", Hash::Sha512)]), unset("`\"sha256\"`", "");
+        hash: Option<Hash> = words([("sha256", Hash::Sha256), ("sha512", Hash::Sha512)]), unset("`\"sha256\"`", "");
         /// `hmac`: `"hex"` or `"base64"`.
-        encoding: Option<Encoding> = Words(&[("hex", Encoding::Hex), ("base64", Encoding::Base64)]), unset("`\"hex\"`", "");
+        encoding: Option<Encoding> = words([("hex", Encoding::Hex), ("base64", Encoding::Base64)]), unset("`\"hex\"`", "");
         /// `hmac`: the header with the seconds since 1970 that are signed too.
-        timestamp_header: Option<String> = HEADER, unset("no time is signed", "");
+        timestamp_header: Option<String> = text(header), unset("no time is signed", "");
         /// `hmac`: what stands between time and body in what is signed.
-        separator: Option<String> = Plain, unset("`\".\"`", "");
+        separator: Option<String> = text(plain), unset("`\".\"`", "");
     }
 }
 
@@ -142,8 +110,8 @@ const OF_ONE_SCHEME: [(Scheme, &[&str]); 3] = [
     (Scheme::Hmac, &["signature_header", "signature_prefix", "hash", "encoding", "timestamp_header", "separator"]),
 ];
 
-impl Table for WebhookTable {
-    fn validate(&self, section: &Section<'_>) {
+impl WebhookTable {
+    fn check(&self, section: &Section<'_>) {
         // Without a scheme every key is allowed, so that one fault does not look like three.
         if let Some(scheme) = self.scheme {
             let others = OF_ONE_SCHEME.iter().filter(|(its, _)| *its != scheme);
@@ -157,9 +125,7 @@ impl Table for WebhookTable {
             _ => self.check_keys(section),
         }
     }
-}
 
-impl WebhookTable {
     fn check_tolerance(&self, section: &Section<'_>, scheme: Scheme) {
         let signs_time = match scheme {
             Scheme::GitHub | Scheme::Shopify | Scheme::Twilio => false,
@@ -276,9 +242,10 @@ impl WebhookTable {
     }
 
     /// The source. The message of an error never repeats a key.
-    pub fn source(&self, name: SourceName, log: LogName) -> Result<WebhookSource> {
+    pub fn source(&self, name: SourceName) -> Result<WebhookSource> {
         let invalid = |text| Error::invalid("configure", "secret_invalid", format!("source {name}: {text}"));
         let scheme = self.scheme.ok_or_else(|| invalid("it has no scheme".to_owned()))?;
+        let log = self.log.clone();
         let mut source = if scheme == Scheme::Sns {
             let verifier = Verifier::new(self.topics.iter().cloned()).map_err(|error| invalid(error.to_string()))?;
             let verifier = verifier.tolerance(self.settings().tolerance);
@@ -346,6 +313,40 @@ fn retry_horizon(scheme: Scheme) -> Duration {
         Scheme::Sns => days(1),
         _ => HORIZON_UNKNOWN,
     }
+}
+
+fn scheme(text: &str) -> Result<Scheme, String> {
+    match text {
+        "standard" => Ok(Scheme::StandardWebhooks),
+        other => other
+            .parse()
+            .map_err(|_| format!("{other:?} is no scheme; {}", suggestion(other, &Scheme::ALL.map(Scheme::as_str)))),
+    }
+}
+
+fn id(text: &str) -> Result<Origin, String> {
+    match origin(text, |_| Ok(()))? {
+        Origin::Literal(_) => {
+            Err("every message would have the same id; write \"json:/POINTER\", or leave it out".into())
+        }
+        place => Ok(place),
+    }
+}
+
+/// A star is refused: it would consent to everybody's sending here.
+fn sender(text: &str) -> Result<String, String> {
+    match !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'*') {
+        true => Ok(text.to_owned()),
+        false => Err(format!("{text:?} is no origin; write the name the sender gives, e.g. \"eventgrid.azure.net\"")),
+    }
+}
+
+fn url(text: &str) -> Result<String, String> {
+    postbox_http::check_url(text).map(|()| text.to_owned())
+}
+
+fn plain(text: &str) -> Result<String, String> {
+    Ok(text.to_owned())
 }
 
 fn header(text: &str) -> Result<String, String> {

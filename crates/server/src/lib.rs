@@ -36,6 +36,6 @@ pub use postbox_postgres::Roles;
 pub use service::Service;
 pub use sinks::SinkChoice;
 pub use sources::SourceConfig;
-pub use stores::{StoreConfig, check_receiving, check_store_url, count_logs, grants, list_logs, open_store, rebase};
+pub use stores::{StoreConfig, check_receiving, check_store_url, grants, open_store};
 pub use visible::{is_hostile, neutralise};
 pub use wiring::relay;

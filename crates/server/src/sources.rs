@@ -5,41 +5,34 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use postbox_config::{Entry, Fields, Key, Section, Shape, Table, Text, Variant, default, from_core, table};
+use postbox_config::{Adapter, Kind, Table, adapter, entries, from_core};
 use postbox_core::{Clock, LogName, Result, SourceName, Store};
 use postbox_ingress::{Count, Ingress, WebhookSource, WebhookTable};
 
-use crate::sinks::read_type;
-
-/// One row of the table of sources.
-struct SourceType {
-    /// The word after `type =`.
-    name: &'static str,
-    example: &'static str,
-    doc: fn() -> String,
-    keys: fn() -> Vec<Key>,
-    read: fn(&Section<'_>) -> Arc<dyn SourceTable>,
-}
+use crate::sinks::BROKERS_PLANNED;
 
 /// Every kind of source. A new one is one row here.
-const SOURCES: &[SourceType] = &[SourceType {
-    name: "webhook",
-    example: r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
-    doc: WebhookTable::doc,
-    keys: WebhookTable::keys,
-    read: |section| Arc::new(WebhookTable::read(section)),
-}];
+const SOURCES: &[Adapter<dyn SourceTable>] = &[Adapter::new::<WebhookTable>(
+    "webhook",
+    r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
+    |keys| Arc::new(WebhookTable::read(keys)),
+)];
 
 /// The keys of a source, and the source built from them.
 trait SourceTable: fmt::Debug + Send + Sync {
+    fn log(&self) -> &LogName;
     /// How long the sender goes on sending a message that was not answered (`retry_horizon`).
     fn repeats_for(&self) -> Duration;
     /// How long a message that was captured could be sent again (`tolerance`), where it is written.
     fn fresh_for(&self) -> Option<Duration>;
-    fn build(&self, name: SourceName, log: LogName) -> Result<WebhookSource>;
+    fn build(&self, name: SourceName) -> Result<WebhookSource>;
 }
 
 impl SourceTable for WebhookTable {
+    fn log(&self) -> &LogName {
+        &self.log
+    }
+
     fn repeats_for(&self) -> Duration {
         self.repeats_for()
     }
@@ -49,20 +42,10 @@ impl SourceTable for WebhookTable {
         self.tolerance.map(|tolerance| tolerance.saturating_mul(2))
     }
 
-    fn build(&self, name: SourceName, log: LogName) -> Result<WebhookSource> {
-        self.source(name, log)
+    fn build(&self, name: SourceName) -> Result<WebhookSource> {
+        self.source(name)
     }
 }
-
-table! {
-    /// What every source has.
-    struct CommonTable {
-        /// The log where messages are stored.
-        log: LogName = Text { what: "log", parse: from_core::<LogName> }, default("inbox");
-    }
-}
-
-impl Table for CommonTable {}
 
 /// `[sources.NAME]`: where messages come from.
 #[derive(Debug, Clone)]
@@ -72,51 +55,30 @@ pub struct SourceConfig {
     /// The log it stores into.
     pub log: LogName,
     table: Arc<dyn SourceTable>,
-    /// The lines of its name, and of `tolerance`.
-    line: usize,
-    tolerance_line: usize,
+}
+
+/// All of them, by their names.
+pub(crate) fn sources() -> Kind<Vec<SourceConfig>> {
+    let source = adapter("source", SOURCES, BROKERS_PLANNED);
+    entries(from_core, source).map(|sources| {
+        let source = |(name, (_, table)): (SourceName, (_, Arc<dyn SourceTable>))| SourceConfig {
+            name,
+            log: table.log().clone(),
+            table,
+        };
+        sources.into_iter().map(source).collect()
+    })
 }
 
 impl SourceConfig {
-    /// `None` after a fault that leaves nothing to look at.
-    pub(crate) fn read(entry: &Entry, section: Section<'_>) -> Option<Self> {
-        let name = match SourceName::new(entry.key.as_str()) {
-            Ok(name) => name,
-            Err(error) => {
-                let text = format!("[{}]: {}", section.path, error.message());
-                section.reader.refuse(entry.line, &entry.key, text);
-                return None;
-            }
-        };
-        let names: Vec<_> = SOURCES.iter().map(|source| source.name).collect();
-        let source = &SOURCES[read_type(&section, "source", &names)?];
-        let CommonTable { log } = CommonTable::read(&section);
-        let table = (source.read)(&section);
-        let tolerance_line = section.line_of("tolerance");
-        section.finish();
-        Some(Self { name, log, table, line: entry.line, tolerance_line })
+    /// How long its sender goes on sending a message that was not answered.
+    pub(crate) fn repeats_for(&self) -> Duration {
+        self.table.repeats_for()
     }
 
-    /// For documents.
-    pub(crate) fn shape() -> Shape {
-        let variants = SOURCES.iter().map(|source| Variant {
-            name: source.name,
-            doc: (source.doc)(),
-            keys: (source.keys)(),
-            example: source.example,
-        });
-        Shape::Tagged(variants.collect(), CommonTable::keys())
-    }
-
-    /// How long its sender goes on sending a message that was not answered, and the line to say so.
-    pub(crate) fn repeats_for(&self) -> (Duration, usize) {
-        (self.table.repeats_for(), self.line)
-    }
-
-    /// How long a captured message could be sent again, where it is written, and the line to say
-    /// so.
-    pub(crate) fn fresh_for(&self) -> Option<(Duration, usize)> {
-        self.table.fresh_for().map(|fresh| (fresh, self.tolerance_line))
+    /// How long a captured message could be sent again, where that is written.
+    pub(crate) fn fresh_for(&self) -> Option<Duration> {
+        self.table.fresh_for()
     }
 }
 
@@ -129,10 +91,8 @@ pub(crate) struct Sources {
 
 impl Sources {
     pub(crate) fn build(configs: &[SourceConfig], store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Self> {
-        let sources = configs
-            .iter()
-            .map(|config| config.table.build(config.name.clone(), config.log.clone()))
-            .collect::<Result<Vec<_>>>()?;
+        let sources =
+            configs.iter().map(|config| config.table.build(config.name.clone())).collect::<Result<Vec<_>>>()?;
         let logs = configs.iter().map(|config| (config.name.clone(), config.log.clone())).collect();
         Ok(Self { ingress: Ingress::new(sources, Arc::clone(store) as _, Arc::clone(clock))?, logs })
     }

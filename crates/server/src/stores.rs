@@ -1,104 +1,21 @@
 //! The stores this program knows, and `[store]`, which names one.
 
-use std::path::PathBuf;
+use std::any::Any;
 use std::sync::Arc;
 
-use futures::future::BoxFuture;
-use postbox_config::{Fields, Key, Kind, Place, Secret, SecretText, Section, Shape, Table, default, table};
-use postbox_core::{Error, LogName, MemoryStore, Result, Store};
+use async_trait::async_trait;
+use postbox_config::{Adapter, Key, Secret, Section, StoreOptions, Table, secret_always, table};
+use postbox_core::{Error, MemoryStore, Result, Store};
 use postbox_engine::TokioClock;
-use postbox_postgres::{PostgresConfig, PostgresStore, PostgresTable, Roles};
-use postbox_sqlite::{SqliteConfig, SqliteStore};
+use postbox_postgres::{PostgresStore, PostgresTable, Roles};
+use postbox_sqlite::SqliteTable;
 
-/// One row of the table of stores.
-struct StoreType {
-    /// What its URLs begin with.
-    prefixes: &'static [&'static str],
-    example: &'static str,
-    /// What it has in `[store]` beside the URL.
-    keys: fn() -> Vec<Key>,
-    /// Checks the URL; the message never repeats it.
-    check: fn(&str) -> Result<(), String>,
-    /// What is allowed in the URL and still a risk.
-    risk: fn(&str) -> Option<&'static str>,
-    /// Opens it. Makes nothing: a SQLite file that is not there is made by its migration.
-    open: for<'a> fn(&'a StoreConfig) -> BoxFuture<'a, Result<Arc<dyn Store>>>,
-}
-
-/// Every kind of store. A new one is one row here.
-const STORES: &[StoreType] = &[
-    StoreType {
-        prefixes: &["postgres://", "postgresql://"],
-        example: "postgres://user@host/db",
-        keys: PostgresTable::keys,
-        // The driver reads the whole of it.
-        check: |_| Ok(()),
-        risk: |url| {
-            PostgresConfig::new(url).is_unverified().then_some(
-                "the database is on another machine and its certificate is not checked, so whoever stands between can \
-                 read the password and every event; write sslmode=verify-full into the URL (and sslrootcert=FILE for \
-                 an authority of your own)",
-            )
-        },
-        open: |config| {
-            Box::pin(async move {
-                let store = PostgresStore::connect(config.postgres.config(config.url.expose())).await?;
-                Ok(Arc::new(store) as Arc<dyn Store>)
-            })
-        },
-    },
-    StoreType {
-        prefixes: &["sqlite:"],
-        example: "sqlite:PATH",
-        keys: Vec::new,
-        check: |url| match sqlite_path(url) {
-            Some(_) => Ok(()),
-            None => {
-                Err("sqlite: needs a file, e.g. \"sqlite:postbox.db\"; for a store without one write \"memory:\""
-                    .into())
-            }
-        },
-        risk: |_| None,
-        open: |config| {
-            Box::pin(async move {
-                let path = sqlite_path(config.url.expose()).unwrap_or_default();
-                Ok(Arc::new(SqliteStore::open(SqliteConfig::new(path)).await?) as Arc<dyn Store>)
-            })
-        },
-    },
-    StoreType {
-        prefixes: &["memory:"],
-        example: "memory:",
-        keys: Vec::new,
-        check: |url| {
-            if url == "memory:" { Ok(()) } else { Err("a store in memory has no path; write \"memory:\"".into()) }
-        },
-        risk: |_| None,
-        open: |_| Box::pin(async { Ok(Arc::new(MemoryStore::new(Arc::new(TokioClock::new()))) as Arc<dyn Store>) }),
-    },
+/// Every kind of store, by what its URLs begin with. A new one is one row here.
+const STORES: &[Adapter<dyn StoreOptions>] = &[
+    Adapter::new::<PostgresTable>("postgres", "postgres://user@host/db", |keys| Arc::new(PostgresTable::read(keys))),
+    Adapter::new::<SqliteTable>("sqlite:", "sqlite:PATH", |keys| Arc::new(SqliteTable::read(keys))),
+    Adapter::new::<MemoryTable>("memory:", "memory:", |keys| Arc::new(MemoryTable::read(keys))),
 ];
-
-/// `sqlite:PATH`, `sqlite://PATH` or `sqlite:///PATH`.
-fn sqlite_path(url: &str) -> Option<PathBuf> {
-    let path = url.strip_prefix("sqlite:")?;
-    let path = path.strip_prefix("//").unwrap_or(path);
-    (!path.is_empty() && path != ":memory:").then(|| path.into())
-}
-
-/// The row that a URL means. The message never repeats the URL, which may hold a password.
-fn store_type(url: &str) -> Result<&'static StoreType, String> {
-    let found = STORES.iter().find(|store| store.prefixes.iter().any(|prefix| url.starts_with(prefix)));
-    let Some(found) = found else {
-        let examples: Vec<_> = STORES.iter().map(|store| format!("{:?}", store.example)).collect();
-        return Err(format!("no such kind of store; write {}", examples.join(" or ")));
-    };
-    (found.check)(url).map(|()| found)
-}
-
-/// Checks a store's URL. The message never repeats it.
-pub fn check_store_url(url: &str) -> Result<(), String> {
-    store_type(url).map(drop)
-}
 
 table! {
     /// Where the logs are.
@@ -107,121 +24,114 @@ table! {
         /// password in it, write `"env:DATABASE_URL"`.
         ///
         /// `--store` and `POSTBOX_STORE` win ([TLS](#tls-to-postgres)).
-        url: Secret = StoreUrl, default("sqlite:postbox.db");
-    }
-}
-
-/// A secret, because it may hold a password.
-struct StoreUrl;
-
-impl Kind for StoreUrl {
-    type Value = Secret;
-
-    fn shape(&self) -> Shape {
-        Shape::Text("URL")
-    }
-
-    fn read(&self, place: &Place<'_>) -> Option<Secret> {
-        let url = SecretText::Always.read(place)?;
-        match check_store_url(url.expose()) {
-            Ok(()) => Some(url),
-            Err(text) => place.fault(format!("{}: {text}", place.name)),
-        }
+        url: Secret = secret_always().check(|url| check_store_url(url.expose())), default("sqlite:postbox.db");
     }
 }
 
 /// `[store]`: where the logs are.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct StoreConfig {
     /// `postgres://…`, `sqlite:PATH` or `memory:`.
     pub url: Secret,
-    /// What Postgres has beside the URL. Other stores have nothing.
-    pub postgres: PostgresTable,
+    /// What each of [`STORES`] has beside it.
+    options: Vec<Arc<dyn StoreOptions>>,
 }
 
-impl Fields for StoreConfig {
+impl Table for StoreConfig {
     fn doc() -> String {
         UrlTable::doc()
     }
 
     fn keys() -> Vec<Key> {
-        let rows = STORES.iter().flat_map(|store| (store.keys)());
-        UrlTable::keys().into_iter().chain(rows).collect()
+        UrlTable::keys().into_iter().chain(STORES.iter().flat_map(|store| (store.keys)())).collect()
     }
 
-    fn fields(section: &Section<'_>) -> Self {
-        Self { url: UrlTable::fields(section).url, postgres: PostgresTable::read(section) }
-    }
-}
-
-impl Table for StoreConfig {
-    fn validate(&self, section: &Section<'_>) {
-        if let Some(risk) = self.risk() {
+    fn read(section: &Section<'_>) -> Self {
+        let url = UrlTable::read(section).url;
+        let config = Self { url, options: STORES.iter().map(|store| (store.read)(section)).collect() };
+        if let Some(risk) = config.risk() {
             section.warning("url", format!("{}: {risk}", section.name("url")));
         }
+        config
     }
 }
 
 impl Default for StoreConfig {
     fn default() -> Self {
-        Section::empty(Self::fields)
+        Section::empty(Self::read)
     }
 }
 
 impl StoreConfig {
     /// What is risky about the way to the store. Never repeats the URL.
     pub fn risk(&self) -> Option<&'static str> {
-        let url = self.url.expose();
-        store_type(url).ok().and_then(|store| (store.risk)(url))
+        self.chosen().ok()?.risk(self.url.expose())
     }
 
-    async fn open(&self) -> Result<Arc<dyn Store>> {
-        let found = store_type(self.url.expose());
-        let found = found.map_err(|text| Error::invalid("open", "store_url_invalid", text))?;
-        (found.open)(self).await
+    fn chosen(&self) -> Result<&dyn StoreOptions, String> {
+        find(self.url.expose()).map(|index| &*self.options[index])
+    }
+
+    /// As [`Self::chosen`], of a URL that is right.
+    fn checked(&self) -> Result<&dyn StoreOptions> {
+        let checked = self.chosen().and_then(|store| store.check(self.url.expose()).map(|()| store));
+        checked.map_err(|text| Error::invalid("open", "store_url_invalid", text))
+    }
+}
+
+/// The row that a URL means. The message never repeats the URL, which may hold a password.
+fn find(url: &str) -> Result<usize, String> {
+    STORES.iter().position(|store| url.starts_with(store.name)).ok_or_else(|| {
+        let examples: Vec<_> = STORES.iter().map(|store| format!("{:?}", store.example)).collect();
+        format!("no such kind of store; write {}", examples.join(" or "))
+    })
+}
+
+/// Checks a store's URL. The message never repeats it.
+pub fn check_store_url(url: &str) -> Result<(), String> {
+    let store = &STORES[find(url)?];
+    Section::empty(store.read).check(url)
+}
+
+table! {
+    /// A store that is gone when the program ends.
+    struct MemoryTable {}
+}
+
+#[async_trait]
+impl StoreOptions for MemoryTable {
+    fn check(&self, url: &str) -> Result<(), String> {
+        if url == "memory:" { Ok(()) } else { Err("a store in memory has no path; write \"memory:\"".into()) }
+    }
+
+    fn risk(&self, _: &str) -> Option<&'static str> {
+        None
+    }
+
+    async fn open(&self, _: &str) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(MemoryStore::new(Arc::new(TokioClock::new()))))
     }
 }
 
 /// Opens the store that `config` names.
 pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
-    config.open().await
-}
-
-/// The logs there are.
-pub async fn list_logs(config: &StoreConfig) -> Result<Vec<LogName>> {
-    config.open().await?.logs().await
-}
-
-/// How many events those logs have that are `wanted`, whoever reads them or nobody.
-pub async fn count_logs(config: &StoreConfig, wanted: impl Fn(&LogName) -> bool) -> Result<Vec<(LogName, u64)>> {
-    let store = config.open().await?;
-    let mut counts = Vec::new();
-    for log in store.logs().await?.into_iter().filter(wanted) {
-        let count = store.count(&log).await?;
-        counts.push((log, count));
-    }
-    Ok(counts)
+    config.checked()?.open(config.url.expose()).await
 }
 
 /// Checks that nothing in the store keeps messages from being received. Changes nothing.
 pub async fn check_receiving(config: &StoreConfig) -> Result<()> {
-    config.open().await?.check_receiving().await
-}
-
-/// Puts cursors and rows right after a dump was restored into another Postgres cluster. Stop every
-/// relay first.
-pub async fn rebase(config: &StoreConfig) -> Result<()> {
-    config.open().await?.rebase().await
+    open_store(config).await?.check_receiving().await
 }
 
 /// The GRANT statements that roles need on a Postgres store.
 pub async fn grants(config: &StoreConfig, roles: &Roles) -> Result<String> {
-    let url = config.url.expose();
-    if !STORES[0].prefixes.iter().any(|prefix| url.starts_with(prefix)) {
-        let text = "only a Postgres store has roles; who may write an SQLite file is decided by the file system";
-        return Err(Error::invalid("grants", "roles_unsupported", text));
+    match (config.checked()? as &dyn Any).downcast_ref::<PostgresTable>() {
+        Some(postgres) => PostgresStore::connect(postgres.config(config.url.expose())).await?.grants(roles).await,
+        None => {
+            let text = "only a Postgres store has roles; who may write an SQLite file is decided by the file system";
+            Err(Error::invalid("grants", "roles_unsupported", text))
+        }
     }
-    PostgresStore::connect(config.postgres.config(url)).await?.grants(roles).await
 }
 
 #[cfg(test)]
@@ -230,13 +140,12 @@ mod tests {
 
     #[test]
     fn every_kind_of_store_has_its_url() {
-        for url in ["postgres://h/db", "postgresql://h/db", "sqlite:a.db", "memory:"] {
+        for url in ["postgres://h/db", "postgresql://h/db", "sqlite:a.db", "sqlite:///tmp/a.db", "memory:"] {
             assert_eq!(check_store_url(url), Ok(()), "{url}");
         }
-        assert_eq!(sqlite_path("sqlite:a.db"), Some("a.db".into()));
-        assert_eq!(sqlite_path("sqlite:///tmp/a.db"), Some("/tmp/a.db".into()));
-        assert!(check_store_url("sqlite:").is_err() && check_store_url("sqlite::memory:").is_err());
-        assert!(check_store_url("memory:x").is_err());
+        for url in ["sqlite:", "sqlite::memory:", "memory:x", "postgres:u@h/db", ""] {
+            assert!(check_store_url(url).is_err(), "{url}");
+        }
         assert!(check_store_url("mysql://u:hunter2@h").is_err_and(|text| !text.contains("hunter2")));
     }
 }

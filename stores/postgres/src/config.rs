@@ -1,9 +1,14 @@
 //! How to reach a database.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_config::{Bool, Integer, Span, Table, Text, default, table};
+use async_trait::async_trait;
+use postbox_config::{StoreOptions, boolean, duration, integer, table, text};
+use postbox_core::{Result, Store};
+
+use crate::PostgresStore;
 
 /// Where the store is and how it is used.
 #[derive(Clone, PartialEq, Eq)]
@@ -93,17 +98,22 @@ table! {
     /// Postgres.
     pub struct PostgresTable {
         /// Postgres: the schema of all tables and functions.
-        schema: String = SCHEMA, default("postbox");
+        schema: String = text(schema), default("postbox");
         /// Postgres: writers wake idle relays by NOTIFY; polling is fast enough for nearly everybody.
-        notify: bool = Bool, default(false);
+        notify: bool = boolean(), default(false);
         /// Postgres: most connections.
-        pool: usize = Integer(1_usize..=100), default(8);
+        pool: usize = integer(1_usize..=100), default(8);
         /// Postgres: the longest any one statement may take.
-        statement_timeout: Duration = Span(Duration::from_millis(100)), default("30s");
+        statement_timeout: Duration = duration(Duration::from_millis(100)), default("30s");
     }
 }
 
-impl Table for PostgresTable {}
+fn schema(text: &str) -> Result<String, String> {
+    match text.is_empty() || text.len() > 63 || text.contains('\0') || text.starts_with("pg_") {
+        true => Err(format!("{text:?} cannot be a schema; 1 to 63 bytes, not beginning with pg_")),
+        false => Ok(text.to_owned()),
+    }
+}
 
 impl PostgresTable {
     /// A database with these settings.
@@ -116,13 +126,28 @@ impl PostgresTable {
     }
 }
 
-const SCHEMA: Text<String> = Text {
-    what: "name",
-    parse: |text| match text.is_empty() || text.len() > 63 || text.contains('\0') || text.starts_with("pg_") {
-        true => Err(format!("{text:?} cannot be a schema; 1 to 63 bytes, not beginning with pg_")),
-        false => Ok(text.to_owned()),
-    },
-};
+#[async_trait]
+impl StoreOptions for PostgresTable {
+    /// The driver reads the rest of it.
+    fn check(&self, url: &str) -> Result<(), String> {
+        match url.starts_with("postgres://") || url.starts_with("postgresql://") {
+            true => Ok(()),
+            false => Err("no URL of Postgres; write \"postgres://user@host/db\"".to_owned()),
+        }
+    }
+
+    fn risk(&self, url: &str) -> Option<&'static str> {
+        PostgresConfig::new(url).is_unverified().then_some(
+            "the database is on another machine and its certificate is not checked, so whoever stands between can read \
+             the password and every event; write sslmode=verify-full into the URL (and sslrootcert=FILE for an \
+             authority of your own)",
+        )
+    }
+
+    async fn open(&self, url: &str) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(PostgresStore::connect(self.config(url)).await?))
+    }
+}
 
 /// Without the URL, which may hold a password.
 impl fmt::Debug for PostgresConfig {

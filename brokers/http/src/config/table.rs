@@ -8,82 +8,78 @@ use std::time::Duration;
 use async_trait::async_trait;
 use ipnet::IpNet;
 use postbox_config::{
-    List, LiveSecret, Map, Path, Plain, Secret, SecretText, Section, SigningSecret, SinkConfig, SinkContext, Table,
-    Text, all_secrets, default, required, table, unset,
+    Kind, LiveSecret, Secret, Section, SinkConfig, SinkContext, all_secrets, entries, list, path, secret,
+    signing_secret, table, text,
 };
 use postbox_core::{Error, Result, Sink};
 use postbox_webhook::standard::SignKey;
 
-use super::{ClientCert, HttpSinkConfig, check_url, header_faults};
+use super::{ClientCert, HttpSinkConfig, check_url, header_name_fault, header_value_fault};
 use crate::sink::HttpSink;
 
 /// What the client leaves of the subscription's timeout, so that it is the one to give up and can
 /// say why.
 const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
 
-const URL: Text<String> = Text { what: "URL", parse: |text| check_url(text).map(|()| text.to_owned()) };
-
-/// Networks, or single addresses.
-const NETWORK: Text<IpNet> = Text {
-    what: "network",
-    parse: |text| {
-        let net = text.parse::<IpNet>().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
-        net.map_err(|_| format!("{text:?} is no network; write e.g. \"10.20.0.0/16\""))
-    },
-};
-
 table! {
     /// One signed POST per event, to a URL.
+    #[check(check)]
     pub struct HttpSinkTable {
         /// Where to: `https://` or `http://`, without user name, password and fragment.
-        url: String = URL, required(r#""https://example.org/hook""#);
+        url: String = text(url), required(r#""https://example.org/hook""#);
         /// The key to sign with.
         ///
         /// A [Standard Webhooks](https://www.standardwebhooks.com) key: `whsec_…`, or `whsk_…` for
         /// asymmetric signatures.
-        secret: Option<LiveSecret> = SigningSecret, unset("not signed", r#""env:HOOK_SECRET""#);
+        secret: Option<LiveSecret> = signing_secret(), unset("not signed", r#""env:HOOK_SECRET""#);
         /// Several keys while one rotates; all of them sign, an old one up to its end.
         ///
         /// `["env:NEW", { secret = "env:OLD", until = "2026-12-01T00:00:00Z" }]`. At least one has
         /// no end.
-        secrets: Vec<LiveSecret> = List(SigningSecret), unset("", r#"["env:NEW", "env:OLD"]"#);
+        secrets: Vec<LiveSecret> = list(signing_secret()), unset("", r#"["env:NEW", "env:OLD"]"#);
         /// Headers on every request.
         ///
         /// `{ name = "value" }`; values may be `"env:NAME"`.
-        headers: Vec<(String, Secret)> = Map(SecretText::Serving), unset("none", r#"{ x-team = "billing" }"#);
+        headers: Vec<(String, Secret)> = entries(header_name, header_value()), unset("none", r#"{ x-team = "billing" }"#);
         /// Networks that may be called although they are not public.
         ///
         /// `["10.20.0.0/16", "127.0.0.1"]`. `server.listen` is never called.
-        allow: Vec<IpNet> = List(NETWORK), unset("public addresses only", r#"["10.20.0.0/16"]"#);
+        allow: Vec<IpNet> = list(text(network)), unset("public addresses only", r#"["10.20.0.0/16"]"#);
         /// Certificates (PEM) to trust beside the system's.
-        ca_file: Option<PathBuf> = Path, unset("none", r#""ca.pem""#);
+        ca_file: Option<PathBuf> = path(), unset("none", r#""ca.pem""#);
         /// Our certificate (PEM), for targets that ask who we are (mutual TLS).
         ///
         /// Together with `client_key`; `check-config` reads these files too.
-        client_cert: Option<PathBuf> = Path, unset("none", r#""client.pem""#);
+        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
         /// The key of `client_cert` (PEM).
-        client_key: Option<PathBuf> = Path, unset("none", r#""client.key""#);
+        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
         /// The `ce-source` of events that name no source.
-        source: String = Plain, default("postbox");
+        source: String = text(event_source), default("postbox");
     }
 }
 
-impl Table for HttpSinkTable {
-    fn validate(&self, section: &Section<'_>) {
-        self.check_keys(section);
-        self.check_headers(section);
-        let path = &section.path;
-        match (&self.client_cert, &self.client_key) {
-            (Some(_), None) => section.fault("client_cert", one_of_two(path, "client_cert", "client_key")),
-            (None, Some(_)) => section.fault("client_key", one_of_two(path, "client_key", "client_cert")),
-            _ => {}
-        }
-        if section.has("source") && self.source.is_empty() {
-            section.fault("source", format!("{path}.source is empty: CloudEvents requires one; leave it out"));
-        }
-        if section.is_right(&["url", "allow"]) {
-            self.check_target(section);
-        }
+fn url(text: &str) -> Result<String, String> {
+    check_url(text).map(|()| text.to_owned())
+}
+
+/// A network, or a single address.
+fn network(text: &str) -> Result<IpNet, String> {
+    let net = text.parse::<IpNet>().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+    net.map_err(|_| format!("{text:?} is no network; write e.g. \"10.20.0.0/16\""))
+}
+
+fn header_name(name: &str) -> Result<String, String> {
+    header_name_fault(name).map_or_else(|| Ok(name.to_owned()), Err)
+}
+
+fn header_value() -> Kind<Secret> {
+    secret().check(|value| header_value_fault(value.expose()).map_or(Ok(()), |fault| Err(fault.to_owned())))
+}
+
+fn event_source(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("is empty: CloudEvents requires one; leave it out".to_owned()),
+        source => Ok(source.to_owned()),
     }
 }
 
@@ -92,6 +88,19 @@ fn one_of_two(path: &str, there: &str, missing: &str) -> String {
 }
 
 impl HttpSinkTable {
+    fn check(&self, section: &Section<'_>) {
+        self.check_keys(section);
+        let path = &section.path;
+        match (&self.client_cert, &self.client_key) {
+            (Some(_), None) => section.fault("client_cert", one_of_two(path, "client_cert", "client_key")),
+            (None, Some(_)) => section.fault("client_key", one_of_two(path, "client_key", "client_cert")),
+            _ => {}
+        }
+        if section.is_right(&["url", "allow"]) {
+            self.check_target(section);
+        }
+    }
+
     fn check_keys(&self, section: &Section<'_>) {
         if !section.is_right(&["secret", "secrets"]) {
             return;
@@ -111,24 +120,14 @@ impl HttpSinkTable {
         }
     }
 
-    fn check_headers(&self, section: &Section<'_>) {
-        let Some(headers) = section.place("headers").filter(|_| section.is_right(&["headers"])) else { return };
-        let Some(headers) = headers.section() else { return };
-        for (name, value) in &self.headers {
-            for fault in header_faults(name, value.expose()) {
-                section.reader.refuse(headers.line_of(name), name, format!("{}: {fault}", headers.chosen_name(name)));
-            }
-        }
-    }
-
     /// A URL must not lead back to us. Names are looked up later, at each connection; numbers are
     /// known now.
     fn check_target(&self, section: &Section<'_>) {
-        let target = HttpSinkConfig { listening: section.reader.listening().into_iter().collect(), ..self.plain() };
+        let target = HttpSinkConfig { listening: section.reader.listening.get().into_iter().collect(), ..self.plain() };
         if let Err(fault) = target.target() {
             let text = format!("{}: {fault}", section.name("url"));
             section.reader.refuse(section.line_of("url"), &self.url, text);
-        } else if section.reader.files()
+        } else if section.reader.options.files
             && (target.ca_file.is_some() || target.client_cert.is_some())
             && let Err(error) = target.check_files()
         {

@@ -1,10 +1,10 @@
 //! `[subscriptions.NAME]`: who reads which log, and where it goes.
 
+use std::str::FromStr as _;
 use std::time::Duration;
 
 use postbox_config::{
-    Entry, Fields, Integer, Key, Kind, List, Nested, Section, Size, Span, Start, Table, Text, Words, default,
-    duration_text, from_core, table, unset,
+    Kind, Section, duration, duration_text, entries, from_core, integer, list, nested, size, table, text, words,
 };
 use postbox_core::limits::{BATCH_EVENTS_MAX, LANES_MAX};
 use postbox_core::{
@@ -13,7 +13,7 @@ use postbox_core::{
 use postbox_engine::{BreakerPolicy, OnDead, RelaySettings};
 
 use crate::cron::Cron;
-use crate::sinks::{AnySink, SINKS, SinkChoice};
+use crate::sinks::{SINKS, SinkChoice, sink};
 
 /// Most deliveries at once to one destination: more than any endpoint answers faster for, and 1,024
 /// sockets are the usual limit of a process.
@@ -25,72 +25,72 @@ const LEASE_MIN: Duration = Duration::from_secs(1);
 /// Shortest of all other times.
 const MS: Duration = Duration::from_millis(1);
 
-const PATTERN: Text<TopicPattern> =
-    Text { what: "topic pattern", parse: |text| TopicPattern::new(text).map_err(|error| error.message().to_owned()) };
-const RATE: Text<Rate> = Text { what: "rate", parse: from_core };
-pub(super) const CRON: Text<Cron> = Text { what: "schedule", parse: |text| text.parse() };
+fn pattern(text: &str) -> Result<TopicPattern, String> {
+    TopicPattern::new(text).map_err(|error| error.message().to_owned())
+}
 
 table! {
     /// Who reads which log, and where the events go.
     struct SubscriptionTable {
         /// The log that is read: `"outbox"`, `"inbox"`, or one of yours.
-        log: LogName = Text { what: "log", parse: from_core::<LogName> }, default("outbox");
+        log: LogName = text(from_core::<LogName>), default("outbox");
         /// Patterns; `*` stands for any run of characters.
-        topics: Vec<TopicPattern> = List(PATTERN), unset("all", r#"["order.*"]"#);
+        topics: Vec<TopicPattern> = list(text(pattern)), unset("all", r#"["order.*"]"#);
         /// Only this tenant's events.
-        tenant: Option<Tenant> = Text { what: "tenant", parse: from_core::<Tenant> }, unset("all", r#""acme""#);
+        tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
         /// `"none"`: everything at once, in no order.
-        ordering: Ordering = Words(&[("key", Ordering::Key), ("none", Ordering::None)]), default("key");
+        ordering: Ordering = words([("key", Ordering::Key), ("none", Ordering::None)]), default("key");
         /// How many replicas can work at once; fixed once the subscription exists.
-        lanes: u16 = Integer(1..=LANES_MAX), default(1);
+        lanes: u16 = integer(1..=LANES_MAX), default(1);
         /// `"now"`: only what is committed after the subscription was made.
-        start: StartAt = Words(&[("beginning", StartAt::Beginning), ("now", StartAt::Now)]), default("beginning");
+        start: StartAt = words([("beginning", StartAt::Beginning), ("now", StartAt::Now)]), default("beginning");
         /// Most events of one read.
-        batch: usize = Integer(1..=BATCH_EVENTS_MAX), default(500);
+        batch: usize = integer(1..=BATCH_EVENTS_MAX), default(500);
         /// Most bytes of one read.
-        batch_bytes: usize = Size(1..=1 << 30), default("8MiB");
+        batch_bytes: usize = size(1..=1 << 30), default("8MiB");
         /// When a failed event goes again: exponential with full jitter.
-        retry: RetryTable = Nested::<RetryTable>::new(), unset("", "");
+        retry: RetryTable = nested::<RetryTable>();
         /// How long a dead destination is left alone.
-        breaker: BreakerTable = Nested::<BreakerTable>::new(), unset("", "");
+        breaker: BreakerTable = nested::<BreakerTable>();
         /// `"halt"`: the key waits for a person.
-        on_dead: OnDead = Words(&[("continue", OnDead::Continue), ("halt", OnDead::Halt)]), default("continue");
+        on_dead: OnDead = words([("continue", OnDead::Continue), ("halt", OnDead::Halt)]), default("continue");
         /// The longest one delivery may take.
-        timeout: Duration = Span(MS), default("30s");
+        timeout: Duration = duration(MS), default("30s");
         /// Most deliveries at once.
-        concurrency: Option<usize> = Integer(1..=CONCURRENCY_MAX), unset("16", "16");
+        concurrency: Option<usize> = integer(1..=CONCURRENCY_MAX), unset("16", "16");
         /// Most deliveries in a time: per `s`, `m` or `h`.
         ///
         /// Kept by each replica for itself; waiting costs no attempt.
-        rate: Option<Rate> = RATE, unset("no limit", r#""50/s""#);
+        rate: Option<Rate> = text(from_core::<Rate>), unset("no limit", r#""50/s""#);
         /// The longest wait between two looks at an idle log.
-        poll_interval: Duration = Span(MS), default("100ms");
+        poll_interval: Duration = duration(MS), default("100ms");
         /// After this silence another replica takes over.
-        lease: Duration = Span(LEASE_MIN), default("10s");
+        lease: Duration = duration(LEASE_MIN), default("10s");
         /// Deliver only then, everything that is there: second minute hour day month weekday, in
         /// UTC.
-        schedule: Option<Cron> = CRON, unset("always", r#""0 */5 * * * *""#);
+        schedule: Option<Cron> = text(Cron::from_str), unset("always", r#""0 */5 * * * *""#);
+        /// Where the events go.
+        sink: SinkChoice = sink(), unset("`{ type = \"none\" }`", SINKS[0].example);
     }
 }
-
-impl Table for SubscriptionTable {}
 
 table! {
     /// When a failed event goes again.
+    #[check(check)]
     struct RetryTable {
         /// Attempts before an event is dead.
-        max_attempts: u32 = Integer(1..=ATTEMPTS_MAX), default(10);
+        max_attempts: u32 = integer(1..=ATTEMPTS_MAX), default(10);
         /// Upper bound of the first wait.
-        base: Duration = Span(MS), default("1s");
+        base: Duration = duration(MS), default("1s");
         /// Cap of every wait, `Retry-After` included.
-        max: Duration = Span(MS), default("5m");
+        max: Duration = duration(MS), default("5m");
         /// A list instead: the n-th retry waits so long, the last repeats.
-        delays: Vec<Duration> = List(Span(Duration::ZERO)), unset("none", r#"["1s", "30s", "5m"]"#);
+        delays: Vec<Duration> = list(duration(Duration::ZERO)), unset("none", r#"["1s", "30s", "5m"]"#);
     }
 }
 
-impl Table for RetryTable {
-    fn validate(&self, section: &Section<'_>) {
+impl RetryTable {
+    fn check(&self, section: &Section<'_>) {
         if self.base > self.max {
             let (base, max) = (duration_text(self.base), duration_text(self.max));
             let name = section.name("base");
@@ -103,13 +103,11 @@ table! {
     /// How long a dead destination is left alone.
     struct BreakerTable {
         /// Upper bound of the first wait; it doubles with every failed try.
-        base: Duration = Span(MS), default("500ms");
+        base: Duration = duration(MS), default("500ms");
         /// Cap of the wait.
-        max: Duration = Span(MS), default("30s");
+        max: Duration = duration(MS), default("30s");
     }
 }
-
-impl Table for BreakerTable {}
 
 /// A subscription, and how it is worked off.
 #[derive(Debug, Clone)]
@@ -124,37 +122,14 @@ pub struct SubscriptionConfig {
     pub sink: SinkChoice,
 }
 
-impl SubscriptionConfig {
-    /// `None` after a fault that leaves nothing to look at.
-    pub(super) fn read(entry: &Entry, section: Section<'_>) -> Option<Self> {
-        let name = match SubscriptionName::new(entry.key.as_str()) {
-            Ok(name) => name,
-            Err(error) => {
-                let text = format!("[{}]: {}", section.path, error.message());
-                section.reader.refuse(entry.line, &entry.key, text);
-                return None;
-            }
-        };
-        let table = SubscriptionTable::read(&section);
-        let sink = section.get("sink", &AnySink, &unset("", ""));
-        section.finish();
-        Some(table.config(name, sink))
-    }
-
-    /// All keys.
-    pub(super) fn keys() -> Vec<Key> {
-        let sink = Key {
-            name: "sink",
-            doc: "Where the events go.".to_owned(),
-            shape: AnySink.shape(),
-            start: Start::Unset("`{ type = \"none\" }`", SINKS[0].example),
-        };
-        SubscriptionTable::keys().into_iter().chain([sink]).collect()
-    }
+/// All of them, by their names.
+pub(super) fn subscriptions() -> Kind<Vec<SubscriptionConfig>> {
+    entries(from_core, nested::<SubscriptionTable>())
+        .map(|tables| tables.into_iter().map(|(name, table)| table.config(name)).collect())
 }
 
 impl SubscriptionTable {
-    fn config(self, name: SubscriptionName, sink: SinkChoice) -> SubscriptionConfig {
+    fn config(self, name: SubscriptionName) -> SubscriptionConfig {
         let mut subscription = Subscription::new(name, self.log);
         subscription.filter.topics = self.topics;
         subscription.filter.tenant = self.tenant;
@@ -180,7 +155,7 @@ impl SubscriptionTable {
             poll_max: self.poll_interval,
             ..usual
         };
-        SubscriptionConfig { subscription, settings, schedule: self.schedule, sink }
+        SubscriptionConfig { subscription, settings, schedule: self.schedule, sink: self.sink }
     }
 }
 
@@ -191,7 +166,7 @@ mod tests {
     #[test]
     fn what_is_declared_is_the_default_of_the_engine() {
         let name = SubscriptionName::new("a").expect("a name");
-        let config = SubscriptionTable::default().config(name.clone(), SinkChoice::default());
+        let config = SubscriptionTable::default().config(name.clone());
         assert_eq!(config.settings, RelaySettings::default());
         assert_eq!(config.subscription, Subscription::new(name, LogName::outbox()));
     }

@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
+use postbox_config::{Key, Table as _, guide_table};
 use serde_json::Value;
 use toml::Table;
 
-use super::super::{default_toml, guide_tables, json_schema};
+use super::super::{Config, default_toml, json_schema};
 use super::{examples_in_the_documentation, uncommented};
 
 /// The first key of `value` that the schema does not know, by its path.
@@ -80,17 +81,42 @@ fn the_schema_says_what_editors_show() {
     assert_eq!(http["required"], serde_json::json!(["url", "type"]));
 }
 
+/// Names of all keys, those of adapters too.
+fn names(keys: &[Key]) -> Vec<&'static str> {
+    let below = |key: &Key| {
+        let variants = key.shape.variants.iter().flat_map(|variant| names(&variant.keys));
+        names(&key.shape.keys).into_iter().chain(variants).chain([key.name]).collect::<Vec<_>>()
+    };
+    keys.iter().flat_map(below).collect()
+}
+
+#[test]
+fn every_key_appears_in_the_default_file() {
+    let text = default_toml();
+    let words: Vec<&str> = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
+    let missing: Vec<_> = names(&Config::keys()).into_iter().filter(|name| !words.contains(name)).collect();
+    assert!(missing.is_empty(), "{missing:?} in\n{text}");
+}
+
 /// The tables stand in the guide as they are declared. `UPDATE=1` writes them there.
 #[test]
 fn the_tables_of_the_guide_are_those_of_the_declared_keys() {
+    const BEGIN: &str = "<!-- keys: ";
+    const END: &str = "<!-- end of keys -->";
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../docs/guide/configuration.md");
     let guide = std::fs::read_to_string(&path).expect("the guide");
-    let mut fresh = guide.clone();
-    for (name, table) in guide_tables() {
-        let (begin, end) = (format!("<!-- keys: {name} -->\n"), "<!-- end of keys -->");
-        let (before, rest) = fresh.split_once(&begin).unwrap_or_else(|| panic!("the guide has no {begin}"));
-        let (_, after) = rest.split_once(end).expect("the place has an end");
-        fresh = format!("{before}{begin}\n{}\n\n{end}{after}", table.trim_end());
+    let (keys, mut places) = (Config::keys(), Vec::new());
+    let mut parts = guide.split(BEGIN);
+    let mut fresh = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let (place, rest) = part.split_once(" -->").expect("the place has a name");
+        let (_, after) = rest.split_once(END).expect("the place has an end");
+        let table = guide_table(&keys, place).unwrap_or_else(|| panic!("there are no keys {place}"));
+        fresh += &format!("{BEGIN}{place} -->\n\n{}\n\n{END}{after}", table.trim_end());
+        places.push(place);
+    }
+    for place in keys.iter().map(|key| key.name).chain(["subscriptions.sink"]) {
+        assert!(places.contains(&place), "the guide has no {BEGIN}{place} -->");
     }
     if std::env::var_os("UPDATE").is_some() {
         std::fs::write(&path, fresh).expect("the guide can be written");

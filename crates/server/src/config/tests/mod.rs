@@ -5,10 +5,11 @@ mod safety;
 
 use std::time::Duration;
 
-use postbox_config::{LiveSecret, Table};
+use postbox_config::{LiveSecret, Reader, Table};
 use postbox_engine::{OnDead, RelaySettings};
 use postbox_http::HttpSinkTable;
 use postbox_ingress::WebhookTable;
+use toml::de::DeTable;
 
 use super::*;
 
@@ -32,22 +33,23 @@ pub(super) fn options() -> ReadOptions<'static> {
 }
 
 pub(super) fn parse(text: &str) -> Result<Config, Faults> {
-    Config::parse_with(text, options())
+    Config::parse_with(text, options()).map(|(config, _)| config)
+}
+
+/// What is allowed and still a risk in a configuration that is right.
+pub(super) fn warnings(text: &str) -> Vec<Fault> {
+    Config::parse_with(text, options()).expect("no faults").1
 }
 
 /// The table of an adapter at `path`, in a configuration that is right.
 fn adapter<T: Table>(text: &str, path: &[&str]) -> T {
     parse(text).expect("no faults");
-    let (root, _) = DeTable::parse_recoverable(text);
-    let entries = Lines(text).entries(root.get_ref());
-    let reader = Reader::new(options());
-    let mut table = entries.as_slice();
+    let root = DeTable::parse(text).expect("it is TOML");
+    let mut table = root.get_ref();
     for name in path {
-        let entry = table.iter().find(|entry| entry.key == *name).expect("it is there");
-        let postbox_config::Value::Table(entries) = &entry.node.value else { panic!("{name} is no table") };
-        table = entries;
+        table = table.get(*name).and_then(|value| value.get_ref().as_table()).expect("it is there");
     }
-    T::read(&Section::new(&reader, path.join("."), 1, table))
+    T::read(&Section::new(&Reader::new(text, options()), path.join("."), 1, table))
 }
 
 fn http(text: &str) -> HttpSinkTable {
@@ -74,10 +76,10 @@ fn the_default_file_says_exactly_the_defaults() {
 }
 
 fn assert_defaults(text: &str) {
-    let (config, usual) = (parse(text).expect("no faults"), Config::default());
-    assert_eq!((config.store, config.server), (usual.store, usual.server));
-    assert_eq!((config.retention, config.log), (usual.retention, usual.log));
-    assert!(config.subscriptions.is_empty() && config.sources.is_empty() && config.warnings.is_empty());
+    let (config, risks) = Config::parse_with(text, options()).expect("no faults");
+    assert_eq!(format!("{config:?}"), format!("{:?}", Config::default()));
+    assert_eq!((config.store.url, risks), (Config::default().store.url, Vec::new()));
+    assert!(config.subscriptions.is_empty() && config.sources.is_empty());
 }
 
 #[test]
@@ -87,23 +89,29 @@ fn ids_are_remembered_longer_than_senders_repeat() {
     };
     // Never less than a week, whatever the sender says, and whether there is a sender or not.
     let cure = "write remember_ids = \"7d\", the least";
-    let told = fault(&(source("", "stripe") + "[retention]\nremember_ids = \"47h\"\n"));
-    assert!(told.contains(":7: ") && told.contains("\"47h\"") && told.contains(cure), "{told}");
+    let message = fault(&(source("", "stripe") + "[retention]\nremember_ids = \"47h\"\n"));
+    assert!(message.contains(":7: ") && message.contains("\"47h\"") && message.contains(cure), "{message}");
     for short in ["0s", "1s", "3d", "6d23h59m59s"] {
-        let told = fault(&format!("[retention]\nolder_than = \"1d\"\nremember_ids = \"{short}\"\n"));
-        assert!(told.contains(":3: ") && told.contains(cure), "{told}");
+        let message = fault(&format!("[retention]\nolder_than = \"1d\"\nremember_ids = \"{short}\"\n"));
+        assert!(message.contains(":3: ") && message.contains(cure), "{message}");
     }
-    let told = fault(&(source("retry_horizon = \"1h\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n"));
-    assert!(told.contains(cure), "{told}");
+    let message = fault(&(source("retry_horizon = \"1h\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n"));
+    assert!(message.contains(cure), "{message}");
     // And never less than the sender repeats: the same rule for what is configured, and for what is not.
-    let told = fault(&(source("retry_horizon = \"8d\"", "stripe") + "[retention]\nremember_ids = \"7d\"\n"));
-    assert!(told.contains(":7: ") && told.contains("\"7d\"") && told.contains("sources.partner"), "{told}");
-    assert!(told.contains("write remember_ids = \"8d\"") && told.contains("sources.partner.retry_horizon"), "{told}");
-    let told = fault(&source("retry_horizon = \"60d\"", "standard"));
-    assert!(told.contains(":1: ") && told.contains("\"30d\"") && told.contains("remember_ids = \"60d\""), "{told}");
+    let message = fault(&(source("retry_horizon = \"8d\"", "stripe") + "[retention]\nremember_ids = \"7d\"\n"));
+    assert!(message.contains(":7: ") && message.contains("\"7d\"") && message.contains("sources.partner"), "{message}");
+    assert!(
+        message.contains("write remember_ids = \"8d\"") && message.contains("sources.partner.retry_horizon"),
+        "{message}"
+    );
+    let message = fault(&source("retry_horizon = \"60d\"", "standard"));
+    assert!(
+        message.contains(":1: ") && message.contains("\"30d\"") && message.contains("remember_ids = \"60d\""),
+        "{message}"
+    );
     // One fault and one cure, where both rules are broken.
-    let told = fault(&(source("retry_horizon = \"60d\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n"));
-    assert!(told.contains("write remember_ids = \"60d\""), "{told}");
+    let message = fault(&(source("retry_horizon = \"60d\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n"));
+    assert!(message.contains("write remember_ids = \"60d\""), "{message}");
     parse(&(source("retry_horizon = \"8d\"", "stripe") + "[retention]\nremember_ids = \"8d\"\n")).expect("it is so");
     for scheme in ["standard", "stripe", "github", "shopify", "slack"] {
         parse(&(source("", scheme) + "[retention]\nremember_ids = \"7d\"\n"))
@@ -112,7 +120,7 @@ fn ids_are_remembered_longer_than_senders_repeat() {
     parse("[retention]\nremember_ids = \"7d\"\n").expect("it is so");
     let defaults = Config::default().retention.remember_ids;
     for scheme in ["standard", "stripe", "github", "shopify", "slack"] {
-        let (horizon, _) = parse(&source("", scheme)).expect("right").sources[0].repeats_for();
+        let horizon = parse(&source("", scheme)).expect("right").sources[0].repeats_for();
         assert!(Duration::from_secs(86_400) <= horizon && horizon <= Duration::from_secs(7 * 86_400), "{scheme}");
     }
     assert!(defaults >= Duration::from_secs(7 * 86_400));
@@ -204,7 +212,7 @@ fn unknown_keys_are_refused_with_the_nearest_name() {
     assert!(fault("[sevrer]").contains("did you mean `server`?"));
     assert!(fault("[server]\nport = 1").contains("known here: listen, connections, header_timeout, stop_timeout"));
     assert!(fault("stray = 1").contains("unknown section `stray`"));
-    assert!(fault("straykeyofmany = 1").contains("unknown section; known here: store, subscriptions"));
+    assert!(fault("straykeyofmany = 1").contains("unknown section; known here: store, server, subscriptions"));
 }
 
 #[test]
@@ -330,10 +338,10 @@ fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
     parse(&subscription(OLD).replace("secrets", "secret = \"env:PARTNER_SECRET\"\nsecrets")).expect("no faults");
     // Only old ones: then nothing would be signed once the last date has come.
     for only in [OLD.to_owned(), format!("{OLD}, {OLD}")] {
-        let told = fault(&subscription(&only));
+        let message = fault(&subscription(&only));
         assert!(
-            told.starts_with("postbox.toml:4: ") && told.contains("give the new one too, without an end"),
-            "{told}"
+            message.starts_with("postbox.toml:4: ") && message.contains("give the new one too, without an end"),
+            "{message}"
         );
     }
     let retiring = |table: &str| fault(&subscription(&format!("\"env:PARTNER_SECRET\", {table}")));
@@ -344,7 +352,7 @@ fn an_old_signing_key_may_carry_the_date_its_overlap_ends() {
     assert!(short.starts_with("postbox.toml:4: ") && !short.contains("whsec_abc"), "{short}");
     // A new one that is not there yet is one fault, not two.
     assert!(fault(&subscription(&format!("\"env:NOT_THERE\", {OLD}"))).contains("NOT_THERE"));
-    // As many as are allowed at the sink, and told before it starts.
+    // As many as are allowed at the sink, and found before it starts.
     assert!(fault(&subscription(&["\"env:PARTNER_SECRET\""; 9].join(", "))).contains("at most 8"));
     // Who only looks does without them.
     let reading = ReadOptions { env: &|_| None, secrets_needed: false, ..options() };
@@ -375,9 +383,12 @@ fn a_tenant_comes_from_what_is_signed() {
         format!("[sources.a]\ntype = \"webhook\"\nscheme = \"{scheme}\"\nsecret = \"{KEY}\"\n{keys}\n")
     };
     for scheme in ["shopify", "github", "stripe", "slack", "standard-webhooks"] {
-        let told = fault(&source(scheme, "tenant = \"header:x-shopify-shop-domain\""));
-        assert!(told.starts_with("postbox.toml:5: [sources.a]: the tenant would come from header:x-shopify"), "{told}");
-        assert!(told.contains("a source for each tenant"), "{told}");
+        let message = fault(&source(scheme, "tenant = \"header:x-shopify-shop-domain\""));
+        assert!(
+            message.starts_with("postbox.toml:5: [sources.a]: the tenant would come from header:x-shopify"),
+            "{message}"
+        );
+        assert!(message.contains("a source for each tenant"), "{message}");
         for tenant in ["acme", "json:/tenant"] {
             parse(&source(scheme, &format!("tenant = \"{tenant}\""))).expect("signed, or fixed");
         }
@@ -394,15 +405,15 @@ fn a_tenant_comes_from_what_is_signed() {
 fn an_id_that_nobody_signed_is_a_warning_at_its_line() {
     let source =
         |id: &str| format!("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"{KEY}\"\nid = \"{id}\"\n");
-    let warnings = parse(&source("header:x-github-delivery")).expect("allowed").warnings;
-    assert_eq!(warnings.iter().map(|warning| warning.line).collect::<Vec<_>>(), [5]);
-    assert!(warnings[0].text.contains("applied, again and again under other ids"), "{warnings:?}");
-    assert_eq!(parse(&source("json:/delivery")).expect("signed").warnings, []);
+    let found = warnings(&source("header:x-github-delivery"));
+    assert_eq!(found.iter().map(|warning| warning.line).collect::<Vec<_>>(), [5]);
+    assert!(found[0].text.contains("applied, again and again under other ids"), "{found:?}");
+    assert_eq!(warnings(&source("json:/delivery")), []);
     assert!(fault(&source("one")).contains("every message would have the same id"));
 }
 
 #[test]
-fn what_no_message_could_fit_is_told_before_it_starts() {
+fn what_no_message_could_fit_is_reported_before_it_starts() {
     let source = |keys: &str| {
         fault(&format!("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\nsecret = \"{KEY}\"\n{keys}\n"))
     };
@@ -412,7 +423,7 @@ fn what_no_message_could_fit_is_told_before_it_starts() {
 }
 
 #[test]
-fn a_secret_with_nothing_in_it_is_told_at_its_line() {
+fn a_secret_with_nothing_in_it_is_reported_at_its_line() {
     let source = |secrets: &str| fault(&format!("[sources.a]\ntype = \"webhook\"\nscheme = \"github\"\n{secrets}\n"));
     for secrets in [
         "secret = \"\"",
@@ -421,8 +432,8 @@ fn a_secret_with_nothing_in_it_is_told_at_its_line() {
         "secrets = [\"0123456789abcdef\", { secret = \"\\t\", until = \"2026-12-01T00:00:00Z\" }]",
         "secret = \"env:BLANK\"",
     ] {
-        let told = source(secrets);
-        assert!(told.starts_with("postbox.toml:4: ") && told.contains("empty or blank; write"), "{told}");
+        let message = source(secrets);
+        assert!(message.starts_with("postbox.toml:4: ") && message.contains("empty or blank; write"), "{message}");
     }
     assert!(source("secrets = []").contains("has no secrets"));
 }
@@ -436,8 +447,8 @@ fn a_tolerance_fits_what_is_signed_and_remembered() {
     for (scheme, more) in
         [("github", ""), ("shopify", ""), ("twilio", "public_url = \"https://h/in/a\"\n"), ("hmac", hmac)]
     {
-        let told = fault(&source(scheme, &format!("tolerance = \"5m\"\n{more}")));
-        assert!(told.starts_with("postbox.toml:5: ") && told.contains("leave it out"), "{told}");
+        let message = fault(&source(scheme, &format!("tolerance = \"5m\"\n{more}")));
+        assert!(message.starts_with("postbox.toml:5: ") && message.contains("leave it out"), "{message}");
     }
     let timed = format!("{hmac}timestamp_header = \"x-time\"\n");
     parse(&source("hmac", &format!("tolerance = \"5m\"\n{timed}"))).expect("it signs a time");
@@ -447,8 +458,8 @@ fn a_tolerance_fits_what_is_signed_and_remembered() {
     for (tolerance, remembered) in [("60d", "30d"), ("15d", "30d"), ("4d", "7d")] {
         let text = source("slack", &format!("tolerance = \"{tolerance}\"\n"))
             + &format!("[retention]\nremember_ids = \"{remembered}\"\n");
-        let told = fault(&text);
-        assert!(told.starts_with("postbox.toml:5: ") && told.contains("would be applied twice"), "{told}");
+        let message = fault(&text);
+        assert!(message.starts_with("postbox.toml:5: ") && message.contains("would be applied twice"), "{message}");
     }
     parse(&source("slack", "tolerance = \"14d\"\n")).expect("28 days are less than 30");
 }
@@ -500,8 +511,8 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
         "http://169.254.169.254/latest",
         "http://localhost:1/",
     ] {
-        let told = guarded(url);
-        assert!(told.contains("is not public; if it is meant, allow it: allow = [\""), "{told}");
+        let message = guarded(url);
+        assert!(message.contains("is not public; if it is meant, allow it: allow = [\""), "{message}");
     }
     let own = |listen: &str, url: &str| {
         format!(
@@ -510,8 +521,11 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
     };
     for listen in ["127.0.0.1:8600", "0.0.0.0:8600", "[::]:8600"] {
         for url in ["http://127.0.0.1:8600/in/a", "http://localhost:8600/in/a"] {
-            let told = fault(&own(listen, url));
-            assert!(told.starts_with("postbox.toml:4: ") && told.contains("where we listen ourselves"), "{told}");
+            let message = fault(&own(listen, url));
+            assert!(
+                message.starts_with("postbox.toml:4: ") && message.contains("where we listen ourselves"),
+                "{message}"
+            );
         }
         parse(&own(listen, "http://127.0.0.1:8601/in/a")).expect("another port is somebody else");
     }
@@ -532,12 +546,12 @@ fn bounds_that_are_none_are_refused_with_a_cure() {
 }
 
 #[test]
-fn a_sink_that_could_not_sign_or_show_itself_is_told_at_its_line() {
+fn a_sink_that_could_not_sign_or_show_itself_is_reported_at_its_line() {
     let sink = |keys: &str| format!("[subscriptions.a.sink]\ntype = \"http\"\nurl = \"https://h/\"\n{keys}\n");
-    let told = fault(&sink("secrets = []"));
+    let message = fault(&sink("secrets = []"));
     assert!(
-        told.starts_with("postbox.toml:4: ") && told.contains("leave it out to send without a signature"),
-        "{told}"
+        message.starts_with("postbox.toml:4: ") && message.contains("leave it out to send without a signature"),
+        "{message}"
     );
     for (wrong, hint) in [
         ("secret = \"plain\"", "openssl rand"),
@@ -546,8 +560,8 @@ fn a_sink_that_could_not_sign_or_show_itself_is_told_at_its_line() {
         ("secrets = [\"env:HOOK_SECRET\", \"\"]", "empty or blank"),
         ("secret = \"env:BLANK\"", "empty or blank"),
     ] {
-        let told = fault(&sink(wrong));
-        assert!(told.starts_with("postbox.toml:4: ") && told.contains(hint), "{told}");
+        let message = fault(&sink(wrong));
+        assert!(message.starts_with("postbox.toml:4: ") && message.contains(hint), "{message}");
     }
     // The files are looked at where they are needed, and only there.
     let own = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
@@ -561,10 +575,10 @@ fn a_sink_that_could_not_sign_or_show_itself_is_told_at_its_line() {
     ] {
         // Also of a target in the own network.
         let inside = sink(&keys).replace("https://h/", "https://10.0.0.1/") + "allow = [\"10.0.0.0/8\"]\n";
-        let told = read(&inside, true).expect_err("unusable").to_string();
-        assert!(told.starts_with(&format!("postbox.toml:{line}: ")) && told.contains("is unusable"), "{told}");
-        let told = read(&sink(&keys), true).expect_err("unusable").to_string();
-        assert!(told.starts_with(&format!("postbox.toml:{line}: ")) && told.contains("is unusable"), "{told}");
+        let message = read(&inside, true).expect_err("unusable").to_string();
+        assert!(message.starts_with(&format!("postbox.toml:{line}: ")) && message.contains("is unusable"), "{message}");
+        let message = read(&sink(&keys), true).expect_err("unusable").to_string();
+        assert!(message.starts_with(&format!("postbox.toml:{line}: ")) && message.contains("is unusable"), "{message}");
         read(&sink(&keys), false).expect("a command that only looks does without");
     }
 }
