@@ -23,7 +23,7 @@ const REQUEST_MAX: usize = 64 * 1024;
 /// Longer than a relay waits for an answer.
 const HANG: Duration = Duration::from_secs(10);
 
-/// What an endpoint is told.
+/// A command to an endpoint.
 #[derive(Debug, Args)]
 pub(crate) struct Job {
     /// Where arrivals are written.

@@ -44,14 +44,14 @@ pub(crate) async fn run(options: &Options, share: &Share, folder: &Path) -> anyh
         let harm = Harm { stage: Arc::clone(&stage), kinds: kinds.clone(), group, random, done: Arc::clone(&done) };
         tokio::spawn(harm.until(Arc::clone(&over)))
     });
-    let mut told = Instant::now();
+    let mut reported = Instant::now();
     let mut places = vec![stage.places(); 10];
     while stage.committed() < share.events || done.load(Ordering::Relaxed) < share.faults {
         stage.supervise(&places.remove(0)).await;
         sleep(Duration::from_millis(100)).await;
         places.push(stage.places());
-        if told.elapsed() > Duration::from_secs(20) {
-            told = Instant::now();
+        if reported.elapsed() > Duration::from_secs(20) {
+            reported = Instant::now();
             let (events, faults) = (stage.committed(), done.load(Ordering::Relaxed));
             say(&format!("  {:>4.0} s: {events} events committed, {faults} faults", began.elapsed().as_secs_f64()));
         }

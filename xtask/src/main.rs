@@ -24,7 +24,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Everything that must hold before a change lands: format, lints, walls, all tests on real servers, examples, docs.
+    /// Everything that must hold before a change lands: format, lints, layers, all tests on real servers, examples, docs.
     Test {
         /// Only format, lints and tests: the inner loop.
         #[arg(long)]

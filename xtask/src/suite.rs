@@ -56,7 +56,7 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
 }
 
 fn tests(steps: &mut Steps) {
-    let name = "tests: walls, units, conformance on every store, end to end";
+    let name = "tests: layers, units, conformance on every store, end to end";
     if answers("cargo-nextest", &["nextest", "--version"]) {
         let cure = "a test failed above; run it alone: cargo nextest run --workspace --all-features -E 'test(NAME)'";
         let mut command = cargo();
@@ -105,7 +105,7 @@ fn examples(steps: &mut Steps) {
     }
 }
 
-/// Cargo in the examples' workspace, with the target folder of the house: what both use is compiled once.
+/// Cargo in the examples' workspace, with the main workspace's target folder: what both use is compiled once.
 fn in_examples() -> Command {
     let mut command = cargo();
     command.current_dir(root().join("examples"));

@@ -37,7 +37,7 @@ pub struct HttpSink {
 }
 
 impl HttpSink {
-    /// A sink for one target. Connects to nothing yet; every fault of the configuration is told at once.
+    /// A sink for one target. Connects to nothing yet; every fault of the configuration is reported at once.
     ///
     /// `clock` stamps signatures and reads dates in `Retry-After`.
     pub fn new(config: HttpSinkConfig, clock: Arc<dyn Clock>) -> Result<Self> {

@@ -135,15 +135,21 @@ impl Court {
         }
     }
 
-    /// The filters that were in force for a reader at some moment from `at` on.
+    /// The filters that were in force for a reader at some moment from `at` on: the one that the last
+    /// change before it made, and all later ones. Of changes that overlap, either may be the last.
     fn filters(&self, reader: &Reader, at: u64) -> Vec<Vec<String>> {
-        let mut filters = vec![reader.topics.clone()];
-        let changes = self.faults.iter().filter(|fault| fault.topics.is_some() && reader.name == "part");
-        for fault in changes {
-            if fault.until < at {
-                filters.clear();
-            }
-            filters.extend(fault.topics.iter().map(|(_, after)| after.clone()));
+        let changes: Vec<_> = self
+            .faults
+            .iter()
+            .filter(|_| reader.name == "part")
+            .filter_map(|fault| fault.topics.as_ref().map(|(_, after)| (fault.from, fault.until, after)))
+            .collect();
+        let last = changes.iter().filter(|(_, until, _)| *until < at).max_by_key(|(_, until, _)| *until);
+        let since = last.map_or(0, |(from, ..)| *from);
+        let mut filters: Vec<_> =
+            changes.iter().filter(|(_, until, _)| *until >= since).map(|(.., after)| (*after).clone()).collect();
+        if last.is_none() {
+            filters.push(reader.topics.clone());
         }
         filters
     }

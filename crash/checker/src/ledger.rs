@@ -57,7 +57,7 @@ pub enum Fate {
     CommittedAsync,
     /// Rolled back, or an error before the commit was sent.
     RolledBack,
-    /// Prepared; what came then is told by a later line.
+    /// Prepared; a later line says how it ended.
     Prepared,
     /// The answer was lost, or the writer died.
     Unknown,

@@ -1,5 +1,5 @@
 //! Judges a round of the crash ledger from its files: what writers know they did, what arrived, which faults there were, and
-//! what the database says of itself. It shares no code with the product (the walls test sees to that): its own words, its own
+//! what the database says of itself. It shares no code with the product (the layers test sees to that): its own words, its own
 //! parsing, its own transition table.
 //!
 //! | file | written by | a line |

@@ -19,6 +19,8 @@ struct Files {
     orders: Vec<Value>,
     left: Vec<Value>,
     audit: Vec<Value>,
+    /// Whether the one reader is the one whose filter changes.
+    is_filtered: bool,
 }
 
 impl Files {
@@ -45,6 +47,12 @@ impl Files {
         }));
     }
 
+    fn filter(&mut self, topic: &str, from: u64, until: u64) {
+        self.fault(0, 0, 0);
+        let fault = self.faults.last_mut().unwrap();
+        (fault["from"], fault["until"], fault["topics"]) = (json!(from), json!(until), json!([[], [topic]]));
+    }
+
     fn change(&mut self, what: &str, old: Value, new: Value) {
         let number = self.audit.len();
         let body = (what == "delivery").then(|| body("a", 0, 1).to_string());
@@ -59,13 +67,14 @@ impl Files {
         fs::create_dir_all(&folder).unwrap();
         let lines = |values: &[Value]| values.iter().map(|value| format!("{value}\n")).collect::<String>();
         let texts = |texts: &[String]| texts.iter().map(|text| format!("{text}\n")).collect::<String>();
-        let main = json!({ "name": "main", "by_file": false, "topics": ["t"] });
+        let name = if self.is_filtered { "part" } else { "main" };
+        let main = json!({ "name": name, "by_file": false, "topics": ["t"] });
         let round = json!({ "seed": 1, "subscriptions": [main], "lease": 2_000_000 }).to_string();
         for (file, text) in [
             ("round.json", round),
             ("ledger-w.jsonl", lines(&self.ledger)),
             ("marks.txt", texts(&self.marks)),
-            ("arrivals-main.log", texts(&self.arrivals)),
+            (&format!("arrivals-{name}.log"), texts(&self.arrivals)),
             ("faults.jsonl", lines(&self.faults)),
             ("operator.jsonl", lines(&self.orders)),
             ("deliveries.jsonl", lines(&self.left)),
@@ -164,6 +173,30 @@ fn an_asynchronous_commit_may_vanish_but_not_after_it_was_sent() {
     files.finds(&[]);
     files.arrive(204, "c", 0, 5);
     files.finds(&["phantom"]);
+}
+
+/// Filters count from when they were in force, in whatever order their changes were written down.
+#[test]
+fn what_the_filter_does_not_want_is_a_phantom() {
+    let mut files = Files { is_filtered: true, ..clean() };
+    files.filter("t", 8, 20);
+    files.filter("u", 1, 7);
+    files.tx("later", "committed", &[4], true);
+    files.arrive(204, "later", 0, 4);
+    files.finds(&[]);
+    files.faults.remove(0);
+    files.finds(&["phantom"]);
+}
+
+/// Of two changes at one time either may have been the last.
+#[test]
+fn what_one_of_two_filters_wants_is_none() {
+    let mut files = Files { is_filtered: true, ..clean() };
+    files.filter("t", 1, 9);
+    files.filter("u", 5, 7);
+    files.tx("later", "committed", &[4], true);
+    files.arrive(204, "later", 0, 4);
+    files.finds(&[]);
 }
 
 #[test]

@@ -25,7 +25,7 @@ const CALLS: [&str; 7] = [
 ];
 /// Any call; and how many of a hundred are harmed at their commit, when they hold their locks.
 const ANY: (&[&str], u32) = (&CALLS, 30);
-/// Those that move a cursor: what an heir goes by.
+/// Those that move a cursor: what the next owner goes by.
 const CUT_SHORT: (&[&str], u32) = (&["outbox_window(", "outbox_window(", "settle_lane("], 65);
 /// A call that is not made in this time will not be waited for.
 const CALL_WITHIN: Duration = Duration::from_secs(2);
@@ -79,7 +79,7 @@ pub(super) async fn cut_request(stage: &Stage, random: &mut SmallRng, fault: &mu
     lay(stage, random, fault, Harm::Cut, ANY).await.map(drop)
 }
 
-/// The relay is told that its connection broke, asks again; what it asked first is done after that, perhaps under another owner.
+/// The relay sees its connection break and asks again; what it asked first is done after that, perhaps under another owner.
 pub(super) async fn delay_request(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = if random.random_bool(0.8) { Harm::Delay } else { Harm::Hang };
     let Ambush { trap, .. } = lay(stage, random, fault, harm, ANY).await?;
@@ -112,7 +112,7 @@ pub(super) async fn lose_answer_and_end(stage: &Stage, random: &mut SmallRng, fa
     relay.start()
 }
 
-/// Nothing goes through, and nobody is told, until leases ran out.
+/// Nothing goes through, and no connection breaks, until leases ran out.
 pub(super) async fn swallow(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let relay = random.random_range(0..RELAYS);
     let direction = *choose(&[Direction::ToServer, Direction::ToClient], random);
@@ -127,7 +127,7 @@ pub(super) async fn swallow(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     Ok(())
 }
 
-/// A writer's commit is done, or not, and it is not told which.
+/// A writer's commit is done, or not, and the answer is lost.
 pub(super) async fn lose_commit(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = *choose(&[Harm::LoseAnswer, Harm::Cut, Harm::Delay], random);
     let point = match random.random_range(0..3) {

@@ -61,7 +61,7 @@ pub(super) async fn step_clock(stage: &Stage, random: &mut SmallRng, fault: &mut
     Ok(())
 }
 
-/// No room is left; then there is again. A server that stopped because of it is started again.
+/// The disk is full; then it is not. A server that stopped because of it is started again.
 pub(super) async fn fill_disk(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.postgres()?;
     let Some((_, folder)) = &bed.small else { anyhow::bail!("needs root, for a file system of its own") };
@@ -87,7 +87,7 @@ pub(super) async fn terminate_backend(stage: &Stage, random: &mut SmallRng, faul
     bed.execute(&format!("SELECT pg_terminate_backend({})", choose(&pids, random))).await
 }
 
-/// A session stands still in the middle of a call, its client is told that the connection broke, and then it goes on.
+/// A session stands still in the middle of a call, its client sees the connection break, and then it goes on.
 pub(super) async fn freeze_backend(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.postgres()?;
     fault.window = window_of_all();

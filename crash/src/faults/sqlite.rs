@@ -11,7 +11,7 @@ use crate::store::postgres::Copy;
 use crate::store::{Ballast, window_of_all};
 use crate::writer::now_micros;
 
-/// No room is left; then there is again.
+/// The disk is full; then it is not.
 pub(super) async fn fill_disk(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let Some((_, folder)) = &stage.sqlite()?.small else { anyhow::bail!("needs root, for a file system of its own") };
     fault.window = window_of_all();

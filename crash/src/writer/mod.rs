@@ -30,7 +30,7 @@ pub(crate) fn now_micros() -> u64 {
     u64::try_from(now.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// What a writer is told.
+/// What a writer is given.
 #[derive(Debug, Args)]
 pub(crate) struct Job {
     /// `postgres://…` or the path of a SQLite file.

@@ -26,7 +26,7 @@ pub struct RelayBuilder {
     log: Arc<dyn Log>,
     subscription: Subscription,
     destination: Option<Destination>,
-    inspect: Option<Arc<dyn Admin>>,
+    admin: Option<Arc<dyn Admin>>,
     settings: RelaySettings,
     clock: Option<Arc<dyn Clock>>,
     random: Option<Arc<dyn Random>>,
@@ -49,8 +49,8 @@ impl RelayBuilder {
 
     /// Where a subscription is paused when its destination asks never to be called again (HTTP
     /// 410). Without it, only this relay stops sending, until it is started again.
-    pub fn inspect(mut self, inspect: Arc<dyn Admin>) -> Self {
-        self.inspect = Some(inspect);
+    pub fn admin(mut self, admin: Arc<dyn Admin>) -> Self {
+        self.admin = Some(admin);
         self
     }
 
@@ -99,7 +99,7 @@ impl RelayBuilder {
             log: self.log,
             subscription: self.subscription,
             context,
-            inspect: self.inspect,
+            admin: self.admin,
             clock,
             owner,
             metrics,
@@ -125,7 +125,7 @@ pub struct Relay {
     subscription: Subscription,
     /// `None` without a destination.
     context: Option<Arc<RelayContext>>,
-    inspect: Option<Arc<dyn Admin>>,
+    admin: Option<Arc<dyn Admin>>,
     clock: Arc<dyn Clock>,
     owner: OwnerId,
     metrics: Arc<Metrics>,
@@ -148,7 +148,7 @@ impl Relay {
             log,
             subscription,
             destination: None,
-            inspect: None,
+            admin: None,
             settings: RelaySettings::default(),
             clock: None,
             random: None,
@@ -356,9 +356,9 @@ impl Relay {
     async fn pause(&self, context: &RelayContext) -> bool {
         let Some(why) = context.health.take_gone() else { return true };
         error!(subscription = self.name(), why, "destination gone");
-        let Some(inspect) = &self.inspect else { return false };
+        let Some(admin) = &self.admin else { return false };
         let pause = Pause { until: None, by: "postbox".to_owned(), why };
-        if let Err(error) = inspect.pause(&self.subscription.name, Some(&pause)).await {
+        if let Err(error) = admin.pause(&self.subscription.name, Some(&pause)).await {
             context.store_failed(&error);
             // Nothing is sent before it worked: the mark stays, and the next turn tries again.
             context.health.set_gone(pause.why);

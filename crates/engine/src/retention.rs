@@ -28,7 +28,7 @@ pub struct Swept {
 /// Removes delivered events older than an age (default 7 days) and forgets old inbound ids (default
 /// 30 days). Dead and pending events are never removed. Several replicas may sweep at once.
 pub struct Sweeper {
-    inspect: Arc<dyn Admin>,
+    admin: Arc<dyn Admin>,
     receive: Option<Arc<dyn Receive>>,
     logs: Vec<LogName>,
     events_age: Duration,
@@ -39,10 +39,10 @@ pub struct Sweeper {
 
 impl Sweeper {
     /// A sweeper of `logs`, once an hour.
-    pub fn new(inspect: Arc<dyn Admin>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
+    pub fn new(admin: Arc<dyn Admin>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
         const DAY: Duration = Duration::from_secs(86_400);
         Self {
-            inspect,
+            admin,
             receive: None,
             logs,
             events_age: 7 * DAY,
@@ -106,7 +106,7 @@ impl Sweeper {
     pub async fn sweep(&self, stop: &CancellationToken) -> Result<Swept> {
         let mut swept = Swept::default();
         for log in &self.logs {
-            swept.events += self.steps(stop, || self.inspect.prune(log, self.events_age)).await?;
+            swept.events += self.steps(stop, || self.admin.prune(log, self.events_age)).await?;
         }
         if let Some(receive) = &self.receive {
             swept.message_ids = self.steps(stop, || receive.forget(self.message_ids_age)).await?;

@@ -62,7 +62,7 @@ table! {
         tolerance: Option<Duration> = duration(Duration::from_secs(1)), unset("`\"5m\"`; sns: 65 minutes back, for its retries", r#""5m""#);
         /// Largest body, at most 16 MiB; beyond it 413.
         ///
-        /// All bodies of the source together have 16 MiB, or three times this if that is more;
+        /// All bodies of the source together have 12 MiB, or three times this if that is more;
         /// beyond it [the one that began first](../decisions/bodies-that-do-not-end.md) makes room
         /// with 408.
         body_max: usize = size(1..=PAYLOAD_BYTES_MAX), default("1MiB");

@@ -40,7 +40,7 @@ pub(crate) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Pat
 }
 
 impl Ingress {
-    /// Notes what the receiver does not see: replays told by their age, and bodies that do not end.
+    /// Notes what the receiver does not see: replays known by their age, and bodies that do not end.
     fn observe(&self, state: &SourceState, answer: &Answer) {
         match answer {
             Answer::Refused(refusal) if refusal.is_stale() => {
@@ -158,7 +158,7 @@ impl Ingress {
             Ok(Received::Accepted(_)) => Ok(Answer::Accepted),
             Ok(Received::Duplicate) => Ok(Answer::Duplicate),
             Ok(Received::Conflict) => Ok(Answer::Conflict),
-            // Not waited for: a sender told to come again soon is better off than one in a queue it cannot see.
+            // Not waited for: a sender that is asked to come again soon is better off than one in a queue it cannot see.
             Err(failure) if failure.code() == Receiver::BUSY => Err(Answer::Busy),
             Err(failure) if failure.kind() == ErrorKind::Invalid => Err(Answer::Unmapped("event_invalid")),
             // Also a wrong log or schema: somebody can mend it, and the sender's repetition then succeeds.

@@ -65,8 +65,8 @@ impl Sns {
         match &message {
             Message::Notification(_) => Ok(message.verified()),
             Message::SubscriptionConfirmation(asked) => Err(self.confirm(asked, &**clock).await),
-            Message::UnsubscribeConfirmation(told) => {
-                warn!(topic = %told.topic_arn, "SNS subscription removed");
+            Message::UnsubscribeConfirmation(removed) => {
+                warn!(topic = %removed.topic_arn, "SNS subscription removed");
                 Err(Answer::Unsubscribed)
             }
         }

@@ -15,7 +15,7 @@ use crate::sns::Sns;
 pub struct SourceLimits {
     /// Largest body. Default 1 MiB; at most 16 MiB, because it becomes a payload.
     pub body_bytes: usize,
-    /// All bodies that are being received at one time, together. Default 16 MiB, and at least three largest bodies. What has not arrived does not
+    /// All bodies that are being received at one time, together. Default 12 MiB, and at least three largest bodies. What has not arrived does not
     /// count, so slow senders of little hold up nobody. When it is full, the body that began first and is not verified makes room (408).
     pub buffered_bytes: usize,
     /// Longest time for a body to arrive. Default 10 s.
@@ -32,7 +32,7 @@ impl Default for SourceLimits {
     fn default() -> Self {
         Self {
             body_bytes: 1024 * 1024,
-            buffered_bytes: 16 * 1024 * 1024,
+            buffered_bytes: 12 * 1024 * 1024,
             body_timeout: Duration::from_secs(10),
             concurrency: 256,
             rate: None,

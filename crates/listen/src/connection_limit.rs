@@ -30,7 +30,7 @@ pub(super) struct ConnectionLimiter {
 #[derive(Default)]
 struct Slots {
     open: usize,
-    /// Told to close, and still open.
+    /// Asked to close, and still open.
     closing: usize,
     /// Evicted by newcomers since that was logged last, and when that was.
     evicted: u64,

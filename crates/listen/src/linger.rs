@@ -1,6 +1,6 @@
 //! A connection that is closed so that the last answer is heard.
 //!
-//! A client that is told 413 in the middle of its body is still sending. If the socket were closed now, what it sends would be answered with a reset,
+//! A client that is answered 413 in the middle of its body is still sending. If the socket were closed now, what it sends would be answered with a reset,
 //! and many clients then report a broken connection instead of the answer that lies before it. So the write side ends first, and what still
 //! comes is read and thrown away: so many bytes at most, and no longer than a connection may owe.
 

@@ -33,7 +33,7 @@
 //!
 //! # What this crate deliberately does not do
 //!
-//! It contains no logic: it re-exports the rooms of the house, so that one line in a manifest is enough.
+//! It contains no logic: it re-exports the other crates, so that one line in a manifest is enough.
 
 /// The README's sample compiles.
 #[cfg(all(doctest, feature = "postgres"))]

@@ -18,7 +18,7 @@ pub async fn relay(
     clock: &Arc<dyn Clock>,
 ) -> Result<Relay> {
     let mut builder = Relay::builder(Arc::clone(store) as _, config.subscription.clone())
-        .inspect(Arc::clone(store) as _)
+        .admin(Arc::clone(store) as _)
         .settings(config.settings.clone())
         .clock(Arc::clone(clock));
     let context = SinkContext {

@@ -245,7 +245,7 @@ impl Director {
             .clock(Arc::new(RelayClock { world: world.clone(), relay }))
             .random(Arc::new(SeededRandom::new(world.plan.seed ^ u64::from(who.1) << 8 ^ u64::from(relay))))
             .owner(OwnerId::new(format!("relay-{relay}-{}", who.1)).expect("a name"))
-            .inspect(client.admin);
+            .admin(client.admin);
         let builder = match shape.apply {
             true => builder.apply(client.apply),
             false => builder.sink(Arc::new(SimSink { world: world.clone(), who })),
@@ -280,7 +280,7 @@ impl Director {
         _ = task.await;
     }
 
-    /// A person's command, beside everything else. What they are told does not matter here.
+    /// A person's command, beside everything else. The answer does not matter here.
     fn act(&mut self, action: Action) {
         let (world, operator) = (self.world.clone(), self.operator.clone());
         world.note(|| format!("a person: {action:?}"));

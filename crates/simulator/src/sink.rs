@@ -18,7 +18,7 @@ pub(crate) const CAPABILITIES: [Capabilities; 4] = [
     Capabilities { batch_max: 4, concurrency: 1, prefix: true },
     Capabilities { batch_max: 100, concurrency: 2, prefix: true },
 ];
-/// Replays told apart in what a handler writes.
+/// Distinguishes replays in what a handler writes.
 pub(crate) const REPLAYS_MAX: i64 = 64;
 
 /// The destination as one relay reaches it.

@@ -34,12 +34,12 @@ async fn main() -> anyhow::Result<()> {
     }
 
     // In a service: `relay.run(stop)` in a task, or the `postbox` program beside it.
-    let told = Arc::new(Mutex::new(BTreeSet::new()));
+    let reported = Arc::new(Mutex::new(BTreeSet::new()));
     let shipping = handler_sink({
-        let told = Arc::clone(&told);
+        let reported = Arc::clone(&reported);
         move |delivery: Delivery| {
             let key = delivery.event.key.map(|key| key.to_string());
-            told.lock().expect("no handler panics").extend(key);
+            reported.lock().expect("no handler panics").extend(key);
             async {}
         }
     });
@@ -48,8 +48,8 @@ async fn main() -> anyhow::Result<()> {
 
     let committed: Vec<String> = sqlx::query_scalar("SELECT id::text FROM orders").fetch_all(&pool).await?;
     let committed = BTreeSet::from_iter(committed);
-    let told = told.lock().expect("no handler panics");
-    ensure!(*told == committed, "orders {committed:?}, but shipping heard of {told:?}");
+    let reported = reported.lock().expect("no handler panics");
+    ensure!(*reported == committed, "orders {committed:?}, but shipping heard of {reported:?}");
     println!(
         "{} orders committed, {} rolled back; shipping heard of exactly the committed ones",
         drained.delivered,

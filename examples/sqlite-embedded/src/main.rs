@@ -36,12 +36,12 @@ async fn main() -> anyhow::Result<()> {
     let relay = Relay::builder(store, subscription).sink(Arc::new(JsonLines::file(&lines).await?)).build()?;
     relay.drain(None).await?;
 
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     for line in std::fs::read_to_string(&lines)?.lines() {
         let event: serde_json::Value = serde_json::from_str(line)?;
-        told.push(event["payload"]["text"].as_str().unwrap_or_default().to_owned());
+        reported.push(event["payload"]["text"].as_str().unwrap_or_default().to_owned());
     }
-    ensure!(told == ["buy milk", "call home", "from SQL"], "{told:?}");
-    println!("exported {told:?}; what was rolled back was never told");
+    ensure!(reported == ["buy milk", "call home", "from SQL"], "{reported:?}");
+    println!("exported {reported:?}; what was rolled back was never reported");
     Ok(())
 }

@@ -171,8 +171,7 @@ impl NextBatch<'_> {
                 break;
             }
             at.drained = true;
-            // Noted before the next is opened: a settlement beside this call may be one window
-            // behind the database, no more.
+            // Noted before the next is opened: a call that is dropped there loses one window at most.
             self.lane.advance(at.clone());
         }
         self.lane.advance(at);

@@ -123,6 +123,10 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     let position: i64 = client.query_one(back, &[]).await.expect("taken back").get(0);
     let error = store.settle(&lease, settle(second.end)).await.expect_err("of a window that never was");
     assert_eq!((error.code(), error.is_stale()), ("window_undone", true), "{error:?}");
+    let entries = vec![Entry { delivery: &second.deliveries[0], disposition: Disposition::Delivered }];
+    let due = Settlement { entries, hold_keys: true, ..Settlement::default() };
+    let error = store.settle(&lease, due).await.expect_err("its number may be another event's");
+    assert_eq!(error.code(), "window_undone");
     let error = store.next_batch(&lease, BatchLimit::default()).await.expect_err("it was not settled");
     assert_eq!(error.code(), "window_undone");
     // That look forgot the window: now the position is one of a window nobody knows.

@@ -1,11 +1,12 @@
-//! The habits of the house, kept by tests: walls between crates, words that must not land, links that must lead somewhere.
+//! Habits that are kept by tests: layers of crates, words that must not land, links that must lead
+//! somewhere.
 //! Every failure says what to change.
 
 mod docs;
+mod layers;
 mod planted;
 mod sources;
 mod supply;
-mod walls;
 
 use std::path::{Path, PathBuf};
 

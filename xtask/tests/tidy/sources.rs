@@ -18,7 +18,7 @@ const BANNED: &[(&str, &str)] = &[
     (concat!("pypi", ".org"), "name packages, not the hosts of registries"),
     (concat!("registry.npm", "js"), "name packages, not the hosts of registries"),
     (concat!("allow(mis", "sing_docs"), "write the sentence"),
-    (concat!("allow(un", "safe_code"), "unsafe is forbidden in this house"),
+    (concat!("allow(un", "safe_code"), "unsafe is forbidden here"),
 ];
 
 /// Marks of unfinished work, fine with the number of an issue behind them.
@@ -80,7 +80,7 @@ fn every_crate_says_what_it_is() {
 }
 
 #[test]
-fn every_crate_takes_the_lints_of_the_house() {
+fn every_crate_takes_the_workspace_lints() {
     let members =
         files(&["toml"]).into_iter().filter(|(name, text)| name.ends_with("Cargo.toml") && text.contains("[package]"));
     let without = members.filter(|(_, text)| !text.contains("[lints]\nworkspace = true"));

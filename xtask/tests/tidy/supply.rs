@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::layers::metadata;
 use crate::none;
-use crate::walls::metadata;
 
 /// Licences that are fine, as their packages write them. Another spelling or another licence is read by a person, and then it gets a line.
 const LICENCES: &[&str] = &[

@@ -184,8 +184,8 @@ async fn a_name_that_leads_to_ourselves_is_refused_when_it_is_resolved() {
         resolver.resolve("customer.example".parse().expect("a name")).await.err()
     };
     for listening in ["127.0.0.1:8600", "0.0.0.0:8600", "[::]:8600"] {
-        let told = refused(listening).await.expect(listening).to_string();
-        assert!(told.contains("we listen ourselves"), "{told}");
+        let reported = refused(listening).await.expect(listening).to_string();
+        assert!(reported.contains("we listen ourselves"), "{reported}");
     }
     assert!(refused("127.0.0.1:8601").await.is_none(), "another port is somebody else");
 }
@@ -193,7 +193,7 @@ async fn a_name_that_leads_to_ourselves_is_refused_when_it_is_resolved() {
 #[test]
 fn our_own_addresses_are_refused_whatever_is_allowed() {
     let everything = ["0.0.0.0/0", "::/0"].map(|net| net.parse().expect("a network"));
-    let told = |url: &str, listening: &str| {
+    let reported = |url: &str, listening: &str| {
         let url = Url::parse(url).expect(url);
         let ourselves = Ourselves::behind(&url, &[listening.parse().expect(listening)]);
         Guard::new(&everything, ourselves).check_host(&url).err()
@@ -211,8 +211,8 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
         ("http://8.8.8.8/", "8.8.8.8:80"),
         ("https://8.8.8.8/", "8.8.8.8:443"),
     ] {
-        let told = told(url, listening).unwrap_or_else(|| panic!("{url} leads to {listening}"));
-        assert!(told.contains("we listen ourselves"), "{told}");
+        let reported = reported(url, listening).unwrap_or_else(|| panic!("{url} leads to {listening}"));
+        assert!(reported.contains("we listen ourselves"), "{reported}");
     }
     for (url, listening) in [
         ("http://127.0.0.1:8601/", "127.0.0.1:8600"),
@@ -222,13 +222,13 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
         ("http://[::1]:8600/", "0.0.0.0:8600"),
         ("https://8.8.8.8/", "8.8.8.8:80"),
     ] {
-        assert_eq!(told(url, listening), None, "{url} is not {listening}");
+        assert_eq!(reported(url, listening), None, "{url} is not {listening}");
     }
     // Only a kernel with IPv6 can say that these are not its own; of any other they might be.
     let foreign = [("http://[2606:4700::1]:8600/", "[::]:8600"), ("http://[fe80::1]:8600/", "[::]:8600")];
     let has_v6 = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).is_ok();
     for (url, listening) in foreign {
-        assert_eq!(told(url, listening).is_none(), has_v6, "{url} and {listening}, IPv6: {has_v6}");
+        assert_eq!(reported(url, listening).is_none(), has_v6, "{url} and {listening}, IPv6: {has_v6}");
     }
     if !has_v6 {
         unproven(foreign.len());
@@ -238,7 +238,8 @@ fn our_own_addresses_are_refused_whatever_is_allowed() {
 /// A failure once all else is proven, or a visible skip on a machine of one's own.
 fn unproven(count: usize) {
     let allowed = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some_and(|value| value == "1");
-    let what = format!("{count} addresses of version 6 could not be told from ours: this machine makes no IPv6 socket");
+    let what =
+        format!("{count} addresses of version 6 could not be compared with ours: this machine makes no IPv6 socket");
     assert!(allowed && std::env::var_os("CI").is_none(), "all else holds, but {what}");
     let _ = writeln!(io::stderr(), "SKIPPED: {what}");
 }

@@ -251,11 +251,11 @@ async fn no_private_address_is_called_unless_it_is_allowed() {
     let allowing =
         |url: &str, allow| HttpSink::new(HttpSinkConfig { allow, ..config(url) }, std::sync::Arc::new(StillClock));
     // What a URL says of its address is refused before anything is made, and the cure is spelt.
-    let told = allowing(&url, Vec::new()).err().unwrap().to_string();
-    assert!(told.contains("allow = [\"127.0.0.1\"]"), "{told}");
+    let reported = allowing(&url, Vec::new()).err().unwrap().to_string();
+    assert!(reported.contains("allow = [\"127.0.0.1\"]"), "{reported}");
     let named = url.replace("127.0.0.1", "localhost");
-    let told = allowing(&named, Vec::new()).err().unwrap().to_string();
-    assert!(told.contains("allow = [\"127.0.0.1\", \"::1\"]"), "{told}");
+    let reported = allowing(&named, Vec::new()).err().unwrap().to_string();
+    assert!(reported.contains("allow = [\"127.0.0.1\", \"::1\"]"), "{reported}");
     assert!(
         allowing(&named, vec!["127.0.0.1/32".parse().unwrap()]).is_err(),
         "one of its two addresses is not allowed"
@@ -278,8 +278,8 @@ async fn a_sink_never_calls_ourselves() {
     };
     for listening in [own.to_string(), format!("0.0.0.0:{}", own.port()), format!("[::]:{}", own.port())] {
         for url in [&url, &named] {
-            let told = beside(url, &listening).err().unwrap().to_string();
-            assert!(told.contains("we listen ourselves"), "{told}");
+            let reported = beside(url, &listening).err().unwrap().to_string();
+            assert!(reported.contains("we listen ourselves"), "{reported}");
         }
     }
     assert_eq!(target.seen().len(), 0);

@@ -1,4 +1,4 @@
-//! What the tests stand on: events, and targets that do as they are told.
+//! What the tests stand on: events, and scripted targets.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};

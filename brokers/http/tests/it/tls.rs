@@ -171,7 +171,7 @@ async fn a_target_that_asks_for_a_client_certificate_gets_ours() {
         let outcome = send(&sink, &plain(1)).await;
         assert_eq!(short(&outcome), ("unavailable", code), "{outcome:?}");
     }
-    // What does not fit, is not there or is no key is told when the sink is made, and the files are named.
+    // What does not fit, is not there or is no key is reported when the sink is made, and the files are named.
     let (other, _files) = of_clients.client_cert();
     let ClientCert { cert_file, key_file } = ours;
     for wrong in [

@@ -91,7 +91,7 @@ impl Bench {
     pub fn builder_on(&self, log: Arc<dyn Log>, subscription: Subscription, settings: RelaySettings) -> RelayBuilder {
         Relay::builder(log, subscription)
             .settings(settings)
-            .inspect(self.store.clone())
+            .admin(self.store.clone())
             .clock(Arc::new(self.clock.clone()))
             .random(Arc::new(SystemRandom))
     }

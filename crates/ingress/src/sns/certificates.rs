@@ -10,7 +10,7 @@
 //!   who began when he did; those who have prepared for long can delay him for as long as their provisions last, minutes at most.
 //! - Whoever is behind is sent away at once rather than kept: forgers hold no connections. That he came is remembered.
 //! - A certificate that has verified a message is never given up for one that has not.
-//! - What the log says of all this is told a few times, however often it happens.
+//! - Warnings about all this are rate limited.
 
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, BTreeSet, HashMap};

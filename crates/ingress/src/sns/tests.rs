@@ -1,4 +1,4 @@
-//! SNS from the request to the answer, with an AWS that does as it is told.
+//! SNS from the request to the answer, with a scripted AWS.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};

@@ -467,7 +467,7 @@ async fn a_source_s_own_function_makes_the_event() {
                 let text = format!("paid by {} ({})", body["who"], message.message_id);
                 Ok(Some(NewEvent::new("billing.paid", text, "text/plain").key("c1")))
             }
-            Some("broken") => panic!("as told"),
+            Some("broken") => panic!("as asked"),
             Some("huge") => Ok(Some(NewEvent::new("x y", "", "text/plain"))),
             _ => Ok(None),
         }

@@ -48,9 +48,12 @@ fn a_tenant_that_nobody_signed_is_refused() {
         for name in ["x-shopify-shop-domain", "ce-tenant", "svix-id"] {
             // After one that is signed, too: it may be absent.
             for tenant in [header(name), [json("/tenant"), header(name)].concat()] {
-                let told = with(tenant).expect("refused");
-                assert_eq!(told.code(), "tenant_unsigned", "{scheme} {name}");
-                assert!(told.message().contains(name) && told.message().contains("write a fixed text"), "{told}");
+                let reported = with(tenant).expect("refused");
+                assert_eq!(reported.code(), "tenant_unsigned", "{scheme} {name}");
+                assert!(
+                    reported.message().contains(name) && reported.message().contains("write a fixed text"),
+                    "{reported}"
+                );
             }
         }
         for tenant in [json("/tenant"), vec![Origin::Literal("acme".into())], vec![]] {
@@ -86,9 +89,12 @@ fn an_id_that_nobody_signed_is_warned_of() {
     let mut standard = source("a", Scheme::StandardWebhooks);
     standard.mapping.id = header("webhook-id");
     assert!(refusal(standard).is_none());
-    let told = warnings.all();
-    assert_eq!(told.len(), 1, "{told:?}");
-    assert!(told[0].contains("id_unsigned") && told[0].contains("again and again under other ids"), "{told:?}");
+    let reported = warnings.all();
+    assert_eq!(reported.len(), 1, "{reported:?}");
+    assert!(
+        reported[0].contains("id_unsigned") && reported[0].contains("again and again under other ids"),
+        "{reported:?}"
+    );
 }
 
 fn twilio(id: Vec<Origin>) -> Stand {
@@ -133,14 +139,14 @@ async fn conflicts_are_counted_one_by_one_and_told_now_and_then() {
         same(&post(format!("{{{}}}", " ".repeat(spaces))).await, CONFLICT);
     }
     assert_eq!(stand.count("conflict"), 100);
-    let told = warnings.all();
+    let reported = warnings.all();
     let counts: Vec<bool> = [1, 2, 4, 8, 16, 32, 64]
         .iter()
-        .zip(&told)
+        .zip(&reported)
         .map(|(count, line)| line.contains(&format!("conflicts={count} ")) && line.contains("message_id=\"msg_1\""))
         .collect();
-    assert_eq!(counts, [true; 7], "{told:#?}");
-    assert_eq!(told.len(), 7, "{told:#?}");
+    assert_eq!(counts, [true; 7], "{reported:#?}");
+    assert_eq!(reported.len(), 7, "{reported:#?}");
 }
 
 #[tokio::test]
@@ -173,15 +179,15 @@ async fn what_breaks_a_rule_is_told_with_field_rule_and_id() {
         let request = signed("x", body.as_bytes()).header("x-kind", kind).body(Body::from(body.clone())).unwrap();
         let (status, _) = stand.post(request).await;
         assert_eq!(status, StatusCode::UNPROCESSABLE_ENTITY, "{body}");
-        let told = warnings.all().split_off(before);
-        assert_eq!(told.len(), 1, "{told:?}");
+        let reported = warnings.all().split_off(before);
+        assert_eq!(reported.len(), 1, "{reported:?}");
         for part in [format!("field=\"{field}\""), format!("rule=\"{rule}\""), format!("message_id=\"{id}")] {
-            assert!(told[0].contains(&part), "no {part} in {}", told[0]);
+            assert!(reported[0].contains(&part), "no {part} in {}", reported[0]);
         }
         assert!(
-            !told[0].contains("canary") && !told[0].contains(['\u{1b}', '\u{202e}']) && told[0].len() < 700,
+            !reported[0].contains("canary") && !reported[0].contains(['\u{1b}', '\u{202e}']) && reported[0].len() < 700,
             "{}",
-            told[0]
+            reported[0]
         );
     }
     assert!(warnings.all().iter().any(|line| line.contains("there is none at json:/id")));
@@ -198,8 +204,8 @@ async fn a_captured_message_that_is_no_event_does_not_fill_the_log() {
         assert_eq!(stand.post(message("msg_1", "{}")).await.0, StatusCode::UNPROCESSABLE_ENTITY);
     }
     assert_eq!(stand.count("topic_unmapped"), 1_000);
-    let told = warnings.all().len();
-    assert!((60..130).contains(&told), "{told} lines");
+    let reported = warnings.all().len();
+    assert!((60..130).contains(&reported), "{reported} lines");
 }
 
 #[tokio::test]

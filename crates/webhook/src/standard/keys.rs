@@ -1,4 +1,4 @@
-//! The three kinds of keys, told apart by their prefixes.
+//! The three kinds of keys, distinguished by their prefixes.
 
 use std::fmt;
 

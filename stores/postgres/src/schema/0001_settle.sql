@@ -16,8 +16,8 @@
 -- window, the same number would pass events of the one before, and after one that lost a
 -- settlement, the events whose rows went with it. A window the caller does not know is none. Due
 -- rows are known by their `seq`, which a database that went back may have given to another event:
--- they too are settled only while the cursor is the one the caller knows, or the next that it is
--- just about to learn of. docs/cursor.md, writes W2 and W4.
+-- they too are settled only while the cursor is the one the caller knows or a later one, which the
+-- caller's own reading opened meanwhile. docs/cursor.md, writes W2 and W4.
 --
 -- Every settlement leaves an old version of the row. While anybody in the database holds a
 -- snapshot, none of them can be removed, and a look-up by key walks over all: 1 ms after 20,000
@@ -30,18 +30,26 @@ AS ${tag}$
 DECLARE
   spot tid := last_place::tid;
   at record;
+  known boolean;
 BEGIN
-  SELECT l.ctid, l.from_snap, l.to_snap, l.last_seq INTO at FROM {s}.lane AS l
+  SELECT l.ctid, l.to_snap, l.last_seq INTO at FROM {s}.lane AS l
     WHERE l.ctid = spot AND {held} FOR NO KEY UPDATE;
   IF NOT FOUND THEN
-    SELECT l.ctid, l.from_snap, l.to_snap, l.last_seq INTO at FROM {s}.lane AS l
+    SELECT l.ctid, l.to_snap, l.last_seq INTO at FROM {s}.lane AS l
       WHERE {held} FOR NO KEY UPDATE;
   END IF;
   place := at.ctid::text;
+  known := coalesce(at.to_snap::text = last_snap AND at.last_seq >= last_settled, false);
+  IF NOT known AND new_seq IS NULL THEN
+    -- A later snapshot sees all that the remembered one sees; an earlier one never does.
+    known := last_snap IS NULL OR at.to_snap::text <> last_snap
+      AND pg_snapshot_xmax(at.to_snap) >= pg_snapshot_xmax(last_snap::pg_snapshot)
+      AND NOT EXISTS (SELECT FROM pg_snapshot_xip(at.to_snap) AS running(xid)
+        WHERE pg_visible_in_snapshot(running.xid, last_snap::pg_snapshot));
+  END IF;
   IF place IS NULL THEN
     verdict := 'stale';
-  ELSIF NOT coalesce(at.to_snap::text = last_snap AND at.last_seq >= last_settled, false)
-    AND NOT (new_seq IS NULL AND coalesce(at.from_snap::text = last_snap, true)) THEN
+  ELSIF NOT known THEN
     verdict := 'undone';
   ELSIF at.last_seq >= new_seq THEN
     verdict := 'written';
