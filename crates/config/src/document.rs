@@ -47,10 +47,11 @@ fn commented(keys: &[Key], all: bool) -> String {
             }
             Start::Unset(meaning, example) => ((*example).to_owned(), *meaning),
         };
+        let below = key.shape.keys.iter().filter(|key| !matches!(key.start, Start::Value(_)));
         let is_set = !all && matches!(key.start, Start::Value(_));
         let code = format!("{}{} = {value}", if is_set { "" } else { "#" }, key.name);
         let absent = if absent.is_empty() { String::new() } else { format!(" Default: {}.", plain(absent)) };
-        let summary = plain(&key.doc) + &absent;
+        let summary = plain(&key.doc) + &absent + &names(" More keys", below.map(|key| key.name));
         let beside = format!("{code:<COMMENT_COLUMN$} # {summary}\n");
         lines.push_str(&match all && beside.chars().count() <= LINE_CHARS_MAX {
             true => beside,
