@@ -1,5 +1,7 @@
 //! What an HTTP sink needs to know.
 
+mod table;
+
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,6 +18,8 @@ use url::Url;
 use crate::envelope::is_reserved;
 use crate::guard::{Guard, Ourselves};
 use crate::tls;
+
+pub use table::HttpSinkTable;
 
 /// Most requests at once to one target: beyond this a target needs a conversation, not a setting.
 const CONCURRENCY_MAX: usize = 1_024;
@@ -98,16 +102,8 @@ impl HttpSinkConfig {
             faults.push(format!("concurrency must be 1 to {CONCURRENCY_MAX}"));
         }
         for (name, value) in &self.headers {
-            match HeaderName::try_from(name.as_str()) {
-                Err(_) => faults.push(format!("{name:?} is no header name")),
-                Ok(parsed) if is_reserved(&parsed) && parsed != http::header::AUTHORIZATION => {
-                    faults.push(format!("the header {name} is set by Postbox or by HTTP itself; {}", instead(&parsed)));
-                }
-                Ok(_) => {}
-            }
-            if HeaderValue::try_from(value.as_str()).is_err() {
-                faults.push(format!("the value of header {name} has a character that headers cannot carry"));
-            }
+            faults.extend(header_name_fault(name));
+            faults.extend(header_value_fault(value).map(|fault| format!("the header {name}: {fault}")));
         }
         faults
     }
@@ -204,6 +200,21 @@ impl fmt::Debug for HttpSinkConfig {
             .field("client_cert", &self.client_cert)
             .finish()
     }
+}
+
+/// What is wrong with the name of a header of our own.
+fn header_name_fault(name: &str) -> Option<String> {
+    match HeaderName::try_from(name) {
+        Err(_) => Some(format!("{name:?} is no header name")),
+        Ok(parsed) if is_reserved(&parsed) && parsed != http::header::AUTHORIZATION => {
+            Some(format!("the header {name} is set by Postbox or by HTTP itself; {}", instead(&parsed)))
+        }
+        Ok(_) => None,
+    }
+}
+
+fn header_value_fault(value: &str) -> Option<&'static str> {
+    HeaderValue::try_from(value).err().map(|_| "the value has a character that headers cannot carry")
 }
 
 /// What somebody who wants to set a reserved header most likely wants.

@@ -33,7 +33,7 @@ mod guard;
 mod sink;
 mod tls;
 
-pub use config::{ClientCert, HttpSinkConfig, check_url};
+pub use config::{ClientCert, HttpSinkConfig, HttpSinkTable, check_url};
 pub use fetch::{Fetched, PublicClient};
 pub use ipnet::IpNet;
 pub use sink::HttpSink;

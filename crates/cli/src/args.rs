@@ -56,6 +56,9 @@ pub(crate) enum Command {
     },
     /// Check the configuration; every fault is listed at its line
     CheckConfig,
+    /// Print what can be written in the configuration
+    #[command(subcommand)]
+    Config(ConfigCommand),
     /// Create, remove, check or print the store's schema
     #[command(subcommand)]
     Migrate(Migrate),
@@ -169,6 +172,12 @@ pub(crate) enum Command {
         /// Which shell
         shell: clap_complete::Shell,
     },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ConfigCommand {
+    /// Print the JSON Schema of postbox.toml, for editors
+    Schema,
 }
 
 #[derive(Debug, Subcommand)]

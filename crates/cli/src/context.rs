@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use postbox_core::{LogName, Store, SubscriptionInfo, SubscriptionName};
-use postbox_server::{Config, LogConfig, LogFormat, Secret, StoreUrl, SubscriptionConfig, open_store};
+use postbox_server::{Config, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store};
 
 use tracing::warn;
 
@@ -36,7 +36,7 @@ impl Context {
     pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Self, Failure> {
         let mut config = load_config(global, purpose)?;
         if let Some(url) = &global.store {
-            StoreUrl::parse(url).map_err(|text| Failure::usage(format!("--store: {text}")))?;
+            check_store_url(url).map_err(|text| Failure::usage(format!("--store: {text}")))?;
             config.store.url = Secret::new(url.as_str());
         }
         if let Some(level) = &global.log_level {
@@ -72,7 +72,7 @@ impl Context {
     /// Refuses a `--log` that neither the store nor the configuration has.
     pub(crate) async fn known_log(&self) -> Result<(), Failure> {
         let Some(log) = &self.log else { return Ok(()) };
-        let mut known = postbox_server::list_logs(&self.config.store).await?;
+        let mut known = self.any_store().await?.logs().await?;
         known.extend(self.config.subscriptions.iter().map(|config| config.subscription.log.clone()));
         known.extend(self.config.sources.iter().map(|source| source.log.clone()));
         if known.contains(log) {
@@ -91,8 +91,13 @@ impl Context {
         }
         let read: Vec<LogName> = store.subscriptions().await?.into_iter().map(|info| info.log).collect();
         let unread = |log: &LogName| !read.contains(log) && self.log.as_ref().is_none_or(|meant| meant == log);
-        let mut counts = postbox_server::count_logs(&self.config.store, unread).await?;
-        counts.retain(|(_, count)| *count > 0);
+        let mut counts = Vec::new();
+        for log in store.logs().await?.into_iter().filter(unread) {
+            let count = store.count(&log).await?;
+            if count > 0 {
+                counts.push((log, count));
+            }
+        }
         Ok(counts)
     }
 
@@ -163,12 +168,9 @@ fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
 
 /// The named file; else `postbox.toml` if it is there; else the defaults.
 fn load_config(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
-    let secrets_needed = purpose != Purpose::Inspect;
-    match &global.config {
-        Some(path) => Ok(Config::load(path, secrets_needed)?),
-        None if Path::new(postbox_server::FILE_DEFAULT).exists() => {
-            Ok(Config::load(Path::new(postbox_server::FILE_DEFAULT), secrets_needed)?)
-        }
+    let usual = Path::new(postbox_server::FILE_DEFAULT);
+    match global.config.as_deref().or_else(|| usual.exists().then_some(usual)) {
+        Some(path) => Ok(Config::load(path, purpose != Purpose::Inspect)?.0),
         None => Ok(Config::default()),
     }
 }

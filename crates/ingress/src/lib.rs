@@ -38,6 +38,7 @@
 mod answer;
 mod body;
 mod buffer;
+mod config;
 mod convert;
 mod handshake;
 mod headers;
@@ -49,6 +50,7 @@ mod sns;
 mod source;
 
 pub use answer::Count;
+pub use config::WebhookTable;
 pub use convert::Message;
 pub use ingress::{Ingress, router};
 pub use mapping::{Mapping, Origin};

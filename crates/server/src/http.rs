@@ -8,6 +8,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use postbox_config::Secret;
 use postbox_core::{Clock, Store};
 use subtle::ConstantTimeEq as _;
 use tokio::time::timeout;
@@ -15,7 +16,6 @@ use tokio::time::timeout;
 use crate::cache::Cached;
 use crate::metrics::Measures;
 use crate::part::Part;
-use crate::secret::Secret;
 use crate::visible::neutralise;
 
 /// Longest wait for the store before it counts as not reachable: probes give up after a few seconds.

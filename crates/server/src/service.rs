@@ -19,7 +19,7 @@ use crate::http::{Api, router};
 use crate::metrics::Measures;
 use crate::part::Part;
 use crate::sources::Sources;
-use crate::store::{check_receiving, open_store};
+use crate::stores::open_store;
 use crate::wiring;
 
 /// Part of the stop deadline that is left to the relays for settling and giving their lanes back after the last answer.
@@ -41,7 +41,7 @@ impl Service {
     pub async fn start(config: Config) -> Result<Self> {
         let store = open_store(&config.store).await?;
         if !config.sources.is_empty() {
-            check_receiving(&config.store).await?;
+            store.check_receiving().await?;
         }
         Self::start_on(config, store).await
     }
@@ -90,7 +90,7 @@ impl Service {
             Ok(())
         });
         let serving =
-            serve(listener, router(api, ingress), config.server.limits, clock, stop.clone().cancelled_owned());
+            serve(listener, router(api, ingress), config.server.limits(), clock, stop.clone().cancelled_owned());
         tasks.spawn(async move {
             serving.await;
             Ok(())

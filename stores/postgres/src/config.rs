@@ -1,7 +1,14 @@
 //! How to reach a database.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_config::{StoreOptions, boolean, duration, integer, table, text};
+use postbox_core::{Result, Store};
+
+use crate::PostgresStore;
 
 /// Where the store is and how it is used.
 #[derive(Clone, PartialEq, Eq)]
@@ -84,6 +91,61 @@ impl PostgresConfig {
     pub fn statement_timeout(mut self, timeout: Duration) -> Self {
         self.statement_timeout = timeout;
         self
+    }
+}
+
+table! {
+    /// Postgres.
+    pub struct PostgresTable {
+        /// Postgres: the schema of all tables and functions.
+        schema: String = text(schema), default("postbox");
+        /// Postgres: writers wake idle relays by NOTIFY; polling is fast enough for nearly everybody.
+        notify: bool = boolean(), default(false);
+        /// Postgres: most connections.
+        pool: usize = integer(1_usize..=100), default(8);
+        /// Postgres: the longest any one statement may take.
+        statement_timeout: Duration = duration(Duration::from_millis(100)), default("30s");
+    }
+}
+
+fn schema(text: &str) -> Result<String, String> {
+    match text.is_empty() || text.len() > 63 || text.contains('\0') || text.starts_with("pg_") {
+        true => Err(format!("{text:?} cannot be a schema; 1 to 63 bytes, not beginning with pg_")),
+        false => Ok(text.to_owned()),
+    }
+}
+
+impl PostgresTable {
+    /// A database with these settings.
+    pub fn config(&self, url: &str) -> PostgresConfig {
+        PostgresConfig::new(url)
+            .schema(self.schema.as_str())
+            .pool_size(self.pool)
+            .notify(self.notify)
+            .statement_timeout(self.statement_timeout)
+    }
+}
+
+#[async_trait]
+impl StoreOptions for PostgresTable {
+    /// The driver reads the rest of it.
+    fn check(&self, url: &str) -> Result<(), String> {
+        match url.starts_with("postgres://") || url.starts_with("postgresql://") {
+            true => Ok(()),
+            false => Err("no URL of Postgres; write \"postgres://user@host/db\"".to_owned()),
+        }
+    }
+
+    fn risk(&self, url: &str) -> Option<&'static str> {
+        PostgresConfig::new(url).is_unverified().then_some(
+            "the database is on another machine and its certificate is not checked, so whoever stands between can read \
+             the password and every event; write sslmode=verify-full into the URL (and sslrootcert=FILE for an \
+             authority of your own)",
+        )
+    }
+
+    async fn open(&self, url: &str) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(PostgresStore::connect(self.config(url)).await?))
     }
 }
 

@@ -32,7 +32,7 @@ mod window;
 
 pub use append::append_in;
 pub use apply::TxHandler;
-pub use config::PostgresConfig;
+pub use config::{PostgresConfig, PostgresTable};
 pub use grants::Roles;
 pub use once::once_in;
 pub use schema::SchemaName;

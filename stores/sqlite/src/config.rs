@@ -1,9 +1,14 @@
 //! How a store is opened.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Error, ErrorKind, Result};
+use async_trait::async_trait;
+use postbox_config::{StoreOptions, table};
+use postbox_core::{Error, ErrorKind, Result, Store};
+
+use crate::SqliteStore;
 
 /// How long a call waits for another process that holds the write lock. Longer than any commit of
 /// ours, shorter than a lease.
@@ -75,5 +80,45 @@ impl SqliteConfig {
             return refuse("store_path_invalid", format!("{} is a folder; name a file in it", path.display()));
         }
         Ok(path)
+    }
+}
+
+table! {
+    /// SQLite.
+    pub struct SqliteTable {}
+}
+
+#[async_trait]
+impl StoreOptions for SqliteTable {
+    fn check(&self, url: &str) -> Result<(), String> {
+        let cure = "sqlite: needs a file, e.g. \"sqlite:postbox.db\"; for a store without one write \"memory:\"";
+        path(url).map(drop).ok_or_else(|| cure.to_owned())
+    }
+
+    fn risk(&self, _: &str) -> Option<&'static str> {
+        None
+    }
+
+    async fn open(&self, url: &str) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(SqliteStore::open(SqliteConfig::new(path(url).unwrap_or_default())).await?))
+    }
+}
+
+/// `sqlite:PATH`, `sqlite://PATH` or `sqlite:///PATH`.
+fn path(url: &str) -> Option<PathBuf> {
+    let path = url.strip_prefix("sqlite:")?;
+    let path = path.strip_prefix("//").unwrap_or(path);
+    (!path.is_empty() && path != ":memory:").then(|| path.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_names_a_file() {
+        assert_eq!(path("sqlite:a.db"), Some("a.db".into()));
+        assert_eq!(path("sqlite:///tmp/a.db"), Some("/tmp/a.db".into()));
+        assert_eq!(path("sqlite:").or(path("sqlite::memory:")), None);
     }
 }

@@ -25,6 +25,6 @@ mod window;
 
 pub use append::append_in;
 pub use apply::TxHandler;
-pub use config::{SqliteConfig, Synchronous};
+pub use config::{SqliteConfig, SqliteTable, Synchronous};
 pub use once::once_in;
 pub use store::SqliteStore;

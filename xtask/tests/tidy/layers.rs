@@ -11,14 +11,15 @@ use crate::{none, root};
 /// Which of our crates a crate may use. Only these; whoever is not listed may use none.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-core", &[]),
+    ("postbox-config", &["postbox-core"]),
     ("postbox-webhook", &[]),
     ("postbox-testkit", &["postbox-core"]),
-    ("postbox-postgres", &["postbox-core"]),
-    ("postbox-sqlite", &["postbox-core"]),
-    ("postbox-http", &["postbox-core", "postbox-webhook"]),
+    ("postbox-postgres", &["postbox-config", "postbox-core"]),
+    ("postbox-sqlite", &["postbox-config", "postbox-core"]),
+    ("postbox-http", &["postbox-config", "postbox-core", "postbox-webhook"]),
     ("postbox-engine", &["postbox-core"]),
     ("postbox-listen", &["postbox-core"]),
-    ("postbox-ingress", &["postbox-core", "postbox-engine", "postbox-http", "postbox-webhook"]),
+    ("postbox-ingress", &["postbox-config", "postbox-core", "postbox-engine", "postbox-http", "postbox-webhook"]),
     ("postbox-simulator", &["postbox-core", "postbox-engine", "postbox-sqlite"]),
     (
         "postbox",
@@ -36,6 +37,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     (
         "postbox-server",
         &[
+            "postbox-config",
             "postbox-core",
             "postbox-engine",
             "postbox-http",
@@ -43,7 +45,6 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "postbox-listen",
             "postbox-postgres",
             "postbox-sqlite",
-            "postbox-webhook",
         ],
     ),
     (
@@ -129,11 +130,11 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("sha1", &["postbox-webhook"]),
     ("sha2", &["postbox-ingress", "postbox-webhook"]),
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
-    ("strsim", &["postbox-server"]),
+    ("strsim", &["postbox-config"]),
     ("subtle", &["postbox-server", "postbox-webhook"]),
     ("tokio-postgres", &["postbox-postgres", "postbox-testkit", "postbox-bench", "postbox-crash"]),
     ("tokio-postgres-rustls", &["postbox-postgres"]),
-    ("toml", &["postbox-server", "xtask"]),
+    ("toml", &["postbox-config", "xtask"]),
     ("tower", &["postbox-listen"]),
     ("tracing-subscriber", &["postbox-cli"]),
     ("x509-cert", &["postbox-webhook"]),

@@ -10,10 +10,10 @@ use crate::output;
 
 pub(super) fn run(global: &Global) -> Result<(), Failure> {
     let path = global.config.clone().unwrap_or_else(|| PathBuf::from(postbox_server::FILE_DEFAULT));
-    let config = Config::load(&path, true)?;
+    let (config, warnings) = Config::load(&path, true)?;
     let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
     output::line(&format!("{}: right. {subscriptions} subscription(s), {sources} source(s)", path.display()))?;
-    for warning in &config.warnings {
+    for warning in warnings {
         output::line(&format!("{}:{}: warning: {}", path.display(), warning.line, warning.text))?;
     }
     for config in &config.subscriptions {

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use postbox_core::{Clock, Store};
 use postbox_engine::{Drained, MetricsSnapshot, Relay, TokioClock};
-use postbox_server::SinkConfig;
 use tokio_util::sync::CancellationToken;
 
 use crate::context::Context;
@@ -87,7 +86,7 @@ async fn relays(context: &Context, store: &Arc<dyn Store>, clock: &Arc<dyn Clock
     let configs = context.configured()?;
     let mut relays = Vec::with_capacity(configs.len());
     for config in &configs {
-        if config.sink == SinkConfig::None {
+        if config.sink.is_none() {
             output::note(&format!("{} has no sink; its events stay pending", config.subscription.name));
             continue;
         }

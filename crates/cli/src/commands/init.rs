@@ -24,7 +24,7 @@ pub(super) fn run(global: &Global, force: bool) -> Result<(), Failure> {
         ErrorKind::AlreadyExists => Failure::failed(format!("{shown} is there already; overwrite it with --force")),
         _ => Failure::failed(format!("{shown} cannot be written: {error}")),
     })?;
-    file.write_all(postbox_server::DEFAULT_TOML.as_bytes())
+    file.write_all(postbox_server::default_toml().as_bytes())
         .map_err(|error| Failure::failed(format!("{shown} cannot be written: {error}")))?;
     output::line(&format!("wrote {shown}"))?;
     output::line("next: edit it, `postbox check-config`, `postbox migrate up`, `postbox run`")

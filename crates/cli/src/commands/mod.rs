@@ -1,11 +1,12 @@
 //! One file a command.
 
-use crate::args::{Args, Command, Listed, Migrate};
+use crate::args::{Args, Command, ConfigCommand, Listed, Migrate};
 use crate::context::{Context, Purpose};
 use crate::failure::Failure;
 
 mod check_config;
 mod completions;
+mod config;
 mod conflicts;
 pub(crate) mod demo;
 mod discard;
@@ -32,6 +33,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         Command::Demo(demo) => demo::run(demo).await,
         Command::Init { force } => init::run(global, force),
         Command::CheckConfig => check_config::run(global),
+        Command::Config(ConfigCommand::Schema) => config::schema(),
         Command::Completions { shell } => completions::run(shell),
         Command::Migrate(Migrate::Up) => migrate::up(&inspect()?).await,
         Command::Migrate(Migrate::Down { yes, discard_events }) => {

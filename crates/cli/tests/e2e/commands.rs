@@ -417,6 +417,15 @@ fn init_writes_a_file_that_is_right_and_overwrites_nothing() -> Result<()> {
 }
 
 #[test]
+fn the_schema_of_the_configuration_is_printed_as_json() -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+    let room = runtime.block_on(Room::empty(Kind::Sqlite))?;
+    let schema: serde_json::Value = serde_json::from_str(&room.ok(&["config", "schema"])?)?;
+    ensure!(schema["properties"]["store"]["properties"]["url"]["default"] == "sqlite:postbox.db", "{schema}");
+    Ok(())
+}
+
+#[test]
 fn completions_name_every_command() -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().build()?;
     let room = runtime.block_on(Room::empty(Kind::Sqlite))?;

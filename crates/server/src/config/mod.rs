@@ -1,34 +1,39 @@
 //! The configuration: one TOML file, checked as a whole.
 //!
-//! [`Config::parse`] reports every fault at once, each as `postbox.toml:LINE: what, and how to fix it`. Unknown keys are
-//! refused with the nearest known name, because a misspelt `max_atempts` that is silently ignored is found in production.
+//! [`Config::parse`] reports every fault at once, each as `postbox.toml:LINE: what, and how to fix
+//! it`. Unknown keys are refused with the nearest known name, because a misspelt `max_atempts` that
+//! is silently ignored is found in production.
 //!
 //! Secrets may be written as `env:NAME`; the file then holds nothing worth stealing.
 
-mod faults;
-mod model;
-mod parse;
-mod reader;
-mod risks;
-mod values;
+mod service;
+mod subscription;
 
 use std::path::{Path, PathBuf};
 
-pub use faults::{Fault, Faults};
-pub use model::*;
-pub use values::{parse_duration, parse_size};
+use postbox_config::{
+    Fault, Faults, ReadOptions, Section, Table as _, commented_file, duration_text, nested, read, table,
+};
+use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
+use serde_json::Value;
+pub use service::{LogConfig, LogFormat, RetentionConfig, ServerConfig};
+pub use subscription::SubscriptionConfig;
+
+use crate::sources::{SourceConfig, sources};
+use crate::stores::StoreConfig;
+use subscription::subscriptions;
 
 /// The name of the file when none is given.
 pub const FILE_DEFAULT: &str = "postbox.toml";
-
-/// The commented file that `postbox init` writes; every value in it is the default.
-pub const DEFAULT_TOML: &str = include_str!("default.toml");
 
 /// Why there is no configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The file cannot be read.
-    #[error("{}: cannot be read: {source}; name another file with --config, or write one with `postbox init`", path.display())]
+    #[error(
+        "{}: cannot be read: {source}; name another file with --config, or write one with `postbox init`",
+        path.display()
+    )]
     Read {
         /// The file.
         path: PathBuf,
@@ -40,45 +45,114 @@ pub enum LoadError {
     Faults(#[from] Faults),
 }
 
-/// How a configuration is read.
-#[derive(Clone, Copy)]
-pub struct Reading<'a> {
-    /// The name faults begin with.
-    pub file: &'a str,
-    /// Where `env:NAME` is looked up.
-    pub env: &'a dyn Fn(&str) -> Option<String>,
-    /// Whether a missing variable for a sink or source is a fault. Commands that only look at the store do without.
-    pub secrets_needed: bool,
-    /// Whether the files that sinks name are read too, to find what does not fit. A text alone says nothing of them.
-    pub files: bool,
-}
-
-impl Default for Reading<'_> {
-    fn default() -> Self {
-        Self { file: FILE_DEFAULT, env: &|name| std::env::var(name).ok(), secrets_needed: true, files: false }
+table! {
+    /// A whole configuration.
+    #[check(check)]
+    pub struct Config {
+        /// Where the logs are.
+        store: StoreConfig = nested::<StoreConfig>();
+        // Before the sinks, which must not call where it listens.
+        /// The HTTP side.
+        server: ServerConfig = nested::<ServerConfig>();
+        /// Who reads which log, and where the events go. One section for each reader.
+        subscriptions: Vec<SubscriptionConfig> = subscriptions(), unset("", "orders-out");
+        /// Where messages come from.
+        sources: Vec<SourceConfig> = sources(), unset("", "partner");
+        /// What is thrown away, and when.
+        retention: RetentionConfig = nested::<RetentionConfig>();
+        /// What the program says of itself.
+        log: LogConfig = nested::<LogConfig>();
     }
 }
 
 impl Config {
     /// Reads a configuration, with secrets from the environment.
     pub fn parse(text: &str) -> Result<Self, Faults> {
-        Self::parse_with(text, Reading::default())
+        Self::parse_with(text, from_environment(FILE_DEFAULT)).map(|(config, _)| config)
     }
 
-    /// Reads a configuration in another way.
-    pub fn parse_with(text: &str, reading: Reading<'_>) -> Result<Self, Faults> {
-        parse::parse(text, &reading).map_err(|faults| Faults::new(reading.file, faults))
+    /// Reads a configuration in another way; beside it, what is allowed and still a risk.
+    pub fn parse_with(text: &str, options: ReadOptions<'_>) -> Result<(Self, Vec<Fault>), Faults> {
+        read(text, options)
     }
 
-    /// Reads a file, and what it names if its secrets are needed. Faults begin with its name as given.
-    pub fn load(path: &Path, secrets_needed: bool) -> Result<Self, LoadError> {
+    /// As [`Self::parse_with`] of a file, and of what it names if its secrets are needed. Faults
+    /// begin with its name as given.
+    pub fn load(path: &Path, secrets_needed: bool) -> Result<(Self, Vec<Fault>), LoadError> {
         let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
         let file = path.display().to_string();
-        Ok(Self::parse_with(
-            &text,
-            Reading { file: &file, secrets_needed, files: secrets_needed, ..Reading::default() },
-        )?)
+        let options = ReadOptions { secrets_needed, files: secrets_needed, ..from_environment(&file) };
+        Ok(Self::parse_with(&text, options)?)
     }
+
+    fn check(&self, root: &Section<'_>) {
+        self.check_memory(root);
+        self.check_freshness(root);
+    }
+
+    /// An id that is forgotten while its sender still repeats it would be applied a second time.
+    /// Nothing is remembered for less than 7 days, whatever a sender is said to do: a horizon is
+    /// what its documents promise, and people send messages again by hand.
+    fn check_memory(&self, root: &Section<'_>) {
+        let remembered = self.retention.remember_ids;
+        let written = root.line_at(&["retention", "remember_ids"]);
+        match self.sources.iter().max_by_key(|source| source.repeats_for()) {
+            Some(source) if remembered < source.repeats_for() && source.repeats_for() > MESSAGE_IDS_AGE_MIN => {
+                let (remembered, horizon) = (duration_text(remembered), duration_text(source.repeats_for()));
+                let source = source.name.as_str();
+                let line = written.or_else(|| root.line_at(&["sources", source]));
+                let text = format!(
+                    "retention.remember_ids is {remembered:?}, but the sender of sources.{source} repeats a message \
+                     for {horizon:?}, and what is repeated after that would be applied twice; write remember_ids = \
+                     {horizon:?} or longer, or sources.{source}.retry_horizon if it gives up sooner"
+                );
+                root.reader.fault(line.unwrap_or_default(), text);
+            }
+            _ if remembered < MESSAGE_IDS_AGE_MIN => {
+                let (remembered, least) = (duration_text(remembered), duration_text(MESSAGE_IDS_AGE_MIN));
+                let text = format!(
+                    "retention.remember_ids is {remembered:?}, and what is sent again after that would be applied \
+                     twice; write remember_ids = {least:?}, the least, or longer"
+                );
+                root.reader.fault(written.unwrap_or_default(), text);
+            }
+            _ => {}
+        }
+    }
+
+    /// A message whose id is forgotten must be too old to be taken again.
+    fn check_freshness(&self, root: &Section<'_>) {
+        let remembered = self.retention.remember_ids;
+        for source in &self.sources {
+            let Some(fresh) = source.fresh_for().filter(|fresh| *fresh >= remembered) else { continue };
+            let (name, fresh, remembered) = (source.name.as_str(), duration_text(fresh), duration_text(remembered));
+            let text = format!(
+                "sources.{name}.tolerance lets a message be sent again for up to {fresh:?} (twice the tolerance), but \
+                 its id is remembered for {remembered:?} only, and what comes after that would be applied twice; write \
+                 tolerance = \"5m\", or a longer retention.remember_ids"
+            );
+            root.reader.fault(root.line_at(&["sources", name, "tolerance"]).unwrap_or_default(), text);
+        }
+    }
+}
+
+/// Secrets from the environment, all of them needed; named files are not read.
+fn from_environment(file: &str) -> ReadOptions<'_> {
+    ReadOptions { file, env: &|name| std::env::var(name).ok(), secrets_needed: true, files: false }
+}
+
+/// The commented file that `postbox init` writes; every value in it is the default.
+pub fn default_toml() -> String {
+    "# Postbox. Every value below is the default; uncomment what you change.\n\
+     # Check it with `postbox check-config`. Secrets can be written as \"env:NAME\".\n\
+     # More keys, and more of each: docs/guide/configuration.md.\n"
+        .to_owned()
+        + &commented_file(&Config::keys())
+}
+
+/// The JSON Schema of the file (draft 2020-12), for editors.
+pub fn json_schema() -> Value {
+    postbox_config::json_schema(FILE_DEFAULT, &Config::keys())
 }
 
 #[cfg(test)]

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-/// Longest duration that makes sense anywhere in a configuration: a hundred years. Larger ones overflow databases' intervals.
+/// Longest duration that makes sense anywhere in a configuration: a hundred years. Larger ones
+/// overflow databases' intervals.
 const DURATION_MAX: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// Reads `250ms`, `1s`, `5m`, `2h`, `7d` or a sum such as `1h30m`.
@@ -39,7 +40,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
 }
 
 /// Writes a duration as a person would in a configuration: `3d`, `90m`, `1500ms`.
-pub(crate) fn duration_text(duration: Duration) -> String {
+pub fn duration_text(duration: Duration) -> String {
     let ms = duration.as_millis();
     let units = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000)];
     let exact = units.into_iter().find(|(_, unit)| ms >= *unit && ms.is_multiple_of(*unit));

@@ -1,0 +1,189 @@
+//! `sink = { type = "http", … }`: its keys, and the sink that is built from them.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use ipnet::IpNet;
+use postbox_config::{
+    Kind, LiveSecret, Secret, Section, SinkConfig, SinkContext, all_secrets, entries, list, path, secret,
+    signing_secret, table, text,
+};
+use postbox_core::{Error, Result, Sink};
+use postbox_webhook::standard::SignKey;
+
+use super::{ClientCert, HttpSinkConfig, check_url, header_name_fault, header_value_fault};
+use crate::sink::HttpSink;
+
+/// What the client leaves of the subscription's timeout, so that it is the one to give up and can
+/// say why.
+const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
+
+table! {
+    /// One signed POST per event, to a URL.
+    #[check(check)]
+    pub struct HttpSinkTable {
+        /// Where to: `https://` or `http://`, without user name, password and fragment.
+        url: String = text(url), required(r#""https://example.org/hook""#);
+        /// The key to sign with.
+        ///
+        /// A [Standard Webhooks](https://www.standardwebhooks.com) key: `whsec_…`, or `whsk_…` for
+        /// asymmetric signatures.
+        secret: Option<LiveSecret> = signing_secret(), unset("not signed", r#""env:HOOK_SECRET""#);
+        /// Several keys while one rotates; all of them sign, an old one up to its end.
+        ///
+        /// `["env:NEW", { secret = "env:OLD", until = "2026-12-01T00:00:00Z" }]`. At least one has
+        /// no end.
+        secrets: Vec<LiveSecret> = list(signing_secret()), unset("", r#"["env:NEW", "env:OLD"]"#);
+        /// Headers on every request.
+        ///
+        /// `{ name = "value" }`; values may be `"env:NAME"`.
+        headers: Vec<(String, Secret)> = entries(header_name, header_value()), unset("none", r#"{ x-team = "billing" }"#);
+        /// Networks that may be called although they are not public.
+        ///
+        /// `["10.20.0.0/16", "127.0.0.1"]`. `server.listen` is never called.
+        allow: Vec<IpNet> = list(text(network)), unset("public addresses only", r#"["10.20.0.0/16"]"#);
+        /// Certificates (PEM) to trust beside the system's.
+        ca_file: Option<PathBuf> = path(), unset("none", r#""ca.pem""#);
+        /// Our certificate (PEM), for targets that ask who we are (mutual TLS).
+        ///
+        /// Together with `client_key`; `check-config` reads these files too.
+        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
+        /// The key of `client_cert` (PEM).
+        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
+        /// The `ce-source` of events that name no source.
+        source: String = text(event_source), default("postbox");
+    }
+}
+
+fn url(text: &str) -> Result<String, String> {
+    check_url(text).map(|()| text.to_owned())
+}
+
+/// A network, or a single address.
+fn network(text: &str) -> Result<IpNet, String> {
+    let net = text.parse::<IpNet>().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+    net.map_err(|_| format!("{text:?} is no network; write e.g. \"10.20.0.0/16\""))
+}
+
+fn header_name(name: &str) -> Result<String, String> {
+    header_name_fault(name).map_or_else(|| Ok(name.to_owned()), Err)
+}
+
+fn header_value() -> Kind<Secret> {
+    secret().check(|value| header_value_fault(value.expose()).map_or(Ok(()), |fault| Err(fault.to_owned())))
+}
+
+fn event_source(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("is empty: CloudEvents requires one; leave it out".to_owned()),
+        source => Ok(source.to_owned()),
+    }
+}
+
+fn one_of_two(path: &str, there: &str, missing: &str) -> String {
+    format!("{path} has {there} and no {missing}; a client certificate needs both files")
+}
+
+impl HttpSinkTable {
+    fn check(&self, section: &Section<'_>) {
+        self.check_keys(section);
+        let path = &section.path;
+        match (&self.client_cert, &self.client_key) {
+            (Some(_), None) => section.fault("client_cert", one_of_two(path, "client_cert", "client_key")),
+            (None, Some(_)) => section.fault("client_key", one_of_two(path, "client_key", "client_cert")),
+            _ => {}
+        }
+        if section.is_right(&["url", "allow"]) {
+            self.check_target(section);
+        }
+    }
+
+    fn check_keys(&self, section: &Section<'_>) {
+        if !section.is_right(&["secret", "secrets"]) {
+            return;
+        }
+        let (secrets, known) = all_secrets(&self.secret, &self.secrets);
+        let path = &section.path;
+        let key = if section.has("secrets") { "secrets" } else { "secret" };
+        if section.has("secrets") && secrets.is_empty() {
+            let text = format!("{path} has no key in secrets; name one, or leave it out to send without a signature");
+            section.fault(key, text);
+        } else if known {
+            let signer = with_keys(HttpSinkConfig::new(""), &secrets).and_then(|config| config.signer());
+            if let Err(text) = signer {
+                let hint = unlike_a_key(&secrets).map(|hint| format!("; {hint}")).unwrap_or_default();
+                section.fault(key, format!("{path}: {text}{hint}"));
+            }
+        }
+    }
+
+    /// A URL must not lead back to us. Names are looked up later, at each connection; numbers are
+    /// known now.
+    fn check_target(&self, section: &Section<'_>) {
+        let target = HttpSinkConfig { listening: section.reader.listening.get().into_iter().collect(), ..self.plain() };
+        if let Err(fault) = target.target() {
+            let text = format!("{}: {fault}", section.name("url"));
+            section.reader.refuse(section.line_of("url"), &self.url, text);
+        } else if section.reader.options.files
+            && (target.ca_file.is_some() || target.client_cert.is_some())
+            && let Err(error) = target.check_files()
+        {
+            let key = if error.code() == "ca_file_invalid" { "ca_file" } else { "client_cert" };
+            section.fault(key, format!("{}: {}", section.path, error.message()));
+        }
+    }
+
+    /// Everything but the keys to sign with.
+    fn plain(&self) -> HttpSinkConfig {
+        let files = self.client_cert.clone().zip(self.client_key.clone());
+        HttpSinkConfig {
+            headers: self.headers.iter().map(|(name, value)| (name.clone(), value.expose().to_owned())).collect(),
+            allow: self.allow.clone(),
+            ca_file: self.ca_file.clone(),
+            client_cert: files.map(|(cert_file, key_file)| ClientCert { cert_file, key_file }),
+            source: self.source.clone(),
+            ..HttpSinkConfig::new(self.url.as_str())
+        }
+    }
+}
+
+#[async_trait]
+impl SinkConfig for HttpSinkTable {
+    async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
+        let (secrets, _) = all_secrets(&self.secret, &self.secrets);
+        let mut config = with_keys(self.plain(), &secrets)
+            .map_err(|text| Error::invalid("configure", "secret_invalid", format!("the http sink: {text}")))?;
+        let timeout = context.deliver_timeout;
+        config.timeout = timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2);
+        config.connect_timeout = config.connect_timeout.min(config.timeout);
+        config.concurrency = context.concurrency.unwrap_or(config.concurrency);
+        config.listening.clone_from(&context.listening);
+        Ok(Arc::new(HttpSink::new(config, Arc::clone(&context.clock))?))
+    }
+}
+
+/// With the keys to sign with. The message never repeats a key.
+fn with_keys(mut config: HttpSinkConfig, secrets: &[LiveSecret]) -> Result<HttpSinkConfig, String> {
+    for live in secrets {
+        let key = SignKey::parse(live.secret.expose()).map_err(|error| error.to_string())?;
+        match live.until {
+            None => config.keys.push(key),
+            Some(until) => config.keys_retiring.push((key, until)),
+        }
+    }
+    Ok(config)
+}
+
+/// What a text that is no signing key probably is.
+fn unlike_a_key(secrets: &[LiveSecret]) -> Option<&'static str> {
+    let any = |is: fn(&str) -> bool| secrets.iter().any(|live| is(live.secret.expose()));
+    if any(|text| text.starts_with("whpk_")) {
+        return Some("a whpk_ key is the public half, for who verifies; sign with the private one, whsk_…");
+    }
+    any(|text| !text.starts_with("wh")).then_some(
+        "a sink signs with whsec_ and 24 to 64 random bytes in base64: echo \"whsec_$(openssl rand -base64 32)\"",
+    )
+}

@@ -1,0 +1,8 @@
+//! `postbox config schema`: what can be written in the configuration, for editors.
+
+use crate::failure::Failure;
+use crate::output;
+
+pub(super) fn schema() -> Result<(), Failure> {
+    output::json(&postbox_server::json_schema())
+}

@@ -1,0 +1,116 @@
+//! What an adapter hands to the server beside its keys: how it is built from them.
+
+use std::any::Any;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{Clock, Result, Sink, Store};
+use serde_json::{Value, json};
+
+use crate::document;
+use crate::faults::{may_be_secret, suggestion};
+use crate::kind::{Kind, Shape, Variant};
+use crate::reader::{Place, Section};
+use crate::table::{Key, Table};
+
+/// What a sink is built with beside its own keys.
+#[derive(Clone)]
+pub struct SinkContext {
+    /// The time.
+    pub clock: Arc<dyn Clock>,
+    /// Where the service listens: a sink never calls that.
+    pub listening: Vec<SocketAddr>,
+    /// Longest time for one call, after which the engine drops it.
+    pub deliver_timeout: Duration,
+    /// Most calls at once, where the subscription says so.
+    pub concurrency: Option<usize>,
+}
+
+/// The configuration of a sink, which builds it.
+#[async_trait]
+pub trait SinkConfig: fmt::Debug + Send + Sync + 'static {
+    /// Builds the sink. Everything that can be wrong is found here, before the first event.
+    async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>>;
+}
+
+/// What a store has in `[store]` beside the URL, and what it makes of that.
+#[async_trait]
+pub trait StoreOptions: Any + fmt::Debug + Send + Sync {
+    /// Checks a URL of its own; the message never repeats it.
+    fn check(&self, url: &str) -> Result<(), String>;
+    /// What is allowed in the URL and still a risk.
+    fn risk(&self, url: &str) -> Option<&'static str>;
+    /// Opens the store. Makes nothing: a file that is not there is made by the migration.
+    async fn open(&self, url: &str) -> Result<Arc<dyn Store>>;
+}
+
+const _: Option<(&dyn SinkConfig, &dyn StoreOptions)> = None;
+
+/// One row of a constant table of adapters; `C` is the contract of their configurations.
+pub struct Adapter<C: ?Sized + 'static> {
+    /// What names it: the word after `type =`, or what a store's URL begins with.
+    pub name: &'static str,
+    /// An example as in the file.
+    pub example: &'static str,
+    doc: fn() -> String,
+    /// Its keys.
+    pub keys: fn() -> Vec<Key>,
+    /// Reads them.
+    pub read: fn(&Section<'_>) -> Arc<C>,
+}
+
+impl<C: ?Sized> Adapter<C> {
+    /// The row of an adapter whose keys are `T`.
+    pub const fn new<T: Table>(name: &'static str, example: &'static str, read: fn(&Section<'_>) -> Arc<C>) -> Self {
+        Self { name, example, doc: T::doc, keys: T::keys, read }
+    }
+}
+
+/// `{ type = "…", … }`: the name of an adapter and its configuration. `planned` are names of
+/// adapters that there are none of yet.
+pub fn adapter<C: ?Sized>(
+    what: &'static str,
+    rows: &'static [Adapter<C>],
+    planned: &'static [&'static str],
+) -> Kind<(&'static str, Arc<C>)> {
+    let variant =
+        |row: &Adapter<C>| Variant { name: row.name, doc: (row.doc)(), keys: (row.keys)(), example: row.example };
+    let variants: Vec<Variant> = rows.iter().map(variant).collect();
+    let schemas: Vec<Value> = variants.iter().map(document::variant).collect();
+    let mut kind = Kind::new(json!({ "oneOf": schemas }), move |place| {
+        place.section()?.finish(|section| {
+            let row = row(section, what, rows, planned)?;
+            Some((row.name, (row.read)(section)))
+        })
+    });
+    kind.shape = Shape { variants, ..kind.shape };
+    kind
+}
+
+fn row<C: ?Sized>(
+    section: &Section<'_>,
+    what: &str,
+    rows: &'static [Adapter<C>],
+    planned: &[&str],
+) -> Option<&'static Adapter<C>> {
+    let names: Vec<_> = rows.iter().map(|row| row.name).collect();
+    let Some(place) = section.place("type") else {
+        section.fault("type", format!("{} has no type; write type = {:?}", section.path, names[0]));
+        return None;
+    };
+    let word = place.text()?;
+    rows.iter().find(|row| row.name == word).or_else(|| refuse(&place, what, word, &names, planned))
+}
+
+fn refuse<T>(place: &Place<'_>, what: &str, word: &str, names: &[&str], planned: &[&str]) -> Option<T> {
+    let name = &place.name;
+    place.fault(if planned.contains(&word) {
+        format!("{name}: {what}s of type {word:?} are not in this release; use {}", names.join(", "))
+    } else {
+        let shown = if may_be_secret(word) { "what is written there".to_owned() } else { format!("{word:?}") };
+        format!("{name}: {shown} is no {what}; {}", suggestion(word, names))
+    })
+}

@@ -1,0 +1,191 @@
+//! How values are written: a [`Kind`] for each way.
+
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use toml::de::DeValue;
+
+use crate::document;
+use crate::faults::suggestion;
+use crate::reader::Place;
+use crate::table::{Key, Table};
+use crate::units::{parse_duration, parse_size};
+
+/// What may be written, for documents.
+#[derive(Debug, Clone)]
+pub struct Shape {
+    /// As JSON Schema.
+    pub schema: Value,
+    /// The keys of a table.
+    pub keys: Vec<Key>,
+    /// The types of a table that has some.
+    pub variants: Vec<Variant>,
+}
+
+/// One `type` of a table.
+#[derive(Debug, Clone)]
+pub struct Variant {
+    /// The word after `type =`.
+    pub name: &'static str,
+    /// What it is.
+    pub doc: String,
+    /// Its keys.
+    pub keys: Vec<Key>,
+    /// An example, as an inline table.
+    pub example: &'static str,
+}
+
+type Read<T> = Box<dyn Fn(&Place<'_>) -> Option<T>>;
+
+/// A way to write values of one type.
+pub struct Kind<T> {
+    /// For documents.
+    pub shape: Shape,
+    read: Read<T>,
+}
+
+impl<T: 'static> Kind<T> {
+    /// `read` gives the value, or `None` after it wrote a fault down.
+    pub(crate) fn new(schema: Value, read: impl Fn(&Place<'_>) -> Option<T> + 'static) -> Self {
+        Self { shape: Shape { schema, keys: Vec::new(), variants: Vec::new() }, read: Box::new(read) }
+    }
+
+    /// The value, or `None` after a fault was written down.
+    pub fn read(&self, place: &Place<'_>) -> Option<T> {
+        (self.read)(place)
+    }
+
+    /// Makes something of each value.
+    pub fn map<U: 'static>(self, make: impl Fn(T) -> U + 'static) -> Kind<U> {
+        let Self { shape, read } = self;
+        Kind { shape, read: Box::new(move |place| read(place).map(&make)) }
+    }
+
+    /// Checks each value. The message must not repeat it.
+    pub fn check(self, check: impl Fn(&T) -> Result<(), String> + 'static) -> Self {
+        let Self { shape, read } = self;
+        let checked = move |place: &Place<'_>| {
+            let value = read(place)?;
+            match check(&value) {
+                Ok(()) => Some(value),
+                Err(text) => place.fault(format!("{}: {text}", place.name)),
+            }
+        };
+        Self { shape, read: Box::new(checked) }
+    }
+}
+
+/// `true` or `false`.
+pub fn boolean() -> Kind<bool> {
+    Kind::new(json!({ "type": "boolean" }), |place| match place.value {
+        DeValue::Boolean(answer) => Some(*answer),
+        _ => place.wrong_type("true or false"),
+    })
+}
+
+/// A whole number in a range.
+pub fn integer<T>(range: RangeInclusive<T>) -> Kind<T>
+where
+    T: Copy + Display + TryFrom<i128> + PartialOrd + 'static,
+    Value: From<T>,
+{
+    let (low, high) = (*range.start(), *range.end());
+    let schema = json!({ "type": "integer", "minimum": Value::from(low), "maximum": Value::from(high) });
+    Kind::new(schema, move |place| {
+        let DeValue::Integer(digits) = place.value else { return place.wrong_type("a whole number") };
+        // A number beyond 128 bits is beyond every range, too.
+        let number = i128::from_str_radix(digits.as_str(), digits.radix()).unwrap_or(i128::MAX);
+        let fault = || format!("{} = {number} is out of range; {low} to {high} are allowed", place.name);
+        T::try_from(number).ok().filter(|number| range.contains(number)).or_else(|| place.fault(fault()))
+    })
+}
+
+/// Text that `parse` understands. Its message says what is wrong and how to write it; it may repeat
+/// the text, which is taken out again where it may be a secret.
+pub fn text<T: 'static>(parse: impl Fn(&str) -> Result<T, String> + 'static) -> Kind<T> {
+    Kind::new(json!({ "type": "string" }), move |place| place.parsed(&parse))
+}
+
+/// What core understands, for [`text`] and [`entries`]: names, topics, rates.
+pub fn from_core<T: FromStr<Err = postbox_core::Error>>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|error: postbox_core::Error| error.message().to_owned())
+}
+
+/// The path of a file.
+pub fn path() -> Kind<PathBuf> {
+    text(|text| match text {
+        "" => Err("is empty; write the path of a file".to_owned()),
+        text => Ok(text.into()),
+    })
+}
+
+/// A duration of at least so much.
+pub fn duration(least: Duration) -> Kind<Duration> {
+    let mut kind = text(move |text| match parse_duration(text)? {
+        short if short < least => Err(format!("{text:?} is too short; at least {least:?}")),
+        duration => Ok(duration),
+    });
+    kind.shape.schema["pattern"] = "^ *([0-9]+ *(ms|s|m|min|h|d) *)+$".into();
+    kind
+}
+
+/// A number of bytes in a range.
+pub fn size(range: RangeInclusive<usize>) -> Kind<usize> {
+    let mut kind = text(move |text| match usize::try_from(parse_size(text)?) {
+        Ok(size) if range.contains(&size) => Ok(size),
+        _ => {
+            let (low, high) = (range.start(), range.end());
+            Err(format!("{text:?} is out of range; {low} to {high} bytes are allowed"))
+        }
+    });
+    kind.shape.schema["pattern"] = "^ *[0-9]+ *(B|KB|kB|KiB|MB|MiB|GB|GiB)? *$".into();
+    kind
+}
+
+/// One of a few words.
+pub fn words<T: Copy + 'static, const N: usize>(words: [(&'static str, T); N]) -> Kind<T> {
+    let names = words.map(|(word, _)| word);
+    let mut kind = text(move |text| match words.iter().find(|(word, _)| *word == text) {
+        Some((_, value)) => Ok(*value),
+        None => Err(format!("{text:?} is none of {}; {}", names.join(", "), suggestion(text, &names))),
+    });
+    kind.shape.schema = json!({ "enum": names.to_vec() });
+    kind
+}
+
+/// A list of what another kind reads.
+pub fn list<T: 'static>(kind: Kind<T>) -> Kind<Vec<T>> {
+    let schema = json!({ "type": "array", "items": kind.shape.schema });
+    Kind::new(schema, move |place| match place.value {
+        DeValue::Array(items) => Some(items.iter().filter_map(|item| kind.read(&place.item(item))).collect()),
+        _ => place.wrong_type("a list, e.g. [\"…\"]"),
+    })
+}
+
+/// A table whose keys the user chooses; `parse` reads their names as [`text`] does.
+pub fn entries<N: 'static, T: 'static>(parse: fn(&str) -> Result<N, String>, kind: Kind<T>) -> Kind<Vec<(N, T)>> {
+    let schema = json!({ "type": "object", "additionalProperties": kind.shape.schema });
+    let shape = Shape { schema, ..kind.shape.clone() };
+    let read = move |place: &Place<'_>| {
+        let values = place.section()?.places().into_iter().filter_map(|(key, place)| match parse(key) {
+            Ok(name) => Some((name, kind.read(&place)?)),
+            Err(text) => {
+                place.reader.refuse(place.line, key, format!("{}: {text}", place.name));
+                None
+            }
+        });
+        Some(values.collect())
+    };
+    Kind { shape, read: Box::new(read) }
+}
+
+/// A table within a table.
+pub fn nested<T: Table>() -> Kind<T> {
+    let keys = T::keys();
+    let shape = Shape { schema: document::object(&keys), keys, variants: Vec::new() };
+    Kind { shape, read: Box::new(|place| place.section()?.finish(|section| Some(T::read(section)))) }
+}

@@ -1,0 +1,284 @@
+//! Reads a file and keeps going: every fault is written down at its line, nothing stops at the
+//! first.
+
+use std::cell::{Cell, RefCell};
+use std::net::SocketAddr;
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::Kind;
+use crate::faults::{Fault, Faults, may_be_secret, unknown};
+use crate::table::Table;
+
+/// How a configuration is read.
+#[derive(Clone, Copy)]
+pub struct ReadOptions<'a> {
+    /// The name faults begin with.
+    pub file: &'a str,
+    /// Where `env:NAME` is looked up.
+    pub env: &'a dyn Fn(&str) -> Option<String>,
+    /// Whether a missing variable for a sink or source is a fault. Commands that only look at the
+    /// store do without.
+    pub secrets_needed: bool,
+    /// Whether the files that sinks name are read too, to find what does not fit. A text alone says
+    /// nothing of them.
+    pub files: bool,
+}
+
+impl ReadOptions<'_> {
+    /// Without an environment, a file name, and the need for secrets.
+    pub fn none() -> Self {
+        ReadOptions { file: "", env: &|_| None, secrets_needed: false, files: false }
+    }
+}
+
+/// Reads a whole file: its tables, and what is allowed in it and still a risk.
+pub fn read<T: Table>(text: &str, options: ReadOptions<'_>) -> Result<(T, Vec<Fault>), Faults> {
+    let reader = Reader::new(text, options);
+    let (root, errors) = DeTable::parse_recoverable(text);
+    for error in &errors {
+        let line = error.span().map_or(0, |span| reader.line(span.start));
+        let message: Vec<_> = error.message().split_whitespace().collect();
+        reader.fault(line, format!("this is not TOML: {}", message.join(" ")));
+    }
+    // A tree with holes would only give faults that vanish once the syntax is right.
+    let section = errors.is_empty().then(|| Section::new(&reader, String::new(), 1, root.get_ref()));
+    let table = section.and_then(|section| section.finish(|section| Some(T::read(section))));
+    let faults = reader.faults.into_inner();
+    match table {
+        Some(table) if faults.is_empty() => Ok((table, reader.warnings.into_inner())),
+        _ => Err(Faults::new(options.file, faults)),
+    }
+}
+
+/// The faults and warnings found so far, and what keys are checked against.
+pub struct Reader<'a> {
+    /// How it reads.
+    pub options: ReadOptions<'a>,
+    /// Where the service listens, once that was read: no sink may call that.
+    pub listening: Cell<Option<SocketAddr>>,
+    text: &'a str,
+    faults: RefCell<Vec<Fault>>,
+    warnings: RefCell<Vec<Fault>>,
+}
+
+impl<'a> Reader<'a> {
+    /// A reader of this text that has found nothing yet.
+    pub fn new(text: &'a str, options: ReadOptions<'a>) -> Self {
+        let (faults, warnings) = Default::default();
+        Self { options, listening: Cell::default(), text, faults, warnings }
+    }
+
+    /// Writes a fault down.
+    pub fn fault(&self, line: usize, text: impl Into<String>) {
+        self.faults.borrow_mut().push(Fault { line, text: text.into() });
+    }
+
+    /// A fault that repeats what is written there, unless that may be a secret.
+    pub fn refuse(&self, line: usize, written: &str, text: String) {
+        let text = match may_be_secret(written) {
+            true => text.replace(&format!("{written:?}"), "what is written there").replace(written, "…"),
+            false => text,
+        };
+        self.fault(line, text);
+    }
+
+    /// The line of a place in the text, from 1.
+    fn line(&self, start: usize) -> usize {
+        let before = &self.text.as_bytes()[..start.min(self.text.len())];
+        1 + before.iter().filter(|byte| **byte == b'\n').count()
+    }
+}
+
+/// A value, and what it is called in faults.
+pub struct Place<'r> {
+    /// Where faults go.
+    pub reader: &'r Reader<'r>,
+    /// The full name of its key.
+    pub name: String,
+    /// Its line.
+    pub line: usize,
+    pub(crate) value: &'r DeValue<'r>,
+    is_item: bool,
+}
+
+impl<'r> Place<'r> {
+    /// One of the list that stands here.
+    pub(crate) fn item(&self, item: &'r Spanned<DeValue<'r>>) -> Self {
+        let line = self.reader.line(item.span().start);
+        Self { reader: self.reader, name: self.name.clone(), line, value: item.get_ref(), is_item: true }
+    }
+
+    /// Writes a fault down; always `None`.
+    pub fn fault<T>(&self, text: impl Into<String>) -> Option<T> {
+        self.reader.fault(self.line, text);
+        None
+    }
+
+    /// Says what should be here instead; always `None`.
+    pub(crate) fn wrong_type<T>(&self, wanted: &str) -> Option<T> {
+        let wanted = if self.is_item { format!("a list, each of it {wanted}") } else { wanted.to_owned() };
+        self.fault(format!("{} must be {wanted}, not {}", self.name, self.value.type_str()))
+    }
+
+    /// The text here.
+    pub(crate) fn text(&self) -> Option<&'r str> {
+        self.value.as_str().or_else(|| self.wrong_type("text in quotes"))
+    }
+
+    /// Text that `parse` understands; otherwise a fault with its message.
+    pub(crate) fn parsed<T>(&self, parse: impl FnOnce(&str) -> Result<T, String>) -> Option<T> {
+        let written = self.text()?;
+        let refuse = |text| self.reader.refuse(self.line, written, format!("{}: {text}", self.name));
+        parse(written).map_err(refuse).ok()
+    }
+
+    /// The table here.
+    pub(crate) fn section(&self) -> Option<Section<'r>> {
+        match self.value {
+            DeValue::Table(table) => Some(Section::new(self.reader, self.name.clone(), self.line, table)),
+            _ => self.wrong_type("a table"),
+        }
+    }
+}
+
+/// One table and what has been asked of it.
+pub struct Section<'r> {
+    /// Where faults go.
+    pub reader: &'r Reader<'r>,
+    /// Its full name; empty for the whole file.
+    pub path: String,
+    line: usize,
+    table: &'r DeTable<'r>,
+    known: RefCell<Vec<&'static str>>,
+    faulty: RefCell<Vec<&'static str>>,
+}
+
+impl<'r> Section<'r> {
+    /// A table that begins on this line.
+    pub fn new(reader: &'r Reader<'r>, path: String, line: usize, table: &'r DeTable<'r>) -> Self {
+        Self { reader, path, line, table, known: RefCell::default(), faulty: RefCell::default() }
+    }
+
+    /// Reads a table in which nothing is written.
+    pub fn empty<T>(read: impl FnOnce(&Section<'_>) -> T) -> T {
+        let (reader, table) = (Reader::new("", ReadOptions::none()), DeTable::new());
+        read(&Section::new(&reader, String::new(), 0, &table))
+    }
+
+    /// Reads it, then refuses every key that nobody asked for.
+    pub(crate) fn finish<T>(self, read: impl FnOnce(&Self) -> Option<T>) -> Option<T> {
+        let result = read(&self)?;
+        let known = self.known.borrow();
+        for (key, _) in self.table.iter().filter(|(key, _)| !known.contains(&key.get_ref().as_ref())) {
+            let text = match self.path.as_str() {
+                "" => unknown("section", key.get_ref(), "", &known),
+                path => unknown("key", key.get_ref(), &format!(" in [{path}]"), &known),
+            };
+            self.reader.fault(self.reader.line(key.span().start), text);
+        }
+        Some(result)
+    }
+
+    /// The full name of one of its keys.
+    pub fn name(&self, key: &str) -> String {
+        if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
+    }
+
+    /// A key's value, or the default of the type.
+    pub fn get<K: 'static, T: From<K> + Default>(&self, key: &'static str, kind: &Kind<K>) -> T {
+        self.value(key, kind).map(T::from).unwrap_or_default()
+    }
+
+    /// A key's value, or this one, as it would be written.
+    pub fn get_or<K: 'static, T: From<K>>(&self, key: &'static str, kind: &Kind<K>, default: &str) -> T {
+        let value = self.value(key, kind).or_else(|| {
+            let reader = Reader::new(default, ReadOptions::none());
+            let value = DeValue::parse(default).ok()?;
+            kind.read(&Place { reader: &reader, name: String::new(), line: 0, value: value.get_ref(), is_item: false })
+        });
+        value.expect("a declared default is right: every table is read without keys by a test").into()
+    }
+
+    /// As [`Self::get`], of a key that must be there.
+    pub fn require<K: 'static, T: From<K> + Default>(&self, key: &'static str, kind: &Kind<K>, example: &str) -> T {
+        if !self.has(key) {
+            self.faulty.borrow_mut().push(key);
+            self.fault(key, format!("{} has no {key}; write {key} = {example}", self.path));
+        }
+        self.get(key, kind)
+    }
+
+    fn value<K: 'static>(&self, key: &'static str, kind: &Kind<K>) -> Option<K> {
+        let count = || self.reader.faults.borrow().len();
+        let before = count();
+        let value = self.place(key).and_then(|place| kind.read(&place));
+        if count() > before {
+            self.faulty.borrow_mut().push(key);
+        }
+        value
+    }
+
+    /// Where a key stands, if it is there. From now on the key is known.
+    pub(crate) fn place(&self, key: &'static str) -> Option<Place<'r>> {
+        if !self.known.borrow().contains(&key) {
+            self.known.borrow_mut().push(key);
+        }
+        let (name, value) = self.table.get_key_value(key)?;
+        Some(self.place_of(self.name(key), name.span().start, value.get_ref()))
+    }
+
+    /// Every key with its place. A name that may be a secret is not repeated.
+    pub(crate) fn places(&self) -> Vec<(&'r str, Place<'r>)> {
+        let places = self.table.iter().map(|(key, value)| {
+            let shown = if may_be_secret(key.get_ref()) { "…" } else { key.get_ref() };
+            (key.get_ref().as_ref(), self.place_of(self.name(shown), key.span().start, value.get_ref()))
+        });
+        places.collect()
+    }
+
+    fn place_of(&self, name: String, start: usize, value: &'r DeValue<'r>) -> Place<'r> {
+        Place { reader: self.reader, name, line: self.reader.line(start), value, is_item: false }
+    }
+
+    /// The line of a key, or of one in a table below, if it is there.
+    pub fn line_at(&self, path: &[&str]) -> Option<usize> {
+        let (last, tables) = path.split_last()?;
+        let mut table = self.table;
+        for name in tables {
+            table = table.get(*name)?.get_ref().as_table()?;
+        }
+        table.get_key_value(*last).map(|(key, _)| self.reader.line(key.span().start))
+    }
+
+    /// Whether a key is written.
+    pub fn has(&self, key: &str) -> bool {
+        self.table.contains_key(key)
+    }
+
+    /// Whether none of these keys was read with a fault.
+    pub fn is_right(&self, keys: &[&str]) -> bool {
+        !self.faulty.borrow().iter().any(|faulty| keys.contains(faulty))
+    }
+
+    /// The line of a key; the section's where it is not there.
+    pub fn line_of(&self, key: &str) -> usize {
+        self.line_at(&[key]).unwrap_or(self.line)
+    }
+
+    /// Writes a fault of a key down.
+    pub fn fault(&self, key: &str, text: impl Into<String>) {
+        self.reader.fault(self.line_of(key), text);
+    }
+
+    /// Writes down what is allowed and still a risk.
+    pub fn warning(&self, key: &str, text: impl Into<String>) {
+        self.reader.warnings.borrow_mut().push(Fault { line: self.line_of(key), text: text.into() });
+    }
+
+    /// Refuses these keys as unknown, because of what another key says.
+    pub fn forbid(&self, keys: &[&str]) {
+        self.known.borrow_mut().retain(|known| !keys.contains(known));
+    }
+}

@@ -1,0 +1,118 @@
+//! Values that must never be seen: not in logs, not in errors, not in `Debug`.
+
+use std::fmt;
+
+use jiff::Timestamp;
+use serde_json::json;
+use toml::de::DeValue;
+
+use crate::kind::{Kind, nested, text};
+use crate::reader::Place;
+use crate::table;
+
+/// A secret from the configuration. Printing it shows only that it is there.
+#[derive(Clone, PartialEq, Eq, Default)]
+pub struct Secret(String);
+
+impl Secret {
+    /// Wraps a secret.
+    pub fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+
+    /// The secret itself. Call it only where it is used, never where something is printed.
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(…)")
+    }
+}
+
+/// A secret, `"env:NAME"` or the text itself, that only commands need that deliver or receive. For
+/// others it is absent while its variable is unset.
+pub fn secret() -> Kind<Secret> {
+    Kind::new(json!({ "type": "string" }), |place| read(place, place.reader.options.secrets_needed))
+}
+
+/// A secret that every command needs.
+pub fn secret_always() -> Kind<Secret> {
+    Kind::new(json!({ "type": "string" }), |place| read(place, true))
+}
+
+fn read(place: &Place<'_>, is_needed: bool) -> Option<Secret> {
+    let (text, path) = (place.text()?, &place.name);
+    let Some(name) = text.strip_prefix("env:") else { return Some(Secret::new(text)) };
+    match (place.reader.options.env)(name).filter(|value| !value.is_empty()) {
+        Some(value) => Some(Secret(value)),
+        None if !is_needed => None,
+        None if is_variable(name) => {
+            place.fault(format!("{path} needs the environment variable {name}, which is not set; export {name}=…"))
+        }
+        None => place.fault(format!(
+            "{path} needs the environment variable that it names after env:, which is not set (and not repeated here: \
+             is it the secret itself?); write \"env:NAME\", with the secret in NAME"
+        )),
+    }
+}
+
+/// Whether this looks like the name of a variable, so that it can be repeated.
+fn is_variable(name: &str) -> bool {
+    let usual = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+    !name.is_empty() && name.len() <= 64 && name.chars().all(usual) && (name.contains('_') || name.len() <= 12)
+}
+
+table! {
+    /// A key of a source or of a sink, with the end of its overlap if it is an old one.
+    #[derive(PartialEq)]
+    pub struct LiveSecret {
+        /// The key.
+        secret: Secret = signing_key(), required("\"env:NAME\"");
+        /// The last second at which it verifies or signs.
+        until: Option<Timestamp> = text(time), unset("for ever", "\"2026-12-01T00:00:00Z\"");
+    }
+}
+
+fn time(text: &str) -> Result<Timestamp, String> {
+    text.parse().map_err(|_| format!("{text:?} is no time; write it in UTC, e.g. \"2026-12-01T00:00:00Z\""))
+}
+
+/// Not blank: whoever guesses that has guessed it.
+fn signing_key() -> Kind<Secret> {
+    secret().check(|secret| match secret.expose().trim() {
+        "" => Err("is empty or blank; write \"env:NAME\", with the key in NAME".to_owned()),
+        _ => Ok(()),
+    })
+}
+
+/// A [`LiveSecret`]: the text alone, or a table with its end.
+pub fn signing_secret() -> Kind<LiveSecret> {
+    let (key, table) = (signing_key(), nested::<LiveSecret>());
+    let schema = json!({ "anyOf": [key.shape.schema, table.shape.schema] });
+    Kind::new(schema, move |place| match place.value {
+        DeValue::String(_) => Some(LiveSecret { secret: key.read(place).unwrap_or_default(), until: None }),
+        DeValue::Table(_) => table.read(place),
+        _ => place.wrong_type("text in quotes or a table"),
+    })
+}
+
+/// The secrets of the keys `secret` and `secrets` together, and whether all of them are known: what
+/// is unset for a command that does not need it is empty.
+pub fn all_secrets(secret: &Option<LiveSecret>, secrets: &[LiveSecret]) -> (Vec<LiveSecret>, bool) {
+    let all: Vec<LiveSecret> = secret.iter().chain(secrets).cloned().collect();
+    let known = all.iter().all(|live| !live.secret.expose().is_empty());
+    (all, known)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn debug_shows_nothing_of_it() {
+        assert_eq!(format!("{:?}", Secret::new("whsec_abc")), "Secret(…)");
+    }
+}

@@ -1,0 +1,118 @@
+//! Tables of keys, and the macro that declares them.
+
+use crate::kind::Shape;
+use crate::reader::Section;
+
+/// A table of keys. [`table!`](crate::table!) implements it.
+pub trait Table: Sized + 'static {
+    /// What the table is for.
+    fn doc() -> String;
+    /// Its keys, as declared.
+    fn keys() -> Vec<Key>;
+    /// Reads each key, then checks them together.
+    fn read(section: &Section<'_>) -> Self;
+}
+
+/// A declared key.
+#[derive(Debug, Clone)]
+pub struct Key {
+    /// Its name.
+    pub name: &'static str,
+    /// What it does, in Markdown; the first paragraph is the summary.
+    pub doc: String,
+    /// What may be written there.
+    pub shape: Shape,
+    /// What holds without it.
+    pub start: Start,
+}
+
+/// What holds while a key is not written.
+#[derive(Debug, Clone)]
+pub enum Start {
+    /// Nothing: it must be written, for example so.
+    Required(&'static str),
+    /// This, as in the file.
+    Value(String),
+    /// What a word says, with an example of what may be written; either may be empty.
+    Unset(&'static str, &'static str),
+}
+
+/// The lines of a doc comment as one text: paragraphs, each on one line.
+pub fn doc(lines: &[&str]) -> String {
+    let mut text = String::new();
+    for line in lines.iter().map(|line| line.trim()) {
+        let glue = if line.is_empty() { "\n\n" } else { " " };
+        if !(text.is_empty() || text.ends_with('\n')) {
+            text.push_str(glue);
+        }
+        text.push_str(line);
+    }
+    text
+}
+
+/// Declares a table of keys: a struct with `Default`, and its [`Table`].
+///
+/// Each key is `name: Type = kind, start;`. The kind says how a value is written
+/// ([`Kind`](crate::Kind)), the start what holds without one: `default(value)`,
+/// `unset("meaning", "example")` or `required("example")`, the examples as in the file. Without a
+/// start, it is the type's own default. `#[check(method)]` names what looks at all keys together:
+/// `fn(&self, &Section<'_>)`. It runs even after faults, so it must not rely on any value.
+#[macro_export]
+macro_rules! table {
+    (@start) => { $crate::Start::Unset("", "") };
+    (@start default($value:expr)) => { $crate::Start::Value(format!("{:?}", $value)) };
+    (@start unset($meaning:expr, $example:expr)) => { $crate::Start::Unset($meaning, $example) };
+    (@start required($example:expr)) => { $crate::Start::Required($example) };
+    (@read $section:ident $name:ident $kind:expr, default($value:expr)) => {
+        $section.get_or(stringify!($name), &$kind, &format!("{:?}", $value))
+    };
+    (@read $section:ident $name:ident $kind:expr, required($example:expr)) => {
+        $section.require(stringify!($name), &$kind, $example)
+    };
+    (@read $section:ident $name:ident $kind:expr $(, $($start:tt)*)?) => { $section.get(stringify!($name), &$kind) };
+    (
+        $(#[doc = $doc:literal])*
+        $(#[derive($($derive:ident),*)])?
+        $(#[check($check:ident)])?
+        $vis:vis struct $table:ident {
+            $(
+                $(#[doc = $key_doc:literal])*
+                $name:ident : $ty:ty = $kind:expr $(, $start:ident($($arg:expr),*))?;
+            )*
+        }
+    ) => {
+        $(#[doc = $doc])*
+        #[derive(Debug, Clone $($(, $derive)*)?)]
+        $vis struct $table {
+            $( $(#[doc = $key_doc])* $vis $name: $ty, )*
+        }
+
+        impl $crate::Table for $table {
+            fn doc() -> String {
+                $crate::doc(&[$($doc),*])
+            }
+
+            fn keys() -> Vec<$crate::Key> {
+                vec![$( $crate::Key {
+                    name: stringify!($name),
+                    doc: $crate::doc(&[$($key_doc),*]),
+                    shape: $kind.shape,
+                    start: $crate::table!(@start $($start($($arg),*))?),
+                } ),*]
+            }
+
+            fn read(section: &$crate::Section<'_>) -> Self {
+                let _ = section;
+                let table = Self { $( $name: $crate::table!(@read section $name $kind $(, $start($($arg),*))?), )* };
+                $( table.$check(section); )?
+                table
+            }
+        }
+
+        impl Default for $table {
+            fn default() -> Self {
+                $crate::Section::empty(|section| <Self as $crate::Table>::read(section))
+            }
+        }
+    };
+}

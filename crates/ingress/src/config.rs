@@ -1,0 +1,367 @@
+//! `[sources.NAME]` with `type = "webhook"`: its keys, and the source that is built from them.
+
+use std::time::Duration;
+
+use postbox_config::{
+    LiveSecret, Section, all_secrets, boolean, duration, from_core, integer, list, signing_secret, size, suggestion,
+    table, text, words,
+};
+use postbox_core::limits::PAYLOAD_BYTES_MAX;
+use postbox_core::{Error, Key, LogName, Rate, Result, SourceName, Tenant, Topic};
+use postbox_webhook::plain::{Encoding, Hash, Layout};
+use postbox_webhook::sns::{TOLERANCE, TopicArn, Verifier};
+use postbox_webhook::{Scheme, Settings, Tolerance, UnixSeconds, Verify};
+
+use crate::{Mapping, Origin, SourceLimits, WebhookSource};
+
+/// Most verified messages on their way into the store at once that may be allowed: more than any
+/// store commits at a time.
+const CONCURRENCY_MAX: usize = 10_000;
+/// For senders that nothing is known of.
+const HORIZON_UNKNOWN: Duration = Duration::from_hours(7 * 24);
+
+table! {
+    /// Webhooks that come in at `POST /in/NAME`.
+    #[check(check)]
+    pub struct WebhookTable {
+        /// The log where messages are stored.
+        log: LogName = text(from_core::<LogName>), default("inbox");
+        /// How messages are signed: standard-webhooks, stripe, github, shopify, slack, twilio (with
+        /// `public_url`), hmac (with `signature_header`) or sns (with `topics`).
+        scheme: Option<Scheme> = text(scheme), required(r#""standard-webhooks""#);
+        /// The sender's key.
+        secret: Option<LiveSecret> = signing_secret(), unset("", "");
+        /// The sender's keys: at least one, several while one rotates.
+        ///
+        /// An old one may carry the end of its overlap: `["env:NEW", { secret = "env:OLD", until =
+        /// "2026-12-01T00:00:00Z" }]`.
+        secrets: Vec<LiveSecret> = list(signing_secret()), unset("", r#"["env:PARTNER_SECRET"]"#);
+        /// By what a message is stored once: `"json:/pointer"` into the body, or `"header:NAME"`.
+        ///
+        /// An `id` from an unsigned header is warned of: it lets a captured message be applied
+        /// again.
+        id: Option<Origin> = text(id), unset("what suits the scheme", "");
+        /// The event's topic: a fixed text, `"header:NAME"` or `"json:/pointer"`.
+        topic: Option<Origin> = text(|text| origin(text, from_core::<Topic>)), unset("what suits the scheme", r#""partner.event""#);
+        /// Events of one key are applied in order; written as `topic`.
+        key: Option<Origin> = text(|text| origin(text, from_core::<Key>)), unset("what suits the scheme", r#""json:/data/id""#);
+        /// A fixed text, or a place in what is signed (`"json:/pointer"`).
+        ///
+        /// A message is known by source, tenant and id, so an unsigned header is refused: a source
+        /// for each tenant is the way.
+        tenant: Option<Origin> = text(|text| origin(text, from_core::<Tenant>)), unset("none", r#""json:/tenant""#);
+        /// How long the sender repeats a message that was not answered.
+        ///
+        /// `retention.remember_ids` must be as long
+        /// ([table](inbox.md#how-long-ids-are-remembered)).
+        retry_horizon: Option<Duration> = duration(Duration::ZERO), unset("what the scheme's senders do", r#""4d""#);
+        /// How far the sender's clock may be off.
+        ///
+        /// Only where a time is signed, and twice of it is less than `retention.remember_ids`: else
+        /// what is sent again could outlast the memory of its id.
+        tolerance: Option<Duration> = duration(Duration::from_secs(1)), unset("`\"5m\"`; sns: 65 minutes back, for its retries", r#""5m""#);
+        /// Largest body, at most 16 MiB; beyond it 413.
+        ///
+        /// All bodies of the source together have 12 MiB, or three times this if that is more;
+        /// beyond it [the one that began first](../decisions/bodies-that-do-not-end.md) makes room
+        /// with 408.
+        body_max: usize = size(1..=PAYLOAD_BYTES_MAX), default("1MiB");
+        /// The longest a body may take to arrive; then 408.
+        body_timeout: Duration = duration(Duration::from_millis(100)), default("10s");
+        /// Most verified messages on their way into the store at once; beyond it 503 with
+        /// `Retry-After`.
+        concurrency: usize = integer(1..=CONCURRENCY_MAX), default(256);
+        /// Most verified messages in a time; beyond it 429 with `Retry-After`.
+        ///
+        /// What is not verified does not count.
+        rate: Option<Rate> = text(from_core::<Rate>), unset("no limit", r#""600/m""#);
+        /// CloudEvents: names that get consent by the `OPTIONS` handshake.
+        ///
+        /// As they say in `WebHook-Request-Origin`. Consent is not authentication.
+        allowed_origins: Vec<String> = list(text(sender)), unset("nobody", r#"["events.example.org"]"#);
+        /// `sns`: the ARNs of your topics; SNS signs for everybody.
+        topics: Vec<TopicArn> = list(text(|text| TopicArn::parse(text).map_err(|error| error.to_string()))), unset("", "");
+        /// `sns`: confirm subscriptions to these topics by visiting the URL that a genuine request
+        /// names.
+        ///
+        /// Without, they are logged and answered with 200, and you confirm in AWS.
+        confirm: Option<bool> = boolean(), unset("`false`", "");
+        /// `twilio`: the URL as given to Twilio.
+        public_url: Option<String> = text(url), unset("", "");
+        /// `hmac`: the header with the signature.
+        signature_header: Option<String> = text(header), unset("", "");
+        /// `hmac`: what stands before the signature in it, e.g. `"sha256="`.
+        signature_prefix: Option<String> = text(plain), unset("nothing", "");
+        /// `hmac`: `"sha256"` or `"sha512"`.
+        hash: Option<Hash> = words([("sha256", Hash::Sha256), ("sha512", Hash::Sha512)]), unset("`\"sha256\"`", "");
+        /// `hmac`: `"hex"` or `"base64"`.
+        encoding: Option<Encoding> = words([("hex", Encoding::Hex), ("base64", Encoding::Base64)]), unset("`\"hex\"`", "");
+        /// `hmac`: the header with the seconds since 1970 that are signed too.
+        timestamp_header: Option<String> = text(header), unset("no time is signed", "");
+        /// `hmac`: what stands between time and body in what is signed.
+        separator: Option<String> = text(plain), unset("`\".\"`", "");
+    }
+}
+
+/// The keys that only one scheme has.
+const OF_ONE_SCHEME: [(Scheme, &[&str]); 3] = [
+    (Scheme::Sns, &["topics", "confirm"]),
+    (Scheme::Twilio, &["public_url"]),
+    (Scheme::Hmac, &["signature_header", "signature_prefix", "hash", "encoding", "timestamp_header", "separator"]),
+];
+
+impl WebhookTable {
+    fn check(&self, section: &Section<'_>) {
+        // Without a scheme every key is allowed, so that one fault does not look like three.
+        if let Some(scheme) = self.scheme {
+            let others = OF_ONE_SCHEME.iter().filter(|(its, _)| *its != scheme);
+            let others: Vec<&str> = others.flat_map(|(_, keys)| keys.iter().copied()).collect();
+            section.forbid(&others);
+            self.check_tolerance(section, scheme);
+            self.check_mapping(section, scheme);
+        }
+        match self.scheme {
+            Some(Scheme::Sns) => self.check_sns(section),
+            _ => self.check_keys(section),
+        }
+    }
+
+    fn check_tolerance(&self, section: &Section<'_>, scheme: Scheme) {
+        let signs_time = match scheme {
+            Scheme::GitHub | Scheme::Shopify | Scheme::Twilio => false,
+            Scheme::Hmac => self.signature_header.is_none() || self.timestamp_header.is_some(),
+            _ => true,
+        };
+        if !section.has("tolerance") || signs_time {
+            return;
+        }
+        let cure = match scheme {
+            Scheme::Hmac => "leave it out, or name the sender's timestamp_header if its time is signed",
+            _ => "leave it out; what is sent again is known by its id, for retention.remember_ids",
+        };
+        let path = &section.path;
+        let text = format!("[{path}] has a tolerance, but nothing in {scheme} signs a time that could be off; {cure}");
+        section.fault("tolerance", text);
+    }
+
+    /// What of a message its sender's signature must cover: all that it is known by.
+    fn check_mapping(&self, section: &Section<'_>, scheme: Scheme) {
+        let list = |origin: &Option<Origin>| origin.iter().cloned().collect();
+        let known_by = Mapping { id: list(&self.id), tenant: list(&self.tenant), ..Mapping::default() };
+        if let Some(fault) = known_by.fault(scheme) {
+            section.fault("tenant", format!("[{}]: {fault}", section.path));
+        }
+        if let Some(risk) = known_by.risk(scheme) {
+            section.warning("id", format!("[{}]: {risk}", section.path));
+        }
+    }
+
+    /// SNS has topics instead of secrets.
+    fn check_sns(&self, section: &Section<'_>) {
+        let path = &section.path;
+        for key in ["secret", "secrets"].into_iter().filter(|key| section.has(key)) {
+            let text =
+                format!("[{path}] has {key}, but SNS signs with a certificate; leave it out and name your topics");
+            section.fault(key, text);
+        }
+        if !section.has("topics") {
+            let text = format!(
+                "[{path}] has no topics; SNS signs for everybody, so name yours: \
+                 topics = [\"arn:aws:sns:REGION:ACCOUNT:NAME\"]"
+            );
+            section.fault("topics", text);
+        } else if self.topics.is_empty() && section.is_right(&["topics"]) {
+            section.fault("topics", format!("{path}.topics is empty; name at least one"));
+        }
+    }
+
+    /// Whether scheme, secrets and the rest make a verifier together.
+    fn check_keys(&self, section: &Section<'_>) {
+        let path = &section.path;
+        let (secrets, known) = all_secrets(&self.secret, &self.secrets);
+        let right = section.is_right(&["secret", "secrets"]);
+        if secrets.is_empty() && right {
+            let text =
+                format!("[{path}] has no secrets; nothing unverified is accepted: write secrets = [\"env:NAME\"]");
+            section.fault("secrets", text);
+        }
+        let Some(scheme) = self.scheme else { return };
+        let (needs, has) = match scheme {
+            Scheme::Twilio => ("public_url, the URL as given to Twilio: it is part of what is signed", "public_url"),
+            Scheme::Hmac => ("signature_header, e.g. \"x-signature\"", "signature_header"),
+            _ => ("", "scheme"),
+        };
+        if !section.has(has) {
+            section.fault("scheme", format!("[{path}] needs {needs}"));
+        } else if self.timestamp_header.is_some() && self.timestamp_header == self.signature_header {
+            let text = format!(
+                "[{path}]: {:?} cannot hold both the signature and the time; name the header that holds the time, or \
+                 leave timestamp_header out",
+                self.timestamp_header.as_deref().unwrap_or_default()
+            );
+            section.fault("timestamp_header", text);
+        } else if right
+            && known
+            && !secrets.is_empty()
+            && section.is_right(&["scheme", "tolerance", "public_url", "signature_header", "timestamp_header"])
+            && let Err(text) = self.verifier(scheme)
+        {
+            section.fault(if section.has("secrets") { "secrets" } else { "secret" }, format!("[{path}]: {text}"));
+        }
+    }
+
+    /// The message never repeats a key.
+    fn verifier(&self, scheme: Scheme) -> Result<Box<dyn Verify>, String> {
+        let (secrets, _) = all_secrets(&self.secret, &self.secrets);
+        let end = |live: &LiveSecret| live.until.map(|until| UnixSeconds(until.as_second()));
+        let secrets: Vec<_> = secrets.iter().map(|live| (live.secret.expose(), end(live))).collect();
+        postbox_webhook::verifier_in_rotation(scheme, &secrets, &self.settings()).map_err(|error| error.to_string())
+    }
+
+    fn settings(&self) -> Settings {
+        let layout = self.signature_header.as_ref().map(|header| {
+            let usual = Layout::new(header.as_str());
+            Layout {
+                prefix: self.signature_prefix.clone().unwrap_or(usual.prefix),
+                hash: self.hash.unwrap_or(usual.hash),
+                encoding: self.encoding.unwrap_or(usual.encoding),
+                timestamp_header: self.timestamp_header.clone(),
+                separator: self.separator.clone().unwrap_or(usual.separator),
+                signature_header: usual.signature_header,
+            }
+        });
+        let usual = if self.scheme == Some(Scheme::Sns) { TOLERANCE } else { Tolerance::default() };
+        let seconds = |tolerance: Duration| u32::try_from(tolerance.as_secs()).unwrap_or(u32::MAX);
+        let tolerance = self.tolerance.map(seconds).map(|off| Tolerance { past_s: off, future_s: off });
+        Settings { tolerance: tolerance.unwrap_or(usual), public_url: self.public_url.clone(), layout }
+    }
+
+    /// How long the sender goes on sending a message that was not answered.
+    pub fn repeats_for(&self) -> Duration {
+        self.retry_horizon.unwrap_or_else(|| self.scheme.map_or(HORIZON_UNKNOWN, retry_horizon))
+    }
+
+    /// The source. The message of an error never repeats a key.
+    pub fn source(&self, name: SourceName) -> Result<WebhookSource> {
+        let invalid = |text| Error::invalid("configure", "secret_invalid", format!("source {name}: {text}"));
+        let scheme = self.scheme.ok_or_else(|| invalid("it has no scheme".to_owned()))?;
+        let log = self.log.clone();
+        let mut source = if scheme == Scheme::Sns {
+            let verifier = Verifier::new(self.topics.iter().cloned()).map_err(|error| invalid(error.to_string()))?;
+            let verifier = verifier.tolerance(self.settings().tolerance);
+            WebhookSource::sns(name, log, verifier, self.confirm.unwrap_or(false))?
+        } else {
+            let verifier = self.verifier(scheme).map_err(invalid)?;
+            WebhookSource::new(name, log, verifier)
+        };
+        source.limits = SourceLimits {
+            body_bytes: self.body_max,
+            body_timeout: self.body_timeout,
+            concurrency: self.concurrency,
+            rate: self.rate,
+            ..source.limits
+        };
+        source.allowed_origins.clone_from(&self.allowed_origins);
+        let mapping = &mut source.mapping;
+        for (place, origin) in [
+            (&mut mapping.id, &self.id),
+            (&mut mapping.topic, &self.topic),
+            (&mut mapping.key, &self.key),
+            (&mut mapping.tenant, &self.tenant),
+        ] {
+            if let Some(origin) = origin {
+                *place = vec![origin.clone()];
+            }
+        }
+        Ok(source)
+    }
+}
+
+/// How long senders of a scheme go on by the documents named here, rounded up to whole days.
+/// `docs/guide/inbox.md` has the same table for users.
+fn retry_horizon(scheme: Scheme) -> Duration {
+    let days = |days: u64| Duration::from_hours(days * 24);
+    match scheme {
+        // The example schedule of the specification ends 75 h 35 min 5 s after the first attempt;
+        // Svix's own after 27 h 35 min.
+        // https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md#deliverability-and-reliability
+        // https://docs.svix.com/retries
+        Scheme::StandardWebhooks => days(4),
+        // By itself for up to three days. A person can have any event of the last 30 days sent
+        // again.
+        // https://docs.stripe.com/webhooks#automatic-retries https://docs.stripe.com/webhooks/process-undelivered-events
+        Scheme::Stripe => days(3),
+        // Never by itself. By hand, among the deliveries of the last three days at github.com and
+        // of the last seven on Enterprise Server.
+        // https://docs.github.com/en/webhooks/testing-and-troubleshooting-webhooks/redelivering-webhooks
+        Scheme::GitHub => days(7),
+        // Eight times within four hours since September 2024, and up to a day late; 19 times within
+        // 48 hours before.
+        // https://shopify.dev/changelog/updates-to-webhook-retry-mechanism https://shopify.dev/docs/apps/build/webhooks/best-practices
+        Scheme::Shopify => days(2),
+        // Three times within minutes (at once, after one, after five). Where *delayed events* are
+        // on, for about a day more: said so elsewhere, not found in the document itself, and
+        // allowed for.
+        // https://docs.slack.dev/apis/events-api
+        Scheme::Slack => days(2),
+        // Once more by default, five times at most, all of it within 15 seconds (`rc` and `tt`).
+        // https://www.twilio.com/docs/usage/webhooks/webhooks-connection-overrides
+        Scheme::Twilio => days(1),
+        // HTTP and HTTPS: 3,600 seconds in all, a hard limit. What went to a dead letter queue does
+        // not come from SNS any more.
+        // https://docs.aws.amazon.com/sns/latest/dg/sns-message-delivery-retries.html
+        Scheme::Sns => days(1),
+        _ => HORIZON_UNKNOWN,
+    }
+}
+
+fn scheme(text: &str) -> Result<Scheme, String> {
+    match text {
+        "standard" => Ok(Scheme::StandardWebhooks),
+        other => other
+            .parse()
+            .map_err(|_| format!("{other:?} is no scheme; {}", suggestion(other, &Scheme::ALL.map(Scheme::as_str)))),
+    }
+}
+
+fn id(text: &str) -> Result<Origin, String> {
+    match origin(text, |_| Ok(()))? {
+        Origin::Literal(_) => {
+            Err("every message would have the same id; write \"json:/POINTER\", or leave it out".into())
+        }
+        place => Ok(place),
+    }
+}
+
+/// A star is refused: it would consent to everybody's sending here.
+fn sender(text: &str) -> Result<String, String> {
+    match !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'*') {
+        true => Ok(text.to_owned()),
+        false => Err(format!("{text:?} is no origin; write the name the sender gives, e.g. \"eventgrid.azure.net\"")),
+    }
+}
+
+fn url(text: &str) -> Result<String, String> {
+    postbox_http::check_url(text).map(|()| text.to_owned())
+}
+
+fn plain(text: &str) -> Result<String, String> {
+    Ok(text.to_owned())
+}
+
+fn header(text: &str) -> Result<String, String> {
+    http::HeaderName::try_from(text).map(|name| name.to_string()).map_err(|_| format!("{text:?} is no header name"))
+}
+
+/// A place in the message, or a text that an event can have there.
+fn origin<T>(text: &str, fixed: fn(&str) -> Result<T, String>) -> Result<Origin, String> {
+    if let Some(name) = text.strip_prefix("header:") {
+        return header(name).map(Origin::Header);
+    }
+    match text.strip_prefix("json:") {
+        Some(pointer) if pointer.starts_with('/') => Ok(Origin::Json(pointer.to_owned())),
+        Some(pointer) => Err(format!("{pointer:?} is no JSON pointer; it begins with a slash, e.g. \"json:/data/id\"")),
+        None if text.is_empty() => Err("is empty; write a fixed text, \"header:NAME\" or \"json:/POINTER\"".into()),
+        None => fixed(text).map(|_| Origin::Literal(text.to_owned())),
+    }
+}

@@ -1,0 +1,134 @@
+//! `[server]`, `[retention]` and `[log]`: what there is once.
+
+use std::net::SocketAddr;
+use std::str::FromStr as _;
+use std::time::Duration;
+
+use postbox_config::{Secret, Section, duration, integer, secret, suggestion, table, text, words};
+use postbox_listen::ServeLimits;
+
+use crate::cron::Cron;
+
+/// Most connections that may be allowed: what a machine can hold open when it is set up for that.
+const CONNECTIONS_MAX: usize = 65_536;
+/// Shortest status token: nobody guesses 16 characters of a random one.
+const TOKEN_BYTES_MIN: usize = 16;
+/// Shortest of the times.
+const TIMEOUT_MIN: Duration = Duration::from_millis(100);
+
+fn address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| format!("{text:?} is no address; write IP:PORT, e.g. \"127.0.0.1:8600\""))
+}
+
+table! {
+    /// The HTTP side.
+    #[derive(PartialEq)]
+    #[check(check)]
+    pub struct ServerConfig {
+        /// Address and port of `/healthz`, `/readyz`, `/metrics` and `/in/SOURCE`.
+        ///
+        /// HTTP/1.1, behind the proxy that ends TLS. `0.0.0.0` and `[::]` are warned of where there
+        /// is no `status_token`.
+        listen: SocketAddr = text(address), default("127.0.0.1:8600");
+        /// Most connections at once.
+        ///
+        /// When all are taken, the one that owes us a request for the longest time makes room.
+        connections: usize = integer(1..=CONNECTIONS_MAX), default(512);
+        /// How long a connection may go without a whole request head.
+        header_timeout: Duration = duration(TIMEOUT_MIN), default("10s");
+        /// The longest a stop may take.
+        ///
+        /// It waits for what is being delivered and for requests that are wholly here, not for
+        /// bodies that do not end.
+        stop_timeout: Duration = duration(TIMEOUT_MIN), default("20s");
+        /// Who asks for `/metrics`, or for the reasons at `/readyz`, must send `authorization:
+        /// Bearer TOKEN`.
+        ///
+        /// 16 visible characters or more. Without it everybody who reaches the port may read them.
+        /// `/healthz`, and whether it is ready, need none; `postbox doctor` sends it.
+        status_token: Option<Secret> = secret().check(visible), unset("none", r#""env:POSTBOX_STATUS_TOKEN""#);
+    }
+}
+
+impl ServerConfig {
+    fn check(&self, section: &Section<'_>) {
+        section.reader.listening.set(Some(self.listen));
+        if let Some(risk) = self.risk() {
+            section.warning("listen", format!("{}: {risk}", section.name("listen")));
+        }
+    }
+
+    /// What is risky about where the service listens.
+    pub fn risk(&self) -> Option<&'static str> {
+        (self.listen.ip().is_unspecified() && self.status_token.is_none()).then_some(
+            "it listens on every address of this machine, where everybody can read /metrics and /readyz; write the one \
+             address that is needed, or set server.status_token",
+        )
+    }
+
+    /// Most connections, and how long a head may take.
+    pub(crate) fn limits(&self) -> ServeLimits {
+        ServeLimits { connections: self.connections, header_timeout: self.header_timeout }
+    }
+}
+
+fn visible(token: &Secret) -> Result<(), String> {
+    let token = token.expose();
+    if token.len() >= TOKEN_BYTES_MIN && token.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Ok(());
+    }
+    Err(format!(
+        "it must have {TOKEN_BYTES_MIN} visible ASCII characters or more, and no space; make one with: openssl rand \
+         -hex 32"
+    ))
+}
+
+table! {
+    /// What is thrown away, and when.
+    #[derive(PartialEq)]
+    pub struct RetentionConfig {
+        /// Dispatched events older than this are deleted; pending and dead ones never.
+        older_than: Duration = duration(Duration::ZERO), default("7d");
+        /// How long ids of received messages are remembered: 7 days at least, and as long as any
+        /// sender repeats a message.
+        ///
+        /// Never shorter than a source's `retry_horizon`; both are checked.
+        remember_ids: Duration = duration(Duration::ZERO), default("30d");
+        /// When the sweep runs: second minute hour day month weekday, in UTC.
+        schedule: Cron = text(Cron::from_str), default("0 0 3 * * *");
+    }
+}
+
+/// How log lines look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// What a log filter may begin with.
+const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
+
+/// A whole filter is checked by the subscriber that reads it; one word is checked here.
+fn level(text: &str) -> Result<String, String> {
+    match text.contains(['=', ',']) || LEVELS.contains(&text) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("{text:?} is no level; {}", suggestion(text, &LEVELS))),
+    }
+}
+
+table! {
+    /// What the program says of itself, on standard error.
+    #[derive(PartialEq)]
+    pub struct LogConfig {
+        /// error, warn, info, debug or trace; or a filter such as `info,postbox_engine=debug`.
+        ///
+        /// `--log-level` and `POSTBOX_LOG` win.
+        level: String = text(level), default("info");
+        /// `"json"` for machines.
+        format: LogFormat = words([("text", LogFormat::Text), ("json", LogFormat::Json)]), default("text");
+    }
+}

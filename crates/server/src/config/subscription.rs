@@ -1,0 +1,173 @@
+//! `[subscriptions.NAME]`: who reads which log, and where it goes.
+
+use std::str::FromStr as _;
+use std::time::Duration;
+
+use postbox_config::{
+    Kind, Section, duration, duration_text, entries, from_core, integer, list, nested, size, table, text, words,
+};
+use postbox_core::limits::{BATCH_EVENTS_MAX, LANES_MAX};
+use postbox_core::{
+    BatchLimit, LogName, Ordering, Rate, RetryPolicy, StartAt, Subscription, SubscriptionName, Tenant, TopicPattern,
+};
+use postbox_engine::{BreakerPolicy, OnDead, RelaySettings};
+
+use crate::cron::Cron;
+use crate::sinks::{SINKS, SinkChoice, sink};
+
+/// Most deliveries at once to one destination: more than any endpoint answers faster for, and 1,024
+/// sockets are the usual limit of a process.
+const CONCURRENCY_MAX: usize = 512;
+/// Most attempts: at the 5 minute cap this is a week of trying.
+const ATTEMPTS_MAX: u32 = 10_000;
+/// Shortest lease: below it a pause of the program or the database already loses the lane.
+const LEASE_MIN: Duration = Duration::from_secs(1);
+/// Shortest of all other times.
+const MS: Duration = Duration::from_millis(1);
+
+fn pattern(text: &str) -> Result<TopicPattern, String> {
+    TopicPattern::new(text).map_err(|error| error.message().to_owned())
+}
+
+table! {
+    /// Who reads which log, and where the events go.
+    struct SubscriptionTable {
+        /// The log that is read: `"outbox"`, `"inbox"`, or one of yours.
+        log: LogName = text(from_core::<LogName>), default("outbox");
+        /// Patterns; `*` stands for any run of characters.
+        topics: Vec<TopicPattern> = list(text(pattern)), unset("all", r#"["order.*"]"#);
+        /// Only this tenant's events.
+        tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
+        /// `"none"`: everything at once, in no order.
+        ordering: Ordering = words([("key", Ordering::Key), ("none", Ordering::None)]), default("key");
+        /// How many replicas can work at once; fixed once the subscription exists.
+        lanes: u16 = integer(1..=LANES_MAX), default(1);
+        /// `"now"`: only what is committed after the subscription was made.
+        start: StartAt = words([("beginning", StartAt::Beginning), ("now", StartAt::Now)]), default("beginning");
+        /// Most events of one read.
+        batch: usize = integer(1..=BATCH_EVENTS_MAX), default(500);
+        /// Most bytes of one read.
+        batch_bytes: usize = size(1..=1 << 30), default("8MiB");
+        /// When a failed event goes again: exponential with full jitter.
+        retry: RetryTable = nested::<RetryTable>();
+        /// How long a dead destination is left alone.
+        breaker: BreakerTable = nested::<BreakerTable>();
+        /// `"halt"`: the key waits for a person.
+        on_dead: OnDead = words([("continue", OnDead::Continue), ("halt", OnDead::Halt)]), default("continue");
+        /// The longest one delivery may take.
+        timeout: Duration = duration(MS), default("30s");
+        /// Most deliveries at once.
+        concurrency: Option<usize> = integer(1..=CONCURRENCY_MAX), unset("16", "16");
+        /// Most deliveries in a time: per `s`, `m` or `h`.
+        ///
+        /// Kept by each replica for itself; waiting costs no attempt.
+        rate: Option<Rate> = text(from_core::<Rate>), unset("no limit", r#""50/s""#);
+        /// The longest wait between two looks at an idle log.
+        poll_interval: Duration = duration(MS), default("100ms");
+        /// After this silence another replica takes over.
+        lease: Duration = duration(LEASE_MIN), default("10s");
+        /// Deliver only then, everything that is there: second minute hour day month weekday, in
+        /// UTC.
+        schedule: Option<Cron> = text(Cron::from_str), unset("always", r#""0 */5 * * * *""#);
+        /// Where the events go.
+        sink: SinkChoice = sink(), unset("`{ type = \"none\" }`", SINKS[0].example);
+    }
+}
+
+table! {
+    /// When a failed event goes again.
+    #[check(check)]
+    struct RetryTable {
+        /// Attempts before an event is dead.
+        max_attempts: u32 = integer(1..=ATTEMPTS_MAX), default(10);
+        /// Upper bound of the first wait.
+        base: Duration = duration(MS), default("1s");
+        /// Cap of every wait, `Retry-After` included.
+        max: Duration = duration(MS), default("5m");
+        /// A list instead: the n-th retry waits so long, the last repeats.
+        delays: Vec<Duration> = list(duration(Duration::ZERO)), unset("none", r#"["1s", "30s", "5m"]"#);
+    }
+}
+
+impl RetryTable {
+    fn check(&self, section: &Section<'_>) {
+        if self.base > self.max {
+            let (base, max) = (duration_text(self.base), duration_text(self.max));
+            let name = section.name("base");
+            section.fault("base", format!("{name} is {base}, longer than max = {max}; raise max or lower base"));
+        }
+    }
+}
+
+table! {
+    /// How long a dead destination is left alone.
+    struct BreakerTable {
+        /// Upper bound of the first wait; it doubles with every failed try.
+        base: Duration = duration(MS), default("500ms");
+        /// Cap of the wait.
+        max: Duration = duration(MS), default("30s");
+    }
+}
+
+/// A subscription, and how it is worked off.
+#[derive(Debug, Clone)]
+pub struct SubscriptionConfig {
+    /// Name, log, filter, ordering, lanes, start.
+    pub subscription: Subscription,
+    /// Batches, retries, timeouts, polling, lease.
+    pub settings: RelaySettings,
+    /// Deliver only at these times, all that is there, instead of always.
+    pub schedule: Option<Cron>,
+    /// Where the events go.
+    pub sink: SinkChoice,
+}
+
+/// All of them, by their names.
+pub(super) fn subscriptions() -> Kind<Vec<SubscriptionConfig>> {
+    entries(from_core, nested::<SubscriptionTable>())
+        .map(|tables| tables.into_iter().map(|(name, table)| table.config(name)).collect())
+}
+
+impl SubscriptionTable {
+    fn config(self, name: SubscriptionName) -> SubscriptionConfig {
+        let mut subscription = Subscription::new(name, self.log);
+        subscription.filter.topics = self.topics;
+        subscription.filter.tenant = self.tenant;
+        subscription.ordering = self.ordering;
+        subscription.lanes = self.lanes;
+        subscription.start = self.start;
+        let usual = RelaySettings::default();
+        let settings = RelaySettings {
+            batch: BatchLimit { events: self.batch, payload_bytes: self.batch_bytes },
+            retry: RetryPolicy {
+                attempts_max: self.retry.max_attempts,
+                base: self.retry.base,
+                delay_max: self.retry.max,
+                delays: self.retry.delays,
+            },
+            on_dead: self.on_dead,
+            breaker: BreakerPolicy { base: self.breaker.base, max: self.breaker.max },
+            concurrency: self.concurrency,
+            rate: self.rate,
+            lease_ttl: self.lease,
+            deliver_timeout: self.timeout,
+            poll_min: usual.poll_min.min(self.poll_interval),
+            poll_max: self.poll_interval,
+            ..usual
+        };
+        SubscriptionConfig { subscription, settings, schedule: self.schedule, sink: self.sink }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_declared_is_the_default_of_the_engine() {
+        let name = SubscriptionName::new("a").expect("a name");
+        let config = SubscriptionTable::default().config(name.clone());
+        assert_eq!(config.settings, RelaySettings::default());
+        assert_eq!(config.subscription, Subscription::new(name, LogName::outbox()));
+    }
+}

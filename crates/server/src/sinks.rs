@@ -1,0 +1,104 @@
+//! The sinks this program knows, and `sink = { … }`, which names one.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use postbox_config::{Adapter, Kind, SinkConfig, SinkContext, Table, adapter, path, table};
+use postbox_core::{Result, Sink};
+use postbox_engine::JsonLines;
+use postbox_http::HttpSinkTable;
+
+/// Every kind of sink. A new one is one row here.
+pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
+    Adapter::new::<HttpSinkTable>(
+        "http",
+        r#"{ type = "http", url = "https://example.org/hook", secret = "env:HOOK_SECRET" }"#,
+        |keys| Arc::new(HttpSinkTable::read(keys)),
+    ),
+    Adapter::new::<FileTable>("file", r#"{ type = "file", path = "events.jsonl" }"#, |keys| {
+        Arc::new(FileTable::read(keys))
+    }),
+    Adapter::new::<StdoutTable>("stdout", r#"{ type = "stdout" }"#, |keys| Arc::new(StdoutTable::read(keys))),
+    Adapter::new::<NoneTable>(NONE, r#"{ type = "none" }"#, |keys| Arc::new(NoneTable::read(keys))),
+];
+
+/// The sink of a subscription that has none.
+const NONE: &str = "none";
+
+/// Brokers of the plan that this program does not have yet, as sinks and as sources.
+pub(crate) const BROKERS_PLANNED: &[&str] = &["nats", "redis", "kafka", "amqp", "sqs"];
+
+/// Where the events of a subscription go.
+#[derive(Debug, Clone)]
+pub struct SinkChoice {
+    type_name: &'static str,
+    config: Arc<dyn SinkConfig>,
+}
+
+impl Default for SinkChoice {
+    fn default() -> Self {
+        Self { type_name: NONE, config: Arc::new(NoneTable::default()) }
+    }
+}
+
+impl SinkChoice {
+    /// The word after `type =`.
+    pub fn type_name(&self) -> &'static str {
+        self.type_name
+    }
+
+    /// Nowhere yet: the relay stays idle and events stay pending, so nothing is lost.
+    pub fn is_none(&self) -> bool {
+        self.type_name == NONE
+    }
+
+    /// Builds the sink, if there is one.
+    pub(crate) async fn build(&self, context: &SinkContext) -> Result<Option<Arc<dyn Sink>>> {
+        if self.is_none() { Ok(None) } else { self.config.build(context).await.map(Some) }
+    }
+}
+
+/// `{ type = "…", … }`
+pub(crate) fn sink() -> Kind<SinkChoice> {
+    adapter("sink", SINKS, BROKERS_PLANNED).map(|(type_name, config)| SinkChoice { type_name, config })
+}
+
+table! {
+    /// One JSON object a line, at the end of a file.
+    struct FileTable {
+        /// The file; made if it is missing.
+        path: PathBuf = path(), required(r#""events.jsonl""#);
+    }
+}
+
+#[async_trait]
+impl SinkConfig for FileTable {
+    async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
+        Ok(Arc::new(JsonLines::file(&self.path).await?))
+    }
+}
+
+table! {
+    /// One JSON object a line, on standard output.
+    struct StdoutTable {}
+}
+
+#[async_trait]
+impl SinkConfig for StdoutTable {
+    async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
+        Ok(Arc::new(JsonLines::stdout()))
+    }
+}
+
+table! {
+    /// Nowhere yet: events stay pending, nothing is lost.
+    struct NoneTable {}
+}
+
+#[async_trait]
+impl SinkConfig for NoneTable {
+    async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
+        Err(postbox_core::Error::invalid("configure", "sink_missing", "the subscription has no sink"))
+    }
+}

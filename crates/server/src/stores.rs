@@ -1,0 +1,151 @@
+//! The stores this program knows, and `[store]`, which names one.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use postbox_config::{Adapter, Key, Secret, Section, StoreOptions, Table, secret_always, table};
+use postbox_core::{Error, MemoryStore, Result, Store};
+use postbox_engine::TokioClock;
+use postbox_postgres::{PostgresStore, PostgresTable, Roles};
+use postbox_sqlite::SqliteTable;
+
+/// Every kind of store, by what its URLs begin with. A new one is one row here.
+const STORES: &[Adapter<dyn StoreOptions>] = &[
+    Adapter::new::<PostgresTable>("postgres", "postgres://user@host/db", |keys| Arc::new(PostgresTable::read(keys))),
+    Adapter::new::<SqliteTable>("sqlite:", "sqlite:PATH", |keys| Arc::new(SqliteTable::read(keys))),
+    Adapter::new::<MemoryTable>("memory:", "memory:", |keys| Arc::new(MemoryTable::read(keys))),
+];
+
+table! {
+    /// Where the logs are.
+    struct UrlTable {
+        /// `"postgres://user@host/db?sslmode=verify-full"`, `"sqlite:PATH"` or `"memory:"`. With a
+        /// password in it, write `"env:DATABASE_URL"`.
+        ///
+        /// `--store` and `POSTBOX_STORE` win ([TLS](#tls-to-postgres)).
+        url: Secret = secret_always().check(|url| check_store_url(url.expose())), default("sqlite:postbox.db");
+    }
+}
+
+/// `[store]`: where the logs are.
+#[derive(Debug, Clone)]
+pub struct StoreConfig {
+    /// `postgres://…`, `sqlite:PATH` or `memory:`.
+    pub url: Secret,
+    /// What each of [`STORES`] has beside it.
+    options: Vec<Arc<dyn StoreOptions>>,
+}
+
+impl Table for StoreConfig {
+    fn doc() -> String {
+        UrlTable::doc()
+    }
+
+    fn keys() -> Vec<Key> {
+        UrlTable::keys().into_iter().chain(STORES.iter().flat_map(|store| (store.keys)())).collect()
+    }
+
+    fn read(section: &Section<'_>) -> Self {
+        let url = UrlTable::read(section).url;
+        let config = Self { url, options: STORES.iter().map(|store| (store.read)(section)).collect() };
+        if let Some(risk) = config.risk() {
+            section.warning("url", format!("{}: {risk}", section.name("url")));
+        }
+        config
+    }
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        Section::empty(Self::read)
+    }
+}
+
+impl StoreConfig {
+    /// What is risky about the way to the store. Never repeats the URL.
+    pub fn risk(&self) -> Option<&'static str> {
+        self.chosen().ok()?.risk(self.url.expose())
+    }
+
+    fn chosen(&self) -> Result<&dyn StoreOptions, String> {
+        find(self.url.expose()).map(|index| &*self.options[index])
+    }
+
+    /// As [`Self::chosen`], of a URL that is right.
+    fn checked(&self) -> Result<&dyn StoreOptions> {
+        let checked = self.chosen().and_then(|store| store.check(self.url.expose()).map(|()| store));
+        checked.map_err(|text| Error::invalid("open", "store_url_invalid", text))
+    }
+}
+
+/// The row that a URL means. The message never repeats the URL, which may hold a password.
+fn find(url: &str) -> Result<usize, String> {
+    STORES.iter().position(|store| url.starts_with(store.name)).ok_or_else(|| {
+        let examples: Vec<_> = STORES.iter().map(|store| format!("{:?}", store.example)).collect();
+        format!("no such kind of store; write {}", examples.join(" or "))
+    })
+}
+
+/// Checks a store's URL. The message never repeats it.
+pub fn check_store_url(url: &str) -> Result<(), String> {
+    let store = &STORES[find(url)?];
+    Section::empty(store.read).check(url)
+}
+
+table! {
+    /// A store that is gone when the program ends.
+    struct MemoryTable {}
+}
+
+#[async_trait]
+impl StoreOptions for MemoryTable {
+    fn check(&self, url: &str) -> Result<(), String> {
+        if url == "memory:" { Ok(()) } else { Err("a store in memory has no path; write \"memory:\"".into()) }
+    }
+
+    fn risk(&self, _: &str) -> Option<&'static str> {
+        None
+    }
+
+    async fn open(&self, _: &str) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(MemoryStore::new(Arc::new(TokioClock::new()))))
+    }
+}
+
+/// Opens the store that `config` names.
+pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
+    config.checked()?.open(config.url.expose()).await
+}
+
+/// Checks that nothing in the store keeps messages from being received. Changes nothing.
+pub async fn check_receiving(config: &StoreConfig) -> Result<()> {
+    open_store(config).await?.check_receiving().await
+}
+
+/// The GRANT statements that roles need on a Postgres store.
+pub async fn grants(config: &StoreConfig, roles: &Roles) -> Result<String> {
+    match (config.checked()? as &dyn Any).downcast_ref::<PostgresTable>() {
+        Some(postgres) => PostgresStore::connect(postgres.config(config.url.expose())).await?.grants(roles).await,
+        None => {
+            let text = "only a Postgres store has roles; who may write an SQLite file is decided by the file system";
+            Err(Error::invalid("grants", "roles_unsupported", text))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_store_has_its_url() {
+        for url in ["postgres://h/db", "postgresql://h/db", "sqlite:a.db", "sqlite:///tmp/a.db", "memory:"] {
+            assert_eq!(check_store_url(url), Ok(()), "{url}");
+        }
+        for url in ["sqlite:", "sqlite::memory:", "memory:x", "postgres:u@h/db", ""] {
+            assert!(check_store_url(url).is_err(), "{url}");
+        }
+        assert!(check_store_url("mysql://u:hunter2@h").is_err_and(|text| !text.contains("hunter2")));
+    }
+}
