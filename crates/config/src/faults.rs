@@ -85,7 +85,7 @@ pub(crate) fn unknown(kind: &str, wrong: &str, place: &str, known: &[&str]) -> S
 
 /// Whether a text that stands where none belongs may be a secret: a long run of letters and digits,
 /// or a prefix that keys have. Such a text is never repeated.
-pub fn may_be_secret(text: &str) -> bool {
+pub(crate) fn may_be_secret(text: &str) -> bool {
     const RUN_CHARS_MIN: usize = 16;
     let in_key = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '/' | '=' | '_' | '-');
     let mixed = |run: &str| {

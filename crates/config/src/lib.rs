@@ -44,7 +44,7 @@ mod units;
 
 pub use adapter::{Adapter, SinkConfig, SinkContext, StoreOptions, adapter};
 pub use document::{commented_file, guide_table, json_schema};
-pub use faults::{Fault, Faults, may_be_secret, suggestion};
+pub use faults::{Fault, Faults, suggestion};
 pub use kind::{
     Kind, Shape, Variant, boolean, duration, entries, from_core, integer, list, nested, path, size, text, words,
 };
