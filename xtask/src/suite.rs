@@ -98,6 +98,9 @@ fn examples(steps: &mut Steps) {
         cure,
         in_examples().args(["build", "--quiet", "--workspace", "--bins", "--locked"]),
     );
+    let mut suite = in_examples();
+    suite.args(["test", "--quiet", "--locked", "-p", "broker-lines", "--test", "conformance"]);
+    steps.command("examples: a sink of one's own passes the suite", cure, &mut suite);
     let mut fixture = cargo();
     fixture.args(["build", "--quiet", "--example", "with-postgres"]).args(WORKSPACE);
     if built && steps.command("examples: their database", "crates/testkit does not build", &mut fixture) {

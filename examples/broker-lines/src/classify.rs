@@ -1,0 +1,35 @@
+//! What an answer or a failure means for the event.
+
+use std::io::{Error, ErrorKind};
+
+use postbox::Outcome;
+
+/// The server's word. One that is not known may be of a newer server: the event is tried again.
+pub(crate) fn answer(line: &str) -> Outcome {
+    match line.trim_end() {
+        "ok" => Outcome::DELIVERED,
+        "duplicate" => Outcome::Delivered { duplicate: true },
+        "refused" => Outcome::dead("lines_refused", "the server refuses this event"),
+        "slower" => Outcome::Throttled {
+            code: "lines_slower".into(),
+            error: "the server asks for fewer events".to_owned(),
+            after: None,
+        },
+        "failed" => Outcome::retry("lines_failed", "the server could not take it"),
+        "" => Outcome::ambiguous("lines_connection_lost", "the server closed the connection before it answered"),
+        other => Outcome::retry("lines_answer_unknown", format!("the server says {other:?}")),
+    }
+}
+
+/// No connection: nothing of the event is there, and no other event fares better.
+pub(crate) fn connecting(error: &Error) -> Outcome {
+    Outcome::unavailable("lines_connect_failed", error.to_string())
+}
+
+/// The connection broke in the middle: perhaps because of this event, perhaps because the server went.
+pub(crate) fn exchanging(error: &Error) -> Outcome {
+    match error.kind() {
+        ErrorKind::InvalidData => Outcome::retry("lines_answer_unknown", "the server's answer is no text"),
+        _ => Outcome::ambiguous("lines_connection_lost", error.to_string()),
+    }
+}

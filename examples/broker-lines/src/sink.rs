@@ -1,0 +1,106 @@
+//! The sink: a call is one event on one connection.
+
+use std::io::{ErrorKind, Result};
+use std::sync::{Mutex, PoisonError};
+
+use async_trait::async_trait;
+use postbox::{Capabilities, Delivery, Outcome, Sink};
+use serde_json::json;
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufStream};
+use tokio::net::TcpStream;
+
+use crate::{LinesConfig, classify};
+
+/// Longest answer: the protocol's words are short, and a server must not fill our memory.
+const ANSWER_BYTES_MAX: u64 = 64;
+
+/// Sends events as lines over TCP.
+///
+/// Cancel-safety: a call that is dropped takes its connection with it, so that nobody reads an answer
+/// that was meant for another event.
+#[derive(Debug)]
+pub struct LinesSink {
+    address: String,
+    connections: usize,
+    /// Connections that nobody uses now.
+    idle: Mutex<Vec<BufStream<TcpStream>>>,
+}
+
+impl LinesSink {
+    /// A sink for one server. Connects when the first event is sent.
+    pub fn new(config: &LinesConfig) -> Self {
+        Self { address: config.address.clone(), connections: config.connections, idle: Mutex::default() }
+    }
+
+    fn idle(&self) -> std::sync::MutexGuard<'_, Vec<BufStream<TcpStream>>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One that the server has not closed meanwhile: whoever waits says nothing.
+    fn idle_connection(&self) -> Option<BufStream<TcpStream>> {
+        let mut idle = self.idle();
+        std::iter::from_fn(|| idle.pop()).find(|connection| {
+            let said = connection.get_ref().try_read(&mut [0; 1]);
+            said.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
+        })
+    }
+
+    async fn send(&self, delivery: &Delivery) -> Outcome {
+        let mut connection = match self.idle_connection() {
+            Some(connection) => connection,
+            None => match TcpStream::connect(&self.address).await {
+                Ok(stream) => BufStream::new(stream),
+                Err(error) => return classify::connecting(&error),
+            },
+        };
+        match exchange(&mut connection, delivery).await {
+            Ok(line) => {
+                if line.ends_with('\n') {
+                    self.idle().push(connection);
+                }
+                classify::answer(&line)
+            }
+            Err(error) => {
+                // The server may have gone; what is idle is then dead too.
+                self.idle().clear();
+                classify::exchanging(&error)
+            }
+        }
+    }
+}
+
+async fn exchange(connection: &mut BufStream<TcpStream>, delivery: &Delivery) -> Result<String> {
+    let event = &delivery.event;
+    let head = json!({
+        "id": delivery.dedupe_id(),
+        "topic": event.topic,
+        "key": event.key,
+        "headers": event.headers,
+        "bytes": event.payload.len(),
+    });
+    connection.write_all(format!("{head}\n").as_bytes()).await?;
+    connection.write_all(&event.payload).await?;
+    connection.flush().await?;
+    let mut line = String::new();
+    connection.take(ANSWER_BYTES_MAX).read_line(&mut line).await?;
+    Ok(line)
+}
+
+#[async_trait]
+impl Sink for LinesSink {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { batch_max: 1, concurrency: self.connections, prefix: false }
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        let mut outcomes = Vec::with_capacity(deliveries.len());
+        for delivery in deliveries {
+            outcomes.push(self.send(delivery).await);
+        }
+        outcomes
+    }
+
+    async fn close(&self) {
+        self.idle().clear();
+    }
+}
