@@ -60,7 +60,7 @@ impl Context {
     /// Opens the store. A mistyped `--log` is told here: to whoever asks for a log that is not there, "nothing" would be an untrue answer.
     pub(crate) async fn store(&self) -> Result<Arc<dyn Store>, Failure> {
         let store = self.any_store().await?;
-        self.known_log().await?;
+        self.known_log(store.as_ref()).await?;
         Ok(store)
     }
 
@@ -70,9 +70,9 @@ impl Context {
     }
 
     /// Refuses a `--log` that neither the store nor the configuration has.
-    pub(crate) async fn known_log(&self) -> Result<(), Failure> {
+    pub(crate) async fn known_log(&self, store: &dyn Store) -> Result<(), Failure> {
         let Some(log) = &self.log else { return Ok(()) };
-        let mut known = postbox_server::list_logs(&self.config.store).await?;
+        let mut known = store.logs().await?;
         known.extend(self.config.subscriptions.iter().map(|config| config.subscription.log.clone()));
         known.extend(self.config.sources.iter().map(|source| source.log.clone()));
         if known.contains(log) {
@@ -90,10 +90,14 @@ impl Context {
             return Ok(Vec::new());
         }
         let read: Vec<LogName> = store.subscriptions().await?.into_iter().map(|info| info.log).collect();
-        let unread = |log: &LogName| !read.contains(log) && self.log.as_ref().is_none_or(|meant| meant == log);
-        let mut counts = postbox_server::count_logs(&self.config.store, unread).await?;
-        counts.retain(|(_, count)| *count > 0);
-        Ok(counts)
+        let mut unread = Vec::new();
+        for log in store.logs().await? {
+            if !read.contains(&log) && self.log.as_ref().is_none_or(|meant| *meant == log) {
+                let count = store.count(&log).await?;
+                unread.extend((count > 0).then_some((log, count)));
+            }
+        }
+        Ok(unread)
     }
 
     /// The configured subscriptions that are meant.

@@ -5,8 +5,7 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use postbox_server::LoadError;
-
-use crate::text::safe_line;
+use postbox_server::text::safe_line;
 
 /// The end of a command that was not done.
 #[derive(Debug)]

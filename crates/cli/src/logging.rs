@@ -10,7 +10,8 @@ use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
-use postbox_server::{LogConfig, LogFormat, is_hostile};
+use postbox_server::text::is_hostile;
+use postbox_server::{LogConfig, LogFormat};
 use tracing_subscriber::EnvFilter;
 
 use crate::failure::Failure;

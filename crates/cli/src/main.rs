@@ -11,7 +11,6 @@ mod failure;
 mod logging;
 mod output;
 mod signals;
-mod text;
 
 use std::process::ExitCode;
 

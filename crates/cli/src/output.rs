@@ -3,10 +3,10 @@
 use std::io::{IsTerminal as _, Write as _};
 
 use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
+use postbox_server::text::{safe_json, safe_line};
 use serde::Serialize;
 
 use crate::failure::Failure;
-use crate::text::{safe_json, safe_line};
 
 /// Writes text to standard output as it is.
 pub(crate) fn print(text: &str) -> Result<(), Failure> {

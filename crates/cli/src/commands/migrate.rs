@@ -45,6 +45,6 @@ pub(super) async fn grants(
 }
 
 pub(super) async fn rebase(context: &Context) -> Result<(), Failure> {
-    postbox_server::rebase(&context.config.store).await?;
+    context.any_store().await?.rebase().await?;
     output::line("cursors and rows fit this cluster; start the relays again")
 }

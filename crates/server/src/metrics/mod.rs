@@ -16,8 +16,8 @@ use tokio::time::timeout;
 
 use self::text::{Kind, Page};
 use crate::cache::Cached;
-use crate::part::Part;
 use crate::sources::Sources;
+use crate::supervised_relay::Relays;
 
 /// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several of them share one answer.
 const STATS_TTL: Duration = Duration::from_secs(5);
@@ -32,16 +32,16 @@ const OTHER: &str = "other";
 const NONE: &str = "none";
 
 /// Everything that is measured.
-pub(crate) struct Measures {
+pub(crate) struct Exporter {
     store: Arc<dyn Store>,
-    parts: Vec<Arc<Part>>,
+    relays: Relays,
     sources: Sources,
-    stats: Cached<Option<Vec<(SubscriptionInfo, Stats)>>>,
+    stats: Cached<Vec<(SubscriptionInfo, Stats)>>,
 }
 
-impl Measures {
-    pub(crate) fn new(store: Arc<dyn Store>, parts: Vec<Arc<Part>>, sources: Sources, clock: Arc<dyn Clock>) -> Self {
-        Self { store, parts, sources, stats: Cached::new(clock, STATS_TTL) }
+impl Exporter {
+    pub(crate) fn new(store: Arc<dyn Store>, relays: Relays, sources: Sources, clock: Arc<dyn Clock>) -> Arc<Self> {
+        Arc::new(Self { store, relays, sources, stats: Cached::new(clock, STATS_TTL) })
     }
 
     /// The page.
@@ -49,7 +49,8 @@ impl Measures {
         let mut page = Page::default();
         page.family("postbox_build_info", Kind::Gauge, "Which program this is.")
             .count(&[("version", env!("CARGO_PKG_VERSION"))], 1);
-        let stats = self.stats.get(async { timeout(STATS_WAIT, self.count()).await.ok().and_then(Result::ok) }).await;
+        let store = Arc::clone(&self.store);
+        let stats = self.stats.get(async move { timeout(STATS_WAIT, count(store.as_ref())).await.ok()?.ok() }).await;
         page.family("postbox_store_up", Kind::Gauge, "Whether the store answered when it was asked last.")
             .count(&[], u64::from(stats.is_some()));
         if let Some(stats) = stats.as_deref() {
@@ -58,15 +59,6 @@ impl Measures {
         self.relays(&mut page);
         self.received(&mut page);
         page.finish()
-    }
-
-    async fn count(&self) -> Result<Vec<(SubscriptionInfo, Stats)>> {
-        let mut counted = Vec::new();
-        for info in self.store.subscriptions().await? {
-            let stats = self.store.stats(&info.name).await?;
-            counted.push((info, stats));
-        }
-        Ok(counted)
     }
 
     fn relays(&self, page: &mut Page) {
@@ -84,7 +76,8 @@ impl Measures {
             ("postbox_timeouts_total", "Deliveries that exceeded the time limit.", |m| m.timeouts),
             ("postbox_breaker_opened_total", "Times the breaker opened.", |m| m.breaker_opened),
         ];
-        let snapshots: Vec<_> = self.parts.iter().map(|part| (part.name.as_str(), part.metrics().snapshot())).collect();
+        let snapshots: Vec<_> =
+            self.relays.iter().map(|part| (part.name.as_str(), part.metrics().snapshot())).collect();
         for (name, help, read) in COUNTERS {
             let mut family = page.family(name, Kind::Counter, help);
             for (subscription, snapshot) in &snapshots {
@@ -92,7 +85,7 @@ impl Measures {
             }
         }
         let mut family = page.family("postbox_failures_total", Kind::Counter, "Failed deliveries by topic and reason.");
-        for part in &self.parts {
+        for part in self.relays.iter() {
             for ((topic, code), count) in capped(part.metrics().failures_by_cause()) {
                 family.count(&[("subscription", part.name.as_str()), ("topic", &topic), ("code", &code)], count);
             }
@@ -110,7 +103,7 @@ impl Measures {
         let help =
             "When a lane began to fail at every read or settlement, in seconds since 1970; not there while it works.";
         let mut family = page.family("postbox_lane_failing_since_seconds", Kind::Gauge, help);
-        for part in &self.parts {
+        for part in self.relays.iter() {
             for failing in part.relay.failing_lanes() {
                 let lane = failing.lane.to_string();
                 let labels = [("subscription", part.name.as_str()), ("lane", &lane), ("code", &failing.code)];
@@ -119,7 +112,7 @@ impl Measures {
         }
         let help = "How the destination stands: 0 answers, 1 is being asked again, 2 does not answer.";
         let mut family = page.family("postbox_breaker_state", Kind::Gauge, help);
-        for part in &self.parts {
+        for part in self.relays.iter() {
             let state = match part.metrics().breaker_state() {
                 BreakerState::Closed => 0,
                 BreakerState::HalfOpen => 1,
@@ -152,7 +145,7 @@ impl Measures {
                 family.count(&[("layer", layer), ("source", &name(count))], count.count);
             }
         }
-        for part in &self.parts {
+        for part in self.relays.iter() {
             let known = self.sources.of_log(&part.relay.subscription().log).map(SourceName::to_string);
             for (source, count) in by_source(part.metrics().duplicates_by_source(), known) {
                 let labels = [("layer", "destination"), ("source", &*source), ("subscription", part.name.as_str())];
@@ -160,6 +153,15 @@ impl Measures {
             }
         }
     }
+}
+
+async fn count(store: &dyn Store) -> Result<Vec<(SubscriptionInfo, Stats)>> {
+    let mut counted = Vec::new();
+    for info in store.subscriptions().await? {
+        let stats = store.stats(&info.name).await?;
+        counted.push((info, stats));
+    }
+    Ok(counted)
 }
 
 fn depth(page: &mut Page, counted: &[(SubscriptionInfo, Stats)]) {

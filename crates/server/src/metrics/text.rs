@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use crate::visible::neutralise;
+use crate::text::neutralise;
 
 /// What a number means.
 #[derive(Debug, Clone, Copy)]

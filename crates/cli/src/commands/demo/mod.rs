@@ -22,6 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use postbox_server::text::{grouped, span};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -32,7 +33,6 @@ use self::show::{Counts, Paint, Show};
 use self::stage::Stage;
 use crate::failure::Failure;
 use crate::output;
-use crate::text::{grouped, span};
 
 /// The shop's customers come over so long a time; what is left of the default 8 seconds is crash, recovery and proof.
 const SPREAD: Duration = Duration::from_secs(5);

@@ -4,11 +4,11 @@ use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use postbox_server::text::grouped;
 
 use super::proof::Proof;
 use crate::failure::Failure;
 use crate::output;
-use crate::text::grouped;
 
 /// How far everything is, for the display only.
 #[derive(Debug, Clone, Copy, Default)]
