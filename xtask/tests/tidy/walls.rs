@@ -89,6 +89,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
     ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash", "postbox-simulator"]),
     ("reqwest", &["postbox-http"]),
+    ("prometheus-client", &["postbox-server"]),
     ("axum", &["postbox-ingress", "postbox-listen", "postbox-server", "postbox-cli", "postbox-bench"]),
     ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "xtask"]),
     ("toml", &["postbox-server", "xtask"]),
