@@ -15,7 +15,7 @@ use subtle::ConstantTimeEq as _;
 use tokio::time::timeout;
 
 use crate::cache::Cached;
-use crate::metrics::Exporter;
+use crate::metrics::{self, Exporter};
 use crate::secret::Secret;
 use crate::status::{Fault, ServiceStatus};
 use crate::supervised_relay::Relays;
@@ -133,5 +133,5 @@ async fn status(State(api): State<Arc<Api>>) -> Response {
 }
 
 async fn metrics(State(api): State<Arc<Api>>) -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], api.exporter.page().await)
+    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], api.exporter.page().await)
 }

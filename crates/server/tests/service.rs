@@ -92,17 +92,19 @@ async fn it_delivers_and_says_so() -> Result<()> {
     stop(service).await
 }
 
-/// What Prometheus insists on: samples stand right under their family, no series twice.
+/// What OpenMetrics insists on: samples stand right under their family, no series twice, and the end
+/// is marked.
 fn check_page(page: &str) -> Result<()> {
-    let mut family = "";
+    let mut family = String::new();
     let (mut families, mut seen) = (std::collections::HashSet::new(), std::collections::HashSet::new());
-    for line in page.lines() {
+    for line in page.strip_suffix("# EOF\n").context("no end")?.lines() {
         if let Some(named) = line.strip_prefix("# TYPE ") {
-            family = named.split(' ').next().context("no name")?;
-            ensure!(families.insert(family), "{family} twice");
+            let (name, kind) = named.split_once(' ').context("no kind")?;
+            ensure!(families.insert(name.to_owned()), "{name} twice");
+            family = name.to_owned() + if kind == "counter" { "_total" } else { "" };
         } else if !line.starts_with('#') {
             let (series, value) = line.rsplit_once(' ').context("no value")?;
-            ensure!(series.split('{').next() == Some(family), "{series} under {family}");
+            ensure!(series.split('{').next() == Some(family.as_str()), "{series} under {family}");
             ensure!(seen.insert(series), "{series} twice");
             value.parse::<f64>().with_context(|| format!("{line}: no number"))?;
         }
