@@ -46,15 +46,15 @@ pub struct TopicJson {
 }
 
 impl StatsJson {
-    fn new(info: &SubscriptionInfo, stats: Stats) -> Self {
+    fn new(subscription: Option<SubscriptionName>, log: LogName, paused: bool, stats: Stats) -> Self {
         let topics = stats.topics.into_iter().map(|topic| TopicJson {
             topic: topic.topic,
             pending: topic.pending,
             oldest_pending_seconds: topic.oldest_pending.as_secs_f64(),
         });
         Self {
-            subscription: Some(info.name.clone()),
-            log: info.log.clone(),
+            subscription,
+            log,
             pending: stats.pending,
             retrying: stats.retrying,
             blocked: stats.blocked,
@@ -64,28 +64,14 @@ impl StatsJson {
             dispatched: stats.dispatched,
             total: stats.total,
             oldest_pending_seconds: stats.oldest_pending.map(|age| age.as_secs_f64()),
-            paused: info.paused.is_some(),
+            paused,
             topics: topics.collect(),
         }
     }
 
     /// The counts of a log that nobody reads.
     pub fn unread(log: LogName, count: u64) -> Self {
-        Self {
-            subscription: None,
-            log,
-            pending: count,
-            retrying: 0,
-            blocked: 0,
-            scheduled: 0,
-            dead: 0,
-            discarded: 0,
-            dispatched: 0,
-            total: count,
-            oldest_pending_seconds: None,
-            paused: false,
-            topics: Vec::new(),
-        }
+        Self::new(None, log, false, Stats { pending: count, total: count, ..Stats::default() })
     }
 }
 
@@ -93,7 +79,8 @@ impl StatsJson {
 pub async fn stats(store: &dyn Inspect, infos: &[SubscriptionInfo]) -> Result<Vec<StatsJson>> {
     let mut counted = Vec::with_capacity(infos.len());
     for info in infos {
-        counted.push(StatsJson::new(info, store.stats(&info.name).await?));
+        let stats = store.stats(&info.name).await?;
+        counted.push(StatsJson::new(Some(info.name.clone()), info.log.clone(), info.paused.is_some(), stats));
     }
     Ok(counted)
 }
