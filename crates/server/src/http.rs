@@ -21,7 +21,8 @@ use crate::status::{Fault, ServiceStatus};
 use crate::supervised_relay::Relays;
 use crate::text::{safe_json, safe_line};
 
-/// Longest wait for the store before it counts as not reachable: probes give up after a few seconds.
+/// Longest wait for the store before it counts as not reachable: probes give up after a few
+/// seconds.
 const STORE_WAIT: Duration = Duration::from_secs(2);
 /// How long readiness is kept: probes come every second at most, and strangers make no work for the
 /// store.

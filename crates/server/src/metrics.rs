@@ -1,8 +1,8 @@
 //! `/metrics`: what the relays counted, and what the store says of depth and lag.
 //!
 //! Counters come from memory and are always fresh. Depth and lag cost the store a scan and are kept
-//! for five seconds. Topics are chosen by whoever appends, so only the deepest have a label of their
-//! own; the rest is summed up as `other`.
+//! for five seconds. Topics are chosen by whoever appends, so only the deepest have a label of
+//! their own; the rest is summed up as `other`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -164,7 +164,8 @@ fn depth(page: &mut Page<'_>, all: &[StatsJson]) -> fmt::Result {
     page.family("postbox_lag_seconds", "Age of the oldest event to be delivered, by topic.", lag)
 }
 
-/// The topics with a label of their own: the deepest. One that is called `other` is among the others.
+/// The topics with a label of their own: the deepest. One that is called `other` is among the
+/// others.
 fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicJson> {
     stats.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER)
 }
@@ -313,7 +314,8 @@ mod tests {
     impl Collector for Sample {
         fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
             let mut page = Page(encoder);
-            let topics = ["a\"b\\c\nd", "x\u{202e}y\u{1b}"].map(|topic| (labels([("topic", topic), ("code", "x")]), 3_u64));
+            let topics =
+                ["a\"b\\c\nd", "x\u{202e}y\u{1b}"].map(|topic| (labels([("topic", topic), ("code", "x")]), 3_u64));
             page.family("a_total", "What is counted.", topics)?;
             page.family("b", "How much.", [(Vec::new(), 0.25)])
         }

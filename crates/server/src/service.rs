@@ -22,14 +22,15 @@ use crate::store::open_store;
 use crate::supervised_relay::{Relays, SupervisedRelay};
 use crate::wiring;
 
-/// Part of the stop deadline that is left to the relays for settling and giving their lanes back after the last answer.
+/// Part of the stop deadline that is left to the relays for settling and giving their lanes back
+/// after the last answer.
 const SETTLE_SHARE: Duration = Duration::from_millis(500);
 
 /// Wait between two looks whether a standby was promoted.
 const STANDBY_WAIT: Duration = Duration::from_millis(500);
 
-/// A running service. Dropping it ends everything at once, without settling; nothing is lost, but what was in flight may
-/// arrive again.
+/// A running service. Dropping it ends everything at once, without settling; nothing is lost, but
+/// what was in flight may arrive again.
 pub struct Service {
     address: SocketAddr,
     stop: CancellationToken,
@@ -46,15 +47,16 @@ impl Service {
         Self::start_on(config, store).await
     }
 
-    /// Starts on a store that is open already. Everything that can be wrong is found before the first event goes out: the
-    /// schema, each subscription, each sink and source, the port.
+    /// Starts on a store that is open already. Everything that can be wrong is found before the
+    /// first event goes out: the schema, each subscription, each sink and source, the port.
     pub async fn start_on(config: Config, store: Arc<dyn Store>) -> Result<Self> {
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         store.validate().await?;
         if let Some(risk) = config.server.risk() {
             warn!(code = "listens_everywhere", "{risk}");
         }
-        // First of what can fail, because a port in use is what fails most, and subscriptions would be left behind in the store.
+        // First of what can fail, because a port in use is what fails most, and subscriptions would
+        // be left behind in the store.
         let listener = bind(config.server.listen).await?;
         let address = listener.local_addr().unwrap_or(config.server.listen);
         let mut relays = Vec::with_capacity(config.subscriptions.len());
@@ -122,7 +124,8 @@ impl Service {
 
     /// Waits until it has stopped: after [`Self::stop`], or because a task of it failed for good.
     ///
-    /// An error with code `stop_timeout` says that the deadline passed; what was in flight then may arrive again.
+    /// An error with code `stop_timeout` says that the deadline passed; what was in flight then may
+    /// arrive again.
     pub async fn wait(self) -> Result<()> {
         match self.task.await {
             Ok(ended) => ended,
@@ -133,7 +136,8 @@ impl Service {
     }
 }
 
-/// Makes or checks a subscription. A database that is a standby is waited for: it will be promoted, or somebody reads the log.
+/// Makes or checks a subscription. A database that is a standby is waited for: it will be promoted,
+/// or somebody reads the log.
 async fn subscribe(store: &Arc<dyn Store>, subscription: &Subscription, clock: &Arc<dyn Clock>) -> Result<()> {
     let mut is_logged = false;
     loop {
@@ -180,7 +184,8 @@ async fn bind(address: SocketAddr) -> Result<TcpListener> {
     })
 }
 
-/// Waits for the stop, or for the first task that ends without one; then for all, as long as the deadline allows.
+/// Waits for the stop, or for the first task that ends without one; then for all, as long as the
+/// deadline allows.
 async fn lead(mut tasks: JoinSet<Result<()>>, stop: CancellationToken, deadline: Duration) -> Result<()> {
     let mut ended = Ok(());
     tokio::select! {

@@ -50,7 +50,8 @@ impl SupervisedRelay {
             let what = format!("lane {lane} cannot be read or settled since {since:.0}; last reason: {code}");
             (code, what)
         } else {
-            // The destination, the way there or our own limits may be at fault: the code says which.
+            // The destination, the way there or our own limits may be at fault: the code says
+            // which.
             let Outage { since, code } = self.metrics().outage()?;
             let what = format!("the breaker is open since {since:.0}, nothing is sent; last reason: {code}");
             (code, what)
@@ -69,7 +70,8 @@ impl SupervisedRelay {
         }
     }
 
-    /// Runs until `stop`; starts again after an error or a panic. Dropping this ends the relay without settling.
+    /// Runs until `stop`; starts again after an error or a panic. Dropping this ends the relay
+    /// without settling.
     pub(crate) async fn supervise(self: Arc<Self>, clock: Arc<dyn Clock>, stop: CancellationToken) {
         let mut wait = RESTART_MIN;
         while !stop.is_cancelled() {

@@ -3,8 +3,8 @@
 
 use std::fmt::Write as _;
 
-/// Whether a terminal could take this character for something other than text: control characters (C0, DEL, C1), line and
-/// paragraph separators, and the marks that turn the reading direction.
+/// Whether a terminal could take this character for something other than text: control characters
+/// (C0, DEL, C1), line and paragraph separators, and the marks that turn the reading direction.
 pub fn is_hostile(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
@@ -37,8 +37,8 @@ pub fn safe_lines(text: &str) -> String {
     neutralise(text, |c| matches!(c, '\n' | '\t'))
 }
 
-/// For JSON text: inside JSON, such characters stand only in strings, where `\uXXXX` means the same.
-/// The bytes below 0x20 that a serialiser leaves outside of strings are line breaks and tabs.
+/// For JSON text: inside JSON, such characters stand only in strings, where `\uXXXX` means the
+/// same. The bytes below 0x20 that a serialiser leaves outside of strings are line breaks and tabs.
 pub fn safe_json(json: &str) -> String {
     let mut safe = String::with_capacity(json.len());
     for c in json.chars() {

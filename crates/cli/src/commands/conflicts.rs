@@ -1,4 +1,5 @@
-//! `postbox list --state conflict`: message ids that came again with another body, and were kept out.
+//! `postbox list --state conflict`: message ids that came again with another body, and were kept
+//! out.
 
 use std::collections::BTreeSet;
 
@@ -33,8 +34,9 @@ pub(super) async fn list(context: &Context, limit: usize, json: bool) -> Result<
     output::rows(&head, &conflicts.iter().map(row).collect::<Vec<_>>())
 }
 
-/// The latest of one log. The record names the source and not the log, so it is the configuration that says which log a source stores into; what
-/// came from a source that is not in it is counted and told, not hidden.
+/// The latest of one log. The record names the source and not the log, so it is the configuration
+/// that says which log a source stores into; what came from a source that is not in it is counted
+/// and told, not hidden.
 async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<Vec<Conflict>, Failure> {
     let store = context.store().await?;
     let log_of = |conflict: &Conflict| {

@@ -11,7 +11,7 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
-/// Most events of one subscription and state that are looked at ahead, to find the oldest of all: bounds the memory.
+/// Most events read ahead of one subscription and state, to find the oldest of all.
 const PAGE: usize = 100;
 
 pub(super) async fn run(
@@ -74,8 +74,9 @@ async fn of_each(
     Ok(())
 }
 
-/// Retries the oldest over several subscriptions, by when they were appended. The store narrows within one subscription only, and one with many dead
-/// events would otherwise use up the limit before the next is looked at.
+/// Retries the oldest over several subscriptions, by when they were appended. The store narrows
+/// within one subscription only, and one with many dead events would otherwise use up the limit
+/// before the next is looked at.
 async fn oldest_of_all(
     store: &dyn Store,
     infos: &[SubscriptionInfo],
@@ -101,7 +102,7 @@ async fn oldest_of_all(
         if found.iter().all(Vec::is_empty) {
             break;
         }
-        // One that is due already, as those are that were just sent again, changes nothing and does not count; then the search goes on.
+        // One that is due already changes nothing and does not count; then the search goes on.
         for (info, ids) in infos.iter().zip(found).filter(|(_, ids)| !ids.is_empty()) {
             let selection = Selection { ids: Some(ids), ..Selection::default() };
             steps.take(selection, async |selection| store.retry(&info.name, selection).await).await?;

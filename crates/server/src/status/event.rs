@@ -32,7 +32,8 @@ pub struct EventJson<'a> {
 
 impl<'a> From<&'a Event> for EventJson<'a> {
     fn from(event: &'a Event) -> Self {
-        // The payload as it is, not parsed into values and written again: numbers keep their digits.
+        // The payload as it is, not parsed into values and written again: numbers keep their
+        // digits.
         let payload = event.is_json().then(|| serde_json::from_slice(&event.payload).ok()).flatten();
         Self {
             id: event.id,

@@ -152,15 +152,16 @@ impl DemoEnv {
         })
     }
 
-    /// Ends the relay where it stands: no settling, no giving back of its lease. Gives the number of
-    /// requests on the wire.
+    /// Ends the relay where it stands: no settling, no giving back of its lease. Gives the number
+    /// of requests on the wire.
     pub(super) fn crash_relay(&mut self) -> u64 {
         let in_flight = self.faults.in_flight.load(Ordering::Relaxed);
         self.relay.task.abort();
         in_flight
     }
 
-    /// Starts another relay, with another name and other connections: it knows nothing of the first.
+    /// Starts another relay, with another name and other connections: it knows nothing of the
+    /// first.
     pub(super) async fn start_relay(&mut self) -> anyhow::Result<()> {
         let relay = make_relay(&self.shop_database, self.target, &self.secret, &self.clock).await?;
         self.relay = RunningRelay::start(relay, &self.stop);

@@ -33,8 +33,8 @@ use self::show::{Counts, Paint, Show};
 use crate::failure::Failure;
 use crate::output;
 
-/// When nothing has arrived for so long, the proof is made of what did. Longer than any lease or wait
-/// of the demo.
+/// When nothing has arrived for so long, the proof is made of what did. Longer than any lease or
+/// wait of the demo.
 const STANDSTILL_MAX: Duration = Duration::from_secs(30);
 /// How often the display changes.
 const TICK: Duration = Duration::from_millis(50);

@@ -1,8 +1,8 @@
-//! The shop: every change of an order and the event about it commit in one transaction of the shop's
-//! own database.
+//! The shop: every change of an order and the event about it commit in one transaction of the
+//! shop's own database.
 //!
-//! Beside it the shop keeps notes in a plain file, written after each commit and each rollback: what
-//! the proof at the end compares everything with. The notes know nothing of Postbox.
+//! Beside it the shop keeps notes in a plain file, written after each commit and each rollback:
+//! what the proof at the end compares everything with. The notes know nothing of Postbox.
 
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
@@ -21,8 +21,8 @@ const STEPS: [&str; 3] = ["order.placed", "order.paid", "order.shipped"];
 const ROLLBACK_PERCENT: u32 = 10;
 /// The customers come over so long a time; what is left of 8 seconds is crash, recovery and proof.
 const SPREAD: Duration = Duration::from_secs(5);
-/// Least time between two customers. SQLite has one write lock and no queue for it: a shop that took
-/// it again at once would keep the relay out.
+/// Least time between two customers. SQLite has one write lock and no queue for it: a shop that
+/// took it again at once would keep the relay out.
 const PACE_MIN: Duration = Duration::from_micros(500);
 /// Longest time between two customers, so that a small shop does not stand empty.
 const PACE_MAX: Duration = Duration::from_millis(5);
@@ -59,7 +59,8 @@ struct Order {
 pub(super) fn work(folder: &Path, seed: u64, orders: u64, progress: &Progress) -> anyhow::Result<()> {
     let mut connection = Connection::open(folder.join("shop.db"))?;
     connection.busy_timeout(Duration::from_secs(10))?;
-    // A commit survives the death of the process, which is what the demo is about; no flush for each.
+    // A commit survives the death of the process, which is what the demo is about; no flush for
+    // each.
     connection.pragma_update(None, "synchronous", "NORMAL")?;
     connection.execute(SHOP_SCHEMA, [])?;
     let mut notes = BufWriter::new(File::create_new(folder.join("notes.tsv"))?);
