@@ -14,7 +14,8 @@ use crate::failure::Failure;
 /// What a command needs the configuration for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// It delivers and receives until it is stopped: every secret must be there, and its lifecycle is told.
+    /// It delivers and receives until it is stopped: every secret must be there, and its lifecycle
+    /// is logged.
     Serve,
     /// It delivers once: every secret must be there.
     Deliver,
@@ -57,10 +58,11 @@ impl Context {
         Ok(Self { config, log: global.log.clone(), only: global.only.clone() })
     }
 
-    /// Opens the store. A mistyped `--log` is told here: to whoever asks for a log that is not there, "nothing" would be an untrue answer.
+    /// Opens the store, and refuses a `--log` that is not there: "nothing" would be an untrue
+    /// answer.
     pub(crate) async fn store(&self) -> Result<Arc<dyn Store>, Failure> {
         let store = self.any_store().await?;
-        self.known_log().await?;
+        self.known_log(store.as_ref()).await?;
         Ok(store)
     }
 
@@ -70,9 +72,9 @@ impl Context {
     }
 
     /// Refuses a `--log` that neither the store nor the configuration has.
-    pub(crate) async fn known_log(&self) -> Result<(), Failure> {
+    pub(crate) async fn known_log(&self, store: &dyn Store) -> Result<(), Failure> {
         let Some(log) = &self.log else { return Ok(()) };
-        let mut known = self.any_store().await?.logs().await?;
+        let mut known = store.logs().await?;
         known.extend(self.config.subscriptions.iter().map(|config| config.subscription.log.clone()));
         known.extend(self.config.sources.iter().map(|source| source.log.clone()));
         if known.contains(log) {
@@ -84,21 +86,21 @@ impl Context {
         Err(Failure::usage(format!("there is no log {log}; there are: {known}")))
     }
 
-    /// The logs with events that no subscription reads, and how many there are; of those that are meant.
+    /// The logs with events that no subscription reads, and how many there are; of those that are
+    /// meant.
     pub(crate) async fn unread(&self, store: &dyn Store) -> Result<Vec<(LogName, u64)>, Failure> {
         if self.only.is_some() {
             return Ok(Vec::new());
         }
         let read: Vec<LogName> = store.subscriptions().await?.into_iter().map(|info| info.log).collect();
-        let unread = |log: &LogName| !read.contains(log) && self.log.as_ref().is_none_or(|meant| meant == log);
-        let mut counts = Vec::new();
-        for log in store.logs().await?.into_iter().filter(unread) {
-            let count = store.count(&log).await?;
-            if count > 0 {
-                counts.push((log, count));
+        let mut unread = Vec::new();
+        for log in store.logs().await? {
+            if !read.contains(&log) && self.log.as_ref().is_none_or(|meant| *meant == log) {
+                let count = store.count(&log).await?;
+                unread.extend((count > 0).then_some((log, count)));
             }
         }
-        Ok(counts)
+        Ok(unread)
     }
 
     /// The configured subscriptions that are meant.
@@ -118,8 +120,8 @@ impl Context {
         }
     }
 
-    /// The subscriptions in the store that are meant. Configured ones that the store has not seen yet are made first, so that what is
-    /// waiting for them is counted before their relay ever ran.
+    /// The subscriptions in the store that are meant. Configured ones that the store has not seen
+    /// yet are made first, so that what is waiting for them is counted before their relay ever ran.
     pub(crate) async fn registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
         let mut infos = store.subscriptions().await?;
         let missing = self.config.subscriptions.iter().map(|config| &config.subscription);

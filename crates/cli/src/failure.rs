@@ -5,8 +5,7 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use postbox_server::LoadError;
-
-use crate::text::safe_line;
+use postbox_server::text::safe_line;
 
 /// The end of a command that was not done.
 #[derive(Debug)]
@@ -15,7 +14,8 @@ pub(crate) enum Failure {
     Failed(String),
     /// Exit 2: wrong usage or configuration; nothing was tried.
     Usage(String),
-    /// Whoever read our output has closed it (`postbox list | head`): nobody is left to tell, and nothing is wrong.
+    /// Whoever read our output has closed it (`postbox list | head`): nobody is left to tell, and
+    /// nothing is wrong.
     OutputClosed,
 }
 
@@ -63,7 +63,8 @@ impl From<postbox_core::Error> for Failure {
     }
 }
 
-/// Whether a cause adds to what was said: not itself, not itself behind the name of the operation, not a driver's "db error" for what the server said.
+/// Whether a cause adds to the text: it is not in it already, with or without its operation, and is
+/// not a driver's bare "db error".
 fn says_more(text: &str, cause: &str) -> bool {
     let plain = cause.split_once(": ").map_or(cause, |(_, rest)| rest);
     cause != "db error" && !text.contains(cause) && !text.contains(plain)

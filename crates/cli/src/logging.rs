@@ -1,21 +1,24 @@
 //! Logs go to standard error, so that standard output stays for results.
 //!
-//! Levels: info for lifecycle, debug per batch, warn for what is recoverable, error for what needs a person.
+//! Levels: info for lifecycle, debug per batch, warn for what is recoverable, error for what needs
+//! a person.
 //!
-//! A line is written by a thread of its own, and nobody waits for it: whoever has standard error may close it, let its disk
-//! run full, or stop reading, and events are delivered all the same.
+//! A line is written by a thread of its own, and nobody waits for it: whoever has standard error
+//! may close it, let its disk run full, or stop reading, and events are delivered all the same.
 
 use std::io::{self, IsTerminal as _, Write};
 use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
-use postbox_server::{LogConfig, LogFormat, is_hostile};
+use postbox_server::text::is_hostile;
+use postbox_server::{LogConfig, LogFormat};
 use tracing_subscriber::EnvFilter;
 
 use crate::failure::Failure;
 
-/// Most lines that wait to be written, some 200 bytes each; beyond it they are lost. A reader that is merely slow catches up.
+/// Most lines that wait to be written, some 200 bytes each; beyond it they are lost. A reader that
+/// is merely slow catches up.
 const LINES_MAX: usize = 4_096;
 /// Longest wait for the last lines at the end of the program.
 const FLUSH_MAX: Duration = Duration::from_secs(1);
@@ -82,8 +85,9 @@ impl Write for Lines {
     }
 }
 
-/// Without characters that hide or reorder text. Those below are the subscriber's business: it escapes them, and colours with
-/// them. Each becomes what JSON reads as the same character, and a person as its number.
+/// Without characters that hide or reorder text. Those below are the subscriber's business: it
+/// escapes them, and colours with them. Each becomes what JSON reads as the same character, and a
+/// person as its number.
 fn neutralise(line: &[u8]) -> Vec<u8> {
     let hostile = |c: char| c >= '\u{7f}' && is_hostile(c);
     match std::str::from_utf8(line) {

@@ -1,4 +1,5 @@
-//! The `postbox` binary: reads arguments, runs one command, turns typed errors into one line and an exit code.
+//! The `postbox` binary: reads arguments, runs one command, turns typed errors into one line and an
+//! exit code.
 //!
 //! Exit codes: 0 done · 1 failed · 2 wrong usage or configuration.
 
@@ -11,7 +12,6 @@ mod failure;
 mod logging;
 mod output;
 mod signals;
-mod text;
 
 use std::process::ExitCode;
 
@@ -21,7 +21,8 @@ use crate::args::Args;
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    // First of all: with no provider (or two) the first TLS handshake would panic. An error means that one is installed.
+    // First of all: with no provider (or two) the first TLS handshake would panic. An error means
+    // that one is installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let args = Args::parse();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {

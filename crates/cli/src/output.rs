@@ -1,12 +1,13 @@
-//! How results are printed: tables for people at a terminal, one line a record with tabs for pipes, JSON when asked for.
+//! How results are printed: tables for people at a terminal, one line a record with tabs for pipes,
+//! JSON when asked for.
 
 use std::io::{IsTerminal as _, Write as _};
 
 use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
+use postbox_server::text::{safe_json, safe_line};
 use serde::Serialize;
 
 use crate::failure::Failure;
-use crate::text::{safe_json, safe_line};
 
 /// Writes text to standard output as it is.
 pub(crate) fn print(text: &str) -> Result<(), Failure> {
@@ -38,7 +39,8 @@ pub(crate) fn is_terminal() -> bool {
     std::io::stdout().is_terminal()
 }
 
-/// Rows: a table with a head at a terminal, else one line a row, cells separated by tabs, without a head.
+/// Rows: a table with a head at a terminal, else one line a row, cells separated by tabs, without a
+/// head.
 pub(crate) fn rows(head: &[&str], rows: &[Vec<String>]) -> Result<(), Failure> {
     if !is_terminal() {
         let lines = rows.iter().map(|row| row.iter().map(|cell| safe_line(cell)).collect::<Vec<_>>().join("\t") + "\n");
@@ -47,14 +49,16 @@ pub(crate) fn rows(head: &[&str], rows: &[Vec<String>]) -> Result<(), Failure> {
     print(&format!("{}\n", table(head, rows, Table::new().width())))
 }
 
-/// A column up to this width is never broken, so that an id can be copied; the terminal may wrap the line instead.
+/// A column up to this width is never broken, so that an id can be copied; the terminal may wrap
+/// the line instead.
 const UNBROKEN_CHARS: u16 = 40;
 /// What the last column, a text, has at least, however narrow the terminal.
 const LAST_CHARS: u16 = 24;
 /// Spaces after a column; the style adds one between two.
 const GAP_CHARS: u16 = 1;
 
-/// Columns in which nothing stands are left out: a terminal is narrow. `width` is the terminal's, if it says.
+/// Columns in which nothing stands are left out: a terminal is narrow. `width` is the terminal's,
+/// if it says.
 fn table(head: &[&str], rows: &[Vec<String>], width: Option<u16>) -> Table {
     let nothing = |cell: &str| matches!(cell, "" | "-" | "0");
     let shown: Vec<usize> =

@@ -2,7 +2,8 @@
 
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Resolves at the first SIGTERM or SIGINT. The handlers stand once this function has been called, not only once it is awaited.
+/// Resolves at the first SIGTERM or SIGINT. The handlers stand once this function has been called,
+/// not only once it is awaited.
 pub(crate) fn stopped() -> impl Future<Output = ()> {
     let signals = signal(SignalKind::terminate()).and_then(|term| Ok((term, signal(SignalKind::interrupt())?)));
     async move {

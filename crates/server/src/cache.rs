@@ -1,34 +1,43 @@
-//! An answer that is expensive to get, kept for a while and asked for by one at a time.
+//! An answer that is expensive to get, kept for a while and asked for once at a time.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, Shared};
 use postbox_core::Clock;
-use tokio::sync::Mutex;
+use tokio_util::task::AbortOnDropHandle;
 
-/// Keeps the last answer for `ttl`. Whoever asks while it is being made waits for it, so that a crowd costs one question.
+/// Keeps the last answer for `ttl`, counted from its question. Whoever asks while one is on its way
+/// waits for that one, so a crowd costs one question. No lock is held meanwhile.
 pub(crate) struct Cached<T> {
     clock: Arc<dyn Clock>,
     ttl: Duration,
-    last: Mutex<Option<(Duration, Arc<T>)>>,
+    last: Mutex<Option<(Duration, Answer<T>)>>,
 }
 
-impl<T> Cached<T> {
+type Answer<T> = Shared<BoxFuture<'static, Option<Arc<T>>>>;
+
+impl<T: Send + Sync + 'static> Cached<T> {
     pub(crate) fn new(clock: Arc<dyn Clock>, ttl: Duration) -> Self {
         Self { clock, ttl, last: Mutex::new(None) }
     }
 
-    /// The kept answer, or a fresh one. Cancel-safe: a question given up leaves the last answer as it was.
-    pub(crate) async fn get(&self, ask: impl Future<Output = T>) -> Arc<T> {
-        let mut last = self.last.lock().await;
+    /// The kept answer, or that of `ask`; `None` if it has none, which is kept as well.
+    ///
+    /// Cancel-safe: `ask` runs to its end as a task of its own, whoever still waits for it.
+    pub(crate) fn get(&self, ask: impl Future<Output = Option<T>> + Send + 'static) -> Answer<T> {
         let now = self.clock.monotonic();
-        if let Some((at, answer)) = last.as_ref()
-            && now.saturating_sub(*at) < self.ttl
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((at, answer)) = &*last
+            && (answer.peek().is_none() || now.saturating_sub(*at) < self.ttl)
         {
-            return Arc::clone(answer);
+            return answer.clone();
         }
-        let answer = Arc::new(ask.await);
-        *last = Some((now, Arc::clone(&answer)));
+        // Dropped with the cache. A panic is no answer.
+        let task = AbortOnDropHandle::new(tokio::spawn(ask));
+        let answer = async { task.await.ok().flatten().map(Arc::new) }.boxed().shared();
+        *last = Some((now, answer.clone()));
         answer
     }
 }
@@ -38,17 +47,45 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use postbox_engine::TokioClock;
+    use tokio::sync::oneshot;
 
     use super::*;
 
+    fn cached<T: Send + Sync + 'static>() -> Cached<T> {
+        Cached::new(Arc::new(TokioClock::new()), Duration::from_secs(5))
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_crowd_costs_one_question_until_the_answer_is_old() {
-        let asked = AtomicU64::new(0);
-        let cached = Cached::new(Arc::new(TokioClock::new()), Duration::from_secs(5));
-        let ask = || cached.get(async { asked.fetch_add(1, Ordering::Relaxed) });
+        let asked = Arc::new(AtomicU64::new(0));
+        let cached = cached();
+        let ask = || {
+            let asked = Arc::clone(&asked);
+            cached.get(async move { Some(asked.fetch_add(1, Ordering::Relaxed)) })
+        };
         futures::future::join_all((0..100).map(|_| ask())).await;
         assert_eq!(asked.load(Ordering::Relaxed), 1);
         tokio::time::advance(Duration::from_secs(6)).await;
-        assert_eq!(*ask().await, 1);
+        assert_eq!(ask().await.as_deref(), Some(&1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_question_outlives_whoever_asked_it() {
+        let cached = cached();
+        let (answer, slow) = oneshot::channel();
+        let first = cached.get(async { slow.await.ok() });
+        assert!(first.clone().now_or_never().is_none());
+        drop(first);
+        let second = cached.get(async { unreachable!("one is on its way") });
+        answer.send(7).expect("it is still wanted");
+        assert_eq!(second.await.as_deref(), Some(&7));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_panic_is_no_answer_and_the_next_question_is_asked() {
+        let cached = cached();
+        assert_eq!(cached.get(async { panic!("on purpose") }).await, None);
+        tokio::time::advance(Duration::from_secs(6)).await;
+        assert_eq!(cached.get(async { Some(1) }).await.as_deref(), Some(&1));
     }
 }

@@ -1,11 +1,13 @@
-//! The HTTP side: health, readiness, metrics, and webhooks in.
+//! The HTTP side: health, readiness, status, metrics, and webhooks in.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use postbox_config::Secret;
@@ -14,33 +16,38 @@ use subtle::ConstantTimeEq as _;
 use tokio::time::timeout;
 
 use crate::cache::Cached;
-use crate::metrics::Measures;
-use crate::part::Part;
-use crate::visible::neutralise;
+use crate::metrics::{self, Exporter};
+use crate::status::{Fault, ServiceStatus};
+use crate::supervised_relay::Relays;
+use crate::text::{safe_json, safe_line};
 
-/// Longest wait for the store before it counts as not reachable: probes give up after a few seconds.
+/// Longest wait for the store before it counts as not reachable: probes give up after a few
+/// seconds.
 const STORE_WAIT: Duration = Duration::from_secs(2);
-/// How long readiness is kept: probes come every second at most, and nobody from outside shall make work for the store.
+/// How long readiness is kept: probes come every second at most, and strangers make no work for the
+/// store.
 const READY_TTL: Duration = Duration::from_secs(1);
 
 /// What the handlers know.
 pub(crate) struct Api {
-    pub(crate) store: Arc<dyn Store>,
-    pub(crate) parts: Vec<Arc<Part>>,
-    pub(crate) measures: Measures,
+    store: Arc<dyn Store>,
+    relays: Relays,
+    exporter: Arc<Exporter>,
+    address: SocketAddr,
     token: Option<Secret>,
-    faults: Cached<Vec<String>>,
+    faults: Cached<Vec<Fault>>,
 }
 
 impl Api {
     pub(crate) fn new(
         store: Arc<dyn Store>,
-        parts: Vec<Arc<Part>>,
-        measures: Measures,
+        relays: Relays,
+        exporter: Arc<Exporter>,
+        address: SocketAddr,
         token: Option<Secret>,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        Self { store, parts, measures, token, faults: Cached::new(clock, READY_TTL) }
+        Self { store, relays, exporter, address, token, faults: Cached::new(clock, READY_TTL) }
     }
 
     /// Whether whoever asks may know more than that the service is there.
@@ -53,54 +60,79 @@ impl Api {
             .is_some_and(|given| given.ct_eq(token.expose().as_bytes()).into())
     }
 
-    /// Everything that keeps this service from its work, one line each.
-    async fn find_faults(&self) -> Vec<String> {
-        let mut faults = Vec::new();
-        match timeout(STORE_WAIT, self.store.validate()).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => faults.push(format!("store: {}", error.message())),
-            Err(_) => faults.push(format!("store: no answer within {STORE_WAIT:?}")),
-        }
-        faults.extend(self.parts.iter().filter_map(|part| Some(format!("{}: {}", part.name, part.fault()?))));
-        faults
+    async fn status(&self) -> ServiceStatus {
+        let (store, relays) = (Arc::clone(&self.store), Arc::clone(&self.relays));
+        let faults = self.faults.get(async move { Some(find_faults(store.as_ref(), &relays).await) }).await;
+        let faults = faults.map_or_else(
+            || vec![of_store("check_failed", "the check itself failed; this is a defect".into())],
+            |faults| faults.to_vec(),
+        );
+        let version = env!("CARGO_PKG_VERSION").to_owned();
+        ServiceStatus { version, address: self.address, ready: faults.is_empty(), faults }
     }
+}
+
+/// Everything that keeps the service from its work.
+async fn find_faults(store: &dyn Store, relays: &Relays) -> Vec<Fault> {
+    let of_the_store = match timeout(STORE_WAIT, store.validate()).await {
+        Ok(Ok(())) => None,
+        Ok(Err(error)) => Some(of_store(error.code(), error.message().to_owned())),
+        Err(_) => Some(of_store("store_timeout", format!("no answer within {STORE_WAIT:?}"))),
+    };
+    of_the_store.into_iter().chain(relays.iter().filter_map(|relay| relay.fault())).collect()
+}
+
+fn of_store(code: &str, what: String) -> Fault {
+    Fault { subscription: None, code: code.to_owned(), what }
 }
 
 /// All routes; `ingress` brings its own under `/in`.
 pub(crate) fn router(api: Arc<Api>, ingress: Router) -> Router {
     Router::new()
-        .route("/healthz", get(healthz))
-        .route("/readyz", get(readyz))
+        .route("/status", get(status))
         .route("/metrics", get(metrics))
+        .route_layer(from_fn_with_state(Arc::clone(&api), with_token))
+        .route("/readyz", get(readyz))
+        // The process lives and answers.
+        .route("/healthz", get(async || "ok\n"))
         .with_state(api)
         .merge(ingress)
-        .fallback(async || (StatusCode::NOT_FOUND, "here are /healthz, /readyz, /metrics and /in/SOURCE\n"))
+        .fallback(async || (StatusCode::NOT_FOUND, "here are /healthz, /readyz, /status, /metrics and /in/SOURCE\n"))
 }
 
-/// The process lives and answers.
-async fn healthz() -> &'static str {
-    "ok\n"
+async fn with_token(State(api): State<Arc<Api>>, request: Request, next: Next) -> Response {
+    if api.may_read(request.headers()) {
+        return next.run(request).await;
+    }
+    let asks = [(header::WWW_AUTHENTICATE, "Bearer")];
+    (StatusCode::UNAUTHORIZED, asks, "this needs the status token: authorization: Bearer …\n").into_response()
 }
 
 /// The store is reachable with the right schema, every relay works, no breaker is open.
-async fn readyz(State(api): State<Arc<Api>>, headers: HeaderMap) -> Response {
-    let faults = api.faults.get(api.find_faults()).await;
-    if faults.is_empty() {
-        return "ready\n".into_response();
+async fn readyz(State(api): State<Arc<Api>>, headers: HeaderMap) -> (StatusCode, String) {
+    let status = api.status().await;
+    if status.ready {
+        return (StatusCode::OK, "ready\n".into());
     }
-    if !api.may_read(&headers) {
-        return (StatusCode::SERVICE_UNAVAILABLE, "not ready; the reasons need the status token\n").into_response();
-    }
-    let told: String = faults.iter().map(|fault| neutralise(fault, |_| false) + "\n").collect();
-    (StatusCode::SERVICE_UNAVAILABLE, told).into_response()
+    let reasons = if api.may_read(&headers) {
+        let line = |fault: &Fault| {
+            let whose = fault.subscription.as_ref().map_or("store", |name| name.as_str());
+            safe_line(&format!("{whose}: {}", fault.what)) + "\n"
+        };
+        status.faults.iter().map(line).collect()
+    } else {
+        "not ready; the reasons need the status token\n".into()
+    };
+    (StatusCode::SERVICE_UNAVAILABLE, reasons)
 }
 
-async fn metrics(State(api): State<Arc<Api>>, headers: HeaderMap) -> Response {
-    if !api.may_read(&headers) {
-        let asks = [(header::WWW_AUTHENTICATE, "Bearer")];
-        return (StatusCode::UNAUTHORIZED, asks, "this needs the status token: authorization: Bearer …\n")
-            .into_response();
+async fn status(State(api): State<Arc<Api>>) -> Response {
+    match serde_json::to_string(&api.status().await) {
+        Ok(json) => ([(header::CONTENT_TYPE, "application/json")], safe_json(&json)).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }
-    let page = api.measures.page().await;
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page).into_response()
+}
+
+async fn metrics(State(api): State<Arc<Api>>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], api.exporter.page().await)
 }

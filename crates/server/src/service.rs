@@ -16,20 +16,21 @@ use tracing::{error, info, warn};
 
 use crate::config::Config;
 use crate::http::{Api, router};
-use crate::metrics::Measures;
-use crate::part::Part;
+use crate::metrics::Exporter;
 use crate::sources::Sources;
 use crate::stores::open_store;
+use crate::supervised_relay::{Relays, SupervisedRelay};
 use crate::wiring;
 
-/// Part of the stop deadline that is left to the relays for settling and giving their lanes back after the last answer.
+/// Part of the stop deadline that is left to the relays for settling and giving their lanes back
+/// after the last answer.
 const SETTLE_SHARE: Duration = Duration::from_millis(500);
 
 /// Wait between two looks whether a standby was promoted.
 const STANDBY_WAIT: Duration = Duration::from_millis(500);
 
-/// A running service. Dropping it ends everything at once, without settling; nothing is lost, but what was in flight may
-/// arrive again.
+/// A running service. Dropping it ends everything at once, without settling; nothing is lost, but
+/// what was in flight may arrive again.
 pub struct Service {
     address: SocketAddr,
     stop: CancellationToken,
@@ -46,39 +47,41 @@ impl Service {
         Self::start_on(config, store).await
     }
 
-    /// Starts on a store that is open already. Everything that can be wrong is found before the first event goes out: the
-    /// schema, each subscription, each sink and source, the port.
+    /// Starts on a store that is open already. Everything that can be wrong is found before the
+    /// first event goes out: the schema, each subscription, each sink and source, the port.
     pub async fn start_on(config: Config, store: Arc<dyn Store>) -> Result<Self> {
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         store.validate().await?;
         if let Some(risk) = config.server.risk() {
             warn!(code = "listens_everywhere", "{risk}");
         }
-        // First of what can fail, because a port in use is what fails most, and subscriptions would be left behind in the store.
+        // First of what can fail, because a port in use is what fails most, and subscriptions would
+        // be left behind in the store.
         let listener = bind(config.server.listen).await?;
         let address = listener.local_addr().unwrap_or(config.server.listen);
-        let mut parts = Vec::with_capacity(config.subscriptions.len());
+        let mut relays = Vec::with_capacity(config.subscriptions.len());
         for subscription in &config.subscriptions {
             let mut subscription = subscription.clone();
             let most = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
             subscription.settings.drain_timeout = subscription.settings.drain_timeout.min(most);
             subscribe(&store, &subscription.subscription, &clock).await?;
             let relay = wiring::relay(&store, &subscription, address, &clock).await?;
-            parts.push(Part::new(relay, subscription.schedule.clone()));
+            relays.push(SupervisedRelay::new(relay, subscription.schedule.clone()));
         }
         let sources = Sources::build(&config.sources, &store, &clock)?;
-        info!(%address, subscriptions = parts.len(), sources = config.sources.len(), "postbox serves");
+        info!(%address, subscriptions = relays.len(), sources = config.sources.len(), "postbox serves");
 
         let ingress = sources.router();
-        let measures = Measures::new(Arc::clone(&store), parts.clone(), sources, Arc::clone(&clock));
+        let relays = Relays::from(relays);
+        let exporter = Exporter::new(Arc::clone(&store), Arc::clone(&relays), sources, Arc::clone(&clock));
         let token = config.server.status_token.clone();
-        let api = Arc::new(Api::new(Arc::clone(&store), parts.clone(), measures, token, Arc::clone(&clock)));
+        let api = Api::new(Arc::clone(&store), Arc::clone(&relays), exporter, address, token, Arc::clone(&clock));
         let stop = CancellationToken::new();
         let mut tasks: JoinSet<Result<()>> = JoinSet::new();
-        for part in parts {
+        for relay in relays.iter().map(Arc::clone) {
             let (clock, stop) = (Arc::clone(&clock), stop.clone());
             tasks.spawn(async move {
-                part.supervise(clock, stop).await;
+                relay.supervise(clock, stop).await;
                 Ok(())
             });
         }
@@ -89,8 +92,13 @@ impl Service {
             sweeper_stop.cancelled().await;
             Ok(())
         });
-        let serving =
-            serve(listener, router(api, ingress), config.server.limits(), clock, stop.clone().cancelled_owned());
+        let serving = serve(
+            listener,
+            router(Arc::new(api), ingress),
+            config.server.limits(),
+            clock,
+            stop.clone().cancelled_owned(),
+        );
         tasks.spawn(async move {
             serving.await;
             Ok(())
@@ -114,9 +122,10 @@ impl Service {
         self.stop.clone()
     }
 
-    /// Waits until it has stopped: after [`Self::stop`], or because a part of it failed for good.
+    /// Waits until it has stopped: after [`Self::stop`], or because a task of it failed for good.
     ///
-    /// An error with code `stop_timeout` says that the deadline passed; what was in flight then may arrive again.
+    /// An error with code `stop_timeout` says that the deadline passed; what was in flight then may
+    /// arrive again.
     pub async fn wait(self) -> Result<()> {
         match self.task.await {
             Ok(ended) => ended,
@@ -127,7 +136,8 @@ impl Service {
     }
 }
 
-/// Makes or checks a subscription. A database that is a standby is waited for: it will be promoted, or somebody reads the log.
+/// Makes or checks a subscription. A database that is a standby is waited for: it will be promoted,
+/// or somebody reads the log.
 async fn subscribe(store: &Arc<dyn Store>, subscription: &Subscription, clock: &Arc<dyn Clock>) -> Result<()> {
     let mut is_logged = false;
     loop {
@@ -174,7 +184,8 @@ async fn bind(address: SocketAddr) -> Result<TcpListener> {
     })
 }
 
-/// Waits for the stop, or for the first part that ends without one; then for all, as long as the deadline allows.
+/// Waits for the stop, or for the first task that ends without one; then for all, as long as the
+/// deadline allows.
 async fn lead(mut tasks: JoinSet<Result<()>>, stop: CancellationToken, deadline: Duration) -> Result<()> {
     let mut ended = Ok(());
     tokio::select! {

@@ -7,7 +7,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use postbox_core::{Append as _, Inspect as _, LogName, MemoryStore, NewEvent, Store};
 use postbox_engine::TokioClock;
-use postbox_server::{Config, Service};
+use postbox_server::status::{ServiceStatus, fetch};
+use postbox_server::{Config, ServerConfig, Service};
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{SignKey, Signer};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -79,6 +80,8 @@ async fn it_delivers_and_says_so() -> Result<()> {
     ensure!(get(service.address(), "/healthz").await? == (200, "ok\n".into()));
     ensure!(get(service.address(), "/readyz").await? == (200, "ready\n".into()));
     ensure!(get(service.address(), "/nowhere").await?.0 == 404);
+    let status = asked(&service).await?;
+    ensure!(status.ready && status.faults.is_empty() && status.address == service.address(), "{status:?}");
     until("counted", async || {
         let (status, page) = get(service.address(), "/metrics").await?;
         ensure!(status == 200);
@@ -89,17 +92,19 @@ async fn it_delivers_and_says_so() -> Result<()> {
     stop(service).await
 }
 
-/// What Prometheus insists on: samples stand right under their family, no series twice.
+/// What OpenMetrics insists on: samples stand right under their family, no series twice, and the end
+/// is marked.
 fn check_page(page: &str) -> Result<()> {
-    let mut family = "";
+    let mut family = String::new();
     let (mut families, mut seen) = (std::collections::HashSet::new(), std::collections::HashSet::new());
-    for line in page.lines() {
+    for line in page.strip_suffix("# EOF\n").context("no end")?.lines() {
         if let Some(named) = line.strip_prefix("# TYPE ") {
-            family = named.split(' ').next().context("no name")?;
-            ensure!(families.insert(family), "{family} twice");
+            let (name, kind) = named.split_once(' ').context("no kind")?;
+            ensure!(families.insert(name.to_owned()), "{name} twice");
+            family = name.to_owned() + if kind == "counter" { "_total" } else { "" };
         } else if !line.starts_with('#') {
             let (series, value) = line.rsplit_once(' ').context("no value")?;
-            ensure!(series.split('{').next() == Some(family), "{series} under {family}");
+            ensure!(series.split('{').next() == Some(family.as_str()), "{series} under {family}");
             ensure!(seen.insert(series), "{series} twice");
             value.parse::<f64>().with_context(|| format!("{line}: no number"))?;
         }
@@ -126,9 +131,46 @@ async fn a_dead_destination_makes_it_unready_and_healthy() -> Result<()> {
     })
     .await?;
     ensure!(get(service.address(), "/healthz").await?.0 == 200);
+    let status = asked(&service).await?;
+    let [fault] = &status.faults[..] else { anyhow::bail!("{status:?}") };
+    ensure!(fault.subscription == Some("out".parse()?) && fault.code == "connect_refused", "{fault:?}");
+    ensure!(!status.ready && fault.what.contains("the breaker is open since"), "{fault:?}");
     let (_, page) = get(service.address(), "/metrics").await?;
     ensure!(page.contains("postbox_breaker_opened_total{subscription=\"out\"} "), "{page}");
     stop(service).await
+}
+
+/// What the service says of itself, read as `doctor` does.
+async fn asked(service: &Service) -> Result<ServiceStatus> {
+    let config = ServerConfig { listen: service.address(), ..ServerConfig::default() };
+    fetch(&config).await.context("no status")
+}
+
+#[tokio::test]
+async fn only_a_service_of_ours_has_a_status() -> Result<()> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let config = ServerConfig { listen: listener.local_addr()?, ..ServerConfig::default() };
+    let answers = [
+        "HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nready\n",
+        "HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n",
+        "SSH-2.0-x\r\n",
+    ];
+    for answer in answers {
+        let other = async {
+            let (mut stream, _) = listener.accept().await?;
+            stream.write_all(answer.as_bytes()).await?;
+            // Until the other side goes away.
+            let mut rest = Vec::new();
+            let _ = stream.read_to_end(&mut rest).await;
+            anyhow::Ok(())
+        };
+        let (status, served) = tokio::join!(fetch(&config), other);
+        served?;
+        ensure!(status.is_none(), "{answer:?} gave {status:?}");
+    }
+    drop(listener);
+    ensure!(fetch(&config).await.is_none(), "nobody listens");
+    Ok(())
 }
 
 #[tokio::test]

@@ -122,6 +122,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("hyper-util", &["postbox-listen"]),
     ("indicatif", &["postbox-cli"]),
     ("ipnet", &["postbox-http"]),
+    ("prometheus-client", &["postbox-server"]),
     ("reqwest", &["postbox-http"]),
     ("ring", &["postbox-webhook"]),
     ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash", "postbox-simulator"]),

@@ -1,12 +1,12 @@
 //! `postbox list --state STATE`.
 
-use postbox_core::{ListQuery, Record, State, TopicPattern};
+use postbox_core::{ListQuery, Record, State, SubscriptionName, TopicPattern};
+use postbox_server::status::RecordJson;
+use postbox_server::text::cut;
 
-use super::record::RecordJson;
 use crate::context::{Context, reader_wanted};
 use crate::failure::Failure;
 use crate::output;
-use crate::text::cut;
 
 /// Most records in one read of the store: bounds the memory of a long list.
 const PAGE: usize = 500;
@@ -24,7 +24,7 @@ pub(super) struct Wanted {
 pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
-    let mut records: Vec<(String, Record)> = Vec::new();
+    let mut records: Vec<(SubscriptionName, Record)> = Vec::new();
     for info in infos {
         let mut query = ListQuery {
             subscription: info.name.clone(),
@@ -40,7 +40,7 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
             // A page may be short because its payloads are large; only an empty one is the end.
             let Some(last) = page.last() else { break };
             query.after = Some(last.seq);
-            records.extend(page.into_iter().map(|record| (info.name.to_string(), record)));
+            records.extend(page.into_iter().map(|record| (info.name.clone(), record)));
         }
     }
     if json {
@@ -63,11 +63,11 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
     output::rows(&["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"], &rows)
 }
 
-fn row(subscription: &str, record: &Record, terminal: bool) -> Vec<String> {
+fn row(subscription: &SubscriptionName, record: &Record, terminal: bool) -> Vec<String> {
     let error = record.error.as_deref().unwrap_or("-");
     vec![
         record.event.id.to_string(),
-        subscription.to_owned(),
+        subscription.to_string(),
         record.state.to_string(),
         record.event.topic.to_string(),
         record.event.key.as_ref().map_or_else(|| "-".to_owned(), |key| key.to_string()),

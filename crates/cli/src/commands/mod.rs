@@ -17,8 +17,6 @@ mod list;
 mod migrate;
 mod pause;
 mod prune;
-mod ready;
-mod record;
 mod retry;
 mod run;
 mod show;

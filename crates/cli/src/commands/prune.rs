@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use indicatif::ProgressBar;
 use postbox_core::LogName;
+use postbox_server::text::grouped;
 
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
-use crate::text::grouped;
 
 pub(super) async fn run(context: &Context, older_than: Duration) -> Result<(), Failure> {
     let store = context.store().await?;

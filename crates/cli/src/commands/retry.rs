@@ -4,14 +4,14 @@ use std::collections::VecDeque;
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo, TopicPattern};
+use postbox_server::status::is_wanted;
 
-use super::record::is_wanted;
 use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
-/// Most events of one subscription and state that are looked at ahead, to find the oldest of all: bounds the memory.
+/// Most events read ahead of one subscription and state, to find the oldest of all.
 const PAGE: usize = 100;
 
 pub(super) async fn run(
@@ -24,9 +24,9 @@ pub(super) async fn run(
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut steps = Steps::begin("retried");
-    let named = match &ids {
-        Some(ids) => Named::look(store.as_ref(), &infos, ids).await?,
-        None => Named::default(),
+    let lookup = match &ids {
+        Some(ids) => IdLookup::look(store.as_ref(), &infos, ids).await?,
+        None => IdLookup::default(),
     };
     let ended = match (&ids, limit) {
         (Some(ids), _) => by_id(store.as_ref(), &infos, ids, &mut steps).await,
@@ -41,13 +41,13 @@ pub(super) async fn run(
     };
     let nothing = ended.is_ok() && steps.count() == 0;
     if ended.is_ok() {
-        named.explain(nothing);
+        lookup.explain(nothing);
     }
-    if nothing && !named.unknown.is_empty() {
-        return named.known();
+    if nothing && !lookup.unknown.is_empty() {
+        return lookup.known();
     }
     steps.end(ended)?;
-    named.known()
+    lookup.known()
 }
 
 async fn by_id(
@@ -74,8 +74,9 @@ async fn of_each(
     Ok(())
 }
 
-/// Retries the oldest over several subscriptions, by when they were appended. The store narrows within one subscription only, and one with many dead
-/// events would otherwise use up the limit before the next is looked at.
+/// Retries the oldest over several subscriptions, by when they were appended. The store narrows
+/// within one subscription only, and one with many dead events would otherwise use up the limit
+/// before the next is looked at.
 async fn oldest_of_all(
     store: &dyn Store,
     infos: &[SubscriptionInfo],
@@ -101,7 +102,7 @@ async fn oldest_of_all(
         if found.iter().all(Vec::is_empty) {
             break;
         }
-        // One that is due already, as those are that were just sent again, changes nothing and does not count; then the search goes on.
+        // One that is due already changes nothing and does not count; then the search goes on.
         for (info, ids) in infos.iter().zip(found).filter(|(_, ids)| !ids.is_empty()) {
             let selection = Selection { ids: Some(ids), ..Selection::default() };
             steps.take(selection, async |selection| store.retry(&info.name, selection).await).await?;
@@ -152,7 +153,7 @@ impl Ahead {
 
 /// How the named events stood before anything was changed.
 #[derive(Default)]
-struct Named {
+struct IdLookup {
     unknown: Vec<EventId>,
     /// Why there is nothing to send again.
     idle: Vec<String>,
@@ -160,9 +161,9 @@ struct Named {
     waiting: Vec<String>,
 }
 
-impl Named {
+impl IdLookup {
     async fn look(store: &dyn Store, infos: &[SubscriptionInfo], ids: &[EventId]) -> Result<Self, Failure> {
-        let mut named = Self::default();
+        let mut lookup = Self::default();
         for id in ids {
             let (mut known, mut moves, mut idle) = (false, false, Vec::new());
             for info in infos {
@@ -183,19 +184,19 @@ impl Named {
                     State::Dead => moves = true,
                     State::Retrying => {
                         moves = true;
-                        named.waiting.push(text);
+                        lookup.waiting.push(text);
                     }
                     _ => idle.push(text),
                 }
             }
             match (known, moves) {
-                (false, _) => named.unknown.push(*id),
-                (true, false) if idle.is_empty() => named.idle.push(format!("{id}: no subscription wants it")),
-                (true, false) => named.idle.append(&mut idle),
+                (false, _) => lookup.unknown.push(*id),
+                (true, false) if idle.is_empty() => lookup.idle.push(format!("{id}: no subscription wants it")),
+                (true, false) => lookup.idle.append(&mut idle),
                 (true, true) => {}
             }
         }
-        Ok(named)
+        Ok(lookup)
     }
 
     /// Why naming an event changed nothing: it is not dead, which is no failure.

@@ -1,19 +1,12 @@
 //! `postbox show ID`.
 
 use postbox_core::{Event, EventId, Record, SubscriptionInfo};
-use serde::Serialize;
+use postbox_server::status::{NOT_SUBSCRIBED, ShowJson, is_wanted};
+use postbox_server::text::{safe_line, safe_lines};
 
-use super::record::{DeliveryJson, EventJson, NOT_SUBSCRIBED, is_wanted};
 use crate::context::{Context, reader_wanted};
 use crate::failure::Failure;
 use crate::output;
-use crate::text::{safe_line, safe_lines};
-
-#[derive(Serialize)]
-struct ShowJson<'a> {
-    event: EventJson<'a>,
-    deliveries: Vec<DeliveryJson<'a>>,
-}
 
 pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
@@ -34,8 +27,7 @@ pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<()
         }));
     };
     if json {
-        let deliveries = found.iter().map(|(info, record)| DeliveryJson::of(info, record)).collect();
-        return output::json(&ShowJson { event: EventJson::new(&first.event), deliveries });
+        return output::json(&ShowJson::new(&found));
     }
     output::print(
         &(describe(&first.event) + &found.iter().map(|(info, record)| stand(info, record)).collect::<String>()),

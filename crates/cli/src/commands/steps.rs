@@ -35,8 +35,8 @@ impl Steps {
         self.count
     }
 
-    /// Takes steps until nothing of the selection is left. A step under way is always waited for: dropped at its commit, nobody could say whether
-    /// it was done.
+    /// Takes steps until nothing of the selection is left. A step under way is always waited for:
+    /// dropped at its commit, nobody could say whether it was done.
     pub(super) async fn take(
         &mut self,
         mut selection: Selection,

@@ -63,17 +63,18 @@ async fn with_a_status_token_strangers_learn_only_whether_it_is_ready() -> Resul
         format!("authorization: Basic {TOKEN}\r\n"),
     ];
     for wrong in &wrong {
-        let page = get(&served.address, "/metrics", wrong).await?;
-        ensure!(
-            page.starts_with("HTTP/1.1 401") && page.contains("www-authenticate: Bearer") && !page.contains("postbox_"),
-            "{page}"
-        );
+        for path in ["/metrics", "/status"] {
+            let page = get(&served.address, path, wrong).await?;
+            ensure!(page.starts_with("HTTP/1.1 401") && page.contains("www-authenticate: Bearer"), "{page}");
+            ensure!(!page.contains("postbox_") && !page.contains("breaker"), "{page}");
+        }
         let ready = get(&served.address, "/readyz", wrong).await?;
         ensure!(ready.starts_with("HTTP/1.1 503") && !ready.contains("breaker") && !ready.contains("out"), "{ready}");
         ensure!(get(&served.address, "/healthz", wrong).await?.ends_with("ok\n"));
     }
     ensure!(get(&served.address, "/metrics", &right).await?.contains("postbox_delivered_total"));
     ensure!(get(&served.address, "/readyz", &right).await?.contains("out: the breaker is open"));
+    ensure!(get(&served.address, "/status", &right).await?.contains("\"subscription\":\"out\""));
     let log = served.terminate().await?;
     ensure!(log.iter().all(|line| !line.contains(TOKEN)), "{log:#?}");
     Ok(())

@@ -295,6 +295,42 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     Ok(())
 }
 
+/// A count that waits costs its own figures and no others, however many ask.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn metrics_are_there_while_the_database_is_not() -> Result<()> {
+    let room = Room::migrated(Kind::Postgres).await?;
+    let endpoint = Endpoint::start(takes_all)?;
+    room.config(&to(&endpoint))?;
+    room.insert_three().await?;
+    let relay = room.serve().await?;
+    endpoint.until("the three", |arrivals| arrivals.len() == 3).await?;
+    let (holder, connection) = tokio_postgres::connect(&room.url, tokio_postgres::NoTls).await?;
+    tokio::spawn(connection);
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.outbox IN ACCESS EXCLUSIVE MODE").await?;
+    let scrapes = (0..4).map(|_| tokio::time::timeout(PATIENCE, get(&relay.address, "/metrics")));
+    for page in futures::future::join_all(scrapes).await {
+        let page = page.context("a scrape hangs")??;
+        ensure!(page.contains("\npostbox_store_up 0\n") && !page.contains("\npostbox_depth{"), "{page}");
+        ensure!(
+            page.contains("\npostbox_delivered_total{subscription=\"out\"} ") && page.ends_with("# EOF\n"),
+            "{page}"
+        );
+    }
+    holder.batch_execute("COMMIT").await?;
+    let counted = async {
+        while !get(&relay.address, "/metrics")
+            .await?
+            .contains("\npostbox_events{subscription=\"out\",state=\"dispatched\"} 3\n")
+        {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        anyhow::Ok(())
+    };
+    tokio::time::timeout(PATIENCE, counted).await.context("it was never counted again")??;
+    relay.terminate().await?;
+    Ok(())
+}
+
 async fn get(address: &str, path: &str) -> Result<String> {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let mut stream = tokio::net::TcpStream::connect(address).await?;

@@ -1,42 +1,40 @@
-//! `postbox demo`: a shop, its outbox, a relay, a signed webhook, a receiver's inbox and its ledger, in one process on SQLite,
-//! in bad weather, with the relay crashed in the middle; and a proof at the end.
+//! `postbox demo`: a shop, its outbox, a relay, a signed webhook, a receiver's inbox and its ledger,
+//! in one process on SQLite, under faults, with the relay crashed in the middle; and a proof at the
+//! end.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `shop` | the producer: orders and events in one transaction, and its independent notes |
-//! | `weather` | requests that fail, connections that break |
-//! | `receiver` | the webhook endpoint's handler, in the inbox's transaction |
-//! | `stage` | the two services and the relay that gets crashed |
+//! | `fault` | requests that fail, connections that break |
+//! | `env` | the two services and the relay that gets crashed |
 //! | `proof` | SQL over what is on disk |
-//! | `show` | bars and tables |
+//! | `show` | bars and lines |
 
+mod env;
+mod fault;
 mod proof;
-mod receiver;
 mod shop;
 mod show;
-mod stage;
-mod weather;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
 
+use postbox_server::text::{grouped, span};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::task::JoinHandle;
 
+use self::env::DemoEnv;
 use self::proof::{Proof, Tamper};
-use self::shop::{Progress, Shop};
+use self::shop::Progress;
 use self::show::{Counts, Paint, Show};
-use self::stage::Stage;
 use crate::failure::Failure;
 use crate::output;
-use crate::text::{grouped, span};
 
-/// The shop's customers come over so long a time; what is left of the default 8 seconds is crash, recovery and proof.
-const SPREAD: Duration = Duration::from_secs(5);
-/// When nothing has arrived for so long, the proof is made of what did. Longer than any lease or wait of the demo.
+/// When nothing has arrived for so long, the proof is made of what did. Longer than any lease or
+/// wait of the demo.
 const STANDSTILL_MAX: Duration = Duration::from_secs(30);
 /// How often the display changes.
 const TICK: Duration = Duration::from_millis(50);
@@ -58,181 +56,194 @@ pub(crate) struct DemoArgs {
     tamper: Option<Tamper>,
 }
 
-/// Where the databases are; a temporary folder goes away with it.
-struct Place {
-    path: PathBuf,
-    temporary: Option<tempfile::TempDir>,
-}
-
-impl Place {
-    fn make(dir: Option<PathBuf>) -> anyhow::Result<Self> {
-        let Some(path) = dir else {
-            let temporary = tempfile::Builder::new().prefix("postbox-demo-").tempdir()?;
-            return Ok(Self { path: temporary.path().to_owned(), temporary: Some(temporary) });
-        };
-        std::fs::create_dir_all(&path)?;
-        for name in ["shop.db", "receiver.db", "notes.tsv"] {
-            anyhow::ensure!(
-                !path.join(name).exists(),
-                "{} is there already; name an empty folder",
-                path.join(name).display()
-            );
-        }
-        Ok(Self { path, temporary: None })
+impl From<anyhow::Error> for Failure {
+    fn from(error: anyhow::Error) -> Self {
+        Self::failed(format!("the demo cannot run: {error:#}"))
     }
 }
 
 pub(super) async fn run(args: DemoArgs) -> Result<(), Failure> {
     let seed = args.seed.unwrap_or_else(|| u64::from(SmallRng::from_os_rng().random::<u32>()));
-    let paint = Paint::new();
-    let failed = |error: anyhow::Error| Failure::failed(format!("the demo cannot run: {error:#}"));
-    let place = Place::make(args.dir.clone()).map_err(failed)?;
-    output::print(&opening(&args, seed, paint))?;
-
-    let stage = Stage::set(&place.path, seed).await.map_err(failed)?;
-    let took = tokio::select! {
-        played = play(&args, seed, &place, stage, paint) => played?,
-        _ = tokio::signal::ctrl_c() => return Err(Failure::failed("stopped; nothing was proven")),
+    let orders = args.orders;
+    let temporary;
+    let folder = match &args.dir {
+        Some(folder) => folder.as_path(),
+        None => {
+            temporary = tempfile::Builder::new().prefix("postbox-demo-").tempdir().map_err(anyhow::Error::from)?;
+            temporary.path()
+        }
     };
-
-    let [shop, receiver, notes] = ["shop.db", "receiver.db", "notes.tsv"].map(|name| place.path.join(name));
-    if let Some(tamper) = args.tamper {
-        tamper.commit(&receiver).map_err(failed)?;
-    }
-    let proof = proof::count(&shop, &receiver, &notes).map_err(failed)?;
-    output::print(&show::proof(&proof, paint))?;
-    output::print(&closing(&args, seed, &proof, took, &place, paint))?;
-    if proof.holds() {
-        return Ok(());
-    }
-    Err(Failure::failed(format!("a promise was broken; show it again with --seed {seed} --orders {}", args.orders)))
-}
-
-fn opening(args: &DemoArgs, seed: u64, paint: Paint) -> String {
-    let steps = grouped(shop::steps(args.orders));
-    format!(
+    prepare(folder)?;
+    let paint = Paint::new();
+    output::print(&format!(
         "\n  {}  {}\n\n    shop ─▶ outbox ─▶ relay ─▶ signed webhook ─▶ inbox ─▶ ledger\n\n  {}\n\n",
         paint.bold("postbox demo"),
         paint.dim(&format!("seed {seed}")),
         paint.dim(&format!(
-            "{} orders, {steps} changes. One transaction in ten rolls back, webhooks fail, connections break,\n  and the relay is crashed in the middle.",
-            grouped(args.orders)
+            "{} orders, {} changes. One transaction in ten rolls back, webhooks fail, connections break,\n  and the relay is crashed in the middle.",
+            grouped(orders),
+            grouped(shop::steps(orders))
         )),
+    ))?;
+    let took = tokio::select! {
+        played = play(folder, seed, orders, paint) => played?,
+        _ = tokio::signal::ctrl_c() => return Err(Failure::failed("stopped; nothing was proven")),
+    };
+    if let Some(tamper) = args.tamper {
+        tamper.commit(folder)?;
+    }
+    let proof = Proof::count(folder)?;
+    output::print(&proof.table(paint))?;
+    let again = format!("--seed {seed} --orders {orders}");
+    let verdict = match proof.holds() {
+        true => paint.good(&format!("Every promise kept: {} events in {}.", grouped(proof.committed()), span(took))),
+        false => paint.bad("A promise was broken."),
+    };
+    output::print(&format!(
+        "\n  {}\n  {}\n",
+        paint.bold(&verdict),
+        paint.dim(&format!("again: postbox demo {again}"))
+    ))?;
+    output::print(&what_next(args.dir.as_deref(), paint))?;
+    match proof.holds() {
+        true => Ok(()),
+        false => Err(Failure::failed(format!("a promise was broken; show it again with {again}"))),
+    }
+}
+
+/// The folder is made, and nothing in it is written over.
+fn prepare(folder: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(folder)?;
+    for path in ["shop.db", "receiver.db", "notes.tsv"].map(|name| folder.join(name)) {
+        anyhow::ensure!(!path.exists(), "{} is there already; name an empty folder", path.display());
+    }
+    Ok(())
+}
+
+fn what_next(kept: Option<&Path>, paint: Paint) -> String {
+    let look = match kept.map(Path::display) {
+        Some(dir) => format!(
+            "postbox stats --store sqlite:{dir}/shop.db\n                  postbox list --state dispatched --limit 5 --store sqlite:{dir}/shop.db"
+        ),
+        None => "postbox demo --dir demo && postbox stats --store sqlite:demo/shop.db".into(),
+    };
+    format!(
+        "\n  {}\n    look inside   {look}\n    your own      postbox init && postbox migrate up && postbox run\n    from SQL      {}\n\n",
+        paint.bold("What next"),
+        "INSERT INTO postbox_outbox (topic, key, payload) VALUES ('order.paid', '42', '{\"id\":42}')"
     )
 }
 
-/// Everything from the first order to the last applied message; gives the time it took.
-async fn play(args: &DemoArgs, seed: u64, place: &Place, mut stage: Stage, paint: Paint) -> Result<Duration, Failure> {
-    let failed = |error: anyhow::Error| Failure::failed(format!("the demo cannot run: {error:#}"));
-    let total = shop::steps(args.orders);
-    let progress = Arc::new(Progress::default());
-    let stop = Arc::new(AtomicBool::new(false));
-    let _stop = StopOnDrop(Arc::clone(&stop));
-    let [database, notes] = ["shop.db", "notes.tsv"].map(|name| place.path.join(name));
-    let shop = Shop::open(&database, &notes, seed, args.orders, SPREAD).map_err(failed)?;
-    let mut shop = tokio::task::spawn_blocking({
-        let (progress, stop) = (Arc::clone(&progress), Arc::clone(&stop));
-        move || shop.work(&progress, &stop)
-    });
-
-    let mut show = Show::new(total, paint);
-    show.say(&paint.good("the shop opens"))?;
-    let mut ticks = interval(TICK);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut crashed = false;
-    let mut recovered = false;
-    let mut closed = false;
-    let mut moved = (Instant::now(), 0);
-    loop {
-        ticks.tick().await;
-        let counts = counts(&progress, &stage);
-        show.update(counts)?;
-        if moved.1 != counts.applied {
-            moved = (Instant::now(), counts.applied);
-        }
-        // Only with requests under way: these are the ones whose answer nobody will hear.
-        if !crashed && counts.committed >= total / 2 && (stage.weather.in_flight() > 0 || closed) {
-            crashed = true;
-            let in_flight = stage.crash_relay();
-            show.say(&paint.bad(&format!("the relay is killed with {in_flight} request(s) on the wire")))?;
-            stage.start_relay().await.map_err(failed)?;
-            show.say(&paint.warm("a new relay starts and waits for the dead one's lease to run out"))?;
-        }
-        if crashed && !recovered && stage.relay_delivers() {
-            recovered = true;
-            show.say(&paint.good("it takes over where the books stand, not where the dead one believed to be"))?;
-        }
-        if !closed && shop.is_finished() {
-            (&mut shop).await.map_err(anyhow::Error::from).and_then(|worked| worked).map_err(failed)?;
-            closed = true;
-            show.say("the shop closes; what is under way arrives")?;
-        }
-        if closed && crashed && stage.is_quiet().await.map_err(failed)? {
-            break;
-        }
-        if moved.0.elapsed() > STANDSTILL_MAX {
-            show.say(&paint.bad(&format!("nothing has arrived for {}", span(STANDSTILL_MAX))))?;
-            break;
-        }
-    }
-    if !closed {
-        // The notes must be whole before anything is proven by them.
-        stop.store(true, Ordering::Relaxed);
-        shop.await.map_err(anyhow::Error::from).and_then(|worked| worked).map_err(failed)?;
-    }
-    let stored = stage.stored().await.map_err(failed)?;
-    show.update(Counts { delivered: stored, ..counts(&progress, &stage) })?;
-    let (requests, failures, cut) = (stage.weather.requests(), stage.weather.failed(), stage.weather.cut());
-    let duplicates = stage.duplicates();
-    stage.strike().await.map_err(failed)?;
-    show.say(&format!(
-        "{} requests: {} answered 500 or 503, {} cut off, {} came twice and were recognised",
-        grouped(requests),
-        grouped(failures),
-        grouped(cut),
-        grouped(duplicates)
-    ))?;
-    Ok(show.finish())
+/// A demo under way.
+struct Demo {
+    env: DemoEnv,
+    show: Show,
+    progress: Arc<Progress>,
+    shop: JoinHandle<anyhow::Result<()>>,
+    /// When a change was applied last, and how many there were.
+    moved: (Instant, u64),
 }
 
-fn counts(progress: &Progress, stage: &Stage) -> Counts {
-    Counts {
-        committed: progress.committed.load(Ordering::Relaxed),
-        rolled_back: progress.rolled_back.load(Ordering::Relaxed),
-        delivered: stage.delivered(),
-        applied: stage.applied(),
-        failed: stage.weather.failed() + stage.weather.cut(),
-    }
-}
-
-/// Tells the shop's thread to end when the demo is given up: a blocking thread cannot be dropped.
-struct StopOnDrop(Arc<AtomicBool>);
-
-impl Drop for StopOnDrop {
+impl Drop for Demo {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
+        // A blocking thread cannot be dropped; it looks at this.
+        self.progress.stop.store(true, Relaxed);
     }
 }
 
-fn closing(args: &DemoArgs, seed: u64, proof: &Proof, took: Duration, place: &Place, paint: Paint) -> String {
-    let mut text = String::from("\n");
-    let verdict = match proof.holds() {
-        true => paint.good(&format!("Every promise kept: {} events in {}.", grouped(proof.committed), span(took))),
-        false => paint.bad("A promise was broken."),
+/// Everything from the first order to the last applied message; gives the time it took.
+async fn play(folder: &Path, seed: u64, orders: u64, paint: Paint) -> Result<Duration, Failure> {
+    let env = DemoEnv::start(folder, seed).await?;
+    let progress = Arc::new(Progress::default());
+    let shop = {
+        let (folder, progress) = (folder.to_owned(), Arc::clone(&progress));
+        tokio::task::spawn_blocking(move || shop::work(&folder, seed, orders, &progress))
     };
-    text += &format!("  {}\n", paint.bold(&verdict));
-    text += &format!("  {}\n", paint.dim(&format!("again: postbox demo --seed {seed} --orders {}", args.orders)));
-    text += &format!("\n  {}\n", paint.bold("What next"));
-    match &place.temporary {
-        None => {
-            let dir = place.path.display();
-            text += &format!("    look inside   postbox stats --store sqlite:{dir}/shop.db\n");
-            text +=
-                &format!("                  postbox list --state dispatched --limit 5 --store sqlite:{dir}/shop.db\n");
-        }
-        Some(_) => text += "    look inside   postbox demo --dir demo && postbox stats --store sqlite:demo/shop.db\n",
+    let total = shop::steps(orders);
+    let mut demo = Demo { env, show: Show::new(total, paint), progress, shop, moved: (Instant::now(), 0) };
+    demo.show.say(&paint.good("the shop opens"))?;
+    if !(demo.crash_and_recover(total / 2).await? && demo.arrive().await?) {
+        demo.show.say(&paint.bad(&format!("nothing has arrived for {}", span(STANDSTILL_MAX))))?;
     }
-    text += "    your own      postbox init && postbox migrate up && postbox run\n";
-    text += "    from SQL      INSERT INTO postbox_outbox (topic, key, payload) VALUES ('order.paid', '42', '{\"id\":42}')\n\n";
-    text
+    demo.finish().await
+}
+
+impl Demo {
+    fn counts(&self) -> Counts {
+        let faults = &self.env.faults;
+        Counts {
+            committed: self.progress.committed.load(Relaxed),
+            rolled_back: self.progress.rolled_back.load(Relaxed),
+            delivered: self.env.answered("accepted"),
+            applied: self.env.applied(),
+            failed: faults.failed.load(Relaxed) + faults.cut.load(Relaxed),
+        }
+    }
+
+    /// Shows how far it is, once in a tick, until `done`. False: nothing moves any more.
+    async fn until(&mut self, done: impl AsyncFn(&Self) -> anyhow::Result<bool>) -> Result<bool, Failure> {
+        while !done(self).await? {
+            let counts = self.counts();
+            self.show.update(counts)?;
+            if self.moved.1 != counts.applied {
+                self.moved = (Instant::now(), counts.applied);
+            }
+            if self.moved.0.elapsed() > STANDSTILL_MAX {
+                return Ok(false);
+            }
+            tokio::time::sleep(TICK).await;
+        }
+        Ok(true)
+    }
+
+    /// Crashes the relay once so many changes are committed. False: nothing moves any more.
+    async fn crash_and_recover(&mut self, committed: u64) -> Result<bool, Failure> {
+        let paint = self.show.paint;
+        // Only with requests under way: these are the ones whose answer nobody will hear.
+        let half = self.until(async |demo| {
+            let may_crash = demo.env.faults.in_flight.load(Relaxed) > 0 || demo.shop.is_finished();
+            Ok(may_crash && demo.progress.committed.load(Relaxed) >= committed)
+        });
+        if !half.await? {
+            return Ok(false);
+        }
+        let in_flight = self.env.crash_relay();
+        self.show.say(&paint.bad(&format!("the relay is killed with {in_flight} request(s) on the wire")))?;
+        self.env.start_relay().await?;
+        self.show.say(&paint.warm("a new relay starts and waits for the dead one's lease to run out"))?;
+        let recovered = self.until(async |demo| {
+            Ok(demo.env.relay_delivers() || (demo.shop.is_finished() && demo.env.is_quiet().await?))
+        });
+        if !recovered.await? {
+            return Ok(false);
+        }
+        self.show.say(&paint.good("it goes on from what is recorded, not from what the dead one believed"))?;
+        Ok(true)
+    }
+
+    /// Waits for what is under way. False: nothing moves any more.
+    async fn arrive(&mut self) -> Result<bool, Failure> {
+        if !self.until(async |demo| Ok(demo.shop.is_finished())).await? {
+            return Ok(false);
+        }
+        self.show.say("the shop closes; what is under way arrives")?;
+        self.until(async |demo| demo.env.is_quiet().await).await
+    }
+
+    async fn finish(mut self) -> Result<Duration, Failure> {
+        // The notes must be whole before anything is proven by them.
+        self.progress.stop.store(true, Relaxed);
+        (&mut self.shop).await.map_err(anyhow::Error::from)??;
+        let counts = Counts { delivered: self.env.stored().await?, ..self.counts() };
+        self.show.update(counts)?;
+        let faults = &self.env.faults;
+        let [requests, failed, cut] =
+            [&faults.requests, &faults.failed, &faults.cut].map(|it| grouped(it.load(Relaxed)));
+        let duplicates = grouped(self.env.answered("duplicate"));
+        self.env.stop().await?;
+        self.show.say(&format!(
+            "{requests} requests: {failed} answered 500 or 503, {cut} cut off, {duplicates} came twice and were recognised"
+        ))?;
+        Ok(self.show.finish())
+    }
 }

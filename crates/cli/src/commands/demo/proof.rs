@@ -1,96 +1,113 @@
-//! The proof: SQL over the two databases and the shop's notes. It asks no counter, no metric and no Rust value of the run.
+//! The proof: SQL over the two databases and the shop's notes. It asks no counter, no metric and no
+//! Rust value of the run.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 
-use rusqlite::{Connection, OpenFlags, params};
+use postbox_server::text::grouped;
+use rusqlite::{Connection, OpenFlags, Row, params};
 
-/// What was counted.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Proof {
-    /// Changes that the shop noted as committed.
-    pub(super) committed: u64,
-    /// Transactions that the shop noted as rolled back.
-    pub(super) rolled_back: u64,
-    /// Messages in the receiver's inbox.
-    pub(super) delivered: u64,
-    /// Rows in the receiver's ledger.
-    pub(super) applied: u64,
-    /// Committed, not in the ledger.
-    pub(super) lost: u64,
-    /// In the ledger, not committed.
-    pub(super) phantom: u64,
-    /// More than once in the ledger.
-    pub(super) twice: u64,
-    /// In the ledger before an earlier change of the same order.
-    pub(super) disordered: u64,
-    /// Changes that the shop's own table and its notes disagree about.
-    pub(super) unnoted: u64,
-    /// Money that moved according to the shop's table, in cents.
-    pub(super) cents_shop: i64,
-    /// Money that moved according to the ledger, in cents.
-    pub(super) cents_ledger: i64,
-}
-
-impl Proof {
-    /// Whether every promise was kept, for at least one event: nothing at all proves nothing.
-    pub(super) fn holds(&self) -> bool {
-        let kept = self.lost + self.phantom + self.twice + self.disordered + self.unnoted == 0;
-        kept && self.committed > 0 && self.cents_shop == self.cents_ledger
-    }
-}
+use super::show::Paint;
 
 const NOTE_TABLE: &str =
     "CREATE TABLE note (outcome TEXT NOT NULL, event TEXT PRIMARY KEY, name TEXT, version INTEGER, cents INTEGER)";
 const NOTE_INSERT: &str = "INSERT INTO note VALUES (?1, ?2, ?3, ?4, ?5)";
-const COMMITTED: &str = "SELECT count(*) FROM note WHERE outcome = 'committed'";
-const ROLLED_BACK: &str = "SELECT count(*) FROM note WHERE outcome = 'rolled_back'";
-const DELIVERED: &str = "SELECT count(*) FROM receiver.postbox_inbox";
-const APPLIED: &str = "SELECT count(*) FROM receiver.ledger";
-const LOST: &str =
-    "SELECT count(*) FROM note WHERE outcome = 'committed' AND event NOT IN (SELECT event FROM receiver.ledger)";
-const PHANTOM: &str =
-    "SELECT count(*) FROM receiver.ledger WHERE event NOT IN (SELECT event FROM note WHERE outcome = 'committed')";
-const TWICE: &str = "SELECT count(*) FROM (SELECT 1 FROM receiver.ledger GROUP BY event HAVING count(*) > 1)";
-const DISORDERED: &str = "SELECT count(*) FROM (SELECT version, lag(version, 1, 0) OVER (PARTITION BY name ORDER BY line) AS before \
-     FROM receiver.ledger) WHERE version < before";
-/// Orders that do not stand at the version that their last committed note says, by the orders' primary key …
-const UNNOTED: &str = "SELECT count(*) FROM \
-     (SELECT name, max(version) AS version FROM note WHERE outcome = 'committed' GROUP BY name) AS n \
-     LEFT JOIN shop.orders AS o ON o.id = n.name WHERE o.version IS NOT n.version";
-/// … and orders without any.
-const UNNOTED_ORDERS: &str =
-    "SELECT count(*) FROM shop.orders WHERE id NOT IN (SELECT name FROM note WHERE outcome = 'committed')";
-/// Each step of an order moves its price once.
-const CENTS_SHOP: &str = "SELECT coalesce(sum(cents * version), 0) FROM shop.orders";
-const CENTS_LEDGER: &str = "SELECT coalesce(sum(cents), 0) FROM receiver.ledger";
 
-/// Counts.
-pub(super) fn count(shop: &Path, receiver: &Path, notes: &Path) -> anyhow::Result<Proof> {
-    let connection = Connection::open_in_memory()?;
-    for (path, name) in [(shop, "shop"), (receiver, "receiver")] {
-        // Through a URI, because ATTACH makes a missing file otherwise; a proof over an empty file would be worthless.
-        Connection::open_with_flags(path, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
-        connection.execute(&format!("ATTACH ?1 AS {name}"), params![path.display().to_string()])?;
+/// What happened: name, meaning and count. The first is the number of events.
+const FACTS: &str = "
+SELECT 'committed', 'changes of orders, each with its event in the same transaction', (SELECT count(*) FROM note WHERE outcome = 'committed')
+UNION ALL SELECT 'rolled back', 'transactions, on purpose: no trace of them may ever arrive', (SELECT count(*) FROM note WHERE outcome = 'rolled_back')
+UNION ALL SELECT 'delivered', 'messages in the receiver''s inbox', (SELECT count(*) FROM receiver.postbox_inbox)
+UNION ALL SELECT 'applied', 'rows in the receiver''s ledger', (SELECT count(*) FROM receiver.ledger)";
+
+/// What must not happen. Unaccounted are orders that do not stand at the version of their last
+/// committed note, and those that have none.
+const BROKEN: &str = "
+SELECT 'lost', 'committed, but never applied',
+  (SELECT count(*) FROM note WHERE outcome = 'committed' AND event NOT IN (SELECT event FROM receiver.ledger))
+UNION ALL SELECT 'phantom', 'applied, but never committed',
+  (SELECT count(*) FROM receiver.ledger WHERE event NOT IN (SELECT event FROM note WHERE outcome = 'committed'))
+UNION ALL SELECT 'applied twice', 'events with more than one row',
+  (SELECT count(*) FROM (SELECT 1 FROM receiver.ledger GROUP BY event HAVING count(*) > 1))
+UNION ALL SELECT 'out of order', 'changes applied before an earlier one of their order',
+  (SELECT count(*) FROM (SELECT version, lag(version, 1, 0) OVER (PARTITION BY name ORDER BY line) AS before FROM receiver.ledger)
+   WHERE version < before)
+UNION ALL SELECT 'unaccounted', 'orders whose row and notes differ',
+  (SELECT count(*) FROM (SELECT name, max(version) AS version FROM note WHERE outcome = 'committed' GROUP BY name) AS n
+   LEFT JOIN shop.orders AS o ON o.id = n.name WHERE o.version IS NOT n.version)
+  + (SELECT count(*) FROM shop.orders WHERE id NOT IN (SELECT name FROM note WHERE outcome = 'committed'))";
+
+/// Cents in the shop and in the ledger. Each step of an order moves its price once.
+const CENTS: &str = "SELECT (SELECT coalesce(sum(cents * version), 0) FROM shop.orders), (SELECT coalesce(sum(cents), 0) FROM receiver.ledger)";
+
+struct Figure {
+    name: String,
+    meaning: String,
+    count: i64,
+}
+
+/// What was counted.
+pub(super) struct Proof {
+    facts: Vec<Figure>,
+    broken: Vec<Figure>,
+    cents_shop: i64,
+    cents_ledger: i64,
+}
+
+impl Proof {
+    /// Counts.
+    pub(super) fn count(folder: &Path) -> anyhow::Result<Self> {
+        let connection = Connection::open_in_memory()?;
+        for name in ["shop", "receiver"] {
+            let path = folder.join(format!("{name}.db"));
+            // ATTACH makes a missing file, and a proof over an empty one would be worthless.
+            Connection::open_with_flags(&path, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
+            connection.execute(&format!("ATTACH ?1 AS {name}"), params![path.display().to_string()])?;
+        }
+        connection.execute(NOTE_TABLE, [])?;
+        load(&connection, &folder.join("notes.tsv"))?;
+        let figures = |sql: &str| {
+            let mut query = connection.prepare(sql)?;
+            let read = |row: &Row<'_>| Ok(Figure { name: row.get(0)?, meaning: row.get(1)?, count: row.get(2)? });
+            query.query_map([], read)?.collect::<rusqlite::Result<Vec<Figure>>>()
+        };
+        let (cents_shop, cents_ledger) = connection.query_row(CENTS, [], |row| Ok((row.get(0)?, row.get(1)?)))?;
+        Ok(Self { facts: figures(FACTS)?, broken: figures(BROKEN)?, cents_shop, cents_ledger })
     }
-    connection.execute(NOTE_TABLE, [])?;
-    load(&connection, notes)?;
-    let number = |sql: &str| connection.query_row(sql, [], |row| row.get::<_, i64>(0));
-    let count = |sql: &str| number(sql).map(|count| count.unsigned_abs());
-    Ok(Proof {
-        committed: count(COMMITTED)?,
-        rolled_back: count(ROLLED_BACK)?,
-        delivered: count(DELIVERED)?,
-        applied: count(APPLIED)?,
-        lost: count(LOST)?,
-        phantom: count(PHANTOM)?,
-        twice: count(TWICE)?,
-        disordered: count(DISORDERED)?,
-        unnoted: count(UNNOTED)? + count(UNNOTED_ORDERS)?,
-        cents_shop: number(CENTS_SHOP)?,
-        cents_ledger: number(CENTS_LEDGER)?,
-    })
+
+    /// Changes that the shop noted as committed.
+    pub(super) fn committed(&self) -> u64 {
+        self.facts[0].count.unsigned_abs()
+    }
+
+    /// Whether every promise was kept, for at least one event: nothing at all proves nothing.
+    pub(super) fn holds(&self) -> bool {
+        let kept = self.broken.iter().all(|figure| figure.count == 0) && self.cents_shop == self.cents_ledger;
+        kept && self.committed() > 0
+    }
+
+    /// The table.
+    pub(super) fn table(&self, paint: Paint) -> String {
+        let by = "  counted by SQL from both databases and the shop's own notes, never from what the code believes";
+        let mut text = format!("\n  {}\n{}\n\n", paint.bold("The proof"), paint.dim(by));
+        for Figure { name, meaning, count } in &self.facts {
+            text += &format!("    {name:<14}{:>9}   {}\n", grouped(count.unsigned_abs()), paint.dim(meaning));
+        }
+        text.push('\n');
+        let mut promise = |name: &str, meaning: &str, value: String, kept: bool| {
+            let colour = |text: &str| if kept { paint.good(text) } else { paint.bad(text) };
+            let (mark, value) = (colour(if kept { "✓" } else { "✗" }), colour(&format!("{value:>9}")));
+            text += &format!("  {mark} {name:<14}{value}   {}\n", paint.dim(meaning));
+        };
+        for Figure { name, meaning, count } in &self.broken {
+            promise(name, meaning, grouped(count.unsigned_abs()), *count == 0);
+        }
+        let missing = self.cents_shop - self.cents_ledger;
+        let sums = format!("{} in the shop, {} in the ledger", money(self.cents_shop), money(self.cents_ledger));
+        promise("money missing", &sums, money(missing), missing == 0);
+        text
+    }
 }
 
 fn load(connection: &Connection, notes: &Path) -> anyhow::Result<()> {
@@ -104,6 +121,11 @@ fn load(connection: &Connection, notes: &Path) -> anyhow::Result<()> {
         insert.execute(params![outcome, event, name, version.parse::<i64>()?, cents.parse::<i64>()?])?;
     }
     Ok(())
+}
+
+fn money(cents: i64) -> String {
+    let sign = if cents < 0 { "-" } else { "" };
+    format!("{sign}{}.{:02}", grouped(cents.unsigned_abs() / 100), cents.unsigned_abs() % 100)
 }
 
 /// A promise broken on purpose, so that tests see the proof fail.
@@ -122,7 +144,7 @@ pub(crate) enum Tamper {
 }
 
 impl Tamper {
-    pub(super) fn commit(self, receiver: &Path) -> anyhow::Result<()> {
+    pub(super) fn commit(self, folder: &Path) -> anyhow::Result<()> {
         let sql = match self {
             Self::Lose => "DELETE FROM ledger WHERE line = (SELECT max(line) FROM ledger)",
             Self::Phantom => {
@@ -136,8 +158,18 @@ impl Tamper {
             }
             Self::Money => "UPDATE ledger SET cents = cents + 1 WHERE line = (SELECT min(line) FROM ledger)",
         };
-        let changed = Connection::open(receiver)?.execute(sql, [])?;
+        let changed = Connection::open(folder.join("receiver.db"))?.execute(sql, [])?;
         anyhow::ensure!(changed == 1, "nothing was there to tamper with");
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn money_is_readable() {
+        assert_eq!([money(0), money(5), money(-123_456)], ["0.00", "0.05", "-1,234.56"]);
     }
 }

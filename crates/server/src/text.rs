@@ -1,22 +1,45 @@
-//! Text from outside, made safe to print: a payload must not be able to move the cursor, change the title or hide itself.
+//! Text for people. What comes from outside is made safe to print: a payload must not be able to
+//! move the cursor, change the title or hide itself.
 
 use std::fmt::Write as _;
 
-use postbox_server::{is_hostile, neutralise};
+/// Whether a terminal could take this character for something other than text: control characters
+/// (C0, DEL, C1), line and paragraph separators, and the marks that turn the reading direction.
+pub fn is_hostile(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+}
+
+/// The text with its hostile characters spelt out, but for those to `keep`.
+pub fn neutralise(text: &str, keep: impl Fn(char) -> bool) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            c if keep(c) || !is_hostile(c) => safe.push(c),
+            '\n' => safe.push_str("\\n"),
+            '\r' => safe.push_str("\\r"),
+            '\t' => safe.push_str("\\t"),
+            c => {
+                let _ = write!(safe, "\\u{{{:x}}}", u32::from(c));
+            }
+        }
+    }
+    safe
+}
 
 /// For one line or one cell.
-pub(crate) fn safe_line(text: &str) -> String {
+pub fn safe_line(text: &str) -> String {
     neutralise(text, |_| false)
 }
 
 /// For text of several lines.
-pub(crate) fn safe_lines(text: &str) -> String {
+pub fn safe_lines(text: &str) -> String {
     neutralise(text, |c| matches!(c, '\n' | '\t'))
 }
 
-/// For JSON text: inside JSON, such characters stand only in strings, where `\uXXXX` means the same. The bytes below 0x20 that a
-/// serialiser leaves outside of strings are line breaks and tabs.
-pub(crate) fn safe_json(json: &str) -> String {
+/// For JSON text: inside JSON, such characters stand only in strings, where `\uXXXX` means the
+/// same. The bytes below 0x20 that a serialiser leaves outside of strings are line breaks and tabs.
+pub fn safe_json(json: &str) -> String {
     let mut safe = String::with_capacity(json.len());
     for c in json.chars() {
         if is_hostile(c) && !matches!(c, '\n' | '\t' | '\r') {
@@ -29,7 +52,7 @@ pub(crate) fn safe_json(json: &str) -> String {
 }
 
 /// The first `most` characters, with an ellipsis when there is more.
-pub(crate) fn cut(text: &str, most: usize) -> String {
+pub fn cut(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.to_owned();
     }
@@ -37,7 +60,7 @@ pub(crate) fn cut(text: &str, most: usize) -> String {
 }
 
 /// `1,234,567`
-pub(crate) fn grouped(number: u64) -> String {
+pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() + digits.len() / 3);
     for (index, digit) in digits.chars().enumerate() {
@@ -50,7 +73,7 @@ pub(crate) fn grouped(number: u64) -> String {
 }
 
 /// `2d 3h`, `4m 10s`, `1.2s`, `15ms`: two units at most.
-pub(crate) fn span(duration: std::time::Duration) -> String {
+pub fn span(duration: std::time::Duration) -> String {
     let seconds = duration.as_secs();
     match seconds {
         0 => format!("{}ms", duration.as_millis()),

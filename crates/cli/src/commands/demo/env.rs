@@ -1,39 +1,72 @@
-//! The two services of the demo and the relay between them, which can be crashed.
+//! The two services of the demo, and the relay between them, which can be crashed.
 //!
-//! Shop and receiver share nothing but the webhook: two database files, two stores. The relay has a store (and so connections) of its
-//! own, which a crash takes away with it.
+//! Shop and receiver share nothing but the webhook: two database files, two stores. The relay has a
+//! store, and so connections, of its own, which a crash takes away with it.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use axum::middleware;
 use postbox_core::{
-    Clock, Inspect as _, LogName, Migrate as _, RetryPolicy, SourceName, Subscription, SubscriptionName,
+    Clock, Delivery, Inspect as _, LogName, Migrate as _, Outcome, RetryPolicy, SourceName, Subscription,
 };
 use postbox_engine::{BreakerPolicy, Metrics, Relay, RelaySettings, TokioClock};
 use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_ingress::{self as ingress, Ingress, Origin, WebhookSource};
-use postbox_sqlite::{SqliteConfig, SqliteStore};
+use postbox_sqlite::{SqliteConfig, SqliteStore, TxHandler};
 use postbox_webhook::standard::{SignKey, SymmetricKey};
 use postbox_webhook::{Scheme, Settings, verifier};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
+use rusqlite::{Connection, Transaction, params};
 use tokio::net::TcpListener;
-use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::receiver::{Ledger, make_ledger};
-use super::weather::{FragileListener, Weather, Wire, strike};
+use super::fault::{FaultInjector, inject};
 
-/// The lease of the demo's relays: short, so that the takeover can be watched. In production it is ten seconds.
+/// The lease of the demo's relays: short, so that the takeover can be watched. The default is ten
+/// seconds.
 const LEASE: Duration = Duration::from_millis(1_500);
 
+/// Without a unique constraint: if a message were applied twice, the table would show it.
+const LEDGER_SCHEMA: &str = "CREATE TABLE ledger (line INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL, name TEXT NOT NULL, \
+     version INTEGER NOT NULL, cents INTEGER NOT NULL)";
+/// Appends at the end of the primary key; under the database's one write lock.
+const LEDGER_INSERT: &str = "INSERT INTO ledger (event, name, version, cents) VALUES (?1, ?2, ?3, ?4)";
+
+/// The receiver's handler: writes each message into the ledger, in the transaction that moves the
+/// inbox on.
+struct Ledger;
+
+#[derive(serde::Deserialize)]
+struct Message<'a> {
+    event: &'a str,
+    order: &'a str,
+    version: i64,
+    cents: i64,
+}
+
+impl TxHandler for Ledger {
+    fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
+        let message: Message<'_> = match serde_json::from_slice(&delivery.event.payload) {
+            Ok(message) => message,
+            Err(error) => return Outcome::dead("payload_invalid", error.to_string()),
+        };
+        let row = params![message.event, message.order, message.version, message.cents];
+        match tx.prepare_cached(LEDGER_INSERT).and_then(|mut insert| insert.execute(row)) {
+            Ok(_) => Outcome::DELIVERED,
+            Err(error) => Outcome::retry("ledger_failed", error.to_string()),
+        }
+    }
+}
+
 /// Everything between the shop's commit and the ledger.
-pub(super) struct Stage {
-    pub(super) weather: Arc<Weather>,
+pub(super) struct DemoEnv {
+    pub(super) faults: Arc<FaultInjector>,
     clock: Arc<dyn Clock>,
     shop_database: PathBuf,
     shop: SqliteStore,
@@ -41,79 +74,70 @@ pub(super) struct Stage {
     target: SocketAddr,
     secret: String,
     ingress: Arc<Ingress>,
-    relay: Running,
-    /// Delivered by relays that are gone, by their own account; for the display only.
-    delivered_before: u64,
-    applier: Running,
+    relay: RunningRelay,
+    applier: RunningRelay,
     stop: CancellationToken,
-    server: JoinHandle<std::io::Result<()>>,
+    _server: AbortOnDropHandle<std::io::Result<()>>,
 }
 
-/// A relay and its task.
-struct Running {
+struct RunningRelay {
     metrics: Arc<Metrics>,
     task: AbortOnDropHandle<postbox_core::Result<()>>,
 }
 
-impl Running {
+impl RunningRelay {
     fn start(relay: Relay, stop: &CancellationToken) -> Self {
-        let metrics = relay.metrics();
-        let stop = stop.clone();
+        let (metrics, stop) = (relay.metrics(), stop.clone());
         Self { metrics, task: AbortOnDropHandle::new(tokio::spawn(async move { relay.run(stop).await })) }
     }
 }
 
 fn outgoing() -> anyhow::Result<Subscription> {
-    Ok(Subscription::new(SubscriptionName::new("shop-to-receiver")?, LogName::outbox()))
+    Ok(Subscription::new("shop-to-receiver".parse()?, LogName::outbox()))
 }
 
 fn incoming() -> anyhow::Result<Subscription> {
-    Ok(Subscription::new(SubscriptionName::new("apply-to-ledger")?, LogName::inbox()))
+    Ok(Subscription::new("apply-to-ledger".parse()?, LogName::inbox()))
 }
 
 async fn open(path: &Path) -> anyhow::Result<SqliteStore> {
     Ok(SqliteStore::open(SqliteConfig::new(path)).await?)
 }
 
-impl Stage {
+impl DemoEnv {
     /// Makes both databases, starts the receiver and the first relay.
-    pub(super) async fn set(folder: &Path, seed: u64) -> anyhow::Result<Self> {
+    pub(super) async fn start(folder: &Path, seed: u64) -> anyhow::Result<Self> {
         let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         let [shop_database, receiver_database] = ["shop.db", "receiver.db"].map(|name| folder.join(name));
-        let shop = open(&shop_database).await?;
-        let receiver = open(&receiver_database).await?;
+        let (shop, receiver) = (open(&shop_database).await?, open(&receiver_database).await?);
         shop.up().await?;
         receiver.up().await?;
-        make_ledger(&receiver_database)?;
+        Connection::open(&receiver_database)?.execute(LEDGER_SCHEMA, [])?;
 
         let key: [u8; 32] = SmallRng::seed_from_u64(seed).random();
         let secret = SymmetricKey::from_bytes(&key)?.expose().to_string();
-        let weather = Weather::new(seed);
-        let stop = CancellationToken::new();
-
         let verifier = verifier(Scheme::StandardWebhooks, &[&secret], &Settings::default())?;
         let mut source = WebhookSource::new(SourceName::new("shop")?, LogName::inbox(), verifier);
         // Changes of one order are applied in order.
         source.mapping.key = vec![Origin::Json("/order".into())];
         let ingress = Ingress::new(vec![source], Arc::new(receiver.clone()), Arc::clone(&clock))?;
-        let router = ingress::router(Arc::clone(&ingress))
-            .layer(middleware::from_fn_with_state(Arc::clone(&weather), strike))
-            .into_make_service_with_connect_info::<Wire>();
+        let faults = FaultInjector::new(seed);
+        let router =
+            ingress::router(Arc::clone(&ingress)).layer(middleware::from_fn_with_state(Arc::clone(&faults), inject));
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let target = listener.local_addr()?;
-        let serve =
-            axum::serve(FragileListener(listener), router).with_graceful_shutdown(stop.clone().cancelled_owned());
-        let server = tokio::spawn(serve.into_future());
+        let server = AbortOnDropHandle::new(tokio::spawn(axum::serve(listener, router).into_future()));
 
         let apply = Relay::builder(Arc::new(receiver.clone()), incoming()?)
             .apply(receiver.apply(Ledger))
             .settings(RelaySettings { lease_ttl: LEASE, ..RelaySettings::default() })
             .clock(Arc::clone(&clock))
             .build()?;
-        let applier = Running::start(apply, &stop);
-        let relay = Running::start(make_relay(&shop_database, target, &secret, &clock).await?, &stop);
+        let stop = CancellationToken::new();
+        let applier = RunningRelay::start(apply, &stop);
+        let relay = RunningRelay::start(make_relay(&shop_database, target, &secret, &clock).await?, &stop);
         Ok(Self {
-            weather,
+            faults,
             clock,
             shop_database,
             shop,
@@ -122,25 +146,25 @@ impl Stage {
             secret,
             ingress,
             relay,
-            delivered_before: 0,
             applier,
             stop,
-            server,
+            _server: server,
         })
     }
 
-    /// Ends the relay where it stands: no settling, no giving back of its lease. Gives the number of requests on the wire.
-    pub(super) fn crash_relay(&mut self) -> usize {
-        let in_flight = self.weather.in_flight();
+    /// Ends the relay where it stands: no settling, no giving back of its lease. Gives the number
+    /// of requests on the wire.
+    pub(super) fn crash_relay(&mut self) -> u64 {
+        let in_flight = self.faults.in_flight.load(Ordering::Relaxed);
         self.relay.task.abort();
-        self.delivered_before += self.relay.metrics.delivered();
         in_flight
     }
 
-    /// Starts another relay, with another name and another connection: it knows nothing of the first.
+    /// Starts another relay, with another name and other connections: it knows nothing of the
+    /// first.
     pub(super) async fn start_relay(&mut self) -> anyhow::Result<()> {
         let relay = make_relay(&self.shop_database, self.target, &self.secret, &self.clock).await?;
-        self.relay = Running::start(relay, &self.stop);
+        self.relay = RunningRelay::start(relay, &self.stop);
         Ok(())
     }
 
@@ -149,15 +173,9 @@ impl Stage {
         self.relay.metrics.delivered() > 0
     }
 
-    pub(super) fn delivered(&self) -> u64 {
-        let counts = self.ingress.counts();
-        counts.iter().filter(|count| count.code == "accepted").map(|count| count.count).sum()
-    }
-
-    /// Messages that came again and were recognised by the inbox.
-    pub(super) fn duplicates(&self) -> u64 {
-        let counts = self.ingress.counts();
-        counts.iter().filter(|count| count.code == "duplicate").map(|count| count.count).sum()
+    /// How often the endpoint gave this answer.
+    pub(super) fn answered(&self, code: &str) -> u64 {
+        self.ingress.counts().iter().filter(|count| count.code == code).map(|count| count.count).sum()
     }
 
     pub(super) fn applied(&self) -> u64 {
@@ -171,18 +189,17 @@ impl Stage {
         Ok(shop.pending == 0 && receiver.pending == 0)
     }
 
-    /// Messages in the receiver's inbox. The counter of the endpoint misses those whose sender died before the answer.
+    /// Messages in the inbox. The endpoint's counter misses those whose sender died before the
+    /// answer.
     pub(super) async fn stored(&self) -> anyhow::Result<u64> {
         Ok(self.receiver.stats(&incoming()?.name).await?.total)
     }
 
-    /// Stops everything gracefully.
-    pub(super) async fn strike(self) -> anyhow::Result<()> {
+    /// Stops both relays gracefully.
+    pub(super) async fn stop(&mut self) -> anyhow::Result<()> {
         self.stop.cancel();
-        self.relay.task.await??;
-        self.applier.task.await??;
-        self.server.await??;
-        Ok(())
+        (&mut self.relay.task).await??;
+        Ok((&mut self.applier.task).await??)
     }
 }
 
@@ -198,16 +215,13 @@ async fn make_relay(
         allow: vec![target.ip().into()],
         ..HttpSinkConfig::new(format!("http://{target}/in/shop"))
     };
+    let millis = Duration::from_millis;
     let settings = RelaySettings {
         lease_ttl: LEASE,
-        // Short waits, so that a demo of seconds has room for many failures. Enough attempts that bad weather alone kills nothing.
-        retry: RetryPolicy {
-            attempts_max: 20,
-            base: Duration::from_millis(50),
-            delay_max: Duration::from_millis(500),
-            delays: Vec::new(),
-        },
-        breaker: BreakerPolicy { base: Duration::from_millis(20), max: Duration::from_millis(200) },
+        // Short waits, so that seconds have room for many failures; so many attempts that the
+        // faults alone kill nothing.
+        retry: RetryPolicy { attempts_max: 20, base: millis(50), delay_max: millis(500), delays: Vec::new() },
+        breaker: BreakerPolicy { base: millis(20), max: millis(200) },
         ..RelaySettings::default()
     };
     let sink = HttpSink::new(config, Arc::clone(clock))?;

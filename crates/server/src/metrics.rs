@@ -1,0 +1,333 @@
+//! `/metrics`: what the relays counted, and what the store says of depth and lag.
+//!
+//! Counters come from memory and are always fresh. Depth and lag cost the store a scan and are kept
+//! for five seconds. Topics are chosen by whoever appends, so only the deepest have a label of
+//! their own; the rest is summed up as `other`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Clock, Result, SourceName, State, Store};
+use postbox_engine::{BreakerState, MetricsSnapshot};
+use postbox_ingress::Count;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, NoLabelSet, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
+use tokio::time::timeout;
+
+use crate::cache::Cached;
+use crate::sources::Sources;
+use crate::status::{self, StatsJson, TopicJson};
+use crate::supervised_relay::{Relays, SupervisedRelay};
+use crate::text::neutralise;
+
+/// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several share one answer.
+const STATS_TTL: Duration = Duration::from_secs(5);
+/// Longest wait for the store: scrapers give up after 10 s by default.
+const STATS_WAIT: Duration = Duration::from_secs(5);
+/// Most topics with a label of their own per subscription.
+const TOPICS_MAX: usize = 30;
+
+/// The format of the page.
+pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The label of everything that has none of its own.
+const OTHER: &str = "other";
+/// The label of what is of no source.
+const NONE: &str = "none";
+
+/// Everything that is measured.
+pub(crate) struct Exporter {
+    store: Arc<dyn Store>,
+    relays: Relays,
+    sources: Sources,
+    stats: Cached<Vec<StatsJson>>,
+}
+
+impl Exporter {
+    pub(crate) fn new(store: Arc<dyn Store>, relays: Relays, sources: Sources, clock: Arc<dyn Clock>) -> Arc<Self> {
+        Arc::new(Self { store, relays, sources, stats: Cached::new(clock, STATS_TTL) })
+    }
+
+    /// The page. A store that does not answer costs `STATS_WAIT` and its own figures, no others.
+    pub(crate) async fn page(self: &Arc<Self>) -> String {
+        let store = Arc::clone(&self.store);
+        let counted = async move { timeout(STATS_WAIT, count(store.as_ref())).await.ok()?.ok() };
+        let scrape = Scrape { exporter: Arc::clone(self), stats: self.stats.get(counted).await };
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(scrape));
+        let mut page = String::new();
+        // Only a writer fails, and a string does not.
+        let _ = text::encode(&mut page, &registry);
+        page
+    }
+}
+
+async fn count(store: &dyn Store) -> Result<Vec<StatsJson>> {
+    status::stats(store, &store.subscriptions().await?).await
+}
+
+/// One look at everything.
+struct Scrape {
+    exporter: Arc<Exporter>,
+    /// `None`: the store does not answer.
+    stats: Option<Arc<Vec<StatsJson>>>,
+}
+
+impl fmt::Debug for Scrape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Scrape")
+    }
+}
+
+impl Collector for Scrape {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut page = Page(encoder);
+        let version = labels([("version", env!("CARGO_PKG_VERSION"))]);
+        page.family("postbox_build_info", "Which program this is.", [(version, 1_u64)])?;
+        let is_up = [(Vec::new(), u64::from(self.stats.is_some()))];
+        page.family("postbox_store_up", "Whether the store answered when it was asked last.", is_up)?;
+        if let Some(stats) = &self.stats {
+            depth(&mut page, stats)?;
+        }
+        relays(&mut page, &self.exporter.relays)?;
+        received(&mut page, &self.exporter)
+    }
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+/// Who appends chooses topics, and must not be able to hide one in a terminal.
+fn labels<const N: usize>(pairs: [(&'static str, &str); N]) -> Labels {
+    pairs.map(|(name, value)| (name, neutralise(value, |c| c == '\n'))).into()
+}
+
+/// A page of metrics in the making.
+struct Page<'a>(DescriptorEncoder<'a>);
+
+impl Page<'_> {
+    /// One family: a counter, if its name ends as those of counters do; else a gauge.
+    fn family<V: EncodeCounterValue + EncodeGaugeValue>(
+        &mut self,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (Labels, V)>,
+    ) -> fmt::Result {
+        let counter = name.strip_suffix("_total");
+        let kind = if counter.is_some() { MetricType::Counter } else { MetricType::Gauge };
+        let mut family = self.0.encode_descriptor(counter.unwrap_or(name), help, None, kind)?;
+        for (labels, value) in samples {
+            match counter {
+                Some(_) => family.encode_family(&labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None)?,
+                None if labels.is_empty() => family.encode_gauge(&value)?,
+                None => family.encode_family(&labels)?.encode_gauge(&value)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+fn depth(page: &mut Page<'_>, all: &[StatsJson]) -> fmt::Result {
+    let named = || all.iter().filter_map(|stats| Some((stats.subscription.as_ref()?.as_str(), stats)));
+    let events = named().flat_map(|(name, stats)| {
+        let counts = [
+            (State::Pending, stats.pending.saturating_sub(stats.retrying + stats.blocked + stats.scheduled)),
+            (State::Retrying, stats.retrying),
+            (State::Blocked, stats.blocked),
+            (State::Scheduled, stats.scheduled),
+            (State::Dead, stats.dead),
+            (State::Discarded, stats.discarded),
+            (State::Dispatched, stats.dispatched),
+        ];
+        counts.map(|(state, count)| (labels([("subscription", name), ("state", state.as_str())]), count))
+    });
+    page.family("postbox_events", "Events in the log by state.", events)?;
+    let oldest = named()
+        .map(|(name, stats)| (labels([("subscription", name)]), stats.oldest_pending_seconds.unwrap_or_default()));
+    page.family("postbox_oldest_pending_seconds", "Age of the oldest event that is not delivered.", oldest)?;
+    let paused = named().map(|(name, stats)| (labels([("subscription", name)]), u64::from(stats.paused)));
+    page.family("postbox_paused", "Whether a person paused the subscription.", paused)?;
+    let depth = named().flat_map(|(name, stats)| {
+        let listed: u64 = own_topics(stats).map(|topic| topic.pending).sum();
+        let rest = (OTHER, stats.pending.saturating_sub(listed));
+        let topics = own_topics(stats).map(|topic| (topic.topic.as_str(), topic.pending)).chain([rest]);
+        topics.map(move |(topic, count)| (labels([("subscription", name), ("topic", topic)]), count))
+    });
+    page.family("postbox_depth", "Events to be delivered, by topic.", depth)?;
+    let lag = named().flat_map(|(name, stats)| {
+        own_topics(stats)
+            .map(move |topic| (labels([("subscription", name), ("topic", &topic.topic)]), topic.oldest_pending_seconds))
+    });
+    page.family("postbox_lag_seconds", "Age of the oldest event to be delivered, by topic.", lag)
+}
+
+/// The topics with a label of their own: the deepest. One that is called `other` is among the
+/// others.
+fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicJson> {
+    stats.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER)
+}
+
+fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
+    type Read = fn(&MetricsSnapshot) -> u64;
+    const COUNTERS: [(&str, &str, Read); 11] = [
+        ("postbox_fetched_total", "Events read.", |m| m.fetched),
+        ("postbox_delivered_total", "Events the destination has, duplicates included.", |m| m.delivered),
+        ("postbox_retries_total", "Attempts that failed and will be repeated.", |m| m.retries),
+        ("postbox_dead_total", "Events that died.", |m| m.dead),
+        ("postbox_unavailable_total", "Deliveries that found the whole destination down.", |m| m.unavailable),
+        ("postbox_blocked_total", "Events put behind an earlier one of their key.", |m| m.blocked),
+        ("postbox_batches_total", "Batches settled.", |m| m.batches),
+        ("postbox_stale_writes_total", "Writes refused because the lane had another owner.", |m| m.stale_writes),
+        ("postbox_store_errors_total", "Calls to the store that failed and were repeated.", |m| m.store_errors),
+        ("postbox_timeouts_total", "Deliveries that exceeded the time limit.", |m| m.timeouts),
+        ("postbox_breaker_opened_total", "Times the breaker opened.", |m| m.breaker_opened),
+    ];
+    let snapshots: Vec<_> = relays.iter().map(|relay| (relay.name.as_str(), relay.metrics().snapshot())).collect();
+    for (name, help, read) in COUNTERS {
+        page.family(name, help, snapshots.iter().map(|(name, m)| (labels([("subscription", name)]), read(m))))?;
+    }
+    let failures = relays.iter().flat_map(|relay| {
+        capped(relay.metrics().failures_by_cause()).into_iter().map(move |((topic, code), count)| {
+            (labels([("subscription", relay.name.as_str()), ("topic", &topic), ("code", &code)]), count)
+        })
+    });
+    page.family("postbox_failures_total", "Failed deliveries by topic and reason.", failures)?;
+    let renewals = snapshots.iter().flat_map(|(name, m)| {
+        let results = [("ok", m.renewals_ok), ("failed", m.renewals_failed), ("lost", m.leases_lost)];
+        results.map(|(result, count)| (labels([("subscription", name), ("result", result)]), count))
+    });
+    page.family("postbox_lease_renewals_total", "Lease renewals by result.", renewals)?;
+    let lanes = snapshots.iter().map(|(name, m)| (labels([("subscription", name)]), m.lanes_held));
+    page.family("postbox_lanes_held", "Lanes this process drives now.", lanes)?;
+    let failing = relays.iter().flat_map(|relay| {
+        relay.relay.failing_lanes().into_iter().map(move |failing| {
+            let lane = failing.lane.to_string();
+            let labels = labels([("subscription", relay.name.as_str()), ("lane", &lane), ("code", &failing.code)]);
+            (labels, failing.since.as_second().unsigned_abs())
+        })
+    });
+    let help =
+        "When a lane began to fail at every read or settlement, in seconds since 1970; not there while it works.";
+    page.family("postbox_lane_failing_since_seconds", help, failing)?;
+    let breakers = relays.iter().map(|relay| {
+        let state = match relay.metrics().breaker_state() {
+            BreakerState::Closed => 0_u64,
+            BreakerState::HalfOpen => 1,
+            BreakerState::Open => 2,
+        };
+        (labels([("subscription", relay.name.as_str())]), state)
+    });
+    let help = "How the destination stands: 0 answers, 1 is being asked again, 2 does not answer.";
+    page.family("postbox_breaker_state", help, breakers)
+}
+
+fn received(page: &mut Page<'_>, exporter: &Exporter) -> fmt::Result {
+    let counts = exporter.sources.counts();
+    let name = |count: &Count| count.source.as_ref().map_or_else(|| NONE.to_owned(), SourceName::to_string);
+    // Every answer that was ever given, and the three that everybody draws.
+    let drawn =
+        counts.iter().filter(|count| count.count > 0 || ["accepted", "duplicate", "conflict"].contains(&count.code));
+    let answers = drawn.map(|count| (labels([("source", &name(count)), ("result", count.code)]), count.count));
+    page.family("postbox_received_total", "Messages from outside by source and answer.", answers)?;
+    let dropped = exporter.sources.headers_dropped();
+    let dropped = dropped.iter().map(|(source, count)| (labels([("source", source.as_str())]), *count));
+    let help = "Headers of messages from outside that were not kept: an event has no room for them.";
+    page.family("postbox_headers_dropped_total", help, dropped)?;
+    let layers = [("timestamp_too_old", "timestamp"), ("duplicate", "inbox")];
+    let recognised = layers.into_iter().flat_map(|(code, layer)| {
+        let counts = counts.iter().filter(move |count| count.code == code);
+        counts.map(move |count| (labels([("layer", layer), ("source", &name(count))]), count.count))
+    });
+    let at_destinations = exporter.relays.iter().flat_map(|relay| {
+        let known = exporter.sources.of_log(&relay.relay.subscription().log).map(SourceName::to_string);
+        by_source(relay.metrics().duplicates_by_source(), known).into_iter().map(move |(source, count)| {
+            let subscription = relay.name.as_str();
+            (labels([("layer", "destination"), ("source", &source), ("subscription", subscription)]), count)
+        })
+    });
+    let help = "Repetitions by the layer that recognised them (timestamp: signed too long ago, inbox: id known, destination: it said so) and by source.";
+    page.family("postbox_duplicates_total", help, recognised.chain(at_destinations))
+}
+
+/// What a destination had already, by label: with zeros for the sources that may come, so that the
+/// first one is seen as a rise. Who appends chooses the source, `none` included: one label, one
+/// series.
+fn by_source(counted: BTreeMap<Option<String>, u64>, known: impl Iterator<Item = String>) -> BTreeMap<String, u64> {
+    let mut labels: BTreeMap<String, u64> = known.map(|source| (source, 0)).collect();
+    for (source, count) in counted {
+        *labels.entry(source.unwrap_or_else(|| NONE.into())).or_default() += count;
+    }
+    if labels.is_empty() {
+        labels.insert(NONE.into(), 0);
+    }
+    labels
+}
+
+/// The largest causes by name, the rest as `other`: hostile topics must not fill a time series
+/// database.
+fn capped(causes: BTreeMap<(String, String), u64>) -> Vec<((String, String), u64)> {
+    let mut causes: Vec<_> = causes.into_iter().collect();
+    causes.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    let mut own = Vec::new();
+    let mut rest = 0;
+    for (cause, count) in causes {
+        if own.len() < TOPICS_MAX && cause.0 != OTHER {
+            own.push((cause, count));
+        } else {
+            rest += count;
+        }
+    }
+    if rest > 0 {
+        own.push(((OTHER.into(), OTHER.into()), rest));
+    }
+    own
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hostile_topics_do_not_become_labels() {
+        let causes = (0..1_000).map(|n| ((format!("t{n}"), "http_500".to_owned()), 1)).collect();
+        let capped = capped(causes);
+        assert_eq!(capped.len(), TOPICS_MAX + 1);
+        assert_eq!(capped.iter().map(|(_, count)| count).sum::<u64>(), 1_000);
+    }
+
+    #[test]
+    fn every_source_is_one_series() {
+        let counted = BTreeMap::from([(None, 1), (Some("none".to_owned()), 2), (Some("stripe".to_owned()), 4)]);
+        let known = || ["github", "stripe"].map(String::from).into_iter();
+        let expected = [("github", 0), ("none", 3), ("stripe", 4)].map(|(source, count)| (source.to_owned(), count));
+        assert_eq!(by_source(counted, known()), expected.into());
+        assert_eq!(by_source(BTreeMap::new(), std::iter::empty()), [("none".to_owned(), 0)].into());
+        assert_eq!(by_source(BTreeMap::new(), known()).len(), 2);
+    }
+
+    #[derive(Debug)]
+    struct Sample;
+
+    impl Collector for Sample {
+        fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+            let mut page = Page(encoder);
+            let topics =
+                ["a\"b\\c\nd", "x\u{202e}y\u{1b}"].map(|topic| (labels([("topic", topic), ("code", "x")]), 3_u64));
+            page.family("a_total", "What is counted.", topics)?;
+            page.family("b", "How much.", [(Vec::new(), 0.25)])
+        }
+    }
+
+    #[test]
+    fn labels_are_escaped_and_neutralised() {
+        let (mut registry, mut page) = (Registry::default(), String::new());
+        registry.register_collector(Box::new(Sample));
+        text::encode(&mut page, &registry).expect("written");
+        let expected = "# HELP a What is counted.\n# TYPE a counter\na_total{topic=\"a\\\"b\\\\c\\nd\",code=\"x\"} 3\n\
+             a_total{topic=\"x\\\\u{202e}y\\\\u{1b}\",code=\"x\"} 3\n# HELP b How much.\n# TYPE b gauge\nb 0.25\n# EOF\n";
+        assert_eq!(page, expected);
+    }
+}

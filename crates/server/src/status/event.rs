@@ -1,0 +1,131 @@
+//! An event and where it stands: `list --json` and `show --json`.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use postbox_core::{Event, EventId, Headers, Key, Record, Seq, SubscriptionInfo, SubscriptionName, Tenant, Topic};
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+/// The event's own fields; the same names as the `file` and `stdout` sinks write.
+#[derive(Debug, Serialize)]
+pub struct EventJson<'a> {
+    id: EventId,
+    topic: &'a Topic,
+    key: &'a Option<Key>,
+    aggregate: &'a Option<String>,
+    version: Option<i64>,
+    kind: &'a str,
+    source: &'a Option<String>,
+    tenant: &'a Option<Tenant>,
+    content_type: &'a str,
+    headers: &'a Headers,
+    occurred_at: String,
+    created_at: String,
+    deliver_at: Option<String>,
+    /// The JSON itself, if the payload is JSON …
+    #[serde(skip_serializing_if = "Option::is_none")]
+    payload: Option<&'a RawValue>,
+    /// … else its bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    payload_base64: Option<String>,
+}
+
+impl<'a> From<&'a Event> for EventJson<'a> {
+    fn from(event: &'a Event) -> Self {
+        // The payload as it is, not parsed into values and written again: numbers keep their
+        // digits.
+        let payload = event.is_json().then(|| serde_json::from_slice(&event.payload).ok()).flatten();
+        Self {
+            id: event.id,
+            topic: &event.topic,
+            key: &event.key,
+            aggregate: &event.aggregate,
+            version: event.version,
+            kind: event.kind(),
+            source: &event.source,
+            tenant: &event.tenant,
+            content_type: event.content_type(),
+            headers: &event.headers,
+            occurred_at: event.occurred_at.to_string(),
+            created_at: event.created_at.to_string(),
+            deliver_at: event.deliver_at.map(|at| at.to_string()),
+            payload,
+            payload_base64: payload.is_none().then(|| STANDARD.encode(&event.payload)),
+        }
+    }
+}
+
+/// What `show` says of an event that a subscription's topics and tenant leave out. The store, which
+/// counts positions, takes it for read.
+pub const NOT_SUBSCRIBED: &str = "not subscribed";
+
+/// Whether the subscription gets this event. One that has a row does, whatever its topics are now.
+pub fn is_wanted(info: &SubscriptionInfo, record: &Record) -> bool {
+    let event = &record.event;
+    record.updated_at.is_some()
+        || info.filter.matches(event.topic.as_str(), event.tenant.as_ref().map(|tenant| tenant.as_str()))
+}
+
+/// Where an event stands in one subscription.
+#[derive(Debug, Serialize)]
+pub struct DeliveryJson<'a> {
+    subscription: &'a SubscriptionName,
+    seq: Seq,
+    state: &'static str,
+    attempts: u32,
+    replays: u32,
+    due_at: Option<String>,
+    code: Option<&'a str>,
+    error: Option<&'a str>,
+    updated_at: Option<String>,
+}
+
+impl<'a> DeliveryJson<'a> {
+    fn new(subscription: &'a SubscriptionName, record: &'a Record) -> Self {
+        Self {
+            subscription,
+            seq: record.seq,
+            state: record.state.as_str(),
+            attempts: record.attempts,
+            replays: record.replays,
+            due_at: record.due_at.map(|at| at.to_string()),
+            code: record.code.as_deref(),
+            error: record.error.as_deref(),
+            updated_at: record.updated_at.map(|at| at.to_string()),
+        }
+    }
+}
+
+/// One event in one subscription, as `list` has it.
+#[derive(Debug, Serialize)]
+pub struct RecordJson<'a> {
+    #[serde(flatten)]
+    delivery: DeliveryJson<'a>,
+    event: EventJson<'a>,
+}
+
+impl<'a> RecordJson<'a> {
+    /// What the store says of it.
+    pub fn new(subscription: &'a SubscriptionName, record: &'a Record) -> Self {
+        Self { delivery: DeliveryJson::new(subscription, record), event: EventJson::from(&record.event) }
+    }
+}
+
+/// One event and where it stands in each subscription, as `show` has it.
+#[derive(Debug, Serialize)]
+pub struct ShowJson<'a> {
+    event: EventJson<'a>,
+    deliveries: Vec<DeliveryJson<'a>>,
+}
+
+impl<'a> ShowJson<'a> {
+    /// What the store says of it, in each subscription that has it; `None` without any.
+    pub fn new(found: &'a [(SubscriptionInfo, Record)]) -> Option<Self> {
+        let (_, first) = found.first()?;
+        let deliveries = found.iter().map(|(info, record)| {
+            let delivery = DeliveryJson::new(&info.name, record);
+            if is_wanted(info, record) { delivery } else { DeliveryJson { state: NOT_SUBSCRIBED, ..delivery } }
+        });
+        Some(Self { event: EventJson::from(&first.event), deliveries: deliveries.collect() })
+    }
+}

@@ -1,0 +1,15 @@
+//! State as data: what `stats`, `list`, `show` and `doctor` say, what the service says of itself at
+//! `/status`, and what `/metrics` shows of the store. Each JSON type is declared and built here, so
+//! that a command and an HTTP answer never differ.
+
+mod conflict;
+mod doctor;
+mod event;
+mod service;
+mod stats;
+
+pub use conflict::ConflictJson;
+pub use doctor::{Finding, Severity, diagnose};
+pub use event::{DeliveryJson, EventJson, NOT_SUBSCRIBED, RecordJson, ShowJson, is_wanted};
+pub use service::{Fault, ServiceStatus, fetch};
+pub use stats::{StatsJson, TopicJson, stats};

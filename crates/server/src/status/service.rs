@@ -1,0 +1,72 @@
+//! What the running service says of itself at `/status`, and how `doctor` reads it.
+
+use std::error::Error;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
+
+use axum::body::Bytes;
+use http::{Request, header};
+use http_body_util::{BodyExt as _, Empty, Limited};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use postbox_core::SubscriptionName;
+use serde::{Deserialize, Serialize};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::config::ServerConfig;
+
+/// Longest wait: a service on this machine answers at once, and its look at the store is bounded.
+const WAIT_MAX: Duration = Duration::from_secs(3);
+/// Most of an answer that is read: a fault is a few hundred bytes.
+const ANSWER_BYTES_MAX: usize = 256 * 1024;
+
+/// A running service.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServiceStatus {
+    /// The program's version.
+    pub version: String,
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// Whether nothing keeps it from its work.
+    pub ready: bool,
+    /// What keeps it from its work.
+    pub faults: Vec<Fault>,
+}
+
+/// One thing that keeps the service from its work.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// The subscription that does not flow; `None`: the store fails, so none does.
+    pub subscription: Option<SubscriptionName>,
+    /// The stable code of the reason.
+    pub code: String,
+    /// What is wrong, since when.
+    pub what: String,
+}
+
+/// Asks the service that listens as configured; `None`: nobody listens there, or somebody else.
+pub async fn fetch(config: &ServerConfig) -> Option<ServiceStatus> {
+    timeout(WAIT_MAX, ask(config)).await.ok()?.ok()
+}
+
+async fn ask(config: &ServerConfig) -> Result<ServiceStatus, Box<dyn Error + Send + Sync>> {
+    let mut address = config.listen;
+    if address.ip().is_unspecified() {
+        address.set_ip(match address.ip() {
+            IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+            IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+        });
+    }
+    let stream = TokioIo::new(TcpStream::connect(address).await?);
+    let (mut sender, connection) = http1::handshake(stream).await?;
+    let _connection = AbortOnDropHandle::new(tokio::spawn(connection));
+    let mut request = Request::get("/status").header(header::HOST, address.to_string());
+    if let Some(token) = &config.status_token {
+        request = request.header(header::AUTHORIZATION, format!("Bearer {}", token.expose()));
+    }
+    let answer = sender.send_request(request.body(Empty::<Bytes>::new())?).await?;
+    let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect().await?.to_bytes();
+    Ok(serde_json::from_slice(&body)?)
+}
