@@ -53,15 +53,28 @@ pub(crate) struct Position {
     pub(crate) read: i64,
     /// Nothing of the window is left beyond `read`.
     pub(crate) drained: bool,
+    /// Where its rows are, once that is known and if it has no stragglers.
+    pub(crate) bounds: Option<Bounds>,
     /// Rises with every rewind, so that a read that was under way does not undo it.
     rewinds: u64,
+}
+
+/// The rows of a window without stragglers: what they have in common.
+#[derive(Debug, Clone)]
+pub(crate) struct Bounds {
+    /// Their numbers are greater,
+    pub(crate) low: i64,
+    /// and not greater than this.
+    pub(crate) high: i64,
+    /// Their transactions began no earlier than this one; as text, as Postgres writes it.
+    pub(crate) xid_low: String,
 }
 
 impl Position {
     /// The next window was opened.
     pub(crate) fn enter(&mut self, window: Arc<str>) {
         self.window = window;
-        (self.settled, self.read, self.drained) = (0, 0, false);
+        (self.settled, self.read, self.drained, self.bounds) = (0, 0, false, None);
     }
 }
 
@@ -190,6 +203,7 @@ impl PostgresStore {
             settled,
             read: settled,
             drained: false,
+            bounds: None,
             rewinds: 0,
         })
     }

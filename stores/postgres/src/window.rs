@@ -15,7 +15,7 @@ use crate::PostgresStore;
 use crate::classify::{classify, has_damage_code};
 use crate::decode::{EVENT_COLUMNS, Stored, stored};
 use crate::due::Exceptions;
-use crate::lane::{Lane, Position};
+use crate::lane::{Bounds, Lane, Position};
 use crate::payload::fitting;
 use crate::session::COMMIT;
 use crate::subscription::SubscriptionRow;
@@ -30,6 +30,13 @@ const INLINE_BYTES_MIN: usize = 1024;
 /// Reads a page, or opens the next window: see `0001_window.sql`, which says what it asks, writes
 /// and answers.
 const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)";
+
+/// A further page of a window without stragglers, straight from the log. Index: primary key.
+const WINDOW_PAGE: &str = "
+SELECT {columns} FROM {log} AS l
+WHERE l.seq > $7 AND l.seq <= $8 AND l.xid >= $9::text::xid8 AND pg_visible_in_snapshot(l.xid, $10::text::pg_snapshot)
+  AND ($4 = 1 OR l.slot % $4 = $3) AND ($5 IS NULL OR l.topic LIKE ANY ($5)) AND ($6 IS NULL OR l.tenant = $6)
+ORDER BY l.seq LIMIT $2";
 
 /// Which of some keys are held. Index: `delivery_held`.
 const KEYS_HELD: &str = "
@@ -126,6 +133,7 @@ struct Answer {
     place: Option<String>,
     /// The window that was opened.
     window: Option<String>,
+    bounds: Option<Bounds>,
 }
 
 impl Answer {
@@ -136,6 +144,10 @@ impl Answer {
             left_stream: row.try_get::<_, Option<bool>>(column + 1)?.unwrap_or_default(),
             place: row.try_get(column + 2)?,
             window: row.try_get(column + 3)?,
+            bounds: match row.try_get(column + 4)? {
+                Some(low) => Some(Bounds { low, high: row.try_get(column + 5)?, xid_low: row.try_get(column + 6)? }),
+                None => None,
+            },
         })
     }
 }
@@ -161,6 +173,9 @@ impl NextBatch<'_> {
             let (rows, answer) = self.ask(&at, after).await?;
             if let Some(window) = answer.window {
                 at.enter(window.into());
+            }
+            if matches!(answer.verdict.as_str(), "page" | "window") {
+                at.bounds = answer.bounds;
             }
             let exceptions = self.exceptions(answer.left_stream, at.read).await?;
             due_in = exceptions.due_in;
@@ -190,14 +205,23 @@ impl NextBatch<'_> {
     /// A window is written down before its answer counts, and before anything of it is given out.
     async fn ask(&self, at: &Position, after: Option<i64>) -> Result<(Vec<Stored>, Answer)> {
         let modes = &self.store.inner.modes;
-        let (begun, called, committed) = futures::join!(
-            self.client.batch_execute(if after.is_some() { &modes.look } else { &modes.call }),
-            self.call_window(at, after),
+        let bounds = at.bounds.as_ref().filter(|_| after.is_some());
+        let (mode, rows_max) = match (bounds, after) {
+            // The function only says whether the window is still ours.
+            (Some(_), _) => (&modes.read, 0),
+            (None, Some(_)) => (&modes.look, self.params.rows),
+            (None, None) => (&modes.call, self.params.rows),
+        };
+        let (begun, called, page, committed) = futures::join!(
+            self.client.batch_execute(mode),
+            self.call_window(at, after, rows_max),
+            self.read_page(at, bounds, after),
             self.client.batch_execute(COMMIT),
         );
         let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
         begun.map_err(failed)?;
-        let (rows, answer) = called.map_err(failed)?;
+        let (mut rows, answer) = called.map_err(failed)?;
+        rows.extend(page.map_err(failed)?);
         committed.map_err(failed)?;
         let answer = answer.ok_or_else(|| invalid_answer("nothing"))?;
         match answer.verdict.as_str() {
@@ -220,11 +244,12 @@ impl NextBatch<'_> {
         &self,
         at: &Position,
         after: Option<i64>,
+        rows_max: i64,
     ) -> Result<(Vec<Stored>, Option<Answer>), tokio_postgres::Error> {
         let (read, place, known) = (&self.params, self.lane.place(), &*at.window);
         let params: [(&(dyn ToSql + Sync), Type); 13] = [
             (&read.inline_bytes, Type::INT4),
-            (&read.rows, Type::INT8),
+            (&rows_max, Type::INT8),
             (&read.lane, Type::INT4),
             (&read.lanes, Type::INT4),
             (read.likes, Type::TEXT_ARRAY),
@@ -250,6 +275,41 @@ impl NextBatch<'_> {
         // and merges them.
         rows.sort_by_key(Stored::seq);
         Ok((rows, last))
+    }
+
+    /// Rows of the window after a place. Unless the function agrees in the same transaction that the
+    /// window is ours, they mean nothing.
+    async fn read_page(
+        &self,
+        at: &Position,
+        bounds: Option<&Bounds>,
+        after: Option<i64>,
+    ) -> Result<Vec<Stored>, tokio_postgres::Error> {
+        let (Some(Bounds { low, high, xid_low }), Some(after)) = (bounds, after) else { return Ok(Vec::new()) };
+        let low = after.max(*low);
+        if low >= *high {
+            return Ok(Vec::new());
+        }
+        let (read, window) = (&self.params, &*at.window);
+        let params: [(&(dyn ToSql + Sync), Type); 10] = [
+            (&read.inline_bytes, Type::INT4),
+            (&read.rows, Type::INT8),
+            (&read.lane, Type::INT4),
+            (&read.lanes, Type::INT4),
+            (read.likes, Type::TEXT_ARRAY),
+            (&read.tenant, Type::TEXT),
+            (&low, Type::INT8),
+            (high, Type::INT8),
+            (xid_low, Type::TEXT),
+            (&window, Type::TEXT),
+        ];
+        let sql = self.store.schema().log_sql(WINDOW_PAGE, &self.subscription.log);
+        let mut answer = pin!(self.client.query_typed_raw(&sql, params).await?);
+        let mut rows = Vec::with_capacity(usize::try_from(read.rows).unwrap_or_default());
+        while let Some(row) = answer.try_next().await? {
+            rows.push(stored(&row)?);
+        }
+        Ok(rows)
     }
 
     async fn exceptions(&self, left_stream: bool, after: i64) -> Result<Exceptions> {

@@ -23,6 +23,8 @@
 --   page     rows of the window; nothing was written
 --   nothing  nothing was committed since the window ended; nothing was written
 --   window   the next window is open, and written down; perhaps nothing in it is wanted
+-- `low`, `high` and `xid_low` bound the rows of a window without stragglers, so that its further pages need
+-- not come through this function: what it gives out is kept first, which costs a third more (measured).
 -- `left_stream`: the subscription has delivery rows.
 --
 -- A cursor that was made in another cluster, whose transaction ids mean nothing here, is an error
@@ -40,7 +42,7 @@ BEGIN
       of_subscription int, under_epoch bigint, under_revision int,
       last_place text, last_snap text, last_settled bigint, read_after bigint)
     RETURNS TABLE ({column_types},
-      verdict text, left_stream boolean, place text, window_to text)
+      verdict text, left_stream boolean, place text, window_to text, low bigint, high bigint, xid_low text)
     LANGUAGE plpgsql VOLATILE {pinned}
     AS ${tag}_body$
     #variable_conflict use_column
@@ -133,7 +135,7 @@ BEGIN
           SELECT FROM {s}."{tag}_log" AS l WHERE l.xid >= running.xid AND l.xid <= running.xid
           ORDER BY l.xid, l.seq LIMIT 1 OFFSET 0) AS hit);
         IF news THEN
-          RETURN QUERY SELECT late.*, NULL::text, NULL::boolean, NULL::text, NULL::text
+          RETURN QUERY SELECT late.*, NULL::text, NULL::boolean, NULL::text, NULL::text, NULL::bigint, NULL::bigint, NULL::text
             FROM unnest(ended) AS running(xid)
             CROSS JOIN LATERAL (
               SELECT {columns} FROM {s}."{tag}_log" AS l
@@ -147,13 +149,18 @@ BEGIN
       -- (b) The rest: a walk of the primary key between two bounds. By seq, not by xid: a
       -- transaction with an early id that writes late would come before what it follows.
       IF window_low < window_high THEN
-        RETURN QUERY SELECT {columns}, NULL::text, NULL::boolean, NULL::text, NULL::text
+        RETURN QUERY SELECT {columns}, NULL::text, NULL::boolean, NULL::text, NULL::text, NULL::bigint, NULL::bigint, NULL::text
           FROM {s}."{tag}_log" AS l
           WHERE l.seq > window_low AND l.seq <= window_high AND l.xid >= pg_snapshot_xmax(old_snap)
             AND pg_visible_in_snapshot(l.xid, new_snap) AND {wanted}
           ORDER BY l.seq LIMIT rows_max;
         GET DIAGNOSTICS given = ROW_COUNT;
         news := true;
+      END IF;
+      IF cardinality(ended) = 0 THEN
+        low := coalesce(CASE WHEN read_after IS NULL THEN window_low ELSE at.low END, 0);
+        high := coalesce(window_high, 0);
+        xid_low := pg_snapshot_xmax(old_snap)::text;
       END IF;
       IF read_after IS NOT NULL OR NOT news THEN
         verdict := CASE WHEN news THEN 'page' ELSE 'nothing' END;
