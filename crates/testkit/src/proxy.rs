@@ -1,8 +1,9 @@
 //! A proxy between a client and a real server that makes connections and calls fail on demand.
 //!
-//! A [`Fault`] is set per [`Direction`] and concerns all bytes of every connection, of any protocol.
-//! A [`Trap`] concerns one call to a Postgres or a pooler, by the wire protocol: at a [`Point`] the
-//! proxy cuts the connection, loses the answer, or keeps the call until it is released:
+//! A [`Fault`] is set per [`Direction`] and concerns all bytes of every connection, of any
+//! protocol. A [`Trap`] concerns one call to a Postgres or a pooler, by the wire protocol: at a
+//! [`Point`] the proxy cuts the connection, loses the answer, or keeps the call until it is
+//! released:
 //!
 //! ```no_run
 //! # async fn example(url: &str) {
@@ -94,7 +95,7 @@ impl Shared {
 }
 
 impl FaultProxy {
-    /// Listens on a free loopback port and passes everything to `upstream`. Jitter comes from `seed`.
+    /// Listens on a free port and passes everything to `upstream`. Jitter comes from `seed`.
     ///
     /// # Panics
     ///

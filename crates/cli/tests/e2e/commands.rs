@@ -136,7 +136,7 @@ async fn dispatch_says_how_it_ended(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// The first call outlives its batch, and what waits behind it counts; two subscriptions share the limit.
+/// The first call outlives its batch, and what waits behind it counts; the limit is for both.
 async fn a_limit_is_kept_though_the_target_is_slow(kind: Kind) -> Result<()> {
     let slow = Endpoint::start(|_| (200, Duration::from_millis(400)))?;
     let env = TestEnv::with(kind, &(slow.subscription("a") + &slow.subscription("b"))).await?;
@@ -154,7 +154,7 @@ async fn a_limit_is_kept_though_the_target_is_slow(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-/// A person pauses the subscription while it is being drained: its lane is lost at the next renewal.
+/// The subscription is paused while it is drained: its lane is lost at the next renewal.
 async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -> Result<()> {
     let slow = Endpoint::start(takes_all)?;
     // It cannot come to its end before it is paused, however long that takes.
@@ -185,7 +185,7 @@ async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -
     Ok(())
 }
 
-/// A URL of our own network must be allowed, and our own address never is: refused before anything is sent.
+/// A URL of our own network must be allowed, and our own address never is.
 async fn a_private_target_must_be_allowed(kind: Kind) -> Result<()> {
     let env = TestEnv::migrated(kind).await?;
     let target = Endpoint::start(takes_all)?;

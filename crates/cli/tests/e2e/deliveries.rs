@@ -1,5 +1,5 @@
-//! Many senders with many repetitions, and a service that is killed again and again: every message has
-//! one effect.
+//! Many senders with many repetitions, and a service that is killed again and again: every message
+//! has one effect.
 //!
 //! `POSTBOX_TEST_DELIVERIES=1000000` for the long version, `POSTBOX_TEST_SEED=…` to repeat one.
 

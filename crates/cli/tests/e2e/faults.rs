@@ -12,7 +12,7 @@ use crate::env::{FILE_SINK, Kind, TestEnv, complaint};
 
 const STDOUT_SINK: &str = "[subscriptions.out]\nsink = { type = \"stdout\" }\n";
 
-/// Each command ends with this code and one line that says all of this; nothing in the store changes.
+/// Each command ends with this code and one line that says all of this; the store is unchanged.
 async fn refused<'a>(env: &TestEnv, code: i32, commands: &[impl AsRef<[&'a str]>], said: &[&str]) -> Result<()> {
     let before = env.snapshot().await?;
     for args in commands {
@@ -176,8 +176,8 @@ async fn a_cursor_from_the_future_is_reported_with_the_cure() -> Result<()> {
     Ok(())
 }
 
-/// As `stores/sqlite/README.md` says it is done: log and cursors are of one moment, so what was pending
-/// then goes out again. The files beside the database belong to what is replaced.
+/// As `stores/sqlite/README.md` says it is done: log and cursors are of one moment, so what was
+/// pending then goes out again. The files beside the database belong to what is replaced.
 #[tokio::test]
 async fn an_older_copy_of_a_sqlite_file_goes_on_from_its_moment() -> Result<()> {
     let env = TestEnv::with(Kind::Sqlite, FILE_SINK).await?;

@@ -1,4 +1,4 @@
-//! Webhooks in: stored by `run`, seen and changed by the same commands as the outbox, applied over HTTP.
+//! Webhooks in: stored by `run`, changed by the commands of the outbox, applied over HTTP.
 
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
 //! Outages, on the running binary: a relay is killed or frozen, the database stops, the destination
 //! is down, one event is refused for ever.
 //!
-//! Promised times are measured and printed. They are enforced only with `POSTBOX_TEST_TIMED=1`, for a
-//! quiet machine; under simulated time they are tested in `crates/engine/tests/relay.rs`.
+//! Promised times are measured and printed. They are enforced only with `POSTBOX_TEST_TIMED=1`, for
+//! a quiet machine; under simulated time they are tested in `crates/engine/tests/relay.rs`.
 
 #![allow(clippy::print_stderr, reason = "the times that were measured")]
 
@@ -147,7 +147,7 @@ async fn the_database_returns(stop: fn(&mut PrivatePostgres), lease: &str) -> Re
 
     stop(&mut postgres);
     endpoint.answer_all();
-    // Until it has sent what it had in memory, waits its longest between two tries, and a short lease is lost.
+    // Until its memory is sent, its backoff at its longest, and a short lease lost.
     endpoint.quiet_for(Duration::from_millis(1_500)).await?;
     let before = endpoint.count();
     postgres.start().await;

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use crate::endpoint::{Endpoint, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal, until};
 
-/// Starts, lets some through, stops under load; several times; then everything has arrived exactly once.
+/// Starts and stops under load, several times; then everything has arrived exactly once.
 async fn sigterm_under_load_repeats_nothing(kind: Kind) -> Result<()> {
     // `POSTBOX_TEST_STOPS=50` for the long version.
     let stops: usize = std::env::var("POSTBOX_TEST_STOPS").ok().and_then(|stops| stops.parse().ok()).unwrap_or(20);

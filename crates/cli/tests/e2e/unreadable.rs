@@ -203,7 +203,7 @@ async fn bytes_that_are_no_text_and_damaged_storage_are_dead_events() -> Result<
     Ok(())
 }
 
-/// The store refuses every read: `/readyz`, metrics and doctor name the lane, its code and since when.
+/// The store refuses every read: `/readyz`, metrics and doctor name the lane and its code.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     let endpoint = Endpoint::start(takes_all)?;

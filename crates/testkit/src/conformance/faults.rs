@@ -1,13 +1,14 @@
 //! Calls that go wrong between the caller and the store.
 //!
 //! A writing call can end in four ways that its caller cannot tell apart: it was never done; it was
-//! done and the answer is lost ([`lost`](super::lost)); it is done after another owner has taken the
-//! lane over; or it is done twice, because the caller asked again ([`late`](super::late)). A new
-//! writing call gets a [`Call`] and a case in both modules.
+//! done and the answer is lost ([`lost`](super::lost)); it is done after another owner has taken
+//! the lane over; or it is done twice, because the caller asked again ([`late`](super::late)). A
+//! new writing call gets a [`Call`] and a case in both modules.
 //!
 //! A case makes its request as a value ([`Asked`]), gives it to [`CallFaults::lose_answer`] or
-//! [`CallFaults::delay`], and asks again. Then it checks that nothing is lost, phantom, out of order
-//! or sent again, and that what a person did stays done. `world.rs` does that for calls of a lane.
+//! [`CallFaults::delay`], and asks again. Then it checks that nothing is lost, phantom, out of
+//! order or sent again, and that what a person did stays done. `world.rs` does that for calls of a
+//! lane.
 //!
 //! A store says where its calls can be stopped: [`CallFaults::places`]. Postgres uses the fault
 //! proxy. A store whose calls are jobs of a thread stops the thread at the beginning of a job.
@@ -85,7 +86,7 @@ pub trait CallFaults: Send + Sync {
     /// Makes a call on [`Self::store`] whose answer is lost. Returns once it is done.
     async fn lose_answer(&self, call: Call, asked: Asked);
 
-    /// Makes a call on [`Self::store`] and stops it. Returns once it is stopped and its caller has gone.
+    /// Makes a call on [`Self::store`] and stops it. Returns once it stands and nobody waits.
     async fn delay(&self, call: Call, place: Place, asked: Asked) -> Box<dyn Late>;
 }
 

@@ -36,7 +36,7 @@ pub trait StoreFixture: Send + Sync {
     /// What it can do.
     fn capabilities(&self) -> StoreCapabilities;
 
-    /// Opens a producer's transaction on a connection of its own; its place in the order is taken at once.
+    /// Opens a producer's transaction on a connection of its own; it takes its place at once.
     async fn begin(&self) -> Box<dyn OpenTransaction>;
 
     /// How many conflict records [`postbox_core::Receive`] has left.
@@ -72,7 +72,7 @@ pub trait OpenTransaction: Send {
 #[async_trait]
 pub trait ApplyFixture: StoreFixture {
     /// The handler under test, bound to the store. It writes the payload as an effect in its
-    /// transaction, then fails by what it says: `retry`, `dead`, `panic`; anything else is delivered.
+    /// transaction, then fails by what it says: `retry`, `dead`, `panic`, or is delivered.
     fn apply(&self) -> Arc<dyn Apply>;
 
     /// The same handler, bound to [`CallFaults::store`] and to [`CallFaults::again`].
@@ -123,8 +123,8 @@ pub struct ReceivingTraits {
     pub poison: Poison,
 }
 
-/// The whole way from producers into an inbox: a receiver and what feeds it. Fresh for each case, and
-/// not started.
+/// The whole way from producers into an inbox: a receiver and what feeds it. Fresh for each case,
+/// and not started.
 #[async_trait]
 pub trait ReceivingFixture: Send + Sync {
     /// What it can do.
@@ -136,11 +136,11 @@ pub trait ReceivingFixture: Send + Sync {
     /// Receives from now on.
     async fn start(&self);
 
-    /// Stops receiving, and returns once it has ended. What is on its way into a store that does not answer
-    /// is waited for briefly.
+    /// Stops receiving, and returns once it has ended. What is on its way into a store that does
+    /// not answer is waited for briefly.
     async fn stop(&self);
 
-    /// A producer sends a message from now on until it is settled. Its digest is a function of the body.
+    /// A producer sends a message until it is settled. Its digest is a function of the body.
     fn publish(&self, id: &str, body: &str);
 
     /// The same of a message that cannot be decoded.
@@ -174,8 +174,8 @@ pub enum Destination {
     Down,
 }
 
-/// Which cases a destination can be put to, as data. Each claim is a case that runs; what is not claimed
-/// stands in the fixture for a reader to see.
+/// Which cases a destination can be put to, as data. Each claim is a case that runs; what is not
+/// claimed stands in the fixture for a reader to see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SinkTraits {
     /// It refuses single events for good.
@@ -217,8 +217,8 @@ pub trait SinkFixture: Send + Sync {
     /// What reached the destination, in order of arrival, also what it did not accept.
     async fn attempts(&self) -> Vec<Attempt>;
 
-    /// Changes an event so that the destination refuses this one (and only this one) for good. Asked only
-    /// where [`SinkTraits::refuses`] is claimed.
+    /// Changes an event so that the destination refuses this one (and only this one) for good.
+    /// Asked only where [`SinkTraits::refuses`] is claimed.
     fn poison(&self, event: NewEvent) -> NewEvent;
 
     /// From now on. Asked only for what is claimed.

@@ -28,7 +28,7 @@ pub async fn down_removes_everything_and_up_makes_it_anew(fixture: &dyn StoreFix
     assert!(Lane::open(fixture).await.drain().await.is_empty());
 }
 
-/// Waiting, unread and unsubscribed events stand in the way; delivered, dead and discarded ones do not.
+/// Waiting, unread and unsubscribed events stand in the way; no other events do.
 pub async fn down_refuses_where_events_are_undelivered(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     append(&store, [event("1")]).await;

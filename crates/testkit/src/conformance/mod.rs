@@ -1,6 +1,6 @@
 //! What every implementation of a contract must pass, one named test per promise.
 //!
-//! Write a fixture, name it to a macro, and every case of the suite becomes a `#[tokio::test]` of its own:
+//! Write a fixture and name it to a macro: every case of the suite becomes a `#[tokio::test]`:
 //!
 //! ```text
 //! async fn fixture() -> MyFixture { … }       // fresh, migrated and empty for each case
@@ -11,9 +11,9 @@
 //! postbox_testkit::receiving_suite!(fixture); // a `ReceivingFixture`: from the producer into the inbox
 //! ```
 //!
-//! Cases know a store only through the contracts and its fixture. What a store cannot do is said as data
-//! ([`StoreCapabilities`]). A defect in a contract gets a case here first, so that all stores inherit it.
-//! [`faults`] says how calls are made late, and how their answers are lost.
+//! Cases know a store only through the contracts and its fixture. What a store cannot do is said as
+//! data ([`StoreCapabilities`]). A defect in a contract gets a case here first, so that all stores
+//! inherit it. [`faults`] says how calls are made late, and how their answers are lost.
 
 mod cases;
 pub mod faults;

@@ -233,7 +233,7 @@ pub async fn a_message_wakes_a_waiting_relay(fixture: &dyn StoreFixture) {
     tokio::time::timeout(PATIENCE, waiting).await.expect("woken").expect("no panic");
 }
 
-/// A consumer's own transaction asks whether it applies a message first; receiving it does not count.
+/// A consumer's transaction asks whether it applies a message first; receiving does not count.
 pub async fn what_is_received_is_not_applied(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     accepted(&store, inbound("m1", "body")).await;
@@ -276,7 +276,7 @@ fn source() -> SourceName {
     SourceName::new("hooks").expect("a name")
 }
 
-/// A message whose digest is a function of its body: stores compare digests, they do not compute them.
+/// A message whose digest is a function of its body; stores only compare digests.
 pub(super) fn inbound(message_id: &str, body: &str) -> Inbound {
     let mut digest = [0; 32];
     for (n, byte) in body.bytes().enumerate() {

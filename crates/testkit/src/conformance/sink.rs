@@ -96,8 +96,8 @@ pub async fn a_key_arrives_in_order_where_prefix_is_claimed(fixture: &dyn SinkFi
     assert!(arrived.len() == count && arrived.is_sorted(), "{arrived:?}");
 }
 
-/// What may pass is not the end of an event, and the sink does not try again by itself: the destination
-/// sees as many attempts as there are calls.
+/// What may pass is not the end of an event, and the sink does not try again by itself: the
+/// destination sees as many attempts as there are calls.
 pub async fn a_failing_destination_is_tried_once_a_call(fixture: &dyn SinkFixture) {
     if !fixture.traits().fails {
         return;

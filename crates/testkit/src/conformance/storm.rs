@@ -18,7 +18,7 @@ const TRANSACTIONS_PER_WRITER: usize = 25;
 /// Steps of the relay after the last commit within which everything must be out.
 const STEPS_MAX: usize = 5_000;
 
-/// Savepoints, rollbacks, one transaction open all the while; retries, partial settlements, takeovers.
+/// Savepoints, rollbacks, one long transaction; retries, partial settlements, takeovers.
 pub async fn under_random_writers_nothing_is_lost_and_every_key_stays_in_order(fixture: &dyn StoreFixture) {
     let seed = std::env::var("POSTBOX_SEED")
         .ok()
@@ -64,7 +64,7 @@ pub async fn under_random_writers_nothing_is_lost_and_every_key_stays_in_order(f
 /// What the writers know for certain.
 #[derive(Default)]
 struct Storm {
-    /// The version each key stands at. Held over the commit, as a row lock on the aggregate would be.
+    /// The version of each key, locked over the commit as an aggregate's row would be.
     versions: [Mutex<u64>; KEYS],
     committed: Mutex<BTreeSet<EventId>>,
 }

@@ -231,7 +231,7 @@ impl<'a> World<'a> {
         self.ends_as(lane).await;
     }
 
-    /// The relay ends. Another one gets the lane, at the latest after a lease, and does what is left.
+    /// The relay ends. Another one gets the lane, at the latest after a lease, and goes on.
     pub(super) async fn ends(self) {
         self.faults.again().release(&self.lease).await.expect("given back, or lost long ago");
         for _ in 0..20 {

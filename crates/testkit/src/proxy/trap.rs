@@ -14,7 +14,7 @@ pub enum Point {
     Message(usize),
     /// At the first statement that contains this text.
     Statement(String),
-    /// At the end of the first transaction that has a statement with this text, which holds its locks.
+    /// At the end of the first transaction with such a statement, which holds its locks.
     CommitOf(String),
 }
 
@@ -84,7 +84,7 @@ impl Trap {
         self.answer().await
     }
 
-    /// The server's lost answer: command tags (`COMMIT` last, if it was one), `ERROR` with its SQLSTATE.
+    /// The server's lost answer: command tags, and `ERROR` with its SQLSTATE.
     pub async fn answer(&self) -> Vec<String> {
         self.wait(|progress| progress.answer.is_some()).await;
         self.armed.progress.borrow().answer.clone().unwrap_or_default()

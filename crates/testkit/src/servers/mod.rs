@@ -1,4 +1,4 @@
-//! Real servers for tests: Postgres 15, Postgres 18 and pgbouncer, private to us and gone when we are.
+//! Real servers for tests: Postgres 15, Postgres 18 and pgbouncer, stopped when we end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -7,13 +7,14 @@
 //! | [`PrivatePostgres::launch`] | ~1 s | tests that stop, kill or configure their server |
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
 //!
-//! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when we are
-//! root. Every test is a process of its own, so the shared server belongs to none: each holds a shared
-//! lock on a file, and a guard stops the server and removes its data once nobody has held the lock for
-//! some seconds. A private server's guard waits at the end of a pipe, which closes with its owner.
+//! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when
+//! we are root. Every test is a process of its own, so the shared server belongs to none: each
+//! holds a shared lock on a file, and a guard stops the server and removes its data once nobody has
+//! held the lock for some seconds. A private server's guard waits at the end of a pipe, which
+//! closes with its owner.
 //!
-//! `POSTBOX_TEST_PG15`, `POSTBOX_TEST_PG18` (superuser URLs) point the shared fixture at servers of yours.
-//! A missing server fails the test; with `POSTBOX_ALLOW_SKIP=1` (never in CI) it is skipped instead.
+//! `POSTBOX_TEST_PG15`, `POSTBOX_TEST_PG18` (superuser URLs) point the shared fixture at servers of
+//! yours. A missing server fails the test; with `POSTBOX_ALLOW_SKIP=1` it is skipped instead.
 
 mod install;
 mod pgbouncer;

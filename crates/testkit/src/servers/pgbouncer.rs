@@ -92,7 +92,7 @@ impl PgBouncer {
         let _ = self.server.wait();
     }
 
-    /// Starts it again on the same port, after [`Self::kill`]. Who connects before it listens is refused.
+    /// Starts it again on the same port, after [`Self::kill`].
     ///
     /// # Errors
     ///

@@ -1,7 +1,7 @@
 //! Loopback ports that no other test is given while this process lives.
 //!
-//! A server that is stopped for a while leaves its port unbound. So a port is also claimed: by a name
-//! that one socket of the machine can have at a time, and that goes with our process.
+//! A server that is stopped for a while leaves its port unbound. So a port is also claimed: by a
+//! name that one socket of the machine can have at a time, and that goes with our process.
 
 use std::net::TcpListener;
 

@@ -14,7 +14,7 @@ use tokio_postgres::NoTls;
 
 use super::{shared, unavailable};
 
-/// Databases of dead tests that are dropped per new database: more than one, so that they get fewer.
+/// Databases of dead tests that are dropped per new one; more than one, so that they get fewer.
 const ORPHANS_MAX: usize = 2;
 
 /// Which Postgres.
@@ -116,7 +116,7 @@ impl Postgres {
         self.url_of(&name)
     }
 
-    /// Runs a script through psql and gives what it printed: a line a row, columns separated by `|`.
+    /// Runs a script through psql and gives what it printed, columns separated by `|`.
     ///
     /// # Panics
     ///

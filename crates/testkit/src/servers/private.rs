@@ -45,7 +45,7 @@ impl Settings {
         self
     }
 
-    /// The data lies below this folder instead of the temporary folder; everybody may pass through it.
+    /// The data lies below this folder, which everybody may pass through.
     #[must_use]
     pub fn under(self, folder: &Path) -> Self {
         Self { under: Some(folder.to_owned()), ..self }
@@ -191,7 +191,7 @@ impl PrivatePostgres {
     fn stop(&mut self, signal: &str) {
         self.signal(signal);
         if let Some(pid) = self.frozen.take() {
-            // Frozen, it hears of no stop, and every stop waits for it. Its parent may have killed it.
+            // Frozen, it gets no signal, and every stop waits for it. It may be gone already.
             let _ = process::signal(pid, "KILL");
         }
         if let Some(mut server) = self.server.take() {
@@ -284,7 +284,7 @@ impl Cluster {
             }
             if let Some(status) = server.try_wait()? {
                 let log = tail(&self.log());
-                // After SIGKILL the orphaned processes hold the old shared memory until they notice.
+                // After SIGKILL the orphans hold the old shared memory until they notice.
                 anyhow::ensure!(log.contains("shared memory block"), "postgres ended with {status}: {log}");
                 fs::write(self.log(), "")?;
                 server = self.spawn(port)?;

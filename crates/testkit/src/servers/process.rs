@@ -8,8 +8,9 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 
 use anyhow::Context as _;
 
-/// Stops the process in the pid file `$1` with signal `$3` if it works in folder `$2` (the pid may be
-/// another process's by now), waits until it is gone (a zombie has no folder), and removes folder `$4`.
+/// Stops the process in the pid file `$1` with signal `$3` if it works in folder `$2` (the pid may
+/// be another process's by now), waits until it is gone (a zombie has no folder), and removes
+/// folder `$4`.
 const STOP: &str = r#"
 stop() {
   pid=$(head -n 1 "$1" 2>/dev/null) || pid=
@@ -105,8 +106,8 @@ impl ServerProcess {
         fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|folder| folder == self.working)
     }
 
-    /// A guard that belongs to nobody: it stops the server once no process has held a lock on `users`
-    /// for some seconds. Its own lock on `watch` tells the next one that it is there.
+    /// A guard that belongs to nobody: it stops the server once no process has held a lock on
+    /// `users` for some seconds. Its own lock on `watch` tells the next one that it is there.
     pub(super) fn watch(&self, users: &Path, watch: &Path) -> anyhow::Result<()> {
         let wait = r#"
 exec 8>>"$6" 9>>"$5"

@@ -60,8 +60,8 @@ fn lock_file(path: &Path) -> anyhow::Result<File> {
     File::options().create(true).append(true).open(path).with_context(|| format!("{}", path.display()))
 }
 
-/// The port of the server that runs already. A slow answer on a busy machine does not count as none:
-/// a missing server's folder is removed.
+/// The port of the server that runs already. A slow answer on a busy machine does not count as
+/// none: a missing server's folder is removed.
 async fn running(cluster: &Cluster) -> anyhow::Result<Option<u16>> {
     let run = cluster.folder.join("run");
     let Ok(port) = fs::read_to_string(run.join("port")) else { return Ok(None) };
