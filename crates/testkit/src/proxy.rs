@@ -150,7 +150,9 @@ impl FaultProxy {
 
     /// Sets both directions.
     pub fn set_both(&self, fault: Fault) {
-        self.shared.faults.iter().for_each(|direction| drop(direction.send_replace(fault.clone())));
+        for direction in &self.shared.faults {
+            direction.send_replace(fault.clone());
+        }
     }
 
     /// No more faults.
