@@ -3,16 +3,16 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod bench;
+mod support;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bench::{Bench, event, fast};
 use postbox_core::{Capabilities, Delivery, NewEvent, Outcome, Sink, State};
 use postbox_engine::Relay;
+use support::{TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 const HAD: Outcome = Outcome::Delivered { duplicate: true };
@@ -27,7 +27,7 @@ impl Sink for Had {
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
-        if deliveries.iter().any(|delivery| bench::version(delivery) == 0) {
+        if deliveries.iter().any(|delivery| support::version(delivery) == 0) {
             tokio::time::sleep(self.0).await;
         }
         vec![HAD; deliveries.len()]
@@ -47,33 +47,30 @@ fn assert_counted(relay: &Relay) {
 
 #[tokio::test(start_paused = true)]
 async fn of_a_sink() {
-    let bench = Bench::new().await;
-    bench.append(events()).await;
-    let relay = bench.builder(bench.subscription(), fast()).sink(Arc::new(Had(Duration::ZERO))).build().expect("built");
+    let env = TestEnv::with(events()).await;
+    let relay = env.builder(env.subscription(), fast()).sink(Arc::new(Had(Duration::ZERO))).build().expect("built");
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 4);
     assert_counted(&relay);
 }
 
 #[tokio::test(start_paused = true)]
 async fn of_a_sink_whose_answer_outlives_its_batch() {
-    let bench = Bench::new().await;
-    bench.append(events()).await;
-    let relay = bench.builder(bench.subscription(), fast()).sink(Arc::new(Had(8 * S))).build().expect("built");
+    let env = TestEnv::with(events()).await;
+    let relay = env.builder(env.subscription(), fast()).sink(Arc::new(Had(8 * S))).build().expect("built");
     let watching = async {
         tokio::time::sleep(4 * S).await;
-        let waiting = bench.list(State::Retrying).await;
+        let waiting = env.list(State::Retrying).await;
         assert_eq!(waiting[0].code.as_deref(), Some("in_flight"), "its call outlived its batch");
     };
-    tokio::join!(bench.run_for(&relay, 12 * S), watching);
+    tokio::join!(env.run_for(&relay, 12 * S), watching);
     assert_counted(&relay);
 }
 
 #[tokio::test(start_paused = true)]
 async fn of_a_handler_in_the_transaction() {
-    let bench = Bench::new().await;
-    bench.append(events()).await;
-    let apply = bench.store.apply(|_, _| HAD);
-    let relay = bench.builder(bench.subscription(), fast()).apply(apply).build().expect("built");
+    let env = TestEnv::with(events()).await;
+    let apply = env.store.apply(|_, _| HAD);
+    let relay = env.builder(env.subscription(), fast()).apply(apply).build().expect("built");
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 4);
     assert_counted(&relay);
 }

@@ -2,21 +2,19 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod bench;
+mod support;
 
 use std::time::Duration;
 
-use bench::{Answer, Bench, Recorder, event, fast};
 use postbox_core::{Admin as _, Capabilities, Outcome, Selection, State};
+use support::{Recorder, TestEnv, event, fast};
 
 #[tokio::test(start_paused = true)]
 async fn drain_stops_at_its_limit() {
-    let bench = Bench::new().await;
-    bench.append((0..100).map(|n| event(n, n))).await;
-    let sink = Recorder::new(Capabilities::default());
-    let relay = bench.relay(sink.clone(), fast());
+    let env = TestEnv::with((0..100).map(|n| event(n, n))).await;
+    let (_, relay) = env.recorded(Capabilities::default(), fast());
     assert_eq!(relay.drain(Some(30)).await.expect("drained").delivered, 30);
-    assert_eq!(bench.stats().await.pending, 70);
+    assert_eq!(env.stats().await.pending, 70);
     assert_eq!(relay.drain(Some(1_000)).await.expect("drained").delivered, 70);
 }
 
@@ -25,12 +23,11 @@ async fn drain_stops_at_its_limit() {
 #[tokio::test(start_paused = true)]
 async fn a_limit_is_never_exceeded_however_slow_the_destination_is() {
     for (keys, limit, seconds) in [(1, 2, 1), (1, 5, 1), (3, 7, 1), (40, 11, 1), (3, 7, 0)] {
-        for (capabilities, lanes) in bench::all_capabilities().into_iter().flat_map(|it| [(it, 1), (it, 3)]) {
-            let bench = Bench::with_lanes(lanes).await;
-            bench.append((0..40).map(|n| event(n % keys, n))).await;
-            let sink = Recorder::new(capabilities);
+        for (capabilities, lanes) in support::all_capabilities().into_iter().flat_map(|it| [(it, 1), (it, 3)]) {
+            let env = TestEnv::with_lanes(lanes).await;
+            env.append((0..40).map(|n| event(n % keys, n))).await;
+            let (sink, relay) = env.recorded(capabilities, fast());
             sink.takes(Duration::from_secs(seconds));
-            let relay = bench.relay(sink.clone(), fast());
             let mut done = 0;
             while done < 40 {
                 let drained = relay.drain(Some(limit as usize)).await.expect("drained");
@@ -50,15 +47,15 @@ async fn a_limit_is_never_exceeded_however_slow_the_destination_is() {
 
 #[tokio::test(start_paused = true)]
 async fn a_limit_is_kept_when_the_target_is_down() {
-    for capabilities in bench::all_capabilities() {
-        let bench = Bench::with_lanes(2).await;
-        bench.append((0..40).map(|n| event(n, n))).await;
+    for capabilities in support::all_capabilities() {
+        let env = TestEnv::with_lanes(2).await;
+        env.append((0..40).map(|n| event(n, n))).await;
         let sink = Recorder::new(capabilities);
         sink.down(true);
-        let drained = bench.relay(sink.clone(), fast()).drain(Some(3)).await.expect("drained");
+        let drained = env.relay(sink.clone(), fast()).drain(Some(3)).await.expect("drained");
         assert!((1..=3).contains(&drained.failed) && drained.delivered == 0, "{drained:?}");
         assert!(drained.fetched <= 3, "{drained:?}");
-        assert_eq!(bench.stats().await.pending, 40);
+        assert_eq!(env.stats().await.pending, 40);
     }
 }
 
@@ -66,32 +63,31 @@ async fn a_limit_is_kept_when_the_target_is_down() {
 /// out.
 #[tokio::test(start_paused = true)]
 async fn a_limit_counts_what_is_read() {
-    let bench = Bench::new().await;
+    let env = TestEnv::new().await;
     let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 16, prefix: false });
-    sink.script(|delivery| match (bench::version(delivery), delivery.attempt) {
+    sink.script(|delivery| match (support::version(delivery), delivery.attempt) {
         (0, 1) => {
             let (code, error) = ("http_500".into(), "boom".into());
-            Answer::Say(Outcome::Retry { code, error, after: Some(Duration::from_secs(60)) })
+            Outcome::Retry { code, error, after: Some(Duration::from_secs(60)) }
         }
-        _ => Answer::Say(Outcome::DELIVERED),
+        _ => Outcome::DELIVERED,
     });
-    let relay = bench.relay(sink.clone(), fast());
-    bench.append([event(1, 0)]).await;
+    let relay = env.relay(sink.clone(), fast());
+    env.append([event(1, 0)]).await;
     let drained = relay.drain(Some(5)).await.expect("drained");
     assert_eq!((drained.failed, drained.fetched), (1, 1));
-    let later = bench.now() + Duration::from_secs(3_600);
-    bench.append((1..4).map(|n| event(1, n))).await;
-    bench.append((4..7).map(|n| event(n, n).deliver_at(later))).await;
-    bench.append((7..10).map(|n| event(n, n))).await;
+    let later = env.now() + Duration::from_secs(3_600);
+    env.append((1..4).map(|n| event(1, n))).await;
+    env.append((4..7).map(|n| event(n, n).deliver_at(later))).await;
+    env.append((7..10).map(|n| event(n, n))).await;
     let taken_out =
-        bench.list(State::Pending).await.iter().map(|record| record.event.id).nth(6).expect("of the last three");
+        env.list(State::Pending).await.iter().map(|record| record.event.id).nth(6).expect("of the last three");
     let selection = Selection { ids: Some(vec![taken_out]), ..Selection::default() };
-    assert_eq!(bench.store.discard(&bench.subscription().name, &selection).await.expect("discarded").count, 1);
+    assert_eq!(env.store.discard(&env.subscription().name, &selection).await.expect("discarded").count, 1);
     for delivered in [0, 0, 0, 0, 0, 0, 0, 1, 1] {
         let drained = relay.drain(Some(1)).await.expect("drained");
         assert_eq!((drained.fetched, drained.delivered), (1, delivered));
     }
     assert_eq!(relay.drain(Some(5)).await.expect("drained").fetched, 0);
-    let versions: Vec<i64> = sink.arrivals().iter().map(|arrival| arrival.version).collect();
-    assert_eq!(versions, [8, 9]);
+    assert_eq!(sink.versions(), [8, 9]);
 }

@@ -2,40 +2,38 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod bench;
+mod support;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use bench::{Answer, Bench, Cable, Recorder, event, fast};
 use postbox_core::{
     Admin as _, BatchLimit, Call, Capabilities, ErrorKind, Outcome, Pause, Result, Selection, State, Wire,
 };
 use postbox_engine::RelaySettings;
+use support::{Answer, Cable, Recorder, TestEnv, event, fast};
 use tokio_util::sync::CancellationToken;
 
 const S: Duration = Duration::from_secs(1);
 
 #[tokio::test(start_paused = true)]
 async fn a_call_that_died_with_its_relay_is_repeated_after_the_lease() {
-    let bench = Bench::new().await;
-    bench.append([event(1, 1), event(1, 2), event(2, 3)]).await;
+    let env = TestEnv::with([event(1, 1), event(1, 2), event(2, 3)]).await;
     let stuck = Recorder::new(Capabilities::default());
-    stuck.script(|delivery| match bench::version(delivery) {
+    stuck.script(|delivery| match support::version(delivery) {
         1 => Answer::Hang,
-        _ => Answer::Say(Outcome::DELIVERED),
+        _ => Outcome::DELIVERED.into(),
     });
     let settings = RelaySettings { deliver_timeout: 600 * S, ..fast() };
-    let killed = bench.relay(stuck, settings.clone());
+    let killed = env.relay(stuck, settings.clone());
     let died = tokio::time::timeout(3 * S, killed.run(CancellationToken::new())).await;
     assert!(died.is_err(), "dropped in the middle");
-    let waiting = bench.list(State::Retrying).await;
+    let waiting = env.list(State::Retrying).await;
     assert_eq!(waiting[0].code.as_deref(), Some("in_flight"), "its call outlived its batch");
     let sink = Recorder::new(Capabilities::default());
-    bench.run_for(&bench.relay(sink.clone(), settings), 8 * S).await;
-    let versions: Vec<i64> = sink.arrivals().iter().map(|arrival| arrival.version).collect();
-    assert_eq!(versions, [1, 2], "the lease is 5 s, the call's limit 600 s");
+    env.run_for(&env.relay(sink.clone(), settings), 8 * S).await;
+    assert_eq!(sink.versions(), [1, 2], "the lease is 5 s, the call's limit 600 s");
 }
 
 /// One event a second, two a batch: a drain of 30 events takes long enough to lose something
@@ -48,12 +46,11 @@ fn slow() -> (Arc<Recorder>, RelaySettings) {
 
 #[tokio::test(start_paused = true)]
 async fn a_drain_whose_store_dies_midway_is_an_error() {
-    let bench = Bench::new().await;
-    bench.append((0..30).map(|n| event(n, n))).await;
+    let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
     let (sink, settings) = slow();
     let cable = Arc::new(Cable::default());
-    let log = Arc::new(bench.store.client(Some(cable.clone())));
-    let relay = bench.builder_on(log, bench.subscription(), settings).sink(sink).build().expect("built");
+    let log = Arc::new(env.store.client(Some(cable.clone())));
+    let relay = env.builder_on(log, env.subscription(), settings).sink(sink).build().expect("built");
     let dying = async {
         tokio::time::sleep(7 * S).await;
         cable.cut(true);
@@ -67,14 +64,13 @@ async fn a_drain_whose_store_dies_midway_is_an_error() {
 
 #[tokio::test(start_paused = true)]
 async fn a_drain_that_loses_its_lane_says_so() {
-    let bench = Bench::new().await;
-    bench.append((0..30).map(|n| event(n, n))).await;
+    let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
     let (sink, settings) = slow();
-    let relay = bench.relay(sink, settings);
+    let relay = env.relay(sink, settings);
     let pausing = async {
         tokio::time::sleep(7 * S).await;
         let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
-        bench.store.pause(&bench.subscription().name, Some(&pause)).await.expect("paused");
+        env.store.pause(&env.subscription().name, Some(&pause)).await.expect("paused");
     };
     let (drained, ()) = tokio::join!(relay.drain(None), pausing);
     let drained = drained.expect("what was delivered counts");
@@ -104,19 +100,18 @@ impl Wire for SlowRenewal {
 /// the answer.
 #[tokio::test(start_paused = true)]
 async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
-    let bench = Bench::new().await;
-    bench.append((0..30).map(|n| event(n, n))).await;
+    let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
     let (sink, settings) = slow();
     let batch = BatchLimit { events: 30, ..BatchLimit::default() };
-    let log = Arc::new(bench.store.client(Some(Arc::new(SlowRenewal::default()))));
-    let victim = bench.relay_on(log, sink.clone(), RelaySettings { batch, ..settings });
+    let log = Arc::new(env.store.client(Some(Arc::new(SlowRenewal::default()))));
+    let victim = env.relay_on(log, sink.clone(), RelaySettings { batch, ..settings });
     let heir_sink = Recorder::new(Capabilities::default());
-    let heir = bench.relay(heir_sink.clone(), fast());
+    let heir = env.relay(heir_sink.clone(), fast());
     let succeeding = async {
         tokio::time::sleep(S).await;
-        bench.run_for(&heir, 12 * S).await;
+        env.run_for(&heir, 12 * S).await;
     };
-    tokio::join!(bench.run_for(&victim, 13 * S), succeeding);
+    tokio::join!(env.run_for(&victim, 13 * S), succeeding);
     let (last, first) = (sink.arrivals().pop().expect("some"), heir_sink.arrivals().swap_remove(0));
     assert!(last.waited < first.waited, "sent until {:?}, succeeded at {:?}", last.waited, first.waited);
 }
@@ -124,16 +119,14 @@ async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
 /// A person makes a row due whose call is still in flight.
 #[tokio::test(start_paused = true)]
 async fn a_call_in_flight_is_not_made_beside_itself() {
-    let bench = Bench::new().await;
-    bench.append([event(1, 1)]).await;
-    let sink = Recorder::new(Capabilities::default());
+    let env = TestEnv::with([event(1, 1)]).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
     sink.takes(8 * S);
-    let relay = bench.relay(sink.clone(), fast());
     let hurrying = async {
         tokio::time::sleep(4 * S).await;
-        let changed = bench.store.retry(&bench.subscription().name, &Selection::default()).await.expect("hurried");
+        let changed = env.store.retry(&env.subscription().name, &Selection::default()).await.expect("hurried");
         assert_eq!(changed.count, 1, "its call outlived its batch");
     };
-    tokio::join!(bench.run_for(&relay, 20 * S), hurrying);
-    assert_eq!((sink.calls(), bench.stats().await.dispatched), (1, 1));
+    tokio::join!(env.run_for(&relay, 20 * S), hurrying);
+    assert_eq!((sink.calls(), env.stats().await.dispatched), (1, 1));
 }

@@ -27,7 +27,7 @@ impl ManualClock {
         self.passed.send_modify(|passed| *passed += by);
     }
 
-    /// Sets the wall time ahead or back, as an operator or a time server may; monotonic time goes on.
+    /// Sets the wall time ahead or back, as a time server may; monotonic time goes on.
     pub fn jump(&self, by: jiff::SignedDuration) {
         *self.jumped.lock().expect("no panic while held") += by;
     }

@@ -1,9 +1,6 @@
-//! The hostile list: events that break naive stores, senders and receivers, each with what has to become of it.
-//!
-//! Everything is either delivered as it was, to the byte, or refused with a code of its own. The texts of the list are used by the
-//! conformance suites of the stores; the whole of it goes through the running program from an append to an inbox.
+//! Events that break naive stores, senders and receivers, each with what has to become of it: it is
+//! delivered as it was, to the byte, or refused with a code of its own.
 
-use bytes::Bytes;
 use postbox_core::NewEvent;
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
 
@@ -67,52 +64,11 @@ pub fn payloads() -> Vec<Vec<u8>> {
 
 /// Names in any language, with any quote and wildcard: good topics, keys, tenants and aggregates.
 pub fn names() -> Vec<&'static str> {
-    vec![
-        "zażółć.gęślą",
-        "订单.已付",
-        "\u{202e}rtl",
-        "zero\u{200b}width",
-        "🦀",
-        "e\u{301}",
-        "É",
-        "é",
-        "'",
-        "\"",
-        "';--",
-        "';drop/**/table/**/postbox.outbox;--",
-        "$1",
-        "%s",
-        "%",
-        "%41",
-        "%zz",
-        "_",
-        "*",
-        ">",
-        "\\",
-        "\\x41",
-        "a..b",
-        ".",
-        "..",
-        ".a",
-        "a.",
-        "$JS.API",
-        "$JS.API.STREAM.PURGE.x",
-        "$SYS.REQ",
-        "_INBOX.x",
-        "__consumer_offsets",
-        "amq.direct",
-        "#",
-        "null",
-        "NULL",
-        "{}",
-        "{a,b}",
-        "{tag}.x",
-        "https://user:pw@h/?q#f",
-        "#@h",
-        "pg_catalog",
-        "\u{fffd}",
-        "\u{10ffff}",
-    ]
+    const NAMES: &str = "zażółć.gęślą 订单.已付 \u{202e}rtl zero\u{200b}width 🦀 e\u{301} É é ' \" ';-- \
+        ';drop/**/table/**/postbox.outbox;-- $1 %s % %41 %zz _ * > \\ \\x41 a..b . .. .a a. \
+        $JS.API $JS.API.STREAM.PURGE.x $SYS.REQ _INBOX.x __consumer_offsets amq.direct # null \
+        NULL {} {a,b} {tag}.x https://user:pw@h/?q#f #@h pg_catalog \u{fffd} \u{10ffff}";
+    NAMES.split(' ').collect()
 }
 
 /// Header values that have to survive a store.
@@ -139,9 +95,10 @@ pub const RESERVED_HEADERS: [&str; 12] = [
 /// The whole list, in a fixed order.
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    sizes(&mut cases);
-    texts(&mut cases);
-    headers(&mut cases);
+    let mut add = |fate, name: String, event| cases.push(Case { name, event, fate });
+    sizes(&mut add);
+    texts(&mut add);
+    headers(&mut add);
     cases
 }
 
@@ -149,125 +106,100 @@ fn event() -> NewEvent {
     NewEvent::json("hostile", "{}")
 }
 
-fn add(cases: &mut Vec<Case>, name: impl Into<String>, fate: Fate, event: NewEvent) {
-    cases.push(Case { name: name.into(), event, fate });
-}
-
-fn sizes(cases: &mut Vec<Case>) {
+fn sizes(add: &mut impl FnMut(Fate, String, NewEvent)) {
     const KIB: usize = 1024;
     let around = |border: usize| [border - 1, border, border + 1];
-    for bytes in [around(256 * KIB), around(KIB * KIB)].concat() {
-        add(cases, format!("{bytes} bytes"), Fate::Delivered, NewEvent::new("hostile", pattern(bytes), "a/b"));
-    }
-    for bytes in [PAYLOAD_BYTES_MAX - 1, PAYLOAD_BYTES_MAX] {
-        add(cases, format!("{bytes} bytes"), Fate::Delivered, NewEvent::new("hostile", pattern(bytes), "a/b"));
+    let sizes = [around(256 * KIB), around(KIB * KIB)].concat();
+    for bytes in sizes.into_iter().chain([PAYLOAD_BYTES_MAX - 1, PAYLOAD_BYTES_MAX]) {
+        // Bytes that are no text and no repetition of a short period.
+        let pattern: Vec<u8> = (0..bytes).map(|n| (n % 251) as u8).collect();
+        add(Fate::Delivered, format!("{bytes} bytes"), NewEvent::new("hostile", pattern, "a/b"));
     }
     for bytes in [PAYLOAD_BYTES_MAX + 1, 100 * KIB * KIB] {
-        let event = NewEvent::new("hostile", Bytes::from(vec![0; bytes]), "a/b");
-        add(cases, format!("{bytes} bytes"), Fate::Refused("payload_too_large"), event);
+        let event = NewEvent::new("hostile", vec![0; bytes], "a/b");
+        add(Fate::Refused("payload_too_large"), format!("{bytes} bytes"), event);
     }
     let long = |letter: &str, bytes: usize| letter.repeat(bytes / letter.len());
     for letter in ["k", "ż", "🦀"] {
-        add(cases, format!("key of {letter} at the limit"), Fate::Delivered, event().key(long(letter, KEY_BYTES_MAX)));
+        add(Fate::Delivered, format!("key of {letter} at the limit"), event().key(long(letter, KEY_BYTES_MAX)));
         let topic = NewEvent::json(long(letter, TOPIC_BYTES_MAX), "{}");
-        add(cases, format!("topic of {letter} at the limit"), Fate::Delivered, topic);
+        add(Fate::Delivered, format!("topic of {letter} at the limit"), topic);
     }
     for bytes in [KEY_BYTES_MAX + 1, 64 * KIB] {
-        add(cases, format!("key of {bytes} bytes"), Fate::Refused("key_too_long"), event().key(long("k", bytes)));
+        add(Fate::Refused("key_too_long"), format!("key of {bytes} bytes"), event().key(long("k", bytes)));
     }
     for bytes in [TOPIC_BYTES_MAX + 1, 300, 64 * KIB] {
         let event = NewEvent::json(long("t", bytes), "{}");
-        add(cases, format!("topic of {bytes} bytes"), Fate::Refused("topic_too_long"), event);
+        add(Fate::Refused("topic_too_long"), format!("topic of {bytes} bytes"), event);
     }
-    for (name, count, fate) in
-        [("one header too many", HEADERS_MAX + 1, "headers_too_many"), ("10,000 headers", 10_000, "headers_too_many")]
-    {
-        let full = (0..count).fold(event(), |event, n| event.header(format!("h-{n}"), "x"));
-        add(cases, name, Fate::Refused(fate), full);
+    let with_headers = |count: usize, bytes: usize| {
+        (0..count).fold(event(), |event, n| event.header(format!("h-{n}"), "x".repeat(bytes)))
+    };
+    for count in [HEADERS_MAX + 1, 10_000] {
+        add(Fate::Refused("headers_too_many"), format!("{count} headers"), with_headers(count, 1));
     }
     // One less than the limit: an inbox needs one for the sender's id of the message.
-    let full = (1..HEADERS_MAX).fold(event(), |event, n| event.header(format!("h-{n}"), "x".repeat(200)));
-    add(cases, "as many headers as an inbox holds", Fate::Delivered, full);
-    let huge = event().header("huge", "x".repeat(HEADER_BYTES_MAX));
-    add(cases, "headers over 16 KiB", Fate::Refused("headers_too_large"), huge);
-    add(cases, "one header of 15 KiB", Fate::Delivered, event().header("huge", "x".repeat(15 * KIB)));
+    add(Fate::Delivered, "as many headers as an inbox holds".into(), with_headers(HEADERS_MAX - 1, 200));
+    add(Fate::Refused("headers_too_large"), "headers over 16 KiB".into(), with_headers(1, HEADER_BYTES_MAX));
+    add(Fate::Delivered, "one header of 15 KiB".into(), with_headers(1, 15 * KIB));
 }
 
-fn texts(cases: &mut Vec<Case>) {
+fn texts(add: &mut impl FnMut(Fate, String, NewEvent)) {
     for (n, payload) in payloads().into_iter().enumerate() {
         let shown: String = String::from_utf8_lossy(&payload).chars().take(30).collect();
-        add(
-            cases,
-            format!("payload {n} {shown:?} as JSON"),
-            Fate::Delivered,
-            NewEvent::json("hostile", payload.clone()),
-        );
-        let event = NewEvent::new("hostile", payload, "application/octet-stream");
-        add(cases, format!("payload {n} {shown:?} as bytes"), Fate::Delivered, event);
+        for content_type in ["application/json", "application/octet-stream"] {
+            let event = NewEvent::new("hostile", payload.clone(), content_type);
+            add(Fate::Delivered, format!("payload {n} {shown:?} as {content_type}"), event);
+        }
     }
     for name in names() {
         let event = NewEvent::json(name, "{}").key(name).aggregate(name).kind(name).source(name).tenant(name);
-        add(cases, format!("name {name:?}"), Fate::Delivered, event);
+        add(Fate::Delivered, format!("name {name:?}"), event);
     }
     for key in [" ", " leading", "trailing ", "tab\t", "line\nbreak", "\r\nhost: x", "\u{1b}]0;owned", "\u{7f}\u{85}"] {
-        add(cases, format!("key {key:?}"), Fate::Delivered, event().key(key));
+        add(Fate::Delivered, format!("key {key:?}"), event().key(key));
     }
-    for (topic, code) in [
-        ("", "topic_empty"),
-        (" ", "topic_invalid"),
-        ("a b", "topic_invalid"),
-        ("a\tb", "topic_invalid"),
-        ("a\r\nb", "topic_invalid"),
-        ("a\0b", "topic_invalid"),
-        ("a\u{1b}[31m", "topic_invalid"),
-        ("a\u{2028}b", "topic_invalid"),
+    add(Fate::Refused("topic_empty"), "empty topic".into(), NewEvent::json("", "{}"));
+    for topic in [" ", "a b", "a\tb", "a\r\nb", "a\0b", "a\u{1b}[31m", "a\u{2028}b"] {
+        add(Fate::Refused("topic_invalid"), format!("topic {topic:?}"), NewEvent::json(topic, "{}"));
+    }
+    for (code, event) in [
+        ("key_empty", event().key("")),
+        ("key_invalid", event().key("a\0b")),
+        ("tenant_empty", event().tenant("")),
+        ("tenant_invalid", event().tenant("a\0b")),
+        ("kind_invalid", event().kind("a\nb")),
+        ("aggregate_invalid", event().aggregate("\0")),
+        ("source_invalid", event().source("\u{1b}")),
     ] {
-        add(cases, format!("topic {topic:?}"), Fate::Refused(code), NewEvent::json(topic, "{}"));
+        add(Fate::Refused(code), code.to_owned(), event);
     }
-    add(cases, "empty key", Fate::Refused("key_empty"), event().key(""));
-    add(cases, "key with NUL", Fate::Refused("key_invalid"), event().key("a\0b"));
-    add(cases, "empty tenant", Fate::Refused("tenant_empty"), event().tenant(""));
-    add(cases, "tenant with NUL", Fate::Refused("tenant_invalid"), event().tenant("a\0b"));
-    add(cases, "kind with a line break", Fate::Refused("kind_invalid"), event().kind("a\nb"));
-    add(cases, "aggregate with NUL", Fate::Refused("aggregate_invalid"), event().aggregate("\0"));
-    add(cases, "source with an escape", Fate::Refused("source_invalid"), event().source("\u{1b}"));
     let content_type = |text: &str| NewEvent::new("hostile", "x", text);
     for text in ["text/plain; charset=\"ütf-8\"", "not a type", "application/json;a=\"b\\\"c\"", "APPLICATION/JSON"] {
-        add(cases, format!("content type {text:?}"), Fate::Delivered, content_type(text));
+        add(Fate::Delivered, format!("content type {text:?}"), content_type(text));
     }
     for text in ["", "a/b\r\nx: y", "a/b\0"] {
-        let fate = Fate::Refused("content_type_invalid");
-        add(cases, format!("content type {text:?}"), fate, content_type(text));
+        add(Fate::Refused("content_type_invalid"), format!("content type {text:?}"), content_type(text));
     }
 }
 
-fn headers(cases: &mut Vec<Case>) {
+fn headers(add: &mut impl FnMut(Fate, String, NewEvent)) {
     for name in RESERVED_HEADERS {
-        add(
-            cases,
-            format!("reserved header {name}"),
-            Fate::Delivered,
-            event().header(name, "forged").header("own", "1"),
-        );
+        let event = event().header(name, "forged").header("own", "1");
+        add(Fate::Delivered, format!("reserved header {name}"), event);
     }
     for value in header_values() {
         // HTTP has no white space around a value; what is only that cannot be told from nothing.
-        add(cases, format!("header value {value:?}"), Fate::Delivered, event().header("x-value", value));
+        add(Fate::Delivered, format!("header value {value:?}"), event().header("x-value", value));
     }
-    add(cases, "odd header name", Fate::Delivered, event().header("!#$%&'*+-.^_`|~", "odd"));
+    add(Fate::Delivered, "odd header name".into(), event().header("!#$%&'*+-.^_`|~", "odd"));
     let twice = event().header("Case", "1").header("case", "2");
-    add(cases, "a header twice in different case", Fate::DeadOverHttp("header_duplicate"), twice);
+    add(Fate::DeadOverHttp("header_duplicate"), "a header twice in different case".into(), twice);
     for value in ["a\r\nb: c", "a\nb", "a\rb", "a\0b", "\u{1b}[31m", "\u{85}"] {
-        let fate = Fate::Refused("header_value_invalid");
-        add(cases, format!("header value {value:?}"), fate, event().header("x-value", value));
+        let event = event().header("x-value", value);
+        add(Fate::Refused("header_value_invalid"), format!("header value {value:?}"), event);
     }
     for name in ["", "a b", "a:b", "a\r\nb", "a\0", "ü"] {
-        let fate = Fate::Refused("header_name_invalid");
-        add(cases, format!("header name {name:?}"), fate, event().header(name, "x"));
+        add(Fate::Refused("header_name_invalid"), format!("header name {name:?}"), event().header(name, "x"));
     }
-}
-
-/// Bytes that are no text and no repetition of a short period.
-fn pattern(bytes: usize) -> Vec<u8> {
-    (0..bytes).map(|n| (n % 251) as u8).collect()
 }

@@ -6,19 +6,18 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, EventId, Inbound, LogName, Receive, Received, Result};
-use tokio::sync::Notify;
+use tokio::sync::watch;
 use uuid::Uuid;
 
-/// An inbox that remembers everything and can be told to fail.
+/// An inbox that remembers everything and can be made to fail.
 #[derive(Debug, Default)]
 pub struct Inbox {
+    mode: watch::Sender<Mode>,
     state: Mutex<State>,
-    changed: Notify,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    mode: Mode,
     /// By source and message id.
     digests: BTreeMap<(String, String), [u8; 32]>,
     stored: Vec<Inbound>,
@@ -56,8 +55,7 @@ pub struct Counts {
 impl Inbox {
     /// From now on.
     pub fn set(&self, mode: Mode) {
-        self.state().mode = mode;
-        self.changed.notify_waiters();
+        self.mode.send_replace(mode);
     }
 
     /// Messages of this id are refused as `Invalid`, as a database may that dislikes a character.
@@ -120,28 +118,17 @@ impl Receive for Inbox {
             state.counts.in_flight_peak = state.counts.in_flight_peak.max(state.counts.in_flight);
             InFlight(self, inbound.len())
         };
-        loop {
-            let changed = self.changed.notified();
-            let mut changed = std::pin::pin!(changed);
-            changed.as_mut().enable();
-            {
-                let mut state = self.state();
-                match state.mode {
-                    Mode::Works => {
-                        inbound.iter().try_for_each(Inbound::validate)?;
-                        if inbound.iter().any(|message| state.refused.contains(&message.message_id)) {
-                            return Err(Error::invalid("receive", "text_invalid", "the database dislikes it"));
-                        }
-                        return Ok(inbound.iter().map(|message| state.receive(message)).collect());
-                    }
-                    Mode::Down => {
-                        return Err(Error::new(ErrorKind::Unavailable, "receive", "database_down", "it is down"));
-                    }
-                    Mode::Hangs => {}
-                }
-            }
-            changed.await;
+        let answers = |mode: &Mode| *mode != Mode::Hangs;
+        let mode = *self.mode.subscribe().wait_for(answers).await.expect("we hold the sender");
+        if mode == Mode::Down {
+            return Err(Error::new(ErrorKind::Unavailable, "receive", "database_down", "it is down"));
         }
+        inbound.iter().try_for_each(Inbound::validate)?;
+        let mut state = self.state();
+        if inbound.iter().any(|message| state.refused.contains(&message.message_id)) {
+            return Err(Error::invalid("receive", "text_invalid", "the database dislikes it"));
+        }
+        Ok(inbound.iter().map(|message| state.receive(message)).collect())
     }
 
     async fn forget(&self, _older_than: Duration) -> Result<u64> {

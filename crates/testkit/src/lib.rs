@@ -1,4 +1,4 @@
-//! Conformance suites, real-server fixtures, a fault proxy and an event-ledger checker for Postbox and its implementers.
+//! Conformance suites, real servers, a fault proxy and an event ledger for tests of Postbox.
 
 pub mod clock;
 pub mod conformance;

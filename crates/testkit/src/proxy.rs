@@ -1,8 +1,9 @@
-//! A proxy that misbehaves on demand, between a client and a real server.
+//! A proxy between a client and a real server that makes connections and calls fail on demand.
 //!
-//! It does two things. A [`Fault`] is set per [`Direction`] and concerns all bytes of every connection, open or new, of any protocol.
-//! A [`Trap`] concerns one call to a Postgres (or to a pooler in front of it): the proxy reads the wire protocol, unless it is encrypted, and
-//! at a [`Point`] it cuts the connection, loses the answer, or keeps the call until it is released, however long the client has gone:
+//! A [`Fault`] is set per [`Direction`] and concerns all bytes of every connection, of any
+//! protocol. A [`Trap`] concerns one call to a Postgres or a pooler, by the wire protocol: at a
+//! [`Point`] the proxy cuts the connection, loses the answer, or keeps the call until it is
+//! released:
 //!
 //! ```no_run
 //! # async fn example(url: &str) {
@@ -15,11 +16,9 @@
 //! # }
 //! ```
 //!
-//! A call is a statement that is its own transaction, or a transaction from `BEGIN` to `COMMIT`. [`Point::Statement`] delays what is sent from there
-//! to the transaction's end without waiting for answers; where the client waits for them in between, name [`Point::CommitOf`]: nothing
-//! comes after it, and what was done before it holds its locks. A session setting of the server ends a transaction that idles for too long.
-//!
-//! Jitter comes from a seed: print [`FaultProxy::seed`] in a test that uses it.
+//! A call is a statement that is its own transaction, or a transaction from `BEGIN` to `COMMIT`.
+//! [`Point::Statement`] delays what is sent from there to the transaction's end without waiting for
+//! answers; where the client waits for them in between, name [`Point::CommitOf`].
 
 mod pump;
 mod trap;
@@ -64,8 +63,6 @@ pub enum Fault {
     },
     /// Bytes are taken and never passed on; the sender notices nothing.
     Blackhole,
-    /// This direction is closed in an orderly way (FIN) while the other goes on.
-    HalfClose,
 }
 
 /// A running proxy. Dropping it resets every connection.
@@ -98,7 +95,7 @@ impl Shared {
 }
 
 impl FaultProxy {
-    /// Listens on a free loopback port and passes everything to `upstream`.
+    /// Listens on a free port and passes everything to `upstream`. Jitter comes from `seed`.
     ///
     /// # Panics
     ///
@@ -153,8 +150,9 @@ impl FaultProxy {
 
     /// Sets both directions.
     pub fn set_both(&self, fault: Fault) {
-        self.set(Direction::ToServer, fault.clone());
-        self.set(Direction::ToClient, fault);
+        for direction in &self.shared.faults {
+            direction.send_replace(fault.clone());
+        }
     }
 
     /// No more faults.
@@ -167,14 +165,14 @@ impl FaultProxy {
         self.shared.resets.send_modify(|resets| *resets += 1);
     }
 
-    /// Does harm to one call, once, at a point that is still to come. Several may wait at the same time; the first one that fits a message has it.
+    /// Harms one call, once, at a point that is still to come.
     pub fn trap(&self, point: Point, harm: Harm) -> Trap {
         let trap = Trap::new(point, harm);
         self.shared.traps.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&trap.armed));
         trap
     }
 
-    /// Waits until a black hole has swallowed bytes of this direction: the other side did send something.
+    /// Waits until a black hole has swallowed bytes of this direction.
     pub async fn swallowed(&self, direction: Direction) {
         let mut swallowed = self.shared.swallowed[direction as usize].subscribe();
         swallowed.wait_for(|bytes| *bytes > 0).await.expect("we hold the sender");

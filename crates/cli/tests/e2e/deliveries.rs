@@ -1,4 +1,5 @@
-//! The proof of the inbox: many senders, many repetitions, and a service that is killed again and again; every message has one effect.
+//! Many senders with many repetitions, and a service that is killed again and again: every message
+//! has one effect.
 //!
 //! `POSTBOX_TEST_DELIVERIES=1000000` for the long version, `POSTBOX_TEST_SEED=…` to repeat one.
 
@@ -19,7 +20,7 @@ use rand::{Rng as _, SeedableRng as _};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::room::{DEADLINE, Kind, Room, Served, on_both};
+use crate::env::{DEADLINE, Kind, Served, TestEnv, http_sink, on_both};
 use crate::sender::{Sender, partner};
 
 const SENDERS: usize = 16;
@@ -102,16 +103,13 @@ async fn send_all(
         let started = Instant::now();
         loop {
             ensure!(started.elapsed() < DEADLINE, "{id} was never taken");
+            if sender.is_none() {
+                let to = address.borrow().clone();
+                sender = Sender::connect(&to).await.ok();
+            }
             let status = match &mut sender {
                 Some(sender) => sender.send(&id, &body).await.ok(),
-                None => {
-                    let to = address.borrow().clone();
-                    sender = Sender::connect(&to).await.ok();
-                    match &mut sender {
-                        Some(sender) => sender.send(&id, &body).await.ok(),
-                        None => None,
-                    }
-                }
+                None => None,
             };
             match status {
                 Some(202) => heard.accepted.fetch_add(1, Ordering::Relaxed),
@@ -140,17 +138,13 @@ async fn every_message_has_one_effect_through_repetitions_and_kills(kind: Kind) 
     let (plan, messages) = plan(deliveries, seed);
     let plan = Arc::new(plan);
 
-    let room = Room::migrated(kind).await?;
     let (url, effects, mut done) = application().await?;
     // A lease of a second: what a killed one held is soon taken over.
-    let apply = "[subscriptions.apply]\nlog = \"inbox\"\nlease = \"1s\"\nconcurrency = 32";
-    room.config(&format!(
-        "{apply}\nsink = {{ type = \"http\", url = \"{url}\", allow = [\"127.0.0.1\"] }}\n{}",
-        partner()
-    ))?;
+    let apply = "[subscriptions.apply]\nlog = \"inbox\"\nlease = \"1s\"\nconcurrency = 32\n";
+    let env = TestEnv::with(kind, &(apply.to_owned() + &http_sink(&url) + &partner())).await?;
 
-    let mut served: Served = room.serve().await?;
-    let (tell, address) = watch::channel(served.address.clone());
+    let mut served: Served = env.serve().await?;
+    let (announce, address) = watch::channel(served.address.clone());
     let (heard, next) = (Arc::new(Heard::default()), Arc::new(AtomicUsize::new(0)));
     let started = Instant::now();
     let mut senders = JoinSet::new();
@@ -167,8 +161,8 @@ async fn every_message_has_one_effect_through_repetitions_and_kills(kind: Kind) 
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         served.kill().await?;
-        served = room.serve().await?;
-        tell.send_replace(served.address.clone());
+        served = env.serve().await?;
+        announce.send_replace(served.address.clone());
     }
     while let Some(ended) = senders.join_next().await {
         ended??;
@@ -199,7 +193,7 @@ async fn every_message_has_one_effect_through_repetitions_and_kills(kind: Kind) 
     // A kill may take an answer back, so fewer; never two for one message.
     ensure!(accepted <= messages as u64 && accepted + known == deliveries as u64, "accepted {accepted}, known {known}");
     let counts = format!("pending=0 dispatched={messages} dead=0 total={messages}\n");
-    let stats = room.ok(&["stats", "--log", "inbox"])?;
+    let stats = env.ok(&["stats", "--log", "inbox"])?;
     ensure!(stats == counts, "{stats}");
     Ok(())
 }

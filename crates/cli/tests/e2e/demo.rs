@@ -2,14 +2,14 @@
 
 use anyhow::{Result, ensure};
 
-use crate::room::{Kind, Room};
+use crate::env::{Kind, TestEnv, cases};
 
 const ARGS: [&str; 5] = ["demo", "--orders", "100", "--seed", "7"];
 
 #[tokio::test]
 async fn every_promise_is_kept_through_the_crash() -> Result<()> {
-    let room = Room::empty(Kind::Sqlite).await?;
-    let printed = room.ok(&[&ARGS[..], &["--dir", "kept"]].concat())?;
+    let env = TestEnv::empty(Kind::Sqlite).await?;
+    let printed = env.ok(&[&ARGS[..], &["--dir", "kept"]].concat())?;
     for expected in [
         "the relay is killed with",
         "Every promise kept: 300 events",
@@ -20,16 +20,16 @@ async fn every_promise_is_kept_through_the_crash() -> Result<()> {
     }
     ensure!(!printed.contains('\u{1b}'), "colours in a pipe");
     // What it kept is a store like any other.
-    let stats = room.ok(&["stats", "--store", "sqlite:kept/shop.db"])?;
+    let stats = env.ok(&["stats", "--store", "sqlite:kept/shop.db"])?;
     ensure!(stats == "pending=0 dispatched=300 dead=0 total=300\n", "{stats}");
     // And it does not write over what is there.
-    room.refuses(1, &[&ARGS[..], &["--dir", "kept"]].concat())?;
+    env.refuses(1, &[&ARGS[..], &["--dir", "kept"]].concat())?;
     Ok(())
 }
 
 async fn is_noticed(tamper: &str, row: &str) -> Result<()> {
-    let room = Room::empty(Kind::Sqlite).await?;
-    let output = room.output(&[&ARGS[..], &["--tamper", tamper]].concat())?;
+    let env = TestEnv::empty(Kind::Sqlite).await?;
+    let output = env.output(&[&ARGS[..], &["--tamper", tamper]].concat())?;
     let printed = String::from_utf8(output.stdout)?;
     ensure!(output.status.code() == Some(1), "it ended with {}: {printed}", output.status);
     let broken: Vec<&str> = printed.lines().filter(|line| line.trim_start().starts_with('✗')).collect();
@@ -37,27 +37,10 @@ async fn is_noticed(tamper: &str, row: &str) -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn a_lost_event_is_noticed() -> Result<()> {
-    is_noticed("lose", "lost").await
-}
-
-#[tokio::test]
-async fn a_phantom_is_noticed() -> Result<()> {
-    is_noticed("phantom", "phantom").await
-}
-
-#[tokio::test]
-async fn an_event_applied_twice_is_noticed() -> Result<()> {
-    is_noticed("twice", "applied twice").await
-}
-
-#[tokio::test]
-async fn a_change_out_of_order_is_noticed() -> Result<()> {
-    is_noticed("reorder", "out of order").await
-}
-
-#[tokio::test]
-async fn missing_money_is_noticed() -> Result<()> {
-    is_noticed("money", "money missing").await
+cases! {
+    a_lost_event_is_noticed => is_noticed("lose", "lost");
+    a_phantom_is_noticed => is_noticed("phantom", "phantom");
+    an_event_applied_twice_is_noticed => is_noticed("twice", "applied twice");
+    a_change_out_of_order_is_noticed => is_noticed("reorder", "out of order");
+    missing_money_is_noticed => is_noticed("money", "money missing");
 }

@@ -1,6 +1,7 @@
-//! A webhook endpoint that notes every arrival with its time, can stand refused until it is opened, and can keep its answers to itself.
+//! A webhook endpoint that notes every arrival, and can be closed at first or withhold its answers.
 
 use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -11,7 +12,7 @@ use axum::routing::post;
 use tokio::net::TcpSocket;
 use tokio::sync::watch;
 
-use crate::room::DEADLINE;
+use crate::env::{DEADLINE, http_sink};
 
 /// One request.
 #[derive(Debug, Clone)]
@@ -28,6 +29,16 @@ pub(crate) struct Arrival {
 
 /// What the endpoint says to an event of this key, and after how long.
 pub(crate) type Answer = fn(key: &str) -> (u16, Duration);
+
+/// Accepts everything at once.
+pub(crate) fn takes_all(_key: &str) -> (u16, Duration) {
+    (204, Duration::ZERO)
+}
+
+/// Refuses everything for good.
+pub(crate) fn refuses_all(_key: &str) -> (u16, Duration) {
+    (422, Duration::ZERO)
+}
 
 /// A port that is ours while nobody listens on it: connecting is refused.
 pub(crate) struct Shut {
@@ -49,11 +60,13 @@ impl Shut {
 
     pub(crate) fn open(self, answer: Answer) -> Result<Endpoint> {
         let (note, arrivals) = watch::channel(Vec::new());
+        let answer = Arc::new(Mutex::new(answer));
+        let current = Arc::clone(&answer);
         let (answered_max, may_answer) = watch::channel(usize::MAX);
         let handler = async move |headers: HeaderMap, body: Bytes| {
             let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default().to_owned();
             let payload: serde_json::Value = serde_json::from_slice(&body).unwrap_or_default();
-            let (status, wait) = answer(&text("ce-subject"));
+            let (status, wait) = (current.lock().expect("no panic while held"))(&text("ce-subject"));
             let status = StatusCode::from_u16(status).unwrap_or_default();
             let (at, taken) = (Instant::now(), status.is_success());
             let n = payload["n"].as_i64().unwrap_or(-1);
@@ -70,13 +83,14 @@ impl Shut {
         };
         let listener = self.socket.listen(1024)?;
         tokio::spawn(axum::serve(listener, Router::new().route("/", post(handler))).into_future());
-        Ok(Endpoint { address: self.address, arrivals, answered_max })
+        Ok(Endpoint { address: self.address, answer, arrivals, answered_max })
     }
 }
 
 /// A webhook endpoint on loopback.
 pub(crate) struct Endpoint {
     address: SocketAddr,
+    answer: Arc<Mutex<Answer>>,
     arrivals: watch::Receiver<Vec<Arrival>>,
     answered_max: watch::Sender<usize>,
 }
@@ -90,7 +104,17 @@ impl Endpoint {
         format!("http://{}/", self.address)
     }
 
-    /// Answers so many requests and lets the later ones wait: a fault that is to find work under way does, however late it comes.
+    /// A subscription that posts here.
+    pub(crate) fn subscription(&self, name: &str) -> String {
+        format!("[subscriptions.{name}]\n{}", http_sink(&self.url()))
+    }
+
+    /// Answers so from now on.
+    pub(crate) fn set(&self, answer: Answer) {
+        *self.answer.lock().expect("no panic while held") = answer;
+    }
+
+    /// Answers so many requests and lets later ones wait, so that a fault finds work under way.
     pub(crate) fn answer_only(&self, requests: usize) {
         self.answered_max.send_replace(requests);
     }

@@ -1,8 +1,7 @@
-//! The hostile list from one service to another: append, relay, signed webhook, verified inbox, a handler in the inbox's transaction.
+//! The hostile list from one service to another: append, relay, signed webhook, inbox, handler.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use async_trait::async_trait;
@@ -13,18 +12,18 @@ use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 use postbox_testkit::hostile::{Case, Fate, RESERVED_HEADERS, cases};
 
-use crate::room::{DEADLINE, Kind, Room, on_both};
+use crate::env::{Kind, TestEnv, on_both, until};
+use crate::sender::SECRET;
 
-const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 /// Where the inbox keeps the sender's id of a message.
 const MESSAGE_ID: &str = "postbox-message-id";
 /// What the inbox adds to an event's own headers.
 const ADDED: [&str; 5] = [MESSAGE_ID, "ce-id", "ce-source", "ce-tenant", "webhook-id"];
 
-async fn open(room: &Room) -> Result<Arc<dyn Store>> {
-    Ok(match room.kind {
-        Kind::Sqlite => Arc::new(SqliteStore::open(SqliteConfig::new(room.url.trim_start_matches("sqlite:"))).await?),
-        Kind::Postgres => Arc::new(PostgresStore::connect(PostgresConfig::new(&room.url)).await?),
+async fn open(env: &TestEnv) -> Result<Arc<dyn Store>> {
+    Ok(match env.kind {
+        Kind::Sqlite => Arc::new(SqliteStore::open(SqliteConfig::new(env.url.trim_start_matches("sqlite:"))).await?),
+        Kind::Postgres => Arc::new(PostgresStore::connect(PostgresConfig::new(&env.url)).await?),
     })
 }
 
@@ -59,13 +58,13 @@ impl postbox_postgres::TxHandler for OnPostgres {
 }
 
 /// Applies everything in the inbox, each in the transaction that settles it.
-async fn apply(room: &Room) -> Result<Vec<Event>> {
-    room.sql("CREATE TABLE applied (id text PRIMARY KEY)").await?;
+async fn apply(env: &TestEnv) -> Result<Vec<Event>> {
+    env.sql("CREATE TABLE applied (id text PRIMARY KEY)").await?;
     let seen = Seen::default();
     let noted = Arc::clone(&seen);
-    let (store, handler): (Arc<dyn Store>, Arc<dyn Apply>) = match room.kind {
+    let (store, handler): (Arc<dyn Store>, Arc<dyn Apply>) = match env.kind {
         Kind::Sqlite => {
-            let store = SqliteStore::open(SqliteConfig::new(room.url.trim_start_matches("sqlite:"))).await?;
+            let store = SqliteStore::open(SqliteConfig::new(env.url.trim_start_matches("sqlite:"))).await?;
             let handler = store.apply(move |tx: &rusqlite::Transaction<'_>, delivery: &Delivery| {
                 match tx.execute("INSERT INTO applied (id) VALUES (?1)", [delivery.event.id.to_string()]) {
                     Ok(_) => see(&noted, delivery),
@@ -76,7 +75,7 @@ async fn apply(room: &Room) -> Result<Vec<Event>> {
             (Arc::new(store), handler)
         }
         Kind::Postgres => {
-            let store = PostgresStore::connect(PostgresConfig::new(&room.url)).await?;
+            let store = PostgresStore::connect(PostgresConfig::new(&env.url)).await?;
             let handler = store.apply(OnPostgres(noted));
             (Arc::new(store), handler)
         }
@@ -88,7 +87,7 @@ async fn apply(room: &Room) -> Result<Vec<Event>> {
     Ok(std::mem::take(&mut *seen.lock().expect("no panic while it is held")))
 }
 
-/// The headers an event has after its way over HTTP: names in lower case, none that is reserved, no white space around a value.
+/// The headers an event has after HTTP: lower case, none that is reserved, values trimmed.
 fn over_http(headers: &Headers) -> Headers {
     let own =
         headers.iter().map(|(name, value)| (name.to_ascii_lowercase(), value.trim_matches([' ', '\t']).to_owned()));
@@ -110,16 +109,14 @@ fn ensure_identical(case: &Case, arrived: &Event) -> Result<()> {
 }
 
 async fn the_hostile_list_arrives_identical_or_is_refused_by_name(kind: Kind) -> Result<()> {
-    let (sender, receiver) = (Room::migrated(kind).await?, Room::migrated(kind).await?);
+    let (sender, receiver) = (TestEnv::migrated(kind).await?, TestEnv::migrated(kind).await?);
     // Sixteen mebibytes take a debug build on a busy machine its time.
     receiver.config(&format!(
-        "[sources.peer]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\nbody_max = \"16MiB\"\nbody_timeout = \"10m\"\n\
-         [server]\nlisten = \"127.0.0.1:0\"\n"
+        "[sources.peer]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\nbody_max = \"16MiB\"\nbody_timeout = \"10m\"\n"
     ))?;
     let inbox = receiver.serve().await?;
     sender.config(&format!(
-        "[subscriptions.out]\ntimeout = \"10m\"\nsink = {{ type = \"http\", url = \"http://{}/in/peer\", allow = [\"127.0.0.1\"], secret = \"{SECRET}\" }}\n\
-         [server]\nlisten = \"127.0.0.1:0\"\n",
+        "[subscriptions.out]\ntimeout = \"10m\"\nsink = {{ type = \"http\", url = \"http://{}/in/peer\", allow = [\"127.0.0.1\"], secret = \"{SECRET}\" }}\n",
         inbox.address
     ))?;
 
@@ -135,19 +132,14 @@ async fn the_hostile_list_arrives_identical_or_is_refused_by_name(kind: Kind) ->
 
     let relay = sender.serve().await?;
     let out = SubscriptionName::new("out")?;
-    let drained = async {
-        // The subscription is made by the relay, a moment after the start.
-        while store.stats(&out).await.map_or(1, |stats| stats.pending) > 0 {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    tokio::time::timeout(DEADLINE, drained).await.context("it is never delivered")?;
+    // The subscription is made by the relay, a moment after the start.
+    let drained = async || anyhow::Ok((store.stats(&out).await.is_ok_and(|stats| stats.pending == 0)).then_some(()));
+    until("the end of the delivery", drained).await?;
     let logs = [relay.terminate().await?, inbox.terminate().await?].concat();
     let panicked = logs.iter().find(|line| line.contains("panicked"));
     ensure!(panicked.is_none(), "{panicked:?}");
 
-    let dead: serde_json::Value =
-        serde_json::from_str(&sender.ok(&["list", "--state", "dead", "--limit", "1000", "--json"])?)?;
+    let dead = sender.json(&["list", "--state", "dead", "--limit", "1000", "--json"])?;
     let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
     let dead: HashMap<String, String> = dead
         .as_array()

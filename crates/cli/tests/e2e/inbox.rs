@@ -1,18 +1,16 @@
-//! Webhooks in: stored by `run`, seen and steered by the same commands as the outbox, applied by an HTTP handler.
+//! Webhooks in: stored by `run`, changed by the commands of the outbox, applied over HTTP.
 
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
 
-use crate::endpoint::Endpoint;
-use crate::room::{DEADLINE, Kind, Room, on_both};
+use crate::endpoint::{Endpoint, refuses_all, takes_all};
+use crate::env::{FILE_SINK, Kind, TestEnv, get, on_both, until};
 use crate::sender::{SECRET, Sender, partner};
 
 /// Sends these while a service runs; it is stopped then.
-async fn send(room: &Room, messages: &[(&str, &str, u16)]) -> Result<Vec<String>> {
-    let served = room.serve().await?;
+async fn send(env: &TestEnv, messages: &[(&str, &str, u16)]) -> Result<Vec<String>> {
+    let served = env.serve().await?;
     let mut sender = Sender::connect(&served.address).await?;
     for (id, body, status) in messages {
         let heard = sender.send(id, body).await?;
@@ -22,30 +20,29 @@ async fn send(room: &Room, messages: &[(&str, &str, u16)]) -> Result<Vec<String>
 }
 
 async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
-    let room = Room::migrated(kind).await?;
     // Nobody applies yet: messages are stored, and counted.
-    room.config(&partner())?;
-    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=0 dead=0 total=0\n");
+    let env = TestEnv::with(kind, &partner()).await?;
+    ensure!(env.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=0 dead=0 total=0\n");
     let (paid, sent) = ("{\"type\":\"invoice.paid\"}", "{\"type\":\"invoice.sent\"}");
-    send(&room, &[("msg_1", paid, 202), ("msg_1", paid, 200), ("msg_2", sent, 202)]).await?;
-    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=2 dispatched=0 dead=0 total=2\n");
-    ensure!(room.ok(&["stats"])? == "pending=2 dispatched=0 dead=0 total=2\n", "what nobody reads is counted too");
-    let stats: serde_json::Value = serde_json::from_str(&room.ok(&["stats", "--json"])?)?;
+    send(&env, &[("msg_1", paid, 202), ("msg_1", paid, 200), ("msg_2", sent, 202)]).await?;
+    ensure!(env.ok(&["stats", "--log", "inbox"])? == "pending=2 dispatched=0 dead=0 total=2\n");
+    ensure!(env.ok(&["stats"])? == "pending=2 dispatched=0 dead=0 total=2\n", "what nobody reads is counted too");
+    let stats = env.json(&["stats", "--json"])?;
     ensure!(stats[0]["subscription"].is_null() && stats[0]["log"] == "inbox" && stats[0]["pending"] == 2, "{stats}");
-    let complaint = room.refuses(1, &["list", "--log", "inbox", "--state", "pending"])?;
+    let complaint = env.refuses(1, &["list", "--log", "inbox", "--state", "pending"])?;
     ensure!(complaint.contains("log = \"inbox\""), "{complaint}");
     for args in [&["doctor"][..], &["doctor", "--log", "inbox"]] {
-        let output = room.output(args)?;
+        let output = env.output(args)?;
         let said = String::from_utf8(output.stdout)?;
         ensure!(output.status.code() == Some(1), "{said}");
         ensure!(said.contains("nobody reads the inbox: 2 event(s)") && said.contains("log = \"inbox\""), "{said}");
         ensure!(!said.contains("nobody reads the outbox"), "{said}");
     }
     // With a reader of the other log alone it is no better hidden.
-    room.config(&("[subscriptions.out]\n".to_owned() + &partner()))?;
-    let listed = String::from_utf8(room.output(&["list", "--state", "pending"])?.stderr)?;
+    env.config(&("[subscriptions.out]\n".to_owned() + &partner()))?;
+    let listed = String::from_utf8(env.output(&["list", "--state", "pending"])?.stderr)?;
     ensure!(listed.contains("nobody reads the inbox") && listed.contains("log = \"inbox\""), "{listed}");
-    let unknown = room.refuses(1, &["show", "00000000-0000-7000-8000-000000000000"])?;
+    let unknown = env.refuses(1, &["show", "00000000-0000-7000-8000-000000000000"])?;
     ensure!(unknown.contains("the inbox, which nobody reads"), "{unknown}");
     let commands: [&[&str]; 9] = [
         &["stats"],
@@ -59,133 +56,121 @@ async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
         &["pause", "out"],
     ];
     for command in commands {
-        let complaint = room.refuses(2, &[command, &["--log", "nowhere"]].concat())?;
+        let complaint = env.refuses(2, &[command, &["--log", "nowhere"]].concat())?;
         ensure!(complaint.contains("there is no log nowhere; there are: inbox, outbox"), "{command:?}: {complaint}");
     }
-    let complaint = room.refuses(2, &["pause", "out", "--log", "inbox"])?;
+    let complaint = env.refuses(2, &["pause", "out", "--log", "inbox"])?;
     ensure!(complaint.contains("out reads the outbox"), "{complaint}");
 
-    let apply = "[subscriptions.apply]\nlog = \"inbox\"\nSINK\n[subscriptions.out]\n";
-    room.config(&(apply.replace("SINK", "") + &partner()))?;
-    room.insert_three().await?;
-    ensure!(room.ok(&["stats"])? == "pending=5 dispatched=0 dead=0 total=5\n");
-    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=2 dispatched=0 dead=0 total=2\n");
-    let listed = room.ok(&["list", "--log", "inbox", "--state", "pending"])?;
+    let apply =
+        |sink: &str| format!("[subscriptions.apply]\nlog = \"inbox\"\n{sink}\n[subscriptions.out]\n{}", partner());
+    env.config(&apply(""))?;
+    env.insert_three().await?;
+    ensure!(env.ok(&["stats"])? == "pending=5 dispatched=0 dead=0 total=5\n");
+    ensure!(env.ok(&["stats", "--log", "inbox"])? == "pending=2 dispatched=0 dead=0 total=2\n");
+    let listed = env.ok(&["list", "--log", "inbox", "--state", "pending"])?;
     ensure!(listed.lines().count() == 2 && listed.contains("invoice.paid"), "{listed}");
     let id = listed.split('\t').next().context("no id")?.to_owned();
-    ensure!(room.ok(&["show", &id, "--log", "inbox"])?.contains("invoice.paid"));
-    room.refuses(1, &["show", &id, "--log", "outbox"])?;
+    ensure!(env.ok(&["show", &id, "--log", "inbox"])?.contains("invoice.paid"));
+    env.refuses(1, &["show", &id, "--log", "outbox"])?;
 
-    let file = "sink = { type = \"file\", path = \"applied.jsonl\" }";
-    room.config(&(apply.replace("SINK", file) + &partner()))?;
-    ensure!(room.dispatch(&["--log", "inbox"])? == "dispatched=2 failed=0 dead=0");
-    ensure!(room.lines("applied.jsonl")?.len() == 2);
-    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=2 dead=0 total=2\n");
-    ensure!(room.ok(&["prune", "--log", "inbox", "--older-than", "0s"])? == "pruned=2\n");
+    env.config(&apply("sink = { type = \"file\", path = \"applied.jsonl\" }"))?;
+    ensure!(env.dispatch(&["--log", "inbox"])? == "dispatched=2 failed=0 dead=0");
+    ensure!(env.lines("applied.jsonl")?.len() == 2);
+    ensure!(env.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=2 dead=0 total=2\n");
+    ensure!(env.ok(&["prune", "--log", "inbox", "--older-than", "0s"])? == "pruned=2\n");
     Ok(())
 }
 
-/// A database whose transactions are read-only unless they say otherwise: all of ours do but the one that receives. Whoever receives is told at the
-/// start, whoever only delivers goes on.
+/// Only the transaction that receives does not say that it writes: `run` with a source is refused.
 #[tokio::test]
-async fn a_database_that_is_read_only_by_default_is_told_with_its_cure() -> Result<()> {
-    let room = Room::empty(Kind::Postgres).await?;
+async fn a_database_that_is_read_only_by_default_is_refused_with_the_cure() -> Result<()> {
+    let env = TestEnv::empty(Kind::Postgres).await?;
     let set = "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET default_transaction_read_only = on', current_database()); END $$";
-    room.sql(set).await?;
-    room.ok(&["migrate", "up"])?;
+    env.sql(set).await?;
+    env.ok(&["migrate", "up"])?;
     let three = "INSERT INTO OUTBOX (topic, payload) SELECT 't', '{}' FROM generate_series(1, 3)";
-    room.sql(&format!("BEGIN READ WRITE; {three}; COMMIT")).await?;
-    let out = "[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n";
-    room.config(out)?;
-    room.serve().await?.terminate().await?;
-    room.ok(&["dispatch"])?;
-    ensure!(room.lines("out.jsonl")?.len() == 3);
-    ensure!(room.ok(&["doctor", "--json"]).is_ok_and(|told| !told.contains("read-only")));
+    env.sql(&format!("BEGIN READ WRITE; {three}; COMMIT")).await?;
+    env.config(FILE_SINK)?;
+    env.serve().await?.terminate().await?;
+    env.ok(&["dispatch"])?;
+    ensure!(env.lines("out.jsonl")?.len() == 3);
+    ensure!(env.ok(&["doctor", "--json"]).is_ok_and(|printed| !printed.contains("read-only")));
 
-    room.config(&(partner() + out))?;
-    let complaint = room.refuses(1, &["run", "--log-level", "error"])?;
+    env.config(&(partner() + FILE_SINK))?;
+    let complaint = env.refuses(1, &["run", "--log-level", "error"])?;
     ensure!(complaint.lines().count() == 1 && complaint.contains("default_read_only"), "{complaint}");
-    let told = String::from_utf8(room.output(&["doctor"])?.stdout)?;
-    ensure!(told.contains("read-only by default") && told.contains("ALTER ROLE"), "{told}");
+    let printed = env.said(&["doctor"])?;
+    ensure!(printed.contains("read-only by default") && printed.contains("ALTER ROLE"), "{printed}");
     let cure = complaint.split("run: ").nth(1).and_then(|rest| rest.split(" (default").next()).context("a cure")?;
-    room.sql(cure).await?;
-    send(&room, &[("msg_1", "{\"type\":\"invoice.paid\"}", 202)]).await?;
+    env.sql(cure).await?;
+    send(&env, &[("msg_1", "{\"type\":\"invoice.paid\"}", 202)]).await?;
     Ok(())
 }
 
 /// The handler refused them all; it is mended, and they are brought back a few at a time.
 async fn dead_messages_are_revived_oldest_first(kind: Kind) -> Result<()> {
-    let room = Room::migrated(kind).await?;
-    let refusing = Endpoint::start(|_| (422, Duration::ZERO))?;
-    let config = |url: String| {
-        format!(
-            "[subscriptions.apply]\nlog = \"inbox\"\nsink = {{ type = \"http\", url = \"{url}\", allow = [\"127.0.0.1\"] }}\n{}",
-            partner()
-        )
-    };
+    let refusing = Endpoint::start(refuses_all)?;
+    let config = |handler: &Endpoint| handler.subscription("apply") + "log = \"inbox\"\n" + &partner();
     // Stored first, so that the order in which they came is known.
-    room.config(&partner())?;
+    let env = TestEnv::with(kind, &partner()).await?;
     let bodies: Vec<(String, String)> =
         (0..6).map(|n| (format!("msg_{n}"), format!("{{\"type\":\"invoice.paid\",\"n\":{n}}}"))).collect();
     let messages: Vec<_> = bodies.iter().map(|(id, body)| (id.as_str(), body.as_str(), 202)).collect();
-    send(&room, &messages).await?;
-    room.config(&config(refusing.url()))?;
-    ensure!(room.dispatch(&[])? == "dispatched=0 failed=0 dead=6");
-    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=0 dead=6 total=6\n");
+    send(&env, &messages).await?;
+    env.config(&config(&refusing))?;
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=6");
+    ensure!(env.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=0 dead=6 total=6\n");
 
-    let mended = Endpoint::start(|_| (200, Duration::ZERO))?;
-    room.config(&config(mended.url()))?;
-    ensure!(room.refuses(1, &["retry", "--log", "outbox", "--all"])?.contains("no subscription reads outbox"));
+    let mended = Endpoint::start(takes_all)?;
+    env.config(&config(&mended))?;
+    ensure!(env.refuses(1, &["retry", "--log", "outbox", "--all"])?.contains("no subscription reads outbox"));
     let numbers = || mended.arrivals().iter().map(|arrival| arrival.n).collect::<std::collections::BTreeSet<_>>();
-    ensure!(room.ok(&["retry", "--log", "inbox", "--all", "--limit", "2"])? == "retried=2\n");
-    ensure!(room.ok(&["dispatch"])?.contains("dispatched=2"));
+    ensure!(env.ok(&["retry", "--log", "inbox", "--all", "--limit", "2"])? == "retried=2\n");
+    ensure!(env.ok(&["dispatch"])?.contains("dispatched=2"));
     ensure!(numbers() == [0, 1].into(), "{:?}", numbers());
-    let listed = room.ok(&["list", "--log", "inbox", "--state", "dead"])?;
+    let listed = env.ok(&["list", "--log", "inbox", "--state", "dead"])?;
     let id = listed.split('\t').next().context("no id")?;
-    ensure!(room.ok(&["discard", "--log", "inbox", id])? == "discarded=1\n");
-    ensure!(room.ok(&["retry", "--log", "inbox", "--all", "--limit", "2"])? == "retried=2\n");
-    ensure!(room.ok(&["dispatch"])?.contains("dispatched=2"));
+    ensure!(env.ok(&["discard", "--log", "inbox", id])? == "discarded=1\n");
+    ensure!(env.ok(&["retry", "--log", "inbox", "--all", "--limit", "2"])? == "retried=2\n");
+    ensure!(env.ok(&["dispatch"])?.contains("dispatched=2"));
     ensure!(numbers() == [0, 1, 3, 4].into(), "{:?}", numbers());
-    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=4 dead=1 total=6\n");
+    ensure!(env.ok(&["stats", "--log", "inbox"])? == "pending=0 dispatched=4 dead=1 total=6\n");
     Ok(())
 }
 
 /// The same id with another body: kept out, and to be seen.
 async fn conflicts_are_listed_for_a_person(kind: Kind) -> Result<()> {
-    let room = Room::migrated(kind).await?;
-    room.config(&partner())?;
-    ensure!(room.ok(&["list", "--state", "conflict"])?.is_empty());
+    let env = TestEnv::with(kind, &partner()).await?;
+    ensure!(env.ok(&["list", "--state", "conflict"])?.is_empty());
     let (first, other) = ("{\"type\":\"invoice.paid\",\"n\":1}", "{\"type\":\"invoice.paid\",\"n\":2}");
-    let log = send(&room, &[("msg_1", first, 202), ("msg_1", other, 200), ("msg_1", other, 200)]).await?;
+    let log = send(&env, &[("msg_1", first, 202), ("msg_1", other, 200), ("msg_1", other, 200)]).await?;
     ensure!(log.iter().any(|line| line.contains("WARN") && line.contains("another body")), "{log:#?}");
-    let listed = room.ok(&["list", "--log", "inbox", "--state", "conflict"])?;
+    let listed = env.ok(&["list", "--log", "inbox", "--state", "conflict"])?;
     let cells: Vec<&str> = listed.trim_end().split('\t').collect();
-    ensure!(
-        listed.lines().count() == 1 && cells.len() == 8 && cells[..4] == ["msg_1", "partner", "-", "2"],
-        "{listed}"
-    );
-    let json: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", "conflict", "--json"])?)?;
+    ensure!(listed.lines().count() == 1 && cells.len() == 8, "{listed}");
+    ensure!(cells[..4] == ["msg_1", "partner", "-", "2"], "{listed}");
+    let json = env.json(&["list", "--state", "conflict", "--json"])?;
     let (stored, refused) = (json[0]["digest_stored"].as_str(), json[0]["digest_refused"].as_str());
     ensure!(json[0]["times"] == 2 && stored != refused && stored.is_some_and(|hex| hex.len() == 64), "{json}");
-    let told = String::from_utf8(room.output(&["doctor"])?.stdout)?;
-    ensure!(told.contains("1 message(s)") && told.contains("postbox list --state conflict"), "{told}");
-    room.refuses(2, &["list", "--state", "conflict", "--topic", "invoice.*"])?;
-    ensure!(room.ok(&["stats", "--log", "inbox"])? == "pending=1 dispatched=0 dead=0 total=1\n");
+    let printed = env.said(&["doctor"])?;
+    ensure!(printed.contains("1 message(s)") && printed.contains("postbox list --state conflict"), "{printed}");
+    env.refuses(2, &["list", "--state", "conflict", "--topic", "invoice.*"])?;
+    ensure!(env.ok(&["stats", "--log", "inbox"])? == "pending=1 dispatched=0 dead=0 total=1\n");
     Ok(())
 }
 
 /// Two sources, two logs: each sees its own, however many of the other came later.
 async fn conflicts_are_narrowed_to_one_log(kind: Kind) -> Result<()> {
-    let room = Room::migrated(kind).await?;
+    let env = TestEnv::migrated(kind).await?;
     let source = |name: &str, log: &str| {
         format!(
             "[sources.{name}]\ntype = \"webhook\"\nscheme = \"standard\"\nlog = \"{log}\"\nsecrets = [\"{SECRET}\"]\n"
         )
     };
-    let server = "[server]\nlisten = \"127.0.0.1:0\"\n";
     let [here, there] = [source("here", "inbox"), source("there", "outbox")];
-    room.config(&(here.clone() + &there + server))?;
-    let served = room.serve().await?;
+    env.config(&(here.clone() + &there))?;
+    let served = env.serve().await?;
     let mut sender = Sender::connect(&served.address).await?;
     let (first, other) = ("{\"n\":1}", "{\"n\":2}");
     for (source, ids) in [("here", 0..2), ("there", 2..7)] {
@@ -200,74 +185,61 @@ async fn conflicts_are_narrowed_to_one_log(kind: Kind) -> Result<()> {
     served.terminate().await?;
 
     let ids = |args: &[&str]| -> Result<Vec<String>> {
-        let listed = room.ok(&[&["list", "--state", "conflict"], args].concat())?;
+        let listed = env.ok(&[&["list", "--state", "conflict"], args].concat())?;
         Ok(listed.lines().filter_map(|line| Some(line.split('\t').next()?.to_owned())).collect())
     };
     ensure!(ids(&[])?.len() == 7);
     let here_only = ids(&["--log", "inbox"])?;
-    ensure!(
-        here_only.len() == 2 && here_only.iter().all(|id| ["msg_0", "msg_1"].contains(&id.as_str())),
-        "{here_only:?}"
-    );
-    ensure!(
-        ids(&["--log", "inbox", "--limit", "1"])?.len() == 1,
-        "those of the other log came later and took its place"
-    );
+    let of_here = here_only.iter().all(|id| ["msg_0", "msg_1"].contains(&id.as_str()));
+    ensure!(here_only.len() == 2 && of_here, "{here_only:?}");
+    ensure!(ids(&["--log", "inbox", "--limit", "1"])?.len() == 1, "others came later and took its place");
     let there_only = ids(&["--log", "outbox", "--limit", "3"])?;
     ensure!(there_only.len() == 3 && there_only.iter().all(|id| id.as_str() > "msg_1"), "{there_only:?}");
-    room.refuses(2, &["list", "--state", "conflict", "--log", "billing"])?;
-    let complaint = room.refuses(2, &["list", "--state", "conflict", "--subscription", "out"])?;
+    env.refuses(2, &["list", "--state", "conflict", "--log", "billing"])?;
+    let complaint = env.refuses(2, &["list", "--state", "conflict", "--subscription", "out"])?;
     ensure!(complaint.contains("leave --subscription out"), "{complaint}");
 
     // A source that is gone from the configuration: of which log it was, nobody knows.
-    room.config(&(here + server))?;
-    let output = room.output(&["list", "--state", "conflict", "--log", "outbox"])?;
-    let told = String::from_utf8(output.stderr)?;
+    env.config(&here)?;
+    let output = env.output(&["list", "--state", "conflict", "--log", "outbox"])?;
+    let printed = String::from_utf8(output.stderr)?;
     ensure!(output.status.success() && output.stdout.is_empty());
-    ensure!(told.contains("no source there") && told.contains("leave --log out"), "{told}");
+    ensure!(printed.contains("no source there") && printed.contains("leave --log out"), "{printed}");
     ensure!(ids(&[])?.len() == 7);
     Ok(())
 }
 
-/// A proxy adds more than an event can keep: the message is stored, and the loss is counted and told, the first times.
+/// A proxy adds more headers than an event can keep.
 #[tokio::test]
-async fn headers_that_are_not_kept_are_counted_and_told() -> Result<()> {
-    let room = Room::migrated(Kind::Sqlite).await?;
-    room.config(&(partner() + "[subscriptions.apply]\nlog = \"inbox\"\n"))?;
-    let served = room.serve().await?;
+async fn headers_that_are_not_kept_are_counted_and_logged() -> Result<()> {
+    let env = TestEnv::with(Kind::Sqlite, &(partner() + "[subscriptions.apply]\nlog = \"inbox\"\n")).await?;
+    let served = env.serve().await?;
     let mut sender = Sender::connect(&served.address).await?;
     ensure!(sender.send("msg_0", "{}").await? == 202);
     sender.more = (0..70).map(|n| format!("x-noise-{n:02}: {n}\r\n")).collect();
     for n in 1..=3 {
         ensure!(sender.send(&format!("msg_{n}"), "{}").await? == 202);
     }
-    let page = metrics(&served.address).await?;
+    let page = get(&served.address, "/metrics", "").await?;
     // Six of the noise and `webhook-id`, three times.
     ensure!(page.contains("postbox_headers_dropped_total{source=\"partner\"} 21\n"), "{page}");
     let log = served.terminate().await?;
-    let told: Vec<&String> = log.iter().filter(|line| line.contains("headers_dropped")).collect();
-    ensure!(told.len() == 2 && told.iter().all(|line| line.contains("WARN") && line.contains("partner")), "{log:#?}");
-    let listed: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", "pending", "--json"])?)?;
+    let printed: Vec<&String> = log.iter().filter(|line| line.contains("headers_dropped")).collect();
+    ensure!(
+        printed.len() == 2 && printed.iter().all(|line| line.contains("WARN") && line.contains("partner")),
+        "{log:#?}"
+    );
+    let listed = env.json(&["list", "--state", "pending", "--json"])?;
     ensure!(listed[1]["event"]["headers"].as_object().map(serde_json::Map::len) == Some(65), "{listed}");
     ensure!(listed[1]["event"]["headers"]["postbox-message-id"] == "msg_1", "{listed}");
     Ok(())
 }
 
-async fn metrics(address: &str) -> Result<String> {
-    let mut stream = TcpStream::connect(address).await?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n").await?;
-    let mut page = String::new();
-    stream.read_to_string(&mut page).await?;
-    Ok(page)
-}
-
-/// Repetitions are counted where they were recognised, and many of them are told of once.
-async fn a_replay_storm_is_counted_by_layer_and_told_once(kind: Kind) -> Result<()> {
-    let room = Room::migrated(kind).await?;
+/// Repetitions are counted where they were recognised; a storm of them is logged once.
+async fn a_replay_storm_is_counted_by_layer_and_logged_once(kind: Kind) -> Result<()> {
     let applied_before = Endpoint::start(|_| (409, Duration::ZERO))?;
-    let sink = format!("sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}", applied_before.url());
-    room.config(&format!("[subscriptions.apply]\nlog = \"inbox\"\n{sink}\n{}", partner()))?;
-    let served = room.serve().await?;
+    let env = TestEnv::with(kind, &(applied_before.subscription("apply") + "log = \"inbox\"\n" + &partner())).await?;
+    let served = env.serve().await?;
     let mut sender = Sender::connect(&served.address).await?;
     let body = "{\"type\":\"invoice.paid\"}";
     ensure!(sender.send("msg_1", body).await? == 202);
@@ -285,20 +257,16 @@ async fn a_replay_storm_is_counted_by_layer_and_told_once(kind: Kind) -> Result<
         "postbox_duplicates_total{layer=\"destination\",source=\"partner\",subscription=\"apply\"} 1\n",
     ];
     // The answer is counted when it has been read, a moment after it was given.
-    let counted = async {
-        loop {
-            let page = metrics(&served.address).await?;
-            match expected.iter().find(|line| !page.contains(**line)) {
-                None => return anyhow::Ok(()),
-                Some(line) => ensure!(line.contains("destination"), "no {line} in\n{page}"),
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(DEADLINE, counted).await.context("a duplicate at the destination was never counted")??;
+    until("the count of a duplicate at the destination", async || {
+        let page = get(&served.address, "/metrics", "").await?;
+        let missing = expected.iter().find(|line| !page.contains(**line));
+        ensure!(missing.is_none_or(|line| line.contains("destination")), "no {missing:?} in\n{page}");
+        Ok(missing.is_none().then_some(()))
+    })
+    .await?;
     let log = served.terminate().await?;
-    let told = |text: &str| log.iter().filter(|line| line.contains(text)).count();
-    ensure!(told("replay storm") == 1 && told("timestamp_too_old") == 1, "{log:#?}");
+    let printed = |text: &str| log.iter().filter(|line| line.contains(text)).count();
+    ensure!(printed("replay storm") == 1 && printed("timestamp_too_old") == 1, "{log:#?}");
     let storm = log.iter().find(|line| line.contains("replay storm")).context("no storm")?;
     ensure!(storm.contains("WARN") && storm.contains("partner"), "{storm}");
     Ok(())
@@ -309,5 +277,5 @@ on_both!(
     dead_messages_are_revived_oldest_first,
     conflicts_are_listed_for_a_person,
     conflicts_are_narrowed_to_one_log,
-    a_replay_storm_is_counted_by_layer_and_told_once,
+    a_replay_storm_is_counted_by_layer_and_logged_once,
 );

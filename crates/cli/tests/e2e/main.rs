@@ -1,20 +1,20 @@
-//! The binary from the outside: what is typed, what is printed, how it ends. On SQLite and on real Postgres.
+//! The binary from the outside, on SQLite and on Postgres.
 
+mod attacks;
+mod blocked_output;
+mod bulk_changes;
 mod commands;
 mod deliveries;
 mod demo;
+mod diagnosis;
 mod endpoint;
+mod env;
 mod faults;
 mod hostile;
 mod inbox;
-mod mute;
 mod outages;
 mod privacy;
 mod psql;
-mod room;
 mod run;
 mod sender;
-mod steps;
-mod strangers;
-mod telling;
 mod unreadable;

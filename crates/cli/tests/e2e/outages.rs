@@ -1,9 +1,8 @@
-//! Who dies and who comes back: a relay that is killed, a database that is stopped, a destination that is down, one event that
-//! is refused for ever. Each on the running binary.
+//! Outages, on the running binary: a relay is killed or frozen, the database stops, the destination
+//! is down, one event is refused for ever.
 //!
-//! Where a time is promised it is measured and printed. Only with `POSTBOX_TEST_TIMED=1` is a longer one a failure: on a machine that
-//! does other things as well it says nothing of the product. That the promises are kept is tested where time is simulated
-//! (`crates/engine/tests/relay.rs`).
+//! Promised times are measured and printed. They are enforced only with `POSTBOX_TEST_TIMED=1`, for
+//! a quiet machine; under simulated time they are tested in `crates/engine/tests/relay.rs`.
 
 #![allow(clippy::print_stderr, reason = "the times that were measured")]
 
@@ -14,12 +13,12 @@ use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
 
 use crate::endpoint::{Arrival, Endpoint, Shut, firsts};
-use crate::room::{Kind, Room, on_both, signal};
+use crate::env::{Kind, TestEnv, cases, http_sink, on_both, signal, until};
 
 /// How long a working destination takes: enough that a fault finds work in the middle.
 const PACE: Duration = Duration::from_millis(5);
 
-/// So much has arrived when the fault comes: no multiple of the batches of 20, so that it comes in the middle of one.
+/// So much has arrived when the fault comes: in the middle of a batch of 20.
 const UNDER_WAY: usize = 107;
 
 fn takes_all(_key: &str) -> (u16, Duration) {
@@ -34,10 +33,8 @@ fn promised(what: &str, took: Duration, most: Duration) -> Result<()> {
 }
 
 /// `events` events round robin over `keys` keys, numbered from 0.
-async fn fill(room: &Room, keys: usize, events: usize) -> Result<()> {
-    let rows: Vec<String> =
-        (0..events).map(|n| format!("('order.placed', 'k{}', '{{\"n\":{n}}}')", n % keys)).collect();
-    room.sql(&format!("INSERT INTO OUTBOX (topic, key, payload) VALUES {}", rows.join(","))).await
+async fn fill(env: &TestEnv, keys: usize, events: usize) -> Result<()> {
+    env.insert((0..events).map(|n| ("order.placed", format!("k{}", n % keys), n as i64))).await
 }
 
 /// Everything arrived, each key in its order.
@@ -59,7 +56,7 @@ fn distinct(arrivals: &[Arrival]) -> usize {
 enum Leaves {
     /// SIGKILL.
     Dies,
-    /// SIGSTOP; once everything is delivered by others it comes back and believes that no time has passed.
+    /// SIGSTOP; it goes on once everything is delivered by others.
     Freezes,
 }
 
@@ -69,22 +66,20 @@ async fn a_relay_that_leaves_is_succeeded(kind: Kind, leaves: Leaves, lanes: usi
     const KEYS: usize = 40;
     const EVENTS: usize = 600;
     const BATCH: usize = 20;
-    let room = Room::migrated(kind).await?;
     let endpoint = Endpoint::start(takes_all)?;
-    room.config(&format!(
+    let env = TestEnv::with(kind, &format!(
         "[subscriptions.out]\nlanes = {lanes}\nlease = \"3s\"\nbatch = {BATCH}\nconcurrency = 2\n\
-         sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"], headers = {{ x-relay = \"env:RELAY\" }} }}\n\
-         [server]\nlisten = \"127.0.0.1:0\"\n",
+         sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"], headers = {{ x-relay = \"env:RELAY\" }} }}\n",
         endpoint.url()
-    ))?;
-    let one = room.serve_with(&[("RELAY", "one")]).await?;
+    )).await?;
+    let one = env.serve_with(&[("RELAY", "one")]).await?;
     one.logged("lane taken", lanes).await?;
-    let two = room.serve_with(&[("RELAY", "two")]).await?;
+    let two = env.serve_with(&[("RELAY", "two")]).await?;
     // With two lanes the newcomer gets its share before anything goes wrong.
     two.logged("lane taken", lanes - 1).await?;
     // Its last calls stay unanswered: it leaves in the middle of them.
     endpoint.answer_only(UNDER_WAY);
-    fill(&room, KEYS, EVENTS).await?;
+    fill(&env, KEYS, EVENTS).await?;
     let by = |arrivals: &[Arrival], relay: &str| arrivals.iter().filter(|arrival| arrival.relay == relay).count();
     let arrivals = endpoint.until("something is under way", |arrivals| arrivals.len() > UNDER_WAY).await?;
 
@@ -123,28 +118,15 @@ async fn a_relay_that_leaves_is_succeeded(kind: Kind, leaves: Leaves, lanes: usi
         ensure!(sent_since == 0, "{sent_since} requests of a relay whose lease was over");
     }
     heir.terminate().await?;
-    ensure!(room.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
+    ensure!(env.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_relay_is_succeeded_by_its_standby() -> Result<()> {
-    a_relay_that_leaves_is_succeeded(Kind::Postgres, Leaves::Dies, 1).await
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_sqlite_a_killed_relay_is_succeeded_by_its_standby() -> Result<()> {
-    a_relay_that_leaves_is_succeeded(Kind::Sqlite, Leaves::Dies, 1).await
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_relay_is_succeeded_by_its_neighbour() -> Result<()> {
-    a_relay_that_leaves_is_succeeded(Kind::Postgres, Leaves::Dies, 2).await
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_frozen_relay_is_succeeded_and_sends_nothing_when_it_thaws() -> Result<()> {
-    a_relay_that_leaves_is_succeeded(Kind::Postgres, Leaves::Freezes, 1).await
+cases! {
+    a_killed_relay_is_succeeded_by_its_standby => a_relay_that_leaves_is_succeeded(Kind::Postgres, Leaves::Dies, 1);
+    on_sqlite_a_killed_relay_is_succeeded_by_its_standby => a_relay_that_leaves_is_succeeded(Kind::Sqlite, Leaves::Dies, 1);
+    a_killed_relay_is_succeeded_by_its_neighbour => a_relay_that_leaves_is_succeeded(Kind::Postgres, Leaves::Dies, 2);
+    a_frozen_relay_is_succeeded_and_sends_nothing_when_it_thaws => a_relay_that_leaves_is_succeeded(Kind::Postgres, Leaves::Freezes, 1);
 }
 
 /// The database goes while the relay delivers, and comes back.
@@ -153,22 +135,19 @@ async fn the_database_returns(stop: fn(&mut PrivatePostgres), lease: &str) -> Re
     const KEYS: usize = 40;
     const EVENTS: usize = 1_000;
     let mut postgres = PrivatePostgres::launch(Version::V15, Settings::durable()).await;
-    let room = Room::on(Kind::Postgres, postgres.fresh_database().await)?;
-    room.ok(&["migrate", "up"])?;
+    let env = TestEnv::on(Kind::Postgres, postgres.fresh_database().await)?;
+    env.ok(&["migrate", "up"])?;
     let endpoint = Endpoint::start(takes_all)?;
-    room.config(&format!(
-        "[subscriptions.out]\nlease = \"{lease}\"\nbatch = 20\nconcurrency = 4\n\
-         sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
-        endpoint.url()
-    ))?;
+    let settings = format!("lease = \"{lease}\"\nbatch = 20\nconcurrency = 4\n");
+    env.config(&(endpoint.subscription("out") + &settings))?;
     endpoint.answer_only(UNDER_WAY);
-    fill(&room, KEYS, EVENTS).await?;
-    let relay = room.serve().await?;
+    fill(&env, KEYS, EVENTS).await?;
+    let relay = env.serve().await?;
     endpoint.until("the relay delivers", |arrivals| arrivals.len() > UNDER_WAY).await?;
 
     stop(&mut postgres);
     endpoint.answer_all();
-    // Until it has sent what it had in memory; long enough that it waits its longest between two tries, and that a short lease is lost.
+    // Until its memory is sent, its backoff at its longest, and a short lease lost.
     endpoint.quiet_for(Duration::from_millis(1_500)).await?;
     let before = endpoint.count();
     postgres.start().await;
@@ -181,47 +160,35 @@ async fn the_database_returns(stop: fn(&mut PrivatePostgres), lease: &str) -> Re
     let arrivals = endpoint.until("all events", |arrivals| distinct(arrivals) == EVENTS).await?;
     ensure_whole(&arrivals, KEYS, EVENTS)?;
     relay.terminate().await?;
-    ensure!(room.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
+    ensure!(env.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_fast_stop_of_the_database_it_delivers_again() -> Result<()> {
-    the_database_returns(PrivatePostgres::stop_fast, "10s").await
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_crash_of_the_database_longer_than_the_lease_it_delivers_again() -> Result<()> {
-    the_database_returns(PrivatePostgres::stop_immediate, "1s").await
+cases! {
+    after_a_fast_stop_of_the_database_it_delivers_again => the_database_returns(PrivatePostgres::stop_fast, "10s");
+    after_a_crash_of_the_database_longer_than_the_lease_it_delivers_again => the_database_returns(PrivatePostgres::stop_immediate, "1s");
 }
 
 /// Started on a standby, it waits for the promotion, and then delivers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
     let mut postgres = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
-    let room = Room::on(Kind::Postgres, postgres.fresh_database().await)?;
-    room.ok(&["migrate", "up"])?;
+    let env = TestEnv::on(Kind::Postgres, postgres.fresh_database().await)?;
+    env.ok(&["migrate", "up"])?;
     let endpoint = Endpoint::start(takes_all)?;
-    room.config(&format!(
-        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n",
-        endpoint.url()
-    ))?;
-    fill(&room, 2, 10).await?;
+    env.config(&endpoint.subscription("out"))?;
+    fill(&env, 2, 10).await?;
     postgres.restart_as_standby().await;
     let promote = async {
-        let (client, connection) = tokio_postgres::connect(&postgres.url(), tokio_postgres::NoTls).await?;
-        let connection = tokio::spawn(connection);
-        let relays = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'postbox'";
-        while client.query_one(relays, &[]).await?.get::<_, i64>(0) == 0 {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        const RELAYS: &str = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'postbox'";
+        let client = TestEnv::on(Kind::Postgres, postgres.url())?.client().await?;
+        let connected = async || anyhow::Ok((client.query_one(RELAYS, &[]).await?.get::<_, i64>(0) > 0).then_some(()));
+        until("a relay that is connected", connected).await?;
         ensure!(endpoint.count() == 0, "nothing is sent from a standby");
         client.batch_execute("SELECT pg_promote()").await?;
-        drop(client);
-        connection.await??;
-        Ok(())
+        anyhow::Ok(())
     };
-    let (relay, promoted) = futures::join!(room.serve(), promote);
+    let (relay, promoted) = futures::join!(env.serve(), promote);
     promoted?;
     endpoint.until("all events", |arrivals| distinct(arrivals) == 10).await?;
     relay?.terminate().await?;
@@ -232,28 +199,30 @@ async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
 async fn a_dead_destination_counts_no_attempt_and_drains_when_it_returns(kind: Kind) -> Result<()> {
     const KEYS: usize = 10;
     const EVENTS: usize = 30;
-    let room = Room::migrated(kind).await?;
     let shut = Shut::reserve()?;
     // One attempt: an event that were blamed for its destination would be dead.
-    room.config(&format!(
-        "[subscriptions.out]\nretry = {{ max_attempts = 1 }}\nbreaker = {{ base = \"20ms\", max = \"100ms\" }}\n\
-         sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
-        shut.url()
-    ))?;
-    fill(&room, KEYS, EVENTS).await?;
-    let relay = room.serve().await?;
+    let env = TestEnv::with(
+        kind,
+        &format!(
+            "[subscriptions.out]\nretry = {{ max_attempts = 1 }}\nbreaker = {{ base = \"20ms\", max = \"100ms\" }}\n{}",
+            http_sink(&shut.url())
+        ),
+    )
+    .await?;
+    fill(&env, KEYS, EVENTS).await?;
+    let relay = env.serve().await?;
     relay.logged("breaker opened", 5).await?;
-    ensure!(room.ok(&["stats"])? == format!("pending={EVENTS} dispatched=0 dead=0 total={EVENTS}\n"));
+    ensure!(env.ok(&["stats"])? == format!("pending={EVENTS} dispatched=0 dead=0 total={EVENTS}\n"));
     // By their ids: a call that took long is found under another state by the next command.
     let mut listed = HashSet::new();
     for state in ["pending", "retrying", "blocked"] {
-        let records: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", state, "--json"])?)?;
+        let records = env.json(&["list", "--state", state, "--json"])?;
         for record in records.as_array().context("a list")? {
             ensure!(record["attempts"] == 0, "an attempt was counted: {record}");
             listed.insert(record["event"]["id"].to_string());
         }
         if let Some(id) = records[0]["event"]["id"].as_str() {
-            let shown = room.ok(&["show", id])?;
+            let shown = env.ok(&["show", id])?;
             ensure!(!shown.contains("attempt(s)"), "{shown}");
         }
     }
@@ -264,7 +233,7 @@ async fn a_dead_destination_counts_no_attempt_and_drains_when_it_returns(kind: K
     ensure!(arrivals.len() == EVENTS, "something came twice");
     ensure_whole(&arrivals, KEYS, EVENTS)?;
     relay.terminate().await?;
-    ensure!(room.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
+    ensure!(env.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
     Ok(())
 }
 
@@ -274,21 +243,17 @@ fn refuses_one_key(key: &str) -> (u16, Duration) {
     if key == POISON { (500, 20 * PACE) } else { (204, PACE) }
 }
 
-/// From the first arrival to the last one taken, with a hundred keys of which `poison` says how one is answered.
+/// From the first arrival to the last one taken, with a hundred keys.
 async fn time_of_the_others(kind: Kind, answer: crate::endpoint::Answer) -> Result<Duration> {
     const KEYS: usize = 100;
     const EVENTS: usize = 800;
     let poisoned = answer(POISON).0 == 500;
-    let room = Room::migrated(kind).await?;
     let endpoint = Endpoint::start(answer)?;
     // It goes again soon and for ever: all the time while the others go out, it is there.
-    room.config(&format!(
-        "[subscriptions.out]\nbatch = 100\nconcurrency = 8\nretry = {{ max_attempts = 10000, base = \"10ms\", max = \"10ms\" }}\n\
-         sink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
-        endpoint.url()
-    ))?;
-    fill(&room, KEYS, EVENTS).await?;
-    let relay = room.serve().await?;
+    let settings = "batch = 100\nconcurrency = 8\nretry = { max_attempts = 10000, base = \"10ms\", max = \"10ms\" }\n";
+    let env = TestEnv::with(kind, &(endpoint.subscription("out") + settings)).await?;
+    fill(&env, KEYS, EVENTS).await?;
+    let relay = env.serve().await?;
     let wanted = if poisoned { EVENTS - EVENTS / KEYS } else { EVENTS };
     let arrivals = endpoint.until("the other keys", |arrivals| distinct(arrivals) == wanted).await?;
     let last = arrivals.iter().filter(|arrival| arrival.taken).map(|arrival| arrival.at).max();
@@ -302,7 +267,7 @@ async fn time_of_the_others(kind: Kind, answer: crate::endpoint::Answer) -> Resu
     let repeats = arrivals.iter().filter(|arrival| arrival.taken).count() - wanted;
     ensure!(repeats == 0, "{repeats} came twice");
     relay.terminate().await?;
-    let stats: serde_json::Value = serde_json::from_str(&room.ok(&["stats", "--json"])?)?;
+    let stats = env.json(&["stats", "--json"])?;
     let (retrying, blocked) = if poisoned { (1, EVENTS / KEYS - 1) } else { (0, 0) };
     ensure!(stats[0]["retrying"] == retrying && stats[0]["blocked"] == blocked, "{stats}");
     ensure!(stats[0]["dispatched"] == wanted && stats[0]["dead"] == 0, "{stats}");

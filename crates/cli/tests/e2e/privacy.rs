@@ -3,56 +3,45 @@
 use std::os::unix::fs::PermissionsExt as _;
 
 use anyhow::{Result, ensure};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
+use tokio::io::{AsyncBufReadExt as _, BufReader};
 
-use crate::room::{Kind, Room};
+use crate::env::{FILE_SINK, Kind, TestEnv, get, http_sink};
 use crate::sender::partner;
 
 #[tokio::test]
 async fn what_is_made_is_for_its_owner_alone() -> Result<()> {
-    let room = Room::empty(Kind::Sqlite).await?;
-    room.ok(&["init"])?;
-    room.ok(&["migrate", "up"])?;
-    let mode = |name: &str| Ok::<_, std::io::Error>(std::fs::metadata(room.path(name))?.permissions().mode() & 0o777);
+    let env = TestEnv::empty(Kind::Sqlite).await?;
+    env.ok(&["init"])?;
+    env.ok(&["migrate", "up"])?;
+    let mode = |name: &str| Ok::<_, std::io::Error>(std::fs::metadata(env.path(name))?.permissions().mode() & 0o777);
     ensure!(mode("postbox.toml")? == 0o600, "{:o}", mode("postbox.toml")?);
-    room.config("[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n")?;
-    room.insert_three().await?;
-    let served = room.serve().await?;
+    env.config(FILE_SINK)?;
+    env.insert_three().await?;
+    let served = env.serve().await?;
     for name in ["postbox.db", "postbox.db-wal", "postbox.db-shm"] {
         ensure!(mode(name)? == 0o600, "{name} {:o}", mode(name)?);
     }
     served.terminate().await?;
-    room.dispatch(&[])?;
-    ensure!(room.lines("out.jsonl")?.len() == 3 && mode("out.jsonl")? == 0o600, "{:o}", mode("out.jsonl")?);
+    env.dispatch(&[])?;
+    ensure!(env.lines("out.jsonl")?.len() == 3 && mode("out.jsonl")? == 0o600, "{:o}", mode("out.jsonl")?);
     // What somebody has opened for others stays so.
-    std::fs::set_permissions(room.path("out.jsonl"), std::fs::Permissions::from_mode(0o640))?;
-    room.insert_three().await?;
-    room.dispatch(&[])?;
-    ensure!(room.lines("out.jsonl")?.len() == 6 && mode("out.jsonl")? == 0o640);
+    std::fs::set_permissions(env.path("out.jsonl"), std::fs::Permissions::from_mode(0o640))?;
+    env.insert_three().await?;
+    env.dispatch(&[])?;
+    ensure!(env.lines("out.jsonl")?.len() == 6 && mode("out.jsonl")? == 0o640);
     Ok(())
-}
-
-async fn get(address: &str, path: &str, headers: &str) -> Result<String> {
-    let mut stream = TcpStream::connect(address).await?;
-    let request = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n{headers}\r\n");
-    stream.write_all(request.as_bytes()).await?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await?;
-    Ok(answer)
 }
 
 #[tokio::test]
 async fn with_a_status_token_strangers_learn_only_whether_it_is_ready() -> Result<()> {
     const TOKEN: &str = "5f1c9d2ab37e4860";
-    let room = Room::migrated(Kind::Sqlite).await?;
-    // A destination that is down, so that there is a reason to tell.
-    room.config(
-        "[subscriptions.out]\nsink = { type = \"http\", url = \"http://127.0.0.1:1/\", allow = [\"127.0.0.1\"] }\n\
-         [server]\nlisten = \"127.0.0.1:0\"\nstatus_token = \"env:POSTBOX_STATUS_TOKEN\"\n",
-    )?;
-    room.insert_three().await?;
-    let served = room.serve_with(&[("POSTBOX_STATUS_TOKEN", TOKEN)]).await?;
+    // A destination that is down, so that there is a reason to show.
+    let server = "[server]\nlisten = \"127.0.0.1:0\"\nstatus_token = \"env:POSTBOX_STATUS_TOKEN\"\n";
+    let env =
+        TestEnv::with(Kind::Sqlite, &format!("[subscriptions.out]\n{}{server}", http_sink("http://127.0.0.1:1/")))
+            .await?;
+    env.insert_three().await?;
+    let served = env.serve_with(&[("POSTBOX_STATUS_TOKEN", TOKEN)]).await?;
     served.logged("connect_refused", 1).await?;
     let right = format!("authorization: Bearer {TOKEN}\r\n");
     let wrong = [
@@ -82,21 +71,19 @@ async fn with_a_status_token_strangers_learn_only_whether_it_is_ready() -> Resul
 
 #[tokio::test]
 async fn risks_are_warned_of_once_and_without_a_password() -> Result<()> {
-    let room = Room::on(Kind::Postgres, "postgres://u:hunter2@db.invalid/d".into())?;
-    room.config("")?;
-    let output = room.output(&["run"])?;
-    let told = String::from_utf8(output.stderr)?;
-    ensure!(output.status.code() == Some(1) && !told.contains("hunter2"), "{told}");
-    ensure!(told.matches("sslmode=verify-full").count() == 1 && told.contains("WARN"), "{told}");
-    let checked = room.ok(&["check-config"])?;
+    let env = TestEnv::on(Kind::Postgres, "postgres://u:hunter2@db.invalid/d".into())?;
+    env.config("")?;
+    let output = env.output(&["run"])?;
+    let printed = String::from_utf8(output.stderr)?;
+    ensure!(output.status.code() == Some(1) && !printed.contains("hunter2"), "{printed}");
+    ensure!(printed.matches("sslmode=verify-full").count() == 1 && printed.contains("WARN"), "{printed}");
+    let checked = env.ok(&["check-config"])?;
     ensure!(checked.contains("postbox.toml:2: warning: ") && checked.contains("sslmode=verify-full"), "{checked}");
     ensure!(!checked.contains("hunter2"), "{checked}");
 
-    let room = Room::migrated(Kind::Sqlite).await?;
-    room.config(&partner().replace("127.0.0.1:0", "0.0.0.0:0"))?;
-    let mut child = tokio::process::Command::from(room.command(&["run"]));
-    let mut child = child.stderr(std::process::Stdio::piped()).kill_on_drop(true).spawn()?;
-    let mut lines = tokio::io::AsyncBufReadExt::lines(tokio::io::BufReader::new(child.stderr.take().expect("piped")));
+    let env = TestEnv::with(Kind::Sqlite, &(partner() + "[server]\nlisten = \"0.0.0.0:0\"\n")).await?;
+    let mut child = env.spawn(&["run"])?;
+    let mut lines = BufReader::new(child.stderr.take().expect("piped")).lines();
     let mut warnings = 0;
     while let Some(line) = lines.next_line().await? {
         warnings += usize::from(line.contains("WARN") && line.contains("listens_everywhere"));
@@ -105,7 +92,7 @@ async fn risks_are_warned_of_once_and_without_a_password() -> Result<()> {
         }
     }
     ensure!(warnings == 1, "{warnings}");
-    ensure!(room.ok(&["check-config"])?.contains("warning: server.listen: "));
+    ensure!(env.ok(&["check-config"])?.contains("warning: server.listen: "));
     child.kill().await?;
     Ok(())
 }

@@ -1,15 +1,14 @@
-//! A Postgres that is filled and looked at with psql only: what a program in any language has to do, and nothing else.
+//! A Postgres that is filled and read with psql only, as a program in any language would.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::servers::Postgres;
 
-use crate::endpoint::{Endpoint, firsts};
-use crate::room::{Kind, Room};
+use crate::endpoint::{Endpoint, firsts, takes_all};
+use crate::env::{Kind, TestEnv};
 
-/// An application's transactions: two commit with their events, one takes its event back, one takes back a part of itself.
+/// An application's transactions: some commit, one rolls back, one rolls back to a savepoint.
 const SHOP: &str = r#"
 CREATE TABLE orders (id int PRIMARY KEY, total int);
 BEGIN;
@@ -30,55 +29,43 @@ INSERT INTO postbox.outbox (topic, key, payload) VALUES ('order.placed', 'bad', 
 INSERT INTO postbox.outbox (topic, key, payload) SELECT 'order.shipped', 'ok', json_build_object('n', n) FROM generate_series(5, 6) AS n;
 "#;
 
-static MENDED: AtomicBool = AtomicBool::new(false);
-
-fn refuses_the_bad_key_until_mended(key: &str) -> (u16, Duration) {
-    let status = if key == "bad" && !MENDED.load(Ordering::Relaxed) { 422 } else { 204 };
-    (status, Duration::ZERO)
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_database_filled_from_psql_only_is_relayed() -> Result<()> {
-    let room = Room::empty(Kind::Postgres).await?;
-    let endpoint = Endpoint::start(refuses_the_bad_key_until_mended)?;
-    room.config(&format!(
-        "[subscriptions.out]\nsink = {{ type = \"http\", url = \"{}\", allow = [\"127.0.0.1\"] }}\n[server]\nlisten = \"127.0.0.1:0\"\n",
-        endpoint.url()
-    ))?;
-    ensure!(room.ok(&["migrate", "up"])?.contains("the schema is ready"));
-    let ids = Postgres::psql(&room.url, SHOP);
-    ensure!(
-        ids.lines().count() == 4 && ids.lines().all(|id| id.len() == 36),
-        "enqueue answers with the event id: {ids}"
-    );
-    ensure!(room.ok(&["stats"])? == "pending=6 dispatched=0 dead=0 total=6\n");
-    ensure!(room.ok(&["list", "--state", "pending"])?.lines().count() == 6);
+    let env = TestEnv::empty(Kind::Postgres).await?;
+    let endpoint = Endpoint::start(|key| (if key == "bad" { 422 } else { 204 }, Duration::ZERO))?;
+    env.config(&endpoint.subscription("out"))?;
+    ensure!(env.ok(&["migrate", "up"])?.contains("the schema is ready"));
+    let ids = Postgres::psql(&env.url, SHOP);
+    let all_ids = ids.lines().count() == 4 && ids.lines().all(|id| id.len() == 36);
+    ensure!(all_ids, "enqueue answers with the event id: {ids}");
+    ensure!(env.ok(&["stats"])? == "pending=6 dispatched=0 dead=0 total=6\n");
+    ensure!(env.ok(&["list", "--state", "pending"])?.lines().count() == 6);
 
-    ensure!(room.ok(&["dispatch", "--limit", "1"])? == "fetched=1 dispatched=1 failed=0 dead=0\n");
-    ensure!(room.ok(&["stats"])? == "pending=5 dispatched=1 dead=0 total=6\n");
+    ensure!(env.ok(&["dispatch", "--limit", "1"])? == "fetched=1 dispatched=1 failed=0 dead=0\n");
+    ensure!(env.ok(&["stats"])? == "pending=5 dispatched=1 dead=0 total=6\n");
 
-    let relay = room.serve().await?;
+    let relay = env.serve().await?;
     endpoint.until("the backlog", |arrivals| firsts(arrivals, "ok") == [1, 2, 4, 5, 6]).await?;
     // While it runs, psql is all that anybody needs.
-    Postgres::psql(&room.url, "SELECT postbox.enqueue('order.placed', '{\"n\":7}'::bytea, key => 'ok')");
+    Postgres::psql(&env.url, "SELECT postbox.enqueue('order.placed', '{\"n\":7}'::bytea, key => 'ok')");
     endpoint.until("the newcomer", |arrivals| firsts(arrivals, "ok") == [1, 2, 4, 5, 6, 7]).await?;
     relay.terminate().await?;
-    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=6 dead=1 total=7\n");
+    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=6 dead=1 total=7\n");
 
-    let dead: serde_json::Value = serde_json::from_str(&room.ok(&["list", "--state", "dead", "--json"])?)?;
+    let dead = env.json(&["list", "--state", "dead", "--json"])?;
     ensure!(dead[0]["code"] == "http_422" && dead[0]["event"]["key"] == "bad", "{dead}");
     let id = dead[0]["event"]["id"].as_str().context("an id")?;
-    ensure!(Postgres::psql(&room.url, &format!("SELECT key FROM postbox.outbox WHERE id = '{id}'")) == "bad\n");
-    MENDED.store(true, Ordering::Relaxed);
-    ensure!(room.ok(&["retry", id])? == "retried=1\n");
-    ensure!(room.ok(&["dispatch"])? == "fetched=1 dispatched=1 failed=0 dead=0\n");
-    ensure!(room.ok(&["stats"])? == "pending=0 dispatched=7 dead=0 total=7\n");
+    ensure!(Postgres::psql(&env.url, &format!("SELECT key FROM postbox.outbox WHERE id = '{id}'")) == "bad\n");
+    endpoint.set(takes_all);
+    ensure!(env.ok(&["retry", id])? == "retried=1\n");
+    ensure!(env.ok(&["dispatch"])? == "fetched=1 dispatched=1 failed=0 dead=0\n");
+    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=7 dead=0 total=7\n");
     let arrivals = endpoint.arrivals();
     ensure!(firsts(&arrivals, "bad") == [3] && arrivals.len() == 8, "{arrivals:?}");
     Ok(())
 }
 
-/// In another encoding, text would not be what was sent; the command says what to do, and makes nothing.
+/// In another encoding, text would not be what was sent.
 #[tokio::test]
 async fn a_database_in_another_encoding_is_refused_with_the_cure() -> Result<()> {
     let server = Postgres::shared(postbox_testkit::servers::Version::V15).await;
@@ -86,8 +73,8 @@ async fn a_database_in_another_encoding_is_refused_with_the_cure() -> Result<()>
         let name = format!("e2e_{}_{}", encoding.to_lowercase(), std::process::id());
         let make = format!("CREATE DATABASE {name} ENCODING {encoding} LOCALE 'C' TEMPLATE template0;");
         Postgres::psql(&server.url(), &make);
-        let room = Room::on(Kind::Postgres, server.url_of(&name))?;
-        let complaint = room.refuses(1, &["migrate", "up"])?;
+        let env = TestEnv::on(Kind::Postgres, server.url_of(&name))?;
+        let complaint = env.refuses(1, &["migrate", "up"])?;
         ensure!(complaint.contains(encoding) && complaint.contains("createdb -E UTF8 -T template0"), "{complaint}");
         ensure!(complaint.contains("encoding_unsupported"), "{complaint}");
         Postgres::psql(&server.url(), &format!("DROP DATABASE {name} WITH (FORCE);"));
@@ -98,19 +85,17 @@ async fn a_database_in_another_encoding_is_refused_with_the_cure() -> Result<()>
 /// A writer with the printed rights, and nothing else.
 #[tokio::test]
 async fn the_printed_rights_are_run_by_psql() -> Result<()> {
-    let room = Room::migrated(Kind::Postgres).await?;
+    let env = TestEnv::migrated(Kind::Postgres).await?;
     let role = format!("e2e_writer_{}", std::process::id());
-    Postgres::psql(&room.url, &format!("CREATE ROLE {role};"));
-    let grants = room.ok(&["migrate", "grants", "--writer", &role])?;
-    Postgres::psql(&room.url, &grants);
-    Postgres::psql(
-        &room.url,
-        &format!("SET ROLE {role}; SELECT postbox.enqueue('t', '{{}}'::bytea, log => 'outbox');"),
-    );
-    ensure!(room.ok(&["stats"])? == "pending=1 dispatched=0 dead=0 total=1\n");
-    Postgres::psql(&room.url, &format!("DROP OWNED BY {role}; DROP ROLE {role};"));
-    room.refuses(2, &["migrate", "grants"])?;
-    let other = Room::migrated(Kind::Sqlite).await?;
+    Postgres::psql(&env.url, &format!("CREATE ROLE {role};"));
+    let grants = env.ok(&["migrate", "grants", "--writer", &role])?;
+    Postgres::psql(&env.url, &grants);
+    let enqueue = format!("SET ROLE {role}; SELECT postbox.enqueue('t', '{{}}'::bytea, log => 'outbox');");
+    Postgres::psql(&env.url, &enqueue);
+    ensure!(env.ok(&["stats"])? == "pending=1 dispatched=0 dead=0 total=1\n");
+    Postgres::psql(&env.url, &format!("DROP OWNED BY {role}; DROP ROLE {role};"));
+    env.refuses(2, &["migrate", "grants"])?;
+    let other = TestEnv::migrated(Kind::Sqlite).await?;
     ensure!(other.refuses(1, &["migrate", "grants", "--writer", "a"])?.contains("only a Postgres store has roles"));
     Ok(())
 }

@@ -10,11 +10,9 @@ use tokio::net::TcpStream;
 /// The secret of the published Standard Webhooks vectors.
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
-/// A source called `partner` that takes what [`Sender`] sends, and a port of its own.
+/// A source called `partner` that takes what [`Sender`] sends.
 pub(crate) fn partner() -> String {
-    format!(
-        "[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n[server]\nlisten = \"127.0.0.1:0\"\n"
-    )
+    format!("[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\nsecrets = [\"{SECRET}\"]\n")
 }
 
 /// One connection to one ingress.

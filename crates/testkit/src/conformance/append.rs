@@ -3,12 +3,11 @@
 use std::collections::HashSet;
 
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
-use postbox_core::{ErrorKind, EventId, LogName, NewEvent};
+use postbox_core::{ErrorKind, EventId, NewEvent};
 
 use super::StoreFixture;
 use super::harness::*;
 
-/// Given ids are kept, missing ones are made, and all come back in place.
 pub async fn ids_come_back_in_the_order_given(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let given = id(7);
@@ -23,7 +22,6 @@ pub async fn ids_come_back_in_the_order_given(fixture: &dyn StoreFixture) {
     assert_eq!(read, ids);
 }
 
-/// Nothing in, nothing out.
 pub async fn an_append_of_nothing_gives_nothing(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     assert!(append(&lane.store, []).await.is_empty());
@@ -32,14 +30,12 @@ pub async fn an_append_of_nothing_gives_nothing(fixture: &dyn StoreFixture) {
 
 /// One call takes more events than a statement has parameters for.
 pub async fn one_call_takes_many_events(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    let ids = append(&lane.store, numbered(7_000)).await;
+    let (lane, ids) = Lane::unread(fixture, numbered(7_000)).await;
     assert_eq!(ids.iter().collect::<HashSet<_>>().len(), 7_000);
     let read = lane.drain().await;
     assert!(read.iter().map(|delivery| delivery.event.id).eq(ids), "all, in the order given");
 }
 
-/// Every fault has its code, and a fault anywhere writes nothing.
 pub async fn every_limit_is_refused_with_its_code_and_nothing_is_written(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let with_headers = |count: usize| (0..count).fold(event("x"), |event, n| event.header(format!("h{n}"), "v"));
@@ -74,8 +70,7 @@ pub async fn every_limit_is_refused_with_its_code_and_nothing_is_written(fixture
 
 /// The way to find out whether an append whose answer was lost has happened.
 pub async fn a_taken_id_is_a_conflict_and_nothing_is_written(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, [event("first").id(id(1))]).await;
+    let (lane, _) = Lane::unread(fixture, [event("first").id(id(1))]).await;
     let again = lane.store.append(&outbox(), &[event("new"), event("again").id(id(1))]).await;
     refused(again, ErrorKind::Conflict, "event_id_taken");
     let twice = lane.store.append(&outbox(), &[event("one").id(id(2)), event("two").id(id(2))]).await;
@@ -83,13 +78,10 @@ pub async fn a_taken_id_is_a_conflict_and_nothing_is_written(fixture: &dyn Store
     assert_eq!(payloads(&lane.drain().await), ["first"]);
 }
 
-/// A log must exist.
 pub async fn an_unknown_log_is_not_found(fixture: &dyn StoreFixture) {
-    let nowhere = LogName::new("nowhere").expect("a name");
-    refused(fixture.store().append(&nowhere, &[event("x")]).await, ErrorKind::NotFound, "log_unknown");
+    refused(fixture.store().append(&nowhere(), &[event("x")]).await, ErrorKind::NotFound, "log_unknown");
 }
 
-/// The twin inside the caller's transaction gives the same ids and the same refusals.
 pub async fn appending_in_a_transaction_is_the_same(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let mut open = fixture.begin().await;
@@ -104,8 +96,7 @@ pub async fn appending_in_a_transaction_is_the_same(fixture: &dyn StoreFixture) 
     refused(taken, ErrorKind::Conflict, "event_id_taken");
     open.rollback().await;
     let mut open = fixture.begin().await;
-    let nowhere = LogName::new("nowhere").expect("a name");
-    refused(open.append(&nowhere, &[event("x")]).await, ErrorKind::NotFound, "log_unknown");
+    refused(open.append(&nowhere(), &[event("x")]).await, ErrorKind::NotFound, "log_unknown");
     open.rollback().await;
     assert_eq!(payloads(&lane.drain().await), ["1", "2"]);
 }
@@ -113,8 +104,7 @@ pub async fn appending_in_a_transaction_is_the_same(fixture: &dyn StoreFixture) 
 /// A transaction that failed is tried again with the same ids.
 pub async fn a_rolled_back_id_is_free_again(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let mut open = fixture.begin().await;
-    open.append(&outbox(), &[event("first try").id(id(1))]).await.expect("appended");
+    let open = begin_with(fixture, [event("first try").id(id(1))]).await;
     open.rollback().await;
     let mut open = fixture.begin().await;
     open.append(&outbox(), &[event("second try").id(id(1))]).await.expect("the id is free");
@@ -126,16 +116,13 @@ pub async fn a_rolled_back_id_is_free_again(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain().await), ["second try", "third try"]);
 }
 
-/// Concurrent appends of one id: one of them wins.
 pub async fn concurrent_appends_of_one_id_leave_one_event(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let calls = (0..8).map(|n: u32| {
         let store = lane.store.clone();
-        tokio::spawn(async move { store.append(&outbox(), &[event(&n.to_string()).id(id(1))]).await })
+        async move { store.append(&outbox(), &[event(&n.to_string()).id(id(1))]).await }
     });
-    let answers = futures::future::join_all(calls).await;
-    let (won, lost): (Vec<_>, Vec<_>) =
-        answers.into_iter().map(|answer| answer.expect("no panic")).partition(Result::is_ok);
+    let (won, lost): (Vec<_>, Vec<_>) = at_once(calls).await.into_iter().partition(Result::is_ok);
     assert_eq!(won.len(), 1);
     for answer in lost {
         refused(answer, ErrorKind::Conflict, "event_id_taken");
@@ -145,27 +132,4 @@ pub async fn concurrent_appends_of_one_id_leave_one_event(fixture: &dyn StoreFix
 
 fn id(n: u128) -> EventId {
     EventId::from_uuid(uuid::Uuid::from_u128(n))
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! append_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            append,
-            $fixture,
-            [
-                ids_come_back_in_the_order_given,
-                an_append_of_nothing_gives_nothing,
-                one_call_takes_many_events,
-                every_limit_is_refused_with_its_code_and_nothing_is_written,
-                a_taken_id_is_a_conflict_and_nothing_is_written,
-                an_unknown_log_is_not_found,
-                appending_in_a_transaction_is_the_same,
-                a_rolled_back_id_is_free_again,
-                concurrent_appends_of_one_id_leave_one_event,
-            ]
-        );
-    };
 }

@@ -1,7 +1,6 @@
 //! Exactly-once effect: the handler's effect, the position and the delivery rows are one commit.
 
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use postbox_core::{
     Apply, Batch, Delivery, Disposition, Entry, Error, NewEvent, Outcome, Result, Settlement, StartAt, State,
@@ -12,7 +11,6 @@ use super::ApplyFixture;
 use super::faults::{Asked, Call, asked};
 use super::harness::*;
 
-/// Handlers run in order; what they did is there, and so is the position.
 pub async fn effects_and_position_commit_together(fixture: &dyn ApplyFixture) {
     let lane = Lane::open(fixture).await;
     let batch = read(&lane, vec![keyed("a", "1"), keyed("b", "2"), event("3")]).await;
@@ -24,7 +22,6 @@ pub async fn effects_and_position_commit_together(fixture: &dyn ApplyFixture) {
     assert!(lane.taken_over().await.drain().await.is_empty(), "never again");
 }
 
-/// One handler fails: its effect is undone, the others' stand, and it is written down as decided.
 pub async fn a_failed_handler_undoes_only_its_own_effect(fixture: &dyn ApplyFixture) {
     let lane = Lane::open(fixture).await;
     let batch = read(&lane, vec![keyed("a", "1"), keyed("b", "retry"), keyed("c", "dead"), keyed("d", "4")]).await;
@@ -37,7 +34,6 @@ pub async fn a_failed_handler_undoes_only_its_own_effect(fixture: &dyn ApplyFixt
     assert_eq!(listed(&lane.store, State::Dispatched).await, ["1", "4"]);
 }
 
-/// A panic is a failure like any other.
 pub async fn a_panicking_handler_fails_alone(fixture: &dyn ApplyFixture) {
     let lane = Lane::open(fixture).await;
     let batch = read(&lane, vec![keyed("a", "1"), keyed("b", "panic"), keyed("c", "3")]).await;
@@ -47,7 +43,6 @@ pub async fn a_panicking_handler_fails_alone(fixture: &dyn ApplyFixture) {
     assert_eq!(listed(&lane.store, State::Retrying).await, ["panic"]);
 }
 
-/// Nothing of a key runs behind a failure of that key.
 pub async fn later_events_of_a_failed_key_are_blocked_and_not_run(fixture: &dyn ApplyFixture) {
     let lane = Lane::open(fixture).await;
     let batch = read(&lane, vec![keyed("a", "retry"), keyed("b", "2"), keyed("a", "3"), keyed("a", "4")]).await;
@@ -58,7 +53,6 @@ pub async fn later_events_of_a_failed_key_are_blocked_and_not_run(fixture: &dyn 
     assert_eq!(listed(&lane.store, State::Blocked).await, ["3", "4"]);
 }
 
-/// Ordering none: everything runs.
 pub async fn without_order_a_failure_blocks_nobody(fixture: &dyn ApplyFixture) {
     let lane = Lane { hold_keys: false, ..Lane::open(fixture).await };
     let batch = read(&lane, vec![keyed("a", "retry"), keyed("a", "2")]).await;
@@ -80,11 +74,10 @@ pub async fn entries_of_the_settlement_are_written_as_they_are(fixture: &dyn App
     assert_eq!(listed(&lane.store, State::Dispatched).await, ["1", "3"]);
 }
 
-/// A stale owner's handlers may have run; nothing of it stays.
 pub async fn under_a_lost_lease_nothing_is_committed(fixture: &dyn ApplyFixture) {
     let old = Lane::open(fixture).await;
     let batch = read(&old, vec![keyed("a", "1"), keyed("b", "retry")]).await;
-    let new = Lane { store: old.store.clone(), lease: old.lease.clone(), hold_keys: true }.taken_over().await;
+    let new = old.taken_over().await;
     stale(apply(fixture, &old, &batch).await);
     assert!(fixture.effects().await.is_empty());
     assert!(listed(&old.store, State::Retrying).await.is_empty());
@@ -94,10 +87,8 @@ pub async fn under_a_lost_lease_nothing_is_committed(fixture: &dyn ApplyFixture)
     assert_eq!(fixture.effects().await, ["1"], "exactly once");
 }
 
-/// Due rows are applied the same way.
 pub async fn due_rows_are_applied_in_one_commit_too(fixture: &dyn ApplyFixture) {
-    let lane = Lane::open(fixture).await;
-    lane.past(vec![keyed("a", "1"), keyed("a", "2")], vec![(0, retry(Duration::ZERO)), (1, Disposition::Block)]).await;
+    let (lane, _) = Lane::settled(fixture, [(keyed("a", "1"), retry_now()), (keyed("a", "2"), Block)]).await;
     let due = lane.due(10).await;
     apply(fixture, &lane, &due).await.expect("applied");
     assert_eq!(fixture.effects().await, ["1", "2"]);
@@ -105,8 +96,7 @@ pub async fn due_rows_are_applied_in_one_commit_too(fixture: &dyn ApplyFixture) 
     assert!(lane.due(10).await.deliveries.is_empty());
 }
 
-/// The commit was done and nobody heard: asked again, the handlers' effects are not there twice.
-pub async fn a_commit_nobody_heard_of_is_not_done_again(fixture: &dyn ApplyFixture) {
+pub async fn a_commit_with_a_lost_answer_is_not_done_again(fixture: &dyn ApplyFixture) {
     let faults = fixture.faults().await;
     for due in [false, true] {
         let (lane, batch) = waiting(fixture, due).await;
@@ -133,7 +123,7 @@ pub async fn a_late_commit_is_not_done_beside_the_same(fixture: &dyn ApplyFixtur
     }
 }
 
-/// A host may vanish when its handlers are done and nothing is committed: the lane's lock is given up within a lease.
+/// A host may vanish before its commit: the lane's lock is given up within a lease.
 pub async fn a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease(fixture: &dyn ApplyFixture) {
     let faults = fixture.faults().await;
     let (lane, batch) = waiting(fixture, false).await;
@@ -157,7 +147,7 @@ async fn waiting(fixture: &dyn ApplyFixture, due: bool) -> (Lane, Batch) {
     if !due {
         return (lane, batch);
     }
-    lane.settle(&batch, vec![(0, retry(Duration::ZERO)), (1, retry(Duration::ZERO))]).await;
+    lane.settle(&batch, vec![(0, retry_now()), (1, retry_now())]).await;
     let batch = lane.due(10).await;
     (lane, batch)
 }
@@ -171,7 +161,7 @@ fn request(apply: Arc<dyn Apply>, lane: &Lane, batch: &Batch) -> Asked {
     })
 }
 
-/// The answer to the repeated call may be that the lease is lost. Whatever is left is done by the next owner.
+/// The repeated call may find its lease lost. The next owner does what is left.
 async fn asked_again(fixture: &dyn ApplyFixture, error: Option<Error>, lane: &Lane, due: bool) {
     assert!(error.as_ref().is_none_or(Error::is_stale), "{error:?}");
     let name = lane.lease.subscription.as_str();
@@ -201,33 +191,8 @@ async fn apply(fixture: &dyn ApplyFixture, lane: &Lane, batch: &Batch) -> Result
 /// The engine's part, as small as it can be.
 fn decide(_: &Delivery, outcome: &Outcome) -> Disposition {
     match outcome {
-        Outcome::Delivered { .. } => Disposition::Delivered,
+        Outcome::Delivered { .. } => Delivered,
         Outcome::Dead { .. } => dead(),
         _ => retry(HOUR),
     }
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! apply_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            apply,
-            $fixture,
-            [
-                effects_and_position_commit_together,
-                a_failed_handler_undoes_only_its_own_effect,
-                a_panicking_handler_fails_alone,
-                later_events_of_a_failed_key_are_blocked_and_not_run,
-                without_order_a_failure_blocks_nobody,
-                entries_of_the_settlement_are_written_as_they_are,
-                under_a_lost_lease_nothing_is_committed,
-                due_rows_are_applied_in_one_commit_too,
-                a_commit_nobody_heard_of_is_not_done_again,
-                a_late_commit_is_not_done_beside_the_same,
-                a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease,
-            ]
-        );
-    };
 }

@@ -1,21 +1,17 @@
 //! Calls that go wrong between the caller and the store.
 //!
-//! # For authors of a case
+//! A writing call can end in four ways that its caller cannot tell apart: it was never done; it was
+//! done and the answer is lost ([`lost`](super::lost)); it is done after another owner has taken
+//! the lane over; or it is done twice, because the caller asked again ([`late`](super::late)). A
+//! new writing call gets a [`Call`] and a case in both modules.
 //!
-//! Each writing call of a contract can end in four ways that its caller cannot tell apart: it was never done, it was done and the answer is lost
-//! ([`lost`](super::lost)), it is done after the caller has asked again or after another owner has taken the lane over ([`late`](super::late)), or it
-//! is done twice, which is what both come to once the caller has asked again. A new writing call gets a [`Call`], and a case in both modules.
+//! A case makes its request as a value ([`Asked`]), gives it to [`CallFaults::lose_answer`] or
+//! [`CallFaults::delay`], and asks again. Then it checks that nothing is lost, phantom, out of
+//! order or sent again, and that what a person did stays done. `world.rs` does that for calls of a
+//! lane.
 //!
-//! A case makes its request as a value ([`Asked`]), gives it to [`CallFaults::lose_answer`] or [`CallFaults::delay`], and asks again. Then it checks what
-//! was promised: nothing lost, nothing phantom, each key in order, what was settled is not sent again, dead stays dead, and what a person did stays done.
-//! `world.rs` does that for the calls of a lane.
-//!
-//! # For authors of a store
-//!
-//! [`CallFaults::places`] says, as data, where a call of the store can be stopped. Postgres does it with the fault proxy: before the first statement
-//! that writes ([`Place::Start`], where all is sent in one flight), between what it read and what it writes ([`Place::Middle`]), before the COMMIT
-//! ([`Place::End`], where locks are held). A store whose calls are jobs of a thread stops the thread at the beginning of a job; the caller's future
-//! is dropped, which is all that a caller in the same process can do.
+//! A store says where its calls can be stopped: [`CallFaults::places`]. Postgres uses the fault
+//! proxy. A store whose calls are jobs of a thread stops the thread at the beginning of a job.
 
 use std::sync::Arc;
 
@@ -75,10 +71,10 @@ pub enum Place {
 /// A call, ready to be made; ends with what its caller heard.
 pub type Asked = BoxFuture<'static, Option<Error>>;
 
-/// Does harm to calls.
+/// Makes calls fail.
 #[async_trait]
 pub trait CallFaults: Send + Sync {
-    /// The store through which calls are made that shall be harmed.
+    /// The store whose calls can be made to fail.
     fn store(&self) -> Arc<dyn Store>;
 
     /// The store through which the same caller goes on meanwhile; often the same one.
@@ -87,17 +83,18 @@ pub trait CallFaults: Send + Sync {
     /// Where this call can be stopped; at least somewhere.
     fn places(&self, call: Call) -> &'static [Place];
 
-    /// Makes a call on [`Self::store`] that the store does whole, and whose answer nobody hears. Returns once it is done.
+    /// Makes a call on [`Self::store`] whose answer is lost. Returns once it is done.
     async fn lose_answer(&self, call: Call, asked: Asked);
 
-    /// Makes a call on [`Self::store`] and stops it. Returns once it stands and its caller has gone.
+    /// Makes a call on [`Self::store`] and stops it. Returns once it stands and nobody waits.
     async fn delay(&self, call: Call, place: Place, asked: Asked) -> Box<dyn Late>;
 }
 
 /// A call that is stopped on its way.
 #[async_trait]
 pub trait Late: Send {
-    /// Does `meanwhile`, then lets the call go on; or lets it go on as soon as `meanwhile` waits for it. Returns once both are done.
+    /// Does `meanwhile`, then lets the call go on, or earlier if `meanwhile` waits for it.
+    /// Returns once both are done.
     async fn after(self: Box<Self>, meanwhile: BoxFuture<'static, ()>);
 }
 
@@ -105,3 +102,15 @@ pub trait Late: Send {
 pub(super) fn asked<T: 'static>(call: impl Future<Output = Result<T>> + Send + 'static) -> Asked {
     call.map(Result::err).boxed()
 }
+
+/// A call as a function of the store that it is made on; what it borrows is cloned for each call.
+macro_rules! call {
+    ($store:ident, [$($own:ident),*], $call:expr) => {{
+        $(let $own = $own.clone();)*
+        move |$store: std::sync::Arc<dyn postbox_core::Store>| {
+            $(let $own = $own.clone();)*
+            $crate::conformance::faults::asked(async move { $call.await })
+        }
+    }};
+}
+pub(super) use call;

@@ -9,8 +9,8 @@ use postbox_core::{Apply, EventId, LogName, NewEvent, RawMessage, Result, Sink, 
 use super::faults::CallFaults;
 use crate::inbox::Inbox;
 
-/// Pairs `('dead', 'blocked'), …` of states that no write of a store may lead from and to, for the trigger on delivery rows that a fixture of a
-/// SQL store has. A deleted row is `dispatched`.
+/// Pairs `('dead', 'blocked'), …` of states that no write may lead from and to, for the trigger on
+/// delivery rows in fixtures of SQL stores. A deleted row is `dispatched`.
 pub fn forbidden_transitions() -> String {
     let pairs = State::ALL.into_iter().flat_map(|from| State::ALL.map(|to| (from, to)));
     // Retention deletes what a person took out.
@@ -23,7 +23,7 @@ pub fn forbidden_transitions() -> String {
 /// What a store can do, as data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoreCapabilities {
-    /// Several transactions may be open at once and commit in any order. `false` for a store with one writer.
+    /// Several transactions may be open at once and commit in any order.
     pub concurrent_transactions: bool,
 }
 
@@ -36,16 +36,16 @@ pub trait StoreFixture: Send + Sync {
     /// What it can do.
     fn capabilities(&self) -> StoreCapabilities;
 
-    /// Opens a transaction of a producer, on a connection of its own. It has its place in the order of transactions at once.
+    /// Opens a producer's transaction on a connection of its own; it takes its place at once.
     async fn begin(&self) -> Box<dyn OpenTransaction>;
 
     /// How many conflict records [`postbox_core::Receive`] has left.
     async fn conflicts(&self) -> u64;
 
-    /// Harm to calls of this store; the same one at every call.
+    /// Makes calls of this store fail; the same one at every call.
     async fn faults(&self) -> Arc<dyn CallFaults>;
 
-    /// Lets time pass on the store's clock: waits on a real store, moves the clock of a simulated one.
+    /// Lets time pass on the store's clock.
     async fn pass(&self, time: Duration) {
         tokio::time::sleep(time).await;
     }
@@ -71,12 +71,11 @@ pub trait OpenTransaction: Send {
 /// A store whose handlers share its transaction.
 #[async_trait]
 pub trait ApplyFixture: StoreFixture {
-    /// The handler under test, bound to the store. It writes the payload down as an effect, in its transaction, and only then says
-    /// what became of it: `retry` fails for now, `dead` for good, `panic` panics, anything else is delivered.
+    /// The handler under test, bound to the store. It writes the payload as an effect in its
+    /// transaction, then fails by what it says: `retry`, `dead`, `panic`, or is delivered.
     fn apply(&self) -> Arc<dyn Apply>;
 
-    /// The same handler, bound to the store whose calls are harmed ([`CallFaults::store`]), and to the one through which its caller goes on
-    /// ([`CallFaults::again`]).
+    /// The same handler, bound to [`CallFaults::store`] and to [`CallFaults::again`].
     async fn harmed(&self) -> [Arc<dyn Apply>; 2];
 
     /// The payloads whose effect was committed, in order.
@@ -109,7 +108,7 @@ pub trait SourceFixture: Send + Sync {
 pub enum Poison {
     /// It is kept in the inbox, as an event that is dead on arrival.
     Kept,
-    /// Its producer is told, and keeps it.
+    /// It is refused to its producer, who keeps it.
     Refused,
 }
 
@@ -124,8 +123,8 @@ pub struct ReceivingTraits {
     pub poison: Poison,
 }
 
-/// The whole way from producers into an inbox: a receiver and what feeds it. Fresh for each case, and
-/// not started.
+/// The whole way from producers into an inbox: a receiver and what feeds it. Fresh for each case,
+/// and not started.
 #[async_trait]
 pub trait ReceivingFixture: Send + Sync {
     /// What it can do.
@@ -137,11 +136,11 @@ pub trait ReceivingFixture: Send + Sync {
     /// Receives from now on.
     async fn start(&self);
 
-    /// Stops receiving, and returns once it has ended. What is on its way into a store that does not answer
-    /// is waited for briefly.
+    /// Stops receiving, and returns once it has ended. What is on its way into a store that does
+    /// not answer is waited for briefly.
     async fn stop(&self);
 
-    /// A producer sends a message from now on until it is settled. Its digest is a function of the body.
+    /// A producer sends a message until it is settled. Its digest is a function of the body.
     fn publish(&self, id: &str, body: &str);
 
     /// The same of a message that cannot be decoded.
@@ -156,7 +155,7 @@ pub trait ReceivingFixture: Send + Sync {
     /// How many messages are settled.
     fn settled(&self) -> usize;
 
-    /// How many of the settled ones their producer was told are refused.
+    /// How many of the settled ones were refused to their producer.
     fn refused(&self) -> usize;
 }
 
@@ -175,8 +174,8 @@ pub enum Destination {
     Down,
 }
 
-/// Which cases a destination can be put to, as data. Each claim is a case that runs; what is not claimed
-/// stands in the fixture for a reader to see.
+/// Which cases a destination can be put to, as data. Each claim is a case that runs; what is not
+/// claimed stands in the fixture for a reader to see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SinkTraits {
     /// It refuses single events for good.
@@ -189,7 +188,7 @@ pub struct SinkTraits {
     pub hangs: bool,
     /// It can be [`Destination::Down`], and work again.
     pub goes_down: bool,
-    /// It is told the id by which it may deduplicate.
+    /// It is sent the id by which it may deduplicate.
     pub dedupe_ids: bool,
     /// Larger payloads are refused for good.
     pub payload_bytes_max: Option<usize>,
@@ -198,7 +197,7 @@ pub struct SinkTraits {
 /// A delivery as the destination saw it, accepted or not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
-    /// The id by which it may deduplicate, if it is told one.
+    /// The id by which it may deduplicate, if it was sent one.
     pub dedupe_id: Option<String>,
     /// The payload.
     pub payload: Vec<u8>,
@@ -206,7 +205,7 @@ pub struct Attempt {
     pub accepted: bool,
 }
 
-/// A sink and a destination that tells what reached it. Fresh for each case.
+/// A sink and a destination that records what reached it. Fresh for each case.
 #[async_trait]
 pub trait SinkFixture: Send + Sync {
     /// The sink under test; the same one at every call.
@@ -218,8 +217,8 @@ pub trait SinkFixture: Send + Sync {
     /// What reached the destination, in order of arrival, also what it did not accept.
     async fn attempts(&self) -> Vec<Attempt>;
 
-    /// Changes an event so that the destination refuses this one (and only this one) for good. Asked only
-    /// where [`SinkTraits::refuses`] is claimed.
+    /// Changes an event so that the destination refuses this one (and only this one) for good.
+    /// Asked only where [`SinkTraits::refuses`] is claimed.
     fn poison(&self, event: NewEvent) -> NewEvent;
 
     /// From now on. Asked only for what is claimed.

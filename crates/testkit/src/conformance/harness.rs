@@ -1,22 +1,24 @@
-//! The words the cases are written in.
+//! What the cases are written with.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+pub(super) use postbox_core::Disposition::{Block, Delivered, Discarded, Schedule};
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Delivery, Disposition, Entry, ErrorKind, EventId, Lease, ListQuery, LogName, NewEvent,
-    OwnerId, Record, Result, Seq, Settlement, State, Stats, Store, Subscription, SubscriptionName,
+    Acquired, Batch, BatchLimit, Delivery, Disposition, Entry, ErrorKind, EventId, Filter, Lease, ListQuery, LogName,
+    NewEvent, OwnerId, Record, Result, Selection, Seq, Settlement, State, Stats, Store, Subscription, SubscriptionName,
+    TopicPattern,
 };
 
-use super::StoreFixture;
+use super::{OpenTransaction, StoreFixture};
 
-/// What a caller names who knows of every lane it may hold.
+/// The lanes of a relay that asks for all it may hold.
 const LANES: [u16; 4] = [0, 1, 2, 3];
 /// A lease that outlives every case.
 pub(super) const LONG: Duration = Duration::from_secs(600);
-/// What a lease lasts where nobody says otherwise: nothing may be locked for longer.
+/// How long a lease lasts by default: nothing may be locked for longer.
 pub(super) const LEASE: Duration = Duration::from_secs(10);
-/// A lease or wait that a case lets run out. Nothing in a case has to happen *within* it, so a slow machine does no harm.
+/// A lease or wait that a case lets run out. Nothing has to happen within it.
 pub(super) const SHORT: Duration = Duration::from_millis(300);
 /// A wait that never ends within a case.
 pub(super) const HOUR: Duration = Duration::from_secs(3_600);
@@ -38,6 +40,30 @@ pub(super) fn named(name: &str) -> SubscriptionName {
 /// The subscription most cases use.
 pub(super) fn reader() -> Subscription {
     Subscription::new(named("reader"), outbox())
+}
+
+/// The same under another name.
+pub(super) fn reader_named(name: &str) -> Subscription {
+    Subscription::new(named(name), outbox())
+}
+
+/// The same with a filter on the topic.
+pub(super) fn reader_of(topic: &str) -> Subscription {
+    let filter = Filter { topics: vec![pattern(topic)], tenant: None };
+    Subscription { filter, ..reader() }
+}
+
+pub(super) fn pattern(topic: &str) -> TopicPattern {
+    TopicPattern::new(topic).expect("a pattern")
+}
+
+pub(super) fn nowhere() -> LogName {
+    LogName::new("nowhere").expect("a name")
+}
+
+/// Events by their ids.
+pub(super) fn these(ids: &[EventId]) -> Selection {
+    Selection { ids: Some(ids.to_vec()), ..Selection::default() }
 }
 
 pub(super) fn event(payload: &str) -> NewEvent {
@@ -91,8 +117,21 @@ pub(super) fn retry(after: Duration) -> Disposition {
     Disposition::Retry { after, counted: true, code: "http_500".into(), error: "it said no".into() }
 }
 
+pub(super) fn retry_now() -> Disposition {
+    retry(Duration::ZERO)
+}
+
+/// Far in the future.
+pub(super) fn scheduled() -> Disposition {
+    Schedule { at: jiff::Timestamp::UNIX_EPOCH + 400 * 365 * 24 * HOUR }
+}
+
+pub(super) fn dead_of(code: &'static str) -> Disposition {
+    Disposition::Dead { code: code.into(), error: "never".into(), halt: false }
+}
+
 pub(super) fn dead() -> Disposition {
-    Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false }
+    dead_of("http_422")
 }
 
 pub(super) fn halted() -> Disposition {
@@ -111,6 +150,33 @@ pub(super) fn refused<T: std::fmt::Debug>(result: Result<T>, kind: ErrorKind, co
 pub(super) fn stale<T: std::fmt::Debug>(result: Result<T>) {
     let error = result.expect_err("the lease is lost");
     assert!(error.is_stale(), "{error}");
+}
+
+/// Runs the calls as tasks, all at once; gives what each returned.
+pub(super) async fn at_once<T: Send + 'static>(
+    calls: impl IntoIterator<Item = impl Future<Output = T> + Send + 'static>,
+) -> Vec<T> {
+    let tasks: Vec<_> = calls.into_iter().map(tokio::spawn).collect();
+    futures::future::join_all(tasks).await.into_iter().map(|task| task.expect("no panic")).collect()
+}
+
+/// A producer's transaction that has appended these.
+pub(super) async fn begin_with(fixture: &dyn StoreFixture, events: impl AsRef<[NewEvent]>) -> Box<dyn OpenTransaction> {
+    let mut transaction = fixture.begin().await;
+    transaction.append(&outbox(), events.as_ref()).await.expect("appended");
+    transaction
+}
+
+/// A store with this subscription.
+pub(super) async fn subscribed(fixture: &dyn StoreFixture, subscription: &Subscription) -> Arc<dyn Store> {
+    let store = fixture.store();
+    store.subscribe(subscription).await.expect("new");
+    store
+}
+
+/// A transaction beside others, where a store can have several open.
+pub(super) async fn begin_beside_others(fixture: &dyn StoreFixture) -> Option<Box<dyn OpenTransaction>> {
+    if fixture.capabilities().concurrent_transactions { Some(fixture.begin().await) } else { None }
 }
 
 /// A leased lane of the subscription `reader` in key order: the test's own small relay.
@@ -132,14 +198,35 @@ impl Lane {
         Self::take(&store, subscription.name.as_str(), "one").await
     }
 
+    /// With events that were read as one batch and settled so.
+    pub(super) async fn settled(
+        fixture: &dyn StoreFixture,
+        events: impl IntoIterator<Item = (NewEvent, Disposition)>,
+    ) -> (Self, Vec<EventId>) {
+        let lane = Self::open(fixture).await;
+        let ids = lane.past(events).await;
+        (lane, ids)
+    }
+
+    /// With events that nobody has read.
+    pub(super) async fn unread(fixture: &dyn StoreFixture, events: impl AsRef<[NewEvent]>) -> (Self, Vec<EventId>) {
+        let lane = Self::open(fixture).await;
+        let ids = append(&lane.store, events).await;
+        (lane, ids)
+    }
+
+    pub(super) fn of(store: Arc<dyn Store>, lease: Lease) -> Self {
+        Self { store, lease, hold_keys: true }
+    }
+
     /// Takes a free lane.
     pub(super) async fn take(store: &Arc<dyn Store>, subscription: &str, by: &str) -> Self {
         let lease = acquire(store, subscription, by, LONG).await.lease.expect("a lane is free");
-        Self { store: store.clone(), lease, hold_keys: true }
+        Self::of(store.clone(), lease)
     }
 
-    /// Gives the lane back and takes it again as somebody else: what a crash and a takeover look like to the store.
-    pub(super) async fn taken_over(self) -> Self {
+    /// Gives the lane back and takes it again as somebody else, as after a crash.
+    pub(super) async fn taken_over(&self) -> Self {
         self.store.release(&self.lease).await.expect("the lane is given back");
         Self::take(&self.store, self.lease.subscription.as_str(), "another").await
     }
@@ -154,7 +241,7 @@ impl Lane {
         self.store.due(&self.lease, limit).await.expect("the due rows can be read")
     }
 
-    /// Settles a batch of the stream: delivered, but for the exceptions (index into the batch, disposition).
+    /// Settles a batch of the stream: delivered, but for the exceptions by their index.
     pub(super) async fn settle(&self, batch: &Batch, exceptions: Vec<(usize, Disposition)>) {
         let entry = |(index, disposition)| Entry { delivery: &batch.deliveries[index], disposition };
         let entries = exceptions.into_iter().map(entry).collect();
@@ -178,13 +265,23 @@ impl Lane {
         self.store.settle(&self.lease, settlement).await.expect("the settlement is written");
     }
 
-    /// Appends events, reads them as one batch and settles it with these exceptions. For cases about what comes after.
-    pub(super) async fn past(&self, events: Vec<NewEvent>, exceptions: Vec<(usize, Disposition)>) -> Vec<EventId> {
+    /// Appends events, reads them as one batch and settles each as given.
+    pub(super) async fn past(&self, events: impl IntoIterator<Item = (NewEvent, Disposition)>) -> Vec<EventId> {
+        let (events, dispositions): (Vec<_>, Vec<_>) = events.into_iter().unzip();
         let ids = append(&self.store, &events).await;
         let batch = self.next(events.len()).await;
         assert_eq!(batch.deliveries.len(), events.len(), "one batch has them all");
-        self.settle(&batch, exceptions).await;
+        let exceptions = dispositions.into_iter().enumerate().filter(|(_, disposition)| *disposition != Delivered);
+        self.settle(&batch, exceptions.collect()).await;
         ids
+    }
+
+    pub(super) async fn replay(&self, selection: Selection) -> u64 {
+        self.store.retry(&named("reader"), &selection).await.expect("replayed").count
+    }
+
+    pub(super) async fn discard(&self, selection: Selection) -> u64 {
+        self.store.discard(&named("reader"), &selection).await.expect("discarded").count
     }
 
     /// Reads and settles until the stream is empty; everything is delivered.
@@ -208,7 +305,7 @@ impl Lane {
             if batch.deliveries.is_empty() {
                 return all;
             }
-            self.settle_due(&batch, vec![Disposition::Delivered; batch.deliveries.len()]).await;
+            self.settle_due(&batch, vec![Delivered; batch.deliveries.len()]).await;
             all.extend(batch.deliveries);
         }
     }

@@ -2,17 +2,13 @@
 
 use std::time::Duration;
 
-use postbox_core::{
-    Disposition, ErrorKind, ListQuery, LogName, NewEvent, Pause, Selection, State, Subscription, TopicPattern,
-};
+use postbox_core::{ErrorKind, ListQuery, LogName, NewEvent, Pause, Selection, State, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
 
-/// A mistyped name is answered with the right ones.
 pub async fn an_unknown_subscription_is_not_found_and_the_known_are_named(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
-    store.subscribe(&reader()).await.expect("new");
+    let store = subscribed(fixture, &reader()).await;
     let nobody = named("nobody");
     let everything = Selection::default();
     let errors = [
@@ -28,7 +24,6 @@ pub async fn an_unknown_subscription_is_not_found_and_the_known_are_named(fixtur
     }
 }
 
-/// Logs are listed by name and counted, whoever reads them; another one is made once, and receives like the others.
 pub async fn logs_are_made_listed_and_counted(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     let [inbox, outbox, third] = ["inbox", "outbox", "third"].map(|name| LogName::new(name).expect("a name"));
@@ -44,12 +39,11 @@ pub async fn logs_are_made_listed_and_counted(fixture: &dyn StoreFixture) {
     store.check_receiving().await.expect("nothing is in the way");
 }
 
-/// Every subscription with its lanes, by name.
 pub async fn subscriptions_show_lanes_leases_and_pauses(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     assert!(store.subscriptions().await.expect("asked").is_empty());
     store.subscribe(&Subscription { lanes: 2, ..reader() }).await.expect("new");
-    store.subscribe(&Subscription { name: named("another"), ..reader() }).await.expect("new");
+    store.subscribe(&reader_named("another")).await.expect("new");
     let lease = acquire(&store, "reader", "one", LONG).await.lease.expect("free");
     let pause = Pause { until: None, by: "ada".into(), why: "because".into() };
     store.pause(&named("another"), Some(&pause)).await.expect("paused");
@@ -65,7 +59,6 @@ pub async fn subscriptions_show_lanes_leases_and_pauses(fixture: &dyn StoreFixtu
     assert_eq!(free.lease_left, None);
 }
 
-/// Each state is counted once, and the sums are right.
 pub async fn stats_count_every_state(fixture: &dyn StoreFixture) {
     let lane = in_every_state(fixture).await;
     let stats = stats(&lane.store).await;
@@ -76,17 +69,13 @@ pub async fn stats_count_every_state(fixture: &dyn StoreFixture) {
     assert_eq!(stats.topics.iter().map(|topic| topic.pending).sum::<u64>(), 5);
 }
 
-/// An idle subscription counts zeros.
 pub async fn stats_of_an_empty_log_are_zero(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
-    store.subscribe(&reader()).await.expect("new");
+    let store = subscribed(fixture, &reader()).await;
     assert_eq!(stats(&store).await, postbox_core::Stats::default());
 }
 
-/// Read but not settled is still pending; settled is not.
 pub async fn stats_follow_the_settled_position(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(5)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(5)).await;
     let first = lane.next(2).await;
     let second = lane.next(2).await;
     assert_eq!(stats(&lane.store).await.pending, 5);
@@ -99,10 +88,8 @@ pub async fn stats_follow_the_settled_position(fixture: &dyn StoreFixture) {
     assert!(stats.topics.is_empty());
 }
 
-/// Depth per topic, deepest first; the age grows.
-pub async fn pending_topics_are_told_deepest_first_with_their_age(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
-    store.subscribe(&reader()).await.expect("new");
+pub async fn pending_topics_are_counted_deepest_first_with_their_age(fixture: &dyn StoreFixture) {
+    let store = subscribed(fixture, &reader()).await;
     append(&store, [NewEvent::json("few", "1")]).await;
     fixture.pass(SHORT).await;
     append(&store, vec![NewEvent::json("many", "1"); 3]).await;
@@ -115,7 +102,6 @@ pub async fn pending_topics_are_told_deepest_first_with_their_age(fixture: &dyn 
     assert!(stats.topics[0].oldest_pending <= stats.topics[1].oldest_pending);
 }
 
-/// One event in each state is found under that state and no other.
 pub async fn every_state_lists_its_own(fixture: &dyn StoreFixture) {
     let lane = in_every_state(fixture).await;
     for (state, expected) in [
@@ -136,10 +122,8 @@ pub async fn every_state_lists_its_own(fixture: &dyn StoreFixture) {
     }
 }
 
-/// Pages follow each other without gap or repeat.
 pub async fn lists_are_paged_in_seq_order(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    lane.past(numbered(5), (0..5).map(|index| (index, dead())).collect()).await;
+    let (lane, _) = Lane::settled(fixture, numbered(5).into_iter().map(|event| (event, dead()))).await;
     append(&lane.store, numbered(5)).await;
     for state in [State::Dead, State::Pending] {
         let mut after = None;
@@ -154,16 +138,13 @@ pub async fn lists_are_paged_in_seq_order(fixture: &dyn StoreFixture) {
     }
 }
 
-/// By topic and by code; wildcards of SQL are letters.
 pub async fn lists_narrow_by_topic_and_code(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let coded = |code: &'static str| Disposition::Dead { code: code.into(), error: String::new(), halt: false };
     let of = |topic: &str| NewEvent::json(topic, topic.to_owned());
-    let events = vec![of("a_b"), of("aXb"), of("order.paid"), of("order.sent")];
-    lane.past(events, vec![(0, coded("x")), (1, coded("x")), (2, coded("x")), (3, coded("y_"))]).await;
+    let events = [of("a_b"), of("aXb"), of("order.paid"), of("order.sent")];
+    lane.past(events.into_iter().zip(["x", "x", "x", "y_"].map(dead_of))).await;
     let found = async |topic: Option<&str>, code: Option<&str>| {
-        let topic = topic.map(|topic| TopicPattern::new(topic).expect("a pattern"));
-        let query = ListQuery { topic, code: code.map(str::to_owned), ..query(State::Dead) };
+        let query = ListQuery { topic: topic.map(pattern), code: code.map(str::to_owned), ..query(State::Dead) };
         let records = lane.store.list(&query).await.expect("listed");
         records.iter().map(|record| record.event.topic.to_string()).collect::<Vec<_>>()
     };
@@ -175,64 +156,27 @@ pub async fn lists_narrow_by_topic_and_code(fixture: &dyn StoreFixture) {
     assert!(found(None, Some("xx")).await.is_empty());
 }
 
-/// What the log does not have is not there.
 pub async fn an_unknown_event_is_none(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
-    store.subscribe(&reader()).await.expect("new");
+    let store = subscribed(fixture, &reader()).await;
     let id = postbox_core::EventId::from_uuid(uuid::Uuid::from_u128(1));
     assert_eq!(store.get(&named("reader"), id).await.expect("asked"), None);
 }
 
 /// One event in each state, two pending.
 async fn in_every_state(fixture: &dyn StoreFixture) -> Lane {
-    let lane = Lane::open(fixture).await;
-    let far = jiff::Timestamp::UNIX_EPOCH + 400 * 365 * 24 * HOUR;
-    let ids = lane
-        .past(
-            vec![
-                keyed("a", "retrying"),
-                keyed("a", "blocked"),
-                event("scheduled"),
-                event("dead"),
-                event("discarded"),
-                event("dispatched"),
-            ],
-            vec![
-                (0, retry(HOUR)),
-                (1, Disposition::Block),
-                (2, Disposition::Schedule { at: far }),
-                (3, dead()),
-                (4, dead()),
-            ],
-        )
-        .await;
-    let selection = Selection { ids: Some(vec![ids[4]]), ..Selection::default() };
-    assert_eq!(lane.store.discard(&named("reader"), &selection).await.expect("discarded").count, 1);
+    let (lane, ids) = Lane::settled(
+        fixture,
+        [
+            (keyed("a", "retrying"), retry(HOUR)),
+            (keyed("a", "blocked"), Block),
+            (event("scheduled"), scheduled()),
+            (event("dead"), dead()),
+            (event("discarded"), dead()),
+            (event("dispatched"), Delivered),
+        ],
+    )
+    .await;
+    assert_eq!(lane.discard(these(&[ids[4]])).await, 1);
     append(&lane.store, [event("pending-1"), keyed("a", "pending-2")]).await;
     lane
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! inspect_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            inspect,
-            $fixture,
-            [
-                an_unknown_subscription_is_not_found_and_the_known_are_named,
-                logs_are_made_listed_and_counted,
-                subscriptions_show_lanes_leases_and_pauses,
-                stats_count_every_state,
-                stats_of_an_empty_log_are_zero,
-                stats_follow_the_settled_position,
-                pending_topics_are_told_deepest_first_with_their_age,
-                every_state_lists_its_own,
-                lists_are_paged_in_seq_order,
-                lists_narrow_by_topic_and_code,
-                an_unknown_event_is_none,
-            ]
-        );
-    };
 }

@@ -1,15 +1,15 @@
-//! The store does it late: after its caller has asked again (so it is done twice), or after another owner has taken over.
+//! The store does it late: after its caller has asked again, or after another owner has taken over.
 
 use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use postbox_core::{Disposition, EventId, LogName, Pause, Received, Selection, StartAt, State, Subscription};
+use postbox_core::{EventId, LogName, Pause, Received, StartAt, State, Subscription};
 
 use super::StoreFixture;
-use super::faults::{Asked, Call, Place, asked};
+use super::faults::{Asked, Call, Place, asked, call};
 use super::harness::*;
-use super::lost::message;
+use super::receive::inbound;
 use super::world::{Step, World};
 
 /// A grant this much younger than a question is no mistake of a clock.
@@ -31,7 +31,7 @@ async fn repeated(fixture: &dyn StoreFixture, step: Step) {
     }
 }
 
-/// The call is done after another owner has begun. Where it holds the lane's lock, nobody can take over before it is done.
+/// The call is done after another owner has begun, unless it holds the lane's lock.
 async fn overtaken(fixture: &dyn StoreFixture, step: Step) {
     let faults = fixture.faults().await;
     for (n, place) in faults.places(step.call()).iter().filter(|place| **place != Place::End).enumerate() {
@@ -47,13 +47,11 @@ async fn overtaken(fixture: &dyn StoreFixture, step: Step) {
     }
 }
 
-/// A question for a lane that is answered late takes it from nobody.
 pub async fn a_late_grant_takes_a_lane_from_nobody(fixture: &dyn StoreFixture) {
     repeated(fixture, Step::Acquire).await;
     overtaken(fixture, Step::Acquire).await;
 }
 
-/// A renewal holds what is held, and takes nothing back. Who gave his lane back gives back nothing of the next one's.
 pub async fn a_late_renewal_or_release_concerns_no_other_lease(fixture: &dyn StoreFixture) {
     for step in [Step::Renew, Step::Release] {
         repeated(fixture, step).await;
@@ -61,18 +59,18 @@ pub async fn a_late_renewal_or_release_concerns_no_other_lease(fixture: &dyn Sto
     }
 }
 
-/// Whichever of two looks for news is written last: no event falls between them. The relay ends before it settles.
+/// Of two reads either may be written last. The relay ends before it settles.
 pub async fn a_late_window_loses_nothing_of_a_relay_that_ends(fixture: &dyn StoreFixture) {
     repeated(fixture, Step::Next).await;
 }
 
-/// The same, and the relay goes on with what it was given; or another owner has the lane, and the cursor is his.
+/// The relay goes on with what it was given, or another owner has the lane and its cursor.
 pub async fn a_late_window_loses_nothing_of_a_relay_that_goes_on(fixture: &dyn StoreFixture) {
     repeated(fixture, Step::NextSettled).await;
     overtaken(fixture, Step::Next).await;
 }
 
-/// A position passes what it was given for, and nothing that came after. A rewind starts at a place that was settled; nothing is settled backwards.
+/// A position passes what it was given for; a rewind starts at a settled place.
 pub async fn a_late_position_or_rewind_passes_nothing_else(fixture: &dyn StoreFixture) {
     for step in [Step::Position, Step::Rewind] {
         repeated(fixture, step).await;
@@ -80,19 +78,17 @@ pub async fn a_late_position_or_rewind_passes_nothing_else(fixture: &dyn StoreFi
     }
 }
 
-/// What arrived meanwhile is not sent again.
 pub async fn a_late_settlement_makes_no_row_again(fixture: &dyn StoreFixture) {
     repeated(fixture, Step::Settle).await;
     overtaken(fixture, Step::Settle).await;
 }
 
-/// What a person sent again meanwhile stays so.
 pub async fn a_late_settlement_of_due_rows_undoes_no_replay(fixture: &dyn StoreFixture) {
     repeated(fixture, Step::Due).await;
     overtaken(fixture, Step::Due).await;
 }
 
-/// A host may vanish when it has written and not committed. What it locked is given up within a lease, so that somebody can take over.
+/// A host may vanish before its commit: what it locked is given up within a lease.
 pub async fn a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_lease(fixture: &dyn StoreFixture) {
     let faults = fixture.faults().await;
     let world = World::new(fixture, "reader").await;
@@ -130,31 +126,26 @@ fn nothing(_: Store) -> BoxFuture<'static, ()> {
     async {}.boxed()
 }
 
-/// The id says that it is there; nothing of the late call is.
 pub async fn a_late_append_with_own_ids_stores_nothing_twice(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let events = [event("1").id(EventId::now_v7()), event("2").id(EventId::now_v7())];
-    let ask = |store: Store| {
-        let events = events.clone();
-        asked(async move { store.append(&outbox(), &events).await })
-    };
+    let ask = call!(store, [events], store.append(&outbox(), &events));
     twice(fixture, Call::Append, ask, nothing).await;
     assert_eq!(payloads(&lane.drain().await), ["1", "2"]);
 }
 
-/// The sender asked again and was answered; the late one is a duplicate, or a conflict.
 pub async fn a_late_message_is_a_duplicate(fixture: &dyn StoreFixture) {
     let faults = fixture.faults().await;
-    let several = || [message("1", "one"), message("2", "two")];
-    let ask = |store: Store| asked(async move { store.receive_many(&LogName::inbox(), &several()).await });
+    let several = || [inbound("1", "one"), inbound("2", "two")];
+    let ask = call!(store, [], store.receive_many(&LogName::inbox(), &several()));
     twice(fixture, Call::Receive, ask, nothing).await;
     let place = faults.places(Call::Receive)[0];
     let store = faults.store();
-    let other = asked(async move { store.receive(&LogName::inbox(), message("3", "another")).await });
+    let other = asked(async move { store.receive(&LogName::inbox(), inbound("3", "another")).await });
     let late = faults.delay(Call::Receive, place, other).await;
     let again = faults.again();
     let first = async move {
-        let received = again.receive(&LogName::inbox(), message("3", "three")).await.expect("answered");
+        let received = again.receive(&LogName::inbox(), inbound("3", "three")).await.expect("answered");
         assert!(matches!(received, Received::Accepted(_)), "{received:?}");
     };
     late.after(first.boxed()).await;
@@ -163,49 +154,35 @@ pub async fn a_late_message_is_a_duplicate(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&Lane::open_as(fixture, &reads).await.drain().await), ["one", "two", "three"]);
 }
 
-/// What was sent again and arrived is not sent once more.
 pub async fn a_late_replay_sends_nothing_twice(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let id = lane.past(vec![event("1")], vec![(0, dead())]).await[0];
-    let selection = Selection { ids: Some(vec![id]), ..Selection::default() };
-    let ask = |store: Store| {
-        let selection = selection.clone();
-        asked(async move { store.retry(&named("reader"), &selection).await })
-    };
+    let id = lane.past([(event("1"), dead())]).await[0];
+    let selection = these(&[id]);
+    let ask = call!(store, [selection], store.retry(&named("reader"), &selection));
     let lease = lane.lease.clone();
     let arrives = |store: Store| {
-        let lane = Lane { store, lease: lease.clone(), hold_keys: true };
+        let lane = Lane::of(store, lease.clone());
         async move { assert_eq!(payloads(&lane.drain_due().await), ["1"]) }.boxed()
     };
-    let place = fixture.faults().await.places(Call::Retry)[0];
-    assert_eq!(fixture.faults().await.places(Call::Retry).len(), 1, "{place:?}: a second one would need another event");
+    assert_eq!(fixture.faults().await.places(Call::Retry).len(), 1, "a second place would need another event");
     twice(fixture, Call::Retry, ask, arrives).await;
     assert!(lane.due(10).await.deliveries.is_empty());
-    let record = record(&lane.store, id).await;
-    assert_eq!(record.state, State::Dispatched);
+    assert_eq!(record(&lane.store, id).await.state, State::Dispatched);
 }
 
-/// What is delivered is delivered, what was taken out stays out.
 pub async fn a_late_discard_takes_back_nothing_delivered(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    let mut ids =
-        lane.past(vec![keyed("a", "1"), keyed("a", "2")], vec![(0, retry(HOUR)), (1, Disposition::Block)]).await;
-    ids.truncate(1);
-    ids.extend(append(&lane.store, [event("3")]).await);
-    append(&lane.store, [event("4")]).await;
-    let selection = Selection { ids: Some(ids), ..Selection::default() };
-    let ask = |store: Store| {
-        let selection = selection.clone();
-        asked(async move { store.discard(&named("reader"), &selection).await })
-    };
+    let (lane, ids) = Lane::settled(fixture, [(keyed("a", "1"), retry(HOUR)), (keyed("a", "2"), Block)]).await;
+    let unread = append(&lane.store, [event("3"), event("4")]).await;
+    let selection = these(&[ids[0], unread[0]]);
+    let ask = call!(store, [selection], store.discard(&named("reader"), &selection));
     let lease = lane.lease.clone();
     let goes_on = |store: Store| {
-        let lane = Lane { store, lease: lease.clone(), hold_keys: true };
+        let lane = Lane::of(store, lease.clone());
         async move {
             assert_eq!(payloads(&lane.drain_due().await), ["2"]);
             let batch = lane.next(10).await;
             assert_eq!(batch.discarded.len(), 1);
-            lane.settle(&batch, vec![(0, Disposition::Discarded)]).await;
+            lane.settle(&batch, vec![(0, Discarded)]).await;
         }
         .boxed()
     };
@@ -215,40 +192,30 @@ pub async fn a_late_discard_takes_back_nothing_delivered(fixture: &dyn StoreFixt
     assert!(lane.due(10).await.deliveries.is_empty());
 }
 
-/// A subscription that came meanwhile keeps what it has not read.
 pub async fn a_late_prune_takes_nothing_that_is_needed(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    lane.past(vec![event("sent"), event("dead")], vec![(1, dead())]).await;
+    let (lane, _) = Lane::settled(fixture, [(event("sent"), Delivered), (event("dead"), dead())]).await;
     fixture.pass(Duration::from_millis(1)).await;
-    let ask = |store: Store| asked(async move { store.prune(&outbox(), Duration::ZERO).await });
+    let ask = call!(store, [], store.prune(&outbox(), Duration::ZERO));
     let comes = |store: Store| async move { drop(append(&store, [event("unread")]).await) }.boxed();
     twice(fixture, Call::Prune, ask, comes).await;
     let stats = stats(&lane.store).await;
     assert_eq!((stats.total, stats.dead, stats.pending), (2, 1, 1));
 }
 
-/// Two that pause make one pause.
 pub async fn a_late_pause_is_the_same_pause(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let pause = Pause { until: None, by: "me".into(), why: "why".into() };
-    let ask = |store: Store| {
-        let pause = pause.clone();
-        asked(async move { store.pause(&named("reader"), Some(&pause)).await })
-    };
+    let ask = call!(store, [pause], store.pause(&named("reader"), Some(&pause)));
     twice(fixture, Call::Pause, ask, nothing).await;
     assert_eq!(lane.store.subscriptions().await.expect("listed")[0].paused, Some(pause));
     lane.store.pause(&named("reader"), None).await.expect("resumed");
     assert_eq!(lane.store.subscriptions().await.expect("listed")[0].paused, None);
 }
 
-/// It is there already, and stands where it stood.
 pub async fn a_late_subscribe_makes_nothing_again(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     let subscription = Subscription { start: StartAt::Now, ..reader() };
-    let ask = |store: Store| {
-        let subscription = subscription.clone();
-        asked(async move { store.subscribe(&subscription).await })
-    };
+    let ask = call!(store, [subscription], store.subscribe(&subscription));
     let goes_on = |store: Store| {
         async move {
             append(&store, [event("1"), event("2")]).await;
@@ -263,18 +230,17 @@ pub async fn a_late_subscribe_makes_nothing_again(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&Lane::take(&store, "reader", "two").await.drain().await), ["2"]);
 }
 
-/// A schema that is there is not made again.
 pub async fn a_late_migration_up_changes_nothing(fixture: &dyn StoreFixture) {
     let (_, store) = (fixture.faults().await, fixture.store());
     store.down(true).await.expect("removed");
-    let ask = |store: Store| asked(async move { store.up().await });
+    let ask = call!(store, [], store.up());
     let used = |store: Store| async move { drop(append(&store, [event("1")]).await) }.boxed();
     twice(fixture, Call::Up, ask, used).await;
     store.validate().await.expect("there");
     assert_eq!(Lane::open(fixture).await.drain().await.len(), 1);
 }
 
-/// Who waits for a lock and is stopped has not removed anything, and removes nothing when the lock comes free.
+/// A command that was stopped while it waited for a lock does nothing when the lock comes free.
 pub async fn a_migration_down_whose_caller_has_gone_destroys_nothing_later(fixture: &dyn StoreFixture) {
     let (faults, store) = (fixture.faults().await, fixture.store());
     append(&store, [event("1")]).await;
@@ -288,38 +254,7 @@ pub async fn a_migration_down_whose_caller_has_gone_destroys_nothing_later(fixtu
         Err(_gone) => {}
     }
     open.commit().await;
-    // Whatever waited for it has its turn before this: it takes the same lock, and stands in the same queue.
+    // It queues for the same lock, behind whatever waited for it.
     append(&through, [event("3")]).await;
     assert_eq!(payloads(&Lane::open(fixture).await.drain().await), ["1", "2", "3"]);
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! late_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            late,
-            $fixture,
-            [
-                a_late_grant_takes_a_lane_from_nobody,
-                a_late_renewal_or_release_concerns_no_other_lease,
-                a_late_window_loses_nothing_of_a_relay_that_ends,
-                a_late_window_loses_nothing_of_a_relay_that_goes_on,
-                a_late_position_or_rewind_passes_nothing_else,
-                a_late_settlement_makes_no_row_again,
-                a_late_settlement_of_due_rows_undoes_no_replay,
-                a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_lease,
-                a_late_append_with_own_ids_stores_nothing_twice,
-                a_late_message_is_a_duplicate,
-                a_late_replay_sends_nothing_twice,
-                a_late_discard_takes_back_nothing_delivered,
-                a_late_prune_takes_nothing_that_is_needed,
-                a_late_pause_is_the_same_pause,
-                a_late_subscribe_makes_nothing_again,
-                a_late_migration_up_changes_nothing,
-                a_migration_down_whose_caller_has_gone_destroys_nothing_later,
-            ]
-        );
-    };
 }

@@ -12,13 +12,14 @@ use postbox_core::{
 };
 
 use super::faults::{Asked, Call, CallFaults, Late, Place};
+use super::harness::query;
 use super::{ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture};
 use crate::clock::ManualClock;
 
 /// A memory store under a clock of its own.
 #[derive(Debug)]
 pub struct MemoryFixture {
-    /// Moves only when told.
+    /// Moves only by [`ManualClock::advance`].
     pub clock: Arc<ManualClock>,
     /// The store.
     pub store: MemoryStore,
@@ -82,14 +83,7 @@ impl ApplyFixture for MemoryFixture {
         let log = effects_log();
         self.store.create_log(&log).await.expect("the store is migrated");
         self.store.subscribe(&Subscription::new(auditor.clone(), log)).await.expect("the log is there");
-        let all = ListQuery {
-            subscription: auditor,
-            state: State::Pending,
-            topic: None,
-            code: None,
-            after: None,
-            limit: 1_000,
-        };
+        let all = ListQuery { subscription: auditor, ..query(State::Pending) };
         let records = self.store.list(&all).await.expect("listed");
         records.iter().map(|record| String::from_utf8_lossy(&record.event.payload).into_owned()).collect()
     }
@@ -179,30 +173,22 @@ impl CallFaults for MemoryFaults {
             Call::Receive => "receive",
             Call::Append => "append",
             Call::Apply => "apply",
-            // No client has to be asked for them: they are done in one poll, or not yet begun.
-            Call::Up | Call::Down => return Box::new(Unpolled(asked)),
+            // They take no client: they are done in one poll, or not yet begun.
+            Call::Up | Call::Down => return Box::new(Stopped(asked.map(drop).boxed())),
         };
         *self.wire.breaks_at.lock().expect("no panic while held") = Some(operation);
         asked.await.unwrap_or_else(|| panic!("{call:?} was answered"));
         let kept = self.wire.kept.lock().expect("no panic while held").take();
-        Box::new(Kept(kept.unwrap_or_else(|| panic!("{call:?} never came to its {operation}"))))
+        let kept = kept.unwrap_or_else(|| panic!("{call:?} never came to its {operation}"));
+        Box::new(Stopped(async move { kept.execute() }.boxed()))
     }
 }
 
-struct Kept(Arc<postbox_core::Call>);
+/// What is left to do of a call.
+struct Stopped(BoxFuture<'static, ()>);
 
 #[async_trait]
-impl Late for Kept {
-    async fn after(self: Box<Self>, meanwhile: BoxFuture<'static, ()>) {
-        meanwhile.await;
-        self.0.execute();
-    }
-}
-
-struct Unpolled(Asked);
-
-#[async_trait]
-impl Late for Unpolled {
+impl Late for Stopped {
     async fn after(self: Box<Self>, meanwhile: BoxFuture<'static, ()>) {
         meanwhile.await;
         self.0.await;

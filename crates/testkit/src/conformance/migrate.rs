@@ -1,11 +1,10 @@
 //! The schema comes, goes and is checked.
 
-use postbox_core::{Disposition, ErrorKind, Selection};
+use postbox_core::ErrorKind;
 
 use super::StoreFixture;
 use super::harness::*;
 
-/// A migrated store says so, and there is nothing to do.
 pub async fn a_migrated_store_validates_and_up_does_nothing(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     store.validate().await.expect("the fixture is migrated");
@@ -14,11 +13,9 @@ pub async fn a_migrated_store_validates_and_up_does_nothing(fixture: &dyn StoreF
     assert_eq!(Lane::open(fixture).await.drain().await.len(), 1, "nothing was touched");
 }
 
-/// Everything goes, and comes back empty.
 pub async fn down_removes_everything_and_up_makes_it_anew(fixture: &dyn StoreFixture) {
     let store = fixture.store();
-    let lane = Lane::open(fixture).await;
-    lane.past(vec![event("1"), event("2")], vec![(0, retry(HOUR))]).await;
+    let _ = Lane::settled(fixture, [(event("1"), retry(HOUR)), (event("2"), Delivered)]).await;
     let mut removed = store.down(true).await.expect("removed");
     assert!(!removed.is_empty());
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
@@ -31,21 +28,19 @@ pub async fn down_removes_everything_and_up_makes_it_anew(fixture: &dyn StoreFix
     assert!(Lane::open(fixture).await.drain().await.is_empty());
 }
 
-/// Events that somebody waits for are not thrown away by the way: not those that wait, not those that nobody has read, not those that nobody
-/// reads at all. What is delivered, dead or discarded keeps nobody.
+/// Waiting, unread and unsubscribed events stand in the way; no other events do.
 pub async fn down_refuses_where_events_are_undelivered(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     append(&store, [event("1")]).await;
     refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
     let lane = Lane::open(fixture).await;
     refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
-    for exception in [retry(HOUR), Disposition::Schedule { at: jiff::Timestamp::MAX }] {
+    for exception in [retry(HOUR), Schedule { at: jiff::Timestamp::MAX }] {
         let batch = lane.next(10).await;
         lane.settle(&batch, vec![(0, exception)]).await;
         refused(store.down(false).await, ErrorKind::Conflict, "events_undelivered");
-        let ids = batch.deliveries.iter().map(|delivery| delivery.event.id).collect();
-        let these = Selection { ids: Some(ids), ..Selection::default() };
-        assert_eq!(store.discard(&named("reader"), &these).await.expect("taken out").count, 1);
+        let ids: Vec<_> = batch.deliveries.iter().map(|delivery| delivery.event.id).collect();
+        assert_eq!(lane.discard(these(&ids)).await, 1);
         append(&store, [event("2")]).await;
     }
     let batch = lane.next(10).await;
@@ -58,7 +53,6 @@ pub async fn down_refuses_where_events_are_undelivered(fixture: &dyn StoreFixtur
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
 }
 
-/// A relay on a missing schema fails at its start, with the cure.
 pub async fn subscribing_without_a_schema_names_the_cure(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     store.down(true).await.expect("removed");
@@ -68,50 +62,25 @@ pub async fn subscribing_without_a_schema_names_the_cure(fixture: &dyn StoreFixt
     refused(store.validate().await, ErrorKind::Mismatch, "schema_missing");
 }
 
-/// Two programs start at once on an empty database.
 pub async fn two_starters_at_once_apply_each_migration_once(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     let mut expected = store.down(true).await.expect("removed");
     expected.reverse();
     let calls = (0..4).map(|_| {
         let store = store.clone();
-        tokio::spawn(async move { store.up().await })
+        async move { store.up().await.expect("each start succeeds") }
     });
-    let mut applied = Vec::new();
-    for call in futures::future::join_all(calls).await {
-        applied.extend(call.expect("no panic").expect("each start succeeds"));
-    }
+    let mut applied: Vec<_> = at_once(calls).await.into_iter().flatten().collect();
     applied.sort();
     expected.sort();
     assert_eq!(applied, expected);
     store.validate().await.expect("migrated");
 }
 
-/// Other tools get every migration.
 pub async fn the_script_names_every_migration(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     let script = store.script();
     for name in store.down(true).await.expect("removed") {
         assert!(script.contains(&name), "{name} is missing");
     }
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! migrate_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            migrate,
-            $fixture,
-            [
-                a_migrated_store_validates_and_up_does_nothing,
-                down_removes_everything_and_up_makes_it_anew,
-                down_refuses_where_events_are_undelivered,
-                subscribing_without_a_schema_names_the_cure,
-                two_starters_at_once_apply_each_migration_once,
-                the_script_names_every_migration,
-            ]
-        );
-    };
 }

@@ -5,7 +5,6 @@ use postbox_core::{StartAt, State, Subscription};
 use super::StoreFixture;
 use super::harness::*;
 
-/// A phantom is worse than a delay: only what is committed comes.
 pub async fn an_open_transaction_is_invisible_until_it_commits(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let mut open = fixture.begin().await;
@@ -18,25 +17,20 @@ pub async fn an_open_transaction_is_invisible_until_it_commits(fixture: &dyn Sto
     assert_eq!(payloads(&lane.drain().await), ["1", "2"], "all of it at once");
 }
 
-/// Both commit or neither.
 pub async fn a_rolled_back_transaction_leaves_nothing(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let mut open = fixture.begin().await;
-    open.append(&outbox(), &[event("phantom")]).await.expect("appended");
+    let open = begin_with(fixture, [event("phantom")]).await;
     open.rollback().await;
-    let mut dropped = fixture.begin().await;
-    dropped.append(&outbox(), &[event("phantom")]).await.expect("appended");
+    let dropped = begin_with(fixture, [event("phantom")]).await;
     drop(dropped);
     append(&lane.store, [event("real")]).await;
     assert_eq!(payloads(&lane.drain().await), ["real"]);
     assert_eq!(stats(&lane.store).await.total, 1);
 }
 
-/// A savepoint takes back its own part only.
 pub async fn a_rolled_back_savepoint_leaves_the_rest(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let mut open = fixture.begin().await;
-    open.append(&outbox(), &[event("1")]).await.expect("appended");
+    let mut open = begin_with(fixture, [event("1")]).await;
     open.savepoint().await;
     open.append(&outbox(), &[event("phantom")]).await.expect("appended");
     open.rollback_to_savepoint().await;
@@ -45,7 +39,6 @@ pub async fn a_rolled_back_savepoint_leaves_the_rest(fixture: &dyn StoreFixture)
     assert_eq!(payloads(&lane.drain().await), ["1", "2"]);
 }
 
-/// A refused append does not tell the transaction what to do about it: the rest can still be rolled back.
 pub async fn a_refused_append_in_a_transaction_writes_nothing(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let mut open = fixture.begin().await;
@@ -57,11 +50,8 @@ pub async fn a_refused_append_in_a_transaction_writes_nothing(fixture: &dyn Stor
 
 /// The trouble every cursor on a sequence has: `seq` was taken early, the commit came late.
 pub async fn a_late_commit_with_a_low_seq_is_delivered(fixture: &dyn StoreFixture) {
-    if !fixture.capabilities().concurrent_transactions {
-        return;
-    }
+    let Some(mut early) = begin_beside_others(fixture).await else { return };
     let lane = Lane::open(fixture).await;
-    let mut early = fixture.begin().await;
     early.append(&outbox(), &[event("early")]).await.expect("appended");
     append(&lane.store, [event("late")]).await;
     assert_eq!(payloads(&lane.drain().await), ["late"], "an open transaction delays only its own events");
@@ -70,13 +60,9 @@ pub async fn a_late_commit_with_a_low_seq_is_delivered(fixture: &dyn StoreFixtur
     assert_eq!(payloads(&lane.drain().await), ["early", "after"]);
 }
 
-/// The same while a window is half read.
 pub async fn a_commit_inside_an_open_window_is_not_lost(fixture: &dyn StoreFixture) {
-    if !fixture.capabilities().concurrent_transactions {
-        return;
-    }
+    let Some(mut early) = begin_beside_others(fixture).await else { return };
     let lane = Lane::open(fixture).await;
-    let mut early = fixture.begin().await;
     early.append(&outbox(), &[event("early")]).await.expect("appended");
     append(&lane.store, numbered(4)).await;
     let first = lane.next(2).await;
@@ -88,42 +74,33 @@ pub async fn a_commit_inside_an_open_window_is_not_lost(fixture: &dyn StoreFixtu
     assert_eq!(seen, ["1", "2", "3", "4", "early"]);
 }
 
-/// There is no waiting for the oldest: windows go by while a transaction stays open, and its events still come.
 pub async fn a_transaction_open_over_many_windows_delays_only_itself(fixture: &dyn StoreFixture) {
-    if !fixture.capabilities().concurrent_transactions {
-        return;
-    }
+    let Some(mut hours) = begin_beside_others(fixture).await else { return };
     let lane = Lane::open(fixture).await;
-    let mut hours = fixture.begin().await;
     hours.append(&outbox(), &[event("first")]).await.expect("appended");
     for n in 0..5 {
         append(&lane.store, [event(&n.to_string())]).await;
         assert_eq!(payloads(&lane.drain().await), [n.to_string()]);
     }
     hours.append(&outbox(), &[event("last")]).await.expect("appended");
-    let mut other = fixture.begin().await;
-    other.append(&outbox(), &[event("other")]).await.expect("appended");
+    let other = begin_with(fixture, [event("other")]).await;
     hours.commit().await;
     assert_eq!(payloads(&lane.drain().await), ["first", "last"]);
     other.commit().await;
     assert_eq!(payloads(&lane.drain().await), ["other"]);
 }
 
-/// A transaction may begin early and write late: the order of a key is the order of commits, not of beginnings.
+/// A transaction may begin early and write late.
 pub async fn per_key_order_is_commit_order_not_begin_order(fixture: &dyn StoreFixture) {
-    if !fixture.capabilities().concurrent_transactions {
-        return;
-    }
+    let Some(mut early) = begin_beside_others(fixture).await else { return };
     let lane = Lane::open(fixture).await;
     // Both in one window.
-    let mut early = fixture.begin().await;
     early.append(&outbox(), &[keyed("else", "0")]).await.expect("appended");
     append(&lane.store, [keyed("k", "1")]).await;
     early.append(&outbox(), &[keyed("k", "2")]).await.expect("appended");
     early.commit().await;
     // In a window of its own.
-    let mut early = fixture.begin().await;
-    early.append(&outbox(), &[keyed("else", "0")]).await.expect("appended");
+    let mut early = begin_with(fixture, [keyed("else", "0")]).await;
     append(&lane.store, [keyed("k", "3")]).await;
     let mut seen = lane.drain().await;
     early.append(&outbox(), &[keyed("k", "4")]).await.expect("appended");
@@ -134,12 +111,8 @@ pub async fn per_key_order_is_commit_order_not_begin_order(fixture: &dyn StoreFi
     assert_eq!(payloads(&seen), ["1", "2", "3", "4", "5"]);
 }
 
-/// "Now" means committed before, not begun before.
 pub async fn starting_now_includes_what_commits_later(fixture: &dyn StoreFixture) {
-    if !fixture.capabilities().concurrent_transactions {
-        return;
-    }
-    let mut open = fixture.begin().await;
+    let Some(mut open) = begin_beside_others(fixture).await else { return };
     open.append(&outbox(), &[event("open")]).await.expect("appended");
     let store = fixture.store();
     append(&store, [event("old")]).await;
@@ -147,27 +120,4 @@ pub async fn starting_now_includes_what_commits_later(fixture: &dyn StoreFixture
     assert!(lane.drain().await.is_empty());
     open.commit().await;
     assert_eq!(payloads(&lane.drain().await), ["open"]);
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! order_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            order,
-            $fixture,
-            [
-                an_open_transaction_is_invisible_until_it_commits,
-                a_rolled_back_transaction_leaves_nothing,
-                a_rolled_back_savepoint_leaves_the_rest,
-                a_refused_append_in_a_transaction_writes_nothing,
-                a_late_commit_with_a_low_seq_is_delivered,
-                a_commit_inside_an_open_window_is_not_lost,
-                a_transaction_open_over_many_windows_delays_only_itself,
-                per_key_order_is_commit_order_not_begin_order,
-                starting_now_includes_what_commits_later,
-            ]
-        );
-    };
 }

@@ -3,15 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Disposition, ErrorKind, Filter, LogName, Selection, State, Store, Subscription, TopicPattern};
+use postbox_core::{ErrorKind, LogName, Selection, State, Store, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
 
-/// Delivered and old: gone. Delivered and young: kept.
 pub async fn old_dispatched_events_go_and_young_ones_stay(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    lane.past(numbered(3), vec![]).await;
+    let (lane, _) = Lane::settled(fixture, numbered(3).into_iter().map(|event| (event, Delivered))).await;
     fixture.pass(2 * SHORT).await;
     assert_eq!(prune(&lane.store, HOUR).await, 0);
     assert_eq!(prune(&lane.store, SHORT).await, 3);
@@ -22,15 +20,17 @@ pub async fn old_dispatched_events_go_and_young_ones_stay(fixture: &dyn StoreFix
     assert_eq!(payloads(&lane.drain().await), ["next"], "reading goes on");
 }
 
-/// However old: what is undelivered, failed or dead stays.
 pub async fn nothing_undelivered_is_ever_pruned(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let soon = || Disposition::Schedule { at: jiff::Timestamp::UNIX_EPOCH };
+    let soon = Schedule { at: jiff::Timestamp::UNIX_EPOCH };
     let ids = lane
-        .past(
-            vec![keyed("a", "retrying"), keyed("a", "blocked"), event("scheduled"), event("dead"), event("sent")],
-            vec![(0, retry(Duration::ZERO)), (1, Disposition::Block), (2, soon()), (3, dead())],
-        )
+        .past([
+            (keyed("a", "retrying"), retry_now()),
+            (keyed("a", "blocked"), Block),
+            (event("scheduled"), soon),
+            (event("dead"), dead()),
+            (event("sent"), Delivered),
+        ])
         .await;
     append(&lane.store, [event("pending-1"), event("pending-2")]).await;
     let read = lane.next(1).await;
@@ -38,7 +38,7 @@ pub async fn nothing_undelivered_is_ever_pruned(fixture: &dyn StoreFixture) {
     fixture.pass(SHORT).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 1, "only what was sent");
     assert_eq!(stats(&lane.store).await.total, 6);
-    assert_eq!(lane.store.retry(&named("reader"), &Selection::default()).await.expect("replayed").count, 1);
+    assert_eq!(lane.replay(Selection::default()).await, 1);
     let mut due = payloads(&lane.drain_due().await);
     due.sort();
     assert_eq!(due, ["blocked", "dead", "retrying", "scheduled"]);
@@ -46,11 +46,10 @@ pub async fn nothing_undelivered_is_ever_pruned(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.taken_over().await.drain().await), ["pending-1", "pending-2"]);
 }
 
-/// The slowest subscription decides.
 pub async fn every_subscription_must_have_passed(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let slow = Lane::open_as(fixture, &Subscription { name: named("slow"), ..reader() }).await;
-    lane.past(numbered(3), vec![]).await;
+    let slow = Lane::open_as(fixture, &reader_named("slow")).await;
+    lane.past(numbered(3).into_iter().map(|event| (event, Delivered))).await;
     let first = slow.next(1).await;
     slow.settle(&first, vec![]).await;
     fixture.pass(SHORT).await;
@@ -59,30 +58,25 @@ pub async fn every_subscription_must_have_passed(fixture: &dyn StoreFixture) {
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 2);
 }
 
-/// Taken out by a person and passed: gone with its row.
 pub async fn discarded_events_go_once_they_are_passed(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    let ids = lane.past(vec![event("1")], vec![(0, dead())]).await;
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), dead())]).await;
     let unread = append(&lane.store, [event("2")]).await;
-    let both = Selection { ids: Some(vec![ids[0], unread[0]]), ..Selection::default() };
-    assert_eq!(lane.store.discard(&named("reader"), &both).await.expect("discarded").count, 2);
+    assert_eq!(lane.discard(these(&[ids[0], unread[0]])).await, 2);
     fixture.pass(SHORT).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 1, "the other one is not passed yet");
     let batch = lane.next(10).await;
-    lane.settle(&batch, vec![(0, Disposition::Discarded)]).await;
+    lane.settle(&batch, vec![(0, Discarded)]).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 1);
     let stats = stats(&lane.store).await;
     assert_eq!((stats.total, stats.discarded), (0, 0));
 }
 
-/// What nobody wants is passed like anything else.
 pub async fn unwanted_events_go_too(fixture: &dyn StoreFixture) {
-    let topics = vec![TopicPattern::new("wanted").expect("a pattern")];
-    let lane = Lane::open_as(fixture, &Subscription { filter: Filter { topics, tenant: None }, ..reader() }).await;
+    let lane = Lane::open_as(fixture, &reader_of("wanted")).await;
     append(&lane.store, [event("noise")]).await;
     append(&lane.store, [postbox_core::NewEvent::json("wanted", "1"), event("noise")]).await;
     lane.drain().await;
-    // One more commit and read: a cursor may stand at the last wanted event until it sees a reason to move.
+    // One more commit and read: a cursor may stand at the last wanted event until then.
     append(&lane.store, [postbox_core::NewEvent::json("wanted", "2")]).await;
     lane.drain().await;
     fixture.pass(SHORT).await;
@@ -90,7 +84,6 @@ pub async fn unwanted_events_go_too(fixture: &dyn StoreFixture) {
     assert!(lane.drain().await.is_empty());
 }
 
-/// Without a reader nobody can say what is done with.
 pub async fn a_log_without_subscriptions_is_not_pruned(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     append(&store, numbered(2)).await;
@@ -99,32 +92,25 @@ pub async fn a_log_without_subscriptions_is_not_pruned(fixture: &dyn StoreFixtur
     assert_eq!(Lane::open(fixture).await.drain().await.len(), 2);
 }
 
-/// A log's own subscriptions decide, not those of another log.
 pub async fn another_logs_subscriptions_have_no_say(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let idle = Subscription { name: named("idle"), log: LogName::inbox(), ..reader() };
     lane.store.subscribe(&idle).await.expect("new");
-    lane.past(numbered(2), vec![]).await;
+    lane.past(numbered(2).into_iter().map(|event| (event, Delivered))).await;
     fixture.pass(SHORT).await;
     assert_eq!(lane.store.prune(&LogName::inbox(), Duration::ZERO).await.expect("pruned"), 0);
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 2);
 }
 
-/// A log must exist.
 pub async fn pruning_an_unknown_log_is_not_found(fixture: &dyn StoreFixture) {
-    let nowhere = LogName::new("nowhere").expect("a name");
-    refused(fixture.store().prune(&nowhere, HOUR).await, ErrorKind::NotFound, "log_unknown");
+    refused(fixture.store().prune(&nowhere(), HOUR).await, ErrorKind::NotFound, "log_unknown");
 }
 
-/// A transaction that is still open while its neighbours are pruned loses nothing.
 pub async fn an_open_transaction_survives_pruning(fixture: &dyn StoreFixture) {
-    if !fixture.capabilities().concurrent_transactions {
-        return;
-    }
+    let Some(mut open) = begin_beside_others(fixture).await else { return };
     let lane = Lane::open(fixture).await;
-    let mut open = fixture.begin().await;
     open.append(&outbox(), &[event("open")]).await.expect("appended");
-    lane.past(numbered(2), vec![]).await;
+    lane.past(numbered(2).into_iter().map(|event| (event, Delivered))).await;
     fixture.pass(SHORT).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 2);
     open.commit().await;
@@ -132,10 +118,8 @@ pub async fn an_open_transaction_survives_pruning(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain().await), ["open"]);
 }
 
-/// Large logs go in bounded steps, to the end.
 pub async fn pruning_goes_on_until_nothing_is_left(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(3_000)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(3_000)).await;
     lane.drain().await;
     fixture.pass(SHORT).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 3_000);
@@ -152,28 +136,4 @@ async fn prune(store: &Arc<dyn Store>, older_than: Duration) -> u64 {
         all += gone;
     }
     panic!("pruning never ends");
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! prune_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            prune,
-            $fixture,
-            [
-                old_dispatched_events_go_and_young_ones_stay,
-                nothing_undelivered_is_ever_pruned,
-                every_subscription_must_have_passed,
-                discarded_events_go_once_they_are_passed,
-                unwanted_events_go_too,
-                a_log_without_subscriptions_is_not_pruned,
-                another_logs_subscriptions_have_no_say,
-                pruning_an_unknown_log_is_not_found,
-                an_open_transaction_survives_pruning,
-                pruning_goes_on_until_nothing_is_left,
-            ]
-        );
-    };
 }

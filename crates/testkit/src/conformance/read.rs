@@ -3,12 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use postbox_core::{BatchLimit, Filter, LogName, StartAt, Subscription, Tenant, TopicPattern};
+use postbox_core::{BatchLimit, Filter, LogName, StartAt, Subscription, Tenant};
 
 use super::StoreFixture;
 use super::harness::*;
 
-/// Nothing to read is an answer, not an error, and it does not wait.
 pub async fn an_empty_log_gives_an_empty_batch_at_once(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     for _ in 0..2 {
@@ -18,10 +17,8 @@ pub async fn an_empty_log_gives_an_empty_batch_at_once(fixture: &dyn StoreFixtur
     }
 }
 
-/// The stream is the log in `seq` order, first attempt each.
 pub async fn events_come_in_the_order_appended(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(3)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(3)).await;
     append(&lane.store, [event("4"), event("5")]).await;
     let batch = lane.next(10).await;
     assert_eq!(payloads(&batch.deliveries), ["1", "2", "3", "4", "5"]);
@@ -31,10 +28,8 @@ pub async fn events_come_in_the_order_appended(fixture: &dyn StoreFixture) {
     assert!(batch.held.is_empty() && batch.discarded.is_empty() && !batch.more);
 }
 
-/// Exactly once per settled position, over many batches.
 pub async fn settled_events_never_come_again(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(25)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(25)).await;
     let mut seen = Vec::new();
     loop {
         let batch = lane.next(7).await;
@@ -50,7 +45,6 @@ pub async fn settled_events_never_come_again(fixture: &dyn StoreFixture) {
     assert!(lane.taken_over().await.drain().await.is_empty(), "the position is stored");
 }
 
-/// The byte limit counts payloads; one larger than the limit still comes, alone.
 pub async fn the_byte_limit_holds_and_a_larger_event_comes_alone(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let sized = |bytes: usize| event(&"x".repeat(bytes));
@@ -68,10 +62,8 @@ pub async fn the_byte_limit_holds_and_a_larger_event_comes_alone(fixture: &dyn S
     assert_eq!(sizes, [vec![40, 40], vec![40], vec![500], vec![10]]);
 }
 
-/// A crash between reading and settling repeats what was in flight, with the same ids.
 pub async fn what_was_not_settled_is_given_to_the_next_holder(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(6)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(6)).await;
     let first = lane.next(2).await;
     lane.settle(&first, vec![]).await;
     let lost = lane.next(2).await;
@@ -79,10 +71,8 @@ pub async fn what_was_not_settled_is_given_to_the_next_holder(fixture: &dyn Stor
     assert_eq!(again.deliveries, lost.deliveries, "the same events, still at their first attempt");
 }
 
-/// While `more`, the next piece may be read before the last one is settled.
 pub async fn batches_can_be_prefetched_and_settled_in_order(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(5)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(5)).await;
     let first = lane.next(2).await;
     assert!(first.more);
     let second = lane.next(2).await;
@@ -97,10 +87,8 @@ pub async fn batches_can_be_prefetched_and_settled_in_order(fixture: &dyn StoreF
     assert_eq!(payloads(&lane.drain().await), ["6"]);
 }
 
-/// What was read ahead is in flight too.
 pub async fn prefetched_batches_come_again_after_a_crash(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(5)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(5)).await;
     let first = lane.next(2).await;
     let _prefetched = lane.next(2).await;
     lane.settle(&first, vec![]).await;
@@ -109,8 +97,7 @@ pub async fn prefetched_batches_come_again_after_a_crash(fixture: &dyn StoreFixt
 
 /// Reading on before the end of a window is settled is not asked for, and must not cost an event.
 pub async fn reading_on_before_settling_loses_nothing(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(2)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(2)).await;
     assert!(!lane.next(10).await.more);
     append(&lane.store, [event("3")]).await;
     let limit = BatchLimit::default();
@@ -119,10 +106,8 @@ pub async fn reading_on_before_settling_loses_nothing(fixture: &dyn StoreFixture
     assert_eq!(payloads(&lane.taken_over().await.drain().await), ["1", "2", "3"]);
 }
 
-/// A graceful stop settles what went out and leaves the rest.
 pub async fn a_rewind_reads_on_right_after_the_position(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(6)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(6)).await;
     let batch = lane.next(4).await;
     assert!(batch.more);
     let _prefetched = lane.next(4).await;
@@ -131,10 +116,8 @@ pub async fn a_rewind_reads_on_right_after_the_position(fixture: &dyn StoreFixtu
     assert_eq!(payloads(&lane.taken_over().await.drain().await), ["3", "4", "5", "6"]);
 }
 
-/// Nothing went out: everything unsettled comes again.
 pub async fn a_rewind_without_a_position_reads_on_after_the_last_settled(fixture: &dyn StoreFixture) {
-    let lane = Lane::open(fixture).await;
-    append(&lane.store, numbered(4)).await;
+    let (lane, _) = Lane::unread(fixture, numbered(4)).await;
     lane.rewind(None).await;
     let first = lane.next(1).await;
     lane.settle(&first, vec![]).await;
@@ -143,18 +126,16 @@ pub async fn a_rewind_without_a_position_reads_on_after_the_last_settled(fixture
     assert_eq!(payloads(&lane.drain().await), ["2", "3", "4"]);
 }
 
-/// Fan-out: every subscription gets everything, at its own pace.
 pub async fn subscriptions_read_independently(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let other = Lane::open_as(fixture, &Subscription { name: named("other"), ..reader() }).await;
+    let other = Lane::open_as(fixture, &reader_named("other")).await;
     append(&lane.store, numbered(3)).await;
     assert_eq!(lane.drain().await.len(), 3);
     assert_eq!(other.drain().await.len(), 3);
-    let late = Lane::open_as(fixture, &Subscription { name: named("late"), ..reader() }).await;
+    let late = Lane::open_as(fixture, &reader_named("late")).await;
     assert_eq!(late.drain().await.len(), 3, "from the beginning");
 }
 
-/// What is in one log is in no other.
 pub async fn logs_are_separate(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let inbox = Lane::open_as(fixture, &Subscription { name: named("in"), log: LogName::inbox(), ..reader() }).await;
@@ -164,7 +145,6 @@ pub async fn logs_are_separate(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&inbox.drain().await), ["in"]);
 }
 
-/// A subscription that starts now does not dig up history.
 pub async fn starting_now_skips_what_was_committed_before(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     append(&store, [event("old")]).await;
@@ -174,10 +154,8 @@ pub async fn starting_now_skips_what_was_committed_before(fixture: &dyn StoreFix
     assert_eq!(payloads(&lane.drain().await), ["new"]);
 }
 
-/// Every event in exactly one lane, every key always in the same.
 pub async fn lanes_partition_the_events_and_keep_keys_together(fixture: &dyn StoreFixture) {
-    let store = fixture.store();
-    store.subscribe(&Subscription { lanes: 4, ..reader() }).await.expect("new");
+    let store = subscribed(fixture, &Subscription { lanes: 4, ..reader() }).await;
     let mut lanes = Vec::new();
     for _ in 0..4 {
         lanes.push(Lane::take(&store, "reader", "one").await);
@@ -205,7 +183,6 @@ pub async fn lanes_partition_the_events_and_keep_keys_together(fixture: &dyn Sto
     assert_eq!(home.values().collect::<BTreeSet<_>>().len(), 4, "40 keys spread over all lanes");
 }
 
-/// Patterns mean what they say; SQL's wildcards mean nothing.
 pub async fn only_wanted_topics_come_and_like_wildcards_are_literal(fixture: &dyn StoreFixture) {
     let topics =
         ["order.paid", "order.item.added", "order", "orderXpaid", "a_b", "aXb", "100%", "100x", r"c\d", "C\\D", "[x]"];
@@ -228,15 +205,13 @@ pub async fn only_wanted_topics_come_and_like_wildcards_are_literal(fixture: &dy
     .into_iter()
     .enumerate()
     {
-        let topics = patterns.iter().map(|pattern| TopicPattern::new(*pattern).expect("a pattern")).collect();
-        let filter = Filter { topics, tenant: None };
-        let name = named(&format!("reader-{n}"));
-        let lane = Lane::open_as(fixture, &Subscription { name, filter, ..reader() }).await;
+        let filter = Filter { topics: patterns.iter().map(|topic| pattern(topic)).collect(), tenant: None };
+        let wanting = Subscription { filter, ..reader_named(&format!("reader-{n}")) };
+        let lane = Lane::open_as(fixture, &wanting).await;
         assert_eq!(payloads(&lane.drain().await), expected, "wanted {patterns:?}");
     }
 }
 
-/// A tenant's subscription sees that tenant's events and nothing else.
 pub async fn only_the_wanted_tenant_comes(fixture: &dyn StoreFixture) {
     let tenant = |name: &str| Some(Tenant::new(name).expect("a tenant"));
     let filter = Filter { topics: vec![], tenant: tenant("acme") };
@@ -246,10 +221,8 @@ pub async fn only_the_wanted_tenant_comes(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain().await), ["1", "4"]);
 }
 
-/// Events nobody wants do not stand in the way of the next wanted one.
 pub async fn unwanted_events_are_passed_over(fixture: &dyn StoreFixture) {
-    let topics = vec![TopicPattern::new("wanted").expect("a pattern")];
-    let lane = Lane::open_as(fixture, &Subscription { filter: Filter { topics, tenant: None }, ..reader() }).await;
+    let lane = Lane::open_as(fixture, &reader_of("wanted")).await;
     let wanted = |payload: &str| postbox_core::NewEvent::json("wanted", payload.to_owned());
     for n in 0..3 {
         append(&lane.store, vec![event("noise"); 50]).await;
@@ -263,7 +236,6 @@ pub async fn unwanted_events_are_passed_over(fixture: &dyn StoreFixture) {
     assert_eq!(stats(&lane.store).await.total, 3);
 }
 
-/// An append wakes a relay of the same store that waits.
 pub async fn an_append_wakes_a_waiting_relay(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     assert!(lane.next(10).await.is_empty());
@@ -275,44 +247,10 @@ pub async fn an_append_wakes_a_waiting_relay(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain().await), ["1"]);
 }
 
-/// Between an empty read and the wait nothing gets lost that a poll would not find; the append was before the wait.
 pub async fn an_append_before_the_wait_is_read_without_a_hint(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     assert!(lane.next(10).await.is_empty());
     append(&lane.store, [event("1")]).await;
     let _may_resolve_or_not = tokio::time::timeout(Duration::from_millis(50), lane.store.hint(&lane.lease)).await;
     assert_eq!(payloads(&lane.drain().await), ["1"], "a hint is only a hint");
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! read_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            read,
-            $fixture,
-            [
-                an_empty_log_gives_an_empty_batch_at_once,
-                events_come_in_the_order_appended,
-                settled_events_never_come_again,
-                the_byte_limit_holds_and_a_larger_event_comes_alone,
-                what_was_not_settled_is_given_to_the_next_holder,
-                batches_can_be_prefetched_and_settled_in_order,
-                prefetched_batches_come_again_after_a_crash,
-                reading_on_before_settling_loses_nothing,
-                a_rewind_reads_on_right_after_the_position,
-                a_rewind_without_a_position_reads_on_after_the_last_settled,
-                subscriptions_read_independently,
-                logs_are_separate,
-                starting_now_skips_what_was_committed_before,
-                lanes_partition_the_events_and_keep_keys_together,
-                only_wanted_topics_come_and_like_wildcards_are_literal,
-                only_the_wanted_tenant_comes,
-                unwanted_events_are_passed_over,
-                an_append_wakes_a_waiting_relay,
-                an_append_before_the_wait_is_read_without_a_hint,
-            ]
-        );
-    };
 }

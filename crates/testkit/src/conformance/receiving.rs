@@ -1,4 +1,4 @@
-//! The whole way from a producer into the inbox: nothing is settled that is not stored, nothing stored twice.
+//! From a producer into the inbox: nothing is settled that is not stored, nothing is stored twice.
 
 use std::time::Duration;
 
@@ -12,7 +12,6 @@ use crate::inbox::{Inbox, Mode};
 /// How often a condition is looked at.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Each with its body, once.
 pub async fn every_message_is_stored_and_settled(fixture: &dyn ReceivingFixture) {
     fixture.start().await;
     publish(fixture, 1..=50);
@@ -20,7 +19,6 @@ pub async fn every_message_is_stored_and_settled(fixture: &dyn ReceivingFixture)
     assert_eq!(bodies(&fixture.inbox()), published(1..=50));
 }
 
-/// The store is down: no message is settled, each comes again, and it is not a busy loop.
 pub async fn nothing_is_settled_while_the_store_is_down(fixture: &dyn ReceivingFixture) {
     let inbox = fixture.inbox();
     inbox.set(Mode::Down);
@@ -33,7 +31,6 @@ pub async fn nothing_is_settled_while_the_store_is_down(fixture: &dyn ReceivingF
     assert_eq!(inbox.all().len(), 3);
 }
 
-/// A reconnect while messages are on their way into the store.
 pub async fn a_lost_connection_loses_nothing(fixture: &dyn ReceivingFixture) {
     let inbox = fixture.inbox();
     inbox.set(Mode::Hangs);
@@ -46,7 +43,6 @@ pub async fn a_lost_connection_loses_nothing(fixture: &dyn ReceivingFixture) {
     assert_eq!(bodies(&inbox), published(1..=5));
 }
 
-/// Stored, and the producer's side never heard of it: it comes again and is known.
 pub async fn a_lost_settlement_leads_to_a_duplicate(fixture: &dyn ReceivingFixture) {
     let inbox = fixture.inbox();
     fixture.lose_settlements(true);
@@ -62,7 +58,6 @@ pub async fn a_lost_settlement_leads_to_a_duplicate(fixture: &dyn ReceivingFixtu
     assert_eq!(inbox.all().len(), 3);
 }
 
-/// Nothing is there to receive, and the stop does not wait for it.
 pub async fn a_stop_while_nothing_comes_is_prompt(fixture: &dyn ReceivingFixture) {
     for _ in 0..3 {
         fixture.start().await;
@@ -73,7 +68,6 @@ pub async fn a_stop_while_nothing_comes_is_prompt(fixture: &dyn ReceivingFixture
     until(|| fixture.settled() == 1).await;
 }
 
-/// What is on its way when the time for the stop is over comes again.
 pub async fn a_stop_while_the_store_hangs_loses_nothing(fixture: &dyn ReceivingFixture) {
     let inbox = fixture.inbox();
     inbox.set(Mode::Hangs);
@@ -88,8 +82,6 @@ pub async fn a_stop_while_the_store_hangs_loses_nothing(fixture: &dyn ReceivingF
     assert_eq!(bodies(&inbox), published(1..=3));
 }
 
-/// What cannot be decoded is kept with its bytes, or given back to a producer that hears why; the others
-/// are not harmed.
 pub async fn poison_harms_nothing_else(fixture: &dyn ReceivingFixture) {
     fixture.start().await;
     publish(fixture, 1..=1);
@@ -99,7 +91,6 @@ pub async fn poison_harms_nothing_else(fixture: &dyn ReceivingFixture) {
     poisoned(fixture, "poison");
 }
 
-/// What decodes, and the store refuses: the same.
 pub async fn what_the_store_refuses_is_poison(fixture: &dyn ReceivingFixture) {
     fixture.inbox().refuse("3");
     fixture.start().await;
@@ -123,7 +114,6 @@ fn poisoned(fixture: &dyn ReceivingFixture, body: &str) {
     }
 }
 
-/// The same id with the same body, however often: stored once, settled each time.
 pub async fn duplicates_are_settled_and_stored_once(fixture: &dyn ReceivingFixture) {
     fixture.start().await;
     for n in 1..=10 {
@@ -133,7 +123,6 @@ pub async fn duplicates_are_settled_and_stored_once(fixture: &dyn ReceivingFixtu
     assert_eq!((fixture.inbox().all().len(), fixture.inbox().counts().duplicates), (1, 9));
 }
 
-/// The same id with another body: kept out, and settled, because no repetition changes it.
 pub async fn a_conflict_is_kept_out_and_settled(fixture: &dyn ReceivingFixture) {
     fixture.start().await;
     publish(fixture, 1..=1);
@@ -144,7 +133,6 @@ pub async fn a_conflict_is_kept_out_and_settled(fixture: &dyn ReceivingFixture) 
     assert_eq!(fixture.inbox().counts().conflicts, 1);
 }
 
-/// However many there are, no more are on their way into the store than may be.
 pub async fn no_more_are_on_their_way_than_may_be(fixture: &dyn ReceivingFixture) {
     let (inbox, most) = (fixture.inbox(), fixture.traits().in_flight_max);
     inbox.set(Mode::Hangs);
@@ -159,7 +147,6 @@ pub async fn no_more_are_on_their_way_than_may_be(fixture: &dyn ReceivingFixture
     assert!((1..=most).contains(&peak), "{peak} at once, at most {most}");
 }
 
-/// The store fails on and off, connections break, settlements are lost: each is stored once.
 pub async fn troubles_of_all_kinds_lose_nothing(fixture: &dyn ReceivingFixture) {
     let inbox = fixture.inbox();
     fixture.start().await;
@@ -178,7 +165,6 @@ pub async fn troubles_of_all_kinds_lose_nothing(fixture: &dyn ReceivingFixture) 
     assert_eq!(inbox.counts().conflicts, 0);
 }
 
-/// In the order of publishing, over a store that fails on and off. A source that does not claim it is not asked.
 pub async fn messages_are_stored_in_order_where_that_is_claimed(fixture: &dyn ReceivingFixture) {
     if !fixture.traits().ordered {
         return;
@@ -219,31 +205,4 @@ async fn until(condition: impl Fn() -> bool) {
         }
     };
     timeout(PATIENCE, met).await.expect("it happens in time");
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! receiving_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            receiving,
-            $fixture,
-            [
-                every_message_is_stored_and_settled,
-                nothing_is_settled_while_the_store_is_down,
-                a_lost_connection_loses_nothing,
-                a_lost_settlement_leads_to_a_duplicate,
-                a_stop_while_nothing_comes_is_prompt,
-                a_stop_while_the_store_hangs_loses_nothing,
-                poison_harms_nothing_else,
-                what_the_store_refuses_is_poison,
-                duplicates_are_settled_and_stored_once,
-                a_conflict_is_kept_out_and_settled,
-                no_more_are_on_their_way_than_may_be,
-                troubles_of_all_kinds_lose_nothing,
-                messages_are_stored_in_order_where_that_is_claimed,
-            ]
-        );
-    };
 }

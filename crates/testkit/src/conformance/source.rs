@@ -10,11 +10,10 @@ use tokio::time::timeout;
 use super::SourceFixture;
 use super::harness::PATIENCE;
 
-/// Longer than a source may take to give out again what it got back; much shorter than any delay here.
+/// Longer than a source may take to give out again what it got back.
 const MOMENT: Duration = Duration::from_millis(200);
 const DELAY: Duration = Duration::from_secs(60);
 
-/// Limits that a receiver can work with, and that do not change.
 pub async fn capabilities_are_usable_and_constant(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     let capabilities = source.capabilities();
@@ -24,7 +23,6 @@ pub async fn capabilities_are_usable_and_constant(fixture: &dyn SourceFixture) {
     assert_eq!(source.capabilities(), capabilities);
 }
 
-/// Whatever is in it.
 pub async fn a_message_comes_as_it_was_published(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     let mut sent = message("1");
@@ -34,7 +32,6 @@ pub async fn a_message_comes_as_it_was_published(fixture: &dyn SourceFixture) {
     assert_eq!(next(&source, 10).await[0].message, sent);
 }
 
-/// No empty answer, and no error, for as long as there is nothing.
 pub async fn next_waits_for_a_message(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     let waiting = tokio::spawn({
@@ -48,7 +45,6 @@ pub async fn next_waits_for_a_message(fixture: &dyn SourceFixture) {
     assert_eq!(ids(&given), ["1"]);
 }
 
-/// `max` is kept, and nothing comes twice at one time.
 pub async fn next_gives_no_more_than_asked_for(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     publish(fixture, 5).await;
@@ -63,7 +59,6 @@ pub async fn next_gives_no_more_than_asked_for(fixture: &dyn SourceFixture) {
     assert_eq!(ids, ["1", "2", "3", "4", "5"]);
 }
 
-/// Back-pressure: who settles nothing is given no more.
 pub async fn no_more_are_unsettled_than_may_be(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     let most = source.capabilities().in_flight_max;
@@ -78,7 +73,6 @@ pub async fn no_more_are_unsettled_than_may_be(fixture: &dyn SourceFixture) {
     assert_eq!(next(&source, most + 3).await.len(), 1, "one place is free");
 }
 
-/// Not at once, and not after the connection was lost.
 pub async fn an_acknowledged_message_never_comes_again(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     publish(fixture, 2).await;
@@ -88,7 +82,6 @@ pub async fn an_acknowledged_message_never_comes_again(fixture: &dyn SourceFixtu
     nothing_comes(&source).await;
 }
 
-/// What was given out and not settled comes again; its old token settles nothing.
 pub async fn a_lost_connection_loses_no_message(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     publish(fixture, 3).await;
@@ -101,7 +94,6 @@ pub async fn a_lost_connection_loses_no_message(fixture: &dyn SourceFixture) {
     assert!(again.iter().all(|it| given.iter().all(|before| before.token != it.token)), "tokens are of one delivery");
 }
 
-/// Given back, it comes again: after the delay where that is claimed.
 pub async fn what_is_given_back_comes_again(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     publish(fixture, 1).await;
@@ -118,7 +110,6 @@ pub async fn what_is_given_back_comes_again(fixture: &dyn SourceFixture) {
     assert_eq!(ids(&next(&source, 10).await), ids(&given));
 }
 
-/// Rejected is the end of it; where dead letters are claimed, it is among them with its bytes.
 pub async fn what_is_rejected_never_comes_again(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     publish(fixture, 1).await;
@@ -130,7 +121,6 @@ pub async fn what_is_rejected_never_comes_again(fixture: &dyn SourceFixture) {
     assert_eq!(fixture.dead_letters().await, kept);
 }
 
-/// Unknown, settled twice, of nothing: all fine.
 pub async fn settling_is_idempotent(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     publish(fixture, 1).await;
@@ -144,7 +134,6 @@ pub async fn settling_is_idempotent(fixture: &dyn SourceFixture) {
     assert_eq!(fixture.dead_letters().await, [], "the first word counts");
 }
 
-/// A call given up before it answered has taken nothing with it.
 pub async fn a_dropped_call_loses_no_message(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     for _ in 0..20 {
@@ -154,7 +143,6 @@ pub async fn a_dropped_call_loses_no_message(fixture: &dyn SourceFixture) {
     assert_eq!(gather(&source, 2).await.len(), 2);
 }
 
-/// Closing wakes whoever waits, and gives back what is unsettled.
 pub async fn closing_ends_a_waiting_call(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     let waiting = tokio::spawn({
@@ -170,7 +158,6 @@ pub async fn closing_ends_a_waiting_call(fixture: &dyn SourceFixture) {
     assert!(next(&source, 10).await.is_empty());
 }
 
-/// In the order of publishing, also behind what was given back.
 pub async fn messages_come_in_order_where_that_is_claimed(fixture: &dyn SourceFixture) {
     let source = fixture.source();
     if !source.capabilities().ordered {
@@ -247,31 +234,4 @@ fn sorted(given: &[SourceMessage]) -> Vec<String> {
     let mut ids = ids(given);
     ids.sort();
     ids
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! source_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            source,
-            $fixture,
-            [
-                capabilities_are_usable_and_constant,
-                a_message_comes_as_it_was_published,
-                next_waits_for_a_message,
-                next_gives_no_more_than_asked_for,
-                no_more_are_unsettled_than_may_be,
-                an_acknowledged_message_never_comes_again,
-                a_lost_connection_loses_no_message,
-                what_is_given_back_comes_again,
-                what_is_rejected_never_comes_again,
-                settling_is_idempotent,
-                a_dropped_call_loses_no_message,
-                closing_ends_a_waiting_call,
-                messages_come_in_order_where_that_is_claimed,
-            ]
-        );
-    };
 }

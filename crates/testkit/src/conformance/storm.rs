@@ -1,12 +1,10 @@
 //! Random writers against a small random relay: nothing lost, no phantom, every key in order.
-//!
-//! The seed is part of every failure; `POSTBOX_SEED=n` replays it. (Interleaving on a real server is not repeatable; the choices are.)
+//! `POSTBOX_SEED=n` replays the choices of a run, not its interleaving.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::Duration;
 
-use postbox_core::{Batch, Delivery, Disposition, Entry, EventId, Key, Settlement, Subscription};
+use postbox_core::{Batch, Delivery, Entry, EventId, Key, Settlement, Subscription};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::sync::Mutex;
@@ -20,7 +18,7 @@ const TRANSACTIONS_PER_WRITER: usize = 25;
 /// Steps of the relay after the last commit within which everything must be out.
 const STEPS_MAX: usize = 5_000;
 
-/// Early beginnings, savepoints, rollbacks, one transaction open all the while; retries, partial settlements and takeovers.
+/// Savepoints, rollbacks, one long transaction; retries, partial settlements, takeovers.
 pub async fn under_random_writers_nothing_is_lost_and_every_key_stays_in_order(fixture: &dyn StoreFixture) {
     let seed = std::env::var("POSTBOX_SEED")
         .ok()
@@ -44,20 +42,18 @@ pub async fn under_random_writers_nothing_is_lost_and_every_key_stays_in_order(f
         }
     };
     let written = AtomicBool::new(false);
+    let writing = async {
+        writing.await;
+        written.store(true, Relaxed);
+    };
     let relaying = async {
-        // Never dropped half-way: a settlement that may or may not have happened would blur the count.
+        // A step is never dropped half-way, or nobody would know what was settled.
         while !written.load(Relaxed) {
             relay.step().await;
             tokio::task::yield_now().await;
         }
     };
-    futures::join!(
-        async {
-            writing.await;
-            written.store(true, Relaxed)
-        },
-        relaying
-    );
+    futures::join!(writing, relaying);
     relay.finish().await;
     storm.check(&relay.arrived, seed).await;
     let stats = stats(&relay.lanes[0].store).await;
@@ -68,7 +64,7 @@ pub async fn under_random_writers_nothing_is_lost_and_every_key_stays_in_order(f
 /// What the writers know for certain.
 #[derive(Default)]
 struct Storm {
-    /// The version each key stands at. Held over the commit, as a row lock on the aggregate would be.
+    /// The version of each key, locked over the commit as an aggregate's row would be.
     versions: [Mutex<u64>; KEYS],
     committed: Mutex<BTreeSet<EventId>>,
 }
@@ -200,15 +196,15 @@ impl Relay {
         for delivery in &batch.deliveries[..count] {
             let key = delivery.event.key.as_ref();
             let disposition = if key.is_some_and(|key| failed.contains(key)) {
-                Disposition::Block
+                Block
             } else if self.random.random_bool(self.trouble) {
                 failed.extend(key.cloned());
-                retry(Duration::ZERO)
+                retry_now()
             } else {
                 went_out.push(delivery.clone());
-                Disposition::Delivered
+                Delivered
             };
-            if batch.end.is_none() || disposition != Disposition::Delivered {
+            if batch.end.is_none() || disposition != Delivered {
                 entries.push(Entry { delivery, disposition });
             }
         }
@@ -223,17 +219,4 @@ async fn linger(random: &mut SmallRng) {
     for _ in 0..random.random_range(0..5) {
         tokio::task::yield_now().await;
     }
-}
-
-/// The cases of this suite.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! storm_cases {
-    ($fixture:expr) => {
-        $crate::conformance_cases!(
-            storm,
-            $fixture,
-            [under_random_writers_nothing_is_lost_and_every_key_stays_in_order]
-        );
-    };
 }

@@ -91,7 +91,6 @@ impl<'a> Pump<'a> {
     /// Does to bytes what the fault says.
     async fn send(&mut self, piece: Vec<u8>, fault: &Fault, to: &mut WriteHalf<'_>) -> Result<(), End> {
         match fault {
-            Fault::HalfClose => to.shutdown().await?,
             _ if piece.is_empty() => {}
             Fault::Blackhole => {
                 self.shared.swallowed[self.direction as usize].send_modify(|bytes| *bytes += piece.len());
@@ -184,7 +183,7 @@ impl Line {
     }
 }
 
-/// Gives the server what was held, and hears it out: a server that is hung up on may throw away what it did not read yet.
+/// Gives the server what was held and reads all answers, or it might drop what it did not read yet.
 pub(super) async fn deliver(server: &mut TcpStream, held: &[u8], mut heard: Vec<u8>, line: &Mutex<Line>) {
     let (mut read, mut write) = server.split();
     let hear = async {

@@ -14,7 +14,7 @@ pub enum Point {
     Message(usize),
     /// At the first statement that contains this text.
     Statement(String),
-    /// At the end of the first transaction that has a statement with this text: what it did and locked so far is done and locked.
+    /// At the end of the first transaction with such a statement, which holds its locks.
     CommitOf(String),
 }
 
@@ -25,7 +25,7 @@ pub enum Harm {
     Cut,
     /// The server does the whole call, its last answer is swallowed, the connection is reset.
     LoseAnswer,
-    /// From here to its end the call is kept; once it is, the client is reset. The server does it on [`Trap::release`].
+    /// The call is kept from here to its end and the client reset; [`Trap::release`] lets it go on.
     Delay,
     /// As [`Self::Delay`], but the client is left waiting.
     Hang,
@@ -62,7 +62,7 @@ impl Trap {
         Self { armed: Arc::new(Armed { point, harm, messages, progress, released }), release }
     }
 
-    /// Waits until it happened: the client is reset (or hangs); an answer that is lost was given by the server.
+    /// Waits until it happened. An answer that is lost was given by the server.
     pub async fn sprung(&self) {
         self.wait(|progress| progress.sprung).await;
     }
@@ -77,14 +77,14 @@ impl Trap {
         self.armed.progress.borrow().call.clone()
     }
 
-    /// Lets a delayed call go to the server, and waits until the server has answered it; the answer as in [`Self::answer`].
+    /// Lets a delayed call go on, and waits for its answer ([`Self::answer`]).
     pub async fn release(&self) -> Vec<String> {
         self.sprung().await;
         self.release.send_replace(true);
         self.answer().await
     }
 
-    /// What the server said of the call, and nobody heard: command tags (`COMMIT` last, if it was one), and `ERROR` with its SQLSTATE.
+    /// The server's lost answer: command tags, and `ERROR` with its SQLSTATE.
     pub async fn answer(&self) -> Vec<String> {
         self.wait(|progress| progress.answer.is_some()).await;
         self.armed.progress.borrow().answer.clone().unwrap_or_default()

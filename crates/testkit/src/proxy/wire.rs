@@ -1,4 +1,4 @@
-//! As much of Postgres's protocol as it takes to know which call a connection carries, and when the server has answered it.
+//! The part of Postgres's protocol that says which call a connection carries and its answer.
 
 /// The first message of a client has no type; this is what it may begin with after its length.
 const SECURITY_REQUESTS: [u32; 2] = [80_877_103, 80_877_104];
@@ -95,7 +95,7 @@ impl Talk {
         message_length(bytes, 1).filter(|length| bytes.len() >= *length)
     }
 
-    /// Takes note of a server's message; whether a call's answer ends with it, and if so, whether no transaction is open any more.
+    /// Takes note of a server's message. `Some` ends an answer: whether no transaction is open.
     pub(super) fn hear(&mut self, message: &[u8]) -> Option<bool> {
         if self.raw {
             return None;

@@ -57,7 +57,7 @@ fn pg_config_bin() -> Option<PathBuf> {
     output.status.success().then(|| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()))
 }
 
-/// The folders `cargo xtask servers` unpacks into, in its order of preference (see `xtask/src/servers.rs`).
+/// The folders `cargo xtask servers` unpacks into, in its order (see `xtask/src/servers.rs`).
 fn caches() -> Vec<PathBuf> {
     let named = std::env::var_os("POSTBOX_SERVERS").map(PathBuf::from);
     let program = std::env::current_exe().unwrap_or_default();

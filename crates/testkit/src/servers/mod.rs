@@ -1,4 +1,4 @@
-//! Real servers for tests: Postgres 15, Postgres 18 and pgbouncer, private to us and gone when we are.
+//! Real servers for tests: Postgres 15, Postgres 18 and pgbouncer, stopped when we end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -7,15 +7,14 @@
 //! | [`PrivatePostgres::launch`] | ~1 s | tests that stop, kill or configure their server |
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
 //!
-//! Everything listens on 127.0.0.1 with a data folder of its own under the temporary folder, under an unprivileged user
-//! when we are root (Postgres refuses root). The runner gives every test a process of its own, so the shared server belongs
-//! to no process: each holds a shared lock on a file while it lives, and a small guard beside the server stops it and removes
-//! its data once nobody has held the lock for some seconds. A private server has a guard at the end of a pipe instead: when
-//! its owner is dropped or dies, by SIGKILL too, the pipe closes and the guard does the same.
+//! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when
+//! we are root. Every test is a process of its own, so the shared server belongs to none: each
+//! holds a shared lock on a file, and a guard stops the server and removes its data once nobody has
+//! held the lock for some seconds. A private server's guard waits at the end of a pipe, which
+//! closes with its owner.
 //!
-//! `POSTBOX_TEST_PG15`, `POSTBOX_TEST_PG18` (superuser URLs) point the shared fixture at servers of yours.
-//! A server that is not installed fails the test and names the cure, `cargo xtask servers`. With `POSTBOX_ALLOW_SKIP=1` (never in CI)
-//! the test says SKIPPED and ends instead.
+//! `POSTBOX_TEST_PG15`, `POSTBOX_TEST_PG18` (superuser URLs) point the shared fixture at servers of
+//! yours. A missing server fails the test; with `POSTBOX_ALLOW_SKIP=1` it is skipped instead.
 
 mod install;
 mod pgbouncer;
@@ -32,7 +31,7 @@ pub use private::{PrivatePostgres, Settings};
 
 use std::io::Write as _;
 
-/// Ends the test because a server is missing or does not start: a failure, or a visible skip where that is allowed.
+/// Ends the test because a server is missing or does not start, as a failure or a visible skip.
 fn unavailable(error: &anyhow::Error) -> ! {
     let missing = error.is::<install::Missing>();
     let allowed = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some_and(|value| value == "1");

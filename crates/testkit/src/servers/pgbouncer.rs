@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use super::ports::free_port;
 use super::postgres::connect;
 use super::private::tail;
-use super::process::{self, Leash, Ward};
+use super::process::{self, ProcessGuard, ServerProcess};
 use super::{Postgres, install, unavailable};
 
 /// It starts in 50 ms; more than this is a hang.
@@ -23,26 +23,23 @@ pub struct PgBouncer {
     program: PathBuf,
     folder: PathBuf,
     server: Child,
-    leash: Leash,
+    guard: ProcessGuard,
 }
 
 impl PgBouncer {
     /// Connections to the server, which all clients share.
     pub const CONNECTIONS: usize = 4;
 
-    /// Starts one in front of `postgres`, with few server connections, so that clients really take turns on them.
+    /// Starts one in front of `postgres`, with so few connections that clients take turns on them.
     ///
     /// # Panics
     ///
     /// If it is not installed or does not start; the message says what to do.
     pub async fn start(postgres: &Postgres) -> Self {
-        match Self::try_start(postgres).await {
-            Ok(pgbouncer) => pgbouncer,
-            Err(error) => unavailable(&error),
-        }
+        Self::try_start(postgres).await.unwrap_or_else(|error| unavailable(&error))
     }
 
-    /// A URL of a database through the pooler. Takes a database's name, or the URL [`Postgres::fresh_database`] gave.
+    /// The URL through the pooler of a database, given by its name or its own URL.
     pub fn url(&self, database: &str) -> String {
         let name = database.rsplit('/').next().unwrap_or(database);
         format!("{}/{name}", self.base)
@@ -50,11 +47,11 @@ impl PgBouncer {
 
     async fn try_start(postgres: &Postgres) -> anyhow::Result<Self> {
         let program = install::pgbouncer()?;
-        let folder = process::scratch("postbox-pgbouncer-")?;
+        let folder = process::scratch(None, "postbox-pgbouncer-")?;
         process::own_folder(&folder, 0o755)?;
-        let ward =
-            Ward { pid_file: folder.join("pid"), working: folder.clone(), signal: "INT", remove: folder.clone() };
-        let leash = Leash::new(&ward)?;
+        let pid_file = folder.join("pid");
+        let process = ServerProcess { pid_file, working: folder.clone(), signal: "INT", remove: folder.clone() };
+        let guard = ProcessGuard::new(&process)?;
         let upstream: tokio_postgres::Config = postgres.url().parse().context("the server's URL")?;
         let host = match upstream.get_hosts().first() {
             Some(tokio_postgres::config::Host::Tcp(host)) => host.clone(),
@@ -86,7 +83,7 @@ impl PgBouncer {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        Ok(Self { base, program, folder, server, leash })
+        Ok(Self { base, program, folder, server, guard })
     }
 
     /// SIGKILL: every connection breaks, while the server behind goes on with what it was asked.
@@ -95,7 +92,7 @@ impl PgBouncer {
         let _ = self.server.wait();
     }
 
-    /// Starts it again on the same port, after [`Self::kill`]. Who connects before it listens is refused.
+    /// Starts it again on the same port, after [`Self::kill`].
     ///
     /// # Errors
     ///
@@ -109,6 +106,6 @@ impl PgBouncer {
 
 impl Drop for PgBouncer {
     fn drop(&mut self) {
-        self.leash.let_go(Some(&mut self.server));
+        self.guard.stop(Some(&mut self.server));
     }
 }

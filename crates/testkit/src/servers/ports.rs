@@ -1,7 +1,7 @@
-//! Loopback ports that stay ours: no other test is given one while this process lives, whoever listens on it or not.
+//! Loopback ports that no other test is given while this process lives.
 //!
-//! A server that is stopped for a while, and a program that is only told its port, leave the port unbound. So a port is claimed, apart
-//! from being bound: by a name that one socket of the machine can have at a time, and that goes with our process, however it ends.
+//! A server that is stopped for a while leaves its port unbound. So a port is also claimed: by a
+//! name that one socket of the machine can have at a time, and that goes with our process.
 
 use std::net::TcpListener;
 
@@ -9,17 +9,17 @@ use anyhow::Context as _;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 
-/// Below the range Linux takes outgoing ports from, so that no connection takes a port that is unbound for a while.
+/// Below the range Linux takes outgoing ports from.
 const PORTS: std::ops::Range<u16> = 20_000..32_000;
 /// Many more than can be taken.
 const TRIES: usize = 1_000;
 
-/// A loopback port that nobody listens on, ours until this process ends. Only a program that is no test may still take it.
+/// A loopback port that nobody listens on, ours until this process ends.
 pub(super) fn free_port() -> anyhow::Result<u16> {
     Ok(listen_anywhere()?.local_addr()?.port())
 }
 
-/// Listens on a loopback port that is ours until this process ends: once it is closed, connecting is refused.
+/// Listens on a loopback port that is ours until this process ends.
 ///
 /// # Errors
 ///
@@ -45,7 +45,7 @@ mod claim {
 
     /// Claims a port, unless somebody has it.
     pub(super) fn is_ours(port: u16) -> bool {
-        // An abstract name: it is in no folder, is seen where the port is seen, and is gone with its socket.
+        // An abstract name: it is seen where the port is seen, and is gone with its socket.
         let name = SocketAddr::from_abstract_name(format!("postbox-test-port-{port}"));
         let Ok(claim) = name.and_then(|name| UnixDatagram::bind_addr(&name)) else { return false };
         CLAIMED.lock().expect("nobody panics while holding it").push(claim);

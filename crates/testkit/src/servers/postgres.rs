@@ -14,7 +14,7 @@ use tokio_postgres::NoTls;
 
 use super::{shared, unavailable};
 
-/// Databases a dead test left behind, dropped per new database at most: bounded work, and more than one keeps their number falling.
+/// Databases of dead tests that are dropped per new one; more than one, so that they get fewer.
 const ORPHANS_MAX: usize = 2;
 
 /// Which Postgres.
@@ -70,14 +70,8 @@ impl Postgres {
     /// If it is not installed or does not start; the message says what to do.
     pub async fn shared(version: Version) -> Self {
         static SERVERS: [OnceCell<Postgres>; 2] = [const { OnceCell::const_new() }; 2];
-        let cell = match version {
-            Version::V15 => &SERVERS[0],
-            Version::V18 => &SERVERS[1],
-        };
-        match cell.get_or_try_init(|| shared::find_or_start(version)).await {
-            Ok(postgres) => postgres.clone(),
-            Err(error) => unavailable(&error),
-        }
+        let shared = SERVERS[version as usize].get_or_try_init(|| shared::find_or_start(version)).await;
+        shared.unwrap_or_else(|error| unavailable(&error)).clone()
     }
 
     /// A server under a superuser's URL; `ours` when no other project uses it.
@@ -117,13 +111,12 @@ impl Postgres {
     ///
     /// If the server refuses.
     pub async fn fresh_database(&self) -> String {
-        match self.create_database().await {
-            Ok(name) => self.url_of(&name),
-            Err(error) => panic!("{}: creating a database: {error:#}", self.inner.version.name()),
-        }
+        let name = self.create_database().await;
+        let name = name.unwrap_or_else(|error| panic!("{}: creating a database: {error:#}", self.version().name()));
+        self.url_of(&name)
     }
 
-    /// Runs a script through psql, as a person would, and gives what it printed: a line a row, columns separated by `|`.
+    /// Runs a script through psql and gives what it printed, columns separated by `|`.
     ///
     /// # Panics
     ///
@@ -140,7 +133,7 @@ impl Postgres {
             .spawn()
             .expect("psql is there: we looked");
         let mut stdin = child.stdin.take().expect("it is piped");
-        // A psql that stopped at a fault hears no more; its exit status tells.
+        // A psql that stopped at a fault reads no more; its exit status says so.
         let _ = stdin.write_all(script.as_bytes());
         drop(stdin);
         let output = child.wait_with_output().expect("our own child");
@@ -150,12 +143,8 @@ impl Postgres {
 
     async fn create_database(&self) -> anyhow::Result<String> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        let name = format!(
-            "t_{}_{}_{:08x}",
-            std::process::id(),
-            COUNT.fetch_add(1, Ordering::Relaxed),
-            SmallRng::from_os_rng().random::<u32>()
-        );
+        let (count, random) = (COUNT.fetch_add(1, Ordering::Relaxed), SmallRng::from_os_rng().random::<u32>());
+        let name = format!("t_{}_{count}_{random:08x}", std::process::id());
         let client = connect(&self.url()).await?;
         // `file_copy` beats `wal_log` where nothing is flushed: no WAL for 7 MB of catalog.
         client.batch_execute(&format!("CREATE DATABASE {name} TEMPLATE template0 STRATEGY file_copy")).await?;

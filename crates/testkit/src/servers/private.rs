@@ -9,7 +9,7 @@ use anyhow::Context as _;
 
 use super::ports::free_port;
 use super::postgres::connect;
-use super::process::{self, Leash, Ward};
+use super::process::{self, ProcessGuard, ServerProcess};
 use super::{Postgres, Version, install, unavailable};
 
 /// A loaded machine takes several seconds over crash recovery; more than this is a hang.
@@ -45,7 +45,7 @@ impl Settings {
         self
     }
 
-    /// The data lies in a folder of its own below this one, which everybody may pass through; otherwise below the temporary folder.
+    /// The data lies below this folder, which everybody may pass through.
     #[must_use]
     pub fn under(self, folder: &Path) -> Self {
         Self { under: Some(folder.to_owned()), ..self }
@@ -53,11 +53,7 @@ impl Settings {
 
     fn render(&self) -> String {
         let fixed = "listen_addresses = '127.0.0.1'\nunix_socket_directories = ''\nlog_line_prefix = '%m [%p] %d '\n";
-        let mut text = fixed.to_owned();
-        for (name, value) in &self.lines {
-            text.push_str(&format!("{name} = '{value}'\n"));
-        }
-        text
+        self.lines.iter().fold(fixed.to_owned(), |text, (name, value)| text + &format!("{name} = '{value}'\n"))
     }
 }
 
@@ -70,7 +66,7 @@ pub struct PrivatePostgres {
     server: Option<Child>,
     /// The pid of the WAL writer, while it is frozen.
     frozen: Option<i32>,
-    leash: Leash,
+    guard: ProcessGuard,
 }
 
 impl PrivatePostgres {
@@ -80,37 +76,24 @@ impl PrivatePostgres {
     ///
     /// If it is not installed or does not start; the message says what to do.
     pub async fn launch(version: Version, settings: Settings) -> Self {
-        match Self::try_launch(version, &settings).await {
-            Ok(server) => server,
-            Err(error) => unavailable(&error),
-        }
+        Self::try_launch(version, &settings).await.unwrap_or_else(|error| unavailable(&error))
     }
 
     async fn try_launch(version: Version, settings: &Settings) -> anyhow::Result<Self> {
         let bin = install::postgres_bin(version)?;
-        let folder = process::scratch_under(settings.under.as_deref(), "postbox-pg-")?;
+        let folder = process::scratch(settings.under.as_deref(), "postbox-pg-")?;
         let cluster = Cluster { bin, folder: folder.clone(), env: Vec::new() };
         // The guard comes first: from here on whatever we make is removed.
-        let leash = Leash::new(&cluster.ward(folder))?;
+        let guard = ProcessGuard::new(&cluster.process(folder))?;
         cluster.create(settings)?;
         let (server, port) = cluster.start_anywhere().await.with_context(|| version.name())?;
         let postgres = Postgres::on_port(version, port);
-        Ok(Self { postgres, cluster, port, server: Some(server), frozen: None, leash })
+        Ok(Self { postgres, cluster, port, server: Some(server), frozen: None, guard })
     }
 
-    /// The server as everybody else sees it.
+    /// The server as everybody else sees it; its URLs stay the same after a restart.
     pub fn postgres(&self) -> &Postgres {
         &self.postgres
-    }
-
-    /// A superuser's URL of the `postgres` database; the same after a restart.
-    pub fn url(&self) -> String {
-        self.postgres.url()
-    }
-
-    /// Makes an empty database; see [`Postgres::fresh_database`].
-    pub async fn fresh_database(&self) -> String {
-        self.postgres.fresh_database().await
     }
 
     /// The first process's id, for whoever measures it; `None` while it is stopped.
@@ -118,17 +101,17 @@ impl PrivatePostgres {
         self.server.as_ref().map(Child::id)
     }
 
-    /// A crash as Postgres sees it: every process stops where it is, nothing is flushed (`pg_ctl stop -m immediate`).
+    /// A crash as Postgres sees it: nothing is flushed (`pg_ctl stop -m immediate`).
     pub fn stop_immediate(&mut self) {
         self.stop("QUIT");
     }
 
-    /// An orderly restart's first half: sessions are cut off, everything is flushed (`pg_ctl stop -m fast`).
+    /// Sessions are cut off, everything is flushed (`pg_ctl stop -m fast`).
     pub fn stop_fast(&mut self) {
         self.stop("INT");
     }
 
-    /// Lets it come back as a standby that has no primary: everything can be read and nothing written until `pg_promote()`.
+    /// Restarts it as a standby without a primary: nothing can be written until `pg_promote()`.
     ///
     /// # Panics
     ///
@@ -164,8 +147,8 @@ impl PrivatePostgres {
         self.signal("CONT");
     }
 
-    /// Freezes the process that flushes in the background, until the server is stopped: what nobody's own commit took to disk is not
-    /// there, and a stop without notice loses it. (A long `wal_writer_delay` is no promise: it may end at any moment of the test.)
+    /// Freezes the process that flushes in the background, so that an immediate stop loses what no
+    /// commit took to disk. (A long `wal_writer_delay` may end at any moment of the test.)
     ///
     /// # Panics
     ///
@@ -197,7 +180,7 @@ impl PrivatePostgres {
         Ok(())
     }
 
-    /// Whether the first process runs. One that ended by itself (a full disk stops a server) can be started again.
+    /// Whether the first process runs; a full disk may have stopped it.
     pub fn runs(&mut self) -> bool {
         if self.server.as_mut().is_some_and(|server| server.try_wait().is_ok_and(|ended| ended.is_some())) {
             self.server = None;
@@ -208,7 +191,7 @@ impl PrivatePostgres {
     fn stop(&mut self, signal: &str) {
         self.signal(signal);
         if let Some(pid) = self.frozen.take() {
-            // It can hear of no stop, and every stop waits for it. It may be gone already: its parent has killed it.
+            // Frozen, it gets no signal, and every stop waits for it. It may be gone already.
             let _ = process::signal(pid, "KILL");
         }
         if let Some(mut server) = self.server.take() {
@@ -222,12 +205,20 @@ impl PrivatePostgres {
     }
 }
 
+impl std::ops::Deref for PrivatePostgres {
+    type Target = Postgres;
+
+    fn deref(&self) -> &Postgres {
+        &self.postgres
+    }
+}
+
 impl Drop for PrivatePostgres {
     fn drop(&mut self) {
         if let Some(pid) = self.frozen.take() {
             let _ = process::signal(pid, "CONT");
         }
-        self.leash.let_go(self.server.as_mut());
+        self.guard.stop(self.server.as_mut());
     }
 }
 
@@ -250,8 +241,8 @@ impl Cluster {
         self.folder.join("log")
     }
 
-    pub(super) fn ward(&self, remove: PathBuf) -> Ward {
-        Ward { pid_file: self.data().join("postmaster.pid"), working: self.data(), signal: "QUIT", remove }
+    pub(super) fn process(&self, remove: PathBuf) -> ServerProcess {
+        ServerProcess { pid_file: self.data().join("postmaster.pid"), working: self.data(), signal: "QUIT", remove }
     }
 
     /// `initdb` and configuration.
@@ -266,23 +257,20 @@ impl Cluster {
             .status()
             .with_context(|| format!("{}", self.bin.join("initdb").display()))?;
         anyhow::ensure!(output.success(), "initdb failed: {}", tail(&self.log()));
-        let config = data.join("postgresql.auto.conf");
-        fs::write(&config, settings.render())?;
-        Ok(())
+        Ok(fs::write(data.join("postgresql.auto.conf"), settings.render())?)
     }
 
     /// Starts on a free port.
     pub(super) async fn start_anywhere(&self) -> anyhow::Result<(Child, u16)> {
-        let mut tried = 0;
-        loop {
+        for _ in 1..PORT_TRIES {
             let port = free_port()?;
-            tried += 1;
             match self.start(port).await {
-                Ok(server) => return Ok((server, port)),
-                Err(error) if tried >= PORT_TRIES || !format!("{error:#}").contains("in use") => return Err(error),
-                Err(_) => {}
+                Err(error) if format!("{error:#}").contains("in use") => {}
+                started => return Ok((started?, port)),
             }
         }
+        let port = free_port()?;
+        Ok((self.start(port).await?, port))
     }
 
     /// Starts on this port and waits until it accepts connections.
@@ -296,7 +284,7 @@ impl Cluster {
             }
             if let Some(status) = server.try_wait()? {
                 let log = tail(&self.log());
-                // After SIGKILL the orphaned processes hold the old shared memory until they notice.
+                // After SIGKILL the orphans hold the old shared memory until they notice.
                 anyhow::ensure!(log.contains("shared memory block"), "postgres ended with {status}: {log}");
                 fs::write(self.log(), "")?;
                 server = self.spawn(port)?;

@@ -8,8 +8,9 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 
 use anyhow::Context as _;
 
-/// Stops the process in the pid file `$1` with signal `$3` if it is the one that works in folder `$2` (a pid may have been
-/// given to somebody else meanwhile), waits until it is gone (a zombie has no folder any more), and removes folder `$4`.
+/// Stops the process in the pid file `$1` with signal `$3` if it works in folder `$2` (the pid may
+/// be another process's by now), waits until it is gone (a zombie has no folder), and removes
+/// folder `$4`.
 const STOP: &str = r#"
 stop() {
   pid=$(head -n 1 "$1" 2>/dev/null) || pid=
@@ -65,13 +66,8 @@ pub(super) fn own_folder(folder: &Path, mode: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A new folder of ours under the temporary folder.
-pub(super) fn scratch(prefix: &str) -> anyhow::Result<PathBuf> {
-    scratch_under(None, prefix)
-}
-
-/// The same under another folder.
-pub(super) fn scratch_under(parent: Option<&Path>, prefix: &str) -> anyhow::Result<PathBuf> {
+/// A new folder of ours, below the temporary folder if none is named.
+pub(super) fn scratch(parent: Option<&Path>, prefix: &str) -> anyhow::Result<PathBuf> {
     let parent = parent.map_or_else(std::env::temp_dir, Path::to_path_buf);
     let folder = tempfile::Builder::new().prefix(prefix).tempdir_in(parent)?.keep();
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o755))?;
@@ -89,20 +85,20 @@ pub(super) fn signal(pid: impl std::fmt::Display, signal: &str) -> anyhow::Resul
     Ok(())
 }
 
-/// What a guard stops and removes.
+/// A server that a guard stops, and what it removes afterwards.
 #[derive(Debug, Clone)]
-pub(super) struct Ward {
+pub(super) struct ServerProcess {
     /// File whose first line is the pid.
     pub(super) pid_file: PathBuf,
-    /// The folder that process works in.
+    /// The folder that it works in.
     pub(super) working: PathBuf,
-    /// How it is stopped.
+    /// The signal that stops it.
     pub(super) signal: &'static str,
     /// What is removed afterwards.
     pub(super) remove: PathBuf,
 }
 
-impl Ward {
+impl ServerProcess {
     /// Whether the process is there: it works in its folder, as [`STOP`] sees it.
     pub(super) fn lives(&self) -> bool {
         let pid = fs::read_to_string(&self.pid_file).unwrap_or_default();
@@ -110,46 +106,10 @@ impl Ward {
         fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|folder| folder == self.working)
     }
 
-    fn guard(&self, wait: &str, extra: &[&Path]) -> Command {
-        let mut command = Command::new("sh");
-        let script = format!("{STOP}\n{wait}\n");
-        command.args(["-c", script.as_str(), "guard"]);
-        command.arg(&self.pid_file).arg(&self.working).arg(self.signal).arg(&self.remove).args(extra);
-        command.current_dir("/").process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        command
-    }
-}
-
-/// Stops its ward when dropped, or when this process dies.
-#[derive(Debug)]
-pub(super) struct Leash {
-    guard: Child,
-    pipe: Option<ChildStdin>,
-}
-
-impl Leash {
-    pub(super) fn new(ward: &Ward) -> anyhow::Result<Self> {
-        // Nothing is ever written: reading ends when the last holder of the other end, which is us alone, is gone.
-        let wait = r#"read -r nothing; stop "$@""#;
-        let mut guard = ward.guard(wait, &[]).stdin(Stdio::piped()).spawn().context("sh")?;
-        let pipe = guard.stdin.take();
-        Ok(Self { guard, pipe })
-    }
-
-    /// Lets go, and waits until the ward is stopped and removed. `server` is reaped meanwhile.
-    pub(super) fn let_go(&mut self, server: Option<&mut Child>) {
-        drop(self.pipe.take());
-        if let Some(server) = server {
-            let _ = server.wait();
-        }
-        let _ = self.guard.wait();
-    }
-}
-
-/// Starts a guard that belongs to nobody: it stops its ward once no process has held a lock on `users` for some seconds, or
-/// once the ward is gone. It holds a lock on `watch` itself, so that a guard that was killed is noticed.
-pub(super) fn watch(ward: &Ward, users: &Path, watch: &Path) -> anyhow::Result<()> {
-    let wait = r#"
+    /// A guard that belongs to nobody: it stops the server once no process has held a lock on
+    /// `users` for some seconds. Its own lock on `watch` tells the next one that it is there.
+    pub(super) fn watch(&self, users: &Path, watch: &Path) -> anyhow::Result<()> {
+        let wait = r#"
 exec 8>>"$6" 9>>"$5"
 flock -n -x 8 || exit 0
 idle=0
@@ -160,6 +120,41 @@ while [ $idle -lt 4 ]; do
 done
 stop "$1" "$2" "$3" "$4"
 "#;
-    ward.guard(wait, &[users, watch]).spawn().context("sh")?;
-    Ok(())
+        self.guard(wait, &[users, watch]).spawn().context("sh")?;
+        Ok(())
+    }
+
+    fn guard(&self, wait: &str, extra: &[&Path]) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("{STOP}\n{wait}\n"), "guard"]);
+        command.arg(&self.pid_file).arg(&self.working).arg(self.signal).arg(&self.remove).args(extra);
+        command.current_dir("/").process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    }
+}
+
+/// Stops a server when dropped, or when this process dies.
+#[derive(Debug)]
+pub(super) struct ProcessGuard {
+    guard: Child,
+    pipe: Option<ChildStdin>,
+}
+
+impl ProcessGuard {
+    pub(super) fn new(server: &ServerProcess) -> anyhow::Result<Self> {
+        // Nothing is ever written: reading ends when we, who hold the other end alone, are gone.
+        let wait = r#"read -r nothing; stop "$@""#;
+        let mut guard = server.guard(wait, &[]).stdin(Stdio::piped()).spawn().context("sh")?;
+        let pipe = guard.stdin.take();
+        Ok(Self { guard, pipe })
+    }
+
+    /// Waits until the server is stopped and its data removed.
+    pub(super) fn stop(&mut self, server: Option<&mut Child>) {
+        drop(self.pipe.take());
+        if let Some(server) = server {
+            let _ = server.wait();
+        }
+        let _ = self.guard.wait();
+    }
 }

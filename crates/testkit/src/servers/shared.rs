@@ -12,7 +12,6 @@ use anyhow::Context as _;
 
 use super::postgres::connect;
 use super::private::{Cluster, START_SECONDS_MAX, Settings};
-use super::process;
 use super::{Postgres, Version, install};
 
 /// Locks held until this process ends, whichever way: a URL outlives the handle it came from.
@@ -39,7 +38,9 @@ pub(super) async fn find_or_start(version: Version) -> anyhow::Result<Postgres> 
         Some(port) => port,
         None => start(&cluster, &settings).await.with_context(|| version.name())?,
     };
-    watch(&cluster)?;
+    // Another guard that is there already has the lock, and this one ends.
+    let run = folder.join("run");
+    cluster.below(&run).process(run).watch(&folder.join("users"), &folder.join("guard"))?;
     Ok(Postgres::on_port(version, port))
 }
 
@@ -59,17 +60,17 @@ fn lock_file(path: &Path) -> anyhow::Result<File> {
     File::options().create(true).append(true).open(path).with_context(|| format!("{}", path.display()))
 }
 
-/// The port of the server that runs already. However long a busy machine lets it take to answer: only one whose first process is gone
-/// is none, for its folder is removed then.
+/// The port of the server that runs already. A slow answer on a busy machine does not count as
+/// none: a missing server's folder is removed.
 async fn running(cluster: &Cluster) -> anyhow::Result<Option<u16>> {
     let run = cluster.folder.join("run");
     let Ok(port) = fs::read_to_string(run.join("port")) else { return Ok(None) };
     let port = port.trim().parse()?;
-    let ward = cluster.below(&run).ward(run);
+    let process = cluster.below(&run).process(run);
     let deadline = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
     let url = format!("postgres://postgres@127.0.0.1:{port}/postgres?connect_timeout=5");
     while let Err(error) = connect(&url).await {
-        if !ward.lives() {
+        if !process.lives() {
             return Ok(None);
         }
         anyhow::ensure!(Instant::now() < deadline, "the shared server does not answer on port {port}: {error:#}");
@@ -87,13 +88,6 @@ async fn start(cluster: &Cluster, settings: &Settings) -> anyhow::Result<u16> {
     let (_left_to_its_guard, port) = cluster.start_anywhere().await?;
     fs::write(run.join("port"), port.to_string())?;
     Ok(port)
-}
-
-/// Sees to it that the server has a guard; another one finds the lock taken and ends.
-fn watch(cluster: &Cluster) -> anyhow::Result<()> {
-    let run = cluster.folder.join("run");
-    let ward = cluster.below(&run).ward(run.clone());
-    process::watch(&ward, &cluster.folder.join("users"), &cluster.folder.join("guard"))
 }
 
 impl Cluster {

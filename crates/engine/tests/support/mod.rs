@@ -1,9 +1,9 @@
-//! The workbench of the engine's tests: a memory store with one subscription, and a sink that
-//! records and obeys a script.
+//! What the engine's tests share: a memory store with one subscription, and a sink that records
+//! and obeys a script.
 
 #![allow(dead_code, unreachable_pub, reason = "a module of several test binaries, each of which uses its part")]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub fn fast() -> RelaySettings {
     }
 }
 
-/// The three ways a sink is driven.
+/// The ways a sink is driven.
 pub fn all_capabilities() -> [Capabilities; 4] {
     [
         Capabilities { batch_max: 1, concurrency: 16, prefix: false },
@@ -47,15 +47,22 @@ pub fn version(delivery: &Delivery) -> i64 {
     delivery.event.version.unwrap_or(-1)
 }
 
-pub struct Bench {
+pub struct TestEnv {
     pub store: Arc<MemoryStore>,
     clock: TokioClock,
     lanes: u16,
 }
 
-impl Bench {
+impl TestEnv {
     pub async fn new() -> Self {
         Self::with_lanes(1).await
+    }
+
+    /// With these events in its log.
+    pub async fn with(events: impl IntoIterator<Item = NewEvent>) -> Self {
+        let env = Self::new().await;
+        env.append(events).await;
+        env
     }
 
     pub async fn with_lanes(lanes: u16) -> Self {
@@ -65,9 +72,9 @@ impl Bench {
     }
 
     pub async fn on(store: Arc<MemoryStore>, lanes: u16) -> Self {
-        let bench = Self { store, clock: TokioClock::new(), lanes };
-        bench.store.subscribe(&bench.subscription()).await.expect("subscribed");
-        bench
+        let env = Self { store, clock: TokioClock::new(), lanes };
+        env.store.subscribe(&env.subscription()).await.expect("subscribed");
+        env
     }
 
     pub fn subscription(&self) -> Subscription {
@@ -82,6 +89,21 @@ impl Bench {
     pub async fn append(&self, events: impl IntoIterator<Item = NewEvent>) {
         let events: Vec<NewEvent> = events.into_iter().collect();
         self.store.append(&LogName::outbox(), &events).await.expect("appended");
+    }
+
+    /// Appends these one after another, round robin over the keys.
+    pub async fn append_each(&self, events: std::ops::Range<u64>, keys: u64, apart: Duration) {
+        for n in events {
+            self.append([event(n % keys, n)]).await;
+            tokio::time::sleep(apart).await;
+        }
+    }
+
+    /// A relay whose way to the store can be cut.
+    pub fn cuttable(&self) -> (Arc<Cable>, Arc<Recorder>, Relay) {
+        let (cable, sink) = (Arc::new(Cable::default()), Recorder::new(Capabilities::default()));
+        let log = Arc::new(self.store.client(Some(cable.clone())));
+        (cable, sink.clone(), self.relay_on(log, sink, fast()))
     }
 
     pub fn builder(&self, subscription: Subscription, settings: RelaySettings) -> RelayBuilder {
@@ -105,14 +127,27 @@ impl Bench {
         self.builder_on(log, self.subscription(), settings).sink(sink).build().expect("built")
     }
 
-    pub async fn run_for(&self, relay: &Relay, time: Duration) {
+    /// A relay to a new recorder.
+    pub fn recorded(&self, capabilities: Capabilities, settings: RelaySettings) -> (Arc<Recorder>, Relay) {
+        let sink = Recorder::new(capabilities);
+        (sink.clone(), self.relay(sink, settings))
+    }
+
+    /// Runs the relay until this has ended.
+    pub async fn run_while<T>(&self, relay: &Relay, operate: impl Future<Output = T>) -> T {
         let stop = CancellationToken::new();
-        let stopping = async {
-            tokio::time::sleep(time).await;
+        let operating = async {
+            let outcome = operate.await;
             stop.cancel();
+            outcome
         };
-        let (ended, ()) = tokio::join!(relay.run(stop.clone()), stopping);
+        let (ended, outcome) = tokio::join!(relay.run(stop.clone()), operating);
         ended.expect("ran");
+        outcome
+    }
+
+    pub async fn run_for(&self, relay: &Relay, time: Duration) {
+        self.run_while(relay, tokio::time::sleep(time)).await;
     }
 
     pub async fn stats(&self) -> Stats {
@@ -155,6 +190,12 @@ pub enum Answer {
     Hang,
 }
 
+impl From<Outcome> for Answer {
+    fn from(outcome: Outcome) -> Self {
+        Self::Say(outcome)
+    }
+}
+
 #[derive(Debug, Clone)]
 pub struct Arrival {
     pub key: Option<String>,
@@ -173,7 +214,6 @@ pub struct Recorder {
     script: Mutex<Script>,
     arrivals: Mutex<Vec<Arrival>>,
     calls: AtomicUsize,
-    in_flight: AtomicUsize,
     down: AtomicBool,
     takes: Mutex<Duration>,
     arrived: Notify,
@@ -184,19 +224,23 @@ impl Recorder {
     pub fn new(capabilities: Capabilities) -> Arc<Self> {
         Arc::new(Self {
             capabilities,
-            script: Mutex::new(Box::new(|_| Answer::Say(Outcome::DELIVERED))),
+            script: Mutex::new(Box::new(|_| Outcome::DELIVERED.into())),
             arrivals: Mutex::default(),
-            calls: AtomicUsize::new(0),
-            in_flight: AtomicUsize::new(0),
-            down: AtomicBool::new(false),
+            calls: AtomicUsize::default(),
+            down: AtomicBool::default(),
             takes: Mutex::default(),
             arrived: Notify::new(),
             clock: Mutex::new(None),
         })
     }
 
-    pub fn script(&self, script: impl Fn(&Delivery) -> Answer + Send + Sync + 'static) {
-        *self.script.lock().unwrap() = Box::new(script);
+    pub fn script<A: Into<Answer>>(&self, script: impl Fn(&Delivery) -> A + Send + Sync + 'static) {
+        *self.script.lock().unwrap() = Box::new(move |delivery| script(delivery).into());
+    }
+
+    /// One event gets this answer each time, all others are delivered.
+    pub fn answers(&self, event: i64, outcome: Outcome) {
+        self.script(move |delivery| if version(delivery) == event { outcome.clone() } else { Outcome::DELIVERED });
     }
 
     pub fn down(&self, down: bool) {
@@ -229,28 +273,20 @@ impl Recorder {
         }
     }
 
-    /// First arrivals of each key in rising version.
-    pub fn assert_in_order(&self) {
-        if let Err(fault) = self.check_order() {
-            panic!("{fault}");
-        }
+    /// The versions of what arrived, in that order.
+    pub fn versions(&self) -> Vec<i64> {
+        self.arrivals().iter().map(|arrival| arrival.version).collect()
     }
 
-    pub fn check_order(&self) -> Result<(), String> {
-        let mut last: HashMap<String, i64> = HashMap::new();
-        let mut seen = std::collections::HashSet::new();
-        for arrival in self.arrivals.lock().unwrap().iter() {
-            let Some(key) = &arrival.key else { continue };
-            if !seen.insert(arrival.version) {
-                continue;
-            }
-            if let Some(before) = last.insert(key.clone(), arrival.version)
-                && before > arrival.version
-            {
-                return Err(format!("key {key}: {} arrived after {before}", arrival.version));
+    /// First arrivals of each key in rising version.
+    pub fn assert_in_order(&self) {
+        let (mut latest, mut seen) = (HashMap::new(), HashSet::new());
+        for Arrival { key, version, .. } in self.arrivals() {
+            if key.is_some() && seen.insert(version) {
+                let before = latest.insert(key.clone(), version).unwrap_or(i64::MIN);
+                assert!(before < version, "key {key:?}: {version} arrived after {before}");
             }
         }
-        Ok(())
     }
 
     fn arrive(&self, delivery: &Delivery) {
@@ -274,22 +310,14 @@ impl Sink for Recorder {
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
-        struct InFlight<'a>(&'a AtomicUsize);
-        impl Drop for InFlight<'_> {
-            fn drop(&mut self) {
-                self.0.fetch_sub(1, Ordering::SeqCst);
-            }
-        }
         self.calls.fetch_add(1, Ordering::SeqCst);
         assert!(deliveries.len() <= self.capabilities.batch_max, "a call within the sink's limit");
-        self.in_flight.fetch_add(1, Ordering::SeqCst);
-        let _in_flight = InFlight(&self.in_flight);
         let takes = *self.takes.lock().unwrap();
         if !takes.is_zero() {
             tokio::time::sleep(takes).await;
         }
         let mut outcomes = Vec::new();
-        let mut failed_keys = std::collections::HashSet::new();
+        let mut failed_keys = HashSet::new();
         for delivery in deliveries {
             let key = delivery.event.key.clone();
             if self.down.load(Ordering::SeqCst) {

@@ -1,16 +1,27 @@
 //! A folder of a test's own with a store in it, and the binary to be run there.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::servers::{Postgres, Version};
-use tokio::io::{AsyncBufReadExt as _, BufReader};
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::net::TcpStream;
+use tokio::process::Child;
 use tokio::sync::watch;
 
 /// Nothing here takes long; this only turns a hang into a failure.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
+
+/// A subscription `out` that writes to `out.jsonl`.
+pub(crate) const FILE_SINK: &str = "[subscriptions.out]\nsink = { type = \"file\", path = \"out.jsonl\" }\n";
+
+/// The line of a subscription that posts to this URL on loopback.
+pub(crate) fn http_sink(url: &str) -> String {
+    format!("sink = {{ type = \"http\", url = \"{url}\", allow = [\"127.0.0.1\"] }}\n")
+}
 
 /// Which store a test runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,13 +31,13 @@ pub(crate) enum Kind {
 }
 
 /// A folder, a store, the binary.
-pub(crate) struct Room {
+pub(crate) struct TestEnv {
     folder: tempfile::TempDir,
     pub(crate) kind: Kind,
     pub(crate) url: String,
 }
 
-impl Room {
+impl TestEnv {
     /// An empty store, not migrated.
     pub(crate) async fn empty(kind: Kind) -> Result<Self> {
         let folder = tempfile::tempdir()?;
@@ -44,17 +55,23 @@ impl Room {
 
     /// A store with its schema.
     pub(crate) async fn migrated(kind: Kind) -> Result<Self> {
-        let room = Self::empty(kind).await?;
-        room.ok(&["migrate", "up"])?;
-        Ok(room)
+        let env = Self::empty(kind).await?;
+        env.ok(&["migrate", "up"])?;
+        Ok(env)
+    }
+
+    /// A store with its schema, and this configuration.
+    pub(crate) async fn with(kind: Kind, config: &str) -> Result<Self> {
+        let env = Self::migrated(kind).await?;
+        env.config(config)?;
+        Ok(env)
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// Writes the configuration; the store's section is put in front. Where it does not say where to listen, that is on a free port: the
-    /// default one is for one test at a time.
+    /// Writes the configuration with this store, and a free port to listen on unless it names one.
     pub(crate) fn config(&self, text: &str) -> Result<()> {
         let server = if text.contains("[server]") { "" } else { "\n[server]\nlisten = \"127.0.0.1:0\"\n" };
         std::fs::write(self.path("postbox.toml"), format!("[store]\nurl = {:?}\n{text}{server}", self.url))?;
@@ -76,6 +93,22 @@ impl Room {
         Ok(self.command(args).output()?)
     }
 
+    /// A process of the binary whose output is kept.
+    pub(crate) fn spawn(&self, args: &[&str]) -> Result<Child> {
+        let mut command = tokio::process::Command::from(self.command(args));
+        Ok(command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true).spawn()?)
+    }
+
+    /// What it printed, however it ended.
+    pub(crate) fn said(&self, args: &[&str]) -> Result<String> {
+        Ok(String::from_utf8(self.output(args)?.stdout)?)
+    }
+
+    /// It must end with 0; gives the JSON it printed.
+    pub(crate) fn json(&self, args: &[&str]) -> Result<Value> {
+        Ok(serde_json::from_str(&self.ok(args)?)?)
+    }
+
     /// It must end with 0; gives what it printed.
     pub(crate) fn ok(&self, args: &[&str]) -> Result<String> {
         let output = self.output(args)?;
@@ -84,8 +117,7 @@ impl Room {
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// `postbox dispatch`: what became of the events. Not how many were fetched: one that waits behind a slow one of its key is fetched
-    /// again, and what is slow depends on the machine.
+    /// `postbox dispatch`: the counts without `fetched=`, which depends on the machine's speed.
     pub(crate) fn dispatch(&self, args: &[&str]) -> Result<String> {
         let printed = self.ok(&[&["dispatch"], args].concat())?;
         let (fetched, became) = printed.trim_end().split_once(' ').context("two counts at least")?;
@@ -105,27 +137,27 @@ impl Room {
                 let path = self.url.trim_start_matches("sqlite:");
                 rusqlite::Connection::open(path)?.execute_batch(&sql.replace("OUTBOX", "postbox_outbox"))?;
             }
-            Kind::Postgres => {
-                let (client, connection) = tokio_postgres::connect(&self.url, tokio_postgres::NoTls).await?;
-                let connection = tokio::spawn(connection);
-                client.batch_execute(&sql.replace("OUTBOX", "postbox.outbox")).await?;
-                drop(client);
-                connection.await??;
-            }
+            Kind::Postgres => self.client().await?.batch_execute(&sql.replace("OUTBOX", "postbox.outbox")).await?,
         }
         Ok(())
+    }
+
+    /// A connection to the database.
+    pub(crate) async fn client(&self) -> Result<tokio_postgres::Client> {
+        let (client, connection) = tokio_postgres::connect(&self.url, tokio_postgres::NoTls).await?;
+        tokio::spawn(connection);
+        Ok(client)
     }
 
     /// Everything that is in the store, to compare with later: "nothing changed".
     pub(crate) async fn snapshot(&self) -> Result<Vec<u8>> {
         if self.kind == Kind::Sqlite {
-            return Ok(bytes(&self.path("postbox.db")).unwrap_or_default());
+            return Ok(std::fs::read(self.path("postbox.db")).unwrap_or_default());
         }
         const TABLES: &str = "SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname) FROM pg_class AS c \
             JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.relkind = 'r' \
             AND n.nspname NOT IN ('pg_catalog', 'information_schema') ORDER BY 1";
-        let (client, connection) = tokio_postgres::connect(&self.url, tokio_postgres::NoTls).await?;
-        let connection = tokio::spawn(connection);
+        let client = self.client().await?;
         let mut all = String::new();
         for row in client.query(TABLES, &[]).await? {
             let table: String = row.get(0);
@@ -133,23 +165,24 @@ impl Room {
             let rows: String = client.query_one(&rows, &[]).await?.get(0);
             all += &format!("{table}\n{rows}\n");
         }
-        drop(client);
-        connection.await??;
         Ok(all.into_bytes())
+    }
+
+    /// Events of a topic and a key, with the payload `{"n":…}`, in this order.
+    pub(crate) async fn insert<'a>(&self, events: impl IntoIterator<Item = (&'a str, String, i64)>) -> Result<()> {
+        let row = |(topic, key, n)| format!("('{topic}', '{key}', '{{\"n\":{n}}}')");
+        let rows: Vec<String> = events.into_iter().map(row).collect();
+        self.sql(&format!("INSERT INTO OUTBOX (topic, key, payload) VALUES {}", rows.join(","))).await
     }
 
     /// Three events: two of key 1 and one of key 2.
     pub(crate) async fn insert_three(&self) -> Result<()> {
-        self.sql(
-            "INSERT INTO OUTBOX (topic, key, payload) VALUES ('order.placed', '1', '{\"n\":1}');\n\
-             INSERT INTO OUTBOX (topic, key, payload) VALUES ('order.placed', '2', '{\"n\":2}');\n\
-             INSERT INTO OUTBOX (topic, key, payload) VALUES ('order.paid', '1', '{\"n\":3}');",
-        )
-        .await
+        let events = [("order.placed", 1, 1), ("order.placed", 2, 2), ("order.paid", 1, 3)];
+        self.insert(events.map(|(topic, key, n)| (topic, key.to_string(), n))).await
     }
 
     /// The lines of a file sink, as JSON.
-    pub(crate) fn lines(&self, name: &str) -> Result<Vec<serde_json::Value>> {
+    pub(crate) fn lines(&self, name: &str) -> Result<Vec<Value>> {
         let text = std::fs::read_to_string(self.path(name)).unwrap_or_default();
         text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
     }
@@ -162,12 +195,12 @@ impl Room {
     /// The same with these variables in its environment.
     pub(crate) async fn serve_with(&self, env: &[(&str, &str)]) -> Result<Served> {
         let mut command = tokio::process::Command::from(self.command(&["run", "--log-json"]));
-        command.envs(env.iter().copied());
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true).spawn()?;
+        command.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn()?;
         let mut lines = BufReader::new(child.stderr.take().context("no stderr")?).lines();
         let started = async {
             while let Some(line) = lines.next_line().await? {
-                let value: serde_json::Value = serde_json::from_str(&line).with_context(|| line.clone())?;
+                let value: Value = serde_json::from_str(&line).with_context(|| line.clone())?;
                 if let Some(address) = value["address"].as_str() {
                     return Ok(address.to_owned());
                 }
@@ -187,7 +220,7 @@ impl Room {
 
 /// A running `postbox run`.
 pub(crate) struct Served {
-    child: tokio::process::Child,
+    child: Child,
     pub(crate) address: String,
     /// What it logged since it listens; closed when it has ended.
     log: watch::Receiver<Vec<String>>,
@@ -225,11 +258,46 @@ impl Served {
     pub(crate) async fn logged(&self, text: &str, lines: usize) -> Result<()> {
         let mut log = self.log.clone();
         let said = log.wait_for(|log| log.iter().filter(|line| line.contains(text)).count() >= lines);
-        tokio::time::timeout(DEADLINE, said)
-            .await
-            .with_context(|| format!("it never said {text:?} {lines} times"))??;
+        let said = tokio::time::timeout(DEADLINE, said).await;
+        said.with_context(|| format!("it never said {text:?} {lines} times"))??;
         Ok(())
     }
+}
+
+/// What a process printed, which must end in time.
+pub(crate) async fn ended(child: Child) -> Result<Output> {
+    Ok(tokio::time::timeout(DEADLINE, child.wait_with_output()).await.context("it does not end")??)
+}
+
+/// Looks until there is what is wanted, and gives it.
+pub(crate) async fn until<T>(what: &str, mut look: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
+    let found = async {
+        loop {
+            if let Some(found) = look().await? {
+                return Ok(found);
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(DEADLINE, found).await.with_context(|| format!("{what}: it never came"))?
+}
+
+/// Waits until somebody waits for a lock that this connection holds.
+pub(crate) async fn until_waited_for(holder: &tokio_postgres::Client) -> Result<()> {
+    const WAITING: &str =
+        "SELECT count(*) FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY (pg_blocking_pids(pid))";
+    let waits = async || anyhow::Ok((holder.query_one(WAITING, &[]).await?.get::<_, i64>(0) > 0).then_some(()));
+    until("somebody who waits for the lock", waits).await
+}
+
+/// Asks a running service; gives the whole answer.
+pub(crate) async fn get(address: &str, path: &str, headers: &str) -> Result<String> {
+    let mut stream = TcpStream::connect(address).await?;
+    let request = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n{headers}\r\n");
+    stream.write_all(request.as_bytes()).await?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await?;
+    Ok(answer)
 }
 
 /// Sends a signal to a process that this test started.
@@ -239,7 +307,7 @@ pub(crate) fn signal(pid: u32, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// What a failed command said: one exit code, nothing on standard output, no panic, every line ours.
+/// What a failed command said: one exit code, nothing on standard output, no panic.
 pub(crate) fn complaint(output: &Output, code: i32, args: &[&str]) -> Result<String> {
     let stderr = String::from_utf8(output.stderr.clone())?;
     ensure!(output.status.code() == Some(code), "postbox {args:?} ended with {}: {stderr}", output.status);
@@ -248,19 +316,27 @@ pub(crate) fn complaint(output: &Output, code: i32, args: &[&str]) -> Result<Str
     Ok(stderr)
 }
 
-/// A file's bytes, or none.
-pub(crate) fn bytes(path: &Path) -> Option<Vec<u8>> {
-    std::fs::read(path).ok()
+/// Named tests, each a call.
+macro_rules! cases {
+    ($($name:ident => $call:expr;)*) => {
+        $(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $name() -> anyhow::Result<()> {
+                $call.await
+            }
+        )*
+    };
 }
+pub(crate) use cases;
 
 /// A test of each of these functions for each store.
 macro_rules! on_both {
     ($($name:ident),* $(,)?) => {
         mod on_sqlite {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)] async fn $name() -> anyhow::Result<()> { super::$name(crate::room::Kind::Sqlite).await })*
+            crate::env::cases! { $($name => super::$name(crate::env::Kind::Sqlite);)* }
         }
         mod on_postgres {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)] async fn $name() -> anyhow::Result<()> { super::$name(crate::room::Kind::Postgres).await })*
+            crate::env::cases! { $($name => super::$name(crate::env::Kind::Postgres);)* }
         }
     };
 }

@@ -1,0 +1,80 @@
+//! Standard error or output is closed, full, or not read: work goes on, and a stop is clean.
+
+use std::fs::File;
+use std::io::Write as _;
+use std::process::Stdio;
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::env::{DEADLINE, FILE_SINK, Kind, TestEnv, cases, http_sink, signal, until};
+
+/// An output that takes nothing.
+#[derive(Debug, Clone, Copy)]
+enum Output {
+    /// A pipe whose reader has gone.
+    Closed,
+    /// A device on which nothing fits.
+    Full,
+    /// A pipe that nobody reads.
+    Unread,
+}
+
+impl Output {
+    /// What to write to, and what has to be kept meanwhile.
+    fn open(self) -> Result<(Stdio, Option<std::io::PipeReader>)> {
+        if matches!(self, Self::Full) {
+            return Ok((File::options().write(true).open("/dev/full")?.into(), None));
+        }
+        let (reader, mut writer) = std::io::pipe()?;
+        if matches!(self, Self::Unread) {
+            // What a pipe holds: there is env for nothing more.
+            writer.write_all(&[b'x'; 64 * 1024])?;
+        }
+        Ok((writer.into(), matches!(self, Self::Unread).then_some(reader)))
+    }
+}
+
+/// Delivers three events before and three after it has had much to say, and ends with 0.
+async fn goes_on(args: &[&str], stdout: Option<Output>, stderr: Output) -> Result<()> {
+    let refused = "[subscriptions.refused]\nbreaker = { base = \"1ms\", max = \"1ms\" }\n".to_owned();
+    let env = TestEnv::with(Kind::Sqlite, &(refused + &http_sink("http://127.0.0.1:1/") + FILE_SINK)).await?;
+    let (error, _error_kept) = stderr.open()?;
+    let (output, _output_kept) = match stdout {
+        Some(output) => output.open()?,
+        None => (Stdio::null(), None),
+    };
+    let mut command = tokio::process::Command::from(env.command(args));
+    let mut child = command.stdout(output).stderr(error).kill_on_drop(true).spawn()?;
+    let pid = child.id().context("it has ended already")?;
+    // The command's own copies of the ends, else nothing would be closed.
+    drop(command);
+    for round in 1..=3 {
+        env.insert_three().await?;
+        until(&format!("{args:?} {stdout:?} {stderr:?}: round {round}"), async || {
+            let status = child.try_wait()?;
+            ensure!(status.is_none(), "{args:?} {stdout:?} {stderr:?}: it ended with {status:?} in round {round}");
+            Ok(env.lines("out.jsonl").ok().filter(|lines| lines.len() >= 3 * round))
+        })
+        .await?;
+    }
+    signal(pid, "TERM")?;
+    let status = tokio::time::timeout(DEADLINE, child.wait()).await.context("it does not stop")??;
+    ensure!(status.success(), "{args:?} {stdout:?} {stderr:?}: it ended with {status}");
+    Ok(())
+}
+
+const RUN: &[&str] = &["run", "--log-level", "trace"];
+
+cases! {
+    standard_error_without_a_reader_stops_nothing => goes_on(RUN, None, Output::Closed);
+    standard_error_that_is_full_stops_nothing => goes_on(RUN, None, Output::Full);
+    standard_error_that_nobody_reads_stops_nothing => goes_on(RUN, None, Output::Unread);
+}
+
+#[tokio::test]
+async fn dispatch_in_a_loop_needs_no_listener_either() -> Result<()> {
+    for (stdout, stderr) in [(Output::Closed, Output::Closed), (Output::Full, Output::Full)] {
+        goes_on(&["dispatch", "--loop", "--subscription", "out"], Some(stdout), stderr).await?;
+    }
+    goes_on(RUN, Some(Output::Full), Output::Closed).await
+}

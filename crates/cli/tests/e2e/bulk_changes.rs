@@ -1,0 +1,100 @@
+//! Changes of many events: in steps, with a count that is right however they end.
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal, until_waited_for};
+
+/// More than two steps.
+const MANY: usize = 2_500;
+
+/// A subscription with so many dead events, made by SQL because that is quick.
+async fn with_dead(kind: Kind, events: usize) -> Result<TestEnv> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    let rows = format!(
+        "WITH RECURSIVE up(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM up WHERE n < {events})
+         INSERT INTO OUTBOX (topic, key, payload) SELECT 'order.placed', 'k' || n, '{{}}' FROM up"
+    );
+    env.sql(&rows).await?;
+    ensure!(env.dispatch(&[])? == format!("dispatched={events} failed=0 dead=0"));
+    env.sql(match kind {
+        Kind::Sqlite => {
+            "INSERT INTO postbox_delivery (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, updated_at)
+             SELECT 'out', seq, 0, id, topic, key, created_at, 'dead', 0, 1, created_at FROM OUTBOX"
+        }
+        Kind::Postgres => {
+            "INSERT INTO postbox.delivery (subscription, lane, seq, key, state, ordered)
+             SELECT s.id, 0, l.seq, l.key, 'dead', true FROM OUTBOX AS l, postbox.subscription AS s"
+        }
+    })
+    .await?;
+    ensure!(dead(&env)? == events);
+    Ok(env)
+}
+
+fn dead(env: &TestEnv) -> Result<usize> {
+    let dead = env.json(&["stats", "--json"])?[0]["dead"].as_u64();
+    Ok(usize::try_from(dead.context("no count")?)?)
+}
+
+async fn many_events_are_retried_and_discarded(kind: Kind) -> Result<()> {
+    let env = with_dead(kind, MANY).await?;
+    let listed = env.ok(&["list", "--state", "dead", "--limit", "1200"])?;
+    let ids: Vec<&str> = listed.lines().filter_map(|line| line.split('\t').next()).collect();
+    ensure!(env.ok(&[&["discard"], &ids[..]].concat())? == "discarded=1200\n");
+    ensure!(env.ok(&["retry", "--all", "--limit", "1100"])? == "retried=1100\n");
+    ensure!(dead(&env)? == MANY - 1200 - 1100);
+    ensure!(env.ok(&["retry", "--all"])? == "retried=200\n");
+    ensure!(env.dispatch(&[])? == "dispatched=1300 failed=0 dead=0");
+    Ok(())
+}
+
+/// The database refuses a row of the second step.
+async fn a_retry_that_fails_midway_says_how_much_it_did(kind: Kind) -> Result<()> {
+    let env = with_dead(kind, MANY).await?;
+    env.sql(match kind {
+        Kind::Sqlite => {
+            "CREATE TRIGGER no BEFORE UPDATE ON postbox_delivery WHEN NEW.key = 'k1500' BEGIN SELECT RAISE(ABORT, 'not this one'); END"
+        }
+        Kind::Postgres => {
+            "CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not this one'; END $$;
+             CREATE TRIGGER no BEFORE UPDATE ON postbox.delivery FOR EACH ROW WHEN (NEW.key = 'k1500') EXECUTE FUNCTION no()"
+        }
+    })
+    .await?;
+    let output = env.output(&["retry", "--all"])?;
+    let (stdout, stderr) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(output.status.code() == Some(1) && stdout == "retried=1000\n", "{}: {stdout}{stderr}", output.status);
+    ensure!(stderr.contains("not this one") && stderr.contains("goes on with the rest"), "{stderr}");
+    ensure!(dead(&env)? == MANY - 1000);
+    // Refused at its first step, it has nothing to say but why.
+    let complaint = env.refuses(1, &["retry", "--all"])?;
+    ensure!(complaint.lines().count() == 1 && complaint.contains("not this one"), "{complaint}");
+    env.sql(match kind {
+        Kind::Sqlite => "DROP TRIGGER no",
+        Kind::Postgres => "DROP TRIGGER no ON postbox.delivery",
+    })
+    .await?;
+    ensure!(env.ok(&["retry", "--all"])? == "retried=1500\n");
+    Ok(())
+}
+
+/// It is stopped in its second step, which waits for a lock: that step is finished and counted.
+#[tokio::test]
+async fn an_interrupted_retry_says_how_much_it_did() -> Result<()> {
+    let all = 10_500;
+    let env = with_dead(Kind::Postgres, all).await?;
+    let holder = env.client().await?;
+    holder.batch_execute("BEGIN; SELECT FROM postbox.delivery WHERE key = 'k1500' FOR UPDATE").await?;
+    let child = env.spawn(&["retry", "--all"])?;
+    until_waited_for(&holder).await?;
+    signal(child.id().context("it has ended already")?, "INT")?;
+    holder.batch_execute("COMMIT").await?;
+    let output = ended(child).await?;
+    let (stdout, stderr) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(output.status.code() == Some(1) && stderr.contains("interrupted"), "{}: {stdout}{stderr}", output.status);
+    ensure!(stderr.lines().count() == 1 && stdout == format!("retried={}\n", all - dead(&env)?), "{stdout}{stderr}");
+    ensure!((2_000..all).contains(&(all - dead(&env)?)), "{stdout}");
+    Ok(())
+}
+
+on_both!(many_events_are_retried_and_discarded, a_retry_that_fails_midway_says_how_much_it_did);
