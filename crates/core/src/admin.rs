@@ -36,6 +36,13 @@ impl Selection {
         Ok(())
     }
 
+    /// Whether it means a row with this topic and code. What has none is not meant where one is
+    /// asked for.
+    pub fn means(&self, topic: Option<&str>, code: Option<&str>) -> bool {
+        self.topic.as_ref().is_none_or(|pattern| topic.is_some_and(|topic| pattern.matches(topic)))
+            && (self.code.is_none() || self.code.as_deref() == code)
+    }
+
     /// The most that one step changes.
     pub fn step_max(&self) -> usize {
         self.limit.unwrap_or(usize::MAX).min(CHANGE_EVENTS_MAX)
@@ -95,5 +102,3 @@ pub trait Admin: Send + Sync + 'static {
     /// cursors are plain numbers.
     async fn rebase(&self) -> Result<()>;
 }
-
-const _: Option<&dyn Admin> = None;

@@ -8,8 +8,9 @@ use crate::names::LogName;
 
 /// Appends events in a transaction of its own.
 ///
-/// Appending in *your* transaction, which is what an outbox is for, is an inherent function of each driver's crate
-/// (`append_in`), because transaction types differ; it takes the same events and gives the same result.
+/// Appending in *your* transaction, which is what an outbox is for, is an inherent function of each
+/// driver's crate (`append_in`), because transaction types differ; it takes the same events and
+/// gives the same result.
 ///
 /// Behaviour:
 /// - All events are appended or none; one round trip for any number of them.
@@ -19,11 +20,10 @@ use crate::names::LogName;
 /// - An unknown log: `NotFound`, code `log_unknown`.
 /// - `seq` order within one call is the order given.
 /// - Local relays of the same store are woken after the commit.
-/// - Cancel-safety: a dropped future may or may not have committed; append again with the same ids to find out.
+/// - Cancel-safety: a dropped future may or may not have committed; append again with the same ids
+///   to find out.
 #[async_trait]
 pub trait Append: Send + Sync + 'static {
     /// Appends `events` to `log` and commits.
     async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>>;
 }
-
-const _: Option<&dyn Append> = None;

@@ -13,9 +13,11 @@ pub type Decide<'a> = dyn Fn(&Delivery, &Outcome) -> Disposition + Send + Sync +
 /// A handler bound to its store: it runs inside the very transaction that settles the events.
 ///
 /// Behaviour:
-/// - One transaction: every handler's effect, the position of `settlement` and all delivery rows commit together or not at all.
-/// - Handlers run one after the other in the order of `deliveries`. A handler's failure (an outcome other than delivered, or a panic) rolls back
-///   its own effect only (a savepoint) and is written down as `decide` says; later deliveries of the same key in this call are settled as
+/// - One transaction: every handler's effect, the position of `settlement` and all delivery rows
+///   commit together or not at all.
+/// - Handlers run one after the other in the order of `deliveries`. A handler's failure (an outcome
+///   other than delivered, or a panic) rolls back its own effect only (a savepoint) and is written
+///   down as `decide` says; later deliveries of the same key in this call are settled as
 ///   [`Disposition::Block`] without being run, when `settlement.hold_keys`.
 /// - Entries already in `settlement` are written as they are.
 /// - The outcomes come back in the order of `deliveries`; a delivery that was not run has `None`.
@@ -33,5 +35,3 @@ pub trait Apply: Send + Sync + 'static {
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>>;
 }
-
-const _: Option<&dyn Apply> = None;

@@ -1,4 +1,5 @@
-//! Time and chance, passed in. Nothing in the house takes them from the air, so that it runs under a simulated clock.
+//! Time and chance, passed in. Nothing in the house takes them from the air, so that it runs under
+//! a simulated clock.
 
 use std::time::Duration;
 
@@ -26,5 +27,3 @@ pub trait Random: Send + Sync + 'static {
     /// A uniform draw from `0.0..1.0`.
     fn unit(&self) -> f64;
 }
-
-const _: Option<(&dyn Clock, &dyn Random)> = None;

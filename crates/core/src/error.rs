@@ -1,8 +1,7 @@
-//! One error type for every contract: kind, retry verdict, stable code, operation, source.
+//! One error type for every contract: kind, stable code, operation, source.
 
 use std::borrow::Cow;
 use std::fmt;
-use std::time::Duration;
 
 /// Shorthand used by every contract.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -34,24 +33,12 @@ pub enum ErrorKind {
     Internal,
 }
 
-/// Whether trying the same thing again can help.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// Transient: try again with backoff.
-    Retry,
-    /// Transient: the other side named the wait.
-    RetryAfter(Duration),
-    /// Trying again cannot help.
-    Permanent,
-}
-
 /// An error with everything a log line or an exit code needs.
 ///
 /// The text says what happened and how to fix it; it never contains a secret.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
-    verdict: Verdict,
     code: Cow<'static, str>,
     operation: &'static str,
     message: String,
@@ -59,18 +46,15 @@ pub struct Error {
 }
 
 impl Error {
-    /// A new error. `operation` is a verb (`"append"`), `code` a stable snake_case word, `message` one line with the cure.
+    /// A new error. `operation` is a verb (`"append"`), `code` a stable snake_case word, `message`
+    /// one line with the cure.
     pub fn new(
         kind: ErrorKind,
         operation: &'static str,
         code: impl Into<Cow<'static, str>>,
         message: impl Into<String>,
     ) -> Self {
-        let verdict = match kind {
-            ErrorKind::Unavailable | ErrorKind::RateLimited | ErrorKind::Internal => Verdict::Retry,
-            _ => Verdict::Permanent,
-        };
-        Self { kind, verdict, code: code.into(), operation, message: message.into(), source: None }
+        Self { kind, code: code.into(), operation, message: message.into(), source: None }
     }
 
     /// An [`ErrorKind::Invalid`] error.
@@ -90,13 +74,6 @@ impl Error {
         )
     }
 
-    /// Sets another verdict than the kind's usual one.
-    #[must_use]
-    pub fn with_verdict(mut self, verdict: Verdict) -> Self {
-        self.verdict = verdict;
-        self
-    }
-
     /// Attaches the cause.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<BoxError>) -> Self {
@@ -107,11 +84,6 @@ impl Error {
     /// What kind of thing went wrong.
     pub fn kind(&self) -> ErrorKind {
         self.kind
-    }
-
-    /// Whether trying again can help.
-    pub fn verdict(&self) -> Verdict {
-        self.verdict
     }
 
     /// The stable snake_case code.
@@ -129,9 +101,9 @@ impl Error {
         &self.message
     }
 
-    /// Whether the verdict is [`Verdict::Permanent`].
+    /// Whether trying again cannot help.
     pub fn is_permanent(&self) -> bool {
-        self.verdict == Verdict::Permanent
+        !matches!(self.kind, ErrorKind::Unavailable | ErrorKind::RateLimited | ErrorKind::Internal)
     }
 
     /// Whether the lease was lost.
@@ -143,6 +115,11 @@ impl Error {
     pub fn is_lease_lost(&self) -> bool {
         self.is_stale() && self.code == Self::STALE_LEASE
     }
+}
+
+/// An [`ErrorKind::Invalid`] error with this code, unless the rule holds.
+pub(crate) fn check(holds: bool, code: &'static str, message: impl FnOnce() -> String) -> Result<()> {
+    if holds { Ok(()) } else { Err(Error::invalid("validate", code, message())) }
 }
 
 impl fmt::Display for Error {

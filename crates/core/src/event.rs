@@ -8,17 +8,19 @@ use bytes::Bytes;
 use jiff::Timestamp;
 use uuid::Uuid;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check};
 use crate::limits::{HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX};
 use crate::names::{Key, Tenant, Topic};
 
-/// An event's globally unique id, a UUID; version 7 where Postbox makes it, so that ids sort by time.
+/// An event's globally unique id, a UUID; version 7 where Postbox makes it, so that ids sort by
+/// time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct EventId(Uuid);
 
 impl EventId {
-    /// A new one: a UUID v7 (RFC 9562), which begins with the time, so that new rows are neighbours in an index.
+    /// A new one: a UUID v7 (RFC 9562), which begins with the time, so that new rows are neighbours
+    /// in an index.
     pub fn now_v7() -> Self {
         Self(Uuid::now_v7())
     }
@@ -50,7 +52,8 @@ impl FromStr for EventId {
     }
 }
 
-/// An event's place in its log. Positive; larger is later *within one key*; gaps are normal (rollbacks).
+/// An event's place in its log. Positive; larger is later *within one key*; gaps are normal
+/// (rollbacks).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct Seq(pub i64);
@@ -74,11 +77,12 @@ pub mod header {
     pub const TRACEPARENT: &str = "traceparent";
     /// W3C trace context: vendor state.
     pub const TRACESTATE: &str = "tracestate";
-    /// The sender's id of a message from outside, noted by the inbox. It does not count towards the limits of headers: an event that another Postbox
-    /// could append, with as many headers as there may be, must not lose one to our note.
+    /// The sender's id of a message from outside, noted by the inbox. It does not count towards the
+    /// limits of headers: an event that another Postbox could append, with as many headers as there
+    /// may be, must not lose one to our note.
     pub const MESSAGE_ID: &str = "postbox-message-id";
-    /// Marks an event that keeps a message from outside which could not be decoded: `code: reason`. Such an
-    /// event is never sent; relays close it as dead.
+    /// Marks an event that keeps a message from outside which could not be decoded: `code: reason`.
+    /// Such an event is never sent; relays close it as dead.
     pub const POISON: &str = "postbox-poison";
 }
 
@@ -87,13 +91,16 @@ pub(crate) const CONTENT_TYPE_DEFAULT: &str = "application/json";
 /// The kind meant when none is given.
 pub(crate) const KIND_DEFAULT: &str = "domain";
 
-/// An event about to be appended. Build it, then hand it to a store's `append` inside your transaction.
+/// An event about to be appended. Build it, then hand it to a store's `append` inside your
+/// transaction.
 ///
-/// Fields left empty get their defaults in the store: `id` a fresh UUIDv7, `occurred_at` the database's clock.
+/// Fields left empty get their defaults in the store: `id` a fresh UUIDv7, `occurred_at` the
+/// database's clock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use = "an event that is not appended tells nobody"]
 pub struct NewEvent {
-    /// The id; set it to make a retried append insert only once (a second append of the same id is a conflict).
+    /// The id; set it to make a retried append insert only once (a second append of the same id is
+    /// a conflict).
     pub id: Option<EventId>,
     /// What happened.
     pub topic: String,
@@ -142,7 +149,8 @@ impl NewEvent {
         }
     }
 
-    /// An event whose payload is JSON text. The bytes are kept as they are, never parsed and re-encoded.
+    /// An event whose payload is JSON text. The bytes are kept as they are, never parsed and
+    /// re-encoded.
     pub fn json(topic: impl Into<String>, payload: impl Into<Bytes>) -> Self {
         Self::new(topic, payload, CONTENT_TYPE_DEFAULT)
     }
@@ -201,7 +209,8 @@ impl NewEvent {
         self
     }
 
-    /// Delays delivery. A delayed event leaves its key's order: later events of the key do not wait for it.
+    /// Delays delivery. A delayed event leaves its key's order: later events of the key do not wait
+    /// for it.
     pub fn deliver_at(mut self, at: Timestamp) -> Self {
         self.deliver_at = Some(at);
         self
@@ -212,24 +221,21 @@ impl NewEvent {
         Topic::new(self.topic.as_str())?;
         self.key.as_deref().map(Key::new).transpose()?;
         self.tenant.as_deref().map(Tenant::new).transpose()?;
-        for (what, text) in [
-            ("kind", &self.kind),
-            ("aggregate", &self.aggregate),
-            ("source", &self.source),
-            ("content_type", &self.content_type),
-        ] {
-            check_text(what, text.as_deref())?;
+        let texts = [&self.kind, &self.aggregate, &self.source, &self.content_type];
+        for (what, text) in ["kind", "aggregate", "source", "content_type"].into_iter().zip(texts) {
+            let fits =
+                |text: &String| (1..=NAME_BYTES_MAX).contains(&text.len()) && !text.chars().any(char::is_control);
+            if !text.as_ref().is_none_or(fits) {
+                let message = format!("the {what} must have 1 to {NAME_BYTES_MAX} bytes and no control characters");
+                return Err(Error::invalid("validate", format!("{what}_invalid"), message));
+            }
         }
-        if self.payload.len() > PAYLOAD_BYTES_MAX {
-            return Err(Error::invalid(
-                "append",
-                "payload_too_large",
-                format!(
-                    "the payload has {} bytes; at most {PAYLOAD_BYTES_MAX} are allowed: store it elsewhere and send its address",
-                    self.payload.len()
-                ),
-            ));
-        }
+        let bytes = self.payload.len();
+        check(bytes <= PAYLOAD_BYTES_MAX, "payload_too_large", || {
+            format!(
+                "the payload has {bytes} bytes; at most {PAYLOAD_BYTES_MAX} are allowed: store it elsewhere and send its address"
+            )
+        })?;
         check_headers(&self.headers)
     }
 
@@ -310,51 +316,24 @@ impl Event {
     }
 }
 
-fn check_text(what: &str, text: Option<&str>) -> Result<()> {
-    let Some(text) = text else { return Ok(()) };
-    if text.is_empty() || text.len() > NAME_BYTES_MAX || text.chars().any(char::is_control) {
-        return Err(Error::invalid(
-            "validate",
-            format!("{what}_invalid"),
-            format!("the {what} must have 1 to {NAME_BYTES_MAX} bytes and no control characters"),
-        ));
-    }
-    Ok(())
-}
-
 fn check_headers(headers: &Headers) -> Result<()> {
     let noted = headers.get(header::MESSAGE_ID).filter(|id| id.len() <= MESSAGE_ID_BYTES_MAX);
-    if headers.len() - usize::from(noted.is_some()) > HEADERS_MAX {
-        return Err(Error::invalid(
-            "validate",
-            "headers_too_many",
-            format!("the event has {} headers; at most {HEADERS_MAX} are allowed", headers.len()),
-        ));
-    }
+    let count = headers.len();
+    check(count - usize::from(noted.is_some()) <= HEADERS_MAX, "headers_too_many", || {
+        format!("the event has {count} headers; at most {HEADERS_MAX} are allowed")
+    })?;
     let noted_bytes = noted.map_or(0, |id| header::MESSAGE_ID.len() + id.len());
     let bytes = headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>() - noted_bytes;
-    if bytes > HEADER_BYTES_MAX {
-        return Err(Error::invalid(
-            "validate",
-            "headers_too_large",
-            format!("the headers have {bytes} bytes together; at most {HEADER_BYTES_MAX} are allowed"),
-        ));
-    }
+    check(bytes <= HEADER_BYTES_MAX, "headers_too_large", || {
+        format!("the headers have {bytes} bytes together; at most {HEADER_BYTES_MAX} are allowed")
+    })?;
     for (name, value) in headers {
-        if name.is_empty() || !name.bytes().all(is_header_name_byte) {
-            return Err(Error::invalid(
-                "validate",
-                "header_name_invalid",
-                format!("{name:?} is no header name: letters, digits and !#$%&'*+-.^_`|~ only (RFC 9110)"),
-            ));
-        }
-        if value.chars().any(|c| c.is_control() && c != '\t') {
-            return Err(Error::invalid(
-                "validate",
-                "header_value_invalid",
-                format!("the value of header {name} has a control character; line breaks and NUL are refused"),
-            ));
-        }
+        check(!name.is_empty() && name.bytes().all(is_header_name_byte), "header_name_invalid", || {
+            format!("{name:?} is no header name: letters, digits and !#$%&'*+-.^_`|~ only (RFC 9110)")
+        })?;
+        check(!value.chars().any(|c| c.is_control() && c != '\t'), "header_value_invalid", || {
+            format!("the value of header {name} has a control character; line breaks and NUL are refused")
+        })?;
     }
     Ok(())
 }

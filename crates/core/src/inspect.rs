@@ -164,5 +164,3 @@ pub trait Inspect: Send + Sync + 'static {
     /// `NotFound`, code `log_unknown`.
     async fn count(&self, log: &LogName) -> Result<u64>;
 }
-
-const _: Option<&dyn Inspect> = None;

@@ -1,4 +1,5 @@
-//! The nouns and contracts of Postbox: what an event is, what a log, a sink, a source and an inbox promise.
+//! The nouns and contracts of Postbox: what an event is, what a log, a sink, a source and an inbox
+//! promise.
 //!
 //! Everything else is an implementation of something declared here:
 //!
@@ -25,8 +26,9 @@
 //!
 //! # What this crate deliberately does not do
 //!
-//! It knows no async runtime, no database driver and no network client; it never asks the time or for randomness
-//! ([`Clock`] and [`Random`] are passed in); it does not decide when to retry (the engine does, with [`RetryPolicy`]).
+//! It knows no async runtime, no database driver and no network client; it never asks the time or
+//! for randomness ([`Clock`] and [`Random`] are passed in); it does not decide when to retry (the
+//! engine does, with [`RetryPolicy`]).
 
 mod admin;
 mod append;
@@ -55,7 +57,7 @@ pub use append::Append;
 pub use apply::{Apply, Decide};
 pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
 pub use clock::{Clock, Random};
-pub use error::{BoxError, Error, ErrorKind, Result, Verdict};
+pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
 pub use inspect::{Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats};
 pub use log::{Acquired, Epoch, Lease, Log};
@@ -75,22 +77,27 @@ pub use subscription::{Filter, Ordering, StartAt, Subscription};
 pub mod limits {
     use std::time::Duration;
 
-    /// Longest topic in bytes: what every broker we know accepts as a subject, topic or routing key.
+    /// Longest topic in bytes: what every broker we know accepts as a subject, topic or routing
+    /// key.
     pub const TOPIC_BYTES_MAX: usize = 255;
     /// Longest ordering key in bytes: fits an index entry and a Kafka key without surprise.
     pub const KEY_BYTES_MAX: usize = 1_024;
-    /// Largest payload in bytes (16 MiB). Larger facts belong in an object store, their address in the event.
+    /// Largest payload in bytes (16 MiB). Larger facts belong in an object store, their address in
+    /// the event.
     pub const PAYLOAD_BYTES_MAX: usize = 16 * 1024 * 1024;
-    /// Most headers on one event: with those a sink adds, below the 100 that HTTP servers commonly take.
+    /// Most headers on one event: with those a sink adds, below the 100 that HTTP servers commonly
+    /// take.
     pub const HEADERS_MAX: usize = 64;
-    /// All header names and values of one event together, in bytes: the usual limit of HTTP servers.
+    /// All header names and values of one event together, in bytes: the usual limit of HTTP
+    /// servers.
     pub const HEADER_BYTES_MAX: usize = 16 * 1024;
     /// Longest name (subscription, log, source, tenant, kind, aggregate) in bytes.
     pub const NAME_BYTES_MAX: usize = 128;
     /// Longest id of a message from outside, in bytes.
     pub const MESSAGE_ID_BYTES_MAX: usize = 255;
-    /// Shortest time for which ids of messages from outside are remembered: 7 days, about twice as long as the most patient sender whose documents we
-    /// know goes on by itself. What comes again after it was forgotten is applied again.
+    /// Shortest time for which ids of messages from outside are remembered: 7 days, about twice as
+    /// long as the most patient sender whose documents we know goes on by itself. What comes again
+    /// after it was forgotten is applied again.
     pub const MESSAGE_IDS_AGE_MIN: Duration = Duration::from_hours(7 * 24);
     /// Longest error text kept with a delivery, in bytes; the rest is cut.
     pub const ERROR_BYTES_MAX: usize = 2_048;
@@ -98,7 +105,8 @@ pub mod limits {
     pub const LANES_MAX: u16 = 256;
     /// Most events in one batch; beyond 1,000 a larger batch only adds latency (measured).
     pub const BATCH_EVENTS_MAX: usize = 10_000;
-    /// Most events that one call of `requeue` or `discard` changes, and most ids it takes: a relay whose lane is locked for it waits for
-    /// 0.4 s at worst (measured, 100,000 dead events of 1,000 keys), far below a lease.
+    /// Most events that one call of `retry` or `discard` changes, and most ids it takes: a relay
+    /// whose lane is locked for it waits for 0.4 s at worst (measured, 100,000 dead events of 1,000
+    /// keys), far below a lease.
     pub const CHANGE_EVENTS_MAX: usize = 1_000;
 }

@@ -130,5 +130,3 @@ pub trait Log: Send + Sync + 'static {
     /// nothing, or never.
     async fn hint(&self, lease: &Lease);
 }
-
-const _: Option<&dyn Log> = None;

@@ -44,5 +44,3 @@ pub fn events_undelivered(log: &str) -> Error {
 pub trait Store: Append + Log + Inspect + Admin + Receive + Migrate {}
 
 impl<T: Append + Log + Inspect + Admin + Receive + Migrate> Store for T {}
-
-const _: Option<(&dyn Migrate, &dyn Store)> = None;

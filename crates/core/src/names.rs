@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check};
 use crate::limits::{KEY_BYTES_MAX, NAME_BYTES_MAX, TOPIC_BYTES_MAX};
 
 macro_rules! name {
@@ -21,7 +21,8 @@ macro_rules! name {
                 Ok(Self(name))
             }
 
-            /// Wraps a name that a store has checked already (its CHECK constraints mirror [`Self::new`]).
+            /// Wraps a name that a store has checked already (its CHECK constraints mirror
+            /// [`Self::new`]).
             pub fn from_stored(name: impl Into<String>) -> Self {
                 Self(name.into())
             }
@@ -93,8 +94,17 @@ name! {
     Tenant, check_tenant
 }
 name! {
-    /// Who holds a lease: one per running relay process, never reused. 1 to 128 bytes of `[A-Za-z0-9._-]`.
+    /// Who holds a lease: one per running relay process, never reused. 1 to 128 bytes of
+    /// `[A-Za-z0-9._-]`.
     OwnerId, check_word
+}
+name! {
+    /// Which topics a subscription wants: literal text in which `*` stands for any run of characters,
+    /// dots included.
+    ///
+    /// `order.*` matches `order.paid` and `order.item.added`, not `order`. `*` alone matches every
+    /// topic. Apart from `*`, the rules of [`Topic`].
+    TopicPattern, check_topic
 }
 
 impl LogName {
@@ -111,91 +121,48 @@ impl LogName {
 
 fn check_topic(topic: &str) -> Result<()> {
     check_length("topic", topic, TOPIC_BYTES_MAX)?;
-    if topic.chars().any(|c| c.is_control() || c.is_whitespace()) {
-        return Err(Error::invalid(
-            "validate",
-            "topic_invalid",
-            "a topic has no white space and no control characters; use dots, as in order.paid",
-        ));
-    }
-    Ok(())
+    check(!topic.chars().any(|c| c.is_control() || c.is_whitespace()), "topic_invalid", || {
+        "a topic has no white space and no control characters; use dots, as in order.paid".to_owned()
+    })
 }
 
 fn check_key(key: &str) -> Result<()> {
     check_length("key", key, KEY_BYTES_MAX)?;
-    if key.contains('\0') {
-        return Err(Error::invalid("validate", "key_invalid", "a key has no NUL character"));
-    }
-    Ok(())
+    check(!key.contains('\0'), "key_invalid", || "a key has no NUL character".to_owned())
 }
 
 fn check_log(name: &str) -> Result<()> {
     let first = name.bytes().next().is_some_and(|b| b.is_ascii_lowercase());
     let rest = name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_');
-    if first && rest && name.len() <= 40 {
-        return Ok(());
-    }
-    Err(Error::invalid(
-        "validate",
-        "log_name_invalid",
-        format!("{name:?} is no log name: lower-case letters, digits and _, beginning with a letter, at most 40"),
-    ))
+    check(first && rest && name.len() <= 40, "log_name_invalid", || {
+        format!("{name:?} is no log name: lower-case letters, digits and _, beginning with a letter, at most 40")
+    })
 }
 
 fn check_word(name: &str) -> Result<()> {
     check_length("name", name, NAME_BYTES_MAX)?;
-    if name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-')) {
-        return Ok(());
-    }
-    Err(Error::invalid(
-        "validate",
-        "name_invalid",
-        format!("{name:?} is no name: only letters, digits, dot, underscore and hyphen"),
-    ))
+    check(name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-')), "name_invalid", || {
+        format!("{name:?} is no name: only letters, digits, dot, underscore and hyphen")
+    })
 }
 
 fn check_tenant(name: &str) -> Result<()> {
     check_length("tenant", name, NAME_BYTES_MAX)?;
-    if name.chars().any(char::is_control) {
-        return Err(Error::invalid("validate", "tenant_invalid", "a tenant has no control characters"));
-    }
-    Ok(())
+    check(!name.chars().any(char::is_control), "tenant_invalid", || "a tenant has no control characters".to_owned())
 }
 
 fn check_length(what: &str, text: &str, bytes_max: usize) -> Result<()> {
-    if text.is_empty() {
-        return Err(Error::invalid("validate", format!("{what}_empty"), format!("the {what} is empty")));
-    }
-    if text.len() > bytes_max {
-        return Err(Error::invalid(
-            "validate",
-            format!("{what}_too_long"),
-            format!("the {what} has {} bytes; at most {bytes_max} are allowed", text.len()),
-        ));
-    }
-    Ok(())
+    let (rule, message) = match text.len() {
+        0 => ("empty", format!("the {what} is empty")),
+        bytes if bytes > bytes_max => {
+            ("too_long", format!("the {what} has {bytes} bytes; at most {bytes_max} are allowed"))
+        }
+        _ => return Ok(()),
+    };
+    Err(Error::invalid("validate", format!("{what}_{rule}"), message))
 }
 
-/// Which topics a subscription wants: literal text in which `*` stands for any run of characters, dots included.
-///
-/// `order.*` matches `order.paid` and `order.item.added`, not `order`. `*` alone matches every topic.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct TopicPattern(String);
-
 impl TopicPattern {
-    /// Checks and wraps a pattern: the rules of [`Topic`], plus `*`.
-    pub fn new(pattern: impl Into<String>) -> Result<Self> {
-        let pattern = pattern.into();
-        check_topic(&pattern)?;
-        Ok(Self(pattern))
-    }
-
-    /// The pattern as written.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-
     /// The pattern for SQL `LIKE … ESCAPE '\'`.
     pub fn to_like(&self) -> String {
         let mut like = String::with_capacity(self.0.len() + 4);
@@ -225,26 +192,6 @@ impl TopicPattern {
             rest = &rest[at + part.len()..];
         }
         rest.ends_with(last)
-    }
-}
-
-impl fmt::Display for TopicPattern {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl TryFrom<String> for TopicPattern {
-    type Error = Error;
-
-    fn try_from(pattern: String) -> Result<Self> {
-        Self::new(pattern)
-    }
-}
-
-impl From<TopicPattern> for String {
-    fn from(pattern: TopicPattern) -> String {
-        pattern.0
     }
 }
 

@@ -102,5 +102,3 @@ pub trait Receive: Send + Sync + 'static {
     /// [`MESSAGE_IDS_AGE_MIN`](crate::limits::MESSAGE_IDS_AGE_MIN).
     async fn forget(&self, older_than: Duration) -> Result<u64>;
 }
-
-const _: Option<&dyn Receive> = None;

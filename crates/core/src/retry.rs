@@ -6,7 +6,8 @@ use crate::clock::Random;
 
 /// The retry policy of a subscription.
 ///
-/// Full jitter (a uniform draw from zero to the capped exponential) spreads retries best under contention:
+/// Full jitter (a uniform draw from zero to the capped exponential) spreads retries best under
+/// contention:
 /// <https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/>.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RetryPolicy {
@@ -16,7 +17,8 @@ pub struct RetryPolicy {
     pub base: Duration,
     /// Cap of every delay, `Retry-After` included. Default 5 min.
     pub delay_max: Duration,
-    /// Fixed delays instead of the exponential: the n-th retry waits `delays[n-1]`, the last repeats. No jitter.
+    /// Fixed delays instead of the exponential: the n-th retry waits `delays[n-1]`, the last
+    /// repeats. No jitter.
     pub delays: Vec<Duration>,
 }
 
@@ -27,7 +29,8 @@ impl Default for RetryPolicy {
 }
 
 impl RetryPolicy {
-    /// How long to wait after attempt number `attempt` (1 is the first) failed, or `None` when that was the last one.
+    /// How long to wait after attempt number `attempt` (1 is the first) failed, or `None` when that
+    /// was the last one.
     ///
     /// A wait named by the destination is honoured up to `delay_max`.
     pub fn next_delay(&self, attempt: u32, after: Option<Duration>, random: &dyn Random) -> Option<Duration> {

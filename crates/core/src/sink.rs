@@ -5,15 +5,16 @@ use async_trait::async_trait;
 use crate::batch::Delivery;
 use crate::outcome::Outcome;
 
-/// What a sink can do, as data. The engine drives it accordingly; conformance tests check both directions.
+/// What a sink can do, as data. The engine drives it accordingly; conformance tests check both
+/// directions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capabilities {
     /// Most deliveries in one call; at least 1.
     pub batch_max: usize,
     /// Most calls at once; at least 1.
     pub concurrency: usize,
-    /// Within one call, a failure stops the rest of its key: no later event of the key arrives before an earlier one.
-    /// Only then may one call hold several events of a key.
+    /// Within one call, a failure stops the rest of its key: no later event of the key arrives
+    /// before an earlier one. Only then may one call hold several events of a key.
     pub prefix: bool,
 }
 
@@ -27,15 +28,19 @@ impl Default for Capabilities {
 /// A destination. Implement this, or hand the engine a plain async function.
 ///
 /// Behaviour:
-/// - `deliver` returns exactly one outcome per delivery, in the same order. One poison event never fails its neighbours.
-/// - It never retries by itself and never sleeps to wait for a destination: the engine owns retry and breaker.
-/// - It may be called again with the same event (after a crash, a lost lease, a lost acknowledgement): at least once. Use
-///   [`Delivery::dedupe_id`] where the destination can deduplicate.
-/// - A panic is caught by the engine and counts as a retry with code `panic`; a call that exceeds the subscription's timeout is dropped
-///   and counts as a retry with code `timeout`.
+/// - `deliver` returns exactly one outcome per delivery, in the same order. One poison event never
+///   fails its neighbours.
+/// - It never retries by itself and never sleeps to wait for a destination: the engine owns retry
+///   and breaker.
+/// - It may be called again with the same event (after a crash, a lost lease, a lost
+///   acknowledgement): at least once. Use [`Delivery::dedupe_id`] where the destination can
+///   deduplicate.
+/// - A panic is caught by the engine and counts as a retry with code `panic`; a call that exceeds
+///   the subscription's timeout is dropped and counts as a retry with code `timeout`.
 /// - The bytes of `payload` go out as they are.
 ///
-/// Cancel-safety: `deliver` may be dropped at any await; the events may then arrive again, and are never lost.
+/// Cancel-safety: `deliver` may be dropped at any await; the events may then arrive again, and are
+/// never lost.
 #[async_trait]
 pub trait Sink: Send + Sync + 'static {
     /// What this sink can do. Constant over its life.
@@ -49,5 +54,3 @@ pub trait Sink: Send + Sync + 'static {
     /// Flushes and closes. Idempotent.
     async fn close(&self) {}
 }
-
-const _: Option<&dyn Sink> = None;

@@ -17,8 +17,8 @@ use crate::receive::Inbound;
 /// Most characters of the reason that are kept with a poison message.
 const POISON_REASON_CHARS_MAX: usize = 500;
 
-/// A source's own name for one delivery of a message: a delivery tag, a receipt handle, a stream id,
-/// a partition and an offset. Only the source that made it reads it.
+/// A source's own name for one delivery of a message: a delivery tag, a receipt handle, a stream
+/// id, a partition and an offset. Only the source that made it reads it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AckToken(Bytes);
 
@@ -60,7 +60,8 @@ impl RawMessage {
         self.id.clone().unwrap_or_else(|| format!("sha256:{}", digest()))
     }
 
-    /// An event with the message's topic, key, headers and payload; `Invalid` if no event can have them.
+    /// An event with the message's topic, key, headers and payload; `Invalid` if no event can have
+    /// them.
     pub fn into_inbound(self, source: &SourceName) -> Result<Inbound> {
         let message_id = self.message_id();
         let mut event = NewEvent::new(self.topic, self.payload, self.content_type).source(source.to_string());
@@ -72,8 +73,9 @@ impl RawMessage {
         Ok(inbound)
     }
 
-    /// An event that keeps a message which cannot be decoded: its payload, the reason, and of the rest
-    /// what an event can have. Relays close it as dead without sending it, so an operator sees it there.
+    /// An event that keeps a message which cannot be decoded: its payload, the reason, and of the
+    /// rest what an event can have. Relays close it as dead without sending it, so an operator sees
+    /// it there.
     ///
     /// Its id is not the message's own: once the decoder is mended, the same message is stored.
     pub fn into_poison(self, source: &SourceName, code: &str, why: &str) -> Inbound {
@@ -124,22 +126,22 @@ pub struct SourceCapabilities {
 ///
 /// Behaviour:
 /// - **At least once.** A message is given out until it is settled by [`ack`](Self::ack) or
-///   [`reject`](Self::reject). After [`nak`](Self::nak), a lost connection or a crash it comes again, with
-///   another token.
+///   [`reject`](Self::reject). After [`nak`](Self::nak), a lost connection or a crash it comes
+///   again, with another token.
 /// - `next` waits until there is a message, then gives 1 to `max` of them, and never more than
-///   [`in_flight_max`](SourceCapabilities::in_flight_max) unsettled ones in all. An empty answer means that
-///   the source was closed.
-/// - A lost connection is an `Unavailable` error of one call; the next call connects again. A source
-///   never retries or waits by itself beyond that: the receiver owns backoff.
-/// - Settling is idempotent. A token that is unknown, settled, or of an earlier connection is ignored.
-///   A failed settling call may have settled some; the others come again.
+///   [`in_flight_max`](SourceCapabilities::in_flight_max) unsettled ones in all. An empty answer
+///   means that the source was closed.
+/// - A lost connection is an `Unavailable` error of one call; the next call connects again. A
+///   source never retries or waits by itself beyond that: the receiver owns backoff.
+/// - Settling is idempotent. A token that is unknown, settled, or of an earlier connection is
+///   ignored. A failed settling call may have settled some; the others come again.
 /// - `close` wakes a waiting `next`, gives back what is unsettled, and may be called again.
 ///
-/// Errors: `Unavailable` for what passes, `Unauthorized` or `Mismatch` for what a person must mend. No error
-/// loses a message.
+/// Errors: `Unavailable` for what passes, `Unauthorized` or `Mismatch` for what a person must mend.
+/// No error loses a message.
 ///
-/// Cancel-safety: `next` may be dropped at any await; a message it has not given out is not lost. A dropped
-/// settling call may or may not have settled.
+/// Cancel-safety: `next` may be dropped at any await; a message it has not given out is not lost. A
+/// dropped settling call may or may not have settled.
 #[async_trait]
 pub trait Source: Send + Sync + 'static {
     /// What this source can do. Constant over its life.
@@ -160,8 +162,6 @@ pub trait Source: Send + Sync + 'static {
     /// Ends the source.
     async fn close(&self);
 }
-
-const _: Option<&dyn Source> = None;
 
 #[cfg(test)]
 mod tests {

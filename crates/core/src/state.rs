@@ -1,4 +1,5 @@
-//! The one state enum and its one transition table. Drawn in `docs/state-machine.md`, mirrored by CHECK constraints in SQL.
+//! The one state enum and its one transition table. Drawn in `docs/state-machine.md`, mirrored by
+//! CHECK constraints in SQL.
 
 use std::fmt;
 use std::str::FromStr;

@@ -8,7 +8,8 @@ use crate::names::{LogName, SubscriptionName, Tenant, TopicPattern};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Ordering {
-    /// Events of one key in commit order, one unacknowledged at a time; different keys concurrently.
+    /// Events of one key in commit order, one unacknowledged at a time; different keys
+    /// concurrently.
     #[default]
     Key,
     /// Everything at once.
@@ -26,7 +27,8 @@ pub enum StartAt {
     Now,
 }
 
-/// Which events of the log a subscription wants. Events it does not want are passed over, never counted.
+/// Which events of the log a subscription wants. Events it does not want are passed over, never
+/// counted.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Filter {
     /// Any of these; empty means all topics.
@@ -55,7 +57,8 @@ pub struct Subscription {
     pub filter: Filter,
     /// In which order they go out.
     pub ordering: Ordering,
-    /// How many replicas can work at once; 1 is a single active relay with hot standbys. Fixed once created.
+    /// How many replicas can work at once; 1 is a single active relay with hot standbys. Fixed once
+    /// created.
     pub lanes: u16,
     /// Where it begins when it is new.
     pub start: StartAt,

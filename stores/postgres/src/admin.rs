@@ -3,23 +3,23 @@
 //! Whatever changes delivery rows locks the subscription's lanes first, as settling does: a key's
 //! next row is decided by one at a time.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
     Admin, Changed, Error, ErrorKind, LogName, Pause, Result, Selection, Seq, SubscriptionName, TopicPattern,
 };
-use tokio_postgres::types::{ToSql, Type};
-use tokio_postgres::{Client, Row};
 use uuid::Uuid;
 
 use crate::PostgresStore;
-use crate::classify::{classify, log_unknown};
+use crate::classify::log_unknown;
 use crate::log::micros;
+use crate::params::params;
 use crate::rebase::rebase;
-use crate::session::COMMIT;
+use crate::session::Session;
 use crate::settle::DELIVERY_RELEASE;
-use crate::subscription::SubscriptionRow;
+use crate::subscription::{SubscriptionRow, look_up};
 
 /// Locks the cursor of every lane, in order. Index: primary key of `lane`. Waits for a settlement
 /// under way, never for a relay's sends.
@@ -139,29 +139,89 @@ FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'default_transacti
 #[async_trait]
 impl Admin for PostgresStore {
     async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        self.bounded("retry", retry(self, subscription, selection)).await
+        selection.validate("retry")?;
+        // Pinned to indexes, as all that is fenced above counts on.
+        let retry = async |session: &Session| {
+            change_rows(session, &look_up(session, subscription).await?, &RETRY, selection).await
+        };
+        self.change("retry", &self.inner.modes.write, retry).await
     }
 
     async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        self.bounded("discard", discard(self, subscription, selection)).await
+        selection.validate("discard")?;
+        let discard = async |session: &Session| {
+            let subscription = look_up(session, subscription).await?;
+            let changed = change_rows(session, &subscription, &DISCARD, selection).await?;
+            // Pending events have no row and no code; only ids name them.
+            match &selection.ids {
+                Some(_) if selection.code.is_none() && changed.next.is_none() => {
+                    discard_pending(session, &subscription, selection, changed).await
+                }
+                _ => Ok(changed),
+            }
+        };
+        self.change("discard", &self.inner.modes.write, discard).await
     }
 
     async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        self.bounded("prune", prune(self, log, older_than)).await
+        let prune = async |session: &Session| {
+            let row = session.row(&session.sql(LOG_HAS_READERS), &params![log.as_str()]).await?;
+            let (exists, has_readers): (bool, bool) = (row.get(0), row.get(1));
+            if !exists {
+                return Err(log_unknown("prune", log.as_str()));
+            }
+            if !has_readers {
+                return Ok(0);
+            }
+            let (age_micros, name) = (micros(older_than), log.as_str());
+            let params = params![age_micros, name];
+            let events = session.execute(&session.log_sql(LOG_PRUNE, log), &params).await?;
+            Ok(events + session.execute(&session.log_sql(DELIVERY_PRUNE_MISSING, log), &params).await?)
+        };
+        // Pinned to indexes: what is counted here is rows looked at.
+        self.change("prune", &self.inner.modes.write, prune).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-        self.bounded("pause", pause_or_resume(self, subscription, pause)).await
+        let set = async |session: &Session| {
+            let (by, why) = (pause.map(|pause| pause.by.as_str()), pause.map(|pause| pause.why.as_str()));
+            let (name, until) = (subscription.as_str(), pause.and_then(|pause| pause.until));
+            if session.execute(&session.sql(SUBSCRIPTION_SET_PAUSE), &params![name, by, why, until]).await? == 0 {
+                look_up(session, subscription).await?;
+            }
+            Ok(())
+        };
+        self.change("pause", &self.inner.modes.change, set).await
     }
 
     async fn create_log(&self, log: &LogName) -> Result<()> {
-        self.bounded("create_log", create_log(self, log)).await
+        let name = log.as_str();
+        let params = params![name];
+        self.call("create_log", async |session: &Session| {
+            let sql = session.sql("SELECT {s}.create_log($1)");
+            let create = async |session: &Session| session.rows(&sql, &params).await.map(drop);
+            session.at_once(&self.inner.modes.change, create).await
+        })
+        .await
     }
 
     /// A receive is one statement, so its transaction begins as the role or database says;
     /// everything else says itself that it writes. Error: `Mismatch`, code `default_read_only`.
     async fn check_receiving(&self) -> Result<()> {
-        self.bounded("check_receiving", check_receiving(self)).await
+        let ask = async |session: &Session| session.row(DEFAULT_READ_ONLY, &[]).await;
+        let row = self.call("check_receiving", ask).await?;
+        if !row.get::<_, bool>(0) {
+            return Ok(());
+        }
+        let (by_url, role, database): (bool, &str, &str) = (row.get(1), row.get(2), row.get(3));
+        let cure = match by_url {
+            true => "take default_transaction_read_only out of the store's URL".to_owned(),
+            false => format!(
+                "run: BEGIN READ WRITE; ALTER ROLE {role} IN DATABASE {database} SET default_transaction_read_only = off; COMMIT"
+            ),
+        };
+        let text = format!("transactions of {role} are read-only by default, so no message can be received; {cure}");
+        Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
     }
 
     /// One transaction: rewrites the logs and keeps writers waiting meanwhile. As long as it takes.
@@ -170,62 +230,37 @@ impl Admin for PostgresStore {
     }
 }
 
-/// Runs changes in one transaction, committed if they succeed.
-async fn change<T>(
-    store: &PostgresStore,
-    preamble: &str,
-    operation: &'static str,
-    write: impl AsyncFnOnce(&Client) -> Result<T>,
-) -> Result<T> {
-    let session = store.session(operation).await?;
-    let failed = |error: tokio_postgres::Error| classify(operation, &error);
-    session.client().batch_execute(preamble).await.map_err(failed)?;
-    let result = write(session.client()).await?;
-    session.client().batch_execute(COMMIT).await.map_err(failed)?;
-    session.finish();
-    store.wake();
-    Ok(result)
+impl PostgresStore {
+    /// Runs changes in one transaction, committed if they succeed.
+    async fn change<T>(
+        &self,
+        operation: &'static str,
+        mode: &str,
+        write: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
+        let changed = self.call(operation, async |session: &Session| session.step_by_step(mode, write).await).await?;
+        self.wake();
+        Ok(changed)
+    }
 }
 
-async fn retry(store: &PostgresStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-    selection.validate("retry")?;
-    // Pinned to indexes, as all that is fenced above counts on.
-    change(store, &store.inner.modes.write, "retry", async |client: &Client| {
-        let subscription = store.look_up("retry", client, name).await?;
-        change_rows(store, client, &subscription, &RETRY, &Chosen::of(selection)).await
-    })
-    .await
+/// A change of delivery rows, as statements.
+struct RowChange {
+    /// Which rows may be changed.
+    states: &'static str,
+    change: &'static str,
+    /// What the keys of the changed rows need.
+    afterwards: &'static str,
 }
 
-async fn discard(store: &PostgresStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-    selection.validate("discard")?;
-    change(store, &store.inner.modes.write, "discard", async |client: &Client| {
-        let subscription = store.look_up("discard", client, name).await?;
-        let chosen = Chosen::of(selection);
-        let changed = change_rows(store, client, &subscription, &DISCARD, &chosen).await?;
-        // Pending events have no row and no code; only ids name them.
-        if chosen.ids.is_none() || chosen.code.is_some() || changed.next.is_some() {
-            return Ok(changed);
-        }
-        let left = chosen.limit - changed.count as i64;
-        let lanes = i32::from(subscription.lanes);
-        let params: [(&(dyn ToSql + Sync), Type); 7] = [
-            (&subscription.id, Type::INT4),
-            (&chosen.ids, Type::UUID_ARRAY),
-            (&chosen.topic, Type::TEXT),
-            (&left, Type::INT8),
-            (&lanes, Type::INT4),
-            (&subscription.likes, Type::TEXT_ARRAY),
-            (&subscription.tenant(), Type::TEXT),
-        ];
-        let sql = store.schema().log_sql(DELIVERY_DISCARD_PENDING, &subscription.log);
-        let pending = client.execute_typed(&sql, &params).await.map_err(|error| classify("discard", &error))?;
-        // They are not found again, so the next step may look from the same place.
-        let next = (pending > 0 && pending == left as u64).then_some(Seq(chosen.after));
-        Ok(Changed { count: changed.count + pending, next })
-    })
-    .await
-}
+const RETRY: RowChange = RowChange { states: MAY_BE_RETRIED, change: DELIVERY_RETRY, afterwards: CLEAR_FOLLOWER_DUE };
+
+/// The states of rows that a person may send again.
+pub(crate) const MAY_BE_RETRIED: &str =
+    "(d.state = 'dead' OR (d.state = 'retrying' AND d.due_at > statement_timestamp()))";
+
+const DISCARD: RowChange =
+    RowChange { states: "d.state <> 'discarded'", change: DELIVERY_DISCARD, afterwards: DELIVERY_RELEASE };
 
 /// One step over delivery rows.
 ///
@@ -234,166 +269,56 @@ async fn discard(store: &PostgresStore, name: &SubscriptionName, selection: &Sel
 /// are the exception. They are few, and what a relay writes down of them between the look and the
 /// lock must not fall between rows and unread events.
 async fn change_rows(
-    store: &PostgresStore,
-    client: &Client,
+    session: &Session,
     subscription: &SubscriptionRow,
     change: &RowChange,
-    chosen: &Chosen<'_>,
+    selection: &Selection,
 ) -> Result<Changed> {
-    let failed = |error: tokio_postgres::Error| classify(change.operation, &error);
-    let lock = async || {
-        let lock = store.schema().sql(LANE_LOCK);
-        client.query_typed(&lock, &[(&subscription.id, Type::INT4)]).await.map(drop).map_err(failed)
+    let id = subscription.id;
+    let sql = |template: &str| session.schema().log_sql_with(template, &subscription.log, &[("states", change.states)]);
+    let lock = async || session.rows(&sql(LANE_LOCK), &params![id]).await;
+    let (topic, after) = (selection.topic.as_ref().map(TopicPattern::to_like), after(selection));
+    let limit = selection.step_max() as i64;
+    let rows = match uuids(selection) {
+        Some(ids) => {
+            lock().await?;
+            session.rows(&sql(DELIVERY_CHOOSE_IDS), &params![id, topic, selection.code, after, limit, ids]).await?
+        }
+        None => session.rows(&sql(DELIVERY_CHOOSE), &params![id, topic, selection.code, after, limit]).await?,
     };
-    let mut params = chosen.params(&subscription.id);
-    let choose = if chosen.ids.is_some() {
-        lock().await?;
-        DELIVERY_CHOOSE_IDS
-    } else {
-        params.truncate(5);
-        DELIVERY_CHOOSE
-    };
-    let sql = |template: &str| store.schema().log_sql_with(template, &subscription.log, &[("states", change.states)]);
-    let rows = client.query_typed(&sql(choose), &params).await.map_err(failed)?;
     let seqs: Vec<i64> = rows.iter().map(|row| row.get(0)).collect();
     let Some(last) = seqs.last() else { return Ok(Changed::default()) };
-    let next = (seqs.len() as i64 == chosen.limit).then_some(Seq(*last));
-    if chosen.ids.is_none() {
+    let next = (seqs.len() as i64 == limit).then_some(Seq(*last));
+    if selection.ids.is_none() {
         lock().await?;
     }
-    let meant: [(&(dyn ToSql + Sync), Type); 2] = [(&subscription.id, Type::INT4), (&seqs, Type::INT8_ARRAY)];
-    let rows = client.query_typed(&sql(change.change), &meant).await.map_err(failed)?;
-    let keys = keys(&rows);
-    let touched: [(&(dyn ToSql + Sync), Type); 2] = [(&subscription.id, Type::INT4), (&keys, Type::TEXT_ARRAY)];
-    client.execute_typed(&sql(change.afterwards), &touched).await.map_err(failed)?;
+    let rows = session.rows(&sql(change.change), &params![id, seqs]).await?;
+    let keys: BTreeSet<String> = rows.iter().filter_map(|row| row.get(0)).collect();
+    session.execute(&sql(change.afterwards), &params![id, Vec::from_iter(keys)]).await?;
     Ok(Changed { count: rows.len() as u64, next })
 }
 
-async fn prune(store: &PostgresStore, log: &LogName, older_than: Duration) -> Result<u64> {
-    // Pinned to indexes: what is counted here is rows looked at.
-    change(store, &store.inner.modes.write, "prune", async |client: &Client| {
-        let failed = |error: tokio_postgres::Error| classify("prune", &error);
-        let known = store.schema().sql(LOG_HAS_READERS);
-        let row = client.query_typed_one(&known, &[(&log.as_str(), Type::TEXT)]).await.map_err(failed)?;
-        let (exists, has_readers): (bool, bool) = (row.get(0), row.get(1));
-        if !exists {
-            return Err(log_unknown("prune", log.as_str()));
-        }
-        if !has_readers {
-            return Ok(0);
-        }
-        let age_micros = micros(older_than);
-        let params: [(&(dyn ToSql + Sync), Type); 2] = [(&age_micros, Type::INT8), (&log.as_str(), Type::TEXT)];
-        let events = client.execute_typed(&store.schema().log_sql(LOG_PRUNE, log), &params).await.map_err(failed)?;
-        let missing = store.schema().log_sql(DELIVERY_PRUNE_MISSING, log);
-        Ok(events + client.execute_typed(&missing, &params).await.map_err(failed)?)
-    })
-    .await
+/// What of a step is left over for unread events.
+async fn discard_pending(
+    session: &Session,
+    subscription: &SubscriptionRow,
+    selection: &Selection,
+    changed: Changed,
+) -> Result<Changed> {
+    let left = selection.step_max() as i64 - changed.count as i64;
+    let (ids, topic) = (uuids(selection), selection.topic.as_ref().map(TopicPattern::to_like));
+    let (id, lanes, tenant) = (subscription.id, i32::from(subscription.lanes), subscription.tenant());
+    let params = params![id, ids, topic, left, lanes, subscription.likes, tenant];
+    let pending = session.execute(&session.log_sql(DELIVERY_DISCARD_PENDING, &subscription.log), &params).await?;
+    // They are not found again, so the next step may look from the same place.
+    let next = (pending > 0 && pending == left as u64).then_some(Seq(after(selection)));
+    Ok(Changed { count: changed.count + pending, next })
 }
 
-async fn pause_or_resume(store: &PostgresStore, name: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-    change(store, &store.inner.modes.change, "pause", async |client: &Client| {
-        let (by, why) = (pause.map(|pause| pause.by.as_str()), pause.map(|pause| pause.why.as_str()));
-        let until = pause.and_then(|pause| pause.until);
-        let params: [(&(dyn ToSql + Sync), Type); 4] =
-            [(&name.as_str(), Type::TEXT), (&by, Type::TEXT), (&why, Type::TEXT), (&until, Type::TIMESTAMPTZ)];
-        let set = client.execute_typed(&store.schema().sql(SUBSCRIPTION_SET_PAUSE), &params).await;
-        if set.map_err(|error| classify("pause", &error))? == 0 {
-            store.look_up("pause", client, name).await?;
-        }
-        Ok(())
-    })
-    .await
+fn after(selection: &Selection) -> i64 {
+    selection.after.map_or(i64::MIN, |after| after.0)
 }
 
-async fn create_log(store: &PostgresStore, log: &LogName) -> Result<()> {
-    let session = store.session("create_log").await?;
-    let sql = store.schema().sql("SELECT {s}.create_log($1)");
-    let params: [(&(dyn ToSql + Sync), Type); 1] = [(&log.as_str(), Type::TEXT)];
-    let make = async |client: &Client| client.query_typed(&sql, &params).await;
-    let made = session.transact(&store.inner.modes.change, make).await;
-    made.map(drop).map_err(|error| classify("create_log", &error))
-}
-
-async fn check_receiving(store: &PostgresStore) -> Result<()> {
-    let session = store.session("check_receiving").await?;
-    let row = session.client().query_typed_one(DEFAULT_READ_ONLY, &[]).await;
-    session.finish();
-    let row = row.map_err(|error| classify("check_receiving", &error))?;
-    let (read_only, by_url, role, database): (bool, bool, String, String) =
-        (row.get(0), row.get(1), row.get(2), row.get(3));
-    if !read_only {
-        return Ok(());
-    }
-    let cure = match by_url {
-        true => "take default_transaction_read_only out of the store's URL".to_owned(),
-        false => format!(
-            "run: BEGIN READ WRITE; ALTER ROLE {role} IN DATABASE {database} SET default_transaction_read_only = off; COMMIT"
-        ),
-    };
-    let text = format!("transactions of {role} are read-only by default, so no message can be received; {cure}");
-    Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
-}
-
-/// A change of delivery rows, as statements.
-struct RowChange {
-    operation: &'static str,
-    /// Which rows may be changed.
-    states: &'static str,
-    change: &'static str,
-    /// What the keys of the changed rows need.
-    afterwards: &'static str,
-}
-
-const RETRY: RowChange =
-    RowChange { operation: "retry", states: MAY_BE_RETRIED, change: DELIVERY_RETRY, afterwards: CLEAR_FOLLOWER_DUE };
-
-/// The states of rows that a person may send again.
-pub(crate) const MAY_BE_RETRIED: &str =
-    "(d.state = 'dead' OR (d.state = 'retrying' AND d.due_at > statement_timestamp()))";
-
-const DISCARD: RowChange = RowChange {
-    operation: "discard",
-    states: "d.state <> 'discarded'",
-    change: DELIVERY_DISCARD,
-    afterwards: DELIVERY_RELEASE,
-};
-
-/// A selection as parameters.
-struct Chosen<'a> {
-    ids: Option<Vec<Uuid>>,
-    topic: Option<String>,
-    code: &'a Option<String>,
-    after: i64,
-    limit: i64,
-}
-
-impl<'a> Chosen<'a> {
-    fn of(selection: &'a Selection) -> Self {
-        Self {
-            ids: selection.ids.as_ref().map(|ids| ids.iter().map(|id| id.as_uuid()).collect()),
-            topic: selection.topic.as_ref().map(TopicPattern::to_like),
-            code: &selection.code,
-            after: selection.after.map_or(i64::MIN, |after| after.0),
-            limit: i64::try_from(selection.step_max()).unwrap_or(i64::MAX),
-        }
-    }
-
-    fn params<'p>(&'p self, subscription: &'p i32) -> Vec<(&'p (dyn ToSql + Sync), Type)> {
-        vec![
-            (subscription, Type::INT4),
-            (&self.topic, Type::TEXT),
-            (self.code, Type::TEXT),
-            (&self.after, Type::INT8),
-            (&self.limit, Type::INT8),
-            (&self.ids, Type::UUID_ARRAY),
-        ]
-    }
-}
-
-fn keys(rows: &[Row]) -> Vec<String> {
-    let mut keys: Vec<String> = rows.iter().filter_map(|row| row.get(0)).collect();
-    keys.sort_unstable();
-    keys.dedup();
-    keys
+fn uuids(selection: &Selection) -> Option<Vec<Uuid>> {
+    selection.ids.as_ref().map(|ids| ids.iter().map(|id| id.as_uuid()).collect())
 }

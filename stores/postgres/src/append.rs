@@ -4,43 +4,29 @@
 use async_trait::async_trait;
 use bytes::Bytes;
 use postbox_core::{Append, Error, EventId, LogName, Migrate, NewEvent, Result};
-use tokio_postgres::types::{Kind, ToSql, Type};
-use tokio_postgres::{Client, Transaction};
+use tokio_postgres::Transaction;
 use uuid::Uuid;
 
 use crate::PostgresStore;
 use crate::classify::{classify, is_undefined, log_unknown};
+use crate::params::{Param, params};
 use crate::schema::{SchemaName, check_log_name};
+use crate::session::Session;
+
+/// The columns a writer says. Everything else of a row is the store's own.
+pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at";
 
 /// Appends events. Index: the log's three unique ones are extended; no lock beyond the new rows'.
 ///
 /// Rows take their `seq` in the order of the arrays. Times are text, because not every driver
 /// speaks our time library.
 pub(crate) const LOG_APPEND: &str = "
-INSERT INTO {log} (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
+INSERT INTO {log} ({appended})
 SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes,
   e.content_type, e.headers::pg_catalog.jsonb, coalesce(e.occurred_at::pg_catalog.timestamptz, pg_catalog.clock_timestamp()), e.deliver_at::pg_catalog.timestamptz
 FROM unnest($1::pg_catalog.uuid[], $2::pg_catalog.text[], $3::pg_catalog.text[], $4::pg_catalog.text[], $5::bigint[], $6::pg_catalog.text[], $7::pg_catalog.text[], $8::pg_catalog.text[], $9::pg_catalog.text[], $10::pg_catalog.bytea[],
   $11::pg_catalog.text[], $12::pg_catalog.text[], $13::pg_catalog.text[], $14::pg_catalog.text[])
-  AS e(id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)";
-
-/// The types of [`LOG_APPEND`]'s parameters.
-const LOG_APPEND_TYPES: [Type; 14] = [
-    Type::UUID_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::INT8_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::BYTEA_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::TEXT_ARRAY,
-    Type::TEXT_ARRAY,
-];
+  AS e({appended})";
 
 /// Appends `events` in your transaction: they are seen by relays when, and only when, it commits.
 /// One round trip, whatever their number.
@@ -70,7 +56,8 @@ pub async fn append_in(
     events: &[NewEvent],
 ) -> Result<Vec<EventId>> {
     let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
-    columns.insert(tx.client(), schema, log).await.map_err(|error| refused(log, &error))?;
+    let inserted = tx.client().execute_typed(&schema.log_sql(LOG_APPEND, log), &columns.params()).await;
+    inserted.map_err(|error| refused(log, classify("append", &error)))?;
     Ok(columns.event_ids())
 }
 
@@ -78,52 +65,76 @@ pub async fn append_in(
 impl Append for PostgresStore {
     async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
         let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
-        self.bounded("append", self.append_and_commit(log, &columns)).await?;
+        let append = async |session: &Session| {
+            let (sql, params) = (session.log_sql(LOG_APPEND, log), columns.params());
+            session
+                .at_once(&self.inner.modes.write, async |session: &Session| session.execute(&sql, &params).await)
+                .await
+        };
+        if let Err(error) = self.call("append", append).await {
+            return Err(self.why_refused(log, error).await);
+        }
         self.wake();
         Ok(columns.event_ids())
     }
 }
 
 impl PostgresStore {
-    async fn append_and_commit(&self, log: &LogName, columns: &Columns<'_>) -> Result<()> {
-        let session = self.session("append").await?;
-        let insert = async |client: &Client| columns.insert(client, self.schema(), log).await;
-        match session.transact(&self.inner.modes.write, insert).await {
-            Ok(()) => Ok(()),
-            Err(error) => Err(self.why_refused(log, &error).await),
-        }
-    }
-
-    /// An append's error. A missing log and a missing schema look the same; asks which it is.
-    pub(crate) async fn why_refused(&self, log: &LogName, error: &tokio_postgres::Error) -> Error {
-        match is_undefined(error) {
+    /// A writer's error. A missing log and a missing schema look the same; asks which it is.
+    pub(crate) async fn why_refused(&self, log: &LogName, error: Error) -> Error {
+        match is_undefined(&error) {
             true => Migrate::validate(self).await.err().unwrap_or_else(|| refused(log, error)),
-            false => refused(log, error),
+            false => error,
         }
     }
 }
 
-/// An append's error; a missing table means a missing log.
-pub(crate) fn refused(log: &LogName, error: &tokio_postgres::Error) -> Error {
-    if is_undefined(error) { log_unknown("append", log.as_str()) } else { classify("append", error) }
+/// A writer's error; a missing table means a missing log.
+pub(crate) fn refused(log: &LogName, error: Error) -> Error {
+    if is_undefined(&error) { log_unknown("append", log.as_str()) } else { error }
 }
 
-/// Events, column by column, borrowed.
-pub(crate) struct Columns<'a> {
-    pub(crate) ids: Vec<Uuid>,
-    pub(crate) topics: Vec<&'a str>,
-    pub(crate) keys: Vec<Option<&'a str>>,
-    pub(crate) aggregates: Vec<Option<&'a str>>,
-    pub(crate) versions: Vec<Option<i64>>,
-    pub(crate) kinds: Vec<Option<&'a str>>,
-    pub(crate) sources: Vec<Option<&'a str>>,
-    pub(crate) tenants: Vec<Option<&'a str>>,
-    pub(crate) texts: Vec<Option<&'a str>>,
-    pub(crate) bytes: Vec<Option<&'a [u8]>>,
-    pub(crate) content_types: Vec<Option<&'a str>>,
-    pub(crate) headers: Vec<Option<String>>,
-    pub(crate) occurred: Vec<Option<String>>,
-    pub(crate) deliver: Vec<Option<String>>,
+/// A struct of columns, and its parameters in the same order.
+macro_rules! columns {
+    ($(#[$doc:meta])* $name:ident<$a:lifetime> { $($column:ident: $kind:ty,)* }) => {
+        $(#[$doc])*
+        pub(crate) struct $name<$a> {
+            $(pub(crate) $column: Vec<$kind>,)*
+        }
+
+        impl $name<'_> {
+            /// Every column, as [`LOG_APPEND`] takes them.
+            pub(crate) fn params(&self) -> [Param<'_>; 14] {
+                params![$(self.$column),*]
+            }
+
+            /// The first event's fields, in the same order. There is one: columns of no events are
+            /// not made.
+            pub(crate) fn first(&self) -> [Param<'_>; 14] {
+                params![$(self.$column[0]),*]
+            }
+        }
+    };
+}
+
+columns! {
+    /// Events, column by column, borrowed.
+    Columns<'a> {
+        ids: Uuid,
+        topics: &'a str,
+        keys: Option<&'a str>,
+        aggregates: Option<&'a str>,
+        versions: Option<i64>,
+        kinds: Option<&'a str>,
+        sources: Option<&'a str>,
+        tenants: Option<&'a str>,
+        texts: Option<&'a str>,
+        bytes: Option<&'a [u8]>,
+        content_types: Option<&'a str>,
+        headers: Option<String>,
+        occurred: Option<String>,
+        deliver: Option<String>,
+    }
 }
 
 impl<'a> Columns<'a> {
@@ -161,60 +172,9 @@ impl<'a> Columns<'a> {
         }))
     }
 
-    async fn insert(&self, client: &Client, schema: &SchemaName, log: &LogName) -> Result<(), tokio_postgres::Error> {
-        client.execute_typed(&schema.log_sql(LOG_APPEND, log), &self.params()).await.map(drop)
-    }
-
     /// The events' ids, in the order given: those they had, and new ones.
     pub(crate) fn event_ids(&self) -> Vec<EventId> {
         self.ids.iter().copied().map(EventId::from_uuid).collect()
-    }
-
-    /// Every column, as [`LOG_APPEND`] takes them.
-    pub(crate) fn params(&self) -> Vec<(&(dyn ToSql + Sync), Type)> {
-        let values: [&(dyn ToSql + Sync); 14] = [
-            &self.ids,
-            &self.topics,
-            &self.keys,
-            &self.aggregates,
-            &self.versions,
-            &self.kinds,
-            &self.sources,
-            &self.tenants,
-            &self.texts,
-            &self.bytes,
-            &self.content_types,
-            &self.headers,
-            &self.occurred,
-            &self.deliver,
-        ];
-        values.into_iter().zip(LOG_APPEND_TYPES).collect()
-    }
-
-    /// The first event's fields, in the order of [`params`](Self::params). There is one: columns of
-    /// no events are not made.
-    pub(crate) fn first(&self) -> Vec<(&(dyn ToSql + Sync), Type)> {
-        let values: [&(dyn ToSql + Sync); 14] = [
-            &self.ids[0],
-            &self.topics[0],
-            &self.keys[0],
-            &self.aggregates[0],
-            &self.versions[0],
-            &self.kinds[0],
-            &self.sources[0],
-            &self.tenants[0],
-            &self.texts[0],
-            &self.bytes[0],
-            &self.content_types[0],
-            &self.headers[0],
-            &self.occurred[0],
-            &self.deliver[0],
-        ];
-        let of_one = |types: Type| match types.kind() {
-            Kind::Array(member) => member.clone(),
-            _ => types,
-        };
-        values.into_iter().zip(LOG_APPEND_TYPES.map(of_one)).collect()
     }
 }
 

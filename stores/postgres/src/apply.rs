@@ -67,8 +67,8 @@ impl<H: TxHandler> Apply for TxApply<H> {
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
-        let subscription = self.store.subscription("apply", &lease.subscription).await?;
         let mut session = self.store.session("apply").await?;
+        let subscription = self.store.subscription(&session, &lease.subscription).await?;
         let mut tx = session
             .client_mut()
             .build_transaction()
@@ -78,9 +78,9 @@ impl<H: TxHandler> Apply for TxApply<H> {
             .await
             .map_err(failed)?;
         tx.batch_execute(APPLY_BEGIN).await.map_err(failed)?;
-        let Settlement { position, mut entries, rewind, hold_keys } = settlement;
+        let mut settlement = settlement;
         let mut outcomes = Vec::with_capacity(deliveries.len());
-        let mut blocked = BlockedKeys::new(hold_keys);
+        let mut blocked = BlockedKeys::new(settlement.hold_keys);
         for delivery in deliveries {
             if blocked.blocks(delivery) {
                 outcomes.push(None);
@@ -90,8 +90,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
             blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
-        entries.extend(entries_of(deliveries, &outcomes, position.is_some(), decide));
-        let settlement = Settlement { position, entries, rewind, hold_keys };
+        settlement.entries.extend(entries_of(deliveries, &outcomes, settlement.position.is_some(), decide));
         // From here on the lane is locked: a host that vanishes now must not hold off the
         // take-over. The handlers' names are theirs; ours mean Postgres's own. Put back, because
         // deferred triggers of theirs run at the end.
@@ -104,7 +103,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
         settled?;
         tx.batch_execute(PATH_THEIRS).await.map_err(failed)?;
         tx.commit().await.map_err(failed)?;
-        session.finish();
+        session.ended();
         self.store.lane(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
         self.store.wake();
         Ok(outcomes)

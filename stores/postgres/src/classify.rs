@@ -1,7 +1,10 @@
 //! From the driver's errors to ours: one function, one table test.
 
 use postbox_core::{Error, ErrorKind};
-use tokio_postgres::error::{DbError, SqlState};
+use tokio_postgres::error::DbError;
+
+/// The code where a row refers to one that is gone.
+pub(crate) const REFERENCE_MISSING: &str = "reference_missing";
 
 /// Maps a driver's error.
 ///
@@ -96,6 +99,7 @@ fn of_database(operation: &'static str, fields: &ErrorFields<'_>) -> Error {
             "an event with this id is in the log already; nothing was appended".to_owned(),
         ),
         "23505" => make(Conflict, "unique_violation", text()),
+        "23503" => make(NotFound, REFERENCE_MISSING, text()),
         // character_not_in_repertoire, untranslatable_character, invalid text or binary
         // representation, stack depth.
         "22021" | "22P05" | "22P02" | "22P03" | "22P04" | "22032" | "54001" => make(Invalid, "text_invalid", text()),
@@ -143,20 +147,14 @@ fn of_database(operation: &'static str, fields: &ErrorFields<'_>) -> Error {
     }
 }
 
-/// Whether the server said that a table is not there, or a function of its log.
-pub(crate) fn is_undefined(error: &tokio_postgres::Error) -> bool {
-    let states = [SqlState::UNDEFINED_TABLE, SqlState::UNDEFINED_FUNCTION, SqlState::INVALID_SCHEMA_NAME];
-    error.code().is_some_and(|state| states.contains(state))
+/// Whether the server said that a table or a function is not there: a log's, or the whole schema.
+pub(crate) fn is_undefined(error: &Error) -> bool {
+    ["schema_missing", "schema_old"].contains(&error.code())
 }
 
 /// Whether the server said that it cannot give a value as it is stored: text in no known encoding,
 /// or storage that is damaged. Anything else says nothing of the row.
-pub(crate) fn is_damage(error: &tokio_postgres::Error) -> bool {
-    error.code().is_some_and(|state| ["22", "XX"].contains(&state.code().get(..2).unwrap_or_default()))
-}
-
-/// The same of an error that was mapped.
-pub(crate) fn has_damage_code(error: &Error) -> bool {
+pub(crate) fn is_damage(error: &Error) -> bool {
     ["row_damaged", "text_invalid", "value_out_of_range", "store_error"].contains(&error.code())
 }
 

@@ -60,11 +60,14 @@ impl Stored {
         self.behind > 0
     }
 
-    /// An event that is no longer in the log.
-    pub(crate) fn missing(seq: i64, key: Option<Key>) -> Self {
-        let mut delivery = Delivery::placeholder(Seq(seq));
-        delivery.event.key = key;
-        Self { delivery, unreadable: Some(Unreadable::missing()), behind: 0 }
+    /// The event of a delivery row, whose `seq` and key are in columns `at` and the next: its event
+    /// may be no longer in the log.
+    pub(crate) fn of_delivery(row: &Row, at: usize) -> Self {
+        stored(row).unwrap_or_else(|| {
+            let mut delivery = Delivery::placeholder(Seq(row.get(at)));
+            delivery.event.key = row.try_get::<_, Option<String>>(at + 1).ok().flatten().map(Key::from_stored);
+            Self { delivery, unreadable: Some(Unreadable::missing()), behind: 0 }
+        })
     }
 
     /// The payload cannot be had: nothing is waited for any more.
@@ -80,18 +83,18 @@ impl Stored {
     }
 }
 
-/// Reads one row of [`EVENT_COLUMNS`], as a first attempt. A value that no event can have makes the
-/// event unreadable, not the page: only a row without its place is an error.
-pub(crate) fn stored(row: &Row) -> Result<Stored, tokio_postgres::Error> {
-    let seq = row.try_get(0)?;
+/// Reads one row of [`EVENT_COLUMNS`], as a first attempt; `None` if it is of no event. A value
+/// that no event can have makes the event unreadable, not the page.
+pub(crate) fn stored(row: &Row) -> Option<Stored> {
+    let seq = row.try_get::<_, Option<i64>>(0).ok()?.map(Seq)?;
     // Nothing is set up for the rows that are well, which are nearly all.
     if let Some((event, behind)) = whole(row) {
-        let delivery = Delivery { event, seq: Seq(seq), attempt: 1, replay: 0 };
-        return Ok(Stored { delivery, unreadable: None, behind });
+        let delivery = Delivery { event, seq, attempt: 1, replay: 0 };
+        return Some(Stored { delivery, unreadable: None, behind });
     }
-    let mut delivery = Delivery::placeholder(Seq(seq));
+    let mut delivery = Delivery::placeholder(seq);
     let fault = salvage(row, &mut delivery.event);
-    Ok(Stored { delivery, unreadable: Some(Unreadable::undecodable(fault)), behind: 0 })
+    Some(Stored { delivery, unreadable: Some(Unreadable::undecodable(fault)), behind: 0 })
 }
 
 fn whole(row: &Row) -> Option<(Event, usize)> {

@@ -3,6 +3,7 @@
 use postbox_core::{Inspect as _, LogName, Result};
 
 use crate::PostgresStore;
+use crate::append::APPEND_COLUMNS;
 
 /// Roles by what they do; each may be named in several.
 #[derive(Debug, Clone, Default)]
@@ -15,9 +16,6 @@ pub struct Roles {
     /// They look: what `postbox stats`, `list`, `show` and `doctor` do.
     pub readers: Vec<String>,
 }
-
-/// The columns a writer says. Everything else of a row is the store's own.
-const COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at";
 
 impl PostgresStore {
     /// The GRANT statements that these roles need on this store, for its owner to run; again after
@@ -41,7 +39,7 @@ impl PostgresStore {
             grant("USAGE", "SCHEMA {s}", roles);
         }
         grant("SELECT", "{s}.log", writers);
-        let insert = format!("INSERT ({COLUMNS})");
+        let insert = format!("INSERT ({APPEND_COLUMNS})");
         for log in &logs {
             let table = format!("{{s}}.\"{log}\"");
             if *log != LogName::inbox() {

@@ -14,11 +14,10 @@ use postbox_core::{Lease, LogName, Result};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_postgres::AsyncMessage;
-use tokio_postgres::types::{ToSql, Type};
 
 use crate::PostgresStore;
-use crate::classify::classify;
 use crate::log::micros;
+use crate::params::params;
 use crate::store::Inner;
 
 /// How long a declaration holds. Writers go on notifying that long after a relay got busy.
@@ -100,23 +99,15 @@ impl PostgresStore {
 
     async fn enable_notify(&self, log: &LogName) -> Result<String> {
         let session = self.session("subscribe").await?;
-        let sql = self.schema().sql(NOTIFY_ENABLE);
-        let enabled = session.client().query_typed_one(&sql, &[(&log.as_str(), Type::TEXT)]).await;
-        session.end_after(enabled.is_ok());
-        enabled.map(|row| row.get(0)).map_err(|error| classify("subscribe", &error))
+        Ok(session.row(&session.sql(NOTIFY_ENABLE), &params![log.as_str()]).await?.get(0))
     }
 
     async fn declare_asleep(&self, lease: &Lease) -> Result<()> {
         let session = self.session("hint").await?;
-        let sql = self.schema().sql(SLEEPER_DECLARE);
         // Counted from before the call, as a lease is.
         let until = Instant::now() + ASLEEP;
-        let (log, owner, asleep_micros) = (lease.log.as_str(), lease.owner.as_str(), micros(ASLEEP));
-        let params: [(&(dyn ToSql + Sync), Type); 3] =
-            [(&log, Type::TEXT), (&owner, Type::TEXT), (&asleep_micros, Type::INT8)];
-        let declared = session.client().execute_typed(&sql, &params).await;
-        session.end_after(declared.is_ok());
-        declared.map_err(|error| classify("hint", &error))?;
+        let (log, owner) = (lease.log.as_str(), lease.owner.as_str());
+        session.execute(&session.sql(SLEEPER_DECLARE), &params![log, owner, micros(ASLEEP)]).await?;
         if let Some(listening) = self.inner.listener.lock().get_mut(&lease.log) {
             listening.declared_until = Some(until);
         }

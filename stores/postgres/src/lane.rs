@@ -10,20 +10,10 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use postbox_core::{Epoch, Error, Lease, Result};
+use postbox_core::{Epoch, Lease};
 use tokio::sync::watch;
-use tokio_postgres::Client;
-use tokio_postgres::types::Type;
 
 use crate::PostgresStore;
-use crate::classify::classify;
-use crate::subscription::SubscriptionRow;
-
-/// The cursor of a lane under its epoch. Index: primary key of `lane`.
-const LANE_LOAD: &str = "
-SELECT to_snap::pg_catalog.text, last_seq
-FROM {s}.lane
-WHERE subscription {=} $1 AND lane {=} $2 AND epoch {=} $3 AND lease_until {>} pg_catalog.clock_timestamp()";
 
 /// One lane of this process.
 pub(crate) struct Lane {
@@ -71,6 +61,11 @@ pub(crate) struct Bounds {
 }
 
 impl Position {
+    /// Begins where the database says, under a lease that has not read.
+    pub(crate) fn at(epoch: Epoch, window: Arc<str>, settled: i64) -> Self {
+        Self { epoch, window, settled, read: settled, drained: false, bounds: None, rewinds: 0 }
+    }
+
     /// The next window was opened.
     pub(crate) fn enter(&mut self, window: Arc<str>) {
         self.window = window;
@@ -173,38 +168,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl PostgresStore {
     pub(crate) fn lane(&self, lease: &Lease) -> Arc<Lane> {
-        let mut lanes = self.lanes();
+        let mut lanes = lock(&self.inner.lanes);
         let lane = lanes
             .entry((lease.subscription.clone(), lease.lane))
             .or_insert_with(|| Arc::new(Lane::new(self.inner.wakeups.subscribe())));
         lane.clone()
-    }
-
-    /// Begins where the database says.
-    pub(crate) async fn load_position(
-        &self,
-        client: &Client,
-        lease: &Lease,
-        subscription: &SubscriptionRow,
-    ) -> Result<Position> {
-        let lane = lease.lane.cast_signed();
-        let rows = client
-            .query_typed(
-                &self.schema().sql(LANE_LOAD),
-                &[(&subscription.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8)],
-            )
-            .await
-            .map_err(|error| classify("next_batch", &error))?;
-        let row = rows.first().ok_or_else(|| Error::stale("next_batch"))?;
-        let settled = row.get(1);
-        Ok(Position {
-            epoch: lease.epoch,
-            window: row.get::<_, &str>(0).into(),
-            settled,
-            read: settled,
-            drained: false,
-            bounds: None,
-            rewinds: 0,
-        })
     }
 }

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use postbox_core::kit::lanes_missing;
 use postbox_core::{Acquired, Error, ErrorKind, Lease, OwnerId, Pause, Result, SubscriptionName};
-use tokio_postgres::Client;
-use tokio_postgres::error::SqlState;
-use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::Row;
 
 use crate::PostgresStore;
-use crate::classify::{classify, cursor_foreign};
+use crate::classify::{REFERENCE_MISSING, cursor_foreign};
 use crate::log::micros;
+use crate::params::params;
+use crate::session::Session;
 
 /// Counts `owner` as alive for `$3` and takes out who has been gone for an hour. Index: primary key
 /// of `replica`. Locks the row.
@@ -23,10 +23,10 @@ ON CONFLICT (subscription, owner) DO UPDATE SET alive_until = excluded.alive_unt
 /// how many are not there, and whether a cursor is one of another cluster. A heartbeat counts as a
 /// lease does. Indexes: primary keys.
 const SUBSCRIPTION_STATE: &str = "
-SELECT s.paused_by, s.paused_why, s.paused_until,
+SELECT s.paused_by, s.paused_why, s.paused_until, {is_paused},
   (SELECT count(*) FROM {s}.replica AS r WHERE r.subscription = s.id AND r.alive_until > clock_timestamp()
     AND r.alive_until <= clock_timestamp() + interval '1 second' + r.alive_ttl * interval '1 microsecond'),
-  {is_paused}, s.revision, s.lanes - (SELECT count(*) FROM {s}.lane AS l WHERE l.subscription = s.id),
+  s.lanes - (SELECT count(*) FROM {s}.lane AS l WHERE l.subscription = s.id),
   EXISTS (SELECT FROM {s}.lane AS l WHERE l.subscription = s.id AND l.cluster <> (SELECT {s}.cluster_id()))
 FROM {s}.subscription AS s WHERE s.id = $1";
 
@@ -76,57 +76,44 @@ UPDATE {s}.lane SET lease_until = NULL WHERE subscription = $1 AND lane = $2 AND
 
 pub(crate) async fn acquire(
     store: &PostgresStore,
+    session: &Session,
     name: &SubscriptionName,
     owner: &OwnerId,
     held: &[u16],
     ttl: Duration,
 ) -> Result<Acquired> {
-    let subscription = store.subscription("acquire", name).await?;
-    let session = store.session("acquire").await?;
-    let schema = store.schema();
-    let (id, ttl_micros) = (subscription.id, micros(ttl));
-    let (heartbeat, acquire, make_due, state) = (
-        schema.sql(REPLICA_HEARTBEAT),
-        schema.sql(LANE_ACQUIRE),
-        schema.sql(DELIVERY_MAKE_DUE),
-        schema.sql(SUBSCRIPTION_STATE),
-    );
-    let owner_name = owner.as_str();
+    let subscription = store.subscription(session, name).await?;
+    let [heartbeat, acquire, make_due, state] =
+        [REPLICA_HEARTBEAT, LANE_ACQUIRE, DELIVERY_MAKE_DUE, SUBSCRIPTION_STATE].map(|template| session.sql(template));
     let held: Vec<i16> = held.iter().map(|lane| lane.cast_signed()).collect();
-    let owned: [(&(dyn ToSql + Sync), Type); 4] =
-        [(&id, Type::INT4), (&owner_name, Type::TEXT), (&ttl_micros, Type::INT8), (&held, Type::INT2_ARRAY)];
-    let take = async |client: &Client| {
+    let (owner_name, ttl_micros) = (owner.as_str(), micros(ttl));
+    let params = params![subscription.id, owner_name, ttl_micros, held];
+    let take = async |session: &Session| {
         let (noted, lane, made_due, state) = futures::join!(
-            client.execute_typed(&heartbeat, &owned[..3]),
-            client.query_typed(&acquire, &owned),
-            client.execute_typed(&make_due, &owned[..2]),
-            client.query_typed_opt(&state, &owned[..1]),
+            session.execute(&heartbeat, &params[..3]),
+            session.rows(&acquire, &params),
+            session.execute(&make_due, &params[..2]),
+            session.rows(&state, &params[..1]),
         );
         noted?;
         let lane = lane?;
         made_due?;
         Ok((lane, state?))
     };
-    let taken = session.transact(&store.inner.modes.write, take).await;
-    let gone = |error: &tokio_postgres::Error| error.code() == Some(&SqlState::FOREIGN_KEY_VIOLATION);
-    let (lane, state) = match taken {
-        Ok(taken) => taken,
+    let (lane, state) = match session.at_once(&store.inner.modes.write, take).await {
         // The heartbeat refers to a subscription that is not there any more.
-        Err(error) if gone(&error) => (Vec::new(), None),
-        Err(error) => return Err(classify("acquire", &error)),
+        Err(error) if error.code() == REFERENCE_MISSING => (Vec::new(), Vec::new()),
+        taken => taken?,
     };
-    let Some(state) = state else {
-        let session = store.session("acquire").await?;
-        let reloaded = store.reload("acquire", session.client(), name).await;
-        session.end_after(reloaded.is_ok());
-        reloaded?;
+    let Some(state) = state.first() else {
+        store.reload(session, name).await?;
         let message = format!("subscription {name} was made anew; its lanes are asked for again");
         return Err(Error::new(ErrorKind::Unavailable, "acquire", "subscription_changed", message));
     };
-    if state.get(7) {
+    if state.get(6) {
         return Err(cursor_foreign("acquire"));
     }
-    if state.get::<_, i64>(6) > 0 {
+    if state.get::<_, i64>(5) > 0 {
         return Err(lanes_missing(name));
     }
     let lease = lane.first().map(|row| Lease {
@@ -139,54 +126,45 @@ pub(crate) async fn acquire(
     if let Some(lease) = &lease {
         store.lane(lease).begin(lease.epoch);
     }
-    let replicas: i64 = state.get(3);
-    let paused = Some(&state).filter(|row| row.get(4)).and_then(|row| {
-        let by: Option<String> = row.get(0);
-        let (why, until) = (row.get::<_, Option<String>>(1), row.get(2));
-        by.map(|by| Pause { until, by, why: why.unwrap_or_default() })
-    });
     Ok(Acquired {
         // One set between the two statements says nothing beside a lease.
-        paused: paused.filter(|_| lease.is_none()),
+        paused: pause_of(state, 0).filter(|_| lease.is_none()),
         lease,
-        replicas: u16::try_from(replicas.max(1)).unwrap_or(u16::MAX),
+        replicas: u16::try_from(state.get::<_, i64>(4).max(1)).unwrap_or(u16::MAX),
         lanes: subscription.lanes,
     })
 }
 
-pub(crate) async fn renew(store: &PostgresStore, lease: &Lease, ttl: Duration) -> Result<()> {
-    let subscription = store.subscription("renew", &lease.subscription).await?;
-    let session = store.session("renew").await?;
-    let (heartbeat, renew) = (store.schema().sql(REPLICA_HEARTBEAT), store.schema().sql(LANE_RENEW));
-    let (id, lane, ttl_micros) = (subscription.id, lease.lane.cast_signed(), micros(ttl));
-    let owner = lease.owner.as_str();
-    let held: [(&(dyn ToSql + Sync), Type); 4] =
-        [(&id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8), (&ttl_micros, Type::INT8)];
-    let owned: [(&(dyn ToSql + Sync), Type); 3] = [(&id, Type::INT4), (&owner, Type::TEXT), (&ttl_micros, Type::INT8)];
-    let hold = async |client: &Client| {
-        let (renewed, noted) =
-            futures::join!(client.execute_typed(&renew, &held), client.execute_typed(&heartbeat, &owned));
+/// The pause in force, from the columns who, why, until and whether it is.
+pub(crate) fn pause_of(row: &Row, at: usize) -> Option<Pause> {
+    let by = row.get::<_, Option<String>>(at).filter(|_| row.get(at + 3))?;
+    Some(Pause { by, why: row.get::<_, Option<String>>(at + 1).unwrap_or_default(), until: row.get(at + 2) })
+}
+
+pub(crate) async fn renew(store: &PostgresStore, session: &Session, lease: &Lease, ttl: Duration) -> Result<()> {
+    let subscription = store.subscription(session, &lease.subscription).await?;
+    let (heartbeat, renew) = (session.sql(REPLICA_HEARTBEAT), session.sql(LANE_RENEW));
+    let (lane, owner, ttl_micros) = (lease.lane.cast_signed(), lease.owner.as_str(), micros(ttl));
+    let held = params![subscription.id, lane, lease.epoch, ttl_micros];
+    let owned = params![subscription.id, owner, ttl_micros];
+    let hold = async |session: &Session| {
+        let (renewed, noted) = futures::join!(session.execute(&renew, &held), session.execute(&heartbeat, &owned));
         let renewed = renewed?;
         noted.map(|_| renewed)
     };
-    let renewed = session.transact(&store.inner.modes.write, hold).await;
-    match renewed.map_err(|error| classify("renew", &error))? {
+    match session.at_once(&store.inner.modes.write, hold).await? {
         0 => Err(Error::stale("renew")),
         _ => Ok(()),
     }
 }
 
-pub(crate) async fn release(store: &PostgresStore, lease: &Lease) -> Result<()> {
-    let subscription = store.subscription("release", &lease.subscription).await?;
+pub(crate) async fn release(store: &PostgresStore, session: &Session, lease: &Lease) -> Result<()> {
+    let subscription = store.subscription(session, &lease.subscription).await?;
     store.lane(lease).forget(lease.epoch);
-    let session = store.session("release").await?;
-    let release = store.schema().sql(LANE_RELEASE);
-    let lane = lease.lane.cast_signed();
-    let held: [(&(dyn ToSql + Sync), Type); 3] =
-        [(&subscription.id, Type::INT4), (&lane, Type::INT2), (&lease.epoch, Type::INT8)];
-    let give_back = async |client: &Client| client.execute_typed(&release, &held).await;
-    let released = session.transact(&store.inner.modes.write, give_back).await;
-    released.map_err(|error| classify("release", &error))?;
+    let (release, lane) = (session.sql(LANE_RELEASE), lease.lane.cast_signed());
+    let held = params![subscription.id, lane, lease.epoch];
+    let give_back = async |session: &Session| session.execute(&release, &held).await;
+    session.at_once(&store.inner.modes.write, give_back).await?;
     // Whoever waits for a free lane in this process need not wait for its next poll.
     store.wake();
     Ok(())

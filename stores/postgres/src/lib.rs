@@ -16,6 +16,7 @@ mod lease;
 mod log;
 mod migrate;
 mod once;
+mod params;
 mod payload;
 #[cfg(test)]
 mod plans;

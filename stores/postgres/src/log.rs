@@ -10,16 +10,26 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Lease, Log, OwnerId, Result, Settlement, Subscription, SubscriptionName,
+    Acquired, Batch, BatchLimit, Lease, Log, Migrate as _, OwnerId, Result, Settlement, Subscription, SubscriptionName,
 };
 
-use crate::{PostgresStore, due, lease, settle, subscription, window};
+use crate::due::due;
+use crate::schema::check_log_name;
+use crate::session::Session;
+use crate::settle::settle;
+use crate::subscription::subscribe;
+use crate::window::next_batch;
+use crate::{PostgresStore, lease};
 
 #[async_trait]
 impl Log for PostgresStore {
     async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
         subscription.validate()?;
-        self.bounded("subscribe", subscription::subscribe(self, subscription)).await
+        self.bounded("subscribe", self.validate()).await?;
+        check_log_name("subscribe", &subscription.log)?;
+        self.call("subscribe", async |session: &Session| subscribe(self, session, subscription).await).await?;
+        self.listen_if_asked(&subscription.log).await;
+        Ok(())
     }
 
     async fn acquire(
@@ -29,27 +39,28 @@ impl Log for PostgresStore {
         held: &[u16],
         ttl: Duration,
     ) -> Result<Acquired> {
-        self.bounded("acquire", lease::acquire(self, subscription, owner, held, ttl)).await
+        let acquire = async |session: &Session| lease::acquire(self, session, subscription, owner, held, ttl).await;
+        self.call("acquire", acquire).await
     }
 
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()> {
-        self.bounded("renew", lease::renew(self, lease, ttl)).await
+        self.call("renew", async |session: &Session| lease::renew(self, session, lease, ttl).await).await
     }
 
     async fn release(&self, lease: &Lease) -> Result<()> {
-        self.bounded("release", lease::release(self, lease)).await
+        self.call("release", async |session: &Session| lease::release(self, session, lease).await).await
     }
 
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        self.bounded("next_batch", window::next_batch(self, lease, limit)).await
+        self.bounded("next_batch", next_batch(self, lease, limit)).await
     }
 
     async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        self.bounded("due", due::due(self, lease, limit)).await
+        self.call("due", async |session: &Session| due(self, session, lease, limit).await).await
     }
 
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
-        self.bounded("settle", settle::settle(self, lease, &settlement)).await
+        self.call("settle", async |session: &Session| settle(self, session, lease, &settlement).await).await
     }
 
     async fn hint(&self, lease: &Lease) {

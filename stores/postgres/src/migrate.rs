@@ -2,14 +2,11 @@
 
 use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivered};
-use tokio_postgres::Client;
-use tokio_postgres::error::SqlState;
-use tokio_postgres::types::Type;
 
 use crate::PostgresStore;
-use crate::classify::classify;
+use crate::params::params;
 use crate::schema::{LOG_NAMES, MIGRATION, SchemaName};
-use crate::session::{COMMIT, Session};
+use crate::session::Session;
 
 struct Migration {
     version: i32,
@@ -117,10 +114,7 @@ ${tag}$;";
 #[async_trait]
 impl Migrate for PostgresStore {
     async fn up(&self) -> Result<Vec<String>> {
-        let session = self.session("migrate").await?;
-        let encoding = check_encoding("migrate", session.client()).await;
-        session.end_after(encoding.is_ok());
-        encoding?;
+        check_encoding(&self.session("migrate").await?).await?;
         let mut applied = Vec::new();
         for migration in &MIGRATIONS {
             if self.apply_migration(migration).await? {
@@ -138,20 +132,16 @@ impl Migrate for PostgresStore {
             validated => validated?,
         }
         let session = self.session("migrate").await?;
-        let known = self.known_migrations(&session).await?;
-        let done = self.remove(session.client(), discard_events).await;
-        // After a refusal the transaction is open: the connection closes, and the server rolls
-        // back.
-        session.end_after(done.is_ok());
-        done?;
+        let known = known_migrations(&session).await?;
+        let begin = format!("{MIGRATION_BEGIN}{DOWN_LOCK_TIMEOUT}{MIGRATION_LOCK}");
+        let remove = async |session: &Session| remove(session, discard_events).await;
+        session.step_by_step(&begin, remove).await.map_err(in_use)?;
         Ok(known.into_iter().rev().map(|(_, name)| name).collect())
     }
 
     async fn validate(&self) -> Result<()> {
         let session = self.session("validate").await?;
-        let (known, encoding) =
-            futures::join!(self.known_migrations(&session), check_encoding("validate", session.client()));
-        session.finish();
+        let (known, encoding) = futures::join!(known_migrations(&session), check_encoding(&session));
         check_versions(self.schema(), &known?)?;
         encoding
     }
@@ -173,9 +163,7 @@ pub(crate) fn script(schema: &SchemaName) -> String {
     for Migration { version, name, sql } in &MIGRATIONS {
         script.push_str(&format!("\n\n-- {name}\n"));
         script.push_str(&schema.migration_sql(sql));
-        script.push_str(
-            &schema.sql(&format!("INSERT INTO {{s}}.migration (version, name) VALUES ({version}, '{name}');\n")),
-        );
+        script.push_str(&schema.sql(&record(*version, name)));
     }
     script.push_str("COMMIT;\n");
     script
@@ -185,73 +173,65 @@ impl PostgresStore {
     /// Applies one migration unless it is there; says whether it did.
     async fn apply_migration(&self, migration: &Migration) -> Result<bool> {
         let session = self.session("migrate").await?;
-        let client = session.client();
-        let done = async {
-            client.batch_execute(&format!("{MIGRATION_BEGIN}{MIGRATION_LOCK}")).await?;
-            client.batch_execute(&self.schema().migration_sql(MIGRATION_TABLE)).await?;
-            let known = client.query_typed(&self.schema().sql(MIGRATION_LIST), &[]).await?;
-            if known.iter().any(|row| row.get::<_, i32>(0) >= migration.version) {
-                client.batch_execute("ROLLBACK").await?;
+        let apply = async |session: &Session| {
+            let Migration { version, name, sql } = migration;
+            session.run(&session.schema().migration_sql(MIGRATION_TABLE)).await?;
+            let known = session.rows(&session.sql(MIGRATION_LIST), &[]).await?;
+            if known.iter().any(|row| row.get::<_, i32>(0) >= *version) {
                 return Ok(false);
             }
-            client.batch_execute(&self.schema().migration_sql(migration.sql)).await?;
-            let Migration { version, name, .. } = migration;
-            let record = format!("INSERT INTO {{s}}.migration (version, name) VALUES ({version}, '{name}'); COMMIT");
-            client.batch_execute(&self.schema().sql(&record)).await?;
+            session.run(&session.schema().migration_sql(sql)).await?;
+            session.run(&session.sql(&record(*version, name))).await?;
             Ok(true)
-        }
-        .await;
-        session.end_after(done.is_ok());
-        done.map_err(|error: tokio_postgres::Error| classify("migrate", &error))
-    }
-
-    /// Removes everything. Each step is answered before the next is sent, the end last of all:
-    /// whoever stops this command while it waits has removed nothing, however late its locks come
-    /// free.
-    async fn remove(&self, client: &Client, discard_events: bool) -> Result<()> {
-        let schema = self.schema();
-        let run = async |sql: &str| client.batch_execute(sql).await.map_err(|error| in_use(&error));
-        run(&format!("{MIGRATION_BEGIN}{DOWN_LOCK_TIMEOUT}{MIGRATION_LOCK}")).await?;
-        let logs = client.query_typed(&schema.sql(LOG_NAMES), &[]).await.map_err(|error| in_use(&error))?;
-        let logs: Vec<LogName> = logs.iter().map(|row| LogName::from_stored(row.get::<_, String>(0))).collect();
-        for log in &logs {
-            run(&schema.log_sql(DOWN_LOCK_LOG, log)).await?;
-        }
-        run(&schema.sql(DOWN_LOCK_TABLES)).await?;
-        for log in logs.iter().filter(|_| !discard_events) {
-            let sql = schema.log_sql(LOG_UNDELIVERED, log);
-            let row = client.query_typed_one(&sql, &[(&log.as_str(), Type::TEXT)]).await;
-            if row.map_err(|error| in_use(&error))?.get(0) {
-                return Err(events_undelivered(log.as_str()));
-            }
-        }
-        run(&schema.migration_sql(MIGRATION_DOWN)).await?;
-        run(COMMIT).await
-    }
-
-    async fn known_migrations(&self, session: &Session) -> Result<Vec<(i32, String)>> {
-        let listed = session.client().query_typed(&self.schema().sql(MIGRATION_LIST), &[]).await;
-        let rows = listed.map_err(|error| match classify("validate", &error) {
-            error if error.code() == "schema_missing" => schema_missing(self.schema()),
-            error => error,
-        })?;
-        Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
+        };
+        session.step_by_step(&format!("{MIGRATION_BEGIN}{MIGRATION_LOCK}"), apply).await
     }
 }
 
-/// An error of `down`; somebody who keeps the tables is named with the cure.
-fn in_use(error: &tokio_postgres::Error) -> Error {
-    if error.code() == Some(&SqlState::LOCK_NOT_AVAILABLE) {
-        let message = "somebody holds Postbox's tables: end open transactions that wrote events, stop relays and other migrations, and run it again; nothing was removed";
-        return Error::new(ErrorKind::Conflict, "migrate", "schema_in_use", message);
+/// Writes down that a migration was applied.
+fn record(version: i32, name: &str) -> String {
+    format!("INSERT INTO {{s}}.migration (version, name) VALUES ({version}, '{name}');\n")
+}
+
+/// Removes everything. Each step is answered before the next is sent, the end last of all: whoever
+/// stops this command while it waits has removed nothing, however late its locks come free.
+async fn remove(session: &Session, discard_events: bool) -> Result<()> {
+    let logs = session.rows(&session.sql(LOG_NAMES), &[]).await?;
+    let logs: Vec<LogName> = logs.iter().map(|row| LogName::from_stored(row.get::<_, String>(0))).collect();
+    for log in &logs {
+        session.run(&session.log_sql(DOWN_LOCK_LOG, log)).await?;
     }
-    classify("migrate", error)
+    session.run(&session.sql(DOWN_LOCK_TABLES)).await?;
+    for log in logs.iter().filter(|_| !discard_events) {
+        let row = session.row(&session.log_sql(LOG_UNDELIVERED, log), &params![log.as_str()]).await?;
+        if row.get(0) {
+            return Err(events_undelivered(log.as_str()));
+        }
+    }
+    session.run(&session.schema().migration_sql(MIGRATION_DOWN)).await
+}
+
+async fn known_migrations(session: &Session) -> Result<Vec<(i32, String)>> {
+    let rows = session.rows(&session.sql(MIGRATION_LIST), &[]).await.map_err(|error| match error.code() {
+        "schema_missing" => schema_missing(session.schema()),
+        _ => error,
+    })?;
+    Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
+}
+
+/// An error of `down`; somebody who keeps the tables is named with the cure.
+fn in_use(error: Error) -> Error {
+    if error.code() != "store_contention" {
+        return error;
+    }
+    let message = "somebody holds Postbox's tables: end open transactions that wrote events, stop relays and other migrations, and run it again; nothing was removed";
+    Error::new(ErrorKind::Conflict, "migrate", "schema_in_use", message)
 }
 
 /// Text is kept byte for byte, and its length is asked for in bytes: in another encoding neither
 /// would be what was sent.
-async fn check_encoding(operation: &'static str, client: &Client) -> Result<()> {
-    let row = client.query_typed_one(DATABASE_ENCODING, &[]).await.map_err(|error| classify(operation, &error))?;
+async fn check_encoding(session: &Session) -> Result<()> {
+    let row = session.row(DATABASE_ENCODING, &[]).await?;
     let encoding: &str = row.get(0);
     if encoding == "UTF8" {
         return Ok(());
@@ -259,7 +239,7 @@ async fn check_encoding(operation: &'static str, client: &Client) -> Result<()> 
     let message = format!(
         "the database keeps text in {encoding}, Postbox needs UTF8; make one with `createdb -E UTF8 -T template0 NAME` and move the data there"
     );
-    Err(Error::new(ErrorKind::Mismatch, operation, "encoding_unsupported", message))
+    Err(Error::new(ErrorKind::Mismatch, session.operation(), "encoding_unsupported", message))
 }
 
 fn schema_missing(schema: &SchemaName) -> Error {

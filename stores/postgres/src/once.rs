@@ -3,9 +3,9 @@
 use postbox_core::kit::check_message_id;
 use postbox_core::{Result, SourceName};
 use tokio_postgres::Transaction;
-use tokio_postgres::types::Type;
 
 use crate::classify::classify;
+use crate::params::params;
 use crate::schema::SchemaName;
 
 /// Remembers a message. Index: primary key of `once`, on which a second one waits for the first
@@ -23,9 +23,6 @@ pub(crate) const ONCE_INSERT: &str = "INSERT INTO {s}.once (source, message_id) 
 /// transaction; roll it back.
 pub async fn once_in(tx: &Transaction<'_>, schema: &SchemaName, source: &SourceName, message_id: &str) -> Result<bool> {
     check_message_id("once", message_id)?;
-    let claimed = tx
-        .client()
-        .execute_typed(&schema.sql(ONCE_INSERT), &[(&source.as_str(), Type::TEXT), (&message_id, Type::TEXT)])
-        .await;
+    let claimed = tx.client().execute_typed(&schema.sql(ONCE_INSERT), &params![source.as_str(), message_id]).await;
     Ok(claimed.map_err(|error| classify("once", &error))? == 1)
 }

@@ -40,7 +40,6 @@ async fn no_retention_walks_what_is_young() {
             let touched = rows_touched(&plan);
             assert!(touched <= 2_500, "{touched} rows touched {context}");
         }
-        session.finish();
     }
 }
 
@@ -89,7 +88,6 @@ async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
             }
             client.batch_execute("ROLLBACK").await.expect("ended");
         }
-        session.finish();
     }
 }
 
@@ -104,7 +102,6 @@ async fn filled(version: Version, insert: &str) -> PostgresStore {
         "ALTER TABLE postbox.outbox SET (autovacuum_enabled = false), DROP CONSTRAINT event_invalid; {insert} FROM generate_series(1, {ROWS}) AS n"
     );
     session.client().batch_execute(&fill).await.expect("filled");
-    session.finish();
     store
 }
 

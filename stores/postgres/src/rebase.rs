@@ -4,12 +4,11 @@
 //! another cluster these numbers mean nothing: a cursor beyond the new cluster's counter would wait
 //! for years, in silence.
 
-use postbox_core::{Error, ErrorKind, Result};
+use postbox_core::{Error, ErrorKind, LogName, Migrate as _, Result};
 
 use crate::PostgresStore;
-use crate::classify::classify;
 use crate::schema::LOG_NAMES;
-use crate::session::COMMIT;
+use crate::session::Session;
 
 /// Locks every lane and says whether one is held. Locks the rows.
 const LANE_LOCK_ALL: &str =
@@ -50,36 +49,35 @@ UPDATE {s}.lane AS n SET from_snap = '1:1:', to_snap = '4:4:', low = 0, high = 9
   epoch = epoch + 1, lease_until = NULL, cluster = {s}.cluster_id()
 FROM postbox_passed AS p WHERE p.subscription = n.subscription AND p.lane = n.lane";
 
+/// Nothing bounds it: it takes as long as it takes.
+const REBASE_BEGIN: &str = "
+BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
+SET LOCAL statement_timeout = 0;
+SET LOCAL lock_timeout = 0;
+SET LOCAL search_path = pg_catalog";
+
 /// One transaction; dropped, nothing has changed.
 pub(crate) async fn rebase(store: &PostgresStore) -> Result<()> {
-    postbox_core::Migrate::validate(store).await?;
+    store.validate().await?;
     let session = store.session("rebase").await?;
-    let client = session.client();
-    let failed = |error: tokio_postgres::Error| classify("rebase", &error);
-    client
-        .batch_execute(
-            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0; \
-             SET LOCAL search_path = pg_catalog",
-        )
-        .await
-        .map_err(failed)?;
-    let names = client.query_typed(&store.schema().sql(LOG_NAMES), &[]).await.map_err(failed)?;
-    let lanes = client.query_typed(&store.schema().sql(LANE_LOCK_ALL), &[]).await.map_err(failed)?;
+    session.step_by_step(REBASE_BEGIN, rebase_all).await
+}
+
+async fn rebase_all(session: &Session) -> Result<()> {
+    let names = session.rows(&session.sql(LOG_NAMES), &[]).await?;
+    let lanes = session.rows(&session.sql(LANE_LOCK_ALL), &[]).await?;
     if lanes.iter().any(|row| row.get::<_, Option<bool>>(0) == Some(true)) {
         let message = "a relay holds a lane; stop all relays first, or wait until their leases end";
         return Err(Error::new(ErrorKind::Conflict, "rebase", "lanes_held", message));
     }
     for row in &names {
-        let log = postbox_core::LogName::from_stored(row.get::<_, String>(0));
+        let log = LogName::from_stored(row.get::<_, String>(0));
         for template in
             [LOG_LOCK, LANE_PASSED, DELIVERY_OF_STRAGGLERS, LOG_RESTAMP, LANE_REBASE, "DROP TABLE postbox_passed"]
         {
             // A log's name has no quote in it; DDL takes no parameters.
-            let sql = store.schema().log_sql(template, &log);
-            client.batch_execute(&sql).await.map_err(failed)?;
+            session.run(&session.log_sql(template, &log)).await?;
         }
     }
-    client.batch_execute(COMMIT).await.map_err(failed)?;
-    session.finish();
     Ok(())
 }

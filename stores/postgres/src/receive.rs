@@ -4,13 +4,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{Error, ErrorKind, EventId, Inbound, LogName, Receive, Received, Result};
-use tokio_postgres::Client;
-use tokio_postgres::types::{ToSql, Type};
 
 use crate::PostgresStore;
 use crate::append::Columns;
-use crate::classify::{classify, is_undefined};
 use crate::log::micros;
+use crate::params::{Param, params};
+use crate::session::Session;
 
 /// Remembers a message and stores its event, or says what is known of it: see `0001_receive.sql`.
 /// Index: primary key of `receipt`. Locks its row.
@@ -52,93 +51,67 @@ impl Receive for PostgresStore {
         let Some(events) = Columns::of(log, inbound.iter().map(|inbound| &inbound.event))? else {
             return Ok(Vec::new());
         };
-        let received = self.bounded("receive", self.receive_at_once(log, inbound, &events)).await?;
-        if received.iter().any(|received| matches!(received, Received::Accepted(_))) {
+        // One statement, which is its own transaction: a webhook waits for one answer, not for
+        // those of BEGIN and COMMIT too.
+        let receive = async |session: &Session| match inbound {
+            [only] => receive_one(session, log, only, &events).await,
+            several => receive_several(session, log, several, &events).await,
+        };
+        let verdicts = match self.call("receive", receive).await {
+            Err(error) => return Err(self.why_refused(log, error).await),
+            Ok(verdicts) => verdicts,
+        };
+        let received: Result<Vec<Received>> =
+            verdicts.iter().zip(events.event_ids()).map(|(verdict, id)| judge(verdict, id)).collect();
+        if verdicts.iter().any(|verdict| verdict == "accepted") {
             self.wake();
         }
-        Ok(received)
+        received
     }
 
     async fn forget(&self, older_than: Duration) -> Result<u64> {
-        self.bounded("forget", self.forget_some(older_than)).await
+        let age_micros = micros(older_than);
+        let params = params![age_micros];
+        self.call("forget", async |session: &Session| {
+            let [receipts, onces, conflicts] =
+                [RECEIPT_FORGET, ONCE_FORGET, CONFLICT_FORGET].map(|template| session.sql(template));
+            let forget = async |session: &Session| {
+                // Records of conflicts age like the ids they are about; they are no ids and do not
+                // count.
+                let (receipts, onces, conflicts) = futures::join!(
+                    session.execute(&receipts, &params),
+                    session.execute(&onces, &params),
+                    session.execute(&conflicts, &params)
+                );
+                let forgotten = receipts? + onces?;
+                conflicts.map(|_| forgotten)
+            };
+            session.at_once(&self.inner.modes.write, forget).await
+        })
+        .await
     }
 }
 
-impl PostgresStore {
-    async fn forget_some(&self, older_than: Duration) -> Result<u64> {
-        let session = self.session("forget").await?;
-        let [receipts, onces, conflicts] =
-            [RECEIPT_FORGET, ONCE_FORGET, CONFLICT_FORGET].map(|template| self.schema().sql(template));
-        let age_micros = micros(older_than);
-        let params: [(&(dyn ToSql + Sync), Type); 1] = [(&age_micros, Type::INT8)];
-        let forget = async |client: &Client| {
-            // Records of conflicts age like the ids they are about; they are no ids and do not
-            // count.
-            let (receipts, onces, conflicts) = futures::join!(
-                client.execute_typed(&receipts, &params),
-                client.execute_typed(&onces, &params),
-                client.execute_typed(&conflicts, &params)
-            );
-            let forgotten = receipts? + onces?;
-            conflicts.map(|_| forgotten)
-        };
-        let forgotten = session.transact(&self.inner.modes.write, forget).await;
-        forgotten.map_err(|error| classify("forget", &error))
-    }
+async fn receive_one(session: &Session, log: &LogName, inbound: &Inbound, event: &Columns<'_>) -> Result<Vec<String>> {
+    let (source, digest) = (inbound.source.as_str(), inbound.digest.as_slice());
+    let mut params: Vec<Param<'_>> = params![source, inbound.message_id, digest].into();
+    params.extend(event.first());
+    Ok(vec![session.row(&session.log_sql(LOG_RECEIVE, log), &params).await?.get(0)])
+}
 
-    /// One statement, which is its own transaction: a webhook waits for one answer, not for those
-    /// of BEGIN and COMMIT too.
-    async fn receive_at_once(&self, log: &LogName, inbound: &[Inbound], events: &Columns<'_>) -> Result<Vec<Received>> {
-        let session = self.session("receive").await?;
-        let received = match inbound {
-            [only] => self.receive_one(session.client(), log, only, events).await,
-            several => self.receive_several(session.client(), log, several, events).await,
-        };
-        // It was awaited to its end: no transaction is open.
-        session.finish();
-        match received {
-            Ok(verdicts) => verdicts.iter().zip(events.event_ids()).map(|(verdict, id)| judge(verdict, id)).collect(),
-            Err(error) if is_undefined(&error) => Err(self.why_refused(log, &error).await),
-            Err(error) => Err(classify("receive", &error)),
-        }
-    }
-
-    async fn receive_one(
-        &self,
-        client: &Client,
-        log: &LogName,
-        inbound: &Inbound,
-        event: &Columns<'_>,
-    ) -> Result<Vec<String>, tokio_postgres::Error> {
-        let receive = self.schema().log_sql(LOG_RECEIVE, log);
-        let (source, digest) = (inbound.source.as_str(), inbound.digest.as_slice());
-        let mut params: Vec<(&(dyn ToSql + Sync), Type)> =
-            vec![(&source, Type::TEXT), (&inbound.message_id, Type::TEXT), (&digest, Type::BYTEA)];
-        params.extend(event.first());
-        Ok(vec![client.query_typed_one(&receive, &params).await?.get(0)])
-    }
-
-    async fn receive_several(
-        &self,
-        client: &Client,
-        log: &LogName,
-        inbound: &[Inbound],
-        events: &Columns<'_>,
-    ) -> Result<Vec<String>, tokio_postgres::Error> {
-        let receive = self.schema().log_sql(LOG_RECEIVE_MANY, log);
-        let sources: Vec<&str> = inbound.iter().map(|message| message.source.as_str()).collect();
-        let message_ids: Vec<&str> = inbound.iter().map(|message| message.message_id.as_str()).collect();
-        let digests: Vec<&[u8]> = inbound.iter().map(|message| message.digest.as_slice()).collect();
-        let by_identity = by_identity(inbound);
-        let mut params: Vec<(&(dyn ToSql + Sync), Type)> = vec![
-            (&by_identity, Type::INT4_ARRAY),
-            (&sources, Type::TEXT_ARRAY),
-            (&message_ids, Type::TEXT_ARRAY),
-            (&digests, Type::BYTEA_ARRAY),
-        ];
-        params.extend(events.params());
-        Ok(client.query_typed_one(&receive, &params).await?.get(0))
-    }
+async fn receive_several(
+    session: &Session,
+    log: &LogName,
+    inbound: &[Inbound],
+    events: &Columns<'_>,
+) -> Result<Vec<String>> {
+    let sources: Vec<&str> = inbound.iter().map(|message| message.source.as_str()).collect();
+    let message_ids: Vec<&str> = inbound.iter().map(|message| message.message_id.as_str()).collect();
+    let digests: Vec<&[u8]> = inbound.iter().map(|message| message.digest.as_slice()).collect();
+    let by_identity = by_identity(inbound);
+    let mut params: Vec<Param<'_>> = params![by_identity, sources, message_ids, digests].into();
+    params.extend(events.params());
+    Ok(session.row(&session.log_sql(LOG_RECEIVE_MANY, log), &params).await?.get(0))
 }
 
 /// The places of the messages, counted from one, in the order of their identities. In this order

@@ -1,21 +1,21 @@
 //! One borrowed connection and the transactions we run on it.
 //!
 //! Everything is transaction-scoped, so that a transaction-mode pooler may sit in between: settings
-//! are `SET LOCAL`, statements are unnamed and typed, and the statements of one transaction are
-//! sent together, without waiting for each other's answers.
+//! are `SET LOCAL`, and the statements of one transaction are sent together, without waiting for
+//! each other's answers, where they need not know them.
 
 use std::future::Future;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use deadpool_postgres::{Object, PoolError, TimeoutType};
-use postbox_core::{Error, ErrorKind, Result};
-use tokio_postgres::Client;
+use postbox_core::{Error, ErrorKind, LogName, Result};
+use tokio_postgres::{Client, Row};
 
 use crate::PostgresStore;
 use crate::classify::classify;
-
-/// Ends a transaction. After an error inside it, Postgres turns this into a rollback.
-pub(crate) const COMMIT: &str = "COMMIT";
+use crate::params::Param;
+use crate::schema::SchemaName;
 
 /// What a call may take on our side beyond the server's own statement timeout, before the
 /// connection is given up.
@@ -26,65 +26,124 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// otherwise hold the lane's lock, and with it the take-over.
 const IDLE_IN_TRANSACTION: Duration = Duration::from_secs(3);
 
-/// A connection that goes back to the pool only if its owner says that no transaction is open on
-/// it.
+/// A connection, lent for one operation.
 ///
-/// A future dropped half-way would otherwise hand an open transaction, and its locks, to the next
-/// borrower.
+/// It goes back to the pool when it is dropped, unless a transaction may be open on it or an answer
+/// is still to come: a future dropped half-way would otherwise hand an open transaction, and its
+/// locks, to the next borrower.
 pub(crate) struct Session {
     object: Option<Object>,
+    store: PostgresStore,
+    operation: &'static str,
+    /// Statements whose answer is still to come.
+    unanswered: AtomicUsize,
+    in_transaction: AtomicBool,
 }
 
 impl Session {
-    /// The client.
+    /// The client, for what has no method here.
     pub(crate) fn client(&self) -> &Client {
-        self.object.as_ref().expect("only finish and drop take the connection, and both consume the session")
+        self.object.as_ref().expect("only drop takes the connection")
     }
 
-    /// The client, for transactions of the driver's own.
+    /// The client, for a transaction of the driver's own: the connection goes back to the pool only
+    /// if [`Self::ended`] is called.
     pub(crate) fn client_mut(&mut self) -> &mut Client {
-        self.object.as_mut().expect("only finish and drop take the connection, and both consume the session")
+        self.in_transaction.store(true, Ordering::Relaxed);
+        self.object.as_mut().expect("only drop takes the connection")
     }
 
-    /// Runs a transaction that is sent as a whole, and gives the connection back unless the
-    /// transaction may still be open on it.
-    ///
-    /// `work` sends statements that need not know each other's answers; those of BEGIN and COMMIT
-    /// are not waited for either. After an error in between, COMMIT rolls back. The first error, in
-    /// the order sent, is told.
-    pub(crate) async fn transact<T>(
-        self,
-        preamble: &str,
-        work: impl AsyncFnOnce(&Client) -> Result<T, tokio_postgres::Error>,
-    ) -> Result<T, tokio_postgres::Error> {
-        let client = self.client();
-        let (begun, worked, committed) =
-            futures::join!(client.batch_execute(preamble), work(client), client.batch_execute(COMMIT));
-        self.end_after(begun.is_ok() && committed.is_ok());
+    /// No transaction is open any more.
+    pub(crate) fn ended(&self) {
+        self.in_transaction.store(false, Ordering::Relaxed);
+    }
+
+    /// What is being done.
+    pub(crate) fn operation(&self) -> &'static str {
+        self.operation
+    }
+
+    pub(crate) fn schema(&self) -> &SchemaName {
+        self.store.schema()
+    }
+
+    /// Fills a template; see [`SchemaName::sql`].
+    pub(crate) fn sql(&self, template: &str) -> String {
+        self.schema().sql(template)
+    }
+
+    /// The same for a template of a log's.
+    pub(crate) fn log_sql(&self, template: &str, log: &LogName) -> String {
+        self.schema().log_sql(template, log)
+    }
+
+    /// Waits for the answer to a statement.
+    pub(crate) async fn answer<T>(&self, answer: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T> {
+        self.unanswered.fetch_add(1, Ordering::Relaxed);
+        let answer = answer.await;
+        self.unanswered.fetch_sub(1, Ordering::Relaxed);
+        answer.map_err(|error| classify(self.operation, &error))
+    }
+
+    /// Runs statements without parameters.
+    pub(crate) async fn run(&self, sql: &str) -> Result<()> {
+        self.answer(self.client().batch_execute(sql)).await
+    }
+
+    /// Runs a statement and gives its rows.
+    pub(crate) async fn rows(&self, sql: &str, params: &[Param<'_>]) -> Result<Vec<Row>> {
+        self.answer(self.client().query_typed(sql, params)).await
+    }
+
+    /// Runs a statement that gives one row.
+    pub(crate) async fn row(&self, sql: &str, params: &[Param<'_>]) -> Result<Row> {
+        self.answer(self.client().query_typed_one(sql, params)).await
+    }
+
+    /// Runs a statement and gives the number of rows it changed.
+    pub(crate) async fn execute(&self, sql: &str, params: &[Param<'_>]) -> Result<u64> {
+        self.answer(self.client().execute_typed(sql, params)).await
+    }
+
+    /// Begins a transaction, as one of [`TransactionModes`].
+    pub(crate) async fn begin(&self, mode: &str) -> Result<()> {
+        self.in_transaction.store(true, Ordering::Relaxed);
+        self.run(mode).await
+    }
+
+    /// Ends a transaction. After an error in it, Postgres turns this into a rollback.
+    pub(crate) async fn commit(&self) -> Result<()> {
+        self.run("COMMIT").await.map(|()| self.ended())
+    }
+
+    /// Runs a transaction that is sent as a whole: `work` sends statements that need not know each
+    /// other's answers, and those of BEGIN and COMMIT are not waited for either. Gives the first
+    /// error in the order sent.
+    pub(crate) async fn at_once<T>(&self, mode: &str, work: impl AsyncFnOnce(&Self) -> Result<T>) -> Result<T> {
+        let (begun, worked, committed) = futures::join!(self.begin(mode), work(self), self.commit());
         begun?;
         let worked = worked?;
         committed.map(|()| worked)
     }
 
-    /// Gives the connection back: no transaction is open.
-    pub(crate) fn finish(mut self) {
-        drop(self.object.take());
-    }
-
-    /// Gives the connection back after a success, and drops it after a failure that may have left a
-    /// transaction open.
-    pub(crate) fn end_after(self, success: bool) {
-        if success {
-            self.finish();
+    /// Runs a transaction step by step, committed if `work` succeeds.
+    pub(crate) async fn step_by_step<T>(&self, mode: &str, work: impl AsyncFnOnce(&Self) -> Result<T>) -> Result<T> {
+        self.begin(mode).await?;
+        let worked = work(self).await;
+        if worked.is_ok() {
+            self.commit().await?;
+        } else if self.run("ROLLBACK").await.is_ok() {
+            self.ended();
         }
+        worked
     }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if let Some(object) = self.object.take() {
+        if *self.in_transaction.get_mut() || *self.unanswered.get_mut() > 0 {
             // Taken out of the pool and closed: the server rolls back.
-            drop(Object::take(object));
+            drop(self.object.take().map(Object::take));
         }
     }
 }
@@ -92,31 +151,30 @@ impl Drop for Session {
 impl PostgresStore {
     /// Borrows a connection, within the pool's timeouts.
     pub(crate) async fn session(&self, operation: &'static str) -> Result<Session> {
-        match self.inner.pool.get().await {
-            Ok(object) => Ok(Session { object: Some(object) }),
-            Err(PoolError::Backend(error)) => Err(classify(operation, &error)),
-            Err(PoolError::Timeout(TimeoutType::Wait)) => Err(Error::new(
-                ErrorKind::Unavailable,
-                operation,
-                "pool_exhausted",
-                "no free database connection in time; raise the pool size or look for long calls",
-            )),
-            Err(error) => Err(Error::new(
-                ErrorKind::Unavailable,
-                operation,
-                "store_unreachable",
-                "the database did not answer in time",
-            )
-            .with_source(error)),
-        }
+        let unavailable = |code, message| Error::new(ErrorKind::Unavailable, operation, code, message);
+        let object = self.inner.pool.get().await.map_err(|error| match error {
+            PoolError::Backend(error) => classify(operation, &error),
+            PoolError::Timeout(TimeoutType::Wait) => {
+                let message = "no free database connection in time; raise the pool size or look for long calls";
+                unavailable("pool_exhausted", message)
+            }
+            error => unavailable("store_unreachable", "the database did not answer in time").with_source(error),
+        })?;
+        let (unanswered, in_transaction) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Ok(Session { object: Some(object), store: self.clone(), operation, unanswered, in_transaction })
+    }
+
+    /// Runs a call on a connection, bounded in time.
+    pub(crate) async fn call<T>(
+        &self,
+        operation: &'static str,
+        work: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
+        self.bounded(operation, async { work(&self.session(operation).await?).await }).await
     }
 
     /// Bounds a call in time, whatever the network does. The dropped session closes its connection.
-    pub(crate) async fn bounded<T>(
-        &self,
-        operation: &'static str,
-        call: impl Future<Output = Result<T>> + Send,
-    ) -> Result<T> {
+    pub(crate) async fn bounded<T>(&self, operation: &'static str, call: impl Future<Output = Result<T>>) -> Result<T> {
         let limit = self.inner.config.statement_timeout + self.inner.config.pool_timeout + PATIENCE;
         tokio::time::timeout(limit, call).await.unwrap_or_else(|_| {
             Err(Error::new(ErrorKind::Unavailable, operation, "store_timeout", "the database did not answer in time"))
@@ -154,12 +212,10 @@ pub(crate) struct TransactionModes {
 impl TransactionModes {
     pub(crate) fn new(statement_timeout: Duration) -> Self {
         let timeout_ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
-        // The isolation is named because the database's default may be another, under which our
-        // guarded updates would fail.
         let idle_ms = IDLE_IN_TRANSACTION.as_millis().min(timeout_ms);
+        let soon_over = format!("SET LOCAL idle_in_transaction_session_timeout = {idle_ms}");
         let timeouts = format!(
-            "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL idle_in_transaction_session_timeout = {idle_ms}; \
-             SET LOCAL lock_timeout = 0; SET LOCAL search_path = pg_catalog"
+            "SET LOCAL statement_timeout = {timeout_ms}; {soon_over}; SET LOCAL lock_timeout = 0; SET LOCAL search_path = pg_catalog"
         );
         let common = format!("{timeouts}; SET LOCAL jit = off");
         let planner = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_hashjoin = off; \
@@ -167,14 +223,18 @@ impl TransactionModes {
                        SET LOCAL enable_material = off; SET LOCAL max_parallel_workers_per_gather = 0";
         // Raised only where it is `off`: a stricter setting than `on` stays.
         let durable = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') = 'off'";
+        // Named because the database's default may be another, under which our guarded updates
+        // would fail.
+        let (reading, writing) =
+            ("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY", "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE");
         Self {
-            read: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; {common}; {planner}"),
-            write: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {planner}; {durable}"),
-            look: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY; {timeouts}"),
-            call: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {timeouts}"),
+            read: format!("{reading}; {common}; {planner}"),
+            write: format!("{writing}; {common}; {planner}; {durable}"),
+            look: format!("{reading}; {timeouts}"),
+            call: format!("{writing}; {timeouts}"),
             report: format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}"),
-            change: format!("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; {common}; {durable}"),
-            soon_over: format!("SET LOCAL idle_in_transaction_session_timeout = {idle_ms}"),
+            change: format!("{writing}; {common}; {durable}"),
+            soon_over,
         }
     }
 }

@@ -8,12 +8,12 @@ use jiff::Timestamp;
 use postbox_core::kit::{Due, RowAfter, settled_already, window_undone};
 use postbox_core::{Delivery, Entry, Error, Lease, Result, Settlement};
 use tokio_postgres::Client;
-use tokio_postgres::types::{ToSql, Type};
 
 use crate::PostgresStore;
 use crate::classify::classify;
 use crate::log::micros;
-use crate::session::COMMIT;
+use crate::params::{Param, params};
+use crate::session::Session;
 use crate::subscription::SubscriptionRow;
 
 /// Locks the lane and moves its position: see `0001_settle.sql`. Index: primary key of `lane`.
@@ -91,13 +91,8 @@ impl AsRead {
         self.replays.push(count(delivery.replay));
     }
 
-    fn params<'p>(&'p self, subscription: &'p i32) -> [(&'p (dyn ToSql + Sync), Type); 4] {
-        [
-            (subscription, Type::INT4),
-            (&self.seqs, Type::INT8_ARRAY),
-            (&self.befores, Type::INT4_ARRAY),
-            (&self.replays, Type::INT4_ARRAY),
-        ]
+    fn params<'p>(&'p self, subscription: &'p i32) -> [Param<'p>; 4] {
+        params![*subscription, self.seqs, self.befores, self.replays]
     }
 }
 
@@ -145,19 +140,26 @@ impl<'a> Writes<'a> {
     }
 }
 
-pub(crate) async fn settle(store: &PostgresStore, lease: &Lease, settlement: &Settlement<'_>) -> Result<()> {
-    let subscription = store.subscription("settle", &lease.subscription).await?;
-    let session = store.session("settle").await?;
+pub(crate) async fn settle(
+    store: &PostgresStore,
+    session: &Session,
+    lease: &Lease,
+    settlement: &Settlement<'_>,
+) -> Result<()> {
+    let subscription = store.subscription(session, &lease.subscription).await?;
     let call = SettleCall { store, client: session.client(), lease, subscription: &subscription, settlement };
-    let settled = if settlement.entries.is_empty() { call.write_position().await } else { call.write_all().await };
-    // After an error the connection may still be in the transaction.
-    session.end_after(settled.is_ok());
+    let modes = &store.inner.modes;
+    let settled = match settlement.entries.is_empty() {
+        // All went well: one update, sent with the transaction's ends in one round trip.
+        true => session.at_once(&modes.change, async |_: &Session| call.move_position().await).await.map(drop),
+        false => call.write_all(session).await,
+    };
     let lane = store.lane(lease);
     match &settled {
         Ok(()) => lane.settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind),
         // Of a lost window everything stays refused until the lane is given back: what else of it
         // was given out must not be settled either.
-        Err(error) if error.code() == "stale_lease" => lane.forget(lease.epoch),
+        Err(error) if error.is_lease_lost() => lane.forget(lease.epoch),
         Err(_) => {}
     }
     settled
@@ -197,22 +199,9 @@ struct SettleCall<'a> {
 }
 
 impl SettleCall<'_> {
-    /// All went well: one update, sent with the transaction's ends in one round trip.
-    async fn write_position(&self) -> Result<()> {
-        let (begun, moved, committed) = futures::join!(
-            self.client.batch_execute(&self.store.inner.modes.change),
-            self.move_position(),
-            self.client.batch_execute(COMMIT),
-        );
-        begun.map_err(|error| classify("settle", &error))?;
-        moved?;
-        committed.map_err(|error| classify("settle", &error))
-    }
-
-    async fn write_all(&self) -> Result<()> {
-        let (begun, moved) =
-            futures::join!(self.client.batch_execute(&self.store.inner.modes.write), self.move_position());
-        begun.map_err(|error| classify("settle", &error))?;
+    async fn write_all(&self, session: &Session) -> Result<()> {
+        let (begun, moved) = futures::join!(session.begin(&self.store.inner.modes.write), self.move_position());
+        begun?;
         let position = moved?;
         let writing = async {
             match position {
@@ -220,9 +209,8 @@ impl SettleCall<'_> {
                 Position::Written => Ok(()),
             }
         };
-        let (written, committed) = futures::join!(writing, self.client.batch_execute(COMMIT));
-        written?;
-        committed.map_err(|error| classify("settle", &error))
+        let (written, committed) = futures::join!(writing, session.commit());
+        written.and(committed)
     }
 
     /// Locks the lane under the lease's epoch. Nothing else of a settlement may be written before
@@ -234,15 +222,7 @@ impl SettleCall<'_> {
         let (window, settled) = (known.as_ref().map(|at| &*at.window), known.as_ref().map(|at| at.settled));
         let (number, place) = (i32::from(lease.lane), lane.place());
         let position = settlement.position.map(|seq| seq.0);
-        let params: [(&(dyn ToSql + Sync), Type); 7] = [
-            (&self.subscription.id, Type::INT4),
-            (&number, Type::INT4),
-            (&lease.epoch, Type::INT8),
-            (&place, Type::TEXT),
-            (&window, Type::TEXT),
-            (&settled, Type::INT8),
-            (&position, Type::INT8),
-        ];
+        let params = params![self.subscription.id, number, lease.epoch, place, window, settled, position];
         let sql = self.store.schema().sql(LANE_SETTLE);
         let row = self.client.query_typed_one(&sql, &params).await.map_err(|error| classify("settle", &error))?;
         if let Some(place) = row.get(1) {
@@ -284,21 +264,11 @@ impl SettleCall<'_> {
             if writes.kept.seqs.is_empty() {
                 return Ok(0);
             }
-            let params: [(&(dyn ToSql + Sync), Type); 14] = [
-                (&subscription.id, Type::INT4),
-                (&lane, Type::INT2),
-                (&settlement.hold_keys, Type::BOOL),
-                (&writes.kept.seqs, Type::INT8_ARRAY),
-                (&writes.keys, Type::TEXT_ARRAY),
-                (&writes.states, Type::TEXT_ARRAY),
-                (&writes.halts, Type::BOOL_ARRAY),
-                (&writes.attempts, Type::INT4_ARRAY),
-                (&writes.codes, Type::TEXT_ARRAY),
-                (&writes.errors, Type::TEXT_ARRAY),
-                (&writes.waits, Type::INT8_ARRAY),
-                (&writes.ats, Type::TIMESTAMPTZ_ARRAY),
-                (&writes.kept.befores, Type::INT4_ARRAY),
-                (&writes.kept.replays, Type::INT4_ARRAY),
+            let Writes { keys, states, halts, attempts, codes, errors, waits, ats, .. } = &writes;
+            let AsRead { seqs, befores, replays } = &writes.kept;
+            let (id, ordered) = (subscription.id, settlement.hold_keys);
+            let params = params![
+                id, lane, ordered, seqs, keys, states, halts, attempts, codes, errors, waits, ats, befores, replays
             ];
             self.client.execute_typed(&keep, &params).await
         };
@@ -313,9 +283,7 @@ impl SettleCall<'_> {
             if writes.touched.is_empty() {
                 return Ok(0);
             }
-            self.client
-                .execute_typed(&release, &[(&subscription.id, Type::INT4), (&writes.touched, Type::TEXT_ARRAY)])
-                .await
+            self.client.execute_typed(&release, &params![subscription.id, writes.touched]).await
         };
         let (kept, deleted, released) = futures::join!(keeping, deleting, releasing);
         kept.and(deleted).and(released).map(drop).map_err(|error| classify("settle", &error))

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use deadpool_postgres::Pool;
 use postbox_core::{Result, SubscriptionName};
@@ -47,7 +47,7 @@ impl PostgresStore {
     /// `Unavailable`.
     pub async fn connect(config: PostgresConfig) -> Result<Self> {
         let store = Self::new(config)?;
-        store.session("connect").await?.finish();
+        store.session("connect").await?;
         Ok(store)
     }
 
@@ -82,11 +82,6 @@ impl PostgresStore {
     /// transaction that used [`crate::append_in`]. Only a hint that saves a poll interval.
     pub fn wake(&self) {
         self.inner.wakeups.send_modify(|wakeups| *wakeups += 1);
-    }
-
-    pub(crate) fn lanes(&self) -> std::sync::MutexGuard<'_, HashMap<(SubscriptionName, u16), Arc<Lane>>> {
-        // A panic while it was locked would have been between two whole changes.
-        self.inner.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

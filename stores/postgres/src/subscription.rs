@@ -4,16 +4,14 @@ use std::sync::{Arc, PoisonError};
 
 use postbox_core::kit::{check_shape, subscription_unknown};
 use postbox_core::{
-    Error, ErrorKind, Filter, LogName, Migrate as _, Ordering, Result, StartAt, Subscription, SubscriptionName, Tenant,
-    TopicPattern,
+    Error, ErrorKind, Filter, LogName, Ordering, Result, StartAt, Subscription, SubscriptionName, Tenant, TopicPattern,
 };
-use tokio_postgres::types::{ToSql, Type};
-use tokio_postgres::{Client, Row};
+use tokio_postgres::Row;
 
 use crate::PostgresStore;
-use crate::classify::{classify, cursor_foreign, log_unknown};
-use crate::schema::check_log_name;
-use crate::session::COMMIT;
+use crate::classify::{cursor_foreign, log_unknown};
+use crate::params::{Param, params};
+use crate::session::Session;
 
 /// Whether the log exists. Index: primary key of `log`. No lock.
 const LOG_EXISTS: &str = "
@@ -48,18 +46,15 @@ SELECT $1, n, snap, snap, 0, 0, 0
 FROM generate_series(0, $2 - 1) AS n, (SELECT CASE WHEN $3 THEN pg_current_snapshot() ELSE '1:1:'::pg_snapshot END AS snap) AS start
 ON CONFLICT DO NOTHING";
 
-/// Whether a lane's cursor is beyond this cluster. Index: primary key of `lane`.
-const LANE_IS_FROM_FUTURE: &str = "
-SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax(to_snap) > pg_snapshot_xmax(pg_current_snapshot()))";
-
-/// Whether a lane's cursor was made in another cluster, where the same ids are of other
-/// transactions. Index: primary key of `lane`.
-const LANE_IS_FOREIGN: &str = "
-SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> (SELECT {s}.cluster_id()))";
+/// Whether a lane's cursor is beyond this cluster, and whether one was made in another cluster,
+/// where the same ids are of other transactions. Index: primary key of `lane`.
+const LANE_FAULTS: &str = "
+SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax(to_snap) > pg_snapshot_xmax(pg_current_snapshot())),
+  EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> (SELECT {s}.cluster_id()))";
 
 /// One subscription. Index: the unique name.
 const SUBSCRIPTION_GET: &str =
-    "SELECT id, name, log, topics, tenant, lanes::int, revision FROM {s}.subscription WHERE name {=} $1";
+    "SELECT id, log, topics, tenant, lanes::int, revision FROM {s}.subscription WHERE name {=} $1";
 
 /// The names, for an error text. Reads the whole (small) table.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM {s}.subscription ORDER BY name LIMIT 50";
@@ -78,30 +73,16 @@ pub(crate) struct SubscriptionRow {
 }
 
 impl SubscriptionRow {
-    fn new(id: i32, revision: i32, subscription: &Subscription) -> Self {
-        Self {
-            id,
-            revision,
-            log: subscription.log.clone(),
-            lanes: subscription.lanes,
-            likes: likes(&subscription.filter.topics),
-            filter: subscription.filter.clone(),
-        }
+    fn new(id: i32, revision: i32, log: LogName, lanes: u16, filter: Filter) -> Self {
+        let topics = &filter.topics;
+        let likes = (!topics.is_empty()).then(|| topics.iter().map(TopicPattern::to_like).collect());
+        Self { id, revision, log, lanes, likes, filter }
     }
 
     fn from_row(row: &Row) -> Self {
-        let topics: Vec<String> = row.get(3);
-        // Checked when they were written.
-        let topics: Vec<TopicPattern> = topics.into_iter().filter_map(|topic| TopicPattern::new(topic).ok()).collect();
-        let filter = Filter { topics, tenant: row.get::<_, Option<String>>(4).map(Tenant::from_stored) };
-        Self {
-            id: row.get(0),
-            log: LogName::from_stored(row.get::<_, String>(2)),
-            lanes: u16::try_from(row.get::<_, i32>(5)).unwrap_or(1),
-            revision: row.get(6),
-            likes: likes(&filter.topics),
-            filter,
-        }
+        let log = LogName::from_stored(row.get::<_, String>(1));
+        let lanes = u16::try_from(row.get::<_, i32>(4)).unwrap_or(1);
+        Self::new(row.get(0), row.get(5), log, lanes, filter_of(row, 2))
     }
 
     pub(crate) fn tenant(&self) -> Option<&str> {
@@ -109,38 +90,29 @@ impl SubscriptionRow {
     }
 }
 
-fn likes(topics: &[TopicPattern]) -> Option<Vec<String>> {
-    (!topics.is_empty()).then(|| topics.iter().map(TopicPattern::to_like).collect())
+/// A filter, from the columns topics and tenant.
+pub(crate) fn filter_of(row: &Row, at: usize) -> Filter {
+    // Checked when they were written.
+    let topics = row.get::<_, Vec<String>>(at).into_iter().filter_map(|topic| TopicPattern::new(topic).ok());
+    Filter { topics: topics.collect(), tenant: row.get::<_, Option<String>>(at + 1).map(Tenant::from_stored) }
 }
 
-pub(crate) async fn subscribe(store: &PostgresStore, subscription: &Subscription) -> Result<()> {
-    store.validate().await?;
-    check_log_name("subscribe", &subscription.log)?;
-    let session = store.session("subscribe").await?;
-    let client = session.client();
-    let begun = client.batch_execute(&store.inner.modes.write).await;
-    begun.map_err(|error| classify("subscribe", &error))?;
-    let made = write(store, client, subscription).await;
-    let ended = client.batch_execute(if made.is_ok() { COMMIT } else { "ROLLBACK" }).await;
-    session.end_after(ended.is_ok());
-    let (id, revision) = made?;
-    ended.map_err(|error| classify("subscribe", &error))?;
-    store.remember(&subscription.name, Arc::new(SubscriptionRow::new(id, revision, subscription)));
-    store.listen_if_asked(&subscription.log).await;
+pub(crate) async fn subscribe(store: &PostgresStore, session: &Session, subscription: &Subscription) -> Result<()> {
+    let write = async |session: &Session| write(session, subscription).await;
+    let (id, revision) = session.step_by_step(&store.inner.modes.write, write).await?;
+    let Subscription { name, log, lanes, filter, .. } = subscription;
+    store.remember(name, SubscriptionRow::new(id, revision, log.clone(), *lanes, filter.clone()));
     Ok(())
 }
 
-async fn write(store: &PostgresStore, client: &Client, subscription: &Subscription) -> Result<(i32, i32)> {
+async fn write(session: &Session, subscription: &Subscription) -> Result<(i32, i32)> {
     let Subscription { name, log, filter, ordering, lanes, start } = subscription;
-    let schema = store.schema();
-    let ask = async |sql: &str, params: &[(&(dyn ToSql + Sync), Type)]| {
-        client.query_typed(sql, params).await.map_err(|error| classify("subscribe", &error))
-    };
-    let is_true = |rows: Vec<Row>| rows.first().is_some_and(|row| row.get(0));
-    if !is_true(ask(&schema.sql(LOG_EXISTS), &[(&log.as_str(), Type::TEXT)]).await?) {
+    let is_true =
+        async |sql: &str, params: &[Param<'_>]| session.row(sql, params).await.map(|row| row.get::<_, bool>(0));
+    if !is_true(&session.sql(LOG_EXISTS), &params![log.as_str()]).await? {
         return Err(log_unknown("subscribe", log.as_str()));
     }
-    if is_true(ask(&schema.log_sql(LOG_IS_FROM_FUTURE, log), &[]).await?) {
+    if is_true(&session.log_sql(LOG_IS_FROM_FUTURE, log), &[]).await? {
         return Err(from_future(&format!("log {log}")));
     }
     let topics: Vec<&str> = filter.topics.iter().map(TopicPattern::as_str).collect();
@@ -149,21 +121,11 @@ async fn write(store: &PostgresStore, client: &Client, subscription: &Subscripti
         Ordering::Key => "key",
         Ordering::None => "none",
     };
-    let lanes_wanted = lanes.cast_signed();
-    let made = ask(
-        &schema.sql(SUBSCRIPTION_UPSERT),
-        &[
-            (&name.as_str(), Type::TEXT),
-            (&log.as_str(), Type::TEXT),
-            (&topics, Type::TEXT_ARRAY),
-            (&tenant, Type::TEXT),
-            (&ordering, Type::TEXT),
-            (&lanes_wanted, Type::INT2),
-        ],
-    )
-    .await?;
+    let (name_text, log_text, lanes_wanted) = (name.as_str(), log.as_str(), lanes.cast_signed());
+    let params = params![name_text, log_text, topics, tenant, ordering, lanes_wanted];
+    let made = session.rows(&session.sql(SUBSCRIPTION_UPSERT), &params).await?;
     let Some(row) = made.first() else {
-        let known = ask(&schema.sql(SUBSCRIPTION_GET), &[(&name.as_str(), Type::TEXT)]).await?;
+        let known = session.rows(&session.sql(SUBSCRIPTION_GET), &params![name.as_str()]).await?;
         let known = known.first().map(SubscriptionRow::from_row);
         known.map_or(Ok(()), |known| check_shape(subscription, &known.log, known.lanes))?;
         let message = format!("subscription {name} was changed at the same moment; try again");
@@ -173,11 +135,12 @@ async fn write(store: &PostgresStore, client: &Client, subscription: &Subscripti
     // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what
     // they had passed.
     let now = *start == StartAt::Now && row.get::<_, bool>(2);
-    ask(&schema.sql(LANE_CREATE), &[(&id, Type::INT4), (&i32::from(*lanes), Type::INT4), (&now, Type::BOOL)]).await?;
-    if is_true(ask(&schema.sql(LANE_IS_FROM_FUTURE), &[(&id, Type::INT4)]).await?) {
+    session.execute(&session.sql(LANE_CREATE), &params![id, i32::from(*lanes), now]).await?;
+    let faults = session.row(&session.sql(LANE_FAULTS), &params![id]).await?;
+    if faults.get(0) {
         return Err(from_future(&format!("the cursor of subscription {name}")));
     }
-    if is_true(ask(&schema.sql(LANE_IS_FOREIGN), &[(&id, Type::INT4)]).await?) {
+    if faults.get(1) {
         return Err(cursor_foreign("subscribe"));
     }
     Ok((id, revision))
@@ -187,61 +150,43 @@ impl PostgresStore {
     /// What this process knows of a subscription, from `subscribe` or else from the database.
     pub(crate) async fn subscription(
         &self,
-        operation: &'static str,
+        session: &Session,
         name: &SubscriptionName,
     ) -> Result<Arc<SubscriptionRow>> {
         let known = self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
-        if let Some(row) = known {
-            return Ok(row);
+        match known {
+            Some(row) => Ok(row),
+            None => self.reload(session, name).await,
         }
-        let session = self.session(operation).await?;
-        let row = self.reload(operation, session.client(), name).await;
-        session.end_after(row.is_ok());
-        row
     }
 
     /// What is in the database now, remembered from here on. A subscription that is gone is
     /// forgotten.
-    pub(crate) async fn reload(
-        &self,
-        operation: &'static str,
-        client: &Client,
-        name: &SubscriptionName,
-    ) -> Result<Arc<SubscriptionRow>> {
-        match self.look_up(operation, client, name).await {
-            Ok(row) => {
-                let row = Arc::new(row);
-                self.remember(name, row.clone());
-                Ok(row)
-            }
-            Err(error) => {
-                self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
-                Err(error)
-            }
+    pub(crate) async fn reload(&self, session: &Session, name: &SubscriptionName) -> Result<Arc<SubscriptionRow>> {
+        let row = look_up(session, name).await;
+        if row.is_err() {
+            self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
         }
+        Ok(self.remember(name, row?))
     }
 
-    fn remember(&self, name: &SubscriptionName, row: Arc<SubscriptionRow>) {
-        self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone(), row);
+    fn remember(&self, name: &SubscriptionName, row: SubscriptionRow) -> Arc<SubscriptionRow> {
+        let row = Arc::new(row);
+        let mut known = self.inner.subscriptions.lock().unwrap_or_else(PoisonError::into_inner);
+        known.insert(name.clone(), row.clone());
+        row
     }
+}
 
-    /// A subscription as the database has it now: what an operator means.
-    pub(crate) async fn look_up(
-        &self,
-        operation: &'static str,
-        client: &Client,
-        name: &SubscriptionName,
-    ) -> Result<SubscriptionRow> {
-        let failed = |error: tokio_postgres::Error| classify(operation, &error);
-        let sql = self.schema().sql(SUBSCRIPTION_GET);
-        let rows = client.query_typed(&sql, &[(&name.as_str(), Type::TEXT)]).await.map_err(failed)?;
-        if let Some(row) = rows.first() {
-            return Ok(SubscriptionRow::from_row(row));
-        }
-        let names = client.query_typed(&self.schema().sql(SUBSCRIPTION_NAMES), &[]).await.map_err(failed)?;
-        let names: Vec<String> = names.iter().map(|row| row.get(0)).collect();
-        Err(subscription_unknown(operation, name, &names))
+/// A subscription as the database has it now: what an operator means.
+pub(crate) async fn look_up(session: &Session, name: &SubscriptionName) -> Result<SubscriptionRow> {
+    let rows = session.rows(&session.sql(SUBSCRIPTION_GET), &params![name.as_str()]).await?;
+    if let Some(row) = rows.first() {
+        return Ok(SubscriptionRow::from_row(row));
     }
+    let names = session.rows(&session.sql(SUBSCRIPTION_NAMES), &[]).await?;
+    let names: Vec<String> = names.iter().map(|row| row.get(0)).collect();
+    Err(subscription_unknown(session.operation(), name, &names))
 }
 
 fn from_future(what: &str) -> Error {

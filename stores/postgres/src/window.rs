@@ -3,21 +3,21 @@
 
 use std::collections::HashSet;
 use std::pin::pin;
+use std::time::Duration;
 
 use futures::TryStreamExt as _;
 use postbox_core::kit::window_undone;
 use postbox_core::limits::BATCH_EVENTS_MAX;
 use postbox_core::{Batch, BatchLimit, Error, ErrorKind, Key, Lease, Result, Seq};
-use tokio_postgres::types::{ToSql, Type};
-use tokio_postgres::{Client, Row};
+use tokio_postgres::Row;
 
 use crate::PostgresStore;
-use crate::classify::{classify, has_damage_code};
+use crate::classify::is_damage;
 use crate::decode::{EVENT_COLUMNS, Stored, stored};
-use crate::due::Exceptions;
 use crate::lane::{Bounds, Lane, Position};
-use crate::payload::fitting;
-use crate::session::COMMIT;
+use crate::params::params;
+use crate::payload::{fill_payloads, fitting};
+use crate::session::Session;
 use crate::subscription::SubscriptionRow;
 
 /// Windows without anything for the lane that one call passes before it answers.
@@ -26,6 +26,12 @@ const WINDOWS_PER_CALL_MAX: usize = 8;
 const INLINE_BYTES_MAX: usize = 16 * 1024;
 /// Below this a second round trip costs more than the bytes.
 const INLINE_BYTES_MIN: usize = 1024;
+
+/// The cursor of a lane under its epoch. Index: primary key of `lane`.
+const LANE_LOAD: &str = "
+SELECT to_snap::pg_catalog.text, last_seq
+FROM {s}.lane
+WHERE subscription {=} $1 AND lane {=} $2 AND epoch {=} $3 AND lease_until {>} pg_catalog.clock_timestamp()";
 
 /// Reads a page, or opens the next window: see `0001_window.sql`, which says what it asks, writes
 /// and answers.
@@ -55,8 +61,7 @@ pub(crate) struct ReadParams<'a> {
     pub(crate) rows: i64,
     pub(crate) lane: i32,
     lanes: i32,
-    likes: &'a Option<Vec<String>>,
-    tenant: Option<&'a str>,
+    subscription: &'a SubscriptionRow,
     /// What the caller can hold.
     pub(crate) limit: BatchLimit,
 }
@@ -71,8 +76,7 @@ impl<'a> ReadParams<'a> {
             rows: rows as i64 + 1,
             lane: lease.lane.into(),
             lanes: subscription.lanes.into(),
-            likes: &subscription.likes,
-            tenant: subscription.tenant(),
+            subscription,
             limit: BatchLimit { events: rows, ..limit },
         }
     }
@@ -83,33 +87,70 @@ impl<'a> ReadParams<'a> {
     }
 }
 
+/// What left the stream in a lane: whether keys are held, whether unread events were discarded, and
+/// how long until the next is due, in microseconds. Indexes: `delivery_held_lane`,
+/// `delivery_discarded`, `delivery_due`. No lock. Rows behind an unfinished one of their key are
+/// not due, whatever their time says.
+const LANE_EXCEPTIONS: &str = "
+SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $2 AND holds),
+  EXISTS (SELECT FROM {s}.delivery WHERE subscription {=} $1 AND lane {=} $2 AND state {=} 'discarded' AND seq {>} $3),
+  (SELECT greatest(0, extract(epoch FROM d.due_at {-} pg_catalog.clock_timestamp()) {*} 1000000)::bigint
+   FROM {s}.delivery AS d
+   WHERE d.subscription {=} $1 AND d.lane {=} $2 AND d.due_at IS NOT NULL
+     AND (NOT d.holds OR d.seq {=} (SELECT h.seq FROM {s}.delivery AS h
+       WHERE h.subscription {=} d.subscription AND h.key {=} d.key AND h.holds ORDER BY h.seq LIMIT 1))
+   ORDER BY d.due_at LIMIT 1)";
+
+/// What left the stream in a lane.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Exceptions {
+    holds: bool,
+    discards: bool,
+    pub(crate) due_in: Option<Duration>,
+}
+
+impl Exceptions {
+    /// Asks only where something of the subscription left the stream.
+    pub(crate) async fn ask(
+        session: &Session,
+        lease: &Lease,
+        subscription: i32,
+        left: bool,
+        after: i64,
+    ) -> Result<Self> {
+        if !left {
+            return Ok(Self::default());
+        }
+        let lane = lease.lane.cast_signed();
+        let row = session.row(&session.sql(LANE_EXCEPTIONS), &params![subscription, lane, after]).await?;
+        let due_in = row.get::<_, Option<i64>>(2).map(|micros| Duration::from_micros(micros.unsigned_abs()));
+        Ok(Self { holds: row.get(0), discards: row.get(1), due_in })
+    }
+}
+
 pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-    let mut subscription = store.subscription("next_batch", &lease.subscription).await?;
     let lane = store.lane(lease);
+    let lane = &*lane;
     let _turn = lane.turn.lock().await;
     // Before anything is looked at: a commit from here on is news to the next wait.
     lane.mark_wakeups_seen();
-    let session = store.session("next_batch").await?;
-    let client = session.client();
+    let session = &store.session("next_batch").await?;
+    let mut subscription = store.subscription(session, &lease.subscription).await?;
     let (mut reloaded, mut inline) = (false, true);
     let batch = loop {
         let mut params = ReadParams::new(lease, &subscription, limit);
         if !inline {
             params.leave_payloads_behind();
         }
-        let call = NextBatch { store, client, lease, lane: &lane, subscription: &subscription, params };
-        match call.run().await {
+        match (NextBatch { store, session, lease, lane, params }).run().await {
             Err(error) if !reloaded && error.code() == FILTER_CHANGED => {
-                subscription = store.reload("next_batch", client, &lease.subscription).await?;
+                subscription = store.reload(session, &lease.subscription).await?;
                 reloaded = true;
             }
-            Err(error) if inline && has_damage_code(&error) => inline = false,
+            Err(error) if inline && is_damage(&error) => inline = false,
             batch => break batch,
         }
     };
-    // No statement of ours leaves a transaction open when it was awaited to its end; only a dropped
-    // future does.
-    session.finish();
     if batch.as_ref().is_err_and(Error::is_stale) {
         lane.forget(lease.epoch);
     }
@@ -119,14 +160,14 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
 /// One call of `next_batch`.
 struct NextBatch<'a> {
     store: &'a PostgresStore,
-    client: &'a Client,
+    session: &'a Session,
     lease: &'a Lease,
     lane: &'a Lane,
-    subscription: &'a SubscriptionRow,
     params: ReadParams<'a>,
 }
 
 /// What `<log>_window` answered beside its rows.
+#[derive(Default)]
 struct Answer {
     verdict: String,
     left_stream: bool,
@@ -177,7 +218,8 @@ impl NextBatch<'_> {
             if matches!(answer.verdict.as_str(), "page" | "window") {
                 at.bounds = answer.bounds;
             }
-            let exceptions = self.exceptions(answer.left_stream, at.read).await?;
+            let (session, id, left) = (self.session, self.params.subscription.id, answer.left_stream);
+            let exceptions = Exceptions::ask(session, self.lease, id, left, at.read).await?;
             due_in = exceptions.due_in;
             if !rows.is_empty() {
                 return self.give(at, rows, exceptions).await;
@@ -186,7 +228,8 @@ impl NextBatch<'_> {
                 break;
             }
             at.drained = true;
-            // Noted before the next is opened: a call that is dropped there loses one window at most.
+            // Noted before the next is opened: a call that is dropped there loses one window at
+            // most.
             self.lane.advance(at.clone());
         }
         self.lane.advance(at);
@@ -195,7 +238,11 @@ impl NextBatch<'_> {
 
     /// Begins where the database says.
     async fn load(&self) -> Result<Position> {
-        let position = self.store.load_position(self.client, self.lease, self.subscription).await?;
+        let lane = self.lease.lane.cast_signed();
+        let params = params![self.params.subscription.id, lane, self.lease.epoch];
+        let rows = self.session.rows(&self.session.sql(LANE_LOAD), &params).await?;
+        let row = rows.first().ok_or_else(|| Error::stale("next_batch"))?;
+        let position = Position::at(self.lease.epoch, row.get::<_, &str>(0).into(), row.get(1));
         self.lane.advance(position.clone());
         Ok(position)
     }
@@ -212,18 +259,15 @@ impl NextBatch<'_> {
             (None, Some(_)) => (&modes.look, self.params.rows),
             (None, None) => (&modes.call, self.params.rows),
         };
-        let (begun, called, page, committed) = futures::join!(
-            self.client.batch_execute(mode),
-            self.call_window(at, after, rows_max),
-            self.read_page(at, bounds, after),
-            self.client.batch_execute(COMMIT),
-        );
-        let failed = |error: tokio_postgres::Error| classify("next_batch", &error);
-        begun.map_err(failed)?;
-        let (mut rows, answer) = called.map_err(failed)?;
-        rows.extend(page.map_err(failed)?);
-        committed.map_err(failed)?;
-        let answer = answer.ok_or_else(|| invalid_answer("nothing"))?;
+        let calls = async |session: &Session| {
+            let window = session.answer(self.call_window(at, after, rows_max));
+            let page = session.answer(self.read_page(at, bounds, after));
+            let (window, page) = futures::join!(window, page);
+            let (mut rows, answer) = window?;
+            rows.extend(page?);
+            Ok((rows, answer))
+        };
+        let (rows, answer) = self.session.at_once(mode, calls).await?;
         match answer.verdict.as_str() {
             "stale" => return Err(Error::stale("next_batch")),
             // Not to be read on under this lease, even if all that was given out is settled: calls
@@ -245,36 +289,26 @@ impl NextBatch<'_> {
         at: &Position,
         after: Option<i64>,
         rows_max: i64,
-    ) -> Result<(Vec<Stored>, Option<Answer>), tokio_postgres::Error> {
-        let (read, place, known) = (&self.params, self.lane.place(), &*at.window);
-        let params: [(&(dyn ToSql + Sync), Type); 13] = [
-            (&read.inline_bytes, Type::INT4),
-            (&rows_max, Type::INT8),
-            (&read.lane, Type::INT4),
-            (&read.lanes, Type::INT4),
-            (read.likes, Type::TEXT_ARRAY),
-            (&read.tenant, Type::TEXT),
-            (&self.subscription.id, Type::INT4),
-            (&self.lease.epoch, Type::INT8),
-            (&self.subscription.revision, Type::INT4),
-            (&place, Type::TEXT),
-            (&known, Type::TEXT),
-            (&at.settled, Type::INT8),
-            (&after, Type::INT8),
-        ];
-        let sql = self.store.schema().log_sql(LANE_WINDOW, &self.subscription.log);
-        let mut answer = pin!(self.client.query_typed_raw(&sql, params).await?);
-        let (mut rows, mut last) = (Vec::new(), None);
-        while let Some(row) = answer.try_next().await? {
-            match row.try_get::<_, Option<i64>>(0)? {
-                Some(_) => rows.push(stored(&row)?),
-                None => last = Some(Answer::from_row(&row)?),
+    ) -> Result<(Vec<Stored>, Answer), tokio_postgres::Error> {
+        let ReadParams { inline_bytes, lane, lanes, subscription, .. } = self.params;
+        let (likes, tenant) = (&subscription.likes, subscription.tenant());
+        let (id, epoch, revision) = (subscription.id, self.lease.epoch, subscription.revision);
+        let (place, window, settled) = (self.lane.place(), &*at.window, at.settled);
+        let params =
+            params![inline_bytes, rows_max, lane, lanes, likes, tenant, id, epoch, revision, place, window, settled, after];
+        let sql = self.session.log_sql(LANE_WINDOW, &subscription.log);
+        let mut found = pin!(self.session.client().query_typed_raw(&sql, params).await?);
+        let (mut rows, mut answer) = (Vec::new(), Answer::default());
+        while let Some(row) = found.try_next().await? {
+            match stored(&row) {
+                Some(stored) => rows.push(stored),
+                None => answer = Answer::from_row(&row)?,
             }
         }
         // Stragglers and the rest share no row. A stable sort finds the two runs that are there,
         // and merges them.
         rows.sort_by_key(Stored::seq);
-        Ok((rows, last))
+        Ok((rows, answer))
     }
 
     /// Rows of the window after a place. Unless the function agrees in the same transaction that the
@@ -290,30 +324,16 @@ impl NextBatch<'_> {
         if low >= *high {
             return Ok(Vec::new());
         }
-        let (read, window) = (&self.params, &*at.window);
-        let params: [(&(dyn ToSql + Sync), Type); 10] = [
-            (&read.inline_bytes, Type::INT4),
-            (&read.rows, Type::INT8),
-            (&read.lane, Type::INT4),
-            (&read.lanes, Type::INT4),
-            (read.likes, Type::TEXT_ARRAY),
-            (&read.tenant, Type::TEXT),
-            (&low, Type::INT8),
-            (high, Type::INT8),
-            (xid_low, Type::TEXT),
-            (&window, Type::TEXT),
-        ];
-        let sql = self.store.schema().log_sql(WINDOW_PAGE, &self.subscription.log);
-        let mut answer = pin!(self.client.query_typed_raw(&sql, params).await?);
-        let mut rows = Vec::with_capacity(usize::try_from(read.rows).unwrap_or_default());
-        while let Some(row) = answer.try_next().await? {
-            rows.push(stored(&row)?);
+        let ReadParams { inline_bytes, rows, lane, lanes, subscription, .. } = self.params;
+        let (likes, tenant, window) = (&subscription.likes, subscription.tenant(), &*at.window);
+        let params = params![inline_bytes, rows, lane, lanes, likes, tenant, low, high, xid_low, window];
+        let sql = self.session.log_sql(WINDOW_PAGE, &subscription.log);
+        let mut found = pin!(self.session.client().query_typed_raw(&sql, params).await?);
+        let mut page = Vec::with_capacity(usize::try_from(rows).unwrap_or_default());
+        while let Some(row) = found.try_next().await? {
+            page.extend(stored(&row));
         }
-        Ok(rows)
-    }
-
-    async fn exceptions(&self, left_stream: bool, after: i64) -> Result<Exceptions> {
-        self.store.exceptions(self.client, self.lease, self.subscription, left_stream, after).await
+        Ok(page)
     }
 
     /// Makes a batch of what was read and remembers how far it goes.
@@ -323,7 +343,7 @@ impl NextBatch<'_> {
         // did not come.
         rows.truncate(fitting(&rows, self.params.limit));
         let more = rows.len() < found;
-        self.store.fill_payloads(self.client, &self.subscription.log, &mut rows).await?;
+        fill_payloads(self.session, &self.params.subscription.log, &mut rows).await?;
         let (held, discarded) = self.held_and_discarded(exceptions, &rows).await?;
         let end = rows.last().map_or(at.read, Stored::seq);
         (at.read, at.drained) = (end, !more);
@@ -348,22 +368,18 @@ impl NextBatch<'_> {
         exceptions: Exceptions,
         rows: &[Stored],
     ) -> Result<(HashSet<Key>, HashSet<Seq>)> {
-        let ask = async |template: &str, of: (&(dyn ToSql + Sync), Type)| {
-            let sql = self.store.schema().sql(template);
-            let found = self.client.query_typed(&sql, &[(&self.subscription.id, Type::INT4), of]).await;
-            found.map_err(|error| classify("next_batch", &error))
-        };
+        let (session, id) = (self.session, self.params.subscription.id);
         let (mut held, mut discarded) = (HashSet::new(), HashSet::new());
         if exceptions.holds {
             let keys: HashSet<&str> =
                 rows.iter().filter_map(|row| row.delivery.event.key.as_ref()).map(Key::as_str).collect();
             let keys: Vec<&str> = keys.into_iter().collect();
-            let found = ask(KEYS_HELD, (&keys, Type::TEXT_ARRAY)).await?;
+            let found = session.rows(&session.sql(KEYS_HELD), &params![id, keys]).await?;
             held = found.iter().map(|row| Key::from_stored(row.get::<_, String>(0))).collect();
         }
         if exceptions.discards {
             let seqs: Vec<i64> = rows.iter().map(Stored::seq).collect();
-            let found = ask(EVENTS_DISCARDED, (&seqs, Type::INT8_ARRAY)).await?;
+            let found = session.rows(&session.sql(EVENTS_DISCARDED), &params![id, seqs]).await?;
             discarded = found.iter().map(|row| Seq(row.get(0))).collect();
         }
         Ok((held, discarded))

@@ -1,7 +1,7 @@
 //! What an operator changes: retry, discard, prune, pause. In bounded steps, so that the write lock
 //! is never held for long.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -9,13 +9,13 @@ use postbox_core::kit::{STEP_ROWS_MAX, rebase_not_needed};
 use postbox_core::{
     Admin, Changed, EventId, LogName, Ordering, Pause, Result, Selection, Seq, State, SubscriptionName,
 };
-use rusqlite::{OptionalExtension as _, Row, Transaction, params};
+use rusqlite::{OptionalExtension as _, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::micros;
-use crate::decode::{Head, integer, seq};
+use crate::decode::{DELIVERY_COLUMNS, DeliveryRow, Head, integer, lossy, seq};
 use crate::inspect::Reader;
-use crate::lease::{self, SubscriptionRow};
+use crate::lease;
 use crate::migrate::{self, checked_log, require_log};
 use crate::schema::log_table;
 use crate::settle::release_head;
@@ -29,12 +29,6 @@ const STEP_LOOK_MAX: usize = 20_000;
 /// for jumps of the clock.
 const PRUNE_YOUNG_MAX: usize = 1_000;
 
-/// Rows of a subscription in `seq` order, by primary key; no lock of its own.
-const DELIVERY_SELECT: &str = "SELECT seq, id, topic, key, state, code, due_at FROM postbox_delivery \
-WHERE subscription = ?1 AND seq > ?2 AND state IN ('retrying', 'blocked', 'scheduled', 'dead') ORDER BY seq";
-/// The same, one row.
-const DELIVERY_ONE: &str = "SELECT seq, id, topic, key, state, code, due_at FROM postbox_delivery \
-WHERE subscription = ?1 AND seq = ?2 AND state IN ('retrying', 'blocked', 'scheduled', 'dead')";
 /// By primary key; takes the write lock. A person's replay begins anew.
 const DELIVERY_REPLAY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, due_at = ?3, \
 holds = (?4 AND key IS NOT NULL), updated_at = ?3 WHERE subscription = ?1 AND seq = ?2 AND state = 'dead'";
@@ -61,25 +55,32 @@ const SUBSCRIPTION_PAUSE: &str =
 #[async_trait]
 impl Admin for SqliteStore {
     async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        let changed = retry(self, subscription, selection).await?;
-        self.wake();
-        Ok(changed)
+        selection.validate("retry")?;
+        let (name, selection) = (subscription.clone(), selection.clone());
+        self.change("retry", move |tx, now| retry(tx, &name, &selection, now)).await
     }
 
     async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-        let changed = discard(self, subscription, selection).await?;
-        self.wake();
-        Ok(changed)
+        selection.validate("discard")?;
+        let (name, selection) = (subscription.clone(), selection.clone());
+        self.change("discard", move |tx, now| discard(tx, &name, &selection, now)).await
     }
 
     async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        prune(self, log, older_than).await
+        let log = log.clone();
+        self.change("prune", move |tx, now| prune(tx, &log, now.saturating_sub(micros(older_than)))).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-        pause_or_resume(self, subscription, pause).await?;
-        self.wake();
-        Ok(())
+        let (name, pause) = (subscription.clone(), pause.cloned());
+        let set = move |tx: &Transaction<'_>, _| {
+            lease::require("pause", tx, &name)?;
+            let until = pause.as_ref().and_then(|pause| pause.until).map(|until| until.as_microsecond());
+            let (by, why) = pause.map(|pause| (pause.by, pause.why)).unzip();
+            tx.prepare_cached(SUBSCRIPTION_PAUSE)?.execute(params![name.as_str(), by, why, until])?;
+            Ok(())
+        };
+        self.change("pause", set).await
     }
 
     async fn create_log(&self, log: &LogName) -> Result<()> {
@@ -96,228 +97,167 @@ impl Admin for SqliteStore {
     }
 }
 
-/// A delivery row that a person may mean.
-struct Candidate {
-    seq: i64,
-    id: String,
-    topic: String,
-    key: Option<String>,
-    state: State,
-    code: Option<String>,
-    due_at: Option<i64>,
-}
-
-impl Candidate {
-    fn read(row: &Row<'_>) -> Work<Self> {
-        let state = row.get::<_, String>(4)?.parse()?;
-        let (seq, id, topic, key) = (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
-        Ok(Self { seq, id, topic, key, state, code: row.get(5)?, due_at: row.get(6)? })
-    }
-}
-
-/// A selection, ready to be asked row by row.
-struct Chosen {
-    selection: Selection,
-    ids: Option<HashSet<String>>,
-    after: i64,
-}
-
-impl Chosen {
-    fn new(selection: &Selection) -> Self {
-        let ids = selection.ids.as_ref().map(|ids| ids.iter().map(EventId::to_string).collect());
-        Self { selection: selection.clone(), ids, after: selection.after.map_or(i64::MIN, |after| after.0) }
-    }
-
-    fn topic(&self, topic: &str) -> bool {
-        self.selection.topic.as_ref().is_none_or(|pattern| pattern.matches(topic))
-    }
-
-    fn means(&self, row: &Candidate) -> bool {
-        self.ids.as_ref().is_none_or(|ids| ids.contains(&row.id))
-            && self.topic(&row.topic)
-            && (self.selection.code.is_none() || row.code == self.selection.code)
-    }
-
-    /// The next rows that are meant and that `wanted` accepts, oldest first, and where the next
-    /// step begins.
-    fn next(
+impl SqliteStore {
+    /// Runs a change in one transaction and wakes the relays.
+    async fn change<T: Send + 'static>(
         &self,
-        tx: &Transaction<'_>,
-        stored: &SubscriptionRow,
-        subscription: &SubscriptionName,
-        wanted: impl Fn(&Candidate) -> bool,
-    ) -> Work<(Vec<Candidate>, Option<Seq>)> {
-        let max = self.selection.step_max();
-        let mut chosen = Vec::new();
-        if max == 0 {
-            return Ok((chosen, None));
-        }
-        if let Some(ids) = &self.ids {
-            let mut statement = tx.prepare_cached(DELIVERY_ONE)?;
-            for seq in seqs_of(tx, stored, ids)?.into_iter().filter(|seq| *seq > self.after) {
-                let mut rows = statement.query(params![subscription.as_str(), seq])?;
-                let Some(row) = rows.next()? else { continue };
-                let candidate = Candidate::read(row)?;
-                if self.means(&candidate) && wanted(&candidate) {
-                    chosen.push(candidate);
-                }
-                if chosen.len() == max {
-                    return Ok((chosen, Some(Seq(seq))));
-                }
-            }
-            return Ok((chosen, None));
-        }
-        let mut statement = tx.prepare_cached(DELIVERY_SELECT)?;
-        let mut rows = statement.query(params![subscription.as_str(), self.after])?;
-        let (mut looked, mut last) = (0, self.after);
-        while chosen.len() < max && looked < STEP_LOOK_MAX {
-            let Some(row) = rows.next()? else { return Ok((chosen, None)) };
-            let candidate = Candidate::read(row)?;
-            (looked, last) = (looked + 1, candidate.seq);
-            if self.means(&candidate) && wanted(&candidate) {
-                chosen.push(candidate);
-            }
-        }
-        Ok((chosen, Some(Seq(last))))
+        operation: &'static str,
+        change: impl FnOnce(&Transaction<'_>, i64) -> Work<T> + Send + 'static,
+    ) -> Result<T> {
+        let now = self.now();
+        let write = move |session: &mut Session| session.transact(Flush::Configured, |tx| change(tx, now));
+        let changed = self.writer().call(operation, write).await?;
+        self.wake();
+        Ok(changed)
     }
 }
 
-/// The places of events in a subscription's log, in their order.
-fn seqs_of(tx: &Transaction<'_>, stored: &SubscriptionRow, ids: &HashSet<String>) -> Work<BTreeSet<i64>> {
+/// The next rows that a selection means and that `wanted` accepts, oldest first, and where the next
+/// step begins.
+fn choose(
+    tx: &Transaction<'_>,
+    name: &SubscriptionName,
+    log: &LogName,
+    selection: &Selection,
+    wanted: impl Fn(&DeliveryRow) -> bool,
+) -> Work<(Vec<DeliveryRow>, Option<Seq>)> {
+    let (max, after) = (selection.step_max(), after(selection));
+    let is_meant = |row: &DeliveryRow| selection.means(Some(&row.topic), row.code.as_deref()) && wanted(row);
+    let mut chosen = Vec::new();
+    if max == 0 {
+        return Ok((chosen, None));
+    }
+    let not_discarded = "d.state IN ('retrying', 'blocked', 'scheduled', 'dead')";
+    if let Some(ids) = &selection.ids {
+        // A row by primary key; no lock of its own.
+        let delivery_one = format!(
+            "SELECT {DELIVERY_COLUMNS} FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = ?2 AND {not_discarded}"
+        );
+        let mut statement = tx.prepare_cached(&delivery_one)?;
+        for seq in seqs_of(tx, log, ids)?.into_iter().filter(|seq| *seq > after) {
+            let found = statement.query_row(params![name.as_str(), seq], |row| DeliveryRow::read(row, 0));
+            chosen.extend(found.optional()?.filter(is_meant));
+            if chosen.len() == max {
+                return Ok((chosen, Some(Seq(seq))));
+            }
+        }
+        return Ok((chosen, None));
+    }
+    // Rows of a subscription in `seq` order, by primary key; no lock of its own.
+    let delivery_walk = format!(
+        "SELECT {DELIVERY_COLUMNS} FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq > ?2 AND {not_discarded} ORDER BY d.seq"
+    );
+    let mut statement = tx.prepare_cached(&delivery_walk)?;
+    let mut rows = statement.query(params![name.as_str(), after])?;
+    let (mut looked, mut last) = (0, after);
+    while chosen.len() < max && looked < STEP_LOOK_MAX {
+        let Some(row) = rows.next()? else { return Ok((chosen, None)) };
+        let row = DeliveryRow::read(row, 0)?;
+        (looked, last) = (looked + 1, row.seq);
+        chosen.extend(Some(row).filter(is_meant));
+    }
+    Ok((chosen, Some(Seq(last))))
+}
+
+fn after(selection: &Selection) -> i64 {
+    selection.after.map_or(i64::MIN, |after| after.0)
+}
+
+/// The places of events in a log, in their order.
+fn seqs_of(tx: &Transaction<'_>, log: &LogName, ids: &[EventId]) -> Work<BTreeSet<i64>> {
     // By the unique index on id; takes no lock of its own.
-    let log_seq = format!("SELECT seq FROM {} WHERE id = ?1", log_table(&stored.log));
-    let mut statement = tx.prepare_cached(&log_seq)?;
+    let mut statement = tx.prepare_cached(&format!("SELECT seq FROM {} WHERE id = ?1", log_table(log)))?;
     let mut seqs = BTreeSet::new();
     for id in ids {
-        let seq: Option<i64> = statement.query_row([id], |row| row.get(0)).optional()?;
-        seqs.extend(seq);
+        seqs.extend(statement.query_row([id.to_string()], |row| row.get::<_, i64>(0)).optional()?);
     }
     Ok(seqs)
 }
 
 /// One step that makes dead rows due now as new attempts, and retrying rows due now.
-async fn retry(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-    selection.validate("retry")?;
-    let (name, chosen) = (name.clone(), Chosen::new(selection));
-    store.writer().call("retry", move |session| retry_step(session, &name, &chosen)).await
-}
-
-fn retry_step(session: &mut Session, name: &SubscriptionName, chosen: &Chosen) -> Work<Changed> {
-    let now = session.settings.now();
-    session.transact(Flush::Configured, |tx| {
-        let stored = lease::require("retry", tx, name)?;
-        let hold_keys = stored.ordering == Ordering::Key;
-        let (rows, next) = chosen.next(tx, &stored, name, |row| match row.state {
-            State::Dead => true,
-            State::Retrying => row.due_at.is_none_or(|at| at > now),
-            _ => false,
-        })?;
-        for row in &rows {
-            match row.state {
-                State::Dead => {
-                    tx.prepare_cached(DELIVERY_REPLAY)?.execute(params![name.as_str(), row.seq, now, hold_keys])?
-                }
-                _ => tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(params![name.as_str(), row.seq, now])?,
-            };
-        }
-        Ok(Changed { count: rows.len() as u64, next })
-    })
+fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, now: i64) -> Work<Changed> {
+    let stored = lease::require("retry", tx, name)?;
+    let hold_keys = stored.ordering == Ordering::Key;
+    let (rows, next) = choose(tx, name, &stored.log, selection, |row| match row.state {
+        State::Dead => true,
+        State::Retrying => !row.is_due(now),
+        _ => false,
+    })?;
+    for row in &rows {
+        match row.state {
+            State::Dead => {
+                tx.prepare_cached(DELIVERY_REPLAY)?.execute(params![name.as_str(), row.seq, now, hold_keys])?
+            }
+            _ => tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(params![name.as_str(), row.seq, now])?,
+        };
+    }
+    Ok(Changed { count: rows.len() as u64, next })
 }
 
 /// One step that takes events out: rows by selection, unread ones by id.
-async fn discard(store: &SqliteStore, name: &SubscriptionName, selection: &Selection) -> Result<Changed> {
-    selection.validate("discard")?;
-    let (name, chosen) = (name.clone(), Chosen::new(selection));
-    store.writer().call("discard", move |session| discard_step(session, &name, &chosen)).await
-}
-
-fn discard_step(session: &mut Session, name: &SubscriptionName, chosen: &Chosen) -> Work<Changed> {
-    let now = session.settings.now();
-    session.transact(Flush::Configured, |tx| {
-        let stored = lease::require("discard", tx, name)?;
-        let (rows, next) = chosen.next(tx, &stored, name, |row| row.state.may_become(State::Discarded))?;
-        for row in &rows {
-            tx.prepare_cached(DELIVERY_DISCARD)?.execute(params![name.as_str(), row.seq, now])?;
-        }
-        for key in rows.iter().filter_map(|row| row.key.as_deref()) {
-            release_head(tx, name, key, now)?;
-        }
-        let mut changed = Changed { count: rows.len() as u64, next };
-        // A code never matches what has none.
-        if next.is_none() && chosen.selection.code.is_none() {
-            let left = chosen.selection.step_max() - rows.len();
-            let unread = discard_unread(tx, name, chosen, left, now)?;
-            changed.count += unread as u64;
-            // They are not found again, so the next step may look from the same place.
-            changed.next = (unread > 0 && unread == left).then_some(Seq(chosen.after));
-        }
-        Ok(changed)
-    })
+fn discard(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, now: i64) -> Work<Changed> {
+    let stored = lease::require("discard", tx, name)?;
+    let wanted = |row: &DeliveryRow| row.state.may_become(State::Discarded);
+    let (rows, next) = choose(tx, name, &stored.log, selection, wanted)?;
+    for row in &rows {
+        tx.prepare_cached(DELIVERY_DISCARD)?.execute(params![name.as_str(), row.seq, now])?;
+    }
+    for key in rows.iter().filter_map(|row| row.key.as_deref()) {
+        release_head(tx, name, key, now)?;
+    }
+    let mut changed = Changed { count: rows.len() as u64, next };
+    if next.is_none() {
+        let left = selection.step_max() - rows.len();
+        let unread = discard_unread(tx, name, selection, left, now)?;
+        changed.count += unread as u64;
+        // They are not found again, so the next step may look from the same place.
+        changed.next = (unread > 0 && unread == left).then_some(Seq(after(selection)));
+    }
+    Ok(changed)
 }
 
 /// Marks unread events, named by id, so that they are not sent when they are read.
 fn discard_unread(
     tx: &Transaction<'_>,
     name: &SubscriptionName,
-    chosen: &Chosen,
+    selection: &Selection,
     limit: usize,
     now: i64,
 ) -> Work<usize> {
-    let Some(ids) = &chosen.ids else { return Ok(0) };
+    let Some(ids) = &selection.ids else { return Ok(0) };
     let reader = Reader::find("discard", tx, name)?;
     // By primary key; takes no lock of its own.
     let log_head = format!("SELECT seq, topic, tenant, key, id, created_at FROM {} WHERE seq = ?1", reader.table);
     let mut statement = tx.prepare_cached(&log_head)?;
     let mut discarded = 0;
-    for seq in seqs_of(tx, &reader.stored, ids)? {
+    for seq in seqs_of(tx, &reader.stored.log, ids)? {
         if discarded == limit {
             break;
         }
         let mut rows = statement.query([seq])?;
         let Some(row) = rows.next()? else { continue };
         let head = Head::read(row)?;
-        if !reader.wants(&head) || !chosen.topic(&head.topic) || reader.state(&head, seq) != State::Pending {
+        let is_meant = reader.wants(&head) && selection.means(Some(&head.topic), None);
+        if !is_meant || reader.state(&head, seq) != State::Pending {
             continue;
         }
-        let text = |column: usize| -> Work<Option<String>> {
-            let bytes = row.get_ref(column)?.as_bytes_or_null().map_err(rusqlite::Error::from)?;
-            Ok(bytes.map(|bytes| String::from_utf8_lossy(bytes).into_owned()))
-        };
-        let (key, id, created_at) = (text(3)?, text(4)?, integer(row, 5)?.unwrap_or(0));
-        discarded += tx.prepare_cached(DELIVERY_DISCARD_UNREAD)?.execute(params![
-            name.as_str(),
-            seq,
-            reader.lane(&head),
-            id,
-            head.topic,
-            key,
-            created_at,
-            now
-        ])?;
+        let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
+        let row = params![name.as_str(), seq, reader.lane(&head), id, head.topic, key, created_at, now];
+        discarded += tx.prepare_cached(DELIVERY_DISCARD_UNREAD)?.execute(row)?;
     }
     Ok(discarded)
 }
 
 /// Deletes old events that every subscription is done with.
-async fn prune(store: &SqliteStore, log: &LogName, older_than: Duration) -> Result<u64> {
-    let log = log.clone();
-    let oldest_kept = store.now().saturating_sub(micros(older_than));
-    store
-        .writer()
-        .call("prune", move |session| session.transact(Flush::Configured, |tx| prune_step(tx, &log, oldest_kept)))
-        .await
-}
-
-fn prune_step(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
+fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
     let log = require_log("prune", tx, log)?;
     let names: Vec<String> = tx
         .prepare_cached(SUBSCRIPTIONS_OF_LOG)?
         .query_map([log.as_str()], |row| row.get(0))?
         .collect::<Result<_, _>>()?;
-    let mut readers = Vec::with_capacity(names.len());
-    for name in names {
-        readers.push(Reader::find("prune", tx, &SubscriptionName::from_stored(name))?);
-    }
+    let readers: Work<Vec<Reader>> =
+        names.into_iter().map(|name| Reader::find("prune", tx, &SubscriptionName::from_stored(name))).collect();
+    let readers = readers?;
     let Some(passed) = readers.iter().map(Reader::position_max).min() else { return Ok(0) };
     let table = log_table(&log);
     // Walks the primary key from its start, where the oldest are; no lock of its own.
@@ -376,21 +316,4 @@ fn is_done_with(tx: &Transaction<'_>, readers: &[Reader], head: &Head<'_>, seq: 
         }
     }
     Ok(true)
-}
-
-/// Pauses, or resumes with `None`.
-async fn pause_or_resume(store: &SqliteStore, name: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-    let (name, pause) = (name.clone(), pause.cloned());
-    store
-        .writer()
-        .call("pause", move |session| {
-            session.transact(Flush::Configured, |tx| {
-                lease::require("pause", tx, &name)?;
-                let until = pause.as_ref().and_then(|pause| pause.until).map(|until| until.as_microsecond());
-                let (by, why) = pause.map(|pause| (pause.by, pause.why)).unzip();
-                tx.prepare_cached(SUBSCRIPTION_PAUSE)?.execute(params![name.as_str(), by, why, until])?;
-                Ok(())
-            })
-        })
-        .await
 }

@@ -49,56 +49,53 @@ pub(crate) fn classify(operation: &'static str, error: rusqlite::Error) -> Error
 ///
 /// Unknown codes become `Internal`, which callers retry with a cap: nothing is lost.
 pub(crate) fn from_code(operation: &'static str, extended: i32, text: &str) -> Error {
-    let error = |kind, code: &'static str, message: String| Error::new(kind, operation, code, message);
     if text.contains("no such table: postbox_") || text.contains("no such table: main.postbox_") {
         return schema_missing(operation, None);
     }
-    match (extended & 0xff, extended) {
-        (ffi::SQLITE_BUSY | ffi::SQLITE_LOCKED, _) => error(
+    let (kind, code, message) = match (extended & 0xff, extended) {
+        (ffi::SQLITE_BUSY | ffi::SQLITE_LOCKED, _) => (
             ErrorKind::Unavailable,
             "store_busy",
             "another process held the database's write lock for too long; find the long transaction, or raise the busy timeout".into(),
         ),
-        (ffi::SQLITE_READONLY, _) | (ffi::SQLITE_PERM, _) | (ffi::SQLITE_AUTH, _) => read_only(operation),
-        (ffi::SQLITE_NOTADB, _) => error(
+        (ffi::SQLITE_READONLY | ffi::SQLITE_PERM | ffi::SQLITE_AUTH, _) => return read_only(operation),
+        (ffi::SQLITE_NOTADB, _) => (
             ErrorKind::Mismatch,
             "store_not_a_database",
             "the file is not a SQLite database (or it is encrypted); correct the store's path".into(),
         ),
-        (ffi::SQLITE_CANTOPEN, _) => error(
+        (ffi::SQLITE_CANTOPEN, _) => (
             ErrorKind::Mismatch,
             "store_cannot_open",
             "the database file cannot be opened; check the path and that the file and its folder are writable".into(),
         ),
-        (ffi::SQLITE_CORRUPT, _) => error(
-            ErrorKind::Mismatch,
-            "store_corrupt",
-            format!("the database file is damaged ({text}); restore it from a backup"),
-        ),
-        (ffi::SQLITE_FULL, _) => error(
-            ErrorKind::Unavailable,
-            "store_full",
-            "the disk is full; free space and the store goes on by itself".into(),
-        ),
+        (ffi::SQLITE_CORRUPT, _) => {
+            let message = format!("the database file is damaged ({text}); restore it from a backup");
+            (ErrorKind::Mismatch, "store_corrupt", message)
+        }
+        (ffi::SQLITE_FULL, _) => {
+            (ErrorKind::Unavailable, "store_full", "the disk is full; free space and the store goes on by itself".into())
+        }
         (ffi::SQLITE_IOERR, _) => {
-            error(ErrorKind::Unavailable, "store_io", format!("the disk answered with an error ({text})"))
+            (ErrorKind::Unavailable, "store_io", format!("the disk answered with an error ({text})"))
         }
-        (ffi::SQLITE_NOMEM, _) => error(ErrorKind::Unavailable, "store_out_of_memory", "out of memory".into()),
-        (ffi::SQLITE_INTERRUPT, _) => error(ErrorKind::Unavailable, "store_interrupted", "interrupted".into()),
+        (ffi::SQLITE_NOMEM, _) => (ErrorKind::Unavailable, "store_out_of_memory", "out of memory".into()),
+        (ffi::SQLITE_INTERRUPT, _) => (ErrorKind::Unavailable, "store_interrupted", "interrupted".into()),
         (ffi::SQLITE_TOOBIG, _) => {
-            error(ErrorKind::Invalid, "payload_too_large", "the value is larger than SQLite can hold".into())
+            (ErrorKind::Invalid, "payload_too_large", "the value is larger than SQLite can hold".into())
         }
-        (_, ffi::SQLITE_CONSTRAINT_CHECK) => broken_check(operation, text),
-        (_, ffi::SQLITE_CONSTRAINT_UNIQUE) if text.contains(".id") => error(
+        (_, ffi::SQLITE_CONSTRAINT_CHECK) => return broken_check(operation, text),
+        (_, ffi::SQLITE_CONSTRAINT_UNIQUE) if text.contains(".id") => (
             ErrorKind::Conflict,
             "event_id_taken",
             "an event with this id is in the log already; nothing was written".into(),
         ),
         (_, ffi::SQLITE_CONSTRAINT_NOTNULL) => {
-            error(ErrorKind::Invalid, "column_missing", format!("a column must not be null ({text})"))
+            (ErrorKind::Invalid, "column_missing", format!("a column must not be null ({text})"))
         }
-        _ => error(ErrorKind::Internal, "store_error", format!("SQLite answered: {text}")),
-    }
+        _ => (ErrorKind::Internal, "store_error", format!("SQLite answered: {text}")),
+    };
+    Error::new(kind, operation, code, message)
 }
 
 /// The constraints are named by the stable codes of `NewEvent::validate`.
@@ -109,23 +106,15 @@ fn broken_check(operation: &'static str, text: &str) -> Error {
 
 /// The file can be read but not written.
 pub(crate) fn read_only(operation: &'static str) -> Error {
-    Error::new(
-        ErrorKind::Mismatch,
-        operation,
-        "store_readonly",
-        "the database is read-only; make the file and its folder writable for this user",
-    )
+    let message = "the database is read-only; make the file and its folder writable for this user";
+    Error::new(ErrorKind::Mismatch, operation, "store_readonly", message)
 }
 
 /// There is no schema; `path` where we know the file.
 pub(crate) fn schema_missing(operation: &'static str, path: Option<&std::path::Path>) -> Error {
     let store = path.map_or_else(|| "sqlite:FILE".into(), |path| format!("sqlite:{}", path.display()));
-    Error::new(
-        ErrorKind::Mismatch,
-        operation,
-        "schema_missing",
-        format!("the database has no Postbox tables; run: postbox migrate up --store {store}"),
-    )
+    let message = format!("the database has no Postbox tables; run: postbox migrate up --store {store}");
+    Error::new(ErrorKind::Mismatch, operation, "schema_missing", message)
 }
 
 #[cfg(test)]

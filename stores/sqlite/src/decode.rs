@@ -7,11 +7,9 @@ use std::borrow::Cow;
 use bytes::Bytes;
 use jiff::Timestamp;
 use postbox_core::kit::lane_of;
-use postbox_core::{
-    Delivery, Error, Event, EventId, Headers, Key, NewEvent, Seq, SubscriptionName, Tenant, Topic, Unreadable,
-};
+use postbox_core::{Delivery, Error, Event, EventId, Headers, Key, NewEvent, Seq, State, Tenant, Topic, Unreadable};
+use rusqlite::Row;
 use rusqlite::types::ValueRef;
-use rusqlite::{Row, Transaction, params};
 
 use crate::clock::timestamp;
 
@@ -22,19 +20,8 @@ l.content_type, l.headers, \
 CASE typeof(l.occurred_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.occurred_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.occurred_at) ELSE l.occurred_at END, \
 CASE typeof(l.deliver_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.deliver_at) ELSE l.deliver_at END, \
 l.payload";
-/// How many columns those are.
-pub(crate) const LOG_COLUMNS_COUNT: usize = 15;
-
-const SEQ: usize = 0;
-const TOPIC: usize = 1;
-const TENANT: usize = 2;
-const KEY: usize = 3;
-const ID: usize = 4;
-const CREATED_AT: usize = 5;
-const PAYLOAD: usize = 14;
-
 /// What the columns are called, for people.
-const COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
+const LOG_COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
     "seq",
     "topic",
     "tenant",
@@ -51,10 +38,62 @@ const COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
     "deliver_at",
     "payload",
 ];
+/// How many columns those are.
+pub(crate) const LOG_COLUMNS_COUNT: usize = 15;
 
-/// What a delivery row knows of its event, by primary key; no lock.
-const DELIVERY_EVENT: &str =
-    "SELECT id, topic, key, created_at FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+const SEQ: usize = 0;
+const TOPIC: usize = 1;
+const TENANT: usize = 2;
+const KEY: usize = 3;
+const ID: usize = 4;
+const CREATED_AT: usize = 5;
+const PAYLOAD: usize = 14;
+
+/// The columns of a delivery row under the alias `d`, in the order [`DeliveryRow`] reads them.
+pub(crate) const DELIVERY_COLUMNS: &str =
+    "d.seq, d.id, d.topic, d.key, d.created_at, d.state, d.holds, d.attempts, d.replays, d.due_at, d.code";
+/// How many columns those are.
+pub(crate) const DELIVERY_COLUMNS_COUNT: usize = 11;
+
+/// An event that left the stream, and what its row knows of the event.
+pub(crate) struct DeliveryRow {
+    pub(crate) seq: i64,
+    pub(crate) id: String,
+    pub(crate) topic: String,
+    pub(crate) key: Option<String>,
+    pub(crate) created_at: i64,
+    pub(crate) state: State,
+    pub(crate) holds: bool,
+    pub(crate) attempts: u32,
+    pub(crate) replays: u32,
+    pub(crate) due_at: Option<i64>,
+    pub(crate) code: Option<String>,
+}
+
+impl DeliveryRow {
+    /// Reads [`DELIVERY_COLUMNS`] from column `at` on.
+    pub(crate) fn read(row: &Row<'_>, at: usize) -> rusqlite::Result<Self> {
+        Ok(Self {
+            seq: row.get(at)?,
+            id: row.get(at + 1)?,
+            topic: row.get(at + 2)?,
+            key: row.get(at + 3)?,
+            created_at: row.get(at + 4)?,
+            // The CHECK constraint knows the same words.
+            state: row.get::<_, String>(at + 5)?.parse().unwrap_or(State::Dead),
+            holds: row.get(at + 6)?,
+            attempts: row.get(at + 7)?,
+            replays: row.get(at + 8)?,
+            due_at: row.get(at + 9)?,
+            code: row.get(at + 10)?,
+        })
+    }
+
+    /// Whether its time has come.
+    pub(crate) fn is_due(&self, now: i64) -> bool {
+        self.due_at.is_some_and(|at| at <= now)
+    }
+}
 
 /// The place of a row.
 pub(crate) fn seq(row: &Row<'_>) -> rusqlite::Result<i64> {
@@ -146,17 +185,13 @@ impl Decoded {
 
     /// What stands for an event that is no longer in the log: its delivery row knows this much of
     /// it.
-    pub(crate) fn missing(tx: &Transaction<'_>, subscription: &SubscriptionName, seq: i64) -> rusqlite::Result<Self> {
-        let mut event = Delivery::placeholder(Seq(seq)).event;
-        let mut statement = tx.prepare_cached(DELIVERY_EVENT)?;
-        let mut rows = statement.query(params![subscription.as_str(), seq])?;
-        if let Some(row) = rows.next()? {
-            event.id = row.get::<_, String>(0)?.parse().unwrap_or(event.id);
-            event.topic = Topic::from_stored(row.get::<_, String>(1)?);
-            event.key = row.get::<_, Option<String>>(2)?.map(Key::from_stored);
-            event.created_at = timestamp(row.get(3)?);
-        }
-        Ok(Self { seq, event, unreadable: Some(Unreadable::missing()) })
+    pub(crate) fn missing(row: &DeliveryRow) -> Self {
+        let mut event = Delivery::placeholder(Seq(row.seq)).event;
+        event.id = row.id.parse().unwrap_or(event.id);
+        event.topic = Topic::from_stored(row.topic.as_str());
+        event.key = row.key.as_deref().map(Key::from_stored);
+        event.created_at = timestamp(row.created_at);
+        Self { seq: row.seq, event, unreadable: Some(Unreadable::missing()) }
     }
 }
 
@@ -168,7 +203,7 @@ struct Fields<'a> {
 
 impl Fields<'_> {
     fn refuse(&mut self, column: usize) {
-        let name = COLUMN_NAMES[column];
+        let name = LOG_COLUMN_NAMES[column];
         let refused = || Unreadable::undecodable(format!("no event can have the value of {name}"));
         self.unreadable.get_or_insert_with(refused);
     }
@@ -204,6 +239,11 @@ impl Fields<'_> {
         }
         Ok(Some(at))
     }
+}
+
+/// A text, whatever stands there.
+pub(crate) fn lossy(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<String>> {
+    Ok(row.get_ref(column)?.as_bytes_or_null()?.map(|bytes| String::from_utf8_lossy(bytes).into_owned()))
 }
 
 /// A number of our own tables or a time of a log, whatever stands there.

@@ -1,16 +1,19 @@
 //! What an operator sees. Reads run on a connection of their own and delay no delivery.
 
 use async_trait::async_trait;
-use postbox_core::kit::PendingTopics;
+use postbox_core::kit::StatsCounter;
 use postbox_core::{
     Conflict, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, Seq, SourceName, State, Stats,
     SubscriptionInfo, SubscriptionName,
 };
-use rusqlite::{OptionalExtension, Row, Transaction, params};
+use rusqlite::{Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
-use crate::decode::{Decoded, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer, seq};
+use crate::decode::{
+    DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer,
+    lossy, seq,
+};
 use crate::lease::{self, SubscriptionRow};
 use crate::migrate::{log_names, require_log};
 use crate::schema::log_table;
@@ -25,10 +28,6 @@ const LANES_READ: &str =
 /// Every row of a subscription but not its event, by `postbox_delivery_state`; no lock.
 const DELIVERY_COUNTS: &str = "SELECT state, topic, count(*), min(created_at) FROM postbox_delivery \
 WHERE subscription = ?1 GROUP BY state, topic";
-/// A row by primary key; no lock.
-const DELIVERY_ROW: &str = "SELECT state, attempts, replays, due_at, code, error, updated_at FROM postbox_delivery \
-WHERE subscription = ?1 AND seq = ?2";
-
 /// By `postbox_conflict_age`; no lock.
 const CONFLICT_LIST: &str = "SELECT source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at FROM postbox_conflict \
 ORDER BY last_at DESC LIMIT ?1";
@@ -41,7 +40,12 @@ impl Inspect for SqliteStore {
 
     async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
         let name = subscription.clone();
-        self.inspector().call("stats", move |session| stats(session, &name)).await
+        let stats = move |session: &mut Session| {
+            let now = session.settings.now();
+            let tx = session.read()?;
+            stats(&tx, &Reader::find("stats", &tx, &name)?, now)
+        };
+        self.inspector().call("stats", stats).await
     }
 
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
@@ -155,7 +159,7 @@ pub(crate) fn undelivered(tx: &Transaction<'_>, now: i64) -> Work<Option<String>
     for name in names(tx)? {
         let reader = Reader::find("migrate", tx, &name)?;
         unread.retain(|log| log != reader.stored.log.as_str());
-        if stats_of(tx, &reader, now)?.pending > 0 {
+        if stats(tx, &reader, now)?.pending > 0 {
             return Ok(Some(reader.stored.log.to_string()));
         }
     }
@@ -168,39 +172,17 @@ pub(crate) fn undelivered(tx: &Transaction<'_>, now: i64) -> Work<Option<String>
     Ok(None)
 }
 
-fn stats(session: &mut Session, name: &SubscriptionName) -> Work<Stats> {
-    let now = session.settings.now();
-    let tx = session.read()?;
-    let reader = Reader::find("stats", &tx, name)?;
-    stats_of(&tx, &reader, now)
-}
-
-fn stats_of(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<Stats> {
-    let name = &reader.name;
-    let mut stats = Stats { total: total(tx, reader)? + missing(tx, reader)?, ..Stats::default() };
-    let mut pending = PendingTopics::default();
+fn stats(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<Stats> {
+    let total = total(tx, reader)? + missing(tx, reader)?;
+    let mut counter = StatsCounter::default();
     let mut counts = tx.prepare_cached(DELIVERY_COUNTS)?;
-    let mut rows = counts.query([name.as_str()])?;
+    let mut rows = counts.query([reader.name.as_str()])?;
     while let Some(row) = rows.next()? {
-        let state: State = row.get::<_, String>(0)?.parse()?;
-        let (topic, count, oldest): (String, u64, i64) = (row.get(1)?, count(row, 2)?, row.get(3)?);
-        match state {
-            State::Retrying => stats.retrying += count,
-            State::Blocked => stats.blocked += count,
-            State::Scheduled => stats.scheduled += count,
-            State::Dead => stats.dead += count,
-            State::Discarded => stats.discarded += count,
-            State::Pending | State::Dispatched => {}
-        }
-        if state.counts_as_pending() {
-            pending.add(&topic, count, until(oldest, now));
-        }
+        let topic: String = row.get(1)?;
+        counter.add(row.get::<_, String>(0)?.parse()?, &topic, count(row, 2)?, until(row.get(3)?, now));
     }
-    drop(rows);
-    unread(tx, reader, &mut pending, now)?;
-    pending.finish(&mut stats);
-    stats.dispatched = stats.total.saturating_sub(stats.pending + stats.dead + stats.discarded);
-    Ok(stats)
+    unread(tx, reader, &mut counter, now)?;
+    Ok(counter.finish(total))
 }
 
 /// How many rows there are whose event somebody deleted from the log. By primary keys; no lock.
@@ -234,7 +216,7 @@ fn total(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
 
 /// Counts what no lane has read yet: by topic in SQL beyond every lane's position, row by row where
 /// the lanes differ.
-fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut PendingTopics, now: i64) -> Work<()> {
+fn unread(tx: &Transaction<'_>, reader: &Reader, counter: &mut StatsCounter, now: i64) -> Work<()> {
     let (table, name) = (&reader.table, reader.name.as_str());
     let (from, to) = (reader.position_min(), reader.position_max());
     // Walks the primary key from the position; no lock. A row that has left the stream is counted
@@ -248,7 +230,7 @@ fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut PendingTopics, no
     while let Some(row) = rows.next()? {
         let head = Head::read(row)?;
         if reader.wants(&head) && reader.state(&head, seq(row)?) == State::Pending {
-            pending.add(&head.topic, 1, until(integer(row, 5)?.unwrap_or(i64::MAX), now));
+            counter.add(State::Pending, &head.topic, 1, until(integer(row, 5)?.unwrap_or(i64::MAX), now));
         }
     }
     let log_beyond = format!(
@@ -259,7 +241,8 @@ fn unread(tx: &Transaction<'_>, reader: &Reader, pending: &mut PendingTopics, no
     while let Some(row) = rows.next()? {
         let (topic, tenant) = (lossy(row, 0)?.unwrap_or_default(), lossy(row, 1)?);
         if reader.stored.filter.matches(&topic, tenant.as_deref()) {
-            pending.add(&topic, count(row, 2)?, until(integer(row, 3)?.unwrap_or(i64::MAX), now));
+            let age = until(integer(row, 3)?.unwrap_or(i64::MAX), now);
+            counter.add(State::Pending, &topic, count(row, 2)?, age);
         }
     }
     Ok(())
@@ -270,59 +253,26 @@ fn count(row: &Row<'_>, column: usize) -> rusqlite::Result<u64> {
     Ok(row.get::<_, i64>(column)?.unsigned_abs())
 }
 
-fn lossy(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<String>> {
-    Ok(row.get_ref(column)?.as_bytes_or_null()?.map(|bytes| String::from_utf8_lossy(bytes).into_owned()))
-}
-
-/// A delivery row, without its event.
-struct DeliveryRow {
-    state: State,
-    attempts: u32,
-    replays: u32,
-    due_at: Option<i64>,
-    code: Option<String>,
-    error: Option<String>,
-    updated_at: i64,
-}
-
-impl DeliveryRow {
-    /// Reads the seven columns of [`DELIVERY_ROW`] from `at` on.
-    fn read(row: &Row<'_>, at: usize) -> rusqlite::Result<Self> {
-        Ok(Self {
-            // The CHECK constraint knows the same words.
-            state: row.get::<_, String>(at)?.parse().unwrap_or(State::Dead),
-            attempts: row.get(at + 1)?,
-            replays: row.get(at + 2)?,
-            due_at: row.get(at + 3)?,
-            code: row.get(at + 4)?,
-            error: row.get(at + 5)?,
-            updated_at: row.get(at + 6)?,
-        })
-    }
-}
-
-fn record(decoded: Decoded, state: State, row: Option<DeliveryRow>) -> Record {
+/// A record without a delivery row.
+fn record(decoded: Decoded, state: State) -> Record {
     let (code, error) = decoded.unreadable.map(|why| (why.code.into_owned(), why.error)).unzip();
-    let mut record = Record {
-        event: decoded.event,
-        seq: Seq(decoded.seq),
-        state,
-        attempts: 0,
-        replays: 0,
-        due_at: None,
-        code,
-        error,
-        updated_at: None,
-    };
-    if let Some(row) = row {
-        record.attempts = row.attempts;
-        record.replays = row.replays;
-        record.due_at = row.due_at.map(timestamp);
+    let (event, seq) = (decoded.event, Seq(decoded.seq));
+    Record { event, seq, state, attempts: 0, replays: 0, due_at: None, code, error, updated_at: None }
+}
+
+/// A record with a delivery row, which says more in columns `at` and the next: error and time.
+fn record_of(decoded: Decoded, delivery: DeliveryRow, row: &Row<'_>, at: usize) -> rusqlite::Result<Record> {
+    let record = record(decoded, delivery.state);
+    Ok(Record {
+        attempts: delivery.attempts,
+        replays: delivery.replays,
+        due_at: delivery.due_at.map(timestamp),
         // What a relay wrote down of it stands; before that, what is wrong with it is said here.
-        (record.code, record.error) = (row.code.or(record.code), row.error.or(record.error));
-        record.updated_at = Some(timestamp(row.updated_at));
-    }
-    record
+        code: delivery.code.or(record.code),
+        error: row.get::<_, Option<String>>(at)?.or(record.error),
+        updated_at: Some(timestamp(row.get(at + 1)?)),
+        ..record
+    })
 }
 
 fn conflicts(session: &mut Session, limit: i64) -> Work<Vec<Conflict>> {
@@ -355,7 +305,7 @@ fn list(session: &mut Session, query: &ListQuery) -> Work<Vec<Record>> {
 fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
     // By `postbox_delivery_state`, then the log's primary key; no lock.
     let delivery_list = format!(
-        "SELECT {LOG_COLUMNS}, d.state, d.attempts, d.replays, d.due_at, d.code, d.error, d.updated_at, d.seq FROM postbox_delivery d \
+        "SELECT {LOG_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at FROM postbox_delivery d \
          LEFT JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1 AND d.state = ?2 AND d.seq > ?3 ORDER BY d.seq",
         reader.table
     );
@@ -372,10 +322,10 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<V
         }
         let decoded = match integer(row, 0)? {
             Some(_) => Decoded::read(row)?,
-            None => Decoded::missing(tx, &query.subscription, row.get(LOG_COLUMNS_COUNT + 7)?)?,
+            None => Decoded::missing(&delivery),
         };
         if query.topic.as_ref().is_none_or(|topic| topic.matches(decoded.event.topic.as_str())) {
-            records.push(record(decoded, query.state, Some(delivery)));
+            records.push(record_of(decoded, delivery, row, LOG_COLUMNS_COUNT + DELIVERY_COLUMNS_COUNT)?);
         }
     }
     Ok(records)
@@ -406,7 +356,7 @@ fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work
         let head = Head::read(row)?;
         let topic_wanted = query.topic.as_ref().is_none_or(|topic| topic.matches(&head.topic));
         if topic_wanted && reader.wants(&head) && reader.state(&head, seq(row)?) == query.state {
-            records.push(record(Decoded::read(row)?, query.state, None));
+            records.push(record(Decoded::read(row)?, query.state));
         }
     }
     Ok(records)
@@ -420,14 +370,18 @@ fn get(session: &mut Session, name: &SubscriptionName, id: EventId) -> Work<Opti
     let mut statement = tx.prepare_cached(&log_get)?;
     let mut rows = statement.query([id.to_string()])?;
     let Some(row) = rows.next()? else { return Ok(None) };
-    let seq = seq(row)?;
-    let delivery = tx
-        .prepare_cached(DELIVERY_ROW)?
-        .query_row(params![name.as_str(), seq], |row| DeliveryRow::read(row, 0))
-        .optional()?;
-    let state = match &delivery {
-        Some(delivery) => delivery.state,
-        None => reader.state(&Head::read(row)?, seq),
-    };
-    Ok(Some(record(Decoded::read(row)?, state, delivery)))
+    let decoded = Decoded::read(row)?;
+    // A row by primary key; no lock.
+    let delivery_get = format!(
+        "SELECT {DELIVERY_COLUMNS}, d.error, d.updated_at FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = ?2"
+    );
+    let mut statement = tx.prepare_cached(&delivery_get)?;
+    let mut deliveries = statement.query(params![name.as_str(), decoded.seq])?;
+    Ok(Some(match deliveries.next()? {
+        Some(delivery) => record_of(decoded, DeliveryRow::read(delivery, 0)?, delivery, DELIVERY_COLUMNS_COUNT)?,
+        None => {
+            let state = reader.state(&Head::read(row)?, decoded.seq);
+            record(decoded, state)
+        }
+    }))
 }

@@ -56,22 +56,22 @@ WHERE subscription = ?1 AND lane = ?2 RETURNING epoch";
 const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND lane = ?2 AND code = 'in_flight' AND state = 'retrying' AND due_at > ?3";
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
-const LANE_RENEW: &str = "UPDATE postbox_lane SET lease_until = :until, lease_ttl = :ttl WHERE subscription = :subscription \
-AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
+const LANE_RENEW: &str = "UPDATE postbox_lane SET lease_until = ?6, lease_ttl = ?7 \
+WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
 const LANE_RELEASE: &str = "UPDATE postbox_lane SET lease_until = 0 \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
 /// The lane if the lease still holds, by primary key; no lock in a read.
-const LANE_HELD: &str = "SELECT position, window_end, lease_until FROM postbox_lane WHERE subscription = :subscription \
-AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
+const LANE_HELD: &str = "SELECT position, window_end, lease_until FROM postbox_lane \
+WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
 /// By primary key; takes the write lock.
 const REPLICA_SEEN: &str = "INSERT INTO postbox_replica (subscription, owner, seen_at) VALUES (?1, ?2, ?3) \
 ON CONFLICT (subscription, owner) DO UPDATE SET seen_at = excluded.seen_at";
 /// By primary key; no lock. Who was seen in the future was seen before the clock went back:
 /// counted, a dead one would take its share of the lanes from the living until the clock catches
 /// up.
-const REPLICA_COUNT: &str = "SELECT count(*) FROM postbox_replica WHERE subscription = :subscription AND owner <> :owner \
-AND seen_at > :alive_after AND seen_at <= :clock + 1000000";
+const REPLICA_COUNT: &str = "SELECT count(*) FROM postbox_replica WHERE subscription = ?1 AND owner <> ?2 \
+AND seen_at > ?3 AND seen_at <= ?4 + 1000000";
 /// By primary key; no lock.
 const REPLICA_LAST: &str = "SELECT seen_at FROM postbox_replica WHERE subscription = ?1 AND owner = ?2";
 /// Relays that are long gone, by primary key; takes the write lock.
@@ -161,17 +161,17 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
     })
 }
 
+/// Refuses a cursor beyond the end of its log.
 fn refuse_future(tx: &Transaction<'_>, subscription: &Subscription, last: i64) -> Work<()> {
+    let Subscription { name, log, .. } = subscription;
     let ahead: Option<(u16, i64)> = tx
         .prepare_cached(LANE_IN_FUTURE)?
-        .query_row(params![subscription.name.as_str(), last], |row| Ok((row.get(0)?, row.get(1)?)))
+        .query_row(params![name.as_str(), last], |row| Ok((row.get(0)?, row.get(1)?)))
         .optional()?;
     let Some((lane, position)) = ahead else { return Ok(()) };
-    let name = &subscription.name;
     let message = format!(
-        "lane {lane} of {name} stands at {position}, but log {} ends at {last}: the log was restored from an older copy; restore the newer one, \
-         or start from here with: UPDATE postbox_lane SET position = {last}, window_end = {last} WHERE subscription = '{name}'",
-        subscription.log
+        "lane {lane} of {name} stands at {position}, but log {log} ends at {last}: the log was restored from an older copy; restore the newer one, \
+         or start from here with: UPDATE postbox_lane SET position = {last}, window_end = {last} WHERE subscription = '{name}'"
     );
     Err(Error::new(ErrorKind::Mismatch, "subscribe", "cursor_from_future", message).into())
 }
@@ -219,25 +219,20 @@ pub(crate) fn acquire(session: &mut Session, request: &AcquireRequest) -> Work<A
         let paused = stored.paused(request.asked_at).cloned();
         let clock = settings.now();
         let free = if paused.is_none() { free_lane(tx, request, clock)? } else { None };
-        refuse_missing_lanes(tx, request, stored.lanes)?;
-        let lease = match free {
-            Some(lane) => {
-                let until = request.asked_at.saturating_add(micros(request.ttl));
-                let row =
-                    params![request.subscription.as_str(), lane, request.owner.as_str(), until, micros(request.ttl)];
-                let epoch = tx.prepare_cached(LANE_GRANT)?.query_row(row, |row| row.get(0))?;
-                let made_due = params![request.subscription.as_str(), lane, request.asked_at];
-                tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(made_due)?;
-                Some(Lease {
-                    subscription: request.subscription.clone(),
-                    log: stored.log.clone(),
-                    lane,
-                    epoch,
-                    owner: request.owner.clone(),
-                })
-            }
-            None => None,
-        };
+        let lanes: u16 = tx.prepare_cached(LANE_COUNT)?.query_row([request.subscription.as_str()], |row| row.get(0))?;
+        if lanes < stored.lanes {
+            return Err(lanes_missing(&request.subscription).into());
+        }
+        let (subscription, owner) = (request.subscription.clone(), request.owner.clone());
+        let mut lease = None;
+        if let Some(lane) = free {
+            let until = request.asked_at.saturating_add(micros(request.ttl));
+            let row = params![subscription.as_str(), lane, owner.as_str(), until, micros(request.ttl)];
+            let epoch = tx.prepare_cached(LANE_GRANT)?.query_row(row, |row| row.get(0))?;
+            let made_due = params![subscription.as_str(), lane, request.asked_at];
+            tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(made_due)?;
+            lease = Some(Lease { subscription, log: stored.log.clone(), lane, epoch, owner });
+        }
         Ok(Acquired { lease, replicas: replicas(tx, request, clock)?, lanes: stored.lanes, paused })
     })
 }
@@ -251,38 +246,18 @@ fn free_lane(tx: &Transaction<'_>, request: &AcquireRequest, clock: i64) -> Work
     Ok(tx.prepare_cached(LANE_FREE)?.query_row(parameters, |row| row.get(0)).optional()?)
 }
 
-/// Somebody deleted lanes: part of the log would be read by nobody.
-fn refuse_missing_lanes(tx: &Transaction<'_>, request: &AcquireRequest, lanes: u16) -> Work<()> {
-    let name = &request.subscription;
-    let there: u16 = tx.prepare_cached(LANE_COUNT)?.query_row([name.as_str()], |row| row.get(0))?;
-    if there >= lanes {
-        return Ok(());
-    }
-    Err(lanes_missing(name).into())
-}
-
 /// Relays seen within the lease time, the asking one included.
 fn replicas(tx: &Transaction<'_>, request: &AcquireRequest, clock: i64) -> Work<u16> {
-    let parameters = named_params! {
-        ":subscription": request.subscription.as_str(),
-        ":owner": request.owner.as_str(),
-        ":alive_after": request.asked_at.saturating_sub(micros(request.ttl)),
-        ":clock": clock,
-    };
-    let others: u16 = tx.prepare_cached(REPLICA_COUNT)?.query_row(parameters, |row| row.get(0))?;
+    let alive_after = request.asked_at.saturating_sub(micros(request.ttl));
+    let row = params![request.subscription.as_str(), request.owner.as_str(), alive_after, clock];
+    let others: u16 = tx.prepare_cached(REPLICA_COUNT)?.query_row(row, |row| row.get(0))?;
     Ok(others.saturating_add(1))
 }
 
-fn heartbeat(
-    tx: &Transaction<'_>,
-    subscription: &SubscriptionName,
-    owner: &OwnerId,
-    now: i64,
-    ttl: Duration,
-) -> Work<()> {
-    tx.prepare_cached(REPLICA_SEEN)?.execute(params![subscription.as_str(), owner.as_str(), now])?;
+fn heartbeat(tx: &Transaction<'_>, name: &SubscriptionName, owner: &OwnerId, now: i64, ttl: Duration) -> Work<()> {
+    tx.prepare_cached(REPLICA_SEEN)?.execute(params![name.as_str(), owner.as_str(), now])?;
     let gone_before = now.saturating_sub(micros(ttl).saturating_mul(10));
-    tx.prepare_cached(REPLICA_FORGET)?.execute(params![subscription.as_str(), gone_before])?;
+    tx.prepare_cached(REPLICA_FORGET)?.execute(params![name.as_str(), gone_before])?;
     Ok(())
 }
 
@@ -291,15 +266,10 @@ pub(crate) fn renew(session: &mut Session, lease: &Lease, ttl: Duration) -> Work
     let now = session.settings.now();
     session.transact(Flush::Configured, |tx| {
         let paused = find(tx, &lease.subscription)?.is_none_or(|stored| stored.paused(now).is_some());
-        let changed = tx.prepare_cached(LANE_RENEW)?.execute(named_params! {
-            ":until": if paused { 0 } else { now.saturating_add(micros(ttl)) },
-            ":ttl": micros(ttl),
-            ":subscription": lease.subscription.as_str(),
-            ":lane": lease.lane,
-            ":epoch": lease.epoch,
-            ":owner": lease.owner.as_str(),
-            ":now": now,
-        })?;
+        let until = if paused { 0 } else { now.saturating_add(micros(ttl)) };
+        let (name, owner) = (lease.subscription.as_str(), lease.owner.as_str());
+        let row = params![name, lease.lane, lease.epoch, owner, now, until, micros(ttl)];
+        let changed = tx.prepare_cached(LANE_RENEW)?.execute(row)?;
         if changed == 1 {
             heartbeat(tx, &lease.subscription, &lease.owner, now, ttl)?;
         }
@@ -326,15 +296,9 @@ pub(crate) struct LaneRow {
 
 /// The lane, or `Stale` if the lease is no longer held.
 pub(crate) fn held(operation: &'static str, tx: &Transaction<'_>, lease: &Lease, now: i64) -> Work<LaneRow> {
-    let parameters = named_params! {
-        ":subscription": lease.subscription.as_str(),
-        ":lane": lease.lane,
-        ":epoch": lease.epoch,
-        ":owner": lease.owner.as_str(),
-        ":now": now,
-    };
-    let held = tx.prepare_cached(LANE_HELD)?.query_row(parameters, |row| {
-        Ok(LaneRow { position: row.get(0)?, window_end: row.get(1)?, lease_until: row.get(2)? })
-    });
+    let row = params![lease.subscription.as_str(), lease.lane, lease.epoch, lease.owner.as_str(), now];
+    let held = tx
+        .prepare_cached(LANE_HELD)?
+        .query_row(row, |row| Ok(LaneRow { position: row.get(0)?, window_end: row.get(1)?, lease_until: row.get(2)? }));
     held.optional()?.ok_or_else(|| Error::stale(operation).into())
 }

@@ -9,7 +9,7 @@ use rusqlite::{Connection, ErrorCode, OptionalExtension, Transaction};
 
 use crate::classify::{Fault, Work, schema_missing};
 use crate::inspect::undelivered;
-use crate::schema::{self, MIGRATION_TABLE, MIGRATIONS, RESERVED, TABLES, VERSION, log_ddl, log_table};
+use crate::schema::{self, MIGRATION_TABLE, MIGRATIONS, TABLES, VERSION, log_ddl, log_table};
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
 
@@ -125,7 +125,7 @@ fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<
             tx.execute_batch(&format!("DROP TABLE {}", log_table(&LogName::new(log)?)))?;
         }
         for table in TABLES {
-            tx.execute_batch(&format!("DROP TABLE IF EXISTS {table}"))?;
+            tx.execute_batch(&format!("DROP TABLE IF EXISTS postbox_{table}"))?;
         }
         if caller.strong_count() == 0 {
             let message = "the caller went away; nothing was removed";
@@ -170,7 +170,7 @@ fn applied(connection: &Connection) -> Work<Option<i64>> {
 /// Refuses a log name that would be another table of ours.
 pub(crate) fn checked_log(operation: &'static str, log: &LogName) -> Result<LogName> {
     let log = LogName::new(log.as_str())?;
-    if RESERVED.contains(&log.as_str()) {
+    if TABLES.contains(&log.as_str()) {
         return Err(Error::new(
             ErrorKind::NotFound,
             operation,

@@ -16,22 +16,9 @@ pub(crate) const MIGRATIONS: [Migration; 1] = [Migration { number: 1, name: "000
 /// The highest number this program speaks.
 pub(crate) const VERSION: i64 = MIGRATIONS[MIGRATIONS.len() - 1].number;
 
-/// Table name endings that are not logs.
-pub(crate) const RESERVED: [&str; 9] =
-    ["conflict", "delivery", "lane", "log", "migration", "once", "receipt", "replica", "subscription"];
-
-/// Tables other than logs, in the order they are dropped.
-pub(crate) const TABLES: [&str; 9] = [
-    "postbox_delivery",
-    "postbox_lane",
-    "postbox_replica",
-    "postbox_subscription",
-    "postbox_receipt",
-    "postbox_once",
-    "postbox_conflict",
-    "postbox_log",
-    "postbox_migration",
-];
+/// Tables other than logs, without their prefix, in the order they are dropped.
+pub(crate) const TABLES: [&str; 9] =
+    ["delivery", "lane", "replica", "subscription", "receipt", "once", "conflict", "log", "migration"];
 
 /// Microseconds since 1970 by SQLite's clock, exact to its millisecond; works in versions without
 /// `subsec`.

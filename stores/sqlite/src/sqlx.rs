@@ -2,8 +2,8 @@
 
 use ::sqlx::sqlite::SqliteArguments;
 use ::sqlx::{Arguments, AssertSqlSafe, SqliteConnection};
-use postbox_core::kit::check_message_id;
-use postbox_core::{Error, EventId, LogName, NewEvent, Result, SourceName};
+use postbox_core::kit::{check_message_id, log_unknown};
+use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName};
 
 use crate::append::{APPEND_COLUMNS, headers_json};
 use crate::classify::from_code;
@@ -76,8 +76,7 @@ fn bind(arguments: &mut SqliteArguments, id: EventId, event: &NewEvent) -> Resul
         arguments.add(event.payload.to_vec())
     })();
     added.map_err(|error| {
-        Error::new(postbox_core::ErrorKind::Internal, "append", "bind_failed", "a value could not be bound")
-            .with_source(error)
+        Error::new(ErrorKind::Internal, "append", "bind_failed", "a value could not be bound").with_source(error)
     })
 }
 
@@ -101,11 +100,7 @@ async fn explain(connection: &mut SqliteConnection, log: &LogName, error: Error)
     let known: Result<Vec<(String,)>, _> =
         ::sqlx::query_as("SELECT name FROM postbox_log ORDER BY name").fetch_all(connection).await;
     match known {
-        Ok(known) => {
-            let known: Vec<String> = known.into_iter().map(|(name,)| name).collect();
-            let message = format!("there is no log {log}; known: {}", known.join(", "));
-            Error::new(postbox_core::ErrorKind::NotFound, "append", "log_unknown", message)
-        }
+        Ok(known) => log_unknown("append", log, &known.into_iter().map(|(name,)| name).collect::<Vec<_>>()),
         Err(_) => error,
     }
 }

@@ -148,5 +148,5 @@ impl SqliteStore {
 fn name_file(error: Error, store: &SqliteStore) -> Error {
     let message = format!("{}: {}", store.shared.settings.path.display(), error.message());
     let kind: ErrorKind = error.kind();
-    Error::new(kind, "open", error.code().to_owned(), message).with_verdict(error.verdict()).with_source(error)
+    Error::new(kind, "open", error.code().to_owned(), message).with_source(error)
 }

@@ -5,7 +5,6 @@
 //! read while the last one is being flushed), and one that reads for operators, so that counting a
 //! long log delays no delivery.
 
-use std::fmt;
 use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -59,12 +58,6 @@ type Job = Box<dyn FnOnce(&mut Session) + Send>;
 pub(crate) struct Thread {
     jobs: mpsc::Sender<Job>,
     settings: Arc<Settings>,
-}
-
-impl fmt::Debug for Thread {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Thread").field("path", &self.settings.path).finish_non_exhaustive()
-    }
 }
 
 impl Thread {
@@ -122,12 +115,13 @@ impl Thread {
 }
 
 fn overloaded(operation: &'static str) -> Error {
-    Error::new(
-        ErrorKind::Unavailable,
-        operation,
-        "store_busy",
-        "the store's queue is not served in time; another process may hold the write lock",
-    )
+    let message = "the store's queue is not served in time; another process may hold the write lock";
+    Error::new(ErrorKind::Unavailable, operation, "store_busy", message)
+}
+
+fn panicked(operation: &'static str) -> Error {
+    let message = "the store's thread met a defect; the call was rolled back";
+    Error::new(ErrorKind::Internal, operation, "store_panic", message)
 }
 
 fn store_replaced(is_there: bool) -> Error {
@@ -141,16 +135,7 @@ fn store_replaced(is_there: bool) -> Error {
     Error::new(kind, "open", "store_replaced", message)
 }
 
-fn panicked(operation: &'static str) -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        operation,
-        "store_panic",
-        "the store's thread met a defect; the call was rolled back",
-    )
-}
-
-fn run<T>(connection: &mut Connection, work: impl FnOnce(&Transaction<'_>) -> Work<T>) -> Work<T> {
+fn commit<T>(connection: &mut Connection, work: impl FnOnce(&Transaction<'_>) -> Work<T>) -> Work<T> {
     let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     let done = work(&transaction)?;
     transaction.commit()?;
@@ -229,7 +214,7 @@ impl Session {
         if raise {
             connection.pragma_update(None, "synchronous", Synchronous::Full.as_pragma())?;
         }
-        let done = run(connection, work);
+        let done = commit(connection, work);
         if raise {
             connection.pragma_update(None, "synchronous", configured.as_pragma())?;
         }

@@ -15,7 +15,7 @@ use std::collections::HashMap;
 
 use postbox_core::kit::BatchLimiter;
 use postbox_core::{Batch, BatchLimit, Delivery, Error, Key, Lease, Seq};
-use rusqlite::{OptionalExtension, Transaction, named_params, params};
+use rusqlite::{OptionalExtension, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::until;
@@ -35,8 +35,8 @@ const PASS_ROWS: i64 = 1_000;
 const LOG_END: &str = "SELECT coalesce(max(seq), 0) FROM ";
 /// Opens a window or passes unwanted rows. Lane by primary key; takes the write lock; changes
 /// nothing for a stale epoch.
-const LANE_OPEN_WINDOW: &str = "UPDATE postbox_lane SET window_end = max(window_end, :window_end), position = max(position, :position) \
-WHERE subscription = :subscription AND lane = :lane AND epoch = :epoch AND owner = :owner AND lease_until > :now";
+const LANE_OPEN_WINDOW: &str = "UPDATE postbox_lane SET window_end = max(window_end, ?6), position = max(position, ?7) \
+WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
 /// Rows just read that have left the stream already, by primary key; no lock.
 const DELIVERY_IN_RANGE: &str =
     "SELECT seq, state FROM postbox_delivery WHERE subscription = ?1 AND seq > ?2 AND seq <= ?3";
@@ -145,19 +145,12 @@ pub(crate) fn open(session: &mut Session, lease: &Lease, update: &WindowUpdate) 
     let now = session.settings.now();
     let flush = if update.window_end > 0 { Flush::Always } else { Flush::Configured };
     session.transact(flush, |tx| {
-        let changed = tx.prepare_cached(LANE_OPEN_WINDOW)?.execute(named_params! {
-            ":window_end": update.window_end,
-            ":position": update.position,
-            ":subscription": lease.subscription.as_str(),
-            ":lane": lease.lane,
-            ":epoch": lease.epoch,
-            ":owner": lease.owner.as_str(),
-            ":now": now,
-        })?;
-        if changed == 0 {
-            return Err(Error::stale("next_batch").into());
+        let (name, owner) = (lease.subscription.as_str(), lease.owner.as_str());
+        let row = params![name, lease.lane, lease.epoch, owner, now, update.window_end, update.position];
+        match tx.prepare_cached(LANE_OPEN_WINDOW)?.execute(row)? {
+            0 => Err(Error::stale("next_batch").into()),
+            _ => Ok(()),
         }
-        Ok(())
     })
 }
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use common::{Fixture, fixture};
 use postbox_core::{
-    Append, BatchLimit, Decide, Delivery, Disposition, Inspect, Lease, Log, LogName, NewEvent, Outcome, Result,
-    Settlement, SourceName, State,
+    Append, Decide, Delivery, Disposition, Inspect, Lease, Log, LogName, NewEvent, Outcome, Result, Settlement,
+    SourceName, State,
 };
 use postbox_sqlite::{append_in, once_in};
 use rusqlite::Transaction;
@@ -18,7 +18,6 @@ fn decide(_: &Delivery, outcome: &Outcome) -> Disposition {
         Outcome::Retry { code, error, .. } => {
             Disposition::Retry { after: Duration::ZERO, counted: true, code: code.clone(), error: error.clone() }
         }
-        Outcome::Dead { code, error } => Disposition::Dead { code: code.clone(), error: error.clone(), halt: false },
         other => panic!("not used here: {other:?}"),
     }
 }
@@ -28,9 +27,6 @@ fn ledger(tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
     let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
     tx.execute("INSERT INTO ledger (entry) VALUES (?1)", [&payload]).expect("written");
     match payload.as_str() {
-        "fail" => Outcome::retry("not_now", "later"),
-        "poison" => Outcome::dead("never", "no"),
-        "panic" => panic!("on purpose"),
         "follow" => {
             append_in(tx, &LogName::outbox(), &[NewEvent::json("followed", "done")]).expect("appended");
             Outcome::DELIVERED
@@ -74,42 +70,13 @@ impl Fixture {
 }
 
 #[tokio::test]
-async fn effects_and_position_commit_together() {
-    let (fixture, lease) = prepared(&[("a", "1"), ("b", "2"), ("a", "follow")]).await;
+async fn what_a_handler_appends_comes_next() {
+    let (fixture, lease) = prepared(&[("a", "1"), ("a", "follow")]).await;
     let outcomes = fixture.apply(&lease).await.expect("applied");
-    assert_eq!(outcomes, vec![Some(Outcome::DELIVERED); 3]);
-    assert_eq!(fixture.entries(), ["1", "2", "follow"]);
+    assert_eq!(outcomes, vec![Some(Outcome::DELIVERED); 2]);
     let next = fixture.next(&lease).await;
-    assert_eq!(next.deliveries[0].event.topic.as_str(), "followed", "what a handler appends comes next");
     assert_eq!(next.deliveries.len(), 1);
-}
-
-#[tokio::test]
-async fn a_failure_takes_back_its_own_effect_and_holds_its_key() {
-    let (fixture, lease) =
-        prepared(&[("a", "1"), ("b", "fail"), ("b", "2"), ("c", "panic"), ("d", "poison"), ("e", "3")]).await;
-    let outcomes = fixture.apply(&lease).await.expect("applied");
-    assert_eq!(fixture.entries(), ["1", "3"]);
-    assert_eq!(outcomes[2], None, "behind a failure of its key, not run");
-    assert_eq!(outcomes[3], Some(Outcome::retry("panic", "the handler panicked")));
-    let stats = fixture.store.stats(&lease.subscription).await.expect("counted");
-    assert_eq!((stats.retrying, stats.blocked, stats.dead, stats.dispatched), (2, 1, 1, 2));
-    let due = fixture.store.due(&lease, BatchLimit::default()).await.expect("read");
-    let payloads: Vec<&[u8]> = due.deliveries.iter().map(|delivery| delivery.event.payload.as_ref()).collect();
-    assert_eq!(payloads, [b"fail".as_slice(), b"2", b"panic"]);
-}
-
-#[tokio::test]
-async fn a_stale_lease_commits_nothing() {
-    let (fixture, lease) = prepared(&[("a", "1")]).await;
-    let batch = fixture.next(&lease).await;
-    fixture.store.release(&lease).await.expect("released");
-    fixture.lane().await;
-    let deliveries: Vec<&Delivery> = batch.deliveries.iter().collect();
-    let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
-    let error = fixture.store.apply(ledger).apply(&lease, &deliveries, settlement, &decide).await.expect_err("stale");
-    assert!(error.is_stale());
-    assert!(fixture.entries().is_empty());
+    assert_eq!(next.deliveries[0].event.topic.as_str(), "followed");
 }
 
 #[tokio::test]
@@ -159,21 +126,10 @@ async fn a_dropped_call_leaves_the_store_usable_and_all_or_nothing() {
 }
 
 #[tokio::test]
-async fn once_is_true_once_and_free_again_after_a_rollback() {
+async fn once_outside_of_a_transaction_is_refused() {
     let fixture = fixture().await;
     let source = SourceName::new("billing").expect("valid");
-    let mut connection = fixture.connect();
-    let tx = connection.transaction().expect("begun");
-    assert!(once_in(&tx, &source, "m1").expect("asked"));
-    assert!(!once_in(&tx, &source, "m1").expect("asked"));
-    drop(tx);
-    let tx = connection.transaction().expect("begun");
-    assert!(once_in(&tx, &source, "m1").expect("asked"), "rolled back, so free again");
-    tx.commit().expect("committed");
-    let tx = connection.transaction().expect("begun");
-    assert!(!once_in(&tx, &source, "m1").expect("asked"));
-    drop(tx);
-    assert_eq!(once_in(&connection, &source, "m2").expect_err("no transaction").code(), "no_transaction");
+    assert_eq!(once_in(&fixture.connect(), &source, "m2").expect_err("no transaction").code(), "no_transaction");
 }
 
 #[tokio::test]

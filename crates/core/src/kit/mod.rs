@@ -3,8 +3,8 @@
 //! A store keeps the contracts in its own terms, usually SQL. What does not depend on those terms
 //! is here, so that it is written once: how a delivery row looks after a disposition
 //! ([`RowAfter`]), how many rows fit into a batch ([`BatchLimiter`]), which due rows may go
-//! ([`DueOrder`]), what a failed handler holds up ([`BlockedKeys`]), pending counts
-//! ([`PendingTopics`]), and the errors that callers know by code.
+//! ([`DueOrder`]), what a failed handler holds up ([`BlockedKeys`]), counts
+//! ([`StatsCounter`]), and the errors that callers know by code.
 
 mod apply;
 mod batch;
@@ -21,7 +21,7 @@ pub use error::{
     subscription_unknown, window_undone,
 };
 pub use row::{Due, RowAfter};
-pub use stats::PendingTopics;
+pub use stats::StatsCounter;
 
 /// Rows that one bounded step of `prune` or `forget` deletes at most.
 pub const STEP_ROWS_MAX: usize = 1_000;

@@ -1,35 +1,50 @@
-//! Counts of what is pending, by topic.
+//! Counts by state and topic.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::inspect::{Stats, TopicStats};
+use crate::state::State;
 
 /// Topics listed in [`Stats`], as its contract says.
 const STATS_TOPICS_MAX: usize = 100;
 
-/// Pending events as they are counted.
+/// Events as they are counted.
 #[derive(Debug, Default)]
-pub struct PendingTopics {
+pub struct StatsCounter {
+    stats: Stats,
     topics: HashMap<String, (u64, Duration)>,
 }
 
-impl PendingTopics {
-    /// Adds events of a topic, the oldest of them of that age.
-    pub fn add(&mut self, topic: &str, count: u64, age: Duration) {
+impl StatsCounter {
+    /// Adds events of a state and topic, the oldest of them of that age.
+    pub fn add(&mut self, state: State, topic: &str, count: u64, age: Duration) {
+        match state {
+            State::Retrying => self.stats.retrying += count,
+            State::Blocked => self.stats.blocked += count,
+            State::Scheduled => self.stats.scheduled += count,
+            State::Dead => self.stats.dead += count,
+            State::Discarded => self.stats.discarded += count,
+            State::Pending | State::Dispatched => {}
+        }
+        if !state.counts_as_pending() {
+            return;
+        }
         match self.topics.get_mut(topic) {
             Some(known) => *known = (known.0 + count, known.1.max(age)),
             None => _ = self.topics.insert(topic.to_owned(), (count, age)),
         }
     }
 
-    /// Writes the counts down, the deepest topics first.
-    pub fn finish(self, stats: &mut Stats) {
-        stats.pending = self.topics.values().map(|(count, _)| count).sum();
-        stats.oldest_pending = self.topics.values().map(|(_, age)| *age).max();
+    /// The counts of a subscription that wants so many events, the deepest topics first.
+    pub fn finish(self, total: u64) -> Stats {
+        let pending = self.topics.values().map(|(count, _)| count).sum();
+        let oldest_pending = self.topics.values().map(|(_, age)| *age).max();
         let listed = |(topic, (pending, oldest_pending))| TopicStats { topic, pending, oldest_pending };
-        stats.topics = self.topics.into_iter().map(listed).collect();
-        stats.topics.sort_by(|a, b| b.pending.cmp(&a.pending).then_with(|| a.topic.cmp(&b.topic)));
-        stats.topics.truncate(STATS_TOPICS_MAX);
+        let mut topics: Vec<TopicStats> = self.topics.into_iter().map(listed).collect();
+        topics.sort_by(|a, b| b.pending.cmp(&a.pending).then_with(|| a.topic.cmp(&b.topic)));
+        topics.truncate(STATS_TOPICS_MAX);
+        let dispatched = total.saturating_sub(pending + self.stats.dead + self.stats.discarded);
+        Stats { total, pending, dispatched, oldest_pending, topics, ..self.stats }
     }
 }

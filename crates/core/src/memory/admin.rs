@@ -1,10 +1,9 @@
 //! What an operator changes: each one atomic step of the server.
 
 use std::collections::HashSet;
-use std::task::Waker;
 use std::time::Duration;
 
-use super::state::{DeliveryRow, LogState, Reader};
+use super::state::{DeliveryRow, LogState, Reader, State};
 use super::{MemoryStore, Server};
 use crate::admin::{Admin, Changed, Selection};
 use crate::error::Result;
@@ -66,23 +65,19 @@ impl Server {
         });
         let changed = cut_to_step(&mut chosen, selection);
         for (seq, row) in &chosen {
-            let due = DeliveryRow { due_at: Some(now), updated_at: now, ..row.clone() };
-            let row = match row.state {
-                EventState::Dead => DeliveryRow {
+            let mut row = DeliveryRow { due_at: Some(now), updated_at: now, ..row.clone() };
+            if row.state == EventState::Dead {
+                row = DeliveryRow {
                     state: EventState::Retrying,
                     halt: false,
                     attempts: 0,
                     replays: row.replays + 1,
-                    ..due
-                },
-                _ => due,
-            };
+                    ..row
+                };
+            }
             reader.put(*seq, row);
         }
-        state.flush();
-        let wakers = state.wake();
-        drop(state);
-        wakers.into_iter().for_each(Waker::wake);
+        State::flush_and_wake(state);
         Ok(changed)
     }
 
@@ -102,10 +97,7 @@ impl Server {
                 reader.release_head(&key, now);
             }
         }
-        state.flush();
-        let wakers = state.wake();
-        drop(state);
-        wakers.into_iter().for_each(Waker::wake);
+        State::flush_and_wake(state);
         Ok(changed)
     }
 
@@ -160,33 +152,25 @@ impl Reader {
         selection: &Selection,
         wanted: impl Fn(&DeliveryRow) -> bool,
     ) -> Vec<(i64, DeliveryRow)> {
-        let ids: Option<HashSet<EventId>> = selection.ids.as_ref().map(|ids| ids.iter().copied().collect());
-        self.deliveries()
-            .filter(|(seq, _)| selection.after.is_none_or(|after| *seq > after.0))
-            .filter(|(_, row)| wanted(row))
-            .filter(|(_, row)| selection.code.is_none() || row.code == selection.code)
-            .filter(|(seq, _)| {
-                let event = log.rows.get(seq).map(|row| &row.event);
-                ids.as_ref().is_none_or(|ids| event.is_some_and(|event| ids.contains(&event.id)))
-                    && selection
-                        .topic
-                        .as_ref()
-                        .is_none_or(|topic| event.is_some_and(|event| topic.matches(event.topic.as_str())))
-            })
-            .map(|(seq, row)| (seq, row.clone()))
-            .collect()
+        let is_meant = |(seq, row): &(i64, &DeliveryRow)| {
+            let event = log.rows.get(seq).map(|row| &row.event);
+            let topic = event.map(|event| event.topic.as_str());
+            let by_id = |ids: &Vec<EventId>| event.is_some_and(|event| ids.contains(&event.id));
+            selection.after.is_none_or(|after| *seq > after.0)
+                && wanted(row)
+                && selection.means(topic, row.code.as_deref())
+                && selection.ids.as_ref().is_none_or(by_id)
+        };
+        self.deliveries().filter(is_meant).map(|(seq, row)| (seq, row.clone())).collect()
     }
 
-    /// Pending events named by id, as the rows they are about to get. A code never matches what has
-    /// none.
+    /// Pending events named by id, as the rows they are about to get.
     fn select_pending(&self, log: &LogState, selection: &Selection, now: Timestamp) -> Vec<(i64, DeliveryRow)> {
-        let ids: HashSet<EventId> =
-            selection.ids.iter().flatten().copied().filter(|_| selection.code.is_none()).collect();
+        let ids: HashSet<EventId> = selection.ids.iter().flatten().copied().collect();
         ids.iter()
             .filter_map(|id| log.ids.get(id))
             .filter_map(|seq| Some((*seq, log.rows[seq].commit?, &log.rows[seq].event)))
-            .filter(|(_, _, event)| self.wants(event))
-            .filter(|(_, _, event)| selection.topic.as_ref().is_none_or(|topic| topic.matches(event.topic.as_str())))
+            .filter(|(_, _, event)| self.wants(event) && selection.means(Some(event.topic.as_str()), None))
             .filter(|(seq, commit, event)| self.state_of(*seq, *commit, event) == EventState::Pending)
             .map(|(seq, _, event)| (seq, DeliveryRow::new(self.lane_of(event), event.key.clone(), now)))
             .collect()

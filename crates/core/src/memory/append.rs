@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::MutexGuard;
-use std::task::Waker;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -68,11 +67,8 @@ impl MemoryTransaction {
     /// Appends without making visible: the twin of [`Append::append`].
     pub fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
         let now = self.store.server.clock.now();
-        let mut state = self.state("append")?;
-        let rows = state.insert(log, events, now)?;
-        let written = rows.iter().map(|(_, seq)| Written::Event(log.clone(), *seq)).collect::<Vec<_>>();
-        drop(state);
-        self.written.extend(written);
+        let rows = self.state("append")?.insert(log, events, now)?;
+        self.written.extend(rows.iter().map(|(_, seq)| Written::Event(log.clone(), *seq)));
         Ok(rows.into_iter().map(|(id, _)| id).collect())
     }
 
@@ -81,9 +77,7 @@ impl MemoryTransaction {
     pub fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
         check_message_id("once", message_id)?;
         let now = self.store.server.clock.now();
-        let mut state = self.state("once")?;
-        let is_first = state.data.inbox.once(source, message_id, now)?;
-        drop(state);
+        let is_first = self.state("once")?.data.inbox.once(source, message_id, now)?;
         if is_first {
             self.written.push(Written::Once(source.clone(), message_id.to_owned()));
         }
@@ -126,20 +120,18 @@ impl MemoryTransaction {
     pub fn commit(mut self) {
         let store = self.store.clone();
         let mut state = store.server.lock();
-        let wakers = self.commit_in(&mut state);
-        drop(state);
-        wakers.into_iter().for_each(Waker::wake);
+        self.commit_in(&mut state);
+        State::wake(state);
     }
 
     /// Takes everything back.
     pub fn rollback(self) {}
 
-    /// Commits under a lock the caller holds, and gives the relays to wake once it is released.
-    #[must_use]
-    pub(super) fn commit_in(&mut self, state: &mut State) -> Vec<Waker> {
+    /// Commits under a lock the caller holds.
+    pub(super) fn commit_in(&mut self, state: &mut State) {
         let mut written = std::mem::take(&mut self.written);
         if state.incarnation != self.incarnation {
-            return Vec::new();
+            return;
         }
         written.sort();
         let mut events: BTreeMap<LogName, Vec<i64>> = BTreeMap::new();
@@ -155,7 +147,6 @@ impl MemoryTransaction {
                 log.commit(seqs);
             }
         }
-        state.wake()
     }
 }
 

@@ -2,11 +2,11 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::Waker;
 
 use async_trait::async_trait;
 
 use super::settle::Write;
+use super::state::State;
 use super::{MemoryStore, MemoryTransaction, Server};
 use crate::apply::{Apply, Decide};
 use crate::batch::{Delivery, Settlement};
@@ -44,8 +44,8 @@ where
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
         let mut transaction = self.store.begin();
-        let Settlement { position, mut entries, rewind, hold_keys } = settlement;
-        let mut blocked = BlockedKeys::new(hold_keys);
+        let mut settlement = settlement;
+        let mut blocked = BlockedKeys::new(settlement.hold_keys);
         let mut outcomes = Vec::with_capacity(deliveries.len());
         for delivery in deliveries.iter().copied() {
             if blocked.blocks(delivery) {
@@ -56,8 +56,7 @@ where
             blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
-        entries.extend(entries_of(deliveries, &outcomes, position.is_some(), decide));
-        let settlement = Settlement { position, entries, rewind, hold_keys };
+        settlement.entries.extend(entries_of(deliveries, &outcomes, settlement.position.is_some(), decide));
         let client = &self.store.client;
         let write = Write::of(&settlement, client.position(lease).as_ref());
         let (called, position) = (lease.clone(), write.place.as_ref().map(|place| place.position));
@@ -68,11 +67,7 @@ where
             server.settle_with(&called, &write, transaction.ok_or_else(|| Error::stale("apply"))?)
         };
         let settled = self.store.call("apply", Some(lease), commit).await;
-        match &settled {
-            Ok(()) => client.settled(lease, position, settlement.rewind),
-            Err(error) if error.is_stale() => client.forget(lease),
-            Err(_) => {}
-        }
+        client.note_settled(lease, position, settlement.rewind, &settled);
         settled.map(|()| outcomes)
     }
 }
@@ -87,10 +82,8 @@ impl Server {
             return Err(settled_already());
         }
         reader.settle(lease.lane, write, now)?;
-        let wakers = transaction.commit_in(&mut state);
-        state.flush();
-        drop(state);
-        wakers.into_iter().for_each(Waker::wake);
+        transaction.commit_in(&mut state);
+        State::flush_and_wake(state);
         Ok(())
     }
 }

@@ -6,11 +6,9 @@
 //! belongs to one epoch: another lease begins from the server.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::MemoryStore;
-use super::read::Page;
-use super::state::Window;
+use super::{MemoryStore, Server};
 use crate::batch::{Batch, BatchLimit};
 use crate::error::Result;
 use crate::log::{Epoch, Lease};
@@ -26,7 +24,8 @@ pub(super) struct Client {
 #[derive(Clone)]
 pub(super) struct Position {
     epoch: Epoch,
-    pub(super) window: Arc<Window>,
+    /// The last commit of the window. No two windows of a lane have the same.
+    pub(super) window: u64,
     /// Everything of the window up to here is dealt with.
     pub(super) settled: i64,
     /// Everything of the window up to here was given out; never below `settled`.
@@ -37,14 +36,6 @@ pub(super) struct Position {
     rewinds: u64,
     /// What the last read saw of [`super::state::State::wakeups`].
     pub(super) wakeups: u64,
-}
-
-impl Position {
-    fn of(lease: &Lease, page: &Page, window: Arc<Window>, settled: i64) -> Self {
-        let read = page.end.unwrap_or(settled);
-        let (drained, wakeups) = (!page.batch.more, page.wakeups);
-        Self { epoch: lease.epoch, window, settled, read, drained, rewinds: 0, wakeups }
-    }
 }
 
 impl Client {
@@ -59,29 +50,29 @@ impl Client {
 
     /// Goes on from `before` (`None`: nothing was known) to `after`, unless something else happened
     /// meanwhile. Says whether it did.
-    fn advance(&self, lease: &Lease, before: Option<&Position>, after: Position) -> bool {
+    fn advance(&self, lease: &Lease, before: Option<&Position>, mut after: Position) -> bool {
         let mut positions = self.lock();
-        let now = positions.get(&key(lease));
-        let settled = match (now, before) {
-            (Some(now), Some(before)) if now.epoch == lease.epoch => {
-                let as_before = Arc::ptr_eq(&now.window, &before.window)
-                    && (now.read, now.rewinds) == (before.read, before.rewinds);
-                if !as_before {
-                    return false;
-                }
-                // A batch of this window may have been settled while the next was being read.
-                if Arc::ptr_eq(&now.window, &after.window) { now.settled } else { after.settled }
-            }
-            (Some(now), None) if now.epoch == lease.epoch => return false,
-            (_, Some(_)) => return false,
-            (_, None) => after.settled,
-        };
-        positions.insert(key(lease), Position { settled, ..after });
+        let now = positions.get(&key(lease)).filter(|now| now.epoch == lease.epoch);
+        let place = |at: &Position| (at.window, at.read, at.rewinds);
+        if now.map(place) != before.map(place) {
+            return false;
+        }
+        // A batch of this window may have been settled while the next was being read.
+        if let Some(now) = now.filter(|now| now.window == after.window) {
+            after.settled = now.settled;
+        }
+        positions.insert(key(lease), after);
         true
     }
 
-    /// Notes a settlement that was written.
-    pub(super) fn settled(&self, lease: &Lease, position: Option<i64>, rewind: bool) {
+    /// Notes what came of a settlement.
+    pub(super) fn note_settled(&self, lease: &Lease, position: Option<i64>, rewind: bool, settled: &Result<()>) {
+        if let Err(error) = settled {
+            if error.is_stale() {
+                self.forget(lease);
+            }
+            return;
+        }
         let mut positions = self.lock();
         let Some(now) = positions.get_mut(&key(lease)).filter(|now| now.epoch == lease.epoch) else { return };
         now.settled = now.settled.max(position.unwrap_or_default());
@@ -115,59 +106,41 @@ impl MemoryStore {
     /// The next events of the lane's window; a window that is dealt with makes room for the next
     /// one.
     pub(super) async fn read_on(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-        let called = lease.clone();
         loop {
-            let Some(mut at) = self.client.position(lease) else {
+            let Some(at) = self.client.position(lease) else {
                 self.load(lease).await?;
                 continue;
             };
-            let open = at.read > at.settled;
-            if !at.drained || open {
-                let (called, window, place) = (called.clone(), at.window.clone(), (at.settled, at.read));
-                let read = move |server: &super::Server| server.page(&called, &window, place, limit);
-                let page = match self.call("page", Some(lease), read).await {
-                    // What else was given out of that window must not be settled either: the lane
-                    // is to be given back.
-                    Err(error) if error.is_stale() => {
-                        self.client.forget(lease);
-                        return Err(error);
-                    }
-                    page => page?,
-                };
-                let (read, drained) = (page.end.unwrap_or(at.read), !page.batch.more);
-                let after = Position { read, drained, wakeups: page.wakeups, ..at.clone() };
-                if !self.client.advance(lease, Some(&at), after.clone()) {
-                    continue;
-                }
-                at = after;
-                // No window is opened over an unsettled one.
-                if open || !page.batch.is_empty() {
-                    return Ok(page.batch);
-                }
-            }
-            let (called, to, settled) = (called.clone(), at.window.to, at.settled);
-            let open = move |server: &super::Server| server.open(&called, to, settled, limit);
-            match self.call("open", Some(lease), open).await {
-                Ok((None, page)) => {
-                    if self.client.advance(lease, Some(&at), Position { wakeups: page.wakeups, ..at.clone() }) {
-                        return Ok(page.batch);
-                    }
-                }
-                Ok((Some(window), page)) => {
-                    let after = Position::of(lease, &page, window, 0);
-                    if self.client.advance(lease, Some(&at), after) && !page.batch.is_empty() {
-                        return Ok(page.batch);
-                    }
-                }
-                // The call before this one was executed and its answer lost, or the store went
-                // back. Calls of the destination may be in flight whose rows are of another past,
-                // so the lane is given back instead of read on under the same epoch.
-                Err(error) => {
-                    if error.is_stale() {
-                        self.client.forget(lease);
-                    }
+            // No window is opened over an unsettled one.
+            let unsettled = at.read > at.settled;
+            let opens = at.drained && !unsettled;
+            let (called, window, settled) = (lease.clone(), at.window, at.settled);
+            let after = (!opens).then_some(at.read);
+            let read = move |server: &Server| server.window(&called, (window, settled), after, limit);
+            let page = match self.call(if opens { "open" } else { "page" }, Some(lease), read).await {
+                // An earlier call was executed and its answer lost, or the store went back. What
+                // else was given out must not be settled either, and calls of the destination may
+                // be in flight whose rows are of another past: the lane is to be given back.
+                Err(error) if error.is_stale() => {
+                    self.client.forget(lease);
                     return Err(error);
                 }
+                page => page?,
+            };
+            let entered = page.window != at.window;
+            let (read, settled) = if entered { (0, 0) } else { (at.read, at.settled) };
+            let after = Position {
+                window: page.window,
+                settled,
+                read: page.end.unwrap_or(read),
+                drained: !page.batch.more,
+                wakeups: page.wakeups,
+                ..at.clone()
+            };
+            if self.client.advance(lease, Some(&at), after)
+                && (unsettled || !page.batch.is_empty() || (opens && !entered))
+            {
+                return Ok(page.batch);
             }
         }
     }
@@ -176,7 +149,7 @@ impl MemoryStore {
     async fn load(&self, lease: &Lease) -> Result<()> {
         let called = lease.clone();
         let (window, settled, wakeups) =
-            self.call("load", Some(lease), move |server: &super::Server| server.load(&called)).await?;
+            self.call("load", Some(lease), move |server: &Server| server.load(&called)).await?;
         let (epoch, read) = (lease.epoch, settled);
         let at = Position { epoch, window, settled, read, drained: false, rewinds: 0, wakeups };
         self.client.advance(lease, None, at);

@@ -10,10 +10,9 @@ use super::state::{Data, LogState, Reader};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::{Inspect, LaneInfo, ListQuery, Record, Stats, SubscriptionInfo};
-use crate::kit::PendingTopics;
+use crate::kit::StatsCounter;
 use crate::names::{LogName, SubscriptionName};
 use crate::receive::Conflict;
-use crate::state::State as EventState;
 
 #[async_trait]
 impl Inspect for MemoryStore {
@@ -112,29 +111,14 @@ impl Reader {
     }
 
     fn stats(&self, log: &LogState, now: Timestamp) -> Stats {
-        let mut stats = Stats::default();
-        let mut pending = PendingTopics::default();
+        let (mut counter, mut total) = (StatsCounter::default(), 0);
         for (seq, commit, event) in log.committed() {
-            if !self.wants(event) && self.delivery(seq).is_none() {
-                continue;
-            }
-            let state = self.state_of(seq, commit, event);
-            stats.total += 1;
-            match state {
-                EventState::Retrying => stats.retrying += 1,
-                EventState::Blocked => stats.blocked += 1,
-                EventState::Scheduled => stats.scheduled += 1,
-                EventState::Dead => stats.dead += 1,
-                EventState::Discarded => stats.discarded += 1,
-                EventState::Dispatched => stats.dispatched += 1,
-                EventState::Pending => {}
-            }
-            if state.counts_as_pending() {
+            if self.wants(event) || self.delivery(seq).is_some() {
                 let age = Duration::try_from(now.duration_since(event.created_at)).unwrap_or_default();
-                pending.add(event.topic.as_str(), 1, age);
+                counter.add(self.state_of(seq, commit, event), event.topic.as_str(), 1, age);
+                total += 1;
             }
         }
-        pending.finish(&mut stats);
-        stats
+        counter.finish(total)
     }
 }

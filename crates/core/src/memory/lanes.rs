@@ -3,15 +3,13 @@
 //! Each operation is atomic and safe when it is repeated, late or overtaken: what it writes depends
 //! on the epoch, and the cursor's writes on the very cursor that the caller read.
 
-use std::sync::Arc;
-use std::task::Waker;
 use std::time::Duration;
 
 use super::Server;
 use super::read::Page;
 use super::settle::Write;
-use super::state::{Lane, Reader, Window};
-use crate::batch::BatchLimit;
+use super::state::{Lane, Reader, State};
+use crate::batch::{Batch, BatchLimit};
 use crate::error::{Error, Result};
 use crate::kit::{check_shape, window_undone};
 use crate::log::{Acquired, Lease};
@@ -92,78 +90,60 @@ impl Server {
         if let Ok((reader, _)) = state.data.leased("release", lease, monotonic) {
             reader.lanes[usize::from(lease.lane)].lease_until = None;
             // Whoever waits for a free lane need not wait for its next poll.
-            let wakers = state.wake();
-            drop(state);
-            wakers.into_iter().for_each(Waker::wake);
+            State::wake(state);
         }
         Ok(())
     }
 
     /// The cursor of a lane, for a client that knows nothing of it.
-    pub(super) fn load(&self, lease: &Lease) -> Result<(Arc<Window>, i64, u64)> {
+    pub(super) fn load(&self, lease: &Lease) -> Result<(u64, i64, u64)> {
         let monotonic = self.clock.monotonic();
         let mut state = self.state("next_batch")?;
         let wakeups = state.wakeups;
-        let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
+        let (reader, _) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
-        Ok((Arc::new(reader.window(log, lease.lane, lane.from, lane.to)), lane.settled, wakeups))
+        Ok((lane.to, lane.settled, wakeups))
     }
 
-    /// The next events of an open window, of which `settled` is known to be settled: a store that
-    /// went back may have lost the rows that went with a settlement, and their keys would not be
-    /// held.
-    pub(super) fn page(
+    /// The next events of the window after a place; or, without one, the first of the next window,
+    /// which is opened if anything was committed since the last one.
+    ///
+    /// Only over the very cursor the caller read. Otherwise a call that is executed late, or again,
+    /// would move the window over events that were never given out, or back. And a store that went
+    /// back may have lost the rows that went with a settlement: their keys would not be held.
+    pub(super) fn window(
         &self,
         lease: &Lease,
-        window: &Window,
-        (settled, after): (i64, i64),
+        (to, settled): (u64, i64),
+        after: Option<i64>,
         limit: BatchLimit,
     ) -> Result<Page> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("next_batch")?;
         let wakeups = state.wakeups;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
-        let lane = &reader.lanes[usize::from(lease.lane)];
-        if lane.to != window.to || lane.settled < settled {
-            return Err(window_undone("next_batch"));
-        }
-        Ok(Page { wakeups, ..reader.page(log, lease.lane, window, after, limit, now) })
-    }
-
-    /// Opens the window of everything committed since the last one, if there is anything, and reads
-    /// its first page.
-    ///
-    /// Only over the very cursor the caller read. Otherwise a call that is executed late, or again,
-    /// would move the window over events that were never given out, or back.
-    pub(super) fn open(
-        &self,
-        lease: &Lease,
-        to: u64,
-        settled: i64,
-        limit: BatchLimit,
-    ) -> Result<(Option<Arc<Window>>, Page)> {
-        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
-        let mut state = self.state("next_batch")?;
-        let wakeups = state.wakeups;
-        let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
-        let lane = &reader.lanes[usize::from(lease.lane)];
-        if (lane.to, lane.settled) != (to, settled) {
-            return Err(window_undone("next_batch"));
-        }
-        if log.commit_last == to {
-            return Ok((None, Page { wakeups, ..reader.nothing(lease.lane, now) }));
-        }
-        let window = Arc::new(reader.window(log, lease.lane, to, log.commit_last));
         let lane = &mut reader.lanes[usize::from(lease.lane)];
-        (lane.from, lane.to, lane.settled) = (to, window.to, 0);
-        let page = Page { wakeups, ..reader.page(log, lease.lane, &window, 0, limit, now) };
-        // What is given out must be on disk, the commits of the writers included: a crash must not
-        // take back what was published.
-        state.flush();
-        Ok((Some(window), page))
+        if lane.to != to || lane.settled < settled {
+            return Err(window_undone("next_batch"));
+        }
+        let opens = after.is_none() && log.commit_last > to;
+        if opens {
+            (lane.from, lane.to, lane.settled) = (to, log.commit_last, 0);
+        }
+        let (from, to) = (lane.from, lane.to);
+        let batch = match after {
+            None if !opens => Batch { due_in: reader.due_in(lease.lane, now), ..Batch::default() },
+            after => reader.page(log, lease.lane, (from, to), after.unwrap_or_default(), limit, now),
+        };
+        if opens {
+            // What is given out must be on disk, the commits of the writers included: a crash must
+            // not take back what was published.
+            state.flush();
+        }
+        Ok(Page { end: batch.end.map(|end| end.0), batch, window: to, wakeups })
     }
 
-    pub(super) fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<crate::batch::Batch> {
+    pub(super) fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("due")?;
         let (reader, log) = state.data.leased("due", lease, monotonic)?;

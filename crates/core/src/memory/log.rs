@@ -62,11 +62,7 @@ impl Log for MemoryStore {
         let write = Write::of(&settlement, self.client.position(lease).as_ref());
         let (called, position) = (lease.clone(), write.place.as_ref().map(|place| place.position));
         let settled = self.call("settle", Some(lease), move |server| server.settle(&called, &write)).await;
-        match &settled {
-            Ok(()) => self.client.settled(lease, position, settlement.rewind),
-            Err(error) if error.is_stale() => self.client.forget(lease),
-            Err(_) => {}
-        }
+        self.client.note_settled(lease, position, settlement.rewind, &settled);
         settled
     }
 

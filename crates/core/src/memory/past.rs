@@ -2,11 +2,10 @@
 //! and tests.
 
 use std::fmt;
-use std::task::Waker;
 use std::time::Duration;
 
 use super::MemoryStore;
-use super::state::{Data, Lane};
+use super::state::{Data, Lane, State};
 use crate::batch::Delivery;
 use crate::event::{Event, Seq};
 use crate::log::Epoch;
@@ -95,10 +94,7 @@ impl MemoryStore {
         let mut state = self.server.lock();
         state.data = (*snapshot.0).clone();
         state.incarnation += 1;
-        state.flush();
-        let wakers = state.wake();
-        drop(state);
-        wakers.into_iter().for_each(Waker::wake);
+        State::flush_and_wake(state);
     }
 
     /// Where each lane stands, as a checker sees it.

@@ -5,54 +5,45 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::state::{LogState, Reader, Window};
+use super::state::{LogState, Reader};
 use crate::batch::{Batch, BatchLimit, Delivery, Unreadable};
 use crate::event::{Event, Seq};
 use crate::kit::{BatchLimiter, DueOrder};
 use crate::state::State as EventState;
 
 /// What one read of a window gave.
-#[derive(Default)]
 pub(super) struct Page {
     pub(super) batch: Batch,
     /// How far it read, if it gave anything.
     pub(super) end: Option<i64>,
+    /// The last commit of the window it read.
+    pub(super) window: u64,
     /// Which changes it has seen.
     pub(super) wakeups: u64,
 }
 
 impl Reader {
-    /// This lane's rows of a window.
-    pub(super) fn window(&self, log: &LogState, lane: u16, from: u64, to: u64) -> Window {
-        let mut seqs: Vec<i64> =
-            log.commits.range((Excluded(from), Included(to))).flat_map(|(_, seqs)| seqs).copied().collect();
-        seqs.retain(|seq| self.lane_of(&log.rows[seq].event) == lane);
-        seqs.sort_unstable();
-        Window { from, to, seqs }
-    }
-
-    /// A read without events.
-    pub(super) fn nothing(&self, lane: u16, now: Timestamp) -> Page {
-        Page { batch: Batch { due_in: self.due_in(lane, now), ..Batch::default() }, ..Page::default() }
-    }
-
-    /// Reads on in a window. Empty when nothing wanted is left in it.
+    /// Reads on in the lane's window, the rows with `from < commit <= to`. Empty when nothing
+    /// wanted is left in it.
     pub(super) fn page(
         &self,
         log: &LogState,
         lane: u16,
-        window: &Window,
+        (from, to): (u64, u64),
         after: i64,
         limit: BatchLimit,
         now: Timestamp,
-    ) -> Page {
-        let Page { mut batch, .. } = self.nothing(lane, now);
+    ) -> Batch {
+        let mut batch = Batch { due_in: self.due_in(lane, now), ..Batch::default() };
         let mut limiter = BatchLimiter::new(limit);
-        let start = window.seqs.partition_point(|seq| *seq <= after);
-        for seq in &window.seqs[start..] {
-            // Pruned meanwhile, if somebody took it out.
-            let row = log.rows.get(seq).filter(|row| row.commit.is_some_and(|it| window.from < it && it <= window.to));
-            let Some(event) = row.map(|row| &row.event).filter(|event| self.wants(event)) else { continue };
+        let seqs = || log.commits.range((Excluded(from), Included(to))).flat_map(|(_, seqs)| seqs).copied();
+        let (Some(low), Some(high)) = (seqs().min(), seqs().max()) else { return batch };
+        for (seq, row) in log.rows.range(low.max(after.saturating_add(1))..).take_while(|(seq, _)| **seq <= high) {
+            let event = &row.event;
+            let in_window = row.commit.is_some_and(|commit| from < commit && commit <= to);
+            if !in_window || self.lane_of(event) != lane || !self.wants(event) {
+                continue;
+            }
             if !limiter.take(event.payload.len()) {
                 batch.more = true;
                 break;
@@ -67,11 +58,10 @@ impl Reader {
             batch.end = Some(Seq(*seq));
         }
         // The last batch of a window also covers what nobody wants behind it.
-        if let (Some(_), false, Some(last)) = (batch.end, batch.more, window.seqs.last()) {
-            batch.end = Some(Seq(*last));
+        if batch.end.is_some() && !batch.more {
+            batch.end = Some(Seq(high));
         }
-        let end = batch.end.map(|end| end.0);
-        Page { batch, end, wakeups: 0 }
+        batch
     }
 
     /// Rows whose time has come, in `seq` order; of each key the head and the events behind it,

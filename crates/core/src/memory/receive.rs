@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::task::Waker;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
 
+use super::state::State;
 use super::{MemoryStore, Server};
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::NewEvent;
@@ -165,9 +165,9 @@ impl Server {
             state.data.inbox.note_conflict(identity, stored, refused, now);
         }
         state.flush();
-        let wakers = if ids.is_empty() { Vec::new() } else { state.wake() };
-        drop(state);
-        wakers.into_iter().for_each(Waker::wake);
+        if !ids.is_empty() {
+            State::wake(state);
+        }
         let mut ids = ids.into_iter();
         let verdicts = judged.verdicts.into_iter();
         Ok(verdicts

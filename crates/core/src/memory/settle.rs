@@ -38,7 +38,7 @@ pub(super) struct EntryWrite {
 impl Write {
     pub(super) fn of(settlement: &Settlement<'_>, at: Option<&Position>) -> Self {
         let place = settlement.position.map(|position| Place {
-            known: at.map(|at| (at.window.to, at.settled)),
+            known: at.map(|at| (at.window, at.settled)),
             // Never over what was not given.
             position: at.map_or(position.0, |at| position.0.min(at.read)),
         });

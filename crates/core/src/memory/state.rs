@@ -1,6 +1,7 @@
 //! What the memory store remembers, and the small pure rules over it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::MutexGuard;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -90,14 +91,6 @@ pub(super) struct Lane {
     pub(super) settled: i64,
 }
 
-/// A lane's rows with `from < commit <= to`.
-pub(super) struct Window {
-    pub(super) from: u64,
-    pub(super) to: u64,
-    /// In `seq` order.
-    pub(super) seqs: Vec<i64>,
-}
-
 /// An event that left the stream.
 #[derive(Clone)]
 pub(super) struct DeliveryRow {
@@ -123,12 +116,8 @@ impl Data {
     }
 
     pub(super) fn log(&self, operation: &'static str, name: &LogName) -> Result<&LogState> {
-        self.logs.get(name).ok_or_else(|| self.log_unknown(operation, name))
-    }
-
-    pub(super) fn log_unknown(&self, operation: &'static str, name: &LogName) -> Error {
-        let known: Vec<String> = self.logs.keys().map(LogName::to_string).collect();
-        log_unknown(operation, name, &known)
+        let known = || self.logs.keys().map(LogName::to_string).collect::<Vec<_>>();
+        self.logs.get(name).ok_or_else(|| log_unknown(operation, name, &known()))
     }
 
     /// The reader and the log it reads.
@@ -138,7 +127,8 @@ impl Data {
         name: &SubscriptionName,
     ) -> Result<(&mut Reader, &LogState)> {
         if !self.readers.contains_key(name) {
-            return Err(self.reader_unknown(operation, name));
+            let known: Vec<String> = self.readers.keys().map(SubscriptionName::to_string).collect();
+            return Err(subscription_unknown(operation, name, &known));
         }
         let reader = self.readers.get_mut(name).expect("checked above");
         let log = self.logs.get(&reader.subscription.log).expect("a subscription's log is never removed");
@@ -159,11 +149,6 @@ impl Data {
             Some(lane) if lane.is_held_by(lease, monotonic) => Ok((reader, log)),
             _ => Err(Error::stale(operation)),
         }
-    }
-
-    fn reader_unknown(&self, operation: &'static str, name: &SubscriptionName) -> Error {
-        let known: Vec<String> = self.readers.keys().map(SubscriptionName::to_string).collect();
-        subscription_unknown(operation, name, &known)
     }
 }
 
@@ -188,11 +173,18 @@ impl State {
         EventId::from_uuid(uuid::Builder::from_unix_timestamp_millis(millis, &counter).into_uuid())
     }
 
-    /// Notes that there may be work, and gives the relays to wake once the lock is released.
-    #[must_use]
-    pub(super) fn wake(&mut self) -> Vec<Waker> {
-        self.wakeups += 1;
-        std::mem::take(&mut self.waiting).into_values().collect()
+    /// Notes that there may be work, and wakes the waiting relays once the lock is released.
+    pub(super) fn wake(mut this: MutexGuard<'_, Self>) {
+        this.wakeups += 1;
+        let waiting = std::mem::take(&mut this.waiting);
+        drop(this);
+        waiting.into_values().for_each(Waker::wake);
+    }
+
+    /// A change that may give a lane work is on disk.
+    pub(super) fn flush_and_wake(mut this: MutexGuard<'_, Self>) {
+        this.flush();
+        Self::wake(this);
     }
 }
 
@@ -328,10 +320,8 @@ impl Reader {
         let Some(seq) = self.head(key) else { return };
         let row = &self.deliveries[&seq];
         if row.state == EventState::Blocked {
-            self.put(
-                seq,
-                DeliveryRow { state: EventState::Retrying, due_at: Some(now), updated_at: now, ..row.clone() },
-            );
+            let row = DeliveryRow { state: EventState::Retrying, due_at: Some(now), updated_at: now, ..row.clone() };
+            self.put(seq, row);
         }
     }
 }

@@ -22,7 +22,8 @@ pub struct MemorySource {
 
 #[derive(Default)]
 struct Queue {
-    /// Waiting to be given out, by the order of publishing; with the time before which it must not be.
+    /// Waiting to be given out, by the order of publishing; with the time before which it must not
+    /// be.
     ready: BTreeMap<u64, (Duration, RawMessage)>,
     /// Given out, by token.
     unsettled: BTreeMap<u64, (u64, RawMessage)>,
@@ -30,8 +31,6 @@ struct Queue {
     tokens: u64,
     acked: Vec<RawMessage>,
     rejected: Vec<RawMessage>,
-    /// The most that were unsettled at one time.
-    unsettled_peak: usize,
     disconnected: bool,
     settling_fails: bool,
     closed: bool,
@@ -97,11 +96,6 @@ impl MemorySource {
     pub fn remaining(&self) -> usize {
         let queue = self.queue();
         queue.ready.len() + queue.unsettled.len()
-    }
-
-    /// The most messages that were given out and unsettled at one time.
-    pub fn unsettled_peak(&self) -> usize {
-        self.queue().unsettled_peak
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -170,7 +164,6 @@ impl Queue {
             self.unsettled.insert(self.tokens, (place, message.clone()));
             given.push(SourceMessage { message, token: AckToken::new(self.tokens.to_be_bytes().to_vec()) });
         }
-        self.unsettled_peak = self.unsettled_peak.max(self.unsettled.len());
         Ok(Ok(given))
     }
 }

@@ -62,8 +62,7 @@ BEGIN
       IF NOT FOUND THEN
         RETURN {s}.recognise(of_source, new_tenant, of_message, with_digest);
       END IF;
-      INSERT INTO {s}."{tag}_log" (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
-          occurred_at, deliver_at)
+      INSERT INTO {s}."{tag}_log" ({appended})
         VALUES (new_id, new_topic, new_key, new_aggregate, new_version, new_kind, new_source, new_tenant, new_payload, new_bytes, new_content_type,
           new_headers::jsonb, coalesce(new_occurred_at::timestamptz, clock_timestamp()), new_deliver_at::timestamptz);
       RETURN 'accepted';
@@ -98,13 +97,12 @@ BEGIN
       IF 'accepted' = ANY (verdicts) THEN
         -- In the order given: it is the order of `seq`. Not at all for repetitions: an INSERT of
         -- nothing would still wake relays by its trigger.
-        INSERT INTO {s}."{tag}_log" (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers,
-            occurred_at, deliver_at)
+        INSERT INTO {s}."{tag}_log" ({appended})
           SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes, e.content_type,
             e.headers::jsonb, coalesce(e.occurred_at::timestamptz, clock_timestamp()), e.deliver_at::timestamptz
           FROM unnest(verdicts, new_ids, new_topics, new_keys, new_aggregates, new_versions, new_kinds, new_sources, new_tenants, new_payloads, new_bytes,
               new_content_types, new_headers, new_occurred_at, new_deliver_at)
-            AS e(verdict, id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
+            AS e(verdict, {appended})
           WHERE e.verdict = 'accepted';
       END IF;
       RETURN verdicts;

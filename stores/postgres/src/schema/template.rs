@@ -7,6 +7,7 @@
 
 use std::sync::LazyLock;
 
+use crate::append::APPEND_COLUMNS;
 use crate::decode::EVENT_COLUMNS;
 
 /// What the placeholders of a template stand for, beside the fragments and operators.
@@ -14,6 +15,8 @@ pub(super) type Values<'a> = &'a [(&'a str, &'a str)];
 
 /// Pieces that several statements share. They may name other placeholders.
 const FRAGMENTS: &[(&str, &str)] = &[
+    // The columns of an append, in the order of its parameters.
+    ("appended", APPEND_COLUMNS),
     // The lane `l`, while it is held under an epoch. In the functions of a lane.
     (
         "held",

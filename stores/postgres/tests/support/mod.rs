@@ -103,7 +103,8 @@ pub async fn until_waited_for(holder: &Client) {
     tokio::time::timeout(PATIENCE, wait).await.expect("nobody came to the lock");
 }
 
-/// Behind a pooler a connection is somebody else's a moment later: whatever a case did, nothing of it may stay with one.
+/// Behind a pooler a connection is somebody else's a moment later: whatever a case did, nothing of
+/// it may stay with one.
 impl Drop for Fixture {
     fn drop(&mut self) {
         if self._pooler.is_none() || std::thread::panicking() {

@@ -51,7 +51,8 @@ impl Fixture {
         fixture
     }
 
-    /// Triggers that fail every write which the state machine forbids. `INSERT OR REPLACE` deletes without a trigger.
+    /// Triggers that fail every write which the state machine forbids. `INSERT OR REPLACE` deletes
+    /// without a trigger.
     fn guard_transitions(&self) {
         let forbidden = forbidden_transitions();
         let refuse = "SELECT RAISE(ABORT, 'forbidden transition')";

@@ -1,0 +1,66 @@
+//! Parameters of statements, each as the type that its Rust type stands for. Statements are unnamed
+//! and typed: nothing is prepared, so that a transaction-mode pooler may sit in between.
+
+use std::borrow::Cow;
+
+use jiff::Timestamp;
+use tokio_postgres::types::{ToSql, Type};
+use uuid::Uuid;
+
+/// A value and its type.
+pub(crate) type Param<'a> = (&'a (dyn ToSql + Sync), Type);
+
+/// A Rust type that stands for one of Postgres's.
+pub(crate) trait Typed: ToSql + Sync {
+    const TYPE: Type;
+    /// An array of it.
+    const ARRAY: Type;
+}
+
+macro_rules! typed {
+    ($($rust:ty: $one:ident, $array:ident;)*) => {
+        $(impl Typed for $rust {
+            const TYPE: Type = Type::$one;
+            const ARRAY: Type = Type::$array;
+        })*
+    };
+}
+
+typed! {
+    bool: BOOL, BOOL_ARRAY;
+    i16: INT2, INT2_ARRAY;
+    i32: INT4, INT4_ARRAY;
+    i64: INT8, INT8_ARRAY;
+    &str: TEXT, TEXT_ARRAY;
+    String: TEXT, TEXT_ARRAY;
+    Cow<'_, str>: TEXT, TEXT_ARRAY;
+    &[u8]: BYTEA, BYTEA_ARRAY;
+    Uuid: UUID, UUID_ARRAY;
+    Timestamp: TIMESTAMPTZ, TIMESTAMPTZ_ARRAY;
+}
+
+impl<T: Typed> Typed for Option<T> {
+    const TYPE: Type = T::TYPE;
+    const ARRAY: Type = T::ARRAY;
+}
+
+impl<T: Typed> Typed for &T {
+    const TYPE: Type = T::TYPE;
+    const ARRAY: Type = T::ARRAY;
+}
+
+impl<T: Typed> Typed for Vec<T> {
+    const TYPE: Type = T::ARRAY;
+    const ARRAY: Type = T::ARRAY;
+}
+
+/// One parameter; see `params!`.
+pub(crate) fn param<T: Typed>(value: &T) -> Param<'_> {
+    (value, T::TYPE)
+}
+
+/// The parameters of a statement, in their order. Borrows the values.
+macro_rules! params {
+    ($($value:expr),* $(,)?) => { [$($crate::params::param(&$value)),*] };
+}
+pub(crate) use params;
