@@ -13,7 +13,8 @@ use crate::{Stores, child, fill, machine};
 
 const KEYS: usize = 10_000;
 
-/// The same facts in a table that promises nothing: no checks, no second index, no transaction id, no slot.
+/// The same facts in a table that promises nothing: no checks, no second index, no transaction id,
+/// no slot.
 const POSTGRES_BARE: &str = "CREATE TABLE bare (seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id uuid NOT NULL, topic text NOT NULL, \
      key text, payload text, occurred_at timestamptz NOT NULL DEFAULT clock_timestamp(), created_at timestamptz NOT NULL DEFAULT clock_timestamp())";
 /// Any number of rows in one round trip. Row locks of its own rows only.
@@ -152,7 +153,8 @@ async fn sqlite(options: &Options) -> anyhow::Result<()> {
     child::open(&path).await?.up().await?;
     let mut connection = rusqlite::Connection::open(&path)?;
     connection.execute_batch(SQLITE_BARE)?;
-    // What a service that uses WAL sets; a commit is not flushed, so both sides measure processor time.
+    // What a service that uses WAL sets; a commit is not flushed, so both sides measure processor
+    // time.
     connection.execute_batch("PRAGMA synchronous = NORMAL")?;
     let mut table = Table::new(
         "append: SQLite, WAL, synchronous = NORMAL, in the caller's rusqlite transaction",

@@ -1,4 +1,5 @@
-//! One measured process: only what is measured runs in it, so that its peak memory and processor time are that thing's.
+//! One measured process: only what is measured runs in it, so that its peak memory and processor
+//! time are that thing's.
 
 use std::process::Stdio;
 use std::sync::Arc;

@@ -80,7 +80,8 @@ impl Options {
     }
 }
 
-/// Every line drains the same log with a subscription of its own, so that nothing has to be filled twice.
+/// Every line drains the same log with a subscription of its own, so that nothing has to be filled
+/// twice.
 async fn postgres(options: &Options) -> anyhow::Result<()> {
     let server = server::start().await;
     let url = server.fresh_database().await;
@@ -95,7 +96,8 @@ async fn postgres(options: &Options) -> anyhow::Result<()> {
         let label = format!("{} events", thousands(*rows as f64));
         measure_postgres(options, &server, &url, &format!("free-{rows}"), label, &mut table).await?;
     }
-    // An id below everything that follows, in every snapshot, with an event of its own that stays invisible.
+    // An id below everything that follows, in every snapshot, with an event of its own that stays
+    // invisible.
     let mut writer = connect(&url).await?;
     let held = writer.transaction().await?;
     postbox_postgres::append_in(&held, &fill::schema(), &LogName::outbox(), &[fill::event(filled, 1)]).await?;

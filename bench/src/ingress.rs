@@ -1,4 +1,5 @@
-//! What verifying and storing a webhook durably costs, against the same server that only inserts: the row that we store, or the least that one could.
+//! What verifying and storing a webhook durably costs, against the same server that only inserts:
+//! the row that we store, or the least that one could.
 
 use std::time::{Duration, Instant};
 

@@ -44,7 +44,8 @@ pub(crate) struct Options {
 enum Reader {
     /// Nobody: how fast the writers are alone.
     Nobody,
-    /// Asks for new rows without pause, and promises nothing: no position, no lease, no order across transactions.
+    /// Asks for new rows without pause, and promises nothing: no position, no lease, no order
+    /// across transactions.
     Plain,
     /// The real relay, polling.
     Relay,
@@ -240,7 +241,8 @@ async fn measure(
     Ok(Measured { latencies, commits, seconds, wal_per_event })
 }
 
-/// Waits until the reader reads: how long it takes to start is not how long an event takes. Not among the commits.
+/// Waits until the reader reads: how long it takes to start is not how long an event takes. Not
+/// among the commits.
 async fn warm_up(url: &str, stamps: &Stamps) -> anyhow::Result<()> {
     let mut client = server::connect(url).await?;
     let transaction = client.transaction().await?;
@@ -292,7 +294,8 @@ async fn read(reader: Reader, url: String, stamps: Arc<Stamps>, stop: Cancellati
     }
 }
 
-/// Rows that commit out of order are missed by a reader like this, so it asks for a little of the past again each time.
+/// Rows that commit out of order are missed by a reader like this, so it asks for a little of the
+/// past again each time.
 async fn read_plainly(url: &str, stamps: &Stamps, stop: &CancellationToken) -> anyhow::Result<()> {
     const OVERLAP: i64 = 64;
     let client = server::connect(url).await?;

@@ -42,7 +42,8 @@ fn times(pid: &str) -> anyhow::Result<[f64; 4]> {
     Ok(std::array::from_fn(|_| ticks.next().unwrap_or(0.0) / TICKS_PER_SECOND))
 }
 
-/// One line about the machine and how busy it is: ratios taken in one run compare, absolute figures of a shared machine do not.
+/// One line about the machine and how busy it is: ratios taken in one run compare, absolute figures
+/// of a shared machine do not.
 pub(crate) fn describe() -> String {
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let load = load.split_whitespace().next().unwrap_or("?").to_owned();

@@ -1,5 +1,5 @@
-//! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound`. Each prints, from one run, our figure, the limit beside it and the
-//! ratio.
+//! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound`. Each prints, from
+//! one run, our figure, the limit beside it and the ratio.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 mod append;
@@ -36,7 +36,8 @@ enum Bench {
     Append(append::Options),
     /// Webhooks in, verified and stored durably, against an axum server that only inserts the row.
     Ingress(ingress::Options),
-    /// Events out over HTTP, against the same client posting from memory; and beside a target that hangs.
+    /// Events out over HTTP, against the same client posting from memory; and beside a target that
+    /// hangs.
     Outbound(outbound::Options),
     /// The other side of HTTP.
     #[command(hide = true)]

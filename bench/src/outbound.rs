@@ -1,4 +1,5 @@
-//! Events out over HTTP: the relay against the same client posting from memory, and what a target that hangs costs the others.
+//! Events out over HTTP: the relay against the same client posting from memory, and what a target
+//! that hangs costs the others.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! The other side of HTTP, in a process of its own: what is measured, what it is compared with, and targets of all tempers.
+//! The other side of HTTP, in a process of its own: what is measured, what it is compared with, and
+//! targets of all tempers.
 
 use std::process::Stdio;
 use std::sync::Arc;

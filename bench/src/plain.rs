@@ -1,5 +1,6 @@
-//! The limit of a drain: the same rows, read page by page with one plain SELECT of the same columns by the same driver, made into
-//! the same events. It keeps no position, takes no lease and promises nothing.
+//! The limit of a drain: the same rows, read page by page with one plain SELECT of the same columns
+//! by the same driver, made into the same events. It keeps no position, takes no lease and promises
+//! nothing.
 
 use anyhow::Context as _;
 use bytes::Bytes;

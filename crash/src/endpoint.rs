@@ -1,5 +1,5 @@
-//! The endpoint, as a process of its own: a tiny HTTP server that writes every arrival down before it answers, and now and then
-//! answers something else than thanks.
+//! The endpoint, as a process of its own: a tiny HTTP server that writes every arrival down before
+//! it answers, and now and then answers something else than thanks.
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -1,5 +1,6 @@
-//! The crash ledger: `cargo xtask crash`. Real processes, faults drawn from a seed, and a checker that shares no code with the
-//! product. A run is made of rounds; each has a folder with everything the checker judges, and a seed of its own.
+//! The crash ledger: `cargo xtask crash`. Real processes, faults drawn from a seed, and a checker
+//! that shares no code with the product. A run is made of rounds; each has a folder with everything
+//! the checker judges, and a seed of its own.
 
 mod endpoint;
 mod faults;

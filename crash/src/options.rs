@@ -32,7 +32,8 @@ pub(crate) struct Options {
     pub(crate) store: StoreKind,
     #[arg(long, value_enum, default_value = "http")]
     pub(crate) sink: SinkKind,
-    /// A round ends after so many events and its share of the faults, and is judged; the next begins on an empty store
+    /// A round ends after so many events and its share of the faults, and is judged; the next
+    /// begins on an empty store
     #[arg(long, default_value_t = 100_000)]
     pub(crate) round: u64,
     /// Events that are written a second, together

@@ -17,7 +17,8 @@ pub(crate) const LANES_PART: u64 = 2;
 /// Events read at once, and deliveries at once.
 pub(crate) const BATCH: u64 = 200;
 const CONCURRENCY: u64 = 32;
-/// What can be in flight in one lane: a batch of the stream, and as many of the due rows as may be sent at once.
+/// What can be in flight in one lane: a batch of the stream, and as many of the due rows as may be
+/// sent at once.
 pub(crate) const WINDOW: u64 = BATCH + CONCURRENCY / 2;
 /// A start on a loaded machine takes a second or two; more than this is a hang.
 const START_MAX: Duration = Duration::from_secs(60);
@@ -132,7 +133,8 @@ impl Relay {
         }
     }
 
-    /// SIGTERM, and waits until it has ended. One that was started a moment ago may not catch signals yet: it says when it serves.
+    /// SIGTERM, and waits until it has ended. One that was started a moment ago may not catch
+    /// signals yet: it says when it serves.
     pub(crate) async fn stop(&mut self) -> anyhow::Result<()> {
         let serving = self.serving().await;
         self.signal("TERM");
@@ -175,7 +177,8 @@ impl Relay {
     }
 }
 
-/// One command of the binary, as an operator types it: what it printed, and whether it ended with 0.
+/// One command of the binary, as an operator types it: what it printed, and whether it ended with
+/// 0.
 pub(crate) async fn command(binary: &Path, store: &str, arguments: &[&str]) -> anyhow::Result<(bool, String)> {
     let mut command = tokio::process::Command::new(binary);
     command.args(arguments).args(["--store", store]).stdin(Stdio::null()).kill_on_drop(true);

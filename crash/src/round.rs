@@ -1,4 +1,5 @@
-//! One round: everything is started, faults happen until there are enough events and faults, everything drains, the checker judges.
+//! One round: everything is started, faults happen until there are enough events and faults,
+//! everything drains, the checker judges.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -125,7 +126,8 @@ impl Harm {
     }
 }
 
-/// Everything is put right and waited for; `false` if something stayed pending though nothing moved any more.
+/// Everything is put right and waited for; `false` if something stayed pending though nothing moved
+/// any more.
 async fn drain(stage: &Arc<Stage>) -> anyhow::Result<bool> {
     if let Bed::Postgres(bed) = &stage.bed {
         let mut server = bed.server.lock().await;
@@ -135,7 +137,8 @@ async fn drain(stage: &Arc<Stage>) -> anyhow::Result<bool> {
     for relay in &stage.relays {
         let mut relay = relay.lock().await;
         relay.signal("CONT");
-        // Where the machine's clock is the store's, an operator's commands have it too: it is right again in the end.
+        // Where the machine's clock is the store's, an operator's commands have it too: it is right
+        // again in the end.
         if matches!(stage.bed, Bed::Sqlite(_)) && crate::process::faketime_library().is_some() {
             relay.step_clock(0)?;
         }
@@ -156,7 +159,8 @@ async fn drain(stage: &Arc<Stage>) -> anyhow::Result<bool> {
             (moved, before, quiet) = (Instant::now(), now, 0);
             continue;
         }
-        // What was to be tried again by another clock than the present one waits for that time, unless somebody sends it now.
+        // What was to be tried again by another clock than the present one waits for that time,
+        // unless somebody sends it now.
         if moved.elapsed() > WAITING_MAX {
             let waiting = stage.bed.some_events("retrying", 1_000).await?;
             if !waiting.is_empty() {

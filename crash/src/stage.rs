@@ -1,4 +1,5 @@
-//! Everything that runs in a round: store, relays, writers, endpoint; and the files that tell the checker what happened.
+//! Everything that runs in a round: store, relays, writers, endpoint; and the files that tell the
+//! checker what happened.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -232,8 +233,9 @@ impl Stage {
         relay::command(&self.binary, &self.bed.operator_url(), arguments).await
     }
 
-    /// Starts relays that ended by themselves, as any supervisor does, and remembers what they said. What leases ran out is recorded: also
-    /// without a fault of ours, on a machine that is slow; `before` are the places of a moment ago.
+    /// Starts relays that ended by themselves, as any supervisor does, and remembers what they
+    /// said. What leases ran out is recorded: also without a fault of ours, on a machine that is
+    /// slow; `before` are the places of a moment ago.
     pub(crate) async fn supervise(self: &Arc<Self>, before: &[(String, u64)]) {
         for relay in &self.relays {
             // One that a fault is about is that fault's affair.

@@ -1,6 +1,7 @@
 //! Developer commands: `cargo xtask test`, `simulate`, `crash`, `planted`, `bench`, `servers`.
 //!
-//! Installs what it needs from the registries of the usual clients (apt, pip, cargo) and nothing from anywhere else.
+//! Installs what it needs from the registries of the usual clients (apt, pip, cargo) and nothing
+//! from anywhere else.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 mod planted;
@@ -24,17 +25,21 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Everything that must hold before a change lands: format, lints, layers, all tests on real servers, examples, docs.
+    /// Everything that must hold before a change lands: format, lints, layers, all tests on real
+    /// servers, examples, docs.
     Test {
         /// Only format, lints and tests: the inner loop.
         #[arg(long)]
         fast: bool,
     },
-    /// Installs the servers the tests use (Postgres 15 and 18, pgbouncer). Does nothing where they are.
+    /// Installs the servers the tests use (Postgres 15 and 18, pgbouncer). Does nothing where they
+    /// are.
     Servers,
-    /// Plants deliberate mistakes into a copy of the tree, one at a time, and says which check finds each and how fast.
+    /// Plants deliberate mistakes into a copy of the tree, one at a time, and says which check
+    /// finds each and how fast.
     Planted(planted::Options),
-    /// The crash ledger: real processes, faults from a seed, and one table at the end of what was lost. `-- --help` tells the options.
+    /// The crash ledger: real processes, faults from a seed, and one table at the end of what was
+    /// lost. `-- --help` tells the options.
     Crash {
         /// What `cargo xtask test` has built already, instead of a release build
         #[arg(long)]
@@ -43,9 +48,11 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Simulated worlds, from their seeds: the engine with the memory store under faults. `--seed S` replays one.
+    /// Simulated worlds, from their seeds: the engine with the memory store under faults.
+    /// `--seed S` replays one.
     Simulate(simulate::Options),
-    /// Measures: `drain`, `latency`, `append`, `ingress` or `outbound`; each prints our figure, its limit and the ratio. `-- --help` tells the options.
+    /// Measures: `drain`, `latency`, `append`, `ingress` or `outbound`; each prints our figure, its
+    /// limit and the ratio. `-- --help` tells the options.
     Bench {
         /// Handed to the benchmark.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

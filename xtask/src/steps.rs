@@ -4,7 +4,8 @@ use std::io::Write as _;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Runs steps one after the other, the failed ones too, so that one run tells everything that is wrong.
+/// Runs steps one after the other, the failed ones too, so that one run tells everything that is
+/// wrong.
 #[derive(Default)]
 pub(crate) struct Steps {
     done: Vec<Step>,

@@ -9,7 +9,8 @@ use crate::{answers, root, servers, simulate};
 /// The one feature set.
 pub(crate) const WORKSPACE: [&str; 3] = ["--workspace", "--all-features", "--locked"];
 
-/// Steps of the simulator. A machine that is slow runs fewer of the second, whose worlds are made of many small transactions.
+/// Steps of the simulator. A machine that is slow runs fewer of the second, whose worlds are made
+/// of many small transactions.
 const SIMULATIONS: [(&str, &[&str]); 2] = [
     ("simulator: 200,000 seeds", &[]),
     ("simulator: SQLite, 15 s of seeds", &["--store", "sqlite", "--seconds", "15"]),
@@ -81,7 +82,8 @@ fn documentation(steps: &mut Steps) {
     );
 }
 
-/// The examples are a workspace of their own, as a user's project is, and each proves its own result.
+/// The examples are a workspace of their own, as a user's project is, and each proves its own
+/// result.
 fn examples(steps: &mut Steps) {
     let workspace = root().join("examples");
     steps.command(
@@ -108,7 +110,8 @@ fn examples(steps: &mut Steps) {
     }
 }
 
-/// Cargo in the examples' workspace, with the main workspace's target folder: what both use is compiled once.
+/// Cargo in the examples' workspace, with the main workspace's target folder: what both use is
+/// compiled once.
 fn in_examples() -> Command {
     let mut command = cargo();
     command.current_dir(root().join("examples"));

@@ -1,12 +1,13 @@
 //! CloudEvents 1.0, HTTP binary mode: attribute names and how their values are spelt in headers.
 //!
-//! A header value holds visible ASCII; the binding percent-encodes the rest, the space, `"` and `%` (HTTP protocol binding §3.1.3.2).
+//! A header value holds visible ASCII; the binding percent-encodes the rest, the space, `"` and `%`
+//! (HTTP protocol binding §3.1.3.2).
 
 /// What every header of ours begins with.
 pub const PREFIX: &str = "ce-";
 
-/// Headers of one request and not of the message in it: framing and routing of HTTP, credentials, what the body decides. No event sets them on its way
-/// out, and none keeps them from its way in.
+/// Headers of one request and not of the message in it: framing and routing of HTTP, credentials,
+/// what the body decides. No event sets them on its way out, and none keeps them from its way in.
 pub const OF_ONE_REQUEST: [&str; 19] = [
     "accept-encoding",
     "authorization",
@@ -45,7 +46,8 @@ pub fn encode(value: &str) -> String {
     encoded
 }
 
-/// The value behind a header, or `None` if it is not text. A broken escape stands for itself; a quoted value is unquoted first.
+/// The value behind a header, or `None` if it is not text. A broken escape stands for itself; a
+/// quoted value is unquoted first.
 pub fn decode(header: &[u8]) -> Option<String> {
     let unquoted = match header {
         [b'"', inner @ .., b'"'] => unescape(inner),

@@ -34,23 +34,26 @@ pub struct HttpSinkConfig {
     pub url: String,
     /// Keys to sign with, all of them each time; several while one rotates. None: not signed.
     pub keys: Vec<SignKey>,
-    /// Old keys, which sign too, each up to and including the second of its end. At least one of `keys` must stay.
+    /// Old keys, which sign too, each up to and including the second of its end. At least one of
+    /// `keys` must stay.
     pub keys_retiring: Vec<(SignKey, Timestamp)>,
-    /// Headers on every request, e.g. `authorization`. They win over an event's headers of the same name.
+    /// Headers on every request, e.g. `authorization`. They win over an event's headers of the same
+    /// name.
     pub headers: Vec<(String, String)>,
     /// `ce-source` of events that name no source.
     pub source: String,
     /// Longest wait for a connection, TLS included.
     pub connect_timeout: Duration,
-    /// Longest time for one request, from connecting to the end of the answer. Keep it below the subscription's timeout, or
-    /// the relay gives up first and cannot say why.
+    /// Longest time for one request, from connecting to the end of the answer. Keep it below the
+    /// subscription's timeout, or the relay gives up first and cannot say why.
     pub timeout: Duration,
     /// Most requests at once.
     pub concurrency: usize,
-    /// Networks that may be called although they are not public. Default: none, so that a name which leads into your own network, by mistake or on
-    /// purpose, leads nowhere.
+    /// Networks that may be called although they are not public. Default: none, so that a name
+    /// which leads into your own network, by mistake or on purpose, leads nowhere.
     pub allow: Vec<IpNet>,
-    /// Where this process listens itself. A sink never calls these, whatever is allowed; `0.0.0.0` and `::` mean every address of this machine.
+    /// Where this process listens itself. A sink never calls these, whatever is allowed; `0.0.0.0`
+    /// and `::` mean every address of this machine.
     pub listening: Vec<SocketAddr>,
     /// Certificates (PEM) to trust beside the system's, for a private authority.
     pub ca_file: Option<PathBuf>,
@@ -68,8 +71,8 @@ pub struct ClientCert {
 }
 
 impl HttpSinkConfig {
-    /// A target with every other setting at its default: not signed, 5 s to connect, 20 s in all, 16 requests at once,
-    /// public addresses only.
+    /// A target with every other setting at its default: not signed, 5 s to connect, 20 s in all,
+    /// 16 requests at once, public addresses only.
     pub fn new(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -116,8 +119,9 @@ impl HttpSinkConfig {
         }
     }
 
-    /// Reads the files that an `https` target needs, as making the sink does: the trusted certificates, and ours with its key.
-    /// The codes are `ca_file_invalid`, `client_cert_invalid` and `tls_roots_missing`.
+    /// Reads the files that an `https` target needs, as making the sink does: the trusted
+    /// certificates, and ours with its key. The codes are `ca_file_invalid`, `client_cert_invalid`
+    /// and `tls_roots_missing`.
     pub fn check_files(&self) -> Result<()> {
         let url = self.target().map_err(|fault| Error::invalid("configure", "http_sink_invalid", fault))?;
         tls::client_config(url.scheme() == "https", self.ca_file.as_deref(), self.client_cert.as_ref()).map(drop)
@@ -154,7 +158,8 @@ impl HttpSinkConfig {
     }
 }
 
-/// Checks the form of a URL, wherever it leads. The message never repeats it: it may hold a password.
+/// Checks the form of a URL, wherever it leads. The message never repeats it: it may hold a
+/// password.
 pub fn check_url(text: &str) -> Result<(), String> {
     parse_url(text).map(drop)
 }
@@ -180,7 +185,8 @@ fn parse_url(text: &str) -> Result<Url, String> {
 }
 
 impl fmt::Debug for HttpSinkConfig {
-    /// Header values may be credentials, and the URL may carry a token in its user name, path or query: only its host is shown.
+    /// Header values may be credentials, and the URL may carry a token in its user name, path or
+    /// query: only its host is shown.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.headers.iter().map(|(name, _)| name.as_str()).collect();
         let url = Url::parse(&self.url).ok();

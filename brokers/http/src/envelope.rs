@@ -10,8 +10,9 @@
 //! | `ce-kind`, `ce-aggregate`, `ce-version`, `ce-tenant` | extension attributes, if there are any |
 //! | the event's own headers | as they are, unless reserved |
 //!
-//! An event's header is *reserved*, and left out, if HTTP itself, Postbox or a credential uses its name ([`is_reserved`]), or if the
-//! target's configuration sets it. So no event can pose as another, smuggle a request or carry credentials to a target.
+//! An event's header is *reserved*, and left out, if HTTP itself, Postbox or a credential uses its
+//! name ([`is_reserved`]), or if the target's configuration sets it. So no event can pose as
+//! another, smuggle a request or carry credentials to a target.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, header};

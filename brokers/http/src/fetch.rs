@@ -26,11 +26,13 @@ pub enum Fetched {
     Failed(String),
 }
 
-/// A client with the guard of the sinks: public addresses only, `https` only, no redirect, no proxy, bounded in size and time.
+/// A client with the guard of the sinks: public addresses only, `https` only, no redirect, no
+/// proxy, bounded in size and time.
 pub struct PublicClient(Client);
 
 impl PublicClient {
-    /// A client that keeps so many idle connections: a stranger who causes requests must not cause a handshake for each.
+    /// A client that keeps so many idle connections: a stranger who causes requests must not cause
+    /// a handshake for each.
     pub fn new(idle_connections_max: usize) -> Result<Self> {
         let client = Client::builder()
             .tls_backend_preconfigured(tls::client_config(true, None, None)?)

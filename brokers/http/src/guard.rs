@@ -1,10 +1,13 @@
 //! The address guard: which addresses a sink may connect to.
 //!
-//! Public ones, and those of networks that are allowed by name. Every address that a name resolves to is checked as a number, each time a
-//! connection is made, and the connection goes to the very address that was checked, with the name kept for TLS. There is no second look-up that
-//! could answer differently, no redirect, no proxy, and a name with one forbidden address among good ones is refused altogether.
+//! Public ones, and those of networks that are allowed by name. Every address that a name resolves
+//! to is checked as a number, each time a connection is made, and the connection goes to the very
+//! address that was checked, with the name kept for TLS. There is no second look-up that could
+//! answer differently, no redirect, no proxy, and a name with one forbidden address among good ones
+//! is refused altogether.
 //!
-//! The standard library's helpers miss mapped, translated and tunnelled forms, so the tables here are our own.
+//! The standard library's helpers miss mapped, translated and tunnelled forms, so the tables here
+//! are our own.
 
 use std::fmt;
 use std::io;
@@ -29,8 +32,9 @@ impl Guard {
         Self { allow: allow.to_vec(), ourselves }
     }
 
-    /// Checks what of a URL's host is known without looking it up. The URL parser has turned `0x7f.1`, `2130706433` and their like into
-    /// numbers already; `localhost` can only be this machine (RFC 6761); other names are checked when they are resolved.
+    /// Checks what of a URL's host is known without looking it up. The URL parser has turned
+    /// `0x7f.1`, `2130706433` and their like into numbers already; `localhost` can only be this
+    /// machine (RFC 6761); other names are checked when they are resolved.
     pub(crate) fn check_host(&self, url: &Url) -> Result<(), String> {
         let addresses = match url.host() {
             Some(Host::Ipv4(address)) => vec![IpAddr::V4(address)],
@@ -45,7 +49,8 @@ impl Guard {
 
     /// Checks all addresses of one name: one forbidden among good ones spoils them all.
     fn check(&self, addresses: impl IntoIterator<Item = IpAddr>) -> Result<(), Forbidden> {
-        // `::ffff:10.0.0.1` *is* 10.0.0.1 for the operating system, so it is judged and allowed as that.
+        // `::ffff:10.0.0.1` *is* 10.0.0.1 for the operating system, so it is judged and allowed as
+        // that.
         let addresses: Vec<IpAddr> = addresses.into_iter().map(|address| address.to_canonical()).collect();
         if let Some(own) = addresses.iter().find(|address| self.ourselves.listen_at(**address)) {
             return Err(Forbidden::Ourselves(*own));
@@ -62,8 +67,8 @@ fn is_localhost(name: &str) -> bool {
     name.eq_ignore_ascii_case("localhost") || name.to_ascii_lowercase().ends_with(".localhost")
 }
 
-/// Where this process listens, as far as one target's port leads there. Allowing a network does not allow these: a customer's URL would make us post to our
-/// own ingress, or ask our own metrics.
+/// Where this process listens, as far as one target's port leads there. Allowing a network does not
+/// allow these: a customer's URL would make us post to our own ingress, or ask our own metrics.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Ourselves(Vec<IpAddr>);
 
@@ -74,7 +79,8 @@ impl Ourselves {
     }
 
     fn listen_at(&self, address: IpAddr) -> bool {
-        // Nobody's address as a target means this machine, as a listener every address of this machine; that of version 6 takes both versions.
+        // Nobody's address as a target means this machine, as a listener every address of this
+        // machine; that of version 6 takes both versions.
         let takes = |own: &IpAddr| own.is_unspecified() && (own.is_ipv6() || address.is_ipv4());
         self.0
             .iter()
@@ -82,7 +88,8 @@ impl Ourselves {
     }
 }
 
-/// Only to an address of its own does a machine bind a socket; nothing is sent. When it says something else than "not mine", it might be.
+/// Only to an address of its own does a machine bind a socket; nothing is sent. When it says
+/// something else than "not mine", it might be.
 fn is_of_this_machine(address: IpAddr) -> bool {
     match UdpSocket::bind((address, 0)) {
         Ok(_) => true,

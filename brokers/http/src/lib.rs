@@ -12,17 +12,20 @@
 //! # Ok(sink) }
 //! ```
 //!
-//! - [`HttpSink`] posts each event's payload as it is, with CloudEvents binary-mode headers and Standard Webhooks signatures;
-//!   the answer's status becomes an [`Outcome`](postbox_core::Outcome). It serves webhook targets and your own HTTP handlers alike.
+//! - [`HttpSink`] posts each event's payload as it is, with CloudEvents binary-mode headers and
+//!   Standard Webhooks signatures; the answer's status becomes an
+//!   [`Outcome`](postbox_core::Outcome). It serves webhook targets and your own HTTP handlers
+//!   alike.
 //! - [`PublicClient`] fetches from addresses that strangers may name, with the guard of the sink.
-//! - A sink calls public addresses only, and those of networks that are allowed ([`HttpSinkConfig::allow`]), whatever the URL or the DNS says.
+//! - A sink calls public addresses only, and those of networks that are allowed
+//!   ([`HttpSinkConfig::allow`]), whatever the URL or the DNS says.
 //!
 //! The README of this crate has the tables: headers, statuses, codes, limits.
 //!
 //! # What this crate deliberately does not do
 //!
-//! It never retries (the engine does), never follows a redirect, never reads proxy variables, never decompresses, and
-//! needs no process-wide TLS provider.
+//! It never retries (the engine does), never follows a redirect, never reads proxy variables, never
+//! decompresses, and needs no process-wide TLS provider.
 
 mod classify;
 pub mod cloudevents;

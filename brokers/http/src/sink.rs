@@ -18,11 +18,14 @@ use crate::tls;
 
 /// How much of an answer is kept for a person to read.
 const EXCERPT_BYTES_MAX: usize = 512;
-/// How much of an answer is read so that its connection can be used again; beyond it a new connection is cheaper.
+/// How much of an answer is read so that its connection can be used again; beyond it a new
+/// connection is cheaper.
 const DRAIN_BYTES_MAX: usize = 64 * 1024;
-/// How long the rest of an answer is waited for once its status is known: the outcome is decided by then.
+/// How long the rest of an answer is waited for once its status is known: the outcome is decided by
+/// then.
 const DRAIN_TIME_MAX: Duration = Duration::from_millis(500);
-/// How long an idle connection is kept: below the minute after which servers and load balancers commonly hang up.
+/// How long an idle connection is kept: below the minute after which servers and load balancers
+/// commonly hang up.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(30);
 /// Most headers of an answer that are read; an endless list ends here.
 const RESPONSE_HEADERS_MAX: usize = 100;
@@ -37,7 +40,8 @@ pub struct HttpSink {
 }
 
 impl HttpSink {
-    /// A sink for one target. Connects to nothing yet; every fault of the configuration is reported at once.
+    /// A sink for one target. Connects to nothing yet; every fault of the configuration is reported
+    /// at once.
     ///
     /// `clock` stamps signatures and reads dates in `Retry-After`.
     pub fn new(config: HttpSinkConfig, clock: Arc<dyn Clock>) -> Result<Self> {
@@ -147,7 +151,8 @@ async fn excerpt(mut response: Response) -> Vec<u8> {
     excerpt
 }
 
-/// Text from outside as one harmless line: no control characters, no terminal escapes, no turned writing direction.
+/// Text from outside as one harmless line: no control characters, no terminal escapes, no turned
+/// writing direction.
 fn escape(bytes: &[u8]) -> String {
     let mut safe = String::new();
     for c in String::from_utf8_lossy(bytes).chars() {

@@ -8,7 +8,8 @@ use serde::Deserialize;
 /// One arrival.
 #[derive(Debug)]
 pub struct Arrival {
-    /// Where its line begins in the file: the order of arrival, comparable with the marks of faults.
+    /// Where its line begins in the file: the order of arrival, comparable with the marks of
+    /// faults.
     pub(crate) place: u64,
     /// What the endpoint answered; 0: nothing, ever.
     pub(crate) status: u16,
@@ -45,7 +46,8 @@ struct FileLine {
 }
 
 impl Arrival {
-    /// Reads a file of arrivals; one that is not there is empty. `by_file`: written by the file sink, else by the endpoint.
+    /// Reads a file of arrivals; one that is not there is empty. `by_file`: written by the file
+    /// sink, else by the endpoint.
     pub(crate) fn read(path: &Path, by_file: bool) -> anyhow::Result<Vec<Self>> {
         if !path.is_file() {
             return Ok(Vec::new());
@@ -55,7 +57,8 @@ impl Arrival {
         let mut place = 0;
         for line in text.split_inclusive(|byte| *byte == b'\n') {
             let end = place + line.len() as u64;
-            // A line without an end, or one that was ended by the next writer, is half a write: it never counted as delivered.
+            // A line without an end, or one that was ended by the next writer, is half a write: it
+            // never counted as delivered.
             let line = line.strip_suffix(b"\n").unwrap_or_default();
             if by_file {
                 if let Ok(line) = serde_json::from_slice::<FileLine>(line) {

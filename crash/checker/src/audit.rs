@@ -1,5 +1,5 @@
-//! What triggers on the product's own tables wrote down: every change of a cursor, and of a row that left the stream; and
-//! any change of a row of the log, which is only ever read.
+//! What triggers on the product's own tables wrote down: every change of a cursor, and of a row
+//! that left the stream; and any change of a row of the log, which is only ever read.
 //!
 //! The rules are those of `docs/state-machine.md` and of the cursor, written a second time.
 
@@ -71,8 +71,8 @@ fn by_transaction(changes: Vec<Change>) -> Vec<Change> {
 
 /// Judges all changes, in the order of their numbers.
 ///
-/// `retried`: how often an operator asked for each event. `lease`: its length in microseconds; `None` where the database's clock was moved, and
-/// says nothing of who holds what.
+/// `retried`: how often an operator asked for each event. `lease`: its length in microseconds;
+/// `None` where the database's clock was moved, and says nothing of who holds what.
 pub(crate) fn judge(
     changes: Vec<Change>,
     retried: &HashMap<String, u64>,

@@ -18,7 +18,8 @@ pub struct Fault {
     pub places_from: Vec<(String, u64)>,
     /// And when its last effect was over.
     pub places_until: Vec<(String, u64)>,
-    /// How many events can have been in flight at its victims: accepted, and not settled. 0: a clean stop, or no victim.
+    /// How many events can have been in flight at its victims: accepted, and not settled. 0: a
+    /// clean stop, or no victim.
     pub window: u64,
     /// Not made, but seen: a lease ran out, be it by a fault or because the machine was slow.
     #[serde(default)]

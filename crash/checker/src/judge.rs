@@ -96,7 +96,8 @@ impl Court {
         self.marks.contains(&tx.name)
     }
 
-    /// A restore took it back, or may have: it ended after the copy was made and began before that was put in place.
+    /// A restore took it back, or may have: it ended after the copy was made and began before that
+    /// was put in place.
     fn is_restored_away(&self, tx: &Tx) -> bool {
         self.faults.iter().any(|fault| fault.copied_at.is_some_and(|at| tx.until >= at && tx.from <= fault.until))
     }
@@ -135,8 +136,9 @@ impl Court {
         }
     }
 
-    /// The filters that were in force for a reader at some moment from `at` on: the one that the last
-    /// change before it made, and all later ones. Of changes that overlap, either may be the last.
+    /// The filters that were in force for a reader at some moment from `at` on: the one that the
+    /// last change before it made, and all later ones. Of changes that overlap, either may be the
+    /// last.
     fn filters(&self, reader: &Reader, at: u64) -> Vec<Vec<String>> {
         let changes: Vec<_> = self
             .faults
@@ -188,7 +190,8 @@ impl Court {
             if !arrival.is_accepted() {
                 continue;
             }
-            // What was wanted only at times, or not in order, may have been passed and read again after a restore.
+            // What was wanted only at times, or not in order, may have been passed and read again
+            // after a restore.
             let by_order = !sure || story.refused || retried.contains_key(&event) || discarded.contains(&event);
             match story.accepted.replace(arrival.place) {
                 None if !by_order && !rises(&mut latest_accepted, body) => {
@@ -206,7 +209,8 @@ impl Court {
         self.miss(reader, &stories, discarded, retried, verdict);
     }
 
-    /// Which transaction an arrival belongs to, and whether it was wanted all the time; or why it should not have come.
+    /// Which transaction an arrival belongs to, and whether it was wanted all the time; or why it
+    /// should not have come.
     fn identify(&self, reader: &Reader, body: &Body) -> Result<(usize, bool), &'static str> {
         let number =
             *self.ledger.by_name.get(&body.tx).ok_or("no ledger has this transaction, so it did not commit")?;
@@ -281,7 +285,8 @@ impl Court {
                 let state = left.get(&name).copied();
                 match (accepted, state) {
                     (Some(_), None) | (None, Some("dead")) => there += 1,
-                    // Sent again because somebody asked, and refused again; or a copy from before it was accepted came back.
+                    // Sent again because somebody asked, and refused again; or a copy from before
+                    // it was accepted came back.
                     (Some(_), Some("dead")) if retried.contains_key(&name) || self.has_restore() => there += 1,
                     (accepted, Some(state)) => {
                         there += usize::from(accepted.is_some());

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::lines;
 
-/// A line of a writer's ledger. Times are microseconds of the machine's own clock, which no fault moves.
+/// A line of a writer's ledger. Times are microseconds of the machine's own clock, which no fault
+/// moves.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
 pub enum Line {
@@ -41,7 +42,8 @@ pub struct Event {
     pub n: u32,
     /// Its key.
     pub key: String,
-    /// Its number within the key, rising with commit order: taken from a row that the transaction has locked.
+    /// Its number within the key, rising with commit order: taken from a row that the transaction
+    /// has locked.
     pub v: i64,
     /// Its topic.
     pub topic: String,

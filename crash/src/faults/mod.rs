@@ -17,7 +17,8 @@ use crate::store::StoreKind;
 
 pub(crate) use self::operator::roll;
 
-/// What a fault did, beyond its kind and its times: to whom, and what can have been in flight there.
+/// What a fault did, beyond its kind and its times: to whom, and what can have been in flight
+/// there.
 pub(crate) type Made<'a> = BoxFuture<'a, anyhow::Result<()>>;
 
 /// What goes together: at most one fault of each group is under way at a time.

@@ -1,4 +1,5 @@
-//! What happens to connections between relays, writers and the database: at a call that is chosen, or at any moment.
+//! What happens to connections between relays, writers and the database: at a call that is chosen,
+//! or at any moment.
 
 use std::time::Duration;
 
@@ -15,7 +16,8 @@ use crate::store::window_of_all;
 
 /// A word of the call for a window.
 pub(super) const WINDOW: &str = "outbox_window(";
-/// Words that tell the calls of a relay: the window, the settlement, the grant, the renewal, rows that are due, rows that leave the stream.
+/// Words that tell the calls of a relay: the window, the settlement, the grant, the renewal, rows
+/// that are due, rows that leave the stream.
 const CALLS: [&str; 7] = [
     WINDOW,
     WINDOW,
@@ -92,7 +94,8 @@ pub(super) async fn cut_request(stage: &Stage, random: &mut SmallRng, fault: &mu
     lay(stage, random, fault, Harm::Cut, ANY).await.map(drop)
 }
 
-/// The relay sees its connection break and asks again; what it asked first is done after that, perhaps under another owner.
+/// The relay sees its connection break and asks again; what it asked first is done after that,
+/// perhaps under another owner.
 pub(super) async fn delay_request(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = if random.random_bool(0.8) { Harm::Delay } else { Harm::Hang };
     let Ambush { trap, .. } = lay(stage, random, fault, harm, ANY).await?;
@@ -107,7 +110,8 @@ pub(super) async fn delay_request(stage: &Stage, random: &mut SmallRng, fault: &
     Ok(())
 }
 
-/// As one or the other of the above, and then the relay ends before it has written down what it did.
+/// As one or the other of the above, and then the relay ends before it has written down what it
+/// did.
 pub(super) async fn lose_answer_and_end(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let harm = *choose(&[Harm::LoseAnswer, Harm::Delay, Harm::Delay], random);
     let Ambush { relay, trap } = lay(stage, random, fault, harm, CUT_SHORT).await?;

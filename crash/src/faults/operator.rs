@@ -65,7 +65,8 @@ pub(super) async fn change_filter(stage: &Stage, _random: &mut SmallRng, fault: 
     roll(stage, fault).await
 }
 
-/// Restarts all relays with the present configuration. The record's end is when the last of them serves.
+/// Restarts all relays with the present configuration. The record's end is when the last of them
+/// serves.
 pub(crate) async fn roll(stage: &Stage, fault: &mut Fault) -> anyhow::Result<()> {
     for number in 0..RELAYS {
         stage.configure(number).await?;

@@ -1,4 +1,5 @@
-//! What happens to the database server, its processes, its disk, its clock, and the pooler in front of it.
+//! What happens to the database server, its processes, its disk, its clock, and the pooler in front
+//! of it.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,7 +19,8 @@ use crate::store::postgres::Copy;
 use crate::store::{Ballast, window_of_all};
 use crate::writer::now_micros;
 
-// A server waits for its sessions to end, and one of them may be frozen by another fault, which must go on meanwhile: hence `blocking`.
+// A server waits for its sessions to end, and one of them may be frozen by another fault, which
+// must go on meanwhile: hence `blocking`.
 
 /// A crash as Postgres sees it.
 pub(super) async fn stop_immediate(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
@@ -87,7 +89,8 @@ pub(super) async fn terminate_backend(stage: &Stage, random: &mut SmallRng, faul
     bed.execute(&format!("SELECT pg_terminate_backend({})", choose(&pids, random))).await
 }
 
-/// A session stands still in the middle of a call, its client sees the connection break, and then it goes on.
+/// A session stands still in the middle of a call, its client sees the connection break, and then
+/// it goes on.
 pub(super) async fn freeze_backend(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.postgres()?;
     fault.window = window_of_all();
@@ -122,7 +125,8 @@ pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Faul
     if let Some(old) = kept.take() {
         std::fs::remove_dir_all(old.data)?;
     }
-    // Before the stop: what commits until then may be in the copy or not, and counts as taken back by a restore.
+    // Before the stop: what commits until then may be in the copy or not, and counts as taken back
+    // by a restore.
     let (at, places, topics) = (now_micros(), stage.places(), stage.topics.lock().await.clone());
     let committed = stage.committed();
     blocking(|| server.stop_fast());

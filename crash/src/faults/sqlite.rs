@@ -57,7 +57,8 @@ pub(super) async fn copy(stage: &Stage, _random: &mut SmallRng, fault: &mut Faul
     Ok(())
 }
 
-/// As the guide says: every program that uses the file is stopped, its journal removed, the copy put in its place.
+/// As the guide says: every program that uses the file is stopped, its journal removed, the copy
+/// put in its place.
 pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let bed = stage.sqlite()?;
     let copy = bed.copy.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();

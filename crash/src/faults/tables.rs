@@ -49,9 +49,9 @@ pub(super) async fn index(stage: &Stage, random: &mut SmallRng, fault: &mut Faul
     }
 }
 
-/// A relay's call for a window is on its way when its connection breaks; it asks again, both calls wait
-/// for the same lock, and are done when it goes. The relay ends meanwhile, most often before it hears
-/// anything, so that nothing of either window is delivered.
+/// A relay's call for a window is on its way when its connection breaks; it asks again, both calls
+/// wait for the same lock, and are done when it goes. The relay ends meanwhile, most often before
+/// it hears anything, so that nothing of either window is delivered.
 pub(super) async fn end_behind_lock(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let Ambush { relay, trap } = lay_at(stage, random, fault, Harm::Delay, Point::Statement(WINDOW.to_owned())).await?;
     if !trap.is_sprung() {

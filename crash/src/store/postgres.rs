@@ -1,4 +1,5 @@
-//! A Postgres of our own, a proxy in front of each relay and one in front of the writers, and perhaps a pooler.
+//! A Postgres of our own, a proxy in front of each relay and one in front of the writers, and
+//! perhaps a pooler.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -19,8 +20,9 @@ const MEBIBYTES: u32 = 2_000;
 /// Longest wait for one of our own statements; a table may be locked, a server on its way back.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The writers' tables: the numbers of each key, and the mark that every transaction leaves. The audit: what becomes of cursors and of rows that
-/// left the stream, as the transaction that does it sees it.
+/// The writers' tables: the numbers of each key, and the mark that every transaction leaves. The
+/// audit: what becomes of cursors and of rows that left the stream, as the transaction that does it
+/// sees it.
 const PREPARE: &str = "
 CREATE SCHEMA crash;
 CREATE TABLE crash.mark (tx text PRIMARY KEY);
@@ -70,7 +72,8 @@ pub(crate) struct PostgresBed {
 
 impl PostgresBed {
     pub(crate) async fn launch(folder: &Path, relays: usize, pooled: bool, seed: u64) -> anyhow::Result<Self> {
-        // Commits that do not wait for the disk stay in memory for up to 10 s: an immediate stop takes them back.
+        // Commits that do not wait for the disk stay in memory for up to 10 s: an immediate stop
+        // takes them back.
         let mut settings = Settings::durable()
             .with("wal_writer_delay", "10s")
             .with("max_wal_size", "256MB")
@@ -161,7 +164,8 @@ impl PostgresBed {
         Ok(rows.iter().map(|row| row.get(0)).collect())
     }
 
-    /// Ends what writers that were killed left prepared. After a restore, some of it was ended before: then nothing is committed.
+    /// Ends what writers that were killed left prepared. After a restore, some of it was ended
+    /// before: then nothing is committed.
     pub(crate) async fn end_prepared(&self, commit: bool) -> anyhow::Result<usize> {
         let client = self.client().await?;
         let rows = client.query("SELECT gid FROM pg_prepared_xacts ORDER BY prepared, gid", &[]).await?;

@@ -1,4 +1,5 @@
-//! A writer, as a process of its own: everything a program may do with a transaction, written down in a ledger before and after.
+//! A writer, as a process of its own: everything a program may do with a transaction, written down
+//! in a ledger before and after.
 
 mod postgres;
 mod sqlite;
@@ -53,7 +54,8 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// Writes until its standard input ends. Each committed transaction is a line on standard output: its number of events.
+    /// Writes until its standard input ends. Each committed transaction is a line on standard
+    /// output: its number of events.
     pub(crate) async fn run(self) -> anyhow::Result<()> {
         let stop = Arc::new(AtomicBool::new(false));
         let asked = Arc::clone(&stop);
@@ -113,8 +115,8 @@ impl Pace {
         self.stop.load(Ordering::SeqCst)
     }
 
-    /// Tells the number, and how long to wait to keep the rate. What an outage cost is not made up for: the wait is never negative, and
-    /// the count begins anew.
+    /// Tells the number, and how long to wait to keep the rate. What an outage cost is not made up
+    /// for: the wait is never negative, and the count begins anew.
     fn committed(&mut self, events: usize) -> Duration {
         let _ = writeln!(std::io::stdout(), "{events}");
         self.events += events;

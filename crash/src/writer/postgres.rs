@@ -12,7 +12,8 @@ use tokio_postgres::{Client, NoTls, Transaction};
 
 use super::{Draft, End, Job, Ledger, Pace, Part, Shape, payload};
 
-/// Takes numbers for a key from a row that stays locked to the transaction's end; a locked one is left alone, so nobody deadlocks.
+/// Takes numbers for a key from a row that stays locked to the transaction's end; a locked one is
+/// left alone, so nobody deadlocks.
 const LOCK: &str = "UPDATE crash.aggregate SET version = version + $2 WHERE key =
     (SELECT key FROM crash.aggregate WHERE key = $1 FOR UPDATE SKIP LOCKED) RETURNING version";
 const ENQUEUE: &str = "SELECT postbox.enqueue(topic => e.topic, payload => e.payload, key => $1::text, version => e.v)
@@ -104,7 +105,8 @@ async fn end_prepared(client: &Client, prepared: &Prepared, ledger: &mut Ledger)
             ledger.end(&prepared.tx, if prepared.commit { Fate::Committed } else { Fate::RolledBack })?;
             Ok(true)
         }
-        // It is not there: an answer was lost earlier, or a restore knows nothing of it. The database's mark decides.
+        // It is not there: an answer was lost earlier, or a restore knows nothing of it. The
+        // database's mark decides.
         Ok(Err(error)) if error.as_db_error().is_some_and(|error| error.code().code() == "42704") => {
             ledger.end(&prepared.tx, Fate::Unknown)?;
             Ok(true)

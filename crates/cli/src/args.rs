@@ -6,7 +6,8 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use postbox_core::{EventId, LogName, State, SubscriptionName, TopicPattern};
 
-/// A database commit and the messages about it, as one fact: transactional outbox, verified inbox, event bus.
+/// A database commit and the messages about it, as one fact: transactional outbox, verified inbox,
+/// event bus.
 #[derive(Debug, Parser)]
 #[command(name = "postbox", version, propagate_version = true, max_term_width = 100, after_help = AFTER_HELP)]
 pub(crate) struct Args {
@@ -66,7 +67,8 @@ pub(crate) enum Command {
     Run,
     /// Deliver what is there, then stop; prints fetched=N dispatched=N failed=N dead=N
     Dispatch {
-        /// Read at most this many deliveries, so deliver no more; one that has to wait (behind its key, or for its time) counts too
+        /// Read at most this many deliveries, so deliver no more; one that has to wait (behind its
+        /// key, or for its time) counts too
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         limit: Option<u64>,
         /// Go on until SIGTERM or Ctrl-C
@@ -81,7 +83,8 @@ pub(crate) enum Command {
     },
     /// List events in one state, oldest first; or messages that were kept out, the latest first
     List {
-        /// pending, retrying, blocked, scheduled, dead, discarded or dispatched; or conflict: came with a known id and another body
+        /// pending, retrying, blocked, scheduled, dead, discarded or dispatched; or conflict: came
+        /// with a known id and another body
         #[arg(long, value_parser = listed)]
         state: Listed,
         /// At most this many
@@ -108,8 +111,9 @@ pub(crate) enum Command {
     },
     /// Send dead events again, and retrying ones now
     ///
-    /// Works in steps of at most 1000 events, so that relays go on meanwhile, and prints retried=N at the end. Interrupted or
-    /// failed midway, it prints what was done until then and ends with 1; the same command goes on with the rest.
+    /// Works in steps of at most 1000 events, so that relays go on meanwhile, and prints retried=N
+    /// at the end. Interrupted or failed midway, it prints what was done until then and ends with
+    /// 1; the same command goes on with the rest.
     #[command(group = clap::ArgGroup::new("which").required(true).args(["ids", "all"]))]
     Retry {
         /// The events' ids
@@ -130,14 +134,16 @@ pub(crate) enum Command {
     },
     /// Take events out: they will not be delivered
     ///
-    /// Works in steps of at most 1000 events and prints discarded=N at the end, also when it is interrupted or fails midway (then
-    /// it ends with 1, and the same command goes on with the rest).
+    /// Works in steps of at most 1000 events and prints discarded=N at the end, also when it is
+    /// interrupted or fails midway (then it ends with 1, and the same command goes on with the
+    /// rest).
     Discard {
         /// The events' ids
         #[arg(value_name = "ID", required = true, value_parser = plain::<EventId>)]
         ids: Vec<EventId>,
     },
-    /// Delete old dispatched events of every log that has a subscription; pending and dead ones stay
+    /// Delete old dispatched events of every log that has a subscription; pending and dead ones
+    /// stay
     Prune {
         /// How old, e.g. 7d
         #[arg(long, value_name = "AGE", value_parser = duration)]
@@ -197,7 +203,8 @@ pub(crate) enum Migrate {
     Validate,
     /// Print the schema as SQL, for other tools
     Print,
-    /// Print the GRANT statements that the roles of your services need, for the owner to run (Postgres)
+    /// Print the GRANT statements that the roles of your services need, for the owner to run
+    /// (Postgres)
     #[command(group = clap::ArgGroup::new("whom").required(true).multiple(true).args(["writer", "relay", "reader"]))]
     Grants {
         /// A role that appends events
@@ -210,7 +217,8 @@ pub(crate) enum Migrate {
         #[arg(long, value_name = "ROLE")]
         reader: Vec<String>,
     },
-    /// After a dump was restored into another Postgres cluster: put cursors and rows right (stop every relay first)
+    /// After a dump was restored into another Postgres cluster: put cursors and rows right (stop
+    /// every relay first)
     Rebase,
 }
 

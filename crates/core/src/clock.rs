@@ -1,4 +1,4 @@
-//! Time and chance, passed in. Nothing in the house takes them from the air, so that it runs under
+//! Time and chance, passed in. Nothing here takes them from the air, so that it runs under
 //! a simulated clock.
 
 use std::time::Duration;

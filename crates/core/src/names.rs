@@ -99,8 +99,8 @@ name! {
     OwnerId, check_word
 }
 name! {
-    /// Which topics a subscription wants: literal text in which `*` stands for any run of characters,
-    /// dots included.
+    /// Which topics a subscription wants: literal text in which `*` stands for any run of
+    /// characters, dots included.
     ///
     /// `order.*` matches `order.paid` and `order.item.added`, not `order`. `*` alone matches every
     /// topic. Apart from `*`, the rules of [`Topic`].

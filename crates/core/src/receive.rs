@@ -78,7 +78,7 @@ pub struct Conflict {
 ///   count, so that a sender who repeats himself does not fill the disk. Records are forgotten with
 ///   the ids of their age.
 /// - Call it only with verified messages: nothing else may create a row, not even of the id.
-/// - A store that is down: `Unavailable`; the sender must be told to come again.
+/// - A store that is down: `Unavailable`; the sender must come again.
 ///
 /// Cancel-safety: a dropped future may or may not have stored, but all or nothing of a call;
 /// receiving again answers `Duplicate` then.

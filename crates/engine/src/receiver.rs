@@ -23,7 +23,8 @@ use crate::clock::TokioClock;
 use duplicate_rate::DuplicateRate;
 use group_commit::GroupCommit;
 
-/// What became of one message, or why it is not stored. The error is shared by all messages of a commit.
+/// What became of one message, or why it is not stored. The error is shared by all messages of a
+/// commit.
 pub type Committed = Result<Received, Arc<Error>>;
 
 /// Makes an event of a message. `None`: nothing is to be stored, and the message is settled.
@@ -83,14 +84,15 @@ impl ReceiverBuilder {
         self
     }
 
-    /// Makes events of messages; `None` if nothing of a message is to be stored. An error or a panic makes
-    /// it poison. Default: [`RawMessage::into_inbound`].
+    /// Makes events of messages; `None` if nothing of a message is to be stored. An error or a
+    /// panic makes it poison. Default: [`RawMessage::into_inbound`].
     pub fn decode(mut self, decode: impl Fn(&RawMessage) -> Result<Option<Inbound>> + Send + Sync + 'static) -> Self {
         self.decode = Some(Box::new(decode));
         self
     }
 
-    /// Where [`Receiver::run`] gets messages from. Without one, only [`Receiver::receive`] brings any.
+    /// Where [`Receiver::run`] gets messages from. Without one, only [`Receiver::receive`] brings
+    /// any.
     pub fn pull(mut self, source: Arc<dyn Source>) -> Self {
         self.pulled = Some(source);
         self
@@ -128,8 +130,9 @@ impl ReceiverBuilder {
 
 /// Stores the messages of one source, each once.
 ///
-/// A source that is asked for its messages is driven by [`run`](Self::run); a sender that waits for the
-/// answer is served by [`receive`](Self::receive). Messages that arrive together share a commit either way.
+/// A source that is asked for its messages is driven by [`run`](Self::run); a sender that waits for
+/// the answer is served by [`receive`](Self::receive). Messages that arrive together share a commit
+/// either way.
 pub struct Receiver {
     source: SourceName,
     settings: ReceiverSettings,
@@ -162,7 +165,8 @@ impl Receiver {
         ReceiverBuilder { store, source, log, settings, clock: None, decode: None, pulled: None }
     }
 
-    /// Stores one message. At once `RateLimited` with the code [`Self::BUSY`] if too many are on their way.
+    /// Stores one message. At once `RateLimited` with the code [`Self::BUSY`] if too many are on
+    /// their way.
     ///
     /// Cancel-safety: dropped, the message may or may not be stored.
     pub async fn receive(&self, inbound: Inbound) -> Committed {
@@ -177,7 +181,8 @@ impl Receiver {
         committed
     }
 
-    /// Counts an arrival that its source judged itself, e.g. by its age, among what may be a replay storm.
+    /// Counts an arrival that its source judged itself, e.g. by its age, among what may be a replay
+    /// storm.
     pub fn note_arrival(&self, repeat: bool) {
         let warning = self.watch().duplicates.observe(self.clock.monotonic(), repeat);
         if let Some(warning) = warning {

@@ -105,14 +105,14 @@ async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
     let batch = BatchLimit { events: 30, ..BatchLimit::default() };
     let log = Arc::new(env.store.client(Some(Arc::new(SlowRenewal::default()))));
     let victim = env.relay_on(log, sink.clone(), RelaySettings { batch, ..settings });
-    let heir_sink = Recorder::new(Capabilities::default());
-    let heir = env.relay(heir_sink.clone(), fast());
+    let successor_sink = Recorder::new(Capabilities::default());
+    let successor = env.relay(successor_sink.clone(), fast());
     let succeeding = async {
         tokio::time::sleep(S).await;
-        env.run_for(&heir, 12 * S).await;
+        env.run_for(&successor, 12 * S).await;
     };
     tokio::join!(env.run_for(&victim, 13 * S), succeeding);
-    let (last, first) = (sink.arrivals().pop().expect("some"), heir_sink.arrivals().swap_remove(0));
+    let (last, first) = (sink.arrivals().pop().expect("some"), successor_sink.arrivals().swap_remove(0));
     assert!(last.waited < first.waited, "sent until {:?}, succeeded at {:?}", last.waited, first.waited);
 }
 

@@ -232,16 +232,16 @@ async fn a_crashed_relays_work_is_taken_over_within_lease_plus_a_second() {
     let settings = RelaySettings { deliver_timeout: 300 * S, ..fast() };
     let ttl = settings.lease_ttl;
     let victim = env.relay(stuck.clone(), settings);
-    let heir_sink = Recorder::new(Capabilities::default());
-    let heir = env.relay(heir_sink.clone(), fast());
+    let successor_sink = Recorder::new(Capabilities::default());
+    let successor = env.relay(successor_sink.clone(), fast());
     let victim_task = tokio::spawn(async move { victim.run(CancellationToken::new()).await });
     tokio::time::sleep(S).await;
-    env.run_while(&heir, async {
+    env.run_while(&successor, async {
         tokio::time::sleep(S).await;
-        assert!(heir_sink.arrivals().is_empty(), "the standby waits");
+        assert!(successor_sink.arrivals().is_empty(), "the standby waits");
         victim_task.abort();
         let crashed = tokio::time::Instant::now();
-        heir_sink.wait_for(10).await;
+        successor_sink.wait_for(10).await;
         assert!(crashed.elapsed() <= ttl + S, "{:?}", crashed.elapsed());
     })
     .await;

@@ -25,7 +25,8 @@ pub(crate) enum Answer {
     OriginRefused,
     /// The source's own function wants nothing of it.
     Ignored,
-    /// SNS: a subscription was confirmed; was not, because the configuration does not say so; could not be; has ended.
+    /// SNS: a subscription was confirmed; was not, because the configuration does not say so; could
+    /// not be; has ended.
     Confirmed,
     Unconfirmed,
     ConfirmationFailed,

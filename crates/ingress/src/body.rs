@@ -13,10 +13,12 @@ use crate::SourceLimits;
 use crate::answer::Answer;
 use crate::buffer::Share;
 
-/// Refuses what needs no reading: transfer codings that we do not undo, encodings (a signature covers the bytes as sent, and a small body may unpack to a huge one) and
-/// bodies that admit that they are too large.
+/// Refuses what needs no reading: transfer codings that we do not undo, encodings (a signature
+/// covers the bytes as sent, and a small body may unpack to a huge one) and bodies that admit that
+/// they are too large.
 pub(crate) fn check_headers(headers: &HeaderMap, limits: &SourceLimits) -> Result<(), Answer> {
-    // A length beside it is not seen here: the server drops that header and closes the connection after the answer (RFC 9112, 6.3).
+    // A length beside it is not seen here: the server drops that header and closes the connection
+    // after the answer (RFC 9112, 6.3).
     let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
     let chunked = |value: &http::HeaderValue| value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
     if !codings.next().is_none_or(chunked) || codings.next().is_some() {

@@ -1,11 +1,13 @@
 //! What the bodies of one source hold in memory together, and which of them makes room.
 //!
-//! Before its last byte is here nothing tells a stranger's body from a genuine one. So it must not be the last comer who is sent away when the buffer is
-//! full: strangers whose bodies never end would keep everybody out. The body that began first, and is not verified, makes room; a genuine one is here within
-//! moments of its first byte.
+//! Before its last byte is here nothing tells a stranger's body from a genuine one. So it must not
+//! be the last comer who is sent away when the buffer is full: strangers whose bodies never end
+//! would keep everybody out. The body that began first, and is not verified, makes room; a genuine
+//! one is here within moments of its first byte.
 
 //!
-//! The bytes lie here until the body is whole, so that making room frees memory at once, whenever the task that read them runs next.
+//! The bytes lie here until the body is whole, so that making room frees memory at once, whenever
+//! the task that read them runs next.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +17,8 @@ use tokio::sync::Notify;
 
 use crate::answer::Answer;
 
-/// A body grows by pieces of this size at most: what is reserved and not used is less than a piece, and nothing is moved while it grows.
+/// A body grows by pieces of this size at most: what is reserved and not used is less than a piece,
+/// and nothing is moved while it grows.
 const PIECE_BYTES_MAX: usize = 64 * 1024;
 
 /// The buffer of one source.
@@ -51,7 +54,8 @@ impl Buffer {
 }
 
 impl State {
-    /// Reserves memory, at the cost of whoever began first. [`Answer::Busy`] if verified messages on their way into the store hold the rest.
+    /// Reserves memory, at the cost of whoever began first. [`Answer::Busy`] if verified messages
+    /// on their way into the store hold the rest.
     fn reserve(&mut self, number: u64, bytes: usize) -> Result<&mut Held, Answer> {
         while self.free < bytes && self.unverified.len() > 1 {
             let Some((_, first)) = self.unverified.pop_first() else { break };

@@ -288,16 +288,16 @@ fn retry_horizon(scheme: Scheme) -> Duration {
         // https://docs.svix.com/retries
         Scheme::StandardWebhooks => days(4),
         // By itself for up to three days. A person can have any event of the last 30 days sent
-        // again.
-        // https://docs.stripe.com/webhooks#automatic-retries https://docs.stripe.com/webhooks/process-undelivered-events
+        // again. https://docs.stripe.com/webhooks#automatic-retries
+        // https://docs.stripe.com/webhooks/process-undelivered-events
         Scheme::Stripe => days(3),
         // Never by itself. By hand, among the deliveries of the last three days at github.com and
         // of the last seven on Enterprise Server.
         // https://docs.github.com/en/webhooks/testing-and-troubleshooting-webhooks/redelivering-webhooks
         Scheme::GitHub => days(7),
         // Eight times within four hours since September 2024, and up to a day late; 19 times within
-        // 48 hours before.
-        // https://shopify.dev/changelog/updates-to-webhook-retry-mechanism https://shopify.dev/docs/apps/build/webhooks/best-practices
+        // 48 hours before. https://shopify.dev/changelog/updates-to-webhook-retry-mechanism
+        // https://shopify.dev/docs/apps/build/webhooks/best-practices
         Scheme::Shopify => days(2),
         // Three times within minutes (at once, after one, after five). Where *delayed events* are
         // on, for about a day more: said so elsewhere, not found in the document itself, and

@@ -12,7 +12,8 @@ use tracing::{error, warn};
 
 use crate::answer::Answer;
 
-/// A message that is genuine. Of its headers only those are that the scheme signs; see the scheme's table.
+/// A message that is genuine. Of its headers only those are that the scheme signs; see the scheme's
+/// table.
 #[derive(Debug, Clone, Copy)]
 pub struct Message<'a> {
     /// Where it came in.
@@ -40,7 +41,8 @@ impl Convert {
         Self(Arc::new(function))
     }
 
-    /// The event, or what the sender hears instead. A panic stays in here: the next message may be another.
+    /// The event, or what the sender hears instead. A panic stays in here: the next message may be
+    /// another.
     pub(crate) fn call(&self, message: &Message<'_>) -> Result<NewEvent, Answer> {
         let source = message.source;
         match catch_unwind(AssertUnwindSafe(|| (self.0)(message))) {

@@ -17,8 +17,8 @@ pub(crate) fn challenge(scheme: Scheme, body: &[u8]) -> Option<String> {
     asked.then(|| text_at(body, "/challenge"))?
 }
 
-/// CloudEvents asks by `OPTIONS` whether an origin may send here. Nobody can sign this question, so only
-/// names that the configuration knows are answered; a callback URL in it is never called.
+/// CloudEvents asks by `OPTIONS` whether an origin may send here. Nobody can sign this question, so
+/// only names that the configuration knows are answered; a callback URL in it is never called.
 pub(crate) async fn consent(
     State(ingress): State<Arc<Ingress>>,
     Path(name): Path<String>,

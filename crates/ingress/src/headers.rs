@@ -10,8 +10,8 @@ use tracing::warn;
 
 use postbox_http::cloudevents::{self, OF_ONE_REQUEST};
 
-/// Headers that are not kept beside those [of one request](OF_ONE_REQUEST): more credentials, signatures, what proxies add, and what has become a field of
-/// the event.
+/// Headers that are not kept beside those [of one request](OF_ONE_REQUEST): more credentials,
+/// signatures, what proxies add, and what has become a field of the event.
 const DROPPED: [&str; 42] = [
     "accept",
     "accept-charset",
@@ -68,8 +68,9 @@ fn is_kept(name: &HeaderName) -> bool {
         && !DROPPED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Keeps the request's headers by name, as long as an event has room for them: a proxy's noise must not make a genuine message impossible to store. Last come
-/// those that only repeat what is known, so that an event's own are not lost for them. Says how many had to be left out.
+/// Keeps the request's headers by name, as long as an event has room for them: a proxy's noise must
+/// not make a genuine message impossible to store. Last come those that only repeat what is known,
+/// so that an event's own are not lost for them. Says how many had to be left out.
 pub(crate) fn keep_headers(event: &mut NewEvent, headers: &HeaderMap) -> u64 {
     let (mut places, mut room) = (HEADERS_MAX, HEADER_BYTES_MAX);
     let mut names: Vec<&HeaderName> = headers.keys().filter(|name| is_kept(name)).collect();
@@ -108,7 +109,8 @@ pub(crate) struct Dropped {
 }
 
 impl Dropped {
-    /// Counts, and tells of the first, second, fourth … message: a proxy that adds too much adds it to all.
+    /// Counts, and tells of the first, second, fourth … message: a proxy that adds too much adds it
+    /// to all.
     pub(crate) fn note(&self, source: &SourceName, headers: u64) {
         if headers == 0 {
             return;

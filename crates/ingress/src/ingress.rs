@@ -16,11 +16,12 @@ use crate::buffer::Buffer;
 use crate::source::WebhookSource;
 use crate::{handshake, receive};
 
-/// What of an unused rate is kept for a burst: senders that send once a second should not be slowed down.
+/// What of an unused rate is kept for a burst: senders that send once a second should not be slowed
+/// down.
 const BURST: Duration = Duration::from_secs(1);
 
-/// How many of the largest bodies can be on their way at once, however large they may be: those that never
-/// end must not take all the room.
+/// How many of the largest bodies can be on their way at once, however large they may be: those
+/// that never end must not take all the room.
 const BODIES_MIN: usize = 3;
 
 /// Most messages without a mapping that are logged one by one in a time.
@@ -62,8 +63,8 @@ impl Logging {
         Self { pushed_out: LogThrottle::default(), unmapped, stale_at: None }
     }
 
-    /// Whether a verified message with a stale time is to be logged: the first of ten minutes. It may be our
-    /// clock that is off.
+    /// Whether a verified message with a stale time is to be logged: the first of ten minutes. It
+    /// may be our clock that is off.
     pub(crate) fn stale(&mut self, now: Duration) -> bool {
         let logs = self.stale_at.is_none_or(|at| now.saturating_sub(at) >= STALE_LOGGED_EVERY);
         if logs {
@@ -74,8 +75,8 @@ impl Logging {
 }
 
 impl Ingress {
-    /// Takes the sources. Refused are two of one name, limits that contradict themselves, and a tenant that
-    /// nobody signed ([`Mapping::fault`](crate::Mapping::fault)).
+    /// Takes the sources. Refused are two of one name, limits that contradict themselves, and a
+    /// tenant that nobody signed ([`Mapping::fault`](crate::Mapping::fault)).
     pub fn new(sources: Vec<WebhookSource>, receive: Arc<dyn Receive>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         let mut states = BTreeMap::new();
         for source in sources {
@@ -88,15 +89,15 @@ impl Ingress {
         Ok(Arc::new(Self { sources: states, unknown: Counters::default(), clock }))
     }
 
-    /// How often each source gave each answer, zeros included: `accepted`, `duplicate` (replayed id), `conflict`,
-    /// `timestamp_too_old` (stale), every other refusal by its code, …
+    /// How often each source gave each answer, zeros included: `accepted`, `duplicate` (replayed
+    /// id), `conflict`, `timestamp_too_old` (stale), every other refusal by its code, …
     pub fn counts(&self) -> Vec<Count> {
         let known = self.sources.values().flat_map(|state| state.counters.counts(Some(&state.source.name)));
         known.chain(self.unknown.counts(None).filter(|count| count.count > 0)).collect()
     }
 
-    /// How many headers of each source's messages were not kept, because an event has no room for them or
-    /// they are no text.
+    /// How many headers of each source's messages were not kept, because an event has no room for
+    /// them or they are no text.
     pub fn headers_dropped(&self) -> Vec<(SourceName, u64)> {
         self.sources.values().map(|state| (state.source.name.clone(), state.source.dropped.headers())).collect()
     }
@@ -146,9 +147,9 @@ impl SourceState {
     }
 }
 
-/// The routes: `POST /in/{source}`, and `OPTIONS` for the CloudEvents handshake. Mount or merge them
-/// anywhere; axum's own body limit does not apply to them. Serve them with `postbox-listen`, or with
-/// something else that has deadlines for heads and a bound on connections.
+/// The routes: `POST /in/{source}`, and `OPTIONS` for the CloudEvents handshake. Mount or merge
+/// them anywhere; axum's own body limit does not apply to them. Serve them with `postbox-listen`,
+/// or with something else that has deadlines for heads and a bound on connections.
 pub fn router(ingress: Arc<Ingress>) -> Router {
     Router::new().route("/in/{source}", post(receive::receive).options(handshake::consent)).with_state(ingress)
 }

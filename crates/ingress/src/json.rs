@@ -1,7 +1,7 @@
 //! One value out of a JSON body, without understanding the rest.
 //!
-//! Only what lies on the pointer's way is looked at: numbers that no float holds, nesting of any depth and huge objects beside it do not matter,
-//! and nothing but the value is kept in memory.
+//! Only what lies on the pointer's way is looked at: numbers that no float holds, nesting of any
+//! depth and huge objects beside it do not matter, and nothing but the value is kept in memory.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,7 +10,8 @@ use serde_json::value::RawValue;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// The text at `pointer` (RFC 6901): a string's content, or a number or boolean as it is written. `None` for anything else.
+/// The text at `pointer` (RFC 6901): a string's content, or a number or boolean as it is written.
+/// `None` for anything else.
 pub(crate) fn text_at(body: &[u8], pointer: &str) -> Option<String> {
     let mut value: &RawValue = serde_json::from_slice(body).ok()?;
     if !pointer.is_empty() {

@@ -1,4 +1,5 @@
-//! Webhook ingress: `POST /in/{source}`, verified on the raw bytes, stored once, answered only then.
+//! Webhook ingress: `POST /in/{source}`, verified on the raw bytes, stored once, answered only
+//! then.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -29,11 +30,13 @@
 //! | 500 | your own function panicked |
 //! | 503 + `Retry-After` | the store is down or too slow, or too much is being received at once |
 //!
-//! More than half of a source's genuine arrivals within a minute being repetitions (known ids, times that are too old), and at least 100: that is a replay
-//! storm, and it is logged as a warning once in ten minutes.
+//! More than half of a source's genuine arrivals within a minute being repetitions (known ids,
+//! times that are too old), and at least 100: that is a replay storm, and it is logged as a warning
+//! once in ten minutes.
 //!
-//! Nothing of a request that is not verified is stored, not even its id. A conflict is answered with success because no repetition
-//! could change it, and a sender that hears an error repeats for days.
+//! Nothing of a request that is not verified is stored, not even its id. A conflict is answered
+//! with success because no repetition could change it, and a sender that hears an error repeats for
+//! days.
 
 mod answer;
 mod body;

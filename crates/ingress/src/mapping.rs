@@ -26,12 +26,13 @@ pub enum Origin {
     Literal(String),
     /// This request header. Headers are not signed by any scheme, `webhook-id` excepted.
     Header(String),
-    /// This place in the JSON body (RFC 6901): a string, number or boolean. Of an SNS message only the signed fields are signed.
+    /// This place in the JSON body (RFC 6901): a string, number or boolean. Of an SNS message only
+    /// the signed fields are signed.
     Json(String),
     /// The id that the scheme signs (Standard Webhooks, Twilio, SNS).
     SignedId,
-    /// `sha256:` and the digest of the body, or of what is signed where that is another text (Twilio, SNS): for schemes that sign no id. A
-    /// replay cannot change it.
+    /// `sha256:` and the digest of the body, or of what is signed where that is another text
+    /// (Twilio, SNS): for schemes that sign no id. A replay cannot change it.
     BodyDigest,
 }
 
@@ -43,7 +44,8 @@ impl Origin {
     pub fn is_signed_by(&self, scheme: Scheme) -> bool {
         match self {
             Self::Literal(_) | Self::SignedId | Self::BodyDigest => true,
-            // `svix-id` is not, although Svix signs it: it may stand unsigned beside the `webhook-id` that was read.
+            // `svix-id` is not, although Svix signs it: it may stand unsigned beside the
+            // `webhook-id` that was read.
             Self::Header(name) => {
                 scheme == Scheme::StandardWebhooks && name.eq_ignore_ascii_case(postbox_webhook::standard::ID_HEADER)
             }
@@ -74,8 +76,9 @@ pub struct Mapping {
     pub topic: Vec<Origin>,
     /// The ordering key; without one the event is in no order.
     pub key: Vec<Origin>,
-    /// The tenant. Required if the list is not empty: an event without its tenant would be everybody's. It is part of what a message is known
-    /// by, so it comes from what is signed only: see [`Mapping::fault`].
+    /// The tenant. Required if the list is not empty: an event without its tenant would be
+    /// everybody's. It is part of what a message is known by, so it comes from what is signed only:
+    /// see [`Mapping::fault`].
     pub tenant: Vec<Origin>,
 }
 
@@ -114,8 +117,9 @@ impl Mapping {
         Self { id, topic, key, tenant: Vec::new() }
     }
 
-    /// What makes it unusable for a scheme, and the cure: a tenant that nobody signed. A message is known by source, tenant and id, so whoever
-    /// captured one could have it stored again under as many tenants as he can think of. An ingress does not start with it.
+    /// What makes it unusable for a scheme, and the cure: a tenant that nobody signed. A message is
+    /// known by source, tenant and id, so whoever captured one could have it stored again under as
+    /// many tenants as he can think of. An ingress does not start with it.
     pub fn fault(&self, scheme: Scheme) -> Option<String> {
         let origin = self.tenant.iter().find(|origin| !origin.is_signed_by(scheme))?;
         Some(format!(
@@ -155,7 +159,8 @@ impl From<Answer> for Rejection {
     }
 }
 
-/// Why a verified message is no event, for the owner's log. Of the message it holds nothing but its id.
+/// Why a verified message is no event, for the owner's log. Of the message it holds nothing but its
+/// id.
 pub(crate) struct MappingFailure {
     message_id: String,
     /// For the sender and the counter.
@@ -199,7 +204,8 @@ impl MappingFailure {
 impl VerifiedRequest<'_> {
     /// The message for the store, or what the sender hears instead.
     pub(crate) fn into_inbound(self, source: &WebhookSource) -> Result<Inbound, Rejection> {
-        // What is compared is what was signed: another spelling of it is a repetition, not another message.
+        // What is compared is what was signed: another spelling of it is a repetition, not another
+        // message.
         let digest = self.verified.digest.unwrap_or_else(|| Sha256::digest(&self.body).into());
         let message_id = self.message_id(&source.mapping, &digest).map_err(Rejection::Mapping)?;
         let unmapped = |failure: MappingFailure| failure.of(&message_id);
@@ -280,7 +286,8 @@ impl VerifiedRequest<'_> {
         self.find(origins, digest)?.ok_or_else(|| format!("there is none at {}", looked_at()))
     }
 
-    /// The first place that holds something; an error if a header is there twice, for then it says two things.
+    /// The first place that holds something; an error if a header is there twice, for then it says
+    /// two things.
     fn find(&self, origins: &[Origin], digest: &[u8; 32]) -> Result<Option<String>, String> {
         for origin in origins {
             let found = match origin {

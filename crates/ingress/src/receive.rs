@@ -40,7 +40,8 @@ pub(crate) async fn receive(State(ingress): State<Arc<Ingress>>, Path(name): Pat
 }
 
 impl Ingress {
-    /// Notes what the receiver does not see: replays known by their age, and bodies that do not end.
+    /// Notes what the receiver does not see: replays known by their age, and bodies that do not
+    /// end.
     fn observe(&self, state: &SourceState, answer: &Answer) {
         match answer {
             Answer::Refused(refusal) if refusal.is_stale() => {
@@ -85,9 +86,9 @@ impl Ingress {
         self.store(state, inbound).await
     }
 
-    /// What the sender of a verified message hears that is no event. Each is lost if nobody mends the
-    /// mapping in time, so each is logged; but whoever captured one can send it all day, so no more than
-    /// so many a minute.
+    /// What the sender of a verified message hears that is no event. Each is lost if nobody mends
+    /// the mapping in time, so each is logged; but whoever captured one can send it all day, so no
+    /// more than so many a minute.
     fn answer_to(&self, state: &SourceState, rejection: &Rejection) -> Answer {
         match rejection {
             Rejection::Answered(answer) => answer.clone(),
@@ -107,15 +108,16 @@ impl Ingress {
         bucket.take(self.clock.monotonic()).map_err(Answer::TooMany)
     }
 
-    /// Checks the headers before anything of the body is read; how long the body may take then. Anybody can
-    /// write headers, so this keeps out only who does not know what to write; SNS signs nothing there.
+    /// Checks the headers before anything of the body is read; how long the body may take then.
+    /// Anybody can write headers, so this keeps out only who does not know what to write; SNS signs
+    /// nothing there.
     fn check_head(&self, state: &SourceState, head: &postbox_webhook::Request<'_>) -> Result<Duration, Answer> {
         let timeout = state.source.limits.body_timeout;
         let Check::Keys(verifier) = &state.source.check else { return Ok(timeout) };
         match verifier.check_head(head, self.now()) {
             Ok(()) => Ok(timeout),
-            // A time alone says nothing. Of a verified message it says that somebody repeats it or that a clock
-            // is off, so the body is read; but it is not waited for long.
+            // A time alone says nothing. Of a verified message it says that somebody repeats it or
+            // that a clock is off, so the body is read; but it is not waited for long.
             Err(refusal) if refusal.is_stale() => Ok(timeout.min(STALE_TIMEOUT)),
             Err(refusal) => {
                 debug!(source = %state.source.name, code = refusal.code(), "webhook refused: {refusal}");
@@ -138,9 +140,9 @@ impl Ingress {
             Check::Sns(sns) => sns.check(body, &self.clock).await,
         };
         if let Err(Answer::Refused(refusal)) = &verified {
-            // Anybody can cause these as often as they like: a mismatch with nothing at hand, a stale time with
-            // one captured message. All are counted; of the stale ones, which may mean that a clock is off, one
-            // in ten minutes is logged.
+            // Anybody can cause these as often as they like: a mismatch with nothing at hand, a
+            // stale time with one captured message. All are counted; of the stale ones, which may
+            // mean that a clock is off, one in ten minutes is logged.
             match refusal.is_stale() && state.logging().stale(self.clock.monotonic()) {
                 true => warn!(source = %state.source.name, code = refusal.code(), "webhook refused: {refusal}"),
                 false => debug!(source = %state.source.name, code = refusal.code(), "webhook refused: {refusal}"),
@@ -158,10 +160,12 @@ impl Ingress {
             Ok(Received::Accepted(_)) => Ok(Answer::Accepted),
             Ok(Received::Duplicate) => Ok(Answer::Duplicate),
             Ok(Received::Conflict) => Ok(Answer::Conflict),
-            // Not waited for: a sender that is asked to come again soon is better off than one in a queue it cannot see.
+            // Not waited for: a sender that is asked to come again soon is better off than one in a
+            // queue it cannot see.
             Err(failure) if failure.code() == Receiver::BUSY => Err(Answer::Busy),
             Err(failure) if failure.kind() == ErrorKind::Invalid => Err(Answer::Unmapped("event_invalid")),
-            // Also a wrong log or schema: somebody can mend it, and the sender's repetition then succeeds.
+            // Also a wrong log or schema: somebody can mend it, and the sender's repetition then
+            // succeeds.
             Err(_) => Err(Answer::StoreDown),
         }
     }

@@ -1,7 +1,9 @@
 //! AWS SNS: the certificate a message names, fetched once; and the handshake of a subscription.
 //!
-//! Both are requests that a stranger can cause, to addresses that [`postbox_webhook::sns`] lets through: hosts of AWS itself, and nothing else. They are
-//! made with the guard of the sinks: public addresses only, checked before each connection, no redirect, no proxy, bounded in size and time.
+//! Both are requests that a stranger can cause, to addresses that [`postbox_webhook::sns`] lets
+//! through: hosts of AWS itself, and nothing else. They are made with the guard of the sinks:
+//! public addresses only, checked before each connection, no redirect, no proxy, bounded in size
+//! and time.
 
 mod certificates;
 #[cfg(test)]
@@ -21,7 +23,8 @@ use tracing::{info, warn};
 use crate::answer::Answer;
 use certificates::{Certificates, FETCHES_MAX};
 
-/// Longest wait for a certificate, and for those that were asked for before it; or for a confirmation.
+/// Longest wait for a certificate, and for those that were asked for before it; or for a
+/// confirmation.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Who makes requests: the guarded client, or a test.

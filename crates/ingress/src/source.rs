@@ -15,14 +15,16 @@ use crate::sns::Sns;
 pub struct SourceLimits {
     /// Largest body. Default 1 MiB; at most 16 MiB, because it becomes a payload.
     pub body_bytes: usize,
-    /// All bodies that are being received at one time, together. Default 12 MiB, and at least three largest bodies. What has not arrived does not
-    /// count, so slow senders of little hold up nobody. When it is full, the body that began first and is not verified makes room (408).
+    /// All bodies that are being received at one time, together. Default 12 MiB, and at least three
+    /// largest bodies. What has not arrived does not count, so slow senders of little hold up
+    /// nobody. When it is full, the body that began first and is not verified makes room (408).
     pub buffered_bytes: usize,
     /// Longest time for a body to arrive. Default 10 s.
     pub body_timeout: Duration,
     /// Most verified messages on their way into the store at once. Default 256.
     pub concurrency: usize,
-    /// Most verified messages in a time. Default: no limit. What is not verified does not count, so nobody else can use it up.
+    /// Most verified messages in a time. Default: no limit. What is not verified does not count, so
+    /// nobody else can use it up.
     pub rate: Option<Rate>,
     /// Longest wait for the store. Default 10 s; after that the sender comes again.
     pub store_timeout: Duration,
@@ -53,8 +55,9 @@ pub struct WebhookSource {
     pub mapping: Mapping,
     /// Bounds.
     pub limits: SourceLimits,
-    /// CloudEvents: who gets consent by the `OPTIONS` handshake, by the names they send in `WebHook-Request-Origin`. Default: nobody. Consent is not
-    /// authentication: what then comes is verified as everything else.
+    /// CloudEvents: who gets consent by the `OPTIONS` handshake, by the names they send in
+    /// `WebHook-Request-Origin`. Default: nobody. Consent is not authentication: what then comes is
+    /// verified as everything else.
     pub allowed_origins: Vec<String>,
     pub(crate) convert: Option<Convert>,
     pub(crate) dropped: Dropped,
@@ -90,10 +93,11 @@ impl WebhookSource {
         Self::checked_by(name, log, Check::Keys(verifier))
     }
 
-    /// A source for AWS SNS, which has no shared secret: the ingress fetches the certificates that messages name, from hosts of AWS only.
+    /// A source for AWS SNS, which has no shared secret: the ingress fetches the certificates that
+    /// messages name, from hosts of AWS only.
     ///
-    /// With `confirm`, a genuine request to confirm a subscription to one of the verifier's topics is answered by visiting its URL; without, it is
-    /// logged, and you confirm in AWS.
+    /// With `confirm`, a genuine request to confirm a subscription to one of the verifier's topics
+    /// is answered by visiting its URL; without, it is logged, and you confirm in AWS.
     pub fn sns(
         name: SourceName,
         log: LogName,
@@ -117,10 +121,12 @@ impl WebhookSource {
         }
     }
 
-    /// Stores events of your own making instead of the messages as they came: `convert` gets each verified message once per request, and gives the event
-    /// to store, or `None` if there is nothing to store. The id by which it is stored once is the message's, from the mapping; so is the tenant, if
-    /// the mapping has one. If it has none and your function sets a tenant, take it from the body: a message is known by source, tenant and id, so
-    /// one captured message would be stored again under every tenant that an unsigned header says.
+    /// Stores events of your own making instead of the messages as they came: `convert` gets each
+    /// verified message once per request, and gives the event to store, or `None` if there is
+    /// nothing to store. The id by which it is stored once is the message's, from the mapping; so
+    /// is the tenant, if the mapping has one. If it has none and your function sets a tenant, take
+    /// it from the body: a message is known by source, tenant and id, so one captured message would
+    /// be stored again under every tenant that an unsigned header says.
     ///
     /// An error is answered with 422 and logged; a panic with 500, and the sender comes again.
     ///

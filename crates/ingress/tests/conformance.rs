@@ -1,4 +1,5 @@
-//! The suite of the way into the inbox, for webhooks: senders that repeat until they hear a final answer.
+//! The suite of the way into the inbox, for webhooks: senders that repeat until they hear a final
+//! answer.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

@@ -68,8 +68,8 @@ impl ConnectionLimiter {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A slot for a newcomer; the connection that has been idle for the longest time is evicted for it.
-    /// Cancel-safe.
+    /// A slot for a newcomer; the connection that has been idle for the longest time is evicted for
+    /// it. Cancel-safe.
     pub(super) async fn acquire(self: &Arc<Self>) -> Arc<Slot> {
         loop {
             {

@@ -13,21 +13,23 @@
 //!
 //! # Which connections are closed
 //!
-//! A connection is *idle* while its client has something to do: a head that has not come (fresh, between two
-//! requests, or dripping in byte by byte), an answer that it does not read, or the rest of a body. Of the
-//! idle ones:
+//! A connection is *idle* while its client has something to do: a head that has not come (fresh,
+//! between two requests, or dripping in byte by byte), an answer that it does not read, or the rest
+//! of a body. Of the idle ones:
 //!
 //! - one without a request in service is closed after `header_timeout`;
-//! - when all slots are taken, a newcomer gets the slot of the one that has been idle for the longest time. So
-//!   ten thousand slow clients evict each other, and whoever sends a request at once is served at once;
+//! - when all slots are taken, a newcomer gets the slot of the one that has been idle for the
+//!   longest time. So ten thousand slow clients evict each other, and whoever sends a request at
+//!   once is served at once;
 //! - a request that is wholly here is never evicted: then newcomers wait in the listener's queue.
 //!
 //! How long a *body* may take is the handler's to say; the webhook ingress does (`SourceLimits` of
 //! `postbox-ingress`).
 //!
-//! HTTP/1.1 is spoken, and nothing else: HTTP/2 lets a stranger name a thousand header fields in as many
-//! bytes. TLS, and HTTP/2 towards clients, are the business of the proxy in front. At a stop, requests that
-//! are wholly here are served to their end; a body that is still on its way gets a second.
+//! HTTP/1.1 is spoken, and nothing else: HTTP/2 lets a stranger name a thousand header fields in as
+//! many bytes. TLS, and HTTP/2 towards clients, are the business of the proxy in front. At a stop,
+//! requests that are wholly here are served to their end; a body that is still on its way gets a
+//! second.
 
 mod connection_limit;
 mod linger;
@@ -54,10 +56,11 @@ use tracing::{debug, warn};
 use connection_limit::{ConnectionLimiter, Slot};
 use linger::Lingering;
 
-/// Bytes of one head, and of what is read ahead of a slow handler: more than any sender's headers need. A head
-/// has 100 fields at most (hyper's own bound); beyond either the answer is 431.
+/// Bytes of one head, and of what is read ahead of a slow handler: more than any sender's headers
+/// need. A head has 100 fields at most (hyper's own bound); beyond either the answer is 431.
 const READ_BYTES_MAX: usize = 32 * 1024;
-/// Pause after a failed accept (no file descriptors left, most likely), so that it is not repeated in a busy loop.
+/// Pause after a failed accept (no file descriptors left, most likely), so that it is not repeated
+/// in a busy loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Shortest deadline: below it a distant sender has no chance.
 const HEADER_TIMEOUT_MIN: Duration = Duration::from_millis(100);
@@ -65,18 +68,18 @@ const HEADER_TIMEOUT_MIN: Duration = Duration::from_millis(100);
 const SWEEPS_PER_TIMEOUT: u32 = 10;
 /// The same during a stop, when connections that were answered are not waited for.
 const STOP_SWEEP: Duration = Duration::from_millis(50);
-/// How old a body on its way may be during a stop: what was sent just before it arrives in this time, and one
-/// that never ends delays nobody.
+/// How old a body on its way may be during a stop: what was sent just before it arrives in this
+/// time, and one that never ends delays nobody.
 const STOP_GRACE: Duration = Duration::from_secs(1);
 
 /// Bounds on what connections may cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServeLimits {
-    /// Most connections open at once. Default 512: half of the 1,024 files that a process commonly may have
-    /// open, at some 16 KiB each.
+    /// Most connections open at once. Default 512: half of the 1,024 files that a process commonly
+    /// may have open, at some 16 KiB each.
     pub connections: usize,
-    /// Longest time a connection may go without a request in service: for the head of one to arrive, and to
-    /// read the answer to the last. Default 10 s.
+    /// Longest time a connection may go without a request in service: for the head of one to
+    /// arrive, and to read the answer to the last. Default 10 s.
     pub header_timeout: Duration,
 }
 
@@ -86,7 +89,8 @@ impl Default for ServeLimits {
     }
 }
 
-/// Serves until `stop`, then lets every request that is in service finish. Dropping it ends all connections at once.
+/// Serves until `stop`, then lets every request that is in service finish. Dropping it ends all
+/// connections at once.
 pub async fn serve(
     listener: TcpListener,
     router: Router,
@@ -134,8 +138,8 @@ async fn accept(
     connections: &mut JoinSet<()>,
 ) {
     let mut sweeping = std::pin::pin!(sweep(limiter, clock));
-    // Accepted and without a slot yet. Kept here, because what is in a branch of the select below is dropped
-    // when another wins.
+    // Accepted and without a slot yet. Kept here, because what is in a branch of the select below
+    // is dropped when another wins.
     let mut newcomer = None;
     loop {
         tokio::select! {

@@ -1,8 +1,10 @@
 //! A connection that is closed so that the last answer is heard.
 //!
-//! A client that is answered 413 in the middle of its body is still sending. If the socket were closed now, what it sends would be answered with a reset,
-//! and many clients then report a broken connection instead of the answer that lies before it. So the write side ends first, and what still
-//! comes is read and thrown away: so many bytes at most, and no longer than a connection may owe.
+//! A client that is answered 413 in the middle of its body is still sending. If the socket were
+//! closed now, what it sends would be answered with a reset, and many clients then report a broken
+//! connection instead of the answer that lies before it. So the write side ends first, and what
+//! still comes is read and thrown away: so many bytes at most, and no longer than a connection may
+//! owe.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -12,7 +14,8 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// How much is thrown away for politeness: what is in the buffers of a client and its kernel, several times over.
+/// How much is thrown away for politeness: what is in the buffers of a client and its kernel,
+/// several times over.
 const LINGER_BYTES_MAX: usize = 8 * 1024 * 1024;
 /// How much is read at once.
 const SCRATCH_BYTES: usize = 8 * 1024;

@@ -48,7 +48,8 @@ async fn start(router: Router, limits: ServeLimits) -> Server {
     Server { address, clock, stop, task }
 }
 
-/// No time passes for the server but here: however slow the machine is, nobody is late who ought to be in time.
+/// No time passes for the server but here: however slow the machine is, nobody is late who ought to
+/// be in time.
 async fn while_time_passes<T>(clock: &ManualClock, waiting: impl Future<Output = T>) -> T {
     let passing = async {
         loop {
@@ -124,7 +125,8 @@ async fn slow_clients_push_out_each_other_and_everybody_else_is_served() {
         }
     }
     assert_eq!(inbox.all().len(), 20);
-    // Those that were pushed out hear the end of it; as many as there are places may still be there.
+    // Those that were pushed out hear the end of it; as many as there are places may still be
+    // there.
     let ends = slow.iter_mut().take(400 - LIMITS.connections).map(hear);
     timeout(DEADLINE, futures::future::join_all(ends)).await.expect("they are all closed");
     // And they leave their places.
@@ -238,7 +240,8 @@ async fn a_body_without_end_is_cut_at_the_limit_and_hears_why() {
     let chunk = format!("10000\r\n{}\r\n", "x".repeat(0x10000));
     for head in ["transfer-encoding: chunked", "content-length: 68719476736"] {
         let head = format!("POST /in/peer HTTP/1.1\r\nhost: x\r\n{PLAUSIBLE}{head}\r\n\r\n");
-        // A client that first sends what it has and then listens, as most do: three times the limit.
+        // A client that first sends what it has and then listens, as most do: three times the
+        // limit.
         let mut polite = connect(&server, head.as_bytes()).await;
         for _ in 0..48 {
             polite.write_all(chunk.as_bytes()).await.expect("what is sent is taken");

@@ -1,5 +1,5 @@
-//! A database commit and the messages about it are one fact, in both directions: a transactional outbox, a verified inbox
-//! and an event bus.
+//! A database commit and the messages about it are one fact, in both directions: a transactional
+//! outbox, a verified inbox and an event bus.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -28,8 +28,9 @@
 //!
 //! # The guarantee
 //!
-//! An event appended in a transaction that commits reaches every subscription at least once, in commit order per key; one of a
-//! transaction that rolls back reaches none. Where handler and store share a database its *effect* happens exactly once.
+//! An event appended in a transaction that commits reaches every subscription at least once, in
+//! commit order per key; one of a transaction that rolls back reaches none. Where handler and store
+//! share a database its *effect* happens exactly once.
 //!
 //! # What this crate deliberately does not do
 //!

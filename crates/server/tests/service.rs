@@ -92,8 +92,8 @@ async fn it_delivers_and_says_so() -> Result<()> {
     stop(service).await
 }
 
-/// What OpenMetrics insists on: samples stand right under their family, no series twice, and the end
-/// is marked.
+/// What OpenMetrics insists on: samples stand right under their family, no series twice, and the
+/// end is marked.
 fn check_page(page: &str) -> Result<()> {
     let mut family = String::new();
     let (mut families, mut seen) = (std::collections::HashSet::new(), std::collections::HashSet::new());
@@ -207,7 +207,7 @@ async fn verified_webhooks_are_stored_once() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_told_before_anything_goes_out() -> Result<()> {
+async fn a_port_in_use_is_an_error_before_anything_goes_out() -> Result<()> {
     let holder = TcpListener::bind("127.0.0.1:0").await?;
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("events.jsonl");

@@ -18,7 +18,8 @@ use crate::sink::SimSink;
 use crate::world::{LEASE, RelayClock, World};
 
 const MS: Duration = Duration::from_millis(1);
-/// Everything is delivered so long after the last fault at the latest: a lease, the retries and the waits for calls of their own time limit.
+/// Everything is delivered so long after the last fault at the latest: a lease, the retries and the
+/// waits for calls of their own time limit.
 const DRAINS_WITHIN: Duration = Duration::from_secs(60);
 /// A stop takes no longer: the drain time, and one settlement.
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
@@ -140,7 +141,8 @@ impl Director {
             }
             Step::Operator { action, .. } => self.act(action),
             Step::Crash { .. } => {
-                // A file has no server: what crashes with its machine are the processes that have opened it.
+                // A file has no server: what crashes with its machine are the processes that have
+                // opened it.
                 let is_file = world.plan.store == Store::Sqlite;
                 let died: Vec<u8> = self.running.keys().copied().filter(|_| is_file).collect();
                 for relay in &died {

@@ -1,4 +1,5 @@
-//! Simulated time for the threads of a SQLite store, and the gate that keeps their order the same in every run.
+//! Simulated time for the threads of a SQLite store, and the gate that keeps their order the same
+//! in every run.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +14,8 @@ use postbox_core::Clock;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
-/// The time of one world. Only the thread of the world's runtime can ask the runtime; others get what it last saw.
+/// The time of one world. Only the thread of the world's runtime can ask the runtime; others get
+/// what it last saw.
 pub(crate) struct SimTime {
     zero: Instant,
     home: ThreadId,
@@ -69,13 +71,15 @@ impl Clock for ServerClock {
     }
 }
 
-/// Holds each job of a store's threads until its caller waits for it, and the world until the job has answered. Otherwise it would be chance
-/// whether a call finds its answer at once or is polled again.
+/// Holds each job of a store's threads until its caller waits for it, and the world until the job
+/// has answered. Otherwise it would be chance whether a call finds its answer at once or is polled
+/// again.
 #[derive(Default)]
 pub(crate) struct Gate {
     state: Mutex<GateState>,
     changed: Condvar,
-    /// A job committed something. Wakes in the order of waiting; the store's own channel wakes in an order of chance.
+    /// A job committed something. Wakes in the order of waiting; the store's own channel wakes in
+    /// an order of chance.
     pub(crate) committed: Notify,
 }
 

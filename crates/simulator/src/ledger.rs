@@ -1,7 +1,8 @@
-//! What is known of each event, and what must hold: counted from what writers wrote, the destination got and the store shows.
+//! What is known of each event, and what must hold: counted from what writers wrote, the
+//! destination got and the store shows.
 //!
-//! It shares no code with the engine. Each operation of the store is looked at right after it was executed, so that a fault is named
-//! where it happens, not where it shows.
+//! It shares no code with the engine. Each operation of the store is looked at right after it was
+//! executed, so that a fault is named where it happens, not where it shows.
 
 use postbox_core::{Cursor, Lease, State};
 
@@ -10,7 +11,8 @@ use crate::server::{Place, Server};
 
 /// Keys of events without a key, in the tables below.
 const KEYS_MAX: usize = 4;
-/// An event that meets a destination that is down so often, with others delivered in between, is charged for it.
+/// An event that meets a destination that is down so often, with others delivered in between, is
+/// charged for it.
 const BLAMED_AFTER: u32 = 5;
 
 /// One event, by its number.
@@ -250,7 +252,8 @@ impl Ledger {
         }
     }
 
-    /// A lane that was granted in an answer that never arrived must be granted again, not stand still.
+    /// A lane that was granted in an answer that never arrived must be granted again, not stand
+    /// still.
     fn count_unused(&mut self, operation: &str, lease: Option<&Lease>, who: Who, before: &[Cursor]) {
         if let Some(lease) = lease {
             self.unused[usize::from(lease.lane)] = None;
@@ -360,7 +363,8 @@ impl Ledger {
             let Some(number) = place.version.map(|number| number as usize) else { return };
             let seen = Seen::of(&place);
             let fact = &mut self.facts[number];
-            // It died, others of its key went on, and the store no longer knows: it comes after them, and nobody could tell.
+            // It died, others of its key went on, and the store no longer knows: it comes after
+            // them, and nobody could tell.
             let died = fact.seen.is_some_and(|before| before.state == State::Dead);
             fact.taken_back |= died && seen.state != State::Dead;
             (fact.seen, fact.tick) = (Some(seen), self.tick);

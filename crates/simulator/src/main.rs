@@ -1,4 +1,5 @@
-//! `simulate [--store memory|sqlite] [--seeds N] [--first S] [--seed S] [--seconds T]`: see `cargo xtask simulate`.
+//! `simulate [--store memory|sqlite] [--seeds N] [--first S] [--seed S] [--seconds T]`: see
+//! `cargo xtask simulate`.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 use std::process::ExitCode;

@@ -1,4 +1,5 @@
-//! What happens in one simulated world: drawn from a seed, and cut down step by step when it ends badly.
+//! What happens in one simulated world: drawn from a seed, and cut down step by step when it ends
+//! badly.
 
 use std::fmt;
 
@@ -341,7 +342,8 @@ impl Plan {
         }
     }
 
-    /// Whether a writer keeps the one write lock of a store that has one until its transaction ends: everybody else hears that the store is busy.
+    /// Whether a writer keeps the one write lock of a store that has one until its transaction
+    /// ends: everybody else hears that the store is busy.
     pub(crate) fn locks_while(&self, step: &Step) -> bool {
         matches!(step, Step::Write { at, held, .. } if *held > 0 && at % 4 == 0 && self.locks())
     }

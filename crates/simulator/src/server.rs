@@ -38,7 +38,8 @@ impl Store {
     pub fn seeds(self) -> u64 {
         match self {
             Self::Memory => 200_000,
-            // About fifteen seconds: each call is a transaction, and goes to another thread and back.
+            // About fifteen seconds: each call is a transaction, and goes to another thread and
+            // back.
             Self::Sqlite => 2_000,
         }
     }
@@ -148,8 +149,8 @@ impl Server {
         }
     }
 
-    /// Begins a transaction that appends these events. `locks`: it writes at once, and nobody else can until it ends, where the store has one
-    /// writer at a time.
+    /// Begins a transaction that appends these events. `locks`: it writes at once, and nobody else
+    /// can until it ends, where the store has one writer at a time.
     pub(crate) fn begin(&self, events: &[NewEvent], locks: bool) -> Transaction {
         match self {
             Self::Memory { store, .. } => {
@@ -164,7 +165,8 @@ impl Server {
         }
     }
 
-    /// Whether anything was committed since the last look; a memory store is looked at after each call.
+    /// Whether anything was committed since the last look; a memory store is looked at after each
+    /// call.
     pub(crate) fn has_changed(&self) -> bool {
         matches!(self, Self::Sqlite(file) if file.has_changed())
     }

@@ -126,7 +126,8 @@ impl World {
         outcome
     }
 
-    /// A transaction of a handler begins. It may overrun its time, perhaps before it gets to the handler, which counts as an attempt.
+    /// A transaction of a handler begins. It may overrun its time, perhaps before it gets to the
+    /// handler, which counts as an attempt.
     pub(crate) fn may_overrun(&self, deliveries: &[&Delivery]) {
         if !self.plan.shape.clean {
             self.charge(deliveries);

@@ -1,4 +1,5 @@
-//! A world's SQLite file: opened by relays, written by writers and read by the ledger in SQL of its own.
+//! A world's SQLite file: opened by relays, written by writers and read by the ledger in SQL of its
+//! own.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -13,8 +14,8 @@ use crate::gate::{Gate, ServerClock, SimTime};
 use crate::plan::{End, Plan};
 use crate::server::Place;
 
-/// Wall time. Where nobody holds a lock across simulated time it is never used up; it must not be zero, for the store's `apply` waits so long
-/// for the answer of its own caller.
+/// Wall time. Where nobody holds a lock across simulated time it is never used up; it must not be
+/// zero, for the store's `apply` waits so long for the answer of its own caller.
 const BUSY_NEVER: Duration = Duration::from_secs(60);
 
 /// A new file costs a copy of this.
@@ -92,7 +93,8 @@ struct FileState {
     ledger: Connection,
     look: Look,
     home: Option<Opened>,
-    /// Every store that was opened. One that closed its connections in the middle of a world would do so at a moment of its own.
+    /// Every store that was opened. One that closed its connections in the middle of a world would
+    /// do so at a moment of its own.
     opened: Vec<Opened>,
 }
 

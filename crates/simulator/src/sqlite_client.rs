@@ -1,4 +1,5 @@
-//! A SQLite store as one relay, or a person, calls it: each call meets the faults of the plan, and others may go first between two of its jobs.
+//! A SQLite store as one relay, or a person, calls it: each call meets the faults of the plan, and
+//! others may go first between two of its jobs.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -44,7 +45,8 @@ impl SqliteClient {
         Self { handler: opened.store.apply(handler), wire, opened }
     }
 
-    /// A call that the store may be asked to do late, or twice. `make`: whether it is late; then its caller's half must not be done.
+    /// A call that the store may be asked to do late, or twice. `make`: whether it is late; then
+    /// its caller's half must not be done.
     async fn carry<T: Send + 'static>(
         &self,
         operation: &'static str,

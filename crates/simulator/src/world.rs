@@ -35,7 +35,8 @@ pub(crate) struct World {
     /// The server itself, without a wire.
     pub(crate) server: Server,
     time: Arc<SimTime>,
-    /// Rises each time the store goes back: what was on its way to the server before is gone with it.
+    /// Rises each time the store goes back: what was on its way to the server before is gone with
+    /// it.
     generation: AtomicU64,
     /// No more faults.
     calm: AtomicBool,
@@ -142,7 +143,8 @@ impl World {
         }
     }
 
-    /// Nothing waits in the store, and no call on its way can change that: a late retry of a person's sends dead events again.
+    /// Nothing waits in the store, and no call on its way can change that: a late retry of a
+    /// person's sends dead events again.
     pub(crate) fn is_drained(&self) -> bool {
         self.late.load(Ordering::Relaxed) == 0 && self.state().ledger.is_drained()
     }
@@ -195,7 +197,8 @@ impl World {
         }
     }
 
-    /// Whether there were more calls than any work can need: somebody asks again and again, and no time passes.
+    /// Whether there were more calls than any work can need: somebody asks again and again, and no
+    /// time passes.
     fn spins(&self, who: Who, operation: &str) -> bool {
         let mut state = self.state();
         state.carried += 1;
@@ -409,7 +412,8 @@ impl SimWire {
         Ok(Met { fault, generation })
     }
 
-    /// The way back of a call that was executed, if it was. One that nobody can do later was done at once.
+    /// The way back of a call that was executed, if it was. One that nobody can do later was done
+    /// at once.
     pub(crate) async fn come_back(&self, met: &Met, executed: bool) -> Result<()> {
         let (world, who) = (&self.world, self.who);
         match met.fault {
@@ -447,7 +451,8 @@ impl Wire for SimWire {
     }
 }
 
-/// The clock of one relay: it wakes up late when the relay stands still, and its wall time is wrong.
+/// The clock of one relay: it wakes up late when the relay stands still, and its wall time is
+/// wrong.
 pub(crate) struct RelayClock {
     pub(crate) world: Arc<World>,
     pub(crate) relay: u8,

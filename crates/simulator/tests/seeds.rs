@@ -1,4 +1,5 @@
-//! A slice of the seeds beside the other tests; `cargo xtask test` runs 200,000 in a step of their own.
+//! A slice of the seeds beside the other tests; `cargo xtask test` runs 200,000 in a step of their
+//! own.
 
 use postbox_simulator::{Store, run_seed, run_seeds};
 

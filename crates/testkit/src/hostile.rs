@@ -189,7 +189,7 @@ fn headers(add: &mut impl FnMut(Fate, String, NewEvent)) {
         add(Fate::Delivered, format!("reserved header {name}"), event);
     }
     for value in header_values() {
-        // HTTP has no white space around a value; what is only that cannot be told from nothing.
+        // HTTP has no white space around a value; what is only that is the same as nothing.
         add(Fate::Delivered, format!("header value {value:?}"), event().header("x-value", value));
     }
     add(Fate::Delivered, "odd header name".into(), event().header("!#$%&'*+-.^_`|~", "odd"));

@@ -29,8 +29,8 @@ impl Part {
 
 /// Why a request was not accepted as genuine.
 ///
-/// It helps the owner of the endpoint (logs, counters by [`Refusal::code`]). The sender of the request must not learn
-/// which one it was: answer them all alike.
+/// It helps the owner of the endpoint (logs, counters by [`Refusal::code`]). The sender of the
+/// request must not learn which one it was: answer them all alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -40,10 +40,12 @@ pub enum Refusal {
     /// A part that must be there once is there twice, equal or not.
     #[error("the request has more than one {}", .0.word())]
     Duplicate(Part),
-    /// A part is not in the scheme's form: wrong encoding, wrong length, a timestamp that is not plain digits, an id with a dot.
+    /// A part is not in the scheme's form: wrong encoding, wrong length, a timestamp that is not
+    /// plain digits, an id with a dot.
     #[error("the {} is not in the form this scheme requires", .0.word())]
     Malformed(Part),
-    /// There are signatures, but none of a version that is accepted. Older versions are never fallen back to.
+    /// There are signatures, but none of a version that is accepted. Older versions are never
+    /// fallen back to.
     #[error("no signature is of an accepted version; older ones are not fallen back to")]
     VersionUnsupported,
     /// SNS: signed with SHA-1. The cure is a setting of the sender's topic.
@@ -55,7 +57,8 @@ pub enum Refusal {
     /// SNS: the certificate would have to be fetched from somewhere else than AWS.
     #[error("the certificate's URL is not one of AWS SNS itself: a forgery")]
     CertificateUrlRefused,
-    /// SNS: the URL that would confirm the subscription leads elsewhere, or confirms something else.
+    /// SNS: the URL that would confirm the subscription leads elsewhere, or confirms something
+    /// else.
     #[error("the confirmation's URL is not one of AWS SNS itself, or not for this topic and token")]
     SubscribeUrlRefused,
     /// SNS: the certificate handed in belongs to another URL than the message names.
@@ -200,7 +203,8 @@ pub enum SecretError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SignError {
-    /// The id is empty, longer than 255 bytes, or has a dot, white space or something that is not visible ASCII.
+    /// The id is empty, longer than 255 bytes, or has a dot, white space or something that is not
+    /// visible ASCII.
     #[error("a message id has 1 to 255 visible ASCII characters and no dot")]
     Id,
     /// The timestamp is negative or absurd.

@@ -1,7 +1,8 @@
 //! GitHub: `X-Hub-Signature-256: sha256=…`, HMAC-SHA256 over the body in lower-case hex.
 //!
-//! The SHA-1 header `X-Hub-Signature` is never read. Nothing but the body is signed: neither a time nor the delivery id
-//! (`X-GitHub-Delivery`), so the only defence against a replay is to remember the bodies.
+//! The SHA-1 header `X-Hub-Signature` is never read. Nothing but the body is signed: neither a time
+//! nor the delivery id (`X-GitHub-Delivery`), so the only defence against a replay is to remember
+//! the bodies.
 
 use crate::error::{Part, Refusal};
 use crate::keyed::{self, Key};

@@ -1,13 +1,16 @@
-//! The one rule for reading headers: what a scheme reads must be there exactly once, in visible ASCII.
+//! The one rule for reading headers: what a scheme reads must be there exactly once, in visible
+//! ASCII.
 //!
-//! HTTP allows a header to be repeated and proxies differ in which one they keep, so a request with two signatures or
-//! two timestamps means different things to different readers. Such a request is refused, even when both are equal.
+//! HTTP allows a header to be repeated and proxies differ in which one they keep, so a request with
+//! two signatures or two timestamps means different things to different readers. Such a request is
+//! refused, even when both are equal.
 
 use crate::error::{Part, Refusal};
 
 /// A request's headers, as pairs; names match without regard to case.
 ///
-/// Collect them from any HTTP library: `request.headers().iter().map(|(n, v)| (n.as_str(), v.as_bytes())).collect()`.
+/// Collect them from any HTTP library:
+/// `request.headers().iter().map(|(n, v)| (n.as_str(), v.as_bytes())).collect()`.
 #[derive(Debug, Clone, Default)]
 pub struct Headers<'a> {
     fields: Vec<(&'a str, &'a [u8])>,

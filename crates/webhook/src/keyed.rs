@@ -1,7 +1,9 @@
-//! One verifier for every scheme with keys; what differs between them is the key's type and how that type's scheme reads a request.
+//! One verifier for every scheme with keys; what differs between them is the key's type and how
+//! that type's scheme reads a request.
 //!
-//! The order of the checks and the rules of rotation are the same for all, so they stand here once. Keys cannot be mixed:
-//! `Verifier<stripe::Secret>` and `Verifier<slack::Secret>` are different types.
+//! The order of the checks and the rules of rotation are the same for all, so they stand here once.
+//! Keys cannot be mixed: `Verifier<stripe::Secret>` and `Verifier<slack::Secret>` are different
+//! types.
 
 use std::fmt;
 
@@ -77,8 +79,9 @@ impl<K: Key> Verifier<K> {
         Ok(Self { keys, settings, tolerance: Tolerance::default() })
     }
 
-    /// Accepts an old key too, up to and including `until`. Afterwards what it signs is refused as [`Refusal::KeyRetired`], however early
-    /// the message says it was signed: whoever has found the old key can write any time.
+    /// Accepts an old key too, up to and including `until`. Afterwards what it signs is refused as
+    /// [`Refusal::KeyRetired`], however early the message says it was signed: whoever has found the
+    /// old key can write any time.
     pub fn retiring(mut self, key: K, until: UnixSeconds) -> Result<Self, SecretError> {
         self.keys.push(Live { key, until: Some(until) })?;
         Ok(self)

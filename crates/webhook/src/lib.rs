@@ -27,15 +27,21 @@
 //!
 //! # Rules that hold for every scheme
 //!
-//! - The signature is computed over the bytes as they were received. Never parse and re-serialise first.
-//! - A signature is decoded to a value of exactly the right length, then compared in constant time. There is no prefix,
-//!   no shorter match and no other spelling (upper-case hex, unpadded base64) of the right one.
+//! - The signature is computed over the bytes as they were received. Never parse and re-serialise
+//!   first.
+//! - A signature is decoded to a value of exactly the right length, then compared in constant time.
+//!   There is no prefix, no shorter match and no other spelling (upper-case hex, unpadded base64)
+//!   of the right one.
 //! - Every header that a scheme reads must be there exactly once ([`Headers`]).
-//! - The signature is checked before the time, so that [`Refusal::TooOld`] is only ever said of a genuine message:
-//!   a count of them is a count of replays, and nobody without the key can raise it.
-//! - Each scheme has its own key type, derived its own way; empty, short and too many keys do not construct.
-//! - An old key may be given an end, after which it verifies nothing ([`Verifier::retiring`]) or signs nothing ([`standard::Signer::retiring`]).
-//! - A [`Refusal`] is for the owner's logs and counters. Answer the sender with one and the same 401 for all of them.
+//! - The signature is checked before the time, so that [`Refusal::TooOld`] is only ever said of a
+//!   genuine message: a count of them is a count of replays, and nobody without the key can raise
+//!   it.
+//! - Each scheme has its own key type, derived its own way; empty, short and too many keys do not
+//!   construct.
+//! - An old key may be given an end, after which it verifies nothing ([`Verifier::retiring`]) or
+//!   signs nothing ([`standard::Signer::retiring`]).
+//! - A [`Refusal`] is for the owner's logs and counters. Answer the sender with one and the same
+//!   401 for all of them.
 //!
 //! # What this crate deliberately does not do
 //!

@@ -1,4 +1,5 @@
-//! Message authentication codes: computing, decoding to an exact length, comparing in constant time.
+//! Message authentication codes: computing, decoding to an exact length, comparing in constant
+//! time.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -57,7 +58,8 @@ pub(crate) fn sha256(parts: &[&[u8]]) -> [u8; 32] {
     digest.finalize().into()
 }
 
-/// Equality in constant time. Both sides have the same length by type, so there is no shorter match.
+/// Equality in constant time. Both sides have the same length by type, so there is no shorter
+/// match.
 ///
 /// Generic over what is compared so that a test can count the comparisons.
 pub(crate) fn same<T: ConstantTimeEq, const N: usize>(ours: &[T; N], theirs: &[T; N]) -> bool {

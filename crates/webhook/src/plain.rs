@@ -1,6 +1,8 @@
-//! Plain HMAC, for senders with a scheme of their own: which header, which hash, which spelling, and whether a time is signed.
+//! Plain HMAC, for senders with a scheme of their own: which header, which hash, which spelling,
+//! and whether a time is signed.
 //!
-//! Without a signed time a captured message can be replayed for ever; deduplicate by a digest of the body.
+//! Without a signed time a captured message can be replayed for ever; deduplicate by a digest of
+//! the body.
 
 use crate::error::{Part, Refusal, SecretError, SignError};
 use crate::keyed::{self, Key, Live, Timed};
@@ -47,7 +49,8 @@ pub struct Layout {
     pub encoding: Encoding,
     /// A header with seconds since 1970 that are signed too, as `timestamp` + `separator` + `body`.
     pub timestamp_header: Option<String>,
-    /// What stands between timestamp and body. It must not be empty or begin with a digit, else two messages share a signature.
+    /// What stands between timestamp and body. It must not be empty or begin with a digit, else two
+    /// messages share a signature.
     pub separator: String,
 }
 

@@ -28,31 +28,37 @@ impl<'a> Request<'a> {
 /// What is known of a genuine message. Everything in here was covered by the signature.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verified {
-    /// The message's id, if the scheme signs one. Where it does not (GitHub's and Shopify's id headers are not signed), a
-    /// replay can carry any id: deduplicate by a digest of the body instead.
+    /// The message's id, if the scheme signs one. Where it does not (GitHub's and Shopify's id
+    /// headers are not signed), a replay can carry any id: deduplicate by a digest of the body
+    /// instead.
     pub message_id: Option<String>,
     /// When it was signed, if the scheme says so.
     pub signed_at: Option<UnixSeconds>,
-    /// SHA-256 of what was signed, where that is not the body as it was sent: Twilio signs the parameters of a form, SNS some fields, and both can be spelt
-    /// in more than one way. Messages of one id that have the same digest say the same; `None`: compare the bodies.
+    /// SHA-256 of what was signed, where that is not the body as it was sent: Twilio signs the
+    /// parameters of a form, SNS some fields, and both can be spelt in more than one way. Messages
+    /// of one id that have the same digest say the same; `None`: compare the bodies.
     pub digest: Option<[u8; 32]>,
-    /// Which of the verifier's keys fitted, counted from 0: shows when an old key is no longer in use.
+    /// Which of the verifier's keys fitted, counted from 0: shows when an old key is no longer in
+    /// use.
     pub key: usize,
 }
 
 /// A verifier of one scheme, with its live keys.
 ///
 /// Behaviour:
-/// - `Ok` only if one of the keys signed exactly these bytes, and the signed time (if the scheme has one) is within the tolerance of `now`.
+/// - `Ok` only if one of the keys signed exactly these bytes, and the signed time (if the scheme
+///   has one) is within the tolerance of `now`.
 /// - Pure: no I/O, no clock, no memory of earlier messages.
 /// - Never panics, whatever the request.
 pub trait Verify: fmt::Debug + Send + Sync {
     /// Which scheme this is.
     fn scheme(&self) -> Scheme;
 
-    /// Checks what can be known before the body is there (`request.body` is not looked at): that what the scheme reads from the headers is there once and in
-    /// its form, and that the time they say is within the tolerance. That is no proof of anything, since anybody can write headers: [`Refusal::TooOld`] and
-    /// [`Refusal::TooNew`] are said of a genuine message only by [`Self::verify`].
+    /// Checks what can be known before the body is there (`request.body` is not looked at): that
+    /// what the scheme reads from the headers is there once and in its form, and that the time they
+    /// say is within the tolerance. That is no proof of anything, since anybody can write headers:
+    /// [`Refusal::TooOld`] and [`Refusal::TooNew`] are said of a genuine message only by
+    /// [`Self::verify`].
     fn check_head(&self, request: &Request<'_>, now: UnixSeconds) -> Result<(), Refusal>;
 
     /// Checks that the request is genuine.
@@ -79,7 +85,8 @@ pub enum Scheme {
     Twilio,
     /// `hmac`
     Hmac,
-    /// `sns`: no shared secret and a certificate to fetch, so its [`crate::sns::Verifier`] is no [`Verify`].
+    /// `sns`: no shared secret and a certificate to fetch, so its [`crate::sns::Verifier`] is no
+    /// [`Verify`].
     Sns,
 }
 

@@ -1,4 +1,5 @@
-//! Key material: wiped from memory when dropped, never printed, of a length that is worth calling a secret.
+//! Key material: wiped from memory when dropped, never printed, of a length that is worth calling a
+//! secret.
 
 use std::fmt;
 
@@ -9,7 +10,8 @@ use crate::error::SecretError;
 /// Most keys that may be live at once: a rotation needs two, a botched one three.
 pub(crate) const KEYS_MAX: usize = 8;
 
-/// Fewest bytes of a secret that is used as text: 128 bits even if every byte of it is random, far below that if not.
+/// Fewest bytes of a secret that is used as text: 128 bits even if every byte of it is random, far
+/// below that if not.
 pub(crate) const TEXT_BYTES_MIN: usize = 16;
 
 /// Most bytes of a secret that is used as text; anything longer is a file pasted by mistake.

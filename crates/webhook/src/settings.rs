@@ -23,7 +23,8 @@ pub fn verifier(scheme: Scheme, secrets: &[&str], settings: &Settings) -> Result
     verifier_in_rotation(scheme, &secrets, settings)
 }
 
-/// The same for secrets of which some have an end: the last second at which they verify ([`crate::Verifier::retiring`]). At least one has none.
+/// The same for secrets of which some have an end: the last second at which they verify
+/// ([`crate::Verifier::retiring`]). At least one has none.
 pub fn verifier_in_rotation(
     scheme: Scheme,
     secrets: &[(&str, Option<UnixSeconds>)],

@@ -1,7 +1,8 @@
-//! Shopify: `X-Shopify-Hmac-SHA256`, HMAC-SHA256 over the body in base64; the key is the app's client secret.
+//! Shopify: `X-Shopify-Hmac-SHA256`, HMAC-SHA256 over the body in base64; the key is the app's
+//! client secret.
 //!
-//! Only the body is signed: `X-Shopify-Topic`, `X-Shopify-Webhook-Id` and `X-Shopify-Event-Id` are not. After a rotation Shopify may
-//! sign with the old secret for an hour; keep both.
+//! Only the body is signed: `X-Shopify-Topic`, `X-Shopify-Webhook-Id` and `X-Shopify-Event-Id` are
+//! not. After a rotation Shopify may sign with the old secret for an hour; keep both.
 
 use crate::error::{Part, Refusal};
 use crate::keyed::{self, Key};

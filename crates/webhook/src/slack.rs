@@ -1,4 +1,5 @@
-//! Slack: `X-Slack-Signature: v0=…` and `X-Slack-Request-Timestamp`, HMAC-SHA256 over `v0:timestamp:body` in lower-case hex.
+//! Slack: `X-Slack-Signature: v0=…` and `X-Slack-Request-Timestamp`, HMAC-SHA256 over
+//! `v0:timestamp:body` in lower-case hex.
 //!
 //! Verify before answering anything, the `url_verification` challenge included.
 

@@ -1,10 +1,13 @@
-//! Standard Webhooks 1.0: `webhook-id`, `webhook-timestamp`, `webhook-signature` over `id.timestamp.body`.
+//! Standard Webhooks 1.0: `webhook-id`, `webhook-timestamp`, `webhook-signature` over
+//! `id.timestamp.body`.
 //!
-//! Symmetric signatures (`v1`, HMAC-SHA256) and asymmetric ones (`v1a`, Ed25519) may stand side by side in the signature's
-//! list, and several keys may be live while one is rotated: the sender signs with all of its keys, the receiver accepts
-//! if any entry fits any of its keys *of the same version*.
+//! Symmetric signatures (`v1`, HMAC-SHA256) and asymmetric ones (`v1a`, Ed25519) may stand side by
+//! side in the signature's list, and several keys may be live while one is rotated: the sender
+//! signs with all of its keys, the receiver accepts if any entry fits any of its keys *of the same
+//! version*.
 //!
-//! Svix's `svix-*` twins are read when no `webhook-*` header is there at all. The two families are never mixed.
+//! Svix's `svix-*` twins are read when no `webhook-*` header is there at all. The two families are
+//! never mixed.
 
 mod keys;
 mod sign;

@@ -1,10 +1,11 @@
 //! Stripe: `Stripe-Signature: t=…,v1=…[,v1=…]`, HMAC-SHA256 over `t.body` in lower-case hex.
 //!
-//! The trap: Stripe's secrets begin with `whsec_` like those of Standard Webhooks, but the key is the *whole text*, not
-//! its decoded tail. The two key types of this crate cannot be mixed up.
+//! The trap: Stripe's secrets begin with `whsec_` like those of Standard Webhooks, but the key is
+//! the *whole text*, not its decoded tail. The two key types of this crate cannot be mixed up.
 //!
-//! While a secret is rolled Stripe signs with both, old and new, for up to 24 hours. Every version but `v1` is ignored (`v0` is
-//! for tests and is not a signature). Stripe retries for three days with a fresh `t`; deduplicate by the event's `id`.
+//! While a secret is rolled Stripe signs with both, old and new, for up to 24 hours. Every version
+//! but `v1` is ignored (`v0` is for tests and is not a signature). Stripe retries for three days
+//! with a fresh `t`; deduplicate by the event's `id`.
 
 use crate::error::{Part, Refusal};
 use crate::keyed::{self, Key, Timed};

@@ -23,7 +23,8 @@ impl UnixSeconds {
 /// How far a signed timestamp may be from now, both ends included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tolerance {
-    /// Seconds it may lie in the past. Longer means that a captured message can be replayed for longer.
+    /// Seconds it may lie in the past. Longer means that a captured message can be replayed for
+    /// longer.
     pub past_s: u32,
     /// Seconds it may lie in the future.
     pub future_s: u32,

@@ -1,11 +1,16 @@
-//! Twilio: `X-Twilio-Signature`, HMAC-SHA1 in base64 over the public URL and, for forms, the parameters.
+//! Twilio: `X-Twilio-Signature`, HMAC-SHA1 in base64 over the public URL and, for forms, the
+//! parameters.
 //!
-//! - The URL is the one Twilio calls: scheme, host, port and path come from your configuration, never from `Host` or `X-Forwarded-*`, which
-//!   anybody can write. Only the query is taken from the request, because the signature covers it.
-//! - Forms: parameters sorted by name, name and value glued; several values of one name sorted, each once. Like Twilio's own libraries, the URL is tried as
-//!   configured, and with and without its port.
-//! - JSON: the query carries `bodySHA256`, and the body must have that hash. A body that is neither is refused: nothing would sign it.
-//! - No time is signed. The message id is a digest of what was signed, because a form can be spelt in several ways that sign alike.
+//! - The URL is the one Twilio calls: scheme, host, port and path come from your configuration,
+//!   never from `Host` or `X-Forwarded-*`, which anybody can write. Only the query is taken from
+//!   the request, because the signature covers it.
+//! - Forms: parameters sorted by name, name and value glued; several values of one name sorted,
+//!   each once. Like Twilio's own libraries, the URL is tried as configured, and with and without
+//!   its port.
+//! - JSON: the query carries `bodySHA256`, and the body must have that hash. A body that is neither
+//!   is refused: nothing would sign it.
+//! - No time is signed. The message id is a digest of what was signed, because a form can be spelt
+//!   in several ways that sign alike.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,7 +31,8 @@ text_secret! {
 pub type Verifier = keyed::Verifier<Secret>;
 
 impl Verifier {
-    /// A verifier that accepts any of `keys` for `public_url`: the URL as given to Twilio, without its query.
+    /// A verifier that accepts any of `keys` for `public_url`: the URL as given to Twilio, without
+    /// its query.
     pub fn new(keys: impl IntoIterator<Item = Secret>, public_url: &str) -> Result<Self, SecretError> {
         Self::with(keys.into_iter().map(Live::always), PublicUrl::parse(public_url)?)
     }
@@ -60,7 +66,8 @@ impl Key for Secret {
     }
 
     fn digest(urls: &PublicUrl, claim: &Claim<'_>) -> Option<[u8; 32]> {
-        // One spelling of the URL for all: the same message by another port spelling is the same message.
+        // One spelling of the URL for all: the same message by another port spelling is the same
+        // message.
         Some(sha256(&[urls.0[0].as_bytes(), &claim.tail]))
     }
 

@@ -26,7 +26,8 @@ pub(crate) fn connecting(error: &Error) -> Outcome {
     Outcome::unavailable("lines_connect_failed", error.to_string())
 }
 
-/// The connection broke in the middle: perhaps because of this event, perhaps because the server went.
+/// The connection broke in the middle: perhaps because of this event, perhaps because the server
+/// went.
 pub(crate) fn exchanging(error: &Error) -> Outcome {
     match error.kind() {
         ErrorKind::InvalidData => Outcome::retry("lines_answer_unknown", "the server's answer is no text"),

@@ -16,8 +16,8 @@ const ANSWER_BYTES_MAX: u64 = 64;
 
 /// Sends events as lines over TCP.
 ///
-/// Cancel-safety: a call that is dropped takes its connection with it, so that nobody reads an answer
-/// that was meant for another event.
+/// Cancel-safety: a call that is dropped takes its connection with it, so that nobody reads an
+/// answer that was meant for another event.
 #[derive(Debug)]
 pub struct LinesSink {
     address: String,

@@ -1,5 +1,6 @@
-//! Two services react to the same events, each with a subscription of its own: what one has read, the other still gets, in its
-//! own time. A handler that fails once is tried again, and only its own service sees the event twice.
+//! Two services react to the same events, each with a subscription of its own: what one has read,
+//! the other still gets, in its own time. A handler that fails once is tried again, and only its
+//! own service sees the event twice.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

@@ -18,7 +18,8 @@ async fn main() -> anyhow::Result<()> {
         "CREATE TABLE account (id TEXT PRIMARY KEY, cents INTEGER NOT NULL); INSERT INTO account VALUES ('ann', 0)",
     )?;
 
-    // The first attempt fails after the effect: the mark goes with it, so the next one is the first again.
+    // The first attempt fails after the effect: the mark goes with it, so the next one is the first
+    // again.
     let failed = pay(&mut connection, "notice-1", 500, true)?;
     ensure!(failed == Paid::Failed && balance(&connection)? == 0);
 

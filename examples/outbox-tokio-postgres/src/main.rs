@@ -1,4 +1,5 @@
-//! Orders and their events commit together, or not at all. Every third order is rolled back on purpose.
+//! Orders and their events commit together, or not at all. Every third order is rolled back on
+//! purpose.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};

@@ -1,4 +1,5 @@
-//! An outbox in the SQLite file your program already has. The relay writes JSON lines; one note is rolled back on purpose.
+//! An outbox in the SQLite file your program already has. The relay writes JSON lines; one note is
+//! rolled back on purpose.
 
 use std::sync::Arc;
 

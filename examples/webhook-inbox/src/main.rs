@@ -1,5 +1,6 @@
-//! A shop's server takes signed webhooks beside its own pages. Each verified one becomes an event of the shop's own, is stored once however often it
-//! comes, and is applied later; what is not signed leaves no trace.
+//! A shop's server takes signed webhooks beside its own pages. Each verified one becomes an event
+//! of the shop's own, is stored once however often it comes, and is applied later; what is not
+//! signed leaves no trace.
 
 use std::sync::{Arc, Mutex};
 
@@ -29,7 +30,8 @@ async fn main() -> anyhow::Result<()> {
     store.up().await?;
     let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
 
-    // The ingress is a router like any other. `serve` adds what strangers make necessary: deadlines, and a bound on connections.
+    // The ingress is a router like any other. `serve` adds what strangers make necessary:
+    // deadlines, and a bound on connections.
     let ingress = Ingress::new(vec![payments()?], store.clone(), Arc::clone(&clock))?;
     let pages = Router::new().route("/", get(async || "the shop")).merge(ingress::router(Arc::clone(&ingress)));
     let listener = TcpListener::bind("127.0.0.1:0").await?;

@@ -99,7 +99,8 @@ table! {
     pub struct PostgresTable {
         /// Postgres: the schema of all tables and functions.
         schema: String = text(schema), default("postbox");
-        /// Postgres: writers wake idle relays by NOTIFY; polling is fast enough for nearly everybody.
+        /// Postgres: writers wake idle relays by NOTIFY; polling is fast enough for nearly
+        /// everybody.
         notify: bool = boolean(), default(false);
         /// Postgres: most connections.
         pool: usize = integer(1_usize..=100), default(8);

@@ -246,8 +246,9 @@ impl PostgresStore {
         self.report("get", read).await
     }
 
-    /// Rows to records. Large payloads are fetched as far as the bound goes, and the list ends there;
-    /// after the snapshot, because one that the server cannot give would fail the whole of it.
+    /// Rows to records. Large payloads are fetched as far as the bound goes, and the list ends
+    /// there; after the snapshot, because one that the server cannot give would fail the whole of
+    /// it.
     async fn records(&self, operation: &'static str, (log, rows): (LogName, Vec<Row>)) -> Result<Vec<Record>> {
         let mut events: Vec<Stored> =
             rows.iter().map(|row| Stored::of_delivery(row, EVENT_COLUMNS.len() + 7)).collect();

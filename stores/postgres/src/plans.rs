@@ -216,11 +216,11 @@ async fn no_read_of_a_lane_walks_the_log() {
         let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
         store.up().await.expect("migrated");
         let (client, mut connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await.expect("connected");
-        let (told, mut notices) = tokio::sync::mpsc::unbounded_channel();
+        let (noted, mut notices) = tokio::sync::mpsc::unbounded_channel();
         tokio::spawn(async move {
             while let Some(Ok(message)) = std::future::poll_fn(|context| connection.poll_message(context)).await {
                 if let tokio_postgres::AsyncMessage::Notice(notice) = message {
-                    let _ = told.send(notice.message().to_owned());
+                    let _ = noted.send(notice.message().to_owned());
                 }
             }
         });

@@ -294,8 +294,21 @@ impl NextBatch<'_> {
         let (likes, tenant) = (&subscription.likes, subscription.tenant());
         let (id, epoch, revision) = (subscription.id, self.lease.epoch, subscription.revision);
         let (place, window, settled) = (self.lane.place(), &*at.window, at.settled);
-        let params =
-            params![inline_bytes, rows_max, lane, lanes, likes, tenant, id, epoch, revision, place, window, settled, after];
+        let params = params![
+            inline_bytes,
+            rows_max,
+            lane,
+            lanes,
+            likes,
+            tenant,
+            id,
+            epoch,
+            revision,
+            place,
+            window,
+            settled,
+            after
+        ];
         let sql = self.session.log_sql(LANE_WINDOW, &subscription.log);
         let mut found = pin!(self.session.client().query_typed_raw(&sql, params).await?);
         let (mut rows, mut answer) = (Vec::new(), Answer::default());
@@ -311,8 +324,8 @@ impl NextBatch<'_> {
         Ok((rows, answer))
     }
 
-    /// Rows of the window after a place. Unless the function agrees in the same transaction that the
-    /// window is ours, they mean nothing.
+    /// Rows of the window after a place. Unless the function agrees in the same transaction that
+    /// the window is ours, they mean nothing.
     async fn read_page(
         &self,
         at: &Position,

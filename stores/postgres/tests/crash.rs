@@ -142,7 +142,7 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
 }
 
 /// A settlement that begins in time and is done after the lease ran out: its rows without its
-/// position would have the heir send what is dead.
+/// position would have the next owner send what is dead.
 #[tokio::test]
 async fn a_settlement_that_outlasts_its_lease_is_whole() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;

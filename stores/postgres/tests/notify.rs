@@ -31,7 +31,7 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     store.settle(&lease, Settlement { position: nothing.end, ..Default::default() }).await.expect("settled");
     let mut hint = store.hint(&lease);
     assert!(futures::poll!(&mut hint).is_pending(), "nothing to wake for");
-    // A declaration holds for a second. Where writing takes longer, nobody would be told, and the
+    // A declaration holds for a second. Where writing takes longer, nobody would wake, and the
     // relay's poll would find the event.
     let still_asleep = "UPDATE postbox.sleeper SET asleep_until = clock_timestamp() + interval '1 hour'";
     assert_eq!(writer.execute(still_asleep, &[]).await.expect("prolonged"), 1);

@@ -6,7 +6,7 @@ use rusqlite::ffi;
 /// Why a job on a store thread failed: either we said so, or SQLite did.
 #[derive(Debug)]
 pub(crate) enum Fault {
-    Told(Error),
+    Classified(Error),
     Sqlite(rusqlite::Error),
 }
 
@@ -15,7 +15,7 @@ pub(crate) type Work<T> = Result<T, Fault>;
 
 impl From<Error> for Fault {
     fn from(error: Error) -> Self {
-        Self::Told(error)
+        Self::Classified(error)
     }
 }
 
@@ -28,7 +28,7 @@ impl From<rusqlite::Error> for Fault {
 impl Fault {
     pub(crate) fn into_error(self, operation: &'static str) -> Error {
         match self {
-            Self::Told(error) => error,
+            Self::Classified(error) => error,
             Self::Sqlite(error) => classify(operation, error),
         }
     }

@@ -331,7 +331,7 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<V
     Ok(records)
 }
 
-/// Pending and dispatched records, told apart by the cursor.
+/// Pending and dispatched records, distinguished by the cursor.
 fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
     if query.code.is_some() {
         return Ok(Vec::new());

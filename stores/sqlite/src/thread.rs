@@ -102,7 +102,7 @@ impl Thread {
                 return;
             }
             let done = catch_unwind(AssertUnwindSafe(|| work(session)))
-                .unwrap_or_else(|_| Err(Fault::Told(panicked(operation))))
+                .unwrap_or_else(|_| Err(Fault::Classified(panicked(operation))))
                 .map_err(|fault| fault.into_error(operation));
             if done.is_err() {
                 session.recover();
@@ -145,7 +145,7 @@ fn commit<T>(connection: &mut Connection, work: impl FnOnce(&Transaction<'_>) ->
 /// Whether a commit is flushed before it returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Flush {
-    /// Whatever the configuration says: somebody outside is about to be told.
+    /// Whatever the configuration says: somebody outside is about to hear.
     Always,
     /// As [`Synchronous`] says.
     Configured,
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_about_to_be_told_is_flushed_whatever_the_configuration_says() {
+    async fn an_answer_is_flushed_before_it_is_given_whatever_the_configuration_says() {
         const NORMAL: i64 = 1;
         const FULL: i64 = 2;
         let (_folder, thread) = thread(Synchronous::Normal);

@@ -7,6 +7,7 @@ mod layers;
 mod planted;
 mod sources;
 mod supply;
+mod words;
 
 use std::path::{Path, PathBuf};
 

@@ -1,11 +1,13 @@
-//! What we build on: its licences, where it comes from, and what is there twice. `docs/decisions/supply-chain.md` says why this is a test of ours.
+//! What we build on: its licences, where it comes from, and what is there twice.
+//! `docs/decisions/supply-chain.md` says why this is a test of ours.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::layers::metadata;
 use crate::none;
 
-/// Licences that are fine, as their packages write them. Another spelling or another licence is read by a person, and then it gets a line.
+/// Licences that are fine, as their packages write them. Another spelling or another licence is
+/// read by a person, and then it gets a line.
 const LICENCES: &[&str] = &[
     "(MIT OR Apache-2.0) AND Unicode-3.0",
     "Apache-2.0",

@@ -1,8 +1,9 @@
-//! The proof that no forbidden address is ever connected to: the kernel's own record of every connection this program tried, while it was given hundreds
-//! of spellings of forbidden addresses, names that lead to them, and a resolver that changes its mind.
+//! The proof that no forbidden address is ever connected to: the kernel's own record of every
+//! connection this program tried, while it was given hundreds of spellings of forbidden addresses,
+//! names that lead to them, and a resolver that changes its mind.
 //!
-//! It runs in a network namespace without any route, so that even a guard that fails reaches nobody. The test starts itself again under `strace` and reads
-//! the record.
+//! It runs in a network namespace without any route, so that even a guard that fails reaches
+//! nobody. The test starts itself again under `strace` and reads the record.
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
@@ -21,7 +22,8 @@ const THIS_TEST: &str = "guard::proof::no_forbidden_address_is_ever_connected_to
 const RECORDED: &str = "POSTBOX_SSRF_RECORDED";
 /// How often the resolver flips.
 const FLIPS: usize = 10_000;
-/// Public: what the flipping resolver says every other time. Nobody is reached, because there is no route.
+/// Public: what the flipping resolver says every other time. Nobody is reached, because there is no
+/// route.
 const PUBLIC: IpAddr = IpAddr::V4(Ipv4Addr::new(8, 8, 8, 8));
 /// Forbidden, and allowed explicitly: shows that the record would show a forbidden connection.
 const ALLOWED: Ipv4Addr = Ipv4Addr::new(10, 99, 99, 99);

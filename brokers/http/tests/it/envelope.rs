@@ -169,7 +169,8 @@ async fn an_event_cannot_set_what_is_not_its_own() {
 async fn what_http_cannot_carry_is_dead_by_name_and_never_sent() {
     let (target, url) = Target::ok().await;
     let sink = sink(config(url));
-    // As a store could give it that another program wrote to: `NewEvent::validate` refuses most of these.
+    // As a store could give it that another program wrote to: `NewEvent::validate` refuses most of
+    // these.
     let event = || NewEvent::json("t", "{}");
     for (event, code) in [
         (event().header("x", "a\r\nhost: evil"), "header_invalid"),

@@ -1,7 +1,8 @@
-//! `examples/verify`: what the sink really posts is verified by the receivers in other languages, each running as a server of its own.
+//! `examples/verify`: what the sink really posts is verified by the receivers in other languages,
+//! each running as a server of its own.
 //!
-//! `crates/webhook` tests the same receivers with headers of every wrong form. Here it is the whole way: envelope, signature, connection, answer,
-//! outcome.
+//! `crates/webhook` tests the same receivers with headers of every wrong form. Here it is the whole
+//! way: envelope, signature, connection, answer, outcome.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -84,7 +85,8 @@ fn signing(url: impl Into<String>, keys: &[&str], off_s: i64) -> HttpSink {
 /// How somebody on the way changes a request.
 type Tamper = fn(&mut http::request::Parts, &mut Vec<u8>);
 
-/// Somebody between sink and receiver, who changes each request by the next tampering of the list; the receiver's answer is handed back.
+/// Somebody between sink and receiver, who changes each request by the next tampering of the list;
+/// the receiver's answer is handed back.
 async fn between(receiver: &Sample, tamperings: impl IntoIterator<Item = Tamper>) -> String {
     let tamperings: VecDeque<Tamper> = tamperings.into_iter().collect();
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -118,7 +120,8 @@ async fn outcome(sink: &HttpSink, delivery: &Delivery) -> (&'static str, String)
     (kind, code.to_owned())
 }
 
-/// What is genuine is taken, whoever's key of several it is; everything else is refused, and the sink's outcome says so.
+/// What is genuine is taken, whoever's key of several it is; everything else is refused, and the
+/// sink's outcome says so.
 async fn verifies(sample: &mut Sample, key: &str) {
     let took = || ("delivered", String::new());
     let refused = || ("dead", "http_401".to_owned());

@@ -49,7 +49,8 @@ impl Authority {
         (ClientCert { cert_file, key_file }, files)
     }
 
-    /// A server's settings with a certificate for `name`; with `clients`, only those it certified get in.
+    /// A server's settings with a certificate for `name`; with `clients`, only those it certified
+    /// get in.
     fn server(&self, name: &str, clients: Option<&Self>) -> ServerConfig {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
@@ -102,7 +103,8 @@ async fn raw_server(config: ServerConfig) -> u16 {
     port
 }
 
-/// A server with a certificate for `name`, made by an authority whose certificate is in the file. Gives its port.
+/// A server with a certificate for `name`, made by an authority whose certificate is in the file.
+/// Gives its port.
 async fn tls_target(name: &str) -> (u16, tempfile::NamedTempFile) {
     let authority = Authority::new();
     (raw_server(authority.server(name, None)).await, authority.file)
@@ -171,7 +173,8 @@ async fn a_target_that_asks_for_a_client_certificate_gets_ours() {
         let outcome = send(&sink, &plain(1)).await;
         assert_eq!(short(&outcome), ("unavailable", code), "{outcome:?}");
     }
-    // What does not fit, is not there or is no key is reported when the sink is made, and the files are named.
+    // What does not fit, is not there or is no key is reported when the sink is made, and the files
+    // are named.
     let (other, _files) = of_clients.client_cert();
     let ClientCert { cert_file, key_file } = ours;
     for wrong in [

@@ -36,7 +36,7 @@ pub(super) async fn list(context: &Context, limit: usize, json: bool) -> Result<
 
 /// The latest of one log. The record names the source and not the log, so it is the configuration
 /// that says which log a source stores into; what came from a source that is not in it is counted
-/// and told, not hidden.
+/// and reported, not hidden.
 async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<Vec<Conflict>, Failure> {
     let store = context.store().await?;
     let log_of = |conflict: &Conflict| {

@@ -59,7 +59,8 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
         }
     }
     signal.abort();
-    // Of the metrics, not of the rounds: what was done by a run that failed midway is in there, too.
+    // Of the metrics, not of the rounds: what was done by a run that failed midway is in there,
+    // too.
     let mut done = Drained::default();
     for relay in &relays {
         done += Drained::between(&MetricsSnapshot::default(), &relay.metrics().snapshot());
@@ -67,10 +68,10 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
     // A run that could not even begin has done nothing to speak of: its error is all it says.
     if ended.is_ok() || done.fetched > 0 {
         let Drained { fetched, delivered, failed, dead, .. } = done;
-        let told = output::line(&format!("fetched={fetched} dispatched={delivered} failed={failed} dead={dead}"));
+        let printed = output::line(&format!("fetched={fetched} dispatched={delivered} failed={failed} dead={dead}"));
         // Who lets it run for days may have gone; what was delivered was delivered.
         if !forever {
-            told?;
+            printed?;
         }
     }
     ended?;

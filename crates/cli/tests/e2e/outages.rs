@@ -85,7 +85,7 @@ async fn a_relay_that_leaves_is_succeeded(kind: Kind, leaves: Leaves, lanes: usi
 
     // The one that delivers now: on a busy machine a lane may have changed hands already.
     let doomed = arrivals.last().context("there are many")?.relay.clone();
-    let (leaving, heir) = if doomed == "one" { (one, two) } else { (two, one) };
+    let (leaving, successor) = if doomed == "one" { (one, two) } else { (two, one) };
     let (left, frozen) = match leaves {
         Leaves::Dies => (leaving.kill().await?, None),
         Leaves::Freezes => {
@@ -98,7 +98,7 @@ async fn a_relay_that_leaves_is_succeeded(kind: Kind, leaves: Leaves, lanes: usi
     endpoint.answer_all();
     let inherited = |it: &&Arrival| it.relay != doomed && owner.get(it.key.as_str()).is_some_and(|was| *was == doomed);
     let first = |arrivals: &[Arrival]| arrivals.iter().skip(before.len()).find(inherited).map(|arrival| arrival.at);
-    let arrivals = endpoint.until("the heir delivers", |arrivals| first(arrivals).is_some()).await?;
+    let arrivals = endpoint.until("the successor delivers", |arrivals| first(arrivals).is_some()).await?;
     let first = first(&arrivals).context("it was there a moment ago")?;
     let what = format!("takeover on {kind:?}, one {leaves:?}, {lanes} lane(s), lease {LEASE:?}");
     promised(&what, first.duration_since(left), LEASE + Duration::from_secs(1))?;
@@ -117,7 +117,7 @@ async fn a_relay_that_leaves_is_succeeded(kind: Kind, leaves: Leaves, lanes: usi
         let sent_since = by(&endpoint.arrivals(), &doomed) - sent;
         ensure!(sent_since == 0, "{sent_since} requests of a relay whose lease was over");
     }
-    heir.terminate().await?;
+    successor.terminate().await?;
     ensure!(env.ok(&["stats"])? == format!("pending=0 dispatched={EVENTS} dead=0 total={EVENTS}\n"));
     Ok(())
 }

@@ -69,7 +69,7 @@ impl MemoryStore {
     }
 
     /// Everything so far is on disk. Windows and settlements with rows flush by themselves, a mere
-    /// position and an append do not: a database that is told so gives up just that.
+    /// position and an append do not: a database with that setting gives up just that.
     pub fn flush(&self) {
         self.server.lock().flush();
     }

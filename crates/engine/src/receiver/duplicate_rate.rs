@@ -18,8 +18,8 @@ struct Slice {
     repeats: u64,
 }
 
-/// Arrivals of one source in the last minute. What is not verified does not count: nobody else can hide
-/// a replay storm, or feign one.
+/// Arrivals of one source in the last minute. What is not verified does not count: nobody else can
+/// hide a replay storm, or feign one.
 #[derive(Debug, Default)]
 pub(super) struct DuplicateRate {
     slices: [Slice; SLICES],

@@ -1,6 +1,7 @@
 //! Messages that arrive together are stored together: one commit, and one wait for the disk.
 //!
-//! Batches are never delayed to fill: a free worker commits whatever is queued. A lone message commits inline.
+//! Batches are never delayed to fill: a free worker commits whatever is queued. A lone message
+//! commits inline.
 
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
@@ -51,8 +52,8 @@ struct Queued {
 }
 
 impl GroupCommit {
-    /// Stores messages, together with whatever else is queued, or fails within the time given. One answer
-    /// each, in their order. Dropped, they may or may not be stored.
+    /// Stores messages, together with whatever else is queued, or fails within the time given. One
+    /// answer each, in their order. Dropped, they may or may not be stored.
     pub(super) async fn commit(self: &Arc<Self>, inbound: Vec<Inbound>) -> Vec<Committed> {
         let channel = |inbound| {
             let (answer, committed) = oneshot::channel();
@@ -89,7 +90,8 @@ impl GroupCommit {
         if queue.workers == if self.ordered { 1 } else { COMMITS_MAX } {
             return Start::Queued;
         }
-        // Who brings many has nothing else to do; who brings one leaves it to a task that takes others along.
+        // Who brings many has nothing else to do; who brings one leaves it to a task that takes
+        // others along.
         let inline = queue.workers == 0 && (many || !queue.crowded);
         queue.workers += 1;
         let worker = Worker { group: Arc::clone(self), retired: false };
@@ -106,7 +108,8 @@ impl GroupCommit {
         let failure = match self.store(&inbound).await {
             Ok(received) => {
                 for (answer, received) in answers.into_iter().zip(received) {
-                    // Nobody may listen any more: the sender comes again and hears that it is known.
+                    // Nobody may listen any more: the sender comes again and hears that it is
+                    // known.
                     let _ = answer.send(Ok(received));
                 }
                 return;
@@ -153,15 +156,16 @@ pub(super) fn broken_off() -> Error {
     Error::new(ErrorKind::Internal, "receive", "receive_broken_off", text)
 }
 
-/// Whether a failure may be about a single message; otherwise the store is away, busy or not set up. Contention
-/// is: somebody holds one message.
+/// Whether a failure may be about a single message; otherwise the store is away, busy or not set
+/// up. Contention is: somebody holds one message.
 fn is_of_one(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Conflict | ErrorKind::Internal)
         || error.code() == "store_contention"
 }
 
 impl Queue {
-    /// Drops messages that nobody waits for any more, once there are twice as many as at the last time.
+    /// Drops messages that nobody waits for any more, once there are twice as many as at the last
+    /// time.
     fn sweep(&mut self) {
         if self.messages.len() >= self.swept_at.max(2 * MESSAGES_MAX) {
             self.messages.retain(|message| !message.answer.is_closed());
@@ -190,8 +194,8 @@ impl Worker {
     /// Commits until nothing is queued.
     async fn run(mut self) {
         loop {
-            // What the runtime has at hand comes first, requests that are being read among it: they share this
-            // commit instead of each taking one of its own. It is not a wait.
+            // What the runtime has at hand comes first, requests that are being read among it: they
+            // share this commit instead of each taking one of its own. It is not a wait.
             tokio::task::yield_now().await;
             if !self.commit_next().await {
                 return;
@@ -209,7 +213,8 @@ impl Worker {
     /// One commit. `false`: nothing was queued, and the worker has retired.
     async fn commit_next(&mut self) -> bool {
         let Some(messages) = self.take_batch() else { return false };
-        // A panic in the store is the end of its messages, whose answers are dropped, and of nothing else.
+        // A panic in the store is the end of its messages, whose answers are dropped, and of
+        // nothing else.
         let _ = AssertUnwindSafe(self.group.store_all(messages)).catch_unwind().await;
         true
     }
@@ -228,7 +233,8 @@ impl Worker {
         let mut bytes = 0;
         while batch.len() < MESSAGES_MAX && bytes < COMMIT_BYTES_MAX {
             let Some(message) = queue.messages.pop_front() else { break };
-            // A message whose sender has gone need not be stored: nothing was promised, and it comes again.
+            // A message whose sender has gone need not be stored: nothing was promised, and it
+            // comes again.
             if !message.answer.is_closed() {
                 bytes += message.inbound.event.payload.len();
                 batch.push(message);
@@ -254,8 +260,9 @@ impl Drop for Worker {
     }
 }
 
-/// A commit in its sender's own task, which saves waking another one. It may have taken others along, and a
-/// connection's transaction must not be cut in two: if the sender hangs up, it goes on in a task of its own.
+/// A commit in its sender's own task, which saves waking another one. It may have taken others
+/// along, and a connection's transaction must not be cut in two: if the sender hangs up, it goes on
+/// in a task of its own.
 struct DetachOnDrop(Option<BoxFuture<'static, ()>>);
 
 impl DetachOnDrop {

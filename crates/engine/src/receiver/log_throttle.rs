@@ -7,8 +7,8 @@ const QUIET: Duration = Duration::from_secs(600);
 /// Most characters of a sender's text in a log line.
 const EXCERPT_CHARS_MAX: usize = 200;
 
-/// Lets the first occurrence through, the second, fourth, eighth …, and one in ten minutes. Counters are
-/// exact all the same.
+/// Lets the first occurrence through, the second, fourth, eighth …, and one in ten minutes.
+/// Counters are exact all the same.
 #[derive(Debug, Default)]
 pub struct LogThrottle {
     count: u64,

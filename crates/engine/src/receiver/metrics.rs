@@ -17,7 +17,8 @@ macro_rules! counters {
         }
 
         impl ReceiverMetrics {
-            /// All counters. Each is exact; together they are as close to one moment as relaxed loads are.
+            /// All counters. Each is exact; together they are as close to one moment as relaxed
+            /// loads are.
             pub fn snapshot(&self) -> ReceiverSnapshot {
                 ReceiverSnapshot { $($name: self.$name.load(Ordering::Relaxed),)* }
             }

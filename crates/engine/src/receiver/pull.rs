@@ -14,8 +14,8 @@ use super::{Receiver, log_excerpt};
 
 /// Most messages asked for at once: one full commit.
 const NEXT_MAX: usize = super::group_commit::MESSAGES_MAX;
-/// First and longest wait before a failed call to the store or the source is repeated. The cap keeps a
-/// receiver within half a second of a store that comes back.
+/// First and longest wait before a failed call to the store or the source is repeated. The cap
+/// keeps a receiver within half a second of a store that comes back.
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
 /// After this wait a message comes again that the store refused for a reason a person must mend.
@@ -53,10 +53,11 @@ struct Settlement {
 }
 
 impl Receiver {
-    /// Receives from the source until `stop`, or until the source ends. Then messages on their way into the
-    /// store are waited for, and the source is closed, which gives back the others.
+    /// Receives from the source until `stop`, or until the source ends. Then messages on their way
+    /// into the store are waited for, and the source is closed, which gives back the others.
     ///
-    /// - A message is acknowledged after its commit; a duplicate or a conflict is acknowledged as well.
+    /// - A message is acknowledged after its commit; a duplicate or a conflict is acknowledged as
+    ///   well.
     /// - While the store is down, messages are kept and tried again, and no others are asked for.
     /// - What cannot be decoded or stored is kept as poison ([`RawMessage::into_poison`]).
     ///
@@ -125,8 +126,8 @@ impl Receiver {
         }
     }
 
-    /// Tries to store each; how those that are done are settled, what is to be tried again, and whether
-    /// the store is away.
+    /// Tries to store each; how those that are done are settled, what is to be tried again, and
+    /// whether the store is away.
     async fn store_round(&self, source: &dyn Source, pending: Vec<Pending>) -> (Settlement, Vec<Pending>, bool) {
         let (mut settlement, mut kept, mut away) = (Settlement::default(), Vec::new(), false);
         let (mut inbound, mut sent) = (Vec::with_capacity(pending.len()), Vec::with_capacity(pending.len()));

@@ -1,14 +1,19 @@
-//! Certificates of AWS: fetched once, kept by URL; and who goes first when strangers name thousands that do not exist.
+//! Certificates of AWS: fetched once, kept by URL; and who goes first when strangers name thousands
+//! that do not exist.
 //!
-//! Whether a message is genuine is only known once its certificate is there, and anybody may name one. Five rules keep forgers from keeping the
-//! genuine ones out:
+//! Whether a message is genuine is only known once its certificate is there, and anybody may name
+//! one. Five rules keep forgers from keeping the genuine ones out:
 //!
 //! - So many fetches a second, and no more; what is asked for by many is fetched once.
-//! - First comes the certificate that was named most often lately, and of equals the one named last. A genuine sender names the same one in all of its
-//!   messages and repetitions. A forger can do that too, but each fetch of his is spent: what AWS does not have is not asked for again for a minute, and
-//!   begins at nothing then. So with F forgeries a second nobody who has named his certificate F / [`FETCHES_PER_SECOND`] times can be kept waiting by forgers
-//!   who began when he did; those who have prepared for long can delay him for as long as their provisions last, minutes at most.
-//! - Whoever is behind is sent away at once rather than kept: forgers hold no connections. That he came is remembered.
+//! - First comes the certificate that was named most often lately, and of equals the one named
+//!   last. A genuine sender names the same one in all of its messages and repetitions. A forger can
+//!   do that too, but each fetch of his is spent: what AWS does not have is not asked for again for
+//!   a minute, and begins at nothing then. So with F forgeries a second nobody who has named his
+//!   certificate F / [`FETCHES_PER_SECOND`] times can be kept waiting by forgers who began when he
+//!   did; those who have prepared for long can delay him for as long as their provisions last,
+//!   minutes at most.
+//! - Whoever is behind is sent away at once rather than kept: forgers hold no connections. That he
+//!   came is remembered.
 //! - A certificate that has verified a message is never given up for one that has not.
 //! - Warnings about all this are rate limited.
 
@@ -31,19 +36,24 @@ use crate::answer::Answer;
 
 /// Most certificates kept. AWS uses one per region and changes it about once a year.
 const CERTIFICATES_MAX: usize = 16;
-/// Most requests to AWS that strangers can cause: fewer than the forgeries that cause them, and nothing to a service of that size.
+/// Most requests to AWS that strangers can cause: fewer than the forgeries that cause them, and
+/// nothing to a service of that size.
 pub(crate) const FETCHES_PER_SECOND: u32 = 50;
 /// What of them may come at once.
 const FETCH_BURST: Duration = Duration::from_millis(200);
-/// Most requests to AWS at one time: at a fifth of a second each they make use of the rate, and no more.
+/// Most requests to AWS at one time: at a fifth of a second each they make use of the rate, and no
+/// more.
 pub(crate) const FETCHES_MAX: usize = 16;
-/// Most messages that wait for certificates: a quarter of the connections that a server commonly has.
+/// Most messages that wait for certificates: a quarter of the connections that a server commonly
+/// has.
 const ASKERS_MAX: usize = 128;
 /// How long what AWS does not have is not asked for again.
 const REFUSED_FOR: Duration = Duration::from_secs(60);
-/// Most URLs of which it is known how often they were named: 160 s of 200 forgeries a second, in 4 MiB.
+/// Most URLs of which it is known how often they were named: 160 s of 200 forgeries a second, in 4
+/// MiB.
 const COUNTS_MAX: usize = 32 * 1024;
-/// A URL that nobody names for so long begins at nothing. SNS repeats after 20 s if nothing else is set.
+/// A URL that nobody names for so long begins at nothing. SNS repeats after 20 s if nothing else is
+/// set.
 const COUNTED_FOR: Duration = Duration::from_secs(120);
 
 /// All of one source.
@@ -169,7 +179,8 @@ impl Certificates {
 }
 
 impl State {
-    /// Puts an asker in the queue, which may cost another its place; or says at once that there is none.
+    /// Puts an asker in the queue, which may cost another its place; or says at once that there is
+    /// none.
     fn ask(&mut self, url: &CertificateUrl, asker: oneshot::Sender<Found>, now: Duration) -> Result<(), Answer> {
         match self.refused.get(url.as_str()) {
             Some(until) if now < *until => return Err(Answer::Refused(Refusal::CertificateUrlRefused)),
@@ -181,7 +192,8 @@ impl State {
             waiting.askers.retain(|asker| !asker.is_closed());
             waiting.askers.len()
         });
-        // What is being fetched is out of the queue: however many ask for it, they keep nobody from waiting.
+        // What is being fetched is out of the queue: however many ask for it, they keep nobody from
+        // waiting.
         if its.is_some_and(|askers| askers >= ASKERS_MAX) || !self.make_room(url, rank) {
             return Err(Answer::CertificateUnavailable);
         }
@@ -222,7 +234,8 @@ impl State {
 
     fn keep(&mut self, url: &str, certificate: Certificate) {
         if self.known.len() >= CERTIFICATES_MAX {
-            // One that nobody needed yet, else the one that ends first; it is fetched again if it is still in use.
+            // One that nobody needed yet, else the one that ends first; it is fetched again if it
+            // is still in use.
             let first = self.known.iter().min_by_key(|(_, known)| (known.proven, known.certificate.validity().1.0));
             if let Some(url) = first.map(|(url, _)| url.clone()) {
                 self.known.remove(&url);
@@ -295,7 +308,8 @@ impl Fetcher {
 
 impl Drop for Fetcher {
     fn drop(&mut self) {
-        // A panic, or its runtime has ended: whoever asked hears that there is none, and the next begins anew.
+        // A panic, or its runtime has ended: whoever asked hears that there is none, and the next
+        // begins anew.
         if !self.retired {
             let mut state = self.certificates.state();
             state.fetchers -= 1;

@@ -217,10 +217,12 @@ async fn strangers_cannot_make_us_ask_aws_for_ever() {
     assert_eq!(stand.asked().len(), before + 1);
 }
 
-/// How somebody without a key uses 200 requests a second: the name of the certificate in the request of that number.
+/// How somebody without a key uses 200 requests a second: the name of the certificate in the
+/// request of that number.
 type Forger = fn(u64) -> u64;
 
-/// At which attempt a genuine sender gets through who began at this moment of a forger's, and repeats 20 s after each refusal, as SNS does.
+/// At which attempt a genuine sender gets through who began at this moment of a forger's, and
+/// repeats 20 s after each refusal, as SNS does.
 async fn attempts(forger: Forger, head_start: u64) -> u32 {
     let stand = Stand::new(false);
     let (mut attempts, mut again_at) = (0, head_start);
@@ -261,7 +263,8 @@ async fn forged_certificates_do_not_keep_a_genuine_message_out() {
 async fn a_certificate_that_was_needed_is_not_given_up_for_others() {
     let stand = Stand::new(false);
     is(&stand.post(fixture("notification")).await, 202, "accepted");
-    // Certificates that are there, as those of AWS's other regions are; they verify nothing that a stranger has.
+    // Certificates that are there, as those of AWS's other regions are; they verify nothing that a
+    // stranger has.
     for number in 0..40 {
         let region = format!("https://sns.eu-west-{number}.amazonaws.com/");
         let body = fixture("notification").replace("https://sns.eu-central-1.amazonaws.com/", &region);
@@ -312,7 +315,8 @@ async fn a_subscription_is_confirmed_if_the_configuration_says_so() {
 async fn forgeries_that_wait_for_certificates_do_not_hold_the_buffer() {
     let stand = Stand::new(false);
     is(&stand.post(fixture("notification")).await, 202, "accepted");
-    // White space that nobody signs, up to the largest body; more of them than there is room for, and time stands still.
+    // White space that nobody signs, up to the largest body; more of them than there is room for,
+    // and time stands still.
     let large = |name: &str| format!("{}{}", forged(name), " ".repeat(1_000_000));
     let posts: Vec<_> = (0..60).map(|number| stand.spawn(large(&format!("Guess-{number}")))).collect();
     settle().await;

@@ -172,7 +172,7 @@ async fn one_of_many_at_once_is_accepted() {
 }
 
 #[tokio::test]
-async fn requests_that_are_none_are_told_so() {
+async fn what_is_no_request_is_refused_as_such() {
     let stand = Stand::standard();
     let request = |method: &str, path: &str| Request::builder().method(method).uri(path).body(Body::empty()).unwrap();
     assert_eq!(stand.post(request("POST", "/in/nobody")).await.0, StatusCode::NOT_FOUND);
@@ -398,7 +398,8 @@ async fn a_proxy_s_noise_does_not_keep_a_message_out() {
     assert_eq!(event.headers["a-list"], "1, 2");
     assert!(!format!("{event:?}").contains("canary"));
     assert!(!event.headers.contains_key("webhook-signature") && !event.headers.contains_key("a-binary"));
-    // What did not fit is counted, what is left out by its name is not: 91 kept names, of which an event has room for some.
+    // What did not fit is counted, what is left out by its name is not: 91 kept names, of which an
+    // event has room for some.
     let kept = event.headers.len() as u64 - 1;
     let dropped = stand.ingress.headers_dropped();
     assert_eq!(
@@ -409,7 +410,7 @@ async fn a_proxy_s_noise_does_not_keep_a_message_out() {
 }
 
 #[tokio::test]
-async fn more_than_the_rate_is_told_to_come_again_and_nobody_else_can_use_it_up() {
+async fn more_than_the_rate_is_refused_and_nobody_else_can_use_it_up() {
     let mut slow = source("hooks", Scheme::StandardWebhooks);
     slow.limits.rate = Some("2/h".parse().unwrap());
     let stand = Stand::new(vec![slow]);

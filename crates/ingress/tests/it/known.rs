@@ -1,4 +1,5 @@
-//! What a message is known by: only what its sender signed, however a stranger who captured it spells the rest.
+//! What a message is known by: only what its sender signed, however a stranger who captured it
+//! spells the rest.
 
 use std::sync::Arc;
 
@@ -130,7 +131,7 @@ async fn a_form_in_another_spelling_is_the_same_message() {
 }
 
 #[tokio::test]
-async fn conflicts_are_counted_one_by_one_and_told_now_and_then() {
+async fn conflicts_are_counted_one_by_one_and_their_warnings_are_rate_limited() {
     let (warnings, _guard) = Warnings::hear();
     let stand = Stand::standard();
     let post = |body: String| stand.post(signed("msg_1", body.as_bytes()).body(Body::from(body)).unwrap());
@@ -150,7 +151,7 @@ async fn conflicts_are_counted_one_by_one_and_told_now_and_then() {
 }
 
 #[tokio::test]
-async fn what_breaks_a_rule_is_told_with_field_rule_and_id() {
+async fn what_breaks_a_rule_is_logged_with_field_rule_and_id() {
     let (warnings, _guard) = Warnings::hear();
     let mut mapped = source("hooks", Scheme::StandardWebhooks);
     mapped.mapping.id = json("/id");

@@ -1,4 +1,5 @@
-//! The ingress: who gets in, what is stored, what everybody hears; and the sink over a real connection into it.
+//! The ingress: who gets in, what is stored, what everybody hears; and the sink over a real
+//! connection into it.
 
 #![allow(clippy::unwrap_used)]
 

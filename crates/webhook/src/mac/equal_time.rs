@@ -1,16 +1,19 @@
-//! Comparing a code takes the same time wherever the first wrong byte is: else a sender could find the right code byte by byte.
+//! Comparing a code takes the same time wherever the first wrong byte is: else a sender could find
+//! the right code byte by byte.
 //!
-//! Times are noisy and a check that fails now and then is soon ignored, so this is shown in two ways that noise cannot touch, and both
-//! are shown to fail for comparisons that stop early:
+//! Times are noisy and a check that fails now and then is soon ignored, so this is shown in two
+//! ways that noise cannot touch, and both are shown to fail for comparisons that stop early:
 //!
-//! - **By counting.** [`same`] is generic over what it compares. With a byte that counts its own comparisons, every pair
-//!   must have been compared exactly once, wherever the difference lies. This is exact, but it sees the source only.
-//! - **By timing what was compiled, on 64 KiB.** At this length stopping at the first byte is thousands of times faster than going to
-//!   the end, so the limit of twice is far from both sides; and the fastest of many interleaved runs is compared, which a busy
-//!   machine can only reach later, not falsify.
+//! - **By counting.** [`same`] is generic over what it compares. With a byte that counts its own
+//!   comparisons, every pair must have been compared exactly once, wherever the difference lies.
+//!   This is exact, but it sees the source only.
+//! - **By timing what was compiled, on 64 KiB.** At this length stopping at the first byte is
+//!   thousands of times faster than going to the end, so the limit of twice is far from both sides;
+//!   and the fastest of many interleaved runs is compared, which a busy machine can only reach
+//!   later, not falsify.
 //!
-//! That nothing else compares codes is a matter of types: [`Mac`] has no `==`, only [`Mac::is`]. Public-key signatures (Ed25519,
-//! RSA) are checked with what is public and have nothing to leak.
+//! That nothing else compares codes is a matter of types: [`Mac`] has no `==`, only [`Mac::is`].
+//! Public-key signatures (Ed25519, RSA) are checked with what is public and have nothing to leak.
 
 use std::cell::Cell;
 use std::hint::black_box;
@@ -44,7 +47,8 @@ fn stops_after_words<T: ConstantTimeEq, const N: usize>(ours: &[T; N], theirs: &
     ours.chunks(4).zip(theirs.chunks(4)).all(|(our, their)| our.ct_eq(their).into())
 }
 
-/// Whether every pair is compared exactly once, wherever the difference lies, and the answer is right.
+/// Whether every pair is compared exactly once, wherever the difference lies, and the answer is
+/// right.
 fn compares_all<const N: usize>(equal: impl Fn(&[Counted; N], &[Counted; N]) -> bool) -> bool {
     let ours: [Counted; N] = std::array::from_fn(|_| Counted(7));
     (0..=N).all(|different| {
@@ -62,10 +66,12 @@ fn every_byte_is_compared_wherever_the_difference_lies() {
 }
 
 const LONG: usize = 64 * 1024;
-/// Enough that one run of each kind is left alone by the scheduler: a run takes some tens of microseconds.
+/// Enough that one run of each kind is left alone by the scheduler: a run takes some tens of
+/// microseconds.
 const RUNS: usize = 200;
 
-/// How many times longer the longer of two comparisons takes: one that differs in its first byte, one in its last.
+/// How many times longer the longer of two comparisons takes: one that differs in its first byte,
+/// one in its last.
 fn spread(equal: impl Fn(&[u8; LONG], &[u8; LONG]) -> bool) -> f64 {
     let ours = Box::new([7; LONG]);
     let differing = |at: usize| {

@@ -1,4 +1,5 @@
-//! A certificate as AWS serves it, reduced to what verifying needs: whose URL it is, its key, its period.
+//! A certificate as AWS serves it, reduced to what verifying needs: whose URL it is, its key, its
+//! period.
 
 use std::fmt;
 
@@ -25,7 +26,8 @@ const END: &str = "-----END CERTIFICATE-----";
 
 /// A certificate that was fetched from its URL.
 ///
-/// Cloning copies some 300 bytes. Keep it for as long as you like: whether it is still valid is asked at every use.
+/// Cloning copies some 300 bytes. Keep it for as long as you like: whether it is still valid is
+/// asked at every use.
 #[derive(Clone)]
 pub struct Certificate {
     url: CertificateUrl,
@@ -36,7 +38,8 @@ pub struct Certificate {
 }
 
 impl Certificate {
-    /// Reads what was fetched from `url`: exactly one PEM certificate with an RSA key of at least 2048 bits.
+    /// Reads what was fetched from `url`: exactly one PEM certificate with an RSA key of at least
+    /// 2048 bits.
     pub fn from_pem(url: &CertificateUrl, pem: &[u8]) -> Result<Self, CertificateError> {
         let der = unwrap_pem(pem).ok_or(CertificateError::Pem)?;
         let whole = x509_cert::Certificate::from_der(&der).map_err(|_| CertificateError::Certificate)?;
@@ -104,7 +107,8 @@ fn unwrap_pem(pem: &[u8]) -> Option<Vec<u8>> {
     STANDARD.decode(base64).ok()
 }
 
-/// Whether these are modulus and exponent of a key of a usual size. The exponent is checked where it is used.
+/// Whether these are modulus and exponent of a key of a usual size. The exponent is checked where
+/// it is used.
 fn is_strong(key: &[u8]) -> bool {
     let modulus_bits = || -> x509_cert::der::Result<usize> {
         let mut reader = SliceReader::new(key)?;

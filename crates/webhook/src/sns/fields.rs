@@ -82,7 +82,8 @@ pub(super) struct Fields([Found; Field::ALL.len()]);
 
 impl Fields {
     pub(super) fn parse(body: &[u8]) -> Result<Self, Refusal> {
-        // The whole body, because bytes that are no text would otherwise pass in fields that are stepped over.
+        // The whole body, because bytes that are no text would otherwise pass in fields that are
+        // stepped over.
         let text = std::str::from_utf8(body).map_err(|_| Refusal::Malformed(Part::Body))?;
         let mut json = serde_json::Deserializer::from_str(text);
         let read = json.deserialize_map(Object).and_then(|fields| json.end().map(|()| fields));
@@ -169,7 +170,8 @@ mod tests {
         ] {
             assert_eq!(id(body).as_deref().map_err(|code| *code), expected, "{body}");
         }
-        // The second and third were found by the differential test, seed 9: nothing but text is JSON, read or not.
+        // The second and third were found by the differential test, seed 9: nothing but text is
+        // JSON, read or not.
         for body in [&b"{\"MessageId\":\"\xff\"}"[..], b"{\"MessageId\":\"a\",\"x\":\"\xff\"}", b"{\"x\":{\"\xcf\":1}}"]
         {
             assert_eq!(Fields::parse(body).unwrap_err().code(), "body_malformed");

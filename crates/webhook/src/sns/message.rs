@@ -73,7 +73,8 @@ impl Message {
         }
     }
 
-    /// The same in the words of the other schemes. There is one key only, number 0: the certificate's.
+    /// The same in the words of the other schemes. There is one key only, number 0: the
+    /// certificate's.
     pub fn verified(&self) -> Verified {
         let message_id = Some(self.message_id().to_owned());
         Verified { message_id, signed_at: Some(self.published_at()), digest: Some(*self.digest()), key: 0 }

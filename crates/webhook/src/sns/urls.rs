@@ -11,10 +11,12 @@ const CERTIFICATE_URL_BYTES_MAX: usize = 256;
 /// Longest region name; the longest there is has 14 bytes.
 const REGION_BYTES_MAX: usize = 32;
 
-/// A certificate's address: `https://sns.REGION.amazonaws.com/NAME.pem`, or `.com.cn` for a Chinese region.
+/// A certificate's address: `https://sns.REGION.amazonaws.com/NAME.pem`, or `.com.cn` for a Chinese
+/// region.
 ///
-/// The host is compared exactly. No user, port, query or fragment, one path segment of letters, digits, `-` and `_`, nothing escaped, all
-/// in the one spelling that AWS uses: so the text itself is the key to cache by.
+/// The host is compared exactly. No user, port, query or fragment, one path segment of letters,
+/// digits, `-` and `_`, nothing escaped, all in the one spelling that AWS uses: so the text itself
+/// is the key to cache by.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CertificateUrl(String);
 
@@ -39,8 +41,8 @@ impl fmt::Display for CertificateUrl {
     }
 }
 
-/// The address that confirms a subscription when it is visited: the same hosts, the root path, and a query that confirms
-/// this topic with this token.
+/// The address that confirms a subscription when it is visited: the same hosts, the root path, and
+/// a query that confirms this topic with this token.
 ///
 /// The token is a capability: print it nowhere.
 #[derive(Clone, PartialEq, Eq)]
@@ -73,7 +75,8 @@ impl fmt::Debug for SubscribeUrl {
     }
 }
 
-/// What follows `https://sns.REGION.amazonaws.com/` (or `.com.cn/`), if that is exactly how the URL begins.
+/// What follows `https://sns.REGION.amazonaws.com/` (or `.com.cn/`), if that is exactly how the URL
+/// begins.
 fn path_at_aws(url: &str) -> Option<&str> {
     if url.len() > URL_BYTES_MAX {
         return None;

@@ -23,8 +23,8 @@ const SIGNATURE_BYTES_MAX: usize = 1_368;
 
 /// Verifies what AWS SNS sends of the allowed topics.
 ///
-/// AWS signs for everybody: anybody with an account can have a genuine message sent to your endpoint. The topics are what
-/// makes a message yours.
+/// AWS signs for everybody: anybody with an account can have a genuine message sent to your
+/// endpoint. The topics are what makes a message yours.
 #[derive(Debug, Clone)]
 pub struct Verifier {
     topics: BTreeSet<TopicArn>,
@@ -48,7 +48,8 @@ impl Verifier {
         self
     }
 
-    /// Reads a body and refuses what no certificate could make acceptable. Cheap, no I/O, and nothing in it is proven yet.
+    /// Reads a body and refuses what no certificate could make acceptable. Cheap, no I/O, and
+    /// nothing in it is proven yet.
     pub fn read(&self, body: &[u8]) -> Result<Unverified, Refusal> {
         let mut fields = Fields::parse(body)?;
         match fields.take(Field::SignatureVersion)?.as_str() {
@@ -87,8 +88,8 @@ impl Unverified {
         &self.certificate_url
     }
 
-    /// The message, if the certificate is the one it names, is valid now and signed it, and it was published within the
-    /// tolerance of `now`.
+    /// The message, if the certificate is the one it names, is valid now and signed it, and it was
+    /// published within the tolerance of `now`.
     pub fn verify(self, certificate: &Certificate, now: UnixSeconds) -> Result<Message, Refusal> {
         if *certificate.url() != self.certificate_url {
             return Err(Refusal::CertificateOther);
@@ -163,7 +164,8 @@ impl Lines {
     }
 }
 
-/// No value but the message's may hold what separates values: the signed text would have two readings.
+/// No value but the message's may hold what separates values: the signed text would have two
+/// readings.
 fn single_line(text: &str) -> Result<&str, Refusal> {
     if text.chars().any(char::is_control) { Err(Refusal::Malformed(Part::Field)) } else { Ok(text) }
 }

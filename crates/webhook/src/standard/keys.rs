@@ -17,7 +17,8 @@ const PUBLIC_PREFIX: &str = "whpk_";
 /// The specification's bounds of a symmetric key.
 const SYMMETRIC_BYTES: (usize, usize) = (24, 64);
 
-/// A shared secret for `v1`: `whsec_` and base64, which is *decoded* (Stripe's secrets look the same and are not).
+/// A shared secret for `v1`: `whsec_` and base64, which is *decoded* (Stripe's secrets look the
+/// same and are not).
 #[derive(Debug, Clone)]
 pub struct SymmetricKey(pub(super) SecretBytes);
 
@@ -76,7 +77,8 @@ impl fmt::Debug for SigningKey {
 pub struct PublicKey(pub(super) ed25519_dalek::VerifyingKey);
 
 impl PublicKey {
-    /// Reads `whpk_` + base64; the prefix may be left out. Keys of small order, for which anything verifies, are refused.
+    /// Reads `whpk_` + base64; the prefix may be left out. Keys of small order, for which anything
+    /// verifies, are refused.
     pub fn parse(text: &str) -> Result<Self, SecretError> {
         if text.starts_with(SYMMETRIC_PREFIX) || text.starts_with(SIGNING_PREFIX) {
             return Err(SecretError::Prefix { expected: PUBLIC_PREFIX });

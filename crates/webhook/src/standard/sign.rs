@@ -54,7 +54,8 @@ impl From<SigningKey> for SignKey {
     }
 }
 
-/// Signs messages with every live key, so that receivers may switch from the old one to the new one at their leisure.
+/// Signs messages with every live key, so that receivers may switch from the old one to the new one
+/// at their leisure.
 #[derive(Debug, Clone)]
 pub struct Signer {
     keys: Keys<Live<SignKey>>,
@@ -66,8 +67,9 @@ impl Signer {
         Ok(Self { keys: Keys::new(keys.into_iter().map(Live::always))? })
     }
 
-    /// Signs with an old key too, up to and including `until`. So a rotation ends by itself, and a receiver that has not switched by then refuses
-    /// what comes, instead of trusting a key for ever that may have been found.
+    /// Signs with an old key too, up to and including `until`. So a rotation ends by itself, and a
+    /// receiver that has not switched by then refuses what comes, instead of trusting a key for
+    /// ever that may have been found.
     pub fn retiring(mut self, key: SignKey, until: UnixSeconds) -> Result<Self, SecretError> {
         self.keys.push(Live { key, until: Some(until) })?;
         Ok(self)

@@ -1,4 +1,5 @@
-//! The list of bad input, item by item, for every scheme it applies to: what is accepted, and the code of what is not.
+//! The list of bad input, item by item, for every scheme it applies to: what is accepted, and the
+//! code of what is not.
 //!
 //! AWS SNS, which is JSON and RSA, has its own in `sns.rs`.
 
@@ -147,7 +148,8 @@ fn the_right_code_under_another_scheme_is_refused() {
         };
         let message = kit.with_code(&kit.encode(&code), body);
         assert_eq!(message.verdict(&*kit.verifier(), TIME), expected, "the code of {other:?} under {kit:?}");
-        // The other scheme's whole message is never taken for ours; one verifier is for both kinds of Twilio's bodies.
+        // The other scheme's whole message is never taken for ours; one verifier is for both kinds
+        // of Twilio's bodies.
         if kit.scheme() == Scheme::Twilio && other.scheme() == Scheme::Twilio {
             continue;
         }
@@ -271,7 +273,8 @@ fn a_reserialised_body_is_refused() {
             .to_vec()
         },
     );
-    // Twilio signs the parameters of a form, not its bytes: another spelling is the same message, by the same id.
+    // Twilio signs the parameters of a form, not its bytes: another spelling is the same message,
+    // by the same id.
     let kit = Kit::TwilioForm;
     let genuine = kit.genuine(SECRET, TIME, kit.body());
     let respelt = b"Digits=1234&Call%53id=CA1234567890ABCDE&From=14158675309".to_vec();

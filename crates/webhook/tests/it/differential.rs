@@ -1,8 +1,8 @@
-//! Random cases from an independent implementation (`fixtures/differential.py`, Python's standard library), and its verdict on each:
-//! ours must be the same, every time.
+//! Random cases from an independent implementation (`fixtures/differential.py`, Python's standard
+//! library), and its verdict on each: ours must be the same, every time.
 //!
-//! `POSTBOX_TEST_DIFFERENTIAL=1000000 POSTBOX_SEED=1 cargo test --release -p postbox-webhook --test it -- --nocapture differential` is the long version.
-//! A missing Python is a failure: a check that is skipped proves nothing.
+//! `POSTBOX_TEST_DIFFERENTIAL=1000000 POSTBOX_SEED=1 cargo test --release -p postbox-webhook --test it -- --nocapture differential`
+//! is the long version. A missing Python is a failure: a check that is skipped proves nothing.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};

@@ -1,4 +1,5 @@
-//! The verifiers against vectors, an independent implementation, and everything that must be refused.
+//! The verifiers against vectors, an independent implementation, and everything that must be
+//! refused.
 #![allow(clippy::unwrap_used)]
 #![allow(clippy::print_stdout, reason = "random tests print their seed")]
 

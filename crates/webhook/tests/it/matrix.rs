@@ -93,7 +93,8 @@ fn standard_signatures() {
 
 #[test]
 fn standard_ids_and_times() {
-    // Signed by the reference as the sender of such a thing would: the refusal is for the form, not for the MAC.
+    // Signed by the reference as the sender of such a thing would: the refusal is for the form, not
+    // for the MAC.
     let reference = standardwebhooks::Webhook::new(OLD).expect("the reference takes the key");
     let forge = |id: &str, time: &str| reference.sign(id, time.parse().unwrap_or_default(), BODY).expect("signed");
     for (id, time, expected) in [

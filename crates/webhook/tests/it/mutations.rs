@@ -1,11 +1,14 @@
-//! Genuine messages of every scheme, damaged in one place: a bit, a byte, a byte too many or too few, two swapped, the
-//! end cut off; in the signature, the time, the id, the query, the body. None may be accepted as anything else.
+//! Genuine messages of every scheme, damaged in one place: a bit, a byte, a byte too many or too
+//! few, two swapped, the end cut off; in the signature, the time, the id, the query, the body. None
+//! may be accepted as anything else.
 //!
-//! `POSTBOX_TEST_MUTATIONS=10000000 POSTBOX_SEED=1 cargo test --release -p postbox-webhook --test it -- --nocapture mutations` is the long version.
+//! `POSTBOX_TEST_MUTATIONS=10000000 POSTBOX_SEED=1 cargo test --release -p postbox-webhook --test it -- --nocapture mutations`
+//! is the long version.
 //!
-//! Where a scheme signs bytes, whatever was damaged must be refused. Where it signs a *meaning* (the parameters of Twilio's
-//! forms, the fields of SNS's JSON), the bytes can change and the meaning stay (`%2b` for `%2B`, a space between fields);
-//! then it must be accepted as exactly the same message, or not at all. These are counted apart.
+//! Where a scheme signs bytes, whatever was damaged must be refused. Where it signs a *meaning*
+//! (the parameters of Twilio's forms, the fields of SNS's JSON), the bytes can change and the
+//! meaning stay (`%2b` for `%2B`, a space between fields); then it must be accepted as exactly the
+//! same message, or not at all. These are counted apart.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -204,7 +207,8 @@ fn no_mutation_is_accepted() {
     assert_eq!(tally.tried, mutations);
 }
 
-/// Receivers with one small flaw each, as they have been seen in the wild. If the search above missed one of them, it would prove nothing.
+/// Receivers with one small flaw each, as they have been seen in the wild. If the search above
+/// missed one of them, it would prove nothing.
 #[test]
 fn the_search_finds_receivers_that_overlook_one_byte() {
     type Flaw = fn(Kit, &mut Message);

@@ -1,4 +1,5 @@
-//! Random inputs: nothing panics, and the reference implementation of Standard Webhooks always agrees.
+//! Random inputs: nothing panics, and the reference implementation of Standard Webhooks always
+//! agrees.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -37,7 +38,8 @@ proptest! {
         age in -400_i64..400,
         flip in proptest::option::of(0_usize..256),
     ) {
-        // The reference reads the wall clock; half a second around the edges may go either way and is left out.
+        // The reference reads the wall clock; half a second around the edges may go either way and
+        // is left out.
         prop_assume!(!(298..=302).contains(&age.abs()));
         let now = i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs()).expect("fits");
         let time = now - age;

@@ -1,4 +1,5 @@
-//! `examples/verify`: the receivers in other languages take what our signer makes, and nothing else.
+//! `examples/verify`: the receivers in other languages take what our signer makes, and nothing
+//! else.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;

@@ -1,4 +1,5 @@
-//! The sender's side of every scheme, written with nothing but the hash functions, and its receiver.
+//! The sender's side of every scheme, written with nothing but the hash functions, and its
+//! receiver.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -35,8 +36,9 @@ impl Message {
         let query = self.query.as_deref().map(|query| std::str::from_utf8(query).unwrap_or("\u{0}"));
         let (request, now) = (Request { headers: &headers, query, body: &self.body }, UnixSeconds(now));
         let verified = verifier.verify(&request, now);
-        // The headers alone never say less than the truth: they hold whatever verifies, and what they are refused for is what the whole is refused for, but
-        // for a time, which is looked at last when there is a body.
+        // The headers alone never say less than the truth: they hold whatever verifies, and what
+        // they are refused for is what the whole is refused for, but for a time, which is looked at
+        // last when there is a body.
         if let Err(refusal) = verifier.check_head(&request, now) {
             assert!(
                 verified.clone().is_err_and(|whole| whole == refusal || refusal.is_stale()),

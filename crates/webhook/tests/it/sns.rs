@@ -1,4 +1,5 @@
-//! AWS SNS: messages signed by openssl (`fixtures/sns.py`), and everything that is refused, each with its code.
+//! AWS SNS: messages signed by openssl (`fixtures/sns.py`), and everything that is refused, each
+//! with its code.
 
 use std::collections::BTreeMap;
 
@@ -280,7 +281,8 @@ fn a_reserialised_body_is_the_same_message() {
 
 #[test]
 fn a_text_that_imitates_fields_has_one_reading() {
-    // A publisher's text that could pass for the fields of another message, were a subject allowed to have lines.
+    // A publisher's text that could pass for the fields of another message, were a subject allowed
+    // to have lines.
     let genuine = with(notification(), "Message", "pay 1\nMessageId\nfake\nSubject\nx");
     let genuine: Value = serde_json::from_str(&signed(genuine)).expect("JSON");
     assert_eq!(verdict(genuine.to_string().as_bytes(), NOW), "ok");

@@ -6,9 +6,9 @@
 -- that the caller remembers; and the new position, or NULL to move nothing.
 --
 -- The answer, in `verdict`:
---   stale    the lease is not ours
---   undone   the cursor is not what the caller remembers, and nothing was moved
---   written  the position was reached already: an earlier call whose answer was lost wrote this very
+--   stale    the lease is not ours undone   the cursor is not what the caller remembers, and
+--   nothing was moved written  the position was reached already: an earlier call whose answer was
+--   lost wrote this very
 --            settlement, and the rows it left may have gone on since
 --   open     the lane is locked, and the position is where it was asked to be
 --
@@ -32,7 +32,8 @@ DECLARE
   at record;
   known boolean;
 BEGIN
-  -- All went well, as nearly always: one update, without a lock that would be written down before it.
+  -- All went well, as nearly always: one update, without a lock that would be written down before
+  -- it.
   UPDATE {s}.lane AS l SET last_seq = new_seq
     WHERE l.ctid = spot AND {held}
       AND l.to_snap::text = last_snap AND l.last_seq >= last_settled AND l.last_seq < new_seq

@@ -23,9 +23,9 @@
 --   page     rows of the window; nothing was written
 --   nothing  nothing was committed since the window ended; nothing was written
 --   window   the next window is open, and written down; perhaps nothing in it is wanted
--- `low`, `high` and `xid_low` bound the rows of a window without stragglers, so that its further pages need
--- not come through this function: what it gives out is kept first, which costs a third more (measured).
--- `left_stream`: the subscription has delivery rows.
+-- `low`, `high` and `xid_low` bound the rows of a window without stragglers, so that its further
+-- pages need not come through this function: what it gives out is kept first, which costs a third
+-- more (measured). `left_stream`: the subscription has delivery rows.
 --
 -- A cursor that was made in another cluster, whose transaction ids mean nothing here, is an error
 -- with the state PB001.

@@ -38,7 +38,7 @@ const FRAGMENTS: &[(&str, &str)] = &[
          SET enable_material = off",
     ),
     // Begins a function that receives. Durable even where the role or database says otherwise: the
-    // sender is told that the message is ours. Assigned, because PERFORM would make a query of it.
+    // sender hears that the message is ours. Assigned, because PERFORM would make a query of it.
     (
         "bounds",
         "IF current_setting('synchronous_commit') = 'off' THEN

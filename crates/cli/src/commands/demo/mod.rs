@@ -1,6 +1,6 @@
-//! `postbox demo`: a shop, its outbox, a relay, a signed webhook, a receiver's inbox and its ledger,
-//! in one process on SQLite, under faults, with the relay crashed in the middle; and a proof at the
-//! end.
+//! `postbox demo`: a shop, its outbox, a relay, a signed webhook, a receiver's inbox and its
+//! ledger, in one process on SQLite, under faults, with the relay crashed in the middle; and a
+//! proof at the end.
 //!
 //! | file | what it is |
 //! |---|---|

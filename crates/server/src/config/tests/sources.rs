@@ -17,7 +17,8 @@ fn ids_are_remembered_longer_than_senders_repeat() {
     }
     let message = fault(&(source("retry_horizon = \"1h\"", "stripe") + "[retention]\nremember_ids = \"1h\"\n"));
     assert!(message.contains(cure), "{message}");
-    // And never less than the sender repeats: the same rule for what is configured, and for what is not.
+    // And never less than the sender repeats: the same rule for what is configured, and for what is
+    // not.
     let message = fault(&(source("retry_horizon = \"8d\"", "stripe") + "[retention]\nremember_ids = \"7d\"\n"));
     assert!(message.contains(":7: ") && message.contains("\"7d\"") && message.contains("sources.partner"), "{message}");
     assert!(
