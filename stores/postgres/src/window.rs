@@ -216,7 +216,7 @@ impl NextBatch<'_> {
                 at.enter(window.into());
             }
             if matches!(answer.verdict.as_str(), "page" | "window") {
-                at.bounds = answer.bounds;
+                at.bounds = answer.bounds.or(at.bounds);
             }
             let (session, id, left) = (self.session, self.params.subscription.id, answer.left_stream);
             let exceptions = Exceptions::ask(session, self.lease, id, left, at.read).await?;

@@ -8,10 +8,10 @@
 
 -- Makes the function `<log>_window` of a log. Idempotent.
 --
--- The parameters: the largest payload to send along; the most rows; what the lane and its
--- subscription want; the lane under an epoch; the filter's revision; where the lane's row was last
--- seen; the window and the position that the caller remembers; and the place after which it reads
--- on in that window, or NULL to look for the next one.
+-- The parameters: the largest payload to send along; the most rows (0: only the verdict); what the
+-- lane and its subscription want; the lane under an epoch; the filter's revision; where the lane's
+-- row was last seen; the window and the position that the caller remembers; and the place after
+-- which it reads on in that window, or NULL to look for the next one.
 --
 -- The answer: rows in two runs of `seq` order (stragglers, then the rest), and one row at the end
 -- without `seq`, whose `verdict` says what came of the call:
@@ -82,6 +82,12 @@ BEGIN
       left_stream := EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription);
       IF at.to_snap::text <> last_snap OR at.last_seq < last_settled THEN
         verdict := 'undone';
+        RETURN NEXT;
+        RETURN;
+      END IF;
+      IF rows_max = 0 THEN
+        -- Its caller reads the rows from the log, in this transaction.
+        verdict := 'page';
         RETURN NEXT;
         RETURN;
       END IF;
@@ -157,7 +163,7 @@ BEGIN
         GET DIAGNOSTICS given = ROW_COUNT;
         news := true;
       END IF;
-      IF cardinality(ended) = 0 THEN
+      IF news AND cardinality(ended) = 0 THEN
         low := coalesce(CASE WHEN read_after IS NULL THEN window_low ELSE at.low END, 0);
         high := coalesce(window_high, 0);
         xid_low := pg_snapshot_xmax(old_snap)::text;
