@@ -53,7 +53,7 @@ async fn main() -> anyhow::Result<()> {
         let sink = HttpSink::new(HttpSinkConfig { keys, allow, ..HttpSinkConfig::new(&url) }, Arc::clone(&clock))?;
         let relay = Relay::builder(provider.clone(), Subscription::new(name.parse()?, LogName::outbox()));
         let sent = relay.sink(Arc::new(sink)).build()?.drain(None).await?;
-        ensure!((sent.dispatched, sent.dead) == (accepted, 3 - accepted), "{name}: {sent:?}");
+        ensure!((sent.delivered, sent.dead) == (accepted, 3 - accepted), "{name}: {sent:?}");
     }
 
     // Applying is a subscription of the inbox: it sees events of ours, each once.
