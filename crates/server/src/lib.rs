@@ -38,5 +38,5 @@ pub use postbox_postgres::Roles;
 pub use service::Service;
 pub use sinks::SinkChoice;
 pub use sources::SourceConfig;
-pub use stores::{StoreConfig, check_receiving, check_store_url, grants, open_store};
+pub use stores::{StoreConfig, check_store_url, grants, open_store};
 pub use wiring::relay;

@@ -118,11 +118,6 @@ pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
     config.checked()?.open(config.url.expose()).await
 }
 
-/// Checks that nothing in the store keeps messages from being received. Changes nothing.
-pub async fn check_receiving(config: &StoreConfig) -> Result<()> {
-    open_store(config).await?.check_receiving().await
-}
-
 /// The GRANT statements that roles need on a Postgres store.
 pub async fn grants(config: &StoreConfig, roles: &Roles) -> Result<String> {
     match (config.checked()? as &dyn Any).downcast_ref::<PostgresTable>() {

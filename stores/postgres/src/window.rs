@@ -252,8 +252,8 @@ impl NextBatch<'_> {
     /// A window is written down before its answer counts, and before anything of it is given out.
     async fn ask(&self, at: &Position, after: Option<i64>) -> Result<(Vec<Stored>, Answer)> {
         let modes = &self.store.inner.modes;
-        let bounds = at.bounds.as_ref().filter(|_| after.is_some());
-        let (mode, rows_max) = match (bounds, after) {
+        let page = after.zip(at.bounds.as_ref());
+        let (mode, rows_max) = match (page, after) {
             // The function only says whether the window is still ours.
             (Some(_), _) => (&modes.read, 0),
             (None, Some(_)) => (&modes.look, self.params.rows),
@@ -261,7 +261,7 @@ impl NextBatch<'_> {
         };
         let calls = async |session: &Session| {
             let window = session.answer(self.call_window(at, after, rows_max));
-            let page = session.answer(self.read_page(at, bounds, after));
+            let page = session.answer(self.read_page(at, page));
             let (window, page) = futures::join!(window, page);
             let (mut rows, answer) = window?;
             rows.extend(page?);
@@ -329,10 +329,9 @@ impl NextBatch<'_> {
     async fn read_page(
         &self,
         at: &Position,
-        bounds: Option<&Bounds>,
-        after: Option<i64>,
+        page: Option<(i64, &Bounds)>,
     ) -> Result<Vec<Stored>, tokio_postgres::Error> {
-        let (Some(Bounds { low, high, xid_low }), Some(after)) = (bounds, after) else { return Ok(Vec::new()) };
+        let Some((after, Bounds { low, high, xid_low })) = page else { return Ok(Vec::new()) };
         let low = after.max(*low);
         if low >= *high {
             return Ok(Vec::new());
