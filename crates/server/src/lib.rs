@@ -17,6 +17,7 @@
 //! It contains no SQL and no delivery logic: it reads a file, joins stores, relays and sinks, and
 //! shows what they say.
 
+mod bus;
 mod cache;
 mod config;
 mod cron;

@@ -9,6 +9,8 @@ use postbox_core::{Result, Sink};
 use postbox_engine::JsonLines;
 use postbox_http::HttpSinkTable;
 
+use crate::bus::BusTable;
+
 /// Every kind of sink. A new one is one row here.
 pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
     Adapter::new::<HttpSinkTable>(
@@ -16,6 +18,9 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "http", url = "https://example.org/hook", secret = "env:HOOK_SECRET" }"#,
         |keys| Arc::new(HttpSinkTable::read(keys)),
     ),
+    Adapter::new::<BusTable>("bus", r#"{ type = "bus", url = "env:OTHER_DATABASE_URL", log = "inbox" }"#, |keys| {
+        Arc::new(BusTable::read(keys))
+    }),
     Adapter::new::<FileTable>("file", r#"{ type = "file", path = "events.jsonl" }"#, |keys| {
         Arc::new(FileTable::read(keys))
     }),

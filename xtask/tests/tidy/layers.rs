@@ -16,6 +16,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-testkit", &["postbox-core"]),
     ("postbox-postgres", &["postbox-config", "postbox-core"]),
     ("postbox-sqlite", &["postbox-config", "postbox-core"]),
+    ("postbox-bus", &["postbox-core"]),
     ("postbox-http", &["postbox-config", "postbox-core", "postbox-webhook"]),
     ("postbox-engine", &["postbox-core"]),
     ("postbox-listen", &["postbox-core"]),
@@ -37,6 +38,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     (
         "postbox-server",
         &[
+            "postbox-bus",
             "postbox-config",
             "postbox-core",
             "postbox-engine",
@@ -129,7 +131,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("rustls", &["postbox-cli", "postbox-http", "postbox-postgres"]),
     ("rustls-platform-verifier", &["postbox-http"]),
     ("sha1", &["postbox-webhook"]),
-    ("sha2", &["postbox-ingress", "postbox-webhook"]),
+    ("sha2", &["postbox-bus", "postbox-ingress", "postbox-webhook"]),
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
     ("strsim", &["postbox-config"]),
     ("subtle", &["postbox-server", "postbox-webhook"]),

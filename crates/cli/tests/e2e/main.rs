@@ -3,6 +3,7 @@
 mod attacks;
 mod blocked_output;
 mod bulk_changes;
+mod bus;
 mod commands;
 mod deliveries;
 mod demo;
