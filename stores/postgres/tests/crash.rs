@@ -146,7 +146,7 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
 #[tokio::test]
 async fn a_settlement_that_outlasts_its_lease_is_whole() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
-    let proxy = FaultProxy::in_front_of(&url, 1).await;
+    let proxy = FaultProxy::in_front_of(&url).await;
     let store = support::migrated(PostgresConfig::new(proxy.url(&url))).await;
     let name = SubscriptionName::new("s").expect("a name");
     store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");

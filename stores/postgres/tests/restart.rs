@@ -10,7 +10,7 @@ use postbox_core::{
     TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
-use postbox_testkit::proxy::{Fault, FaultProxy};
+use postbox_testkit::proxy::{Direction, FaultProxy};
 use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
 
 const TTL: Duration = Duration::from_secs(600);
@@ -204,7 +204,7 @@ async fn unreachable_stores_say_so() {
 async fn a_silent_server_holds_up_no_call() {
     let server = Postgres::shared(Version::V15).await;
     let url = server.fresh_database().await;
-    let proxy = FaultProxy::in_front_of(&url, 1).await;
+    let proxy = FaultProxy::in_front_of(&url).await;
     support::migrated(PostgresConfig::new(&url)).await;
     let mut config = PostgresConfig::new(proxy.url(&url));
     (config.statement_timeout, config.pool_timeout) = (Duration::from_millis(500), Duration::from_millis(500));
@@ -213,7 +213,7 @@ async fn a_silent_server_holds_up_no_call() {
     // Until it has a connection of which nothing is known but good: on a busy machine a call may
     // well take half a second.
     while store.create_log(&log).await.is_err() {}
-    proxy.set_both(Fault::Blackhole);
+    proxy.swallow(&Direction::BOTH);
     // Far longer than the 6 s that a call has: its own time, the pool's, and 5 s for the way.
     let patience = Duration::from_secs(60);
     let calls = futures::join!(
