@@ -9,33 +9,8 @@ use postbox_testkit::servers::{Postgres, Version};
 use crate::everything::everything;
 use crate::support;
 
-/// One odd value each.
-const SETTINGS: [(&str, &str); 56] = [
-    ("standard_conforming_strings", "off"),
-    ("escape_string_warning", "off"),
-    ("backslash_quote", "off"),
-    ("bytea_output", "escape"),
-    ("DateStyle", "SQL, DMY"),
-    ("DateStyle", "German"),
-    ("IntervalStyle", "sql_standard"),
-    ("TimeZone", "Pacific/Kiritimati"),
-    ("timezone_abbreviations", "India"),
-    ("search_path", "nowhere"),
-    ("search_path", "public, pg_catalog"),
-    ("default_transaction_isolation", "serializable"),
-    ("default_transaction_isolation", "repeatable read"),
-    ("default_transaction_deferrable", "on"),
-    ("lock_timeout", "1ms"),
-    ("statement_timeout", "10s"),
-    ("idle_in_transaction_session_timeout", "10s"),
-    ("idle_session_timeout", "10s"),
-    ("row_security", "off"),
-    ("xmloption", "document"),
-    ("xmlbinary", "hex"),
-    ("array_nulls", "off"),
-    ("extra_float_digits", "-15"),
-    ("jit", "on"),
-    ("jit_above_cost", "0"),
+/// How the planner goes about it.
+const PLANNER: [(&str, &str); 19] = [
     ("enable_seqscan", "off"),
     ("enable_indexscan", "off"),
     ("enable_bitmapscan", "off"),
@@ -47,43 +22,78 @@ const SETTINGS: [(&str, &str); 56] = [
     ("enable_material", "off"),
     ("plan_cache_mode", "force_custom_plan"),
     ("plan_cache_mode", "force_generic_plan"),
-    ("session_replication_role", "replica"),
-    ("synchronous_commit", "off"),
-    ("transform_null_equals", "on"),
-    ("check_function_bodies", "off"),
-    ("default_tablespace", "pg_default"),
-    ("temp_tablespaces", "pg_default"),
-    ("work_mem", "64kB"),
-    ("temp_buffers", "800kB"),
-    ("lc_messages", "C"),
-    ("lc_monetary", "C"),
-    ("lc_numeric", "C"),
-    ("lc_time", "C"),
-    ("quote_all_identifiers", "on"),
-    ("client_min_messages", "debug1"),
-    ("default_toast_compression", "pglz"),
+    ("jit", "on"),
+    ("jit_above_cost", "0"),
     ("join_collapse_limit", "1"),
     ("from_collapse_limit", "1"),
     ("geqo_threshold", "2"),
     ("parallel_setup_cost", "0"),
     ("constraint_exclusion", "on"),
+    ("work_mem", "64kB"),
 ];
 
+/// How values are read and written.
+const VALUES: [(&str, &str); 19] = [
+    ("standard_conforming_strings", "off"),
+    ("escape_string_warning", "off"),
+    ("backslash_quote", "off"),
+    ("bytea_output", "escape"),
+    ("DateStyle", "SQL, DMY"),
+    ("DateStyle", "German"),
+    ("IntervalStyle", "sql_standard"),
+    ("TimeZone", "Pacific/Kiritimati"),
+    ("timezone_abbreviations", "India"),
+    ("xmloption", "document"),
+    ("xmlbinary", "hex"),
+    ("array_nulls", "off"),
+    ("extra_float_digits", "-15"),
+    ("lc_messages", "C"),
+    ("lc_monetary", "C"),
+    ("lc_numeric", "C"),
+    ("lc_time", "C"),
+    ("quote_all_identifiers", "on"),
+    ("transform_null_equals", "on"),
+];
+
+/// What a session may do, and how.
+const SESSION: [(&str, &str); 18] = [
+    ("search_path", "nowhere"),
+    ("search_path", "public, pg_catalog"),
+    ("default_transaction_isolation", "serializable"),
+    ("default_transaction_isolation", "repeatable read"),
+    ("default_transaction_deferrable", "on"),
+    ("lock_timeout", "1ms"),
+    ("statement_timeout", "10s"),
+    ("idle_in_transaction_session_timeout", "10s"),
+    ("idle_session_timeout", "10s"),
+    ("row_security", "off"),
+    ("session_replication_role", "replica"),
+    ("synchronous_commit", "off"),
+    ("check_function_bodies", "off"),
+    ("default_tablespace", "pg_default"),
+    ("temp_tablespaces", "pg_default"),
+    ("temp_buffers", "800kB"),
+    ("client_min_messages", "debug1"),
+    ("default_toast_compression", "pglz"),
+];
+
+/// One odd value of each kind at a time: what is set in one does not soften the other two.
 async fn everything_under_every_setting(version: Version) {
     let server = Postgres::shared(version).await;
     let url = server.fresh_database().await;
     let parallel = if version == Version::V15 { "force_parallel_mode" } else { "debug_parallel_query" };
-    let settings = SETTINGS.iter().copied().chain([(parallel, "on")]);
-    for (at, (name, value)) in settings.enumerate() {
-        println!("{name} = {value}");
-        let options = format!("-c {name}={}", value.replace(' ', "\\ "));
-        let options: String = options.bytes().map(|byte| format!("%{byte:02X}")).collect();
+    let sessions = SESSION.into_iter().chain([(parallel, "on")]);
+    for (at, ((planner, values), session)) in PLANNER.into_iter().zip(VALUES).zip(sessions).enumerate() {
+        let settings = [planner, values, session];
+        println!("{settings:?}");
+        let option = |(name, value): (&str, &str)| format!("-c {name}={} ", value.replace(' ', "\\ "));
+        let options: String = settings.map(option).concat().bytes().map(|byte| format!("%{byte:02X}")).collect();
         let url = format!("{url}?options={options}");
         let store = support::migrated(PostgresConfig::new(&url).schema(format!("s{at}"))).await;
         let client = support::client(&url).await;
         everything(&store, &client, &store).await;
-        store.rebase().await.unwrap_or_else(|error| panic!("{name} = {value}: {error:?}"));
-        store.down(true).await.unwrap_or_else(|error| panic!("{name} = {value}: {error:?}"));
+        store.rebase().await.unwrap_or_else(|error| panic!("{settings:?}: {error:?}"));
+        store.down(true).await.unwrap_or_else(|error| panic!("{settings:?}: {error:?}"));
     }
 }
 
