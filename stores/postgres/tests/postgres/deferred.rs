@@ -1,7 +1,5 @@
 //! A handler whose effect breaks a deferred constraint fails alone; its neighbours' effects stay.
 
-mod support;
-
 use std::time::Duration;
 
 use postbox_core::{
@@ -10,6 +8,8 @@ use postbox_core::{
 };
 use postbox_testkit::conformance::ApplyFixture as _;
 use postbox_testkit::servers::Version;
+
+use crate::support;
 
 #[tokio::test]
 async fn a_deferred_constraint_fails_its_own_handler_only() {

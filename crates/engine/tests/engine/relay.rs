@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod support;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,8 +10,9 @@ use postbox_core::{
     Selection, State,
 };
 use postbox_engine::{Every, InProcessBus, OnDead, Relay, RelaySettings, Sweeper, TokioClock, handler_sink};
-use support::{Answer, Recorder, TestEnv, event, fast};
 use tokio_util::sync::CancellationToken;
+
+use crate::support::{self, Answer, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 

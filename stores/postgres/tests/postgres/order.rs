@@ -1,12 +1,12 @@
 //! Order where it is hardest: an early transaction id, a late write, and a window too large to
 //! count at a glance.
 
-mod support;
-
 use std::time::Duration;
 
 use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Settlement, Subscription, SubscriptionName};
 use postbox_testkit::servers::Version;
+
+use crate::support;
 
 /// More rows than a window counts together with its first page, with ids between the early one and
 /// the one it follows.

@@ -1,13 +1,13 @@
 //! NOTIFY as a hint: asked for, sent to sleepers only, and worth nothing more than a poll.
 
-mod support;
-
 use std::time::{Duration, Instant};
 
 use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Settlement, Subscription, SubscriptionName};
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
 use tokio::time::timeout;
+
+use crate::support;
 
 /// Far longer than anything takes.
 const LONG: Duration = Duration::from_secs(60);

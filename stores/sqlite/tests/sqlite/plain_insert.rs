@@ -1,15 +1,14 @@
 //! Rows that other programs insert: defaults, refusals by name, and rows that only a reader can
 //! judge.
 
-mod common;
-
-use common::fixture;
 use postbox_core::{
     Admin as _, Batch, BatchLimit, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent, Selection, Settlement,
     State, SubscriptionName,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, params};
+
+use crate::common::{self, fixture};
 
 fn insert(connection: &Connection, column: &str, value: impl Into<Value>) -> Result<usize, String> {
     let (topic, payload) = (Value::from("t".to_owned()), Value::from("{}".to_owned()));

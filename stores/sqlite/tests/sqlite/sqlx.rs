@@ -1,11 +1,10 @@
 //! Appending in an `sqlx` transaction.
 #![cfg(feature = "sqlx")]
 
-mod common;
-
-use common::{Fixture, fixture};
 use postbox_core::{EventId, LogName, NewEvent, SourceName};
 use sqlx::sqlite::{SqliteConnectOptions, SqlitePool};
+
+use crate::common::{Fixture, fixture};
 
 async fn pool(fixture: &Fixture) -> SqlitePool {
     let options = SqliteConnectOptions::new().filename(fixture.path());

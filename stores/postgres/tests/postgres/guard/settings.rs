@@ -6,7 +6,7 @@ use postbox_core::{Admin as _, Migrate as _};
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
 
-use crate::everything::everything;
+use super::everything::everything;
 use crate::support;
 
 /// How the planner goes about it.

@@ -2,12 +2,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod support;
-
 use std::time::Duration;
 
 use postbox_core::{Admin as _, Capabilities, Outcome, Selection, State};
-use support::{Recorder, TestEnv, event, fast};
+
+use crate::support::{self, Recorder, TestEnv, event, fast};
 
 #[tokio::test(start_paused = true)]
 async fn drain_stops_at_its_limit() {

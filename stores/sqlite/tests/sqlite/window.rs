@@ -1,13 +1,12 @@
 //! What is handed out was seen by a flushed commit first, and what was not handed out was not read.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{Fixture, fixture};
 use futures::FutureExt as _;
 use postbox_core::{Append, BatchLimit, Lease, Log, LogName, NewEvent, Settlement};
 use postbox_sqlite::{SqliteConfig, SqliteStore, Synchronous};
+
+use crate::common::{self, Fixture, fixture};
 
 fn window_end(fixture: &Fixture) -> i64 {
     fixture.connect().query_row("SELECT window_end FROM postbox_lane", [], |row| row.get(0)).expect("a lane")

@@ -2,9 +2,6 @@
 //! more rights than they need, forged rows, planted functions, odd settings, other encodings,
 //! dumps.
 
-#[path = "../support/mod.rs"]
-mod support;
-
 mod dump;
 mod encodings;
 mod everything;

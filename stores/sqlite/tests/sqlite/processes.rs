@@ -3,8 +3,6 @@
 
 #![allow(clippy::print_stdout, reason = "a child process talks to its parent, and a seed must be seen")]
 
-mod common;
-
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -12,7 +10,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Fixture, fixture};
 use postbox_core::{
     BatchLimit, EventId, Lease, Log, LogName, NewEvent, OwnerId, Settlement, Subscription, SubscriptionName,
 };
@@ -21,6 +18,8 @@ use postbox_testkit::ledger::{Fate, Ledger};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use rusqlite::{Connection, TransactionBehavior};
+
+use crate::common::{self, Fixture, fixture};
 
 const KEYS: i64 = 20;
 const TRANSACTIONS: usize = 400;
@@ -176,7 +175,7 @@ async fn nothing_is_lost_when_another_process_writes_and_is_killed() {
 
 fn spawn(path: &Path, seed: u64) -> Child {
     Command::new(std::env::current_exe().expect("this program"))
-        .args(["--exact", "child_writer", "--nocapture"])
+        .args(["--exact", "processes::child_writer", "--nocapture"])
         .env("POSTBOX_TEST_WRITE", path)
         .env("POSTBOX_SEED", seed.to_string())
         .stdout(Stdio::piped())

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod support;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +10,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, NewEvent, Outcome, Sink, State};
 use postbox_engine::Relay;
-use support::{TestEnv, event, fast};
+
+use crate::support::{self, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 const HAD: Outcome = Outcome::Delivered { duplicate: true };

@@ -2,13 +2,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod support;
-
 use std::time::Duration;
 
 use postbox_core::Outcome;
 use postbox_engine::RelaySettings;
-use support::{TestEnv, event, fast};
+
+use crate::support::{self, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 

@@ -1,7 +1,5 @@
 //! Lost flushes, restarts, dumps: what a cursor made of snapshots must survive.
 
-mod support;
-
 use std::time::Duration;
 
 use postbox_core::{
@@ -12,6 +10,8 @@ use postbox_core::{
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::proxy::{Direction, FaultProxy};
 use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
+
+use crate::support;
 
 const TTL: Duration = Duration::from_secs(600);
 

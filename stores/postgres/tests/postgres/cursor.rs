@@ -1,8 +1,6 @@
 //! What a cursor refuses: another cluster, a clock that went back, a filter that is out of date,
 //! rows that somebody deleted.
 
-mod support;
-
 use std::process::Command;
 use std::time::Duration;
 
@@ -12,6 +10,8 @@ use postbox_core::{
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
+
+use crate::support;
 
 const TTL: Duration = Duration::from_secs(10);
 

@@ -2,12 +2,12 @@
 
 #![cfg(feature = "sqlx")]
 
-mod support;
-
 use postbox_core::{EventId, Inspect as _, Log as _, LogName, NewEvent, SourceName, Subscription, SubscriptionName};
 use postbox_postgres::sqlx::{append_in, once_in};
 use postbox_testkit::servers::Version;
 use sqlx::{Connection as _, PgConnection};
+
+use crate::support;
 
 #[tokio::test]
 async fn events_share_the_transactions_fate() {

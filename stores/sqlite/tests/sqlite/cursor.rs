@@ -1,21 +1,20 @@
 //! Calls that are done late, twice or on another file: none may take a lane from its holder, or a
 //! position over what was not given.
 
-mod common;
-
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use common::{LONG, config, fixture};
 use jiff::Timestamp;
 use postbox_core::{
     Append as _, BatchLimit, Clock, Disposition, Entry, ErrorKind, Inspect as _, Log as _, LogName, Migrate as _,
     NewEvent, OwnerId, Settlement, SubscriptionName,
 };
 use postbox_sqlite::SqliteStore;
+
+use crate::common::{LONG, config, fixture};
 
 fn name() -> SubscriptionName {
     SubscriptionName::new("reader").expect("a name")

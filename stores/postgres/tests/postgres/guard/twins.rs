@@ -7,7 +7,7 @@ use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, Version};
 use tokio_postgres::Client;
 
-use crate::everything::everything;
+use super::everything::everything;
 use crate::support;
 
 /// Name, arguments, result.

@@ -3,7 +3,7 @@
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
 use postbox_testkit::servers::Version;
 
-use crate::everything::everything;
+use super::everything::everything;
 use crate::support;
 
 /// The same database as another role.

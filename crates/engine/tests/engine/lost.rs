@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod support;
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,8 +10,9 @@ use postbox_core::{
     Admin as _, BatchLimit, Call, Capabilities, ErrorKind, Outcome, Pause, Result, Selection, State, Wire,
 };
 use postbox_engine::RelaySettings;
-use support::{Answer, Cable, Recorder, TestEnv, event, fast};
 use tokio_util::sync::CancellationToken;
+
+use crate::support::{self, Answer, Cable, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 

@@ -1,16 +1,15 @@
 //! The handler's effect, the position and the delivery rows commit together.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{Fixture, fixture};
 use postbox_core::{
     Append, Decide, Delivery, Disposition, Inspect, Lease, Log, LogName, NewEvent, Outcome, Result, Settlement,
     SourceName, State,
 };
 use postbox_sqlite::{append_in, once_in};
 use rusqlite::Transaction;
+
+use crate::common::{self, Fixture, fixture};
 
 fn decide(_: &Delivery, outcome: &Outcome) -> Disposition {
     match outcome {

@@ -2,8 +2,6 @@
 
 #![allow(clippy::print_stdout, reason = "a child process talks to its parent, and a seed must be seen")]
 
-mod common;
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -11,11 +9,12 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use common::fixture;
 use postbox_core::{
     Admin as _, Append, Error, ErrorKind, Log, LogName, Migrate, NewEvent, Subscription, SubscriptionName,
 };
 use postbox_sqlite::{SqliteConfig, SqliteStore};
+
+use crate::common::{self, fixture};
 
 async fn refused(path: impl AsRef<Path>) -> Error {
     let opened = SqliteStore::open(SqliteConfig::new(path.as_ref())).await;
@@ -194,7 +193,10 @@ async fn a_file_that_cannot_be_written_is_refused() {
         fs::set_permissions(file, fs::Permissions::from_mode(mode)).expect("set");
     }
     let mut child = Command::new(&program);
-    child.args(["--exact", "child_without_rights", "--nocapture"]).env("POSTBOX_TEST_READONLY", &path).current_dir("/");
+    child
+        .args(["--exact", "open::child_without_rights", "--nocapture"])
+        .env("POSTBOX_TEST_READONLY", &path)
+        .current_dir("/");
     // Root may write everywhere; nobody may not. Who is not root cannot change, and need not.
     if fs::metadata(&path).expect("there").permissions().mode() != 0 && is_root() {
         child.uid(65_534).gid(65_534);

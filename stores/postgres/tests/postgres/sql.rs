@@ -1,7 +1,5 @@
 //! What writers in other languages rely on: plain INSERT, `enqueue`, and refusals by name.
 
-mod support;
-
 use std::time::Duration;
 
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, NAME_BYTES_MAX, TOPIC_BYTES_MAX};
@@ -11,6 +9,8 @@ use postbox_core::{
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, Version};
+
+use crate::support;
 
 async fn lease(store: &PostgresStore, name: &str) -> Lease {
     let name = SubscriptionName::new(name).expect("a name");

@@ -1,8 +1,6 @@
 //! One lane's reads, settlements and renewals run at the same time, and each of the latter two
 //! moves the lane's row. An operator's changes lock it.
 
-mod support;
-
 use std::time::Duration;
 
 use postbox_core::{
@@ -11,6 +9,8 @@ use postbox_core::{
 };
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
+
+use crate::support;
 
 const EVENTS: usize = 3_000;
 const TTL: Duration = Duration::from_secs(600);

@@ -1,8 +1,6 @@
 //! A crash of the database takes back ids that were never flushed, and gives them out again. What a
 //! lane remembers must not outlive them.
 
-mod support;
-
 use std::time::Duration;
 
 use postbox_core::{
@@ -12,6 +10,8 @@ use postbox_core::{
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::proxy::{FaultProxy, Harm, Point};
 use postbox_testkit::servers::{Postgres, PrivatePostgres, Settings, Version};
+
+use crate::support;
 
 /// Transactions whose traces are only in memory when the server dies.
 const UNFLUSHED: usize = 50;
