@@ -1,8 +1,6 @@
 //! "I had this one already": counted by the source of the event, in whatever way the destination
 //! came to say so.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,5 @@
 //! A bounded drain never reads, and so never delivers, more than its limit.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use std::time::Duration;
 
 use postbox_core::{Admin as _, Capabilities, Outcome, Selection, State};

@@ -1,7 +1,5 @@
 //! Relays that die, lanes that are lost, stores that go away.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use std::sync::Arc;
 use std::time::Duration;
 

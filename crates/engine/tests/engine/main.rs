@@ -1,6 +1,8 @@
 //! The relay on the memory store under paused time, and the receiver: one program, because each is
 //! built with the whole engine in it.
 
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
 #[path = "../support/mod.rs"]
 mod support;
 

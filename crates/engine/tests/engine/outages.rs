@@ -1,8 +1,6 @@
 //! A destination that is down, or throttles: one named case each, on the memory store under paused
 //! time.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use std::sync::Arc;
 use std::time::Duration;
 

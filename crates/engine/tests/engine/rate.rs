@@ -1,7 +1,5 @@
 //! A subscription that keeps to a rate.
 
-#![allow(clippy::unwrap_used)]
-
 use std::time::Duration;
 
 use postbox_core::Outcome;

@@ -1,7 +1,5 @@
 //! What a relay promises, one named case each, on the memory store under paused time.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use std::sync::Arc;
 use std::time::Duration;
 
