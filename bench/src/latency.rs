@@ -270,7 +270,7 @@ async fn read(reader: Reader, url: String, stamps: Arc<Stamps>, stop: Cancellati
         Reader::Nobody => Ok(()),
         Reader::Plain => read_plainly(&url, &stamps, &stop).await,
         Reader::Relay | Reader::Notified => {
-            let config = PostgresConfig::new(url.as_str()).notify(reader == Reader::Notified);
+            let config = PostgresConfig { notify: reader == Reader::Notified, ..PostgresConfig::new(url.as_str()) };
             let store = Arc::new(PostgresStore::connect(config).await?);
             let subscription = Subscription::new("bench".parse()?, LogName::outbox());
             let relay = Relay::builder(store, subscription).sink(Arc::new(Stopwatch(stamps))).build()?;

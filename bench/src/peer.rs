@@ -98,7 +98,8 @@ impl Job {
 }
 
 async fn ingress_router(store: &str) -> anyhow::Result<Router> {
-    let store = Arc::new(PostgresStore::connect(PostgresConfig::new(store).pool_size(POOL)).await?);
+    let store =
+        Arc::new(PostgresStore::connect(PostgresConfig { pool_size: POOL, ..PostgresConfig::new(store) }).await?);
     let verifier = verifier(Scheme::StandardWebhooks, &[SECRET], &Settings::default())?;
     let source = WebhookSource::new("bench".parse()?, LogName::inbox(), verifier);
     Ok(ingress::router(Ingress::new(vec![source], store, Arc::new(TokioClock::new()))?))

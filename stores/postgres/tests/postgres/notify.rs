@@ -15,7 +15,7 @@ const LONG: Duration = Duration::from_secs(60);
 #[tokio::test]
 async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
-    let store = support::migrated(PostgresConfig::new(&url).notify(true)).await;
+    let store = support::migrated(PostgresConfig { notify: true, ..PostgresConfig::new(&url) }).await;
     let writer = support::client(&url).await;
     let name = SubscriptionName::new("reader").expect("a name");
     store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");

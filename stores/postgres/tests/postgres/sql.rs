@@ -197,7 +197,9 @@ async fn hostile_schema_names_are_only_names() {
         "x23456789012345678901234567890123456789012345678901234567890123",
     ];
     for name in names {
-        let store = PostgresStore::connect(PostgresConfig::new(&url).schema(name)).await.expect(name);
+        let store = PostgresStore::connect(PostgresConfig { schema: name.into(), ..PostgresConfig::new(&url) })
+            .await
+            .expect(name);
         store.up().await.expect(name);
         assert!(store.up().await.expect("a second time").is_empty());
         store.append(&LogName::outbox(), &[NewEvent::json("t", "{}").key("k").header("a", "b")]).await.expect(name);
@@ -217,7 +219,8 @@ async fn hostile_schema_names_are_only_names() {
         assert_eq!(store.validate().await.expect_err("gone").code(), "schema_missing");
     }
     client.batch_execute("SELECT FROM public.canary").await.expect("the canary lives");
-    assert!(PostgresStore::connect(PostgresConfig::new(&url).schema("x".repeat(64))).await.is_err());
+    let too_long = PostgresConfig { schema: "x".repeat(64), ..PostgresConfig::new(&url) };
+    assert!(PostgresStore::connect(too_long).await.is_err());
 }
 
 /// `down` in a schema of somebody else's takes only what is ours.
@@ -227,7 +230,7 @@ async fn down_leaves_the_owners_tables_alone() {
     let url = server.fresh_database().await;
     let client = support::client(&url).await;
     client.batch_execute("CREATE TABLE public.mine (n int)").await.expect("a table");
-    let store = support::migrated(PostgresConfig::new(&url).schema("public")).await;
+    let store = support::migrated(PostgresConfig { schema: "public".into(), ..PostgresConfig::new(&url) }).await;
     store.down(true).await.expect("down");
     client.batch_execute("SELECT FROM public.mine").await.expect("still there");
     store.up().await.expect("up again");

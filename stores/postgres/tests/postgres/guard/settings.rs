@@ -89,7 +89,8 @@ async fn everything_under_every_setting(version: Version) {
         let option = |(name, value): (&str, &str)| format!("-c {name}={} ", value.replace(' ', "\\ "));
         let options: String = settings.map(option).concat().bytes().map(|byte| format!("%{byte:02X}")).collect();
         let url = format!("{url}?options={options}");
-        let store = support::migrated(PostgresConfig::new(&url).schema(format!("s{at}"))).await;
+        let config = PostgresConfig { schema: format!("s{at}"), ..PostgresConfig::new(&url) };
+        let store = support::migrated(config).await;
         let client = support::client(&url).await;
         everything(&store, &client, &store).await;
         store.rebase().await.unwrap_or_else(|error| panic!("{settings:?}: {error:?}"));

@@ -152,11 +152,12 @@ async fn nothing_planted_on_the_search_path_is_called() {
             let url = format!("{url}?options=-c%20search_path%3D{path}");
             let schema = if path == "public" { "first" } else { "second" };
             // Migrated, too, by somebody with that path.
-            let store = support::migrated(PostgresConfig::new(&url).schema(schema).notify(true)).await;
+            let config = PostgresConfig { schema: schema.into(), notify: true, ..PostgresConfig::new(&url) };
+            let store = support::migrated(config.clone()).await;
             let client = support::client(&url).await;
             everything(&store, &client, &store).await;
             store.rebase().await.expect("rebased");
-            let again = PostgresStore::connect(PostgresConfig::new(&url).schema(schema)).await.expect("connected");
+            let again = PostgresStore::connect(PostgresConfig { notify: false, ..config }).await.expect("connected");
             again.check_receiving().await.expect("checked");
             again.create_log(&"third".parse().expect("a name")).await.expect("made");
             again.down(true).await.expect("removed");
