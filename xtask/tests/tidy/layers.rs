@@ -122,7 +122,6 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("http-body-util", &["postbox-ingress", "postbox-server"]),
     ("hyper", &["postbox-listen", "postbox-server"]),
     ("hyper-util", &["postbox-listen", "postbox-server"]),
-    ("indicatif", &["postbox-cli"]),
     ("ipnet", &["postbox-http"]),
     ("prometheus-client", &["postbox-server"]),
     ("reqwest", &["postbox-http"]),
