@@ -42,7 +42,7 @@ mod secret;
 mod table;
 mod units;
 
-pub use adapter::{Adapter, SinkConfig, SinkContext, StoreOptions, adapter};
+pub use adapter::{Adapter, SinkConfig, SinkContext, SourceConfig, SourceContext, StoreOptions, adapter};
 pub use document::{commented_file, guide_table, json_schema};
 pub use faults::{Fault, Faults, suggestion};
 pub use kind::{

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, Result, SourceName, State, Store};
-use postbox_engine::{BreakerState, MetricsSnapshot};
+use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot};
 use postbox_ingress::Count;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, NoLabelSet, text};
@@ -232,6 +232,20 @@ fn received(page: &mut Page<'_>, exporter: &Exporter) -> fmt::Result {
         counts.iter().filter(|count| count.count > 0 || ["accepted", "duplicate", "conflict"].contains(&count.code));
     let answers = drawn.map(|count| (labels([("source", &name(count)), ("result", count.code)]), count.count));
     page.family("postbox_received_total", "Messages from outside by source and answer.", answers)?;
+    let receivers: Vec<_> = exporter.sources.receivers().iter().map(|it| (it.name.as_str(), it.snapshot())).collect();
+    type Read = fn(&ReceiverSnapshot) -> u64;
+    const COUNTERS: [(&str, &str, Read); 3] = [
+        ("postbox_poison_total", "Messages of brokers that are kept because nobody can decode them.", |m| m.poison),
+        ("postbox_source_errors_total", "Calls to a broker's source that failed and were repeated.", |m| {
+            m.source_errors
+        }),
+        ("postbox_receive_errors_total", "Messages of brokers that a call to the store failed to store.", |m| {
+            m.store_errors
+        }),
+    ];
+    for (name, help, read) in COUNTERS {
+        page.family(name, help, receivers.iter().map(|(name, m)| (labels([("source", name)]), read(m))))?;
+    }
     let dropped = exporter.sources.headers_dropped();
     let dropped = dropped.iter().map(|(source, count)| (labels([("source", source.as_str())]), *count));
     let help = "Headers of messages from outside that were not kept: an event has no room for them.";

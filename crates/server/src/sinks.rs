@@ -27,7 +27,7 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
 const NONE: &str = "none";
 
 /// Brokers of the plan that this program does not have yet, as sinks and as sources.
-pub(crate) const BROKERS_PLANNED: &[&str] = &["nats", "redis", "kafka", "amqp", "sqs"];
+pub(crate) const BROKERS_PLANNED: &[&str] = &["kafka", "amqp", "sqs"];
 
 /// Where the events of a subscription go.
 #[derive(Debug, Clone)]

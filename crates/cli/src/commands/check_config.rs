@@ -28,7 +28,10 @@ pub(super) fn run(global: &Global) -> Result<(), Failure> {
         ))?;
     }
     for source in &config.sources {
-        output::line(&format!("  POST /in/{} -> {}", source.name, source.log))?;
+        let from = source
+            .path()
+            .map_or_else(|| format!("{} {}", source.type_name(), source.name), |path| format!("POST {path}"));
+        output::line(&format!("  {from} -> {}", source.log))?;
     }
     Ok(())
 }
