@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use postbox_config::{Adapter, Kind, SinkConfig, SinkContext, Table, adapter, path, table};
-use postbox_core::{Result, Sink};
+use postbox_config::{Adapter, Kind, SinkConfig, SinkContext, Table, adapter, envelope, event_source, path, table};
+use postbox_core::{Envelope, Result, Sink};
 use postbox_engine::JsonLines;
 use postbox_http::HttpSinkTable;
 
@@ -69,25 +69,38 @@ table! {
     struct FileTable {
         /// The file; made if it is missing.
         path: PathBuf = path(), required(r#""events.jsonl""#);
+        /// What a line holds.
+        ///
+        /// See [envelopes](envelopes.md).
+        envelope: Envelope = envelope(Envelope::OBJECTS), default("json");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
     }
 }
 
 #[async_trait]
 impl SinkConfig for FileTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
-        Ok(Arc::new(JsonLines::file(&self.path).await?))
+        Ok(Arc::new(JsonLines::file(&self.path).await?.envelope(self.envelope, self.source.as_str())))
     }
 }
 
 table! {
     /// One JSON object a line, on standard output.
-    struct StdoutTable {}
+    struct StdoutTable {
+        /// What a line holds.
+        ///
+        /// See [envelopes](envelopes.md).
+        envelope: Envelope = envelope(Envelope::OBJECTS), default("json");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
+    }
 }
 
 #[async_trait]
 impl SinkConfig for StdoutTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
-        Ok(Arc::new(JsonLines::stdout()))
+        Ok(Arc::new(JsonLines::stdout().envelope(self.envelope, self.source.as_str())))
     }
 }
 

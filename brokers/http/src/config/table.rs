@@ -8,10 +8,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use ipnet::IpNet;
 use postbox_config::{
-    Kind, LiveSecret, Secret, Section, SinkConfig, SinkContext, all_secrets, entries, list, path, secret,
-    signing_secret, table, text,
+    Kind, LiveSecret, Secret, Section, SinkConfig, SinkContext, all_secrets, entries, envelope, event_source, list,
+    path, secret, signing_secret, table, text,
 };
-use postbox_core::{Error, Result, Sink};
+use postbox_core::{Envelope, Error, Result, Sink};
 use postbox_webhook::standard::SignKey;
 
 use super::{ClientCert, HttpSinkConfig, check_url, header_name_fault, header_value_fault};
@@ -53,8 +53,13 @@ table! {
         client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
         /// The key of `client_cert` (PEM).
         client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
-        /// The `ce-source` of events that name no source.
-        source: String = text(event_source), default("postbox");
+        /// The form in which events are sent.
+        ///
+        /// See [envelopes](envelopes.md). The signature covers the body: in `standard` and `cloudevents`
+        /// the topic too.
+        envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
     }
 }
 
@@ -74,13 +79,6 @@ fn header_name(name: &str) -> Result<String, String> {
 
 fn header_value() -> Kind<Secret> {
     secret().check(|value| header_value_fault(value.expose()).map_or(Ok(()), |fault| Err(fault.to_owned())))
-}
-
-fn event_source(text: &str) -> Result<String, String> {
-    match text {
-        "" => Err("is empty: CloudEvents requires one; leave it out".to_owned()),
-        source => Ok(source.to_owned()),
-    }
 }
 
 fn one_of_two(path: &str, there: &str, missing: &str) -> String {
@@ -144,6 +142,7 @@ impl HttpSinkTable {
             allow: self.allow.clone(),
             ca_file: self.ca_file.clone(),
             client_cert: files.map(|(cert_file, key_file)| ClientCert { cert_file, key_file }),
+            envelope: self.envelope,
             source: self.source.clone(),
             ..HttpSinkConfig::new(self.url.as_str())
         }
