@@ -19,6 +19,7 @@
 
 mod cache;
 mod config;
+mod connect;
 mod cron;
 mod http;
 mod metrics;
@@ -34,6 +35,7 @@ pub mod text;
 mod wiring;
 
 pub use config::*;
+pub use connect::{Tried, connect};
 pub use cron::Cron;
 pub use postbox_config::{Fault, Faults, ReadOptions, Secret, parse_duration};
 pub use postbox_postgres::Roles;

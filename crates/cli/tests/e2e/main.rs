@@ -4,6 +4,7 @@ mod attacks;
 mod blocked_output;
 mod bulk_changes;
 mod commands;
+mod connect;
 mod deliveries;
 mod demo;
 mod diagnosis;
