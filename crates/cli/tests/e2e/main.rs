@@ -5,6 +5,7 @@ mod blocked_output;
 mod bulk_changes;
 mod commands;
 mod connect;
+mod dead_letters;
 mod deliveries;
 mod demo;
 mod diagnosis;
