@@ -10,13 +10,14 @@ use std::time::Duration;
 use http::{HeaderName, HeaderValue};
 use ipnet::IpNet;
 use jiff::Timestamp;
-use postbox_core::{Error, Result};
+use postbox_core::envelope::Binding;
+use postbox_core::{Envelope, Error, Result};
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{SignKey, Signer};
 use url::Url;
 
-use crate::envelope::is_reserved;
 use crate::guard::{Guard, Ourselves};
+use crate::request::is_reserved;
 use crate::tls;
 
 pub use table::HttpSinkTable;
@@ -40,7 +41,9 @@ pub struct HttpSinkConfig {
     /// Headers on every request, e.g. `authorization`. They win over an event's headers of the same
     /// name.
     pub headers: Vec<(String, String)>,
-    /// `ce-source` of events that name no source.
+    /// The form in which events are sent. The signature covers the body of it.
+    pub envelope: Envelope,
+    /// The CloudEvents source of events that name no source.
     pub source: String,
     /// Longest wait for a connection, TLS included.
     pub connect_timeout: Duration,
@@ -79,6 +82,7 @@ impl HttpSinkConfig {
             keys: Vec::new(),
             keys_retiring: Vec::new(),
             headers: Vec::new(),
+            envelope: Envelope::CloudEventsBinary,
             source: "postbox".into(),
             connect_timeout: Duration::from_secs(5),
             timeout: Duration::from_secs(20),
@@ -196,6 +200,7 @@ impl fmt::Debug for HttpSinkConfig {
             .field("keys", &self.keys.len())
             .field("keys_retiring", &self.keys_retiring.len())
             .field("headers", &names)
+            .field("envelope", &self.envelope)
             .field("source", &self.source)
             .field("connect_timeout", &self.connect_timeout)
             .field("timeout", &self.timeout)
@@ -231,7 +236,7 @@ fn instead(name: &HeaderName) -> &'static str {
         "content-type" => "it is the event's own",
         "webhook-signature" | "webhook-id" | "webhook-timestamp" => "give a `secret`, and requests are signed",
         "ce-source" => "give `source`",
-        name if name.starts_with(crate::cloudevents::PREFIX) => "it is the event's own; send yours under another name",
+        name if Binding::HTTP.is_reserved(name) => "it is the event's own; send yours under another name",
         name if name.starts_with("svix-") => "give a `secret`, and requests are signed with webhook-*",
         _ => "leave it out",
     }

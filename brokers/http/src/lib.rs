@@ -12,10 +12,10 @@
 //! # Ok(sink) }
 //! ```
 //!
-//! - [`HttpSink`] posts each event's payload as it is, with CloudEvents binary-mode headers and
-//!   Standard Webhooks signatures; the answer's status becomes an
-//!   [`Outcome`](postbox_core::Outcome). It serves webhook targets and your own HTTP handlers
-//!   alike.
+//! - [`HttpSink`] posts each event in the target's [`Envelope`](postbox_core::Envelope) (unless
+//!   another is chosen, the payload as it is with CloudEvents headers) and signs it as Standard
+//!   Webhooks says; the answer's status becomes an [`Outcome`](postbox_core::Outcome). It serves
+//!   webhook targets and your own HTTP handlers alike.
 //! - [`PublicClient`] fetches from addresses that strangers may name, with the guard of the sink.
 //! - A sink calls public addresses only, and those of networks that are allowed
 //!   ([`HttpSinkConfig::allow`]), whatever the URL or the DNS says.
@@ -28,15 +28,16 @@
 //! decompresses, and needs no process-wide TLS provider.
 
 mod classify;
-pub mod cloudevents;
 mod config;
-mod envelope;
+mod connect;
 mod fetch;
 mod guard;
+mod request;
 mod sink;
 mod tls;
 
 pub use config::{ClientCert, HttpSinkConfig, HttpSinkTable, check_url};
 pub use fetch::{Fetched, PublicClient};
 pub use ipnet::IpNet;
+pub use request::OF_ONE_REQUEST;
 pub use sink::HttpSink;

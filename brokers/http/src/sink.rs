@@ -12,8 +12,8 @@ use url::Url;
 
 use crate::classify::{classify_failure, classify_status, retry_after};
 use crate::config::HttpSinkConfig;
-use crate::envelope::Envelope;
 use crate::guard::{GuardedResolver, Lookup, SystemLookup};
+use crate::request::Template;
 use crate::tls;
 
 /// How much of an answer is kept for a person to read.
@@ -34,7 +34,7 @@ const RESPONSE_HEADERS_MAX: usize = 100;
 pub struct HttpSink {
     client: Client,
     url: Url,
-    envelope: Envelope,
+    template: Template,
     concurrency: usize,
     clock: Arc<dyn Clock>,
 }
@@ -65,18 +65,18 @@ impl HttpSink {
         Ok(Self {
             client: client(&config, &url, lookup)?,
             url,
-            envelope: Envelope { signer, fixed, source: config.source },
+            template: Template { envelope: config.envelope, signer, fixed, source: config.source },
             concurrency: config.concurrency,
             clock,
         })
     }
 
     async fn post(&self, delivery: &Delivery) -> Outcome {
-        let headers = match self.envelope.headers(delivery, self.clock.now()) {
-            Ok(headers) => headers,
+        let (headers, body) = match self.template.fill(delivery, self.clock.now()) {
+            Ok(parts) => parts,
             Err(outcome) => return outcome,
         };
-        let request = self.client.post(self.url.clone()).headers(headers).body(delivery.event.payload.clone());
+        let request = self.client.post(self.url.clone()).headers(headers).body(body);
         match request.send().await {
             Ok(response) => self.read(response).await,
             Err(error) => classify_failure(&error),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Clock, Result, Sink, Store};
+use postbox_core::{Clock, LogName, Result, Sink, Source, SourceName, Store};
 use serde_json::{Value, json};
 
 use crate::document;
@@ -34,6 +34,41 @@ pub struct SinkContext {
 pub trait SinkConfig: fmt::Debug + Send + Sync + 'static {
     /// Builds the sink. Everything that can be wrong is found here, before the first event.
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>>;
+
+    /// Tries to reach the destination, for a person who asks; says what was found, or what is wrong
+    /// and how to mend it. Sends no event and makes nothing.
+    ///
+    /// As it stands it builds the sink and closes it: right where that connects and writes nothing.
+    async fn connect(&self, context: &SinkContext) -> Result<String> {
+        self.build(context).await?.close().await;
+        Ok("is right".to_owned())
+    }
+}
+
+/// What a source is built with beside its own keys.
+#[derive(Clone)]
+pub struct SourceContext {
+    /// Its name.
+    pub name: SourceName,
+    /// The time.
+    pub clock: Arc<dyn Clock>,
+}
+
+/// The configuration of a source that is asked for its messages, which builds it.
+#[async_trait]
+pub trait SourceConfig: fmt::Debug + Send + Sync + 'static {
+    /// The log it stores into.
+    fn log(&self) -> &LogName;
+    /// Builds the source. What a person must mend is found here; a broker that cannot be reached
+    /// is an error of the source's calls, not of this one.
+    async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>>;
+
+    /// Tries to reach the broker, as [`SinkConfig::connect`] does. Takes no message and makes
+    /// nothing.
+    async fn connect(&self, context: &SourceContext) -> Result<String> {
+        self.build(context).await?.close().await;
+        Ok("is right".to_owned())
+    }
 }
 
 /// What a store has in `[store]` beside the URL, and what it makes of that.
@@ -47,7 +82,7 @@ pub trait StoreOptions: Any + fmt::Debug + Send + Sync {
     async fn open(&self, url: &str) -> Result<Arc<dyn Store>>;
 }
 
-const _: Option<(&dyn SinkConfig, &dyn StoreOptions)> = None;
+const _: Option<(&dyn SinkConfig, &dyn SourceConfig, &dyn StoreOptions)> = None;
 
 /// One row of a constant table of adapters; `C` is the contract of their configurations.
 pub struct Adapter<C: ?Sized + 'static> {

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use postbox_core::Envelope;
 use serde_json::{Value, json};
 use toml::de::DeValue;
 
@@ -155,6 +156,19 @@ pub fn words<T: Copy + 'static, const N: usize>(words: [(&'static str, T); N]) -
     });
     kind.shape.schema = json!({ "enum": names.to_vec() });
     kind
+}
+
+/// The envelope of a sink: one of those that it can send.
+pub fn envelope<const N: usize>(envelopes: [Envelope; N]) -> Kind<Envelope> {
+    words(envelopes.map(|envelope| (envelope.name(), envelope)))
+}
+
+/// The CloudEvents source of events that name none.
+pub fn event_source() -> Kind<String> {
+    text(|text| match text {
+        "" => Err("is empty: CloudEvents requires one; leave it out".to_owned()),
+        source => Ok(source.to_owned()),
+    })
 }
 
 /// A list of what another kind reads.

@@ -42,11 +42,12 @@ mod secret;
 mod table;
 mod units;
 
-pub use adapter::{Adapter, SinkConfig, SinkContext, StoreOptions, adapter};
+pub use adapter::{Adapter, SinkConfig, SinkContext, SourceConfig, SourceContext, StoreOptions, adapter};
 pub use document::{commented_file, guide_table, json_schema};
 pub use faults::{Fault, Faults, suggestion};
 pub use kind::{
-    Kind, Shape, Variant, boolean, duration, entries, from_core, integer, list, nested, path, size, text, words,
+    Kind, Shape, Variant, boolean, duration, entries, envelope, event_source, from_core, integer, list, nested, path,
+    size, text, words,
 };
 pub use reader::{Place, ReadOptions, Reader, Section, read};
 pub use secret::{LiveSecret, Secret, all_secrets, secret, secret_always, signing_secret};

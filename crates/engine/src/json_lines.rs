@@ -3,10 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
-use postbox_core::{Capabilities, Delivery, Error, ErrorKind, Event, Headers, Outcome, Result, Sink};
-use serde_json::value::RawValue;
+use postbox_core::{Capabilities, Delivery, Envelope, Error, ErrorKind, Event, Outcome, Sink};
 use tokio::fs::{File, OpenOptions};
 use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWriteExt, SeekFrom, Stdout};
 use tokio::sync::Mutex;
@@ -14,17 +11,16 @@ use tokio::sync::Mutex;
 /// Most events of one write: one flush each, and a bounded line buffer.
 const BATCH_MAX: usize = 500;
 
-/// Writes each event as one JSON object on a line of its own, to a file or to stdout.
-///
-/// Fields: `id`, `topic`, `key`, `kind`, `version`, `headers`, `occurred_at`, and `payload` (the
-/// JSON itself, its numbers and key order untouched) where the content type says JSON and the bytes
-/// are JSON, else `payload_base64`.
+/// Writes each event as one JSON object on a line of its own, to a file or to stdout: the
+/// [envelope](Envelope::Json) with every field, or another that is an object.
 ///
 /// A file is synced before its events count as delivered. After a crash the last lines may be
 /// written again, with the same ids.
 #[derive(Debug)]
 pub struct JsonLines {
     output: Mutex<Output>,
+    envelope: Envelope,
+    source: String,
 }
 
 #[derive(Debug)]
@@ -33,25 +29,10 @@ enum Output {
     Stdout(Stdout),
 }
 
-#[derive(serde::Serialize)]
-struct Line<'a> {
-    id: String,
-    topic: &'a str,
-    key: Option<&'a str>,
-    kind: &'a str,
-    version: Option<i64>,
-    headers: &'a Headers,
-    occurred_at: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    payload: Option<&'a RawValue>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    payload_base64: Option<String>,
-}
-
 impl JsonLines {
     /// Appends to a file, which is made if it is not there. A line cut short by a crash is ended,
     /// so that the next one is whole.
-    pub async fn file(path: impl AsRef<Path>) -> Result<Self> {
+    pub async fn file(path: impl AsRef<Path>) -> postbox_core::Result<Self> {
         let path = path.as_ref().to_owned();
         let fault = |source: std::io::Error| {
             let text = format!("cannot append to {}: {source}", path.display());
@@ -65,12 +46,31 @@ impl JsonLines {
         let open = options.open(&path).await;
         let mut file = open.map_err(&fault)?;
         end_torn_line(&mut file).await.map_err(&fault)?;
-        Ok(Self { output: Mutex::new(Output::File { file, path }) })
+        Ok(Self::new(Output::File { file, path }))
     }
 
     /// Writes to stdout.
     pub fn stdout() -> Self {
-        Self { output: Mutex::new(Output::Stdout(tokio::io::stdout())) }
+        Self::new(Output::Stdout(tokio::io::stdout()))
+    }
+
+    fn new(output: Output) -> Self {
+        Self { output: Mutex::new(output), envelope: Envelope::Json, source: "postbox".into() }
+    }
+
+    /// Sets the envelope, one of [`Envelope::OBJECTS`], and the CloudEvents source of events that
+    /// name none.
+    pub fn envelope(self, envelope: Envelope, source: impl Into<String>) -> Self {
+        Self { envelope, source: source.into(), ..self }
+    }
+
+    /// The line of one event, line feed included.
+    fn line(&self, event: &Event) -> Result<Vec<u8>, Outcome> {
+        let mut line = Vec::from(self.envelope.wrap(event, &self.source)?.body);
+        // JSON has no raw line break inside a string, so every one is white space between tokens.
+        line.iter_mut().filter(|byte| matches!(byte, b'\n' | b'\r')).for_each(|byte| *byte = b' ');
+        line.push(b'\n');
+        Ok(line)
     }
 }
 
@@ -124,28 +124,6 @@ impl Output {
     }
 }
 
-/// The line of one event, line feed included.
-fn line(event: &Event) -> std::result::Result<Vec<u8>, serde_json::Error> {
-    // Checks the syntax only. Parsing into values would turn 25-digit integers into floats and
-    // refuse deep nesting.
-    let payload: Option<&RawValue> = if event.is_json() { serde_json::from_slice(&event.payload).ok() } else { None };
-    let mut line = serde_json::to_vec(&Line {
-        id: event.id.to_string(),
-        topic: event.topic.as_str(),
-        key: event.key.as_ref().map(|key| key.as_str()),
-        kind: event.kind(),
-        version: event.version,
-        headers: &event.headers,
-        occurred_at: event.occurred_at.to_string(),
-        payload,
-        payload_base64: payload.is_none().then(|| STANDARD.encode(&event.payload)),
-    })?;
-    // JSON has no raw line break inside a string, so every one is white space between tokens.
-    line.iter_mut().filter(|byte| matches!(byte, b'\n' | b'\r')).for_each(|byte| *byte = b' ');
-    line.push(b'\n');
-    Ok(line)
-}
-
 #[async_trait]
 impl Sink for JsonLines {
     fn capabilities(&self) -> Capabilities {
@@ -154,16 +132,16 @@ impl Sink for JsonLines {
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
-        let lines: Vec<_> = deliveries.iter().map(|delivery| line(&delivery.event)).collect();
+        let lines = deliveries.iter().map(|delivery| self.line(&delivery.event)).collect::<Vec<_>>();
         let bytes: Vec<u8> = lines.iter().flatten().flatten().copied().collect();
         let mut output = self.output.lock().await;
         let written = output.write(&bytes).await;
-        let outcome = |line: &std::result::Result<Vec<u8>, serde_json::Error>| match (line, &written) {
-            (Err(error), _) => Outcome::dead("json_line", error.to_string()),
+        let outcome = |line: Result<Vec<u8>, Outcome>| match (line, &written) {
+            (Err(dead), _) => dead,
             (Ok(_), Ok(())) => Outcome::DELIVERED,
             (Ok(_), Err(error)) => Outcome::unavailable("write_failed", format!("{}: {error}", output.name())),
         };
-        lines.iter().map(outcome).collect()
+        lines.into_iter().map(outcome).collect()
     }
 
     async fn close(&self) {
@@ -179,39 +157,30 @@ mod tests {
     use jiff::Timestamp;
     use postbox_core::{EventId, NewEvent};
 
-    fn text(event: NewEvent) -> String {
+    #[tokio::test]
+    async fn an_event_stays_on_one_line_in_every_envelope() {
         let id: EventId = "01890000-0000-7000-8000-000000000001".parse().expect("an id");
-        String::from_utf8(line(&event.into_event(id, Timestamp::UNIX_EPOCH)).expect("a line")).expect("UTF-8")
-    }
-
-    #[test]
-    fn json_stays_as_it_is() {
-        let payload = r#"{"big":1234567890123456789012345,"tiny":1e400,"b":1,"a":-0,"b":2}"#;
-        let line = text(NewEvent::json("t", payload).key("k").version(3).header("h", "v"));
-        assert_eq!(
-            line,
-            format!(
-                r#"{{"id":"01890000-0000-7000-8000-000000000001","topic":"t","key":"k","kind":"domain","version":3,"headers":{{"h":"v"}},"occurred_at":"1970-01-01T00:00:00Z","payload":{payload}}}"#
-            ) + "\n"
-        );
-    }
-
-    #[test]
-    fn a_pretty_printed_payload_stays_on_one_line() {
-        let line = text(NewEvent::json("t", "{\r\n  \"a\": \"x\\ny\"\n}"));
-        assert_eq!(line.matches('\n').count(), 1);
-        assert!(line.contains(r#""x\ny""#), "{line}");
-    }
-
-    #[test]
-    fn deep_nesting_is_kept_and_what_is_not_json_goes_as_base64() {
-        let deep = "[".repeat(10_000) + &"]".repeat(10_000);
-        assert!(text(NewEvent::json("t", deep.clone())).contains(&deep));
-        for payload in [&b"{"[..], b"\xff", b"", b"{} {}"] {
-            let line = text(NewEvent::json("t", payload.to_vec()));
-            assert!(line.contains(&format!(r#""payload_base64":"{}""#, STANDARD.encode(payload))), "{line}");
+        let pretty = NewEvent::json("t", "{\r\n  \"a\": \"x\\ny\"\n}").into_event(id, Timestamp::UNIX_EPOCH);
+        for envelope in Envelope::OBJECTS {
+            let line = JsonLines::stdout().envelope(envelope, "postbox").line(&pretty).expect("a line");
+            let line = String::from_utf8(line).expect("UTF-8");
+            assert_eq!((line.matches('\n').count(), line.matches('\r').count()), (1, 0));
+            assert!(line.ends_with('\n') && line.contains(r#"{    "a": "x\ny" }"#), "{line}");
         }
-        assert!(text(NewEvent::new("t", "{}", "text/plain")).contains("payload_base64"));
+    }
+
+    #[tokio::test]
+    async fn what_does_not_fit_the_envelope_is_dead_and_its_neighbours_are_written() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("events.jsonl");
+        let sink = JsonLines::file(&path).await.expect("opened").envelope(Envelope::Standard, "postbox");
+        let (one, mut two, three) = (delivery(1), delivery(2), delivery(3));
+        two.event.payload = "{".into();
+        let outcomes = sink.deliver(&[&one, &two, &three]).await;
+        assert!(matches!(&outcomes[1], Outcome::Dead { code, .. } if code == Envelope::NOT_JSON), "{outcomes:?}");
+        assert!(outcomes[0].is_delivered() && outcomes[2].is_delivered());
+        let text = std::fs::read_to_string(&path).expect("read");
+        assert_eq!(text, "{\"type\":\"t\",\"timestamp\":\"1970-01-01T00:00:00Z\",\"data\":{}}\n".repeat(2));
     }
 
     fn delivery(number: i64) -> Delivery {

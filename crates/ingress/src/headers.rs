@@ -8,7 +8,7 @@ use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX};
 use postbox_core::{NewEvent, SourceName};
 use tracing::warn;
 
-use postbox_http::cloudevents::{self, OF_ONE_REQUEST};
+use postbox_http::OF_ONE_REQUEST;
 
 /// Headers that are not kept beside those [of one request](OF_ONE_REQUEST): more credentials,
 /// signatures, what proxies add, and what has become a field of the event.
@@ -74,7 +74,7 @@ fn is_kept(name: &HeaderName) -> bool {
 pub(crate) fn keep_headers(event: &mut NewEvent, headers: &HeaderMap) -> u64 {
     let (mut places, mut room) = (HEADERS_MAX, HEADER_BYTES_MAX);
     let mut names: Vec<&HeaderName> = headers.keys().filter(|name| is_kept(name)).collect();
-    let repeats = |name: &str| name.starts_with(cloudevents::PREFIX) || name.starts_with("webhook-");
+    let repeats = |name: &str| name.starts_with("ce-") || name.starts_with("webhook-");
     names.sort_by_key(|name| (repeats(name.as_str()), name.as_str()));
     let mut dropped = 0;
     for name in names {

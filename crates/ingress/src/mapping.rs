@@ -4,11 +4,11 @@ use std::fmt;
 
 use bytes::Bytes;
 use http::{HeaderMap, header};
+use postbox_core::envelope::{Binding, decode};
 use postbox_core::header::MESSAGE_ID;
 use postbox_core::limits::MESSAGE_ID_BYTES_MAX;
 use postbox_core::{Error, Inbound, NewEvent, SourceName};
 use postbox_engine::log_excerpt;
-use postbox_http::cloudevents;
 use postbox_webhook::{Scheme, Verified};
 use sha2::{Digest, Sha256};
 use tracing::warn;
@@ -317,8 +317,8 @@ fn only(headers: &HeaderMap, name: &str) -> Result<Option<String>, ()> {
     if values.next().is_some() {
         return Err(());
     }
-    Ok(match name.get(..cloudevents::PREFIX.len()) {
-        Some(prefix) if prefix.eq_ignore_ascii_case(cloudevents::PREFIX) => cloudevents::decode(value.as_bytes()),
-        _ => std::str::from_utf8(value.as_bytes()).ok().map(str::to_owned),
+    Ok(match Binding::HTTP.is_attribute(name) {
+        true => decode(value.as_bytes()),
+        false => std::str::from_utf8(value.as_bytes()).ok().map(str::to_owned),
     })
 }

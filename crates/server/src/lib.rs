@@ -20,6 +20,7 @@
 mod bus;
 mod cache;
 mod config;
+mod connect;
 mod cron;
 mod http;
 mod metrics;
@@ -28,16 +29,19 @@ mod sinks;
 mod sources;
 pub mod status;
 mod stores;
+mod supervise;
+mod supervised_receiver;
 mod supervised_relay;
 pub mod text;
 mod wiring;
 
 pub use config::*;
+pub use connect::{Tried, connect};
 pub use cron::Cron;
 pub use postbox_config::{Fault, Faults, ReadOptions, Secret, parse_duration};
 pub use postbox_postgres::Roles;
 pub use service::Service;
 pub use sinks::SinkChoice;
-pub use sources::SourceConfig;
+pub use sources::NamedSource;
 pub use stores::{StoreConfig, check_store_url, grants, open_store};
 pub use wiring::relay;

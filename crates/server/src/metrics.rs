@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, Result, SourceName, State, Store};
-use postbox_engine::{BreakerState, MetricsSnapshot};
+use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot};
 use postbox_ingress::Count;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, NoLabelSet, text};
@@ -172,11 +172,15 @@ fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicJson> {
 
 fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
     type Read = fn(&MetricsSnapshot) -> u64;
-    const COUNTERS: [(&str, &str, Read); 11] = [
+    const COUNTERS: [(&str, &str, Read); 13] = [
         ("postbox_fetched_total", "Events read.", |m| m.fetched),
         ("postbox_delivered_total", "Events the destination has, duplicates included.", |m| m.delivered),
         ("postbox_retries_total", "Attempts that failed and will be repeated.", |m| m.retries),
         ("postbox_dead_total", "Events that died.", |m| m.dead),
+        ("postbox_dead_letters_total", "Dead events that the dead-letter sink has.", |m| m.dead_letters),
+        ("postbox_dead_letters_failed_total", "Dead events that the dead-letter sink did not take.", |m| {
+            m.dead_letters_failed
+        }),
         ("postbox_unavailable_total", "Deliveries that found the whole destination down.", |m| m.unavailable),
         ("postbox_blocked_total", "Events put behind an earlier one of their key.", |m| m.blocked),
         ("postbox_batches_total", "Batches settled.", |m| m.batches),
@@ -232,6 +236,20 @@ fn received(page: &mut Page<'_>, exporter: &Exporter) -> fmt::Result {
         counts.iter().filter(|count| count.count > 0 || ["accepted", "duplicate", "conflict"].contains(&count.code));
     let answers = drawn.map(|count| (labels([("source", &name(count)), ("result", count.code)]), count.count));
     page.family("postbox_received_total", "Messages from outside by source and answer.", answers)?;
+    let receivers: Vec<_> = exporter.sources.receivers().iter().map(|it| (it.name.as_str(), it.snapshot())).collect();
+    type Read = fn(&ReceiverSnapshot) -> u64;
+    const COUNTERS: [(&str, &str, Read); 3] = [
+        ("postbox_poison_total", "Messages of brokers that are kept because nobody can decode them.", |m| m.poison),
+        ("postbox_source_errors_total", "Calls to a broker's source that failed and were repeated.", |m| {
+            m.source_errors
+        }),
+        ("postbox_receive_errors_total", "Messages of brokers that a call to the store failed to store.", |m| {
+            m.store_errors
+        }),
+    ];
+    for (name, help, read) in COUNTERS {
+        page.family(name, help, receivers.iter().map(|(name, m)| (labels([("source", name)]), read(m))))?;
+    }
     let dropped = exporter.sources.headers_dropped();
     let dropped = dropped.iter().map(|(source, count)| (labels([("source", source.as_str())]), *count));
     let help = "Headers of messages from outside that were not kept: an event has no room for them.";

@@ -1,4 +1,4 @@
-//! The service: relays, the retention sweep and the HTTP side, started together, stopped together.
+//! The service: relays, receivers, the retention sweep and the HTTP side, started together, stopped together.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,8 +22,8 @@ use crate::stores::open_store;
 use crate::supervised_relay::{Relays, SupervisedRelay};
 use crate::wiring;
 
-/// Part of the stop deadline that is left to the relays for settling and giving their lanes back
-/// after the last answer.
+/// Part of the stop deadline that is left to relays and receivers for settling and giving back what
+/// they hold after the last answer.
 const SETTLE_SHARE: Duration = Duration::from_millis(500);
 
 /// Wait between two looks whether a standby was promoted.
@@ -59,19 +59,19 @@ impl Service {
         // be left behind in the store.
         let listener = bind(config.server.listen).await?;
         let address = listener.local_addr().unwrap_or(config.server.listen);
+        let drain_timeout = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
         let mut relays = Vec::with_capacity(config.subscriptions.len());
         for subscription in &config.subscriptions {
             let mut subscription = subscription.clone();
-            let most = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
-            subscription.settings.drain_timeout = subscription.settings.drain_timeout.min(most);
+            subscription.settings.drain_timeout = subscription.settings.drain_timeout.min(drain_timeout);
             subscribe(&store, &subscription.subscription, &clock).await?;
             let relay = wiring::relay(&store, &subscription, address, &clock).await?;
             relays.push(SupervisedRelay::new(relay, subscription.schedule.clone()));
         }
-        let sources = Sources::build(&config.sources, &store, &clock)?;
+        let sources = Sources::build(&config.sources, drain_timeout, &store, &clock).await?;
         info!(%address, subscriptions = relays.len(), sources = config.sources.len(), "postbox serves");
 
-        let ingress = sources.router();
+        let (ingress, receivers) = (sources.router(), sources.receivers().to_vec());
         let relays = Relays::from(relays);
         let exporter = Exporter::new(Arc::clone(&store), Arc::clone(&relays), sources, Arc::clone(&clock));
         let token = config.server.status_token.clone();
@@ -82,6 +82,13 @@ impl Service {
             let (clock, stop) = (Arc::clone(&clock), stop.clone());
             tasks.spawn(async move {
                 relay.supervise(clock, stop).await;
+                Ok(())
+            });
+        }
+        for receiver in receivers {
+            let (clock, stop) = (Arc::clone(&clock), stop.clone());
+            tasks.spawn(async move {
+                receiver.supervise(clock, stop).await;
                 Ok(())
             });
         }

@@ -1,11 +1,11 @@
 //! The sinks this program knows, and `sink = { … }`, which names one.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use postbox_config::{Adapter, Kind, SinkConfig, SinkContext, Table, adapter, path, table};
-use postbox_core::{Result, Sink};
+use postbox_config::{Adapter, Kind, SinkConfig, SinkContext, Table, adapter, envelope, event_source, path, table};
+use postbox_core::{Envelope, Error, ErrorKind, Result, Sink};
 use postbox_engine::JsonLines;
 use postbox_http::HttpSinkTable;
 
@@ -32,7 +32,7 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
 const NONE: &str = "none";
 
 /// Brokers of the plan that this program does not have yet, as sinks and as sources.
-pub(crate) const BROKERS_PLANNED: &[&str] = &["nats", "redis", "kafka", "amqp", "sqs"];
+pub(crate) const BROKERS_PLANNED: &[&str] = &["kafka", "amqp", "sqs"];
 
 /// Where the events of a subscription go.
 #[derive(Debug, Clone)]
@@ -62,6 +62,11 @@ impl SinkChoice {
     pub(crate) async fn build(&self, context: &SinkContext) -> Result<Option<Arc<dyn Sink>>> {
         if self.is_none() { Ok(None) } else { self.config.build(context).await.map(Some) }
     }
+
+    /// Tries to reach it; says what was found. Sends no event and makes nothing.
+    pub(crate) async fn connect(&self, context: &SinkContext) -> Result<String> {
+        self.config.connect(context).await
+    }
 }
 
 /// `{ type = "…", … }`
@@ -74,25 +79,57 @@ table! {
     struct FileTable {
         /// The file; made if it is missing.
         path: PathBuf = path(), required(r#""events.jsonl""#);
+        /// What a line holds.
+        ///
+        /// See [envelopes](envelopes.md).
+        envelope: Envelope = envelope(Envelope::OBJECTS), default("json");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
     }
 }
 
 #[async_trait]
 impl SinkConfig for FileTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
-        Ok(Arc::new(JsonLines::file(&self.path).await?))
+        Ok(Arc::new(JsonLines::file(&self.path).await?.envelope(self.envelope, self.source.as_str())))
+    }
+
+    /// Opening a file that is not there would make it.
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        let shown = self.path.display();
+        let fault = |why: String| {
+            let text = format!("cannot append to {shown}: {why}; correct path, or its mode");
+            Error::new(ErrorKind::Invalid, "connect", "file_not_writable", text)
+        };
+        if tokio::fs::try_exists(&self.path).await.map_err(|error| fault(error.to_string()))? {
+            let file = tokio::fs::OpenOptions::new().append(true).open(&self.path).await;
+            return file.map(|_| format!("{shown} can be written")).map_err(|error| fault(error.to_string()));
+        }
+        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        match tokio::fs::metadata(folder).await {
+            Ok(folder) if folder.is_dir() => Ok(format!("{shown} is not there; it is made at the start")),
+            Ok(_) => Err(fault(format!("{} is no folder", folder.display()))),
+            Err(error) => Err(fault(format!("{}: {error}", folder.display()))),
+        }
     }
 }
 
 table! {
     /// One JSON object a line, on standard output.
-    struct StdoutTable {}
+    struct StdoutTable {
+        /// What a line holds.
+        ///
+        /// See [envelopes](envelopes.md).
+        envelope: Envelope = envelope(Envelope::OBJECTS), default("json");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
+    }
 }
 
 #[async_trait]
 impl SinkConfig for StdoutTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
-        Ok(Arc::new(JsonLines::stdout()))
+        Ok(Arc::new(JsonLines::stdout().envelope(self.envelope, self.source.as_str())))
     }
 }
 
@@ -104,6 +141,10 @@ table! {
 #[async_trait]
 impl SinkConfig for NoneTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
-        Err(postbox_core::Error::invalid("configure", "sink_missing", "the subscription has no sink"))
+        Err(Error::invalid("configure", "sink_missing", "the subscription has no sink"))
+    }
+
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        Ok("is nowhere yet".to_owned())
     }
 }

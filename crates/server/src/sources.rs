@@ -1,105 +1,154 @@
-//! Webhooks in: the configured sources on the ingress, and what became of their messages.
+//! Where messages come from: webhooks on the ingress, and brokers that are asked for theirs.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use postbox_config::{Adapter, Kind, Table, adapter, entries, from_core};
+use postbox_config::{Adapter, Kind, SourceConfig, SourceContext, Table, adapter, entries, from_core};
 use postbox_core::{Clock, LogName, Result, SourceName, Store};
-use postbox_ingress::{Count, Ingress, WebhookSource, WebhookTable};
+use postbox_engine::{Receiver, ReceiverSettings};
+use postbox_ingress::{Count, Ingress, WebhookTable};
 
 use crate::sinks::BROKERS_PLANNED;
+use crate::supervised_receiver::SupervisedReceiver;
 
 /// Every kind of source. A new one is one row here.
-const SOURCES: &[Adapter<dyn SourceTable>] = &[Adapter::new::<WebhookTable>(
+const SOURCES: &[Adapter<SourceTable>] = &[Adapter::new::<WebhookTable>(
     "webhook",
     r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
-    |keys| Arc::new(WebhookTable::read(keys)),
+    |keys| Arc::new(SourceTable::Webhook(Box::new(WebhookTable::read(keys)))),
 )];
 
-/// The keys of a source, and the source built from them.
-trait SourceTable: fmt::Debug + Send + Sync {
-    fn log(&self) -> &LogName;
-    /// How long the sender goes on sending a message that was not answered (`retry_horizon`).
-    fn repeats_for(&self) -> Duration;
-    /// How long a message that was captured could be sent again (`tolerance`), where it is written.
-    fn fresh_for(&self) -> Option<Duration>;
-    fn build(&self, name: SourceName) -> Result<WebhookSource>;
-}
-
-impl SourceTable for WebhookTable {
-    fn log(&self) -> &LogName {
-        &self.log
-    }
-
-    fn repeats_for(&self) -> Duration {
-        self.repeats_for()
-    }
-
-    /// Signed as far ahead as is allowed, a message is young for twice the tolerance.
-    fn fresh_for(&self) -> Option<Duration> {
-        self.tolerance.map(|tolerance| tolerance.saturating_mul(2))
-    }
-
-    fn build(&self, name: SourceName) -> Result<WebhookSource> {
-        self.source(name)
-    }
+/// The keys of a source.
+#[derive(Debug)]
+enum SourceTable {
+    /// Senders come to the ingress.
+    Webhook(Box<WebhookTable>),
+    /// A receiver asks a broker.
+    Pulled(Arc<dyn SourceConfig>),
 }
 
 /// `[sources.NAME]`: where messages come from.
 #[derive(Debug, Clone)]
-pub struct SourceConfig {
-    /// Its name, and its path: `POST /in/NAME`.
+pub struct NamedSource {
+    /// Its name; a webhook's path is `POST /in/NAME`.
     pub name: SourceName,
     /// The log it stores into.
     pub log: LogName,
-    table: Arc<dyn SourceTable>,
+    type_name: &'static str,
+    table: Arc<SourceTable>,
 }
 
 /// All of them, by their names.
-pub(crate) fn sources() -> Kind<Vec<SourceConfig>> {
+pub(crate) fn sources() -> Kind<Vec<NamedSource>> {
     let source = adapter("source", SOURCES, BROKERS_PLANNED);
     entries(from_core, source).map(|sources| {
-        let source = |(name, (_, table)): (SourceName, (_, Arc<dyn SourceTable>))| SourceConfig {
+        let source = |(name, (type_name, table)): (SourceName, (_, Arc<SourceTable>))| NamedSource {
             name,
-            log: table.log().clone(),
+            log: match &*table {
+                SourceTable::Webhook(table) => table.log.clone(),
+                SourceTable::Pulled(table) => table.log().clone(),
+            },
+            type_name,
             table,
         };
         sources.into_iter().map(source).collect()
     })
 }
 
-impl SourceConfig {
-    /// How long its sender goes on sending a message that was not answered.
-    pub(crate) fn repeats_for(&self) -> Duration {
-        self.table.repeats_for()
+impl NamedSource {
+    /// A source of your own, beside those that the file names.
+    pub fn pulled(name: SourceName, type_name: &'static str, config: Arc<dyn SourceConfig>) -> Self {
+        Self { name, log: config.log().clone(), type_name, table: Arc::new(SourceTable::Pulled(config)) }
     }
 
-    /// How long a captured message could be sent again, where that is written.
+    /// The word after `type =`.
+    pub fn type_name(&self) -> &'static str {
+        self.type_name
+    }
+
+    /// Tries to reach it; says what was found. Takes no message and makes nothing.
+    pub(crate) async fn connect(&self, clock: &Arc<dyn Clock>) -> Result<String> {
+        match &*self.table {
+            SourceTable::Webhook(table) => {
+                table.source(self.name.clone())?;
+                Ok(format!("waits for senders at POST /in/{}", self.name))
+            }
+            SourceTable::Pulled(table) => {
+                table.connect(&SourceContext { name: self.name.clone(), clock: Arc::clone(clock) }).await
+            }
+        }
+    }
+
+    /// Where senders come to, if that is how its messages arrive.
+    pub fn path(&self) -> Option<String> {
+        matches!(&*self.table, SourceTable::Webhook(_)).then(|| format!("/in/{}", self.name))
+    }
+
+    /// How long the sender goes on sending a message that was not answered (`retry_horizon`). A
+    /// broker's message is settled once it is stored.
+    pub(crate) fn repeats_for(&self) -> Duration {
+        match &*self.table {
+            SourceTable::Webhook(table) => table.repeats_for(),
+            SourceTable::Pulled(_) => Duration::ZERO,
+        }
+    }
+
+    /// How long a message that was captured could be sent again, where that is written: signed as
+    /// far ahead as is allowed, it is young for twice the `tolerance`.
     pub(crate) fn fresh_for(&self) -> Option<Duration> {
-        self.table.fresh_for()
+        match &*self.table {
+            SourceTable::Webhook(table) => table.tolerance.map(|tolerance| tolerance.saturating_mul(2)),
+            SourceTable::Pulled(_) => None,
+        }
     }
 }
 
 /// Every configured source, ready to be served.
 pub(crate) struct Sources {
     ingress: Arc<Ingress>,
+    receivers: Vec<Arc<SupervisedReceiver>>,
     /// Which log each stores into.
     logs: Vec<(SourceName, LogName)>,
 }
 
 impl Sources {
-    pub(crate) fn build(configs: &[SourceConfig], store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Self> {
-        let sources =
-            configs.iter().map(|config| config.table.build(config.name.clone())).collect::<Result<Vec<_>>>()?;
+    /// `drain_timeout` is how long a stop waits for what is on its way into the store.
+    pub(crate) async fn build(
+        configs: &[NamedSource],
+        drain_timeout: Duration,
+        store: &Arc<dyn Store>,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Self> {
+        let (mut webhooks, mut receivers) = (Vec::new(), Vec::new());
+        for NamedSource { name, log, table, .. } in configs {
+            match &**table {
+                SourceTable::Webhook(table) => webhooks.push(table.source(name.clone())?),
+                SourceTable::Pulled(table) => {
+                    let context = SourceContext { name: name.clone(), clock: Arc::clone(clock) };
+                    let settings = ReceiverSettings::default();
+                    let drain_timeout = settings.drain_timeout.min(drain_timeout);
+                    let receiver = Receiver::builder(Arc::clone(store) as _, name.clone(), log.clone())
+                        .settings(ReceiverSettings { drain_timeout, ..settings })
+                        .clock(Arc::clone(clock))
+                        .pull(table.build(&context).await?)
+                        .build()?;
+                    receivers.push(SupervisedReceiver::new(name.clone(), receiver));
+                }
+            }
+        }
         let logs = configs.iter().map(|config| (config.name.clone(), config.log.clone())).collect();
-        Ok(Self { ingress: Ingress::new(sources, Arc::clone(store) as _, Arc::clone(clock))?, logs })
+        Ok(Self { ingress: Ingress::new(webhooks, Arc::clone(store) as _, Arc::clone(clock))?, receivers, logs })
     }
 
     /// `POST /in/{source}`.
     pub(crate) fn router(&self) -> Router {
         postbox_ingress::router(Arc::clone(&self.ingress))
+    }
+
+    /// Those that ask brokers.
+    pub(crate) fn receivers(&self) -> &[Arc<SupervisedReceiver>] {
+        &self.receivers
     }
 
     /// The sources that store into a log.
@@ -112,8 +161,11 @@ impl Sources {
         self.ingress.headers_dropped()
     }
 
-    /// How often each source gave each answer.
+    /// What became of each source's messages: how often senders heard each answer, and what
+    /// receivers counted.
     pub(crate) fn counts(&self) -> Vec<Count> {
-        self.ingress.counts()
+        let mut counts = self.ingress.counts();
+        counts.extend(self.receivers.iter().flat_map(|receiver| receiver.counts()));
+        counts
     }
 }

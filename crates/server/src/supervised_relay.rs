@@ -3,21 +3,14 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use postbox_core::{Clock, Error, ErrorKind, Result, SubscriptionName};
+use postbox_core::{Clock, Error, Result, SubscriptionName};
 use postbox_engine::{FailingLane, Metrics, Outage, Relay};
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::AbortOnDropHandle;
 use tracing::error;
 
 use crate::cron::Cron;
 use crate::status::Fault;
-
-/// First and longest wait before a relay that ended by itself is started again. The cap keeps the
-/// log readable and the relay within half a minute of a schema that a person has put right.
-const RESTART_MIN: Duration = Duration::from_millis(500);
-const RESTART_MAX: Duration = Duration::from_secs(30);
-/// A relay that has worked for so long is not in a crash loop.
-const HEALTHY_AFTER: Duration = Duration::from_secs(60);
+use crate::supervise::supervise;
 
 /// All relays of a service.
 pub(crate) type Relays = Arc<[Arc<SupervisedRelay>]>;
@@ -73,30 +66,12 @@ impl SupervisedRelay {
     /// Runs until `stop`; starts again after an error or a panic. Dropping this ends the relay
     /// without settling.
     pub(crate) async fn supervise(self: Arc<Self>, clock: Arc<dyn Clock>, stop: CancellationToken) {
-        let mut wait = RESTART_MIN;
-        while !stop.is_cancelled() {
-            let began = clock.monotonic();
-            // A task of its own, so that a panic ends only this relay.
-            let running = AbortOnDropHandle::new(tokio::spawn(Arc::clone(&self).run(stop.clone())));
-            let error = match running.await {
-                Ok(Ok(())) => return,
-                Ok(Err(error)) => error,
-                Err(_) => {
-                    let text = "the relay panicked; this is a defect";
-                    Error::new(ErrorKind::Internal, "relay", "relay_panicked", text)
-                }
-            };
-            if clock.monotonic().saturating_sub(began) > HEALTHY_AFTER {
-                wait = RESTART_MIN;
+        let ended = |ended: Option<(Error, Duration)>| {
+            if let Some((error, wait)) = &ended {
+                error!(subscription = %self.name, %error, restart_in = ?wait, "relay failed; restarting");
             }
-            error!(subscription = %self.name, %error, restart_in = ?wait, "relay failed; restarting");
-            self.set_ended(Some(Arc::new(error)));
-            tokio::select! {
-                () = stop.cancelled() => return,
-                () = clock.sleep(wait) => {}
-            }
-            self.set_ended(None);
-            wait = (wait * 2).min(RESTART_MAX);
-        }
+            self.set_ended(ended.map(|(error, _)| Arc::new(error)));
+        };
+        supervise("relay", || Arc::clone(&self).run(stop.clone()), ended, clock.as_ref(), &stop).await;
     }
 }

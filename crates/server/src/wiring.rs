@@ -30,5 +30,10 @@ pub async fn relay(
     if let Some(sink) = config.sink.build(&context).await? {
         builder = builder.sink(sink);
     }
+    if let Some(dead_to) = &config.dead_to
+        && let Some(sink) = dead_to.build(&context).await?
+    {
+        builder = builder.dead_to(sink, Arc::clone(store) as _);
+    }
     builder.build()
 }

@@ -5,10 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use postbox_core::{Append as _, Inspect as _, LogName, MemoryStore, NewEvent, Store};
+use async_trait::async_trait;
+use postbox_config::{SourceConfig, SourceContext};
+use postbox_core::{
+    Append as _, Inspect as _, LogName, MemorySource, MemoryStore, NewEvent, RawMessage, Source, Store,
+};
 use postbox_engine::TokioClock;
 use postbox_server::status::{ServiceStatus, fetch};
-use postbox_server::{Config, ServerConfig, Service};
+use postbox_server::{Config, NamedSource, ServerConfig, Service};
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{SignKey, Signer};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -25,8 +29,11 @@ fn memory() -> Arc<MemoryStore> {
 }
 
 async fn start(text: &str, store: &Arc<MemoryStore>) -> Result<Service> {
-    let config = Config::parse(&format!("{text}\n[server]\nlisten = \"127.0.0.1:0\"\nstop_timeout = \"60s\"\n"))?;
-    Ok(Service::start_on(config, Arc::clone(store) as Arc<dyn Store>).await?)
+    Ok(Service::start_on(config(text)?, Arc::clone(store) as Arc<dyn Store>).await?)
+}
+
+fn config(text: &str) -> Result<Config> {
+    Ok(Config::parse(&format!("{text}\n[server]\nlisten = \"127.0.0.1:0\"\nstop_timeout = \"60s\"\n"))?)
 }
 
 async fn stop(service: Service) -> Result<()> {
@@ -269,4 +276,75 @@ async fn a_schedule_delivers_at_its_time() -> Result<()> {
     let service = start(&text, &store).await?;
     until("one line", async || Ok(std::fs::read_to_string(&path).unwrap_or_default().lines().count() == 1)).await?;
     stop(service).await
+}
+
+/// The row of a broker whose queue is in memory.
+struct Queue(Arc<MemorySource>);
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Queue")
+    }
+}
+
+#[async_trait]
+impl SourceConfig for Queue {
+    fn log(&self) -> &LogName {
+        static LOG: std::sync::LazyLock<LogName> = std::sync::LazyLock::new(LogName::inbox);
+        &LOG
+    }
+
+    async fn build(&self, context: &SourceContext) -> postbox_core::Result<Arc<dyn Source>> {
+        assert_eq!(context.name.as_str(), "orders");
+        Ok(self.0.clone())
+    }
+}
+
+fn message(id: &str) -> RawMessage {
+    RawMessage {
+        id: Some(id.to_owned()),
+        digest: [0; 32],
+        topic: "order.paid".into(),
+        key: None,
+        headers: Default::default(),
+        content_type: "application/json".into(),
+        payload: "{}".into(),
+    }
+}
+
+#[tokio::test]
+async fn a_pulled_source_is_received_from_until_the_stop() -> Result<()> {
+    let (store, queue) = (memory(), Arc::new(MemorySource::new(64, Arc::new(TokioClock::new()))));
+    // Nobody is there when the service starts: that is no reason not to.
+    queue.disconnect();
+    let mut config = config("[subscriptions.out]\n")?;
+    config.sources.push(NamedSource::pulled("orders".parse()?, "queue", Arc::new(Queue(queue.clone()))));
+    let service = Service::start_on(config, store.clone() as Arc<dyn Store>).await?;
+    for id in ["1", "2", "1"] {
+        queue.publish(message(id));
+    }
+    queue.publish(RawMessage { topic: "a b".into(), ..message("3") });
+    until("all acknowledged", async || Ok(queue.acked().len() == 4)).await?;
+    ensure!(store.count(&LogName::inbox()).await? == 3);
+    let (_, page) = get(service.address(), "/metrics").await?;
+    check_page(&page)?;
+    for line in [
+        "postbox_received_total{source=\"orders\",result=\"accepted\"} 3\n",
+        "postbox_received_total{source=\"orders\",result=\"duplicate\"} 1\n",
+        "postbox_duplicates_total{layer=\"inbox\",source=\"orders\"} 1\n",
+        "postbox_poison_total{source=\"orders\"} 1\n",
+        "postbox_source_errors_total{source=\"orders\"} 1\n",
+    ] {
+        ensure!(page.contains(line), "{line} is not in\n{page}");
+    }
+    // A source that ends is started again.
+    queue.close().await;
+    queue.reopen();
+    queue.publish(message("4"));
+    until("received again", async || Ok(queue.acked().len() == 5)).await?;
+    stop(service).await?;
+    queue.reopen();
+    queue.publish(message("5"));
+    ensure!(store.count(&LogName::inbox()).await? == 4 && queue.remaining() == 1, "nothing after the stop");
+    Ok(())
 }

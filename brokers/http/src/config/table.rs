@@ -8,10 +8,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use ipnet::IpNet;
 use postbox_config::{
-    Kind, LiveSecret, Secret, Section, SinkConfig, SinkContext, all_secrets, entries, list, path, secret,
-    signing_secret, table, text,
+    Kind, LiveSecret, Secret, Section, SinkConfig, SinkContext, all_secrets, entries, envelope, event_source, list,
+    path, secret, signing_secret, table, text,
 };
-use postbox_core::{Error, Result, Sink};
+use postbox_core::{Envelope, Error, Result, Sink};
 use postbox_webhook::standard::SignKey;
 
 use super::{ClientCert, HttpSinkConfig, check_url, header_name_fault, header_value_fault};
@@ -53,8 +53,13 @@ table! {
         client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
         /// The key of `client_cert` (PEM).
         client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
-        /// The `ce-source` of events that name no source.
-        source: String = text(event_source), default("postbox");
+        /// The form in which events are sent.
+        ///
+        /// See [envelopes](envelopes.md). The signature covers the body: in `standard` and
+        /// `cloudevents` the topic too.
+        envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
     }
 }
 
@@ -74,13 +79,6 @@ fn header_name(name: &str) -> Result<String, String> {
 
 fn header_value() -> Kind<Secret> {
     secret().check(|value| header_value_fault(value.expose()).map_or(Ok(()), |fault| Err(fault.to_owned())))
-}
-
-fn event_source(text: &str) -> Result<String, String> {
-    match text {
-        "" => Err("is empty: CloudEvents requires one; leave it out".to_owned()),
-        source => Ok(source.to_owned()),
-    }
 }
 
 fn one_of_two(path: &str, there: &str, missing: &str) -> String {
@@ -144,6 +142,7 @@ impl HttpSinkTable {
             allow: self.allow.clone(),
             ca_file: self.ca_file.clone(),
             client_cert: files.map(|(cert_file, key_file)| ClientCert { cert_file, key_file }),
+            envelope: self.envelope,
             source: self.source.clone(),
             ..HttpSinkConfig::new(self.url.as_str())
         }
@@ -153,6 +152,16 @@ impl HttpSinkTable {
 #[async_trait]
 impl SinkConfig for HttpSinkTable {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
+        Ok(Arc::new(HttpSink::new(self.config(context)?, Arc::clone(&context.clock))?))
+    }
+
+    async fn connect(&self, context: &SinkContext) -> Result<String> {
+        self.config(context)?.connect().await
+    }
+}
+
+impl HttpSinkTable {
+    fn config(&self, context: &SinkContext) -> Result<HttpSinkConfig> {
         let (secrets, _) = all_secrets(&self.secret, &self.secrets);
         let mut config = with_keys(self.plain(), &secrets)
             .map_err(|text| Error::invalid("configure", "secret_invalid", format!("the http sink: {text}")))?;
@@ -161,7 +170,7 @@ impl SinkConfig for HttpSinkTable {
         config.connect_timeout = config.connect_timeout.min(config.timeout);
         config.concurrency = context.concurrency.unwrap_or(config.concurrency);
         config.listening.clone_from(&context.listening);
-        Ok(Arc::new(HttpSink::new(config, Arc::clone(&context.clock))?))
+        Ok(config)
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use http::HeaderMap;
 use jiff::Timestamp;
-use postbox_core::{Clock, Key, NewEvent, Topic};
+use postbox_core::{Clock, Envelope, Key, NewEvent, Topic};
 use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_webhook::standard::{Verifier, VerifyKey};
 use postbox_webhook::{Headers, Request, UnixSeconds, Verify};
@@ -202,4 +202,37 @@ async fn hostile_names_arrive_encoded() {
     assert_eq!(text(&seen.headers, "ce-type").as_deref(), Some("a%20b%0D%0Ahost:%20evil%E2%80%AE%2541%22"));
     assert_eq!(text(&seen.headers, "ce-subject").as_deref(), Some("%00%0D%0A;%20drop%20table%20%F0%9F%94%91"));
     assert_eq!(text(&seen.headers, "ce-source").as_deref(), Some("x%0Ay"));
+}
+
+#[tokio::test]
+async fn the_signature_covers_the_body_of_each_envelope() {
+    let (target, url) = Target::ok().await;
+    let event = || NewEvent::json("order.paid", "{\"cents\":1}").key("k").header("traceparent", "00-ab-cd-01");
+    for envelope in Envelope::ALL {
+        send(&sink(HttpSinkConfig { envelope, ..config(&url) }), &delivery(1, event())).await;
+        let seen = target.seen().pop().unwrap();
+        assert!(genuine(&seen, SECRET), "{envelope:?}");
+        assert_eq!(text(&seen.headers, "traceparent").as_deref(), Some("00-ab-cd-01"));
+        let (body, content_type, binary) = match envelope {
+            Envelope::CloudEventsBinary => ("{\"cents\":1}", "application/json", true),
+            Envelope::CloudEvents => ("{\"specversion\":\"1.0\"", "application/cloudevents+json; charset=UTF-8", false),
+            Envelope::Raw => ("{\"cents\":1}", "application/json", false),
+            Envelope::Json => ("{\"id\":", "application/json", false),
+            Envelope::Replica => ("{\"event_id\":", "application/json", false),
+            Envelope::Standard => ("{\"type\":\"order.paid\",", "application/json", false),
+        };
+        assert!(seen.body.starts_with(body.as_bytes()), "{envelope:?}: {:?}", seen.body);
+        assert_eq!(text(&seen.headers, "content-type").as_deref(), Some(content_type));
+        assert_eq!(seen.headers.keys().any(|name| name.as_str().starts_with("ce-")), binary, "{envelope:?}");
+        assert_eq!(text(&seen.headers, "webhook-id"), Some(event_id(1).to_string()));
+    }
+}
+
+#[tokio::test]
+async fn what_does_not_fit_the_envelope_is_not_sent() {
+    let (target, url) = Target::ok().await;
+    let bytes = NewEvent::new("t", &b"\xff"[..], "application/octet-stream");
+    let standard = sink(HttpSinkConfig { envelope: Envelope::Standard, ..config(&url) });
+    assert_eq!(short(&send(&standard, &delivery(1, bytes)).await), ("dead", "payload_not_json"));
+    assert!(target.seen().is_empty());
 }

@@ -5,6 +5,8 @@ mod blocked_output;
 mod bulk_changes;
 mod bus;
 mod commands;
+mod connect;
+mod dead_letters;
 mod deliveries;
 mod demo;
 mod diagnosis;

@@ -19,7 +19,7 @@ use serde_json::Value;
 pub use service::{LogConfig, LogFormat, RetentionConfig, ServerConfig};
 pub use subscription::SubscriptionConfig;
 
-use crate::sources::{SourceConfig, sources};
+use crate::sources::{NamedSource, sources};
 use crate::stores::StoreConfig;
 use subscription::subscriptions;
 
@@ -57,7 +57,7 @@ table! {
         /// Who reads which log, and where the events go. One section for each reader.
         subscriptions: Vec<SubscriptionConfig> = subscriptions(), unset("", "orders-out");
         /// Where messages come from.
-        sources: Vec<SourceConfig> = sources(), unset("", "partner");
+        sources: Vec<NamedSource> = sources(), unset("", "partner");
         /// What is thrown away, and when.
         retention: RetentionConfig = nested::<RetentionConfig>();
         /// What the program says of itself.

@@ -1,13 +1,11 @@
-//! From an event to the headers of its request. The body is the payload, untouched.
+//! From an event to its request.
 //!
 //! | header | value |
 //! |---|---|
-//! | `content-type` | the payload's |
+//! | `content-type` | the envelope's: of the payload, or of the object around it |
 //! | `webhook-id` | [`Delivery::dedupe_id`]: the event id, or a fresh id for each replay a person asked for |
-//! | `webhook-timestamp`, `webhook-signature` | Standard Webhooks, made anew for each attempt (the signature only with keys) |
-//! | `ce-specversion`, `ce-id`, `ce-type`, `ce-source`, `ce-time` | `1.0`, event id, topic, source, occurred at |
-//! | `ce-subject` | the ordering key, if there is one |
-//! | `ce-kind`, `ce-aggregate`, `ce-version`, `ce-tenant` | extension attributes, if there are any |
+//! | `webhook-timestamp`, `webhook-signature` | Standard Webhooks, made anew for each attempt over the body as it is sent (the signature only with keys) |
+//! | `ce-…` | the attributes of the envelope, if they are not in the body: [`Binding::HTTP`] |
 //! | the event's own headers | as they are, unless reserved |
 //!
 //! An event's header is *reserved*, and left out, if HTTP itself, Postbox or a credential uses its
@@ -17,18 +15,41 @@
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use jiff::Timestamp;
-use postbox_core::{Delivery, Outcome};
+use postbox_core::envelope::Binding;
+use postbox_core::{Delivery, Envelope, Outcome};
 use postbox_webhook::UnixSeconds;
 use postbox_webhook::standard::{ID_HEADER, Signer, TIMESTAMP_HEADER};
 
-use crate::cloudevents::{self, OF_ONE_REQUEST};
+/// Headers of one request and not of the message in it: framing and routing of HTTP, credentials,
+/// what the body decides. No event sets them on its way out, and none keeps them from its way in.
+pub const OF_ONE_REQUEST: [&str; 19] = [
+    "accept-encoding",
+    "authorization",
+    "connection",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "cookie",
+    "date",
+    "expect",
+    "forwarded",
+    "host",
+    "keep-alive",
+    "set-cookie",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "user-agent",
+    "via",
+];
 
 /// Other names that events cannot set.
 const RESERVED: [&str; 5] =
     ["http2-settings", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-http-method-override"];
 
 /// Beginnings of names that events cannot set: what we sign and say ourselves.
-const RESERVED_PREFIXES: [&str; 4] = [cloudevents::PREFIX, "webhook-", "svix-", "proxy-"];
+const RESERVED_PREFIXES: [&str; 3] = ["webhook-", "svix-", "proxy-"];
 
 /// Whether a header's name is not an event's to set.
 pub(crate) fn is_reserved(name: &HeaderName) -> bool {
@@ -36,19 +57,22 @@ pub(crate) fn is_reserved(name: &HeaderName) -> bool {
     OF_ONE_REQUEST.contains(&name)
         || RESERVED.contains(&name)
         || RESERVED_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+        || Binding::HTTP.is_reserved(name)
 }
 
-/// What is the same for every event of a target.
-pub(crate) struct Envelope {
+/// What is the same for every request to a target.
+pub(crate) struct Template {
+    pub(crate) envelope: Envelope,
     pub(crate) signer: Option<Signer>,
     pub(crate) fixed: HeaderMap,
     pub(crate) source: String,
 }
 
-impl Envelope {
-    /// The headers of one request, or why there can be none.
-    pub(crate) fn headers(&self, delivery: &Delivery, now: Timestamp) -> Result<HeaderMap, Outcome> {
+impl Template {
+    /// The headers and the body of one request, or why there can be none.
+    pub(crate) fn fill(&self, delivery: &Delivery, now: Timestamp) -> Result<(HeaderMap, Bytes), Outcome> {
         let event = &delivery.event;
+        let wrapped = self.envelope.wrap(event, &self.source)?;
         let mut headers = HeaderMap::with_capacity(16 + event.headers.len());
         let mut own = Vec::with_capacity(event.headers.len());
         for (name, value) in &event.headers {
@@ -64,44 +88,24 @@ impl Envelope {
             headers.insert(name.clone(), value_of(name.as_str(), value.clone())?);
         }
         headers.extend(self.fixed.clone());
-        self.describe(&mut headers, delivery)?;
-        self.sign(&mut headers, delivery, now)?;
-        Ok(headers)
-    }
-
-    fn describe(&self, headers: &mut HeaderMap, delivery: &Delivery) -> Result<(), Outcome> {
-        let event = &delivery.event;
-        headers.insert(header::CONTENT_TYPE, value_of("content-type", event.content_type().to_owned())?);
-        let version = event.version.map(|version| version.to_string());
-        for (name, value) in [
-            ("ce-specversion", Some("1.0")),
-            ("ce-id", Some(event.id.to_string().as_str())),
-            ("ce-type", Some(event.topic.as_str())),
-            ("ce-source", Some(event.source.as_deref().unwrap_or(&self.source))),
-            ("ce-time", Some(event.occurred_at.to_string().as_str())),
-            ("ce-subject", event.key.as_ref().map(AsRef::as_ref)),
-            ("ce-kind", event.kind.as_deref()),
-            ("ce-aggregate", event.aggregate.as_deref()),
-            ("ce-version", version.as_deref()),
-            ("ce-tenant", event.tenant.as_ref().map(AsRef::as_ref)),
-        ] {
-            if let Some(value) = value {
-                headers.insert(HeaderName::from_static(name), value_of(name, cloudevents::encode(value))?);
-            }
+        headers.insert(header::CONTENT_TYPE, value_of("content-type", wrapped.content_type.clone().into_owned())?);
+        for (name, value) in Binding::HTTP.spell(&wrapped) {
+            let value = value_of(&name, value.into_owned())?;
+            headers.insert(HeaderName::try_from(&name).map_err(|_| invalid(&name))?, value);
         }
-        Ok(())
+        self.sign(&mut headers, &delivery.dedupe_id(), &wrapped.body, now)?;
+        Ok((headers, wrapped.body))
     }
 
-    fn sign(&self, headers: &mut HeaderMap, delivery: &Delivery, now: Timestamp) -> Result<(), Outcome> {
-        let id = delivery.dedupe_id();
+    fn sign(&self, headers: &mut HeaderMap, id: &str, body: &[u8], now: Timestamp) -> Result<(), Outcome> {
         let Some(signer) = &self.signer else {
-            headers.insert(ID_HEADER, value_of(ID_HEADER, id)?);
+            headers.insert(ID_HEADER, value_of(ID_HEADER, id.to_owned())?);
             headers.insert(TIMESTAMP_HEADER, HeaderValue::from(now.as_second()));
             return Ok(());
         };
         // The clock is absurd, which is nobody's fault here: try again.
         let signed = signer
-            .sign(&id, UnixSeconds(now.as_second()), &delivery.event.payload)
+            .sign(id, UnixSeconds(now.as_second()), body)
             .map_err(|error| Outcome::retry("sign_failed", error.to_string()))?;
         for (name, value) in signed.headers() {
             headers.insert(HeaderName::from_static(name), value_of(name, value.to_owned())?);
