@@ -6,6 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_bus::BusSink;
 use postbox_config::{Key, Secret, Section, SinkConfig, SinkContext, Table, from_core, secret_always, table, text};
+use postbox_core::kit::log_unknown;
 use postbox_core::{Inbound, LogName, Receive, Received, Result, Sink, SourceName, Store};
 use tokio::sync::OnceCell;
 
@@ -51,6 +52,18 @@ impl SinkConfig for BusTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
         let other = OtherStore { config: self.store.clone(), store: OnceCell::new() };
         Ok(Arc::new(BusSink::new(Arc::new(other), self.keys.log.clone(), self.keys.source.clone())))
+    }
+
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        let store = open_store(&self.store).await?;
+        store.validate().await?;
+        store.check_receiving().await?;
+        let (log, logs) = (&self.keys.log, store.logs().await?);
+        if !logs.contains(log) {
+            let known: Vec<String> = logs.iter().map(LogName::to_string).collect();
+            return Err(log_unknown("connect", log, &known));
+        }
+        Ok("is reached, its schema is right".to_owned())
     }
 }
 

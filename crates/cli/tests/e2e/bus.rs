@@ -23,7 +23,7 @@ async fn arrives_once_and_in_order(here: Kind, there: Kind) -> Result<()> {
     ensure!(other.dispatch(&[])? == "dispatched=0 failed=0 dead=0", "it is known there");
     let lines = other.lines("out.jsonl")?;
     let arrived: Vec<_> = lines.iter().map(|line| (&line["key"], &line["payload"]["n"])).collect();
-    ensure!(arrived.len() == 3, "{lines:?}");
+    ensure!(arrived.len() == 3 && lines.iter().all(|line| line["source"] == "orders"), "{lines:?}");
     let of_key_1: Vec<_> = arrived.iter().filter(|(key, _)| **key == "1").map(|(_, n)| n.as_i64()).collect();
     ensure!(of_key_1 == [Some(1), Some(3)], "{arrived:?}");
     Ok(())
