@@ -13,7 +13,7 @@ use crate::sinks::BROKERS_PLANNED;
 use crate::supervised_receiver::SupervisedReceiver;
 
 /// Every kind of source. A new one is one row here.
-const SOURCES: &[Adapter<SourceTable>] = &[Adapter::new::<WebhookTable>(
+pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[Adapter::new::<WebhookTable>(
     "webhook",
     r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
     |keys| Arc::new(SourceTable::Webhook(Box::new(WebhookTable::read(keys)))),
@@ -21,7 +21,7 @@ const SOURCES: &[Adapter<SourceTable>] = &[Adapter::new::<WebhookTable>(
 
 /// The keys of a source.
 #[derive(Debug)]
-enum SourceTable {
+pub(crate) enum SourceTable {
     /// Senders come to the ingress.
     Webhook(Box<WebhookTable>),
     /// A receiver asks a broker.

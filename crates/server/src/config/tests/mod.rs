@@ -97,7 +97,7 @@ fn uncommented() -> String {
 fn the_examples_in_the_default_file_are_right_when_uncommented() {
     let config = parse(&uncommented()).expect("no faults");
     assert_eq!(config.subscriptions.len(), 1);
-    assert_eq!(config.sources.len(), 1);
+    assert_eq!(config.sources.len(), crate::sources::SOURCES.len(), "one of each type");
     // What the comments show as defaults are the defaults.
     let shown = &config.subscriptions[0];
     let RelaySettings { concurrency, rate, .. } = shown.settings;
