@@ -19,7 +19,7 @@ pub(super) const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
 pub(super) fn env(name: &str) -> Option<String> {
     match name {
-        "HOOK_SECRET" | "PARTNER_SECRET" => Some(KEY.into()),
+        "HOOK_SECRET" | "PARTNER_SECRET" | "REDIS_PASSWORD" => Some(KEY.into()),
         "DATABASE_URL" => Some("postgres://u:hunter2@h/db".into()),
         "SHORT" => Some("whsec_abc".into()),
         "POSTBOX_STATUS_TOKEN" => Some("0123456789abcdef".into()),
