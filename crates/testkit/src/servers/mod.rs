@@ -1,4 +1,4 @@
-//! Real servers for tests: Postgres 15, Postgres 18 and pgbouncer, stopped when we end.
+//! Real servers for tests: Postgres 15 and 18, pgbouncer, Redis 7, Valkey 9; stopped when we end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -7,6 +7,7 @@
 //! | [`Postgres::prepared_database`] | ~50 ms | the same with what every test of a program needs in it |
 //! | [`PrivatePostgres::launch`] | ~1 s | tests that stop, kill or configure their server |
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
+//! | [`PrivateRedis::launch`] | ~80 ms | every test with Redis or Valkey |
 //!
 //! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when
 //! we are root. Every test is a process of its own, so the shared server belongs to none: each
@@ -23,12 +24,14 @@ mod ports;
 mod postgres;
 mod private;
 mod process;
+mod redis;
 mod shared;
 
 pub use pgbouncer::PgBouncer;
 pub use ports::listen_anywhere;
 pub use postgres::{Postgres, Version};
 pub use private::{PrivatePostgres, Settings};
+pub use redis::{PrivateRedis, RedisKind};
 
 use std::io::Write as _;
 

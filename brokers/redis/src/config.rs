@@ -1,0 +1,170 @@
+//! The keys of `sink = { type = "redis", … }` and of a source.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_config::{
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, boolean, duration, envelope, event_source,
+    from_core, integer, path, secret, size, table, text,
+};
+use postbox_core::{Envelope, LogName, Result, Sink, Source};
+
+use crate::connection::{Server, check_url};
+use crate::{RedisSink, RedisSource, StreamTemplate};
+
+/// What we leave of the subscription's timeout, so that the sink is the one to give up and can say
+/// why.
+const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
+
+/// Most calls at once unless the subscription says otherwise: one is answered while another is
+/// written, and more only queue at the server, which does one thing at a time.
+const CONCURRENCY: usize = 4;
+
+/// Longest wait of a source for an answer.
+const SOURCE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What a server takes by default.
+const VALUE_BYTES_MAX: usize = 512 * 1024 * 1024;
+
+table! {
+    /// Events into Redis streams, or Valkey's.
+    pub struct RedisSinkConfig {
+        /// Where the primary is: `redis://HOST:PORT/DATABASE`, or `rediss://` for TLS.
+        url: String = text(url), required(r#""redis://127.0.0.1:6379""#);
+        /// The user (ACL); without one, the password is the server's.
+        username: Option<String> = text(name), unset("the default user", r#""postbox""#);
+        /// The password.
+        password: Option<Secret> = secret(), unset("none", r#""env:REDIS_PASSWORD""#);
+        /// Certificates (PEM) to trust instead of the system's.
+        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
+        /// The stream of an event.
+        ///
+        /// `{topic}`, `{key}`, `{kind}`, `{aggregate}` and `{tenant}` stand for the event's; `{{`
+        /// and `}}` for braces. An event without such a field is dead.
+        stream: StreamTemplate = text(str::parse::<StreamTemplate>), default("events:{topic}");
+        /// About so many entries are kept in a stream; older ones are trimmed, received or not.
+        maxlen: Option<u64> = integer(1_u64..=1_000_000_000_000), unset("all of them", "1000000");
+        /// Makes streams that do not exist. Without, such events are tried again.
+        make_stream: bool = boolean(), default(true);
+        /// The form in which events are sent.
+        ///
+        /// See [envelopes](envelopes.md).
+        envelope: Envelope = envelope(Envelope::ALL), default("raw");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
+        /// Events with a larger field are dead, and so are those beyond the server's own limit
+        /// (`proto-max-bulk-len`).
+        value_max: usize = size(1..=VALUE_BYTES_MAX), default("512MiB");
+    }
+}
+
+table! {
+    /// Messages out of a Redis stream, or Valkey's, as a member of a consumer group.
+    #[check(check)]
+    pub struct RedisSourceConfig {
+        /// Where the primary is: `redis://HOST:PORT/DATABASE`, or `rediss://` for TLS.
+        url: String = text(url), required(r#""redis://127.0.0.1:6379""#);
+        /// The user (ACL); without one, the password is the server's.
+        username: Option<String> = text(name), unset("the default user", r#""postbox""#);
+        /// The password.
+        password: Option<Secret> = secret(), unset("none", r#""env:REDIS_PASSWORD""#);
+        /// Certificates (PEM) to trust instead of the system's.
+        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
+        /// The log where messages are stored.
+        log: LogName = text(from_core::<LogName>), default("inbox");
+        /// The stream. It and its group are made if they are missing; a new group begins with the
+        /// first entry.
+        stream: String = text(name), required(r#""orders""#);
+        /// The consumer group.
+        group: String = text(name), default("postbox");
+        /// Our name in the group: one for each process, the same after its restart.
+        consumer: String = text(name), default("postbox");
+        /// Entries that another consumer has had for so long are taken over.
+        claim_after: Duration = duration(Duration::from_secs(1)), default("1min");
+        /// Most messages that are out of the stream and not stored.
+        in_flight: usize = integer(1_usize..=100_000), default(256);
+        /// The field with the payload. Of entries without it, a JSON object of all fields is the
+        /// payload.
+        payload: String = text(name), default("payload");
+        /// The topic of entries without a field `topic`.
+        topic: Option<String> = text(name), unset("the stream's name", r#""orders""#);
+        /// Where messages go that cannot be stored, not even as poison.
+        dead_stream: Option<String> = text(name), unset("the stream's name and :dead", r#""orders:dead""#);
+    }
+}
+
+fn url(text: &str) -> Result<String, String> {
+    check_url(text).map(|()| text.to_owned())
+}
+
+fn name(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("is empty; leave it out, or write a name".to_owned()),
+        name => Ok(name.to_owned()),
+    }
+}
+
+impl RedisSinkConfig {
+    pub(crate) fn server(&self, timeout: Duration) -> Result<Server> {
+        Server::new(&self.url, self.username.as_deref(), self.password.as_ref(), self.ca_file.as_deref(), timeout)
+    }
+}
+
+impl RedisSourceConfig {
+    fn check(&self, section: &Section<'_>) {
+        if section.is_right(&["stream", "dead_stream"]) && self.dead_stream() == self.stream {
+            section.fault("dead_stream", format!("{} is the stream itself; name another", section.name("dead_stream")));
+        }
+    }
+
+    pub(crate) fn server(&self) -> Result<Server> {
+        let (username, password) = (self.username.as_deref(), self.password.as_ref());
+        Server::new(&self.url, username, password, self.ca_file.as_deref(), SOURCE_TIMEOUT)
+    }
+
+    pub(crate) fn dead_stream(&self) -> String {
+        self.dead_stream.clone().unwrap_or_else(|| format!("{}:dead", self.stream))
+    }
+}
+
+#[async_trait]
+impl SinkConfig for RedisSinkConfig {
+    async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
+        let timeout = context.deliver_timeout;
+        let timeout = timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2);
+        Ok(Arc::new(RedisSink::new(self, timeout, context.concurrency.unwrap_or(CONCURRENCY))?))
+    }
+}
+
+#[async_trait]
+impl SourceConfig for RedisSourceConfig {
+    fn log(&self) -> &LogName {
+        &self.log
+    }
+
+    async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
+        Ok(Arc::new(RedisSource::new(self, Arc::clone(&context.clock))?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_config::{ReadOptions, read};
+
+    use super::*;
+
+    #[test]
+    fn the_keys_are_checked() {
+        let config = "url = \"redis://h\"\nstream = \"{tenant}:{topic}\"\nmaxlen = 5\npassword = \"canary\"";
+        let (config, _) = read::<RedisSinkConfig>(config, ReadOptions::none()).expect("no faults");
+        assert!(!format!("{config:?}").contains("canary"));
+        let faults = read::<RedisSinkConfig>("url = \"h\"\nstream = \"{topik}\"", ReadOptions::none());
+        let faults = faults.expect_err("faults").to_string();
+        assert!(faults.contains("redis://HOST:PORT") && faults.contains("{topik} is no placeholder"), "{faults}");
+        let same = "url = \"redis://h\"\nstream = \"a\"\ndead_stream = \"a\"";
+        let faults = read::<RedisSourceConfig>(same, ReadOptions::none()).expect_err("a fault").to_string();
+        assert!(faults.contains("is the stream itself"), "{faults}");
+    }
+}

@@ -1,0 +1,185 @@
+//! The fields of a stream entry: what the sink writes, and what the source reads.
+
+use postbox_core::envelope::Binding;
+use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage};
+use sha2::{Digest as _, Sha256};
+
+/// The id to deduplicate by.
+const ID: &str = "id";
+const TOPIC: &str = "topic";
+const KEY: &str = "key";
+const CONTENT_TYPE: &str = "content-type";
+/// The field of the payload, unless the configuration names another.
+pub(crate) const PAYLOAD: &str = "payload";
+/// What the names of fields begin with that hold a header.
+const HEADER: &str = "header:";
+
+/// The only field of a replica.
+const REPLICA: &str = "event";
+
+/// Puts the fields of an event in its envelope, each with its name; or says why there are none.
+pub(crate) fn put(
+    delivery: &Delivery,
+    envelope: Envelope,
+    source: &str,
+    mut put: impl FnMut(&str, &[u8]) -> Result<(), Outcome>,
+) -> Result<(), Outcome> {
+    let event = &delivery.event;
+    let wrapped = envelope.wrap(event, source)?;
+    if envelope == Envelope::Replica {
+        return put(REPLICA, &wrapped.body);
+    }
+    put(ID, delivery.dedupe_id().as_bytes())?;
+    put(TOPIC, event.topic.as_str().as_bytes())?;
+    if let Some(key) = &event.key {
+        put(KEY, key.as_str().as_bytes())?;
+    }
+    put(CONTENT_TYPE, wrapped.content_type.as_bytes())?;
+    for (name, value) in Binding::FIELDS.spell(&wrapped) {
+        put(&name, value.as_bytes())?;
+    }
+    for (name, value) in event.headers.iter().filter(|(name, _)| !Binding::FIELDS.is_reserved(name)) {
+        put(&format!("{HEADER}{name}"), value.as_bytes())?;
+    }
+    put(PAYLOAD, &wrapped.body)
+}
+
+/// How entries of a stream are read.
+#[derive(Debug)]
+pub(crate) struct Layout {
+    /// The field of the payload.
+    pub(crate) payload: String,
+    /// The topic of entries that have none.
+    pub(crate) topic: String,
+    /// What the ids of entries without one begin with.
+    pub(crate) stream: String,
+}
+
+impl Layout {
+    /// The message in an entry.
+    ///
+    /// An entry without the payload's field is of somebody else's making: its payload is a JSON
+    /// object of all its fields, and its id the entry's. If it is not text either, it has no topic,
+    /// so that it is kept as poison with its bytes.
+    pub(crate) fn message(&self, entry_id: &str, mut fields: Vec<(Vec<u8>, Vec<u8>)>) -> RawMessage {
+        let own_id = || Some(format!("{}/{entry_id}", self.stream));
+        let Some(at) = fields.iter().position(|(name, _)| name == self.payload.as_bytes()) else {
+            return match as_json(&fields) {
+                Some(json) => message(own_id(), self.topic.clone(), json, "application/json"),
+                None => message(own_id(), String::new(), joined(&fields), "application/octet-stream"),
+            };
+        };
+        let (_, payload) = fields.swap_remove(at);
+        let mut message = message(None, self.topic.clone(), payload, "application/json");
+        for (name, value) in fields {
+            // What is no text is no field of ours.
+            let (Ok(name), Ok(value)) = (String::from_utf8(name), String::from_utf8(value)) else { continue };
+            match name.as_str() {
+                ID if !value.is_empty() => message.id = Some(value),
+                TOPIC => message.topic = value,
+                KEY => message.key = Some(value),
+                CONTENT_TYPE => message.content_type = value,
+                name => {
+                    let header = name.strip_prefix(HEADER).or(Some(name).filter(|it| Binding::FIELDS.is_attribute(it)));
+                    message.headers.extend(header.map(|name| (name.to_owned(), value)));
+                }
+            }
+        }
+        message.id = message.id.or_else(own_id);
+        message
+    }
+}
+
+fn message(id: Option<String>, topic: String, payload: Vec<u8>, content_type: &str) -> RawMessage {
+    RawMessage {
+        id,
+        digest: Sha256::digest(&payload).into(),
+        topic,
+        key: None,
+        headers: Headers::new(),
+        content_type: content_type.to_owned(),
+        payload: payload.into(),
+    }
+}
+
+fn as_json(fields: &[(Vec<u8>, Vec<u8>)]) -> Option<Vec<u8>> {
+    let mut object = serde_json::Map::new();
+    for (name, value) in fields {
+        let (name, value) = (str::from_utf8(name).ok()?, str::from_utf8(value).ok()?);
+        // A second field of a name would replace the first.
+        if object.insert(name.to_owned(), value.into()).is_some() {
+            return None;
+        }
+    }
+    serde_json::to_vec(&object).ok()
+}
+
+/// `name=value`, one a line, as the bytes are.
+fn joined(fields: &[(Vec<u8>, Vec<u8>)]) -> Vec<u8> {
+    fields.iter().flat_map(|(name, value)| [name.as_slice(), b"=", value, b"\n"].concat()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_core::{EventId, NewEvent, Seq};
+
+    use super::*;
+
+    fn layout() -> Layout {
+        Layout { payload: PAYLOAD.into(), topic: "orders".into(), stream: "orders".into() }
+    }
+
+    fn fields(pairs: &[(&str, &[u8])]) -> Vec<(Vec<u8>, Vec<u8>)> {
+        pairs.iter().map(|(name, value)| (name.as_bytes().to_vec(), value.to_vec())).collect()
+    }
+
+    fn written(delivery: &Delivery, envelope: Envelope) -> Vec<(Vec<u8>, Vec<u8>)> {
+        let mut fields = Vec::new();
+        let note = |name: &str, value: &[u8]| {
+            fields.push((name.as_bytes().to_vec(), value.to_vec()));
+            Ok(())
+        };
+        put(delivery, envelope, "us", note).expect("it fits");
+        fields
+    }
+
+    #[test]
+    fn attributes_of_a_cloud_event_are_headers_again() {
+        let event = NewEvent::json("order.paid", "{}").key("k").header("CE-Type", "forged").header("a", "1");
+        let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
+        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 0 };
+        let message = layout().message("5-1", written(&delivery, Envelope::CloudEventsBinary));
+        assert_eq!((message.payload.as_ref(), message.content_type.as_str()), (&b"{}"[..], "application/json"));
+        assert_eq!(message.headers["ce-type"], "order.paid");
+        assert_eq!(message.headers["a"], "1");
+        assert!(!message.headers.contains_key("CE-Type"), "no event can pose as another");
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let event = NewEvent::new("order.paid", &b"\xff\0"[..], "a/b").key("k").header("id", "forged").header("a", "1");
+        let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
+        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 1 };
+        let message = layout().message("5-1", written(&delivery, Envelope::Raw));
+        assert_eq!(message.id, Some(delivery.dedupe_id()));
+        assert_eq!((message.topic.as_str(), message.key.as_deref()), ("order.paid", Some("k")));
+        assert_eq!(message.content_type, "a/b");
+        assert_eq!(message.headers, delivery.event.headers);
+        assert_eq!(message.payload, delivery.event.payload);
+    }
+
+    #[test]
+    fn entries_of_others_are_kept_whole() {
+        let flat = layout().message("5-1", fields(&[("id", b"42"), ("state", b"paid")]));
+        assert_eq!(flat.payload, r#"{"id":"42","state":"paid"}"#);
+        assert_eq!((flat.id.as_deref(), flat.topic.as_str()), (Some("orders/5-1"), "orders"), "42 is no message's id");
+        for odd in [fields(&[("a", b"\xff")]), fields(&[("a", b"1"), ("a", b"2")])] {
+            let kept = layout().message("5-2", odd.clone());
+            assert_eq!(kept.topic, "", "poison");
+            assert_eq!(kept.payload, joined(&odd));
+        }
+        let other = Layout { payload: "body".into(), ..layout() };
+        let named = other.message("5-3", fields(&[("body", b"x"), ("\u{1b}", b"y"), ("id", b"")]));
+        assert_eq!((named.payload.as_ref(), named.id.as_deref()), (&b"x"[..], Some("orders/5-3")));
+    }
+}

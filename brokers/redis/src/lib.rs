@@ -1,0 +1,26 @@
+//! Postbox to and from Redis Streams (Redis 7, Valkey 9).
+//!
+//! - [`RedisSink`] adds events to streams: all of one call in one pipeline, each with an outcome of
+//!   its own.
+//! - [`RedisSource`] reads a stream as a member of a consumer group, and acknowledges what is
+//!   stored.
+//!
+//! The README of this crate has the tables: fields, answers, codes.
+//!
+//! # What this crate deliberately does not do
+//!
+//! It never retries (the engine does), knows no cluster and no sentinel (it connects to the address
+//! it was given), and never trims a stream but by the `maxlen` it was given.
+
+mod classify;
+mod config;
+mod connection;
+mod fields;
+mod sink;
+mod source;
+mod stream;
+
+pub use config::{RedisSinkConfig, RedisSourceConfig};
+pub use sink::RedisSink;
+pub use source::RedisSource;
+pub use stream::StreamTemplate;

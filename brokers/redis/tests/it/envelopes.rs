@@ -1,0 +1,69 @@
+//! What a consumer reads, in every envelope.
+
+use postbox_core::{Envelope, NewEvent};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::support::{Broker, field, text};
+use super::{PATIENCE, SERVERS, codes, deliver, deliveries, sink_with};
+
+/// As those who keep copies of entities declare it: exact names, nothing else.
+#[derive(Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+struct ReplicaEvent {
+    event_id: uuid::Uuid,
+    topic: String,
+    aggregate_kind: Option<String>,
+    aggregate_id: Option<String>,
+    entity_version: Option<i64>,
+    payload: Value,
+    stream_id: Option<String>,
+    committed_at: String,
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_is_one_field_that_its_consumer_can_read() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink = sink_with(&broker, PATIENCE, |config| config.envelope = Envelope::Replica);
+        let mut event = NewEvent::json("tenant.member", r#"{"name":"Zoë","big":12345678901234567890123}"#);
+        event = event.key("42").aggregate("member").header("traceparent", "00-ab-cd-01").header("correlation-id", "c1");
+        event.version = Some(7);
+        let sent = deliveries([event, NewEvent::new("t", "no json", "text/plain")]);
+        assert_eq!(codes(&deliver(&sink, &sent).await), ["delivered", "dead payload_not_json"]);
+        let entries = broker.entries("events").await;
+        assert_eq!(entries.len(), 1);
+        let [(name, value)] = entries[0].as_slice() else { panic!("one field, not {:?}", entries[0]) };
+        assert_eq!(name, "event");
+        let read: ReplicaEvent = serde_json::from_slice(value).expect("as its consumer reads it");
+        assert_eq!(read.event_id, sent[0].event.id.as_uuid());
+        assert_eq!((read.topic.as_str(), read.aggregate_kind.as_deref()), ("tenant.member", Some("member")));
+        assert_eq!((read.aggregate_id.as_deref(), read.entity_version), (Some("42"), Some(7)));
+        assert_eq!(read.stream_id, None);
+        assert_eq!(read.committed_at, "1970-01-01T00:00:00Z");
+        assert_eq!(read.payload["name"], "Zoë");
+        assert_eq!(read.payload["_telemetry"], json!({ "traceparent": "00-ab-cd-01", "correlation_id": "c1" }));
+        assert!(String::from_utf8_lossy(value).contains("12345678901234567890123"), "the payload is as it was written");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_other_envelope_has_id_topic_and_key_beside_it() {
+    for envelope in Envelope::ALL.into_iter().filter(|envelope| *envelope != Envelope::Replica) {
+        let broker = Broker::start(SERVERS[0]).await;
+        let sink = sink_with(&broker, PATIENCE, |config| config.envelope = envelope);
+        let sent =
+            deliveries([NewEvent::json("order.paid", "{\"cents\":1}").key("42").tenant("acme").header("a", "1")]);
+        assert_eq!(codes(&deliver(&sink, &sent).await), ["delivered"]);
+        let fields = broker.entries("events").await.remove(0);
+        assert_eq!(text(&fields, "id"), Some(sent[0].dedupe_id()));
+        assert_eq!(text(&fields, "topic").as_deref(), Some("order.paid"));
+        assert_eq!(text(&fields, "key").as_deref(), Some("42"));
+        assert_eq!(text(&fields, "header:a").as_deref(), Some("1"));
+        let binary = envelope == Envelope::CloudEventsBinary;
+        assert_eq!(text(&fields, "ce-tenant").as_deref(), binary.then_some("acme"), "{envelope:?}");
+        let wrapped = envelope.wrap(&sent[0].event, "postbox").expect("it fits");
+        assert_eq!(text(&fields, "content-type").as_deref(), Some(wrapped.content_type.as_ref()));
+        assert_eq!(field(&fields, "payload").expect("a payload"), wrapped.body);
+    }
+}

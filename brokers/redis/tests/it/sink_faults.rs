@@ -1,0 +1,244 @@
+//! Servers that go, come back, fill up or say nothing.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use postbox_core::{NewEvent, Outcome};
+use postbox_testkit::proxy::Direction;
+use postbox_testkit::servers::PrivateRedis;
+
+use super::support::{Broker, LOOK, text};
+use super::{SERVERS, codes, deliver, deliveries, numbered, sink, sink_with};
+
+async fn ids(broker: &Broker) -> Vec<String> {
+    broker.entries("events").await.iter().map(|fields| text(fields, "id").expect("an id")).collect()
+}
+
+/// What was said to be delivered is there; what was not is sent again until it is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_is_killed_under_load_loses_nothing_it_acknowledged() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink = sink(&broker);
+        let mut open = numbered(5_000);
+        let all: BTreeSet<String> = open.iter().map(|delivery| delivery.dedupe_id()).collect();
+        let (mut rounds, mut killed) = (0, 0);
+        while !open.is_empty() {
+            rounds += 1;
+            let mut call: Vec<_> = open.drain(..open.len().min(500)).collect();
+            let sent = deliver(&sink, &call);
+            let outcomes = match rounds % 5 {
+                3 => {
+                    let harm = async {
+                        let mut server = broker.server.lock().await;
+                        server.kill();
+                        server.start().await;
+                    };
+                    killed += 1;
+                    tokio::join!(sent, harm).0
+                }
+                _ => sent.await,
+            };
+            let mut delivered = outcomes.iter().map(Outcome::is_delivered);
+            call.retain(|_| !delivered.next().expect("an outcome for each"));
+            open.extend(call);
+            assert!(rounds < 1_000, "{:?}", codes(&outcomes));
+        }
+        assert!(killed > 0);
+        let arrived: BTreeSet<String> = ids(&broker).await.into_iter().collect();
+        assert_eq!(arrived, all, "{kind:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_comes_back_empty_takes_events_again() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink = sink(&broker);
+        assert_eq!(codes(&deliver(&sink, &numbered(3)).await), ["delivered"]);
+        let mut server = broker.server.lock().await;
+        server.kill();
+        broker.settle(|| !sink.is_connected()).await;
+        assert_eq!(codes(&deliver(&sink, &numbered(3)).await), ["unavailable redis_connect_failed"]);
+        server.empty();
+        server.start().await;
+        assert_eq!(codes(&deliver(&sink, &numbered(2)).await), ["delivered"]);
+        assert_eq!(ids(&broker).await.len(), 2, "the others are lost, and Redis said so to nobody");
+    }
+}
+
+/// The entry is there, its answer is lost: sent again, it is there twice with one id.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_answer_that_is_lost_is_ambiguous_and_never_sent_again_in_secret() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink = sink(&broker);
+        assert_eq!(codes(&deliver(&sink, &numbered(1)).await), ["delivered"]);
+        broker.proxy.swallow(&[Direction::ToClient]);
+        let sent = numbered(2);
+        let cut = async {
+            while ids(&broker).await.len() < 3 {
+                tokio::time::sleep(LOOK).await;
+            }
+            broker.proxy.reset();
+        };
+        let (outcomes, ()) = tokio::join!(deliver(&sink, &sent), cut);
+        assert_eq!(codes(&outcomes), ["ambiguous redis_connection_lost"]);
+        broker.proxy.heal();
+        assert_eq!(ids(&broker).await.len(), 3);
+        assert_eq!(codes(&deliver(&sink, &sent).await), ["delivered"]);
+        let ids = ids(&broker).await;
+        assert_eq!((ids.len(), &ids[1..3]), (5, &ids[3..]), "the same ids");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_says_nothing_costs_a_deadline() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink = sink_with(&broker, Duration::from_secs(1), |_| ());
+        assert_eq!(codes(&deliver(&sink, &numbered(1)).await), ["delivered"]);
+        broker.server.lock().await.freeze();
+        assert_eq!(codes(&deliver(&sink, &numbered(2)).await), ["ambiguous redis_timeout"]);
+        assert_eq!(codes(&deliver(&sink, &numbered(2)).await), ["unavailable redis_connect_timeout"]);
+        broker.server.lock().await.thaw();
+        assert_eq!(codes(&deliver(&sink, &numbered(1)).await), ["delivered"]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_without_memory_is_unavailable_until_it_has_some() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink = sink(&broker);
+        let () = broker.ask("CONFIG SET maxmemory 1").await;
+        assert_eq!(codes(&deliver(&sink, &numbered(3)).await), ["unavailable redis_out_of_memory"]);
+        let () = broker.ask("CONFIG SET maxmemory 0").await;
+        assert_eq!(codes(&deliver(&sink, &numbered(3)).await), ["delivered"]);
+        assert_eq!(ids(&broker).await.len(), 3);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_one_stream_refuses_no_other_event_pays_for() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink =
+            sink_with(&broker, super::PATIENCE, |config| config.stream = "s:{topic}".parse().expect("a template"));
+        let () = broker.ask("SET s:taken text").await;
+        let events = ["a", "taken", "b"].map(|topic| NewEvent::json(topic, "{}"));
+        let outcomes = deliver(&sink, &deliveries(events)).await;
+        let expected = ["delivered", "ambiguous redis_wrong_type", "delivered"];
+        assert_eq!(codes(&outcomes), expected);
+        // Nothing may be made, and nil is no success.
+        let sink = sink_with(&broker, super::PATIENCE, |config| {
+            config.stream = "s:{topic}".parse().expect("a template");
+            config.make_stream = false;
+        });
+        let outcomes = deliver(&sink, &deliveries(["a", "new"].map(|topic| NewEvent::json(topic, "{}")))).await;
+        assert_eq!(codes(&outcomes), ["delivered", "ambiguous redis_stream_missing"]);
+        assert_eq!(broker.ask::<usize>("EXISTS s:new").await, 0);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_is_trimmed_to_about_its_length() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink = sink_with(&broker, super::PATIENCE, |config| config.maxlen = Some(250));
+        assert_eq!(codes(&deliver(&sink, &numbered(1_000)).await), ["delivered"]);
+        let length: usize = broker.ask("XLEN events").await;
+        assert!((250..=350).contains(&length), "{length}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn users_need_their_password_and_their_rights() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let () = broker.ask("ACL SETUSER writer on >secret ~events +xadd +hello +client").await;
+        let with = |password: &str, stream: &str| {
+            sink_with(&broker, super::PATIENCE, |config| {
+                config.username = Some("writer".into());
+                config.password = Some(postbox_config::Secret::new(password));
+                config.stream = stream.parse().expect("a template");
+            })
+        };
+        let wrong = deliver(&with("wrong", "events"), &numbered(1)).await;
+        assert_eq!(codes(&wrong), ["unavailable redis_unauthorized"]);
+        assert!(!format!("{wrong:?}").contains("\"wrong\""), "{wrong:?}");
+        assert_eq!(codes(&deliver(&with("secret", "events"), &numbered(1)).await), ["delivered"]);
+        assert_eq!(codes(&deliver(&with("secret", "other"), &numbered(1)).await), ["ambiguous redis_not_permitted"]);
+        let () = broker.ask("CONFIG SET requirepass needed").await;
+        assert_eq!(codes(&deliver(&sink(&broker), &numbered(1)).await), ["unavailable redis_unauthorized"]);
+    }
+}
+
+/// What a failover promises and what it does not: entries that the replica had not got are gone,
+/// although they were acknowledged.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_is_promoted_takes_over_with_what_it_had() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let primary = sink(&broker);
+        assert_eq!(codes(&deliver(&primary, &numbered(10)).await), ["delivered"]);
+        let port = broker.server.lock().await.port();
+        let replica =
+            Broker::of(PrivateRedis::launch_with(kind, &["--replicaof", &format!("127.0.0.1 {port}")]).await).await;
+        while !replica.ask::<String>("INFO replication").await.contains("master_link_status:up") {
+            tokio::time::sleep(LOOK).await;
+        }
+        assert_eq!(replica.ask::<usize>("XLEN events").await, 10);
+        let promoted = sink(&replica);
+        assert_eq!(codes(&deliver(&promoted, &numbered(1)).await), ["unavailable redis_readonly"]);
+        // From here on it hears nothing.
+        replica.server.lock().await.freeze();
+        assert_eq!(codes(&deliver(&primary, &numbered(5)).await), ["delivered"]);
+        broker.server.lock().await.kill();
+        replica.server.lock().await.thaw();
+        let () = replica.ask("REPLICAOF NO ONE").await;
+        assert_eq!(codes(&deliver(&promoted, &numbered(1)).await), ["delivered"]);
+        let kept = replica.ask::<usize>("XLEN events").await;
+        assert!((11..=16).contains(&kept), "{kept}");
+    }
+}
+
+/// A server that becomes a replica under an open connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_primary_that_is_demoted_is_unavailable() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let sink = sink(&broker);
+        assert_eq!(codes(&deliver(&sink, &numbered(1)).await), ["delivered"]);
+        let () = broker.ask("REPLICAOF 127.0.0.1 1").await;
+        assert_eq!(codes(&deliver(&sink, &numbered(1)).await), ["unavailable redis_readonly"]);
+        let () = broker.ask("REPLICAOF NO ONE").await;
+        assert_eq!(codes(&deliver(&sink, &numbered(1)).await), ["delivered"]);
+    }
+}
+
+/// The mark is the server's: a relay that starts anew sees it, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_high_water_mark_is_never_behind_what_was_delivered() {
+    for kind in SERVERS {
+        let broker = Broker::start(kind).await;
+        let first = sink(&broker);
+        assert_eq!(first.high_water_mark("events").await.expect("an answer"), None);
+        assert_eq!(codes(&deliver(&first, &numbered(3)).await), ["delivered"]);
+        let entries: Vec<(String, redis::Value)> = broker.ask("XREVRANGE events + - COUNT 1").await;
+        let last = Some(entries[0].0.clone());
+        assert_eq!(first.high_water_mark("events").await.expect("an answer"), last);
+        let mut server = broker.server.lock().await;
+        server.kill();
+        server.start().await;
+        let _: usize = broker.ask("XTRIM events MAXLEN 0").await;
+        assert_eq!(
+            sink(&broker).high_water_mark("events").await.expect("an answer"),
+            last,
+            "after a restart and a trim"
+        );
+        let () = broker.ask("SET text text").await;
+        let error = sink(&broker).high_water_mark("text").await.expect_err("no stream");
+        assert_eq!(error.code(), "redis_wrong_type");
+    }
+}

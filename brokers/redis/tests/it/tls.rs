@@ -1,0 +1,54 @@
+//! `rediss://`, against Redis 7 (the wheel's Valkey has no TLS).
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
+
+use postbox_redis::{RedisSink, RedisSinkConfig};
+use postbox_testkit::servers::{PrivateRedis, RedisKind, listen_anywhere};
+
+use super::{PATIENCE, codes, deliver, numbered};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_a_server_with_a_trusted_certificate_gets_events() {
+    let folder = tempfile::tempdir().expect("a folder");
+    // The server is another user.
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("ours");
+    let key = rcgen::KeyPair::generate().expect("a key");
+    let params = rcgen::CertificateParams::new(["localhost".to_owned()]).expect("a name");
+    let certificate = params.self_signed(&key).expect("a certificate");
+    let file = |name: &str, text: String| {
+        let path = folder.path().join(name);
+        fs::write(&path, text).expect("written");
+        fs::set_permissions(&path, Permissions::from_mode(0o644)).expect("ours");
+        path
+    };
+    let (cert_file, key_file) = (file("cert.pem", certificate.pem()), file("key.pem", key.serialize_pem()));
+    let port = listen_anywhere().and_then(|listener| Ok(listener.local_addr()?.port())).expect("a port");
+    let arguments = [
+        "--tls-port",
+        &port.to_string(),
+        "--tls-cert-file",
+        cert_file.to_str().expect("text"),
+        "--tls-key-file",
+        key_file.to_str().expect("text"),
+        "--tls-auth-clients",
+        "no",
+    ];
+    let _server = PrivateRedis::launch_with(RedisKind::Redis7, &arguments).await;
+    let sink = |ca_file| {
+        let url = format!("rediss://localhost:{port}");
+        let config = RedisSinkConfig { url, ca_file, ..RedisSinkConfig::default() };
+        RedisSink::new(&config, PATIENCE, 1).expect("a sink")
+    };
+    assert_eq!(codes(&deliver(&sink(Some(cert_file)), &numbered(2)).await), ["delivered"]);
+    let refused = deliver(&sink(None), &numbered(2)).await;
+    assert_eq!(codes(&refused), ["unavailable redis_connect_failed"]);
+    assert!(format!("{refused:?}").contains("UnknownIssuer"), "{refused:?}");
+    let config = RedisSinkConfig {
+        url: "rediss://localhost".into(),
+        ca_file: Some("/nonexistent/ca.pem".into()),
+        ..RedisSinkConfig::default()
+    };
+    let error = RedisSink::new(&config, PATIENCE, 1).expect_err("no such file");
+    assert_eq!(error.code(), "ca_file_invalid");
+}
