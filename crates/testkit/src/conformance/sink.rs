@@ -1,6 +1,7 @@
 //! What every sink keeps: one outcome per delivery, the same bytes, no neighbour harmed.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -279,9 +280,13 @@ async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outcome> 
     outcomes
 }
 
+/// Each event has an id of its own, also beside those of other calls: a destination that
+/// deduplicates takes them for different ones.
 fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
+    static IDS: AtomicU64 = AtomicU64::new(1);
     let delivery = |(event, n): (NewEvent, i64)| {
-        let id = EventId::from_uuid(uuid::Uuid::from_u128(0x0190_0000_0000_7000_8000_0000_0000_0000 + n as u128));
+        let id = u128::from(IDS.fetch_add(1, Ordering::Relaxed));
+        let id = EventId::from_uuid(uuid::Uuid::from_u128(0x0190_0000_0000_7000_8000_0000_0000_0000 + id));
         let event = event.into_event(id, Timestamp::UNIX_EPOCH);
         Delivery { event, seq: Seq(n), attempt: 1, replay: 0 }
     };

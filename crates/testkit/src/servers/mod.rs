@@ -1,4 +1,5 @@
-//! Real servers for tests: Postgres 15, Postgres 18 and pgbouncer, stopped when we end.
+//! Real servers for tests: Postgres 15 and 18, pgbouncer, and NATS 2.9 and 2.15, stopped when we
+//! end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -6,6 +7,7 @@
 //! | [`Postgres::fresh_database`] | ~50 ms | an empty database of the test's own on that server |
 //! | [`PrivatePostgres::launch`] | ~1 s | tests that stop, kill or configure their server |
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
+//! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
 //!
 //! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when
 //! we are root. Every test is a process of its own, so the shared server belongs to none: each
@@ -17,6 +19,7 @@
 //! yours. A missing server fails the test; with `POSTBOX_ALLOW_SKIP=1` it is skipped instead.
 
 mod install;
+mod nats;
 mod pgbouncer;
 mod ports;
 mod postgres;
@@ -24,6 +27,7 @@ mod private;
 mod process;
 mod shared;
 
+pub use nats::{NatsVersion, PrivateNats};
 pub use pgbouncer::PgBouncer;
 pub use ports::listen_anywhere;
 pub use postgres::{Postgres, Version};
