@@ -16,6 +16,12 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "http", url = "https://example.org/hook", secret = "env:HOOK_SECRET" }"#,
         |keys| Arc::new(HttpSinkTable::read(keys)),
     ),
+    #[cfg(feature = "nats")]
+    Adapter::new::<postbox_nats::NatsSinkTable>(
+        "nats",
+        r#"{ type = "nats", url = "nats://127.0.0.1:4222", subject = "orders.{topic}" }"#,
+        |keys| Arc::new(postbox_nats::NatsSinkTable::read(keys)),
+    ),
     Adapter::new::<FileTable>("file", r#"{ type = "file", path = "events.jsonl" }"#, |keys| {
         Arc::new(FileTable::read(keys))
     }),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use postbox_config::SinkContext;
 use postbox_core::{Clock, Result, Store};
-use postbox_engine::Relay;
+use postbox_engine::{Relay, RelaySettings};
 
 use crate::config::SubscriptionConfig;
 
@@ -21,10 +21,13 @@ pub async fn relay(
         .admin(Arc::clone(store) as _)
         .settings(config.settings.clone())
         .clock(Arc::clone(clock));
+    let RelaySettings { retry, breaker, lease_ttl, deliver_timeout, .. } = &config.settings;
+    let retry_max = retry.delays.iter().copied().max().unwrap_or(retry.delay_max);
     let context = SinkContext {
         clock: Arc::clone(clock),
+        repeats_within: *deliver_timeout + retry_max.max(*lease_ttl).max(breaker.max),
         listening: vec![listening],
-        deliver_timeout: config.settings.deliver_timeout,
+        deliver_timeout: *deliver_timeout,
         concurrency: config.settings.concurrency,
     };
     if let Some(sink) = config.sink.build(&context).await? {

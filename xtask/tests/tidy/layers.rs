@@ -17,6 +17,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-postgres", &["postbox-config", "postbox-core"]),
     ("postbox-sqlite", &["postbox-config", "postbox-core"]),
     ("postbox-http", &["postbox-config", "postbox-core", "postbox-webhook"]),
+    ("postbox-nats", &["postbox-config", "postbox-core"]),
     ("postbox-engine", &["postbox-core"]),
     ("postbox-listen", &["postbox-core"]),
     ("postbox-ingress", &["postbox-config", "postbox-core", "postbox-engine", "postbox-http", "postbox-webhook"]),
@@ -43,6 +44,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "postbox-http",
             "postbox-ingress",
             "postbox-listen",
+            "postbox-nats",
             "postbox-postgres",
             "postbox-sqlite",
         ],
@@ -108,6 +110,7 @@ const COMMON: &[&str] = &[
 /// among the crates that ship; the tools beside them (`bench`, `crash`, the simulator) look at a
 /// store with a client of their own.
 const CLIENTS: &[(&str, &[&str])] = &[
+    ("async-nats", &["postbox-nats"]),
     ("axum", &["postbox-ingress", "postbox-listen", "postbox-server", "postbox-cli", "postbox-bench"]),
     ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "xtask"]),
     ("clap_complete", &["postbox-cli"]),
@@ -129,7 +132,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("rustls", &["postbox-cli", "postbox-http", "postbox-postgres"]),
     ("rustls-platform-verifier", &["postbox-http"]),
     ("sha1", &["postbox-webhook"]),
-    ("sha2", &["postbox-ingress", "postbox-webhook"]),
+    ("sha2", &["postbox-ingress", "postbox-nats", "postbox-webhook"]),
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
     ("strsim", &["postbox-config"]),
     ("subtle", &["postbox-server", "postbox-webhook"]),

@@ -12,6 +12,7 @@ mod env;
 mod faults;
 mod hostile;
 mod inbox;
+mod nats;
 mod outages;
 mod privacy;
 mod psql;
