@@ -3,13 +3,13 @@
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use postbox_core::LogName;
-use tokio_postgres::Statement;
+use postbox_core::{LogName, NewEvent};
+use tokio_postgres::{Statement, Transaction};
 use uuid::Uuid;
 
-use crate::server::{self, connect, wal_bytes};
-use crate::table::{Table, percent, rate};
-use crate::{Stores, child, fill, machine};
+use crate::bed::{Bed, Place, Stores, at_once, connect, event, schema};
+use crate::figure::{Figure, Table};
+use crate::machine;
 
 const KEYS: usize = 10_000;
 
@@ -21,8 +21,11 @@ const POSTGRES_BARE: &str = "CREATE TABLE bare (seq bigint GENERATED ALWAYS AS I
 const POSTGRES_INSERT: &str =
     "INSERT INTO bare (id, topic, key, payload) SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[])";
 
+/// The same, and what a service that uses WAL sets; a commit is not flushed, so both sides measure
+/// processor time.
 const SQLITE_BARE: &str = "CREATE TABLE bare (seq INTEGER PRIMARY KEY, id BLOB NOT NULL, topic TEXT NOT NULL, key TEXT, payload BLOB, \
-     occurred_at INTEGER NOT NULL DEFAULT (unixepoch()), created_at INTEGER NOT NULL DEFAULT (unixepoch()))";
+     occurred_at INTEGER NOT NULL DEFAULT (unixepoch()), created_at INTEGER NOT NULL DEFAULT (unixepoch())); \
+     PRAGMA synchronous = NORMAL";
 const SQLITE_INSERT: &str = "INSERT INTO bare (id, topic, key, payload) VALUES (?1, ?2, ?3, ?4)";
 
 #[derive(Debug, Args)]
@@ -42,91 +45,71 @@ pub(crate) struct Options {
 }
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    if options.store.postgres() {
-        postgres(options).await?;
-    }
-    if options.store.sqlite() {
-        sqlite(options).await?;
+    for mut bed in options.store.beds().await? {
+        let columns = ["events a transaction", "writers", "append_in", "bare INSERT", "ratio"];
+        let (mut table, writers) = match &mut bed.place {
+            Place::Postgres(client, _) => {
+                client.batch_execute(POSTGRES_BARE).await?;
+                let title = "append: Postgres 15, fsync on, in the caller's tokio-postgres transaction";
+                (Table::new(title, &[&columns[..], &["WAL B/event", "bare's"]].concat()), &options.writers[..])
+            }
+            Place::Sqlite(file) => {
+                file.execute_batch(SQLITE_BARE)?;
+                let title = "append: SQLite, WAL, synchronous = NORMAL, in the caller's rusqlite transaction";
+                let columns = [&columns[..1], &columns[2..], &["written B/event", "bare's"]].concat();
+                (Table::new(title, &columns), &[1][..])
+            }
+        };
+        for batch in &options.batch {
+            for writers in writers {
+                let ours = measure(&mut bed, *batch, *writers, options.seconds, false).await?;
+                let bare = measure(&mut bed, *batch, *writers, options.seconds, true).await?;
+                let at_once = matches!(bed.place, Place::Postgres(..)).then(|| writers.to_string());
+                let bytes = [ours, bare].map(|figure| format!("{:.0}", figure.bytes_each()));
+                let speed = [ours.rate(), bare.rate(), ours.ratio(bare)];
+                table.row([batch.to_string()].into_iter().chain(at_once).chain(speed).chain(bytes));
+            }
+        }
+        table.print();
+        if matches!(bed.place, Place::Postgres(..)) {
+            println!(
+                "  the bare table has a primary key and nothing else: no unique event id, no checks, no transaction id, no slot"
+            );
+        }
+        println!("  peak memory of all writers in one process: {:.0} MiB", machine::memory_peak_mib()?);
     }
     Ok(())
 }
 
-struct Figure {
-    events: usize,
-    seconds: f64,
-    /// On Postgres of write-ahead log; on SQLite of all that was written, log and checkpoints.
-    bytes_per_event: f64,
-}
-
-impl Figure {
-    fn per_second(&self) -> f64 {
-        self.events as f64 / self.seconds
-    }
-}
-
-async fn postgres(options: &Options) -> anyhow::Result<()> {
-    let server = server::start().await;
-    let url = server.fresh_database().await;
-    child::open(&url).await?.up().await?;
-    let client = connect(&url).await?;
-    client.batch_execute(POSTGRES_BARE).await?;
-    let mut table = Table::new(
-        "append: Postgres 15, fsync on, in the caller's tokio-postgres transaction",
-        &["events a transaction", "writers", "append_in", "bare INSERT", "ratio", "WAL B/event", "bare's"],
-    );
-    for batch in &options.batch {
-        for writers in &options.writers {
-            let ours = measure_postgres(&url, *batch, *writers, options.seconds, false).await?;
-            let bare = measure_postgres(&url, *batch, *writers, options.seconds, true).await?;
-            table.row([
-                batch.to_string(),
-                writers.to_string(),
-                rate(ours.events, ours.seconds),
-                rate(bare.events, bare.seconds),
-                percent(ours.per_second(), bare.per_second()),
-                format!("{:.0}", ours.bytes_per_event),
-                format!("{:.0}", bare.bytes_per_event),
-            ]);
+async fn measure(bed: &mut Bed, batch: usize, writers: usize, seconds: u64, bare: bool) -> anyhow::Result<Figure> {
+    let time = Duration::from_secs(seconds);
+    match &mut bed.place {
+        Place::Postgres(client, _) => {
+            client.batch_execute("CHECKPOINT").await?;
+            let until = Instant::now() + time;
+            let write = |number| write_postgres(bed.store.clone(), number, batch, until, bare);
+            bed.measure(at_once(writers, write)).await
+        }
+        Place::Sqlite(file) => {
+            let (written, start) = (machine::written_bytes()?, Instant::now());
+            let count = write_sqlite(file, batch, start + time, bare)?;
+            let bytes = machine::written_bytes()? - written;
+            Ok(Figure { count, seconds: start.elapsed().as_secs_f64(), bytes, ..Figure::default() })
         }
     }
-    table.print();
-    println!(
-        "  the bare table has a primary key and nothing else: no unique event id, no checks, no transaction id, no slot"
-    );
-    println!("  peak memory of all writers in one process: {:.0} MiB", machine::memory_peak_mib()?);
-    Ok(())
 }
 
-async fn measure_postgres(url: &str, batch: usize, writers: usize, seconds: u64, bare: bool) -> anyhow::Result<Figure> {
-    let client = connect(url).await?;
-    client.batch_execute("CHECKPOINT").await?;
-    let wal = wal_bytes(&client).await?;
-    let start = Instant::now();
-    let until = start + Duration::from_secs(seconds);
-    let writing = (0..writers).map(|number| {
-        let url = url.to_owned();
-        tokio::spawn(async move { write_postgres(&url, number, batch, until, bare).await })
-    });
-    let mut events = 0;
-    for writer in futures::future::join_all(writing).await {
-        events += writer??;
-    }
-    let seconds = start.elapsed().as_secs_f64();
-    let bytes_per_event = (wal_bytes(&client).await? - wal) as f64 / events.max(1) as f64;
-    Ok(Figure { events, seconds, bytes_per_event })
-}
-
-async fn write_postgres(url: &str, number: usize, batch: usize, until: Instant, bare: bool) -> anyhow::Result<usize> {
-    let mut client = connect(url).await?;
+async fn write_postgres(url: String, number: usize, batch: usize, until: Instant, bare: bool) -> anyhow::Result<usize> {
+    let mut client = connect(&url).await?;
     let insert = client.prepare(POSTGRES_INSERT).await?;
     let mut count = 0;
     while Instant::now() < until {
-        let events: Vec<_> = (0..batch).map(|n| fill::event(number * 1_000_003 + count + n, KEYS)).collect();
+        let events: Vec<_> = (0..batch).map(|n| event(number * 1_000_003 + count + n, KEYS)).collect();
         let transaction = client.transaction().await?;
         if bare {
             insert_bare(&transaction, &insert, &events).await?;
         } else {
-            postbox_postgres::append_in(&transaction, &fill::schema(), &LogName::outbox(), &events).await?;
+            postbox_postgres::append_in(&transaction, &schema(), &LogName::outbox(), &events).await?;
         }
         transaction.commit().await?;
         count += batch;
@@ -134,11 +117,7 @@ async fn write_postgres(url: &str, number: usize, batch: usize, until: Instant, 
     Ok(count)
 }
 
-async fn insert_bare(
-    transaction: &tokio_postgres::Transaction<'_>,
-    insert: &Statement,
-    events: &[postbox_core::NewEvent],
-) -> anyhow::Result<()> {
+async fn insert_bare(transaction: &Transaction<'_>, insert: &Statement, events: &[NewEvent]) -> anyhow::Result<()> {
     let ids: Vec<Uuid> = events.iter().map(|_| Uuid::now_v7()).collect();
     let topics: Vec<&str> = events.iter().map(|event| event.topic.as_str()).collect();
     let keys: Vec<Option<&str>> = events.iter().map(|event| event.key.as_deref()).collect();
@@ -147,49 +126,11 @@ async fn insert_bare(
     Ok(())
 }
 
-async fn sqlite(options: &Options) -> anyhow::Result<()> {
-    let folder = tempfile::tempdir()?;
-    let path = folder.path().join("bench.db").to_string_lossy().into_owned();
-    child::open(&path).await?.up().await?;
-    let mut connection = rusqlite::Connection::open(&path)?;
-    connection.execute_batch(SQLITE_BARE)?;
-    // What a service that uses WAL sets; a commit is not flushed, so both sides measure processor
-    // time.
-    connection.execute_batch("PRAGMA synchronous = NORMAL")?;
-    let mut table = Table::new(
-        "append: SQLite, WAL, synchronous = NORMAL, in the caller's rusqlite transaction",
-        &["events a transaction", "append_in", "bare INSERT", "ratio", "written B/event", "bare's"],
-    );
-    for batch in &options.batch {
-        let ours = measure_sqlite(&mut connection, *batch, options.seconds, false)?;
-        let bare = measure_sqlite(&mut connection, *batch, options.seconds, true)?;
-        table.row([
-            batch.to_string(),
-            rate(ours.events, ours.seconds),
-            rate(bare.events, bare.seconds),
-            percent(ours.per_second(), bare.per_second()),
-            format!("{:.0}", ours.bytes_per_event),
-            format!("{:.0}", bare.bytes_per_event),
-        ]);
-    }
-    table.print();
-    println!("  peak memory: {:.0} MiB", machine::memory_peak_mib()?);
-    Ok(())
-}
-
-fn measure_sqlite(
-    connection: &mut rusqlite::Connection,
-    batch: usize,
-    seconds: u64,
-    bare: bool,
-) -> anyhow::Result<Figure> {
-    let written = machine::written_bytes()?;
-    let start = Instant::now();
-    let until = start + Duration::from_secs(seconds);
+fn write_sqlite(file: &mut rusqlite::Connection, batch: usize, until: Instant, bare: bool) -> anyhow::Result<usize> {
     let mut count = 0;
     while Instant::now() < until {
-        let events: Vec<_> = (0..batch).map(|n| fill::event(count + n, KEYS)).collect();
-        let transaction = connection.transaction()?;
+        let events: Vec<_> = (0..batch).map(|n| event(count + n, KEYS)).collect();
+        let transaction = file.transaction()?;
         if bare {
             let mut insert = transaction.prepare_cached(SQLITE_INSERT)?;
             for event in &events {
@@ -201,7 +142,5 @@ fn measure_sqlite(
         transaction.commit()?;
         count += batch;
     }
-    let seconds = start.elapsed().as_secs_f64();
-    let bytes_per_event = (machine::written_bytes()? - written) / count.max(1) as f64;
-    Ok(Figure { events: count, seconds, bytes_per_event })
+    Ok(count)
 }

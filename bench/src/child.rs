@@ -8,13 +8,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use async_trait::async_trait;
 use clap::{Args, ValueEnum};
-use postbox_core::{BatchLimit, Capabilities, Delivery, LogName, Outcome, Sink, Store, Subscription};
+use postbox_core::{BatchLimit, Capabilities, Delivery, LogName, Outcome, Sink, Subscription};
 use postbox_engine::{Relay, RelaySettings};
-use postbox_postgres::{PostgresConfig, PostgresStore};
-use postbox_sqlite::{SqliteConfig, SqliteStore};
-use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
+use crate::bed::open;
+use crate::figure::Figure;
 use crate::{machine, plain};
 
 /// How long an idle relay is watched.
@@ -28,16 +27,6 @@ pub(crate) enum Task {
     Plain,
     /// A relay with nothing to do.
     Idle,
-}
-
-impl Task {
-    fn word(self) -> &'static str {
-        match self {
-            Self::Relay => "relay",
-            Self::Plain => "plain",
-            Self::Idle => "idle",
-        }
-    }
 }
 
 /// What a child does.
@@ -54,73 +43,50 @@ pub(crate) struct Job {
     pub(crate) batch: usize,
 }
 
-/// What came of it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Figure {
-    pub(crate) events: usize,
-    pub(crate) seconds: f64,
-    pub(crate) memory_mib: f64,
-    pub(crate) processor_seconds: f64,
-    /// What the process wrote, to files and sockets.
-    pub(crate) written_bytes: f64,
+/// The word that names a choice on the command line.
+pub(crate) fn word(choice: impl ValueEnum) -> String {
+    choice.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
 impl Job {
     /// Runs it in a process of its own.
     pub(crate) async fn in_child(&self) -> anyhow::Result<Figure> {
         let output = tokio::process::Command::new(std::env::current_exe()?)
-            .args(["child", self.task.word(), "--store", &self.store, "--subscription", &self.subscription])
+            .args(["child", &word(self.task), "--store", &self.store, "--subscription", &self.subscription])
             .args(["--batch", &self.batch.to_string()])
             .stderr(Stdio::inherit())
             .output()
             .await?;
-        ensure!(output.status.success(), "the {} process failed", self.task.word());
-        let figure: serde_json::Value = serde_json::from_slice(&output.stdout).context("the child's figures")?;
-        let number = |name: &str| figure[name].as_f64().with_context(|| format!("no {name}"));
-        Ok(Figure {
-            events: number("events")? as usize,
-            seconds: number("seconds")?,
-            memory_mib: number("memory_mib")?,
-            processor_seconds: number("processor_seconds")?,
-            written_bytes: number("written_bytes")?,
-        })
+        ensure!(output.status.success(), "the {:?} process failed", self.task);
+        serde_json::from_slice(&output.stdout).context("the child's figures")
     }
 
     /// Runs it here and prints the figures.
     pub(crate) async fn run(&self) -> anyhow::Result<()> {
-        let (events, seconds, processor_seconds) = match self.task {
-            Task::Relay => self.relay().await?,
-            Task::Plain => self.plain().await?,
-            Task::Idle => self.idle().await?,
+        let (count, seconds, processor_seconds) = match self.task {
+            Task::Relay => {
+                let relay = self.build().await?;
+                let start = Instant::now();
+                let delivered = relay.drain(None).await?.delivered;
+                (usize::try_from(delivered)?, start.elapsed().as_secs_f64(), machine::processor_seconds()?)
+            }
+            Task::Plain => {
+                let start = Instant::now();
+                let count = match self.store.contains("://") {
+                    true => plain::postgres(&self.store, self.batch).await?,
+                    false => plain::sqlite(&self.store, self.batch)?,
+                };
+                (count, start.elapsed().as_secs_f64(), machine::processor_seconds()?)
+            }
+            Task::Idle => (0, IDLE.as_secs_f64(), self.idle().await?),
         };
-        let memory_mib = machine::memory_peak_mib()?;
-        let figure = json!({
-            "events": events, "seconds": seconds, "memory_mib": memory_mib, "processor_seconds": processor_seconds,
-            "written_bytes": machine::written_bytes()?,
-        });
-        println!("{figure}");
+        let (bytes, memory_mib) = (machine::written_bytes()?, machine::memory_peak_mib()?);
+        let figure = Figure { count, seconds, processor_seconds, bytes, memory_mib };
+        println!("{}", serde_json::to_string(&figure)?);
         Ok(())
     }
 
-    async fn relay(&self) -> anyhow::Result<(usize, f64, f64)> {
-        let relay = self.build().await?;
-        let start = Instant::now();
-        let drained = relay.drain(None).await?;
-        let seconds = start.elapsed().as_secs_f64();
-        Ok((usize::try_from(drained.delivered)?, seconds, machine::processor_seconds()?))
-    }
-
-    async fn plain(&self) -> anyhow::Result<(usize, f64, f64)> {
-        let start = Instant::now();
-        let events = if self.store.contains("://") {
-            plain::postgres(&self.store, self.batch).await?
-        } else {
-            plain::sqlite(&self.store, self.batch)?
-        };
-        Ok((events, start.elapsed().as_secs_f64(), machine::processor_seconds()?))
-    }
-
-    async fn idle(&self) -> anyhow::Result<(usize, f64, f64)> {
+    async fn idle(&self) -> anyhow::Result<f64> {
         let relay = self.build().await?;
         let stop = CancellationToken::new();
         let watch = async {
@@ -134,7 +100,7 @@ impl Job {
         };
         let (ran, used) = tokio::join!(relay.run(stop.clone()), watch);
         ran?;
-        Ok((0, IDLE.as_secs_f64(), used?))
+        used
     }
 
     async fn build(&self) -> anyhow::Result<Relay> {
@@ -144,15 +110,6 @@ impl Job {
         let settings = RelaySettings { batch, ..RelaySettings::default() };
         Ok(Relay::builder(store, subscription).sink(Arc::new(NullSink)).settings(settings).build()?)
     }
-}
-
-/// The store behind a URL or a path.
-pub(crate) async fn open(store: &str) -> anyhow::Result<Arc<dyn Store>> {
-    Ok(if store.contains("://") {
-        Arc::new(PostgresStore::connect(PostgresConfig::new(store)).await?)
-    } else {
-        Arc::new(SqliteStore::open(SqliteConfig::new(store)).await?)
-    })
 }
 
 /// Takes everything and does nothing.

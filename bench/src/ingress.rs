@@ -10,10 +10,10 @@ use postbox_webhook::standard::{SignKey, Signer};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
+use crate::bed::{Bed, PAYLOAD_BYTES, Place, at_once, event};
+use crate::figure::{Figure, Table};
+use crate::machine;
 use crate::peer::{BARE, Role, SECRET};
-use crate::server::{self, connect};
-use crate::table::{Table, percent, rate};
-use crate::{child, fill, machine};
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
@@ -25,50 +25,26 @@ pub(crate) struct Options {
     seconds: u64,
 }
 
-struct Figure {
-    requests: usize,
-    seconds: f64,
-    /// Processor time of the server.
-    processor_seconds: f64,
-}
-
-impl Figure {
-    fn per_second(&self) -> f64 {
-        self.requests as f64 / self.seconds
-    }
-
-    fn micros(&self) -> f64 {
-        1e6 * self.processor_seconds / self.requests.max(1) as f64
-    }
-}
-
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let server = server::start().await;
-    let url = server.fresh_database().await;
-    child::open(&url).await?.up().await?;
-    connect(&url).await?.batch_execute(BARE).await?;
+    let bed = Bed::postgres().await?;
+    if let Place::Postgres(client, _) = &bed.place {
+        client.batch_execute(BARE).await?;
+    }
     let mut table = Table::new(
         format!(
-            "ingress: Postgres 15, fsync on, body {} B, verified and stored once, against the same server that only inserts",
-            fill::PAYLOAD_BYTES
+            "ingress: Postgres 15, fsync on, body {PAYLOAD_BYTES} B, verified and stored once, against the same server that only inserts"
         ),
         &["clients", "ingress", "the same row", "ratio", "a bare row", "ratio", "CPU/request", "row's", "bare's"],
     );
     for clients in &options.clients {
-        let ours = measure(&url, Role::Ingress, *clients, options.seconds).await?;
-        let row = measure(&url, Role::Row, *clients, options.seconds).await?;
-        let bare = measure(&url, Role::Bare, *clients, options.seconds).await?;
-        table.row([
-            clients.to_string(),
-            rate(ours.requests, ours.seconds),
-            rate(row.requests, row.seconds),
-            percent(ours.per_second(), row.per_second()),
-            rate(bare.requests, bare.seconds),
-            percent(ours.per_second(), bare.per_second()),
-            format!("{:.0} µs", ours.micros()),
-            format!("{:.0} µs", row.micros()),
-            format!("{:.0} µs", bare.micros()),
-        ]);
+        let mut figures = Vec::new();
+        for role in [Role::Ingress, Role::Row, Role::Bare] {
+            figures.push(measure(&bed.store, role, *clients, options.seconds).await?);
+        }
+        let (ours, row, bare) = (figures[0], figures[1], figures[2]);
+        let speed = [ours.rate(), row.rate(), ours.ratio(row), bare.rate(), ours.ratio(bare)];
+        let effort = figures.iter().map(|figure| format!("{:.0} µs", figure.micros()));
+        table.row([clients.to_string()].into_iter().chain(speed).chain(effort));
     }
     table.print();
     println!("  wanted: ≥ 70 % of the same row; the senders share the machine with both");
@@ -76,6 +52,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Processor time is the serving process's.
 async fn measure(url: &str, role: Role, clients: usize, seconds: u64) -> anyhow::Result<Figure> {
     let (peer, address) = role.start(url).await?;
     let pid = peer.id().context("it has ended")?;
@@ -84,33 +61,24 @@ async fn measure(url: &str, role: Role, clients: usize, seconds: u64) -> anyhow:
     send(&address, &format!("{prefix}-warm"), clients, Duration::from_millis(500)).await?;
     let before = machine::processor_seconds_of_family(pid)?;
     let start = Instant::now();
-    let requests = send(&address, &prefix, clients, Duration::from_secs(seconds)).await?;
+    let sent = send(&address, &prefix, clients, Duration::from_secs(seconds)).await?;
     let seconds = start.elapsed().as_secs_f64();
-    let processor_seconds = machine::processor_seconds_of_family(pid)? - before;
-    Ok(Figure { requests, seconds, processor_seconds })
+    Ok(Figure { seconds, processor_seconds: machine::processor_seconds_of_family(pid)? - before, ..sent })
 }
 
-async fn send(address: &str, prefix: &str, clients: usize, time: Duration) -> anyhow::Result<usize> {
+async fn send(address: &str, prefix: &str, clients: usize, time: Duration) -> anyhow::Result<Figure> {
     let until = Instant::now() + time;
-    let sending = (0..clients).map(|client| {
-        let (address, prefix) = (address.to_owned(), format!("{prefix}-{client}"));
-        tokio::spawn(async move { send_one_by_one(&address, &prefix, until).await })
-    });
-    let mut requests = 0;
-    for client in futures::future::join_all(sending).await {
-        requests += client??;
-    }
-    Ok(requests)
+    at_once(clients, |client| send_one_by_one(address.to_owned(), format!("{prefix}-{client}"), until)).await
 }
 
-async fn send_one_by_one(address: &str, prefix: &str, until: Instant) -> anyhow::Result<usize> {
+async fn send_one_by_one(address: String, prefix: String, until: Instant) -> anyhow::Result<usize> {
     let signer = Signer::new([SignKey::parse(SECRET)?])?;
     let mut stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
     let mut count = 0;
     let mut answer = Vec::with_capacity(1_024);
     while Instant::now() < until {
-        let body = fill::event(count, 10_000).payload;
+        let body = event(count, 10_000).payload;
         let now = UnixSeconds(jiff::Timestamp::now().as_second());
         let signed = signer.sign(&format!("{prefix}-{count}"), now, &body)?;
         let mut request = format!(

@@ -14,9 +14,10 @@ use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use crate::bed::{Bed, at_once, connect, event, schema};
 use crate::child::{Job, Task};
-use crate::table::{Table, milliseconds, percent, rate};
-use crate::{child, fill, machine, server};
+use crate::figure::{Figure, Table, milliseconds};
+use crate::machine;
 
 /// Writers of the steady rates: few enough to leave the machine idle most of the time.
 const STEADY_WRITERS: usize = 8;
@@ -54,76 +55,66 @@ enum Reader {
 }
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let server = server::start().await;
-    let mut table = Table::new(
-        "latency: Postgres 15, fsync on, one event per commit, from the commit's answer to the delivery",
-        &[
-            "load",
-            "relay p50",
-            "p99",
-            "NOTIFY p50",
-            "p99",
-            "limit p50",
-            "p99",
-            "p50 / limit",
-            "WAL B/event",
-            "NOTIFY's",
-            "limit's",
-        ],
-    );
+    let bed = steady(Bed::postgres().await?, options).await?;
+    let bed = saturated(bed, options).await?;
+    println!("\n  peak memory of writers and relay in one process: {:.0} MiB", machine::memory_peak_mib()?);
+    let bed = bed.emptied().await?;
+    let job = Job { task: Task::Idle, store: bed.store.clone(), subscription: "idle".into(), batch: 500 };
+    let idle = job.in_child().await?;
+    let used = 100.0 * idle.processor_seconds / idle.seconds;
+    println!("\n  an idle relay uses {used:.1} % of a core (wanted: ≤ 1 %)");
+    Ok(())
+}
+
+async fn steady(mut bed: Bed, options: &Options) -> anyhow::Result<Bed> {
+    let mut columns = vec!["load", "relay p50", "p99", "NOTIFY p50", "p99", "limit p50", "p99", "p50 / limit"];
+    columns.extend(["WAL B/event", "NOTIFY's", "limit's"]);
+    let title = "latency: Postgres 15, fsync on, one event per commit, from the commit's answer to the delivery";
+    let mut table = Table::new(title, &columns);
+    let mut unseen = 0;
     for rate in &options.rates {
         let load = Load { writers: STEADY_WRITERS, rate: Some(*rate), seconds: options.seconds };
-        let relay = measure(&server, load, Reader::Relay).await?;
-        let notified = measure(&server, load, Reader::Notified).await?;
-        let limit = measure(&server, load, Reader::Plain).await?;
-        let best = relay.p50().min(notified.p50());
-        let ratio = format!("{:.1}x", best.as_secs_f64() / limit.p50().as_secs_f64());
-        let figures = [&relay, &notified, &limit].into_iter().flat_map(|it| [it.p50(), it.p99()]).map(milliseconds);
-        let wal = [&relay, &notified, &limit].map(|it| format!("{:.0}", it.wal_per_event));
+        let mut measured = Vec::new();
+        for reader in [Reader::Relay, Reader::Notified, Reader::Plain] {
+            bed = bed.emptied().await?;
+            measured.push(measure(&bed, load, reader).await?);
+        }
+        let best = measured[0].p50().min(measured[1].p50());
+        let ratio = format!("{:.1}x", best.as_secs_f64() / measured[2].p50().as_secs_f64());
+        let figures = measured.iter().flat_map(|it| [it.p50(), it.p99()]).map(milliseconds);
+        let wal = measured.iter().map(|it| format!("{:.0}", it.writers.bytes_each()));
         table.row([format!("{rate} events/s")].into_iter().chain(figures).chain([ratio]).chain(wal));
+        unseen += measured[2].writers.count - measured[2].latencies.len();
     }
     table.print();
     println!(
         "  limit: a reader that asks without pause and promises nothing; wanted at 500/s: p50 ≤ 3, p99 ≤ 10, NOTIFY p50 ≤ 1 ms"
     );
     println!("  WAL: the writers' and the relay's together; the limit writes none of its own");
-    saturated(&server, options).await?;
-    println!("\n  peak memory of writers and relay in one process: {:.0} MiB", machine::memory_peak_mib()?);
-    idle(&server).await
+    if unseen > 0 {
+        println!("  the limit never saw {unseen} events, which committed behind others");
+    }
+    Ok(bed)
 }
 
-async fn saturated(server: &postbox_testkit::servers::PrivatePostgres, options: &Options) -> anyhow::Result<()> {
+async fn saturated(mut bed: Bed, options: &Options) -> anyhow::Result<Bed> {
     let title = format!("latency: {} writers committing as fast as they can", options.writers);
     let mut table =
         Table::new(title, &["relay", "p50", "p99", "commits", "writers alone", "ratio", "WAL B/event", "alone"]);
     let load = Load { writers: options.writers, rate: None, seconds: options.seconds };
-    let alone = measure(server, load, Reader::Nobody).await?;
+    bed = bed.emptied().await?;
+    let alone = measure(&bed, load, Reader::Nobody).await?.writers;
     for (name, reader) in [("polling", Reader::Relay), ("NOTIFY", Reader::Notified)] {
-        let with = measure(server, load, reader).await?;
-        table.row([
-            name.to_owned(),
-            milliseconds(with.p50()),
-            milliseconds(with.p99()),
-            rate(with.commits, with.seconds),
-            rate(alone.commits, alone.seconds),
-            percent(with.commits as f64 / with.seconds, alone.commits as f64 / alone.seconds),
-            format!("{:.0}", with.wal_per_event),
-            format!("{:.0}", alone.wal_per_event),
-        ]);
+        bed = bed.emptied().await?;
+        let with = measure(&bed, load, reader).await?;
+        let bytes = [with.writers, alone].map(|figure| format!("{:.0}", figure.bytes_each()));
+        let latencies = [with.p50(), with.p99()].map(milliseconds);
+        let rates = [with.writers.rate(), alone.rate(), with.writers.ratio(alone)];
+        table.row([name.to_owned()].into_iter().chain(latencies).chain(rates).chain(bytes));
     }
     table.print();
     println!("  wanted: p99 ≤ 100 ms");
-    Ok(())
-}
-
-async fn idle(server: &postbox_testkit::servers::PrivatePostgres) -> anyhow::Result<()> {
-    let url = server.fresh_database().await;
-    child::open(&url).await?.up().await?;
-    let job = Job { task: Task::Idle, store: url, subscription: "idle".into(), batch: 500 };
-    let idle = job.in_child().await?;
-    let used = 100.0 * idle.processor_seconds / idle.seconds;
-    println!("\n  an idle relay uses {used:.1} % of a core (wanted: ≤ 1 %)");
-    Ok(())
+    Ok(bed)
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -137,9 +128,8 @@ struct Load {
 struct Measured {
     /// Sorted.
     latencies: Vec<Duration>,
-    commits: usize,
-    seconds: f64,
-    wal_per_event: f64,
+    /// Their commits, in the time that these took; the WAL is the reader's too.
+    writers: Figure,
 }
 
 impl Measured {
@@ -202,51 +192,46 @@ impl Sink for Stopwatch {
     }
 }
 
-async fn measure(
-    server: &postbox_testkit::servers::PrivatePostgres,
-    load: Load,
-    reader: Reader,
-) -> anyhow::Result<Measured> {
-    let url = server.fresh_database().await;
-    child::open(&url).await?.up().await?;
+async fn measure(bed: &Bed, load: Load, reader: Reader) -> anyhow::Result<Measured> {
+    let url = bed.store.as_str();
     let stamps = Arc::new(Stamps::default());
     let stop = CancellationToken::new();
-    let reading = tokio::spawn(read(reader, url.clone(), Arc::clone(&stamps), stop.clone()));
+    let reading = tokio::spawn(read(reader, url.to_owned(), Arc::clone(&stamps), stop.clone()));
     if reader != Reader::Nobody {
-        warm_up(&url, &stamps).await?;
+        warm_up(url, &stamps).await?;
     }
-    let client = server::connect(&url).await?;
-    client.batch_execute("CHECKPOINT").await?;
-    let wal = server::wal_bytes(&client).await?;
-    let start = Instant::now();
-    let writing = (0..load.writers).map(|number| tokio::spawn(write(number, load, url.clone(), Arc::clone(&stamps))));
-    let mut commits = 0;
-    for writer in futures::future::join_all(writing).await {
-        commits += writer??;
-    }
-    let seconds = start.elapsed().as_secs_f64();
-    let deadline = Instant::now() + TAIL;
-    while reader != Reader::Nobody
-        && stamps.arrivals.load(Ordering::SeqCst) < commits + WARM_UP
-        && Instant::now() < deadline
-    {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    stop.cancel();
-    reading.await??;
-    let latencies = stamps.latencies();
-    let missing = commits - latencies.len();
-    anyhow::ensure!(reader == Reader::Nobody || missing == 0, "{missing} of {commits} events did not arrive in time");
-    let wal_per_event = (server::wal_bytes(&client).await? - wal) as f64 / commits.max(1) as f64;
-    Ok(Measured { latencies, commits, seconds, wal_per_event })
+    connect(url).await?.batch_execute("CHECKPOINT").await?;
+    let measured = bed.measure(async {
+        let start = Instant::now();
+        let write = |number| write(number, load, url.to_owned(), Arc::clone(&stamps));
+        let writers = at_once(load.writers, write).await?;
+        let writers = Figure { seconds: start.elapsed().as_secs_f64(), ..writers };
+        let deadline = Instant::now() + TAIL;
+        while reader != Reader::Nobody
+            && stamps.arrivals.load(Ordering::SeqCst) < writers.count + WARM_UP
+            && Instant::now() < deadline
+        {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        stop.cancel();
+        reading.await??;
+        Ok(writers)
+    });
+    let measured = Measured { writers: measured.await?, latencies: stamps.latencies() };
+    let commits = measured.writers.count;
+    let missing = commits - measured.latencies.len();
+    // The others promise nothing.
+    let is_relay = matches!(reader, Reader::Relay | Reader::Notified);
+    anyhow::ensure!(!is_relay || missing == 0, "{missing} of {commits} events did not arrive in time");
+    Ok(measured)
 }
 
 /// Waits until the reader reads: how long it takes to start is not how long an event takes. Not
 /// among the commits.
 async fn warm_up(url: &str, stamps: &Stamps) -> anyhow::Result<()> {
-    let mut client = server::connect(url).await?;
+    let mut client = connect(url).await?;
     let transaction = client.transaction().await?;
-    postbox_postgres::append_in(&transaction, &fill::schema(), &LogName::outbox(), &[fill::event(0, KEYS)]).await?;
+    postbox_postgres::append_in(&transaction, &schema(), &LogName::outbox(), &[event(0, KEYS)]).await?;
     transaction.commit().await?;
     let deadline = Instant::now() + TAIL;
     while stamps.arrivals.load(Ordering::SeqCst) < WARM_UP {
@@ -258,7 +243,7 @@ async fn warm_up(url: &str, stamps: &Stamps) -> anyhow::Result<()> {
 
 /// Commits one event per transaction at its share of the rate; returns how many.
 async fn write(number: usize, load: Load, url: String, stamps: Arc<Stamps>) -> anyhow::Result<usize> {
-    let mut client = server::connect(&url).await?;
+    let mut client = connect(&url).await?;
     let until = Instant::now() + Duration::from_secs(load.seconds);
     let pace = load.rate.map(|rate| Duration::from_secs_f64(load.writers as f64 / rate as f64));
     let mut ticks = tokio::time::interval(pace.unwrap_or(Duration::from_secs(1)));
@@ -270,9 +255,9 @@ async fn write(number: usize, load: Load, url: String, stamps: Arc<Stamps>) -> a
             ticks.tick().await;
         }
         let id = EventId::now_v7();
-        let event = fill::event(number + count * load.writers, KEYS).id(id);
+        let appended = event(number + count * load.writers, KEYS).id(id);
         let transaction = client.transaction().await?;
-        postbox_postgres::append_in(&transaction, &fill::schema(), &LogName::outbox(), &[event]).await?;
+        postbox_postgres::append_in(&transaction, &schema(), &LogName::outbox(), &[appended]).await?;
         transaction.commit().await?;
         stamps.committed.lock().expect("nobody panics while holding it").insert(id, Instant::now());
         count += 1;
@@ -285,7 +270,7 @@ async fn read(reader: Reader, url: String, stamps: Arc<Stamps>, stop: Cancellati
         Reader::Nobody => Ok(()),
         Reader::Plain => read_plainly(&url, &stamps, &stop).await,
         Reader::Relay | Reader::Notified => {
-            let config = PostgresConfig::new(url.as_str()).notify(reader == Reader::Notified);
+            let config = PostgresConfig { notify: reader == Reader::Notified, ..PostgresConfig::new(url.as_str()) };
             let store = Arc::new(PostgresStore::connect(config).await?);
             let subscription = Subscription::new("bench".parse()?, LogName::outbox());
             let relay = Relay::builder(store, subscription).sink(Arc::new(Stopwatch(stamps))).build()?;
@@ -298,7 +283,7 @@ async fn read(reader: Reader, url: String, stamps: Arc<Stamps>, stop: Cancellati
 /// past again each time.
 async fn read_plainly(url: &str, stamps: &Stamps, stop: &CancellationToken) -> anyhow::Result<()> {
     const OVERLAP: i64 = 64;
-    let client = server::connect(url).await?;
+    let client = connect(url).await?;
     let page = client.prepare("SELECT seq, id, payload FROM postbox.outbox WHERE seq > $1 ORDER BY seq").await?;
     let mut last = 0_i64;
     while !stop.is_cancelled() {

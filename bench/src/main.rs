@@ -3,21 +3,20 @@
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 mod append;
+mod bed;
 mod child;
 mod drain;
-mod fill;
+mod figure;
 mod ingress;
 mod latency;
 mod machine;
 mod outbound;
 mod peer;
 mod plain;
-mod server;
-mod table;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask bench", about = "Benchmarks of Postbox, each against its limit in the same run")]
@@ -45,24 +44,6 @@ enum Bench {
     /// One measured process of the above.
     #[command(hide = true)]
     Child(child::Job),
-}
-
-/// Which stores to measure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Stores {
-    Postgres,
-    Sqlite,
-    Both,
-}
-
-impl Stores {
-    fn postgres(self) -> bool {
-        self != Self::Sqlite
-    }
-
-    fn sqlite(self) -> bool {
-        self != Self::Postgres
-    }
 }
 
 #[tokio::main]

@@ -12,10 +12,9 @@ use postbox_engine::{Relay, RelaySettings, TokioClock};
 use postbox_http::{HttpSink, HttpSinkConfig};
 use postbox_webhook::standard::SignKey;
 
+use crate::bed::{Bed, PAYLOAD_BYTES, Shape, event, open};
+use crate::figure::{Figure, Table, thousands};
 use crate::peer::{Role, SECRET};
-use crate::server::{self, connect};
-use crate::table::{Table, percent, rate, thousands};
-use crate::{child, fill};
 
 const KEYS: usize = 10_000;
 /// Targets that answer, in the second table.
@@ -38,19 +37,15 @@ pub(crate) struct Options {
 }
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let server = server::start().await;
-    let url = server.fresh_database().await;
-    let store = child::open(&url).await?;
-    store.up().await?;
-    let mut client = connect(&url).await?;
-    fill::postgres(&mut client, 0, options.rows, fill::Shape { keys: KEYS, transaction: 1_000 }).await?;
-    client.batch_execute("VACUUM ANALYZE").await?;
+    let mut bed = Bed::postgres().await?;
+    let store = open(&bed.store).await?;
+    bed.fill(0, options.rows, Shape { keys: KEYS, transaction: 1_000 }).await?;
 
     let (_target, address) = Role::Target.start("").await?;
     let title = format!(
         "outbound: {} events of {} B, signed, {} connections, key order on, Postgres 15",
         thousands(options.rows as f64),
-        fill::PAYLOAD_BYTES,
+        PAYLOAD_BYTES,
         options.connections
     );
     let mut table = Table::new(title, &["round", "relay", "from memory", "ratio"]);
@@ -58,16 +53,18 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         let relay = options.relay(&store, &address, &format!("round-{round}")).await?;
         let start = Instant::now();
         let drained = relay.drain(None).await?;
-        let ours = start.elapsed().as_secs_f64();
+        let ours = start.elapsed();
         ensure!(drained.delivered as usize == options.rows, "{drained:?}");
-        let memory = options.post_from_memory(&address).await?.as_secs_f64();
-        let rates = [ours, memory].map(|seconds| rate(options.rows, seconds));
-        let [ours_rate, memory_rate] = rates;
-        table.row([(round + 1).to_string(), ours_rate, memory_rate, percent(memory, ours)]);
+        let [ours, memory] = [ours, options.post_from_memory(&address).await?].map(|time| figure(options.rows, time));
+        table.row([(round + 1).to_string(), ours.rate(), memory.rate(), ours.ratio(memory)]);
     }
     table.print();
     println!("  wanted: ratio ≥ 60 %");
     options.with_a_target_that_hangs(&store, &address).await
+}
+
+fn figure(count: usize, time: Duration) -> Figure {
+    Figure { count, seconds: time.as_secs_f64(), ..Figure::default() }
 }
 
 impl Options {
@@ -94,7 +91,7 @@ impl Options {
         let now = jiff::Timestamp::now();
         let deliveries: Vec<Delivery> = (0..self.rows)
             .map(|n| {
-                let event = fill::event(n, KEYS).into_event(EventId::now_v7(), now);
+                let event = event(n, KEYS).into_event(EventId::now_v7(), now);
                 Delivery { event, seq: Seq(n as i64), attempt: 1, replay: 0 }
             })
             .collect();
@@ -136,14 +133,14 @@ impl Options {
             }
         }
         let events = self.rows * OTHERS * self.rounds;
-        let [without, with] = together.map(|time| time.as_secs_f64());
+        let [without, with] = together.map(|time| figure(events, time));
         let mut table = Table::new(
             format!("outbound: {OTHERS} targets that answer, and one that never does"),
             &["targets", "rate of those that answer", "cost"],
         );
-        table.row([format!("{OTHERS}"), rate(events, without), String::new()]);
-        let cost = format!("{:.1} %", 100.0 * (1.0 - without / with));
-        table.row([format!("{OTHERS} and one that hangs"), rate(events, with), cost]);
+        table.row([format!("{OTHERS}"), without.rate(), String::new()]);
+        let cost = format!("{:.1} %", 100.0 * (1.0 - without.seconds / with.seconds));
+        table.row([format!("{OTHERS} and one that hangs"), with.rate(), cost]);
         table.print();
         println!("  wanted: cost ≤ 5 %");
         Ok(())

@@ -25,7 +25,8 @@ use tokio::sync::Mutex;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{Client, Statement};
 
-use crate::server::connect;
+use crate::bed::connect;
+use crate::child::word;
 
 /// The secret of the published examples.
 pub(crate) const SECRET: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
@@ -54,23 +55,13 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    fn word(self) -> &'static str {
-        match self {
-            Self::Ingress => "ingress",
-            Self::Row => "row",
-            Self::Bare => "bare",
-            Self::Target => "target",
-            Self::Hangs => "hangs",
-        }
-    }
-
     /// Starts it; gives its address. It ends when the handle is dropped.
     pub(crate) async fn start(self, store: &str) -> anyhow::Result<(Child, String)> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["peer", self.word(), "--store", store]).stdout(Stdio::piped()).kill_on_drop(true);
+        command.args(["peer", &word(self), "--store", store]).stdout(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn()?;
         let mut lines = BufReader::new(child.stdout.take().context("no output")?).lines();
-        let address = lines.next_line().await?.with_context(|| format!("the {} process failed", self.word()))?;
+        let address = lines.next_line().await?.with_context(|| format!("the {self:?} process failed"))?;
         Ok((child, address))
     }
 }
@@ -107,7 +98,8 @@ impl Job {
 }
 
 async fn ingress_router(store: &str) -> anyhow::Result<Router> {
-    let store = Arc::new(PostgresStore::connect(PostgresConfig::new(store).pool_size(POOL)).await?);
+    let store =
+        Arc::new(PostgresStore::connect(PostgresConfig { pool_size: POOL, ..PostgresConfig::new(store) }).await?);
     let verifier = verifier(Scheme::StandardWebhooks, &[SECRET], &Settings::default())?;
     let source = WebhookSource::new("bench".parse()?, LogName::inbox(), verifier);
     Ok(ingress::router(Ingress::new(vec![source], store, Arc::new(TokioClock::new()))?))

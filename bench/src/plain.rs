@@ -10,7 +10,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, Type};
 use uuid::Uuid;
 
-use crate::server::connect;
+use crate::bed::connect;
 
 /// Walks the primary key. Takes no lock.
 const POSTGRES_PAGE: &str = "SELECT seq, id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, \

@@ -10,7 +10,7 @@ mod simulate;
 mod steps;
 mod suite;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use anyhow::Context as _;
@@ -104,12 +104,18 @@ fn crash(release: bool, arguments: &[String]) -> anyhow::Result<bool> {
     }
     anyhow::ensure!(build.status().context("cargo")?.success(), "the workspace does not build");
     let programs = target()?.join(if release { "release" } else { "debug" });
-    let mut command = Command::new(programs.join("postbox-crash"));
-    if arguments.first().is_some_and(|first| first == "judge") {
-        return Ok(command.args(arguments).status()?.success());
-    }
-    command.arg("run").arg("--binary").arg(programs.join("postbox")).arg("--folder").arg(target()?.join("crash"));
+    let mut command = match arguments.first().is_some_and(|first| first == "judge") {
+        true => Command::new(programs.join("postbox-crash")),
+        false => ledger(&programs)?,
+    };
     Ok(command.args(arguments).status()?.success())
+}
+
+/// The crash ledger, of programs that are built.
+fn ledger(programs: &Path) -> anyhow::Result<Command> {
+    let mut command = Command::new(programs.join("postbox-crash"));
+    command.arg("run").arg("--binary").arg(programs.join("postbox")).arg("--folder").arg(target()?.join("crash"));
+    Ok(command)
 }
 
 fn bench(arguments: &[String]) -> anyhow::Result<bool> {

@@ -1,13 +1,12 @@
 //! Steps of a suite: run, timed, summed up at the end.
 
 use std::io::Write as _;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Runs steps one after the other, the failed ones too, so that one run tells everything that is
-/// wrong.
-#[derive(Default)]
+/// Runs steps, also after one that failed, so that one run tells everything that is wrong.
 pub(crate) struct Steps {
+    start: Instant,
     done: Vec<Step>,
 }
 
@@ -18,6 +17,12 @@ struct Step {
     failure: Option<String>,
 }
 
+impl Default for Steps {
+    fn default() -> Self {
+        Self { start: Instant::now(), done: Vec::new() }
+    }
+}
+
 impl Steps {
     /// Runs a command; if it fails, `cure` tells what to do.
     pub(crate) fn command(&mut self, name: &'static str, cure: &str, command: &mut Command) -> bool {
@@ -26,6 +31,38 @@ impl Steps {
             anyhow::ensure!(status.success(), "{cure}");
             Ok(())
         })
+    }
+
+    /// Runs commands beside each other. The first writes here, what the others write comes at the
+    /// end of each.
+    pub(crate) fn together(&mut self, commands: Vec<(&'static str, &'static str, Command)>) {
+        println!("\n── {}", commands.iter().map(|(name, ..)| *name).collect::<Vec<_>>().join("\n── "));
+        let _ = std::io::stdout().flush();
+        let start = Instant::now();
+        let run = |first: bool, name: &'static str, cure: &str, mut command: Command| {
+            let output = match first {
+                true => command.stdout(Stdio::inherit()).stderr(Stdio::inherit()).output(),
+                false => command.output(),
+            };
+            let failure = match output {
+                Ok(output) => {
+                    if !first {
+                        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+                        println!("\n── {name}\n{text}");
+                    }
+                    (!output.status.success()).then(|| cure.to_owned())
+                }
+                Err(error) => Some(format!("{:?}: {error}", command.get_program())),
+            };
+            Step { name, took: start.elapsed(), failure }
+        };
+        std::thread::scope(|scope| {
+            let commands = commands.into_iter().enumerate();
+            let running: Vec<_> = commands
+                .map(|(n, (name, cure, command))| scope.spawn(move || run(n == 0, name, cure, command)))
+                .collect();
+            self.done.extend(running.into_iter().map(|step| step.join().expect("a step does not panic")));
+        });
     }
 
     /// Runs anything.
@@ -50,9 +87,9 @@ impl Steps {
             }
         }
         let failed = self.done.iter().filter(|step| step.failure.is_some()).count();
-        let total: f64 = self.done.iter().map(|step| step.took.as_secs_f64()).sum();
+        let total = self.start.elapsed().as_secs_f64();
         let passed = self.done.len() - failed;
-        println!("       {total:>6.1} s  together");
+        println!("       {total:>6.1} s  from first to last");
         // Alone on its line: what counts test results in CI logs reads it.
         println!("steps: {passed} passed, {failed} failed");
         failed == 0

@@ -4,16 +4,15 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::steps::{Steps, cargo};
-use crate::{answers, root, servers, simulate};
+use crate::{answers, root, servers};
 
 /// The one feature set.
 pub(crate) const WORKSPACE: [&str; 3] = ["--workspace", "--all-features", "--locked"];
 
-/// Steps of the simulator. A machine that is slow runs fewer of the second, whose worlds are made
-/// of many small transactions.
+/// Steps of the simulator. The worlds of the second are made of many small transactions.
 const SIMULATIONS: [(&str, &[&str]); 2] = [
     ("simulator: 200,000 seeds", &[]),
-    ("simulator: SQLite, 15 s of seeds", &["--store", "sqlite", "--seconds", "15"]),
+    ("simulator: 1,000 seeds of SQLite", &["--store", "sqlite", "--seeds", "1000"]),
 ];
 
 /// Runs the suite; `true` if all of it passed.
@@ -37,39 +36,59 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
         documentation(&mut steps);
         examples(&mut steps);
     }
-    tests(&mut steps);
-    if !fast {
-        let cure = "a seed failed above, with the command that replays it";
-        for (name, how) in SIMULATIONS {
-            match simulate::program() {
-                Ok(mut simulator) => _ = steps.command(name, cure, simulator.args(how)),
-                Err(error) => _ = steps.run(name, || Err(error)),
-            }
+    if build(&mut steps) {
+        let mut commands = vec![tests()];
+        if !fast {
+            commands.extend(beside()?);
         }
-        steps.run("crash ledger: 100,000 events, 100 faults", || {
-            let cure = "a promise broke, or the run did not end: the table above, and what its folder holds, say which";
-            // What the tests were built with: no second build of everything.
-            anyhow::ensure!(crate::crash(false, &[])?, "{cure}");
-            Ok(())
-        });
+        steps.together(commands);
     }
     Ok(steps.sum_up())
 }
 
-fn tests(steps: &mut Steps) {
+/// Tests and programs, so that nobody waits for cargo's lock beside others.
+fn build(steps: &mut Steps) -> bool {
+    let cure = "fix what the compiler names above: cargo test --workspace --all-features --no-run";
+    let mut programs = cargo();
+    programs.args(["build", "--quiet", "--bins"]).args(WORKSPACE);
+    let mut tests = cargo();
+    tests.args(["test", "--quiet", "--no-run"]).args(WORKSPACE).arg("--all-targets");
+    steps.command("build: programs", cure, &mut programs) && steps.command("build: tests", cure, &mut tests)
+}
+
+type Commands = Vec<(&'static str, &'static str, Command)>;
+
+fn tests() -> (&'static str, &'static str, Command) {
     let name = "tests: layers, units, conformance on every store, end to end";
+    let mut command = cargo();
     if answers("cargo-nextest", &["nextest", "--version"]) {
         let cure = "a test failed above; run it alone: cargo nextest run --workspace --all-features -E 'test(NAME)'";
-        let mut command = cargo();
         command.args(["nextest", "run"]).args(WORKSPACE).args(["--no-fail-fast", "--status-level", "slow"]);
-        steps.command(name, cure, command.arg("--hide-progress-bar"));
+        // Most of a test's time is waiting.
+        let threads = 2 * std::thread::available_parallelism().map_or(1, usize::from);
+        command.args(["--hide-progress-bar", "--test-threads", &threads.to_string()]);
+        (name, cure, command)
     } else {
         println!("cargo-nextest is not installed (quicker: cargo install --locked cargo-nextest); using cargo test");
-        let cure = "a test failed above; run it alone: cargo test --workspace --all-features NAME";
-        let mut command = cargo();
-        command.args(["test", "--quiet"]).args(WORKSPACE);
-        steps.command(name, cure, command.args(["--all-targets", "--no-fail-fast"]));
+        command.args(["test", "--quiet"]).args(WORKSPACE).args(["--all-targets", "--no-fail-fast"]);
+        (name, "a test failed above; run it alone: cargo test --workspace --all-features NAME", command)
     }
+}
+
+/// What uses the processor while the tests wait for disks, locks and leases, and leaves it to them
+/// when they do not; and what waits itself most of the time.
+fn beside() -> anyhow::Result<Commands> {
+    let cure = "a seed failed above, with the command that replays it";
+    let programs = crate::target()?.join("debug");
+    let simulations = SIMULATIONS.map(|(name, how)| {
+        let mut command = Command::new("nice");
+        command.arg("-n15").arg(programs.join("simulate")).args(how);
+        (name, cure, command)
+    });
+    let cure = "a promise broke, or the run did not end: the table above, and what its folder holds, say which";
+    let mut commands = Commands::from(simulations);
+    commands.push(("crash ledger: 100,000 events, 100 faults", cure, crate::ledger(&programs)?));
+    Ok(commands)
 }
 
 fn documentation(steps: &mut Steps) {

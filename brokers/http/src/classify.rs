@@ -80,7 +80,7 @@ pub(crate) fn retry_after(value: &str, now: Timestamp) -> Option<Duration> {
 
 /// The first cause of a type in the chain. An I/O error names as its source what lies *behind* the
 /// error it wraps, so the wrapped one is looked at first.
-fn cause<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a E> {
+pub(crate) fn cause<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a E> {
     let next = |error: &&'a (dyn std::error::Error + 'static)| {
         let wrapped = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
         wrapped.map(|inner| inner as &(dyn std::error::Error + 'static)).or_else(|| error.source())
@@ -89,7 +89,7 @@ fn cause<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error +
 }
 
 /// TLS that failed says nothing of the event. What the target wants of us is named.
-fn tls_failure(error: &rustls::Error, text: String) -> Outcome {
+pub(crate) fn tls_failure(error: &rustls::Error, text: String) -> Outcome {
     use rustls::AlertDescription as Alert;
     match error {
         rustls::Error::AlertReceived(Alert::CertificateRequired) => {

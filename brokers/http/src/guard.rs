@@ -48,7 +48,7 @@ impl Guard {
     }
 
     /// Checks all addresses of one name: one forbidden among good ones spoils them all.
-    fn check(&self, addresses: impl IntoIterator<Item = IpAddr>) -> Result<(), Forbidden> {
+    pub(crate) fn check(&self, addresses: impl IntoIterator<Item = IpAddr>) -> Result<(), Forbidden> {
         // `::ffff:10.0.0.1` *is* 10.0.0.1 for the operating system, so it is judged and allowed as
         // that.
         let addresses: Vec<IpAddr> = addresses.into_iter().map(|address| address.to_canonical()).collect();

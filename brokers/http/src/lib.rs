@@ -29,6 +29,7 @@
 
 mod classify;
 mod config;
+mod connect;
 mod fetch;
 mod guard;
 mod request;

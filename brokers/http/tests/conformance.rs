@@ -96,15 +96,7 @@ impl SinkFixture for Endpoint {
     }
 
     fn traits(&self) -> SinkTraits {
-        SinkTraits {
-            refuses: true,
-            fails: true,
-            throttles: true,
-            hangs: true,
-            goes_down: true,
-            dedupe_ids: true,
-            payload_bytes_max: Some(BODY_BYTES_MAX),
-        }
+        SinkTraits { payload_bytes_max: Some(BODY_BYTES_MAX), ..SinkTraits::ALL }
     }
 
     async fn attempts(&self) -> Vec<Attempt> {

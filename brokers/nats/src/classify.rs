@@ -52,12 +52,12 @@ fn refused(refusal: &Refusal) -> Outcome {
             format!("{text}; correct the sink's stream or subject, or the stream's subjects"),
         ),
         code if SYSTEM.contains(&code) => Outcome::unavailable("nats_system_unavailable", text),
-        // A full stream, one subject's share of it, a number we do not know: another event may pass.
+        // A full stream, a subject's share of it, a number we do not know: another event may pass.
         _ => Outcome::ambiguous("nats_refused", text),
     }
 }
 
-/// No answer. `unsent`: the client had written nothing when the connection was lost, and never will.
+/// No answer. `unsent`: the client had written nothing when the connection was lost.
 pub(crate) fn failure(error: &RequestError, unsent: bool) -> Outcome {
     match error.kind() {
         RequestErrorKind::InvalidSubject => Outcome::dead("subject_invalid", error.to_string()),
@@ -74,8 +74,19 @@ pub(crate) fn failure(error: &RequestError, unsent: bool) -> Outcome {
     }
 }
 
-/// The code of an event whose subject no stream takes.
+/// The code of an event whose subject no stream takes, and of a stream that is not there.
 pub(crate) const NO_STREAM: &str = "nats_no_stream";
+/// The code of a consumer that is not there.
+pub(crate) const NO_CONSUMER: &str = "nats_no_consumer";
+
+/// No stream takes what this pattern stands for.
+pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
+    let name = name.unwrap_or("NAME");
+    let text = format!(
+        "no stream takes the subject now; if it stays so, make one with: nats stream add {name} --subjects '{pattern}'"
+    );
+    Down::new(ErrorKind::Mismatch, NO_STREAM, text)
+}
 
 /// The deadline passed: the stream may have it.
 pub(crate) fn no_ack() -> Outcome {
@@ -105,6 +116,15 @@ impl Down {
         let text = format!("{what}: {} ({})", refusal.description, refusal.err_code);
         let kind = if SYSTEM.contains(&refusal.err_code) { ErrorKind::Unavailable } else { ErrorKind::Mismatch };
         Self::new(kind, "nats_refused", text)
+    }
+
+    pub(crate) fn code(&self) -> &'static str {
+        self.code
+    }
+
+    /// As [`Self::outcome`], where others of the call fared better.
+    pub(crate) fn ambiguous(self) -> Outcome {
+        Outcome::ambiguous(self.code, self.text)
     }
 
     pub(crate) fn outcome(self) -> Outcome {

@@ -13,8 +13,9 @@ use postbox_config::{
 use postbox_core::envelope::Binding;
 use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName};
 
-use crate::connection::{Auth, Servers, Tls};
-use crate::jetstream::{ConsumerSpec, NewStream};
+use crate::classify::{Down, NO_CONSUMER, no_stream};
+use crate::connection::{Auth, Link, Servers, Tls};
+use crate::jetstream::{ConsumerSpec, NewStream, duplicate_window, ensure_consumer, streams_of};
 use crate::sink::{NatsSink, Publishing, Target};
 use crate::source::NatsSource;
 use crate::subject::SubjectTemplate;
@@ -83,7 +84,7 @@ table! {
         auth: Option<AuthTable> = nested::<AuthTable>(), unset("nobody", r#"{ credentials = "postbox.creds" }"#);
         /// TLS, which is then required.
         tls: Option<TlsTable> = nested::<TlsTable>(), unset("if the server requires it", r#"{ ca_file = "ca.pem" }"#);
-        /// Where to: a subject with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or `{tenant}` in it.
+        /// Where to: a subject with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or `{tenant}`.
         ///
         /// The topic may be several tokens, every other field is one. An event of which no subject
         /// can be made is dead with the code `subject_invalid`.
@@ -236,6 +237,11 @@ impl SinkConfig for NatsSinkTable {
         let servers = connection(&self.url, &self.auth, &self.tls);
         Ok(Arc::new(NatsSink::new(servers, target, publishing, Arc::clone(&context.clock))))
     }
+
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        let found = look_at_stream(self).await;
+        found.map_err(|down| down.error("connect"))
+    }
 }
 
 #[async_trait]
@@ -245,21 +251,60 @@ impl SourceConfig for NatsSourceTable {
     }
 
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
-        let spec = ConsumerSpec {
-            stream: self.stream.clone(),
-            name: self.consumer.clone(),
-            filter: self.filter.clone(),
-            in_flight_max: self.in_flight,
-            ack_wait: self.ack_wait,
-            create: self.create,
-        };
+        let spec = self.consumer();
         let servers = connection(&self.url, &self.auth, &self.tls);
         Ok(Arc::new(NatsSource::new(servers, spec, self.content_type.clone(), Arc::clone(&context.clock))))
+    }
+
+    async fn connect(&self, _: &SourceContext) -> Result<String> {
+        let found = look_at_consumer(self).await;
+        found.map_err(|down| down.error("connect"))
     }
 
     /// A CloudEvent in binary mode becomes the event that it was; of every other message, the topic
     /// is the subject.
     fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
         Binding::NATS.read(message, name).map(Some)
+    }
+}
+
+impl NatsSourceTable {
+    fn consumer(&self) -> ConsumerSpec {
+        ConsumerSpec {
+            stream: self.stream.clone(),
+            name: self.consumer.clone(),
+            filter: self.filter.clone(),
+            in_flight_max: self.in_flight,
+            ack_wait: self.ack_wait,
+            create: self.create,
+        }
+    }
+}
+
+/// What a person hears who asks whether events would arrive.
+async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
+    let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
+    let pattern = table.subject.pattern();
+    let streams = match &table.stream {
+        Some(stream) => duplicate_window(&client, stream).await?.map(|_| stream.clone()).into_iter().collect(),
+        None => streams_of(&client, &pattern).await?,
+    };
+    match (&streams[..], &table.stream, &table.create) {
+        ([], Some(stream), Some(_)) => Ok(format!("answers; the stream {stream} will be made")),
+        ([], stream, _) => Err(no_stream(stream.as_deref(), &pattern)),
+        (streams, ..) => Ok(format!("answers; the stream {} is there", streams.join(", "))),
+    }
+}
+
+/// What a person hears who asks whether messages would come.
+async fn look_at_consumer(table: &NatsSourceTable) -> Result<String, Down> {
+    let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
+    let (stream, name) = (&table.stream, &table.consumer);
+    match ensure_consumer(&client, &ConsumerSpec { create: false, ..table.consumer() }).await {
+        Ok(_) => Ok(format!("answers; the consumer {name} of {stream} is there")),
+        Err(down) if down.code() == NO_CONSUMER && table.create => {
+            Ok(format!("answers; the consumer {name} of {stream} will be made"))
+        }
+        Err(down) => Err(down),
     }
 }

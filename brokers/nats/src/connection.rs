@@ -77,6 +77,11 @@ impl Link {
         Self { servers, prepare, current: Mutex::default(), failures: AtomicU64::new(0) }
     }
 
+    /// A connection to whoever answers, on which nothing is prepared: to look.
+    pub(crate) async fn look(servers: Servers) -> Result<Client, Down> {
+        Self::new(servers, Box::new(|_| Box::pin(async { Ok(()) }))).client().await
+    }
+
     /// The connection, made if there is none. Who waited for an attempt that failed makes none of
     /// their own.
     ///

@@ -6,7 +6,7 @@ use async_nats::{Client, Request, RequestErrorKind};
 use postbox_core::ErrorKind;
 use serde_json::{Value, json};
 
-use crate::classify::{Answer, Down, Refusal};
+use crate::classify::{self, Answer, Down, Refusal};
 
 /// Longest wait for an answer of the API: a new stream of three replicas takes a second on a busy
 /// machine.
@@ -104,11 +104,11 @@ pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Res
                 "the stream {stream} has no consumer {name}; set create = true, or make it with: \
                  nats consumer add {stream} {name} --pull --ack explicit --deliver all"
             );
-            return Err(Down::new(ErrorKind::Mismatch, "nats_no_consumer", text));
+            return Err(Down::new(ErrorKind::Mismatch, classify::NO_CONSUMER, text));
         }
         Err(refusal) if refusal.err_code == NO_STREAM => {
             let text = format!("there is no stream {stream}; make it with: nats stream add {stream} --subjects '…'");
-            return Err(Down::new(ErrorKind::Mismatch, "nats_no_stream", text));
+            return Err(Down::new(ErrorKind::Mismatch, classify::NO_STREAM, text));
         }
         Err(refusal) => return Err(Down::refused(&format!("the consumer {name} cannot be looked at"), &refusal)),
     };

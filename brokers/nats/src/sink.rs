@@ -13,7 +13,7 @@ use postbox_core::envelope::Binding;
 use postbox_core::{Capabilities, Clock, Delivery, Envelope, Outcome, Sink};
 use tracing::{info, warn};
 
-use crate::classify::{self, Down, NO_STREAM};
+use crate::classify::{self, Down, NO_STREAM, no_stream};
 use crate::connection::{Link, Servers};
 use crate::jetstream::{NewStream, create_stream, duplicate_window, streams_of};
 use crate::subject::SubjectTemplate;
@@ -120,15 +120,11 @@ impl NatsSink {
         Ok(client.send_request(subject, request).await)
     }
 
-    /// What an event is told that no stream takes. Others that were taken prove that the server and
-    /// its streams are well, and that it is the subject.
+    /// The outcome of an event that no stream takes. Others that were taken prove that the server
+    /// and its streams are well, and that it is the subject.
     fn without_stream(&self, others_delivered: bool) -> Outcome {
-        let name = self.stream.as_deref().unwrap_or("NAME");
-        let text = format!(
-            "no stream takes the subject now; if it stays so, make one with: nats stream add {name} --subjects '{}'",
-            self.pattern
-        );
-        if others_delivered { Outcome::ambiguous(NO_STREAM, text) } else { Outcome::unavailable(NO_STREAM, text) }
+        let down = no_stream(self.stream.as_deref(), &self.pattern);
+        if others_delivered { down.ambiguous() } else { down.outcome() }
     }
 }
 

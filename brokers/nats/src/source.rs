@@ -197,11 +197,11 @@ impl NatsSource {
             (given.client.clone(), replies)
         };
         let (Some(client), Some(last)) = (client, replies.pop()) else { return Ok(()) };
-        let told = join_all(replies.into_iter().map(|reply| client.publish(reply, word.clone()))).await;
+        let sent = join_all(replies.into_iter().map(|reply| client.publish(reply, word.clone()))).await;
         let request = Request::new().payload(word).timeout(Some(SETTLE_TIMEOUT));
         let confirmed = client.send_request(last, request).await;
         let settled = match confirmed {
-            Ok(_) if told.iter().all(|told| told.is_ok()) => Ok(()),
+            Ok(_) if sent.iter().all(|sent| sent.is_ok()) => Ok(()),
             Err(error) if matches!(error.kind(), RequestErrorKind::TimedOut | RequestErrorKind::NoResponders) => {
                 let text = "the server did not confirm what was settled; it may come again";
                 Err(Error::new(ErrorKind::Unavailable, "settle", "nats_settle_timeout", text))

@@ -97,7 +97,7 @@ impl SinkFixture for Stream {
         let mut broker = self.broker.lock().await;
         if destination == Destination::Down {
             broker.server.kill();
-            // The system has told every connection by the time it refuses new ones.
+            // Every connection knows by the time the system refuses new ones.
             tokio::net::TcpStream::connect(broker.server.url().trim_start_matches("nats://")).await.expect_err("down");
         } else if !broker.server.is_running() {
             broker.start().await;
@@ -129,7 +129,7 @@ struct Consumer {
 async fn consumer(version: NatsVersion) -> Consumer {
     let broker = Broker::launch(version, "").await;
     broker.stream("ORDERS", &["order.>"], json!({})).await;
-    let proxy = FaultProxy::in_front_of(&broker.server.url(), 1).await;
+    let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let keys = format!("url = {:?}\nstream = \"ORDERS\"\nin_flight = 8", proxy.url(&broker.server.url()));
     let (table, _) = read::<NatsSourceTable>(&keys, ReadOptions::none()).expect("right");
     let context = SourceContext { name: "orders".parse().expect("a name"), clock: Arc::new(TokioClock::new()) };

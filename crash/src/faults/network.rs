@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use postbox_crash_checker::faults::Fault;
-use postbox_testkit::proxy::{Direction, Fault as Bytes, Harm, Point, Trap};
+use postbox_testkit::proxy::{Direction, Harm, Point, Trap};
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use tokio::time::{sleep, timeout};
@@ -132,11 +132,11 @@ pub(super) async fn lose_answer_and_end(stage: &Stage, random: &mut SmallRng, fa
 /// Nothing goes through, and no connection breaks, until leases ran out.
 pub(super) async fn swallow(stage: &Stage, random: &mut SmallRng, fault: &mut Fault) -> anyhow::Result<()> {
     let relay = random.random_range(0..RELAYS);
-    let direction = *choose(&[Direction::ToServer, Direction::ToClient], random);
+    let direction = *choose(&Direction::BOTH, random);
     fault.detail = format!("relay {relay}: {direction:?}");
     fault.window = window_of_all();
     let proxy = stage.postgres()?.proxy(relay);
-    proxy.set(direction, Bytes::Blackhole);
+    proxy.swallow(&[direction]);
     sleep(LEASE + millis(random, 0..800)).await;
     proxy.heal();
     // What was swallowed is never said again: those connections are of no use.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use postbox_crash_checker::faults::Fault;
-use postbox_testkit::proxy::Fault as Bytes;
+use postbox_testkit::proxy::Direction;
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use tokio::task::block_in_place as blocking;
@@ -151,7 +151,7 @@ pub(super) async fn restore(stage: &Stage, random: &mut SmallRng, fault: &mut Fa
     (fault.copied_at, fault.copied_places) = (Some(copy.at), copy.places);
     stage.take_back_to(copy.committed);
     // Writers would take numbers that were given before: they wait.
-    bed.writers.set_both(Bytes::Blackhole);
+    bed.writers.swallow(&Direction::BOTH);
     blocking(|| server.stop_immediate());
     let data = server.data();
     std::fs::remove_dir_all(&data)?;

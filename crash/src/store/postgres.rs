@@ -91,10 +91,10 @@ impl PostgresBed {
         let pooler = if pooled { Some(PgBouncer::start(server.postgres()).await) } else { None };
         let upstream = pooler.as_ref().map_or_else(|| url.clone(), |pooler| pooler.url(&database));
         let mut proxies = Vec::new();
-        for number in 0..relays {
-            proxies.push(FaultProxy::in_front_of(&upstream, seed.wrapping_add(number as u64)).await);
+        for _ in 0..relays {
+            proxies.push(FaultProxy::in_front_of(&upstream).await);
         }
-        let writers = FaultProxy::in_front_of(&url, seed).await;
+        let writers = FaultProxy::in_front_of(&url).await;
         let (server, pooler, copy) = (Mutex::new(server), pooler.map(Mutex::new), Mutex::default());
         Ok(Self { relays: proxies, writers, pooler, server, copy, url, small, database, upstream })
     }

@@ -56,7 +56,11 @@ pub(crate) enum Command {
         force: bool,
     },
     /// Check the configuration; every fault is listed at its line
-    CheckConfig,
+    CheckConfig {
+        /// Also try the store, every sink and every source; nothing is written, no event is sent
+        #[arg(long)]
+        connect: bool,
+    },
     /// Print what can be written in the configuration
     #[command(subcommand)]
     Config(ConfigCommand),

@@ -28,15 +28,23 @@ impl Failure {
         Self::Usage(text.into())
     }
 
+    /// What is said.
+    pub(crate) fn text(&self) -> &str {
+        match self {
+            Self::OutputClosed => "",
+            Self::Failed(text) | Self::Usage(text) => text,
+        }
+    }
+
     /// Tells the person and gives the exit code.
     pub(crate) fn report(self) -> ExitCode {
-        let (text, code) = match self {
+        let code = match self {
             Self::OutputClosed => return ExitCode::SUCCESS,
-            Self::Failed(text) => (text, 1),
-            Self::Usage(text) => (text, 2),
+            Self::Failed(_) => 1,
+            Self::Usage(_) => 2,
         };
         let mut stderr = std::io::stderr().lock();
-        for line in text.lines() {
+        for line in self.text().lines() {
             // Nobody to tell when even standard error is closed.
             let _ = writeln!(stderr, "postbox: {}", safe_line(line));
         }

@@ -37,6 +37,15 @@ pub struct SinkContext {
 pub trait SinkConfig: fmt::Debug + Send + Sync + 'static {
     /// Builds the sink. Everything that can be wrong is found here, before the first event.
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>>;
+
+    /// Tries to reach the destination, for a person who asks; says what was found, or what is wrong
+    /// and how to mend it. Sends no event and makes nothing.
+    ///
+    /// As it stands it builds the sink and closes it: right where that connects and writes nothing.
+    async fn connect(&self, context: &SinkContext) -> Result<String> {
+        self.build(context).await?.close().await;
+        Ok("is right".to_owned())
+    }
 }
 
 /// What a source is built with beside its own keys.
@@ -56,10 +65,18 @@ pub trait SourceConfig: fmt::Debug + Send + Sync + 'static {
     /// Builds the source. What a person must mend is found here; a broker that cannot be reached
     /// is an error of the source's calls, not of this one.
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>>;
+
     /// The event of a message of source `name`; `None` if nothing of it is to be stored. An error
     /// makes it poison.
     fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
         message.clone().into_inbound(name).map(Some)
+    }
+
+    /// Tries to reach the broker, as [`SinkConfig::connect`] does. Takes no message and makes
+    /// nothing.
+    async fn connect(&self, context: &SourceContext) -> Result<String> {
+        self.build(context).await?.close().await;
+        Ok("is right".to_owned())
     }
 }
 

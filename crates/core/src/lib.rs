@@ -7,6 +7,7 @@
 //! |---|---|---|
 //! | [`Append`] | both the change and its events commit, or neither | every store |
 //! | [`Log`] | a leased lane reads every committed event once, in order, and never a phantom | every store |
+//! | [`DeadLetters`] | a dead event is handed to a second sink, and what was not is known | every store |
 //! | [`Inspect`] | an operator sees every event and where it stands | every store |
 //! | [`Admin`] | an operator retries, discards, prunes and pauses, in bounded steps | every store |
 //! | [`Receive`] | a message from outside is stored once | every store |
@@ -35,6 +36,7 @@ mod append;
 mod apply;
 mod batch;
 mod clock;
+mod dead_letter;
 pub mod envelope;
 mod error;
 mod event;
@@ -58,6 +60,7 @@ pub use append::Append;
 pub use apply::{Apply, Decide};
 pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
 pub use clock::{Clock, Random};
+pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header};
 pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use postbox_core::{Apply, Capabilities, Clock, Error, Log, Ordering, Random, Sink, Subscription};
+use postbox_core::{Apply, Capabilities, Clock, DeadLetters, Error, Log, Ordering, Random, Sink, Subscription};
 use tracing::warn;
 
 use crate::apply_state::{APPLY_CHUNK_MAX, ApplyState};
@@ -26,9 +26,17 @@ pub(crate) enum Destination {
     Apply(Arc<dyn Apply>),
 }
 
+/// Where dead events go, and what knows which have not gone there yet.
+#[derive(Clone)]
+pub(crate) struct DeadLetterSink {
+    pub(crate) sink: Arc<dyn Sink>,
+    pub(crate) store: Arc<dyn DeadLetters>,
+}
+
 pub(crate) struct RelayContext {
     pub(crate) log: Arc<dyn Log>,
     pub(crate) destination: Destination,
+    pub(crate) dead_letters: Option<DeadLetterSink>,
     pub(crate) capabilities: Capabilities,
     pub(crate) subscription: Subscription,
     pub(crate) settings: RelaySettings,
@@ -70,7 +78,7 @@ impl Health {
 impl RelayContext {
     pub(crate) fn new(
         log: Arc<dyn Log>,
-        destination: Destination,
+        (destination, dead_letters): (Destination, Option<DeadLetterSink>),
         subscription: Subscription,
         settings: RelaySettings,
         (clock, random): (Arc<dyn Clock>, Arc<dyn Random>),
@@ -87,7 +95,20 @@ impl RelayContext {
             gone: Mutex::new(None),
         };
         let apply = ApplyState::default();
-        Self { log, destination, capabilities, subscription, settings, clock, random, metrics, health, limiter, apply }
+        Self {
+            log,
+            destination,
+            dead_letters,
+            capabilities,
+            subscription,
+            settings,
+            clock,
+            random,
+            metrics,
+            health,
+            limiter,
+            apply,
+        }
     }
 
     /// Whether a failed event holds back the later ones of its key.

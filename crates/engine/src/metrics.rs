@@ -96,6 +96,10 @@ counters! {
     retries,
     /// Events that died.
     dead,
+    /// Dead events that the dead-letter sink has.
+    dead_letters,
+    /// Dead events that the dead-letter sink did not take; they are tried again.
+    dead_letters_failed,
     /// Deliveries that found the whole destination down; not counted as attempts.
     unavailable,
     /// Events put behind an earlier one of their key.

@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use postbox_core::{Admin, Apply, Clock, Error, ErrorKind, Log, OwnerId, Pause, Random, Result, Sink, Subscription};
+use postbox_core::{
+    Admin, Apply, Clock, DeadLetters, Error, ErrorKind, Log, OwnerId, Pause, Random, Result, Sink, Subscription,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 use crate::clock::{SystemRandom, TokioClock};
-use crate::context::{Destination, RelayContext};
+use crate::context::{DeadLetterSink, Destination, RelayContext};
 use crate::drained::Drained;
 use crate::lane::{Lane, LeaseGuard, ReadLimit};
 use crate::lanes::Lanes;
@@ -26,6 +28,7 @@ pub struct RelayBuilder {
     log: Arc<dyn Log>,
     subscription: Subscription,
     destination: Option<Destination>,
+    dead_letters: Option<DeadLetterSink>,
     admin: Option<Arc<dyn Admin>>,
     settings: RelaySettings,
     clock: Option<Arc<dyn Clock>>,
@@ -44,6 +47,14 @@ impl RelayBuilder {
     /// [`Self::sink`].
     pub fn apply(mut self, apply: Arc<dyn Apply>) -> Self {
         self.destination = Some(Destination::Apply(apply));
+        self
+    }
+
+    /// Dead events go to this sink too, each at least once, with the reason in headers
+    /// ([`postbox_core::dead_header`]). `store` knows which have not gone there yet: also those
+    /// that died before there was such a sink.
+    pub fn dead_to(mut self, sink: Arc<dyn Sink>, store: Arc<dyn DeadLetters>) -> Self {
+        self.dead_letters = Some(DeadLetterSink { sink, store });
         self
     }
 
@@ -93,7 +104,8 @@ impl RelayBuilder {
         let context = self.destination.map(|destination| {
             let chance = (clock.clone(), random);
             let (log, subscription) = (self.log.clone(), self.subscription.clone());
-            Arc::new(RelayContext::new(log, destination, subscription, self.settings, chance, metrics.clone()))
+            let destinations = (destination, self.dead_letters);
+            Arc::new(RelayContext::new(log, destinations, subscription, self.settings, chance, metrics.clone()))
         });
         Ok(Relay {
             log: self.log,
@@ -148,6 +160,7 @@ impl Relay {
             log,
             subscription,
             destination: None,
+            dead_letters: None,
             admin: None,
             settings: RelaySettings::default(),
             clock: None,
@@ -201,6 +214,9 @@ impl Relay {
         lanes.stop().await;
         if let Destination::Sink(sink) = &context.destination {
             sink.close().await;
+        }
+        if let Some(dead_letters) = &context.dead_letters {
+            dead_letters.sink.close().await;
         }
         match &ended {
             Ok(()) => info!(subscription = self.name(), "relay stopped"),

@@ -88,61 +88,38 @@ const CODES: [&str; 29] = [
 
 impl Answer {
     pub(crate) fn code(&self) -> &'static str {
-        match self {
-            Self::Accepted => "accepted",
-            Self::Duplicate => "duplicate",
-            Self::Conflict => "conflict",
-            Self::Challenge(_) => "challenge",
-            Self::Consent { .. } => "consent",
-            Self::OriginRefused => "origin_refused",
-            Self::Ignored => "ignored",
-            Self::Confirmed => "confirmed",
-            Self::Unconfirmed => "unconfirmed",
-            Self::ConfirmationFailed => "confirmation_failed",
-            Self::Unsubscribed => "unsubscribed",
-            Self::CertificateUnavailable => "certificate_unavailable",
-            Self::Refused(refusal) => refusal.code(),
-            Self::UnknownSource => "source_unknown",
-            Self::EncodingRefused => "encoding_refused",
-            Self::TransferRefused => "transfer_refused",
-            Self::BodyTooLarge => "body_too_large",
-            Self::BodyTooSlow => "body_too_slow",
-            Self::BodyPushedOut => "body_pushed_out",
-            Self::BodyBroken => "body_broken",
-            Self::Unmapped(code) => code,
-            Self::ConvertPanicked => "convert_panicked",
-            Self::Busy => "busy",
-            Self::TooMany(_) => "rate_limited",
-            Self::StoreDown => "store_unavailable",
-        }
+        self.code_and_status().0
     }
 
-    fn status(&self) -> StatusCode {
+    /// The stable code, and the status that the sender gets.
+    fn code_and_status(&self) -> (&'static str, StatusCode) {
         match self {
-            Self::Accepted => StatusCode::ACCEPTED,
-            Self::Duplicate
-            | Self::Conflict
-            | Self::Challenge(_)
-            | Self::Consent { .. }
-            | Self::Ignored
-            | Self::Confirmed
-            | Self::Unconfirmed
-            | Self::Unsubscribed => StatusCode::OK,
-            Self::OriginRefused => StatusCode::FORBIDDEN,
-            Self::Refused(_) => StatusCode::UNAUTHORIZED,
-            Self::UnknownSource => StatusCode::NOT_FOUND,
-            Self::EncodingRefused => StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            Self::TransferRefused => StatusCode::NOT_IMPLEMENTED,
-            Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::BodyTooSlow | Self::BodyPushedOut => StatusCode::REQUEST_TIMEOUT,
-            Self::BodyBroken => StatusCode::BAD_REQUEST,
-            Self::Unmapped(_) => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::Accepted => ("accepted", StatusCode::ACCEPTED),
+            Self::Duplicate => ("duplicate", StatusCode::OK),
+            Self::Conflict => ("conflict", StatusCode::OK),
+            Self::Challenge(_) => ("challenge", StatusCode::OK),
+            Self::Consent { .. } => ("consent", StatusCode::OK),
+            Self::OriginRefused => ("origin_refused", StatusCode::FORBIDDEN),
+            Self::Ignored => ("ignored", StatusCode::OK),
+            Self::Confirmed => ("confirmed", StatusCode::OK),
+            Self::Unconfirmed => ("unconfirmed", StatusCode::OK),
+            Self::ConfirmationFailed => ("confirmation_failed", StatusCode::SERVICE_UNAVAILABLE),
+            Self::Unsubscribed => ("unsubscribed", StatusCode::OK),
+            Self::CertificateUnavailable => ("certificate_unavailable", StatusCode::SERVICE_UNAVAILABLE),
+            Self::Refused(refusal) => (refusal.code(), StatusCode::UNAUTHORIZED),
+            Self::UnknownSource => ("source_unknown", StatusCode::NOT_FOUND),
+            Self::EncodingRefused => ("encoding_refused", StatusCode::UNSUPPORTED_MEDIA_TYPE),
+            Self::TransferRefused => ("transfer_refused", StatusCode::NOT_IMPLEMENTED),
+            Self::BodyTooLarge => ("body_too_large", StatusCode::PAYLOAD_TOO_LARGE),
+            Self::BodyTooSlow => ("body_too_slow", StatusCode::REQUEST_TIMEOUT),
+            Self::BodyPushedOut => ("body_pushed_out", StatusCode::REQUEST_TIMEOUT),
+            Self::BodyBroken => ("body_broken", StatusCode::BAD_REQUEST),
+            Self::Unmapped(code) => (*code, StatusCode::UNPROCESSABLE_ENTITY),
             // The sender comes again, perhaps to a mended function.
-            Self::ConvertPanicked => StatusCode::INTERNAL_SERVER_ERROR,
-            Self::TooMany(_) => StatusCode::TOO_MANY_REQUESTS,
-            Self::Busy | Self::StoreDown | Self::ConfirmationFailed | Self::CertificateUnavailable => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            Self::ConvertPanicked => ("convert_panicked", StatusCode::INTERNAL_SERVER_ERROR),
+            Self::Busy => ("busy", StatusCode::SERVICE_UNAVAILABLE),
+            Self::TooMany(_) => ("rate_limited", StatusCode::TOO_MANY_REQUESTS),
+            Self::StoreDown => ("store_unavailable", StatusCode::SERVICE_UNAVAILABLE),
         }
     }
 
@@ -168,7 +145,8 @@ impl IntoResponse for Answer {
             Self::Challenge(challenge) => challenge.clone(),
             other => other.code().to_owned(),
         };
-        let mut response = (self.status(), [(header::CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response();
+        let mut response =
+            (self.code_and_status().1, [(header::CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response();
         response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
         if self == Self::TransferRefused {
             // Whoever stands between may see another end of the body than we do.

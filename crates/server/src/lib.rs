@@ -17,8 +17,10 @@
 //! It contains no SQL and no delivery logic: it reads a file, joins stores, relays and sinks, and
 //! shows what they say.
 
+mod bus;
 mod cache;
 mod config;
+mod connect;
 mod cron;
 mod http;
 mod metrics;
@@ -34,6 +36,7 @@ pub mod text;
 mod wiring;
 
 pub use config::*;
+pub use connect::{Tried, connect};
 pub use cron::Cron;
 pub use postbox_config::{Fault, Faults, ReadOptions, Secret, parse_duration};
 pub use postbox_postgres::Roles;

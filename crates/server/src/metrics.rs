@@ -172,11 +172,15 @@ fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicJson> {
 
 fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
     type Read = fn(&MetricsSnapshot) -> u64;
-    const COUNTERS: [(&str, &str, Read); 11] = [
+    const COUNTERS: [(&str, &str, Read); 13] = [
         ("postbox_fetched_total", "Events read.", |m| m.fetched),
         ("postbox_delivered_total", "Events the destination has, duplicates included.", |m| m.delivered),
         ("postbox_retries_total", "Attempts that failed and will be repeated.", |m| m.retries),
         ("postbox_dead_total", "Events that died.", |m| m.dead),
+        ("postbox_dead_letters_total", "Dead events that the dead-letter sink has.", |m| m.dead_letters),
+        ("postbox_dead_letters_failed_total", "Dead events that the dead-letter sink did not take.", |m| {
+            m.dead_letters_failed
+        }),
         ("postbox_unavailable_total", "Deliveries that found the whole destination down.", |m| m.unavailable),
         ("postbox_blocked_total", "Events put behind an earlier one of their key.", |m| m.blocked),
         ("postbox_batches_total", "Batches settled.", |m| m.batches),

@@ -1,13 +1,15 @@
 //! The sinks this program knows, and `sink = { … }`, which names one.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use postbox_config::{Adapter, Kind, SinkConfig, SinkContext, Table, adapter, envelope, event_source, path, table};
-use postbox_core::{Envelope, Result, Sink};
+use postbox_core::{Envelope, Error, ErrorKind, Result, Sink};
 use postbox_engine::JsonLines;
 use postbox_http::HttpSinkTable;
+
+use crate::bus::BusTable;
 
 /// Every kind of sink. A new one is one row here.
 pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
@@ -16,6 +18,9 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "http", url = "https://example.org/hook", secret = "env:HOOK_SECRET" }"#,
         |keys| Arc::new(HttpSinkTable::read(keys)),
     ),
+    Adapter::new::<BusTable>("bus", r#"{ type = "bus", url = "env:OTHER_DATABASE_URL", log = "inbox" }"#, |keys| {
+        Arc::new(BusTable::read(keys))
+    }),
     #[cfg(feature = "nats")]
     Adapter::new::<postbox_nats::NatsSinkTable>(
         "nats",
@@ -63,6 +68,11 @@ impl SinkChoice {
     pub(crate) async fn build(&self, context: &SinkContext) -> Result<Option<Arc<dyn Sink>>> {
         if self.is_none() { Ok(None) } else { self.config.build(context).await.map(Some) }
     }
+
+    /// Tries to reach it; says what was found. Sends no event and makes nothing.
+    pub(crate) async fn connect(&self, context: &SinkContext) -> Result<String> {
+        self.config.connect(context).await
+    }
 }
 
 /// `{ type = "…", … }`
@@ -88,6 +98,25 @@ table! {
 impl SinkConfig for FileTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
         Ok(Arc::new(JsonLines::file(&self.path).await?.envelope(self.envelope, self.source.as_str())))
+    }
+
+    /// Opening a file that is not there would make it.
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        let shown = self.path.display();
+        let fault = |why: String| {
+            let text = format!("cannot append to {shown}: {why}; correct path, or its mode");
+            Error::new(ErrorKind::Invalid, "connect", "file_not_writable", text)
+        };
+        if tokio::fs::try_exists(&self.path).await.map_err(|error| fault(error.to_string()))? {
+            let file = tokio::fs::OpenOptions::new().append(true).open(&self.path).await;
+            return file.map(|_| format!("{shown} can be written")).map_err(|error| fault(error.to_string()));
+        }
+        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        match tokio::fs::metadata(folder).await {
+            Ok(folder) if folder.is_dir() => Ok(format!("{shown} is not there; it is made at the start")),
+            Ok(_) => Err(fault(format!("{} is no folder", folder.display()))),
+            Err(error) => Err(fault(format!("{}: {error}", folder.display()))),
+        }
     }
 }
 
@@ -118,6 +147,10 @@ table! {
 #[async_trait]
 impl SinkConfig for NoneTable {
     async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
-        Err(postbox_core::Error::invalid("configure", "sink_missing", "the subscription has no sink"))
+        Err(Error::invalid("configure", "sink_missing", "the subscription has no sink"))
+    }
+
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        Ok("is nowhere yet".to_owned())
     }
 }

@@ -75,6 +75,19 @@ impl NamedSource {
         self.type_name
     }
 
+    /// Tries to reach it; says what was found. Takes no message and makes nothing.
+    pub(crate) async fn connect(&self, clock: &Arc<dyn Clock>) -> Result<String> {
+        match &*self.table {
+            SourceTable::Webhook(table) => {
+                table.source(self.name.clone())?;
+                Ok(format!("waits for senders at POST /in/{}", self.name))
+            }
+            SourceTable::Pulled(table) => {
+                table.connect(&SourceContext { name: self.name.clone(), clock: Arc::clone(clock) }).await
+            }
+        }
+    }
+
     /// Where senders come to, if that is how its messages arrive.
     pub fn path(&self) -> Option<String> {
         matches!(&*self.table, SourceTable::Webhook(_)).then(|| format!("/in/{}", self.name))

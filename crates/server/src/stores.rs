@@ -43,26 +43,29 @@ impl Table for StoreConfig {
     }
 
     fn keys() -> Vec<Key> {
-        UrlTable::keys().into_iter().chain(STORES.iter().flat_map(|store| (store.keys)())).collect()
+        UrlTable::keys().into_iter().chain(Self::option_keys()).collect()
     }
 
     fn read(section: &Section<'_>) -> Self {
-        let url = UrlTable::read(section).url;
+        Self::read_with(section, UrlTable::read(section).url)
+    }
+}
+
+impl StoreConfig {
+    /// What stores have beside the URL.
+    pub(crate) fn option_keys() -> impl Iterator<Item = Key> {
+        STORES.iter().flat_map(|store| (store.keys)())
+    }
+
+    /// The store of a URL, with the options that a section names.
+    pub(crate) fn read_with(section: &Section<'_>, url: Secret) -> Self {
         let config = Self { url, options: STORES.iter().map(|store| (store.read)(section)).collect() };
         if let Some(risk) = config.risk() {
             section.warning("url", format!("{}: {risk}", section.name("url")));
         }
         config
     }
-}
 
-impl Default for StoreConfig {
-    fn default() -> Self {
-        Section::empty(Self::read)
-    }
-}
-
-impl StoreConfig {
     /// What is risky about the way to the store. Never repeats the URL.
     pub fn risk(&self) -> Option<&'static str> {
         self.chosen().ok()?.risk(self.url.expose())
@@ -76,6 +79,12 @@ impl StoreConfig {
     fn checked(&self) -> Result<&dyn StoreOptions> {
         let checked = self.chosen().and_then(|store| store.check(self.url.expose()).map(|()| store));
         checked.map_err(|text| Error::invalid("open", "store_url_invalid", text))
+    }
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        Section::empty(Self::read)
     }
 }
 

@@ -28,7 +28,7 @@ fn seeds_hold_on_sqlite() {
 
 #[test]
 fn a_seed_repeats_its_history() {
-    for (store, count) in [(Store::Memory, 300), (Store::Sqlite, 50)] {
+    for (store, count) in [(Store::Memory, 100), (Store::Sqlite, 15)] {
         for seed in FIRST..FIRST + count {
             assert_eq!(run_seed(store, seed), run_seed(store, seed), "seed {seed} of {}", store.name());
         }

@@ -1,6 +1,6 @@
 //! Clocks of tests: one that moves only when a test says so, one whose wall time stands still.
 
-use std::sync::{LazyLock, Mutex};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -13,23 +13,17 @@ use tokio::sync::watch;
 pub struct ManualClock {
     began: Timestamp,
     passed: watch::Sender<Duration>,
-    jumped: Mutex<jiff::SignedDuration>,
 }
 
 impl ManualClock {
     /// A clock that stands at `began`.
     pub fn new(began: Timestamp) -> Self {
-        Self { began, passed: watch::Sender::new(Duration::ZERO), jumped: Mutex::default() }
+        Self { began, passed: watch::Sender::new(Duration::ZERO) }
     }
 
     /// Lets time pass and wakes whoever slept that long.
     pub fn advance(&self, by: Duration) {
         self.passed.send_modify(|passed| *passed += by);
-    }
-
-    /// Sets the wall time ahead or back, as a time server may; monotonic time goes on.
-    pub fn jump(&self, by: jiff::SignedDuration) {
-        *self.jumped.lock().expect("no panic while held") += by;
     }
 }
 
@@ -43,9 +37,7 @@ impl Default for ManualClock {
 #[async_trait]
 impl Clock for ManualClock {
     fn now(&self) -> Timestamp {
-        let jumped = *self.jumped.lock().expect("no panic while held");
-        let passed = *self.passed.borrow();
-        self.began.saturating_add(passed).and_then(|now| now.saturating_add(jumped)).expect("a span of plain seconds")
+        self.began.saturating_add(self.monotonic()).expect("a span of plain seconds")
     }
 
     fn monotonic(&self) -> Duration {

@@ -1,14 +1,13 @@
 //! A proxy between a client and a real server that makes connections and calls fail on demand.
 //!
-//! A [`Fault`] is set per [`Direction`] and concerns all bytes of every connection, of any
-//! protocol. A [`Trap`] concerns one call to a Postgres or a pooler, by the wire protocol: at a
-//! [`Point`] the proxy cuts the connection, loses the answer, or keeps the call until it is
-//! released:
+//! A black hole swallows all bytes of a [`Direction`], of any protocol, until it is healed. A
+//! [`Trap`] concerns one call to a Postgres or a pooler, by the wire protocol: at a [`Point`] the
+//! proxy cuts the connection, loses the answer, or keeps the call until it is released:
 //!
 //! ```no_run
 //! # async fn example(url: &str) {
 //! # use postbox_testkit::proxy::{FaultProxy, Harm, Point};
-//! let proxy = FaultProxy::in_front_of(url, 1).await;
+//! let proxy = FaultProxy::in_front_of(url).await;
 //! let trap = proxy.trap(Point::Statement("outbox_window(".into()), Harm::Delay);
 //! // … a client of proxy.url(url) opens a window and is reset; it asks again on another connection …
 //! trap.sprung().await;
@@ -25,9 +24,8 @@ mod trap;
 mod wire;
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -48,21 +46,9 @@ pub enum Direction {
     ToClient,
 }
 
-/// What happens to bytes of one direction.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub enum Fault {
-    /// Nothing.
-    #[default]
-    None,
-    /// Every piece waits `base` plus up to `jitter` more, in order.
-    Delay {
-        /// At least.
-        base: Duration,
-        /// And up to this much more, drawn anew for each piece.
-        jitter: Duration,
-    },
-    /// Bytes are taken and never passed on; the sender notices nothing.
-    Blackhole,
+impl Direction {
+    /// Both.
+    pub const BOTH: [Self; 2] = [Self::ToServer, Self::ToClient];
 }
 
 /// A running proxy. Dropping it resets every connection.
@@ -75,8 +61,7 @@ pub struct FaultProxy {
 #[derive(Debug)]
 struct Shared {
     upstream: SocketAddr,
-    seed: u64,
-    faults: [watch::Sender<Fault>; 2],
+    blackholes: [AtomicBool; 2],
     swallowed: [watch::Sender<usize>; 2],
     traps: Mutex<Vec<Weak<Armed>>>,
     resets: watch::Sender<u64>,
@@ -95,19 +80,18 @@ impl Shared {
 }
 
 impl FaultProxy {
-    /// Listens on a free port and passes everything to `upstream`. Jitter comes from `seed`.
+    /// Listens on a free port and passes everything to `upstream`.
     ///
     /// # Panics
     ///
     /// If it cannot listen.
-    pub async fn start(upstream: SocketAddr, seed: u64) -> Self {
+    pub async fn start(upstream: SocketAddr) -> Self {
         let listener = listen_anywhere().expect("a free loopback port");
         let listener = TcpListener::from_std(listener).expect("a socket that the runtime can wait for");
         let address = listener.local_addr().expect("a bound socket");
         let shared = Arc::new(Shared {
             upstream,
-            seed,
-            faults: Default::default(),
+            blackholes: Default::default(),
             swallowed: Default::default(),
             traps: Mutex::default(),
             resets: watch::Sender::new(0),
@@ -118,14 +102,14 @@ impl FaultProxy {
         Self { address, shared }
     }
 
-    /// In front of the server a URL names; `seed` as in [`Self::start`].
+    /// In front of the server a URL names.
     ///
     /// # Panics
     ///
     /// If the URL has no `host:port`.
-    pub async fn in_front_of(url: &str, seed: u64) -> Self {
+    pub async fn in_front_of(url: &str) -> Self {
         let upstream = authority(url).parse().expect("the URL has a numeric host and a port");
-        Self::start(upstream, seed).await
+        Self::start(upstream).await
     }
 
     /// Where clients connect.
@@ -138,26 +122,19 @@ impl FaultProxy {
         url.replacen(authority(url), &self.address.to_string(), 1)
     }
 
-    /// Print it where jitter matters.
-    pub fn seed(&self) -> u64 {
-        self.shared.seed
-    }
-
-    /// Sets what happens to one direction, now and for new connections.
-    pub fn set(&self, direction: Direction, fault: Fault) {
-        self.shared.faults[direction as usize].send_replace(fault);
-    }
-
-    /// Sets both directions.
-    pub fn set_both(&self, fault: Fault) {
-        for direction in &self.shared.faults {
-            direction.send_replace(fault.clone());
+    /// From now on bytes of these directions are taken and never passed on, on new connections too;
+    /// the sender notices nothing.
+    pub fn swallow(&self, directions: &[Direction]) {
+        for direction in directions {
+            self.shared.blackholes[*direction as usize].store(true, Ordering::SeqCst);
         }
     }
 
-    /// No more faults.
+    /// Bytes pass again.
     pub fn heal(&self) {
-        self.set_both(Fault::None);
+        for blackhole in &self.shared.blackholes {
+            blackhole.store(false, Ordering::SeqCst);
+        }
     }
 
     /// Resets (RST) every open connection, and throws away what traps hold.
@@ -198,16 +175,14 @@ fn authority(url: &str) -> &str {
 }
 
 async fn accept(shared: Arc<Shared>, listener: TcpListener) {
-    let mut number = 0;
     loop {
         tokio::select! {
             () = shared.stop.cancelled() => return,
             accepted = listener.accept() => if let Ok((client, _)) = accepted {
-                number += 1;
                 let shared = Arc::clone(&shared);
                 tokio::spawn(async move {
                     shared.connections.fetch_add(1, Ordering::SeqCst);
-                    serve(&shared, client, number).await;
+                    serve(&shared, client).await;
                     shared.connections.fetch_sub(1, Ordering::SeqCst);
                 });
             }
@@ -215,7 +190,7 @@ async fn accept(shared: Arc<Shared>, listener: TcpListener) {
     }
 }
 
-async fn serve(shared: &Shared, mut client: TcpStream, number: u64) {
+async fn serve(shared: &Shared, mut client: TcpStream) {
     let mut resets = shared.resets.subscribe();
     let Ok(mut server) = TcpStream::connect(shared.upstream).await else {
         let _ = client.set_zero_linger();
@@ -223,8 +198,8 @@ async fn serve(shared: &Shared, mut client: TcpStream, number: u64) {
     };
     let _ = (client.set_nodelay(true), server.set_nodelay(true));
     let line = Mutex::new(Line::default());
-    let mut up = Pump::new(shared, &line, Direction::ToServer, number);
-    let mut down = Pump::new(shared, &line, Direction::ToClient, number);
+    let mut up = Pump::new(shared, &line, Direction::ToServer);
+    let mut down = Pump::new(shared, &line, Direction::ToClient);
     let ended = {
         let ((client_read, client_write), (server_read, server_write)) = (client.split(), server.split());
         tokio::select! {

@@ -86,64 +86,20 @@ pub enum Refusal {
 
 impl Refusal {
     /// Every refusal, for tables of counters.
-    pub const ALL: [Self; 25] = [
-        Self::Missing(Part::Signature),
-        Self::Missing(Part::Timestamp),
-        Self::Missing(Part::Id),
-        Self::Duplicate(Part::Signature),
-        Self::Duplicate(Part::Timestamp),
-        Self::Duplicate(Part::Id),
-        Self::Malformed(Part::Signature),
-        Self::Malformed(Part::Timestamp),
-        Self::Malformed(Part::Id),
-        Self::Missing(Part::Field),
-        Self::Duplicate(Part::Field),
-        Self::Malformed(Part::Field),
-        Self::Malformed(Part::Body),
-        Self::VersionUnsupported,
-        Self::VersionOutdated,
-        Self::TopicNotAllowed,
-        Self::CertificateUrlRefused,
-        Self::SubscribeUrlRefused,
-        Self::CertificateOther,
-        Self::CertificateExpired,
-        Self::Mismatch,
-        Self::KeyRetired,
-        Self::BodyUnsigned,
-        Self::TooOld,
-        Self::TooNew,
-    ];
+    pub const ALL: [Self; 25] = {
+        let mut all = [Self::Mismatch; 25];
+        let mut at = 0;
+        while at < all.len() {
+            all[at] = CODES[at].0;
+            at += 1;
+        }
+        all
+    };
 
     /// The stable snake_case word for counters and logs.
     pub fn code(self) -> &'static str {
-        match self {
-            Self::Missing(Part::Signature) => "signature_missing",
-            Self::Missing(Part::Timestamp) => "timestamp_missing",
-            Self::Missing(Part::Id) => "id_missing",
-            Self::Duplicate(Part::Signature) => "signature_duplicate",
-            Self::Duplicate(Part::Timestamp) => "timestamp_duplicate",
-            Self::Duplicate(Part::Id) => "id_duplicate",
-            Self::Malformed(Part::Signature) => "signature_malformed",
-            Self::Malformed(Part::Timestamp) => "timestamp_malformed",
-            Self::Malformed(Part::Id) => "id_malformed",
-            Self::Missing(Part::Field) => "field_missing",
-            Self::Duplicate(Part::Field) => "field_duplicate",
-            Self::Malformed(Part::Field) => "field_malformed",
-            // A body is never missing or there twice; it is wrong or right.
-            Self::Missing(Part::Body) | Self::Duplicate(Part::Body) | Self::Malformed(Part::Body) => "body_malformed",
-            Self::VersionUnsupported => "signature_version_unsupported",
-            Self::VersionOutdated => "signature_version_outdated",
-            Self::TopicNotAllowed => "topic_not_allowed",
-            Self::CertificateUrlRefused => "certificate_url_refused",
-            Self::SubscribeUrlRefused => "subscribe_url_refused",
-            Self::CertificateOther => "certificate_other",
-            Self::CertificateExpired => "certificate_expired",
-            Self::Mismatch => "signature_mismatch",
-            Self::KeyRetired => "key_retired",
-            Self::BodyUnsigned => "body_unsigned",
-            Self::TooOld => "timestamp_too_old",
-            Self::TooNew => "timestamp_too_new",
-        }
+        // A body is never missing or there twice; it is wrong or right.
+        CODES.iter().find(|(refusal, _)| *refusal == self).map_or("body_malformed", |(_, code)| *code)
     }
 
     /// Whether the message was genuine and only its time was wrong.
@@ -151,6 +107,34 @@ impl Refusal {
         matches!(self, Self::TooOld | Self::TooNew)
     }
 }
+
+const CODES: [(Refusal, &str); 25] = [
+    (Refusal::Missing(Part::Signature), "signature_missing"),
+    (Refusal::Missing(Part::Timestamp), "timestamp_missing"),
+    (Refusal::Missing(Part::Id), "id_missing"),
+    (Refusal::Duplicate(Part::Signature), "signature_duplicate"),
+    (Refusal::Duplicate(Part::Timestamp), "timestamp_duplicate"),
+    (Refusal::Duplicate(Part::Id), "id_duplicate"),
+    (Refusal::Malformed(Part::Signature), "signature_malformed"),
+    (Refusal::Malformed(Part::Timestamp), "timestamp_malformed"),
+    (Refusal::Malformed(Part::Id), "id_malformed"),
+    (Refusal::Missing(Part::Field), "field_missing"),
+    (Refusal::Duplicate(Part::Field), "field_duplicate"),
+    (Refusal::Malformed(Part::Field), "field_malformed"),
+    (Refusal::Malformed(Part::Body), "body_malformed"),
+    (Refusal::VersionUnsupported, "signature_version_unsupported"),
+    (Refusal::VersionOutdated, "signature_version_outdated"),
+    (Refusal::TopicNotAllowed, "topic_not_allowed"),
+    (Refusal::CertificateUrlRefused, "certificate_url_refused"),
+    (Refusal::SubscribeUrlRefused, "subscribe_url_refused"),
+    (Refusal::CertificateOther, "certificate_other"),
+    (Refusal::CertificateExpired, "certificate_expired"),
+    (Refusal::Mismatch, "signature_mismatch"),
+    (Refusal::KeyRetired, "key_retired"),
+    (Refusal::BodyUnsigned, "body_unsigned"),
+    (Refusal::TooOld, "timestamp_too_old"),
+    (Refusal::TooNew, "timestamp_too_new"),
+];
 
 /// Why a key or a verifier does not construct. Never contains the secret.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

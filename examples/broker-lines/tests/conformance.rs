@@ -64,15 +64,7 @@ impl SinkFixture for Fixture {
     }
 
     fn traits(&self) -> SinkTraits {
-        SinkTraits {
-            refuses: true,
-            fails: true,
-            throttles: true,
-            hangs: true,
-            goes_down: true,
-            dedupe_ids: true,
-            payload_bytes_max: Some(PAYLOAD_BYTES_MAX),
-        }
+        SinkTraits { payload_bytes_max: Some(PAYLOAD_BYTES_MAX), ..SinkTraits::ALL }
     }
 
     async fn attempts(&self) -> Vec<Attempt> {

@@ -48,7 +48,7 @@ ORDER BY chosen.seq LIMIT $5";
 const DELIVERY_RETRY: &str = "
 UPDATE {s}.delivery AS d SET
   replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
-  state = 'retrying', halt = false, due_at = statement_timestamp(), updated_at = clock_timestamp()
+  state = 'retrying', halt = false, letter_at = '-infinity', due_at = statement_timestamp(), updated_at = clock_timestamp()
 WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND {states} RETURNING d.key";
 
 /// Of some keys, only the head may have a time: the rest wait for their turn. Without this, a

@@ -12,7 +12,6 @@ use crate::PostgresStore;
 
 /// Where the store is and how it is used.
 #[derive(Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct PostgresConfig {
     /// `postgres://user:password@host:port/database?sslmode=…`, or the `key=value` form. Beside
     /// what libpq calls `disable`, `prefer` (default) and `require`, `sslmode=verify-full` checks
@@ -57,41 +56,6 @@ impl PostgresConfig {
     pub fn is_unverified(&self) -> bool {
         crate::connect::is_unverified(&self.url)
     }
-
-    /// Sets the schema.
-    #[must_use]
-    pub fn schema(mut self, schema: impl Into<String>) -> Self {
-        self.schema = schema.into();
-        self
-    }
-
-    /// Sets the size of the pool.
-    #[must_use]
-    pub fn pool_size(mut self, pool_size: usize) -> Self {
-        self.pool_size = pool_size;
-        self
-    }
-
-    /// Sets whether idle relays ask for a NOTIFY.
-    #[must_use]
-    pub fn notify(mut self, notify: bool) -> Self {
-        self.notify = notify;
-        self
-    }
-
-    /// Sets where to LISTEN.
-    #[must_use]
-    pub fn listen_url(mut self, url: impl Into<String>) -> Self {
-        self.listen_url = Some(url.into());
-        self
-    }
-
-    /// Sets the longest any one statement may take.
-    #[must_use]
-    pub fn statement_timeout(mut self, timeout: Duration) -> Self {
-        self.statement_timeout = timeout;
-        self
-    }
 }
 
 table! {
@@ -119,11 +83,13 @@ fn schema(text: &str) -> Result<String, String> {
 impl PostgresTable {
     /// A database with these settings.
     pub fn config(&self, url: &str) -> PostgresConfig {
-        PostgresConfig::new(url)
-            .schema(self.schema.as_str())
-            .pool_size(self.pool)
-            .notify(self.notify)
-            .statement_timeout(self.statement_timeout)
+        PostgresConfig {
+            schema: self.schema.clone(),
+            pool_size: self.pool,
+            notify: self.notify,
+            statement_timeout: self.statement_timeout,
+            ..PostgresConfig::new(url)
+        }
     }
 }
 

@@ -18,7 +18,7 @@ const COLUMN: usize = EVENT_COLUMNS.len();
 /// Whether the lane is ours, and whether anything of the subscription left the stream. Nothing is
 /// ours on a standby: it may lack rows that are settled. Indexes: primary keys of `lane` and
 /// `delivery`. No lock.
-const LANE_HELD: &str = "
+pub(crate) const LANE_HELD: &str = "
 SELECT EXISTS (SELECT FROM {s}.delivery WHERE subscription = $1) FROM {s}.lane AS l
 WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() AND NOT pg_is_in_recovery()";
 

@@ -112,8 +112,8 @@ impl<'a> Head<'a> {
     pub(crate) fn read(row: &'a Row<'_>) -> rusqlite::Result<Self> {
         let text = |column| -> rusqlite::Result<_> { Ok(bytes(row.get_ref(column)?)) };
         Ok(Self {
-            topic: String::from_utf8_lossy(text(TOPIC)?.unwrap_or_default()),
-            tenant: text(TENANT)?.map(String::from_utf8_lossy),
+            topic: lossy_text(text(TOPIC)?.unwrap_or_default()),
+            tenant: text(TENANT)?.map(lossy_text),
             key: text(KEY)?,
             id: text(ID)?.unwrap_or_default(),
         })
@@ -217,10 +217,13 @@ impl Fields<'_> {
             }
             return Ok(None);
         };
-        if std::str::from_utf8(bytes).is_err() {
-            self.refuse(column);
-        }
-        Ok(Some(String::from_utf8_lossy(bytes).into_owned()))
+        Ok(Some(match std::str::from_utf8(bytes) {
+            Ok(text) => text.to_owned(),
+            Err(_) => {
+                self.refuse(column);
+                String::from_utf8_lossy(bytes).into_owned()
+            }
+        }))
     }
 
     fn integer(&mut self, column: usize) -> rusqlite::Result<Option<i64>> {
@@ -249,6 +252,11 @@ pub(crate) fn lossy(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<Str
 /// A number of our own tables or a time of a log, whatever stands there.
 pub(crate) fn integer(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<i64>> {
     Ok(row.get_ref(column)?.as_i64_or_null().unwrap_or(None))
+}
+
+/// As [`String::from_utf8_lossy`], which looks at each byte, but fast for what is UTF-8.
+fn lossy_text(bytes: &[u8]) -> Cow<'_, str> {
+    std::str::from_utf8(bytes).map_or_else(|_| String::from_utf8_lossy(bytes), Cow::Borrowed)
 }
 
 fn bytes(value: ValueRef<'_>) -> Option<&[u8]> {

@@ -7,6 +7,7 @@ mod apply;
 mod classify;
 mod clock;
 mod config;
+mod dead_letters;
 mod decode;
 mod due;
 mod inspect;

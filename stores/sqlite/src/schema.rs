@@ -201,6 +201,8 @@ CREATE TABLE postbox_delivery (
   code         TEXT,
   error        TEXT,
   updated_at   INTEGER NOT NULL,
+  letters      INTEGER NOT NULL DEFAULT 0,
+  letter_at    INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (subscription, seq),
   CONSTRAINT delivery_due CHECK (state NOT IN ('retrying', 'scheduled') OR due_at IS NOT NULL),
   CONSTRAINT delivery_holds CHECK (holds = 0 OR (key IS NOT NULL AND state IN ('retrying', 'blocked', 'dead'))),
@@ -209,6 +211,7 @@ CREATE TABLE postbox_delivery (
 CREATE INDEX postbox_delivery_due ON postbox_delivery (subscription, lane, due_at) WHERE state IN ('retrying', 'scheduled');
 CREATE INDEX postbox_delivery_key ON postbox_delivery (subscription, key, seq) WHERE holds = 1;
 CREATE INDEX postbox_delivery_in_flight ON postbox_delivery (subscription, lane) WHERE code = 'in_flight';
+CREATE INDEX postbox_delivery_letter ON postbox_delivery (subscription, lane, letter_at, seq) WHERE state = 'dead' AND letters <= replays;
 CREATE INDEX postbox_delivery_missing ON postbox_delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX postbox_delivery_state ON postbox_delivery (subscription, state, seq);
 CREATE TABLE postbox_receipt (

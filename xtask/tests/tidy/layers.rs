@@ -16,6 +16,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-testkit", &["postbox-core"]),
     ("postbox-postgres", &["postbox-config", "postbox-core"]),
     ("postbox-sqlite", &["postbox-config", "postbox-core"]),
+    ("postbox-bus", &["postbox-core"]),
     ("postbox-http", &["postbox-config", "postbox-core", "postbox-webhook"]),
     ("postbox-nats", &["postbox-config", "postbox-core"]),
     ("postbox-engine", &["postbox-core"]),
@@ -38,6 +39,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     (
         "postbox-server",
         &[
+            "postbox-bus",
             "postbox-config",
             "postbox-core",
             "postbox-engine",
@@ -123,7 +125,6 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("http-body-util", &["postbox-ingress", "postbox-server"]),
     ("hyper", &["postbox-listen", "postbox-server"]),
     ("hyper-util", &["postbox-listen", "postbox-server"]),
-    ("indicatif", &["postbox-cli"]),
     ("ipnet", &["postbox-http"]),
     ("prometheus-client", &["postbox-server"]),
     ("reqwest", &["postbox-http"]),
@@ -132,7 +133,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("rustls", &["postbox-cli", "postbox-http", "postbox-postgres"]),
     ("rustls-platform-verifier", &["postbox-http"]),
     ("sha1", &["postbox-webhook"]),
-    ("sha2", &["postbox-ingress", "postbox-nats", "postbox-webhook"]),
+    ("sha2", &["postbox-bus", "postbox-ingress", "postbox-nats", "postbox-webhook"]),
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
     ("strsim", &["postbox-config"]),
     ("subtle", &["postbox-server", "postbox-webhook"]),

@@ -1,5 +1,7 @@
 //! Words that must not land, and files that grew too long.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use crate::{files, none, root};
 
 /// Where a file should have been split. A file is explained above 400 lines.
@@ -85,5 +87,50 @@ fn every_crate_takes_the_workspace_lints() {
         files(&["toml"]).into_iter().filter(|(name, text)| name.ends_with("Cargo.toml") && text.contains("[package]"));
     let without = members.filter(|(_, text)| !text.contains("[lints]\nworkspace = true"));
     let faults: Vec<_> = without.map(|(name, _)| format!("{name}: add [lints] workspace = true")).collect();
+    none(&faults);
+}
+
+/// The modules that code names below `crate::`.
+fn imports(text: &str) -> Vec<String> {
+    let code: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
+    let paths = code.split("crate::").skip(1).flat_map(|rest| match rest.strip_prefix('{') {
+        Some(list) => list.split('}').next().unwrap_or_default().split(',').collect(),
+        None => vec![rest],
+    });
+    let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    paths.map(|path| path.trim_start().chars().take_while(|c| is_name(*c)).collect()).collect()
+}
+
+/// Folders that need each other, directly or through others, are one folder in two places: nobody
+/// can read one without the other.
+#[test]
+fn no_two_folders_import_each_other() {
+    let mut imported: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
+    let mut folders = BTreeSet::new();
+    for (name, text) in files(&["rs"]) {
+        let Some((of, path)) = name.split_once("/src/") else { continue };
+        let module = path.split(['/', '.']).next().unwrap_or_default();
+        let place = (of.to_owned(), module.to_owned());
+        if path.contains('/') {
+            folders.insert(place.clone());
+        }
+        imported.entry(place).or_default().extend(imports(&text));
+    }
+    let reached = |of: &str, from: &str| {
+        let (mut reached, mut next) = (BTreeSet::new(), vec![from.to_owned()]);
+        while let Some(module) = next.pop() {
+            let further = imported.get(&(of.to_owned(), module)).into_iter().flatten();
+            next.extend(further.filter(|module| reached.insert((*module).clone())).cloned());
+        }
+        reached
+    };
+    let mut faults = Vec::new();
+    for (of, one) in &folders {
+        for (_, two) in folders.iter().filter(|(crate_of, two)| crate_of == of && one < two) {
+            if reached(of, one).contains(two) && reached(of, two).contains(one) {
+                faults.push(format!("{of}/src: {one} and {two} need each other; move what both need beside them"));
+            }
+        }
+    }
     none(&faults);
 }

@@ -55,8 +55,8 @@ table! {
         client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
         /// The form in which events are sent.
         ///
-        /// See [envelopes](envelopes.md). The signature covers the body: in `standard` and `cloudevents`
-        /// the topic too.
+        /// See [envelopes](envelopes.md). The signature covers the body: in `standard` and
+        /// `cloudevents` the topic too.
         envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
         /// The CloudEvents `source` of events that name none.
         source: String = event_source(), default("postbox");
@@ -152,6 +152,16 @@ impl HttpSinkTable {
 #[async_trait]
 impl SinkConfig for HttpSinkTable {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
+        Ok(Arc::new(HttpSink::new(self.config(context)?, Arc::clone(&context.clock))?))
+    }
+
+    async fn connect(&self, context: &SinkContext) -> Result<String> {
+        self.config(context)?.connect().await
+    }
+}
+
+impl HttpSinkTable {
+    fn config(&self, context: &SinkContext) -> Result<HttpSinkConfig> {
         let (secrets, _) = all_secrets(&self.secret, &self.secrets);
         let mut config = with_keys(self.plain(), &secrets)
             .map_err(|text| Error::invalid("configure", "secret_invalid", format!("the http sink: {text}")))?;
@@ -160,7 +170,7 @@ impl SinkConfig for HttpSinkTable {
         config.connect_timeout = config.connect_timeout.min(config.timeout);
         config.concurrency = context.concurrency.unwrap_or(config.concurrency);
         config.listening.clone_from(&context.listening);
-        Ok(Arc::new(HttpSink::new(config, Arc::clone(&context.clock))?))
+        Ok(config)
     }
 }
 

@@ -230,3 +230,37 @@ async fn http_2_is_used_where_it_is_offered() {
         }
     }
 }
+
+#[tokio::test]
+async fn connecting_says_what_would_be_in_the_way() {
+    let (authority, of_clients) = (Authority::new(), Authority::new());
+    let port = raw_server(authority.server("localhost", None)).await;
+    let right = https("localhost", port, Some(&authority.file));
+    let found = right.connect().await.expect("reached");
+    assert!(found.starts_with("localhost is reached at") && found.ends_with("TLS"), "{found}");
+    let wants_ours = raw_server(authority.server("localhost", Some(&of_clients))).await;
+    let wants_ours = https("localhost", wants_ours, Some(&authority.file));
+    let (ours, _files) = of_clients.client_cert();
+    let (strange, _other_files) = Authority::new().client_cert();
+    HttpSinkConfig { client_cert: Some(ours), ..wants_ours.clone() }.connect().await.expect("reached");
+    let (plain, _) = crate::stand::raw_target(|_| async {}).await;
+    let plain = plain.rsplit(':').next().unwrap().parse().unwrap();
+    let short = std::time::Duration::from_millis(300);
+    for (config, code, cure) in [
+        (https("localhost", port, Some(&of_clients.file)), "tls_failed", "ca_file"),
+        (https("127.0.0.1", port, Some(&authority.file)), "tls_failed", "correct the url"),
+        (
+            HttpSinkConfig { connect_timeout: short, ..https("localhost", plain, Some(&authority.file)) },
+            "tls_failed",
+            "is that port one for https",
+        ),
+        (wants_ours.clone(), "client_cert_required", "set client_cert"),
+        (HttpSinkConfig { client_cert: Some(strange), ..wants_ours }, "client_cert_refused", "refuses our certificate"),
+        (config("http://nobody.invalid/"), "dns_failed", "correct the url"),
+        (HttpSinkConfig { allow: Vec::new(), ..right }, "http_sink_invalid", "allow = "),
+    ] {
+        let error = config.connect().await.expect_err(code);
+        assert_eq!(error.code(), code, "{error}");
+        assert!(error.message().contains(cure), "{error}");
+    }
+}

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use postbox_core::NewEvent;
-use postbox_testkit::proxy::{Direction, Fault, FaultProxy};
+use postbox_testkit::proxy::{Direction, FaultProxy};
 use postbox_testkit::servers::NatsVersion;
 use serde_json::json;
 use tokio::time::timeout;
@@ -86,7 +86,7 @@ async fn a_server_that_comes_back_empty_is_an_outage_until_its_stream_is_there()
     broker.start().await;
     let outcome = said(&send(&without, event("2")).await);
     assert_eq!(outcome, ("unavailable", "nats_no_stream".to_owned()));
-    // Made again where that is configured; a connection that was there may have to be found dead first.
+    // Made again where that is configured; its connection may have to be found dead first.
     let made = async { while said(&send(&with, event("3")).await).0 != "delivered" {} };
     timeout(PATIENCE, made).await.expect("made");
     assert_eq!(said(&send(&without, event("4")).await).0, "delivered");
@@ -96,10 +96,10 @@ async fn a_server_that_comes_back_empty_is_an_outage_until_its_stream_is_there()
 #[tokio::test]
 async fn a_lost_ack_is_ambiguous_and_its_repetition_a_duplicate() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
-    let proxy = FaultProxy::in_front_of(&broker.server.url(), 1).await;
+    let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let sink = sink(&proxy.url(&broker.server.url()), KEYS).await;
     assert_eq!(said(&send(&sink, event("0")).await).0, "delivered");
-    proxy.set(Direction::ToClient, Fault::Blackhole);
+    proxy.swallow(&[Direction::ToClient]);
     let sent = deliveries((1..=100).map(|n| event(&n.to_string())));
     let cut = async {
         proxy.swallowed(Direction::ToClient).await;
@@ -143,10 +143,10 @@ async fn nothing_is_sent_in_secret_once_a_call_has_ended() {
 #[tokio::test]
 async fn a_black_hole_is_ambiguous_and_then_an_outage() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
-    let proxy = FaultProxy::in_front_of(&broker.server.url(), 1).await;
+    let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let sink = sink_with(&proxy.url(&broker.server.url()), KEYS, &context(SHORT, Duration::ZERO)).await;
     assert_eq!(said(&send(&sink, event("first")).await).0, "delivered");
-    proxy.set_both(Fault::Blackhole);
+    proxy.swallow(&[Direction::ToServer, Direction::ToClient]);
     let began = Instant::now();
     for outcome in deliver(&sink, &deliveries([event("1"), event("2")])).await {
         assert_eq!(said(&outcome), ("ambiguous", "nats_ack_timeout".to_owned()));
@@ -181,7 +181,7 @@ async fn a_server_that_is_frozen_is_ambiguous_and_then_an_outage() {
 #[tokio::test]
 async fn a_connection_that_was_lost_meanwhile_is_made_again_by_the_next_call() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
-    let proxy = FaultProxy::in_front_of(&broker.server.url(), 1).await;
+    let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let sink = sink(&proxy.url(&broker.server.url()), KEYS).await;
     for n in 0..20 {
         proxy.reset();

@@ -16,7 +16,7 @@ use crate::stand::{self, deliver, deliveries, said, send, sink};
 async fn hostile_events_never_become_another_message() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     broker.stream("EVENTS", &["in.>"], json!({})).await;
-    let proxy = FaultProxy::in_front_of(&broker.server.url(), 1).await;
+    let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let sink = sink(&proxy.url(&broker.server.url()), "subject = \"in.{topic}.{key}\"").await;
     assert_eq!(said(&send(&sink, NewEvent::json("plain", "0").key("k")).await).0, "delivered");
     // Everything that anybody publishes, but the server's own.

@@ -2,13 +2,15 @@
 
 use std::time::Duration;
 
+use postbox_config::{ReadOptions, SinkConfig as _, SourceConfig as _, read};
 use postbox_core::{NewEvent, Outcome};
+use postbox_nats::NatsSinkTable;
 use postbox_testkit::servers::NatsVersion;
 use postbox_testkit::warnings::Warnings;
 use serde_json::{Value, json};
 
 use crate::broker::{Broker, api};
-use crate::stand::{context, deliver, deliveries, said, send, sink, sink_with};
+use crate::stand::{context, deliver, deliveries, said, send, sink, sink_with, source_context, table};
 
 fn event(topic: &str) -> NewEvent {
     NewEvent::json(topic, "{}")
@@ -30,6 +32,36 @@ async fn a_missing_stream_is_an_outage_with_the_command_that_makes_it() {
     }
 }
 
+/// `check-config --connect`: says what is there, and makes nothing.
+#[tokio::test]
+async fn a_look_makes_nothing() {
+    let broker = Broker::launch(NatsVersion::V2_15, "").await;
+    let url = broker.server.url();
+    let context = context(Duration::from_secs(30), Duration::ZERO);
+    let sink = async |keys: &str| {
+        let text = format!("url = {url:?}\nsubject = \"in.{{topic}}\"\n{keys}");
+        let (table, _) = read::<NatsSinkTable>(&text, ReadOptions::none()).expect("right");
+        table.connect(&context).await.map_err(|error| error.to_string())
+    };
+    let source = async |keys: &str| {
+        table(&url, &format!("stream = \"EVENTS\"\n{keys}"))
+            .connect(&source_context())
+            .await
+            .map_err(|it| it.to_string())
+    };
+    assert!(sink("").await.is_err_and(|text| text.contains("nats stream add NAME --subjects 'in.>'")));
+    assert!(sink("stream = \"EVENTS\"").await.is_err_and(|text| text.contains("nats stream add EVENTS")));
+    assert!(source("").await.is_err_and(|text| text.contains("nats stream add EVENTS")));
+    let will = sink("stream = \"EVENTS\"\ncreate = {}").await;
+    assert_eq!(will.as_deref(), Ok("answers; the stream EVENTS will be made"));
+    assert_eq!(api(&broker.client, "STREAM.INFO.EVENTS", Value::Null).await.err(), Some(10_059), "nothing was made");
+    broker.stream("EVENTS", &["in.>"], json!({})).await;
+    assert_eq!(sink("").await.as_deref(), Ok("answers; the stream EVENTS is there"));
+    assert_eq!(source("").await.as_deref(), Ok("answers; the consumer postbox of EVENTS will be made"));
+    assert!(source("create = false").await.is_err_and(|text| text.contains("nats consumer add EVENTS postbox")));
+    assert_eq!(api(&broker.client, "CONSUMER.INFO.EVENTS.postbox", Value::Null).await.err(), Some(10_014));
+}
+
 #[tokio::test]
 async fn a_missing_stream_is_made_where_that_is_configured() {
     for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
@@ -48,7 +80,7 @@ async fn a_missing_stream_is_made_where_that_is_configured() {
 }
 
 #[tokio::test]
-async fn what_a_stream_refuses_is_told_apart() {
+async fn what_a_stream_refuses_is_classified() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     broker.stream("EVENTS", &["in.>"], json!({ "max_msg_size": 1_000 })).await;
     broker.stream("OTHER", &["other.>"], json!({})).await;

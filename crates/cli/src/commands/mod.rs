@@ -30,7 +30,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
     match args.command {
         Command::Demo(demo) => demo::run(demo).await,
         Command::Init { force } => init::run(global, force),
-        Command::CheckConfig => check_config::run(global),
+        Command::CheckConfig { connect } => check_config::run(global, connect).await,
         Command::Config(ConfigCommand::Schema) => config::schema(),
         Command::Completions { shell } => completions::run(shell),
         Command::Migrate(Migrate::Up) => migrate::up(&inspect()?).await,

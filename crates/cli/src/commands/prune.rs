@@ -1,9 +1,9 @@
 //! `postbox prune --older-than AGE`.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::io::IsTerminal as _;
+use std::time::{Duration, Instant};
 
-use indicatif::ProgressBar;
 use postbox_core::LogName;
 use postbox_server::text::grouped;
 
@@ -11,26 +11,28 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
+/// How often a run that takes long says how far it is, where somebody looks.
+const NOTE_EVERY: Duration = Duration::from_secs(1);
+
 pub(super) async fn run(context: &Context, older_than: Duration) -> Result<(), Failure> {
     let store = context.store().await?;
     let logs: BTreeSet<LogName> = match &context.log {
         Some(log) => [log.clone()].into(),
         None => context.registered(store.as_ref()).await?.into_iter().map(|info| info.log).collect(),
     };
-    // Draws on standard error, and only at a terminal.
-    let progress = ProgressBar::new_spinner();
-    let mut pruned = 0;
+    let (mut pruned, mut noted) = (0, Instant::now());
     for log in &logs {
         loop {
             let step = store.prune(log, older_than).await?;
             pruned += step;
-            progress.set_message(format!("{log}: {} deleted", grouped(pruned)));
-            progress.tick();
             if step == 0 {
                 break;
             }
+            if noted.elapsed() >= NOTE_EVERY && std::io::stderr().is_terminal() {
+                output::note(&format!("{log}: {} deleted", grouped(pruned)));
+                noted = Instant::now();
+            }
         }
     }
-    progress.finish_and_clear();
     output::line(&format!("pruned={pruned}"))
 }

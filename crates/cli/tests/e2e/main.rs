@@ -3,7 +3,10 @@
 mod attacks;
 mod blocked_output;
 mod bulk_changes;
+mod bus;
 mod commands;
+mod connect;
+mod dead_letters;
 mod deliveries;
 mod demo;
 mod diagnosis;

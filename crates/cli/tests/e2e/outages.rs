@@ -2,7 +2,7 @@
 //! is down, one event is refused for ever.
 //!
 //! Promised times are measured and printed. They are enforced only with `POSTBOX_TEST_TIMED=1`, for
-//! a quiet machine; under simulated time they are tested in `crates/engine/tests/relay.rs`.
+//! a quiet machine; under simulated time they are tested in `crates/engine/tests/engine/relay.rs`.
 
 #![allow(clippy::print_stderr, reason = "the times that were measured")]
 

@@ -72,6 +72,7 @@ impl Server {
                     halt: false,
                     attempts: 0,
                     replays: row.replays + 1,
+                    letter_at: None,
                     ..row
                 };
             }

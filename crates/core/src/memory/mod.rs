@@ -20,6 +20,7 @@ mod admin;
 mod append;
 mod apply;
 mod client;
+mod dead_letters;
 mod inspect;
 mod lanes;
 mod log;

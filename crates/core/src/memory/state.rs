@@ -107,6 +107,10 @@ pub(super) struct DeliveryRow {
     pub(super) code: Option<String>,
     pub(super) error: Option<String>,
     pub(super) updated_at: Timestamp,
+    /// Which death was handed to a dead-letter sink, counted from 1.
+    pub(super) letters: u32,
+    /// When its letter is to be handed over; `None`: at once.
+    pub(super) letter_at: Option<Timestamp>,
 }
 
 impl Data {
@@ -358,7 +362,14 @@ impl DeliveryRow {
             code: None,
             error: None,
             updated_at: now,
+            letters: 0,
+            letter_at: None,
         }
+    }
+
+    /// Whether it is dead, and this death was not handed over.
+    pub(super) fn is_letter(&self) -> bool {
+        self.state == EventState::Dead && self.letters <= self.replays
     }
 
     /// The key this row holds, if it holds one.

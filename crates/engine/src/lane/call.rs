@@ -33,22 +33,26 @@ pub(super) fn call(
 ) -> Call {
     let sent = context.health.failures.sent();
     Box::pin(async move {
-        let outcomes = {
-            let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
-            // The block makes a panic before the first await look the same as one after it.
-            let call = AssertUnwindSafe(async { sink.deliver(&deliveries).await }).catch_unwind();
-            tokio::select! {
-                biased;
-                answer = call => match answer {
-                    Ok(outcomes) => one_each(&context, outcomes, places.len()),
-                    Err(panic) => panicked(&context, &*panic, places.len()),
-                },
-                () = context.clock.sleep(context.settings.deliver_timeout) => overran(&context, places.len()),
-            }
-        };
+        let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
+        let outcomes = guarded(&context, &*sink, &deliveries).await;
+        drop(deliveries);
         drop(permit);
         Returned { batch, places, outcomes, sent }
     })
+}
+
+/// Calls a sink within the time limit; one outcome for each delivery, whatever it does.
+pub(super) async fn guarded(context: &RelayContext, sink: &dyn Sink, deliveries: &[&Delivery]) -> Vec<Outcome> {
+    // The block makes a panic before the first await look the same as one after it.
+    let call = AssertUnwindSafe(async { sink.deliver(deliveries).await }).catch_unwind();
+    tokio::select! {
+        biased;
+        answer = call => match answer {
+            Ok(outcomes) => one_each(context, outcomes, deliveries.len()),
+            Err(panic) => panicked(context, &*panic, deliveries.len()),
+        },
+        () = context.clock.sleep(context.settings.deliver_timeout) => overran(context, deliveries.len()),
+    }
 }
 
 fn overran(context: &RelayContext, count: usize) -> Vec<Outcome> {

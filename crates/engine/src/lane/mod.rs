@@ -4,6 +4,7 @@
 //!            ┌────────── stream: read ahead ─┐
 //!  lease ──▶ │  read ──▶ plan ──▶ dispatch ──▶ settle     both end together: a round
 //!            └  due rows ──────▶ dispatch ──▶ settle      (breaker opened, stop, lease lost)
+//!               dead letters ──▶ dead-letter sink          beside them, as long as the lane is ours
 //! ```
 //!
 //! Stream and due rows run side by side. They never carry the same event, and an event of a key
@@ -13,6 +14,7 @@
 mod apply;
 mod batch;
 mod call;
+mod dead_letters;
 mod detached;
 mod dispatch;
 mod due;
@@ -30,6 +32,7 @@ use std::time::Duration;
 
 use futures::future::join;
 use postbox_core::{BatchLimit, Result};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::info;
 
@@ -90,9 +93,21 @@ impl Lane {
         info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane taken");
         let gauge = Gauge::up(&context.metrics.lanes_held);
         let keeper = AbortOnDropHandle::new(tokio::spawn(lease::keep(context.clone(), self.lease.clone())));
-        let ended = match self.work(until).await {
-            Ok(()) => self.finish_detached().await,
-            Err(error) => Err(error),
+        let worked = CancellationToken::new();
+        let working = async {
+            let ended = match self.work(until).await {
+                Ok(()) => self.finish_detached().await,
+                Err(error) => Err(error),
+            };
+            worked.cancel();
+            ended
+        };
+        let ended = if until.is_stopped() {
+            join(working, self.hand_over_until(&worked)).await.0
+        } else {
+            let ended = working.await;
+            self.hand_over_all().await;
+            ended
         };
         drop(keeper);
         drop(gauge);

@@ -71,6 +71,10 @@ table! {
         schedule: Option<Cron> = text(Cron::from_str), unset("always", r#""0 */5 * * * *""#);
         /// Where the events go.
         sink: SinkChoice = sink(), unset("`{ type = \"none\" }`", SINKS[0].example);
+        /// Where dead events go too, with the reason.
+        ///
+        /// Any of the sinks below: [dead letters](operating.md#dead-letters).
+        dead_to: Option<SinkChoice> = sink(), unset("nowhere", r#"{ type = "file", path = "dead.jsonl" }"#);
     }
 }
 
@@ -120,6 +124,8 @@ pub struct SubscriptionConfig {
     pub schedule: Option<Cron>,
     /// Where the events go.
     pub sink: SinkChoice,
+    /// Where dead events go too.
+    pub dead_to: Option<SinkChoice>,
 }
 
 /// All of them, by their names.
@@ -155,7 +161,7 @@ impl SubscriptionTable {
             poll_max: self.poll_interval,
             ..usual
         };
-        SubscriptionConfig { subscription, settings, schedule: self.schedule, sink: self.sink }
+        SubscriptionConfig { subscription, settings, schedule: self.schedule, sink: self.sink, dead_to: self.dead_to }
     }
 }
 

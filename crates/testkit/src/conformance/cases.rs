@@ -32,6 +32,14 @@ macro_rules! conformance_suite {
             a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease
         }
     };
+    (dead_letters, $fixture:expr) => {
+        $crate::conformance_cases! { dead_letters, $fixture,
+            a_dead_event_is_a_letter_until_it_is_handed_over only_dead_events_are_letters
+            letters_wait_for_their_lane_and_subscription a_letter_that_is_put_off_comes_again
+            a_replay_or_a_discard_takes_the_letter_back an_event_that_dies_again_is_a_letter_again
+            a_lost_lease_hands_nothing_over letters_are_not_pruned
+        }
+    };
     (fidelity, $fixture:expr) => {
         $crate::conformance_cases! { fidelity, $fixture,
             every_field_comes_back inspecting_shows_the_same_bytes payload_bytes_come_back_identical
@@ -70,6 +78,7 @@ macro_rules! conformance_suite {
             a_late_append_with_own_ids_stores_nothing_twice a_late_message_is_a_duplicate
             a_late_replay_sends_nothing_twice a_late_discard_takes_back_nothing_delivered
             a_late_prune_takes_nothing_that_is_needed a_late_pause_is_the_same_pause
+            a_late_handover_concerns_no_later_death
             a_late_subscribe_makes_nothing_again a_late_migration_up_changes_nothing
             a_migration_down_whose_caller_has_gone_destroys_nothing_later
         }
@@ -96,7 +105,7 @@ macro_rules! conformance_suite {
             an_append_with_own_ids_is_stored_once an_append_without_ids_is_stored_whole_each_time
             a_message_that_was_stored_is_a_duplicate a_replay_repeated_replays_once
             a_discard_repeated_takes_out_nothing_more a_prune_repeated_takes_nothing_that_is_needed
-            a_pause_repeated_is_one_pause a_subscription_is_made_once a_migration_that_was_done_is_done
+            a_pause_repeated_is_one_pause a_handover_repeated_is_one a_subscription_is_made_once a_migration_that_was_done_is_done
         }
     };
     (migrate, $fixture:expr) => {
@@ -227,7 +236,7 @@ mod tests {
     #[test]
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
-            append apply fidelity hold inspect late lease lost migrate order
+            append apply dead_letters fidelity hold inspect late lease lost migrate order
             prune read receive receiving settle sink source admin storm
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);

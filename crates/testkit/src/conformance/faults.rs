@@ -45,6 +45,8 @@ pub enum Call {
     Prune,
     /// `Admin::pause`.
     Pause,
+    /// `DeadLetters::hand_over`.
+    HandOver,
     /// `Receive::receive_many`.
     Receive,
     /// `Append::append`.

@@ -194,6 +194,19 @@ pub struct SinkTraits {
     pub payload_bytes_max: Option<usize>,
 }
 
+impl SinkTraits {
+    /// Every case, with payloads of any size.
+    pub const ALL: Self = Self {
+        refuses: true,
+        fails: true,
+        throttles: true,
+        hangs: true,
+        goes_down: true,
+        dedupe_ids: true,
+        payload_bytes_max: None,
+    };
+}
+
 /// A delivery as the destination saw it, accepted or not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {

@@ -7,6 +7,7 @@ use futures::future::BoxFuture;
 use postbox_core::{EventId, LogName, Pause, Received, StartAt, State, Subscription};
 
 use super::StoreFixture;
+use super::dead_letters::{handover, letters, texts};
 use super::faults::{Asked, Call, Place, asked, call};
 use super::harness::*;
 use super::receive::inbound;
@@ -210,6 +211,39 @@ pub async fn a_late_pause_is_the_same_pause(fixture: &dyn StoreFixture) {
     assert_eq!(lane.store.subscriptions().await.expect("listed")[0].paused, Some(pause));
     lane.store.pause(&named("reader"), None).await.expect("resumed");
     assert_eq!(lane.store.subscriptions().await.expect("listed")[0].paused, None);
+}
+
+/// The event is replayed and dies again before the call is done, or another owner has the lane.
+pub async fn a_late_handover_concerns_no_later_death(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), dead())]).await;
+    for again in [None, Some(HOUR)] {
+        let said: Vec<_> = letters(&lane).await.iter().map(|letter| handover(letter, again)).collect();
+        assert_eq!(said.len(), 1);
+        let lease = lane.lease.clone();
+        let ask = call!(store, [lease, said], store.hand_over(&lease, &said));
+        let dies_again = |store: Store| {
+            let (lane, ids) = (Lane::of(store, lease.clone()), ids.clone());
+            async move {
+                lane.replay(these(&ids)).await;
+                let batch = lane.due(1).await;
+                lane.settle_due(&batch, vec![dead()]).await;
+            }
+            .boxed()
+        };
+        twice(fixture, Call::HandOver, ask, dies_again).await;
+        assert_eq!(texts(&lane).await, ["1"], "{again:?}");
+    }
+    let faults = fixture.faults().await;
+    let (lease, done) = (lane.lease.clone(), vec![handover(&letters(&lane).await[0], None)]);
+    let ask = call!(store, [lease, done], store.hand_over(&lease, &done));
+    let place = faults.places(Call::HandOver)[0];
+    if place == Place::End {
+        return; // It holds the lane's lock: nobody takes the lane over before it is done.
+    }
+    let late = faults.delay(Call::HandOver, place, ask(faults.store())).await;
+    let next = lane.taken_over().await;
+    late.after(nothing(faults.again())).await;
+    assert_eq!(texts(&next).await, ["1"]);
 }
 
 pub async fn a_late_subscribe_makes_nothing_again(fixture: &dyn StoreFixture) {

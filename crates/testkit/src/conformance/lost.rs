@@ -6,6 +6,7 @@ use std::time::Duration;
 use postbox_core::{ErrorKind, EventId, LogName, Pause, Received, StartAt, State, Store, Subscription};
 
 use super::StoreFixture;
+use super::dead_letters::{handover, letters, texts};
 use super::faults::{Asked, Call, call};
 use super::harness::*;
 use super::receive::inbound;
@@ -136,6 +137,20 @@ pub async fn a_pause_repeated_is_one_pause(fixture: &dyn StoreFixture) {
         again.pause(&named("reader"), pause.as_ref()).await.expect("set");
         assert_eq!(lane.store.subscriptions().await.expect("listed")[0].paused, pause);
     }
+}
+
+pub async fn a_handover_repeated_is_one(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), dead()), (event("2"), dead())]).await;
+    let done: Vec<_> = letters(&lane).await.iter().take(1).map(|letter| handover(letter, None)).collect();
+    let lease = lane.lease.clone();
+    let ask = call!(store, [lease, done], store.hand_over(&lease, &done));
+    let again = lost(fixture, Call::HandOver, &ask).await;
+    assert_eq!(texts(&lane).await, ["2"]);
+    lane.replay(these(&ids[..1])).await;
+    let batch = lane.due(1).await;
+    lane.settle_due(&batch, vec![dead()]).await;
+    again.hand_over(&lane.lease, &done).await.expect("said again");
+    assert_eq!(texts(&lane).await, ["1", "2"], "the second death was not handed over");
 }
 
 pub async fn a_subscription_is_made_once(fixture: &dyn StoreFixture) {

@@ -170,6 +170,7 @@ impl CallFaults for MemoryFaults {
             Call::Discard => "discard",
             Call::Prune => "prune",
             Call::Pause => "pause",
+            Call::HandOver => "hand_over",
             Call::Receive => "receive",
             Call::Append => "append",
             Call::Apply => "apply",

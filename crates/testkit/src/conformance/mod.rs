@@ -29,6 +29,8 @@ pub mod append;
 #[doc(hidden)]
 pub mod apply;
 #[doc(hidden)]
+pub mod dead_letters;
+#[doc(hidden)]
 pub mod fidelity;
 #[doc(hidden)]
 pub mod hold;
@@ -81,6 +83,7 @@ macro_rules! store_suite {
         $crate::conformance_suite!(storm, $fixture);
         $crate::conformance_suite!(inspect, $fixture);
         $crate::conformance_suite!(admin, $fixture);
+        $crate::conformance_suite!(dead_letters, $fixture);
         $crate::conformance_suite!(prune, $fixture);
         $crate::conformance_suite!(receive, $fixture);
         $crate::conformance_suite!(migrate, $fixture);

@@ -1,16 +1,15 @@
 //! What happens to the bytes of one direction of one connection.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rand::rngs::SmallRng;
-use rand::{Rng as _, SeedableRng as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{ReadHalf, WriteHalf};
 
 use super::trap::{Armed, Harm};
 use super::wire::Talk;
-use super::{Direction, Fault, Shared};
+use super::{Direction, Shared};
 
 /// Read at once.
 const CHUNK_BYTES: usize = 16 * 1024;
@@ -42,7 +41,6 @@ pub(super) struct Pump<'a> {
     shared: &'a Shared,
     line: &'a Mutex<Line>,
     direction: Direction,
-    random: SmallRng,
     /// Read and not passed on.
     pub(super) kept: Vec<u8>,
     /// So much of it was looked at.
@@ -54,23 +52,20 @@ pub(super) struct Pump<'a> {
 }
 
 impl<'a> Pump<'a> {
-    pub(super) fn new(shared: &'a Shared, line: &'a Mutex<Line>, direction: Direction, number: u64) -> Self {
-        let random = SmallRng::seed_from_u64(shared.seed ^ (number << 1) ^ direction as u64);
-        Self { shared, line, direction, random, kept: Vec::new(), seen: 0, holding: None, ended: false }
+    pub(super) fn new(shared: &'a Shared, line: &'a Mutex<Line>, direction: Direction) -> Self {
+        Self { shared, line, direction, kept: Vec::new(), seen: 0, holding: None, ended: false }
     }
 
     pub(super) async fn run(&mut self, mut from: ReadHalf<'_>, mut to: WriteHalf<'_>) -> Result<(), End> {
-        let mut faults = self.shared.faults[self.direction as usize].subscribe();
         let mut chunk = vec![0; CHUNK_BYTES];
         loop {
-            let fault = faults.borrow_and_update().clone();
             let (free, end) = match self.direction {
                 Direction::ToServer => self.look_at_requests(),
                 Direction::ToClient => self.look_at_answers(),
             };
             self.seen -= free;
             let piece: Vec<u8> = self.kept.drain(..free).collect();
-            self.send(piece, &fault, &mut to).await?;
+            self.send(&piece, &mut to).await?;
             if let Some(end) = end {
                 return Err(end);
             }
@@ -78,28 +73,19 @@ impl<'a> Pump<'a> {
                 let _ = to.shutdown().await;
                 return Ok(());
             }
-            tokio::select! {
-                _ = faults.changed() => {}
-                read = from.read(&mut chunk) => match read? {
-                    0 => self.ended = true,
-                    n => self.kept.extend_from_slice(&chunk[..n]),
-                }
+            match from.read(&mut chunk).await? {
+                0 => self.ended = true,
+                n => self.kept.extend_from_slice(&chunk[..n]),
             }
         }
     }
 
-    /// Does to bytes what the fault says.
-    async fn send(&mut self, piece: Vec<u8>, fault: &Fault, to: &mut WriteHalf<'_>) -> Result<(), End> {
-        match fault {
-            _ if piece.is_empty() => {}
-            Fault::Blackhole => {
-                self.shared.swallowed[self.direction as usize].send_modify(|bytes| *bytes += piece.len());
-            }
-            Fault::Delay { base, jitter } => {
-                tokio::time::sleep(*base + jitter.mul_f64(self.random.random())).await;
-                to.write_all(&piece).await?;
-            }
-            Fault::None => to.write_all(&piece).await?,
+    async fn send(&self, piece: &[u8], to: &mut WriteHalf<'_>) -> Result<(), End> {
+        let direction = self.direction as usize;
+        if !self.shared.blackholes[direction].load(Ordering::SeqCst) {
+            to.write_all(piece).await?;
+        } else if !piece.is_empty() {
+            self.shared.swallowed[direction].send_modify(|bytes| *bytes += piece.len());
         }
         Ok(())
     }

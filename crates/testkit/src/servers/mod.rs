@@ -5,6 +5,7 @@
 //! |---|---|---|
 //! | [`Postgres::shared`] | ~1 s for the first test of a run, then ~5 ms | nearly every test: one server for all processes of the run |
 //! | [`Postgres::fresh_database`] | ~50 ms | an empty database of the test's own on that server |
+//! | [`Postgres::prepared_database`] | ~50 ms | the same with what every test of a program needs in it |
 //! | [`PrivatePostgres::launch`] | ~1 s | tests that stop, kill or configure their server |
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |

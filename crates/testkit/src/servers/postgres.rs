@@ -1,5 +1,7 @@
 //! A Postgres somebody runs for us, seen from a test.
 
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash as _, Hasher as _};
 use std::io::Write as _;
 use std::path::Path;
 use std::process::Stdio;
@@ -111,7 +113,20 @@ impl Postgres {
     ///
     /// If the server refuses.
     pub async fn fresh_database(&self) -> String {
-        let name = self.create_database().await;
+        self.created(self.create_database("template0").await)
+    }
+
+    /// [`Self::fresh_database`] with what `prepare` made in another, whose URL it is given: once a
+    /// server, for each program that asks. It must leave no connection open.
+    ///
+    /// # Panics
+    ///
+    /// If the server refuses.
+    pub async fn prepared_database(&self, prepare: impl AsyncFnOnce(String)) -> String {
+        self.created(self.copy_prepared(prepare).await)
+    }
+
+    fn created(&self, name: anyhow::Result<String>) -> String {
         let name = name.unwrap_or_else(|error| panic!("{}: creating a database: {error:#}", self.version().name()));
         self.url_of(&name)
     }
@@ -141,13 +156,34 @@ impl Postgres {
         String::from_utf8(output.stdout).expect("the databases of tests are UTF-8")
     }
 
-    async fn create_database(&self) -> anyhow::Result<String> {
+    async fn copy_prepared(&self, prepare: impl AsyncFnOnce(String)) -> anyhow::Result<String> {
+        let program = std::env::current_exe()?;
+        let mut hasher = DefaultHasher::new();
+        (&program, std::fs::metadata(&program)?.modified()?).hash(&mut hasher);
+        let (number, name) = (hasher.finish() as i64, format!("prepared_{:016x}", hasher.finish()));
+        let client = connect(&self.url()).await?;
+        let there = "SELECT FROM pg_database WHERE datname = $1";
+        if client.query_opt(there, &[&name]).await?.is_none() {
+            // One process prepares; it may die over it.
+            client.execute("SELECT pg_advisory_lock($1)", &[&number]).await?;
+            if client.query_opt(there, &[&name]).await?.is_none() {
+                client.batch_execute(&format!("DROP DATABASE IF EXISTS {name}_new WITH (FORCE)")).await?;
+                client.batch_execute(&format!("CREATE DATABASE {name}_new TEMPLATE template0")).await?;
+                prepare(self.url_of(&format!("{name}_new"))).await;
+                client.batch_execute(&format!("ALTER DATABASE {name}_new RENAME TO {name}")).await?;
+            }
+            client.execute("SELECT pg_advisory_unlock($1)", &[&number]).await?;
+        }
+        self.create_database(&name).await
+    }
+
+    async fn create_database(&self, template: &str) -> anyhow::Result<String> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let (count, random) = (COUNT.fetch_add(1, Ordering::Relaxed), SmallRng::from_os_rng().random::<u32>());
         let name = format!("t_{}_{count}_{random:08x}", std::process::id());
         let client = connect(&self.url()).await?;
         // `file_copy` beats `wal_log` where nothing is flushed: no WAL for 7 MB of catalog.
-        client.batch_execute(&format!("CREATE DATABASE {name} TEMPLATE template0 STRATEGY file_copy")).await?;
+        client.batch_execute(&format!("CREATE DATABASE {name} TEMPLATE {template} STRATEGY file_copy")).await?;
         if self.inner.ours {
             self.drop_orphans(&client).await?;
         }

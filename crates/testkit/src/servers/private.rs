@@ -137,16 +137,6 @@ impl PrivatePostgres {
         self.cluster.env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
     }
 
-    /// Freezes the first process: nobody can connect, open sessions go on.
-    pub fn freeze(&self) {
-        self.signal("STOP");
-    }
-
-    /// Ends [`Self::freeze`].
-    pub fn thaw(&self) {
-        self.signal("CONT");
-    }
-
     /// Freezes the process that flushes in the background, so that an immediate stop loses what no
     /// commit took to disk. (A long `wal_writer_delay` may end at any moment of the test.)
     ///

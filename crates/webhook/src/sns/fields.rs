@@ -7,62 +7,45 @@ use serde::de::{Deserializer as _, IgnoredAny, MapAccess, Visitor};
 
 use crate::error::{Part, Refusal};
 
-/// A field that is read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Field {
-    Message,
-    MessageId,
-    Signature,
-    SignatureVersion,
-    SigningCertUrl,
-    Subject,
-    SubscribeUrl,
-    Timestamp,
-    Token,
-    TopicArn,
-    Type,
+macro_rules! fields {
+    ($($field:ident $name:literal $part:ident,)*) => {
+        /// A field that is read.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(super) enum Field {
+            $($field,)*
+        }
+
+        impl Field {
+            const ALL: [Self; 11] = [$(Self::$field),*];
+
+            pub(super) fn name(self) -> &'static str {
+                match self {
+                    $(Self::$field => $name,)*
+                }
+            }
+
+            /// What a refusal calls it.
+            pub(super) fn part(self) -> Part {
+                match self {
+                    $(Self::$field => Part::$part,)*
+                }
+            }
+        }
+    };
 }
 
-impl Field {
-    const ALL: [Self; 11] = [
-        Self::Message,
-        Self::MessageId,
-        Self::Signature,
-        Self::SignatureVersion,
-        Self::SigningCertUrl,
-        Self::Subject,
-        Self::SubscribeUrl,
-        Self::Timestamp,
-        Self::Token,
-        Self::TopicArn,
-        Self::Type,
-    ];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Message => "Message",
-            Self::MessageId => "MessageId",
-            Self::Signature => "Signature",
-            Self::SignatureVersion => "SignatureVersion",
-            Self::SigningCertUrl => "SigningCertURL",
-            Self::Subject => "Subject",
-            Self::SubscribeUrl => "SubscribeURL",
-            Self::Timestamp => "Timestamp",
-            Self::Token => "Token",
-            Self::TopicArn => "TopicArn",
-            Self::Type => "Type",
-        }
-    }
-
-    /// What a refusal calls it.
-    pub(super) fn part(self) -> Part {
-        match self {
-            Self::Signature | Self::SignatureVersion => Part::Signature,
-            Self::Timestamp => Part::Timestamp,
-            Self::MessageId => Part::Id,
-            _ => Part::Field,
-        }
-    }
+fields! {
+    Message "Message" Field,
+    MessageId "MessageId" Id,
+    Signature "Signature" Signature,
+    SignatureVersion "SignatureVersion" Signature,
+    SigningCertUrl "SigningCertURL" Field,
+    Subject "Subject" Field,
+    SubscribeUrl "SubscribeURL" Field,
+    Timestamp "Timestamp" Timestamp,
+    Token "Token" Field,
+    TopicArn "TopicArn" Field,
+    Type "Type" Field,
 }
 
 /// What one field was.

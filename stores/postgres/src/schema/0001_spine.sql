@@ -254,6 +254,10 @@ CREATE TABLE {s}.delivery (
   code text,
   error text,
   updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  -- Which death was handed to a dead-letter sink, counted from 1; a death that was not, and when it
+  -- is to be, make the letter.
+  letters int NOT NULL DEFAULT 0,
+  letter_at timestamptz NOT NULL DEFAULT '-infinity',
   PRIMARY KEY (subscription, seq),
   CONSTRAINT due_when_waiting CHECK (CASE state WHEN 'scheduled' THEN due_at IS NOT NULL WHEN 'retrying' THEN true ELSE due_at IS NULL END)
 );
@@ -262,6 +266,7 @@ CREATE INDEX delivery_held ON {s}.delivery (subscription, key, seq) WHERE holds;
 CREATE INDEX delivery_held_lane ON {s}.delivery (subscription, lane) WHERE holds;
 CREATE INDEX delivery_discarded ON {s}.delivery (subscription, lane, seq) WHERE state = 'discarded';
 CREATE INDEX delivery_in_flight ON {s}.delivery (subscription, lane) WHERE code = 'in_flight';
+CREATE INDEX delivery_letter ON {s}.delivery (subscription, lane, letter_at, seq) WHERE state = 'dead' AND letters <= replays;
 CREATE INDEX delivery_missing ON {s}.delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX delivery_state ON {s}.delivery (subscription, state, seq);
 

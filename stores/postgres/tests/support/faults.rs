@@ -41,7 +41,7 @@ pub struct PostgresFaults {
 impl PostgresFaults {
     /// `front`: what the store talks to, a server or a pooler. `url`: the server.
     pub async fn new(front: &str, url: &str) -> Self {
-        let proxy = FaultProxy::in_front_of(front, 1).await;
+        let proxy = FaultProxy::in_front_of(front).await;
         let mut config = PostgresConfig::new(proxy.url(front));
         (config.connect_timeout, config.pool_timeout) = (PATIENCE, PATIENCE);
         let store = PostgresStore::connect(config).await.expect("a store");

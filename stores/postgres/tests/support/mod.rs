@@ -39,35 +39,39 @@ pub struct Fixture {
 /// A fixture on a server of that version.
 pub async fn on(version: Version) -> Fixture {
     let server = Postgres::shared(version).await;
-    let url = server.fresh_database().await;
-    let store = migrated(PostgresConfig::new(&url)).await;
-    prepare(&url).await;
+    let url = server.prepared_database(prepare).await;
+    let store = connected(PostgresConfig::new(&url)).await;
     Fixture { store, front: url.clone(), url, server, faults: OnceCell::new(), _pooler: None }
 }
 
 /// A fixture whose store reaches Postgres 15 through pgbouncer in transaction mode.
 pub async fn pooled() -> Fixture {
     let server = Postgres::shared(Version::V15).await;
-    let url = server.fresh_database().await;
+    let url = server.prepared_database(prepare).await;
     let pooler = PgBouncer::start(&server).await;
     let database = url.rsplit('/').next().and_then(|rest| rest.split('?').next()).expect("a database in the url");
     let front = pooler.url(database);
-    let store = migrated(PostgresConfig::new(&front)).await;
-    prepare(&url).await;
+    let store = connected(PostgresConfig::new(&front)).await;
     Fixture { store, url, server, front, faults: OnceCell::new(), _pooler: Some(pooler) }
 }
 
-/// Connects and migrates. A busy machine may take its time: what is tested here is not how long a
-/// connection takes.
-pub async fn migrated(mut config: PostgresConfig) -> PostgresStore {
+/// A busy machine may take its time: what is tested here is not how long a connection takes.
+async fn connected(mut config: PostgresConfig) -> PostgresStore {
     (config.connect_timeout, config.pool_timeout) = (PATIENCE, PATIENCE);
-    let store = PostgresStore::connect(config).await.expect("a store");
+    PostgresStore::connect(config).await.expect("a store")
+}
+
+/// Connects and migrates.
+pub async fn migrated(config: PostgresConfig) -> PostgresStore {
+    let store = connected(config).await;
     store.up().await.expect("migrated");
     store
 }
 
-/// A table for effects; and a trigger that fails every write which the state machine forbids.
-async fn prepare(url: &str) {
+/// The store's schema; a table for effects; and a trigger that fails every write which the state
+/// machine forbids.
+async fn prepare(url: String) {
+    migrated(PostgresConfig::new(&url)).await;
     let forbidden = forbidden_transitions();
     let sql = format!(
         "CREATE TABLE effect (n bigint GENERATED ALWAYS AS IDENTITY, payload text NOT NULL);
@@ -82,7 +86,7 @@ async fn prepare(url: &str) {
          CREATE TRIGGER check_transition AFTER UPDATE OR DELETE ON postbox.delivery
            FOR EACH ROW EXECUTE FUNCTION check_transition()"
     );
-    client(url).await.batch_execute(&sql).await.expect("prepared");
+    client(&url).await.batch_execute(&sql).await.expect("prepared");
 }
 
 /// A connection of a producer or checker.

@@ -6,9 +6,9 @@ use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 
 use postbox_server::text::grouped;
-use rusqlite::{Connection, OpenFlags, Row, params};
+use rusqlite::{Connection, OpenFlags, params};
 
-use super::show::Paint;
+use super::{BAD, BOLD, DIM, GOOD, paint};
 
 const NOTE_TABLE: &str =
     "CREATE TABLE note (outcome TEXT NOT NULL, event TEXT PRIMARY KEY, name TEXT, version INTEGER, cents INTEGER)";
@@ -41,11 +41,8 @@ UNION ALL SELECT 'unaccounted', 'orders whose row and notes differ',
 /// Cents in the shop and in the ledger. Each step of an order moves its price once.
 const CENTS: &str = "SELECT (SELECT coalesce(sum(cents * version), 0) FROM shop.orders), (SELECT coalesce(sum(cents), 0) FROM receiver.ledger)";
 
-struct Figure {
-    name: String,
-    meaning: String,
-    count: i64,
-}
+/// Name, meaning and count.
+type Figure = (String, String, i64);
 
 /// What was counted.
 pub(super) struct Proof {
@@ -69,43 +66,42 @@ impl Proof {
         load(&connection, &folder.join("notes.tsv"))?;
         let figures = |sql: &str| {
             let mut query = connection.prepare(sql)?;
-            let read = |row: &Row<'_>| Ok(Figure { name: row.get(0)?, meaning: row.get(1)?, count: row.get(2)? });
-            query.query_map([], read)?.collect::<rusqlite::Result<Vec<Figure>>>()
+            let figures = query.query_map([], |row| Figure::try_from(row))?;
+            figures.collect::<rusqlite::Result<Vec<Figure>>>()
         };
-        let (cents_shop, cents_ledger) = connection.query_row(CENTS, [], |row| Ok((row.get(0)?, row.get(1)?)))?;
+        let (cents_shop, cents_ledger) = connection.query_row(CENTS, [], |row| <(i64, i64)>::try_from(row))?;
         Ok(Self { facts: figures(FACTS)?, broken: figures(BROKEN)?, cents_shop, cents_ledger })
     }
 
     /// Changes that the shop noted as committed.
     pub(super) fn committed(&self) -> u64 {
-        self.facts[0].count.unsigned_abs()
+        self.facts[0].2.unsigned_abs()
     }
 
     /// Whether every promise was kept, for at least one event: nothing at all proves nothing.
     pub(super) fn holds(&self) -> bool {
-        let kept = self.broken.iter().all(|figure| figure.count == 0) && self.cents_shop == self.cents_ledger;
+        let kept = self.broken.iter().all(|(.., count)| *count == 0) && self.cents_shop == self.cents_ledger;
         kept && self.committed() > 0
     }
 
     /// The table.
-    pub(super) fn table(&self, paint: Paint) -> String {
-        let by = "  counted by SQL from both databases and the shop's own notes, never from what the code believes";
-        let mut text = format!("\n  {}\n{}\n\n", paint.bold("The proof"), paint.dim(by));
-        for Figure { name, meaning, count } in &self.facts {
-            text += &format!("    {name:<14}{:>9}   {}\n", grouped(count.unsigned_abs()), paint.dim(meaning));
+    pub(super) fn table(&self) -> String {
+        let by = "counted by SQL from both databases and the shop's own notes, never from what the code believes";
+        let mut text = format!("\n  {}\n  {}\n\n", paint(BOLD, "The proof"), paint(DIM, by));
+        for (name, meaning, count) in &self.facts {
+            text += &format!("    {name:<14}{:>9}   {}\n", grouped(count.unsigned_abs()), paint(DIM, meaning));
         }
         text.push('\n');
-        let mut promise = |name: &str, meaning: &str, value: String, kept: bool| {
-            let colour = |text: &str| if kept { paint.good(text) } else { paint.bad(text) };
-            let (mark, value) = (colour(if kept { "✓" } else { "✗" }), colour(&format!("{value:>9}")));
-            text += &format!("  {mark} {name:<14}{value}   {}\n", paint.dim(meaning));
-        };
-        for Figure { name, meaning, count } in &self.broken {
-            promise(name, meaning, grouped(count.unsigned_abs()), *count == 0);
-        }
         let missing = self.cents_shop - self.cents_ledger;
         let sums = format!("{} in the shop, {} in the ledger", money(self.cents_shop), money(self.cents_ledger));
-        promise("money missing", &sums, money(missing), missing == 0);
+        let money = ("money missing", sums.as_str(), money(missing), missing == 0);
+        let broken = self.broken.iter();
+        let broken = broken.map(|(name, meaning, n)| (&**name, &**meaning, grouped(n.unsigned_abs()), *n == 0));
+        for (name, meaning, value, kept) in broken.chain([money]) {
+            let (colour, mark) = if kept { (GOOD, "✓") } else { (BAD, "✗") };
+            let value = paint(colour, &format!("{value:>9}"));
+            text += &format!("  {} {name:<14}{value}   {}\n", paint(colour, mark), paint(DIM, meaning));
+        }
         text
     }
 }

@@ -1,0 +1,35 @@
+//! What an answer or a failure of the other store means for an event.
+
+use postbox_core::{Error, ErrorKind, Outcome, Received};
+
+/// The other store has answered for it.
+pub(crate) fn received(received: Received) -> Outcome {
+    match received {
+        Received::Accepted(_) => Outcome::DELIVERED,
+        Received::Duplicate => Outcome::Delivered { duplicate: true },
+        Received::Conflict => {
+            let text = "the other log knows this event's id with another payload; the record is in its conflicts";
+            Outcome::dead("bus_conflict", text)
+        }
+    }
+}
+
+/// The call failed. Nothing of it was stored, or its answer was lost and the event is a duplicate
+/// next time.
+pub(crate) fn failed(error: &Error) -> Outcome {
+    let code = || error.code().to_owned();
+    match error.kind() {
+        ErrorKind::Invalid => Outcome::dead(code(), error.message()),
+        ErrorKind::RateLimited => {
+            Outcome::Throttled { code: code().into(), error: error.message().into(), after: None }
+        }
+        ErrorKind::Internal => Outcome::ambiguous(code(), error.message()),
+        // What a person must mend is the other store's, not this event's.
+        _ => Outcome::unavailable(code(), error.message()),
+    }
+}
+
+/// An earlier event of its key failed in the same call.
+pub(crate) fn held_back() -> Outcome {
+    Outcome::retry("bus_held_back", "an earlier event of its key was not stored")
+}

@@ -1,0 +1,125 @@
+//! The sink: a call is one commit in the other store.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Capabilities, Delivery, ErrorKind, Event, Inbound, Key, LogName, NewEvent, Outcome, Receive, Sink, SourceName,
+    header,
+};
+use sha2::{Digest as _, Sha256};
+
+use crate::classify;
+
+/// Most events in one commit: beyond that a commit costs its rows and little else.
+const BATCH_MAX: usize = 500;
+/// Most calls at once. More would only wait for each other's commits.
+const CONCURRENCY: usize = 4;
+/// What the message id of an event from another log begins with.
+const ORIGIN: &str = "event:";
+
+/// Appends events to a log of another store, each once.
+///
+/// The other store remembers ids as long as its inbox does (`remember_ids`); what is sent again
+/// after that is stored again.
+///
+/// Cancel-safety: a call that is dropped has stored all of its events or none; sent again they are
+/// duplicates.
+pub struct BusSink {
+    store: Arc<dyn Receive>,
+    log: LogName,
+    source: SourceName,
+}
+
+impl BusSink {
+    /// A sink into `log` of `store`. `source` is the name under which that store remembers our ids.
+    pub fn new(store: Arc<dyn Receive>, log: LogName, source: SourceName) -> Self {
+        Self { store, log, source }
+    }
+
+    fn inbound(&self, delivery: &Delivery) -> Inbound {
+        let Event { topic, key, tenant, payload, .. } = &delivery.event;
+        let digest = Sha256::digest(payload).into();
+        let message_id = message_id(delivery);
+        let Event { aggregate, version, kind, source, content_type, mut headers, occurred_at, .. } =
+            delivery.event.clone();
+        headers.insert(header::MESSAGE_ID.to_owned(), message_id.clone());
+        let event = NewEvent {
+            // The other log gives its own: a replay is an event more there.
+            id: None,
+            topic: topic.to_string(),
+            key: key.as_ref().map(Key::to_string),
+            aggregate,
+            version,
+            kind,
+            source: source.or_else(|| Some(self.source.to_string())),
+            tenant: tenant.as_ref().map(ToString::to_string),
+            payload: payload.clone(),
+            content_type,
+            headers,
+            occurred_at: Some(occurred_at),
+            deliver_at: None,
+        };
+        Inbound { source: self.source.clone(), message_id, digest, event }
+    }
+
+    /// One commit for each, so that a refused one stops only its key.
+    async fn send_each(&self, inbound: &[Inbound]) -> Vec<Outcome> {
+        let mut outcomes = Vec::with_capacity(inbound.len());
+        let mut stopped = HashSet::new();
+        for message in inbound {
+            let key = message.event.key.as_deref();
+            if key.is_some_and(|key| stopped.contains(key)) {
+                outcomes.push(classify::held_back());
+                continue;
+            }
+            let outcome = match self.store.receive(&self.log, message.clone()).await {
+                Ok(received) => classify::received(received),
+                Err(error) => classify::failed(&error),
+            };
+            if !outcome.is_delivered() {
+                stopped.extend(key);
+            }
+            outcomes.push(outcome);
+        }
+        outcomes
+    }
+}
+
+/// The id of the event in its first log, whatever logs it came through: a ring of stores ends where
+/// it began. A replay that a person asked for is another message.
+fn message_id(delivery: &Delivery) -> String {
+    let origin = delivery.event.header(header::MESSAGE_ID).filter(|id| id.starts_with(ORIGIN));
+    match (origin, delivery.replay) {
+        (None, _) => format!("{ORIGIN}{}", delivery.dedupe_id()),
+        (Some(origin), 0) => origin.to_owned(),
+        (Some(origin), replay) => format!("{origin}-r{replay}"),
+    }
+}
+
+impl fmt::Debug for BusSink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BusSink").field("log", &self.log).field("source", &self.source).finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl Sink for BusSink {
+    /// A call is one transaction that stores its events in the order given: what fails takes the
+    /// later ones of its key along.
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { batch_max: BATCH_MAX, concurrency: CONCURRENCY, prefix: true }
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        let inbound: Vec<Inbound> = deliveries.iter().map(|delivery| self.inbound(delivery)).collect();
+        match self.store.receive_many(&self.log, &inbound).await {
+            Ok(received) => received.into_iter().map(classify::received).collect(),
+            // It does not say whose fault it is.
+            Err(error) if error.kind() == ErrorKind::Invalid && inbound.len() > 1 => self.send_each(&inbound).await,
+            Err(error) => inbound.iter().map(|_| classify::failed(&error)).collect(),
+        }
+    }
+}

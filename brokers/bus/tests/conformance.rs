@@ -1,0 +1,204 @@
+//! The suite that every sink passes, with a memory store at the other end; and what is the bus's
+//! own.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_bus::BusSink;
+use postbox_core::{
+    Admin as _, Append as _, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery, Log as _, LogName,
+    MemoryStore, NewEvent, Outcome, Receive, Received, Result, Seq, Sink, SourceName, State, Subscription, header,
+};
+use postbox_engine::{Relay, TokioClock};
+use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits};
+
+fn log(name: &str) -> LogName {
+    name.parse().expect("a name")
+}
+
+fn source() -> SourceName {
+    "billing".parse().expect("a name")
+}
+
+async fn store() -> MemoryStore {
+    let store = MemoryStore::new(Arc::new(TokioClock::default()));
+    store.create_log(&log("events")).await.expect("a log");
+    store
+}
+
+/// The other store, as bad as a destination can be.
+struct Other {
+    store: MemoryStore,
+    state: Mutex<Destination>,
+    attempts: Mutex<Vec<Attempt>>,
+}
+
+impl Other {
+    fn note(&self, inbound: &[Inbound], accepted: bool) {
+        let attempt = |inbound: &Inbound| Attempt {
+            dedupe_id: inbound.message_id.strip_prefix("event:").map(str::to_owned),
+            payload: inbound.event.payload.to_vec(),
+            accepted,
+        };
+        self.attempts.lock().expect("no panic while held").extend(inbound.iter().map(attempt));
+    }
+}
+
+#[async_trait]
+impl Receive for Other {
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        let state = *self.state.lock().expect("no panic while held");
+        let refused = inbound.iter().any(|inbound| inbound.event.headers.contains_key("poison"));
+        let failure = match state {
+            Destination::Down => return Err(Error::new(ErrorKind::Unavailable, "receive", "store_down", "down")),
+            Destination::Works if refused => Some(Error::invalid("receive", "event_refused", "refused")),
+            Destination::Works => None,
+            Destination::Fails => Some(Error::new(ErrorKind::Internal, "receive", "store_failed", "failed")),
+            Destination::Throttles => Some(Error::new(ErrorKind::RateLimited, "receive", "store_busy", "busy")),
+            Destination::Hangs => {
+                self.note(inbound, false);
+                return std::future::pending().await;
+            }
+        };
+        self.note(inbound, failure.is_none());
+        match failure {
+            Some(failure) => Err(failure),
+            None => self.store.receive_many(log, inbound).await,
+        }
+    }
+
+    async fn forget(&self, older_than: Duration) -> Result<u64> {
+        self.store.forget(older_than).await
+    }
+}
+
+struct Fixture {
+    sink: Arc<dyn Sink>,
+    other: Arc<Other>,
+}
+
+async fn fixture() -> Fixture {
+    let state = Mutex::new(Destination::Works);
+    let other = Arc::new(Other { store: store().await, state, attempts: Mutex::default() });
+    Fixture { sink: Arc::new(BusSink::new(other.clone(), log("events"), source())), other }
+}
+
+#[async_trait]
+impl SinkFixture for Fixture {
+    fn sink(&self) -> Arc<dyn Sink> {
+        self.sink.clone()
+    }
+
+    fn traits(&self) -> SinkTraits {
+        SinkTraits {
+            refuses: true,
+            fails: true,
+            throttles: true,
+            hangs: true,
+            goes_down: true,
+            dedupe_ids: true,
+            payload_bytes_max: Some(postbox_core::limits::PAYLOAD_BYTES_MAX),
+        }
+    }
+
+    async fn attempts(&self) -> Vec<Attempt> {
+        self.other.attempts.lock().expect("no panic while held").clone()
+    }
+
+    fn poison(&self, event: NewEvent) -> NewEvent {
+        event.header("poison", "1")
+    }
+
+    async fn set(&self, destination: Destination) {
+        *self.other.state.lock().expect("no panic while held") = destination;
+    }
+}
+
+postbox_testkit::sink_suite!(fixture);
+
+/// Sends what is there of a log into a log of another store.
+async fn drain(from: (&MemoryStore, &str), to: (&MemoryStore, &str)) -> u64 {
+    let subscription = Subscription::new("bus".parse().expect("a name"), log(from.1));
+    let sink = BusSink::new(Arc::new(to.0.clone()), log(to.1), source());
+    let relay = Relay::builder(Arc::new(from.0.clone()), subscription).sink(Arc::new(sink)).build().expect("a relay");
+    relay.drain(None).await.expect("drained").fetched
+}
+
+/// What a log holds, in its order.
+async fn events(store: &MemoryStore, name: &str) -> Vec<Event> {
+    let reader = Subscription::new("reader".parse().expect("a name"), log(name));
+    store.subscribe(&reader).await.expect("subscribed");
+    let query = ListQuery {
+        subscription: reader.name,
+        state: State::Pending,
+        topic: None,
+        code: None,
+        after: None,
+        limit: 999,
+    };
+    store.list(&query).await.expect("listed").into_iter().map(|record| record.event).collect()
+}
+
+#[tokio::test]
+async fn an_event_keeps_its_fields_and_the_order_of_its_key() {
+    let (from, to) = (store().await, store().await);
+    let of_key = |n: usize| NewEvent::json("order.paid", n.to_string()).key("42").aggregate("order").version(n as i64);
+    let sent: Vec<NewEvent> =
+        (0..100).map(|n| of_key(n).kind("integration").tenant("acme").header("traceparent", "00-1-1-01")).collect();
+    from.append(&LogName::outbox(), &sent).await.expect("appended");
+    assert_eq!(drain((&from, "outbox"), (&to, "events")).await, 100);
+    let (origin, arrived) = (events(&from, "outbox").await, events(&to, "events").await);
+    assert_eq!(arrived.len(), 100);
+    for (origin, arrived) in origin.into_iter().zip(arrived) {
+        let message_id = format!("event:{}", origin.id);
+        let expected = Event {
+            id: arrived.id,
+            created_at: arrived.created_at,
+            source: Some("billing".to_owned()),
+            headers: origin.headers.clone().into_iter().chain([(header::MESSAGE_ID.to_owned(), message_id)]).collect(),
+            ..origin
+        };
+        assert_eq!(arrived, expected);
+    }
+}
+
+#[tokio::test]
+async fn a_ring_of_logs_ends_where_it_began() {
+    let (one, other) = (store().await, store().await);
+    one.append(&log("events"), &[NewEvent::json("t", "1")]).await.expect("appended");
+    // There, back as a message from outside, and there again, where it is known.
+    for _ in 0..4 {
+        drain((&one, "events"), (&other, "events")).await;
+        drain((&other, "events"), (&one, "events")).await;
+    }
+    assert_eq!((events(&one, "events").await.len(), events(&other, "events").await.len()), (2, 1));
+}
+
+#[tokio::test]
+async fn a_replay_is_an_event_more_and_a_repetition_is_not() {
+    let to = store().await;
+    let sink = BusSink::new(Arc::new(to.clone()), log("events"), source());
+    let event = NewEvent::json("t", "1")
+        .into_event("0190163d-8694-739b-aea5-966c26f8ad90".parse().expect("an id"), jiff::Timestamp::UNIX_EPOCH);
+    for (replay, expected) in
+        [(0, Outcome::DELIVERED), (0, Outcome::Delivered { duplicate: true }), (1, Outcome::DELIVERED)]
+    {
+        let delivery = Delivery { event: event.clone(), seq: Seq(1), attempt: 1, replay };
+        assert_eq!(sink.deliver(&[&delivery]).await, [expected]);
+    }
+    let forged = Delivery { event: Event { payload: "2".into(), ..event }, seq: Seq(2), attempt: 1, replay: 0 };
+    let outcomes = sink.deliver(&[&forged]).await;
+    assert!(matches!(&outcomes[..], [Outcome::Dead { code, .. }] if code == "bus_conflict"), "{outcomes:?}");
+    assert_eq!(events(&to, "events").await.len(), 2);
+}
+
+#[tokio::test]
+async fn a_log_that_is_missing_is_an_outage_with_its_cure() {
+    let to = MemoryStore::new(Arc::new(TokioClock::default()));
+    let sink = BusSink::new(Arc::new(to), log("missing"), source());
+    let event = NewEvent::json("t", "1")
+        .into_event("0190163d-8694-739b-aea5-966c26f8ad90".parse().expect("an id"), jiff::Timestamp::UNIX_EPOCH);
+    let outcomes = sink.deliver(&[&Delivery { event, seq: Seq(1), attempt: 1, replay: 0 }]).await;
+    assert!(matches!(&outcomes[..], [Outcome::Unavailable { error, .. }] if error.contains("missing")), "{outcomes:?}");
+}

@@ -1,0 +1,91 @@
+//! `check-config --connect`: what can be reached is said, and nothing is written anywhere.
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::endpoint::{Endpoint, Shut, takes_all};
+use crate::env::{Kind, TestEnv, http_sink, on_both};
+
+/// A subscription with this sink.
+fn subscription(name: &str, sink: &str) -> String {
+    format!("[subscriptions.{name}]\n{sink}\n")
+}
+
+async fn everything_is_reached_and_nothing_written(kind: Kind) -> Result<()> {
+    let endpoint = Endpoint::start(takes_all)?;
+    let env = TestEnv::migrated(kind).await?;
+    std::fs::write(env.path("there.jsonl"), "a line\n")?;
+    let dead_to = "dead_to = { type = \"file\", path = \"there.jsonl\" }";
+    env.config(
+        &[
+            subscription("hooks", &format!("{}{dead_to}", http_sink(&endpoint.url()))),
+            subscription("lines", "sink = { type = \"file\", path = \"out.jsonl\" }"),
+            subscription("idle", ""),
+            "[sources.partner]\ntype = \"webhook\"\nscheme = \"standard-webhooks\"\n\
+             secret = \"whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw\"\n"
+                .into(),
+        ]
+        .concat(),
+    )?;
+    env.insert_three().await?;
+    let before = env.snapshot().await?;
+    ensure!(!env.ok(&["check-config"])?.contains("reached"), "nothing is tried unless it is asked for");
+    let said = env.ok(&["check-config", "--connect"])?;
+    for line in [
+        "store: is reached, its schema is right",
+        "subscriptions.hooks.sink: 127.0.0.1 is reached at",
+        "subscriptions.hooks.dead_to: there.jsonl can be written",
+        "subscriptions.lines.sink: out.jsonl is not there; it is made at the start",
+        "subscriptions.idle.sink: is nowhere yet",
+        "sources.partner: waits for senders at POST /in/partner",
+    ] {
+        ensure!(said.contains(line), "{line:?} is not in {said}");
+    }
+    ensure!(endpoint.count() == 0, "a request was sent");
+    ensure!(env.snapshot().await? == before, "the store was changed");
+    ensure!(!env.path("out.jsonl").exists(), "a file was made");
+    ensure!(std::fs::read_to_string(env.path("there.jsonl"))? == "a line\n");
+    Ok(())
+}
+
+async fn what_cannot_be_reached_is_named_with_its_cure(kind: Kind) -> Result<()> {
+    let env = TestEnv::empty(kind).await?;
+    let (shut, endpoint) = (Shut::reserve()?, Endpoint::start(takes_all)?);
+    env.config(
+        &[
+            subscription("shut", &http_sink(&shut.url())),
+            subscription("nobody", &http_sink("http://nobody.invalid/hook?token=hunter2")),
+            subscription("lines", "sink = { type = \"file\", path = \"no/folder/out.jsonl\" }"),
+            subscription("hooks", &http_sink(&endpoint.url())),
+        ]
+        .concat(),
+    )?;
+    let output = env.output(&["check-config", "--connect"])?;
+    ensure!(output.status.code() == Some(1), "{}", output.status);
+    let (said, complaint) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(said.contains("subscriptions.hooks.sink: 127.0.0.1 is reached"), "the others are tried too: {said}");
+    let lines: Vec<&str> = complaint.lines().collect();
+    ensure!(lines.len() == 4, "{complaint}");
+    for [name, cure, code] in [
+        ["store: ", "postbox migrate up", "(schema_missing)"],
+        ["subscriptions.shut.sink: ", "nobody listens there; start it", "(connect_refused)"],
+        ["subscriptions.nobody.sink: ", "nobody.invalid has no address", "(dns_failed)"],
+        ["subscriptions.lines.sink: ", "correct path", "(file_not_writable)"],
+    ] {
+        let said = |line: &&&str| line.strip_prefix("postbox: ").is_some_and(|line| line.starts_with(name));
+        let line = lines.iter().find(said).with_context(|| format!("{name} is not in {complaint}"))?;
+        ensure!(line.contains(cure) && line.ends_with(code), "{line}");
+    }
+    ensure!(!complaint.contains("hunter2"), "a token: {complaint}");
+    ensure!(endpoint.count() == 0, "a request was sent");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_file_that_is_wrong_is_not_tried() -> Result<()> {
+    let env = TestEnv::migrated(Kind::Sqlite).await?;
+    env.config("[subscriptions.a]\nbatsh = 1\n")?;
+    ensure!(env.refuses(2, &["check-config", "--connect"])?.contains("batsh"));
+    Ok(())
+}
+
+on_both!(everything_is_reached_and_nothing_written, what_cannot_be_reached_is_named_with_its_cure);

@@ -1,0 +1,175 @@
+//! Dead letters: dead events on their way to a second sink.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::batch::{BatchLimit, Delivery, Unreadable};
+use crate::error::Result;
+use crate::event::{EventId, Seq};
+use crate::log::Lease;
+use crate::names::SubscriptionName;
+
+/// Names of the headers that a dead letter has beside the event's own.
+pub mod dead_header {
+    /// The id of the event that is dead. The letter has another.
+    pub const ID: &str = "postbox-dead-id";
+    /// The code of the last failure, e.g. `http_422`.
+    pub const CODE: &str = "postbox-dead-code";
+    /// The text of the last failure.
+    pub const REASON: &str = "postbox-dead-reason";
+    /// How many attempts were counted.
+    pub const ATTEMPTS: &str = "postbox-dead-attempts";
+    /// The subscription in which the event is dead.
+    pub const SUBSCRIPTION: &str = "postbox-dead-subscription";
+    /// The log that the event is in.
+    pub const LOG: &str = "postbox-dead-log";
+}
+
+/// Longest reason in a letter, in bytes: what common limits of a header leave room for.
+const REASON_BYTES_MAX: usize = 512;
+
+/// A dead event that was not handed over yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeadLetter {
+    /// The event as it is in the log; `attempt` is how many were counted, `replay` tells this death
+    /// from those before a replay.
+    pub delivery: Delivery,
+    /// Why there is nothing to hand over, if the event cannot be read.
+    pub unreadable: Option<Unreadable>,
+    /// Why it is dead.
+    pub code: String,
+    /// The text of the last failure.
+    pub error: String,
+}
+
+impl DeadLetter {
+    /// What is sent: the original with the reason in its headers, under an id of this death.
+    ///
+    /// A broker that has seen the event, or the letter of another subscription, must not take it
+    /// for a repetition. The same death always gives the same id, so a letter that is sent twice
+    /// can be known.
+    pub fn into_delivery(self, lease: &Lease) -> Delivery {
+        let Self { mut delivery, code, error, .. } = self;
+        let reason = error[..error.floor_char_boundary(REASON_BYTES_MAX)].replace(char::is_control, " ");
+        let headers = [
+            (dead_header::ID, delivery.event.id.to_string()),
+            (dead_header::CODE, code),
+            (dead_header::REASON, reason),
+            (dead_header::ATTEMPTS, delivery.attempt.to_string()),
+            (dead_header::SUBSCRIPTION, lease.subscription.to_string()),
+            (dead_header::LOG, lease.log.to_string()),
+        ];
+        delivery.event.headers.extend(headers.map(|(name, value)| (name.to_owned(), value)));
+        delivery.event.id = letter_id(delivery.event.id, &lease.subscription, delivery.replay);
+        Delivery { attempt: 1, replay: 0, ..delivery }
+    }
+}
+
+/// A UUID (version 8) for one death: the event's, with 56 of its bits changed by what tells deaths
+/// apart. Two events of a subscription never meet in one.
+fn letter_id(id: EventId, subscription: &SubscriptionName, replay: u32) -> EventId {
+    // FNV-1a: no secret is kept by it.
+    let mut mark: u64 = 0xcbf2_9ce4_8422_2325;
+    for byte in subscription.as_str().bytes().chain([0]).chain(replay.to_be_bytes()) {
+        mark = (mark ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    }
+    let mut bytes = id.as_uuid().into_bytes();
+    bytes[9..].iter_mut().zip(mark.to_be_bytes()).for_each(|(byte, mark)| *byte ^= mark);
+    bytes[6] = 0x80 | (bytes[6] & 0x0f);
+    EventId::from_uuid(uuid::Uuid::from_bytes(bytes))
+}
+
+/// What became of a dead letter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Handover {
+    /// Its place.
+    pub seq: Seq,
+    /// Which death: [`Delivery::replay`] as it was read.
+    pub replay: u32,
+    /// `None`: there is nothing more to do. Otherwise it comes again after this wait.
+    pub again: Option<Duration>,
+}
+
+/// The dead events of a leased lane that were not handed to a dead-letter sink yet.
+///
+/// Behaviour, checked for every store by the conformance suite:
+/// - Every dead event is a letter until it is handed over, whether or not there was anybody to hand
+///   it to when it died.
+/// - A replay or a discard takes the letter back. An event that dies again is a letter again,
+///   whatever became of the one before.
+/// - `hand_over` says what is true of one death: repeated, late or for an event that was replayed
+///   or discarded meanwhile, it changes nothing else. It never changes whether an event is dead.
+/// - A lease that is not held gets `Stale` from both, and changes nothing.
+#[async_trait]
+pub trait DeadLetters: Send + Sync + 'static {
+    /// Letters of the lane whose time has come, those that wait longest first; at least one if
+    /// there is any.
+    async fn dead_letters(&self, lease: &Lease, limit: BatchLimit) -> Result<Vec<DeadLetter>>;
+
+    /// Writes down what became of letters.
+    async fn hand_over(&self, lease: &Lease, handovers: &[Handover]) -> Result<()>;
+}
+
+const _: Option<&dyn DeadLetters> = None;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::event::NewEvent;
+    use crate::names::{LogName, OwnerId};
+
+    fn lease(subscription: &str) -> Lease {
+        Lease {
+            subscription: SubscriptionName::new(subscription).expect("a name"),
+            log: LogName::outbox(),
+            lane: 0,
+            epoch: 1,
+            owner: OwnerId::new("one").expect("a name"),
+        }
+    }
+
+    fn letter(error: &str, replay: u32) -> DeadLetter {
+        let id = "01890000-0000-7000-8000-000000000001".parse().expect("an id");
+        let event = NewEvent::json("t", "{}").key("k").header("h", "v").header(dead_header::CODE, "of a former life");
+        let event = event.into_event(id, jiff::Timestamp::UNIX_EPOCH);
+        let delivery = Delivery { event, seq: Seq(7), attempt: 10, replay };
+        DeadLetter { delivery, unreadable: None, code: "http_422".into(), error: error.into() }
+    }
+
+    #[test]
+    fn a_letter_is_the_original_and_says_why() {
+        let original = letter("no\r\nway", 1);
+        let sent = original.clone().into_delivery(&lease("hooks"));
+        let headers: Vec<_> = sent.event.headers.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        assert_eq!(
+            headers,
+            [
+                ("h", "v"),
+                ("postbox-dead-attempts", "10"),
+                ("postbox-dead-code", "http_422"),
+                ("postbox-dead-id", "01890000-0000-7000-8000-000000000001"),
+                ("postbox-dead-log", "outbox"),
+                ("postbox-dead-reason", "no  way"),
+                ("postbox-dead-subscription", "hooks"),
+            ]
+        );
+        assert_eq!(
+            (&sent.event.payload, &sent.event.key),
+            (&original.delivery.event.payload, &original.delivery.event.key)
+        );
+        let long = letter(&"€".repeat(400), 0).into_delivery(&lease("hooks"));
+        assert_eq!(long.event.headers[dead_header::REASON].len(), 510);
+    }
+
+    #[test]
+    fn each_death_has_an_id_of_its_own_and_always_the_same() {
+        let id = |subscription, replay| letter("", replay).into_delivery(&lease(subscription)).dedupe_id();
+        assert_eq!(id("hooks", 0), id("hooks", 0));
+        let mut ids = vec![letter("", 0).delivery.dedupe_id(), id("hooks", 0), id("hooks", 1), id("other", 0)];
+        assert!(ids.iter().skip(1).all(|id| id.starts_with("01890000-0000-8000-8")), "{ids:?}");
+        ids.sort();
+        ids.dedup();
+        assert_eq!(ids.len(), 4);
+    }
+}

@@ -1,0 +1,144 @@
+//! Handing dead events to the dead-letter sink, beside the lane's work. What was not handed over is
+//! known to the store alone, so nothing is lost with this process.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use futures::future::join_all;
+use postbox_core::{DeadLetter, Delivery, Handover, Outcome, Result};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use super::Lane;
+use super::call::guarded;
+use crate::context::DeadLetterSink;
+
+/// Between two looks for letters: nobody waits for one.
+const LOOK: Duration = Duration::from_millis(500);
+/// First and longest wait while the sink is down.
+const BACKOFF_MIN: Duration = Duration::from_secs(1);
+const BACKOFF_MAX: Duration = Duration::from_secs(60);
+/// When a letter that the sink refused for a reason of its own comes again: what it needs is a
+/// person, and until then it must not be in the way of others.
+const PUT_OFF: Duration = Duration::from_secs(300);
+
+/// What came of one look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Look {
+    Nothing,
+    HandedOver,
+    Failed,
+}
+
+impl Lane {
+    /// Hands letters over until `ended`; what is being sent then may finish.
+    pub(super) async fn hand_over_until(&self, ended: &CancellationToken) {
+        let Some(sink) = &self.context.dead_letters else { return };
+        let mut backoff = BACKOFF_MIN;
+        while !ended.is_cancelled() {
+            let wait = match self.look_for_letters(sink).await {
+                Look::HandedOver => {
+                    backoff = BACKOFF_MIN;
+                    continue;
+                }
+                Look::Nothing => LOOK,
+                Look::Failed => {
+                    let wait = backoff;
+                    backoff = (backoff * 2).min(BACKOFF_MAX);
+                    wait
+                }
+            };
+            self.pause(wait, ended).await;
+        }
+    }
+
+    /// Hands over what can be handed over now.
+    pub(super) async fn hand_over_all(&self) {
+        let Some(sink) = &self.context.dead_letters else { return };
+        while !self.lease.halt.is_cancelled() && self.look_for_letters(sink).await == Look::HandedOver {}
+    }
+
+    async fn look_for_letters(&self, sink: &DeadLetterSink) -> Look {
+        match self.lease.abandon.run_until_cancelled(self.hand_over(sink)).await {
+            Some(Ok(look)) => look,
+            Some(Err(error)) => {
+                // Of a lost lease the rest of the lane hears by itself.
+                if !error.is_stale() {
+                    self.context.store_failed(&error);
+                }
+                Look::Failed
+            }
+            None => Look::Failed,
+        }
+    }
+
+    async fn hand_over(&self, sink: &DeadLetterSink) -> Result<Look> {
+        let (context, lease) = (&*self.context, &self.lease.lease);
+        let letters = sink.store.dead_letters(lease, context.settings.batch).await?;
+        let (unreadable, letters): (Vec<_>, Vec<_>) = letters.into_iter().partition(|it| it.unreadable.is_some());
+        if !unreadable.is_empty() {
+            warn!(subscription = context.name(), events = unreadable.len(), "dead events unreadable, no dead letter");
+            let done = |it: &DeadLetter| handover(&it.delivery, None);
+            sink.store.hand_over(lease, &unreadable.iter().map(done).collect::<Vec<_>>()).await?;
+        }
+        let capabilities = sink.sink.capabilities();
+        // Only then may one call hold several events of a key.
+        let batch_max = if capabilities.prefix { capabilities.batch_max.max(1) } else { 1 };
+        let mut look = if unreadable.is_empty() { Look::Nothing } else { Look::HandedOver };
+        // Which death each is of, beside what is sent.
+        let (deaths, sent): (Vec<_>, Vec<_>) =
+            letters.into_iter().map(|it| (handover(&it.delivery, None), it.into_delivery(lease))).unzip();
+        let group = batch_max.saturating_mul(capabilities.concurrency.max(1));
+        for (deaths, sent) in deaths.chunks(group).zip(sent.chunks(group)) {
+            if !self.lease.is_safe(context.clock.monotonic()) {
+                return Ok(Look::Nothing);
+            }
+            let calls = sent.chunks(batch_max).map(|call| {
+                let call: Vec<&Delivery> = call.iter().collect();
+                async move { guarded(context, &*sink.sink, &call).await }
+            });
+            let outcomes: Vec<Outcome> = join_all(calls).await.into_iter().flatten().collect();
+            let delivered = outcomes.iter().filter(|outcome| outcome.is_delivered()).count();
+            let handovers: Vec<_> = deaths
+                .iter()
+                .zip(&outcomes)
+                .filter_map(|(death, outcome)| self.judge_letter(*death, outcome))
+                .collect();
+            if !handovers.is_empty() {
+                sink.store.hand_over(lease, &handovers).await?;
+            }
+            context.metrics.dead_letters.fetch_add(delivered as u64, Ordering::Relaxed);
+            context.metrics.dead_letters_failed.fetch_add((outcomes.len() - delivered) as u64, Ordering::Relaxed);
+            if outcomes.iter().any(is_outage) {
+                return Ok(Look::Failed);
+            }
+            look = Look::HandedOver;
+        }
+        Ok(look)
+    }
+
+    /// What is written of a letter; `None`: nothing, for the whole sink is down. A letter never
+    /// dies: it stays what it is until somebody has it.
+    fn judge_letter(&self, death: Handover, outcome: &Outcome) -> Option<Handover> {
+        let (code, error, again) = match outcome {
+            Outcome::Delivered { .. } => return Some(death),
+            Outcome::Unavailable { code, error } | Outcome::Throttled { code, error, .. } => (code, error, None),
+            Outcome::Retry { code, error, .. }
+            | Outcome::Ambiguous { code, error, .. }
+            | Outcome::Dead { code, error }
+            | Outcome::Gone { code, error } => (code, error, Some(PUT_OFF)),
+        };
+        let (subscription, seq) = (self.context.name(), death.seq.0);
+        warn!(subscription, seq, code = &**code, why = error, "dead letter not handed over");
+        again.map(|again| Handover { again: Some(again), ..death })
+    }
+}
+
+/// Whether others would most likely meet the same.
+fn is_outage(outcome: &Outcome) -> bool {
+    matches!(outcome, Outcome::Unavailable { .. } | Outcome::Throttled { .. } | Outcome::Ambiguous { .. })
+}
+
+fn handover(delivery: &Delivery, again: Option<Duration>) -> Handover {
+    Handover { seq: delivery.seq, replay: delivery.replay, again }
+}

@@ -1,0 +1,208 @@
+//! What becomes of dead events where a second sink takes them, on the memory store under paused
+//! time.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Admin as _, Call, Capabilities, DeadLetters, Error, ErrorKind, Outcome, Result, Selection, State, Wire, dead_header,
+};
+use postbox_engine::Relay;
+use support::{Answer, Recorder, TestEnv, event, fast};
+
+const S: Duration = Duration::from_secs(1);
+
+/// A sink that refuses every third event for good.
+fn refusing() -> Arc<Recorder> {
+    let sink = Recorder::new(Capabilities::default());
+    sink.script(|delivery| match support::version(delivery) % 3 {
+        0 => Outcome::dead("http_422", "no\nway"),
+        _ => Outcome::DELIVERED,
+    });
+    sink
+}
+
+fn relay_on(env: &TestEnv, sink: &Arc<Recorder>, letters: &Arc<Recorder>, store: Arc<dyn DeadLetters>) -> Relay {
+    let builder = env.builder(env.subscription(), fast()).sink(sink.clone());
+    builder.dead_to(letters.clone(), store).build().expect("built")
+}
+
+fn relay(env: &TestEnv, sink: &Arc<Recorder>, letters: &Arc<Recorder>) -> Relay {
+    relay_on(env, sink, letters, env.store.clone())
+}
+
+fn sorted(recorder: &Recorder) -> Vec<i64> {
+    let mut versions = recorder.versions();
+    versions.sort_unstable();
+    versions
+}
+
+fn ids(recorder: &Recorder) -> BTreeSet<String> {
+    recorder.arrivals().into_iter().map(|arrival| arrival.dedupe_id).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_dead_event_is_handed_over_once_with_its_reason() {
+    for capabilities in support::all_capabilities() {
+        let env = TestEnv::with((0..30).map(|n| event(n % 7, n))).await;
+        let (sink, letters) = (refusing(), Recorder::new(capabilities));
+        let headers = Arc::new(Mutex::new(Vec::new()));
+        let seen = headers.clone();
+        letters.script(move |delivery| {
+            seen.lock().unwrap().push((delivery.event.id, delivery.event.headers.clone()));
+            Outcome::DELIVERED
+        });
+        let relay = relay(&env, &sink, &letters);
+        env.run_for(&relay, 5 * S).await;
+        assert_eq!(sorted(&letters), [0, 3, 6, 9, 12, 15, 18, 21, 24, 27], "{capabilities:?}");
+        let dead = env.list(State::Dead).await;
+        assert_eq!(dead.len(), 10, "they are dead as before");
+        for (id, headers) in headers.lock().unwrap().iter() {
+            assert!(dead.iter().all(|record| record.event.id != *id), "a letter has an id of its own");
+            assert!(dead.iter().any(|record| record.event.id.to_string() == headers[dead_header::ID]));
+            assert_eq!(headers[dead_header::CODE], "http_422");
+            assert_eq!(headers[dead_header::REASON], "no way");
+            assert_eq!((&*headers[dead_header::ATTEMPTS], &*headers[dead_header::SUBSCRIPTION]), ("1", "test"));
+            assert_eq!(headers[dead_header::LOG], "outbox");
+        }
+        let counted = relay.metrics().snapshot();
+        assert_eq!((counted.dead_letters, counted.dead_letters_failed), (10, 0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_bounded_run_hands_over_too_and_so_does_what_died_before() {
+    let env = TestEnv::with((0..3).map(|n| event(n, n))).await;
+    let sink = refusing();
+    // A relay without such a sink: of an older configuration.
+    env.relay(sink.clone(), fast()).drain(None).await.expect("drained");
+    let letters = Recorder::new(Capabilities::default());
+    env.append([event(3, 3)]).await;
+    relay(&env, &sink, &letters).drain(None).await.expect("drained");
+    assert_eq!(sorted(&letters), [0, 3]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sink_of_letters_that_is_down_holds_nobody_up_and_gets_all_later() {
+    let env = TestEnv::new().await;
+    let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
+    letters.down(true);
+    let relay = relay(&env, &sink, &letters);
+    env.run_while(&relay, async {
+        env.append_each(0..60, 5, S).await;
+        let stats = env.stats().await;
+        assert_eq!((stats.pending, stats.dead), (0, 20), "its outage is not the subscription's");
+        assert!(letters.versions().is_empty());
+        assert!(letters.calls() <= 8 * 16, "it is asked rarely: {}", letters.calls());
+        letters.down(false);
+        letters.wait_for(20).await;
+    })
+    .await;
+    assert_eq!(sorted(&letters), (0..60).step_by(3).collect::<Vec<_>>());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_one_process_did_not_hand_over_the_next_one_does() {
+    let env = TestEnv::with((0..9).map(|n| event(n, n))).await;
+    let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
+    letters.down(true);
+    env.run_for(&relay(&env, &sink, &letters), 5 * S).await;
+    letters.down(false);
+    env.run_for(&relay(&env, &sink, &letters), 5 * S).await;
+    assert_eq!(sorted(&letters), [0, 3, 6]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_letter_that_is_refused_never_dies_and_holds_no_other_up() {
+    let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
+    let (sink, letters) = (refusing(), Recorder::new(Capabilities { batch_max: 4, concurrency: 1, prefix: false }));
+    let refused = Arc::new(AtomicUsize::default());
+    let times = refused.clone();
+    letters.script(move |delivery| {
+        if support::version(delivery) == 0 && times.fetch_add(1, Ordering::SeqCst) < 3 {
+            return Answer::Say(Outcome::dead("http_413", "too large"));
+        }
+        Answer::Say(Outcome::DELIVERED)
+    });
+    let relay = relay(&env, &sink, &letters);
+    env.run_while(&relay, async {
+        letters.wait_for(9).await;
+        assert!(refused.load(Ordering::SeqCst) <= 1, "the others do not wait for it");
+        tokio::time::sleep(1000 * S).await;
+    })
+    .await;
+    assert_eq!(refused.load(Ordering::SeqCst), 4, "until it is taken");
+    let stats = env.stats().await;
+    assert_eq!((stats.dead, stats.total), (10, 30), "no new event, no new death");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sink_of_letters_that_hangs_or_panics_holds_nobody_up() {
+    for hangs in [true, false] {
+        let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
+        let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
+        letters.script(move |_| if hangs { Answer::Hang } else { Answer::Panic });
+        let relay = relay(&env, &sink, &letters);
+        env.run_while(&relay, async {
+            tokio::time::sleep(5 * S).await;
+            env.append((30..60).map(|n| event(n, n))).await;
+            tokio::time::sleep(30 * S).await;
+            assert_eq!(env.stats().await.pending, 0);
+            letters.script(|_| Outcome::DELIVERED);
+            tokio::time::sleep(1000 * S).await;
+        })
+        .await;
+        let distinct: BTreeSet<_> = letters.versions().into_iter().collect();
+        assert_eq!((distinct.len(), relay.metrics().dead_letters()), (20, 20), "hangs: {hangs}");
+    }
+}
+
+/// Takes letters down as they go: what is said of them is lost.
+struct NothingNoted(AtomicUsize);
+
+#[async_trait]
+impl Wire for NothingNoted {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        if call.operation == "hand_over" && self.0.fetch_add(1, Ordering::SeqCst) < 3 {
+            return Err(Error::new(ErrorKind::Unavailable, "simulate", "store_down", "it went down before that"));
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_letter_that_was_sent_and_not_noted_is_sent_again_under_the_same_id() {
+    let env = TestEnv::with([event(0, 0)]).await;
+    let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
+    let store = Arc::new(env.store.client(Some(Arc::new(NothingNoted(AtomicUsize::default())))));
+    env.run_for(&relay_on(&env, &sink, &letters, store), 60 * S).await;
+    assert_eq!(letters.versions(), [0; 4]);
+    assert_eq!(ids(&letters).len(), 1, "whoever takes them can know");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replay_that_dies_again_is_another_letter() {
+    let env = TestEnv::with([event(0, 0)]).await;
+    let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
+    let relay = relay(&env, &sink, &letters);
+    env.run_while(&relay, async {
+        for deaths in 1..4 {
+            letters.wait_for(deaths).await;
+            let name = env.subscription().name;
+            assert_eq!(env.store.retry(&name, &Selection::default()).await.expect("replayed").count, 1);
+        }
+        letters.wait_for(4).await;
+        // Nothing more comes of it.
+        tokio::time::sleep(600 * S).await;
+    })
+    .await;
+    assert_eq!((letters.versions().len(), ids(&letters).len()), (4, 4));
+}

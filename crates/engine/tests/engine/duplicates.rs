@@ -1,0 +1,73 @@
+//! "I had this one already": counted by the source of the event, in whatever way the destination
+//! came to say so.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{Capabilities, Delivery, NewEvent, Outcome, Sink, State};
+use postbox_engine::Relay;
+
+use crate::support::{self, TestEnv, event, fast};
+
+const S: Duration = Duration::from_secs(1);
+const HAD: Outcome = Outcome::Delivered { duplicate: true };
+
+/// Had all of them; takes this long to say so of the first of each source.
+struct Had(Duration);
+
+#[async_trait]
+impl Sink for Had {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::default()
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        if deliveries.iter().any(|delivery| support::version(delivery) == 0) {
+            tokio::time::sleep(self.0).await;
+        }
+        vec![HAD; deliveries.len()]
+    }
+}
+
+/// Two of one source, one of another, one of none, one that is new.
+fn events() -> [NewEvent; 4] {
+    [event(1, 0).source("stripe"), event(2, 1).source("stripe"), event(3, 2).source("github"), event(4, 3)]
+}
+
+fn assert_counted(relay: &Relay) {
+    let expected = [(None, 1), (Some("github".to_owned()), 1), (Some("stripe".to_owned()), 2)];
+    assert_eq!(relay.metrics().duplicates_by_source(), BTreeMap::from(expected));
+    assert_eq!((relay.metrics().duplicates(), relay.metrics().delivered()), (4, 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_a_sink() {
+    let env = TestEnv::with(events()).await;
+    let relay = env.builder(env.subscription(), fast()).sink(Arc::new(Had(Duration::ZERO))).build().expect("built");
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 4);
+    assert_counted(&relay);
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_a_sink_whose_answer_outlives_its_batch() {
+    let env = TestEnv::with(events()).await;
+    let relay = env.builder(env.subscription(), fast()).sink(Arc::new(Had(8 * S))).build().expect("built");
+    let watching = async {
+        tokio::time::sleep(4 * S).await;
+        let waiting = env.list(State::Retrying).await;
+        assert_eq!(waiting[0].code.as_deref(), Some("in_flight"), "its call outlived its batch");
+    };
+    tokio::join!(env.run_for(&relay, 12 * S), watching);
+    assert_counted(&relay);
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_a_handler_in_the_transaction() {
+    let env = TestEnv::with(events()).await;
+    let apply = env.store.apply(|_, _| HAD);
+    let relay = env.builder(env.subscription(), fast()).apply(apply).build().expect("built");
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 4);
+    assert_counted(&relay);
+}

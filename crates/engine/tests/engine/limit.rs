@@ -1,0 +1,90 @@
+//! A bounded drain never reads, and so never delivers, more than its limit.
+
+use std::time::Duration;
+
+use postbox_core::{Admin as _, Capabilities, Outcome, Selection, State};
+
+use crate::support::{self, Recorder, TestEnv, event, fast};
+
+#[tokio::test(start_paused = true)]
+async fn drain_stops_at_its_limit() {
+    let env = TestEnv::with((0..100).map(|n| event(n, n))).await;
+    let (_, relay) = env.recorded(Capabilities::default(), fast());
+    assert_eq!(relay.drain(Some(30)).await.expect("drained").delivered, 30);
+    assert_eq!(env.stats().await.pending, 70);
+    assert_eq!(relay.drain(Some(1_000)).await.expect("drained").delivered, 70);
+}
+
+/// A slow answer makes a call outlive its batch, and what is behind it wait: fewer than the limit
+/// are delivered, never more, and bounded drains one after the other deliver everything in order.
+#[tokio::test(start_paused = true)]
+async fn a_limit_is_never_exceeded_however_slow_the_destination_is() {
+    for (keys, limit, seconds) in [(1, 2, 1), (1, 5, 1), (3, 7, 1), (40, 11, 1), (3, 7, 0)] {
+        for (capabilities, lanes) in support::all_capabilities().into_iter().flat_map(|it| [(it, 1), (it, 3)]) {
+            let env = TestEnv::with_lanes(lanes).await;
+            env.append((0..40).map(|n| event(n % keys, n))).await;
+            let (sink, relay) = env.recorded(capabilities, fast());
+            sink.takes(Duration::from_secs(seconds));
+            let mut done = 0;
+            while done < 40 {
+                let drained = relay.drain(Some(limit as usize)).await.expect("drained");
+                let case = format!("{keys} keys, {seconds} s, {lanes} lanes, after {done}: {drained:?}");
+                assert!((1..=limit).contains(&drained.fetched) && drained.delivered <= limit, "{case}");
+                done += drained.delivered;
+                if seconds == 0 {
+                    assert!(drained.delivered == limit || done == 40, "nothing waits: {case}");
+                }
+            }
+            assert_eq!(relay.drain(Some(1_000)).await.expect("drained").fetched, 0);
+            sink.assert_in_order();
+            assert_eq!(sink.arrivals().len(), 40);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limit_is_kept_when_the_target_is_down() {
+    for capabilities in support::all_capabilities() {
+        let env = TestEnv::with_lanes(2).await;
+        env.append((0..40).map(|n| event(n, n))).await;
+        let sink = Recorder::new(capabilities);
+        sink.down(true);
+        let drained = env.relay(sink.clone(), fast()).drain(Some(3)).await.expect("drained");
+        assert!((1..=3).contains(&drained.failed) && drained.delivered == 0, "{drained:?}");
+        assert!(drained.fetched <= 3, "{drained:?}");
+        assert_eq!(env.stats().await.pending, 40);
+    }
+}
+
+/// What cannot go now counts: a later time, a key whose head waits for its retry, what was taken
+/// out.
+#[tokio::test(start_paused = true)]
+async fn a_limit_counts_what_is_read() {
+    let env = TestEnv::new().await;
+    let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 16, prefix: false });
+    sink.script(|delivery| match (support::version(delivery), delivery.attempt) {
+        (0, 1) => {
+            let (code, error) = ("http_500".into(), "boom".into());
+            Outcome::Retry { code, error, after: Some(Duration::from_secs(60)) }
+        }
+        _ => Outcome::DELIVERED,
+    });
+    let relay = env.relay(sink.clone(), fast());
+    env.append([event(1, 0)]).await;
+    let drained = relay.drain(Some(5)).await.expect("drained");
+    assert_eq!((drained.failed, drained.fetched), (1, 1));
+    let later = env.now() + Duration::from_secs(3_600);
+    env.append((1..4).map(|n| event(1, n))).await;
+    env.append((4..7).map(|n| event(n, n).deliver_at(later))).await;
+    env.append((7..10).map(|n| event(n, n))).await;
+    let taken_out =
+        env.list(State::Pending).await.iter().map(|record| record.event.id).nth(6).expect("of the last three");
+    let selection = Selection { ids: Some(vec![taken_out]), ..Selection::default() };
+    assert_eq!(env.store.discard(&env.subscription().name, &selection).await.expect("discarded").count, 1);
+    for delivered in [0, 0, 0, 0, 0, 0, 0, 1, 1] {
+        let drained = relay.drain(Some(1)).await.expect("drained");
+        assert_eq!((drained.fetched, drained.delivered), (1, delivered));
+    }
+    assert_eq!(relay.drain(Some(5)).await.expect("drained").fetched, 0);
+    assert_eq!(sink.versions(), [8, 9]);
+}

@@ -1,0 +1,129 @@
+//! Relays that die, lanes that are lost, stores that go away.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Admin as _, BatchLimit, Call, Capabilities, ErrorKind, Outcome, Pause, Result, Selection, State, Wire,
+};
+use postbox_engine::RelaySettings;
+use tokio_util::sync::CancellationToken;
+
+use crate::support::{self, Answer, Cable, Recorder, TestEnv, event, fast};
+
+const S: Duration = Duration::from_secs(1);
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_died_with_its_relay_is_repeated_after_the_lease() {
+    let env = TestEnv::with([event(1, 1), event(1, 2), event(2, 3)]).await;
+    let stuck = Recorder::new(Capabilities::default());
+    stuck.script(|delivery| match support::version(delivery) {
+        1 => Answer::Hang,
+        _ => Outcome::DELIVERED.into(),
+    });
+    let settings = RelaySettings { deliver_timeout: 600 * S, ..fast() };
+    let killed = env.relay(stuck, settings.clone());
+    let died = tokio::time::timeout(3 * S, killed.run(CancellationToken::new())).await;
+    assert!(died.is_err(), "dropped in the middle");
+    let waiting = env.list(State::Retrying).await;
+    assert_eq!(waiting[0].code.as_deref(), Some("in_flight"), "its call outlived its batch");
+    let sink = Recorder::new(Capabilities::default());
+    env.run_for(&env.relay(sink.clone(), settings), 8 * S).await;
+    assert_eq!(sink.versions(), [1, 2], "the lease is 5 s, the call's limit 600 s");
+}
+
+/// One event a second, two a batch: a drain of 30 events takes long enough to lose something
+/// midway.
+fn slow() -> (Arc<Recorder>, RelaySettings) {
+    let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 1, prefix: false });
+    sink.takes(S);
+    (sink, RelaySettings { batch: BatchLimit { events: 2, ..BatchLimit::default() }, ..fast() })
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_whose_store_dies_midway_is_an_error() {
+    let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
+    let (sink, settings) = slow();
+    let cable = Arc::new(Cable::default());
+    let log = Arc::new(env.store.client(Some(cable.clone())));
+    let relay = env.builder_on(log, env.subscription(), settings).sink(sink).build().expect("built");
+    let dying = async {
+        tokio::time::sleep(7 * S).await;
+        cable.cut(true);
+    };
+    let (drained, ()) = tokio::join!(relay.drain(None), dying);
+    let error = drained.expect_err("most was not delivered");
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    let delivered = relay.metrics().snapshot().delivered;
+    assert!((1..30).contains(&delivered), "{delivered}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_that_loses_its_lane_says_so() {
+    let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
+    let (sink, settings) = slow();
+    let relay = env.relay(sink, settings);
+    let pausing = async {
+        tokio::time::sleep(7 * S).await;
+        let pause = Pause { until: None, by: "ada".into(), why: "maintenance".into() };
+        env.store.pause(&env.subscription().name, Some(&pause)).await.expect("paused");
+    };
+    let (drained, ()) = tokio::join!(relay.drain(None), pausing);
+    let drained = drained.expect("what was delivered counts");
+    assert_eq!(drained.lanes_lost, 1);
+    assert!((1..30).contains(&drained.delivered), "{drained:?}");
+}
+
+/// Executes each call at once, and answers renewals late; once one is answered, nothing comes
+/// through any more.
+#[derive(Default)]
+struct SlowRenewal(Cable);
+
+#[async_trait]
+impl Wire for SlowRenewal {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        let renews = call.operation == "renew";
+        self.0.carry(call).await?;
+        if renews {
+            tokio::time::sleep(2 * S).await;
+            self.0.cut(true);
+        }
+        Ok(())
+    }
+}
+
+/// The store counts a lease from when it executes the call, so its holder must not count it from
+/// the answer.
+#[tokio::test(start_paused = true)]
+async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
+    let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
+    let (sink, settings) = slow();
+    let batch = BatchLimit { events: 30, ..BatchLimit::default() };
+    let log = Arc::new(env.store.client(Some(Arc::new(SlowRenewal::default()))));
+    let victim = env.relay_on(log, sink.clone(), RelaySettings { batch, ..settings });
+    let successor_sink = Recorder::new(Capabilities::default());
+    let successor = env.relay(successor_sink.clone(), fast());
+    let succeeding = async {
+        tokio::time::sleep(S).await;
+        env.run_for(&successor, 12 * S).await;
+    };
+    tokio::join!(env.run_for(&victim, 13 * S), succeeding);
+    let (last, first) = (sink.arrivals().pop().expect("some"), successor_sink.arrivals().swap_remove(0));
+    assert!(last.waited < first.waited, "sent until {:?}, succeeded at {:?}", last.waited, first.waited);
+}
+
+/// A person makes a row due whose call is still in flight.
+#[tokio::test(start_paused = true)]
+async fn a_call_in_flight_is_not_made_beside_itself() {
+    let env = TestEnv::with([event(1, 1)]).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.takes(8 * S);
+    let hurrying = async {
+        tokio::time::sleep(4 * S).await;
+        let changed = env.store.retry(&env.subscription().name, &Selection::default()).await.expect("hurried");
+        assert_eq!(changed.count, 1, "its call outlived its batch");
+    };
+    tokio::join!(env.run_for(&relay, 20 * S), hurrying);
+    assert_eq!((sink.calls(), env.stats().await.dispatched), (1, 1));
+}

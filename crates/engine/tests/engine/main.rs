@@ -1,0 +1,15 @@
+//! The relay on the memory store under paused time, and the receiver: one program, because each is
+//! built with the whole engine in it.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod duplicates;
+mod limit;
+mod lost;
+mod outages;
+mod rate;
+mod relay;
+mod source;

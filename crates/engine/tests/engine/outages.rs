@@ -1,0 +1,221 @@
+//! A destination that is down, or throttles: one named case each, on the memory store under paused
+//! time.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Capabilities, Outcome, State};
+use postbox_engine::{Relay, RelaySettings};
+use tokio_util::sync::CancellationToken;
+
+use crate::support::{self, Answer, Recorder, TestEnv, event, fast};
+
+const S: Duration = Duration::from_secs(1);
+
+fn throttled(after: Duration) -> Outcome {
+    Outcome::Throttled { code: "http_429".into(), error: "later".into(), after: Some(after) }
+}
+
+/// 200 events of 20 keys wait for a destination that is down.
+async fn dead_destination(capabilities: Capabilities) -> (TestEnv, Arc<Recorder>, Relay) {
+    let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
+    let (sink, relay) = env.recorded(capabilities, fast());
+    sink.down(true);
+    (env, sink, relay)
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outage_costs_no_attempts_and_everything_is_delivered_after_it() {
+    for capabilities in support::all_capabilities() {
+        let (env, sink, relay) = dead_destination(capabilities).await;
+        env.run_while(&relay, async {
+            tokio::time::sleep(600 * S).await;
+            assert!(sink.calls() < 80, "{} calls to a dead destination in ten minutes", sink.calls());
+            assert_eq!(sink.arrivals().len(), 0);
+            sink.down(false);
+            tokio::time::sleep(40 * S).await;
+        })
+        .await;
+        sink.assert_in_order();
+        assert!(sink.arrivals().iter().all(|arrival| arrival.attempt == 1), "{capabilities:?}");
+        assert_eq!(env.stats().await.dispatched, 200, "{capabilities:?}");
+        assert_eq!(sink.arrivals().len(), 200, "and nothing twice");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outage_leaves_one_row_with_its_reason() {
+    for capabilities in support::all_capabilities() {
+        let (env, _, relay) = dead_destination(capabilities).await;
+        env.run_for(&relay, 3_600 * S).await;
+        let stats = env.stats().await;
+        assert_eq!(stats.retrying, 1, "{capabilities:?}: {stats:?}");
+        let row = &env.list(State::Retrying).await[0];
+        assert_eq!((row.event.version, row.attempts, row.code.as_deref()), (Some(0), 0, Some("connect_refused")));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_throttling_destination_is_probed_one_event_at_a_time_and_costs_no_attempts() {
+    let env = TestEnv::with((0..300).map(|n| event(n, n))).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.script(|_| throttled(3 * S));
+    env.run_for(&relay, 300 * S).await;
+    // Those in flight when the first was sent away, then single probes no closer than it said.
+    assert!(sink.calls() <= 16 + 100, "{} calls in five minutes", sink.calls());
+    assert_eq!(env.stats().await.dead, 0);
+    // From now on it takes all but one, which it always sends away.
+    sink.answers(5, throttled(3 * S));
+    env.run_while(&relay, async {
+        tokio::time::sleep(120 * S).await;
+        env.append_each(300..1_300, 1_300, S).await;
+    })
+    .await;
+    let stats = env.stats().await;
+    assert_eq!((stats.dead, stats.dispatched, stats.retrying), (0, 1_299, 1), "neither dead nor in the others' way");
+    let late = sink.arrivals().iter().filter(|it| it.version >= 800 && it.waited > 2 * S).count();
+    assert_eq!(late, 0, "in the end nobody waits for it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_event_that_is_always_throttled_slows_no_other() {
+    for after in [Duration::ZERO, 3 * S] {
+        let env = TestEnv::new().await;
+        let (sink, relay) = env.recorded(Capabilities::default(), fast());
+        sink.answers(5, throttled(after));
+        env.run_while(&relay, async {
+            env.append_each(0..3_000, 3_000, Duration::from_millis(100)).await;
+        })
+        .await;
+        let stats = env.stats().await;
+        assert_eq!((stats.dead, stats.dispatched, stats.retrying), (0, 2_999, 1));
+        let slowest = sink.arrivals().iter().map(|arrival| arrival.waited).max().unwrap_or_default();
+        assert!(slowest < S, "somebody waited for {slowest:?}");
+        assert_eq!(relay.metrics().breaker_opened(), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_probe_that_is_to_be_tried_again_does_not_close_the_breaker() {
+    let env = TestEnv::with((0..300).map(|n| event(n, n))).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    let calls = std::sync::atomic::AtomicUsize::new(0);
+    let stumbles = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let noted = stumbles.clone();
+    sink.takes(Duration::from_millis(50));
+    sink.script(move |_| match calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+        0..16 => Outcome::unavailable("connect_refused", "down"),
+        16..30 => {
+            noted.lock().unwrap().push(tokio::time::Instant::now());
+            Outcome::retry("http_500", "starting")
+        }
+        _ => Outcome::DELIVERED,
+    });
+    env.run_for(&relay, 600 * S).await;
+    assert_eq!(env.stats().await.dispatched, 300);
+    let stumbles = stumbles.lock().unwrap();
+    assert!(stumbles.windows(2).all(|two| two[1] - two[0] >= Duration::from_millis(50)), "one at a time: {stumbles:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_event_that_brings_the_destination_down_is_found_and_dies() {
+    let env = TestEnv::with((0..400).map(|n| event(n % 40, n))).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    sink.answers(5, Outcome::unavailable("connection_reset", "it crashed"));
+    one_dies_of_1_120(&env, &relay).await;
+}
+
+/// Without others that get through, nobody could tell it from an outage.
+async fn one_dies_of_1_120(env: &TestEnv, relay: &Relay) {
+    env.run_while(relay, async {
+        env.append_each(400..1_120, 40, 5 * S).await;
+        tokio::time::sleep(60 * S).await;
+    })
+    .await;
+    let stats = env.stats().await;
+    assert_eq!((stats.dead, stats.dispatched), (1, 1_119));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_relay_dropped_in_the_middle_of_a_probe_probes_again_when_run_again() {
+    let env = TestEnv::with((0..10).map(|n| event(n, n))).await;
+    let sink = Recorder::new(Capabilities { concurrency: 1, ..Capabilities::default() });
+    let calls = std::sync::atomic::AtomicUsize::new(0);
+    sink.script(move |_| match calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+        0 => Outcome::unavailable("connect_refused", "down").into(),
+        1 => Answer::Hang,
+        _ => Outcome::DELIVERED.into(),
+    });
+    let relay = Arc::new(env.relay(sink.clone(), RelaySettings { deliver_timeout: 300 * S, ..fast() }));
+    let run = tokio::spawn({
+        let relay = relay.clone();
+        async move { relay.run(CancellationToken::new()).await }
+    });
+    sink.wait_for(2).await;
+    run.abort();
+    assert!(run.await.expect_err("aborted").is_cancelled());
+    env.run_for(&relay, 60 * S).await;
+    assert_eq!(env.stats().await.dispatched, 10);
+}
+
+/// What this event meets looks like an outage, and is none: others succeed.
+#[tokio::test(start_paused = true)]
+async fn an_event_that_looks_like_an_outage_dies_of_its_attempts() {
+    for capabilities in support::all_capabilities() {
+        let env = TestEnv::with((0..400).map(|n| event(n % 40, n))).await;
+        let (sink, relay) = env.recorded(capabilities, fast());
+        sink.answers(5, Outcome::ambiguous("http_503", "it crashed"));
+        env.run_while(&relay, async {
+            env.append_each(400..700, 40, S).await;
+        })
+        .await;
+        let stats = env.stats().await;
+        assert_eq!((stats.dead, stats.dispatched), (1, 699), "{capabilities:?}");
+        assert_eq!(env.list(State::Dead).await[0].attempts, fast().retry.attempts_max);
+        sink.assert_in_order();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_ambiguous_outage_costs_one_attempt_of_one_event() {
+    for capabilities in support::all_capabilities() {
+        let env = TestEnv::new().await;
+        let (sink, relay) = env.recorded(capabilities, fast());
+        env.run_while(&relay, async {
+            env.append((0..100).map(|n| event(n % 20, n))).await;
+            sink.wait_for(100).await;
+            sink.script(|_| Outcome::ambiguous("connection_lost", "down"));
+            env.append((100..200).map(|n| event(n % 20, n))).await;
+            tokio::time::sleep(3_600 * S).await;
+            sink.script(|_| Outcome::DELIVERED);
+            sink.wait_for(200).await;
+        })
+        .await;
+        let charged: Vec<u32> = sink.arrivals().iter().map(|it| it.attempt - 1).filter(|it| *it > 0).collect();
+        assert_eq!(charged, [1], "{capabilities:?}");
+        sink.assert_in_order();
+    }
+}
+
+/// The handler of an apply subscription is judged as a sink is.
+#[tokio::test(start_paused = true)]
+async fn a_handler_whose_event_always_finds_its_service_down_gives_up_while_others_succeed() {
+    let env = TestEnv::with((0..400).map(|n| event(n % 40, n))).await;
+    let apply = env.store.apply(|_, delivery| match support::version(delivery) {
+        5 => Outcome::unavailable("connect_refused", "it crashed"),
+        _ => Outcome::DELIVERED,
+    });
+    let relay = env.builder(env.subscription(), fast()).apply(apply).build().expect("built");
+    one_dies_of_1_120(&env, &relay).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_run_probes_a_destination_that_was_down_in_the_one_before() {
+    let (env, sink, relay) = dead_destination(Capabilities::default()).await;
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 0);
+    sink.down(false);
+    tokio::time::sleep(60 * S).await;
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 200);
+    sink.assert_in_order();
+    assert_eq!(env.stats().await.dispatched, 200);
+}

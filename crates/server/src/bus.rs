@@ -1,0 +1,78 @@
+//! `sink = { type = "bus", … }`: events into a log of another store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_bus::BusSink;
+use postbox_config::{Key, Secret, Section, SinkConfig, SinkContext, Table, from_core, secret_always, table, text};
+use postbox_core::{Inbound, LogName, Receive, Received, Result, Sink, SourceName, Store};
+use tokio::sync::OnceCell;
+
+use crate::stores::{StoreConfig, check_store_url, open_store};
+
+table! {
+    /// A log of another store: the event bus over two databases.
+    struct BusKeys {
+        /// The other store, as in `[store]`. With a password in it, write
+        /// `"env:OTHER_DATABASE_URL"`.
+        url: Secret = secret_always().check(|url| check_store_url(url.expose())), required(r#""env:OTHER_DATABASE_URL""#);
+        /// The log there; its store must have it.
+        log: LogName = text(from_core::<LogName>), default("inbox");
+        /// The name of this sender there: the ids of its events are remembered under it.
+        source: SourceName = text(from_core::<SourceName>), default("bus");
+    }
+}
+
+/// The keys of the sink, and those of the store it opens.
+#[derive(Debug)]
+pub(crate) struct BusTable {
+    keys: BusKeys,
+    store: StoreConfig,
+}
+
+impl Table for BusTable {
+    fn doc() -> String {
+        BusKeys::doc()
+    }
+
+    fn keys() -> Vec<Key> {
+        BusKeys::keys().into_iter().chain(StoreConfig::option_keys()).collect()
+    }
+
+    fn read(section: &Section<'_>) -> Self {
+        let keys = BusKeys::read(section);
+        Self { store: StoreConfig::read_with(section, keys.url.clone()), keys }
+    }
+}
+
+#[async_trait]
+impl SinkConfig for BusTable {
+    async fn build(&self, _: &SinkContext) -> Result<Arc<dyn Sink>> {
+        let other = OtherStore { config: self.store.clone(), store: OnceCell::new() };
+        Ok(Arc::new(BusSink::new(Arc::new(other), self.keys.log.clone(), self.keys.source.clone())))
+    }
+}
+
+/// The other store, opened when it is first needed: it may be down when we start.
+struct OtherStore {
+    config: StoreConfig,
+    store: OnceCell<Arc<dyn Store>>,
+}
+
+impl OtherStore {
+    async fn store(&self) -> Result<&Arc<dyn Store>> {
+        self.store.get_or_try_init(|| open_store(&self.config)).await
+    }
+}
+
+#[async_trait]
+impl Receive for OtherStore {
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        self.store().await?.receive_many(log, inbound).await
+    }
+
+    async fn forget(&self, older_than: Duration) -> Result<u64> {
+        self.store().await?.forget(older_than).await
+    }
+}

@@ -1,0 +1,61 @@
+//! `postbox check-config --connect`: whether the store, the destinations and the sources can be
+//! reached. Nothing is written and no event is sent.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Clock, Error, ErrorKind, Result};
+use postbox_engine::TokioClock;
+use tokio::time::timeout;
+
+use crate::config::Config;
+use crate::stores::open_store;
+use crate::wiring;
+
+/// Longest try of one: a person waits.
+const TRY_TIME_MAX: Duration = Duration::from_secs(30);
+
+/// One that was tried, and what was found.
+#[derive(Debug)]
+pub struct Tried {
+    /// As the file names it, e.g. `subscriptions.orders-out.sink`.
+    pub name: String,
+    /// What it is, or what is wrong and how to mend it.
+    pub found: Result<String>,
+}
+
+/// Tries everything that `config` names, one after the other.
+pub async fn connect(config: &Config) -> Vec<Tried> {
+    let mut tried = vec![one("store", store(config)).await];
+    let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
+    for subscription in &config.subscriptions {
+        let context = wiring::sink_context(&subscription.settings, config.server.listen, &clock);
+        let sinks = [("sink", Some(&subscription.sink)), ("dead_to", subscription.dead_to.as_ref())];
+        for (key, sink) in sinks.into_iter().filter_map(|(key, sink)| Some((key, sink?))) {
+            let name = format!("subscriptions.{}.{key}", subscription.subscription.name);
+            tried.push(one(&name, sink.connect(&context)).await);
+        }
+    }
+    for source in &config.sources {
+        tried.push(one(&format!("sources.{}", source.name), source.connect(&clock)).await);
+    }
+    tried
+}
+
+async fn one(name: &str, trying: impl Future<Output = Result<String>>) -> Tried {
+    let found = timeout(TRY_TIME_MAX, trying).await.unwrap_or_else(|_| {
+        let text = format!("no answer within {TRY_TIME_MAX:?}; look for a firewall in between, or correct the address");
+        Err(Error::new(ErrorKind::Unavailable, "connect", "connect_timeout", text))
+    });
+    Tried { name: name.to_owned(), found }
+}
+
+/// Opens the store and looks at its schema; with sources, also whether it can receive.
+async fn store(config: &Config) -> Result<String> {
+    let store = open_store(&config.store).await?;
+    store.validate().await?;
+    if !config.sources.is_empty() {
+        store.check_receiving().await?;
+    }
+    Ok("is reached, its schema is right".to_owned())
+}

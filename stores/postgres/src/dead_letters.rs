@@ -1,0 +1,112 @@
+//! Dead letters: which dead events were not handed over.
+
+use async_trait::async_trait;
+use postbox_core::{BatchLimit, DeadLetter, DeadLetters, Error, Handover, Lease, Result};
+
+use crate::PostgresStore;
+use crate::classify::is_damage;
+use crate::decode::{EVENT_COLUMNS, Stored};
+use crate::due::LANE_HELD;
+use crate::log::micros;
+use crate::params::params;
+use crate::payload::{fill_payloads, fitting};
+use crate::session::Session;
+use crate::subscription::SubscriptionRow;
+use crate::window::ReadParams;
+
+/// Where the columns after those of an event begin.
+const COLUMN: usize = EVENT_COLUMNS.len();
+
+/// Dead events that were not handed over, those that wait longest first. Index: `delivery_letter`,
+/// then primary keys. No lock.
+const LETTERS_READ: &str = "
+SELECT {columns}, d.attempts, d.replays, coalesce(d.code, ''), coalesce(d.error, ''), d.seq, d.key
+FROM (SELECT * FROM {s}.delivery AS f
+  WHERE f.subscription = $4 AND f.lane = $3 AND f.state = 'dead' AND f.letters <= f.replays AND f.letter_at <= statement_timestamp()
+  ORDER BY f.letter_at, f.seq LIMIT $2) AS d
+LEFT JOIN {log} AS l ON l.seq = d.seq
+ORDER BY d.letter_at, d.seq";
+
+/// What became of letters. The lane first, as every writer of its rows takes it. Indexes: primary
+/// keys of `lane` and `delivery`. Locks both.
+const LETTERS_WRITE: &str = "
+WITH held AS MATERIALIZED (
+  SELECT l.subscription, l.lane FROM {s}.lane AS l
+  WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp() FOR UPDATE),
+written AS (
+  UPDATE {s}.delivery AS d SET letters = CASE WHEN e.wait IS NULL THEN e.replays + 1 ELSE d.letters END,
+    letter_at = CASE WHEN e.wait IS NULL THEN d.letter_at ELSE clock_timestamp() + e.wait * interval '1 microsecond' END
+  FROM held CROSS JOIN unnest($4::bigint[], $5::int[], $6::bigint[]) AS e(seq, replays, wait)
+  WHERE d.subscription = held.subscription AND d.lane = held.lane AND d.seq = e.seq
+    AND d.state = 'dead' AND d.replays = e.replays AND d.letters <= e.replays)
+SELECT EXISTS (SELECT FROM held)";
+
+#[async_trait]
+impl DeadLetters for PostgresStore {
+    async fn dead_letters(&self, lease: &Lease, limit: BatchLimit) -> Result<Vec<DeadLetter>> {
+        let call = async |session: &Session| {
+            let subscription = self.subscription(session, &lease.subscription).await?;
+            let mut params = ReadParams::new(lease, &subscription, limit);
+            match self.read_letters(session, lease, &subscription, &params).await {
+                Err(error) if is_damage(&error) => {
+                    params.leave_payloads_behind();
+                    self.read_letters(session, lease, &subscription, &params).await
+                }
+                letters => letters,
+            }
+        };
+        self.call("dead_letters", call).await
+    }
+
+    async fn hand_over(&self, lease: &Lease, handovers: &[Handover]) -> Result<()> {
+        let seqs: Vec<i64> = handovers.iter().map(|it| it.seq.0).collect();
+        let replays: Vec<i32> = handovers.iter().map(|it| i32::try_from(it.replay).unwrap_or(i32::MAX)).collect();
+        let waits: Vec<Option<i64>> = handovers.iter().map(|it| it.again.map(micros)).collect();
+        let call = async |session: &Session| {
+            let subscription = self.subscription(session, &lease.subscription).await?;
+            let (sql, lane) = (session.sql(LETTERS_WRITE), i32::from(lease.lane));
+            let params = params![subscription.id, lane, lease.epoch, seqs, replays, waits];
+            let write = async |session: &Session| Ok(session.row(&sql, &params).await?.get::<_, bool>(0));
+            let held = session.at_once(&self.inner.modes.write, write).await?;
+            if held { Ok(()) } else { Err(Error::stale("hand_over")) }
+        };
+        self.call("hand_over", call).await
+    }
+}
+
+impl PostgresStore {
+    async fn read_letters(
+        &self,
+        session: &Session,
+        lease: &Lease,
+        subscription: &SubscriptionRow,
+        params: &ReadParams<'_>,
+    ) -> Result<Vec<DeadLetter>> {
+        let (held, letters) = (session.sql(LANE_HELD), session.log_sql(LETTERS_READ, &subscription.log));
+        let of_lane = params![subscription.id, params.lane, lease.epoch];
+        let of_rows = params![params.inline_bytes, params.rows, params.lane, subscription.id];
+        let look = async |session: &Session| {
+            let (held, rows) = futures::join!(session.rows(&held, &of_lane), session.rows(&letters, &of_rows));
+            if held?.is_empty() { Err(Error::stale("dead_letters")) } else { rows }
+        };
+        let rows = session.at_once(&self.inner.modes.read, look).await?;
+        let mut stored = Vec::with_capacity(rows.len());
+        let mut reasons = Vec::with_capacity(rows.len());
+        for row in &rows {
+            let mut letter = Stored::of_delivery(row, COLUMN + 4);
+            let count = |column: usize| row.get::<_, i32>(column).unsigned_abs();
+            (letter.delivery.attempt, letter.delivery.replay) = (count(COLUMN), count(COLUMN + 1));
+            stored.push(letter);
+            reasons.push((row.get(COLUMN + 2), row.get(COLUMN + 3)));
+        }
+        stored.truncate(fitting(&stored, params.limit));
+        fill_payloads(session, &subscription.log, &mut stored).await?;
+        let letter = |(stored, (code, error)): (Stored, (String, String))| DeadLetter {
+            delivery: stored.delivery,
+            unreadable: stored.unreadable,
+            code,
+            error,
+        };
+        Ok(stored.into_iter().zip(reasons).map(letter).collect())
+    }
+}

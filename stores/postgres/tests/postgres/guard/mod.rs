@@ -1,0 +1,12 @@
+//! What the store keeps to itself, whoever calls it and however the database is set: roles with no
+//! more rights than they need, forged rows, planted functions, odd settings, other encodings,
+//! dumps.
+
+mod dump;
+mod encodings;
+mod everything;
+mod forged;
+mod names;
+mod roles;
+mod settings;
+mod twins;

@@ -1,0 +1,61 @@
+//! The printed rights are enough, and no more than that.
+
+use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
+use postbox_testkit::servers::Version;
+
+use super::everything::everything;
+use crate::support;
+
+/// The same database as another role.
+fn url_as(url: &str, role: &str) -> String {
+    let (scheme, rest) = url.split_once("://").expect("a url");
+    let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
+    format!("{scheme}://{role}@{host}")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_role_does_its_work_with_the_rights_that_are_printed() {
+    for version in Version::ALL {
+        let fixture = support::on(version).await;
+        let owner = fixture.client().await;
+        let [writer, relay, reader] =
+            ["writer", "relay", "reader"].map(|name| format!("{name}_{}_{}", version.number(), std::process::id()));
+        for role in [&writer, &relay, &reader] {
+            owner.batch_execute(&format!("CREATE ROLE {role} LOGIN")).await.expect("a role");
+        }
+        let roles = Roles { writers: vec![writer.clone()], relays: vec![relay.clone()], readers: vec![reader.clone()] };
+        let grants = fixture.store.grants(&roles).await.expect("printed");
+        owner.batch_execute(&grants).await.expect(&grants);
+        let store = async |role: &str| {
+            PostgresStore::connect(PostgresConfig::new(url_as(&fixture.url, role))).await.expect("connected")
+        };
+        let client = support::client(&url_as(&fixture.url, &writer)).await;
+        everything(&store(&writer).await, &client, &store(&relay).await).await;
+
+        // A reader sees, and changes nothing.
+        let looking = store(&reader).await;
+        use postbox_core::{Admin as _, Inspect as _, Migrate as _, SubscriptionName};
+        looking.validate().await.expect("valid");
+        let name = SubscriptionName::new("reader").expect("a name");
+        assert_eq!(looking.subscriptions().await.expect("listed").len(), 2);
+        looking.stats(&name).await.expect("counted");
+        looking.conflicts(1).await.expect("listed");
+        let refused = looking.pause(&name, None).await.expect_err("refused");
+        assert_eq!(refused.code(), "permission_denied");
+        // A writer reads no event and no cursor, and says nothing of what is the store's own.
+        for sql in [
+            "SELECT FROM postbox.outbox",
+            "SELECT FROM postbox.lane",
+            "DELETE FROM postbox.outbox",
+            "INSERT INTO postbox.outbox (topic, payload, xid) VALUES ('t', '', '3')",
+            "INSERT INTO postbox.outbox (topic, payload, created_at) VALUES ('t', '', now())",
+            "INSERT INTO postbox.inbox (topic, payload) VALUES ('t', '')",
+        ] {
+            let refused = client.batch_execute(sql).await.expect_err(sql);
+            assert_eq!(refused.code().map(|state| state.code()), Some("42501"), "{sql}");
+        }
+        for role in [&writer, &relay, &reader] {
+            owner.batch_execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await.expect("cleaned up");
+        }
+    }
+}

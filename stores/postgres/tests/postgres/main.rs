@@ -1,0 +1,15 @@
+//! What the store promises beside the suite: crashes, restarts, other clusters, plain SQL, roles.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod crash;
+mod cursor;
+mod deferred;
+mod guard;
+mod notify;
+mod order;
+mod restart;
+mod side_by_side;
+mod sql;
+mod sqlx;

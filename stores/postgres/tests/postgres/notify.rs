@@ -1,0 +1,87 @@
+//! NOTIFY as a hint: asked for, sent to sleepers only, and worth nothing more than a poll.
+
+use std::time::{Duration, Instant};
+
+use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Settlement, Subscription, SubscriptionName};
+use postbox_postgres::PostgresConfig;
+use postbox_testkit::servers::{Postgres, Version};
+use tokio::time::timeout;
+
+use crate::support;
+
+/// Far longer than anything takes.
+const LONG: Duration = Duration::from_secs(60);
+
+#[tokio::test]
+async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig { notify: true, ..PostgresConfig::new(&url) }).await;
+    let writer = support::client(&url).await;
+    let name = SubscriptionName::new("reader").expect("a name");
+    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    let owner = OwnerId::new("test").expect("a name");
+    let lease =
+        store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired").lease.expect("a lane");
+    until_listening(&writer).await;
+    // The first wait only declares: a writer that looked before it sent nothing. Read once more,
+    // then really wait.
+    timeout(LONG, store.hint(&lease)).await.expect("a declaration lets the caller read once more");
+    let nothing = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
+    assert!(nothing.deliveries.is_empty(), "nothing was written yet");
+    store.settle(&lease, Settlement { position: nothing.end, ..Default::default() }).await.expect("settled");
+    let mut hint = store.hint(&lease);
+    assert!(futures::poll!(&mut hint).is_pending(), "nothing to wake for");
+    // A declaration holds for a second. Where writing takes longer, nobody would wake, and the
+    // relay's poll would find the event.
+    let still_asleep = "UPDATE postbox.sleeper SET asleep_until = clock_timestamp() + interval '1 hour'";
+    assert_eq!(writer.execute(still_asleep, &[]).await.expect("prolonged"), 1);
+    writer.batch_execute("INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '{}')").await.expect("written");
+    timeout(LONG, hint).await.expect("woken by another connection's commit");
+    let read = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
+    assert_eq!(read.deliveries.len(), 1, "what was written");
+}
+
+/// The listener connects in the background; until it has, a hint may be lost, and that is allowed.
+async fn until_listening(client: &tokio_postgres::Client) {
+    const LISTENING: &str = "
+        SELECT count(*) FROM pg_stat_activity
+        WHERE datname = current_database() AND state = 'idle' AND query LIKE 'LISTEN %'";
+    let deadline = Instant::now() + LONG;
+    while client.query_one(LISTENING, &[]).await.expect("asked").get::<_, i64>(0) == 0 {
+        assert!(Instant::now() < deadline, "never listened");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn writers_are_silent_while_nobody_sleeps() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let (listener, mut connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await.expect("connected");
+    let (heard, mut notifications) = tokio::sync::mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        while let Some(Ok(message)) = std::future::poll_fn(|context| connection.poll_message(context)).await {
+            if let tokio_postgres::AsyncMessage::Notification(one) = message {
+                heard.send(one.payload().to_owned()).expect("the test listens");
+            }
+        }
+    });
+    let row = listener.query_one("SELECT postbox.notify_enable('outbox')", &[]).await.expect("enabled");
+    let channel: String = row.get(0);
+    listener.batch_execute(&format!("LISTEN \"{channel}\"")).await.expect("listening");
+    let append = "SELECT postbox.enqueue('t', '{}')";
+    listener.batch_execute(append).await.expect("appended");
+    listener
+        .batch_execute("INSERT INTO postbox.sleeper VALUES ('outbox', 'x', clock_timestamp() + interval '1 minute')")
+        .await
+        .expect("declared");
+    listener.batch_execute(append).await.expect("appended");
+    listener.batch_execute(&format!("NOTIFY \"{channel}\", 'the end'")).await.expect("sent");
+    let mut all = Vec::new();
+    while all.last().is_none_or(|last| last != "the end") {
+        all.push(timeout(LONG, notifications.recv()).await.expect("in time").expect("open"));
+    }
+    assert_eq!(all, ["", "the end"], "one for the sleeper, none before");
+    listener.batch_execute("SELECT postbox.notify_disable('outbox')").await.expect("disabled");
+    drop(store);
+}

@@ -1,0 +1,55 @@
+//! Order where it is hardest: an early transaction id, a late write, and a window too large to
+//! count at a glance.
+
+use std::time::Duration;
+
+use postbox_core::{BatchLimit, Log as _, LogName, OwnerId, Settlement, Subscription, SubscriptionName};
+use postbox_testkit::servers::Version;
+
+use crate::support;
+
+/// More rows than a window counts together with its first page, with ids between the early one and
+/// the one it follows.
+const BACKLOG: i64 = 120_000;
+
+#[tokio::test]
+async fn an_early_id_keeps_its_keys_order_in_a_window_of_any_size() {
+    let fixture = support::on(Version::V15).await;
+    let store = &fixture.store;
+    let name = SubscriptionName::new("s").expect("a name");
+    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    let owner = OwnerId::new("me").expect("a name");
+    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
+    let lease = acquired.lease.expect("a free lane");
+    let (first, early) = (fixture.client().await, fixture.client().await);
+    let fill =
+        format!("INSERT INTO postbox.outbox (topic, payload) SELECT 'fill', '{{}}' FROM generate_series(1, {BACKLOG})");
+
+    // The first window begins with nothing at all and needs no bounds; this one must not be it.
+    first.execute("SELECT postbox.enqueue('warm', '{}')", &[]).await.expect("appended");
+    let warm = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
+    store.settle(&lease, Settlement { position: warm.end, ..Settlement::default() }).await.expect("settled");
+
+    early.batch_execute("BEGIN; SELECT pg_current_xact_id()").await.expect("an early id");
+    first.batch_execute(&fill).await.expect("filled");
+    first
+        .execute("SELECT postbox.enqueue('order', '1', key => 'k')", &[])
+        .await
+        .expect("the earlier commit, a later id");
+    early.batch_execute("SELECT postbox.enqueue('order', '2', key => 'k'); COMMIT").await.expect("the later commit");
+
+    let (mut order, mut read) = (Vec::new(), 0);
+    loop {
+        let limit = BatchLimit { events: 10_000, ..BatchLimit::default() };
+        let batch = store.next_batch(&lease, limit).await.expect("read");
+        if batch.is_empty() {
+            break;
+        }
+        read += i64::try_from(batch.deliveries.len()).expect("small");
+        let ordered = batch.deliveries.iter().filter(|it| it.event.topic.as_str() == "order");
+        order.extend(ordered.map(|it| it.event.payload.clone()));
+        store.settle(&lease, Settlement { position: batch.end, ..Settlement::default() }).await.expect("settled");
+    }
+    assert_eq!(read, BACKLOG + 2);
+    assert_eq!(order, ["1", "2"], "commit order of the key");
+}

@@ -1,0 +1,248 @@
+//! What writers in other languages rely on: plain INSERT, `enqueue`, and refusals by name.
+
+use std::time::Duration;
+
+use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, NAME_BYTES_MAX, TOPIC_BYTES_MAX};
+use postbox_core::{
+    Admin as _, Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent,
+    OwnerId, Subscription, SubscriptionName,
+};
+use postbox_postgres::{PostgresConfig, PostgresStore};
+use postbox_testkit::servers::{Postgres, Version};
+
+use crate::support;
+
+async fn lease(store: &PostgresStore, name: &str) -> Lease {
+    let name = SubscriptionName::new(name).expect("a name");
+    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    let owner = OwnerId::new("test").expect("a name");
+    let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
+    acquired.lease.expect("a free lane")
+}
+
+async fn read(store: &PostgresStore, lease: &Lease) -> Vec<Delivery> {
+    store.next_batch(lease, BatchLimit::default()).await.expect("read").deliveries
+}
+
+/// JSON with backslashes, typed into psql: what arrives is what was typed.
+#[tokio::test]
+async fn a_plain_insert_keeps_json_byte_for_byte() {
+    let fixture = support::on(Version::V15).await;
+    let client = fixture.client().await;
+    let literals = [r#"{"id":1}"#, r#"{"path":"C:\\dir","line":"a\nb","u":"\u00e9\\u0000"}"#, r"\\server\share", "é漢"];
+    for literal in literals {
+        let quoted = literal.replace('\'', "''");
+        let sql = format!("INSERT INTO postbox.outbox (topic, key, payload) VALUES ('order.paid', '42', '{quoted}')");
+        client.batch_execute(&sql).await.expect(literal);
+    }
+    let reader = lease(&fixture.store, "reader").await;
+    let read_back = read(&fixture.store, &reader).await;
+    let payloads: Vec<&[u8]> = read_back.iter().map(|delivery| delivery.event.payload.as_ref()).collect();
+    assert_eq!(payloads, literals.map(str::as_bytes));
+    // Bytes by mistake in the text column are refused by name; in their own column they arrive as
+    // they are.
+    let error = client
+        .batch_execute(r"INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '\x00ff'::bytea)")
+        .await
+        .expect_err("refused");
+    assert_eq!(error.as_db_error().and_then(|error| error.constraint()), Some("payload_is_bytes"));
+    client
+        .batch_execute(r"INSERT INTO postbox.outbox (topic, payload_bytes) VALUES ('t', '\x00ff')")
+        .await
+        .expect("bytes in their column");
+    let lease = lease(&fixture.store, "bytes").await;
+    assert_eq!(read(&fixture.store, &lease).await.last().map(|last| last.event.payload.to_vec()), Some(vec![0, 0xff]));
+}
+
+#[tokio::test]
+async fn enqueue_takes_text_jsonb_bytes_and_untyped_literals_as_text() {
+    for version in Version::ALL {
+        let fixture = support::on(version).await;
+        let client = fixture.client().await;
+        for (call, payload, content_type) in [
+            (r#"payload => '{"id":1}'"#, &br#"{"id":1}"#[..], "application/json"),
+            (r#"payload => '{"a":"\\"}'"#, br#"{"a":"\\"}"#, "application/json"),
+            (r"payload => '\x41'", br"\x41", "application/json"),
+            (r#"payload => '{"b":1,"a":2}'::jsonb"#, br#"{"a": 2, "b": 1}"#, "application/json"),
+            (r"payload => '\x00ff'::bytea", &[0, 0xff], "application/octet-stream"),
+            (r"payload => '\x7b7d'::bytea, content_type => 'application/json'", b"{}", "application/json"),
+        ] {
+            let sql = format!(
+                "SELECT postbox.enqueue(topic => 'order.paid', {call}, key => '42', headers => '{{\"h\":\"v\"}}')::text"
+            );
+            let row = client.query_one(&sql, &[]).await.expect(call);
+            let id = row.get::<_, String>(0).parse().expect("an id");
+            let name = SubscriptionName::new("any").expect("a name");
+            fixture.store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+            let record = fixture.store.get(&name, id).await.expect("read").expect("there");
+            assert_eq!(record.event.payload.as_ref(), payload, "{call}");
+            assert_eq!(record.event.content_type(), content_type, "{call}");
+            assert_eq!(record.event.header("h"), Some("v"));
+            assert_eq!(record.event.id.as_uuid().get_version_num(), 7);
+        }
+        let sql = "SELECT postbox.enqueue('t', '{}', log => 'inbox'), postbox.enqueue('t', '{}'::jsonb, log => 'inbox'), \
+                   postbox.enqueue('t', ''::bytea, log => 'inbox')";
+        client.batch_execute(sql).await.expect("another log");
+        let error =
+            client.batch_execute("SELECT postbox.enqueue('t', '{}', log => 'x\"; drop')").await.expect_err("unknown");
+        assert_eq!(error.code().map(|state| state.code()), Some("42P01"));
+    }
+}
+
+/// The CHECK constraints and `NewEvent::validate` refuse the same things by the same names.
+#[tokio::test]
+async fn sql_and_rust_refuse_with_the_same_word() {
+    let fixture = support::on(Version::V15).await;
+    let client = fixture.client().await;
+    let event = || NewEvent::json("t", "{}");
+    let noted = |bytes: usize| event().header(postbox_core::header::MESSAGE_ID, "i".repeat(bytes));
+    let cases = [
+        NewEvent::json("", "{}"),
+        NewEvent::json("x".repeat(TOPIC_BYTES_MAX + 1), "{}"),
+        NewEvent::json("a b", "{}"),
+        NewEvent::json("a\u{2003}b", "{}"),
+        NewEvent::json("a\u{85}b", "{}"),
+        NewEvent::json("a\u{1}b", "{}"),
+        event().key(""),
+        event().key("k".repeat(KEY_BYTES_MAX + 1)),
+        event().tenant(""),
+        event().tenant("t".repeat(NAME_BYTES_MAX + 1)),
+        event().tenant("a\nb"),
+        event().kind(""),
+        event().kind("k".repeat(NAME_BYTES_MAX + 1)),
+        event().aggregate("a\u{9f}"),
+        event().source("\t"),
+        NewEvent::new("t", "{}", "text/plain\r\n"),
+        event().header("a\r\nb", "x"),
+        event().header("", "x"),
+        event().header("é", "x"),
+        event().header("a", "x\r\nb: y"),
+        event().header("a", "x\u{80}"),
+        event().header("a", "x".repeat(HEADER_BYTES_MAX)),
+        (0..=HEADERS_MAX).fold(event(), |event, n| event.header(format!("h{n}"), "")),
+        (0..HEADERS_MAX).fold(noted(255), |event, n| event.header(format!("h{n:02}"), "v".repeat(253))),
+        (0..HEADERS_MAX).fold(noted(256), |event, n| event.header(format!("h{n:02}"), "")),
+        noted(255).header("a", "x".repeat(HEADER_BYTES_MAX)),
+        event().header("Ok-Name_1~", "tab\tand é are fine"),
+        event().key("any thing\n goes"),
+        NewEvent::json("ä.ö", "{}"),
+    ];
+    let sql = "INSERT INTO postbox.outbox (topic, key, aggregate, kind, source, tenant, payload, content_type, headers) \
+               VALUES ($1, $2, $3, $4, $5, $6, '{}', $7, $8::text::jsonb)";
+    for event in cases {
+        let headers = (!event.headers.is_empty()).then(|| serde_json::to_string(&event.headers).expect("JSON"));
+        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 8] = [
+            &event.topic,
+            &event.key,
+            &event.aggregate,
+            &event.kind,
+            &event.source,
+            &event.tenant,
+            &event.content_type,
+            &headers,
+        ];
+        let refused = client.execute(sql, &params).await.err();
+        let by_sql = refused.as_ref().map(|error| {
+            let constraint = error.as_db_error().and_then(|error| error.constraint());
+            constraint.unwrap_or_else(|| panic!("{error:?}")).to_owned()
+        });
+        let by_rust = event.validate().err().map(|error| error.code().to_owned());
+        assert_eq!(by_sql, by_rust, "{event:?}");
+    }
+    for (sql, code) in [
+        ("INSERT INTO postbox.outbox (topic, payload) VALUES ('t', repeat('x', 16777217))", "payload_too_large"),
+        ("INSERT INTO postbox.outbox (topic) VALUES ('t')", "payload_missing"),
+        ("INSERT INTO postbox.outbox (topic, payload, headers) VALUES ('t', '', '[]')", "headers_invalid"),
+        ("INSERT INTO postbox.outbox (topic, payload, headers) VALUES ('t', '', '{\"a\":1}')", "headers_invalid"),
+        ("INSERT INTO postbox.outbox (topic, payload, deliver_at) VALUES ('t', '', 'infinity')", "deliver_at_invalid"),
+        ("SELECT postbox.create_log('lane')", "log_name_invalid"),
+        ("SELECT postbox.create_log('Bad name')", "log_name_invalid"),
+    ] {
+        let error = client.batch_execute(sql).await.expect_err(sql);
+        assert_eq!(error.as_db_error().and_then(|error| error.constraint()), Some(code), "{sql}");
+    }
+}
+
+/// What was seen once was seen last when it was seen first; on the server's clock that is not so by
+/// itself, in one row of a hundred.
+#[tokio::test]
+async fn a_conflict_that_came_once_has_one_time() {
+    let fixture = support::on(Version::V15).await;
+    let client = fixture.client().await;
+    let fill = "INSERT INTO postbox.conflict (source, tenant, message_id, digest_stored, digest_refused)
+                SELECT 'hooks', '', 'm' || n, 'a', 'b' FROM generate_series(1, 20000) AS n";
+    client.batch_execute(fill).await.expect("filled");
+    let apart = "SELECT count(*) FROM postbox.conflict WHERE first_at <> last_at";
+    assert_eq!(client.query_one(apart, &[]).await.expect("counted").get::<_, i64>(0), 0);
+}
+
+/// Schema names from hell: everything works, and nothing outside of them is touched.
+#[tokio::test]
+async fn hostile_schema_names_are_only_names() {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let client = support::client(&url).await;
+    client.batch_execute("CREATE TABLE public.canary (n int)").await.expect("a canary");
+    let names = [
+        "we\"ird",
+        "'; DROP TABLE public.canary; --",
+        "a%sb%I",
+        "$postbox0$ $postbox1$",
+        "{s}{log}{tag}<schema><log>",
+        "back\\slash",
+        "new\nline",
+        "select",
+        "MixedCase",
+        "é漢",
+        "x23456789012345678901234567890123456789012345678901234567890123",
+    ];
+    for name in names {
+        let store = PostgresStore::connect(PostgresConfig { schema: name.into(), ..PostgresConfig::new(&url) })
+            .await
+            .expect(name);
+        store.up().await.expect(name);
+        assert!(store.up().await.expect("a second time").is_empty());
+        store.append(&LogName::outbox(), &[NewEvent::json("t", "{}").key("k").header("a", "b")]).await.expect(name);
+        let quoted = store.schema().quoted().to_owned();
+        client
+            .batch_execute(&format!(
+                "SELECT {quoted}.enqueue('t', '{{}}'), {quoted}.enqueue('t', '{{}}', log => 'inbox')"
+            ))
+            .await
+            .expect(name);
+        let lease = lease(&store, "reader").await;
+        assert_eq!(read(&store, &lease).await.len(), 2, "{name}");
+        store.rebase().await.expect_err("the lane is held");
+        store.release(&lease).await.expect("released");
+        store.rebase().await.expect(name);
+        store.down(true).await.expect(name);
+        assert_eq!(store.validate().await.expect_err("gone").code(), "schema_missing");
+    }
+    client.batch_execute("SELECT FROM public.canary").await.expect("the canary lives");
+    let too_long = PostgresConfig { schema: "x".repeat(64), ..PostgresConfig::new(&url) };
+    assert!(PostgresStore::connect(too_long).await.is_err());
+}
+
+/// `down` in a schema of somebody else's takes only what is ours.
+#[tokio::test]
+async fn down_leaves_the_owners_tables_alone() {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let client = support::client(&url).await;
+    client.batch_execute("CREATE TABLE public.mine (n int)").await.expect("a table");
+    let store = support::migrated(PostgresConfig { schema: "public".into(), ..PostgresConfig::new(&url) }).await;
+    store.down(true).await.expect("down");
+    client.batch_execute("SELECT FROM public.mine").await.expect("still there");
+    store.up().await.expect("up again");
+}
+
+/// The printed script does what `up` does.
+#[tokio::test]
+async fn the_script_is_the_migration() {
+    let server = Postgres::shared(Version::V18).await;
+    let url = server.fresh_database().await;
+    let store = PostgresStore::connect(PostgresConfig::new(&url)).await.expect("a store");
+    support::client(&url).await.batch_execute(&store.script()).await.expect("the script runs");
+    store.validate().await.expect("valid");
+    assert!(store.up().await.expect("nothing to do").is_empty());
+}

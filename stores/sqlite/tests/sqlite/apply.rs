@@ -1,0 +1,154 @@
+//! The handler's effect, the position and the delivery rows commit together.
+
+use std::time::Duration;
+
+use postbox_core::{
+    Append, Decide, Delivery, Disposition, Inspect, Lease, Log, LogName, NewEvent, Outcome, Result, Settlement,
+    SourceName, State,
+};
+use postbox_sqlite::{append_in, once_in};
+use rusqlite::Transaction;
+
+use crate::common::{self, Fixture, fixture};
+
+fn decide(_: &Delivery, outcome: &Outcome) -> Disposition {
+    match outcome {
+        Outcome::Delivered { .. } => Disposition::Delivered,
+        Outcome::Retry { code, error, .. } => {
+            Disposition::Retry { after: Duration::ZERO, counted: true, code: code.clone(), error: error.clone() }
+        }
+        other => panic!("not used here: {other:?}"),
+    }
+}
+
+/// Writes the payload into `ledger`, or fails as the payload says, always after having written.
+fn ledger(tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
+    let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
+    tx.execute("INSERT INTO ledger (entry) VALUES (?1)", [&payload]).expect("written");
+    match payload.as_str() {
+        "follow" => {
+            append_in(tx, &LogName::outbox(), &[NewEvent::json("followed", "done")]).expect("appended");
+            Outcome::DELIVERED
+        }
+        "orphan" => {
+            tx.execute("INSERT INTO booking (account) VALUES (42)", []).expect("accepted for now");
+            Outcome::DELIVERED
+        }
+        "commit" => {
+            tx.execute_batch("COMMIT").expect("committed");
+            Outcome::DELIVERED
+        }
+        _ => Outcome::DELIVERED,
+    }
+}
+
+async fn prepared(events: &[(&str, &str)]) -> (Fixture, Lease) {
+    let fixture = fixture().await;
+    fixture.connect().execute_batch("CREATE TABLE ledger (entry TEXT NOT NULL)").expect("made");
+    let events: Vec<NewEvent> =
+        events.iter().map(|(key, payload)| NewEvent::json("t", payload.to_string()).key(*key)).collect();
+    fixture.store.append(&LogName::outbox(), &events).await.expect("appended");
+    let lease = fixture.lane().await;
+    (fixture, lease)
+}
+
+impl Fixture {
+    async fn apply(&self, lease: &Lease) -> Result<Vec<Option<Outcome>>> {
+        let batch = self.next(lease).await;
+        let deliveries: Vec<&Delivery> = batch.deliveries.iter().collect();
+        let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
+        let decide: &Decide<'_> = &decide;
+        self.store.apply(ledger).apply(lease, &deliveries, settlement, decide).await
+    }
+
+    fn entries(&self) -> Vec<String> {
+        let connection = self.connect();
+        let mut statement = connection.prepare("SELECT entry FROM ledger ORDER BY rowid").expect("prepared");
+        statement.query_map([], |row| row.get(0)).expect("read").collect::<std::result::Result<_, _>>().expect("text")
+    }
+}
+
+#[tokio::test]
+async fn what_a_handler_appends_comes_next() {
+    let (fixture, lease) = prepared(&[("a", "1"), ("a", "follow")]).await;
+    let outcomes = fixture.apply(&lease).await.expect("applied");
+    assert_eq!(outcomes, vec![Some(Outcome::DELIVERED); 2]);
+    let next = fixture.next(&lease).await;
+    assert_eq!(next.deliveries.len(), 1);
+    assert_eq!(next.deliveries[0].event.topic.as_str(), "followed");
+}
+
+#[tokio::test]
+async fn a_handler_that_ends_the_transaction_is_refused() {
+    let (fixture, lease) = prepared(&[("a", "commit")]).await;
+    let error = fixture.apply(&lease).await.expect_err("refused");
+    assert_eq!(error.code(), "handler_ended_transaction");
+    let stats = fixture.store.stats(&lease.subscription).await.expect("counted");
+    assert_eq!(stats.pending, 1, "nothing was settled");
+}
+
+#[tokio::test]
+async fn a_constraint_checked_at_the_commit_fails_its_handler_only() {
+    let (fixture, lease) = prepared(&[("a", "1"), ("b", "orphan"), ("c", "3")]).await;
+    fixture
+        .connect()
+        .execute_batch(
+            "CREATE TABLE account (id INTEGER PRIMARY KEY); \
+             CREATE TABLE booking (account INTEGER REFERENCES account (id) DEFERRABLE INITIALLY DEFERRED)",
+        )
+        .expect("made");
+    let outcomes = fixture.apply(&lease).await.expect("applied");
+    assert_eq!(outcomes[1], Some(Outcome::retry("foreign_key", "the handler left a foreign key that points nowhere")));
+    assert_eq!(fixture.entries(), ["1", "3"]);
+}
+
+#[tokio::test]
+async fn a_dropped_call_leaves_the_store_usable_and_all_or_nothing() {
+    let (fixture, lease) = prepared(&[("a", "1"), ("b", "2")]).await;
+    let batch = fixture.next(&lease).await;
+    let deliveries: Vec<&Delivery> = batch.deliveries.iter().collect();
+    let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
+    let applier = fixture.store.apply(ledger);
+    // Polled once and dropped: the job is on its way, and its question finds nobody, most of the
+    // time.
+    let call = applier.apply(&lease, &deliveries, settlement, &decide);
+    drop(futures::FutureExt::now_or_never(call));
+    // One job of the same thread later, the dropped one is over. Counting is another thread's, so
+    // it comes after that.
+    fixture.store.renew(&lease, common::LONG).await.expect("still ours");
+    let stats = fixture.store.stats(&lease.subscription).await.expect("counted");
+    // Where the other thread was quicker than our one look, both of its questions were answered in
+    // it, and all of it stands.
+    let pending = stats.pending as usize;
+    assert!(pending == 0 || pending == 2, "{pending} of 2 are pending");
+    assert_eq!(fixture.entries().len(), 2 - pending, "effects and position are one fact");
+}
+
+#[tokio::test]
+async fn once_outside_of_a_transaction_is_refused() {
+    let fixture = fixture().await;
+    let source = SourceName::new("billing").expect("valid");
+    assert_eq!(once_in(&fixture.connect(), &source, "m2").expect_err("no transaction").code(), "no_transaction");
+}
+
+#[tokio::test]
+async fn an_append_that_fails_leaves_your_transaction_as_it_was() {
+    let fixture = fixture().await;
+    let mut connection = fixture.connect();
+    connection.execute_batch("CREATE TABLE mine (id)").expect("made");
+    let tx = connection.transaction().expect("begun");
+    tx.execute("INSERT INTO mine VALUES (1)", []).expect("inserted");
+    let outbox = LogName::outbox();
+    let first = append_in(&tx, &outbox, &[NewEvent::json("t", "1")]).expect("appended")[0];
+    let error =
+        append_in(&tx, &outbox, &[NewEvent::json("t", "2"), NewEvent::json("t", "3").id(first)]).expect_err("taken");
+    assert_eq!(error.code(), "event_id_taken");
+    let unknown = LogName::new("nowhere").expect("valid");
+    assert_eq!(append_in(&tx, &unknown, &[NewEvent::json("t", "2")]).expect_err("unknown").code(), "log_unknown");
+    tx.commit().expect("still good");
+    let lease = fixture.lane().await;
+    let batch = fixture.next(&lease).await;
+    assert_eq!(batch.deliveries.iter().map(|it| it.event.id).collect::<Vec<_>>(), [first]);
+    let record = fixture.store.get(&lease.subscription, first).await.expect("asked").expect("there");
+    assert_eq!(record.state, State::Pending);
+}

@@ -1,0 +1,150 @@
+//! Calls that are done late, twice or on another file: none may take a lane from its holder, or a
+//! position over what was not given.
+
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use postbox_core::{
+    Append as _, BatchLimit, Clock, Disposition, Entry, ErrorKind, Inspect as _, Log as _, LogName, Migrate as _,
+    NewEvent, OwnerId, Settlement, SubscriptionName,
+};
+use postbox_sqlite::SqliteStore;
+
+use crate::common::{LONG, config, fixture};
+
+fn name() -> SubscriptionName {
+    SubscriptionName::new("reader").expect("a name")
+}
+
+fn owner(name: &str) -> OwnerId {
+    OwnerId::new(name).expect("a name")
+}
+
+/// Stands still; asked once after `look_back`, it gives the time of four seconds ago: that of a
+/// question that then waited.
+struct WaitedClock {
+    now: Timestamp,
+    look_back: AtomicBool,
+}
+
+#[async_trait]
+impl Clock for WaitedClock {
+    fn now(&self) -> Timestamp {
+        let waited = if self.look_back.swap(false, Ordering::SeqCst) { 4 } else { 0 };
+        self.now - jiff::SignedDuration::from_secs(waited)
+    }
+
+    fn monotonic(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    async fn sleep(&self, _: Duration) {
+        std::future::pending().await
+    }
+}
+
+/// An application held the write lock for four seconds. The lease that was renewed when it came
+/// free is not one "from the future" to a question that is older.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_question_that_waited_takes_no_living_lease() {
+    let fixture = fixture().await;
+    let clock = Arc::new(WaitedClock { now: Timestamp::now(), look_back: AtomicBool::new(false) });
+    let store = SqliteStore::open_with_clock(config(fixture.path()), clock.clone()).await.expect("opened");
+    fixture.lane().await;
+    let lease = fixture.store.acquire(&name(), &owner("test"), &[], LONG).await.expect("asked").lease.expect("ours");
+    clock.look_back.store(true, Ordering::SeqCst);
+    let asked = store.acquire(&name(), &owner("late"), &[], LONG).await.expect("asked");
+    assert_eq!(asked.lease, None);
+    fixture.store.renew(&lease, LONG).await.expect("still ours");
+}
+
+/// The clock went back by a day. A relay that was seen before that, and died, does not count for
+/// that day: its share of the lanes would be driven by nobody.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_relay_seen_in_the_future_is_not_counted() {
+    let fixture = fixture().await;
+    fixture.lane().await;
+    let later = "UPDATE postbox_replica SET seen_at = seen_at + 86400000000";
+    fixture.connect().execute_batch(later).expect("seen tomorrow");
+    for _ in 0..2 {
+        let asked = fixture.store.acquire(&name(), &owner("alive"), &[], LONG).await.expect("asked");
+        assert_eq!(asked.replicas, 1);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_grant_is_granted_again_and_a_known_one_is_left_alone() {
+    let fixture = fixture().await;
+    let lost = fixture.lane().await;
+    let ask = async |by: &str, held: &[u16]| {
+        fixture.store.acquire(&name(), &owner(by), held, LONG).await.expect("asked").lease
+    };
+    assert_eq!(ask("test", &[lost.lane]).await, None);
+    assert_eq!(ask("other", &[]).await, None);
+    assert_eq!(ask("test", &[]).await.expect("ours already").epoch, lost.epoch + 1);
+    assert!(fixture.store.renew(&lost, LONG).await.expect_err("fenced").is_stale());
+}
+
+/// A position of a read that this store does not know: of a former process, or of the time before a
+/// rewind.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_position_of_an_unknown_read_is_refused() {
+    let fixture = fixture().await;
+    let lease = fixture.lane().await;
+    fixture.store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
+    let batch = fixture.next(&lease).await;
+    let other = SqliteStore::open(config(fixture.path())).await.expect("opened");
+    let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
+    let error = other.settle(&lease, settlement).await.expect_err("refused");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Stale, "window_undone"));
+    assert_eq!(fixture.store.stats(&name()).await.expect("counted").pending, 1);
+}
+
+/// A settlement of due rows counts only for rows as they were read.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_due_row_that_changed_is_not_settled_by_an_old_word() {
+    let fixture = fixture().await;
+    let lease = fixture.lane().await;
+    let store = &fixture.store;
+    store.append(&LogName::outbox(), &[NewEvent::json("t", "1").key("k")]).await.expect("appended");
+    let batch = fixture.next(&lease).await;
+    let again =
+        |counted| Disposition::Retry { after: Duration::ZERO, counted, code: "http_500".into(), error: String::new() };
+    let entry = |disposition| vec![Entry { delivery: &batch.deliveries[0], disposition }];
+    let stream = Settlement { position: batch.end, entries: entry(again(true)), hold_keys: true, rewind: false };
+    store.settle(&lease, stream).await.expect("settled");
+    // The very delivery of the first attempt, said to be delivered after the second attempt began.
+    let due = Settlement { entries: entry(Disposition::Delivered), hold_keys: true, ..Settlement::default() };
+    store.settle(&lease, due).await.expect("nothing to do");
+    let due = store.due(&lease, BatchLimit::default()).await.expect("read");
+    assert_eq!(due.deliveries.len(), 1, "the row is still there");
+    assert_eq!(due.deliveries[0].attempt, 2);
+}
+
+/// The file was replaced, or moved away, while it was open: an error with the cure, never silence.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_file_that_was_replaced_is_not_read_on() {
+    let fixture = fixture().await;
+    let lease = fixture.lane().await;
+    let aside = fixture.path().with_extension("aside");
+    fs::rename(fixture.path(), &aside).expect("moved");
+    let error = fixture.store.renew(&lease, LONG).await.expect_err("gone");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "store_replaced"));
+    fs::rename(&aside, fixture.path()).expect("put back");
+    fixture.store.renew(&lease, LONG).await.expect("the same file");
+    fs::rename(fixture.path(), &aside).expect("moved");
+    let other = SqliteStore::open(config(fixture.path())).await.expect("opened");
+    other.up().await.expect("a new file");
+    for error in [
+        fixture.store.renew(&lease, LONG).await.expect_err("another file"),
+        fixture.store.next_batch(&lease, BatchLimit::default()).await.expect_err("another file"),
+        fixture.store.stats(&name()).await.expect_err("another file"),
+    ] {
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "store_replaced"));
+        assert!(error.message().contains("restart postbox"), "{error}");
+    }
+}

@@ -1,0 +1,12 @@
+//! What the store promises beside the suite: other processes, plain inserts, odd files.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod apply;
+mod cursor;
+mod open;
+mod plain_insert;
+mod processes;
+mod sqlx;
+mod window;

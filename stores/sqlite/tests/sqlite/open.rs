@@ -1,0 +1,213 @@
+//! Files that are no good: one line that says what and how to fix it, and nothing changed.
+
+#![allow(clippy::print_stdout, reason = "a child process talks to its parent, and a seed must be seen")]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use postbox_core::{
+    Admin as _, Append, Error, ErrorKind, Log, LogName, Migrate, NewEvent, Subscription, SubscriptionName,
+};
+use postbox_sqlite::{SqliteConfig, SqliteStore};
+
+use crate::common::{self, fixture};
+
+async fn refused(path: impl AsRef<Path>) -> Error {
+    let opened = SqliteStore::open(SqliteConfig::new(path.as_ref())).await;
+    let error = match opened {
+        Ok(store) => store.validate().await.expect_err("no store is there"),
+        Err(error) => error,
+    };
+    assert!(!error.to_string().contains('\n'), "one line: {error}");
+    error
+}
+
+#[tokio::test]
+async fn a_path_that_can_hold_no_store_is_refused_with_the_cure() {
+    let folder = tempfile::tempdir().expect("a folder");
+    assert_eq!(refused(folder.path().join("none/shop.db")).await.code(), "store_folder_missing");
+    assert_eq!(refused(folder.path()).await.code(), "store_path_invalid");
+    assert_eq!(refused(":memory:").await.code(), "store_path_invalid");
+    assert_eq!(refused("").await.code(), "store_path_invalid");
+    let text = folder.path().join("notes.txt");
+    fs::write(
+        &text,
+        "this is no database, and it is long enough to have a header of one hundred bytes, or nearly that many",
+    )
+    .expect("written");
+    let error = refused(&text).await;
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "store_not_a_database"));
+    assert!(error.message().contains("notes.txt"), "{error}");
+}
+
+#[tokio::test]
+async fn only_up_makes_the_file() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("shop.db");
+    let store = SqliteStore::open(SqliteConfig::new(&path)).await.expect("nothing to complain of yet");
+    for result in [
+        store.validate().await,
+        store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.map(drop),
+        store.subscribe(&Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox())).await,
+        store.down(true).await.map(drop),
+    ] {
+        if let Err(error) = result {
+            assert_eq!(error.code(), "schema_missing");
+            assert!(error.message().contains("postbox migrate up"), "{error}");
+        }
+    }
+    assert_eq!(fs::read_dir(folder.path()).expect("listed").count(), 0, "nothing was made");
+    store.up().await.expect("made");
+    store.validate().await.expect("there");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_programs_may_start_at_once_on_no_file() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("shop.db");
+    let starts = (0..8).map(|_| {
+        let config = common::config(&path);
+        tokio::spawn(async move { SqliteStore::open(config).await?.up().await })
+    });
+    let mut applied = Vec::new();
+    for start in futures::future::join_all(starts).await {
+        applied.extend(start.expect("no panic").expect("each start succeeds"));
+    }
+    assert_eq!(applied, ["0001_postbox"]);
+}
+
+#[tokio::test]
+async fn a_database_without_our_tables_is_left_as_it_is() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("app.db");
+    rusqlite::Connection::open(&path).expect("opened").execute_batch("CREATE TABLE orders (id)").expect("made");
+    let before = fs::read(&path).expect("read");
+    let error = refused(&path).await;
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "schema_missing"));
+    assert_eq!(fs::read(&path).expect("read"), before, "nothing was changed");
+}
+
+#[tokio::test]
+async fn a_newer_schema_is_refused_and_not_removed() {
+    let fixture = fixture().await;
+    fixture.connect().execute("INSERT INTO postbox_migration VALUES (99, '0099_future', 0)", []).expect("inserted");
+    let subscription = Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox());
+    for result in [
+        fixture.store.validate().await,
+        fixture.store.up().await.map(drop),
+        fixture.store.down(true).await.map(drop),
+        fixture.store.subscribe(&subscription).await,
+    ] {
+        let error = result.expect_err("refused");
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "schema_newer"));
+    }
+}
+
+#[tokio::test]
+async fn the_script_makes_the_schema_that_validate_wants() {
+    let fixture = fixture().await;
+    let path = fixture.path().with_file_name("other.db");
+    rusqlite::Connection::open(&path).expect("opened").execute_batch(&fixture.store.script()).expect("it runs");
+    let other = SqliteStore::open(SqliteConfig::new(&path)).await.expect("opened");
+    other.validate().await.expect("the same schema");
+    assert!(other.up().await.expect("nothing to do").is_empty());
+}
+
+#[tokio::test]
+async fn a_cursor_beyond_the_log_names_the_cure() {
+    let fixture = fixture().await;
+    let lease = fixture.lane().await;
+    fixture.connect().execute("UPDATE postbox_lane SET position = 900", []).expect("updated");
+    let subscription = Subscription::new(lease.subscription.clone(), LogName::outbox());
+    let error = fixture.store.subscribe(&subscription).await.expect_err("refused");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_from_future"));
+    let cure = error.message().split("with: ").nth(1).expect("a cure").to_owned();
+    fixture.connect().execute_batch(&cure).expect("the cure runs");
+    fixture.store.subscribe(&subscription).await.expect("cured");
+}
+
+#[tokio::test]
+async fn a_lock_held_elsewhere_for_too_long_is_unavailable() {
+    let fixture = fixture().await;
+    let config = SqliteConfig { busy_timeout: Duration::from_millis(50), ..SqliteConfig::new(fixture.path()) };
+    let store = SqliteStore::open(config).await.expect("opened");
+    let other = fixture.connect();
+    other.execute_batch("BEGIN IMMEDIATE").expect("locked");
+    let error = store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect_err("locked");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::Unavailable, "store_busy"));
+    store.validate().await.expect("reading needs no lock");
+    other.execute_batch("ROLLBACK").expect("unlocked");
+    // It works again; on a busy machine a call may still wait longer for its turn than a store with
+    // so little patience allows.
+    while let Err(error) = store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await {
+        assert_eq!(error.code(), "store_busy");
+    }
+}
+
+#[tokio::test]
+async fn logs_of_your_own_work_like_the_others() {
+    let fixture = fixture().await;
+    let log = LogName::new("audit").expect("valid");
+    let error = fixture.store.append(&log, &[NewEvent::json("t", "1")]).await.expect_err("unknown");
+    assert_eq!((error.kind(), error.code()), (ErrorKind::NotFound, "log_unknown"));
+    assert!(error.message().contains("inbox, outbox"), "{error}");
+    fixture.store.create_log(&log).await.expect("made");
+    fixture.store.create_log(&log).await.expect("idempotent");
+    fixture.store.append(&log, &[NewEvent::json("t", "1")]).await.expect("known");
+    let reserved = LogName::new("lane").expect("valid");
+    assert_eq!(fixture.store.create_log(&reserved).await.expect_err("reserved").code(), "log_unknown");
+    assert_eq!(
+        fixture.store.append(&reserved, &[NewEvent::json("t", "1")]).await.expect_err("no log").code(),
+        "log_unknown"
+    );
+    fixture.store.down(true).await.expect("removed");
+    let left: i64 = fixture
+        .connect()
+        .query_row("SELECT count(*) FROM sqlite_master WHERE name LIKE 'postbox%'", [], |row| row.get(0))
+        .expect("counted");
+    assert_eq!(left, 0);
+}
+
+/// Run in a child process without privileges: file permissions mean nothing to the user that runs
+/// CI in a container.
+#[tokio::test]
+async fn child_without_rights() {
+    let Ok(path) = std::env::var("POSTBOX_TEST_READONLY") else { return };
+    let error = refused(path).await;
+    println!("child: {:?} {} {}", error.kind(), error.code(), error.message());
+}
+
+#[tokio::test]
+async fn a_file_that_cannot_be_written_is_refused() {
+    let folder = tempfile::tempdir_in("/tmp").expect("a folder");
+    let path = folder.path().join("shop.db");
+    let store = SqliteStore::open(SqliteConfig::new(&path)).await.expect("opened");
+    store.up().await.expect("migrated");
+    let program = folder.path().join("child");
+    fs::copy(std::env::current_exe().expect("this program"), &program).expect("copied");
+    for (file, mode) in [(folder.path(), 0o755), (&path, 0o444), (&program, 0o755)] {
+        fs::set_permissions(file, fs::Permissions::from_mode(mode)).expect("set");
+    }
+    let mut child = Command::new(&program);
+    child
+        .args(["--exact", "open::child_without_rights", "--nocapture"])
+        .env("POSTBOX_TEST_READONLY", &path)
+        .current_dir("/");
+    // Root may write everywhere; nobody may not. Who is not root cannot change, and need not.
+    if fs::metadata(&path).expect("there").permissions().mode() != 0 && is_root() {
+        child.uid(65_534).gid(65_534);
+    }
+    let output = child.output().expect("ran");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let answer = text.lines().find_map(|line| line.split("child: ").nth(1)).unwrap_or_else(|| panic!("{text}"));
+    assert!(answer.starts_with("Mismatch store_readonly "), "{answer}");
+    assert!(answer.contains("shop.db") && answer.contains("writable"), "{answer}");
+}
+
+fn is_root() -> bool {
+    fs::read_to_string("/proc/self/status").is_ok_and(|status| status.contains("Uid:\t0\t"))
+}
