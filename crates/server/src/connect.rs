@@ -4,13 +4,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_config::SinkContext;
 use postbox_core::{Clock, Error, ErrorKind, Result};
 use postbox_engine::TokioClock;
 use tokio::time::timeout;
 
 use crate::config::Config;
 use crate::stores::open_store;
+use crate::wiring;
 
 /// Longest try of one: a person waits.
 const TRY_TIME_MAX: Duration = Duration::from_secs(30);
@@ -29,13 +29,7 @@ pub async fn connect(config: &Config) -> Vec<Tried> {
     let mut tried = vec![one("store", store(config)).await];
     let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
     for subscription in &config.subscriptions {
-        let settings = &subscription.settings;
-        let context = SinkContext {
-            clock: Arc::clone(&clock),
-            listening: vec![config.server.listen],
-            deliver_timeout: settings.deliver_timeout,
-            concurrency: settings.concurrency,
-        };
+        let context = wiring::sink_context(&subscription.settings, config.server.listen, &clock);
         let sinks = [("sink", Some(&subscription.sink)), ("dead_to", subscription.dead_to.as_ref())];
         for (key, sink) in sinks.into_iter().filter_map(|(key, sink)| Some((key, sink?))) {
             let name = format!("subscriptions.{}.{key}", subscription.subscription.name);

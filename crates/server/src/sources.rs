@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::Router;
 use postbox_config::{Adapter, Kind, SourceConfig, SourceContext, Table, adapter, entries, from_core};
-use postbox_core::{Clock, LogName, Result, SourceName, Store};
+use postbox_core::{Clock, LogName, RawMessage, Result, SourceName, Store};
 use postbox_engine::{Receiver, ReceiverSettings};
 use postbox_ingress::{Count, Ingress, WebhookTable};
 
@@ -18,6 +18,12 @@ pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
         "webhook",
         r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
         |keys| Arc::new(SourceTable::Webhook(Box::new(WebhookTable::read(keys)))),
+    ),
+    #[cfg(feature = "nats")]
+    Adapter::new::<postbox_nats::NatsSourceTable>(
+        "nats",
+        r#"{ type = "nats", url = "nats://127.0.0.1:4222", stream = "ORDERS" }"#,
+        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_nats::NatsSourceTable::read(keys)))),
     ),
     #[cfg(feature = "redis")]
     Adapter::new::<postbox_redis::RedisSourceConfig>(
@@ -140,6 +146,10 @@ impl Sources {
                         .settings(ReceiverSettings { drain_timeout, ..settings })
                         .clock(Arc::clone(clock))
                         .pull(table.build(&context).await?)
+                        .decode({
+                            let (table, name) = (Arc::clone(table), name.clone());
+                            move |message: &RawMessage| table.decode(&name, message)
+                        })
                         .build()?;
                     receivers.push(SupervisedReceiver::new(name.clone(), receiver));
                 }

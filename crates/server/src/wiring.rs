@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use postbox_config::SinkContext;
 use postbox_core::{Clock, Result, Store};
-use postbox_engine::Relay;
+use postbox_engine::{Relay, RelaySettings};
 
 use crate::config::SubscriptionConfig;
 
@@ -21,12 +21,7 @@ pub async fn relay(
         .admin(Arc::clone(store) as _)
         .settings(config.settings.clone())
         .clock(Arc::clone(clock));
-    let context = SinkContext {
-        clock: Arc::clone(clock),
-        listening: vec![listening],
-        deliver_timeout: config.settings.deliver_timeout,
-        concurrency: config.settings.concurrency,
-    };
+    let context = sink_context(&config.settings, listening, clock);
     if let Some(sink) = config.sink.build(&context).await? {
         builder = builder.sink(sink);
     }
@@ -36,4 +31,17 @@ pub async fn relay(
         builder = builder.dead_to(sink, Arc::clone(store) as _);
     }
     builder.build()
+}
+
+/// What the sinks of a subscription are built with.
+pub(crate) fn sink_context(settings: &RelaySettings, listening: SocketAddr, clock: &Arc<dyn Clock>) -> SinkContext {
+    let RelaySettings { retry, breaker, lease_ttl, deliver_timeout, concurrency, .. } = settings;
+    let retry_max = retry.delays.iter().copied().max().unwrap_or(retry.delay_max);
+    SinkContext {
+        clock: Arc::clone(clock),
+        listening: vec![listening],
+        deliver_timeout: *deliver_timeout,
+        repeats_within: *deliver_timeout + retry_max.max(*lease_ttl).max(breaker.max),
+        concurrency: *concurrency,
+    }
 }

@@ -18,6 +18,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-sqlite", &["postbox-config", "postbox-core"]),
     ("postbox-bus", &["postbox-core"]),
     ("postbox-http", &["postbox-config", "postbox-core", "postbox-webhook"]),
+    ("postbox-nats", &["postbox-config", "postbox-core"]),
     ("postbox-redis", &["postbox-config", "postbox-core"]),
     ("postbox-engine", &["postbox-core"]),
     ("postbox-listen", &["postbox-core"]),
@@ -46,6 +47,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "postbox-http",
             "postbox-ingress",
             "postbox-listen",
+            "postbox-nats",
             "postbox-postgres",
             "postbox-redis",
             "postbox-sqlite",
@@ -112,6 +114,7 @@ const COMMON: &[&str] = &[
 /// among the crates that ship; the tools beside them (`bench`, `crash`, the simulator) look at a
 /// store with a client of their own.
 const CLIENTS: &[(&str, &[&str])] = &[
+    ("async-nats", &["postbox-nats"]),
     ("axum", &["postbox-ingress", "postbox-listen", "postbox-server", "postbox-cli", "postbox-bench"]),
     ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "xtask"]),
     ("clap_complete", &["postbox-cli"]),
@@ -133,7 +136,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("rustls", &["postbox-cli", "postbox-http", "postbox-postgres"]),
     ("rustls-platform-verifier", &["postbox-http"]),
     ("sha1", &["postbox-webhook"]),
-    ("sha2", &["postbox-bus", "postbox-ingress", "postbox-redis", "postbox-webhook"]),
+    ("sha2", &["postbox-bus", "postbox-ingress", "postbox-nats", "postbox-redis", "postbox-webhook"]),
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
     ("strsim", &["postbox-config"]),
     ("subtle", &["postbox-server", "postbox-webhook"]),

@@ -8,9 +8,9 @@ use super::Wrapped;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Binding {
     /// What each name begins with.
-    prefix: &'static str,
+    pub(super) prefix: &'static str,
     /// Values are percent-encoded.
-    is_encoded: bool,
+    pub(super) is_encoded: bool,
     /// The media type is an attribute; otherwise the transport has a place of its own for it.
     has_content_type: bool,
 }

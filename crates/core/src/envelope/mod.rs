@@ -6,6 +6,7 @@
 
 mod binding;
 mod json;
+mod read;
 #[cfg(test)]
 mod tests;
 

@@ -88,7 +88,9 @@ impl Talk {
     }
 
     /// The length of the server's next message, if all of it is there.
-    pub(super) fn next_answered(&self, bytes: &[u8]) -> Option<usize> {
+    pub(super) fn next_answered(&mut self, bytes: &[u8]) -> Option<usize> {
+        // A server that speaks first is none of Postgres's.
+        self.raw |= !bytes.is_empty() && self.asked == 0 && self.bare == 0;
         if self.raw || self.bare > 0 {
             return if self.raw { whole(bytes) } else { bytes.first().map(|_| 1) };
         }
@@ -198,6 +200,7 @@ mod tests {
         assert_eq!(talk.next_answered(b"S"), Some(1));
         assert_eq!(talk.hear(b"S"), None);
         assert!(talk.raw);
+        assert_eq!(Talk::default().next_answered(b"INFO {}\r\n"), Some(9), "it speaks first");
     }
 
     #[test]

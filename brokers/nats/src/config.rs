@@ -1,0 +1,310 @@
+//! The keys of `type = "nats"`, for sinks and for sources.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::ServerAddr;
+use async_trait::async_trait;
+use postbox_config::{
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, boolean, duration, envelope, event_source,
+    from_core, integer, list, nested, path, secret, table, text,
+};
+use postbox_core::envelope::Binding;
+use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName};
+
+use crate::classify::{Down, NO_CONSUMER, no_stream};
+use crate::connection::{Auth, Link, Servers, Tls};
+use crate::jetstream::{ConsumerSpec, NewStream, duplicate_window, ensure_consumer, streams_of};
+use crate::sink::{NatsSink, Publishing, Target};
+use crate::source::NatsSource;
+use crate::subject::SubjectTemplate;
+
+/// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
+/// why.
+const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
+/// Longest wait for acks: a new leader of a cluster takes 7 s, and after that nothing comes.
+const ACK_TIMEOUT_MAX: Duration = Duration::from_secs(10);
+/// Most messages given out at once.
+const IN_FLIGHT_MAX: usize = 10_000;
+/// Most replicas JetStream keeps.
+const REPLICAS_MAX: u8 = 5;
+/// Longest name of a stream or consumer: it becomes a folder.
+const NAME_BYTES_MAX: usize = 255;
+
+table! {
+    /// Who we are; one of the ways.
+    #[check(check)]
+    pub struct AuthTable {
+        /// The user's name, together with `password`.
+        user: Option<String> = text(plain), unset("none", r#""postbox""#);
+        /// The user's password.
+        password: Option<Secret> = secret(), unset("none", r#""env:NATS_PASSWORD""#);
+        /// A token.
+        token: Option<Secret> = secret(), unset("none", r#""env:NATS_TOKEN""#);
+        /// The seed of an NKey, `SU…`.
+        nkey: Option<Secret> = secret(), unset("none", r#""env:NATS_SEED""#);
+        /// A credentials file with a JWT and a seed; read at each connection.
+        credentials: Option<PathBuf> = path(), unset("none", r#""postbox.creds""#);
+    }
+}
+
+table! {
+    /// TLS, which is then required.
+    #[check(check)]
+    pub struct TlsTable {
+        /// Certificates (PEM) to trust instead of the system's.
+        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
+        /// Our certificate (PEM), for servers that ask who we are; together with `client_key`.
+        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
+        /// The key of `client_cert` (PEM).
+        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
+    }
+}
+
+table! {
+    /// How a missing stream is made; one that is there is left as it is.
+    pub struct CreateTable {
+        /// What it takes.
+        subjects: Vec<String> = list(text(plain)), unset("what the sink's subject can be", r#"["orders.>"]"#);
+        /// On how many servers it is kept.
+        replicas: u8 = integer(1..=REPLICAS_MAX), default(1);
+        /// How long it remembers ids.
+        duplicate_window: Duration = duration(Duration::from_millis(100)), default("1h");
+    }
+}
+
+table! {
+    /// One message per event, to a stream of NATS JetStream.
+    #[check(check)]
+    pub struct NatsSinkTable {
+        /// The servers: `nats://HOST:PORT`, several with commas between; `tls://` requires TLS.
+        url: Vec<String> = text(servers), required(r#""nats://127.0.0.1:4222""#);
+        /// Who we are.
+        auth: Option<AuthTable> = nested::<AuthTable>(), unset("nobody", r#"{ credentials = "postbox.creds" }"#);
+        /// TLS, which is then required.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("if the server requires it", r#"{ ca_file = "ca.pem" }"#);
+        /// Where to: a subject with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or `{tenant}`.
+        ///
+        /// The topic may be several tokens, every other field is one. An event of which no subject
+        /// can be made is dead with the code `subject_invalid`.
+        subject: SubjectTemplate = text(str::parse::<SubjectTemplate>), required(r#""orders.{topic}""#);
+        /// The stream that is to take the events; no other may.
+        stream: Option<String> = text(name), unset("whichever takes the subject", r#""ORDERS""#);
+        /// How `stream` is made if it is missing.
+        create: Option<CreateTable> = nested::<CreateTable>(), unset("never", "{ replicas = 3 }");
+        /// What a message holds.
+        ///
+        /// See [envelopes](envelopes.md).
+        envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
+    }
+}
+
+table! {
+    /// A durable consumer of a stream of NATS JetStream.
+    pub struct NatsSourceTable {
+        /// The servers: `nats://HOST:PORT`, several with commas between; `tls://` requires TLS.
+        url: Vec<String> = text(servers), required(r#""nats://127.0.0.1:4222""#);
+        /// Who we are.
+        auth: Option<AuthTable> = nested::<AuthTable>(), unset("nobody", r#"{ credentials = "postbox.creds" }"#);
+        /// TLS, which is then required.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("if the server requires it", r#"{ ca_file = "ca.pem" }"#);
+        /// The stream.
+        stream: String = text(name), required(r#""ORDERS""#);
+        /// The durable consumer: a pull consumer with explicit acks. All replicas share it.
+        consumer: String = text(name), default("postbox");
+        /// Whether a missing consumer is made.
+        create: bool = boolean(), default(true);
+        /// A consumer that is made gets only these subjects, e.g. `"orders.*.paid"`.
+        filter: Option<String> = text(plain), unset("all", r#""orders.>""#);
+        /// How long a consumer that is made waits for an ack, before a message comes again.
+        ///
+        /// While the store is slow, the server hears every third of it that messages are worked on.
+        ack_wait: Duration = duration(Duration::from_secs(1)), default("30s");
+        /// Most messages on their way into the store at once.
+        in_flight: usize = integer(1..=IN_FLIGHT_MAX), default(256);
+        /// What a message is that does not say so.
+        content_type: String = text(plain), default("application/json");
+        /// The log it stores into.
+        log: LogName = text(from_core::<LogName>), default("inbox");
+    }
+}
+
+fn plain(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("is empty".to_owned()),
+        text => Ok(text.to_owned()),
+    }
+}
+
+/// Addresses with commas between. The message never repeats one: it may hold a password.
+fn servers(text: &str) -> Result<Vec<String>, String> {
+    let server = |url: &str| {
+        let address: ServerAddr = match url.contains("://") {
+            true => url.parse().map_err(|_| "is no address; write nats://HOST:PORT".to_owned())?,
+            false => return Err("begins with nats:// or tls://, e.g. \"nats://127.0.0.1:4222\"".to_owned()),
+        };
+        match address.scheme() {
+            "nats" | "tls" if address.has_user_pass() => {
+                Err("holds a user name or password; give them in auth = { … }".to_owned())
+            }
+            "nats" | "tls" if !address.host().is_empty() => Ok(url.to_owned()),
+            _ => Err("is no address; write nats://HOST:PORT".to_owned()),
+        }
+    };
+    text.split(',').map(|url| server(url.trim())).collect()
+}
+
+/// The name of a stream or consumer, which is one token of a subject and a folder.
+fn name(text: &str) -> Result<String, String> {
+    let is_free = |c: char| !c.is_whitespace() && !c.is_control() && !".*>/\\".contains(c);
+    match (1..=NAME_BYTES_MAX).contains(&text.len()) && text.chars().all(is_free) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("{text:?} is no name; it has 1 to {NAME_BYTES_MAX} bytes, no space, dot, *, >, / or \\")),
+    }
+}
+
+impl AuthTable {
+    fn check(&self, section: &Section<'_>) {
+        let path = &section.path;
+        let ways = ["user", "token", "nkey", "credentials"].into_iter().filter(|way| section.has(way));
+        if ways.count() != 1 {
+            let text = format!("{path} names one way: user and password, token, nkey, or credentials");
+            section.fault("user", text);
+        } else if section.has("user") != section.has("password") {
+            section.fault("password", format!("{path} has one of user and password; it needs both"));
+        }
+    }
+
+    fn auth(self) -> Auth {
+        match self {
+            Self { user: Some(user), password, .. } => Auth::User(user, password.unwrap_or_default()),
+            Self { token: Some(token), .. } => Auth::Token(token),
+            Self { nkey: Some(seed), .. } => Auth::Nkey(seed),
+            Self { credentials: Some(path), .. } => Auth::Credentials(path),
+            _ => Auth::None,
+        }
+    }
+}
+
+impl TlsTable {
+    fn check(&self, section: &Section<'_>) {
+        if section.has("client_cert") != section.has("client_key") {
+            let text = format!("{}: a client certificate needs both client_cert and client_key", section.path);
+            section.fault("client_cert", text);
+        }
+    }
+}
+
+fn connection(urls: &[String], auth: &Option<AuthTable>, tls: &Option<TlsTable>) -> Servers {
+    let tls = tls.clone().map(|tls| Tls { ca_file: tls.ca_file, client_cert: tls.client_cert.zip(tls.client_key) });
+    Servers { urls: urls.to_vec(), auth: auth.clone().map(AuthTable::auth).unwrap_or_default(), tls }
+}
+
+impl NatsSinkTable {
+    fn check(&self, section: &Section<'_>) {
+        if self.create.is_some() && !section.has("stream") {
+            section.fault("create", format!("{} has create and no stream; name the stream to make", section.path));
+        }
+    }
+}
+
+#[async_trait]
+impl SinkConfig for NatsSinkTable {
+    async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
+        let pattern = self.subject.pattern();
+        let new = |create: &CreateTable| NewStream {
+            subjects: if create.subjects.is_empty() { vec![pattern.clone()] } else { create.subjects.clone() },
+            replicas: create.replicas,
+            duplicate_window: create.duplicate_window,
+        };
+        let target = Target {
+            stream: self.stream.clone(),
+            create: self.create.as_ref().map(new),
+            pattern: pattern.clone(),
+            repeats_within: context.repeats_within,
+        };
+        let timeout = context.deliver_timeout;
+        let publishing = Publishing {
+            subject: self.subject.clone(),
+            envelope: self.envelope,
+            source: self.source.clone(),
+            timeout: timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2).min(ACK_TIMEOUT_MAX),
+            concurrency: context.concurrency,
+        };
+        let servers = connection(&self.url, &self.auth, &self.tls);
+        Ok(Arc::new(NatsSink::new(servers, target, publishing, Arc::clone(&context.clock))))
+    }
+
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        let found = look_at_stream(self).await;
+        found.map_err(|down| down.error("connect"))
+    }
+}
+
+#[async_trait]
+impl SourceConfig for NatsSourceTable {
+    fn log(&self) -> &LogName {
+        &self.log
+    }
+
+    async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
+        let spec = self.consumer();
+        let servers = connection(&self.url, &self.auth, &self.tls);
+        Ok(Arc::new(NatsSource::new(servers, spec, self.content_type.clone(), Arc::clone(&context.clock))))
+    }
+
+    async fn connect(&self, _: &SourceContext) -> Result<String> {
+        let found = look_at_consumer(self).await;
+        found.map_err(|down| down.error("connect"))
+    }
+
+    /// A CloudEvent in binary mode becomes the event that it was; of every other message, the topic
+    /// is the subject.
+    fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
+        Binding::NATS.read(message, name).map(Some)
+    }
+}
+
+impl NatsSourceTable {
+    fn consumer(&self) -> ConsumerSpec {
+        ConsumerSpec {
+            stream: self.stream.clone(),
+            name: self.consumer.clone(),
+            filter: self.filter.clone(),
+            in_flight_max: self.in_flight,
+            ack_wait: self.ack_wait,
+            create: self.create,
+        }
+    }
+}
+
+/// What a person hears who asks whether events would arrive.
+async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
+    let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
+    let pattern = table.subject.pattern();
+    let streams = match &table.stream {
+        Some(stream) => duplicate_window(&client, stream).await?.map(|_| stream.clone()).into_iter().collect(),
+        None => streams_of(&client, &pattern).await?,
+    };
+    match (&streams[..], &table.stream, &table.create) {
+        ([], Some(stream), Some(_)) => Ok(format!("answers; the stream {stream} will be made")),
+        ([], stream, _) => Err(no_stream(stream.as_deref(), &pattern)),
+        (streams, ..) => Ok(format!("answers; the stream {} is there", streams.join(", "))),
+    }
+}
+
+/// What a person hears who asks whether messages would come.
+async fn look_at_consumer(table: &NatsSourceTable) -> Result<String, Down> {
+    let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
+    let (stream, name) = (&table.stream, &table.consumer);
+    match ensure_consumer(&client, &ConsumerSpec { create: false, ..table.consumer() }).await {
+        Ok(_) => Ok(format!("answers; the consumer {name} of {stream} is there")),
+        Err(down) if down.code() == NO_CONSUMER && table.create => {
+            Ok(format!("answers; the consumer {name} of {stream} will be made"))
+        }
+        Err(down) => Err(down),
+    }
+}

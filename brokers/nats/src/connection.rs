@@ -1,0 +1,193 @@
+//! One connection at a time, and a new one when it is lost.
+//!
+//! The client would reconnect by itself and then send what was in its queue: an old publish would
+//! go out after its outcome was reported. So each client is for one connection. It ends with it,
+//! and what it had not sent by then is thrown away.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use async_nats::connection::State;
+use async_nats::{Client, ConnectOptions, ReconnectToServer, ServerAddr};
+use futures::future::BoxFuture;
+use postbox_config::Secret;
+use postbox_core::ErrorKind;
+use tokio::sync::Mutex;
+
+use crate::classify::{Down, connecting};
+
+/// Longest wait for one server, TLS and credentials included.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A silent connection is asked so often; after two questions without an answer it is lost, with
+/// all that waits in its queue. That is before the longest wait for acks.
+const PING_INTERVAL: Duration = Duration::from_secs(2);
+/// Where a client is sent that wants to reconnect: nobody listens there.
+const NOWHERE: &str = "nats://127.0.0.1:0";
+
+/// Who we are.
+#[derive(Debug, Clone, Default)]
+pub(crate) enum Auth {
+    /// Nobody.
+    #[default]
+    None,
+    User(String, Secret),
+    Token(Secret),
+    /// The seed of an NKey.
+    Nkey(Secret),
+    /// A file with a JWT and a seed; read at each connection.
+    Credentials(PathBuf),
+}
+
+/// TLS, which is then required.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Tls {
+    /// Trusted instead of the system's certificates.
+    pub(crate) ca_file: Option<PathBuf>,
+    pub(crate) client_cert: Option<(PathBuf, PathBuf)>,
+}
+
+/// Where to and as whom.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Servers {
+    pub(crate) urls: Vec<String>,
+    pub(crate) auth: Auth,
+    pub(crate) tls: Option<Tls>,
+}
+
+/// What is done on a new connection before anybody uses it.
+type Prepare = Box<dyn Fn(Client) -> BoxFuture<'static, Result<(), Down>> + Send + Sync>;
+
+/// The way to the server.
+pub(crate) struct Link {
+    servers: Servers,
+    prepare: Prepare,
+    current: Mutex<Current>,
+    failures: AtomicU64,
+}
+
+#[derive(Default)]
+struct Current {
+    client: Option<Client>,
+    failure: Option<Down>,
+}
+
+impl Link {
+    pub(crate) fn new(servers: Servers, prepare: Prepare) -> Self {
+        Self { servers, prepare, current: Mutex::default(), failures: AtomicU64::new(0) }
+    }
+
+    /// A connection to whoever answers, on which nothing is prepared: to look.
+    pub(crate) async fn look(servers: Servers) -> Result<Client, Down> {
+        Self::new(servers, Box::new(|_| Box::pin(async { Ok(()) }))).client().await
+    }
+
+    /// The connection, made if there is none. Who waited for an attempt that failed makes none of
+    /// their own.
+    ///
+    /// Cancel-safety: dropped, there may be no connection.
+    pub(crate) async fn client(&self) -> Result<Client, Down> {
+        let failures = self.failures.load(Ordering::Relaxed);
+        let mut current = self.current.lock().await;
+        if let Some(client) = current.client.as_ref().filter(|client| is_alive(client)) {
+            return Ok(client.clone());
+        }
+        current.client = None;
+        if let Some(failure) = &current.failure
+            && self.failures.load(Ordering::Relaxed) != failures
+        {
+            return Err(failure.clone());
+        }
+        match self.connect().await {
+            Ok(client) => {
+                *current = Current { client: Some(client.clone()), failure: None };
+                Ok(client)
+            }
+            Err(down) => {
+                self.failures.fetch_add(1, Ordering::Relaxed);
+                current.failure = Some(down.clone());
+                Err(down)
+            }
+        }
+    }
+
+    /// Gives this connection up: nothing comes back from it, or what was prepared is gone.
+    pub(crate) async fn discard(&self, client: &Client) {
+        let mut current = self.current.lock().await;
+        let id = |client: &Client| {
+            let info = client.server_info();
+            (info.server_id, info.client_id)
+        };
+        if current.client.as_ref().is_some_and(|known| id(known) == id(client)) {
+            current.client = None;
+        }
+    }
+
+    pub(crate) async fn close(&self) {
+        let client = self.current.lock().await.client.take();
+        if let Some(client) = client {
+            // An error says that it is closed.
+            let _ = client.drain().await;
+        }
+    }
+
+    /// Tries each server once.
+    async fn connect(&self) -> Result<Client, Down> {
+        let mut down = Down::new(ErrorKind::Mismatch, "connect_failed", "there is no server to connect to");
+        for url in &self.servers.urls {
+            down = match self.connect_to(url).await {
+                Ok(client) => match (self.prepare)(client.clone()).await {
+                    Ok(()) => return Ok(client),
+                    Err(down) => down,
+                },
+                Err(down) => down,
+            };
+        }
+        Err(down)
+    }
+
+    async fn connect_to(&self, url: &str) -> Result<Client, Down> {
+        let invalid = |error: std::io::Error| Down::new(ErrorKind::Mismatch, "nats_config_invalid", error.to_string());
+        let pool = [url, NOWHERE].map(str::parse::<ServerAddr>).into_iter().collect::<Result<Vec<_>, _>>();
+        let options = self.options().await.map_err(invalid)?;
+        options.connect(pool.map_err(invalid)?).await.map_err(|error| connecting(url, &error))
+    }
+
+    async fn options(&self) -> std::io::Result<ConnectOptions> {
+        let mut options = ConnectOptions::new()
+            .name("postbox")
+            .connection_timeout(CONNECT_TIMEOUT)
+            .ping_interval(PING_INTERVAL)
+            .request_timeout(None)
+            .ignore_discovered_servers()
+            // The first time to the server, then nowhere; the second failure ends the client.
+            .max_reconnects(1)
+            .reconnect_to_server_callback(|pool, _| async move {
+                let lost = pool.iter().any(|server| server.did_connect);
+                let server = if lost { pool.last() } else { pool.first() };
+                server.map(|server| ReconnectToServer { addr: server.addr.clone(), delay: Some(Duration::ZERO) })
+            });
+        options = match &self.servers.auth {
+            Auth::None => options,
+            Auth::User(user, password) => options.user_and_password(user.clone(), password.expose().to_owned()),
+            Auth::Token(token) => options.token(token.expose().to_owned()),
+            Auth::Nkey(seed) => options.nkey(seed.expose().to_owned()),
+            Auth::Credentials(path) => options.credentials_file(path).await?,
+        };
+        if let Some(tls) = &self.servers.tls {
+            options = options.require_tls(true);
+            if let Some(path) = &tls.ca_file {
+                options = options.add_root_certificates(path.clone());
+            }
+            if let Some((cert, key)) = &tls.client_cert {
+                options = options.add_client_certificate(cert.clone(), key.clone());
+            }
+        }
+        Ok(options)
+    }
+}
+
+/// Whether nothing is known against it.
+pub(crate) fn is_alive(client: &Client) -> bool {
+    client.connection_state() == State::Connected
+}

@@ -1,0 +1,144 @@
+//! The few calls of JetStream's API that are needed: what is there, and making it.
+
+use std::time::Duration;
+
+use async_nats::{Client, Request, RequestErrorKind};
+use postbox_core::ErrorKind;
+use serde_json::{Value, json};
+
+use crate::classify::{self, Answer, Down, Refusal};
+
+/// Longest wait for an answer of the API: a new stream of three replicas takes a second on a busy
+/// machine.
+const API_TIMEOUT: Duration = Duration::from_secs(5);
+/// Numbers of what is not there.
+const NO_CONSUMER: u32 = 10_014;
+const NO_STREAM: u32 = 10_059;
+
+/// One call. `Ok(Err(…))`: the server refuses it.
+async fn call(client: &Client, name: &str, body: &Value) -> Result<Result<Value, Refusal>, Down> {
+    // A question without a body is refused if it has one.
+    let body = if body.is_null() { String::new() } else { body.to_string() };
+    let request = Request::new().payload(body.into()).timeout(Some(API_TIMEOUT));
+    let answered = client.send_request(format!("$JS.API.{name}"), request).await;
+    let message = answered.map_err(|error| match error.kind() {
+        RequestErrorKind::NoResponders => {
+            let text = "JetStream does not answer: it is off (nats-server -js), off for this account, or has no leader";
+            Down::new(ErrorKind::Unavailable, "nats_no_jetstream", text)
+        }
+        RequestErrorKind::TimedOut => {
+            let text = format!("JetStream did not answer {name} in {API_TIMEOUT:?}; may we call $JS.API.{name}?");
+            Down::new(ErrorKind::Unavailable, "nats_api_timeout", text)
+        }
+        _ => Down::lost(),
+    })?;
+    if let Ok(Answer { error: Some(refusal), .. }) = serde_json::from_slice(&message.payload) {
+        return Ok(Err(refusal));
+    }
+    serde_json::from_slice(&message.payload).map(Ok).map_err(|_| {
+        Down::new(ErrorKind::Unavailable, "nats_answer_unknown", format!("the answer to {name} is no JSON"))
+    })
+}
+
+/// A stream that is made if it is missing.
+#[derive(Debug, Clone)]
+pub(crate) struct NewStream {
+    pub(crate) subjects: Vec<String>,
+    pub(crate) replicas: u8,
+    pub(crate) duplicate_window: Duration,
+}
+
+/// The time for which a stream remembers message ids; `None` if it is not there.
+pub(crate) async fn duplicate_window(client: &Client, stream: &str) -> Result<Option<Duration>, Down> {
+    match call(client, &format!("STREAM.INFO.{stream}"), &Value::Null).await? {
+        Ok(info) => Ok(Some(Duration::from_nanos(info["config"]["duplicate_window"].as_u64().unwrap_or_default()))),
+        Err(refusal) if refusal.err_code == NO_STREAM => Ok(None),
+        Err(refusal) => Err(Down::refused(&format!("the stream {stream} cannot be looked at"), &refusal)),
+    }
+}
+
+/// The streams that take any of these subjects.
+pub(crate) async fn streams_of(client: &Client, pattern: &str) -> Result<Vec<String>, Down> {
+    let names = match call(client, "STREAM.NAMES", &json!({ "subject": pattern })).await? {
+        Ok(names) => names["streams"].as_array().cloned().unwrap_or_default(),
+        Err(refusal) => return Err(Down::refused("the streams cannot be listed", &refusal)),
+    };
+    Ok(names.iter().filter_map(Value::as_str).map(str::to_owned).collect())
+}
+
+pub(crate) async fn create_stream(client: &Client, stream: &str, new: &NewStream) -> Result<(), Down> {
+    let config = json!({
+        "name": stream,
+        "subjects": new.subjects,
+        "retention": "limits",
+        "storage": "file",
+        "num_replicas": new.replicas,
+        "duplicate_window": nanos(new.duplicate_window),
+    });
+    let created = call(client, &format!("STREAM.CREATE.{stream}"), &config).await?;
+    created.map(drop).map_err(|refusal| Down::refused(&format!("the stream {stream} cannot be made"), &refusal))
+}
+
+/// A durable pull consumer.
+#[derive(Debug, Clone)]
+pub(crate) struct ConsumerSpec {
+    pub(crate) stream: String,
+    pub(crate) name: String,
+    /// Only these subjects.
+    pub(crate) filter: Option<String>,
+    pub(crate) in_flight_max: usize,
+    pub(crate) ack_wait: Duration,
+    /// It is made if it is missing.
+    pub(crate) create: bool,
+}
+
+/// Sees to it that the consumer is there; how long it waits for an acknowledgement.
+pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Result<Duration, Down> {
+    let ConsumerSpec { stream, name, .. } = spec;
+    let wait = |info: &Value| Duration::from_nanos(info["config"]["ack_wait"].as_u64().unwrap_or_default());
+    let info = match call(client, &format!("CONSUMER.INFO.{stream}.{name}"), &Value::Null).await? {
+        Ok(info) => info,
+        Err(refusal) if refusal.err_code == NO_CONSUMER && spec.create => create_consumer(client, spec).await?,
+        Err(refusal) if refusal.err_code == NO_CONSUMER => {
+            let text = format!(
+                "the stream {stream} has no consumer {name}; set create = true, or make it with: \
+                 nats consumer add {stream} {name} --pull --ack explicit --deliver all"
+            );
+            return Err(Down::new(ErrorKind::Mismatch, classify::NO_CONSUMER, text));
+        }
+        Err(refusal) if refusal.err_code == NO_STREAM => {
+            let text = format!("there is no stream {stream}; make it with: nats stream add {stream} --subjects '…'");
+            return Err(Down::new(ErrorKind::Mismatch, classify::NO_STREAM, text));
+        }
+        Err(refusal) => return Err(Down::refused(&format!("the consumer {name} cannot be looked at"), &refusal)),
+    };
+    let config = &info["config"];
+    if config["deliver_subject"].is_string() || config["ack_policy"] != "explicit" {
+        let text = format!("the consumer {name} of {stream} is no pull consumer with explicit acks; name another");
+        return Err(Down::new(ErrorKind::Mismatch, "nats_consumer_other", text));
+    }
+    Ok(wait(&info))
+}
+
+async fn create_consumer(client: &Client, spec: &ConsumerSpec) -> Result<Value, Down> {
+    let ConsumerSpec { stream, name, .. } = spec;
+    let mut config = json!({
+        "durable_name": name,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": nanos(spec.ack_wait),
+        "max_ack_pending": spec.in_flight_max,
+        "max_deliver": -1,
+        "replay_policy": "instant",
+    });
+    if let Some(filter) = &spec.filter {
+        config["filter_subject"] = filter.as_str().into();
+    }
+    let body = json!({ "stream_name": stream, "config": config });
+    let created = call(client, &format!("CONSUMER.DURABLE.CREATE.{stream}.{name}"), &body).await?;
+    created.map_err(|refusal| Down::refused(&format!("the consumer {name} of {stream} cannot be made"), &refusal))
+}
+
+pub(crate) fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,71 @@
+//! What a message of a stream is for a receiver.
+
+use async_nats::header::{HeaderMap, NATS_MESSAGE_ID};
+use async_nats::{Message, Subject};
+use postbox_core::{Headers, RawMessage};
+use sha2::{Digest as _, Sha256};
+
+/// The message as it came. Its id is the producer's (`Nats-Msg-Id`), or its place: the stream and
+/// the number in it.
+pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
+    let digest = Sha256::digest(&message.payload).into();
+    let headers = message.headers.unwrap_or_default();
+    let id = headers.get(NATS_MESSAGE_ID).map(|id| id.as_str().to_owned());
+    let content_type =
+        headers.get("Content-Type").map_or_else(|| content_type.to_owned(), |value| value.as_str().to_owned());
+    RawMessage {
+        id: id.or_else(|| message.reply.as_ref().and_then(place)),
+        digest,
+        topic: message.subject.to_string(),
+        key: None,
+        headers: kept(&headers),
+        content_type,
+        payload: message.payload,
+    }
+}
+
+/// `STREAM:NUMBER`, from the subject that acknowledges it:
+/// `$JS.ACK.STREAM.CONSUMER.TIMES.NUMBER.…`, with a domain and an account before the stream since
+/// 2.10.
+fn place(reply: &Subject) -> Option<String> {
+    let tokens: Vec<&str> = reply.split('.').collect();
+    let (stream, number) = match tokens[..] {
+        ["$JS", "ACK", stream, _, _, number, _, _, _] => (stream, number),
+        ["$JS", "ACK", _, _, stream, _, _, number, ..] => (stream, number),
+        _ => return None,
+    };
+    Some(format!("{stream}:{number}"))
+}
+
+/// The application's headers that an event can have; several values as one.
+fn kept(headers: &HeaderMap) -> Headers {
+    let is_name = |name: &str| {
+        !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))
+    };
+    let is_ours = |name: &str| {
+        name.get(..5).is_some_and(|begins| begins.eq_ignore_ascii_case("nats-"))
+            || name.eq_ignore_ascii_case("content-type")
+    };
+    let mut kept = Headers::new();
+    for (name, values) in headers.iter() {
+        let name: &str = name.as_ref();
+        let value = values.iter().map(|value| value.as_str()).collect::<Vec<_>>().join(", ");
+        if is_name(name) && !is_ours(name) && !value.chars().any(|c| c.is_control() && c != '\t') {
+            kept.insert(name.to_owned(), value);
+        }
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_is_found_in_both_forms() {
+        for reply in ["$JS.ACK.S.c.1.7.3.1700000000.0", "$JS.ACK._.h4sh.S.c.1.7.3.1700000000.0.r4nd"] {
+            assert_eq!(place(&reply.into()).as_deref(), Some("S:7"), "{reply}");
+        }
+        assert_eq!(place(&"_INBOX.x".into()), None);
+    }
+}

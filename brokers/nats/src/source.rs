@@ -1,0 +1,307 @@
+//! The source: a durable pull consumer of a stream.
+//!
+//! Messages are asked for in portions that fit what may be in flight, on an inbox of this
+//! connection. While they are given out, the server hears that they are worked on.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_nats::{Client, Message, Request, RequestErrorKind, StatusCode, Subject, Subscriber};
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::future::join_all;
+use futures::{FutureExt as _, StreamExt as _};
+use postbox_core::{AckToken, Clock, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
+use serde_json::json;
+use tokio::sync::{Mutex as AsyncMutex, Notify};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::classify::Down;
+use crate::connection::{Link, Servers, is_alive};
+use crate::jetstream::{ConsumerSpec, ensure_consumer, nanos};
+use crate::message::raw_message;
+
+/// How long the server keeps a request for messages open before it asks to be asked again.
+const EXPIRES: Duration = Duration::from_secs(30);
+/// How often it says that it is still there meanwhile.
+const HEARTBEAT: Duration = Duration::from_secs(5);
+/// After this silence nobody is there.
+const SILENCE_MAX: Duration = Duration::from_secs(12);
+/// Longest wait until the server confirms what was settled.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+const OPERATION: &str = "receive";
+
+/// A durable pull consumer of a stream.
+pub struct NatsSource {
+    link: Link,
+    spec: ConsumerSpec,
+    content_type: String,
+    /// What is asked for, on the connection of now.
+    pulling: AsyncMutex<Option<Session>>,
+    given: Arc<Mutex<Given>>,
+    settled: Notify,
+    closed: CancellationToken,
+    /// How long the consumer waits for an acknowledgement; known once we are connected.
+    ack_wait_ms: Arc<AtomicU64>,
+    clock: Arc<dyn Clock>,
+}
+
+/// One connection's inbox.
+struct Session {
+    client: Client,
+    inbox: Subject,
+    messages: Subscriber,
+    /// How many messages were asked for and have not come.
+    asked: usize,
+    _progress: AbortOnDropHandle<()>,
+}
+
+/// What is given out on the connection of now: where to settle it.
+#[derive(Default)]
+struct Given {
+    client: Option<Client>,
+    tokens: u64,
+    replies: HashMap<u64, Subject>,
+}
+
+impl NatsSource {
+    /// A source that connects when it is asked for messages.
+    pub(crate) fn new(servers: Servers, spec: ConsumerSpec, content_type: String, clock: Arc<dyn Clock>) -> Self {
+        let ack_wait_ms = Arc::new(AtomicU64::new(0));
+        let (wanted, found) = (spec.clone(), Arc::clone(&ack_wait_ms));
+        let prepare = move |client| {
+            let (wanted, found) = (wanted.clone(), Arc::clone(&found));
+            Box::pin(async move {
+                let wait = ensure_consumer(&client, &wanted).await?;
+                found.store(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX), Ordering::Relaxed);
+                Ok(())
+            }) as _
+        };
+        Self {
+            link: Link::new(servers, Box::new(prepare)),
+            spec,
+            content_type,
+            pulling: AsyncMutex::default(),
+            given: Arc::default(),
+            settled: Notify::new(),
+            closed: CancellationToken::new(),
+            ack_wait_ms,
+            clock,
+        }
+    }
+
+    fn given(&self) -> MutexGuard<'_, Given> {
+        lock(&self.given)
+    }
+
+    /// An inbox on a connection, which may be a new one. What is given out by then comes again, and
+    /// at once if the server still hears of it.
+    async fn connect(&self) -> Result<Session, Down> {
+        let client = self.link.client().await?;
+        let inbox: Subject = client.new_inbox().into();
+        let messages = client.subscribe(inbox.clone()).await.map_err(|_| Down::lost())?;
+        let before = std::mem::replace(&mut *self.given(), Given { client: Some(client.clone()), ..Given::default() });
+        self.given().tokens = before.tokens;
+        let mut given_back: Vec<(u64, Subject)> = before.replies.into_iter().collect();
+        given_back.sort_unstable_by_key(|(number, _)| *number);
+        for (_, reply) in given_back {
+            client.publish(reply, NAK).await.map_err(|_| Down::lost())?;
+        }
+        let (given, clock) = (Arc::clone(&self.given), Arc::clone(&self.clock));
+        let every = Duration::from_millis(self.ack_wait_ms.load(Ordering::Relaxed).max(300) / 3);
+        let progress = AbortOnDropHandle::new(tokio::spawn(report_progress(client.clone(), given, clock, every)));
+        Ok(Session { client, inbox, messages, asked: 0, _progress: progress })
+    }
+
+    /// The next messages of this session, once there are any.
+    async fn pull(&self, session: &mut Session, max: usize) -> Result<Vec<SourceMessage>, Down> {
+        loop {
+            let settled = self.settled.notified();
+            if session.asked == 0 {
+                let room = self.spec.in_flight_max.saturating_sub(self.given().replies.len()).min(max);
+                if room == 0 {
+                    settled.await;
+                    continue;
+                }
+                self.ask(session, room).await?;
+            }
+            // The inbox ends with its connection.
+            let message = tokio::select! {
+                message = session.messages.next() => message.ok_or_else(Down::lost)?,
+                () = self.clock.sleep(SILENCE_MAX) => return Err(Down::lost()),
+            };
+            let Some(first) = self.take(session, message)? else { continue };
+            let mut messages = vec![first];
+            while messages.len() < max
+                && let Some(Some(message)) = session.messages.next().now_or_never()
+            {
+                messages.extend(self.take(session, message)?);
+            }
+            return Ok(messages);
+        }
+    }
+
+    async fn ask(&self, session: &mut Session, count: usize) -> Result<(), Down> {
+        let ConsumerSpec { stream, name, .. } = &self.spec;
+        let request = json!({ "batch": count, "expires": nanos(EXPIRES), "idle_heartbeat": nanos(HEARTBEAT) });
+        let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}");
+        let asked = session.client.publish_with_reply(subject, session.inbox.clone(), request.to_string().into());
+        // Counted first: what was asked for may come although we are dropped here.
+        session.asked = count;
+        asked.await.map_err(|_| Down::lost())
+    }
+
+    /// What came on the inbox: a message, or the server's word on what was asked for.
+    fn take(&self, session: &mut Session, message: Message) -> Result<Option<SourceMessage>, Down> {
+        let Some(status) = message.status else {
+            session.asked = session.asked.saturating_sub(1);
+            let mut given = self.given();
+            given.tokens += 1;
+            let number = given.tokens;
+            given.replies.extend(message.reply.clone().map(|reply| (number, reply)));
+            let token = AckToken::new(number.to_be_bytes().to_vec());
+            return Ok(Some(SourceMessage { message: raw_message(message, &self.content_type), token }));
+        };
+        let why = message.description.unwrap_or_default();
+        match status {
+            StatusCode::IDLE_HEARTBEAT => Ok(None),
+            // Its time is over, there was nothing, or somebody else leads: ask again.
+            StatusCode::TIMEOUT | StatusCode::NOT_FOUND => {
+                session.asked = 0;
+                Ok(None)
+            }
+            _ if why.contains("Leadership Change") => {
+                session.asked = 0;
+                Ok(None)
+            }
+            status => {
+                let ConsumerSpec { stream, name, .. } = &self.spec;
+                let text = format!("the consumer {name} of the stream {stream} gives nothing: {status} {why}");
+                Err(Down::new(ErrorKind::Unavailable, "nats_pull_ended", text.trim_end()))
+            }
+        }
+    }
+
+    /// Tells the server of each, then waits for its word on the last: it hears them in order.
+    async fn settle(&self, tokens: &[AckToken], word: Bytes) -> Result<()> {
+        let number = |token: &AckToken| token.as_bytes().try_into().map(u64::from_be_bytes).ok();
+        let numbers: Vec<u64> = tokens.iter().filter_map(number).collect();
+        let (client, mut replies) = {
+            let given = self.given();
+            let replies: Vec<Subject> =
+                numbers.iter().filter_map(|number| given.replies.get(number).cloned()).collect();
+            (given.client.clone(), replies)
+        };
+        let (Some(client), Some(last)) = (client, replies.pop()) else { return Ok(()) };
+        let sent = join_all(replies.into_iter().map(|reply| client.publish(reply, word.clone()))).await;
+        let request = Request::new().payload(word).timeout(Some(SETTLE_TIMEOUT));
+        let confirmed = client.send_request(last, request).await;
+        let settled = match confirmed {
+            Ok(_) if sent.iter().all(|sent| sent.is_ok()) => Ok(()),
+            Err(error) if matches!(error.kind(), RequestErrorKind::TimedOut | RequestErrorKind::NoResponders) => {
+                let text = "the server did not confirm what was settled; it may come again";
+                Err(Error::new(ErrorKind::Unavailable, "settle", "nats_settle_timeout", text))
+            }
+            // The connection is lost: the tokens are of an earlier one, and are given back on the
+            // next.
+            _ => return Ok(()),
+        };
+        self.given().replies.retain(|number, _| !numbers.contains(number));
+        self.settled.notify_waiters();
+        settled
+    }
+}
+
+const ACK: Bytes = Bytes::from_static(b"+ACK");
+const NAK: Bytes = Bytes::from_static(b"-NAK");
+const TERM: Bytes = Bytes::from_static(b"+TERM");
+const PROGRESS: Bytes = Bytes::from_static(b"+WPI");
+
+/// Tells the server of everything that is given out that it is worked on.
+async fn report_progress(client: Client, given: Arc<Mutex<Given>>, clock: Arc<dyn Clock>, every: Duration) {
+    while is_alive(&client) {
+        clock.sleep(every).await;
+        let replies: Vec<Subject> = lock(&given).replies.values().cloned().collect();
+        for reply in replies {
+            if client.publish(reply, PROGRESS).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+fn lock(given: &Mutex<Given>) -> MutexGuard<'_, Given> {
+    given.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[async_trait]
+impl Source for NatsSource {
+    fn capabilities(&self) -> SourceCapabilities {
+        SourceCapabilities {
+            in_flight_max: self.spec.in_flight_max,
+            // What is given back comes behind what was given out meanwhile.
+            ordered: false,
+            nak_delay: true,
+            dead_letters: false,
+        }
+    }
+
+    async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
+        let next = async {
+            let mut pulling = self.pulling.lock().await;
+            let session = match pulling.take().filter(|session| is_alive(&session.client)) {
+                Some(session) => session,
+                None => self.connect().await?,
+            };
+            // Kept while we wait: dropped, we lose nothing that comes on the inbox.
+            let session = pulling.insert(session);
+            let pulled = self.pull(session, max.max(1)).await;
+            if pulled.is_err()
+                && let Some(session) = pulling.take()
+            {
+                self.link.discard(&session.client).await;
+            }
+            pulled
+        };
+        tokio::select! {
+            biased;
+            () = self.closed.cancelled() => Ok(Vec::new()),
+            next = next => next.map_err(|down: Down| down.error(OPERATION)),
+        }
+    }
+
+    async fn ack(&self, tokens: &[AckToken]) -> Result<()> {
+        self.settle(tokens, ACK).await
+    }
+
+    async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
+        let word = match delay {
+            Duration::ZERO => NAK,
+            delay => format!("-NAK {}", json!({ "delay": nanos(delay) })).into(),
+        };
+        self.settle(tokens, word).await
+    }
+
+    async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
+        self.settle(tokens, TERM).await
+    }
+
+    async fn close(&self) {
+        self.closed.cancel();
+        if let Some(mut session) = self.pulling.lock().await.take() {
+            // What was asked for and came is given back too.
+            while let Some(Some(message)) = session.messages.next().now_or_never() {
+                let _ = self.take(&mut session, message);
+            }
+        }
+        let tokens: Vec<AckToken> =
+            self.given().replies.keys().map(|number| AckToken::new(number.to_be_bytes().to_vec())).collect();
+        // What the server does not hear of comes again after the consumer's wait.
+        let _ = self.settle(&tokens, NAK).await;
+        self.link.close().await;
+    }
+}

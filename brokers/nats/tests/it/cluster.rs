@@ -1,0 +1,71 @@
+//! Three servers and a stream with three replicas, whose leader is killed under load.
+
+use std::time::Duration;
+
+use postbox_testkit::servers::{NatsVersion, PrivateNats};
+use serde_json::{Value, json};
+use tokio::time::timeout;
+
+use crate::broker::{PATIENCE, api, stored, stream};
+use crate::faults::whole_and_in_order;
+use crate::stand::{Working, sink};
+
+#[tokio::test]
+async fn a_leader_that_is_killed_under_load_loses_and_repeats_nothing() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let mut nodes = PrivateNats::launch_cluster(version).await;
+        let urls = [nodes[0].url(), nodes[1].url(), nodes[2].url()];
+        let client = async_nats::connect(&urls[..]).await.expect("a client");
+        stream(&client, "EVENTS", &["in.>"], json!({ "num_replicas": 3 })).await;
+        let working = Working::start(sink(&urls.join(","), "subject = \"in.{topic}\"\nstream = \"EVENTS\"").await);
+        let mut appended = 0;
+        for _ in 0..3 {
+            working.append(appended..appended + 1_000).await;
+            appended += 1_000;
+            let leader = leader_once(&client, appended - 900).await;
+            nodes[leader].kill();
+            // Another one leads and takes the rest.
+            working.append(appended..appended + 200).await;
+            appended += 200;
+            leader_once(&client, appended).await;
+            nodes[leader].start().await;
+            current(&client).await;
+        }
+        let snapshot = working.relay.metrics().snapshot();
+        working.stop().await;
+        whole_and_in_order(&stored(&client, "EVENTS").await, appended);
+        assert_eq!((snapshot.dead, snapshot.delivered), (0, appended as u64), "{version:?}");
+    }
+}
+
+/// Who leads, once so many messages are stored.
+async fn leader_once(client: &async_nats::Client, count: usize) -> usize {
+    let there = async {
+        loop {
+            if let Ok(info) = api(client, "STREAM.INFO.EVENTS", Value::Null).await
+                && info["state"]["messages"].as_u64() >= Some(count as u64)
+                && let Some(leader) = info["cluster"]["leader"].as_str()
+            {
+                return leader[1..].parse().expect("n and its number");
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, there).await.expect("they are stored in time")
+}
+
+/// Waits until all replicas have everything.
+async fn current(client: &async_nats::Client) {
+    let all = async {
+        loop {
+            if let Ok(info) = api(client, "STREAM.INFO.EVENTS", Value::Null).await {
+                let replicas = info["cluster"]["replicas"].as_array().cloned().unwrap_or_default();
+                if replicas.len() == 2 && replicas.iter().all(|replica| replica["current"] == true) {
+                    return;
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(PATIENCE, all).await.expect("the replicas catch up");
+}

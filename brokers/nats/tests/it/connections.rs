@@ -1,0 +1,114 @@
+//! Who we are, and whom we talk to.
+
+use postbox_core::{ErrorKind, NewEvent};
+use postbox_testkit::servers::{NatsVersion, PrivateNats};
+use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use tokio::net::TcpSocket;
+
+use crate::broker::Broker;
+use crate::stand::{said, send, sink, source};
+
+/// The seed of the documentation of NATS, and its public half.
+const SEED: &str = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY";
+const PUBLIC: &str = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4";
+
+const KEYS: &str = "subject = \"in.{topic}\"\nstream = \"EVENTS\"\ncreate = {}\n";
+
+async fn outcome(url: &str, auth: &str) -> (&'static str, String) {
+    said(&send(&sink(url, &format!("{KEYS}{auth}")).await, NewEvent::json("t", "{}")).await)
+}
+
+#[tokio::test]
+async fn each_way_to_say_who_we_are_is_understood() {
+    for (server, right, wrong) in [
+        (
+            "authorization { user: a, password: b }".to_owned(),
+            "auth = { user = \"a\", password = \"b\" }".to_owned(),
+            "auth = { user = \"a\", password = \"c\" }",
+        ),
+        (
+            "authorization { token: secret-token }".to_owned(),
+            "auth = { token = \"secret-token\" }".to_owned(),
+            "auth = { token = \"x\" }",
+        ),
+        (
+            format!("authorization {{ users: [ {{ nkey: {PUBLIC} }} ] }}"),
+            format!("auth = {{ nkey = \"{SEED}\" }}"),
+            "auth = { user = \"a\", password = \"b\" }",
+        ),
+    ] {
+        let server = PrivateNats::launch_with(NatsVersion::V2_15, &server).await;
+        assert_eq!(outcome(&server.url(), &right).await.0, "delivered", "{right}");
+        for wrong in [wrong, ""] {
+            assert_eq!(outcome(&server.url(), wrong).await, ("unavailable", "nats_unauthorized".to_owned()), "{wrong}");
+        }
+        let refused = source(&server.url(), "stream = \"EVENTS\"").await.next(1).await.expect_err("refused");
+        assert_eq!((refused.kind(), refused.code()), (ErrorKind::Unauthorized, "nats_unauthorized"));
+        assert!(!format!("{refused:?}").contains("secret-token"));
+    }
+}
+
+#[tokio::test]
+async fn tls_needs_the_right_authority_and_shows_our_certificate() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).expect("written");
+    let ca_key = KeyPair::generate().expect("a key");
+    let mut ca = CertificateParams::new(Vec::new()).expect("parameters");
+    ca.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    write("ca.pem", ca.self_signed(&ca_key).expect("signed").pem());
+    let issuer = Issuer::new(ca, ca_key);
+    for (name, usage) in
+        [("server", ExtendedKeyUsagePurpose::ServerAuth), ("client", ExtendedKeyUsagePurpose::ClientAuth)]
+    {
+        let key = KeyPair::generate().expect("a key");
+        let mut of = CertificateParams::new(vec!["127.0.0.1".to_owned()]).expect("parameters");
+        of.extended_key_usages = vec![usage];
+        write(&format!("{name}.pem"), of.signed_by(&key, &issuer).expect("signed").pem());
+        write(&format!("{name}.key"), key.serialize_pem());
+    }
+    // The server runs as somebody else.
+    for name in ["ca.pem", "server.pem", "server.key"] {
+        use std::os::unix::fs::PermissionsExt as _;
+        std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).expect("ours");
+        std::fs::set_permissions(folder.path().join(name), std::fs::Permissions::from_mode(0o644)).expect("ours");
+    }
+    let config = format!(
+        "tls {{ cert_file: {:?}, key_file: {:?}, ca_file: {:?}, verify: true }}\n",
+        path("server.pem"),
+        path("server.key"),
+        path("ca.pem")
+    );
+    let server = PrivateNats::launch_with(NatsVersion::V2_15, &config).await;
+    let ca = format!("ca_file = {:?}", path("ca.pem"));
+    let cert = format!("client_cert = {:?}, client_key = {:?}", path("client.pem"), path("client.key"));
+    assert_eq!(outcome(&server.url(), &format!("tls = {{ {ca}, {cert} }}")).await.0, "delivered");
+    assert_eq!(
+        outcome(&server.url().replace("nats:", "tls:"), &format!("tls = {{ {ca}, {cert} }}")).await.0,
+        "delivered"
+    );
+    for without in [format!("tls = {{ {cert} }}"), format!("tls = {{ {ca} }}")] {
+        assert_eq!(outcome(&server.url(), &without).await.0, "unavailable", "{without}");
+    }
+}
+
+/// A server without TLS is not talked to where TLS is required.
+#[tokio::test]
+async fn required_tls_is_not_given_up() {
+    let broker = Broker::launch(NatsVersion::V2_15, "").await;
+    assert_eq!(outcome(&broker.server.url(), "tls = {}").await.0, "unavailable");
+    assert_eq!(outcome(&broker.server.url().replace("nats:", "tls:"), "").await.0, "unavailable");
+    assert!(broker.stored("EVENTS").await.is_empty());
+}
+
+#[tokio::test]
+async fn the_next_server_is_asked_where_one_is_away() {
+    let nobody = TcpSocket::new_v4().expect("a socket");
+    nobody.bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
+    let away = format!("nats://{}", nobody.local_addr().expect("an address"));
+    assert_eq!(outcome(&away, "").await, ("unavailable", "connect_refused".to_owned()));
+    let broker = Broker::launch(NatsVersion::V2_15, "").await;
+    assert_eq!(outcome(&format!("{away}, {}", broker.server.url()), "").await.0, "delivered");
+    let none = source(&away, "stream = \"S\"").await.next(1).await.expect_err("nobody");
+    assert_eq!((none.kind(), none.code()), (ErrorKind::Unavailable, "connect_refused"));
+}
