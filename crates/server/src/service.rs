@@ -1,4 +1,5 @@
-//! The service: relays, receivers, the retention sweep and the HTTP side, started together, stopped together.
+//! The service: relays, receivers, the retention sweep and the HTTP side, started together, stopped
+//! together.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
