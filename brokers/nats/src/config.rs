@@ -92,7 +92,7 @@ table! {
         /// The stream that is to take the events; no other may.
         stream: Option<String> = text(name), unset("whichever takes the subject", r#""ORDERS""#);
         /// How `stream` is made if it is missing.
-        create: Option<CreateTable> = nested::<CreateTable>(), unset("never", "{ replicas = 3 }");
+        create: Option<CreateTable> = nested::<CreateTable>(), unset("never", r#"{ replicas = 3, duplicate_window = "1h" }"#);
         /// What a message holds.
         ///
         /// See [envelopes](envelopes.md).
