@@ -1,7 +1,7 @@
 //! Steps of a suite: run, timed, summed up at the end.
 
 use std::io::Write as _;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Runs steps, also after one that failed, so that one run tells everything that is wrong.
@@ -31,38 +31,6 @@ impl Steps {
             anyhow::ensure!(status.success(), "{cure}");
             Ok(())
         })
-    }
-
-    /// Runs commands beside each other. The first writes here, what the others write comes at the
-    /// end of each.
-    pub(crate) fn together(&mut self, commands: Vec<(&'static str, &'static str, Command)>) {
-        println!("\n── {}", commands.iter().map(|(name, ..)| *name).collect::<Vec<_>>().join("\n── "));
-        let _ = std::io::stdout().flush();
-        let start = Instant::now();
-        let run = |first: bool, name: &'static str, cure: &str, mut command: Command| {
-            let output = match first {
-                true => command.stdout(Stdio::inherit()).stderr(Stdio::inherit()).output(),
-                false => command.output(),
-            };
-            let failure = match output {
-                Ok(output) => {
-                    if !first {
-                        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
-                        println!("\n── {name}\n{text}");
-                    }
-                    (!output.status.success()).then(|| cure.to_owned())
-                }
-                Err(error) => Some(format!("{:?}: {error}", command.get_program())),
-            };
-            Step { name, took: start.elapsed(), failure }
-        };
-        std::thread::scope(|scope| {
-            let commands = commands.into_iter().enumerate();
-            let running: Vec<_> = commands
-                .map(|(n, (name, cure, command))| scope.spawn(move || run(n == 0, name, cure, command)))
-                .collect();
-            self.done.extend(running.into_iter().map(|step| step.join().expect("a step does not panic")));
-        });
     }
 
     /// Runs anything.

@@ -37,11 +37,11 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
         examples(&mut steps);
     }
     if build(&mut steps) {
-        let mut commands = vec![tests()];
+        // One after the other: tests of leases and deadlines fail beside what takes the processor.
+        tests(&mut steps);
         if !fast {
-            commands.extend(beside()?);
+            proofs(&mut steps)?;
         }
-        steps.together(commands);
     }
     Ok(steps.sum_up())
 }
@@ -56,10 +56,8 @@ fn build(steps: &mut Steps) -> bool {
     steps.command("build: programs", cure, &mut programs) && steps.command("build: tests", cure, &mut tests)
 }
 
-type Commands = Vec<(&'static str, &'static str, Command)>;
-
-fn tests() -> (&'static str, &'static str, Command) {
-    let name = "tests: layers, units, conformance on every store, end to end";
+fn tests(steps: &mut Steps) -> bool {
+    let name = "tests: layers, units, conformance on every store and broker, end to end";
     let mut command = cargo();
     if answers("cargo-nextest", &["nextest", "--version"]) {
         let cure = "a test failed above; run it alone: cargo nextest run --workspace --all-features -E 'test(NAME)'";
@@ -67,28 +65,25 @@ fn tests() -> (&'static str, &'static str, Command) {
         // Most of a test's time is waiting.
         let threads = 2 * std::thread::available_parallelism().map_or(1, usize::from);
         command.args(["--hide-progress-bar", "--test-threads", &threads.to_string()]);
-        (name, cure, command)
+        steps.command(name, cure, &mut command)
     } else {
         println!("cargo-nextest is not installed (quicker: cargo install --locked cargo-nextest); using cargo test");
         command.args(["test", "--quiet"]).args(WORKSPACE).args(["--all-targets", "--no-fail-fast"]);
-        (name, "a test failed above; run it alone: cargo test --workspace --all-features NAME", command)
+        let cure = "a test failed above; run it alone: cargo test --workspace --all-features NAME";
+        steps.command(name, cure, &mut command)
     }
 }
 
-/// What uses the processor while the tests wait for disks, locks and leases, and leaves it to them
-/// when they do not; and what waits itself most of the time.
-fn beside() -> anyhow::Result<Commands> {
-    let cure = "a seed failed above, with the command that replays it";
+/// The simulator and the crash ledger.
+fn proofs(steps: &mut Steps) -> anyhow::Result<()> {
     let programs = crate::target()?.join("debug");
-    let simulations = SIMULATIONS.map(|(name, how)| {
-        let mut command = Command::new("nice");
-        command.arg("-n15").arg(programs.join("simulate")).args(how);
-        (name, cure, command)
-    });
+    for (name, how) in SIMULATIONS {
+        let cure = "a seed failed above, with the command that replays it";
+        steps.command(name, cure, Command::new(programs.join("simulate")).args(how));
+    }
     let cure = "a promise broke, or the run did not end: the table above, and what its folder holds, say which";
-    let mut commands = Commands::from(simulations);
-    commands.push(("crash ledger: 100,000 events, 100 faults", cure, crate::ledger(&programs)?));
-    Ok(commands)
+    steps.command("crash ledger: 100,000 events, 100 faults", cure, &mut crate::ledger(&programs)?);
+    Ok(())
 }
 
 fn documentation(steps: &mut Steps) {
