@@ -60,16 +60,25 @@ fn commented(keys: &[Key], all: bool) -> String {
             true => beside,
             false => format!("{}{code}\n", comment(&summary)),
         });
+        // A second key of the same choice needs no second list.
+        let kinds = |key: &Key| key.shape.variants.iter().map(|variant| variant.name).collect::<Vec<_>>();
+        if keys.iter().take_while(|earlier| earlier.name != key.name).any(|earlier| kinds(earlier) == kinds(key)) {
+            continue;
+        }
         for (index, Variant { name, doc, keys, example }) in key.shape.variants.iter().enumerate() {
             let head = if index == 0 { name } else { example };
-            lines.push_str(&comment(&format!(
-                "{head}: {}{}",
-                plain(doc),
-                names(" Keys", keys.iter().map(|key| key.name))
-            )));
+            let keys: Vec<String> = keys.iter().map(with_nested).collect();
+            let keys = names(" Keys", keys.iter().map(String::as_str));
+            lines.push_str(&comment(&format!("{head}: {}{keys}", plain(doc))));
         }
     }
     lines + &comment(&names("More keys", rest.into_iter()))
+}
+
+/// A key's name, and those in it.
+fn with_nested(key: &Key) -> String {
+    let nested: Vec<&str> = key.shape.keys.iter().map(|key| key.name).collect();
+    if nested.is_empty() { key.name.to_owned() } else { format!("{} ({})", key.name, nested.join(", ")) }
 }
 
 fn names<'a>(head: &str, names: impl Iterator<Item = &'a str>) -> String {

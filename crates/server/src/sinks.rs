@@ -18,6 +18,12 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "http", url = "https://example.org/hook", secret = "env:HOOK_SECRET" }"#,
         |keys| Arc::new(HttpSinkTable::read(keys)),
     ),
+    #[cfg(feature = "nats")]
+    Adapter::new::<postbox_nats::NatsSinkTable>(
+        "nats",
+        r#"{ type = "nats", url = "nats://127.0.0.1:4222", subject = "orders.{topic}" }"#,
+        |keys| Arc::new(postbox_nats::NatsSinkTable::read(keys)),
+    ),
     #[cfg(feature = "redis")]
     Adapter::new::<postbox_redis::RedisSinkConfig>(
         "redis",
@@ -27,12 +33,6 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
     Adapter::new::<BusTable>("bus", r#"{ type = "bus", url = "env:OTHER_DATABASE_URL", log = "inbox" }"#, |keys| {
         Arc::new(BusTable::read(keys))
     }),
-    #[cfg(feature = "nats")]
-    Adapter::new::<postbox_nats::NatsSinkTable>(
-        "nats",
-        r#"{ type = "nats", url = "nats://127.0.0.1:4222", subject = "orders.{topic}" }"#,
-        |keys| Arc::new(postbox_nats::NatsSinkTable::read(keys)),
-    ),
     Adapter::new::<FileTable>("file", r#"{ type = "file", path = "events.jsonl" }"#, |keys| {
         Arc::new(FileTable::read(keys))
     }),
