@@ -21,6 +21,8 @@ use tokio::sync::Mutex as AsyncMutex;
 
 use self::broker::{Broker, drain, publish};
 
+/// How often it is looked whether a connection has gone.
+const LOOK: Duration = Duration::from_millis(1);
 /// What the server takes, headers included.
 const MAX_PAYLOAD: usize = 512 * 1024;
 /// The headers of an event of the topic `t` without key, as bytes on the wire.
@@ -152,6 +154,10 @@ impl SourceFixture for Consumer {
 
     async fn disconnect(&self) {
         self.proxy.reset();
+        // Until then an ack could still pass.
+        while self.proxy.connections() > 0 {
+            tokio::time::sleep(LOOK).await;
+        }
     }
 
     async fn dead_letters(&self) -> Vec<RawMessage> {
