@@ -133,13 +133,8 @@ impl PrivateNats {
 
     /// Freezes it: connections stay, nobody answers. When it returns, no thread of it runs.
     pub fn freeze(&self) {
-        self.signal("STOP");
-        let id = self.server.as_ref().expect("the server is running: call start first").id();
-        let deadline = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
-        while !is_stopped(id) {
-            assert!(Instant::now() < deadline, "the server does not stand still");
-            std::thread::yield_now();
-        }
+        let server = self.server.as_ref().expect("the server is running: call start first");
+        process::freeze(server.id()).expect("our own child can be frozen");
     }
 
     /// Ends [`Self::freeze`].
@@ -182,15 +177,6 @@ impl PrivateNats {
         let server = self.server.as_ref().expect("the server is running: call start first");
         process::signal(server.id(), signal).expect("our own child can be signalled");
     }
-}
-
-/// Whether every thread of a process has obeyed SIGSTOP: on a busy machine that takes a moment.
-fn is_stopped(id: u32) -> bool {
-    let Ok(threads) = fs::read_dir(format!("/proc/{id}/task")) else { return false };
-    threads.flatten().all(|thread| {
-        let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-        stat.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with('T'))
-    })
 }
 
 impl Drop for PrivateNats {

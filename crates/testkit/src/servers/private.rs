@@ -147,7 +147,7 @@ impl PrivatePostgres {
         const WAL_WRITER: &str = "SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'";
         let client = connect(&self.url()).await.expect("the server is running: call start first");
         let pid = client.query_one(WAL_WRITER, &[]).await.expect("a server has one").get(0);
-        process::signal(pid, "STOP").expect("a process of our own server");
+        process::freeze(pid).expect("a process of our own server");
         self.frozen = Some(pid);
     }
 

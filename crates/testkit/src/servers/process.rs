@@ -5,8 +5,12 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+
+/// It takes microseconds; more than this is a hang.
+const FREEZE_TIME_MAX: Duration = Duration::from_secs(20);
 
 /// Stops the process in the pid file `$1` with signal `$3` if it works in folder `$2` (the pid may
 /// be another process's by now), waits until it is gone (a zombie has no folder), and removes
@@ -83,6 +87,26 @@ pub(super) fn signal(pid: impl std::fmt::Display, signal: &str) -> anyhow::Resul
         .context("sh")?;
     anyhow::ensure!(status.success(), "cannot send {signal} to process {pid}");
     Ok(())
+}
+
+/// Freezes a process of ours. When it returns, no thread of it runs: on a busy machine SIGSTOP is
+/// obeyed a moment later.
+pub(super) fn freeze(pid: impl std::fmt::Display) -> anyhow::Result<()> {
+    signal(&pid, "STOP")?;
+    let deadline = Instant::now() + FREEZE_TIME_MAX;
+    while !is_stopped(&pid)? {
+        anyhow::ensure!(Instant::now() < deadline, "process {pid} does not stand still");
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+fn is_stopped(pid: impl std::fmt::Display) -> anyhow::Result<bool> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).context("the process is gone")?;
+    Ok(threads.flatten().all(|thread| {
+        let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with('T'))
+    }))
 }
 
 /// A server that a guard stops, and what it removes afterwards.

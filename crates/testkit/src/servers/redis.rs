@@ -118,9 +118,10 @@ impl PrivateRedis {
         process::own_folder(&data, 0o700).expect("our own folder");
     }
 
-    /// Freezes it: connections stay, nobody answers.
+    /// Freezes it: connections stay, nobody answers. When it returns, no thread of it runs.
     pub fn freeze(&self) {
-        self.signal("STOP");
+        let server = self.server.as_ref().expect("the server is running: call start first");
+        process::freeze(server.id()).expect("our own child can be frozen");
     }
 
     /// Ends [`Self::freeze`].
