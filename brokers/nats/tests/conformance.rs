@@ -65,14 +65,10 @@ impl SinkFixture for Stream {
 
     fn traits(&self) -> SinkTraits {
         SinkTraits {
-            refuses: true,
-            fails: true,
             // It asks nobody for less.
             throttles: false,
-            hangs: true,
-            goes_down: true,
-            dedupe_ids: true,
             payload_bytes_max: Some(MAX_PAYLOAD - HEADERS.len()),
+            ..SinkTraits::ALL
         }
     }
 

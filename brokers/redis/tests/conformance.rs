@@ -61,14 +61,10 @@ impl SinkFixture for SinkBroker {
 
     fn traits(&self) -> SinkTraits {
         SinkTraits {
-            refuses: true,
-            fails: true,
             // Redis never asks for less.
             throttles: false,
-            hangs: true,
-            goes_down: true,
-            dedupe_ids: true,
             payload_bytes_max: Some(PAYLOAD_BYTES_MAX),
+            ..SinkTraits::ALL
         }
     }
 
