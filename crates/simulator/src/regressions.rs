@@ -1,6 +1,6 @@
 //! Plans that found defects, as they were left after everything else was taken away.
 
-use crate::plan::{At, End, Fate, Mishap, Plan, Shape, Step};
+use crate::plan::{At, End, Fate, Fault, Mishap, Plan, Shape, Step};
 use crate::run::run_plan;
 use crate::server::Store;
 
@@ -54,4 +54,32 @@ fn a_store_that_went_back_to_a_lower_epoch_is_read_on() {
         write(600, 3, Fate::Fine),
     ];
     holds(shape(1, 50, false, 800), &steps);
+}
+
+/// The simulator's own defect: some calls of a relay stood still after the faults had ended, while
+/// it went on.
+#[test]
+fn a_relay_that_stands_still_goes_on_as_a_whole_when_the_faults_end() {
+    let fault = |operation, nth, fault| Step::Fault { relay: 1, operation, nth, fault };
+    for seed in 0..20 {
+        let shape = Shape { sink: 3, ..shape(3, 1, false, 1_200) };
+        let steps = vec![
+            Step::Write {
+                at: 628,
+                held: 207,
+                key: None,
+                events: 4,
+                topic: 0,
+                wait: 0,
+                fate: Fate::Fine,
+                end: End::Savepoint,
+            },
+            Step::Start { at: 0, relay: 1 },
+            fault("renew", 2, Fault::Freeze(2_648)),
+            fault("acquire", 0, Fault::Late(1_786)),
+            fault("acquire", 3, Fault::Twice(1_870)),
+        ];
+        let (violation, _, history) = run_plan(Plan { seed, store: Store::Memory, shape, steps }, true);
+        assert_eq!(violation, None, "{}", history.join("\n"));
+    }
 }

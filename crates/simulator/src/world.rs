@@ -8,6 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{Call, Clock, Delivery, Error, ErrorKind, Event, Lease, LogName, Result, Subscription, Wire};
+use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until};
 
 use crate::gate::SimTime;
@@ -40,6 +41,8 @@ pub(crate) struct World {
     generation: AtomicU64,
     /// No more faults.
     calm: AtomicBool,
+    /// A relay that stands still when they end goes on, with all it does.
+    thaw: Notify,
     /// Calls that the server executes later.
     late: AtomicU64,
     stalled: [AtomicU64; RELAYS_MAX as usize + 1],
@@ -118,6 +121,7 @@ impl World {
             time,
             generation: AtomicU64::new(0),
             calm: AtomicBool::new(false),
+            thaw: Notify::new(),
             late: AtomicU64::new(0),
             stalled: Default::default(),
             outages,
@@ -157,6 +161,7 @@ impl World {
     pub(crate) fn calm(&self) {
         self.calm.store(true, Ordering::Relaxed);
         self.stalled.iter().for_each(|until| until.store(0, Ordering::Relaxed));
+        self.thaw.notify_waiters();
         self.note(|| "the faults end".to_owned());
     }
 
@@ -178,7 +183,11 @@ impl World {
     async fn gate(&self, relay: u8) {
         let until = self.stalled[usize::from(relay)].load(Ordering::Relaxed);
         if until > self.now() {
-            sleep_until(self.time.zero() + Duration::from_millis(until)).await;
+            tokio::select! {
+                biased;
+                () = self.thaw.notified() => {}
+                () = sleep_until(self.time.zero() + Duration::from_millis(until)) => {}
+            }
         }
     }
 
