@@ -120,45 +120,62 @@ impl Context {
         }
     }
 
-    /// The subscriptions in the store that are meant. Configured ones that the store has not seen
-    /// yet are made first, so that what is waiting for them is counted before their relay ever ran.
+    /// The subscriptions in the store that are meant. Looks only: `run` and `dispatch` make those
+    /// that are configured.
     pub(crate) async fn registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
         let mut infos = store.subscriptions().await?;
-        let missing = self.config.subscriptions.iter().map(|config| &config.subscription);
-        let missing: Vec<_> = missing.filter(|wanted| infos.iter().all(|info| info.name != wanted.name)).collect();
-        if !missing.is_empty() {
-            for subscription in missing {
-                store.subscribe(subscription).await?;
-            }
-            infos = store.subscriptions().await?;
-        }
-        if let Some(log) = &self.log {
-            infos.retain(|info| info.log == *log);
-        }
+        infos.retain(|info| self.log.as_ref().is_none_or(|log| info.log == *log));
         let Some(only) = &self.only else { return Ok(infos) };
+        if self.never_run(&infos).next().is_some() {
+            return Err(Failure::failed(never_run(only)));
+        }
         let known: Vec<String> = infos.iter().map(|info| info.name.to_string()).collect();
         let meant: Vec<_> = infos.into_iter().filter(|info| info.name == *only).collect();
         if meant.is_empty() { Err(unknown_subscription(only.as_str(), known)) } else { Ok(meant) }
     }
 
+    /// The configured subscriptions that are meant and that the store does not know.
+    pub(crate) fn never_run<'a>(
+        &'a self,
+        infos: &'a [SubscriptionInfo],
+    ) -> impl Iterator<Item = &'a SubscriptionName> + 'a {
+        let configured = self.config.subscriptions.iter().map(|config| &config.subscription);
+        let meant = configured
+            .filter(|wanted| self.log.as_ref().is_none_or(|log| wanted.log == *log))
+            .filter(|wanted| self.only.as_ref().is_none_or(|only| wanted.name == *only));
+        meant.filter(|wanted| infos.iter().all(|info| info.name != wanted.name)).map(|wanted| &wanted.name)
+    }
+
     /// As [`Self::registered`], and at least one.
     pub(crate) async fn some_registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
         let infos = self.registered(store).await?;
-        if infos.is_empty() {
-            return Err(Failure::failed(match &self.log {
-                None => "there is no subscription yet; add [subscriptions.NAME] to the configuration and name it with --config".to_owned(),
-                Some(log) => format!(
-                    "no subscription reads {log} yet; add [subscriptions.NAME] with log = \"{log}\" to the configuration and name it with --config"
-                ),
-            }));
+        if !infos.is_empty() {
+            return Ok(infos);
         }
-        Ok(infos)
+        Err(Failure::failed(match (self.never_run(&infos).next(), &self.log) {
+            (Some(name), _) => never_run(name),
+            (None, None) => {
+                "there is no subscription yet; add [subscriptions.NAME] to the configuration and name it with --config"
+                    .to_owned()
+            }
+            (None, Some(log)) => format!(
+                "no subscription reads {log} yet; add [subscriptions.NAME] with log = \"{log}\" to the configuration and name it with --config"
+            ),
+        }))
+    }
+
+    /// What makes somebody read `log`, which nobody reads.
+    pub(crate) fn reader_wanted(&self, log: &LogName) -> String {
+        match self.config.subscriptions.iter().any(|config| config.subscription.log == *log) {
+            true => "start `postbox run`".to_owned(),
+            false => format!("add [subscriptions.NAME] with log = \"{log}\" to postbox.toml and start `postbox run`"),
+        }
     }
 }
 
-/// What makes somebody read `log`.
-pub(crate) fn reader_wanted(log: &LogName) -> String {
-    format!("add [subscriptions.NAME] with log = \"{log}\" to postbox.toml and start `postbox run`")
+/// What is wrong with a configured subscription that the store does not know.
+pub(crate) fn never_run(name: &SubscriptionName) -> String {
+    format!("{name} was never run: nobody reads for it; start `postbox run`")
 }
 
 fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {

@@ -4,7 +4,7 @@
 use postbox_core::{LogName, Store};
 use postbox_server::status::{self, Finding, Severity};
 
-use crate::context::{Context, reader_wanted};
+use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
@@ -30,12 +30,16 @@ async fn look(context: &Context, store: &dyn Store) -> Result<Vec<Finding>, Fail
     let infos = context.registered(store).await?;
     let unread = context.unread(store).await?;
     let mut findings = Vec::new();
-    if infos.is_empty() && unread.is_empty() {
+    findings.extend(context.never_run(&infos).map(|name| Finding {
+        subscription: Some(name.to_string()),
+        ..Finding::problem("it was never run: nobody reads for it", "start `postbox run`")
+    }));
+    if findings.is_empty() && infos.is_empty() && unread.is_empty() {
         let log = context.log.clone().unwrap_or_else(LogName::outbox);
         let what = format!("there is no subscription: nobody reads the {log}");
-        findings.push(Finding::problem(what, reader_wanted(&log)));
+        findings.push(Finding::problem(what, context.reader_wanted(&log)));
     }
-    findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, reader_wanted(log))));
+    findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, context.reader_wanted(log))));
     let service = status::fetch(&context.config.server).await;
     findings.extend(status::diagnose(store, &infos, service.as_ref()).await?);
     if !context.config.sources.is_empty() {

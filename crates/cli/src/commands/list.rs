@@ -4,7 +4,7 @@ use postbox_core::{ListQuery, Record, State, SubscriptionName, TopicPattern};
 use postbox_server::status::RecordJson;
 use postbox_server::text::cut;
 
-use crate::context::{Context, reader_wanted};
+use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
@@ -50,7 +50,7 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
         for (log, count) in context.unread(store.as_ref()).await? {
             output::note(&format!(
                 "nobody reads the {log}, so its {count} event(s) are not shown: {}",
-                reader_wanted(&log)
+                context.reader_wanted(&log)
             ));
         }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use postbox_core::{Pause, Store, SubscriptionName};
 
-use crate::context::Context;
+use crate::context::{Context, never_run};
 use crate::failure::Failure;
 use crate::output;
 
@@ -44,6 +44,9 @@ async fn store_with(context: &Context, name: &SubscriptionName) -> Result<Arc<dy
     if let Some(info) = store.subscriptions().await?.iter().find(|info| info.name == *name) {
         let text = format!("{name} reads the {}; leave --log and --subscription out, or name what is meant", info.log);
         return Err(Failure::usage(text));
+    }
+    if context.never_run(&meant).any(|never| never == name) {
+        return Err(Failure::failed(never_run(name)));
     }
     Ok(store)
 }

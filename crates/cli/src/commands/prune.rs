@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use postbox_core::LogName;
 use postbox_server::text::grouped;
 
-use crate::context::Context;
+use crate::context::{Context, never_run};
 use crate::failure::Failure;
 use crate::output;
 
@@ -16,9 +16,14 @@ const NOTE_EVERY: Duration = Duration::from_secs(1);
 
 pub(super) async fn run(context: &Context, older_than: Duration) -> Result<(), Failure> {
     let store = context.store().await?;
+    let infos = context.registered(store.as_ref()).await?;
+    // What others have read, it has not.
+    if let Some(name) = context.never_run(&infos).next() {
+        return Err(Failure::failed(never_run(name)));
+    }
     let logs: BTreeSet<LogName> = match &context.log {
         Some(log) => [log.clone()].into(),
-        None => context.registered(store.as_ref()).await?.into_iter().map(|info| info.log).collect(),
+        None => infos.iter().map(|info| info.log.clone()).collect(),
     };
     let (mut pruned, mut noted) = (0, Instant::now());
     for log in &logs {

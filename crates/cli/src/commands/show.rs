@@ -4,7 +4,7 @@ use postbox_core::{Event, EventId, Record, SubscriptionInfo};
 use postbox_server::status::{NOT_SUBSCRIBED, ShowJson, is_wanted};
 use postbox_server::text::{safe_line, safe_lines};
 
-use crate::context::{Context, reader_wanted};
+use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
@@ -22,7 +22,7 @@ pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<()
             None => format!("no log has an event {id}; it was never committed, or was pruned"),
             Some((log, _)) => format!(
                 "no subscription has an event {id}; it was never committed, was pruned, or is in the {log}, which nobody reads: {}",
-                reader_wanted(log)
+                context.reader_wanted(log)
             ),
         }));
     };

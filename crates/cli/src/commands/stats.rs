@@ -5,7 +5,7 @@ use std::time::Duration;
 use postbox_server::status::{self, StatsJson};
 use postbox_server::text::{grouped, span};
 
-use crate::context::{Context, reader_wanted};
+use crate::context::{Context, never_run};
 use crate::failure::Failure;
 use crate::output;
 
@@ -22,9 +22,10 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
     for (log, count) in &unread {
         output::note(&format!(
             "nobody reads the {log}: all of its {count} event(s) are pending; {}",
-            reader_wanted(log)
+            context.reader_wanted(log)
         ));
     }
+    context.never_run(&infos).for_each(|name| output::note(&never_run(name)));
     if output::is_terminal() && !infos.is_empty() {
         table(&all)?;
     }
