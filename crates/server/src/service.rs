@@ -64,7 +64,7 @@ impl Service {
         let mut relays = Vec::with_capacity(config.subscriptions.len());
         for subscription in &config.subscriptions {
             let mut subscription = subscription.clone();
-            subscription.settings.drain_timeout = subscription.settings.drain_timeout.min(drain_timeout);
+            subscription.settings.drain_timeout = drain_timeout;
             subscribe(&store, &subscription.subscription, &clock).await?;
             let relay = wiring::relay(&store, &subscription, address, &clock).await?;
             relays.push(SupervisedRelay::new(relay, subscription.schedule.clone()));

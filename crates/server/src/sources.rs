@@ -140,10 +140,8 @@ impl Sources {
                 SourceTable::Webhook(table) => webhooks.push(table.source(name.clone())?),
                 SourceTable::Pulled(table) => {
                     let context = SourceContext { name: name.clone(), clock: Arc::clone(clock) };
-                    let settings = ReceiverSettings::default();
-                    let drain_timeout = settings.drain_timeout.min(drain_timeout);
                     let receiver = Receiver::builder(Arc::clone(store) as _, name.clone(), log.clone())
-                        .settings(ReceiverSettings { drain_timeout, ..settings })
+                        .settings(ReceiverSettings { drain_timeout, ..ReceiverSettings::default() })
                         .clock(Arc::clone(clock))
                         .pull(table.build(&context).await?)
                         .decode({
