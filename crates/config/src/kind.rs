@@ -78,6 +78,21 @@ impl<T: 'static> Kind<T> {
         };
         Self { shape, read: Box::new(checked) }
     }
+
+    /// Also takes one word in quotes, for a value that this kind has no other way to write.
+    pub fn or_word(self, word: &'static str, value: T) -> Self
+    where
+        T: Copy,
+    {
+        let Self { mut shape, read } = self;
+        shape.schema = json!({ "anyOf": [shape.schema, { "const": word }] });
+        let either = move |place: &Place<'_>| match place.value.as_str() {
+            Some(text) if text == word => Some(value),
+            Some(_) => place.fault(format!("{} is neither a number nor {word:?}", place.name)),
+            None => read(place),
+        };
+        Self { shape, read: Box::new(either) }
+    }
 }
 
 /// `true` or `false`.

@@ -1,4 +1,4 @@
-//! When to try again: exponential backoff with full jitter, or a list of delays.
+//! When to try again: exponential backoff with equal jitter, or a list of delays.
 
 use std::time::Duration;
 
@@ -6,16 +6,18 @@ use crate::clock::Random;
 
 /// The retry policy of a subscription.
 ///
-/// Full jitter (a uniform draw from zero to the capped exponential) spreads retries best under
-/// contention:
-/// <https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/>.
+/// Equal jitter (half of the capped exponential, and a uniform draw from the other half) spreads
+/// retries and still says how long they last:
+/// <https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/>. By default 24.8 to
+/// 49.6 hours: a bad deploy of the receiver on a Friday evening costs no event before Saturday
+/// evening ([Svix](https://docs.svix.com/retries) goes on for 27.6 hours).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RetryPolicy {
-    /// Attempts before an event dies; at least 1. Default 10.
+    /// Attempts before an event dies; at least 1. Default 30.
     pub attempts_max: u32,
     /// Upper bound of the first delay. Default 1 s.
     pub base: Duration,
-    /// Cap of every delay, `Retry-After` included. Default 5 min.
+    /// Cap of every delay, `Retry-After` included. Default 3 h.
     pub delay_max: Duration,
     /// Fixed delays instead of the exponential: the n-th retry waits `delays[n-1]`, the last
     /// repeats. No jitter.
@@ -24,7 +26,12 @@ pub struct RetryPolicy {
 
 impl Default for RetryPolicy {
     fn default() -> Self {
-        Self { attempts_max: 10, base: Duration::from_secs(1), delay_max: Duration::from_secs(300), delays: Vec::new() }
+        Self {
+            attempts_max: 30,
+            base: Duration::from_secs(1),
+            delay_max: Duration::from_secs(3 * 3600),
+            delays: Vec::new(),
+        }
     }
 }
 
@@ -45,7 +52,7 @@ impl RetryPolicy {
             return Some(*listed);
         }
         let ceiling = self.base.saturating_mul(1_u32 << attempt.saturating_sub(1).min(30)).min(self.delay_max);
-        Some(ceiling.mul_f64(random.unit()))
+        Some(ceiling.mul_f64(0.5 + random.unit() / 2.0))
     }
 }
 
@@ -72,10 +79,19 @@ mod tests {
     }
 
     #[test]
-    fn jitter_is_full() {
+    fn half_of_a_delay_is_jitter() {
         let policy = RetryPolicy::default();
-        assert_eq!(policy.next_delay(3, None, &Fixed(0.0)), Some(Duration::ZERO));
-        assert_eq!(policy.next_delay(3, None, &Fixed(0.5)), Some(Duration::from_secs(2)));
+        assert_eq!(policy.next_delay(3, None, &Fixed(0.0)), Some(Duration::from_secs(2)));
+        assert_eq!(policy.next_delay(3, None, &Fixed(0.5)), Some(Duration::from_secs(3)));
+    }
+
+    #[test]
+    fn the_default_lasts_a_day_whatever_the_jitter() {
+        let policy = RetryPolicy::default();
+        let span = |unit| -> Duration { (1..).map_while(|n| policy.next_delay(n, None, &Fixed(unit))).sum() };
+        let hours = |unit| span(unit).as_secs_f64() / 3600.0;
+        assert!((24.0..25.0).contains(&hours(0.0)), "{}", hours(0.0));
+        assert!((49.0..50.0).contains(&hours(1.0)), "{}", hours(1.0));
     }
 
     #[test]
@@ -91,7 +107,7 @@ mod tests {
         let policy = RetryPolicy::default();
         let wait = |seconds| policy.next_delay(1, Some(Duration::from_secs(seconds)), &MAX);
         assert_eq!(wait(7), Some(Duration::from_secs(7)));
-        assert_eq!(wait(100_000), Some(Duration::from_secs(300)));
+        assert_eq!(wait(100_000), Some(policy.delay_max));
     }
 
     #[test]

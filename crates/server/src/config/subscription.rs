@@ -82,13 +82,16 @@ table! {
     /// When a failed event goes again.
     #[check(check)]
     struct RetryTable {
-        /// Attempts before an event is dead.
-        max_attempts: u32 = integer(1..=ATTEMPTS_MAX), default(10);
-        /// Upper bound of the first wait.
+        /// Attempts before an event is dead, or `"unlimited"`. With the defaults that is after 25 to
+        /// 50 hours.
+        max_attempts: Option<u32> = integer(1..=ATTEMPTS_MAX).or_word("unlimited", u32::MAX),
+            unset("30; with `delays`, one more than there are", "30");
+        /// Upper bound of the first wait; it doubles with every attempt. Each wait is half of that to
+        /// all of it.
         base: Duration = duration(MS), default("1s");
         /// Cap of every wait, `Retry-After` included.
-        max: Duration = duration(MS), default("5m");
-        /// A list instead: the n-th retry waits so long, the last repeats.
+        max: Duration = duration(MS), default("3h");
+        /// A list instead: the n-th retry waits so long, the last repeats if `max_attempts` is higher.
         delays: Vec<Duration> = list(duration(Duration::ZERO)), unset("none", r#"["1s", "30s", "5m"]"#);
     }
 }
@@ -146,7 +149,10 @@ impl SubscriptionTable {
         let settings = RelaySettings {
             batch: BatchLimit { events: self.batch, payload_bytes: self.batch_bytes },
             retry: RetryPolicy {
-                attempts_max: self.retry.max_attempts,
+                attempts_max: self.retry.max_attempts.unwrap_or(match self.retry.delays.len() {
+                    0 => usual.retry.attempts_max,
+                    retries => u32::try_from(retries).unwrap_or(u32::MAX).saturating_add(1),
+                }),
                 base: self.retry.base,
                 delay_max: self.retry.max,
                 delays: self.retry.delays,

@@ -136,6 +136,20 @@ sink = { type = "http", url = "https://example.org/hook", secret = "env:HOOK_SEC
 }
 
 #[test]
+fn a_list_of_delays_means_as_many_retries() {
+    let attempts = |retry: &str| {
+        let config = parse(&format!("[subscriptions.a]\nretry = {{ {retry} }}\n")).expect("no faults");
+        config.subscriptions[0].settings.retry.attempts_max
+    };
+    assert_eq!(attempts(""), 30);
+    assert_eq!(attempts("delays = [\"1s\", \"30s\", \"5m\"]"), 4);
+    assert_eq!(attempts("delays = [\"1s\"], max_attempts = 7"), 7);
+    assert_eq!(attempts("max_attempts = \"unlimited\""), u32::MAX);
+    let text = fault("[subscriptions.a]\nretry = { max_attempts = \"forever\" }\n");
+    assert!(text.ends_with("max_attempts is neither a number nor \"unlimited\""), "{text}");
+}
+
+#[test]
 fn all_faults_come_at_once_each_at_its_line() {
     let found = faults(
         r#"[store]
