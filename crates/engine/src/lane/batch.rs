@@ -34,7 +34,7 @@ impl Lane {
         let mut verdicts = self.plan(batch, carried);
         match &self.context.destination {
             Destination::Sink(sink) => {
-                let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await;
+                let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await?;
                 // Of a lost lane the store would refuse whatever we know.
                 if self.lease.is_lost() || !verdicts.is_complete() {
                     return Ok(Progress::Short(verdicts, calls));
@@ -66,7 +66,7 @@ impl Lane {
         let mut verdicts = self.plan_due(batch);
         match &self.context.destination {
             Destination::Sink(sink) => {
-                let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await;
+                let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await?;
                 if self.lease.is_lost() {
                     return Ok(());
                 }

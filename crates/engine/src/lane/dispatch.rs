@@ -4,8 +4,9 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::{BoxFuture, OptionFuture};
 use futures::stream::{FuturesUnordered, StreamExt};
-use postbox_core::{Batch, Disposition, Key, Sink};
+use postbox_core::{Batch, Disposition, Key, Result, Sink};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::sync::CancellationToken;
 
@@ -15,6 +16,10 @@ use super::detached::{DETACH_AFTER, payload_bytes};
 use super::judge::Verdict;
 use super::queue::DispatchQueue;
 use super::verdicts::{Verdicts, holds};
+
+/// How often what is decided of a batch is written: a crash repeats no more than what was delivered
+/// meanwhile, however slow the destination or low the rate.
+const SETTLE_EVERY: Duration = Duration::from_secs(1);
 
 /// How one batch is sent.
 #[derive(Clone, Copy)]
@@ -30,6 +35,8 @@ enum Event {
     Returned(Returned),
     Permit(OwnedSemaphorePermit),
     RateAllows,
+    SettleTime,
+    Settled(Result<usize>),
     Slow,
     Ended,
 }
@@ -42,8 +49,9 @@ impl Lane {
     /// Sends what waits in `batch` until all is decided, or `round` ends and the calls in flight
     /// are back. Ends `round` itself when the destination is down or gone.
     ///
-    /// Gives calls that are to go on without the batch: their events are `InFlight` in `verdicts`,
-    /// and the calls must be detached once those are settled.
+    /// What is decided meanwhile is settled now and then. Gives calls that are to go on without the
+    /// batch: their events are `InFlight` in `verdicts`, and the calls must be detached once those
+    /// are settled. An error is a settlement's.
     pub(super) async fn dispatch(
         &self,
         sink: &Arc<dyn Sink>,
@@ -51,8 +59,27 @@ impl Lane {
         verdicts: &mut Verdicts,
         limits: DispatchLimits,
         round: &CancellationToken,
-    ) -> Vec<Call> {
+    ) -> Result<Vec<Call>> {
+        let mut settling = None;
+        let calls = self.send_all(sink, batch, verdicts, limits, round, &mut settling).await?;
+        // Without its answer nobody knows what is still to be written.
+        if let Some(settled) = settling {
+            verdicts.settled(settled.await?);
+        }
+        Ok(calls)
+    }
+
+    async fn send_all<'a>(
+        &'a self,
+        sink: &Arc<dyn Sink>,
+        batch: &'a Arc<Batch>,
+        verdicts: &mut Verdicts,
+        limits: DispatchLimits,
+        round: &CancellationToken,
+        settling: &mut Option<BoxFuture<'a, Result<usize>>>,
+    ) -> Result<Vec<Call>> {
         let context = &self.context;
+        let mut settle_time = context.clock.sleep(SETTLE_EVERY);
         let deliveries = &batch.deliveries;
         let prefix = context.capabilities.prefix;
         let mut queue = DispatchQueue::new(deliveries, verdicts, context.holds_keys(), prefix);
@@ -86,10 +113,16 @@ impl Lane {
             spare = None;
             if calls.is_empty() && !starved && rate_wait.is_none() {
                 // Nothing in flight and nothing may go out: done, or the round has ended.
-                return Vec::new();
+                return Ok(Vec::new());
             }
             let may_detach = !starved && rate_wait.is_none() && self.may_detach(limits, calls.len(), bytes);
-            match self.next_event(&mut calls, starved, rate_wait, may_detach, round).await {
+            let event = tokio::select! {
+                biased;
+                event = self.next_event(&mut calls, starved, rate_wait, may_detach, round) => event,
+                Some(settled) = OptionFuture::from(settling.as_mut()) => Event::Settled(settled),
+                () = &mut settle_time, if settling.is_none() => Event::SettleTime,
+            };
+            match event {
                 Event::Returned(returned) => {
                     queue.returned();
                     returned.places.iter().for_each(|place| _ = out.remove(place));
@@ -98,14 +131,25 @@ impl Lane {
                 Event::Permit(permit) => spare = Some(permit),
                 // What may be sent is looked at again, the lease too: it may have ended meanwhile.
                 Event::RateAllows => {}
+                Event::SettleTime => {
+                    settle_time = context.clock.sleep(SETTLE_EVERY);
+                    *settling = verdicts.settle_decided(batch, context.holds_keys()).map(|(end, settlement)| {
+                        let settled = async move { self.settle(settlement).await.map(|()| end) };
+                        Box::pin(settled) as BoxFuture<'_, _>
+                    });
+                }
+                Event::Settled(settled) => {
+                    *settling = None;
+                    verdicts.settled(settled?);
+                }
                 Event::Slow => {
                     for place in out {
                         verdicts.failed(place, self.in_flight());
                         queue.hold(place, deliveries, verdicts);
                     }
-                    return calls.into_iter().collect();
+                    return Ok(calls.into_iter().collect());
                 }
-                Event::Ended => return Vec::new(),
+                Event::Ended => return Ok(Vec::new()),
             }
         }
     }

@@ -25,11 +25,13 @@ pub(super) struct Verdicts {
     waiting: usize,
     /// The last delivery the destination answered for. Everything up to it must be written.
     answered: Option<usize>,
+    /// How many from the start are written.
+    settled: usize,
 }
 
 impl Verdicts {
     pub(super) fn new(count: usize) -> Self {
-        Self { marks: vec![Mark::Waiting; count], waiting: count, answered: None }
+        Self { marks: vec![Mark::Waiting; count], waiting: count, answered: None, settled: 0 }
     }
 
     pub(super) fn is_waiting(&self, index: usize) -> bool {
@@ -77,7 +79,25 @@ impl Verdicts {
         self.waiting -= 1;
     }
 
-    /// The settlement of a stream batch.
+    /// The settlement of what is decided from the start on and not written yet, and how many are
+    /// written after it; `None` where there is nothing.
+    pub(super) fn settle_decided<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Option<(usize, Settlement<'b>)> {
+        let deliveries = &batch.deliveries;
+        let decided = (self.settled..deliveries.len()).take_while(|index| !self.is_waiting(*index)).count();
+        let end = self.settled + decided;
+        // A batch of due rows has no position.
+        let are_rows = batch.end.is_none();
+        let position = (!are_rows && decided > 0).then(|| deliveries[end - 1].seq);
+        let entries = self.entries(deliveries, end, are_rows, hold_keys);
+        (decided > 0).then_some((end, Settlement { position, entries, rewind: false, hold_keys }))
+    }
+
+    /// So many from the start are written.
+    pub(super) fn settled(&mut self, count: usize) {
+        self.settled = count;
+    }
+
+    /// The settlement of the rest of a stream batch.
     ///
     /// Complete: the batch's end. Cut short: the last answered delivery. What still waits before it
     /// leaves the stream as uncounted retries, what comes after it is read again. Where nothing was
@@ -90,21 +110,21 @@ impl Verdicts {
             return Settlement { position: batch.end, entries, rewind: false, hold_keys };
         }
         let first_outage = || self.marks.iter().position(|mark| outage_row && matches!(mark, Mark::Outage(_)));
-        let Some(last) = self.answered.or_else(first_outage) else {
+        let Some(last) = self.answered.max(self.settled.checked_sub(1)).or_else(first_outage) else {
             return Settlement { position: None, entries: Vec::new(), rewind: true, hold_keys };
         };
         let entries = self.entries(deliveries, last + 1, false, hold_keys);
         Settlement { position: Some(deliveries[last].seq), entries, rewind: true, hold_keys }
     }
 
-    /// The settlement of due rows. One that was not sent has no entry: it stays as it is, due.
+    /// The settlement of the rest of due rows. One that was not sent has no entry: it stays as it is, due.
     pub(super) fn settle_due<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Settlement<'b> {
         let entries = self.entries(&batch.deliveries, batch.deliveries.len(), true, hold_keys);
         Settlement { position: None, entries, rewind: false, hold_keys }
     }
 
-    /// Entries of the first `end` deliveries, in their order. What still waits becomes an uncounted
-    /// retry, or waits behind one of its key; a row that waits is written only if it met an outage.
+    /// Entries of the deliveries before `end` that are not written, in their order. What still waits
+    /// becomes an uncounted retry, or waits behind one of its key; a row that waits is written only if it met an outage.
     fn entries<'b>(&self, deliveries: &'b [Delivery], end: usize, are_rows: bool, hold_keys: bool) -> Vec<Entry<'b>> {
         let mut waiting_keys: HashSet<&Key> = HashSet::new();
         let mut is_behind = |delivery: &'b Delivery| match &delivery.event.key {
@@ -112,7 +132,7 @@ impl Verdicts {
             None => false,
         };
         let mut entries = Vec::new();
-        for (delivery, mark) in deliveries[..end].iter().zip(&self.marks) {
+        for (delivery, mark) in deliveries[..end].iter().zip(&self.marks).skip(self.settled) {
             let disposition = match mark {
                 Mark::Delivered if are_rows => Disposition::Delivered,
                 Mark::Delivered => continue,
@@ -161,4 +181,45 @@ pub(super) fn count(settlement: &Settlement<'_>, wanted: fn(&Disposition) -> boo
 pub(super) fn span(batch: &Batch) -> (Seq, Seq) {
     let seq = |delivery: Option<&Delivery>| delivery.map(|delivery| delivery.seq).unwrap_or_default();
     (seq(batch.deliveries.first()), seq(batch.deliveries.last()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows that are written may be gone again: they came due, and were delivered.
+    #[test]
+    fn what_was_settled_is_not_settled_again() {
+        let deliveries = (1..=5).map(|seq| Delivery::placeholder(Seq(seq))).collect();
+        let batch = Batch { deliveries, end: Some(Seq(5)), ..Batch::default() };
+        let mut verdicts = Verdicts::new(5);
+        assert!(verdicts.settle_decided(&batch, true).is_none());
+        verdicts.failed(0, Disposition::Block);
+        verdicts.delivered(1);
+        verdicts.failed(3, Disposition::Discarded);
+        let seqs = |settlement: &Settlement<'_>| {
+            let entries = settlement.entries.iter().map(|entry| entry.delivery.seq.0);
+            (settlement.position, entries.collect::<Vec<_>>())
+        };
+        let (count, settlement) = verdicts.settle_decided(&batch, true).expect("two are decided");
+        assert_eq!((count, seqs(&settlement)), (2, (Some(Seq(2)), vec![1])));
+        verdicts.settled(count);
+        assert!(verdicts.settle_decided(&batch, true).is_none());
+        assert_eq!(seqs(&verdicts.settle_stream(&batch, true, false)), (Some(Seq(4)), vec![3, 4]));
+        verdicts.delivered(2);
+        verdicts.delivered(4);
+        assert_eq!(seqs(&verdicts.settle_stream(&batch, true, false)), (Some(Seq(5)), vec![4]));
+    }
+
+    #[test]
+    fn a_position_that_is_settled_is_not_taken_back() {
+        let deliveries = (1..=3).map(|seq| Delivery::placeholder(Seq(seq))).collect();
+        let batch = Batch { deliveries, end: Some(Seq(3)), ..Batch::default() };
+        let mut verdicts = Verdicts::new(3);
+        verdicts.defer(0, Disposition::Block);
+        let (count, _) = verdicts.settle_decided(&batch, true).expect("one is decided");
+        verdicts.settled(count);
+        let settlement = verdicts.settle_stream(&batch, true, false);
+        assert_eq!((settlement.position, settlement.entries.len()), (Some(Seq(1)), 0));
+    }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use postbox_core::Outcome;
 use postbox_engine::RelaySettings;
+use tokio_util::sync::CancellationToken;
 
 use crate::support::{self, TestEnv, event, fast};
 
@@ -30,6 +31,39 @@ async fn a_rate_is_kept_and_costs_no_attempt() {
             assert!(sink.arrivals().iter().all(|arrival| arrival.attempt <= 2));
             assert_eq!(env.stats().await.dispatched, 500);
             sink.assert_in_order();
+        }
+    }
+}
+
+/// A batch of 100 takes 20 s at such a rate, and nearly as long at such a destination; it may be the
+/// stream's or one of due rows.
+#[tokio::test(start_paused = true)]
+async fn a_crash_repeats_no_more_than_a_second_of_deliveries() {
+    for capabilities in support::all_capabilities() {
+        for (rate, takes) in [("5/s".parse().ok(), Duration::ZERO), (None, 3 * S)] {
+            for failing in [false, true] {
+                let env = TestEnv::with((0..100).map(|n| event(n % 50, n))).await;
+                if failing {
+                    let (sink, relay) = env.recorded(capabilities, fast());
+                    sink.script(|delivery| match support::version(delivery) % 10 {
+                        0 => Outcome::DELIVERED,
+                        _ => Outcome::retry("http_500", "boom"),
+                    });
+                    env.run_for(&relay, S / 4).await;
+                }
+                let (sink, relay) = env.recorded(capabilities, RelaySettings { rate, ..fast() });
+                sink.takes(takes);
+                // Dropped in the middle of a batch.
+                let running = tokio::time::timeout(14 * S + S / 2, relay.run(CancellationToken::new()));
+                running.await.expect_err("it runs until it is dropped");
+                let (arrived, settled) = (sink.arrivals().len(), env.stats().await.dispatched as usize);
+                let of_a_second = capabilities.batch_max.max(6);
+                assert!(
+                    arrived <= settled + of_a_second,
+                    "{settled} of {arrived} are settled: {capabilities:?}, rate {rate:?}, failing {failing}"
+                );
+                assert!(settled >= 32, "{settled} of {arrived}: {capabilities:?}, rate {rate:?}, failing {failing}");
+            }
         }
     }
 }
