@@ -94,6 +94,25 @@ impl Batch {
         self.deliveries.push(delivery);
     }
 
+    /// Cuts a stream batch into several of at most so many events, each with a position of its own:
+    /// they are delivered and settled one after the other, as if each had been read alone. An event
+    /// whose key is held by an exception of an earlier piece must be blocked by the caller.
+    pub fn pieces(mut self, events: usize) -> impl Iterator<Item = Self> {
+        let mut left = Some(std::mem::take(&mut self.deliveries).into_iter());
+        std::iter::from_fn(move || {
+            let deliveries = left.as_mut()?;
+            let piece: Vec<Delivery> = deliveries.by_ref().take(events.max(1)).collect();
+            let due_in = self.due_in.take();
+            if deliveries.len() == 0 {
+                left = None;
+                return Some(Self { deliveries: piece, due_in, ..std::mem::take(&mut self) });
+            }
+            let end = piece.last().map(|delivery| delivery.seq);
+            let (held, discarded, unreadable) = (self.held.clone(), self.discarded.clone(), self.unreadable.clone());
+            Some(Self { deliveries: piece, end, held, discarded, unreadable, more: true, due_in })
+        })
+    }
+
     /// Whether there is nothing to deliver and no position to settle.
     pub fn is_empty(&self) -> bool {
         self.deliveries.is_empty() && self.end.is_none()
@@ -255,4 +274,32 @@ pub struct Settlement<'a> {
     pub rewind: bool,
     /// Whether failed events hold their key (`Ordering::Key`).
     pub hold_keys: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_give_every_delivery_once_each_with_its_end() {
+        let whole = |count: i64| Batch {
+            deliveries: (1..=count).map(|seq| Delivery::placeholder(Seq(seq * 10))).collect(),
+            end: Some(Seq(count * 10 + 5)),
+            held: HashSet::from([Key::from_stored("a".to_owned())]),
+            due_in: Some(Duration::ZERO),
+            ..Batch::default()
+        };
+        for (count, sizes) in [(7, vec![3, 3, 1]), (6, vec![3, 3]), (2, vec![2]), (0, vec![0])] {
+            let batch = whole(count);
+            let pieces: Vec<Batch> = batch.clone().pieces(3).collect();
+            assert_eq!(pieces.iter().map(|piece| piece.deliveries.len()).collect::<Vec<_>>(), sizes);
+            let seqs = pieces.iter().flat_map(|piece| &piece.deliveries);
+            assert!(seqs.eq(&batch.deliveries));
+            let (last, earlier) = pieces.split_last().expect("there is one piece at least");
+            assert_eq!((last.end, last.more), (batch.end, batch.more));
+            assert!(earlier.iter().all(|piece| piece.more && piece.end == piece.deliveries.last().map(|it| it.seq)));
+            assert!(pieces.iter().all(|piece| piece.held == batch.held));
+            assert_eq!(pieces.iter().filter(|piece| piece.due_in.is_some()).count(), 1);
+        }
+    }
 }

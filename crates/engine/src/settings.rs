@@ -20,7 +20,9 @@ pub enum OnDead {
 /// How a relay works. Every field has a default that is right for most.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RelaySettings {
-    /// Bounds of one read. At most two batches are in memory per lane. Default 500 events, 8 MiB.
+    /// Bounds of what goes out and is settled together. Default 500 events, 8 MiB. One read brings
+    /// up to four times the events, of the same bytes, unless the destination is slower than reads;
+    /// at most two reads are in memory per lane.
     pub batch: BatchLimit,
     /// When a failed event goes again, and when it dies.
     pub retry: RetryPolicy,

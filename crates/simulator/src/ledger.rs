@@ -365,8 +365,8 @@ impl Ledger {
             let fact = &mut self.facts[number];
             // It died, others of its key went on, and the store no longer knows: it comes after
             // them, and nobody could tell.
-            let died = fact.seen.is_some_and(|before| before.state == State::Dead);
-            fact.taken_back |= died && seen.state != State::Dead;
+            let died = |before: Seen| before.state == State::Dead || before.replays > seen.replays;
+            fact.taken_back |= fact.seen.is_some_and(died) && seen.state != State::Dead;
             (fact.seen, fact.tick) = (Some(seen), self.tick);
             // Attempts of before a replay that is undone count again.
             fact.failures = fact.failures.max(seen.attempts);

@@ -28,6 +28,10 @@ use crate::thread::{Flush, Session};
 /// result.
 const SCAN_ROWS_MAX: usize = 50_000;
 
+/// Most events in one read. A read costs nothing beside its rows here, and more of them at once than
+/// the processor's cache holds take a third longer (measured).
+const PAGE_EVENTS_MAX: usize = 1_000;
+
 /// Unwanted rows after which a busy lane writes its position down, so that retention can follow.
 const PASS_ROWS: i64 = 1_000;
 
@@ -180,7 +184,7 @@ impl Page {
         let log_read = format!("SELECT {LOG_COLUMNS} FROM {table} l WHERE l.seq > ?1 ORDER BY l.seq");
         let mut statement = tx.prepare_cached(&log_read)?;
         let mut rows = statement.query([from])?;
-        let mut limiter = BatchLimiter::new(limit);
+        let mut limiter = BatchLimiter::new(BatchLimit { events: limit.events.min(PAGE_EVENTS_MAX), ..limit });
         let mut scanned = 0;
         while scanned < SCAN_ROWS_MAX
             && !limiter.is_full()

@@ -1,10 +1,12 @@
 //! The stream of a lane: read, and read ahead while the sink works.
 
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use futures::future::join;
+use futures::future::OptionFuture;
+use postbox_core::limits::BATCH_EVENTS_MAX;
 use postbox_core::{Batch, BatchLimit, Key, Result};
 use tokio_util::sync::CancellationToken;
 
@@ -13,26 +15,52 @@ use super::batch::Progress;
 use super::limit::Until;
 use crate::poll::Poll;
 
+/// Batches that one read brings until the destination is slower than reads: what a read costs beside
+/// its rows, it costs once. Four take most of that away; more would only cost memory.
+const READ_BATCHES: usize = 4;
+
 impl Lane {
     /// Reads and delivers the stream until `round` ends, or as `until` says; how many events there
-    /// were. At most two batches are in memory: the one going out and the one read meanwhile.
+    /// were. At most two reads are in memory: the one going out and the one read meanwhile.
     pub(super) async fn stream(&self, until: Until<'_>, round: &CancellationToken) -> Result<usize> {
         let settings = &self.context.settings;
         let mut poll = Poll::new(settings.poll_min, settings.poll_max);
-        let mut ahead: Option<Arc<Batch>> = None;
-        // Keys held by the batch that was settled after `ahead` was read, unknown to the store
-        // then.
-        let mut carried: HashSet<Key> = HashSet::new();
+        let batch_limit = settings.batch;
+        let several = BatchLimit { events: (batch_limit.events * READ_BATCHES).min(BATCH_EVENTS_MAX), ..batch_limit };
+        let mut limit = several;
+        // What was read and goes out next; the read that goes on meanwhile, and what it brought.
+        let mut ready: VecDeque<Arc<Batch>> = VecDeque::new();
+        let mut reading = None;
+        let mut read = None;
+        // Keys held by batches that were settled since the ready ones were read, and since the read
+        // that goes on began: the store need not have known them.
+        let (mut carried, mut carried_on) = (HashSet::<Key>::new(), HashSet::<Key>::new());
         let mut count = 0;
         while !round.is_cancelled() {
-            let batch = match ahead.take() {
-                Some(batch) => batch,
-                None => {
-                    carried.clear();
-                    let Some(batch) = self.read(until, settings.batch, round).await? else { break };
-                    batch
-                }
-            };
+            if ready.is_empty() {
+                let next = match (read.take(), reading.take()) {
+                    (Some(read), _) => {
+                        limit = batch_limit;
+                        read?
+                    }
+                    (None, Some(reading)) => {
+                        limit = several;
+                        reading.await?
+                    }
+                    (None, None) => None,
+                };
+                carried = std::mem::take(&mut carried_on);
+                let next = match next {
+                    Some(next) => next,
+                    None => {
+                        carried.clear();
+                        let Some(next) = self.read(until, batch_limit, round).await? else { break };
+                        next
+                    }
+                };
+                ready.extend(next.pieces(batch_limit.events).map(Arc::new));
+            }
+            let Some(batch) = ready.pop_front() else { break };
             if batch.is_empty() {
                 if !until.is_stopped() {
                     break;
@@ -43,22 +71,38 @@ impl Lane {
             poll.reset();
             self.due_timer.set_busy(true);
             count += batch.deliveries.len();
+            if reading.is_none() && read.is_none() && ready.back().unwrap_or(&batch).more {
+                carried_on.clear();
+                reading = Some(Box::pin(self.read_ahead(until, limit)));
+            }
             let limits = self.limits(false);
-            let (next, progress) =
-                join(self.read_ahead(&batch, until), self.deliver(&batch, &carried, limits, round)).await;
-            match progress? {
-                Progress::Settled(holding) => carried = holding,
+            let progress = {
+                let mut delivering = pin!(self.deliver(&batch, &carried, limits, round));
+                loop {
+                    tokio::select! {
+                        biased;
+                        Some(next) = OptionFuture::from(reading.as_mut()) => (read, reading) = (Some(next), None),
+                        progress = &mut delivering => break progress?,
+                    }
+                }
+            };
+            match progress {
+                Progress::Settled(holding) => {
+                    carried.extend(holding.iter().cloned());
+                    carried_on.extend(holding);
+                }
                 // Only now that no read is in flight: a rewind beside a read could be overtaken by
                 // it.
                 Progress::Short(verdicts, calls) => {
+                    let next = OptionFuture::from(reading).await.or(read);
                     self.settle_short(&batch, &verdicts, calls, limits).await?;
-                    next?;
+                    next.transpose()?;
                     return Ok(count);
                 }
             }
-            ahead = next?;
         }
-        if ahead.is_some() {
+        let next = OptionFuture::from(reading).await.or(read).transpose()?;
+        if !ready.is_empty() || next.is_some() {
             // Without a rewind the next read would skip it.
             self.rewind().await?;
         }
@@ -75,6 +119,7 @@ impl Lane {
         let Some(batch) = self.read(until, limit, round).await?.filter(|batch| !batch.is_empty()) else {
             return Ok(false);
         };
+        let batch = Arc::new(batch);
         let limits = self.limits(true);
         if let Progress::Short(verdicts, calls) = self.deliver(&batch, &HashSet::new(), limits, round).await? {
             self.settle_short(&batch, &verdicts, calls, limits).await?;
@@ -86,7 +131,7 @@ impl Lane {
     ///
     /// A read that failed may have moved the store's mark of what was given. So the next one begins
     /// with a rewind, which in turn must wait until everything given is settled.
-    async fn read(&self, until: Until<'_>, limit: BatchLimit, round: &CancellationToken) -> Result<Option<Arc<Batch>>> {
+    async fn read(&self, until: Until<'_>, limit: BatchLimit, round: &CancellationToken) -> Result<Option<Batch>> {
         let Some(reservation) = until.reserve(limit).await else { return Ok(None) };
         let mut failures = 0;
         while !round.is_cancelled() {
@@ -104,25 +149,21 @@ impl Lane {
         Ok(None)
     }
 
-    /// The next batch, while one goes out; `None` where there is none, the limit is reached, or the
-    /// store failed.
-    async fn read_ahead(&self, batch: &Batch, until: Until<'_>) -> Result<Option<Arc<Batch>>> {
-        if !batch.more {
-            return Ok(None);
-        }
-        let Some(reservation) = until.reserve(self.context.settings.batch).await else { return Ok(None) };
+    /// The next batches, while others go out; `None` where the limit is reached, or the store failed.
+    async fn read_ahead(&self, until: Until<'_>, limit: BatchLimit) -> Result<Option<Batch>> {
+        let Some(reservation) = until.reserve(limit).await else { return Ok(None) };
         let next = self.read_once(reservation.limit).await?;
         reservation.used(next.as_ref().map_or(0, |batch| batch.deliveries.len()));
         Ok(next)
     }
 
     /// One try of a read, which is never dropped half-way; `None` when the store failed.
-    async fn read_once(&self, limit: BatchLimit) -> Result<Option<Arc<Batch>>> {
+    async fn read_once(&self, limit: BatchLimit) -> Result<Option<Batch>> {
         match self.context.log.next_batch(&self.lease.lease, limit).await {
             Ok(batch) => {
                 self.works("next_batch");
                 self.note_read(&batch);
-                Ok(Some(Arc::new(batch)))
+                Ok(Some(batch))
             }
             Err(error) if self.failed("next_batch", &error) => {
                 self.read_failed.store(true, Ordering::Release);
