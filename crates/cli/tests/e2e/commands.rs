@@ -12,7 +12,13 @@ async fn inserted_by_sql_and_dispatched_to_a_file(kind: Kind) -> Result<()> {
     ensure!(env.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=0\n");
     env.insert_three().await?;
     ensure!(env.ok(&["stats"])? == "pending=3 dispatched=0 dead=0 total=3\n");
-    ensure!(env.ok(&["list", "--state", "pending"])?.lines().count() == 3);
+    for looking in
+        [&["list", "--state", "pending"][..], &["retry", "--all"], &["pause", "out"], &["prune", "--older-than", "0s"]]
+    {
+        let complaint = env.refuses(1, looking)?;
+        ensure!(complaint.contains("out was never run") && complaint.contains("postbox run"), "{complaint}");
+    }
+    ensure!(env.json(&["stats", "--json"])?[0]["subscription"].is_null(), "looking has subscribed");
 
     ensure!(env.ok(&["dispatch", "--limit", "1"])? == "fetched=1 dispatched=1 failed=0 dead=0\n");
     ensure!(env.dispatch(&[])? == "dispatched=2 failed=0 dead=0");
@@ -216,6 +222,7 @@ async fn a_private_target_must_be_allowed(kind: Kind) -> Result<()> {
 
 async fn a_paused_subscription_delivers_nothing_until_resumed(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, FILE_SINK).await?;
+    env.subscribe()?;
     env.insert_three().await?;
     env.ok(&["pause", "out", "--why", "a test"])?;
     ensure!(env.ok(&["dispatch"])? == "fetched=0 dispatched=0 failed=0 dead=0\n");
@@ -249,6 +256,7 @@ async fn the_doctor_names_the_cause(kind: Kind) -> Result<()> {
 
 async fn hostile_text_cannot_steer_the_terminal(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, FILE_SINK).await?;
+    env.subscribe()?;
     let escape = if kind == Kind::Sqlite { "char(27)" } else { "chr(27)" };
     env.sql(&format!(
         "INSERT INTO OUTBOX (topic, key, payload) VALUES ('a', {escape} || ']0;owned', '{{\"x\":\"plain\"}}')"

@@ -8,6 +8,7 @@ use crate::env::{FILE_SINK, Kind, TestEnv, http_sink, on_both};
 async fn an_event_that_nobody_wants_is_not_shown_as_delivered(kind: Kind) -> Result<()> {
     let other = FILE_SINK.replace(".out]", ".other]\ntopics = [\"billing.*\"]");
     let env = TestEnv::with(kind, &(FILE_SINK.to_owned() + &other)).await?;
+    env.subscribe()?;
     env.insert_three().await?;
     let listed = env.json(&["list", "--state", "pending", "--subscription", "out", "--json"])?;
     let id = listed[0]["event"]["id"].as_str().context("no id")?;

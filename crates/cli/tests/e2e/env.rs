@@ -117,6 +117,12 @@ impl TestEnv {
         Ok(String::from_utf8(output.stdout)?)
     }
 
+    /// Makes the configured subscriptions, where nothing is there to be delivered yet.
+    pub(crate) fn subscribe(&self) -> Result<()> {
+        ensure!(self.dispatch(&[])? == "dispatched=0 failed=0 dead=0");
+        Ok(())
+    }
+
     /// `postbox dispatch`: the counts without `fetched=`, which depends on the machine's speed.
     pub(crate) fn dispatch(&self, args: &[&str]) -> Result<String> {
         let printed = self.ok(&[&["dispatch"], args].concat())?;

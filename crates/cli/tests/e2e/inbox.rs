@@ -40,6 +40,7 @@ async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
     }
     // With a reader of the other log alone it is no better hidden.
     env.config(&("[subscriptions.out]\n".to_owned() + &partner()))?;
+    env.subscribe()?;
     let listed = String::from_utf8(env.output(&["list", "--state", "pending"])?.stderr)?;
     ensure!(listed.contains("nobody reads the inbox") && listed.contains("log = \"inbox\""), "{listed}");
     let unknown = env.refuses(1, &["show", "00000000-0000-7000-8000-000000000000"])?;
@@ -65,6 +66,7 @@ async fn inbox_rows_work_with_the_same_commands(kind: Kind) -> Result<()> {
     let apply =
         |sink: &str| format!("[subscriptions.apply]\nlog = \"inbox\"\n{sink}\n[subscriptions.out]\n{}", partner());
     env.config(&apply(""))?;
+    env.subscribe()?;
     env.insert_three().await?;
     ensure!(env.ok(&["stats"])? == "pending=5 dispatched=0 dead=0 total=5\n");
     ensure!(env.ok(&["stats", "--log", "inbox"])? == "pending=2 dispatched=0 dead=0 total=2\n");

@@ -39,7 +39,6 @@ async fn a_database_filled_from_psql_only_is_relayed() -> Result<()> {
     let all_ids = ids.lines().count() == 4 && ids.lines().all(|id| id.len() == 36);
     ensure!(all_ids, "enqueue answers with the event id: {ids}");
     ensure!(env.ok(&["stats"])? == "pending=6 dispatched=0 dead=0 total=6\n");
-    ensure!(env.ok(&["list", "--state", "pending"])?.lines().count() == 6);
 
     ensure!(env.ok(&["dispatch", "--limit", "1"])? == "fetched=1 dispatched=1 failed=0 dead=0\n");
     ensure!(env.ok(&["stats"])? == "pending=5 dispatched=1 dead=0 total=6\n");
