@@ -106,4 +106,23 @@ async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-on_both!(each_event_has_one_effect_at_the_other_end);
+/// No file: the store, the queue and the usual variables of AWS.
+async fn a_queue_s_url_is_enough_configuration(kind: Kind) -> Result<()> {
+    let server = PrivateSqs::launch().await;
+    let (client, url) = queue(&server, "orders").await?;
+    let env = TestEnv::migrated(kind).await?;
+    let with_queue = |args: &[&str]| {
+        let mut command = env.command(args);
+        command.envs(ENVIRONMENT).env("SQS_QUEUE_URL", &url).output()
+    };
+    env.insert_three().await?;
+    let dispatched = with_queue(&["dispatch"])?;
+    ensure!(dispatched.status.success(), "{dispatched:?}");
+    ensure!(waiting(&client, &url).await? == 3, "{dispatched:?}");
+    let wrong = env.command(&["dispatch"]).env("SQS_QUEUE_URL", "orders").output()?;
+    let said = String::from_utf8(wrong.stderr)?;
+    ensure!(wrong.status.code() == Some(2) && said.contains("https://sqs.REGION.amazonaws.com"), "{said}");
+    Ok(())
+}
+
+on_both!(each_event_has_one_effect_at_the_other_end, a_queue_s_url_is_enough_configuration);

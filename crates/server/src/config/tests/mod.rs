@@ -186,6 +186,27 @@ fn sinks_of_later_releases_are_refused_by_name() {
 }
 
 #[test]
+fn without_a_file_a_variable_is_a_sink() {
+    let of = |variables: &[(&str, &str)]| {
+        let find = |name: &str| variables.iter().find(|(its, _)| *its == name).map(|(_, value)| (*value).to_owned());
+        let config = Config::without_file(find).map_err(|error| error.to_string())?;
+        let sinks = config.subscriptions.iter().map(|it| (it.subscription.name.to_string(), it.sink.type_name()));
+        Ok::<_, String>(sinks.collect::<Vec<_>>())
+    };
+    assert_eq!(of(&[]), Ok(Vec::new()));
+    assert_eq!(of(&[("DISPATCHER_URL", "")]), Ok(Vec::new()));
+    assert_eq!(of(&[("DISPATCHER_URL", "http://10.0.0.1:8080/in")]), Ok(vec![("dispatcher".into(), "http")]));
+    let queue = of(&[("SQS_QUEUE_URL", "https://sqs.eu-west-1.amazonaws.com/1/q")]);
+    if cfg!(feature = "sqs") {
+        assert_eq!(queue, Ok(vec![("sqs".into(), "sqs")]));
+    }
+    for hostile in ["\"\n[store]\nurl = \"memory:\"", "a\\", "x\u{1b}"] {
+        let fault = of(&[("DISPATCHER_URL", hostile)]).expect_err("no address");
+        assert!(fault.starts_with("environment:2: subscriptions.dispatcher.sink.url"), "{fault}");
+    }
+}
+
+#[test]
 fn a_missing_secret_names_the_variable() {
     let text = fault("[subscriptions.a]\nsink = { type = \"http\", url = \"https://h/\", secret = \"env:NOT_THERE\" }");
     assert_eq!(
