@@ -94,6 +94,11 @@ impl Refusal {
         Self::new(Concerns::Unknown, "aws_timeout", "no answer in time")
     }
 
+    /// The client makes no request of it.
+    pub(crate) fn incomplete(error: impl std::fmt::Display) -> Self {
+        Self::new(Concerns::Everybody, "aws_request_invalid", error.to_string())
+    }
+
     /// What became of a request that failed as a whole.
     pub(crate) fn of<E>(error: &SdkError<E, HttpResponse>) -> Self
     where
@@ -115,7 +120,7 @@ impl Refusal {
                 Some((concerns, code)) => Self::new(concerns, code, safe(&text)),
                 None => Self::new(Concerns::Unknown, "aws_connection_lost", safe(&text)),
             },
-            SdkError::ConstructionFailure(_) => Self::new(Concerns::Everybody, "aws_request_invalid", safe(&text)),
+            SdkError::ConstructionFailure(_) => Self::incomplete(safe(&text)),
             _ => Self::new(Concerns::Unknown, "aws_answer_unknown", safe(&text)),
         }
     }

@@ -97,54 +97,46 @@ fn batches(messages: Vec<(usize, Outgoing)>, bytes_max: usize) -> Vec<Vec<(usize
     batches
 }
 
+/// Sends messages as one request; what became of each. The two services have the same request in
+/// types of their own.
+macro_rules! answers {
+    ($messages:ident, $request:expr, $entries:ident, $entry:ident, $body:ident, $value:ident) => {{
+        let mut request = $request;
+        for (n, message) in $messages.iter().enumerate() {
+            let mut entry = $entry::builder().id(n.to_string()).$body(&message.body);
+            for (name, text) in &message.attributes {
+                let value = $value::builder().data_type(STRING).string_value(text).build();
+                entry = entry.message_attributes(name, value.map_err(Refusal::incomplete)?);
+            }
+            if let Some(fifo) = &message.fifo {
+                entry = entry.message_group_id(&fifo.group).message_deduplication_id(&fifo.id);
+            }
+            request = request.$entries(entry.build().map_err(Refusal::incomplete)?);
+        }
+        let answer = request.send().await.map_err(|error| Refusal::of(&error))?;
+        let taken = answer.successful().iter().filter_map(|it| Option::<&str>::from(it.id())).map(|id| (id, Ok(())));
+        let refused = answer.failed().iter().map(|it| (it.id(), Err(Refusal::answered(it.code(), it.message()))));
+        Ok(taken.chain(refused).filter_map(|(id, answer)| Some((id.parse().ok()?, answer))).collect())
+    }};
+}
+
 impl Target {
     async fn request(&self, messages: &[&Outgoing]) -> Result<Answers, Refusal> {
-        // What the client finds wrong with a message before it is sent.
-        let invalid = |error: &dyn std::fmt::Display| Refusal::new(Concerns::Perhaps, "aws_refused", error.to_string());
-        let number = |id: &str| id.parse::<usize>().ok();
         match self {
             Self::Queue(client, url) => {
-                let value = |text: &String| QueueValue::builder().data_type(STRING).string_value(text).build();
-                let mut request = client.send_message_batch().queue_url(url);
-                for (n, message) in messages.iter().enumerate() {
-                    let mut entry =
-                        SendMessageBatchRequestEntry::builder().id(n.to_string()).message_body(&message.body);
-                    for (name, text) in &message.attributes {
-                        entry = entry.message_attributes(name, value(text).map_err(|error| invalid(&error))?);
-                    }
-                    if let Some(fifo) = &message.fifo {
-                        entry = entry.message_group_id(&fifo.group).message_deduplication_id(&fifo.id);
-                    }
-                    request = request.entries(entry.build().map_err(|error| invalid(&error))?);
-                }
-                let answer = request.send().await.map_err(|error| Refusal::of(&error))?;
-                let taken = answer.successful.iter().filter_map(|it| Some((number(&it.id)?, Ok(()))));
-                let refused = answer
-                    .failed
-                    .iter()
-                    .filter_map(|it| Some((number(&it.id)?, Err(Refusal::answered(&it.code, it.message.as_deref())))));
-                Ok(taken.chain(refused).collect())
+                let request = client.send_message_batch().queue_url(url);
+                answers!(messages, request, entries, SendMessageBatchRequestEntry, message_body, QueueValue)
             }
             Self::Topic(client, arn) => {
-                let value = |text: &String| TopicValue::builder().data_type(STRING).string_value(text).build();
-                let mut request = client.publish_batch().topic_arn(arn);
-                for (n, message) in messages.iter().enumerate() {
-                    let mut entry = PublishBatchRequestEntry::builder().id(n.to_string()).message(&message.body);
-                    for (name, text) in &message.attributes {
-                        entry = entry.message_attributes(name, value(text).map_err(|error| invalid(&error))?);
-                    }
-                    if let Some(fifo) = &message.fifo {
-                        entry = entry.message_group_id(&fifo.group).message_deduplication_id(&fifo.id);
-                    }
-                    request = request.publish_batch_request_entries(entry.build().map_err(|error| invalid(&error))?);
-                }
-                let answer = request.send().await.map_err(|error| Refusal::of(&error))?;
-                let taken = answer.successful().iter().filter_map(|it| Some((number(it.id()?)?, Ok(()))));
-                let refused = answer
-                    .failed()
-                    .iter()
-                    .filter_map(|it| Some((number(&it.id)?, Err(Refusal::answered(&it.code, it.message.as_deref())))));
-                Ok(taken.chain(refused).collect())
+                let request = client.publish_batch().topic_arn(arn);
+                answers!(
+                    messages,
+                    request,
+                    publish_batch_request_entries,
+                    PublishBatchRequestEntry,
+                    message,
+                    TopicValue
+                )
             }
         }
     }

@@ -17,7 +17,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::classify::{Concerns, Refusal};
+use crate::classify::Refusal;
 use crate::message::Reading;
 use crate::sink::BATCH_MAX;
 
@@ -178,7 +178,8 @@ impl Queue {
                 let mut request = self.client.change_message_visibility_batch().queue_url(&self.url);
                 for (n, receipt) in numbered {
                     let entry = ChangeMessageVisibilityBatchRequestEntry::builder().id(n).receipt_handle(receipt);
-                    request = request.entries(entry.visibility_timeout(seconds(time)).build().map_err(incomplete)?);
+                    request =
+                        request.entries(entry.visibility_timeout(seconds(time)).build().map_err(Refusal::incomplete)?);
                 }
                 request.send().await.map_err(|error| Refusal::of(&error))?.failed
             }
@@ -186,7 +187,7 @@ impl Queue {
                 let mut request = self.client.delete_message_batch().queue_url(&self.url);
                 for (n, receipt) in numbered {
                     let entry = DeleteMessageBatchRequestEntry::builder().id(n).receipt_handle(receipt);
-                    request = request.entries(entry.build().map_err(incomplete)?);
+                    request = request.entries(entry.build().map_err(Refusal::incomplete)?);
                 }
                 request.send().await.map_err(|error| Refusal::of(&error))?.failed
             }
@@ -194,10 +195,6 @@ impl Queue {
         let first = failed.first().map(|it| Refusal::answered(&it.code, it.message.as_deref()));
         first.map_or(Ok(()), Err)
     }
-}
-
-fn incomplete(error: impl std::fmt::Display) -> Refusal {
-    Refusal::new(Concerns::Everybody, "aws_request_invalid", error.to_string())
 }
 
 /// Whole seconds, none too few.
