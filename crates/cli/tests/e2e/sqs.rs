@@ -43,7 +43,9 @@ async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
     let (client, url) = queue(&server, "orders").await?;
     let sender = TestEnv::with(
         kind,
-        &format!("[subscriptions.out]\nbatch = 100\nsink = {{ type = \"sqs\", queue_url = {url:?} }}\n"),
+        &format!(
+            "[subscriptions.out]\nbatch = 100\nlease = \"2s\"\nsink = {{ type = \"sqs\", queue_url = {url:?} }}\n"
+        ),
     )
     .await?;
     sender.insert((0..EVENTS).map(|n| ("order.paid", (n % 40).to_string(), n as i64))).await?;
@@ -73,7 +75,7 @@ async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
     let receiver = TestEnv::with(
         kind,
         &format!(
-            "{}[subscriptions.apply]\nlog = \"inbox\"\nsink = {{ type = \"file\", path = \"effects.jsonl\" }}\n",
+            "{}[subscriptions.apply]\nlog = \"inbox\"\nlease = \"2s\"\nsink = {{ type = \"file\", path = \"effects.jsonl\" }}\n",
             source("orders", &url)
         ),
     )
