@@ -117,6 +117,10 @@ impl Refusal {
             }
             SdkError::TimeoutError(_) => Self::timed_out(),
             SdkError::DispatchFailure(failure) => match unsent(error, &text, failure.is_other()) {
+                Some((Concerns::Credentials, code)) => {
+                    let cure = "no credentials; set aws.access_key_id, or what AWS's usual chain looks for";
+                    Self::new(Concerns::Credentials, code, safe(&format!("{cure}: {text}")))
+                }
                 Some((concerns, code)) => Self::new(concerns, code, safe(&text)),
                 None => Self::new(Concerns::Unknown, "aws_connection_lost", safe(&text)),
             },
@@ -172,8 +176,9 @@ fn find<'a, E: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Optio
     std::iter::successors(Some(error), |&error| error.source()).find_map(|error| error.downcast_ref())
 }
 
-/// An error with what is behind it.
+/// What is behind an error of the client, which itself says no more than where it arose.
 fn chain(error: &(dyn StdError + 'static)) -> String {
+    let error = error.source().unwrap_or(error);
     let all: Vec<String> =
         std::iter::successors(Some(error), |&error| error.source()).map(|it| it.to_string()).collect();
     all.join(": ")
