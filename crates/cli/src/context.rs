@@ -185,11 +185,12 @@ fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
     Failure::usage(format!("no subscription is called {name}; {cure}"))
 }
 
-/// The named file; else `postbox.toml` if it is there; else the defaults.
+/// The named file; else `postbox.toml` if it is there; else the defaults, and what the environment
+/// says of sinks.
 fn load_config(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
     let usual = Path::new(postbox_server::FILE_DEFAULT);
     match global.config.as_deref().or_else(|| usual.exists().then_some(usual)) {
         Some(path) => Ok(Config::load(path, purpose != Purpose::Inspect)?.0),
-        None => Ok(Config::default()),
+        None => Ok(Config::without_file(|name| std::env::var(name).ok())?),
     }
 }

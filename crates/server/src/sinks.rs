@@ -30,6 +30,18 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "redis", url = "redis://127.0.0.1:6379" }"#,
         |keys| Arc::new(postbox_redis::RedisSinkConfig::read(keys)),
     ),
+    #[cfg(feature = "sqs")]
+    Adapter::new::<postbox_sqs::SqsSinkTable>(
+        "sqs",
+        r#"{ type = "sqs", queue_url = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders" }"#,
+        |keys| Arc::new(postbox_sqs::SqsSinkTable::read(keys)),
+    ),
+    #[cfg(feature = "sqs")]
+    Adapter::new::<postbox_sqs::SnsSinkTable>(
+        "sns",
+        r#"{ type = "sns", topic_arn = "arn:aws:sns:eu-west-1:123456789012:orders" }"#,
+        |keys| Arc::new(postbox_sqs::SnsSinkTable::read(keys)),
+    ),
     Adapter::new::<BusTable>("bus", r#"{ type = "bus", url = "env:OTHER_DATABASE_URL", log = "inbox" }"#, |keys| {
         Arc::new(BusTable::read(keys))
     }),
@@ -44,7 +56,7 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
 const NONE: &str = "none";
 
 /// Brokers of the plan that this program does not have yet, as sinks and as sources.
-pub(crate) const BROKERS_PLANNED: &[&str] = &["kafka", "amqp", "sqs"];
+pub(crate) const BROKERS_PLANNED: &[&str] = &["kafka", "amqp"];
 
 /// Where the events of a subscription go.
 #[derive(Debug, Clone)]

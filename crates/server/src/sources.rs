@@ -31,6 +31,12 @@ pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
         r#"{ type = "redis", url = "redis://127.0.0.1:6379", stream = "orders" }"#,
         |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_redis::RedisSourceConfig::read(keys)))),
     ),
+    #[cfg(feature = "sqs")]
+    Adapter::new::<postbox_sqs::SqsSourceTable>(
+        "sqs",
+        r#"{ type = "sqs", queue_url = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders" }"#,
+        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_sqs::SqsSourceTable::read(keys)))),
+    ),
 ];
 
 /// The keys of a source.

@@ -22,4 +22,5 @@ mod psql;
 mod redis;
 mod run;
 mod sender;
+mod sqs;
 mod unreadable;

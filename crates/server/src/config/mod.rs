@@ -26,6 +26,17 @@ use subscription::subscriptions;
 /// The name of the file when none is given.
 pub const FILE_DEFAULT: &str = "postbox.toml";
 
+/// Variables that are a subscription of the outbox each, where there is no file: its name and its
+/// sink. Whoever sets a dispatcher may have it in a private network.
+const ENVIRONMENT: [(&str, &str, &str); 2] = [
+    ("SQS_QUEUE_URL", "sqs", r#"{ type = "sqs", queue_url = VALUE }"#),
+    (
+        "DISPATCHER_URL",
+        "dispatcher",
+        r#"{ type = "http", url = VALUE, allow = ["127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"] }"#,
+    ),
+];
+
 /// Why there is no configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -83,6 +94,20 @@ impl Config {
         let file = path.display().to_string();
         let options = ReadOptions { secrets_needed, files: secrets_needed, ..from_environment(&file) };
         Ok(Self::parse_with(&text, options)?)
+    }
+
+    /// The configuration without a file: the defaults, and of [`ENVIRONMENT`] what is set.
+    pub fn without_file(env: impl Fn(&str) -> Option<String>) -> Result<Self, LoadError> {
+        let text: String = ENVIRONMENT
+            .iter()
+            .filter_map(|(variable, name, sink)| {
+                let value = env(variable).filter(|value| !value.is_empty())?;
+                // What JSON quotes, TOML reads.
+                let value = Value::from(value).to_string();
+                Some(format!("[subscriptions.{name}]\nsink = {}\n", sink.replace("VALUE", &value)))
+            })
+            .collect();
+        Ok(Self::parse_with(&text, from_environment("environment"))?.0)
     }
 
     fn check(&self, root: &Section<'_>) {

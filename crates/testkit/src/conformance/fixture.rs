@@ -94,6 +94,17 @@ pub trait SourceFixture: Send + Sync {
     /// Breaks the source's connection. The next call may fail once.
     async fn disconnect(&self);
 
+    /// Whether the broker carries payloads only that are [text](is_text).
+    fn text_only(&self) -> bool {
+        false
+    }
+
+    /// Whether a lost connection gives back what it had given out. Without, the broker knows no
+    /// connections: a token is good until its message comes again.
+    fn has_sessions(&self) -> bool {
+        true
+    }
+
     /// What the broker keeps of rejected messages.
     async fn dead_letters(&self) -> Vec<RawMessage>;
 
@@ -192,6 +203,15 @@ pub struct SinkTraits {
     pub dedupe_ids: bool,
     /// Larger payloads are refused for good.
     pub payload_bytes_max: Option<usize>,
+    /// So are payloads that are empty or not [text](is_text).
+    pub text_only: bool,
+}
+
+/// Whether what carries text only carries this: UTF-8 without control characters of ASCII (but tab,
+/// line ends and DEL) and without noncharacters.
+pub fn is_text(payload: &[u8]) -> bool {
+    let allowed = |c: char| (!c.is_ascii_control() || "\t\r\n\u{7f}".contains(c)) && c != '\u{fffe}' && c != '\u{ffff}';
+    str::from_utf8(payload).is_ok_and(|text| text.chars().all(allowed))
 }
 
 impl SinkTraits {
@@ -204,6 +224,7 @@ impl SinkTraits {
         goes_down: true,
         dedupe_ids: true,
         payload_bytes_max: None,
+        text_only: false,
     };
 }
 

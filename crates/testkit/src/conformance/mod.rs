@@ -65,7 +65,7 @@ pub mod storm;
 
 pub use fixture::{
     ApplyFixture, Attempt, Destination, OpenTransaction, Poison, ReceivingFixture, ReceivingTraits, SinkFixture,
-    SinkTraits, SourceFixture, StoreCapabilities, StoreFixture, forbidden_transitions,
+    SinkTraits, SourceFixture, StoreCapabilities, StoreFixture, forbidden_transitions, is_text,
 };
 pub use memory::MemoryFixture;
 

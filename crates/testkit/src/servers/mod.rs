@@ -1,5 +1,5 @@
 //! Real servers for tests: Postgres 15 and 18, pgbouncer, NATS 2.9 and 2.15, Redis 7 and Valkey 9,
-//! stopped when we end.
+//! SQS and SNS as moto has them, stopped when we end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -9,6 +9,7 @@
 //! | [`PrivatePostgres::launch`] | ~1 s | tests that stop, kill or configure their server |
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
 //! | [`PrivateRedis::launch`] | ~80 ms | every test with Redis or Valkey |
+//! | [`PrivateSqs::launch`] | ~1 s | every test with SQS or SNS |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
 //!
 //! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when
@@ -29,6 +30,7 @@ mod private;
 mod process;
 mod redis;
 mod shared;
+mod sqs;
 
 pub use nats::{NatsVersion, PrivateNats};
 pub use pgbouncer::PgBouncer;
@@ -36,6 +38,7 @@ pub use ports::listen_anywhere;
 pub use postgres::{Postgres, Version};
 pub use private::{PrivatePostgres, Settings};
 pub use redis::{PrivateRedis, RedisKind};
+pub use sqs::PrivateSqs;
 
 use std::io::Write as _;
 

@@ -19,7 +19,9 @@ pub(super) const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
 pub(super) fn env(name: &str) -> Option<String> {
     match name {
-        "HOOK_SECRET" | "PARTNER_SECRET" | "REDIS_PASSWORD" => Some(KEY.into()),
+        "HOOK_SECRET" | "PARTNER_SECRET" | "REDIS_PASSWORD" | "SQS_SECRET_KEY" | "SQS_SESSION_TOKEN" => {
+            Some(KEY.into())
+        }
         "DATABASE_URL" => Some("postgres://u:hunter2@h/db".into()),
         "SHORT" => Some("whsec_abc".into()),
         "POSTBOX_STATUS_TOKEN" => Some("0123456789abcdef".into()),
@@ -188,13 +190,34 @@ fn unknown_keys_are_refused_with_the_nearest_name() {
 
 #[test]
 fn sinks_of_later_releases_are_refused_by_name() {
-    for kind in ["kafka", "amqp", "sqs"] {
+    for kind in ["kafka", "amqp"] {
         let text = fault(&format!("[subscriptions.a]\nsink = {{ type = \"{kind}\", url = \"x\" }}"));
         assert!(text.contains("not in this release") && text.starts_with("postbox.toml:2: "), "{text}");
     }
     assert!(fault("[subscriptions.a]\nsink = { type = \"htpp\" }").contains("did you mean `http`?"));
     assert!(fault("[subscriptions.a]\nsink = \"http\"").contains("must be a table, not string"));
     assert!(fault("[subscriptions.a]\nsink = { url = \"http://h\" }").contains("has no type"));
+}
+
+#[test]
+fn without_a_file_a_variable_is_a_sink() {
+    let of = |variables: &[(&str, &str)]| {
+        let find = |name: &str| variables.iter().find(|(its, _)| *its == name).map(|(_, value)| (*value).to_owned());
+        let config = Config::without_file(find).map_err(|error| error.to_string())?;
+        let sinks = config.subscriptions.iter().map(|it| (it.subscription.name.to_string(), it.sink.type_name()));
+        Ok::<_, String>(sinks.collect::<Vec<_>>())
+    };
+    assert_eq!(of(&[]), Ok(Vec::new()));
+    assert_eq!(of(&[("DISPATCHER_URL", "")]), Ok(Vec::new()));
+    assert_eq!(of(&[("DISPATCHER_URL", "http://10.0.0.1:8080/in")]), Ok(vec![("dispatcher".into(), "http")]));
+    let queue = of(&[("SQS_QUEUE_URL", "https://sqs.eu-west-1.amazonaws.com/1/q")]);
+    if cfg!(feature = "sqs") {
+        assert_eq!(queue, Ok(vec![("sqs".into(), "sqs")]));
+    }
+    for hostile in ["\"\n[store]\nurl = \"memory:\"", "a\\", "x\u{1b}"] {
+        let fault = of(&[("DISPATCHER_URL", hostile)]).expect_err("no address");
+        assert!(fault.starts_with("environment:2: subscriptions.dispatcher.sink.url"), "{fault}");
+    }
 }
 
 #[test]
