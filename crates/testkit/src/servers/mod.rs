@@ -1,5 +1,5 @@
 //! Real servers for tests: Postgres 15 and 18, pgbouncer, NATS 2.9 and 2.15, Redis 7 and Valkey 9,
-//! stopped when we end.
+//! Tansu (Kafka's protocol), stopped when we end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -10,6 +10,7 @@
 //! | [`PgBouncer::start`] | ~50 ms | a transaction-mode pooler in front of either |
 //! | [`PrivateRedis::launch`] | ~80 ms | every test with Redis or Valkey |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
+//! | [`PrivateKafka::launch`] | ~50 ms | a server that speaks Kafka's protocol |
 //!
 //! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when
 //! we are root. Every test is a process of its own, so the shared server belongs to none: each
@@ -21,6 +22,7 @@
 //! yours. A missing server fails the test; with `POSTBOX_ALLOW_SKIP=1` it is skipped instead.
 
 mod install;
+mod kafka;
 mod nats;
 mod pgbouncer;
 mod ports;
@@ -30,6 +32,7 @@ mod process;
 mod redis;
 mod shared;
 
+pub use kafka::PrivateKafka;
 pub use nats::{NatsVersion, PrivateNats};
 pub use pgbouncer::PgBouncer;
 pub use ports::listen_anywhere;
