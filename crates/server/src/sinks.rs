@@ -18,6 +18,12 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "http", url = "https://example.org/hook", secret = "env:HOOK_SECRET" }"#,
         |keys| Arc::new(HttpSinkTable::read(keys)),
     ),
+    #[cfg(feature = "kafka")]
+    Adapter::new::<postbox_kafka::KafkaSinkTable>(
+        "kafka",
+        r#"{ type = "kafka", brokers = "127.0.0.1:9092", topic = "orders" }"#,
+        |keys| Arc::new(postbox_kafka::KafkaSinkTable::read(keys)),
+    ),
     #[cfg(feature = "nats")]
     Adapter::new::<postbox_nats::NatsSinkTable>(
         "nats",
@@ -56,7 +62,7 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
 const NONE: &str = "none";
 
 /// Brokers of the plan that this program does not have yet, as sinks and as sources.
-pub(crate) const BROKERS_PLANNED: &[&str] = &["kafka", "amqp"];
+pub(crate) const BROKERS_PLANNED: &[&str] = &["amqp"];
 
 /// Where the events of a subscription go.
 #[derive(Debug, Clone)]

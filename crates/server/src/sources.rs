@@ -19,6 +19,12 @@ pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
         r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
         |keys| Arc::new(SourceTable::Webhook(Box::new(WebhookTable::read(keys)))),
     ),
+    #[cfg(feature = "kafka")]
+    Adapter::new::<postbox_kafka::KafkaSourceTable>(
+        "kafka",
+        r#"{ type = "kafka", brokers = "127.0.0.1:9092", topic = "orders" }"#,
+        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_kafka::KafkaSourceTable::read(keys)))),
+    ),
     #[cfg(feature = "nats")]
     Adapter::new::<postbox_nats::NatsSourceTable>(
         "nats",

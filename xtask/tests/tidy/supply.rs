@@ -10,6 +10,7 @@ use crate::none;
 /// read by a person, and then it gets a line.
 const LICENCES: &[&str] = &[
     "(MIT OR Apache-2.0) AND Unicode-3.0",
+    "0BSD OR MIT OR Apache-2.0",
     "Apache-2.0",
     "Apache-2.0 / MIT",
     "Apache-2.0 AND ISC",
@@ -31,6 +32,7 @@ const LICENCES: &[&str] = &[
     "MIT OR Apache-2.0",
     "MIT OR Apache-2.0 OR BSD-1-Clause",
     "MIT OR Apache-2.0 OR LGPL-2.1-or-later",
+    "MIT OR Zlib OR Apache-2.0",
     "MIT/Apache-2.0",
     "Unicode-3.0",
     "Unlicense OR MIT",
@@ -56,6 +58,8 @@ const TWICE: &[(&str, usize)] = &[
     ("fiat-crypto", 2),
     ("getrandom", 3),
     ("hashbrown", 2),
+    // The client of Kafka has the one before.
+    ("hmac", 2),
     ("pkcs8", 2),
     ("r-efi", 2),
     ("rand", 3),
@@ -63,9 +67,12 @@ const TWICE: &[(&str, usize)] = &[
     ("rand_core", 3),
     ("sha2", 2),
     ("signature", 2),
+    ("socket2", 2),
     ("spki", 2),
     ("syn", 2),
     ("synstructure", 2),
+    ("thiserror", 2),
+    ("thiserror-impl", 2),
     ("wasi", 2),
     ("windows-sys", 2),
 ];

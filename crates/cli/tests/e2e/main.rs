@@ -15,6 +15,7 @@ mod env;
 mod faults;
 mod hostile;
 mod inbox;
+mod kafka;
 mod nats;
 mod outages;
 mod privacy;

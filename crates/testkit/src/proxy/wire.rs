@@ -2,6 +2,8 @@
 
 /// The first message of a client has no type; this is what it may begin with after its length.
 const SECURITY_REQUESTS: [u32; 2] = [80_877_103, 80_877_104];
+/// What the word after its length begins with: a version, or a request for security or to cancel.
+const FIRST_MAJORS: [u32; 2] = [3, 1_234];
 /// A first message is never longer, so its first byte is zero; that of any other protocol is not.
 const FIRST_BYTES_MAX: usize = 10_000;
 
@@ -49,10 +51,11 @@ impl Talk {
             return whole(bytes);
         }
         let length = message_length(bytes, usize::from(self.started))?;
-        if !self.started && length > FIRST_BYTES_MAX {
-            self.raw = true;
+        if !self.started {
+            let major = word(bytes.get(4..)?)? >> 16;
+            self.raw = length > FIRST_BYTES_MAX || !FIRST_MAJORS.contains(&major);
         }
-        (bytes.len() >= length).then_some(length)
+        if self.raw { whole(bytes) } else { (bytes.len() >= length).then_some(length) }
     }
 
     /// Takes note of a client's message.

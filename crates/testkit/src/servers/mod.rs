@@ -1,5 +1,5 @@
 //! Real servers for tests: Postgres 15 and 18, pgbouncer, NATS 2.9 and 2.15, Redis 7 and Valkey 9,
-//! SQS and SNS as moto has them, stopped when we end.
+//! Tansu (Kafka's protocol), SQS and SNS as moto has them, stopped when we end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -11,6 +11,7 @@
 //! | [`PrivateRedis::launch`] | ~80 ms | every test with Redis or Valkey |
 //! | [`PrivateSqs::launch`] | ~1 s | every test with SQS or SNS |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
+//! | [`PrivateKafka::launch`] | ~50 ms | a server that speaks Kafka's protocol |
 //!
 //! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when
 //! we are root. Every test is a process of its own, so the shared server belongs to none: each
@@ -22,6 +23,7 @@
 //! yours. A missing server fails the test; with `POSTBOX_ALLOW_SKIP=1` it is skipped instead.
 
 mod install;
+mod kafka;
 mod nats;
 mod pgbouncer;
 mod ports;
@@ -32,6 +34,7 @@ mod redis;
 mod shared;
 mod sqs;
 
+pub use kafka::PrivateKafka;
 pub use nats::{NatsVersion, PrivateNats};
 pub use pgbouncer::PgBouncer;
 pub use ports::listen_anywhere;

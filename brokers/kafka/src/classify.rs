@@ -1,0 +1,174 @@
+//! What an answer of a broker, its absence, or a failure of the client means.
+
+use krafka::KrafkaError;
+use krafka::error::ErrorCode;
+use postbox_core::{Error, ErrorKind, Outcome};
+
+/// Enough for every text of a broker.
+const TEXT_CHARS_MAX: usize = 400;
+
+/// What became of a record that was not confirmed.
+pub(crate) fn failure(error: &KrafkaError, topic: &str) -> Outcome {
+    let text = safe(error);
+    match error {
+        // The client resolves what it still held by then, and sends it no more.
+        KrafkaError::DeliveryTimeout { possibly_written: true, .. } => Outcome::ambiguous("kafka_ack_timeout", text),
+        error if is_unreachable(error) => Outcome::unavailable("kafka_unreachable", text),
+        KrafkaError::Auth { .. } => Outcome::unavailable("kafka_unauthorized", text),
+        KrafkaError::UnknownTopic { .. } => topic_missing(topic),
+        KrafkaError::Broker { code, .. } => match code {
+            ErrorCode::UnknownTopicOrPartition | ErrorCode::UnknownTopicId => topic_missing(topic),
+            ErrorCode::TopicAuthorizationFailed => {
+                Outcome::ambiguous("kafka_not_permitted", format!("{text} (allow the user WRITE on the topic)"))
+            }
+            ErrorCode::ClusterAuthorizationFailed | ErrorCode::SaslAuthenticationFailed => {
+                Outcome::unavailable("kafka_unauthorized", text)
+            }
+            // A batch of several is refused as one, so it need not be this record.
+            ErrorCode::MessageTooLarge | ErrorCode::RecordListTooLarge => Outcome::ambiguous(
+                "kafka_message_too_large",
+                format!("{text} (the topic's max.message.bytes is less than the sink's message_max)"),
+            ),
+            _ => Outcome::ambiguous("kafka_refused", text),
+        },
+        // An earlier batch of the partition was lost, or somebody is taken for us: not written.
+        KrafkaError::OutOfOrderSequence { .. } | KrafkaError::Fenced { .. } => {
+            Outcome::ambiguous("kafka_sequence_lost", text)
+        }
+        KrafkaError::Closed { .. } => {
+            Outcome::ambiguous("kafka_producer_closed", "the producer was given up before the record was confirmed")
+        }
+        _ => Outcome::ambiguous("kafka_client_failed", text),
+    }
+}
+
+/// The deadline of the call passed, and the client had not resolved it.
+pub(crate) fn no_ack() -> Outcome {
+    Outcome::ambiguous("kafka_ack_timeout", "the brokers did not acknowledge it in time")
+}
+
+/// Nobody has this topic, or nobody leads it yet.
+fn topic_missing(topic: &str) -> Outcome {
+    Outcome::ambiguous(TOPIC_MISSING, missing(topic))
+}
+
+/// The code of a topic that is not there.
+pub(crate) const TOPIC_MISSING: &str = "kafka_topic_missing";
+
+/// What to do about it.
+pub(crate) fn missing(topic: &str) -> String {
+    format!("there is no topic {topic}; make it: kafka-topics.sh --bootstrap-server HOST:PORT --create --topic {topic}")
+}
+
+/// Whether nothing was sent because nobody could be reached.
+pub(crate) fn is_unreachable(error: &KrafkaError) -> bool {
+    use KrafkaError::{DeliveryTimeout, Network, Timeout};
+    matches!(error, DeliveryTimeout { possibly_written: false, .. } | Network(_) | Timeout { .. })
+}
+
+/// Whether the client cannot go on and another must be made.
+pub(crate) fn is_final(error: &KrafkaError) -> bool {
+    error.is_fatal() || matches!(error, KrafkaError::IllegalState { .. })
+}
+
+/// Whether the group goes on without us, or is about to share its partitions anew: what we had is
+/// somebody's else, or comes again.
+pub(crate) fn is_membership_lost(error: &KrafkaError) -> bool {
+    let KrafkaError::Broker { code, .. } = error else { return false };
+    matches!(
+        code,
+        ErrorCode::UnknownMemberId
+            | ErrorCode::IllegalGeneration
+            | ErrorCode::RebalanceInProgress
+            | ErrorCode::FencedInstanceId
+    )
+}
+
+/// What a failure of the client means for whoever connects, receives or settles.
+pub(crate) fn error(operation: &'static str, error: &KrafkaError) -> Error {
+    let text = safe(error);
+    let (kind, code) = match error {
+        KrafkaError::Auth { .. } => (ErrorKind::Unauthorized, "kafka_unauthorized"),
+        KrafkaError::Config { .. } => (ErrorKind::Mismatch, "kafka_config_invalid"),
+        KrafkaError::Protocol { kind: krafka::ProtocolErrorKind::UnknownApiVersion, .. } => {
+            (ErrorKind::Mismatch, "kafka_unsupported")
+        }
+        KrafkaError::Broker { code, .. } => match code {
+            ErrorCode::TopicAuthorizationFailed | ErrorCode::GroupAuthorizationFailed => {
+                (ErrorKind::Unauthorized, "kafka_not_permitted")
+            }
+            ErrorCode::ClusterAuthorizationFailed | ErrorCode::SaslAuthenticationFailed => {
+                (ErrorKind::Unauthorized, "kafka_unauthorized")
+            }
+            ErrorCode::UnknownTopicOrPartition | ErrorCode::UnknownTopicId => (ErrorKind::Mismatch, TOPIC_MISSING),
+            ErrorCode::InvalidSessionTimeout | ErrorCode::InconsistentGroupProtocol | ErrorCode::InvalidGroupId => {
+                (ErrorKind::Mismatch, "kafka_group_refused")
+            }
+            _ => (ErrorKind::Unavailable, "kafka_refused"),
+        },
+        _ if operation == "connect" => (ErrorKind::Unavailable, "kafka_connect_failed"),
+        _ => (ErrorKind::Unavailable, "kafka_unreachable"),
+    };
+    Error::new(kind, operation, code, text)
+}
+
+/// Text from outside as one harmless line.
+fn safe(error: &KrafkaError) -> String {
+    error.to_string().chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn broker(code: ErrorCode) -> KrafkaError {
+        KrafkaError::broker(code, "why")
+    }
+
+    #[test]
+    fn every_failure_has_one_meaning() {
+        use ErrorCode as E;
+        for (error, expected, expected_code) in [
+            (KrafkaError::delivery_timeout(false, "x"), "unavailable", "kafka_unreachable"),
+            (KrafkaError::delivery_timeout(true, "x"), "ambiguous", "kafka_ack_timeout"),
+            (KrafkaError::timeout("x"), "unavailable", "kafka_unreachable"),
+            (KrafkaError::network(std::io::ErrorKind::ConnectionReset.into()), "unavailable", "kafka_unreachable"),
+            (KrafkaError::auth("x"), "unavailable", "kafka_unauthorized"),
+            (KrafkaError::unknown_topic("t"), "ambiguous", "kafka_topic_missing"),
+            (broker(E::UnknownTopicOrPartition), "ambiguous", "kafka_topic_missing"),
+            (broker(E::TopicAuthorizationFailed), "ambiguous", "kafka_not_permitted"),
+            (broker(E::ClusterAuthorizationFailed), "unavailable", "kafka_unauthorized"),
+            (broker(E::MessageTooLarge), "ambiguous", "kafka_message_too_large"),
+            (broker(E::InvalidRecord), "ambiguous", "kafka_refused"),
+            (broker(E::Unknown(999)), "ambiguous", "kafka_refused"),
+            (KrafkaError::out_of_order_sequence("t", 0, "x"), "ambiguous", "kafka_sequence_lost"),
+            (KrafkaError::fenced("x"), "ambiguous", "kafka_sequence_lost"),
+            (KrafkaError::closed("x"), "ambiguous", "kafka_producer_closed"),
+            (KrafkaError::illegal_state("x"), "ambiguous", "kafka_client_failed"),
+        ] {
+            let found = match failure(&error, "t") {
+                Outcome::Unavailable { code, .. } => ("unavailable", code),
+                Outcome::Ambiguous { code, .. } => ("ambiguous", code),
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(found, (expected, expected_code.into()), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_a_person_must_mend_is_said_so() {
+        let kind = |code| error("receive", &broker(code)).kind();
+        assert_eq!(kind(ErrorCode::GroupAuthorizationFailed), ErrorKind::Unauthorized);
+        assert_eq!(kind(ErrorCode::UnknownTopicOrPartition), ErrorKind::Mismatch);
+        assert_eq!(kind(ErrorCode::CoordinatorNotAvailable), ErrorKind::Unavailable);
+        assert_eq!(error("connect", &KrafkaError::auth("x")).kind(), ErrorKind::Unauthorized);
+        assert_eq!(error("connect", &KrafkaError::timeout("x")).code(), "kafka_connect_failed");
+    }
+
+    #[test]
+    fn a_broker_s_text_is_one_harmless_line() {
+        let hostile = KrafkaError::broker(ErrorCode::InvalidRecord, "a\r\nb\u{1b}[1m".repeat(1_000));
+        let Outcome::Ambiguous { error, .. } = failure(&hostile, "t") else { panic!("ambiguous") };
+        assert!(!error.contains(['\r', '\n', '\u{1b}']) && error.len() < 4_000, "{error}");
+    }
+}

@@ -1,0 +1,257 @@
+//! The keys of `type = "kafka"`, for sinks and for sources.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_config::{
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, duration, envelope, event_source, from_core,
+    integer, nested, path, secret, size, table, text, words,
+};
+use postbox_core::envelope::Binding;
+use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName};
+use tracing::warn;
+
+use crate::connection::{Auth, Cluster, Mechanism, Tls};
+use crate::sink::{Acks, KafkaSink, Publishing};
+use crate::source::{KafkaSource, Membership, OffsetReset};
+use crate::topic::{self, TopicTemplate};
+
+/// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
+/// why.
+const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
+/// Longest time of a call: a partition has a new leader by then, or none for long.
+const TIMEOUT_MAX: Duration = Duration::from_secs(30);
+/// Most messages given out at once.
+const IN_FLIGHT_MAX: usize = 10_000;
+/// The largest message that is allowed to be configured.
+const MESSAGE_BYTES_MAX: usize = 32 * 1024 * 1024;
+
+table! {
+    /// SASL: who we are.
+    pub struct AuthTable {
+        /// How the password is proven: `plain`, `scram-sha-256` or `scram-sha-512`.
+        mechanism: Mechanism = words([
+            ("plain", Mechanism::Plain),
+            ("scram-sha-256", Mechanism::ScramSha256),
+            ("scram-sha-512", Mechanism::ScramSha512),
+        ]), required(r#""scram-sha-512""#);
+        /// The user's name.
+        user: String = text(plain), required(r#""postbox""#);
+        /// The user's password.
+        password: Secret = secret(), required(r#""env:KAFKA_PASSWORD""#);
+    }
+}
+
+table! {
+    /// TLS, which is then required.
+    #[check(check)]
+    pub struct TlsTable {
+        /// Certificates (PEM) to trust instead of the system's.
+        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
+        /// Our certificate (PEM), for brokers that ask who we are; together with `client_key`.
+        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
+        /// The key of `client_cert` (PEM).
+        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
+    }
+}
+
+table! {
+    /// One record per event, to a topic of Kafka.
+    pub struct KafkaSinkTable {
+        /// Where brokers are: `HOST:PORT`, several with commas between; the others are found.
+        brokers: String = text(brokers), required(r#""127.0.0.1:9092""#);
+        /// SASL: who we are.
+        auth: Option<AuthTable> = nested::<AuthTable>(), unset("nobody", r#"{ mechanism = "scram-sha-512", user = "postbox", password = "env:KAFKA_PASSWORD" }"#);
+        /// TLS, which is then required.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("no TLS", r#"{ ca_file = "ca.pem" }"#);
+        /// Where to: a topic, or a template with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or
+        /// `{tenant}`.
+        ///
+        /// An event of which no topic can be made is dead with the code `topic_invalid`. The
+        /// record's key is the event's, which chooses the partition.
+        topic: TopicTemplate = text(str::parse::<TopicTemplate>), required(r#""orders""#);
+        /// Who confirms a record: `all` in-sync replicas, or the `leader` alone.
+        ///
+        /// With `leader` a record can be lost after it was confirmed, and an unanswered request may
+        /// be stored twice; a warning says so at the start.
+        acks: Acks = words([("all", Acks::All), ("leader", Acks::Leader)]), default("all");
+        /// What a record holds.
+        ///
+        /// See [envelopes](envelopes.md).
+        envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
+        /// Events with more bytes of key, headers and value are dead. Keep it below the topic's
+        /// `max.message.bytes`.
+        message_max: usize = size(1..=MESSAGE_BYTES_MAX), default("1MB");
+    }
+}
+
+table! {
+    /// A member of a consumer group of Kafka.
+    pub struct KafkaSourceTable {
+        /// Where brokers are: `HOST:PORT`, several with commas between; the others are found.
+        brokers: String = text(brokers), required(r#""127.0.0.1:9092""#);
+        /// SASL: who we are.
+        auth: Option<AuthTable> = nested::<AuthTable>(), unset("nobody", r#"{ mechanism = "scram-sha-512", user = "postbox", password = "env:KAFKA_PASSWORD" }"#);
+        /// TLS, which is then required.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("no TLS", r#"{ ca_file = "ca.pem" }"#);
+        /// The topic; several with commas between.
+        topic: Vec<String> = text(topics), required(r#""orders""#);
+        /// The consumer group: all replicas of a service share one.
+        group: String = text(plain), default("postbox");
+        /// Where a group begins that has no place in a partition, or whose place is gone:
+        /// `earliest` or `latest`.
+        offset_reset: OffsetReset =
+            words([("earliest", OffsetReset::Earliest), ("latest", OffsetReset::Latest)]), default("earliest");
+        /// The header with the id by which a message is stored once; without it, the id is its
+        /// place: topic, partition and offset.
+        id_header: String = text(plain), default("postbox-id");
+        /// After this silence the group gives our partitions to others.
+        session_timeout: Duration = duration(Duration::from_secs(1)), default("45s");
+        /// Most messages on their way into the store at once.
+        in_flight: usize = integer(1..=IN_FLIGHT_MAX), default(256);
+        /// What a message is that does not say so.
+        content_type: String = text(plain), default("application/json");
+        /// The log it stores into.
+        log: LogName = text(from_core::<LogName>), default("inbox");
+    }
+}
+
+fn plain(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("is empty".to_owned()),
+        text => Ok(text.to_owned()),
+    }
+}
+
+/// Addresses with commas between. The message never repeats one: somebody may have written a
+/// password there.
+fn brokers(text: &str) -> Result<String, String> {
+    let is_broker = |broker: &str| {
+        let (host, port) = broker.trim().rsplit_once(':').unwrap_or_default();
+        let is_host = |c: char| c.is_ascii_alphanumeric() || ".-_[]:".contains(c);
+        !host.is_empty() && host.chars().all(is_host) && port.parse::<u16>().is_ok_and(|port| port > 0)
+    };
+    match text.split(',').all(is_broker) {
+        true => Ok(text.to_owned()),
+        false => Err("is no list of brokers; write HOST:PORT, with commas between".to_owned()),
+    }
+}
+
+fn topics(text: &str) -> Result<Vec<String>, String> {
+    let named = |name: &str| match topic::check(name.trim()) {
+        Ok(()) => Ok(name.trim().to_owned()),
+        Err(fault) => Err(format!("{name:?} is no topic: {fault}")),
+    };
+    text.split(',').map(named).collect()
+}
+
+impl TlsTable {
+    fn check(&self, section: &Section<'_>) {
+        if section.has("client_cert") != section.has("client_key") {
+            let text = format!("{}: a client certificate needs both client_cert and client_key", section.path);
+            section.fault("client_cert", text);
+        }
+    }
+}
+
+fn cluster(brokers: &str, auth: &Option<AuthTable>, tls: &Option<TlsTable>) -> Cluster {
+    let auth = auth.clone().map(|AuthTable { mechanism, user, password }| Auth { mechanism, user, password });
+    let tls = tls.clone().map(|tls| Tls { ca_file: tls.ca_file, client_cert: tls.client_cert.zip(tls.client_key) });
+    Cluster { brokers: brokers.to_owned(), auth, tls }
+}
+
+#[async_trait]
+impl SinkConfig for KafkaSinkTable {
+    async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
+        if self.acks == Acks::Leader {
+            warn!(
+                code = "kafka_acks_weak", topic = %self.topic,
+                "records are confirmed by the leader alone: what it loses before a replica has it is lost, and an \
+                 unanswered request may be stored twice; write acks = \"all\""
+            );
+        }
+        let timeout = context.deliver_timeout;
+        let publishing = Publishing {
+            topic: self.topic.clone(),
+            envelope: self.envelope,
+            source: self.source.clone(),
+            acks: self.acks,
+            message_bytes_max: self.message_max,
+            timeout: timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2).min(TIMEOUT_MAX),
+            concurrency: context.concurrency,
+        };
+        Ok(Arc::new(KafkaSink::new(cluster(&self.brokers, &self.auth, &self.tls), publishing)))
+    }
+
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        let topics: Vec<String> = self.topic.fixed().map(str::to_owned).into_iter().collect();
+        cluster(&self.brokers, &self.auth, &self.tls).look(&topics).await
+    }
+}
+
+#[async_trait]
+impl SourceConfig for KafkaSourceTable {
+    fn log(&self) -> &LogName {
+        &self.log
+    }
+
+    async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
+        let membership = Membership {
+            topics: self.topic.clone(),
+            group: self.group.clone(),
+            offset_reset: self.offset_reset,
+            id_header: self.id_header.clone(),
+            session_timeout: self.session_timeout,
+            in_flight_max: self.in_flight,
+            content_type: self.content_type.clone(),
+        };
+        let cluster = cluster(&self.brokers, &self.auth, &self.tls);
+        Ok(Arc::new(KafkaSource::new(cluster, membership, Arc::clone(&context.clock))))
+    }
+
+    async fn connect(&self, _: &SourceContext) -> Result<String> {
+        cluster(&self.brokers, &self.auth, &self.tls).look(&self.topic).await
+    }
+
+    /// A CloudEvent in binary mode becomes the event that it was; of every other message, the topic
+    /// is Kafka's.
+    fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
+        Binding::KAFKA.read(message, name).map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_config::{ReadOptions, read};
+
+    use super::*;
+    use crate::message::ID;
+
+    #[test]
+    fn the_keys_are_checked() {
+        let auth = "auth = { mechanism = \"plain\", user = \"u\", password = \"canary\" }";
+        let keys = format!("brokers = \"a:1, b:2\"\ntopic = \"t.{{topic}}\"\nacks = \"leader\"\n{auth}");
+        let (sink, _) = read::<KafkaSinkTable>(&keys, ReadOptions::none()).expect("no faults");
+        assert!(!format!("{sink:?}").contains("canary"));
+        let cluster = cluster(&sink.brokers, &sink.auth, &sink.tls);
+        assert!(!format!("{cluster:?}").contains("canary"));
+        for (keys, word) in [
+            ("brokers = \"kafka://u:canary@h:1\"\ntopic = \"t\"", "HOST:PORT"),
+            ("brokers = \"h\"\ntopic = \"t\"", "HOST:PORT"),
+            ("brokers = \"h:0\"\ntopic = \"t\"", "HOST:PORT"),
+            ("brokers = \"h:1\"\ntopic = \"a b\"", "is no topic"),
+            ("brokers = \"h:1\"\ntopic = \"t\"\nacks = \"none\"", "none of all, leader"),
+            ("brokers = \"h:1\"\ntopic = \"t\"\ntls = { client_cert = \"c\" }", "both client_cert and client_key"),
+        ] {
+            let faults = read::<KafkaSinkTable>(keys, ReadOptions::none()).expect_err("a fault").to_string();
+            assert!(faults.contains(word) && !faults.contains("canary"), "{keys}: {faults}");
+        }
+        let several = "brokers = \"h:1\"\ntopic = \"a, b\"";
+        let (source, _) = read::<KafkaSourceTable>(several, ReadOptions::none()).expect("no faults");
+        assert_eq!((source.topic, source.id_header.as_str()), (vec!["a".to_owned(), "b".to_owned()], ID));
+    }
+}

@@ -1,0 +1,121 @@
+//! Where the brokers are, and who we are to them.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use krafka::auth::{AuthConfig, TlsConfig};
+use krafka::{Kafka, KafkaBuilder};
+use postbox_config::Secret;
+use postbox_core::{Error, ErrorKind, Result};
+use tokio::time::timeout;
+
+use crate::classify;
+
+/// Longest wait until a broker takes a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How the password is proven.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Mechanism {
+    /// It is sent as it is: with TLS only.
+    #[default]
+    Plain,
+    /// SCRAM with SHA-256.
+    ScramSha256,
+    /// SCRAM with SHA-512.
+    ScramSha512,
+}
+
+/// Who we are.
+#[derive(Debug, Clone)]
+pub(crate) struct Auth {
+    pub(crate) mechanism: Mechanism,
+    pub(crate) user: String,
+    pub(crate) password: Secret,
+}
+
+/// TLS, which is then required.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Tls {
+    /// Trusted instead of the system's certificates.
+    pub(crate) ca_file: Option<PathBuf>,
+    pub(crate) client_cert: Option<(PathBuf, PathBuf)>,
+}
+
+/// Where to and as whom.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Cluster {
+    /// `HOST:PORT`, several with commas between.
+    pub(crate) brokers: String,
+    pub(crate) auth: Option<Auth>,
+    pub(crate) tls: Option<Tls>,
+}
+
+impl Cluster {
+    /// Connects to whichever broker answers first. `request_timeout` is for each request after
+    /// that.
+    pub(crate) async fn connect(&self, request_timeout: Duration) -> Result<Kafka> {
+        let connecting = self.builder(request_timeout).connect();
+        match timeout(request_timeout, connecting).await {
+            Ok(connected) => connected.map_err(|error| classify::error("connect", &error)),
+            Err(_) => {
+                let text = format!("no broker of {} answered in time", self.brokers);
+                Err(Error::new(ErrorKind::Unavailable, "connect", "kafka_connect_timeout", text))
+            }
+        }
+    }
+
+    /// Whether these topics are there; says so to a person.
+    pub(crate) async fn look(&self, topics: &[String]) -> Result<String> {
+        let kafka = self.connect(CONNECT_TIMEOUT).await?;
+        // It belongs to no group and reads nothing.
+        let looker = kafka.consumer_without_group().metrics_push(false).build().await;
+        let looker = looker.map_err(|error| classify::error("connect", &error))?;
+        for topic in topics {
+            let found = looker.fetch_metadata(Some(topic)).await;
+            let found = found.map_err(|error| classify::error("connect", &error))?;
+            if found.topics.is_empty() {
+                let text = classify::missing(topic);
+                return Err(Error::new(ErrorKind::Mismatch, "connect", classify::TOPIC_MISSING, text));
+            }
+        }
+        // An error says that it is closed.
+        let _ = looker.close().await;
+        Ok(match topics {
+            [] => "answers".to_owned(),
+            topics => format!("answers; the topic {} is there", topics.join(", ")),
+        })
+    }
+
+    fn builder(&self, request_timeout: Duration) -> KafkaBuilder {
+        let builder = Kafka::builder(self.brokers.as_str())
+            .client_id("postbox")
+            .request_timeout(request_timeout)
+            .connect_timeout(CONNECT_TIMEOUT.min(request_timeout));
+        match self.security() {
+            Some(security) => builder.security(security),
+            None => builder,
+        }
+    }
+
+    fn security(&self) -> Option<AuthConfig> {
+        let auth = self.auth.as_ref().map(|Auth { mechanism, user, password }| {
+            let with = match mechanism {
+                Mechanism::Plain => AuthConfig::sasl_plain,
+                Mechanism::ScramSha256 => AuthConfig::sasl_scram_sha256,
+                Mechanism::ScramSha512 => AuthConfig::sasl_scram_sha512,
+            };
+            with(user.clone(), password.expose().to_owned())
+        });
+        let Some(tls) = &self.tls else { return auth };
+        let shown = |path: &PathBuf| path.to_string_lossy().into_owned();
+        let mut config = match &tls.ca_file {
+            Some(ca_file) => TlsConfig::new().with_ca_cert(shown(ca_file)),
+            None => TlsConfig::new().with_native_roots(),
+        };
+        if let Some((cert, key)) = &tls.client_cert {
+            config = config.with_client_cert(shown(cert), shown(key));
+        }
+        Some(auth.map_or_else(|| AuthConfig::ssl(config.clone()), |auth| auth.with_tls(config.clone())))
+    }
+}

@@ -1,0 +1,153 @@
+//! The record of an event, and the message in a record.
+
+use bytes::Bytes;
+use krafka::ConsumerRecord;
+use krafka::producer::Record;
+use postbox_core::envelope::{Binding, Wrapped};
+use postbox_core::{Delivery, Headers, RawMessage};
+use sha2::{Digest as _, Sha256};
+
+/// The header with the id to deduplicate by.
+pub(crate) const ID: &str = "postbox-id";
+const CONTENT_TYPE: &str = "content-type";
+
+/// The record of an event in its envelope, and how many bytes of it are ours.
+pub(crate) fn record(topic: String, delivery: &Delivery, wrapped: &Wrapped<'_>) -> (Record, usize) {
+    let event = &delivery.event;
+    let is_reserved = |name: &str| Binding::KAFKA.is_reserved(name) || name.eq_ignore_ascii_case(ID);
+    let own = event.headers.iter().filter(|(name, _)| !is_reserved(name));
+    let mut headers: Vec<(String, Option<Bytes>)> =
+        own.map(|(name, value)| (name.clone(), Some(Bytes::from(value.clone())))).collect();
+    let attributes = Binding::KAFKA.spell(wrapped);
+    headers.extend(attributes.map(|(name, value)| (name, Some(Bytes::from(value.into_owned())))));
+    headers.push((CONTENT_TYPE.to_owned(), Some(Bytes::from(wrapped.content_type.clone().into_owned()))));
+    headers.push((ID.to_owned(), Some(Bytes::from(delivery.dedupe_id()))));
+    let key = event.key.as_ref().map(|key| Bytes::copy_from_slice(key.as_str().as_bytes()));
+    let of_headers = headers.iter().map(|(name, value)| name.len() + value.as_ref().map_or(0, Bytes::len));
+    let bytes = of_headers.sum::<usize>() + key.as_ref().map_or(0, Bytes::len) + wrapped.body.len();
+    // The time is the client's: retention goes by it, so an old event would be deleted at once.
+    let mut record = Record::new(topic, wrapped.body.clone());
+    (record.key, record.headers) = (key, headers);
+    (record, bytes)
+}
+
+/// The message in a record. Its id is what the header `id_header` says, or its place:
+/// `TOPIC/PARTITION/OFFSET`. No value is an empty payload; a key that is no text is its bytes in
+/// hexadecimal, so that different keys stay different.
+pub(crate) fn raw_message(record: ConsumerRecord, id_header: &str, content_type: &str) -> RawMessage {
+    let payload = record.value.clone().unwrap_or_default();
+    let word = |name: &str| {
+        let named = record.headers.iter().find(|(its, _)| its.eq_ignore_ascii_case(name))?;
+        let text = str::from_utf8(named.1.as_deref()?).ok()?;
+        Some(text.to_owned()).filter(|text| !text.is_empty())
+    };
+    let place = || format!("{}/{}/{}", record.topic, record.partition, record.offset);
+    RawMessage {
+        id: word(id_header).or_else(|| Some(place())),
+        digest: Sha256::digest(&payload).into(),
+        topic: record.topic.to_string(),
+        key: record.key.as_deref().map(key),
+        headers: kept(&record, id_header),
+        content_type: word(CONTENT_TYPE).unwrap_or_else(|| content_type.to_owned()),
+        payload,
+    }
+}
+
+fn key(bytes: &[u8]) -> String {
+    match str::from_utf8(bytes) {
+        Ok(text) => text.to_owned(),
+        Err(_) => bytes.iter().map(|byte| format!("{byte:02x}")).collect(),
+    }
+}
+
+/// The headers that an event can have; several values as one.
+fn kept(record: &ConsumerRecord, id_header: &str) -> Headers {
+    let is_name = |name: &str| {
+        !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))
+    };
+    let is_ours = |name: &str| name.eq_ignore_ascii_case(id_header) || name.eq_ignore_ascii_case(CONTENT_TYPE);
+    let mut kept = Headers::new();
+    for (name, value) in record.headers.iter().filter(|(name, _)| is_name(name) && !is_ours(name)) {
+        let Some(value) = value.as_deref().and_then(|value| str::from_utf8(value).ok()) else { continue };
+        if !value.chars().any(|c| c.is_control() && c != '\t') {
+            let before = kept.remove(name);
+            let value = before.map_or_else(|| value.to_owned(), |before| format!("{before}, {value}"));
+            kept.insert(name.clone(), value);
+        }
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_core::{Envelope, EventId, NewEvent, Seq, SourceName};
+
+    use super::*;
+
+    fn sent(event: NewEvent, envelope: Envelope) -> (Delivery, Record) {
+        let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
+        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 1 };
+        let wrapped = envelope.wrap(&delivery.event, "us").expect("it fits");
+        let (record, _) = record("orders".into(), &delivery, &wrapped);
+        (delivery, record)
+    }
+
+    fn received(record: Record) -> RawMessage {
+        let mut got = ConsumerRecord::new("orders", 2, 7, record.key, record.value);
+        got.headers = record.headers;
+        raw_message(got, ID, "text/plain")
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let event = NewEvent::new("order.paid", &b"\xff\0"[..], "a/b").key("k").kind("x").aggregate("order");
+        let event = event.header("a", "1").header("Postbox-Id", "forged").header("CE_id", "forged");
+        let (delivery, record) = sent(event, Envelope::CloudEventsBinary);
+        let message = received(record);
+        assert_eq!(message.id, Some(delivery.dedupe_id()));
+        let source: SourceName = "orders".parse().expect("a name");
+        let read = Binding::KAFKA.read(&message, &source).expect("an event").event;
+        assert_eq!((read.topic.as_str(), read.key.as_deref()), ("order.paid", Some("k")));
+        assert_eq!((read.kind.as_deref(), read.aggregate.as_deref()), (Some("x"), Some("order")));
+        assert_eq!((read.payload.as_ref(), read.content_type.as_deref()), (&b"\xff\0"[..], Some("a/b")));
+        assert_eq!(read.headers["a"], "1");
+        assert!(read.headers.values().all(|value| value != "forged"), "no event can pose as another");
+    }
+
+    #[test]
+    fn attributes_are_spelled_as_the_binding_says() {
+        let (delivery, record) = sent(NewEvent::json("order.paid", "{}"), Envelope::CloudEventsBinary);
+        let header = |name: &str| {
+            let found = record.headers.iter().find(|(its, _)| its == name);
+            found.and_then(|(_, value)| Some(String::from_utf8(value.as_ref()?.to_vec()).expect("text")))
+        };
+        assert_eq!(header("ce_id"), Some(delivery.event.id.to_string()));
+        assert_eq!(header("ce_type").as_deref(), Some("order.paid"));
+        assert_eq!(header("content-type").as_deref(), Some("application/json"));
+        assert_eq!(header("ce_datacontenttype"), None);
+        let (_, record) = sent(NewEvent::json("order.paid", "{}"), Envelope::CloudEvents);
+        let structured = record.headers.iter().find(|(name, _)| name == "content-type");
+        let structured = structured.and_then(|(_, value)| value.clone()).expect("a value");
+        assert!(structured.starts_with(b"application/cloudevents+json"), "{structured:?}");
+    }
+
+    #[test]
+    fn records_of_others_are_kept_whole() {
+        let mut record = ConsumerRecord::new("orders", 2, 7, Some(Bytes::from_static(b"\xff\x01")), None);
+        let text = |text: &'static str| Some(Bytes::from_static(text.as_bytes()));
+        record.headers = vec![
+            ("a".into(), text("1")),
+            ("a".into(), text("2")),
+            ("null".into(), None),
+            ("binary".into(), Some(Bytes::from_static(b"\xff"))),
+            ("b c".into(), text("1")),
+            ("line".into(), text("1\r\n2")),
+            ("postbox-id".into(), text("")),
+        ];
+        let message = raw_message(record, ID, "text/plain");
+        assert_eq!(message.id.as_deref(), Some("orders/2/7"));
+        assert_eq!(message.key.as_deref(), Some("ff01"));
+        assert_eq!((message.payload.len(), message.content_type.as_str()), (0, "text/plain"));
+        assert_eq!(message.headers, [("a".to_owned(), "1, 2".to_owned())].into());
+    }
+}

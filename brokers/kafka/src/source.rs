@@ -1,0 +1,392 @@
+//! The source: a member of a consumer group.
+//!
+//! A task of its own polls, whether somebody waits for messages or not: a member that does not poll
+//! loses its partitions, and a store may be away for longer than that.
+
+mod held;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use krafka::consumer::{
+    AutoOffsetReset, Consumer, ConsumerRebalanceListener, IsolationLevel, OffsetAndMetadata, TopicPartition,
+};
+use krafka::{CloseOptions, ConsumerRecord, KrafkaError};
+use postbox_core::{AckToken, Clock, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
+use tokio::sync::{Mutex as AsyncMutex, Notify};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use self::held::{Held, Partition};
+use crate::classify;
+use crate::connection::Cluster;
+use crate::message::raw_message;
+
+/// Longest wait for an answer of a broker.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest wait until the group knows what was settled.
+const COMMIT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a poll waits for messages; a stop or a rebalance is noticed at once.
+const POLL: Duration = Duration::from_secs(1);
+/// While there is no room for messages, the member shows so often that it is there.
+const SHOW_UP: Duration = Duration::from_secs(1);
+/// How long that takes.
+const SHOW_UP_POLL: Duration = Duration::from_millis(20);
+/// Wait after a failed poll: the client has its own waits, and the receiver has, too.
+const PAUSE: Duration = Duration::from_millis(250);
+/// Longest time to leave the group; after that its session timeout does it.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Most messages of one poll.
+const POLL_MAX: usize = 1_000;
+
+const OPERATION: &str = "receive";
+
+/// Where a group begins that has no place, or whose place is gone.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum OffsetReset {
+    /// With the first message that is there.
+    #[default]
+    Earliest,
+    /// With what is published from then on.
+    Latest,
+}
+
+/// What a source reads, and as whom.
+#[derive(Debug, Clone)]
+pub(crate) struct Membership {
+    pub(crate) topics: Vec<String>,
+    pub(crate) group: String,
+    pub(crate) offset_reset: OffsetReset,
+    pub(crate) id_header: String,
+    pub(crate) session_timeout: Duration,
+    pub(crate) in_flight_max: usize,
+    pub(crate) content_type: String,
+}
+
+/// Reads topics as a member of a consumer group.
+///
+/// The group's place in a partition moves once everything before it is settled. So after a lost
+/// membership, a rebalance or a crash, what was not settled comes again, to us or to another.
+pub struct KafkaSource {
+    member: Arc<Member>,
+    polling: AtomicBool,
+}
+
+struct Member {
+    cluster: Cluster,
+    membership: Membership,
+    clock: Arc<dyn Clock>,
+    state: Arc<State>,
+    /// Somebody waits for messages.
+    wanted: Notify,
+    closed: CancellationToken,
+    /// Polling has ended, and the group was left.
+    left: CancellationToken,
+}
+
+#[derive(Default)]
+struct State {
+    held: Mutex<Held>,
+    consumer: Mutex<Option<Arc<Consumer>>>,
+    failure: Mutex<Option<Error>>,
+    /// Held while the group learns where we stand. A partition is given up between two commits:
+    /// a late one would put back the place that its next owner has reached.
+    committing: AsyncMutex<()>,
+    /// There is something to give, or to say.
+    changed: Notify,
+    /// There is room for more.
+    room: Notify,
+}
+
+impl KafkaSource {
+    /// A source that connects when it is asked for the first message.
+    pub(crate) fn new(cluster: Cluster, membership: Membership, clock: Arc<dyn Clock>) -> Self {
+        let member = Member {
+            cluster,
+            membership,
+            clock,
+            state: Arc::default(),
+            wanted: Notify::new(),
+            closed: CancellationToken::new(),
+            left: CancellationToken::new(),
+        };
+        Self { member: Arc::new(member), polling: AtomicBool::new(false) }
+    }
+}
+
+impl Drop for KafkaSource {
+    fn drop(&mut self) {
+        self.member.closed.cancel();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Member {
+    /// Polls until the source is closed; joins the group anew when its client cannot go on.
+    async fn run(self: Arc<Self>) {
+        while !self.closed.is_cancelled() {
+            match self.join().await {
+                Ok(consumer) => {
+                    let consumer = Arc::new(consumer);
+                    *lock(&self.state.consumer) = Some(Arc::clone(&consumer));
+                    self.poll(&consumer).await;
+                    *lock(&self.state.consumer) = None;
+                    // An error says that the group has expelled us already, or will.
+                    let _ = consumer.close_with(CloseOptions::new().timeout(LEAVE_TIMEOUT)).await;
+                    lock(&self.state.held).forget_all();
+                }
+                Err(failure) => {
+                    self.fail(failure);
+                    tokio::select! {
+                        () = self.closed.cancelled() => {}
+                        () = self.wanted.notified() => {}
+                    }
+                }
+            }
+        }
+        self.left.cancel();
+    }
+
+    async fn join(&self) -> Result<Consumer> {
+        let Membership { topics, group, offset_reset, session_timeout, in_flight_max, .. } = &self.membership;
+        let fault = |error: KrafkaError| classify::error("connect", &error);
+        let kafka = self.cluster.connect(REQUEST_TIMEOUT).await?;
+        let consumer = kafka
+            .consumer(group.as_str())
+            .auto_offset_reset(match offset_reset {
+                OffsetReset::Earliest => AutoOffsetReset::Earliest,
+                OffsetReset::Latest => AutoOffsetReset::Latest,
+            })
+            .enable_auto_commit(false)
+            // What a producer took back was never said.
+            .isolation_level(IsolationLevel::ReadCommitted)
+            .session_timeout(*session_timeout)
+            .heartbeat_interval(*session_timeout / 3)
+            .max_poll_records(i32::try_from((*in_flight_max).min(POLL_MAX)).unwrap_or(i32::MAX))
+            .metrics_push(false)
+            .rebalance_listener(Listener(Arc::clone(&self.state)))
+            .build();
+        let consumer = consumer.await.map_err(fault)?;
+        // First, so that nobody is left behind in the group.
+        for topic in topics {
+            let found = consumer.fetch_metadata(Some(topic)).await.map_err(fault)?;
+            if found.topics.is_empty() {
+                let text = classify::missing(topic);
+                return Err(Error::new(ErrorKind::Mismatch, OPERATION, classify::TOPIC_MISSING, text));
+            }
+        }
+        consumer.subscribe(topics).await.map_err(fault)?;
+        Ok(consumer)
+    }
+
+    /// Polls until the client cannot go on, or the source is closed.
+    async fn poll(&self, consumer: &Consumer) {
+        loop {
+            let is_full = lock(&self.state.held).waiting() >= self.membership.in_flight_max;
+            let polled = async {
+                match is_full {
+                    false => consumer.poll(POLL).await,
+                    true => self.show_up(consumer).await,
+                }
+            };
+            let polled = tokio::select! {
+                biased;
+                () = self.closed.cancelled() => break,
+                polled = polled => polled,
+            };
+            match polled {
+                Ok(records) => self.keep(records),
+                Err(error) => {
+                    let is_final = classify::is_final(&error);
+                    self.fail(classify::error(OPERATION, &error));
+                    if is_final {
+                        return;
+                    }
+                    tokio::time::sleep(PAUSE).await;
+                }
+            }
+            if let Err(failure) = self.commit().await {
+                self.fail(failure);
+            }
+        }
+        // What was settled and not yet heard of.
+        let _ = self.commit().await;
+    }
+
+    /// Waits for room, and polls once for nothing if that takes long.
+    async fn show_up(&self, consumer: &Consumer) -> Result<Vec<ConsumerRecord>, KrafkaError> {
+        if timeout(SHOW_UP, self.state.room.notified()).await.is_ok() {
+            return Ok(Vec::new());
+        }
+        let assigned = consumer.assignment().await;
+        for (topic, partitions) in &assigned {
+            consumer.pause(topic, partitions).await;
+        }
+        let polled = consumer.poll(SHOW_UP_POLL).await;
+        for (topic, partitions) in &assigned {
+            consumer.resume(topic, partitions).await;
+        }
+        polled
+    }
+
+    fn keep(&self, records: Vec<ConsumerRecord>) {
+        if records.is_empty() {
+            return;
+        }
+        let now = self.clock.monotonic();
+        let Membership { id_header, content_type, .. } = &self.membership;
+        let mut held = lock(&self.state.held);
+        for record in records {
+            let (partition, offset) = ((Arc::clone(&record.topic), record.partition), record.offset);
+            held.keep(&partition, offset, now, raw_message(record, id_header, content_type));
+        }
+        drop(held);
+        self.state.changed.notify_waiters();
+    }
+
+    fn fail(&self, failure: Error) {
+        *lock(&self.state.failure) = Some(failure);
+        self.state.changed.notify_waiters();
+    }
+
+    /// Tells the group where its partitions stand, if it does not know.
+    async fn commit(&self) -> Result<()> {
+        let _committing = self.state.committing.lock().await;
+        let offsets = lock(&self.state.held).uncommitted();
+        let consumer = lock(&self.state.consumer).clone();
+        let (false, Some(consumer)) = (offsets.is_empty(), consumer) else { return Ok(()) };
+        let place = |((topic, partition), offset): &(Partition, i64)| {
+            (TopicPartition::new(topic.to_string(), *partition), OffsetAndMetadata::new(*offset))
+        };
+        match timeout(COMMIT_TIMEOUT, consumer.commit_offsets(offsets.iter().map(place))).await {
+            Ok(Ok(())) => lock(&self.state.held).committed(&offsets),
+            // The next poll says which partitions are still ours; the others' messages come again.
+            Ok(Err(error)) if classify::is_membership_lost(&error) => {}
+            Ok(Err(error)) => return Err(classify::error("settle", &error)),
+            Err(_) => {
+                let text = "the group did not confirm what was settled; it may come again";
+                return Err(Error::new(ErrorKind::Unavailable, "settle", "kafka_commit_timeout", text));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Hears which partitions are not ours any more.
+struct Listener(Arc<State>);
+
+impl Listener {
+    async fn forget(&self, partitions: &[TopicPartition]) {
+        let _committing = self.0.committing.lock().await;
+        let mut held = lock(&self.0.held);
+        for gone in partitions {
+            held.forget(&(gone.topic().into(), gone.partition()));
+        }
+        drop(held);
+        self.0.room.notify_one();
+    }
+}
+
+impl ConsumerRebalanceListener for Listener {
+    async fn on_partitions_assigned(&self, partitions: &[TopicPartition]) {
+        let mut topics: BTreeMap<&str, Vec<i32>> = BTreeMap::new();
+        partitions.iter().for_each(|new| topics.entry(new.topic()).or_default().push(new.partition()));
+        for (topic, partitions) in topics {
+            info!(topic, ?partitions, "partitions assigned");
+        }
+    }
+
+    async fn on_partitions_revoked(&self, partitions: &[TopicPartition]) {
+        self.forget(partitions).await;
+    }
+
+    async fn on_partitions_lost(&self, partitions: &[TopicPartition]) {
+        self.forget(partitions).await;
+    }
+}
+
+#[async_trait]
+impl Source for KafkaSource {
+    /// In order within a partition, and so within a key.
+    fn capabilities(&self) -> SourceCapabilities {
+        let in_flight_max = self.member.membership.in_flight_max;
+        SourceCapabilities { in_flight_max, ordered: true, nak_delay: true, dead_letters: false }
+    }
+
+    async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
+        let (member, state) = (&self.member, &self.member.state);
+        if !self.polling.swap(true, Ordering::Relaxed) {
+            tokio::spawn(Arc::clone(member).run());
+        }
+        loop {
+            let mut changed = std::pin::pin!(state.changed.notified());
+            // From here on no change is missed.
+            changed.as_mut().enable();
+            if member.closed.is_cancelled() {
+                return Ok(Vec::new());
+            }
+            let now = member.clock.monotonic();
+            let (given, due) = {
+                let mut held = lock(&state.held);
+                (held.give(max, member.membership.in_flight_max, now), held.due())
+            };
+            if !given.is_empty() {
+                state.room.notify_one();
+                return Ok(given);
+            }
+            if let Some(failure) = lock(&state.failure).take() {
+                return Err(failure);
+            }
+            member.wanted.notify_one();
+            // What is due and not given waits for one that is out.
+            let wait = due.map(|due| due.saturating_sub(now)).filter(|wait| !wait.is_zero());
+            tokio::select! {
+                biased;
+                () = changed => {}
+                () = member.clock.sleep(wait.unwrap_or_default()), if wait.is_some() => {}
+            }
+        }
+    }
+
+    async fn ack(&self, tokens: &[AckToken]) -> Result<()> {
+        let state = &self.member.state;
+        {
+            let mut held = lock(&state.held);
+            tokens.iter().for_each(|token| held.settle(token));
+        }
+        state.changed.notify_waiters();
+        self.member.commit().await
+    }
+
+    /// The message is kept here until its time. If we end before, it comes at the next start.
+    async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
+        let state = &self.member.state;
+        let due = self.member.clock.monotonic() + delay;
+        {
+            let mut held = lock(&state.held);
+            tokens.iter().for_each(|token| held.put_back(token, due));
+        }
+        state.changed.notify_waiters();
+        Ok(())
+    }
+
+    /// Kafka keeps no dead letters: the message stays in its topic, behind the group's place.
+    async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
+        self.ack(tokens).await
+    }
+
+    async fn close(&self) {
+        self.member.closed.cancel();
+        self.member.state.changed.notify_waiters();
+        if self.polling.load(Ordering::Relaxed) {
+            self.member.left.cancelled().await;
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! Sinks, sources, brokers and what is in their topics.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use jiff::Timestamp;
+use krafka::admin::{CreateTopicsOptions, NewTopic};
+use krafka::producer::Record;
+use krafka::{ConsumerRecord, Kafka};
+use postbox_config::{ReadOptions, SinkConfig as _, SinkContext, SourceConfig as _, SourceContext, read};
+use postbox_core::{Clock, Delivery, ErrorKind, EventId, NewEvent, Outcome, Seq, Sink, Source, SourceMessage};
+use postbox_engine::TokioClock;
+use postbox_kafka::{KafkaSinkTable, KafkaSourceTable};
+use tokio::time::timeout;
+
+/// Longer than anything takes that does not hang.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// How often a condition is looked at.
+pub(crate) const LOOK: Duration = Duration::from_millis(5);
+/// The subscription's timeout where a test lets the brokers be silent: a call ends at 5.5 s, and a
+/// request is repeated after 1.65 s.
+pub(crate) const SHORT: Duration = Duration::from_secs(6);
+/// What a session of a source in tests is: Tansu joins a group in half of it.
+pub(crate) const SESSION: &str = "session_timeout = \"6s\"";
+
+pub(crate) fn context(deliver_timeout: Duration) -> SinkContext {
+    let clock = Arc::new(TokioClock::new());
+    SinkContext { clock, listening: Vec::new(), deliver_timeout, repeats_within: Duration::ZERO, concurrency: None }
+}
+
+/// A sink of these keys beside the brokers.
+pub(crate) async fn sink(brokers: &str, keys: &str) -> Arc<dyn Sink> {
+    let text = format!("brokers = {brokers:?}\n{keys}");
+    let (table, _) = read::<KafkaSinkTable>(&text, ReadOptions::none()).expect("right");
+    table.build(&context(SHORT)).await.expect("a sink")
+}
+
+pub(crate) fn table(brokers: &str, keys: &str) -> KafkaSourceTable {
+    let text = format!("brokers = {brokers:?}\n{SESSION}\n{keys}");
+    read::<KafkaSourceTable>(&text, ReadOptions::none()).expect("right").0
+}
+
+pub(crate) fn source_context(clock: Arc<dyn Clock>) -> SourceContext {
+    SourceContext { name: "orders".parse().expect("a name"), clock }
+}
+
+/// A source of these keys beside the brokers.
+pub(crate) async fn source(brokers: &str, keys: &str) -> Arc<dyn Source> {
+    let context = source_context(Arc::new(TokioClock::new()));
+    table(brokers, keys).build(&context).await.expect("a source")
+}
+
+pub(crate) fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
+    let delivery = |(event, n): (NewEvent, i64)| {
+        let event = event.into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
+        Delivery { event, seq: Seq(n), attempt: 1, replay: 0 }
+    };
+    events.into_iter().zip(1..).map(delivery).collect()
+}
+
+pub(crate) fn numbered(count: usize) -> Vec<Delivery> {
+    deliveries((0..count).map(|n| NewEvent::json("t", n.to_string()).key(format!("k{n}"))))
+}
+
+pub(crate) async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outcome> {
+    let call: Vec<&Delivery> = deliveries.iter().collect();
+    timeout(PATIENCE, sink.deliver(&call)).await.expect("an answer in time")
+}
+
+/// Kind and code of each, the same ones in a row once.
+pub(crate) fn codes(outcomes: &[Outcome]) -> Vec<String> {
+    let mut codes: Vec<String> = outcomes.iter().map(code).collect();
+    codes.dedup();
+    codes
+}
+
+pub(crate) fn code(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::Delivered { .. } => "delivered".into(),
+        Outcome::Unavailable { code, .. } => format!("unavailable {code}"),
+        Outcome::Ambiguous { code, .. } => format!("ambiguous {code}"),
+        Outcome::Dead { code, .. } => format!("dead {code}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A client of the test's own.
+pub(crate) async fn client(brokers: &str) -> Kafka {
+    Kafka::builder(brokers).connect().await.expect("connected")
+}
+
+pub(crate) async fn make_topic(kafka: &Kafka, name: &str, partitions: i32) {
+    let topic = NewTopic::new(name, partitions, 1).expect("a name");
+    let made = kafka.admin().create_topics([topic], CreateTopicsOptions::default()).await;
+    made.expect("an answer").into_values().for_each(|made| made.expect("made"));
+}
+
+/// Everything in a topic; of each partition in its order.
+pub(crate) async fn records(kafka: &Kafka, topic: &str) -> Vec<ConsumerRecord> {
+    let consumer = kafka.consumer_without_group().metrics_push(false).build().await.expect("a consumer");
+    let found = consumer.fetch_metadata(Some(topic)).await.expect("metadata").topics;
+    let mut partitions: Vec<i32> = found.iter().flat_map(|topic| topic.partitions.keys().copied()).collect();
+    partitions.sort_unstable();
+    let mut count = 0;
+    for partition in &partitions {
+        let (low, high) = consumer.fetch_watermarks(topic, *partition).await.expect("watermarks");
+        count += usize::try_from(high - low).expect("no less than nothing");
+    }
+    consumer.assign(topic, partitions.clone()).await.expect("assigned");
+    for partition in partitions {
+        consumer.seek_to_beginning(topic, partition).await.expect("assigned");
+    }
+    let mut records = Vec::new();
+    let read = async {
+        while records.len() < count {
+            records.extend(consumer.poll(Duration::from_secs(1)).await.expect("polled"));
+        }
+    };
+    timeout(PATIENCE, read).await.expect("all of them in time");
+    consumer.close().await.expect("closed");
+    records.sort_by_key(|record| (record.partition, record.offset));
+    records
+}
+
+pub(crate) fn header(record: &ConsumerRecord, name: &str) -> Option<String> {
+    record.header_str(name).map(str::to_owned)
+}
+
+/// What was published, by its payloads, sorted.
+pub(crate) async fn payloads(kafka: &Kafka, topic: &str) -> Vec<String> {
+    let records = records(kafka, topic).await;
+    let mut payloads: Vec<String> = records
+        .iter()
+        .map(|it| String::from_utf8(it.value.clone().expect("a value").to_vec()).expect("text"))
+        .collect();
+    payloads.sort();
+    payloads
+}
+
+/// Publishes numbers, each with itself as key and payload.
+pub(crate) async fn publish(kafka: &Kafka, topic: &str, numbers: std::ops::Range<usize>) {
+    let producer = kafka.producer().metrics_push(false).build().await.expect("a producer");
+    let send = |n: usize| producer.send(Record::new(topic, Bytes::from(n.to_string())).key(n.to_string()));
+    for sent in futures::future::join_all(numbers.map(send)).await {
+        assert!(sent.expect("sent").is_persisted());
+    }
+    producer.close().await.expect("closed");
+}
+
+/// At least so many, past the calls that fail for a while.
+pub(crate) async fn take(source: &Arc<dyn Source>, count: usize) -> Vec<SourceMessage> {
+    let taken = async {
+        let mut taken = Vec::new();
+        while taken.len() < count {
+            match source.next(count - taken.len()).await {
+                Ok(some) => taken.extend(some),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}"),
+            }
+        }
+        taken
+    };
+    timeout(PATIENCE, taken).await.expect("they come in time")
+}
+
+pub(crate) async fn ack(source: &Arc<dyn Source>, taken: &[SourceMessage]) {
+    let tokens: Vec<_> = taken.iter().map(|it| it.token.clone()).collect();
+    source.ack(&tokens).await.expect("acknowledged");
+}
+
+pub(crate) fn bodies(taken: &[SourceMessage]) -> Vec<String> {
+    taken.iter().map(|it| String::from_utf8(it.message.payload.to_vec()).expect("text")).collect()
+}
+
+/// Where a group stands in each partition of a topic.
+pub(crate) async fn committed(kafka: &Kafka, group: &str, topic: &str, partitions: i32) -> i64 {
+    let looker = kafka.consumer(group).metrics_push(false).build().await.expect("a consumer");
+    let partitions: Vec<(&str, i32)> = (0..partitions).map(|partition| (topic, partition)).collect();
+    let committed = looker.committed(&partitions).await.expect("an answer");
+    looker.close().await.expect("closed");
+    committed.values().map(|position| position.offset).sum()
+}

@@ -1,0 +1,64 @@
+//! Credentials, warnings, and what a person hears who asks.
+
+use krafka::testing::FakeBroker;
+use postbox_config::{ReadOptions, SinkConfig as _, SourceConfig as _, read};
+use postbox_core::ErrorKind;
+use postbox_engine::TokioClock;
+use postbox_kafka::KafkaSinkTable;
+use postbox_testkit::warnings::Warnings;
+
+use super::stand::{SHORT, codes, context, deliver, numbered, sink, source_context, table};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_password_is_needed_where_it_is_asked_for() {
+    let broker = FakeBroker::start().await.expect("a broker");
+    broker.create_topic("events", 1);
+    broker.require_sasl_plain("writer", "secret");
+    let with = async |password: &str| {
+        let auth = format!("auth = {{ mechanism = \"plain\", user = \"writer\", password = {password:?} }}");
+        sink(&broker.bootstrap_servers(), &format!("topic = \"events\"\n{auth}")).await
+    };
+    assert_eq!(codes(&deliver(&with("secret").await, &numbered(1)).await), ["delivered"]);
+    let wrong = deliver(&with("wr0ng").await, &numbered(1)).await;
+    assert_eq!(codes(&wrong), ["unavailable kafka_unauthorized"]);
+    assert!(!format!("{wrong:?}").contains("wr0ng"), "{wrong:?}");
+    let scram = "auth = { mechanism = \"scram-sha-512\", user = \"writer\", password = \"secret\" }";
+    let scram = sink(&broker.bootstrap_servers(), &format!("topic = \"events\"\n{scram}")).await;
+    assert_eq!(codes(&deliver(&scram, &numbered(1)).await), ["unavailable kafka_unauthorized"]);
+}
+
+#[tokio::test]
+async fn weak_acks_are_warned_of_at_the_start() {
+    let (warnings, _guard) = Warnings::hear();
+    for (acks, count) in [("all", 0), ("leader", 1)] {
+        let keys = format!("brokers = \"127.0.0.1:9092\"\ntopic = \"events\"\nacks = {acks:?}");
+        let (table, _) = read::<KafkaSinkTable>(&keys, ReadOptions::none()).expect("right");
+        table.build(&context(SHORT)).await.expect("a sink");
+        let said = warnings.all().into_iter().filter(|line| line.contains("kafka_acks_weak")).count();
+        assert_eq!(said, count, "acks = {acks}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_asks_hears_what_is_there_and_nothing_is_made() {
+    let broker = FakeBroker::start().await.expect("a broker");
+    broker.create_topic("events", 1);
+    let brokers = broker.bootstrap_servers();
+    let look = async |topic: &str| {
+        let keys = format!("brokers = {brokers:?}\ntopic = {topic:?}");
+        let (table, _) = read::<KafkaSinkTable>(&keys, ReadOptions::none()).expect("right");
+        table.connect(&context(SHORT)).await
+    };
+    assert_eq!(look("events").await.expect("it is there"), "answers; the topic events is there");
+    assert_eq!(look("in.{topic}").await.expect("it answers"), "answers");
+    let missing = look("missing").await.expect_err("not there");
+    assert_eq!((missing.kind(), missing.code()), (ErrorKind::Mismatch, "kafka_topic_missing"));
+    let context = source_context(std::sync::Arc::new(TokioClock::new()));
+    let said = table(&brokers, "topic = \"events\"").connect(&context).await;
+    assert_eq!(said.expect("it is there"), "answers; the topic events is there");
+    assert!(table(&brokers, "topic = \"events, missing\"").connect(&context).await.is_err());
+    assert!(broker.topic_id("missing").is_none(), "nothing is made");
+    assert_eq!(broker.request_count(krafka::testing::ApiKey::JoinGroup), 0);
+    let nobody = table("127.0.0.1:1", "topic = \"events\"").connect(&context).await.expect_err("nobody");
+    assert_eq!(nobody.kind(), ErrorKind::Unavailable);
+}
