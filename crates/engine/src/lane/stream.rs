@@ -15,8 +15,8 @@ use super::batch::Progress;
 use super::limit::Until;
 use crate::poll::Poll;
 
-/// Batches that one read brings until the destination is slower than reads: what a read costs beside
-/// its rows, it costs once. Four take most of that away; more would only cost memory.
+/// Batches that one read brings until the destination is slower than reads: what a read costs
+/// beside its rows, it costs once. Four take most of that away; more would only cost memory.
 const READ_BATCHES: usize = 4;
 
 impl Lane {
@@ -149,7 +149,8 @@ impl Lane {
         Ok(None)
     }
 
-    /// The next batches, while others go out; `None` where the limit is reached, or the store failed.
+    /// The next batches, while others go out; `None` where the limit is reached, or the store
+    /// failed.
     async fn read_ahead(&self, until: Until<'_>, limit: BatchLimit) -> Result<Option<Batch>> {
         let Some(reservation) = until.reserve(limit).await else { return Ok(None) };
         let next = self.read_once(reservation.limit).await?;

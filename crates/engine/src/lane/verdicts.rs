@@ -117,14 +117,16 @@ impl Verdicts {
         Settlement { position: Some(deliveries[last].seq), entries, rewind: true, hold_keys }
     }
 
-    /// The settlement of the rest of due rows. One that was not sent has no entry: it stays as it is, due.
+    /// The settlement of the rest of due rows. One that was not sent has no entry: it stays as it
+    /// is, due.
     pub(super) fn settle_due<'b>(&self, batch: &'b Batch, hold_keys: bool) -> Settlement<'b> {
         let entries = self.entries(&batch.deliveries, batch.deliveries.len(), true, hold_keys);
         Settlement { position: None, entries, rewind: false, hold_keys }
     }
 
-    /// Entries of the deliveries before `end` that are not written, in their order. What still waits
-    /// becomes an uncounted retry, or waits behind one of its key; a row that waits is written only if it met an outage.
+    /// Entries of the deliveries before `end` that are not written, in their order. What still
+    /// waits becomes an uncounted retry, or waits behind one of its key; a row that waits is
+    /// written only if it met an outage.
     fn entries<'b>(&self, deliveries: &'b [Delivery], end: usize, are_rows: bool, hold_keys: bool) -> Vec<Entry<'b>> {
         let mut waiting_keys: HashSet<&Key> = HashSet::new();
         let mut is_behind = |delivery: &'b Delivery| match &delivery.event.key {

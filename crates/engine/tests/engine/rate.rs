@@ -35,8 +35,8 @@ async fn a_rate_is_kept_and_costs_no_attempt() {
     }
 }
 
-/// A batch of 100 takes 20 s at such a rate, and nearly as long at such a destination; it may be the
-/// stream's or one of due rows.
+/// A batch of 100 takes 20 s at such a rate, and nearly as long at such a destination; it may be
+/// the stream's or one of due rows.
 #[tokio::test(start_paused = true)]
 async fn a_crash_repeats_no_more_than_a_second_of_deliveries() {
     for capabilities in support::all_capabilities() {

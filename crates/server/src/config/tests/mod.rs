@@ -267,7 +267,7 @@ fn names_urls_and_schedules_are_checked() {
     assert!(url("example.org/hook").contains("https://"));
     assert!(url("ftp://example.org/").contains("https://"));
     assert!(!url("https://u:hunter2@h/").contains("hunter2"));
-    assert!(fault("[subscriptions.a]\nretry = { base = \"10m\" }").contains("longer than max"));
+    assert!(fault("[subscriptions.a]\nretry = { base = \"4h\" }").contains("longer than max"));
 }
 
 #[test]
