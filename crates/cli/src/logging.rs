@@ -27,8 +27,9 @@ static LINES: OnceLock<Lines> = OnceLock::new();
 
 /// Starts logging. Called once, after the configuration is known.
 pub(crate) fn start(config: &LogConfig) -> Result<(), Failure> {
-    // Its client's own lines would say again, and louder, what an outcome or an error says.
-    let filter = EnvFilter::try_new(format!("async_nats=off,{}", config.level)).map_err(|error| {
+    // These clients' own lines would say again, and louder, what an outcome or an error says, or
+    // repeat whole messages.
+    let filter = EnvFilter::try_new(format!("async_nats=off,lapin=off,{}", config.level)).map_err(|error| {
         Failure::usage(format!(
             "log level {:?} is no filter: {error}; e.g. info or info,postbox_engine=debug",
             config.level

@@ -24,6 +24,12 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "nats", url = "nats://127.0.0.1:4222", subject = "orders.{topic}" }"#,
         |keys| Arc::new(postbox_nats::NatsSinkTable::read(keys)),
     ),
+    #[cfg(feature = "rabbitmq")]
+    Adapter::new::<postbox_rabbitmq::RabbitmqSinkTable>(
+        "rabbitmq",
+        r#"{ type = "rabbitmq", url = "amqp://127.0.0.1:5672", exchange = "amq.topic" }"#,
+        |keys| Arc::new(postbox_rabbitmq::RabbitmqSinkTable::read(keys)),
+    ),
     #[cfg(feature = "redis")]
     Adapter::new::<postbox_redis::RedisSinkConfig>(
         "redis",
@@ -44,7 +50,7 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
 const NONE: &str = "none";
 
 /// Brokers of the plan that this program does not have yet, as sinks and as sources.
-pub(crate) const BROKERS_PLANNED: &[&str] = &["kafka", "amqp", "sqs"];
+pub(crate) const BROKERS_PLANNED: &[&str] = &["kafka", "sqs"];
 
 /// Where the events of a subscription go.
 #[derive(Debug, Clone)]

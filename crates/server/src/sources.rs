@@ -25,6 +25,12 @@ pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
         r#"{ type = "nats", url = "nats://127.0.0.1:4222", stream = "ORDERS" }"#,
         |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_nats::NatsSourceTable::read(keys)))),
     ),
+    #[cfg(feature = "rabbitmq")]
+    Adapter::new::<postbox_rabbitmq::RabbitmqSourceTable>(
+        "rabbitmq",
+        r#"{ type = "rabbitmq", url = "amqp://127.0.0.1:5672", queue = "orders" }"#,
+        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_rabbitmq::RabbitmqSourceTable::read(keys)))),
+    ),
     #[cfg(feature = "redis")]
     Adapter::new::<postbox_redis::RedisSourceConfig>(
         "redis",
