@@ -139,7 +139,10 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("rustls", &["postbox-cli", "postbox-http", "postbox-postgres", "postbox-rabbitmq"]),
     ("rustls-platform-verifier", &["postbox-http"]),
     ("sha1", &["postbox-webhook"]),
-    ("sha2", &["postbox-bus", "postbox-ingress", "postbox-nats", "postbox-rabbitmq", "postbox-redis", "postbox-webhook"]),
+    (
+        "sha2",
+        &["postbox-bus", "postbox-ingress", "postbox-nats", "postbox-rabbitmq", "postbox-redis", "postbox-webhook"],
+    ),
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
     ("strsim", &["postbox-config"]),
     ("subtle", &["postbox-server", "postbox-webhook"]),

@@ -37,6 +37,7 @@ fn whole_and_in_order(messages: &[Message], count: usize) {
 async fn a_server_that_is_killed_under_load_loses_nothing() {
     let mut server = PrivateRabbitmq::launch().await;
     Broker::connect(&server.url()).await.queue("q", quorum(&[]), "amq.topic", "#").await;
+    server.sync();
     let working = Working::start(sink(&server.url(), KEYS).await);
     let until = async |count: usize| {
         let delivered = async {

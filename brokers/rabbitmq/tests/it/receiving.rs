@@ -193,6 +193,7 @@ async fn what_cannot_be_kept_at_all_goes_to_the_dead_letter_exchange() {
 async fn a_server_that_is_killed_while_it_is_received_from_loses_nothing() {
     let mut server = PrivateRabbitmq::launch().await;
     Broker::connect(&server.url()).await.queue("q", quorum(&[]), "amq.topic", "#").await;
+    server.sync();
     let receiving = Receiving::start(&server.url(), "queue = \"q\"\nin_flight = 50").await;
     let mut published = 0;
     for _ in 0..2 {

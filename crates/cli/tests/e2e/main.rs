@@ -19,6 +19,7 @@ mod nats;
 mod outages;
 mod privacy;
 mod psql;
+mod rabbitmq;
 mod redis;
 mod run;
 mod sender;

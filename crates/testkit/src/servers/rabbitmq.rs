@@ -20,8 +20,7 @@ const START_SECONDS_MAX: u64 = 120;
 /// How often a start is tried when somebody else took the port first.
 const PORT_TRIES: usize = 5;
 /// Its program runs in the shell's process. The port mapper of the node, which would stay behind as
-/// a daemon, ends with the folder. It must outlive the node: one that begins anew may give the node
-/// the number of the life before, and then quorum queues take new publishers for old ones.
+/// a daemon, ends with the folder.
 const START: &str = r#"
 echo $$ > pid
 if [ "$2" = first ]; then
@@ -149,7 +148,15 @@ impl PrivateRabbitmq {
         format!("amqp://127.0.0.1:{}", self.port)
     }
 
-    /// SIGKILL. What was confirmed is in its files, as long as the machine lives.
+    /// What the node knows of its quorum queues is in its files from here on. It writes the name of a
+    /// new one 3 s later; killed before, it has the queue afterwards and nothing of what was in it,
+    /// and nobody leads it.
+    pub fn sync(&self) {
+        self.ctl(&["eval", "ok = dets:sync(ra_directory_reverse)."]);
+    }
+
+    /// SIGKILL. What was confirmed is in its files, as long as the machine lives; for a queue that is
+    /// new see [`Self::sync`].
     pub fn kill(&mut self) {
         self.signal("KILL");
         if let Some(mut server) = self.server.take() {
