@@ -44,6 +44,12 @@ impl Exchange {
         format!("{}-{which}", self.name)
     }
 
+    async fn unbind(&self, queue: &str) {
+        let (name, key) = (self.name.as_str(), "#");
+        let unbound = self.broker.channel.queue_unbind(queue.into(), name.into(), key.into(), arguments(&[]));
+        unbound.await.expect("unbound");
+    }
+
     /// Stops or wakes the process of the queue: a message gets there and is not confirmed.
     fn main_queue(&self, verb: &str) {
         let lookup = format!("rabbit_amqqueue:lookup(rabbit_misc:r(<<\"/\">>, queue, <<\"{}\">>))", self.queue("main"));
@@ -121,12 +127,12 @@ impl SinkFixture for Exchange {
             Destination::Hangs => self.main_queue("suspend"),
             Destination::Fails => {
                 self.broker.bind(&full, &self.name, "#").await;
-                self.broker.unbind(&main, &self.name, "#").await;
+                self.unbind(&main).await;
             }
             Destination::Works if before == Destination::Hangs => self.main_queue("resume"),
             Destination::Works if before == Destination::Fails => {
                 self.broker.bind(&main, &self.name, "#").await;
-                self.broker.unbind(&full, &self.name, "#").await;
+                self.unbind(&full).await;
             }
             Destination::Works => self.proxy.refuse(false),
             Destination::Throttles => panic!("not claimed"),

@@ -80,11 +80,6 @@ impl Broker {
         bound.await.expect("bound");
     }
 
-    pub(crate) async fn unbind(&self, queue: &str, exchange: &str, key: &str) {
-        let unbound = self.channel.queue_unbind(queue.into(), exchange.into(), key.into(), FieldTable::default());
-        unbound.await.expect("unbound");
-    }
-
     /// Publishes as any client does, and waits for the confirm.
     pub(crate) async fn publish(&self, exchange: &str, key: &str, properties: BasicProperties, body: &[u8]) {
         let options = BasicPublishOptions { mandatory: true, immediate: false };

@@ -176,7 +176,7 @@ async fn of_many_events_exactly_those_that_no_queue_takes_are_not_delivered() {
     broker.queue(&exchange, quorum(&[]), &exchange, "yes").await;
     let sink = sink(&url, &format!("exchange = {exchange:?}")).await;
     for round in 0..5 {
-        let topic = |n: usize| if (n + round) % 3 == 0 { "no" } else { "yes" };
+        let topic = |n: usize| if (n + round).is_multiple_of(3) { "no" } else { "yes" };
         let sent = deliveries((0..300).map(|n| NewEvent::json(topic(n), n.to_string()).key(n.to_string())));
         let outcomes = deliver(&sink, &sent).await;
         let arrived: BTreeSet<Vec<u8>> = broker.take(&exchange, 200).await.into_iter().map(|it| it.data).collect();
@@ -200,13 +200,13 @@ async fn an_exchange_that_is_missing_fails_no_event_of_another() {
     for _ in 0..3 {
         // So many that some are still to be written when the channel ends.
         let event = |n: usize| {
-            let tenant = if n % 2 == 0 { "in" } else { "missing" };
+            let tenant = if n.is_multiple_of(2) { "in" } else { "missing" };
             NewEvent::json("t", vec![b' '; 2_000]).key(n.to_string()).tenant(tenant)
         };
         let sent: Vec<Delivery> = deliveries((0..1_000).map(event));
         for (n, outcome) in deliver(&sink, &sent).await.iter().enumerate() {
             let missing = ("ambiguous", "rabbitmq_no_exchange".to_owned());
-            let expected = if n % 2 == 0 { ("delivered", String::new()) } else { missing };
+            let expected = if n.is_multiple_of(2) { ("delivered", String::new()) } else { missing };
             assert_eq!(said(outcome), expected, "{n}: {outcome:?}");
         }
         assert_eq!(broker.take(&exchange, 500).await.len(), 500);

@@ -148,15 +148,15 @@ impl PrivateRabbitmq {
         format!("amqp://127.0.0.1:{}", self.port)
     }
 
-    /// What the node knows of its quorum queues is in its files from here on. It writes the name of a
-    /// new one 3 s later; killed before, it has the queue afterwards and nothing of what was in it,
-    /// and nobody leads it.
+    /// What the node knows of its quorum queues is in its files from here on. It writes the name of
+    /// a new one 3 s later; killed before, it has the queue afterwards and nothing of what was in
+    /// it, and nobody leads it.
     pub fn sync(&self) {
         self.ctl(&["eval", "ok = dets:sync(ra_directory_reverse)."]);
     }
 
-    /// SIGKILL. What was confirmed is in its files, as long as the machine lives; for a queue that is
-    /// new see [`Self::sync`].
+    /// SIGKILL. What was confirmed is in its files, as long as the machine lives; for a queue that
+    /// is new see [`Self::sync`].
     pub fn kill(&mut self) {
         self.signal("KILL");
         if let Some(mut server) = self.server.take() {
@@ -263,7 +263,7 @@ impl Node {
     }
 
     fn ctl(&self, port: u16, epmd_port: u16, arguments: &[&str]) -> String {
-        let command = self.command(&self.bin.join("rabbitmqctl"), port, epmd_port);
+        let command = self.command(self.bin.join("rabbitmqctl"), port, epmd_port);
         let mut command = command.expect("a user to run it as");
         command.args(["--erlang-cookie", "postbox", "--quiet"]).args(arguments);
         command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
