@@ -27,14 +27,16 @@ static LINES: OnceLock<Lines> = OnceLock::new();
 
 /// Starts logging. Called once, after the configuration is known.
 pub(crate) fn start(config: &LogConfig) -> Result<(), Failure> {
-    // Their clients' own lines would say again, and louder, what an outcome or an error says.
-    let filter =
-        EnvFilter::try_new(format!("async_nats=off,aws=off,krafka=off,{}", config.level)).map_err(|error| {
+    // These clients' own lines would say again, and louder, what an outcome or an error says, or
+    // repeat whole messages.
+    let filter = EnvFilter::try_new(format!("async_nats=off,aws=off,krafka=off,lapin=off,{}", config.level)).map_err(
+        |error| {
             Failure::usage(format!(
                 "log level {:?} is no filter: {error}; e.g. info or info,postbox_engine=debug",
                 config.level
             ))
-        })?;
+        },
+    )?;
     let failed = |error: &dyn std::fmt::Display| Failure::failed(format!("cannot start logging: {error}"));
     let (sender, queue) = sync_channel(LINES_MAX);
     std::thread::Builder::new().name("log".into()).spawn(|| write(queue)).map_err(|error| failed(&error))?;

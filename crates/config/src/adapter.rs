@@ -113,12 +113,12 @@ impl<C: ?Sized> Adapter<C> {
     }
 }
 
-/// `{ type = "…", … }`: the name of an adapter and its configuration. `planned` are names of
-/// adapters that there are none of yet.
+/// `{ type = "…", … }`: the name of an adapter and its configuration. `optional` are names of
+/// adapters that a program may be built without.
 pub fn adapter<C: ?Sized>(
     what: &'static str,
     rows: &'static [Adapter<C>],
-    planned: &'static [&'static str],
+    optional: &'static [&'static str],
 ) -> Kind<(&'static str, Arc<C>)> {
     let variant =
         |row: &Adapter<C>| Variant { name: row.name, doc: (row.doc)(), keys: (row.keys)(), example: row.example };
@@ -126,7 +126,7 @@ pub fn adapter<C: ?Sized>(
     let schemas: Vec<Value> = variants.iter().map(document::variant).collect();
     let mut kind = Kind::new(json!({ "oneOf": schemas }), move |place| {
         place.section()?.finish(|section| {
-            let row = row(section, what, rows, planned)?;
+            let row = row(section, what, rows, optional)?;
             Some((row.name, (row.read)(section)))
         })
     });
@@ -138,7 +138,7 @@ fn row<C: ?Sized>(
     section: &Section<'_>,
     what: &str,
     rows: &'static [Adapter<C>],
-    planned: &[&str],
+    optional: &[&str],
 ) -> Option<&'static Adapter<C>> {
     let names: Vec<_> = rows.iter().map(|row| row.name).collect();
     let Some(place) = section.place("type") else {
@@ -146,13 +146,16 @@ fn row<C: ?Sized>(
         return None;
     };
     let word = place.text()?;
-    rows.iter().find(|row| row.name == word).or_else(|| refuse(&place, what, word, &names, planned))
+    rows.iter().find(|row| row.name == word).or_else(|| refuse(&place, what, word, &names, optional))
 }
 
-fn refuse<T>(place: &Place<'_>, what: &str, word: &str, names: &[&str], planned: &[&str]) -> Option<T> {
+fn refuse<T>(place: &Place<'_>, what: &str, word: &str, names: &[&str], optional: &[&str]) -> Option<T> {
     let name = &place.name;
-    place.fault(if planned.contains(&word) {
-        format!("{name}: {what}s of type {word:?} are not in this release; use {}", names.join(", "))
+    place.fault(if optional.contains(&word) {
+        format!(
+            "{name}: this program was built without {word:?}; build it with --features full, or use {}",
+            names.join(", ")
+        )
     } else {
         let shown = if may_be_secret(word) { "what is written there".to_owned() } else { format!("{word:?}") };
         format!("{name}: {shown} is no {what}; {}", suggestion(word, names))

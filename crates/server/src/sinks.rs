@@ -30,6 +30,12 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "nats", url = "nats://127.0.0.1:4222", subject = "orders.{topic}" }"#,
         |keys| Arc::new(postbox_nats::NatsSinkTable::read(keys)),
     ),
+    #[cfg(feature = "rabbitmq")]
+    Adapter::new::<postbox_rabbitmq::RabbitmqSinkTable>(
+        "rabbitmq",
+        r#"{ type = "rabbitmq", url = "amqp://127.0.0.1:5672", exchange = "amq.topic" }"#,
+        |keys| Arc::new(postbox_rabbitmq::RabbitmqSinkTable::read(keys)),
+    ),
     #[cfg(feature = "redis")]
     Adapter::new::<postbox_redis::RedisSinkConfig>(
         "redis",
@@ -61,8 +67,8 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
 /// The sink of a subscription that has none.
 const NONE: &str = "none";
 
-/// Brokers of the plan that this program does not have yet, as sinks and as sources.
-pub(crate) const BROKERS_PLANNED: &[&str] = &["amqp"];
+/// Sinks that a program may be built without.
+const OPTIONAL: &[&str] = &["kafka", "nats", "rabbitmq", "redis", "sns", "sqs"];
 
 /// Where the events of a subscription go.
 #[derive(Debug, Clone)]
@@ -101,7 +107,7 @@ impl SinkChoice {
 
 /// `{ type = "…", … }`
 pub(crate) fn sink() -> Kind<SinkChoice> {
-    adapter("sink", SINKS, BROKERS_PLANNED).map(|(type_name, config)| SinkChoice { type_name, config })
+    adapter("sink", SINKS, OPTIONAL).map(|(type_name, config)| SinkChoice { type_name, config })
 }
 
 table! {

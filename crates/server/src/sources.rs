@@ -9,7 +9,6 @@ use postbox_core::{Clock, LogName, RawMessage, Result, SourceName, Store};
 use postbox_engine::{Receiver, ReceiverSettings};
 use postbox_ingress::{Count, Ingress, WebhookTable};
 
-use crate::sinks::BROKERS_PLANNED;
 use crate::supervised_receiver::SupervisedReceiver;
 
 /// Every kind of source. A new one is one row here.
@@ -31,6 +30,12 @@ pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
         r#"{ type = "nats", url = "nats://127.0.0.1:4222", stream = "ORDERS" }"#,
         |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_nats::NatsSourceTable::read(keys)))),
     ),
+    #[cfg(feature = "rabbitmq")]
+    Adapter::new::<postbox_rabbitmq::RabbitmqSourceTable>(
+        "rabbitmq",
+        r#"{ type = "rabbitmq", url = "amqp://127.0.0.1:5672", queue = "orders" }"#,
+        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_rabbitmq::RabbitmqSourceTable::read(keys)))),
+    ),
     #[cfg(feature = "redis")]
     Adapter::new::<postbox_redis::RedisSourceConfig>(
         "redis",
@@ -44,6 +49,9 @@ pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
         |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_sqs::SqsSourceTable::read(keys)))),
     ),
 ];
+
+/// Sources that a program may be built without.
+const OPTIONAL: &[&str] = &["kafka", "nats", "rabbitmq", "redis", "sqs"];
 
 /// The keys of a source.
 #[derive(Debug)]
@@ -67,7 +75,7 @@ pub struct NamedSource {
 
 /// All of them, by their names.
 pub(crate) fn sources() -> Kind<Vec<NamedSource>> {
-    let source = adapter("source", SOURCES, BROKERS_PLANNED);
+    let source = adapter("source", SOURCES, OPTIONAL);
     entries(from_core, source).map(|sources| {
         let source = |(name, (type_name, table)): (SourceName, (_, Arc<SourceTable>))| NamedSource {
             name,

@@ -62,6 +62,7 @@ pub struct FaultProxy {
 struct Shared {
     upstream: SocketAddr,
     blackholes: [AtomicBool; 2],
+    refused: AtomicBool,
     swallowed: [watch::Sender<usize>; 2],
     traps: Mutex<Vec<Weak<Armed>>>,
     resets: watch::Sender<u64>,
@@ -92,6 +93,7 @@ impl FaultProxy {
         let shared = Arc::new(Shared {
             upstream,
             blackholes: Default::default(),
+            refused: AtomicBool::default(),
             swallowed: Default::default(),
             traps: Mutex::default(),
             resets: watch::Sender::new(0),
@@ -140,6 +142,14 @@ impl FaultProxy {
     /// Resets (RST) every open connection, and throws away what traps hold.
     pub fn reset(&self) {
         self.shared.resets.send_modify(|resets| *resets += 1);
+    }
+
+    /// From now on there is nobody behind the proxy: every connection is reset, new ones at once.
+    pub fn refuse(&self, refused: bool) {
+        self.shared.refused.store(refused, Ordering::SeqCst);
+        if refused {
+            self.reset();
+        }
     }
 
     /// Harms one call, once, at a point that is still to come.
@@ -192,7 +202,9 @@ async fn accept(shared: Arc<Shared>, listener: TcpListener) {
 
 async fn serve(shared: &Shared, mut client: TcpStream) {
     let mut resets = shared.resets.subscribe();
-    let Ok(mut server) = TcpStream::connect(shared.upstream).await else {
+    let refused = shared.refused.load(Ordering::SeqCst);
+    let server = if refused { None } else { TcpStream::connect(shared.upstream).await.ok() };
+    let Some(mut server) = server else {
         let _ = client.set_zero_linger();
         return;
     };

@@ -20,6 +20,7 @@ mod nats;
 mod outages;
 mod privacy;
 mod psql;
+mod rabbitmq;
 mod redis;
 mod run;
 mod sender;

@@ -86,6 +86,13 @@ pub(super) fn kafka() -> anyhow::Result<PathBuf> {
     unpacked(TANSU).ok_or_else(|| Missing("Tansu").into())
 }
 
+/// The folder with `rabbitmq-server` and `rabbitmqctl`. Those on the path change the user and write
+/// their logs elsewhere.
+pub(super) fn rabbitmq() -> anyhow::Result<PathBuf> {
+    let bin = PathBuf::from("/usr/lib/rabbitmq/bin");
+    if bin.join("rabbitmq-server").is_file() { Ok(bin) } else { Err(Missing("RabbitMQ 3.10").into()) }
+}
+
 /// A program of a wheel.
 fn unpacked(program: &str) -> Option<PathBuf> {
     caches().into_iter().map(|cache| cache.join(program)).find(|program| program.is_file())

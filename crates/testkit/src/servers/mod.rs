@@ -1,5 +1,5 @@
-//! Real servers for tests: Postgres 15 and 18, pgbouncer, NATS 2.9 and 2.15, Redis 7 and Valkey 9,
-//! Tansu (Kafka's protocol), SQS and SNS as moto has them, stopped when we end.
+//! Real servers for tests: Postgres 15 and 18, pgbouncer, NATS 2.9 and 2.15, RabbitMQ 3.10, Redis 7
+//! and Valkey 9, Tansu (Kafka's protocol), SQS and SNS as moto has them, stopped when we end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -12,6 +12,8 @@
 //! | [`PrivateSqs::launch`] | ~1 s | every test with SQS or SNS |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
 //! | [`PrivateKafka::launch`] | ~50 ms | a server that speaks Kafka's protocol |
+//! | [`Rabbitmq::shared`] | ~5 s for the first test of a run | a RabbitMQ for all tests that leave it alone |
+//! | [`PrivateRabbitmq::launch`] | ~5 s | tests that stop, kill or configure their RabbitMQ |
 //!
 //! Everything listens on 127.0.0.1 with a data folder of its own, under an unprivileged user when
 //! we are root. Every test is a process of its own, so the shared server belongs to none: each
@@ -30,6 +32,7 @@ mod ports;
 mod postgres;
 mod private;
 mod process;
+mod rabbitmq;
 mod redis;
 mod shared;
 mod sqs;
@@ -40,6 +43,7 @@ pub use pgbouncer::PgBouncer;
 pub use ports::listen_anywhere;
 pub use postgres::{Postgres, Version};
 pub use private::{PrivatePostgres, Settings};
+pub use rabbitmq::{PrivateRabbitmq, Rabbitmq};
 pub use redis::{PrivateRedis, RedisKind};
 pub use sqs::PrivateSqs;
 

@@ -1,8 +1,8 @@
-//! One Postgres for all test processes of this user.
+//! One server for all test processes of this user.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fs::{self, File};
-use std::hash::{Hash as _, Hasher as _};
+use std::hash::{Hash, Hasher as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -12,6 +12,7 @@ use anyhow::Context as _;
 
 use super::postgres::connect;
 use super::private::{Cluster, START_SECONDS_MAX, Settings};
+use super::process::ServerProcess;
 use super::{Postgres, Version, install};
 
 /// Locks held until this process ends, whichever way: a URL outlives the handle it came from.
@@ -25,7 +26,22 @@ pub(super) async fn find_or_start(version: Version) -> anyhow::Result<Postgres> 
     }
     let settings = Settings::fast();
     let bin = install::postgres_bin(version)?;
-    let folder = folder(version, &bin, &settings)?;
+    let folder = folder(&format!("pg{}", version.number()), (&bin, format!("{settings:?}")))?;
+    let cluster = Cluster { bin, folder: folder.clone(), env: Vec::new() };
+    let run = folder.join("run");
+    let process = cluster.below(&run).process(run);
+    let port = share(&folder, &process, || running(&cluster), || start(&cluster, &settings)).await;
+    Ok(Postgres::on_port(version, port.with_context(|| version.name())?))
+}
+
+/// The port of the server that runs below this folder, or of a new one. It lives as long as
+/// somebody uses it.
+pub(super) async fn share(
+    folder: &Path,
+    process: &ServerProcess,
+    running: impl AsyncFnOnce() -> anyhow::Result<Option<u16>>,
+    start: impl AsyncFnOnce() -> anyhow::Result<u16>,
+) -> anyhow::Result<u16> {
     let users = lock_file(&folder.join("users"))?;
     // Waits while the guard is removing an idle server, then keeps the next one from being removed.
     users.lock_shared()?;
@@ -33,23 +49,21 @@ pub(super) async fn find_or_start(version: Version) -> anyhow::Result<Postgres> 
     // One process at a time looks and starts; the others wait here and then find it.
     let starter = lock_file(&folder.join("starter"))?;
     starter.lock()?;
-    let cluster = Cluster { bin, folder: folder.clone(), env: Vec::new() };
-    let port = match running(&cluster).await? {
+    let port = match running().await? {
         Some(port) => port,
-        None => start(&cluster, &settings).await.with_context(|| version.name())?,
+        None => start().await?,
     };
     // Another guard that is there already has the lock, and this one ends.
-    let run = folder.join("run");
-    cluster.below(&run).process(run).watch(&folder.join("users"), &folder.join("guard"))?;
-    Ok(Postgres::on_port(version, port))
+    process.watch(&folder.join("users"), &folder.join("guard"))?;
+    Ok(port)
 }
 
 /// The same for every process that would start the same server.
-fn folder(version: Version, bin: &Path, settings: &Settings) -> anyhow::Result<PathBuf> {
+pub(super) fn folder(name: &str, what: impl Hash) -> anyhow::Result<PathBuf> {
     let mut hasher = DefaultHasher::new();
-    (bin, format!("{settings:?}")).hash(&mut hasher);
+    what.hash(&mut hasher);
     let user = fs::metadata("/proc/self")?.uid();
-    let name = format!("postbox-shared-{user}-pg{}-{:08x}", version.number(), hasher.finish() as u32);
+    let name = format!("postbox-shared-{user}-{name}-{:08x}", hasher.finish() as u32);
     let folder = std::env::temp_dir().join(name);
     fs::create_dir_all(&folder)?;
     fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;

@@ -1,0 +1,196 @@
+//! What an answer of the server, its absence, or a failure of the client means for an event.
+
+use lapin::protocol::AMQPErrorKind;
+use lapin::{Error as ClientError, ErrorKind as Client};
+use postbox_core::{Error, ErrorKind, Outcome};
+
+/// Most characters of a server's text that are repeated.
+const TEXT_CHARS_MAX: usize = 400;
+
+/// AMQP's own numbers of errors.
+const ACCESS_REFUSED: u16 = 403;
+const NOT_FOUND: u16 = 404;
+const RESOURCE_LOCKED: u16 = 405;
+const PRECONDITION_FAILED: u16 = 406;
+const NOT_ALLOWED: u16 = 530;
+
+/// Nobody to talk to, or a refusal. A sink and a source say it in their own way.
+#[derive(Debug, Clone)]
+pub(crate) struct Down {
+    kind: ErrorKind,
+    code: &'static str,
+    text: String,
+}
+
+impl Down {
+    pub(crate) fn new(kind: ErrorKind, code: &'static str, text: impl Into<String>) -> Self {
+        Self { kind, code, text: text.into() }
+    }
+
+    /// The connection was there and is no more.
+    pub(crate) fn lost(why: &str) -> Self {
+        Self::new(ErrorKind::Unavailable, "rabbitmq_connection_lost", format!("the connection was lost: {why}"))
+    }
+
+    /// What was asked for on a channel, and refused or not answered.
+    pub(crate) fn refused(what: &str, error: &ClientError) -> Self {
+        let text = safe(error);
+        let (kind, code, cure) = match number(error) {
+            Some(NOT_FOUND) => (ErrorKind::Mismatch, "rabbitmq_not_found", "; declare it first"),
+            Some(ACCESS_REFUSED) => {
+                (ErrorKind::Unauthorized, "rabbitmq_access_refused", "; grant the user the permissions of the guide")
+            }
+            Some(RESOURCE_LOCKED | PRECONDITION_FAILED) => {
+                (ErrorKind::Mismatch, "rabbitmq_refused", "; it is of another kind, or somebody else's alone")
+            }
+            _ => return Self::lost(&format!("{what}: {text}")),
+        };
+        Self::new(kind, code, format!("{what}: {text}{cure}"))
+    }
+
+    pub(crate) fn is_not_found(&self) -> bool {
+        self.code == "rabbitmq_not_found"
+    }
+
+    pub(crate) fn outcome(self) -> Outcome {
+        Outcome::unavailable(self.code, self.text)
+    }
+
+    pub(crate) fn error(self, operation: &'static str) -> Error {
+        Error::new(self.kind, operation, self.code, self.text)
+    }
+}
+
+/// No connection to this server.
+pub(crate) fn connecting(server: &str, error: &ClientError) -> Down {
+    let text = format!("no connection to {server}: {}", safe(error));
+    let (kind, code) = match (error.kind(), number(error)) {
+        (_, Some(ACCESS_REFUSED)) => (ErrorKind::Unauthorized, "rabbitmq_unauthorized"),
+        // There is no such virtual host, or not for us.
+        (_, Some(NOT_ALLOWED)) => (ErrorKind::Unauthorized, "rabbitmq_vhost_refused"),
+        (Client::IOError(io), _) if io.kind() == std::io::ErrorKind::ConnectionRefused => {
+            (ErrorKind::Unavailable, "connect_refused")
+        }
+        (Client::IOError(io), _) if io.kind() == std::io::ErrorKind::InvalidData => {
+            (ErrorKind::Unavailable, "tls_failed")
+        }
+        _ => (ErrorKind::Unavailable, "connect_failed"),
+    };
+    Down::new(kind, code, text)
+}
+
+/// The publish was refused, with its channel. `body_bytes` of this one event.
+pub(crate) fn unpublished(error: &ClientError, body_bytes: usize, written: bool) -> Outcome {
+    let text = safe(error);
+    match number(error) {
+        Some(NOT_FOUND) => Outcome::ambiguous(
+            "rabbitmq_no_exchange",
+            format!("{text}; declare it: rabbitmqadmin declare exchange name=NAME type=topic durable=true"),
+        ),
+        Some(ACCESS_REFUSED) => {
+            Outcome::ambiguous("rabbitmq_access_refused", format!("{text}; grant the user `write` on the exchange"))
+        }
+        // The channel ended with one message, and the others of the call with it.
+        Some(PRECONDITION_FAILED) if size_limit(&text).is_some_and(|most| body_bytes > most) => {
+            Outcome::dead("payload_too_large", text)
+        }
+        Some(PRECONDITION_FAILED) => Outcome::ambiguous("rabbitmq_refused", text),
+        _ if written => {
+            let text = format!("the connection was lost before the server confirmed it: {text}");
+            Outcome::ambiguous("rabbitmq_connection_lost", text)
+        }
+        _ => Outcome::unavailable("rabbitmq_connection_lost", format!("lost before anything was sent: {text}")),
+    }
+}
+
+/// `… larger than configured max size N`
+fn size_limit(text: &str) -> Option<usize> {
+    let (_, most) = text.split_once("max size ")?;
+    most.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+}
+
+/// No queue took it.
+pub(crate) fn returned(number: u16, text: &str) -> Outcome {
+    let text = format!(
+        "no queue takes its routing key ({number} {}); bind one, or give the exchange an alternate exchange",
+        excerpt(text)
+    );
+    Outcome::ambiguous("rabbitmq_unroutable", text)
+}
+
+/// A queue refused it: it is full (`overflow = reject-publish`), or lost its replicas.
+pub(crate) fn rejected() -> Outcome {
+    Outcome::ambiguous("rabbitmq_rejected", "a queue refused it: it is full, or not available")
+}
+
+/// The deadline passed: the queues may have it.
+pub(crate) fn no_confirm() -> Outcome {
+    Outcome::ambiguous("rabbitmq_confirm_timeout", "the server did not confirm it in time")
+}
+
+/// The server takes nothing from this connection: it is short of something.
+pub(crate) fn blocked(reason: &str) -> Outcome {
+    let text = format!("blocked: {}; the server takes no messages until that has passed", excerpt(reason));
+    Outcome::unavailable("rabbitmq_blocked", text)
+}
+
+fn number(error: &ClientError) -> Option<u16> {
+    let Client::ProtocolError(error) = error.kind() else { return None };
+    Some(match error.kind() {
+        AMQPErrorKind::Soft(soft) => soft.get_id(),
+        AMQPErrorKind::Hard(hard) => hard.get_id(),
+    })
+}
+
+/// Text from outside as one harmless line.
+fn safe(error: &ClientError) -> String {
+    excerpt(&match error.kind() {
+        Client::ProtocolError(error) => error.get_message().to_string(),
+        _ => error.to_string(),
+    })
+}
+
+fn excerpt(text: &str) -> String {
+    text.chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use lapin::protocol::AMQPError;
+
+    use super::*;
+
+    fn error(number: u16, text: &str) -> ClientError {
+        Client::ProtocolError(AMQPError::from_id(number, text.into()).expect("an error")).into()
+    }
+
+    #[test]
+    fn every_refusal_has_one_meaning() {
+        let large = "PRECONDITION_FAILED - message size 11 is larger than configured max size 10";
+        for (refusal, written, kind, code) in [
+            (error(404, "no exchange 'x'"), false, "ambiguous", "rabbitmq_no_exchange"),
+            (error(403, "refused"), true, "ambiguous", "rabbitmq_access_refused"),
+            (error(406, large), true, "dead", "payload_too_large"),
+            (error(406, "user_id"), true, "ambiguous", "rabbitmq_refused"),
+            (error(320, "shutdown"), true, "ambiguous", "rabbitmq_connection_lost"),
+            (error(320, "shutdown"), false, "unavailable", "rabbitmq_connection_lost"),
+            (Client::MissingHeartbeatError.into(), true, "ambiguous", "rabbitmq_connection_lost"),
+        ] {
+            let said = match unpublished(&refusal, 11, written) {
+                Outcome::Ambiguous { code, .. } => ("ambiguous", code),
+                Outcome::Unavailable { code, .. } => ("unavailable", code),
+                Outcome::Dead { code, .. } => ("dead", code),
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(said, (kind, code.into()), "{refusal}");
+        }
+        let neighbour = unpublished(&error(406, large), 10, true);
+        assert!(matches!(neighbour, Outcome::Ambiguous { .. }), "only the one that is too large dies: {neighbour:?}");
+    }
+
+    #[test]
+    fn a_server_s_text_is_one_harmless_line() {
+        let Outcome::Ambiguous { error, .. } = returned(312, &"a\r\nb\u{1b}[1m".repeat(1_000)) else { panic!("what?") };
+        assert!(!error.contains(['\r', '\n', '\u{1b}']) && error.len() < 4_000, "{error}");
+    }
+}

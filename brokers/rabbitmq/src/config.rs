@@ -1,0 +1,297 @@
+//! The keys of `type = "rabbitmq"`, for sinks and for sources.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use lapin::uri::AMQPUri;
+use postbox_config::{
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, boolean, envelope, event_source, from_core,
+    integer, nested, path, secret, size, table, text,
+};
+use postbox_core::envelope::Binding;
+use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName};
+
+use crate::classify::Down;
+use crate::connection::{Servers, Tls};
+use crate::consumer::{QueueSpec, find_exchange, find_queue};
+use crate::message::{Form, SHORT_BYTES_MAX};
+use crate::route::RouteTemplate;
+use crate::sink::RabbitmqSink;
+use crate::source::RabbitmqSource;
+
+/// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
+/// why.
+const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
+/// Longest wait for confirms.
+const CONFIRM_TIMEOUT_MAX: Duration = Duration::from_secs(10);
+/// No server takes a larger message.
+const MESSAGE_BYTES_MAX: usize = 512 * 1024 * 1024;
+
+table! {
+    /// How the connection is secured, with `amqps://`.
+    #[check(check)]
+    pub struct TlsTable {
+        /// Certificates (PEM) to trust instead of the system's.
+        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
+        /// Our certificate (PEM), for servers that ask who we are; together with `client_key`.
+        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
+        /// The key of `client_cert` (PEM).
+        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
+    }
+}
+
+table! {
+    /// One message per event, to an exchange of RabbitMQ.
+    #[check(check)]
+    pub struct RabbitmqSinkTable {
+        /// The servers: `amqp://HOST:PORT/VHOST`, several with commas between; `amqps://` for TLS.
+        url: Vec<String> = text(servers), required(r#""amqp://127.0.0.1:5672""#);
+        /// The user; together with `password`.
+        user: Option<String> = text(name), unset("guest, whom a server takes from its own machine", r#""postbox""#);
+        /// The user's password.
+        password: Option<Secret> = secret(), unset("guest's", r#""env:RABBITMQ_PASSWORD""#);
+        /// Certificates, with `amqps://`.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
+        /// The exchange, which must be there; `""` is the default exchange, whose routing key is
+        /// the name of a queue.
+        ///
+        /// It and the routing key may have `{topic}`, `{key}`, `{kind}`, `{aggregate}` and
+        /// `{tenant}`. The topic may be several words, every other field is one. An event of which
+        /// none can be made is dead with the code `route_invalid`.
+        exchange: RouteTemplate = text(str::parse::<RouteTemplate>), required(r#""amq.topic""#);
+        /// The routing key.
+        routing_key: RouteTemplate = text(str::parse::<RouteTemplate>), default("{topic}");
+        /// What a message holds.
+        ///
+        /// See [envelopes](envelopes.md).
+        envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
+        /// Larger messages are dead. The server's own limit (`max_message_size`) is 16 MiB since
+        /// 4.0.
+        message_max: usize = size(1..=MESSAGE_BYTES_MAX), default("16MiB");
+    }
+}
+
+table! {
+    /// A consumer of a queue of RabbitMQ.
+    #[check(check)]
+    pub struct RabbitmqSourceTable {
+        /// The servers: `amqp://HOST:PORT/VHOST`, several with commas between; `amqps://` for TLS.
+        url: Vec<String> = text(servers), required(r#""amqp://127.0.0.1:5672""#);
+        /// The user; together with `password`.
+        user: Option<String> = text(name), unset("guest, whom a server takes from its own machine", r#""postbox""#);
+        /// The user's password.
+        password: Option<Secret> = secret(), unset("guest's", r#""env:RABBITMQ_PASSWORD""#);
+        /// Certificates, with `amqps://`.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
+        /// The log where messages are stored.
+        log: LogName = text(from_core::<LogName>), default("inbox");
+        /// The queue.
+        queue: String = text(name), required(r#""orders""#);
+        /// Whether a missing queue is made: a durable quorum queue.
+        create: bool = boolean(), default(true);
+        /// The exchange that a queue which is made is bound to.
+        exchange: Option<String> = text(name), unset("the default exchange only", r#""amq.topic""#);
+        /// The routing key of that binding.
+        routing_key: String = text(name), default("#");
+        /// The queue's dead-letter exchange: what cannot be stored, not even as poison, is rejected
+        /// to it. A queue that is made is given it. Without one, such messages stay in the queue.
+        dead_letter_exchange: Option<String> = text(name), unset("none", r#""orders-dead""#);
+        /// Most messages that are out of the queue and not stored (prefetch).
+        in_flight: u16 = integer(1..=u16::MAX), default(256);
+        /// What a message is that does not say so.
+        content_type: String = text(name), default("application/json");
+    }
+}
+
+fn name(text: &str) -> Result<String, String> {
+    match (1..=SHORT_BYTES_MAX).contains(&text.len()) && !text.contains(char::is_control) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("has 1 to {SHORT_BYTES_MAX} bytes and no control character")),
+    }
+}
+
+/// Addresses with commas between. The message never repeats one: it may hold a password.
+fn servers(text: &str) -> Result<Vec<String>, String> {
+    let server = |url: &str| {
+        let rest = url.strip_prefix("amqp://").or_else(|| url.strip_prefix("amqps://"));
+        match rest {
+            None => Err("begins with amqp:// or amqps://, e.g. \"amqp://127.0.0.1:5672\""),
+            Some(rest) if rest.contains('@') => Err("holds a user name or password; give them in user and password"),
+            Some(rest) if rest.contains(['?', '#']) => Err("takes no parameters; write amqp://HOST:PORT/VHOST"),
+            Some(rest) if rest.ends_with('/') => {
+                Err("ends with a slash, which names a virtual host without a name; leave it out for the host \"/\"")
+            }
+            Some(rest) if rest.is_empty() || url.parse::<AMQPUri>().is_err() => {
+                Err("is no address; write amqp://HOST:PORT/VHOST")
+            }
+            Some(_) => Ok(url.to_owned()),
+        }
+    };
+    text.split(',').map(|url| server(url.trim()).map_err(str::to_owned)).collect()
+}
+
+impl TlsTable {
+    fn check(&self, section: &Section<'_>) {
+        if section.has("client_cert") != section.has("client_key") {
+            let text = format!("{}: a client certificate needs both client_cert and client_key", section.path);
+            section.fault("client_cert", text);
+        }
+    }
+}
+
+fn check_connection(section: &Section<'_>, urls: &[String]) {
+    let path = &section.path;
+    if section.has("user") != section.has("password") {
+        section.fault("password", format!("{path} has one of user and password; it needs both"));
+    }
+    if section.has("tls") && section.is_right(&["url"]) && urls.iter().any(|url| url.starts_with("amqp://")) {
+        section.fault("url", format!("{path} has tls and an address without it; write amqps://"));
+    }
+}
+
+impl RabbitmqSinkTable {
+    fn check(&self, section: &Section<'_>) {
+        check_connection(section, &self.url);
+    }
+
+    fn servers(&self) -> Servers {
+        let user = self.user.clone().zip(self.password.clone());
+        Servers { urls: self.url.clone(), user, tls: tls(&self.tls), name: "postbox sink".to_owned() }
+    }
+}
+
+impl RabbitmqSourceTable {
+    fn check(&self, section: &Section<'_>) {
+        check_connection(section, &self.url);
+        if section.has("routing_key") && !section.has("exchange") {
+            section.fault("routing_key", format!("{} has a routing_key and no exchange to bind to", section.path));
+        }
+    }
+
+    fn servers(&self, name: &SourceName) -> Servers {
+        let user = self.user.clone().zip(self.password.clone());
+        Servers { urls: self.url.clone(), user, tls: tls(&self.tls), name: format!("postbox source {name}") }
+    }
+
+    fn spec(&self) -> QueueSpec {
+        QueueSpec {
+            name: self.queue.clone(),
+            create: self.create,
+            binding: self.exchange.clone().map(|exchange| (exchange, self.routing_key.clone())),
+            dead_letter_exchange: self.dead_letter_exchange.clone(),
+            in_flight_max: self.in_flight,
+        }
+    }
+}
+
+fn tls(table: &Option<TlsTable>) -> Tls {
+    let table = table.clone().unwrap_or_default();
+    Tls { ca_file: table.ca_file, client_cert: table.client_cert.zip(table.client_key) }
+}
+
+#[async_trait]
+impl SinkConfig for RabbitmqSinkTable {
+    async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
+        let form = Form {
+            exchange: self.exchange.clone(),
+            routing_key: self.routing_key.clone(),
+            envelope: self.envelope,
+            source: self.source.clone(),
+            body_bytes_max: self.message_max,
+        };
+        let timeout = context.deliver_timeout;
+        let timeout = timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2).min(CONFIRM_TIMEOUT_MAX);
+        let clock = Arc::clone(&context.clock);
+        Ok(Arc::new(RabbitmqSink::new(self.servers(), form, timeout, context.concurrency, clock)))
+    }
+
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        let look = async {
+            let connection = self.servers().connect().await?;
+            let found = match self.exchange.fixed() {
+                None | Some("") => Ok("answers".to_owned()),
+                Some(name) => {
+                    find_exchange(&connection, name).await.map(|()| format!("answers; the exchange {name} is there"))
+                }
+            };
+            connection.close().await;
+            found
+        };
+        look.await.map_err(|down: Down| down.error("connect"))
+    }
+}
+
+#[async_trait]
+impl SourceConfig for RabbitmqSourceTable {
+    fn log(&self) -> &LogName {
+        &self.log
+    }
+
+    async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
+        let (servers, spec) = (self.servers(&context.name), self.spec());
+        Ok(Arc::new(RabbitmqSource::new(servers, spec, self.content_type.clone(), Arc::clone(&context.clock))))
+    }
+
+    async fn connect(&self, context: &SourceContext) -> Result<String> {
+        let look = async {
+            let connection = self.servers(&context.name).connect().await?;
+            let found = match find_queue(&connection, &self.queue).await {
+                Ok(()) => Ok(format!("answers; the queue {} is there", self.queue)),
+                Err(missing) if missing.is_not_found() && self.create => match &self.exchange {
+                    Some(exchange) => find_exchange(&connection, exchange).await.map(|()| will_be_made(&self.queue)),
+                    None => Ok(will_be_made(&self.queue)),
+                },
+                Err(down) => Err(down),
+            };
+            connection.close().await;
+            found
+        };
+        look.await.map_err(|down: Down| down.error("connect"))
+    }
+
+    /// A CloudEvent in binary mode becomes the event that it was; of every other message, the topic
+    /// is the routing key.
+    fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
+        Binding::AMQP.read(message, name).map(Some)
+    }
+}
+
+fn will_be_made(queue: &str) -> String {
+    format!("answers; the queue {queue} will be made")
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_config::{ReadOptions, read};
+
+    use super::*;
+
+    #[test]
+    fn the_keys_are_checked() {
+        let keys = "url = \"amqps://h:1/v, amqps://i\"\nuser = \"u\"\npassword = \"canary\"\nexchange = \"x.{tenant}\"";
+        let (table, _) = read::<RabbitmqSinkTable>(keys, ReadOptions::none()).expect("no faults");
+        assert_eq!(table.url, ["amqps://h:1/v", "amqps://i"]);
+        assert!(!format!("{table:?}").contains("canary"));
+        for (keys, word) in [
+            ("url = \"h\"", "amqp://"),
+            ("url = \"amqp://u:canary@h\"", "user and password"),
+            ("url = \"amqp://h/?heartbeat=0\"", "no parameters"),
+            ("url = \"amqp://h/\"", "slash"),
+            ("url = \"amqp://\"", "no address"),
+            ("url = \"amqp://h\"\nuser = \"u\"", "needs both"),
+            ("url = \"amqp://h\"\ntls = { ca_file = \"x\" }", "amqps://"),
+            ("url = \"amqp://h\"\nrouting_key = \"{topik}\"", "{topik} is no field"),
+        ] {
+            let faults = read::<RabbitmqSinkTable>(&format!("exchange = \"\"\n{keys}"), ReadOptions::none());
+            let faults = faults.expect_err(keys).to_string();
+            assert!(faults.contains(word) && !faults.contains("canary"), "{keys}: {faults}");
+        }
+        let keys = "url = \"amqp://h\"\nqueue = \"q\"\nrouting_key = \"a.#\"";
+        let faults = read::<RabbitmqSourceTable>(keys, ReadOptions::none()).expect_err("no exchange").to_string();
+        assert!(faults.contains("no exchange to bind to"), "{faults}");
+    }
+}

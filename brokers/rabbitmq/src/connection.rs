@@ -1,0 +1,362 @@
+//! One connection at a time, and a new one when it is lost.
+//!
+//! The client could recover a connection by itself and would then send what was in its queue: an
+//! old publish would go out after its outcome was reported. So each connection is for once. It ends
+//! with its socket, which we hold, and what was not written by then is thrown away.
+
+use std::io;
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex as StdMutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use lapin::options::{ConfirmSelectOptions, ExchangeDeclareOptions};
+use lapin::tcp::{AMQPUriTcpExt as _, AsyncTcpStream, RustlsConnector, RustlsConnectorConfig, TLSConfig};
+use lapin::types::{FieldTable, ShortString};
+use lapin::uri::{AMQPScheme, AMQPUri, AMQPUserInfo};
+use lapin::{Channel, Connection as Client, ConnectionProperties, Event, ExchangeKind};
+use postbox_config::Secret;
+use postbox_core::ErrorKind;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::sync::Mutex;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::classify::{Down, connecting};
+
+/// Longest wait for one server, TLS and credentials included.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest wait for a server's word at the end.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// A server that is silent for twice as long is lost. Less is not advised: both sides may be busy.
+const HEARTBEAT_S: u16 = 5;
+/// Channels that are kept open for the next calls.
+const IDLE_MAX: usize = 32;
+
+/// TLS, with `amqps://`.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Tls {
+    /// Trusted instead of the system's certificates.
+    pub(crate) ca_file: Option<PathBuf>,
+    pub(crate) client_cert: Option<(PathBuf, PathBuf)>,
+}
+
+/// Where to and as whom.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Servers {
+    pub(crate) urls: Vec<String>,
+    pub(crate) user: Option<(String, Secret)>,
+    pub(crate) tls: Tls,
+    /// What the server calls the connection.
+    pub(crate) name: String,
+}
+
+impl Servers {
+    /// A connection to the first that takes us. Each is tried once.
+    ///
+    /// Cancel-safety: dropped, there is none.
+    pub(crate) async fn connect(&self) -> Result<Connection, Down> {
+        let mut down = Down::new(ErrorKind::Mismatch, "connect_failed", "there is no server to connect to");
+        for url in &self.urls {
+            match self.connect_to(url).await {
+                Ok(connection) => return Ok(connection),
+                Err(failed) => down = failed,
+            }
+        }
+        Err(down)
+    }
+
+    async fn connect_to(&self, url: &str) -> Result<Connection, Down> {
+        let invalid = |why: String| Down::new(ErrorKind::Mismatch, "rabbitmq_config_invalid", why);
+        let mut uri: AMQPUri = url.parse().map_err(invalid)?;
+        uri.query.heartbeat = Some(HEARTBEAT_S);
+        if let Some((username, password)) = &self.user {
+            uri.authority.userinfo =
+                AMQPUserInfo { username: username.clone(), password: password.expose().to_owned() };
+        }
+        let tls = match uri.scheme {
+            AMQPScheme::AMQP => None,
+            AMQPScheme::AMQPS => Some(self.tls.connector().map_err(|error| invalid(format!("TLS: {error}")))?),
+        };
+        let runtime = lapin::runtime::default_runtime().map_err(|error| connecting(url, &error))?;
+        let socket = Arc::new(Socket::default());
+        let kept = Arc::downgrade(&socket);
+        let properties = ConnectionProperties::default().with_connection_name(self.name.as_str().into());
+        let open = Client::connector(
+            uri,
+            runtime,
+            async move |uri, runtime| {
+                let plain = AMQPUri { scheme: AMQPScheme::AMQP, ..uri.clone() };
+                let opened = timeout(CONNECT_TIMEOUT, plain.connect_with_config_async(TLSConfig::default(), &runtime));
+                let stream = opened.await.map_err(io::Error::from)??;
+                if let AsyncTcpStream::Plain(stream) = &stream {
+                    let gone = || io::Error::from(io::ErrorKind::ConnectionAborted);
+                    let socket = kept.upgrade().ok_or_else(gone)?;
+                    let _ = socket.0.set(stream.get_ref().as_fd().try_clone_to_owned()?.into());
+                }
+                match &tls {
+                    None => Ok(stream),
+                    Some(tls) => Ok(stream.into_rustls(tls, &uri.authority.host).await?),
+                }
+            },
+            properties,
+        );
+        let client = timeout(CONNECT_TIMEOUT, open).await;
+        match client {
+            Ok(Ok(client)) => Ok(Connection::new(client, socket)),
+            Ok(Err(error)) => Err(connecting(url, &error)),
+            Err(_) => {
+                let text = format!("no connection to {url}: no answer within {CONNECT_TIMEOUT:?}");
+                Err(Down::new(ErrorKind::Unavailable, "connect_timeout", text))
+            }
+        }
+    }
+}
+
+impl Tls {
+    /// Files are read at each connection, so that they may be renewed.
+    fn connector(&self) -> io::Result<RustlsConnector> {
+        let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
+        let certificates = |path: &PathBuf| -> io::Result<Vec<CertificateDer<'static>>> {
+            let certificates = CertificateDer::pem_file_iter(path).map_err(|error| invalid(error.to_string()))?;
+            certificates.collect::<Result<_, _>>().map_err(|error| invalid(error.to_string()))
+        };
+        let config = match &self.ca_file {
+            Some(path) => RustlsConnectorConfig::default().with_parsable_certificates(certificates(path)?),
+            None => RustlsConnectorConfig::new_with_native_certs()?,
+        };
+        match &self.client_cert {
+            None => config.connector_with_no_client_auth(),
+            Some((cert, key)) => {
+                let key = PrivateKeyDer::from_pem_file(key).map_err(|error| invalid(error.to_string()))?;
+                config.connector_with_single_cert(certificates(cert)?, key)
+            }
+        }
+    }
+}
+
+/// Our hold on a connection: dropped, nothing passes any more, and the client's thread ends.
+#[derive(Default)]
+struct Socket(OnceLock<TcpStream>);
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if let Some(stream) = self.0.get() {
+            // An error says that it is shut down.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// A connection to a server. Dropping it ends it at once.
+pub(crate) struct Connection {
+    // The first field is dropped first: then nothing of the others goes out.
+    _socket: Arc<Socket>,
+    client: Client,
+    /// Why the server takes nothing, while it does.
+    blocked: Arc<StdMutex<String>>,
+    lost: CancellationToken,
+    /// Each for one exchange.
+    idle: StdMutex<Vec<(ShortString, Channel)>>,
+    /// Channels with something that was not written. Closing one would put the close before it.
+    stuck: StdMutex<Vec<Channel>>,
+    given_up: AtomicBool,
+    _events: AbortOnDropHandle<()>,
+}
+
+impl Connection {
+    fn new(client: Client, socket: Arc<Socket>) -> Self {
+        let blocked = Arc::new(StdMutex::new(String::new()));
+        let mut events = Box::pin(client.events_listener());
+        let lost = CancellationToken::new();
+        let (reason, status, ended) = (Arc::clone(&blocked), client.status().clone(), lost.clone());
+        let listen = async move {
+            while let Some(event) = events.next().await {
+                match event {
+                    Event::ConnectionBlocked(why) => *lock(&reason) = why,
+                    Event::Error(_) if !status.connected() => ended.cancel(),
+                    _ => {}
+                }
+            }
+        };
+        let _events = AbortOnDropHandle::new(tokio::spawn(listen));
+        let (idle, stuck, given_up) = (StdMutex::default(), StdMutex::default(), AtomicBool::new(false));
+        Self { _socket: socket, client, blocked, lost, idle, stuck, given_up, _events }
+    }
+
+    /// Whether nothing is known against it.
+    fn is_alive(&self) -> bool {
+        self.client.status().connected() && !self.lost.is_cancelled()
+    }
+
+    /// Why the server takes no messages from us now. It says so at the first publish.
+    pub(crate) fn blocked(&self) -> Option<String> {
+        self.client.status().blocked().then(|| match lock(&self.blocked).as_str() {
+            "" => "the server is short of memory or disk".to_owned(),
+            reason => reason.to_owned(),
+        })
+    }
+
+    /// Most bytes of a frame.
+    pub(crate) fn frame_bytes_max(&self) -> usize {
+        usize::try_from(self.client.configuration().frame_max()).unwrap_or(usize::MAX)
+    }
+
+    /// A new channel. The client does not answer if the connection is lost meanwhile.
+    pub(crate) async fn channel(&self) -> lapin::Result<Channel> {
+        tokio::select! {
+            biased;
+            () = self.lost.cancelled() => Err(io::Error::from(io::ErrorKind::ConnectionAborted).into()),
+            channel = self.client.create_channel() => channel,
+        }
+    }
+
+    /// A channel in confirm mode for an exchange that is there, on which nobody else publishes.
+    ///
+    /// An exchange that is missing ends the channel. With publishes in the client's queue it would
+    /// end the connection: they would go out on a channel that is closed.
+    pub(crate) async fn lease(&self, exchange: &ShortString) -> lapin::Result<Lease<'_>> {
+        let idle = {
+            let mut idle = lock(&self.idle);
+            idle.retain(|(_, channel)| channel.status().connected());
+            let place = idle.iter().rposition(|(its, _)| its == exchange);
+            place.map(|place| idle.swap_remove(place).1)
+        };
+        let channel = match idle {
+            Some(channel) => channel,
+            None => {
+                let channel = self.channel().await?;
+                channel.confirm_select(ConfirmSelectOptions::default()).await?;
+                // Nobody may ask for the default exchange; it is always there.
+                if !exchange.as_str().is_empty() {
+                    declare_passively(&channel, exchange.clone()).await?;
+                }
+                channel
+            }
+        };
+        let exchange = exchange.clone();
+        Ok(Lease { connection: self, exchange, channel: Some(channel), unwritten: AtomicUsize::new(0) })
+    }
+
+    /// Nothing comes back from it, or something is left in its queue.
+    pub(crate) fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
+    }
+
+    /// Says goodbye, so that the server gives back at once what is unsettled.
+    pub(crate) async fn close(&self) {
+        // Whoever does not answer is left.
+        let _ = timeout(CLOSE_TIMEOUT, self.client.close(200, "closed".into())).await;
+    }
+}
+
+/// A channel that one call publishes on.
+pub(crate) struct Lease<'a> {
+    connection: &'a Connection,
+    exchange: ShortString,
+    channel: Option<Channel>,
+    /// Publishes that are in the client's queue. It hands a message over whole or not at all.
+    pub(crate) unwritten: AtomicUsize,
+}
+
+impl Lease<'_> {
+    pub(crate) fn channel(&self) -> &Channel {
+        self.channel.as_ref().expect("it is there until it is given back")
+    }
+
+    /// Every confirm has come: the next call may have it.
+    pub(crate) fn give_back(mut self) {
+        let mut idle = lock(&self.connection.idle);
+        if idle.len() < IDLE_MAX {
+            idle.extend(self.channel.take().map(|channel| (self.exchange.clone(), channel)));
+        }
+    }
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        if *self.unwritten.get_mut() > 0 {
+            // A late publish must not follow the one that replaces it: neither on this connection,
+            // which is for nobody else, nor on another.
+            lock(&self.connection.stuck).extend(self.channel.take());
+            self.connection.give_up();
+        }
+    }
+}
+
+/// The way to the server, for calls that share a connection.
+pub(crate) struct Link {
+    servers: Servers,
+    current: Mutex<Current>,
+    failures: AtomicU64,
+}
+
+#[derive(Default)]
+struct Current {
+    connection: Option<Arc<Connection>>,
+    failure: Option<Down>,
+}
+
+impl Link {
+    pub(crate) fn new(servers: Servers) -> Self {
+        Self { servers, current: Mutex::default(), failures: AtomicU64::new(0) }
+    }
+
+    /// The connection, made if there is none. Who waited for an attempt that failed makes none of
+    /// their own. One that was given up is still the one while it is blocked: another would be
+    /// blocked as well, and hear of it only after it had sent something.
+    ///
+    /// Cancel-safety: dropped, there may be no connection.
+    pub(crate) async fn connection(&self) -> Result<Arc<Connection>, Down> {
+        let failures = self.failures.load(Ordering::Relaxed);
+        let mut current = self.current.lock().await;
+        let is_good = |connection: &&Arc<Connection>| {
+            let given_up = connection.given_up.load(Ordering::Relaxed);
+            connection.is_alive() && (!given_up || connection.blocked().is_some())
+        };
+        if let Some(connection) = current.connection.as_ref().filter(is_good) {
+            return Ok(Arc::clone(connection));
+        }
+        current.connection = None;
+        if let Some(failure) = &current.failure
+            && self.failures.load(Ordering::Relaxed) != failures
+        {
+            return Err(failure.clone());
+        }
+        match self.servers.connect().await {
+            Ok(connection) => {
+                let connection = Arc::new(connection);
+                *current = Current { connection: Some(Arc::clone(&connection)), failure: None };
+                Ok(connection)
+            }
+            Err(down) => {
+                self.failures.fetch_add(1, Ordering::Relaxed);
+                current.failure = Some(down.clone());
+                Err(down)
+            }
+        }
+    }
+
+    pub(crate) async fn close(&self) {
+        let connection = self.current.lock().await.connection.take();
+        if let Some(connection) = connection {
+            connection.close().await;
+        }
+    }
+}
+
+/// Whether there is such an exchange; changes nothing.
+pub(crate) async fn declare_passively(channel: &Channel, exchange: ShortString) -> lapin::Result<()> {
+    let options = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
+    // The kind is not looked at.
+    channel.exchange_declare(exchange, ExchangeKind::Topic, options, FieldTable::default()).await
+}
+
+fn lock<T>(mutex: &StdMutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,182 @@
+//! An event as a message, and a message as a receiver sees it.
+
+use std::borrow::Cow;
+
+use bytes::Bytes;
+use lapin::BasicProperties;
+use lapin::message::Delivery as Message;
+use lapin::types::{AMQPValue, FieldTable, ShortString};
+use postbox_core::envelope::Binding;
+use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage};
+use sha2::{Digest as _, Sha256};
+
+use crate::route::RouteTemplate;
+
+/// Longest name, key or property: its length is one byte on the wire.
+pub(crate) const SHORT_BYTES_MAX: usize = 255;
+/// `delivery-mode` of a message that is to be on disk before it is confirmed.
+const PERSISTENT: u8 = 2;
+/// Bytes of the frame with the properties that are there in any case: the frame's own 8, class and
+/// weight 4, size of the body 8, flags 2, size of the table 4, delivery mode 1.
+const FRAME_BYTES: usize = 8 + 4 + 8 + 2 + 4 + 1;
+
+/// Room for what the server adds on the way to a consumer (`x-delivery-count`, `x-death`). It would
+/// take a message that fills the frame, and then could give it to nobody.
+const SERVERS_BYTES: usize = 4_096;
+
+/// What the server goes by or writes itself: never an event's to set, and no application's.
+const SERVERS_OWN: [&str; 9] = [
+    "bcc",
+    "cc",
+    "x-acquired-count",
+    "x-death",
+    "x-delay",
+    "x-delivery-count",
+    "x-received-from",
+    "x-routed-by",
+    "x-stream-filter-value",
+];
+const SERVERS_OWN_PREFIXES: [&str; 2] = ["x-first-death-", "x-last-death-"];
+
+/// How events become messages.
+#[derive(Debug, Clone)]
+pub(crate) struct Form {
+    pub(crate) exchange: RouteTemplate,
+    pub(crate) routing_key: RouteTemplate,
+    pub(crate) envelope: Envelope,
+    /// The CloudEvents source of events that name none.
+    pub(crate) source: String,
+    pub(crate) body_bytes_max: usize,
+}
+
+/// A message to publish.
+#[derive(Debug)]
+pub(crate) struct Outgoing {
+    pub(crate) exchange: ShortString,
+    pub(crate) routing_key: ShortString,
+    pub(crate) properties: BasicProperties,
+    pub(crate) body: Bytes,
+    pub(crate) id: String,
+}
+
+impl Form {
+    /// The message of an event, or why there can be none.
+    pub(crate) fn message(&self, delivery: &Delivery, frame_bytes_max: usize) -> Result<Outgoing, Outcome> {
+        let event = &delivery.event;
+        let (exchange, routing_key) = (self.exchange.render(event)?, self.routing_key.render(event)?);
+        let wrapped = self.envelope.wrap(event, &self.source)?;
+        if wrapped.body.len() > self.body_bytes_max {
+            let text = format!(
+                "the message has {} bytes; at most {} are sent (message_max)",
+                wrapped.body.len(),
+                self.body_bytes_max
+            );
+            return Err(Outcome::dead("payload_too_large", text));
+        }
+        let own = event.headers.iter().filter(|(name, _)| !Binding::AMQP.is_reserved(name) && !is_servers_own(name));
+        let own = own.map(|(name, value)| (name.clone(), Cow::Borrowed(value.as_str())));
+        let (mut headers, mut bytes) = (FieldTable::default(), FRAME_BYTES);
+        for (name, value) in own.chain(Binding::AMQP.spell(&wrapped)) {
+            // The length of the name, the type and length of the value.
+            bytes += 1 + name.len() + 5 + value.len();
+            headers.insert(short(name, "header's name")?, AMQPValue::LongString(value.as_ref().into()));
+        }
+        let (id, content_type) = (delivery.dedupe_id(), wrapped.content_type.as_ref());
+        bytes += 2 + id.len() + content_type.len();
+        let most = frame_bytes_max.saturating_sub(SERVERS_BYTES);
+        if bytes > most {
+            let text = format!("its headers need {bytes} bytes of a frame; at most {most} are sent to this server");
+            return Err(Outcome::dead("headers_too_large", text));
+        }
+        let properties = BasicProperties::default()
+            .with_content_type(short(content_type, "content type")?)
+            .with_delivery_mode(PERSISTENT)
+            .with_headers(headers)
+            .with_message_id(short(id.as_str(), "id")?);
+        let (exchange, routing_key) = (short(exchange, "exchange")?, short(routing_key, "routing key")?);
+        Ok(Outgoing { exchange, routing_key, properties, body: wrapped.body, id })
+    }
+}
+
+fn short(text: impl Into<String>, what: &str) -> Result<ShortString, Outcome> {
+    ShortString::try_new(text).map_err(|_| {
+        Outcome::dead("header_invalid", format!("the event's {what} is longer than {SHORT_BYTES_MAX} bytes"))
+    })
+}
+
+fn is_servers_own(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    SERVERS_OWN.contains(&name.as_str()) || SERVERS_OWN_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// The message as it came. Its id is the producer's `message-id`, or a CloudEvent's own.
+pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
+    let Message { routing_key, properties, data, .. } = message;
+    let headers = properties.headers().as_ref().map(kept).unwrap_or_default();
+    let id = properties.message_id().as_ref().map(ToString::to_string).filter(|id| !id.is_empty());
+    RawMessage {
+        id: id.or_else(|| headers.get("cloudEvents_id").cloned()),
+        digest: Sha256::digest(&data).into(),
+        topic: routing_key.to_string(),
+        key: None,
+        content_type: properties.content_type().as_ref().map_or_else(|| content_type.to_owned(), ToString::to_string),
+        payload: data.into(),
+        headers,
+    }
+}
+
+/// The application's headers that an event can have. Numbers and truths become text.
+fn kept(table: &FieldTable) -> Headers {
+    let is_name = |name: &str| {
+        !name.is_empty() && name.bytes().all(|b| b.is_ascii_graphic() && !b"\"(),/:;<=>?@[\\]{}".contains(&b))
+    };
+    let mut kept = Headers::new();
+    for (name, value) in table {
+        let value = match value {
+            AMQPValue::LongString(text) => std::str::from_utf8(text.as_bytes()).ok().map(str::to_owned),
+            AMQPValue::Boolean(value) => Some(value.to_string()),
+            AMQPValue::ShortShortInt(value) => Some(value.to_string()),
+            AMQPValue::ShortShortUInt(value) => Some(value.to_string()),
+            AMQPValue::ShortInt(value) => Some(value.to_string()),
+            AMQPValue::ShortUInt(value) => Some(value.to_string()),
+            AMQPValue::LongInt(value) => Some(value.to_string()),
+            AMQPValue::LongUInt(value) => Some(value.to_string()),
+            AMQPValue::LongLongInt(value) => Some(value.to_string()),
+            _ => None,
+        };
+        let value = value.filter(|value| !value.chars().any(|c| c.is_control() && c != '\t'));
+        // Both spellings of CloudEvents are one.
+        let name = name.as_str().replacen("cloudEvents:", "cloudEvents_", 1);
+        if let Some(value) = value
+            && is_name(&name)
+            && !is_servers_own(&name)
+            && !name.eq_ignore_ascii_case("content-type")
+        {
+            kept.insert(name, value);
+        }
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_foreign_headers_the_readable_ones_are_kept() {
+        let mut table = FieldTable::default();
+        let mut insert = |name: &str, value: AMQPValue| _ = table.insert(name.into(), value);
+        insert("a", AMQPValue::LongString("text".into()));
+        insert("n", AMQPValue::LongLongInt(-7));
+        insert("cloudEvents:id", AMQPValue::LongString("1".into()));
+        insert("x-delivery-count", AMQPValue::LongLongInt(3));
+        insert("X-Death", AMQPValue::FieldArray(Default::default()));
+        insert("bytes", AMQPValue::LongString(vec![0xff].into()));
+        insert("line", AMQPValue::LongString("a\nb".into()));
+        insert("a b", AMQPValue::LongString("no name".into()));
+        insert("void", AMQPValue::Void);
+        let kept: Vec<(String, String)> = kept(&table).into_iter().collect();
+        let expected = [("a", "text"), ("cloudEvents_id", "1"), ("n", "-7")];
+        assert_eq!(kept, expected.map(|(name, value)| (name.to_owned(), value.to_owned())));
+    }
+}

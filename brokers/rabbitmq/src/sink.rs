@@ -1,0 +1,211 @@
+//! The sink: a call publishes all its events without waiting, then waits for their confirms.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, Shared};
+use futures::stream::{self, FuturesUnordered, StreamExt as _};
+use lapin::options::BasicPublishOptions;
+use lapin::types::ShortString;
+use lapin::{Confirmation, Error as ClientError};
+use postbox_core::{Capabilities, Clock, Delivery, Outcome, Sink};
+
+use crate::classify::{self, Down};
+use crate::connection::{Connection, Lease, Link, Servers};
+use crate::message::{Form, Outgoing};
+
+/// Most events of a call: beyond this, more confirms on their way are not faster.
+const BATCH_MAX: usize = 1_000;
+/// Calls at once, unless the subscription says otherwise. With order by key a call has one event of
+/// each key; the next ones go out while the slowest confirm of the first is waited for.
+const CONCURRENCY: usize = 4;
+/// Exchanges of a call that are published to at once, each on a channel of its own.
+const EXCHANGES_AT_ONCE: usize = 16;
+
+/// Publishes events to exchanges.
+///
+/// A call never holds two events of a key: a queue takes or refuses each message for itself, so a
+/// later event of the key could be stored though an earlier one was refused.
+///
+/// Cancel-safety: the messages of a dropped call may be in the queues.
+pub struct RabbitmqSink {
+    link: Link,
+    form: Form,
+    timeout: Duration,
+    concurrency: usize,
+    clock: Arc<dyn Clock>,
+}
+
+/// The end of a call's time.
+type Deadline<'a> = Shared<BoxFuture<'a, ()>>;
+
+/// What became of one publish: the server's word, or a failure and whether it was written by then.
+type Confirmed = Result<Confirmation, (ClientError, bool)>;
+
+impl RabbitmqSink {
+    /// A sink that connects when the first event is sent. `timeout` is the longest a call waits.
+    pub(crate) fn new(
+        servers: Servers,
+        form: Form,
+        timeout: Duration,
+        concurrency: Option<usize>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
+        Self { link: Link::new(servers), form, timeout, concurrency: concurrency.unwrap_or(CONCURRENCY), clock }
+    }
+}
+
+/// Publishes to one exchange. A channel ends with a refusal, so each exchange has its own: one
+/// that is missing fails no event of another.
+async fn publish_all(
+    connection: &Connection,
+    exchange: ShortString,
+    messages: Vec<(usize, Outgoing)>,
+    deadline: Deadline<'_>,
+) -> Vec<(usize, Outcome)> {
+    let leased = tokio::select! {
+        leased = connection.lease(&exchange) => leased.map_err(|error| failed(connection, &error, 0, false)),
+        () = deadline.clone() => {
+            connection.give_up();
+            Err(unanswered(connection, || Down::lost("no channel in time").outcome()))
+        }
+    };
+    let lease = match leased {
+        Ok(lease) => lease,
+        Err(outcome) => return messages.into_iter().map(|(place, _)| (place, outcome.clone())).collect(),
+    };
+    let mut confirms: FuturesUnordered<_> = (0..)
+        .zip(&messages)
+        .map(|(index, (_, message))| publish(&lease, message).map(move |confirmed| (index, confirmed)))
+        .collect();
+    let mut confirmed: Vec<Option<Confirmed>> = messages.iter().map(|_| None).collect();
+    loop {
+        let next: Option<(usize, _)> = tokio::select! {
+            biased;
+            next = confirms.next() => next,
+            () = deadline.clone() => break,
+        };
+        let Some((index, next)) = next else { break };
+        confirmed[index] = Some(next);
+    }
+    // What came before the last one is there, too.
+    while let Some(Some((index, next))) = confirms.next().now_or_never() {
+        confirmed[index] = Some(next);
+    }
+    drop(confirms);
+    let whole = confirmed.iter().all(|confirmed| matches!(confirmed, Some(Ok(_))));
+    if whole {
+        lease.give_back();
+    }
+    judge(connection, messages, confirmed, whole)
+}
+
+async fn publish(lease: &Lease<'_>, message: &Outgoing) -> Confirmed {
+    let Outgoing { exchange, routing_key, properties, body, .. } = message;
+    let options = BasicPublishOptions { mandatory: true, immediate: false };
+    lease.unwritten.fetch_add(1, Ordering::Relaxed);
+    let written =
+        lease.channel().basic_publish(exchange.clone(), routing_key.clone(), options, body, properties.clone());
+    let written = written.await;
+    lease.unwritten.fetch_sub(1, Ordering::Relaxed);
+    written.map_err(|error| (error, false))?.await.map_err(|error| (error, true))
+}
+
+/// The outcomes of messages that were published on one channel.
+///
+/// The server returns a message before it confirms it. The client hands a returned message over
+/// with whichever confirm comes next, so it is known by its id, not by the confirm it came with.
+fn judge(
+    connection: &Connection,
+    messages: Vec<(usize, Outgoing)>,
+    confirmed: Vec<Option<Confirmed>>,
+    whole: bool,
+) -> Vec<(usize, Outcome)> {
+    let returned = |confirmed: &Confirmed| match confirmed {
+        Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => {
+            let id = returned.properties.message_id().as_ref().map(ToString::to_string).unwrap_or_default();
+            Some((id, classify::returned(returned.reply_code, returned.reply_text.as_str())))
+        }
+        _ => None,
+    };
+    let returns: HashMap<String, Outcome> = confirmed.iter().flatten().filter_map(returned).collect();
+    let outcome = |message: &Outgoing, confirmed: Option<Confirmed>| match (returns.get(&message.id), confirmed) {
+        (Some(returned), _) => returned.clone(),
+        // It came with another's return, so its own may still be on the way.
+        (None, Some(Ok(Confirmation::Ack(Some(_))))) if !whole => classify::no_confirm(),
+        (None, Some(Ok(Confirmation::Ack(_)))) => Outcome::DELIVERED,
+        (None, Some(Ok(Confirmation::Nack(_)))) => classify::rejected(),
+        // Not on a channel in confirm mode.
+        (None, Some(Ok(Confirmation::NotRequested))) => classify::no_confirm(),
+        (None, Some(Err((error, written)))) => failed(connection, &error, message.body.len(), written),
+        (None, None) => unanswered(connection, classify::no_confirm),
+    };
+    messages.into_iter().zip(confirmed).map(|((place, message), it)| (place, outcome(&message, it))).collect()
+}
+
+/// The client hears of a lost connection before its status says so.
+fn failed(connection: &Connection, error: &ClientError, body_bytes: usize, written: bool) -> Outcome {
+    if !error.is_amqp_soft_error() {
+        connection.give_up();
+    }
+    classify::unpublished(error, body_bytes, written)
+}
+
+/// Nothing was heard in time.
+fn unanswered(connection: &Connection, otherwise: impl FnOnce() -> Outcome) -> Outcome {
+    connection.blocked().map_or_else(otherwise, |reason| classify::blocked(&reason))
+}
+
+#[async_trait]
+impl Sink for RabbitmqSink {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false }
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        if deliveries.is_empty() {
+            return Vec::new();
+        }
+        let deadline: Deadline<'_> = self.clock.sleep(self.timeout).shared();
+        let connection = tokio::select! {
+            connection = self.link.connection() => connection.map_err(Down::outcome),
+            () = deadline.clone() => Err(Down::lost("no connection in time").outcome()),
+        };
+        let connection = match connection {
+            Ok(connection) => connection,
+            Err(outcome) => return vec![outcome; deliveries.len()],
+        };
+        if let Some(reason) = connection.blocked() {
+            return vec![classify::blocked(&reason); deliveries.len()];
+        }
+        let mut outcomes: Vec<Outcome> = vec![classify::no_confirm(); deliveries.len()];
+        let mut exchanges: BTreeMap<ShortString, Vec<(usize, Outgoing)>> = BTreeMap::new();
+        for (place, delivery) in deliveries.iter().enumerate() {
+            match self.form.message(delivery, connection.frame_bytes_max()) {
+                Ok(message) => exchanges.entry(message.exchange.clone()).or_default().push((place, message)),
+                Err(dead) => outcomes[place] = dead,
+            }
+        }
+        let publish = |(exchange, messages)| publish_all(&connection, exchange, messages, deadline.clone());
+        let published = exchanges.into_iter().map(publish);
+        let mut published = stream::iter(published).buffer_unordered(EXCHANGES_AT_ONCE);
+        while let Some(results) = published.next().await {
+            results.into_iter().for_each(|(place, outcome)| outcomes[place] = outcome);
+        }
+        drop(published);
+        // Something else than the server may be at fault; one that only blocks us says so.
+        let silent = outcomes.contains(&classify::no_confirm());
+        if silent && !outcomes.iter().any(Outcome::is_delivered) {
+            connection.give_up();
+        }
+        outcomes
+    }
+
+    async fn close(&self) {
+        self.link.close().await;
+    }
+}

@@ -1,0 +1,277 @@
+//! The source: a consumer of a queue.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures::future::join_all;
+use futures::{FutureExt as _, StreamExt as _};
+use lapin::Channel;
+use lapin::message::Delivery as Message;
+use lapin::options::{BasicAckOptions, BasicRejectOptions};
+use postbox_core::{AckToken, Clock, RawMessage, Result, Source, SourceCapabilities, SourceMessage};
+use tokio::sync::{Mutex as AsyncMutex, Notify};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use crate::classify::Down;
+use crate::connection::Servers;
+use crate::consumer::{QueueSpec, Session, bound};
+use crate::message::raw_message;
+
+/// Longest wait until the server has heard what is settled.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+const OPERATION: &str = "receive";
+
+/// A consumer of a queue.
+///
+/// What is given back with a delay waits here and counts as in flight: a queue has no delay, and
+/// each return to it counts towards its delivery limit.
+pub struct RabbitmqSource {
+    servers: Servers,
+    spec: QueueSpec,
+    content_type: String,
+    consuming: AsyncMutex<Option<Session>>,
+    state: Mutex<State>,
+    /// One settlement at a time: one that says "all up to here" is not overtaken.
+    settling: AsyncMutex<()>,
+    changed: Notify,
+    closed: CancellationToken,
+    clock: Arc<dyn Clock>,
+}
+
+/// What came on the connection of now and is not settled.
+#[derive(Default)]
+struct State {
+    channel: Option<Channel>,
+    /// The session is over, or must be: the server may not have heard a settlement.
+    is_lost: bool,
+    times: u64,
+    /// Given out, by a number of that one time: the delivery tag and the message.
+    given: BTreeMap<u64, (u64, RawMessage)>,
+    /// Given back, by delivery tag: to be given out again, each not before its time. What waits
+    /// holds up those behind it.
+    waiting: BTreeMap<u64, (Duration, RawMessage)>,
+}
+
+/// What the server hears of a message.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Word {
+    Ack,
+    Reject,
+}
+
+impl State {
+    fn give(&mut self, tag: u64, message: RawMessage) -> SourceMessage {
+        self.times += 1;
+        self.given.insert(self.times, (tag, message.clone()));
+        SourceMessage { message, token: AckToken::new(self.times.to_be_bytes().to_vec()) }
+    }
+
+    /// What was given back and is due.
+    fn give_again(&mut self, max: usize, now: Duration) -> Vec<SourceMessage> {
+        let mut messages = Vec::new();
+        while messages.len() < max
+            && let Some(first) = self.waiting.first_entry()
+            && first.get().0 <= now
+        {
+            let (tag, (_, message)) = first.remove_entry();
+            messages.push(self.give(tag, message));
+        }
+        messages
+    }
+
+    fn take_back(&mut self, token: &AckToken) -> Option<(u64, RawMessage)> {
+        self.given.remove(&u64::from_be_bytes(token.as_bytes().try_into().ok()?))
+    }
+
+    /// All of it comes again, with other tags and tokens.
+    fn forget(&mut self, channel: Option<Channel>) {
+        *self = Self { channel, times: self.times, ..Self::default() };
+    }
+
+    /// The lowest tag that is not settled.
+    fn floor(&self) -> Option<u64> {
+        self.given.values().map(|(tag, _)| *tag).chain(self.waiting.keys().copied()).min()
+    }
+}
+
+impl RabbitmqSource {
+    /// A source that connects when it is asked for messages.
+    pub(crate) fn new(servers: Servers, spec: QueueSpec, content_type: String, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            servers,
+            spec,
+            content_type,
+            consuming: AsyncMutex::default(),
+            state: Mutex::default(),
+            settling: AsyncMutex::default(),
+            changed: Notify::new(),
+            closed: CancellationToken::new(),
+            clock,
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next messages from the server, once there are any.
+    async fn receive(&self, consuming: &mut Option<Session>, max: usize) -> Result<Vec<SourceMessage>, Down> {
+        let session = match consuming {
+            Some(session) => session,
+            None => {
+                let session = Session::open(&self.servers, &self.spec).await?;
+                self.state().forget(Some(session.channel.clone()));
+                consuming.insert(session)
+            }
+        };
+        let mut messages = Vec::new();
+        let mut next = session.consumer.next().await;
+        let ended = loop {
+            match next {
+                Some(Ok(message)) => messages.push(self.keep(message)),
+                Some(Err(error)) => break Some(Down::lost(&error.to_string())),
+                // The queue was deleted, or its leader is gone.
+                None => break Some(Down::lost("the server cancelled the consumer")),
+            }
+            if messages.len() >= max {
+                break None;
+            }
+            match session.consumer.next().now_or_never() {
+                Some(another) => next = another,
+                None => break None,
+            }
+        };
+        if let Some(down) = ended {
+            *consuming = None;
+            // The tokens of what is given out now are of an earlier connection.
+            self.state().forget(None);
+            if messages.is_empty() {
+                return Err(down);
+            }
+        }
+        Ok(messages)
+    }
+
+    fn keep(&self, message: Message) -> SourceMessage {
+        let tag = message.delivery_tag;
+        self.state().give(tag, raw_message(message, &self.content_type))
+    }
+
+    /// Tells the server, and waits until it has heard.
+    async fn settle(&self, tokens: &[AckToken], word: Word) -> Result<()> {
+        let _one = self.settling.lock().await;
+        let (channel, tags, floor) = {
+            let mut state = self.state();
+            let mut tags: Vec<u64> = tokens.iter().filter_map(|token| state.take_back(token)).map(|it| it.0).collect();
+            tags.sort_unstable();
+            (state.channel.clone(), tags, state.floor())
+        };
+        let (Some(channel), Some(last)) = (channel, tags.last().copied()) else { return Ok(()) };
+        // All that is unsettled up to the last of these is among them: one word for all.
+        let below = tags.partition_point(|tag| floor.is_none_or(|floor| *tag < floor));
+        let (alone, all_to) = match (word, below) {
+            (Word::Ack, 1..) => (&tags[below..], Some(if below == tags.len() { last } else { tags[below - 1] })),
+            _ => (&tags[..], None),
+        };
+        let words = all_to.map(|tag| (tag, true)).into_iter().chain(alone.iter().map(|tag| (*tag, false)));
+        let sent = words.map(|(tag, multiple)| {
+            let channel = &channel;
+            async move {
+                match word {
+                    Word::Ack => channel.basic_ack(tag, BasicAckOptions { multiple }).await,
+                    Word::Reject => channel.basic_reject(tag, BasicRejectOptions { requeue: false }).await,
+                }
+            }
+        });
+        let heard = async {
+            let sent = join_all(sent).await.into_iter().all(|sent| sent.is_ok());
+            sent && bound(&channel, &self.spec).await.is_ok()
+        };
+        if timeout(SETTLE_TIMEOUT, heard).await != Ok(true) {
+            // They come again on the next connection, as those do whose tokens are of an earlier
+            // one.
+            self.state().is_lost = true;
+            self.changed.notify_waiters();
+        }
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Source for RabbitmqSource {
+    /// In order with one consumer of the queue.
+    fn capabilities(&self) -> SourceCapabilities {
+        SourceCapabilities {
+            in_flight_max: usize::from(self.spec.in_flight_max),
+            ordered: true,
+            nak_delay: true,
+            dead_letters: self.spec.dead_letter_exchange.is_some(),
+        }
+    }
+
+    async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
+        let max = max.max(1);
+        let mut consuming = self.consuming.lock().await;
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            // From here on no change is missed.
+            changed.as_mut().enable();
+            let due = {
+                let (mut state, now) = (self.state(), self.clock.monotonic());
+                if state.is_lost {
+                    *consuming = None;
+                    state.forget(None);
+                }
+                let again = state.give_again(max, now);
+                if !again.is_empty() {
+                    return Ok(again);
+                }
+                state.waiting.first_key_value().map(|(_, (due, _))| due.saturating_sub(now))
+            };
+            tokio::select! {
+                biased;
+                () = self.closed.cancelled() => return Ok(Vec::new()),
+                () = changed => {}
+                () = self.clock.sleep(due.unwrap_or_default()), if due.is_some() => {}
+                received = self.receive(&mut consuming, max), if due.is_none() => {
+                    return received.map_err(|down| down.error(OPERATION));
+                }
+            }
+        }
+    }
+
+    async fn ack(&self, tokens: &[AckToken]) -> Result<()> {
+        self.settle(tokens, Word::Ack).await
+    }
+
+    /// The message is kept here until its time. If we end before, it comes at the next start.
+    async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
+        let due = self.clock.monotonic() + delay;
+        let mut state = self.state();
+        for token in tokens {
+            if let Some((tag, message)) = state.take_back(token) {
+                state.waiting.insert(tag, (due, message));
+            }
+        }
+        drop(state);
+        self.changed.notify_waiters();
+        Ok(())
+    }
+
+    async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
+        self.settle(tokens, Word::Reject).await
+    }
+
+    async fn close(&self) {
+        self.closed.cancel();
+        // A waiting call sees it and ends.
+        if let Some(session) = self.consuming.lock().await.take() {
+            session.connection.close().await;
+        }
+        self.state().forget(None);
+    }
+}

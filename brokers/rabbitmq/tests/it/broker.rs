@@ -1,0 +1,141 @@
+//! What tests see of a server, past the crate's own code.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use lapin::message::Delivery as Message;
+use lapin::options::{
+    BasicConsumeOptions, BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeclareOptions,
+    QueueBindOptions, QueueDeclareOptions,
+};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ExchangeKind};
+use postbox_core::EventId;
+use tokio::time::timeout;
+
+/// Nothing here takes long; this only turns a hang into a failure.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A connection of the test's own.
+pub(crate) struct Broker {
+    pub(crate) channel: Channel,
+    _connection: Connection,
+}
+
+/// A name that no other test has.
+pub(crate) fn unique(what: &str) -> String {
+    static NAMES: AtomicU64 = AtomicU64::new(1);
+    format!("{what}-{}-{}", EventId::now_v7(), NAMES.fetch_add(1, Ordering::Relaxed))
+}
+
+/// The arguments of a quorum queue, with others.
+pub(crate) fn quorum(others: &[(&str, AMQPValue)]) -> FieldTable {
+    arguments(&[&[("x-queue-type", AMQPValue::LongString("quorum".into()))], others].concat())
+}
+
+pub(crate) fn arguments(all: &[(&str, AMQPValue)]) -> FieldTable {
+    let mut table = FieldTable::default();
+    for (name, value) in all {
+        table.insert((*name).into(), value.clone());
+    }
+    table
+}
+
+impl Broker {
+    /// Waits until the server takes us.
+    pub(crate) async fn connect(url: &str) -> Self {
+        let connected = async {
+            loop {
+                if let Ok(connection) = Connection::connect(url, ConnectionProperties::default()).await
+                    && let Ok(channel) = connection.create_channel().await
+                {
+                    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+                    return Self { channel, _connection: connection };
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(PATIENCE, connected).await.expect("the server is reached")
+    }
+
+    /// A durable topic exchange.
+    pub(crate) async fn exchange(&self, name: &str) {
+        let options = ExchangeDeclareOptions { durable: true, ..Default::default() };
+        let declared = self.channel.exchange_declare(name.into(), ExchangeKind::Topic, options, FieldTable::default());
+        declared.await.expect("an exchange");
+    }
+
+    /// A durable queue, bound to an exchange.
+    pub(crate) async fn queue(&self, name: &str, arguments: FieldTable, exchange: &str, key: &str) {
+        let options = QueueDeclareOptions { durable: true, ..Default::default() };
+        self.channel.queue_declare(name.into(), options, arguments).await.expect("a queue");
+        self.bind(name, exchange, key).await;
+    }
+
+    pub(crate) async fn bind(&self, queue: &str, exchange: &str, key: &str) {
+        let options = QueueBindOptions::default();
+        let bound = self.channel.queue_bind(queue.into(), exchange.into(), key.into(), options, FieldTable::default());
+        bound.await.expect("bound");
+    }
+
+    /// Publishes as any client does, and waits for the confirm.
+    pub(crate) async fn publish(&self, exchange: &str, key: &str, properties: BasicProperties, body: &[u8]) {
+        let options = BasicPublishOptions { mandatory: true, immediate: false };
+        let sent = self.channel.basic_publish(exchange.into(), key.into(), options, body, properties).await;
+        let confirmed = sent.expect("sent").await.expect("confirmed");
+        assert!(confirmed.is_ack() && confirmed.take_message().is_none(), "it is in a queue");
+    }
+
+    /// Takes what is in a queue.
+    pub(crate) async fn drain(&self, queue: &str) -> Vec<Message> {
+        let mut all = Vec::new();
+        while let Some(got) =
+            self.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.expect("a queue")
+        {
+            all.push(got.delivery);
+        }
+        all
+    }
+
+    /// Takes messages until there are so many.
+    pub(crate) async fn take(&self, queue: &str, count: usize) -> Vec<Message> {
+        let mut all = Vec::new();
+        let taken = async {
+            while all.len() < count {
+                all.extend(self.drain(queue).await);
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(PATIENCE, taken).await.expect("they come in time");
+        all
+    }
+
+    /// Consumes a queue until messages of so many ids were there; all of them.
+    pub(crate) async fn until_ids(&self, queue: &str, count: usize) -> Vec<Message> {
+        let (options, none) = (BasicConsumeOptions { no_ack: true, ..Default::default() }, FieldTable::default());
+        let consumer = self.channel.basic_consume(queue.into(), "".into(), options, none).await;
+        let (mut consumer, mut ids, mut all) = (consumer.expect("a consumer"), BTreeSet::new(), Vec::new());
+        let taken = async {
+            while ids.len() < count {
+                let message = consumer.next().await.expect("it goes on").expect("a message");
+                ids.insert(message_id(&message));
+                all.push(message);
+            }
+        };
+        timeout(PATIENCE, taken).await.expect("they come in time");
+        all
+    }
+}
+
+pub(crate) fn message_id(message: &Message) -> String {
+    message.properties.message_id().as_ref().map(ToString::to_string).expect("an id")
+}
+
+pub(crate) fn header(message: &Message, name: &str) -> Option<String> {
+    match message.properties.headers().as_ref()?.inner().get(name)? {
+        AMQPValue::LongString(text) => Some(text.to_string()),
+        other => Some(format!("{other:?}")),
+    }
+}

@@ -1,0 +1,241 @@
+//! What an event brings never becomes something else on the wire, and harms no other.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use lapin::types::AMQPValue;
+use postbox_core::{Delivery, NewEvent};
+use postbox_testkit::hostile;
+use postbox_testkit::proxy::FaultProxy;
+use postbox_testkit::servers::{PrivateRabbitmq, Rabbitmq};
+
+use crate::broker::{Broker, arguments, header, quorum, unique};
+use crate::stand::{deliver, deliveries, said, send, sink};
+
+struct Stand {
+    url: String,
+    broker: Broker,
+    exchange: String,
+}
+
+/// An exchange with a queue of its name for everything.
+async fn stand() -> Stand {
+    let url = Rabbitmq::shared().await.url();
+    let (broker, exchange) = (Broker::connect(&url).await, unique("in"));
+    broker.exchange(&exchange).await;
+    broker.queue(&exchange, quorum(&[]), &exchange, "#").await;
+    Stand { url, broker, exchange }
+}
+
+fn plain() -> NewEvent {
+    NewEvent::json("t", "plain").key("k")
+}
+
+#[tokio::test]
+async fn a_hostile_name_is_itself_or_dead_and_harms_no_other() {
+    let Stand { url, broker, exchange } = stand().await;
+    let proxy = FaultProxy::in_front_of(&url).await;
+    let keys = format!("exchange = {exchange:?}\nrouting_key = \"{{topic}}.{{key}}\"");
+    let sink = sink(&proxy.url(&url), &keys).await;
+    for name in hostile::names() {
+        let odd = NewEvent::json(name, "odd").key(name).tenant(name).header("odd", name);
+        let outcomes = deliver(&sink, &deliveries([odd, plain()])).await;
+        let arrived: BTreeSet<String> =
+            broker.drain(&exchange).await.into_iter().map(|message| message.routing_key.to_string()).collect();
+        let odd = match said(&outcomes[0]) {
+            ("delivered", _) => Some(format!("{name}.{name}")),
+            ("dead", code) if code == "route_invalid" => None,
+            other => panic!("{name:?}: {other:?}"),
+        };
+        assert_eq!(said(&outcomes[1]).0, "delivered", "beside {name:?}");
+        assert_eq!(arrived, odd.into_iter().chain(["t.k".to_owned()]).collect(), "{name:?}");
+    }
+    assert_eq!(proxy.connections(), 1, "the connection survived all of it");
+}
+
+/// A key may not choose somebody else's queue through the default exchange.
+#[tokio::test]
+async fn a_wildcard_in_a_routing_key_is_itself_and_the_server_s_own_names_are_refused() {
+    let Stand { url, broker, exchange } = stand().await;
+    let orders = unique("orders");
+    broker.queue(&orders, quorum(&[]), &exchange, "order.paid").await;
+    let sink = sink(&url, &format!("exchange = {exchange:?}")).await;
+    for topic in ["#", "*", "order.#", "order.*"] {
+        assert_eq!(said(&send(&sink, NewEvent::json(topic, "")).await).0, "delivered", "{topic}");
+    }
+    assert!(broker.drain(&orders).await.is_empty(), "only its own key leads there");
+    let default = self::sink(&url, "exchange = \"\"").await;
+    assert_eq!(said(&send(&default, NewEvent::json(orders.as_str(), "direct")).await).0, "delivered");
+    assert_eq!(broker.take(&orders, 1).await[0].data, b"direct");
+    let own = NewEvent::json("amq.rabbitmq.reply-to.x", "");
+    assert_eq!(said(&send(&default, own).await), ("dead", "route_invalid".to_owned()));
+}
+
+#[tokio::test]
+async fn an_event_is_what_its_envelope_says_and_nothing_else() {
+    let Stand { url, broker, exchange } = stand().await;
+    let other = unique("other");
+    broker.queue(&other, quorum(&[]), &exchange, "no.such.key").await;
+    let sink = sink(&url, &format!("exchange = {exchange:?}")).await;
+    let event = NewEvent::new("order.paid", &b"\xff\0"[..], "text/plain")
+        .key("Zoë 1")
+        .tenant("acme")
+        .version(7)
+        .header("Traceparent", "00-ab")
+        .header("empty", "")
+        // None of these is an event's to set; `CC` would be another routing key.
+        .header("CC", other.as_str())
+        .header("BCC", other.as_str())
+        .header("x-death", "forged")
+        .header("X-Delivery-Count", "99")
+        .header("cloudEvents_type", "forged")
+        .header("Content-Type", "application/cloudevents+json");
+    let sent = deliveries([event]);
+    assert_eq!(said(&deliver(&sink, &sent).await[0]).0, "delivered");
+    let message = broker.take(&exchange, 1).await.remove(0);
+    let id = sent[0].event.id.to_string();
+    let properties = &message.properties;
+    assert_eq!(properties.message_id().as_ref().map(ToString::to_string), Some(sent[0].dedupe_id()));
+    assert_eq!(properties.content_type().as_ref().map(ToString::to_string).as_deref(), Some("text/plain"));
+    assert_eq!(properties.delivery_mode(), &Some(2), "persistent");
+    let names = properties.headers().as_ref().expect("headers").inner().keys();
+    let mut headers: BTreeMap<String, String> =
+        names.map(|name| (name.to_string(), header(&message, name.as_str()).expect("text"))).collect();
+    // The queue counts, and begins where the event said nothing.
+    assert_eq!(headers.remove("x-delivery-count").as_deref(), Some("LongLongInt(0)"));
+    let expected = [
+        ("Traceparent", "00-ab"),
+        ("empty", ""),
+        ("cloudEvents_specversion", "1.0"),
+        ("cloudEvents_id", id.as_str()),
+        ("cloudEvents_type", "order.paid"),
+        ("cloudEvents_source", "postbox"),
+        ("cloudEvents_time", "1970-01-01T00:00:00Z"),
+        ("cloudEvents_subject", "Zoë 1"),
+        ("cloudEvents_tenant", "acme"),
+        ("cloudEvents_version", "7"),
+    ];
+    assert_eq!(headers, expected.map(|(name, value)| (name.to_owned(), value.to_owned())).into());
+    assert_eq!((message.routing_key.as_str(), message.data.as_slice()), ("order.paid", &b"\xff\0"[..]));
+    assert!(broker.drain(&other).await.is_empty());
+}
+
+#[tokio::test]
+async fn a_structured_event_says_so() {
+    let Stand { url, broker, exchange } = stand().await;
+    for (envelope, content_type) in [
+        ("raw", "application/json"),
+        ("json", "application/json"),
+        ("replica", "application/json"),
+        ("cloudevents", "application/cloudevents+json; charset=UTF-8"),
+        ("standard", "application/json"),
+    ] {
+        let sink = sink(&url, &format!("exchange = {exchange:?}\nenvelope = {envelope:?}")).await;
+        assert_eq!(said(&send(&sink, NewEvent::json("t", "{}")).await).0, "delivered");
+        let message = broker.take(&exchange, 1).await.remove(0);
+        let said = message.properties.content_type().as_ref().map(ToString::to_string);
+        assert_eq!(said.as_deref(), Some(content_type), "{envelope}");
+        assert_eq!(header(&message, "cloudEvents_type"), None, "{envelope}");
+    }
+}
+
+/// The server ends the connection of whoever sends a larger one, and would never hand on the
+/// largest that it takes.
+#[tokio::test]
+async fn headers_that_fill_a_frame_pass_and_one_byte_more_dies_alone() {
+    let Stand { url, broker, exchange } = stand().await;
+    let proxy = FaultProxy::in_front_of(&url).await;
+    let sink = sink(&proxy.url(&url), &format!("exchange = {exchange:?}\nenvelope = \"raw\"")).await;
+    // 131,072 bytes: the server's room, what is there in any case, `application/json`, a UUID, and
+    // headers of 16 KiB.
+    let room = 131_072 - 4_096 - 27 - 1 - 16 - 1 - 36;
+    let event = |bytes: usize| {
+        let names = (0..8).map(|n| format!("h{n}"));
+        let most = 16 * 1024;
+        let mut left = bytes - 8 * (1 + 2 + 5);
+        let headers = names.map(|name| {
+            let value = "v".repeat(left.min(most));
+            left -= value.len();
+            (name, value)
+        });
+        NewEvent { headers: headers.collect(), ..NewEvent::json("t", "{}") }
+    };
+    let outcomes = deliver(&sink, &deliveries([event(room), event(room + 1), plain()])).await;
+    let outcomes: Vec<_> = outcomes.iter().map(said).collect();
+    let delivered = ("delivered", String::new());
+    assert_eq!(outcomes, [delivered.clone(), ("dead", "headers_too_large".to_owned()), delivered]);
+    assert_eq!(broker.take(&exchange, 2).await.len(), 2);
+    assert_eq!(proxy.connections(), 1);
+}
+
+/// The client hands a returned message over with whichever confirm comes next.
+#[tokio::test]
+async fn of_many_events_exactly_those_that_no_queue_takes_are_not_delivered() {
+    let url = Rabbitmq::shared().await.url();
+    let (broker, exchange) = (Broker::connect(&url).await, unique("in"));
+    broker.exchange(&exchange).await;
+    broker.queue(&exchange, quorum(&[]), &exchange, "yes").await;
+    let sink = sink(&url, &format!("exchange = {exchange:?}")).await;
+    for round in 0..5 {
+        let topic = |n: usize| if (n + round).is_multiple_of(3) { "no" } else { "yes" };
+        let sent = deliveries((0..300).map(|n| NewEvent::json(topic(n), n.to_string()).key(n.to_string())));
+        let outcomes = deliver(&sink, &sent).await;
+        let arrived: BTreeSet<Vec<u8>> = broker.take(&exchange, 200).await.into_iter().map(|it| it.data).collect();
+        for (delivery, outcome) in sent.iter().zip(&outcomes) {
+            let expected = match arrived.contains(&delivery.event.payload[..]) {
+                true => ("delivered", String::new()),
+                false => ("ambiguous", "rabbitmq_unroutable".to_owned()),
+            };
+            assert_eq!(said(outcome), expected, "{}", delivery.event.topic);
+        }
+    }
+}
+
+/// A missing exchange ends a channel.
+#[tokio::test]
+async fn an_exchange_that_is_missing_fails_no_event_of_another() {
+    let Stand { url, broker, exchange } = stand().await;
+    let proxy = FaultProxy::in_front_of(&url).await;
+    let keys = format!("exchange = {:?}", exchange.replacen("in-", "{tenant}-", 1));
+    let sink = sink(&proxy.url(&url), &keys).await;
+    for _ in 0..3 {
+        // So many that some are still to be written when the channel ends.
+        let event = |n: usize| {
+            let tenant = if n.is_multiple_of(2) { "in" } else { "missing" };
+            NewEvent::json("t", vec![b' '; 2_000]).key(n.to_string()).tenant(tenant)
+        };
+        let sent: Vec<Delivery> = deliveries((0..1_000).map(event));
+        for (n, outcome) in deliver(&sink, &sent).await.iter().enumerate() {
+            let missing = ("ambiguous", "rabbitmq_no_exchange".to_owned());
+            let expected = if n.is_multiple_of(2) { ("delivered", String::new()) } else { missing };
+            assert_eq!(said(outcome), expected, "{n}: {outcome:?}");
+        }
+        assert_eq!(broker.take(&exchange, 500).await.len(), 500);
+    }
+    assert_eq!(proxy.connections(), 1, "the connection survived all of it");
+}
+
+#[tokio::test]
+async fn what_only_the_server_finds_too_large_dies_alone() {
+    let server = PrivateRabbitmq::launch_with("max_message_size = 100000\n").await;
+    let broker = Broker::connect(&server.url()).await;
+    broker.queue("q", quorum(&[]), "amq.topic", "#").await;
+    let sink = sink(&server.url(), "exchange = \"amq.topic\"").await;
+    let sent = deliveries([NewEvent::json("t", vec![b' '; 100_001]), plain()]);
+    let outcomes = deliver(&sink, &sent).await;
+    assert_eq!(said(&outcomes[0]), ("dead", "payload_too_large".to_owned()));
+    // The channel ended with it; the engine sends its neighbour again.
+    assert!(["delivered", "ambiguous"].contains(&said(&outcomes[1]).0), "{outcomes:?}");
+    assert_eq!(said(&deliver(&sink, &sent[1..]).await[0]).0, "delivered");
+}
+
+#[tokio::test]
+async fn a_queue_that_is_full_refuses_and_is_tried_again() {
+    let Stand { url, broker, exchange } = stand().await;
+    let full =
+        [("x-max-length", AMQPValue::LongInt(0)), ("x-overflow", AMQPValue::LongString("reject-publish".into()))];
+    broker.queue(&unique("full"), arguments(&full), &exchange, "full").await;
+    let sink = sink(&url, &format!("exchange = {exchange:?}")).await;
+    let outcomes = deliver(&sink, &deliveries([NewEvent::json("full", ""), plain()])).await;
+    assert_eq!(said(&outcomes[0]), ("ambiguous", "rabbitmq_rejected".to_owned()));
+    assert_eq!(said(&outcomes[1]).0, "delivered");
+}

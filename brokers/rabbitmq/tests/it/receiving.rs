@@ -1,0 +1,269 @@
+//! From a queue into an inbox.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use lapin::BasicProperties;
+use lapin::options::QueueDeleteOptions;
+use lapin::types::{AMQPValue, ShortString};
+use postbox_config::SourceConfig as _;
+use postbox_core::{LogName, NewEvent, RawMessage, Unreadable};
+use postbox_engine::Receiver;
+use postbox_testkit::inbox::{Inbox, Mode};
+use postbox_testkit::servers::{PrivateRabbitmq, Rabbitmq};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use crate::broker::{Broker, PATIENCE, arguments, quorum, unique};
+use crate::stand::{deliver, deliveries, said, sink, source_context, table};
+
+struct Receiving {
+    inbox: Arc<Inbox>,
+    receiver: Arc<Receiver>,
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl Receiving {
+    async fn start(url: &str, keys: &str) -> Self {
+        let (inbox, table, context) = (Arc::new(Inbox::default()), table(url, keys), source_context());
+        let source = table.build(&context).await.expect("a source");
+        let receiver = Receiver::builder(inbox.clone(), context.name.clone(), LogName::inbox())
+            .pull(source)
+            .decode(move |message: &RawMessage| table.decode(&context.name, message))
+            .build();
+        let (receiver, stop) = (Arc::new(receiver.expect("good settings")), CancellationToken::new());
+        let task = tokio::spawn({
+            let (receiver, stop) = (receiver.clone(), stop.clone());
+            async move { receiver.run(stop).await }
+        });
+        Self { inbox, receiver, stop, task }
+    }
+
+    async fn until(&self, condition: impl Fn(&Self) -> bool) {
+        let met = async {
+            while !condition(self) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(PATIENCE, met).await.expect("it happens in time");
+    }
+
+    fn bodies(&self) -> BTreeSet<Vec<u8>> {
+        self.inbox.all().iter().map(|it| it.event.payload.to_vec()).collect()
+    }
+
+    async fn stop(self) {
+        self.stop.cancel();
+        timeout(PATIENCE, self.task).await.expect("in time").expect("it stops");
+    }
+}
+
+/// Nothing is in the queue once nobody consumes it.
+async fn is_empty(broker: &Broker, queue: &str) {
+    assert!(broker.drain(queue).await.is_empty(), "all of it is acknowledged");
+}
+
+fn properties(id: &str) -> BasicProperties {
+    BasicProperties::default().with_message_id(id.into())
+}
+
+#[tokio::test]
+async fn an_event_comes_out_as_it_went_in() {
+    let url = Rabbitmq::shared().await.url();
+    let (broker, queue) = (Broker::connect(&url).await, unique("q"));
+    broker.exchange(&queue).await;
+    // The queue is made, and bound.
+    let receiving = Receiving::start(&url, &format!("queue = {queue:?}\nexchange = {queue:?}")).await;
+    let made = async {
+        let outcome = async || {
+            let sink = sink(&url, &format!("exchange = {queue:?}")).await;
+            said(&deliver(&sink, &deliveries([NewEvent::json("first", "{}")])).await[0]).0
+        };
+        while outcome().await != "delivered" {}
+    };
+    timeout(PATIENCE, made).await.expect("made");
+    let sink = sink(&url, &format!("exchange = {queue:?}")).await;
+    let headers = (0..64).map(|n| (format!("h{n}"), "v".to_owned())).collect();
+    let sent = deliveries([
+        NewEvent::new("order.paid", &b"\xff\0"[..], "text/plain")
+            .key("Zoë 1")
+            .kind("fact")
+            .aggregate("order")
+            .version(7),
+        NewEvent { headers, ..NewEvent::json("order.sent", "{}").tenant("acme") },
+    ]);
+    for outcome in deliver(&sink, &sent).await {
+        assert_eq!(said(&outcome).0, "delivered");
+    }
+    // And two of somebody who knows nothing of our properties: another spelling, and nothing.
+    let text = |text: &str| AMQPValue::LongString(text.into());
+    let spelled = [
+        ("cloudEvents:specversion", text("1.0")),
+        ("cloudEvents:id", text("ce-1")),
+        ("cloudEvents:type", text("spelled")),
+        ("cloudEvents:version", AMQPValue::LongInt(3)),
+    ];
+    let spelled = BasicProperties::default().with_headers(arguments(&spelled));
+    broker.publish(&queue, "any", spelled, b"{}").await;
+    broker.publish(&queue, "plain", BasicProperties::default(), b"plain").await;
+    receiving.until(|it| it.inbox.all().len() == 5).await;
+    let stored = receiving.inbox.all();
+    let by_topic = |topic: &str| stored.iter().find(|it| it.event.topic == topic).expect(topic);
+    let paid = &by_topic("order.paid").event;
+    assert_eq!(paid.key.as_deref(), Some("Zoë 1"));
+    assert_eq!((paid.kind.as_deref(), paid.aggregate.as_deref(), paid.version), (Some("fact"), Some("order"), Some(7)));
+    assert_eq!((paid.content_type.as_deref(), &paid.payload[..]), (Some("text/plain"), &b"\xff\0"[..]));
+    assert_eq!(paid.occurred_at, Some(sent[0].event.occurred_at));
+    assert_eq!(by_topic("order.paid").message_id, sent[0].dedupe_id());
+    let full = &by_topic("order.sent").event;
+    assert!((0..64).all(|n| full.headers.contains_key(&format!("h{n}"))), "{:?}", full.headers);
+    assert_eq!(full.tenant, None, "whoever may publish could name any");
+    assert_eq!((by_topic("spelled").message_id.as_str(), by_topic("spelled").event.version), ("ce-1", Some(3)));
+    assert!(by_topic("plain").message_id.starts_with("sha256:"));
+    receiving.stop().await;
+    is_empty(&broker, &queue).await;
+    // It is a quorum queue: declared as another kind, it is refused.
+    let other = broker.channel.queue_declare(
+        ShortString::from(queue.as_str()),
+        lapin::options::QueueDeclareOptions { durable: true, ..Default::default() },
+        arguments(&[("x-queue-type", text("classic"))]),
+    );
+    assert!(format!("{}", other.await.expect_err("another kind")).contains("quorum"));
+}
+
+#[tokio::test]
+async fn duplicates_conflicts_and_poison_are_settled() {
+    let url = Rabbitmq::shared().await.url();
+    let (broker, queue) = (Broker::connect(&url).await, unique("q"));
+    broker.exchange(&queue).await;
+    broker.queue(&queue, quorum(&[]), &queue, "#").await;
+    let receiving = Receiving::start(&url, &format!("queue = {queue:?}")).await;
+    // No topic has a space.
+    for (key, id, body) in
+        [("a", "1", "one"), ("a", "1", "one"), ("a", "1", "another"), ("a b", "2", "poison"), ("a", "3", "three")]
+    {
+        broker.publish(&queue, key, properties(id), body.as_bytes()).await;
+    }
+    receiving.until(|it| it.receiver.metrics().snapshot().accepted == 3).await;
+    receiving.until(|it| it.receiver.metrics().snapshot().conflicts == 1).await;
+    let counted = receiving.receiver.metrics().snapshot();
+    assert_eq!((counted.duplicates, counted.poison, counted.rejected), (1, 1, 0));
+    let all = receiving.inbox.all();
+    let poison: Vec<_> = all.iter().filter(|stored| Unreadable::poison(&stored.event.headers).is_some()).collect();
+    assert_eq!((poison.len(), &poison[0].event.payload[..]), (1, &b"poison"[..]), "with its bytes");
+    receiving.stop().await;
+    is_empty(&broker, &queue).await;
+}
+
+/// What nobody can keep goes where the queue sends it, or stays.
+#[tokio::test]
+async fn what_cannot_be_kept_at_all_goes_to_the_dead_letter_exchange() {
+    let url = Rabbitmq::shared().await.url();
+    let (broker, queue, dead) = (Broker::connect(&url).await, unique("q"), unique("dead"));
+    broker.exchange(&queue).await;
+    broker.exchange(&dead).await;
+    broker.queue(&dead, quorum(&[]), &dead, "#").await;
+    let keys = format!("queue = {queue:?}\nexchange = {queue:?}\ndead_letter_exchange = {dead:?}");
+    let receiving = Receiving::start(&url, &keys).await;
+    for id in ["1", "poison:1"] {
+        receiving.inbox.refuse(id);
+    }
+    let bound = async {
+        loop {
+            let broker = Broker::connect(&url).await;
+            let options = lapin::options::QueueDeclareOptions { passive: true, ..Default::default() };
+            let found = broker.channel.queue_declare(queue.as_str().into(), options, arguments(&[])).await;
+            if found.is_ok_and(|found| found.consumer_count() == 1) {
+                return;
+            }
+        }
+    };
+    timeout(PATIENCE, bound).await.expect("made");
+    broker.publish(&queue, "in", properties("1"), b"refused").await;
+    assert_eq!(broker.take(&dead, 1).await[0].data, b"refused");
+    assert_eq!(receiving.receiver.metrics().snapshot().rejected, 1);
+    receiving.stop().await;
+    is_empty(&broker, &queue).await;
+}
+
+#[tokio::test]
+async fn a_server_that_is_killed_while_it_is_received_from_loses_nothing() {
+    let mut server = PrivateRabbitmq::launch().await;
+    Broker::connect(&server.url()).await.queue("q", quorum(&[]), "amq.topic", "#").await;
+    server.sync();
+    let receiving = Receiving::start(&server.url(), "queue = \"q\"\nin_flight = 50").await;
+    let mut published = 0;
+    for _ in 0..2 {
+        let broker = Broker::connect(&server.url()).await;
+        for _ in 0..300 {
+            let id = published.to_string();
+            broker.publish("amq.topic", "a", properties(&id), id.as_bytes()).await;
+            published += 1;
+        }
+        server.kill();
+        server.start().await;
+    }
+    receiving.until(|it| it.bodies().len() == published).await;
+    assert_eq!(receiving.inbox.all().len(), published, "each once");
+    receiving.stop().await;
+    is_empty(&Broker::connect(&server.url()).await, "q").await;
+}
+
+/// A consumer that the server ends without a word on the connection would wait for ever.
+#[tokio::test]
+async fn a_consumer_that_the_server_ended_is_opened_again() {
+    let server = PrivateRabbitmq::launch_with("consumer_timeout = 2000\n").await;
+    let broker = Broker::connect(&server.url()).await;
+    broker.queue("q", quorum(&[]), "amq.topic", "#").await;
+    let receiving = Receiving::start(&server.url(), "queue = \"q\"\nexchange = \"amq.topic\"").await;
+    // The store is away for longer than a consumer may keep a message.
+    receiving.inbox.set(Mode::Down);
+    broker.publish("amq.topic", "a", properties("1"), b"1").await;
+    let again = Broker::connect(&server.url()).await;
+    let ended = async {
+        loop {
+            let channels = server.ctl(&["list_consumers"]);
+            if !channels.contains("q\t") {
+                return;
+            }
+        }
+    };
+    timeout(PATIENCE, ended).await.expect("the server ends the consumer");
+    receiving.inbox.set(Mode::Works);
+    again.publish("amq.topic", "a", properties("2"), b"2").await;
+    receiving.until(|it| it.bodies().len() == 2).await;
+    // And one whose queue is deleted under it: it makes another.
+    let deleted = again.channel.queue_delete("q".into(), QueueDeleteOptions::default()).await;
+    deleted.expect("deleted");
+    let sink = sink(&server.url(), "exchange = \"amq.topic\"").await;
+    let published =
+        async { while said(&deliver(&sink, &deliveries([NewEvent::json("t", "3")])).await[0]).0 != "delivered" {} };
+    timeout(PATIENCE, published).await.expect("made and bound again");
+    receiving.until(|it| it.bodies().len() == 3).await;
+    receiving.stop().await;
+}
+
+#[tokio::test]
+async fn a_store_that_is_away_is_waited_for_and_nothing_comes_twice() {
+    let url = Rabbitmq::shared().await.url();
+    let (broker, queue) = (Broker::connect(&url).await, unique("q"));
+    broker.exchange(&queue).await;
+    broker.queue(&queue, quorum(&[]), &queue, "#").await;
+    let receiving = Receiving::start(&url, &format!("queue = {queue:?}\nin_flight = 5")).await;
+    receiving.inbox.set(Mode::Down);
+    for n in 0..20 {
+        broker.publish(&queue, "a", properties(&n.to_string()), b"{}").await;
+    }
+    receiving.until(|it| it.inbox.counts().calls > 3).await;
+    assert!(receiving.inbox.counts().in_flight_peak <= 5, "{:?}", receiving.inbox.counts());
+    receiving.inbox.set(Mode::Works);
+    receiving.until(|it| it.inbox.all().len() == 20).await;
+    let order: Vec<String> = receiving.inbox.all().into_iter().map(|it| it.message_id).collect();
+    assert_eq!(order, (0..20).map(|n| n.to_string()).collect::<Vec<_>>(), "in the order of the queue");
+    assert_eq!(receiving.inbox.counts().duplicates, 0);
+    receiving.stop().await;
+    is_empty(&broker, &queue).await;
+}
