@@ -80,7 +80,7 @@ table! {
     #[check(check)]
     pub struct RabbitmqSourceTable {
         /// The servers: `amqp://HOST:PORT/VHOST`, several with commas between; `amqps://` for TLS.
-        url: Vec<String> = text(servers), required(r#""amqp://127.0.0.1:5672""#);
+        url: Vec<String> = text(servers), required(r#""amqps://127.0.0.1:5671""#);
         /// The user; together with `password`.
         user: Option<String> = text(name), unset("guest, whom a server takes from its own machine", r#""postbox""#);
         /// The user's password.

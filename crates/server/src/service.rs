@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription};
+use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store};
 use postbox_engine::{Sweeper, TokioClock};
 use postbox_listen::serve;
 use tokio::net::TcpListener;
@@ -27,8 +27,10 @@ use crate::wiring;
 /// they hold after the last answer.
 const SETTLE_SHARE: Duration = Duration::from_millis(500);
 
-/// Wait between two looks whether a standby was promoted.
-const STANDBY_WAIT: Duration = Duration::from_millis(500);
+/// Wait between two tries of a start whose store is away.
+const STORE_WAIT: Duration = Duration::from_millis(500);
+/// So many tries are one line in the log.
+const TRIES_PER_LINE: u32 = 60;
 
 /// A running service. Dropping it ends everything at once, without settling; nothing is lost, but
 /// what was in flight may arrive again.
@@ -39,11 +41,14 @@ pub struct Service {
 }
 
 impl Service {
-    /// Opens the configured store and starts.
+    /// Opens the configured store and starts. A store that is away is waited for; dropping the
+    /// future ends the wait.
     pub async fn start(config: Config) -> Result<Self> {
-        let store = open_store(&config.store).await?;
+        let clock = TokioClock::new();
+        let store = present(&clock, || open_store(&config.store)).await?;
+        present(&clock, || store.validate()).await?;
         if !config.sources.is_empty() {
-            store.check_receiving().await?;
+            present(&clock, || store.check_receiving()).await?;
         }
         Self::start_on(config, store).await
     }
@@ -65,7 +70,7 @@ impl Service {
         for subscription in &config.subscriptions {
             let mut subscription = subscription.clone();
             subscription.settings.drain_timeout = drain_timeout;
-            subscribe(&store, &subscription.subscription, &clock).await?;
+            present(&*clock, || store.subscribe(&subscription.subscription)).await?;
             let relay = wiring::relay(&store, &subscription, address, &clock).await?;
             relays.push(SupervisedRelay::new(relay, subscription.schedule.clone()));
         }
@@ -144,20 +149,20 @@ impl Service {
     }
 }
 
-/// Makes or checks a subscription. A database that is a standby is waited for: it will be promoted,
-/// or somebody reads the log.
-async fn subscribe(store: &Arc<dyn Store>, subscription: &Subscription, clock: &Arc<dyn Clock>) -> Result<()> {
-    let mut is_logged = false;
+/// Repeats a call until the store is there. A database that is a standby is waited for too: it will
+/// be promoted, or somebody reads the log.
+async fn present<T, F: Future<Output = Result<T>>>(clock: &dyn Clock, call: impl Fn() -> F) -> Result<T> {
+    let mut tries = 0;
     loop {
-        match store.subscribe(subscription).await {
-            Err(error) if error.code() == "store_read_only" => {
-                if !is_logged {
-                    warn!(%error, "database is read-only; waiting until it is promoted");
+        match call().await {
+            Err(error) if error.kind() == ErrorKind::Unavailable || error.code() == "store_read_only" => {
+                if tries % TRIES_PER_LINE == 0 {
+                    warn!(code = error.code(), why = error.message(), "store is away; waiting for it");
                 }
-                is_logged = true;
-                clock.sleep(STANDBY_WAIT).await;
+                tries += 1;
+                clock.sleep(STORE_WAIT).await;
             }
-            subscribed => return subscribed,
+            answer => return answer,
         }
     }
 }

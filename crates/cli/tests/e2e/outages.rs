@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
+use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use crate::endpoint::{Arrival, Endpoint, Shut, firsts};
 use crate::env::{Kind, TestEnv, cases, http_sink, on_both, signal, until};
@@ -192,6 +193,25 @@ async fn a_standby_is_waited_for_until_it_is_promoted() -> Result<()> {
     promoted?;
     endpoint.until("all events", |arrivals| distinct(arrivals) == 10).await?;
     relay?.terminate().await?;
+    Ok(())
+}
+
+/// Started while the database is down, it waits for it, says so, and then delivers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_database_that_is_down_at_the_start_is_waited_for() -> Result<()> {
+    let mut postgres = PrivatePostgres::launch(Version::V15, Settings::fast()).await;
+    let env = TestEnv::on(Kind::Postgres, postgres.fresh_database().await)?;
+    env.ok(&["migrate", "up"])?;
+    let endpoint = Endpoint::start(takes_all)?;
+    env.config(&endpoint.subscription("out"))?;
+    fill(&env, 2, 10).await?;
+    postgres.stop_fast();
+    let mut relay = env.spawn(&["run", "--log-json"])?;
+    let mut lines = BufReader::new(relay.stderr.take().context("no stderr")?).lines();
+    let said = tokio::time::timeout(Duration::from_secs(30), lines.next_line()).await??.context("it ended")?;
+    ensure!(said.contains("store is away") && said.contains("store_unreachable"), "{said}");
+    postgres.start().await;
+    endpoint.until("all events", |arrivals| distinct(arrivals) == 10).await?;
     Ok(())
 }
 

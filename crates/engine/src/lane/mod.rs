@@ -22,6 +22,7 @@ mod judge;
 mod lease;
 mod limit;
 mod queue;
+mod read_ahead;
 mod settle;
 mod stream;
 mod verdicts;

@@ -1,11 +1,9 @@
 //! The stream of a lane: read, and read ahead while the sink works.
 
 use std::collections::{HashSet, VecDeque};
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use futures::future::OptionFuture;
 use postbox_core::limits::BATCH_EVENTS_MAX;
 use postbox_core::{Batch, BatchLimit, Key, Result};
 use tokio_util::sync::CancellationToken;
@@ -13,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use super::Lane;
 use super::batch::Progress;
 use super::limit::Until;
+use super::read_ahead::ReadAhead;
 use crate::poll::Poll;
 
 /// Batches that one read brings until the destination is slower than reads: what a read costs
@@ -25,40 +24,31 @@ impl Lane {
     pub(super) async fn stream(&self, until: Until<'_>, round: &CancellationToken) -> Result<usize> {
         let settings = &self.context.settings;
         let mut poll = Poll::new(settings.poll_min, settings.poll_max);
-        let batch_limit = settings.batch;
-        let several = BatchLimit { events: (batch_limit.events * READ_BATCHES).min(BATCH_EVENTS_MAX), ..batch_limit };
+        let one = settings.batch;
+        let several = BatchLimit { events: (one.events * READ_BATCHES).min(BATCH_EVENTS_MAX), ..one };
         let mut limit = several;
-        // What was read and goes out next; the read that goes on meanwhile, and what it brought.
         let mut ready: VecDeque<Arc<Batch>> = VecDeque::new();
-        let mut reading = None;
-        let mut read = None;
+        let mut ahead = ReadAhead::default();
         // Keys held by batches that were settled since the ready ones were read, and since the read
-        // that goes on began: the store need not have known them.
+        // ahead began: the store need not have known them.
         let (mut carried, mut carried_on) = (HashSet::<Key>::new(), HashSet::<Key>::new());
         let mut count = 0;
         while !round.is_cancelled() {
             if ready.is_empty() {
-                let next = match (read.take(), reading.take()) {
-                    (Some(read), _) => {
-                        limit = batch_limit;
-                        read?
-                    }
-                    (None, Some(reading)) => {
-                        limit = several;
-                        reading.await?
-                    }
-                    (None, None) => None,
-                };
                 carried = std::mem::take(&mut carried_on);
-                let next = match next {
-                    Some(next) => next,
+                let is_late = ahead.is_reading();
+                let next = match ahead.finish().await? {
+                    Some(next) => {
+                        limit = if is_late { several } else { one };
+                        next
+                    }
                     None => {
                         carried.clear();
-                        let Some(next) = self.read(until, batch_limit, round).await? else { break };
+                        let Some(next) = self.read(until, one, round).await? else { break };
                         next
                     }
                 };
-                ready.extend(next.pieces(batch_limit.events).map(Arc::new));
+                ready.extend(next.pieces(one.events).map(Arc::new));
             }
             let Some(batch) = ready.pop_front() else { break };
             if batch.is_empty() {
@@ -71,37 +61,26 @@ impl Lane {
             poll.reset();
             self.due_timer.set_busy(true);
             count += batch.deliveries.len();
-            if reading.is_none() && read.is_none() && ready.back().unwrap_or(&batch).more {
+            if ahead.is_free() && ready.back().unwrap_or(&batch).more {
                 carried_on.clear();
-                reading = Some(Box::pin(self.read_ahead(until, limit)));
+                ahead.begin(self.read_ahead(until, limit));
             }
             let limits = self.limits(false);
-            let progress = {
-                let mut delivering = pin!(self.deliver(&batch, &carried, limits, round));
-                loop {
-                    tokio::select! {
-                        biased;
-                        Some(next) = OptionFuture::from(reading.as_mut()) => (read, reading) = (Some(next), None),
-                        progress = &mut delivering => break progress?,
-                    }
-                }
-            };
-            match progress {
-                Progress::Settled(holding) => {
-                    carried.extend(holding.iter().cloned());
-                    carried_on.extend(holding);
-                }
-                // Only now that no read is in flight: a rewind beside a read could be overtaken by
-                // it.
-                Progress::Short(verdicts, calls) => {
-                    let next = OptionFuture::from(reading).await.or(read);
-                    self.settle_short(&batch, &verdicts, calls, limits).await?;
-                    next.transpose()?;
-                    return Ok(count);
-                }
+            let progress = ahead.beside(self.deliver(&batch, &carried, limits, round)).await;
+            if let Ok(Progress::Settled(holding)) = progress {
+                carried.extend(holding.iter().cloned());
+                carried_on.extend(holding);
+                continue;
             }
+            // Only now that no read is in flight: a rewind beside a read could be overtaken by it.
+            let next = ahead.finish().await;
+            if let Progress::Short(verdicts, calls) = progress? {
+                self.settle_short(&batch, &verdicts, calls, limits).await?;
+            }
+            next?;
+            return Ok(count);
         }
-        let next = OptionFuture::from(reading).await.or(read).transpose()?;
+        let next = ahead.finish().await?;
         if !ready.is_empty() || next.is_some() {
             // Without a rewind the next read would skip it.
             self.rewind().await?;
