@@ -10,13 +10,13 @@ use postbox_config::{
     integer, nested, path, secret, size, table, text, words,
 };
 use postbox_core::envelope::Binding;
-use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName};
+use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 use tracing::warn;
 
 use crate::connection::{Auth, Cluster, Mechanism, Tls};
 use crate::sink::{Acks, KafkaSink, Publishing};
 use crate::source::{KafkaSource, Membership, OffsetReset};
-use crate::topic::{self, TopicTemplate};
+use crate::topic;
 
 /// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
 /// why.
@@ -71,7 +71,7 @@ table! {
         ///
         /// An event of which no topic can be made is dead with the code `topic_invalid`. The
         /// record's key is the event's, which chooses the partition.
-        topic: TopicTemplate = text(str::parse::<TopicTemplate>), required(r#""orders""#);
+        topic: Template = text(topic::parse), required(r#""orders""#);
         /// Who confirms a record: `all` in-sync replicas, or the `leader` alone.
         ///
         /// With `leader` a record can be lost after it was confirmed, and an unanswered request may

@@ -33,4 +33,3 @@ pub use config::{AuthTable, KafkaSinkTable, KafkaSourceTable, TlsTable};
 pub use connection::Mechanism;
 pub use sink::{Acks, KafkaSink};
 pub use source::{KafkaSource, OffsetReset};
-pub use topic::TopicTemplate;

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use krafka::producer::{Producer, Record};
 use krafka::{CloseOptions, KrafkaError};
-use postbox_core::{Capabilities, Delivery, Envelope, Outcome, Result, Sink};
+use postbox_core::{Capabilities, Delivery, Envelope, Outcome, Result, Sink, Template};
 use tokio::sync::Mutex as AsyncMutex;
 use tokio::time::{Instant, timeout_at};
 use tracing::warn;
@@ -16,7 +16,7 @@ use tracing::warn;
 use crate::classify;
 use crate::connection::Cluster;
 use crate::message;
-use crate::topic::TopicTemplate;
+use crate::topic;
 
 /// Most events of a call; what is larger only waits in the producer.
 const BATCH_MAX: usize = 1_000;
@@ -45,7 +45,7 @@ const SILENT_CALLS_MAX: u32 = 3;
 /// Cancel-safety: of a dropped call, what is on its way to a broker may arrive.
 pub struct KafkaSink {
     cluster: Cluster,
-    topic: TopicTemplate,
+    topic: Template,
     envelope: Envelope,
     source: String,
     acks: Acks,
@@ -69,7 +69,7 @@ pub enum Acks {
 
 /// How events are published.
 pub(crate) struct Publishing {
-    pub(crate) topic: TopicTemplate,
+    pub(crate) topic: Template,
     pub(crate) envelope: Envelope,
     /// The CloudEvents source of events that name none.
     pub(crate) source: String,
@@ -99,7 +99,7 @@ impl KafkaSink {
 
     /// The record of an event, or why there can be none.
     fn record(&self, delivery: &Delivery) -> Result<Record, Outcome> {
-        let topic = self.topic.render(&delivery.event)?;
+        let topic = topic::render(&self.topic, &delivery.event)?;
         let wrapped = self.envelope.wrap(&delivery.event, &self.source)?;
         let (record, bytes) = message::record(topic, delivery, &wrapped);
         if bytes > self.message_bytes_max {

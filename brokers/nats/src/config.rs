@@ -11,14 +11,14 @@ use postbox_config::{
     from_core, integer, list, nested, path, secret, table, text,
 };
 use postbox_core::envelope::Binding;
-use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName};
+use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 
 use crate::classify::{Down, NO_CONSUMER, no_stream};
 use crate::connection::{Auth, Link, Servers, Tls};
 use crate::jetstream::{ConsumerSpec, NewStream, duplicate_window, ensure_consumer, streams_of};
 use crate::sink::{NatsSink, Publishing, Target};
 use crate::source::NatsSource;
-use crate::subject::SubjectTemplate;
+use crate::subject;
 
 /// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
 /// why.
@@ -88,7 +88,7 @@ table! {
         ///
         /// The topic may be several tokens, every other field is one. An event of which no subject
         /// can be made is dead with the code `subject_invalid`.
-        subject: SubjectTemplate = text(str::parse::<SubjectTemplate>), required(r#""orders.{topic}""#);
+        subject: Template = text(subject::parse), required(r#""orders.{topic}""#);
         /// The stream that is to take the events; no other may.
         stream: Option<String> = text(name), unset("whichever takes the subject", r#""ORDERS""#);
         /// How `stream` is made if it is missing.
@@ -214,7 +214,7 @@ impl NatsSinkTable {
 #[async_trait]
 impl SinkConfig for NatsSinkTable {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
-        let pattern = self.subject.pattern();
+        let pattern = subject::pattern(&self.subject);
         let new = |create: &CreateTable| NewStream {
             subjects: if create.subjects.is_empty() { vec![pattern.clone()] } else { create.subjects.clone() },
             replicas: create.replicas,
@@ -284,7 +284,7 @@ impl NatsSourceTable {
 /// What a person hears who asks whether events would arrive.
 async fn look_at_stream(table: &NatsSinkTable) -> Result<String, Down> {
     let client = Link::look(connection(&table.url, &table.auth, &table.tls)).await?;
-    let pattern = table.subject.pattern();
+    let pattern = subject::pattern(&table.subject);
     let streams = match &table.stream {
         Some(stream) => duplicate_window(&client, stream).await?.map(|_| stream.clone()).into_iter().collect(),
         None => streams_of(&client, &pattern).await?,

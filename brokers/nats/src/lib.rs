@@ -36,4 +36,3 @@ mod subject;
 pub use config::{AuthTable, CreateTable, NatsSinkTable, NatsSourceTable, TlsTable};
 pub use sink::NatsSink;
 pub use source::NatsSource;
-pub use subject::SubjectTemplate;

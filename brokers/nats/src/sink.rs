@@ -10,13 +10,13 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use postbox_core::envelope::Binding;
-use postbox_core::{Capabilities, Clock, Delivery, Envelope, Outcome, Sink};
+use postbox_core::{Capabilities, Clock, Delivery, Envelope, Outcome, Sink, Template};
 use tracing::{info, warn};
 
 use crate::classify::{self, Down, NO_STREAM, no_stream};
 use crate::connection::{Link, Servers};
 use crate::jetstream::{NewStream, create_stream, duplicate_window, streams_of};
-use crate::subject::SubjectTemplate;
+use crate::subject;
 
 /// Most events of a call: a client's queue holds 2,048, so two calls wait for the server and not
 /// for each other.
@@ -46,7 +46,7 @@ pub(crate) struct Target {
 /// event of the key could be stored though an earlier one was refused.
 pub struct NatsSink {
     link: Link,
-    subject: SubjectTemplate,
+    subject: Template,
     stream: Option<String>,
     create: bool,
     pattern: String,
@@ -59,7 +59,7 @@ pub struct NatsSink {
 
 /// How events are published.
 pub(crate) struct Publishing {
-    pub(crate) subject: SubjectTemplate,
+    pub(crate) subject: Template,
     pub(crate) envelope: Envelope,
     /// The CloudEvents source of events that name none.
     pub(crate) source: String,
@@ -94,7 +94,7 @@ impl NatsSink {
     /// The message of an event, or why there can be none.
     fn message(&self, delivery: &Delivery) -> Result<(String, HeaderMap, Bytes), Outcome> {
         let event = &delivery.event;
-        let subject = self.subject.render(event)?;
+        let subject = subject::render(&self.subject, event)?;
         let wrapped = self.envelope.wrap(event, &self.source)?;
         let mut headers = HeaderMap::new();
         for (name, value) in event.headers.iter().filter(|(name, _)| !is_reserved(name)) {

@@ -11,13 +11,13 @@ use postbox_config::{
     integer, nested, path, secret, size, table, text,
 };
 use postbox_core::envelope::Binding;
-use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName};
+use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 
 use crate::classify::Down;
 use crate::connection::{Servers, Tls};
 use crate::consumer::{QueueSpec, find_exchange, find_queue};
 use crate::message::{Form, SHORT_BYTES_MAX};
-use crate::route::RouteTemplate;
+use crate::route;
 use crate::sink::RabbitmqSink;
 use crate::source::RabbitmqSource;
 
@@ -60,9 +60,9 @@ table! {
         /// It and the routing key may have `{topic}`, `{key}`, `{kind}`, `{aggregate}` and
         /// `{tenant}`. The topic may be several words, every other field is one. An event of which
         /// none can be made is dead with the code `route_invalid`.
-        exchange: RouteTemplate = text(str::parse::<RouteTemplate>), required(r#""amq.topic""#);
+        exchange: Template = text(route::parse), required(r#""amq.topic""#);
         /// The routing key.
-        routing_key: RouteTemplate = text(str::parse::<RouteTemplate>), default("{topic}");
+        routing_key: Template = text(route::parse), default("{topic}");
         /// What a message holds.
         ///
         /// See [envelopes](envelopes.md).
@@ -98,7 +98,8 @@ table! {
         /// The routing key of that binding.
         routing_key: String = text(name), default("#");
         /// The queue's dead-letter exchange: what cannot be stored, not even as poison, is rejected
-        /// to it. A queue that is made is given it. Without one, such messages stay in the queue.
+        /// to it. A queue that is made is given it; one that was there must have it. Without one,
+        /// the first bytes of such messages are kept.
         dead_letter_exchange: Option<String> = text(name), unset("none", r#""orders-dead""#);
         /// Most messages that are out of the queue and not stored (prefetch).
         in_flight: u16 = integer(1..=u16::MAX), default(256);
@@ -160,7 +161,13 @@ impl RabbitmqSinkTable {
 
     fn servers(&self) -> Servers {
         let user = self.user.clone().zip(self.password.clone());
-        Servers { urls: self.url.clone(), user, tls: tls(&self.tls), name: "postbox sink".to_owned() }
+        Servers {
+            urls: self.url.clone(),
+            user,
+            tls: tls(&self.tls),
+            name: "postbox sink".to_owned(),
+            ..Servers::default()
+        }
     }
 }
 
@@ -174,7 +181,13 @@ impl RabbitmqSourceTable {
 
     fn servers(&self, name: &SourceName) -> Servers {
         let user = self.user.clone().zip(self.password.clone());
-        Servers { urls: self.url.clone(), user, tls: tls(&self.tls), name: format!("postbox source {name}") }
+        Servers {
+            urls: self.url.clone(),
+            user,
+            tls: tls(&self.tls),
+            name: format!("postbox source {name}"),
+            ..Servers::default()
+        }
     }
 
     fn spec(&self) -> QueueSpec {

@@ -22,6 +22,5 @@ mod sink;
 mod source;
 
 pub use config::{RabbitmqSinkTable, RabbitmqSourceTable, TlsTable};
-pub use route::RouteTemplate;
 pub use sink::RabbitmqSink;
 pub use source::RabbitmqSource;

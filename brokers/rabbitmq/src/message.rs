@@ -7,10 +7,10 @@ use lapin::BasicProperties;
 use lapin::message::Delivery as Message;
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use postbox_core::envelope::Binding;
-use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage};
+use postbox_core::{Delivery, Envelope, Headers, Outcome, RawMessage, Template};
 use sha2::{Digest as _, Sha256};
 
-use crate::route::RouteTemplate;
+use crate::route;
 
 /// Longest name, key or property: its length is one byte on the wire.
 pub(crate) const SHORT_BYTES_MAX: usize = 255;
@@ -41,8 +41,8 @@ const SERVERS_OWN_PREFIXES: [&str; 2] = ["x-first-death-", "x-last-death-"];
 /// How events become messages.
 #[derive(Debug, Clone)]
 pub(crate) struct Form {
-    pub(crate) exchange: RouteTemplate,
-    pub(crate) routing_key: RouteTemplate,
+    pub(crate) exchange: Template,
+    pub(crate) routing_key: Template,
     pub(crate) envelope: Envelope,
     /// The CloudEvents source of events that name none.
     pub(crate) source: String,
@@ -63,7 +63,8 @@ impl Form {
     /// The message of an event, or why there can be none.
     pub(crate) fn message(&self, delivery: &Delivery, frame_bytes_max: usize) -> Result<Outgoing, Outcome> {
         let event = &delivery.event;
-        let (exchange, routing_key) = (self.exchange.render(event)?, self.routing_key.render(event)?);
+        let exchange = route::render(&self.exchange, event)?;
+        let routing_key = route::render(&self.routing_key, event)?;
         let wrapped = self.envelope.wrap(event, &self.source)?;
         if wrapped.body.len() > self.body_bytes_max {
             let text = format!(

@@ -9,10 +9,10 @@ use postbox_config::{
     Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, boolean, duration, envelope, event_source,
     from_core, integer, path, secret, size, table, text,
 };
-use postbox_core::{Envelope, LogName, Result, Sink, Source};
+use postbox_core::{Envelope, LogName, Result, Sink, Source, Template};
 
 use crate::connection::{Server, check_url};
-use crate::{RedisSink, RedisSource, StreamTemplate};
+use crate::{RedisSink, RedisSource, stream};
 
 /// What we leave of the subscription's timeout, so that the sink is the one to give up and can say
 /// why.
@@ -43,7 +43,7 @@ table! {
         ///
         /// `{topic}`, `{key}`, `{kind}`, `{aggregate}` and `{tenant}` stand for the event's; `{{`
         /// and `}}` for braces. An event without such a field is dead.
-        stream: StreamTemplate = text(str::parse::<StreamTemplate>), default("events:{topic}");
+        stream: Template = text(stream::parse), default("events:{topic}");
         /// About so many entries are kept in a stream; older ones are trimmed, received or not.
         maxlen: Option<u64> = integer(1_u64..=1_000_000_000_000), unset("all of them", "1000000");
         /// Makes streams that do not exist. Without, such events are tried again.
@@ -162,7 +162,7 @@ mod tests {
         assert!(!format!("{config:?}").contains("canary"));
         let faults = read::<RedisSinkConfig>("url = \"h\"\nstream = \"{topik}\"", ReadOptions::none());
         let faults = faults.expect_err("faults").to_string();
-        assert!(faults.contains("redis://HOST:PORT") && faults.contains("{topik} is no placeholder"), "{faults}");
+        assert!(faults.contains("redis://HOST:PORT") && faults.contains("{topik} is no field"), "{faults}");
         let same = "url = \"redis://h\"\nstream = \"a\"\ndead_stream = \"a\"";
         let faults = read::<RedisSourceConfig>(same, ReadOptions::none()).expect_err("a fault").to_string();
         assert!(faults.contains("is the stream itself"), "{faults}");

@@ -23,4 +23,3 @@ mod stream;
 pub use config::{RedisSinkConfig, RedisSourceConfig};
 pub use sink::RedisSink;
 pub use source::RedisSource;
-pub use stream::StreamTemplate;

@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Delivery, Envelope, Error, ErrorKind, Outcome, Result, Sink};
+use postbox_core::{Capabilities, Delivery, Envelope, Error, ErrorKind, Outcome, Result, Sink, Template};
 use redis::{Cmd, Pipeline, RedisResult, Value};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::connection::{Connection, Server};
-use crate::{RedisSinkConfig, StreamTemplate, classify, fields};
+use crate::{RedisSinkConfig, classify, fields, stream};
 
 /// Most entries in one pipeline: beyond this a longer one is not faster.
 const BATCH_MAX: usize = 1_000;
@@ -24,7 +24,7 @@ const BATCH_MAX: usize = 1_000;
 #[derive(Debug)]
 pub struct RedisSink {
     server: Server,
-    stream: StreamTemplate,
+    stream: Template,
     maxlen: Option<u64>,
     make_stream: bool,
     envelope: Envelope,
@@ -98,9 +98,9 @@ impl RedisSink {
 
     /// The command for one event, or why there is none.
     fn command(&self, delivery: &Delivery, bytes_max: usize) -> Result<Cmd, Outcome> {
-        let stream = self.stream.name(&delivery.event)?;
+        let stream = stream::render(&self.stream, &delivery.event)?;
         let mut command = redis::cmd("XADD");
-        command.arg(stream.as_ref());
+        command.arg(stream);
         if !self.make_stream {
             command.arg("NOMKSTREAM");
         }

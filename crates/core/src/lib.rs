@@ -54,6 +54,7 @@ mod sink;
 mod source;
 mod state;
 mod subscription;
+pub mod template;
 
 pub use admin::{Admin, Changed, Selection};
 pub use append::Append;
@@ -77,6 +78,7 @@ pub use sink::{Capabilities, Sink};
 pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
 pub use state::State;
 pub use subscription::{Filter, Ordering, StartAt, Subscription};
+pub use template::Template;
 
 /// Limits every store enforces, in Rust before the round trip and in SQL as named constraints.
 pub mod limits {
