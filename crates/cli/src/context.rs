@@ -139,10 +139,16 @@ impl Context {
         &'a self,
         infos: &'a [SubscriptionInfo],
     ) -> impl Iterator<Item = &'a SubscriptionName> + 'a {
+        self.never_run_at_all(infos).filter(|name| self.only.as_ref().is_none_or(|only| only == *name))
+    }
+
+    /// The same whatever `--subscription` says: what is done to a log concerns all its readers.
+    pub(crate) fn never_run_at_all<'a>(
+        &'a self,
+        infos: &'a [SubscriptionInfo],
+    ) -> impl Iterator<Item = &'a SubscriptionName> + 'a {
         let configured = self.config.subscriptions.iter().map(|config| &config.subscription);
-        let meant = configured
-            .filter(|wanted| self.log.as_ref().is_none_or(|log| wanted.log == *log))
-            .filter(|wanted| self.only.as_ref().is_none_or(|only| wanted.name == *only));
+        let meant = configured.filter(|wanted| self.log.as_ref().is_none_or(|log| wanted.log == *log));
         meant.filter(|wanted| infos.iter().all(|info| info.name != wanted.name)).map(|wanted| &wanted.name)
     }
 

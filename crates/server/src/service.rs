@@ -31,6 +31,10 @@ const SETTLE_SHARE: Duration = Duration::from_millis(500);
 const STORE_WAIT: Duration = Duration::from_millis(500);
 /// So many tries are one line in the log.
 const TRIES_PER_LINE: u32 = 60;
+/// A store that is away, or not up yet.
+const AWAY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout"];
+/// The same, or a standby: it will be promoted, or somebody reads the log.
+const AWAY_OR_STANDBY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout", "store_read_only"];
 
 /// A running service. Dropping it ends everything at once, without settling; nothing is lost, but
 /// what was in flight may arrive again.
@@ -45,10 +49,10 @@ impl Service {
     /// future ends the wait.
     pub async fn start(config: Config) -> Result<Self> {
         let clock = TokioClock::new();
-        let store = present(&clock, || open_store(&config.store)).await?;
-        present(&clock, || store.validate()).await?;
+        let store = present(&clock, AWAY, || open_store(&config.store)).await?;
+        present(&clock, AWAY, || store.validate()).await?;
         if !config.sources.is_empty() {
-            present(&clock, || store.check_receiving()).await?;
+            present(&clock, AWAY, || store.check_receiving()).await?;
         }
         Self::start_on(config, store).await
     }
@@ -70,7 +74,7 @@ impl Service {
         for subscription in &config.subscriptions {
             let mut subscription = subscription.clone();
             subscription.settings.drain_timeout = drain_timeout;
-            present(&*clock, || store.subscribe(&subscription.subscription)).await?;
+            present(&*clock, AWAY_OR_STANDBY, || store.subscribe(&subscription.subscription)).await?;
             let relay = wiring::relay(&store, &subscription, address, &clock).await?;
             relays.push(SupervisedRelay::new(relay, subscription.schedule.clone()));
         }
@@ -149,13 +153,16 @@ impl Service {
     }
 }
 
-/// Repeats a call until the store is there. A database that is a standby is waited for too: it will
-/// be promoted, or somebody reads the log.
-async fn present<T, F: Future<Output = Result<T>>>(clock: &dyn Clock, call: impl Fn() -> F) -> Result<T> {
+/// Repeats a call while the store answers with one of these codes.
+async fn present<T, F: Future<Output = Result<T>>>(
+    clock: &dyn Clock,
+    waited_for: &[&str],
+    call: impl Fn() -> F,
+) -> Result<T> {
     let mut tries = 0;
     loop {
         match call().await {
-            Err(error) if error.kind() == ErrorKind::Unavailable || error.code() == "store_read_only" => {
+            Err(error) if waited_for.contains(&error.code()) => {
                 if tries % TRIES_PER_LINE == 0 {
                     warn!(code = error.code(), why = error.message(), "store is away; waiting for it");
                 }

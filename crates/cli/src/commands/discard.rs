@@ -11,8 +11,9 @@ use crate::output;
 pub(super) async fn run(context: &Context, ids: Vec<EventId>) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
-    let [info] = infos.as_slice() else {
-        let names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
+    let mut names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
+    names.extend(context.never_run(&infos).map(|name| name.as_str()));
+    let ([info], 1) = (infos.as_slice(), names.len()) else {
         let text = format!(
             "several subscriptions may want these events; say which shall not get them: --subscription {}",
             names.join("|")

@@ -88,6 +88,7 @@ async fn relays(context: &Context, store: &Arc<dyn Store>, clock: &Arc<dyn Clock
     let mut relays = Vec::with_capacity(configs.len());
     for config in &configs {
         if config.sink.is_none() {
+            store.subscribe(&config.subscription).await?;
             output::note(&format!("{} has no sink; its events stay pending", config.subscription.name));
             continue;
         }

@@ -4,7 +4,7 @@ use postbox_core::{ListQuery, Record, State, SubscriptionName, TopicPattern};
 use postbox_server::status::RecordJson;
 use postbox_server::text::cut;
 
-use crate::context::Context;
+use crate::context::{Context, never_run};
 use crate::failure::Failure;
 use crate::output;
 
@@ -25,7 +25,7 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut records: Vec<(SubscriptionName, Record)> = Vec::new();
-    for info in infos {
+    for info in &infos {
         let mut query = ListQuery {
             subscription: info.name.clone(),
             state: wanted.state,
@@ -43,6 +43,7 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
             records.extend(page.into_iter().map(|record| (info.name.clone(), record)));
         }
     }
+    context.never_run(&infos).for_each(|name| output::note(&never_run(name)));
     if json {
         return output::json(&records.iter().map(|(name, record)| RecordJson::new(name, record)).collect::<Vec<_>>());
     }

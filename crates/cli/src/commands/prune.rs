@@ -18,7 +18,7 @@ pub(super) async fn run(context: &Context, older_than: Duration) -> Result<(), F
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     // What others have read, it has not.
-    if let Some(name) = context.never_run(&infos).next() {
+    if let Some(name) = context.never_run_at_all(&store.subscriptions().await?).next() {
         return Err(Failure::failed(never_run(name)));
     }
     let logs: BTreeSet<LogName> = match &context.log {

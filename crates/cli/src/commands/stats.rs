@@ -16,6 +16,7 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
     let unread = context.unread(store.as_ref()).await?;
     // Without a subscription nobody has read anything: all of such a log is pending.
     all.extend(unread.iter().map(|(log, count)| StatsJson::unread(log.clone(), *count)));
+    context.never_run(&infos).for_each(|name| output::note(&never_run(name)));
     if json {
         return output::json(&all);
     }
@@ -25,7 +26,6 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
             context.reader_wanted(log)
         ));
     }
-    context.never_run(&infos).for_each(|name| output::note(&never_run(name)));
     if output::is_terminal() && !infos.is_empty() {
         table(&all)?;
     }

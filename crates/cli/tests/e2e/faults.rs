@@ -129,7 +129,8 @@ async fn a_store_out_of_reach_is_reported_without_its_password() -> Result<()> {
     let env = TestEnv::empty(Kind::Sqlite).await?;
     let nobody = Shut::reserve()?;
     let url = nobody.url().replace("http://", "postgres://u:hunter2@") + "db";
-    refused(&env, 1, &on_store(&url), &["is it running, and is the store's URL right?"]).await
+    let commands: [&[&str]; 2] = [&["stats", "--store", &url], &["migrate", "up", "--store", &url]];
+    refused(&env, 1, &commands, &["is it running, and is the store's URL right?"]).await
 }
 
 #[tokio::test]

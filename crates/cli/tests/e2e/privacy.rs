@@ -73,7 +73,7 @@ async fn with_a_status_token_strangers_learn_only_whether_it_is_ready() -> Resul
 async fn risks_are_warned_of_once_and_without_a_password() -> Result<()> {
     let env = TestEnv::on(Kind::Postgres, "postgres://u:hunter2@db.invalid/d".into())?;
     env.config("")?;
-    let output = env.output(&["run"])?;
+    let output = env.output(&["dispatch"])?;
     let printed = String::from_utf8(output.stderr)?;
     ensure!(output.status.code() == Some(1) && !printed.contains("hunter2"), "{printed}");
     ensure!(printed.matches("sslmode=verify-full").count() == 1 && printed.contains("WARN"), "{printed}");

@@ -44,11 +44,12 @@ table! {
         lanes: u16 = integer(1..=LANES_MAX), default(1);
         /// `"now"`: only what is committed after the subscription was made.
         start: StartAt = words([("beginning", StartAt::Beginning), ("now", StartAt::Now)]), default("beginning");
-        /// Most events of one read.
+        /// Most events that go out and are settled together; a read brings up to four times as
+        /// many.
         batch: usize = integer(1..=BATCH_EVENTS_MAX), default(500);
         /// Most bytes of one read.
         batch_bytes: usize = size(1..=1 << 30), default("8MiB");
-        /// When a failed event goes again: exponential with full jitter.
+        /// When a failed event goes again: exponential with jitter.
         retry: RetryTable = nested::<RetryTable>();
         /// How long a dead destination is left alone.
         breaker: BreakerTable = nested::<BreakerTable>();
@@ -82,16 +83,17 @@ table! {
     /// When a failed event goes again.
     #[check(check)]
     struct RetryTable {
-        /// Attempts before an event is dead, or `"unlimited"`. With the defaults that is after 25 to
-        /// 50 hours.
+        /// Attempts before an event is dead, or `"unlimited"`. With the defaults that is after 25
+        /// to 50 hours.
         max_attempts: Option<u32> = integer(1..=ATTEMPTS_MAX).or_word("unlimited", u32::MAX),
             unset("30; with `delays`, one more than there are", "30");
-        /// Upper bound of the first wait; it doubles with every attempt. Each wait is half of that to
-        /// all of it.
+        /// Upper bound of the first wait; it doubles with every attempt. Each wait is half of that
+        /// to all of it.
         base: Duration = duration(MS), default("1s");
         /// Cap of every wait, `Retry-After` included.
         max: Duration = duration(MS), default("3h");
-        /// A list instead: the n-th retry waits so long, the last repeats if `max_attempts` is higher.
+        /// A list instead: the n-th retry waits so long, the last repeats if `max_attempts` is
+        /// higher.
         delays: Vec<Duration> = list(duration(Duration::ZERO)), unset("none", r#"["1s", "30s", "5m"]"#);
     }
 }
