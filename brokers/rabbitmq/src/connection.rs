@@ -54,6 +54,9 @@ pub(crate) struct Servers {
     pub(crate) tls: Tls,
     /// What the server calls the connection.
     pub(crate) name: String,
+    /// Which address is tried first: an attempt may be dropped while one does not answer, and the
+    /// next must not begin with it again.
+    pub(crate) first: Arc<AtomicUsize>,
 }
 
 impl Servers {
@@ -62,9 +65,14 @@ impl Servers {
     /// Cancel-safety: dropped, there is none.
     pub(crate) async fn connect(&self) -> Result<Connection, Down> {
         let mut down = Down::new(ErrorKind::Mismatch, "connect_failed", "there is no server to connect to");
-        for url in &self.urls {
-            match self.connect_to(url).await {
-                Ok(connection) => return Ok(connection),
+        let first = self.first.load(Ordering::Relaxed);
+        for place in first..first + self.urls.len() {
+            self.first.store(place + 1, Ordering::Relaxed);
+            match self.connect_to(&self.urls[place % self.urls.len()]).await {
+                Ok(connection) => {
+                    self.first.store(place, Ordering::Relaxed);
+                    return Ok(connection);
+                }
                 Err(failed) => down = failed,
             }
         }

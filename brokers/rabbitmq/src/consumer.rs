@@ -45,6 +45,10 @@ impl Session {
             Err(missing) if missing.is_not_found() && spec.create => make(&connection, spec).await?,
             found => found?,
         }
+        if spec.create {
+            // Each time: a start that ended between the two would leave a queue that gets nothing.
+            bind(&connection, spec).await?;
+        }
         let channel = ask("opening a channel", connection.channel()).await?;
         bound(&channel, spec).await?;
         let (queue, options) = (short(&spec.name), BasicConsumeOptions::default());
@@ -86,13 +90,17 @@ async fn make(connection: &Connection, spec: &QueueSpec) -> Result<(), Down> {
     let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
     let name = &spec.name;
     ask(format!("making the queue {name}"), channel.queue_declare(short(name), options, arguments)).await?;
-    if let Some((exchange, key)) = &spec.binding {
-        let (from, key, options) = (short(exchange), short(key), QueueBindOptions::default());
-        let binding = channel.queue_bind(short(name), from, key, options, FieldTable::default());
-        ask(format!("binding the queue {name} to the exchange {exchange}"), binding).await?;
-    }
     tracing::info!(queue = name, "queue made");
     Ok(())
+}
+
+/// Binds the queue to its exchange, if it has one. Idempotent.
+async fn bind(connection: &Connection, spec: &QueueSpec) -> Result<(), Down> {
+    let Some((exchange, key)) = &spec.binding else { return Ok(()) };
+    let channel = ask("opening a channel", connection.channel()).await?;
+    let (queue, from, key) = (short(&spec.name), short(exchange), short(key));
+    let binding = channel.queue_bind(queue, from, key, QueueBindOptions::default(), FieldTable::default());
+    ask(format!("binding the queue {} to the exchange {exchange}", spec.name), binding).await
 }
 
 /// A name of the configuration, whose length is checked there.

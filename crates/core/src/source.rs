@@ -16,6 +16,8 @@ use crate::receive::Inbound;
 
 /// Most characters of the reason that are kept with a poison message.
 const POISON_REASON_CHARS_MAX: usize = 500;
+/// Bytes that are kept of a message which no store can keep whole.
+const POISON_BYTES_MAX: usize = 1024 * 1024;
 
 /// A source's own name for one delivery of a message: a delivery tag, a receipt handle, a stream
 /// id, a partition and an offset. Only the source that made it reads it.
@@ -71,6 +73,15 @@ impl RawMessage {
         let inbound = Inbound { source: source.clone(), message_id, digest: self.digest, event };
         inbound.validate()?;
         Ok(inbound)
+    }
+
+    /// Leaves the first bytes of a payload that no store can keep whole, and says how many there
+    /// were; `None`: it is short enough. For a source whose broker keeps no dead letters: the
+    /// message would come again for ever, and others wait behind it.
+    pub fn cut(&mut self) -> Option<usize> {
+        let length = self.payload.len();
+        self.payload.truncate(POISON_BYTES_MAX);
+        (length > POISON_BYTES_MAX).then_some(length)
     }
 
     /// An event that keeps a message which cannot be decoded: its payload, the reason, and of the
@@ -166,7 +177,7 @@ pub trait Source: Send + Sync + 'static {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limits::HEADERS_MAX;
+    use crate::limits::{HEADERS_MAX, PAYLOAD_BYTES_MAX};
 
     fn message() -> RawMessage {
         RawMessage {
@@ -217,5 +228,15 @@ mod tests {
             assert_eq!(poison.event.headers[header::POISON], "json_invalid: line\\u{1b}[1m 1");
             assert!(poison.message_id.starts_with("poison:"), "it does not use up the message's own id");
         }
+    }
+
+    #[test]
+    fn what_no_store_can_keep_whole_is_cut_once() {
+        let mut huge = message();
+        huge.payload = vec![7; PAYLOAD_BYTES_MAX + 1].into();
+        assert!(huge.clone().into_poison(&source(), "payload_too_large", "").validate().is_err());
+        assert_eq!(huge.cut(), Some(PAYLOAD_BYTES_MAX + 1));
+        assert!(huge.clone().into_poison(&source(), "payload_too_large", "").validate().is_ok());
+        assert_eq!(huge.cut(), None);
     }
 }

@@ -46,8 +46,9 @@ impl Held {
     /// Keeps a message until it is given, from `now` on.
     pub(super) fn keep(&mut self, partition: &Partition, offset: i64, now: Duration, message: RawMessage) {
         let standing = self.partitions.entry(partition.clone()).or_insert_with(|| {
-            // That is where the group stands, or begins.
-            Standing { end: offset, committed: offset, ..Standing::default() }
+            // That is where the group stands, or begins; then nobody knows it, and a group that
+            // begins at the end of a topic would pass what was fetched.
+            Standing { end: offset, committed: -1, ..Standing::default() }
         });
         if offset < standing.end {
             // The log was cut off or made anew: what the group knows is not of this log.
@@ -170,7 +171,8 @@ mod tests {
         let mut held = held(7..11);
         let given = held.give(9, 9, NOW);
         assert_eq!(ids(&given), ["7", "8", "9", "10"]);
-        assert_eq!(held.uncommitted(), []);
+        assert_eq!(held.uncommitted(), [(partition(0), 7)], "where the group begins");
+        held.committed(&[(partition(0), 7)]);
         held.settle(&given[1].token);
         held.settle(&given[3].token);
         assert_eq!(held.uncommitted(), [], "the first is not settled");

@@ -17,8 +17,8 @@ use super::judge::Verdict;
 use super::queue::DispatchQueue;
 use super::verdicts::{Verdicts, holds};
 
-/// How often what is decided of a batch is written: a crash repeats no more than what was delivered
-/// meanwhile, however slow the destination or low the rate.
+/// How often what is decided of a batch, up to the first event that is not, is written: a crash
+/// repeats no more than what was delivered meanwhile, however low the rate.
 const SETTLE_EVERY: Duration = Duration::from_secs(1);
 
 /// How one batch is sent.

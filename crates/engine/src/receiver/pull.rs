@@ -166,6 +166,12 @@ impl Receiver {
                 }
                 // Nobody can keep it: not the inbox, but perhaps the broker.
                 ErrorKind::Invalid if source.capabilities().dead_letters => settlement.reject.push(pending.token),
+                ErrorKind::Invalid if let Some(bytes) = pending.message.cut() => {
+                    let why = format!("{}; of its {bytes} bytes only the first are kept", failure.message());
+                    error!(source = %self.source, message_id = %log_excerpt(&id), bytes, "message cut: no store can keep it whole");
+                    pending.poison = Some((failure.code().to_owned(), why));
+                    kept.push(pending);
+                }
                 _ => settlement.nak.push(pending.token),
             }
         }
