@@ -93,7 +93,7 @@ table! {
         queue: String = text(name), required(r#""orders""#);
         /// Whether a missing queue is made: a durable quorum queue.
         create: bool = boolean(), default(true);
-        /// The exchange that a queue which is made is bound to.
+        /// The exchange that the queue is bound to at each start, if `create` is on.
         exchange: Option<String> = text(name), unset("the default exchange only", r#""amq.topic""#);
         /// The routing key of that binding.
         routing_key: String = text(name), default("#");

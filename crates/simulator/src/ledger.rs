@@ -363,8 +363,8 @@ impl Ledger {
             let Some(number) = place.version.map(|number| number as usize) else { return };
             let seen = Seen::of(&place);
             let fact = &mut self.facts[number];
-            // It died or was taken out, others of its key went on, and the store no longer knows: it
-            // comes after them, and nobody could tell.
+            // It died or was taken out, others of its key went on, and the store no longer knows:
+            // it comes after them, and nobody could tell.
             let is_out = |seen: Seen| matches!(seen.state, State::Dead | State::Discarded);
             let was_out = |before: Seen| is_out(before) || before.replays > seen.replays;
             fact.taken_back |= fact.seen.is_some_and(was_out) && !is_out(seen);

@@ -28,8 +28,8 @@ use crate::thread::{Flush, Session};
 /// result.
 const SCAN_ROWS_MAX: usize = 50_000;
 
-/// Most events in one read. A read costs nothing beside its rows here, and more of them at once than
-/// the processor's cache holds take a third longer (measured).
+/// Most events in one read. A read costs nothing beside its rows here, and more of them at once
+/// than the processor's cache holds take a third longer (measured).
 const PAGE_EVENTS_MAX: usize = 1_000;
 
 /// Unwanted rows after which a busy lane writes its position down, so that retention can follow.

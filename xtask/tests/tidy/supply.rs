@@ -61,8 +61,8 @@ const TWICE: &[(&str, usize)] = &[
     ("fiat-crypto", 2),
     ("getrandom", 3),
     ("hashbrown", 2),
-    // The client of Kafka has the one before; TLS of the client of RabbitMQ reads PKCS 12, which we do
-    // not use, with the ones before.
+    // The client of Kafka has the one before; TLS of the client of RabbitMQ reads PKCS 12, which we
+    // do not use, with the ones before.
     ("hmac", 2),
     ("nom", 2),
     ("pkcs8", 2),

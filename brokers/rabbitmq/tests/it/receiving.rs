@@ -17,7 +17,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::broker::{Broker, PATIENCE, arguments, quorum, unique};
-use crate::stand::{deliver, deliveries, said, sink, source_context, table};
+use crate::stand::{deliver, deliveries, said, send, sink, source_context, table};
 
 struct Receiving {
     inbox: Arc<Inbox>,
@@ -68,6 +68,21 @@ async fn is_empty(broker: &Broker, queue: &str) {
 
 fn properties(id: &str) -> BasicProperties {
     BasicProperties::default().with_message_id(id.into())
+}
+
+/// A first start found the exchange missing, when the queue was made already.
+#[tokio::test]
+async fn a_queue_whose_exchange_comes_later_is_bound() {
+    let url = Rabbitmq::shared().await.url();
+    let (broker, queue) = (Broker::connect(&url).await, unique("q"));
+    let receiving = Receiving::start(&url, &format!("queue = {queue:?}\nexchange = {queue:?}")).await;
+    receiving.until(|it| it.receiver.metrics().snapshot().source_errors > 0).await;
+    broker.exchange(&queue).await;
+    let sink = sink(&url, &format!("exchange = {queue:?}")).await;
+    let delivered = async { while said(&send(&sink, NewEvent::json("t", "{}")).await).0 != "delivered" {} };
+    timeout(PATIENCE, delivered).await.expect("the queue is bound");
+    receiving.until(|it| it.inbox.all().len() == 1).await;
+    receiving.stop().await;
 }
 
 #[tokio::test]

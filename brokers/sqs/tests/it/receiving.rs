@@ -53,9 +53,11 @@ async fn what_a_slow_store_holds_comes_no_second_time_until_we_are_gone() {
     assert!(timeout(Duration::from_secs(4), other.next(10)).await.is_err(), "it is held");
     // As if it were killed: nothing is given back.
     drop(slow);
-    let again = gather(&other, 25).await;
-    let distinct: HashSet<_> = payloads(&again).into_iter().collect();
-    assert_eq!(distinct, payloads(&given).into_iter().collect(), "nothing is lost");
+    let (wanted, mut again): (HashSet<_>, _) = (payloads(&given).into_iter().collect(), Vec::new());
+    // On a slow machine one that is held for two seconds may come twice.
+    while payloads(&again).into_iter().collect::<HashSet<_>>() != wanted {
+        again.extend(gather(&other, 1).await);
+    }
     other.ack(&tokens(&again)).await.expect("deleted");
     assert_eq!(broker.remaining(&queue).await, 0);
 }

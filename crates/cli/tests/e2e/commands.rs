@@ -160,6 +160,25 @@ async fn a_limit_is_kept_though_the_target_is_slow(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// A subscription that is configured and never ran begins at the first event.
+async fn what_a_new_subscription_has_still_to_read_is_neither_pruned_nor_discarded(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    env.insert_three().await?;
+    ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
+    env.config(&(FILE_SINK.to_owned() + &FILE_SINK.replace(".out]", ".late]")))?;
+    for narrowed in [&[][..], &["--subscription", "out"], &["--log", "outbox"]] {
+        let complaint = env.refuses(1, &[&["prune", "--older-than", "0s"], narrowed].concat())?;
+        ensure!(complaint.contains("late was never run"), "{complaint}");
+    }
+    let listed = env.json(&["list", "--state", "dispatched", "--json"])?;
+    let id = listed[0]["event"]["id"].as_str().context("no id")?;
+    let complaint = env.refuses(2, &["discard", id])?;
+    ensure!(complaint.contains("--subscription out|late"), "{complaint}");
+    ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
+    ensure!(env.ok(&["prune", "--older-than", "0s"])? == "pruned=3\n");
+    Ok(())
+}
+
 /// The subscription is paused while it is drained: its lane is lost at the next renewal.
 async fn a_dispatch_that_loses_its_lane_ends_with_1_and_its_counts(kind: Kind) -> Result<()> {
     let slow = Endpoint::start(takes_all)?;
@@ -376,6 +395,7 @@ on_both!(
     inserted_by_sql_and_dispatched_to_a_file,
     dead_events_are_retried_and_discarded_by_a_person,
     a_limited_retry_takes_the_oldest_over_all_subscriptions,
+    what_a_new_subscription_has_still_to_read_is_neither_pruned_nor_discarded,
     dispatch_says_how_it_ended,
     a_limit_is_kept_though_the_target_is_slow,
     a_private_target_must_be_allowed,

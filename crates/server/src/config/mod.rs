@@ -96,7 +96,8 @@ impl Config {
         Ok(Self::parse_with(&text, options)?)
     }
 
-    /// The configuration without a file: the defaults, and of [`ENVIRONMENT`] what is set.
+    /// The configuration without a file: the defaults, and a subscription for each of
+    /// `SQS_QUEUE_URL` and `DISPATCHER_URL` that is set.
     pub fn without_file(env: impl Fn(&str) -> Option<String>) -> Result<Self, LoadError> {
         let text: String = ENVIRONMENT
             .iter()

@@ -265,14 +265,18 @@ impl Lane {
         self.store.settle(&self.lease, settlement).await.expect("the settlement is written");
     }
 
-    /// Appends events, reads them as one batch and settles each as given.
+    /// Appends events, reads them all and settles each as given.
     pub(super) async fn past(&self, events: impl IntoIterator<Item = (NewEvent, Disposition)>) -> Vec<EventId> {
         let (events, dispositions): (Vec<_>, Vec<_>) = events.into_iter().unzip();
         let ids = append(&self.store, &events).await;
-        let batch = self.next(events.len()).await;
-        assert_eq!(batch.deliveries.len(), events.len(), "one batch has them all");
-        let exceptions = dispositions.into_iter().enumerate().filter(|(_, disposition)| *disposition != Delivered);
-        self.settle(&batch, exceptions.collect()).await;
+        let mut dispositions = dispositions.into_iter();
+        while dispositions.len() > 0 {
+            // A store may give fewer at once than it is asked for.
+            let batch = self.next(dispositions.len()).await;
+            assert!(!batch.deliveries.is_empty(), "all of them are read");
+            let of_batch = dispositions.by_ref().take(batch.deliveries.len()).enumerate();
+            self.settle(&batch, of_batch.filter(|(_, disposition)| *disposition != Delivered).collect()).await;
+        }
         ids
     }
 
