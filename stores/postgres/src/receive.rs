@@ -95,7 +95,7 @@ impl Receive for PostgresStore {
 async fn receive_one(session: &Session, log: &LogName, inbound: &Inbound, event: &Columns<'_>) -> Result<Vec<String>> {
     let (source, digest) = (inbound.source.as_str(), inbound.digest.as_slice());
     let mut params: Vec<Param<'_>> = params![source, inbound.message_id, digest].into();
-    params.extend(event.first());
+    params.extend(event.params());
     Ok(vec![session.row(&session.log_sql(LOG_RECEIVE, log), &params).await?.get(0)])
 }
 

@@ -5,7 +5,7 @@ use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceN
 use sqlx::Executor as _;
 use sqlx::postgres::PgConnection;
 
-use crate::append::{Columns, LOG_APPEND};
+use crate::append::Columns;
 use crate::classify::{log_unknown, of_sqlstate};
 use crate::once::ONCE_INSERT;
 use crate::schema::SchemaName;
@@ -24,26 +24,34 @@ pub async fn append_in(
     events: &[NewEvent],
 ) -> Result<Vec<EventId>> {
     let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
-    let ids = columns.event_ids();
-    let sql = schema.log_sql(LOG_APPEND, log);
-    let query = sqlx::query(sqlx::AssertSqlSafe(sql))
-        .bind(columns.ids.iter().map(ToString::to_string).collect::<Vec<_>>())
-        .bind(columns.topics)
-        .bind(columns.keys)
-        .bind(columns.aggregates)
-        .bind(columns.versions)
-        .bind(columns.kinds)
-        .bind(columns.sources)
-        .bind(columns.tenants)
-        .bind(columns.texts)
-        .bind(columns.bytes)
-        .bind(columns.content_types)
-        .bind(columns.headers)
-        .bind(columns.occurred)
-        .bind(columns.deliver)
-        .persistent(false);
+    let ids: Vec<String> = columns.ids.iter().map(ToString::to_string).collect();
+    let mut query = sqlx::query(sqlx::AssertSqlSafe(schema.log_sql(columns.statement(), log))).persistent(false);
+    macro_rules! bind {
+        ($($column:expr),*) => {
+            match ids.len() {
+                1 => query = query$(.bind($column[0].clone()))*,
+                _ => query = query$(.bind($column.clone()))*,
+            }
+        };
+    }
+    bind!(
+        ids,
+        columns.topics,
+        columns.keys,
+        columns.aggregates,
+        columns.versions,
+        columns.kinds,
+        columns.sources,
+        columns.tenants,
+        columns.texts,
+        columns.bytes,
+        columns.content_types,
+        columns.headers,
+        columns.occurred,
+        columns.deliver
+    );
     connection.execute(query).await.map_err(|error| classify("append", Some(log), &error))?;
-    Ok(ids)
+    Ok(columns.event_ids())
 }
 
 /// Whether this is the first time that `message_id` of `source` is seen, decided in your
@@ -63,7 +71,7 @@ pub async fn once_in(
 
 fn classify(operation: &'static str, log: Option<&LogName>, error: &sqlx::Error) -> Error {
     let classified = match (error.as_database_error(), log) {
-        (Some(database), Some(log)) if database.code().as_deref() == Some("42P01") => {
+        (Some(database), Some(log)) if database.code().as_deref() == Some("42883") => {
             log_unknown(operation, log.as_str())
         }
         (Some(database), _) => {

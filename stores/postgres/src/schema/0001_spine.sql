@@ -175,6 +175,7 @@ BEGIN
   ${tag}_ddl$, '{tag}_log', log_name);
   PERFORM {s}.guard_log(log_name);
   PERFORM {s}.create_window(log_name);
+  PERFORM {s}.create_append(log_name);
   PERFORM {s}.create_receive(log_name);
   INSERT INTO {s}.log (name) VALUES (log_name);
 END

@@ -7,11 +7,14 @@ use std::str::FromStr;
 
 use postbox_core::{Error, LogName, Result};
 
-/// The schema, as one migration: what a lane calls, what receives, and the tables.
+/// The schema, as one migration: what a lane calls, what appends and receives, and the
+/// tables.
 pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_window.sql"),
     "\n",
     include_str!("0001_settle.sql"),
+    "\n",
+    include_str!("0001_append.sql"),
     "\n",
     include_str!("0001_receive.sql"),
     "\n",
