@@ -67,6 +67,27 @@ pub struct TopicStats {
     pub oldest_pending: Duration,
 }
 
+/// Events of one log that no subscription wants.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Unrouted {
+    /// How many; counted up to [`UNROUTED_COUNT_MAX`](crate::limits::UNROUTED_COUNT_MAX), oldest
+    /// first.
+    pub count: u64,
+    /// The same by topic, most first.
+    pub topics: Vec<UnroutedTopic>,
+}
+
+/// Unrouted events of one topic.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnroutedTopic {
+    /// The topic.
+    pub topic: String,
+    /// How many.
+    pub count: u64,
+    /// Age of the oldest.
+    pub oldest: Duration,
+}
+
 /// One lane as it stands in the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaneInfo {
@@ -160,6 +181,9 @@ pub trait Inspect: Send + Sync + 'static {
     async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>>;
     /// The logs there are, by name.
     async fn logs(&self) -> Result<Vec<LogName>>;
+    /// Events of a log that no subscription wants, as far as
+    /// [`Admin::note_unrouted`](crate::Admin::note_unrouted) has looked.
+    async fn unrouted(&self, log: &LogName) -> Result<Unrouted>;
     /// How many events a log has, whoever reads it or nobody. May walk the log. An unknown log:
     /// `NotFound`, code `log_unknown`.
     async fn count(&self, log: &LogName) -> Result<u64>;

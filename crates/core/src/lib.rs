@@ -56,7 +56,7 @@ mod state;
 mod subscription;
 pub mod template;
 
-pub use admin::{Admin, Changed, Selection};
+pub use admin::{Admin, Changed, Replay, Replayed, Routed, Selection};
 pub use append::Append;
 pub use apply::{Apply, Decide};
 pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
@@ -65,7 +65,9 @@ pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header};
 pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
-pub use inspect::{Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats};
+pub use inspect::{
+    Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted, UnroutedTopic,
+};
 pub use log::{Acquired, Epoch, Lease, Log};
 pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store, events_undelivered};
@@ -116,4 +118,6 @@ pub mod limits {
     /// whose lane is locked for it waits for 0.4 s at worst (measured, 100,000 dead events of 1,000
     /// keys), far below a lease.
     pub const CHANGE_EVENTS_MAX: usize = 1_000;
+    /// Unrouted events are counted up to this many.
+    pub const UNROUTED_COUNT_MAX: usize = 10_000;
 }

@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 
 /// What an operator sees of one event in one subscription.
 ///
-/// `Pending` and `Dispatched` are derived from the cursor; only the other five have a delivery row.
+/// `Pending`, `Dispatched`, `Skipped` and `Unrouted` are derived from the cursor and the filters;
+/// only the other five have a delivery row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
@@ -26,16 +27,31 @@ pub enum State {
     Discarded,
     /// The destination has it.
     Dispatched,
+    /// Never meant to go out: before the subscription began, or outside the filter of its time.
+    Skipped,
+    /// Skipped by every subscription of its log. It is kept, and goes to the first subscription
+    /// that begins to want it.
+    Unrouted,
 }
 
 impl State {
     /// Every state, in the order operators read them.
-    pub const ALL: [Self; 7] =
-        [Self::Pending, Self::Retrying, Self::Blocked, Self::Scheduled, Self::Dead, Self::Discarded, Self::Dispatched];
+    pub const ALL: [Self; 9] = [
+        Self::Pending,
+        Self::Retrying,
+        Self::Blocked,
+        Self::Scheduled,
+        Self::Dead,
+        Self::Discarded,
+        Self::Dispatched,
+        Self::Skipped,
+        Self::Unrouted,
+    ];
 
     /// The transition table: whether an event in `self` may become `next`.
     ///
-    /// Terminal states are left only by a person's explicit replay (`Dead → Retrying`).
+    /// Terminal states are left only by an explicit replay (to `Retrying`), and `Unrouted` also by
+    /// a filter that begins to want the event.
     pub fn may_become(self, next: Self) -> bool {
         use State::*;
         match self {
@@ -44,13 +60,17 @@ impl State {
             Blocked => matches!(next, Dispatched | Retrying | Dead | Discarded),
             Scheduled => matches!(next, Dispatched | Retrying | Blocked | Dead | Discarded),
             Dead => matches!(next, Retrying | Discarded),
-            Discarded | Dispatched => false,
+            Dispatched => next == Retrying,
+            // It may be on its way by the filter before: its lane takes the new one once that is settled.
+            Skipped => !matches!(next, Skipped | Discarded),
+            Unrouted => matches!(next, Skipped | Pending | Retrying),
+            Discarded => false,
         }
     }
 
     /// Whether an event in this state has a delivery row.
     pub fn has_row(self) -> bool {
-        !matches!(self, Self::Pending | Self::Dispatched)
+        !matches!(self, Self::Pending | Self::Dispatched | Self::Skipped | Self::Unrouted)
     }
 
     /// Whether the summary counts it as pending.
@@ -68,6 +88,8 @@ impl State {
             Self::Dead => "dead",
             Self::Discarded => "discarded",
             Self::Dispatched => "dispatched",
+            Self::Skipped => "skipped",
+            Self::Unrouted => "unrouted",
         }
     }
 }
@@ -98,10 +120,10 @@ mod tests {
 
     #[test]
     fn terminal_states_are_left_only_by_replay_or_discard() {
-        assert!(State::ALL.iter().all(|next| !State::Dispatched.may_become(*next)));
-        assert!(State::ALL.iter().all(|next| !State::Discarded.may_become(*next)));
-        let from_dead: Vec<_> = State::ALL.into_iter().filter(|next| State::Dead.may_become(*next)).collect();
-        assert_eq!(from_dead, [State::Retrying, State::Discarded]);
+        let after = |state: State| State::ALL.into_iter().filter(|next| state.may_become(*next)).collect::<Vec<_>>();
+        assert_eq!(after(State::Dispatched), [State::Retrying]);
+        assert_eq!(after(State::Discarded), []);
+        assert_eq!(after(State::Dead), [State::Retrying, State::Discarded]);
     }
 
     #[test]

@@ -291,7 +291,8 @@ impl Ledger {
             }
             // Only a sweep takes an event away, and only one that nobody needs.
             if let Some(gone) = fact.seen.take()
-                && !(operation == "prune" && matches!(gone.state, State::Dispatched | State::Discarded))
+                && !(operation == "prune"
+                    && matches!(gone.state, State::Dispatched | State::Discarded | State::Skipped))
             {
                 self.fail(|| format!("gone: {operation} removed event {number}, which was {}", gone.state));
             }
@@ -301,6 +302,7 @@ impl Ledger {
     /// One change of one event.
     fn judge(&mut self, number: usize, old: Option<Seen>, new: Seen, operation: &str, fenced: Option<&Lease>) {
         let settles = matches!(operation, "settle" | "apply");
+        let routes = matches!(operation, "note_unrouted" | "prune");
         let from = old.map_or(State::Pending, |old| old.state);
         let wanted = self.is_wanted(number);
         if fenced.is_some_and(|lease| lease.lane == new.lane) {
@@ -311,10 +313,13 @@ impl Ledger {
                 self.fail(|| format!("state: {operation} made event {number} {} from {from}", new.state));
             }
             let by = match new.state {
+                // What a filter of a moment leaves out is skipped as long as it does.
+                State::Skipped | State::Pending | State::Unrouted if !wanted => true,
                 State::Discarded => operation == "discard",
                 State::Retrying if from == State::Dead => operation == "retry",
+                State::Retrying if matches!(from, State::Unrouted | State::Skipped) => settles || routes,
                 State::Retrying => settles || operation == "discard" || operation == "retry",
-                State::Dispatched => settles || operation == "open" && !wanted,
+                State::Dispatched => settles,
                 _ => settles,
             };
             if !by {
@@ -326,10 +331,15 @@ impl Ledger {
         let attempts = match () {
             () if new.replays > old.replays => {
                 fact.failures = 0;
-                new.attempts == 0 && new.replays == old.replays + 1 && operation == "retry"
+                let is_next = match operation {
+                    "retry" => new.replays == old.replays + 1,
+                    // Another number than any before it, of any event.
+                    _ => routes,
+                };
+                new.attempts == 0 && is_next
             }
             // The row is gone, and its counters with it.
-            () if new.state == State::Dispatched => true,
+            () if matches!(new.state, State::Dispatched | State::Skipped) => true,
             () => {
                 new.replays == old.replays
                     && (new.attempts == old.attempts || settles && new.attempts == old.attempts + 1)
@@ -343,7 +353,7 @@ impl Ledger {
         }
         let fact = &self.facts[number];
         match new.state {
-            State::Dispatched if fact.arrivals.is_empty() && wanted && from != State::Dispatched => {
+            State::Dispatched if fact.arrivals.is_empty() && from != State::Dispatched => {
                 self.fail(|| format!("loss: {operation} passed event {number}, which never arrived"));
             }
             State::Dead if from != State::Dead && !fact.refused && charged < self.attempts_max => {

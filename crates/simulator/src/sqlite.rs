@@ -1,6 +1,7 @@
 //! A world's SQLite file: opened by relays, written by writers and read by the ledger in SQL of its
 //! own.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -211,9 +212,13 @@ fn look(ledger: &mut Connection, lanes: u16) -> rusqlite::Result<Look> {
     // One snapshot for both.
     let tx = ledger.transaction()?;
     let cursors = cursors(&tx)?;
+    let filters = Filters::read(&tx)?;
     let mut statement = tx.prepare_cached(
-        "SELECT l.id, l.version, l.seq, l.key, d.state, d.attempts, d.replays FROM postbox_outbox l \
-         LEFT JOIN postbox_delivery d ON d.subscription = 'sim' AND d.seq = l.seq ORDER BY l.seq",
+        "SELECT l.id, l.version, l.seq, l.key, coalesce(d.state, iif(t.seq IS NULL, NULL, 'dispatched')), \
+           d.attempts, d.replays, l.topic, u.seq FROM postbox_outbox l \
+         LEFT JOIN postbox_delivery d ON d.subscription = 'sim' AND d.seq = l.seq \
+         LEFT JOIN postbox_sent t ON t.subscription = 'sim' AND t.seq = l.seq \
+         LEFT JOIN postbox_unrouted u ON u.log = 'outbox' AND u.seq = l.seq ORDER BY l.seq",
     )?;
     let mut rows = statement.query([])?;
     let mut places = Vec::new();
@@ -228,6 +233,12 @@ fn look(ledger: &mut Connection, lanes: u16) -> rusqlite::Result<Look> {
         let passed = cursors.get(usize::from(lane)).is_some_and(|cursor| seq <= cursor.to);
         let state = match state {
             Some(state) => state.parse().expect("a state"),
+            None if !filters.take(passed, lane, seq, &row.get::<_, String>(7)?) => {
+                match row.get::<_, Option<i64>>(8)? {
+                    Some(_) => State::Unrouted,
+                    None => State::Skipped,
+                }
+            }
             None if passed => State::Dispatched,
             None => State::Pending,
         };
@@ -236,6 +247,52 @@ fn look(ledger: &mut Connection, lanes: u16) -> rusqlite::Result<Look> {
         places.push(Place { id: id.parse().expect("an id"), version: row.get(1)?, lane, state, attempts, replays });
     }
     Ok(Look { data_version: None, cursors, places })
+}
+
+/// By which topics the lanes read, and did before.
+struct Filters {
+    /// By revision; none: all.
+    topics: BTreeMap<u64, Vec<String>>,
+    /// The subscription's revision, and each lane's.
+    revision: u64,
+    lanes: Vec<u64>,
+    /// Lane, revision, and how far it came by it.
+    passages: Vec<(u16, u64, u64)>,
+}
+
+impl Filters {
+    fn read(tx: &Transaction<'_>) -> rusqlite::Result<Self> {
+        let mut filters = tx.prepare_cached(
+            "SELECT f.revision, t.value FROM postbox_filter f LEFT JOIN json_each(f.topics) t WHERE f.subscription = 'sim'",
+        )?;
+        let mut rows = filters.query([])?;
+        let mut topics: BTreeMap<u64, Vec<String>> = BTreeMap::new();
+        while let Some(row) = rows.next()? {
+            topics.entry(number(row, 0)?).or_default().extend(row.get::<_, Option<String>>(1)?);
+        }
+        let mut lanes =
+            tx.prepare_cached("SELECT revision FROM postbox_lane WHERE subscription = 'sim' ORDER BY lane")?;
+        let mut passages = tx.prepare_cached(
+            "SELECT lane, revision, position FROM postbox_passage WHERE subscription = 'sim' ORDER BY lane, revision",
+        )?;
+        let passage = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, number(row, 1)?, number(row, 2)?));
+        let revision = "SELECT coalesce(max(revision), 0) FROM postbox_subscription WHERE name = 'sim'";
+        Ok(Self {
+            topics,
+            revision: tx.query_row(revision, [], |row| number(row, 0))?,
+            lanes: lanes.query_map([], |row| number(row, 0))?.collect::<Result<_, _>>()?,
+            passages: passages.query_map([], passage)?.collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Whether an event goes out by the filter of its time.
+    fn take(&self, passed: bool, lane: u16, seq: u64, topic: &str) -> bool {
+        let before = self.passages.iter().find(|(of, _, position)| *of == lane && seq <= *position);
+        let now = || self.lanes.get(usize::from(lane)).copied().unwrap_or(self.revision);
+        let revision = if passed { before.map_or_else(now, |(_, revision, _)| *revision) } else { self.revision };
+        let topics = self.topics.get(&revision);
+        topics.is_none_or(|topics| topics.is_empty() || topics.iter().any(|it| it == topic))
+    }
 }
 
 /// A number that is never negative.

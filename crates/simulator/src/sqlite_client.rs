@@ -9,7 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     Acquired, Admin, Apply, Batch, BatchLimit, Changed, Decide, Delivery, Disposition, Entry, Lease, Log, LogName,
-    Outcome, OwnerId, Pause, Result, Selection, Seq, Settlement, Subscription, SubscriptionName,
+    Outcome, OwnerId, Pause, Replay, Replayed, Result, Routed, Selection, Seq, Settlement, Subscription,
+    SubscriptionName,
 };
 use postbox_sqlite::SqliteStore;
 use rusqlite::Transaction;
@@ -244,6 +245,33 @@ impl Admin for SqliteClient {
         self.carry("discard", None, move |store, _| {
             let (subscription, selection) = asked.clone();
             Box::pin(async move { store.discard(&subscription, &selection).await })
+        })
+        .await
+    }
+
+    async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
+        let asked = (subscription.clone(), replay.clone());
+        self.carry("replay", None, move |store, _| {
+            let (subscription, replay) = asked.clone();
+            Box::pin(async move { store.replay(&subscription, &replay).await })
+        })
+        .await
+    }
+
+    async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
+        let log = log.clone();
+        self.carry("note_unrouted", None, move |store, _| {
+            let log = log.clone();
+            Box::pin(async move { store.note_unrouted(&log).await })
+        })
+        .await
+    }
+
+    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let log = log.clone();
+        self.carry("give_up_unrouted", None, move |store, _| {
+            let log = log.clone();
+            Box::pin(async move { store.give_up_unrouted(&log, older_than).await })
         })
         .await
     }

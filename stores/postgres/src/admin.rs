@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Admin, Changed, Error, ErrorKind, LogName, Pause, Result, Selection, Seq, SubscriptionName, TopicPattern,
+    Admin, Changed, Error, ErrorKind, LogName, Pause, Replay, Replayed, Result, Routed, Selection, Seq,
+    SubscriptionName, TopicPattern,
 };
 use uuid::Uuid;
 
@@ -20,10 +21,11 @@ use crate::rebase::rebase;
 use crate::session::Session;
 use crate::settle::DELIVERY_RELEASE;
 use crate::subscription::{SubscriptionRow, look_up};
+use crate::unrouted::{give_up_unrouted, note_unrouted};
 
 /// Locks the cursor of every lane, in order. Index: primary key of `lane`. Waits for a settlement
 /// under way, never for a relay's sends.
-const LANE_LOCK: &str = "SELECT FROM {s}.lane WHERE subscription = $1 ORDER BY lane FOR NO KEY UPDATE";
+pub(crate) const LANE_LOCK: &str = "SELECT FROM {s}.lane WHERE subscription = $1 ORDER BY lane FOR NO KEY UPDATE";
 
 /// The delivery rows a person means, oldest first, by a walk of the primary key from `$4`. `$2`
 /// topic, `$3` code, `$4` after, `$5` limit. Rows whose event somebody deleted from the log are
@@ -46,6 +48,8 @@ ORDER BY chosen.seq LIMIT $5";
 /// Dead rows and waiting ones become due now, if they still are. Index: primary key. Locks the
 /// rows.
 const DELIVERY_RETRY: &str = "
+WITH raised AS (UPDATE {s}.subscription AS s SET replays = greatest(s.replays, r.replays)
+  FROM (SELECT max(d.replays) + 1 AS replays FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[])) AS r WHERE s.id = $1)
 UPDATE {s}.delivery AS d SET
   replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
   state = 'retrying', halt = false, letter_at = '-infinity', due_at = statement_timestamp(), updated_at = clock_timestamp()
@@ -88,7 +92,8 @@ ON CONFLICT DO NOTHING";
 /// any more. Index: the log's primary key, walked from its start. Locks the rows; those somebody
 /// else is deleting are passed over.
 ///
-/// A row that a subscription does not want is passed whatever its cursor says. Times rise with
+/// A row that a subscription does not want is passed whatever its cursor says. One that nobody wants
+/// is kept, and what was not looked at yet may be one (`unrouted.rs`). Times rise with
 /// `seq`, nearly: beyond the thousandth young row nothing is looked at, and what one transaction
 /// left there is found once those are old too. So a call costs what is old and a thousand rows.
 pub(crate) const LOG_PRUNE: &str = "
@@ -105,10 +110,15 @@ WITH old AS MATERIALIZED (
     AND NOT EXISTS (
       SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id AND d.seq = l.seq
       WHERE s.log = $2 AND d.state <> 'discarded')
+    AND ($3 OR (l.xid, l.seq) <= (SELECT g.routed_xid, g.routed_seq FROM {s}.log AS g WHERE g.name = $2))
+    AND NOT EXISTS (SELECT FROM {s}.unrouted AS u WHERE u.log = $2 AND u.seq = l.seq)
   ORDER BY l.seq LIMIT 1000 FOR UPDATE OF l SKIP LOCKED),
 marks AS (
   DELETE FROM {s}.delivery AS d USING old, {s}.subscription AS s
-  WHERE s.log = $2 AND d.subscription = s.id AND d.seq = old.seq)
+  WHERE s.log = $2 AND d.subscription = s.id AND d.seq = old.seq),
+sent AS (
+  DELETE FROM {s}.sent AS t USING old, {s}.subscription AS s
+  WHERE s.log = $2 AND t.subscription = s.id AND t.seq = old.seq)
 DELETE FROM {log} AS l USING old WHERE l.seq = old.seq";
 
 /// Deletes rows of events that somebody deleted from the log, once they are closed and as old as
@@ -122,10 +132,12 @@ DELETE FROM {s}.delivery AS d USING (
   LIMIT 1000 FOR UPDATE OF m SKIP LOCKED) AS gone
 WHERE d.subscription = gone.subscription AND d.seq = gone.seq";
 
-/// Whether a log exists and has readers: one without any is not pruned, because nobody has passed
-/// it. Reads two small tables.
-const LOG_HAS_READERS: &str = "
-SELECT EXISTS (SELECT FROM {s}.log WHERE name = $1), EXISTS (SELECT FROM {s}.subscription WHERE log = $1)";
+/// Whether a log has readers (one without any is not pruned, because nobody has passed it), and
+/// whether one of them takes everything. Reads small tables. Locks the log's row: no filter changes
+/// meanwhile.
+const LOG_READERS: &str = "
+SELECT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name), {takes_everything}
+FROM {s}.log AS g WHERE g.name = $1 FOR SHARE";
 
 /// Pauses or resumes. Index: the unique name. Locks the row.
 const SUBSCRIPTION_SET_PAUSE: &str = "
@@ -163,20 +175,34 @@ impl Admin for PostgresStore {
         self.change("discard", &self.inner.modes.write, discard).await
     }
 
+    async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
+        replay.validate()?;
+        let step = async |session: &Session| crate::replay::replay(session, subscription, replay).await;
+        self.change("replay", &self.inner.modes.write, step).await
+    }
+
+    async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
+        let step = async |session: &Session| note_unrouted(session, log).await;
+        self.change("note_unrouted", &self.inner.modes.write, step).await
+    }
+
+    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let step = async |session: &Session| give_up_unrouted(session, log, micros(older_than)).await;
+        self.change("give_up_unrouted", &self.inner.modes.write, step).await
+    }
+
     async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
         let prune = async |session: &Session| {
-            let row = session.row(&session.sql(LOG_HAS_READERS), &params![log.as_str()]).await?;
-            let (exists, has_readers): (bool, bool) = (row.get(0), row.get(1));
-            if !exists {
-                return Err(log_unknown("prune", log.as_str()));
-            }
+            let rows = session.rows(&session.sql(LOG_READERS), &params![log.as_str()]).await?;
+            let row = rows.first().ok_or_else(|| log_unknown("prune", log.as_str()))?;
+            let (has_readers, takes_everything): (bool, bool) = (row.get(0), row.get(1));
             if !has_readers {
                 return Ok(0);
             }
             let (age_micros, name) = (micros(older_than), log.as_str());
-            let params = params![age_micros, name];
+            let params = params![age_micros, name, takes_everything];
             let events = session.execute(&session.log_sql(LOG_PRUNE, log), &params).await?;
-            Ok(events + session.execute(&session.log_sql(DELIVERY_PRUNE_MISSING, log), &params).await?)
+            Ok(events + session.execute(&session.log_sql(DELIVERY_PRUNE_MISSING, log), &params[..2]).await?)
         };
         // Pinned to indexes: what is counted here is rows looked at.
         self.change("prune", &self.inner.modes.write, prune).await

@@ -49,7 +49,10 @@ impl PostgresStore {
             grant("SELECT", &table, readers);
         }
         grant("SELECT", "{s}.migration, {s}.log", relays);
+        grant("UPDATE (routed_xid, routed_seq)", "{s}.log", relays);
         grant("SELECT, INSERT, UPDATE", "{s}.subscription, {s}.lane, {s}.sleeper", relays);
+        grant("SELECT, INSERT", "{s}.filter, {s}.passage", relays);
+        grant("SELECT, INSERT, DELETE", "{s}.unrouted, {s}.sent", relays);
         grant(
             "SELECT, INSERT, UPDATE, DELETE",
             "{s}.delivery, {s}.replica, {s}.receipt, {s}.once, {s}.conflict",
@@ -57,7 +60,7 @@ impl PostgresStore {
         );
         grant(
             "SELECT",
-            "{s}.migration, {s}.log, {s}.subscription, {s}.lane, {s}.delivery, {s}.replica, {s}.conflict",
+            "{s}.migration, {s}.log, {s}.subscription, {s}.lane, {s}.delivery, {s}.filter, {s}.passage, {s}.unrouted, {s}.sent, {s}.replica, {s}.conflict",
             readers,
         );
         Ok(sql)

@@ -6,7 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     BatchLimit, Conflict, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, SourceName, Stats,
-    SubscriptionInfo, SubscriptionName, TopicPattern, TopicStats,
+    SubscriptionInfo, SubscriptionName, TopicPattern, TopicStats, Unrouted,
 };
 use tokio_postgres::Row;
 
@@ -19,6 +19,7 @@ use crate::payload::{fill_payloads, fitting};
 use crate::schema::{LOG_NAMES, check_log_name};
 use crate::session::Session;
 use crate::subscription::{filter_of, look_up};
+use crate::unrouted::count_unrouted;
 
 /// Payload bytes one list may hold: an operator's page, not an export.
 const LIST_PAYLOAD_BYTES_MAX: usize = 64 * 1024 * 1024;
@@ -42,7 +43,6 @@ WITH standing AS (
   FROM {log} AS l
   JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % $2
   LEFT JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = l.seq
-  WHERE d.seq IS NOT NULL OR (($3::text[] IS NULL OR l.topic LIKE ANY ($3)) AND ($4::text IS NULL OR l.tenant = $4))
   UNION ALL
   SELECT d.seq, '', d.updated_at, d.state
   FROM {s}.delivery AS d WHERE d.subscription = $1 AND NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = d.seq)),
@@ -56,7 +56,7 @@ topic AS MATERIALIZED (
     count(*) FILTER (WHERE state = 'dead') AS dead,
     count(*) FILTER (WHERE state = 'discarded') AS discarded,
     min(created_at) FILTER (WHERE state IN ('pending', 'retrying', 'blocked', 'scheduled') AND isfinite(created_at)) AS oldest
-  FROM standing GROUP BY topic)
+  FROM standing WHERE state NOT IN ('skipped', 'unrouted') GROUP BY topic)
 (SELECT NULL::text AS topic, coalesce(sum(total), 0)::bigint, coalesce(sum(pending), 0)::bigint, coalesce(sum(retrying), 0)::bigint,
   coalesce(sum(blocked), 0)::bigint, coalesce(sum(scheduled), 0)::bigint, coalesce(sum(dead), 0)::bigint, coalesce(sum(discarded), 0)::bigint,
   (extract(epoch FROM clock_timestamp() - min(oldest)) * 1000000)::bigint
@@ -81,8 +81,7 @@ const RECORD_LIST_STREAM: &str = "
 SELECT {record_columns} FROM {log} AS l
 JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $8
 LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
-WHERE l.seq > $4 AND d.seq IS NULL AND ($3 = 'pending') = {is_unread} AND ($5::text IS NULL OR l.topic LIKE $5) AND $6::text IS NULL
-  AND ($9::text[] IS NULL OR l.topic LIKE ANY ($9)) AND ($10::text IS NULL OR l.tenant = $10)
+WHERE l.seq > $4 AND d.seq IS NULL AND {state} = $3 AND ($5::text IS NULL OR l.topic LIKE $5) AND $6::text IS NULL
 ORDER BY l.seq LIMIT $7";
 
 /// One record. Index: the log's unique id. No lock.
@@ -127,8 +126,8 @@ impl Inspect for PostgresStore {
     async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
         let read = async |session: &Session| {
             let subscription = look_up(session, subscription).await?;
-            let (lanes, tenant) = (i32::from(subscription.lanes), subscription.tenant());
-            let params = params![subscription.id, lanes, subscription.likes, tenant];
+            let lanes = i32::from(subscription.lanes);
+            let params = params![subscription.id, lanes];
             session.rows(&session.log_sql(STATS, &subscription.log), &params).await
         };
         let mut stats = Stats::default();
@@ -195,6 +194,14 @@ impl Inspect for PostgresStore {
         self.report("logs", read).await?.iter().map(|row| row.get::<_, &str>(0).parse()).collect()
     }
 
+    async fn unrouted(&self, log: &LogName) -> Result<Unrouted> {
+        check_log_name("unrouted", log)?;
+        match self.report("unrouted", async |session: &Session| count_unrouted(session, log).await).await {
+            Err(error) if is_undefined(&error) => Err(log_unknown("unrouted", log.as_str())),
+            counted => counted,
+        }
+    }
+
     async fn count(&self, log: &LogName) -> Result<u64> {
         check_log_name("count", log)?;
         let read = async |session: &Session| session.row(&session.log_sql(LOG_COUNT, log), &[]).await;
@@ -222,9 +229,8 @@ impl PostgresStore {
             let (state, after) = (query.state.as_str(), query.after.map_or(i64::MIN, |seq| seq.0));
             let topic = query.topic.as_ref().map(TopicPattern::to_like);
             let limit = query.limit.clamp(1, LIST_RECORDS_MAX) as i64;
-            let (id, lanes, tenant) = (subscription.id, i32::from(subscription.lanes), subscription.tenant());
-            let likes = &subscription.likes;
-            let params = params![inline, id, state, after, topic, query.code, limit, lanes, likes, tenant];
+            let (id, lanes) = (subscription.id, i32::from(subscription.lanes));
+            let params = params![inline, id, state, after, topic, query.code, limit, lanes];
             let (template, params) = match query.state.has_row() {
                 true => (RECORD_LIST_ROWS, &params[..7]),
                 false => (RECORD_LIST_STREAM, &params[..]),

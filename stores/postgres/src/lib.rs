@@ -23,6 +23,7 @@ mod payload;
 mod plans;
 mod rebase;
 mod receive;
+mod replay;
 mod schema;
 mod session;
 mod settle;
@@ -30,6 +31,7 @@ mod settle;
 pub mod sqlx;
 mod store;
 mod subscription;
+mod unrouted;
 mod window;
 
 pub use append::append_in;

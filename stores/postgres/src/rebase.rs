@@ -38,6 +38,19 @@ JOIN {log} AS l ON l.slot % s.lanes = n.lane AND l.seq < p.seq
 WHERE s.log = '{name}' AND {is_wanted} AND {is_unread}
 ON CONFLICT DO NOTHING";
 
+/// How far each lane came by a former filter, as the same kind of cursor. Walks the log.
+const PASSAGE_REBASE: &str = "
+UPDATE {s}.passage AS p SET from_snap = '1:1:', to_snap = '4:4:', last_seq = passed.seq
+FROM (SELECT p.subscription, p.lane, p.revision, coalesce(max(l.seq), 0) AS seq
+  FROM {s}.subscription AS s JOIN {s}.passage AS p ON p.subscription = s.id
+  LEFT JOIN {log} AS l ON l.slot % s.lanes = p.lane
+    AND (pg_visible_in_snapshot(l.xid, p.from_snap) OR (pg_visible_in_snapshot(l.xid, p.to_snap) AND l.seq <= p.last_seq))
+  WHERE s.log = '{name}' GROUP BY p.subscription, p.lane, p.revision) AS passed
+WHERE (p.subscription, p.lane, p.revision) = (passed.subscription, passed.lane, passed.revision)";
+
+/// What nobody wants is looked for again from the beginning.
+const LOG_ROUTE_AGAIN: &str = "UPDATE {s}.log SET routed_xid = '0', routed_seq = 0 WHERE name = '{name}'";
+
 /// Every row becomes as old as can be: id 3, the first of any cluster. Rewrites the table, without
 /// its rules: they want the id of this very transaction.
 const LOG_RESTAMP: &str = "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS event_invalid; UPDATE {log} SET xid = '3'; SELECT {s}.guard_log('{name}')";
@@ -72,9 +85,16 @@ async fn rebase_all(session: &Session) -> Result<()> {
     }
     for row in &names {
         let log = LogName::from_stored(row.get::<_, String>(0));
-        for template in
-            [LOG_LOCK, LANE_PASSED, DELIVERY_OF_STRAGGLERS, LOG_RESTAMP, LANE_REBASE, "DROP TABLE postbox_passed"]
-        {
+        for template in [
+            LOG_LOCK,
+            LANE_PASSED,
+            PASSAGE_REBASE,
+            DELIVERY_OF_STRAGGLERS,
+            LOG_RESTAMP,
+            LANE_REBASE,
+            LOG_ROUTE_AGAIN,
+            "DROP TABLE postbox_passed",
+        ] {
             // A log's name has no quote in it; DDL takes no parameters.
             session.run(&session.log_sql(template, &log)).await?;
         }

@@ -13,9 +13,10 @@ use crate::classify::{cursor_foreign, log_unknown};
 use crate::params::{Param, params};
 use crate::session::Session;
 
-/// Whether the log exists. Index: primary key of `log`. No lock.
-const LOG_EXISTS: &str = "
-SELECT EXISTS (SELECT FROM {s}.log WHERE name = $1)";
+/// Whether the log exists. Index: primary key of `log`. Locks its row: a filter does not change
+/// while it is decided what goes by it (`unrouted.rs`).
+const LOG_LOCK: &str = "
+SELECT FROM {s}.log WHERE name = $1 FOR NO KEY UPDATE";
 
 /// Whether the newest row of a log is from a transaction that this cluster has not reached. Index:
 /// `(xid, seq)` of the log, read from its end. No lock. Every visible row's transaction is over, so
@@ -31,20 +32,52 @@ SELECT EXISTS (
 /// The revision tells replicas that read with the former filter: they read on by this one, whatever
 /// their own configuration says.
 const SUBSCRIPTION_UPSERT: &str = "
+WITH known AS (SELECT topics = '{}' AND tenant IS NULL AS everything, revision FROM {s}.subscription WHERE name = $1)
 INSERT INTO {s}.subscription AS s (name, log, topics, tenant, ordering, lanes) VALUES ($1, $2, $3, $4, $5, $6)
 ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, ordering = $5,
   revision = s.revision + ((s.topics, s.tenant) IS DISTINCT FROM ($3::text[], $4::text))::int
 WHERE s.log = $2 AND s.lanes = $6
-RETURNING id, revision, xmax = 0 AS is_new";
+RETURNING id, revision, xmax = 0 AS is_new,
+  coalesce((SELECT k.everything FROM known AS k), false) AS took_everything,
+  coalesce((SELECT k.revision FROM known AS k), revision) <> revision AS is_changed";
+
+/// Keeps the new filter. Index: primary key of `filter`.
+const FILTER_KEEP: &str = "
+INSERT INTO {s}.filter (subscription, revision, topics, tenant)
+SELECT id, revision, topics, tenant FROM {s}.subscription WHERE id = $1 ON CONFLICT DO NOTHING";
+
+/// What was to go out by the former filter is perhaps wanted by nobody now: it is looked at again
+/// from where the slowest lane begins. Where the subscription took everything before, nothing was
+/// looked at so far. Indexes: primary keys.
+const LOG_ROUTE_AGAIN: &str = "
+UPDATE {s}.log AS g SET routed_seq = 0, routed_xid = CASE WHEN $3 THEN slowest.xid ELSE least(g.routed_xid, slowest.xid) END
+FROM (SELECT min(pg_snapshot_xmin(n.from_snap)) AS xid FROM {s}.lane AS n WHERE n.subscription = $2) AS slowest
+WHERE g.name = $1 AND slowest.xid IS NOT NULL";
 
 /// Makes the lanes that are not there. Their cursor is before everything, or (of a new
 /// subscription) at this moment. `last_seq` and the window do not matter for `now`: an empty window
 /// lies between equal snapshots.
 const LANE_CREATE: &str = "
-INSERT INTO {s}.lane (subscription, lane, from_snap, to_snap, low, high, last_seq)
-SELECT $1, n, snap, snap, 0, 0, 0
-FROM generate_series(0, $2 - 1) AS n, (SELECT CASE WHEN $3 THEN pg_current_snapshot() ELSE '1:1:'::pg_snapshot END AS snap) AS start
+WITH start AS (SELECT CASE WHEN $3 THEN pg_current_snapshot() ELSE '1:1:'::pg_snapshot END AS snap),
+before AS (INSERT INTO {s}.passage (subscription, lane, revision, from_snap, to_snap, last_seq)
+  SELECT $1, n, 0, snap, snap, 0 FROM generate_series(0, $2 - 1) AS n, start WHERE $3)
+INSERT INTO {s}.lane (subscription, lane, from_snap, to_snap, low, high, last_seq, revision)
+SELECT $1, n, snap, snap, 0, 0, 0, s.revision
+FROM generate_series(0, $2 - 1) AS n, start, {s}.subscription AS s WHERE s.id = $1
 ON CONFLICT DO NOTHING";
+
+/// Lets a lane read by the present filter, and notes how far it came by the one before: only while
+/// its cursor is the one that the caller knows, everything that was given out is settled. Indexes:
+/// primary keys. Locks the lane. docs/cursor.md, write W13.
+pub(crate) const LANE_TAKE_FILTER: &str = "
+WITH old AS MATERIALIZED (
+  SELECT l.* FROM {s}.lane AS l WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp()
+    AND l.to_snap::text = $4 AND l.last_seq = $5 FOR NO KEY UPDATE),
+before AS (INSERT INTO {s}.passage (subscription, lane, revision, from_snap, to_snap, last_seq)
+  SELECT o.subscription, o.lane, o.revision, o.from_snap, o.to_snap, o.last_seq FROM old AS o
+  JOIN {s}.subscription AS s ON s.id = o.subscription WHERE o.revision <> s.revision ON CONFLICT DO NOTHING)
+UPDATE {s}.lane AS l SET revision = s.revision FROM old AS o JOIN {s}.subscription AS s ON s.id = o.subscription
+WHERE l.subscription = o.subscription AND l.lane = o.lane";
 
 /// Whether a lane's cursor is beyond this cluster, and whether one was made in another cluster,
 /// where the same ids are of other transactions. Index: primary key of `lane`.
@@ -109,7 +142,7 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<(i32, i
     let Subscription { name, log, filter, ordering, lanes, start } = subscription;
     let is_true =
         async |sql: &str, params: &[Param<'_>]| session.row(sql, params).await.map(|row| row.get::<_, bool>(0));
-    if !is_true(&session.sql(LOG_EXISTS), &params![log.as_str()]).await? {
+    if session.rows(&session.sql(LOG_LOCK), &params![log.as_str()]).await?.is_empty() {
         return Err(log_unknown("subscribe", log.as_str()));
     }
     if is_true(&session.log_sql(LOG_IS_FROM_FUTURE, log), &[]).await? {
@@ -136,6 +169,11 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<(i32, i
     // they had passed.
     let now = *start == StartAt::Now && row.get::<_, bool>(2);
     session.execute(&session.sql(LANE_CREATE), &params![id, i32::from(*lanes), now]).await?;
+    session.execute(&session.sql(FILTER_KEEP), &params![id]).await?;
+    if row.get(4) {
+        let took_everything: bool = row.get(3);
+        session.execute(&session.sql(LOG_ROUTE_AGAIN), &params![log_text, id, took_everything]).await?;
+    }
     let faults = session.row(&session.sql(LANE_FAULTS), &params![id]).await?;
     if faults.get(0) {
         return Err(from_future(&format!("the cursor of subscription {name}")));

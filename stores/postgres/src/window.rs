@@ -18,7 +18,7 @@ use crate::lane::{Bounds, Lane, Position};
 use crate::params::params;
 use crate::payload::{fill_payloads, fitting};
 use crate::session::Session;
-use crate::subscription::SubscriptionRow;
+use crate::subscription::{LANE_TAKE_FILTER, SubscriptionRow};
 
 /// Windows without anything for the lane that one call passes before it answers.
 const WINDOWS_PER_CALL_MAX: usize = 8;
@@ -144,7 +144,15 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
         }
         match (NextBatch { store, session, lease, lane, params }).run().await {
             Err(error) if !reloaded && error.code() == FILTER_CHANGED => {
+                // Everything that was read by the former filter is settled first, so that each
+                // event is judged by one.
+                let Some(at) = lane.position(lease.epoch).filter(|at| at.settled == at.read) else {
+                    break Ok(Batch::default());
+                };
+                take_filter(store, session, lease, subscription.id, &at).await?;
                 subscription = store.reload(session, &lease.subscription).await?;
+                // What nobody wanted of the window may be wanted now.
+                lane.settled(lease.epoch, None, true);
                 reloaded = true;
             }
             Err(error) if inline && is_damage(&error) => inline = false,
@@ -155,6 +163,24 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
         lane.forget(lease.epoch);
     }
     batch
+}
+
+/// From here on the lane reads by the subscription's present filter.
+async fn take_filter(
+    store: &PostgresStore,
+    session: &Session,
+    lease: &Lease,
+    subscription: i32,
+    at: &Position,
+) -> Result<()> {
+    let (lane, epoch, window, settled) = (lease.lane.cast_signed(), lease.epoch, &*at.window, at.settled);
+    let sql = session.sql(LANE_TAKE_FILTER);
+    let params = params![subscription, lane, epoch, window, settled];
+    let take = async |session: &Session| session.execute(&sql, &params).await;
+    match session.at_once(&store.inner.modes.write, take).await? {
+        0 => Err(Error::stale("next_batch")),
+        _ => Ok(()),
+    }
 }
 
 /// One call of `next_batch`.

@@ -7,7 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::kit::{STEP_ROWS_MAX, rebase_not_needed};
 use postbox_core::{
-    Admin, Changed, EventId, LogName, Ordering, Pause, Result, Selection, Seq, State, SubscriptionName,
+    Admin, Changed, EventId, LogName, Ordering, Pause, Replay, Replayed, Result, Routed, Selection, Seq, State,
+    SubscriptionName,
 };
 use rusqlite::{OptionalExtension as _, Transaction, params};
 
@@ -21,6 +22,7 @@ use crate::schema::log_table;
 use crate::settle::release_head;
 use crate::store::SqliteStore;
 use crate::thread::{Flush, Session};
+use crate::unrouted::{give_up_unrouted, is_unrouted, note_unrouted, routed};
 
 /// Rows looked at in one step: some tens of milliseconds of the write lock, however few of them are
 /// meant.
@@ -32,6 +34,8 @@ const PRUNE_YOUNG_MAX: usize = 1_000;
 /// By primary key; takes the write lock. A person's replay begins anew.
 const DELIVERY_REPLAY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, letter_at = 0, due_at = ?3, \
 holds = (?4 AND key IS NOT NULL), updated_at = ?3 WHERE subscription = ?1 AND seq = ?2 AND state = 'dead'";
+/// The highest replay that an event of the subscription had, by primary key; takes the write lock.
+const REPLAYS_RAISE: &str = "UPDATE postbox_subscription SET replays = max(replays, ?2) WHERE name = ?1";
 /// By primary key; takes the write lock.
 const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND seq = ?2 AND state = 'retrying'";
@@ -45,9 +49,11 @@ VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, 'discarded', 0, 0, ?8) ON CONFLICT DO NOTHIN
 /// Subscriptions of a log: a walk of a small table; no lock of its own.
 const SUBSCRIPTIONS_OF_LOG: &str = "SELECT name FROM postbox_subscription WHERE log = ?1";
 /// By primary key; no lock of its own.
-const DELIVERY_STATE: &str = "SELECT state FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+pub(crate) const DELIVERY_STATE: &str = "SELECT state FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
 /// By primary key; takes the write lock.
 const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+/// By primary key; takes the write lock.
+const SENT_DELETE: &str = "DELETE FROM postbox_sent WHERE subscription = ?1 AND seq = ?2";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_PAUSE: &str =
     "UPDATE postbox_subscription SET paused_by = ?2, paused_why = ?3, paused_until = ?4 WHERE name = ?1";
@@ -64,6 +70,24 @@ impl Admin for SqliteStore {
         selection.validate("discard")?;
         let (name, selection) = (subscription.clone(), selection.clone());
         self.change("discard", move |tx, now| discard(tx, &name, &selection, now)).await
+    }
+
+    async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
+        replay.validate()?;
+        let (name, replay) = (subscription.clone(), replay.clone());
+        self.change("replay", move |tx, now| crate::replay::replay(tx, &name, &replay, now)).await
+    }
+
+    async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
+        let log = log.clone();
+        self.change("note_unrouted", move |tx, now| note_unrouted(tx, &log, now)).await
+    }
+
+    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let log = log.clone();
+        let step =
+            move |tx: &Transaction<'_>, now: i64| give_up_unrouted(tx, &log, now.saturating_sub(micros(older_than)));
+        self.change("give_up_unrouted", step).await
     }
 
     async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
@@ -164,7 +188,7 @@ fn after(selection: &Selection) -> i64 {
 }
 
 /// The places of events in a log, in their order.
-fn seqs_of(tx: &Transaction<'_>, log: &LogName, ids: &[EventId]) -> Work<BTreeSet<i64>> {
+pub(crate) fn seqs_of(tx: &Transaction<'_>, log: &LogName, ids: &[EventId]) -> Work<BTreeSet<i64>> {
     // By the unique index on id; takes no lock of its own.
     let mut statement = tx.prepare_cached(&format!("SELECT seq FROM {} WHERE id = ?1", log_table(log)))?;
     let mut seqs = BTreeSet::new();
@@ -186,6 +210,7 @@ fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, n
     for row in &rows {
         match row.state {
             State::Dead => {
+                tx.prepare_cached(REPLAYS_RAISE)?.execute(params![name.as_str(), row.replays + 1])?;
                 tx.prepare_cached(DELIVERY_REPLAY)?.execute(params![name.as_str(), row.seq, now, hold_keys])?
             }
             _ => tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(params![name.as_str(), row.seq, now])?,
@@ -248,17 +273,26 @@ fn discard_unread(
     Ok(discarded)
 }
 
-/// Deletes old events that every subscription is done with.
-fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
-    let log = require_log("prune", tx, log)?;
+/// The subscriptions of a log.
+pub(crate) fn readers_of(operation: &'static str, tx: &Transaction<'_>, log: &LogName) -> Work<Vec<Reader>> {
     let names: Vec<String> = tx
         .prepare_cached(SUBSCRIPTIONS_OF_LOG)?
         .query_map([log.as_str()], |row| row.get(0))?
         .collect::<Result<_, _>>()?;
-    let readers: Work<Vec<Reader>> =
-        names.into_iter().map(|name| Reader::find("prune", tx, &SubscriptionName::from_stored(name))).collect();
-    let readers = readers?;
-    let Some(passed) = readers.iter().map(Reader::position_max).min() else { return Ok(0) };
+    names.into_iter().map(|name| Reader::find(operation, tx, &SubscriptionName::from_stored(name))).collect()
+}
+
+/// Deletes old events that every subscription is done with. What nobody wants is kept, and so is
+/// what was not looked at yet: it may be wanted by nobody.
+fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
+    let log = require_log("prune", tx, log)?;
+    let readers = readers_of("prune", tx, &log)?;
+    let routed = routed(tx, &log)?;
+    let takes_everything = readers.iter().any(|reader| reader.takes_everything(routed));
+    let known = if takes_everything { i64::MAX } else { routed };
+    let Some(passed) = readers.iter().map(Reader::position_max).min().map(|passed| passed.min(known)) else {
+        return Ok(0);
+    };
     let table = log_table(&log);
     // Walks the primary key from its start, where the oldest are; no lock of its own.
     let log_old = format!("SELECT seq, topic, tenant, key, id, created_at FROM {table} WHERE seq <= ?1 ORDER BY seq");
@@ -274,7 +308,7 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
             let (head, seq) = (Head::read(row)?, seq(row)?);
             if integer(row, 5)?.unwrap_or(0) > oldest_kept {
                 young += 1;
-            } else if is_done_with(tx, &readers, &head, seq)? {
+            } else if is_done_with(tx, &readers, &head, seq)? && !is_unrouted(tx, &log, seq)? {
                 gone.push(seq);
             }
         }
@@ -284,6 +318,7 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
     for seq in &gone {
         for reader in &readers {
             tx.prepare_cached(DELIVERY_DELETE)?.execute(params![reader.name.as_str(), seq])?;
+            tx.prepare_cached(SENT_DELETE)?.execute(params![reader.name.as_str(), seq])?;
         }
         tx.prepare_cached(&log_delete)?.execute([seq])?;
     }
@@ -305,7 +340,7 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
 fn is_done_with(tx: &Transaction<'_>, readers: &[Reader], head: &Head<'_>, seq: i64) -> Work<bool> {
     let mut statement = tx.prepare_cached(DELIVERY_STATE)?;
     for reader in readers {
-        if reader.state(head, seq) != State::Dispatched {
+        if reader.state(head, seq) == State::Pending {
             return Ok(false);
         }
         let mut rows = statement.query(params![reader.name.as_str(), seq])?;

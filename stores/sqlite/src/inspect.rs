@@ -1,10 +1,12 @@
 //! What an operator sees. Reads run on a connection of their own and delay no delivery.
 
+use std::collections::BTreeMap;
+
 use async_trait::async_trait;
 use postbox_core::kit::StatsCounter;
 use postbox_core::{
-    Conflict, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, Seq, SourceName, State, Stats,
-    SubscriptionInfo, SubscriptionName,
+    Conflict, EventId, Filter, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, Seq, SourceName, State,
+    Stats, SubscriptionInfo, SubscriptionName, Unrouted,
 };
 use rusqlite::{Row, Transaction, params};
 
@@ -19,12 +21,20 @@ use crate::migrate::{log_names, require_log};
 use crate::schema::log_table;
 use crate::store::SqliteStore;
 use crate::thread::Session;
+use crate::unrouted::{count_unrouted, is_unrouted};
 
 /// By primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name";
 /// By primary key; no lock.
-const LANES_READ: &str =
-    "SELECT lane, epoch, owner, lease_until, position FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
+const LANES_READ: &str = "SELECT lane, epoch, owner, lease_until, position, revision FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
+/// How far lanes came by former filters, by primary key; no lock.
+const PASSAGES_READ: &str =
+    "SELECT lane, revision, position FROM postbox_passage WHERE subscription = ?1 ORDER BY lane, revision";
+/// By primary key; no lock.
+const SENT_HAS: &str = "SELECT 1 FROM postbox_sent WHERE subscription = ?1 AND seq = ?2";
+/// Whether a lane that is held has yet to take a filter, by primary key; no lock.
+const LANE_BEHIND: &str =
+    "SELECT EXISTS (SELECT 1 FROM postbox_lane WHERE subscription = ?1 AND revision <> ?2 AND lease_until > ?3)";
 /// Every row of a subscription but not its event, by `postbox_delivery_state`; no lock.
 const DELIVERY_COUNTS: &str = "SELECT state, topic, count(*), min(created_at) FROM postbox_delivery \
 WHERE subscription = ?1 GROUP BY state, topic";
@@ -66,6 +76,11 @@ impl Inspect for SqliteStore {
     async fn logs(&self) -> Result<Vec<LogName>> {
         let names = self.inspector().call("logs", |session| log_names(session.connection()?)).await?;
         names.iter().map(|name| name.parse()).collect()
+    }
+
+    async fn unrouted(&self, log: &LogName) -> Result<Unrouted> {
+        let log = log.clone();
+        self.inspector().call("unrouted", move |session| count_unrouted(session, &log)).await
     }
 
     async fn count(&self, log: &LogName) -> Result<u64> {
@@ -117,25 +132,64 @@ pub(crate) struct Reader {
     pub(crate) name: SubscriptionName,
     pub(crate) stored: SubscriptionRow,
     pub(crate) table: String,
-    positions: Vec<i64>,
+    lanes: Vec<LaneRead>,
+    /// Every filter it had, by revision.
+    filters: BTreeMap<i64, Filter>,
+}
+
+/// How far a lane has read, and by which filters.
+struct LaneRead {
+    position: i64,
+    revision: i64,
+    /// Revisions before, and how far it came by them.
+    passages: Vec<(i64, i64)>,
 }
 
 impl Reader {
     pub(crate) fn find(operation: &'static str, tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Self> {
         let stored = lease::require(operation, tx, name)?;
-        let positions =
-            tx.prepare_cached(LANES_READ)?.query_map([name.as_str()], |row| row.get(4))?.collect::<Result<_, _>>()?;
-        Ok(Self { name: name.clone(), table: log_table(&stored.log), stored, positions })
+        let mut lanes = tx
+            .prepare_cached(LANES_READ)?
+            .query_map([name.as_str()], |row| {
+                Ok(LaneRead { position: row.get(4)?, revision: row.get(5)?, passages: Vec::new() })
+            })?
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut statement = tx.prepare_cached(PASSAGES_READ)?;
+        let mut rows = statement.query([name.as_str()])?;
+        while let Some(row) = rows.next()? {
+            if let Some(lane) = lanes.get_mut(usize::from(row.get::<_, u16>(0)?)) {
+                lane.passages.push((row.get(1)?, row.get(2)?));
+            }
+        }
+        let filters = lease::filters(tx, name)?;
+        Ok(Self { name: name.clone(), table: log_table(&stored.log), stored, lanes, filters })
+    }
+
+    /// Whether it took all that its lanes have passed by the filter it has now.
+    fn has_one_filter(&self) -> bool {
+        self.lanes.iter().all(|lane| lane.passages.is_empty() && lane.revision == self.stored.revision)
+    }
+
+    /// Whether it takes every event beyond a place.
+    pub(crate) fn takes_everything(&self, beyond: i64) -> bool {
+        let passed = self.lanes.iter().flat_map(|lane| &lane.passages).all(|(_, position)| *position <= beyond);
+        self.stored.filter == Filter::default() && passed
+    }
+
+    /// Whether a lane that is held has yet to take the present filter.
+    pub(crate) fn changes_filter(&self, tx: &Transaction<'_>, now: i64) -> Work<bool> {
+        let row = params![self.name.as_str(), self.stored.revision, now];
+        Ok(tx.prepare_cached(LANE_BEHIND)?.query_row(row, |row| row.get(0))?)
     }
 
     /// Every lane has passed what is up to here.
     fn position_min(&self) -> i64 {
-        self.positions.iter().copied().min().unwrap_or(0)
+        self.lanes.iter().map(|lane| lane.position).min().unwrap_or(0)
     }
 
     /// No lane has passed what is beyond.
     pub(crate) fn position_max(&self) -> i64 {
-        self.positions.iter().copied().max().unwrap_or(0)
+        self.lanes.iter().map(|lane| lane.position).max().unwrap_or(0)
     }
 
     pub(crate) fn lane(&self, head: &Head<'_>) -> u16 {
@@ -146,10 +200,43 @@ impl Reader {
         self.stored.filter.matches(&head.topic, head.tenant.as_deref())
     }
 
-    /// Where a row without a delivery row stands.
+    /// Where a row without a delivery row stands, as far as one subscription knows: `Skipped` may
+    /// be `Unrouted`.
+    ///
+    /// An event goes out by the filter that its lane passed it with, or will read it with.
     pub(crate) fn state(&self, head: &Head<'_>, seq: i64) -> State {
-        let position = self.positions.get(usize::from(self.lane(head))).copied().unwrap_or(0);
-        if seq <= position { State::Dispatched } else { State::Pending }
+        let passed_by = self.passed_by(head, seq);
+        let filter = self.filters.get(&passed_by.unwrap_or(self.stored.revision));
+        let is_taken = filter.is_some_and(|filter| filter.matches(&head.topic, head.tenant.as_deref()));
+        match (is_taken, passed_by) {
+            (false, _) => State::Skipped,
+            (true, Some(_)) => State::Dispatched,
+            (true, None) => State::Pending,
+        }
+    }
+
+    /// The revision of the filter that its lane passed a row with; 0 before the beginning.
+    pub(crate) fn passed_by(&self, head: &Head<'_>, seq: i64) -> Option<i64> {
+        let lane = self.lanes.get(usize::from(self.lane(head))).filter(|lane| seq <= lane.position)?;
+        let passage = lane.passages.iter().find(|(_, position)| seq <= *position);
+        Some(passage.map_or(lane.revision, |(revision, _)| *revision))
+    }
+
+    /// Whether a lane came beyond a place by a former filter.
+    pub(crate) fn had_another_filter(&self, beyond: i64) -> bool {
+        let passages = self.lanes.iter().flat_map(|lane| &lane.passages);
+        passages.into_iter().any(|(revision, position)| *revision > 0 && *position > beyond)
+    }
+
+    /// The same of a row that was found: whether it was sent all the same, or nobody wants it.
+    pub(crate) fn state_found(&self, tx: &Transaction<'_>, head: &Head<'_>, seq: i64) -> Work<State> {
+        Ok(match self.state(head, seq) {
+            State::Skipped if tx.prepare_cached(SENT_HAS)?.exists(params![self.name.as_str(), seq])? => {
+                State::Dispatched
+            }
+            State::Skipped if is_unrouted(tx, &self.stored.log, seq)? => State::Unrouted,
+            state => state,
+        })
     }
 }
 
@@ -198,6 +285,9 @@ fn missing(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
 /// index; with one it walks the log, whose payloads it never touches.
 fn total(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
     let table = &reader.table;
+    if !reader.has_one_filter() {
+        return taken(tx, reader);
+    }
     if reader.stored.filter.topics.is_empty() && reader.stored.filter.tenant.is_none() {
         return Ok(tx.query_row(&format!("SELECT count(*) FROM {table}"), [], |row| count(row, 0))?);
     }
@@ -210,6 +300,25 @@ fn total(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
         if reader.stored.filter.matches(&topic, tenant.as_deref()) {
             total += count(row, 2)?;
         }
+    }
+    Ok(total)
+}
+
+/// The same where the filter changed, or the subscription began later than the log: row by row.
+fn taken(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
+    let log_walk = format!(
+        "SELECT l.seq, l.topic, l.tenant, l.key, l.id, coalesce(d.seq, s.seq) FROM {} l \
+         LEFT JOIN postbox_delivery d ON d.subscription = ?1 AND d.seq = l.seq \
+         LEFT JOIN postbox_sent s ON s.subscription = ?1 AND s.seq = l.seq",
+        reader.table
+    );
+    let mut statement = tx.prepare_cached(&log_walk)?;
+    let mut rows = statement.query([reader.name.as_str()])?;
+    let mut total = 0;
+    while let Some(row) = rows.next()? {
+        // A row, or it was sent all the same.
+        let has_row = integer(row, 5)?.is_some();
+        total += u64::from(has_row || reader.state(&Head::read(row)?, seq(row)?) != State::Skipped);
     }
     Ok(total)
 }
@@ -331,14 +440,15 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<V
     Ok(records)
 }
 
-/// Pending and dispatched records, distinguished by the cursor.
+/// Records without a delivery row, distinguished by the cursor and the filters.
 fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
     if query.code.is_some() {
         return Ok(Vec::new());
     }
     let (from, to) = match query.state {
         State::Pending => (reader.position_min(), i64::MAX),
-        _ => (0, reader.position_max()),
+        State::Dispatched => (0, reader.position_max()),
+        _ => (0, i64::MAX),
     };
     let from = query.after.map_or(0, |seq| seq.0).max(from);
     // Walks the log's primary key; no lock.
@@ -355,7 +465,7 @@ fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work
     {
         let head = Head::read(row)?;
         let topic_wanted = query.topic.as_ref().is_none_or(|topic| topic.matches(&head.topic));
-        if topic_wanted && reader.wants(&head) && reader.state(&head, seq(row)?) == query.state {
+        if topic_wanted && reader.state_found(tx, &head, seq(row)?)? == query.state {
             records.push(record(Decoded::read(row)?, query.state));
         }
     }
@@ -380,7 +490,7 @@ fn get(session: &mut Session, name: &SubscriptionName, id: EventId) -> Work<Opti
     Ok(Some(match deliveries.next()? {
         Some(delivery) => record_of(decoded, DeliveryRow::read(delivery, 0)?, delivery, DELIVERY_COLUMNS_COUNT)?,
         None => {
-            let state = reader.state(&Head::read(row)?, decoded.seq);
+            let state = reader.state_found(&tx, &Head::read(row)?, decoded.seq)?;
             record(decoded, state)
         }
     }))

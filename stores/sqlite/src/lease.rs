@@ -1,5 +1,6 @@
 //! Lanes: made by `subscribe`, held by leases, fenced by epochs.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use postbox_core::kit::{check_shape, lanes_missing, subscription_unknown};
@@ -16,7 +17,7 @@ use crate::schema::log_table;
 use crate::thread::{Flush, Session};
 
 /// A subscription by primary key; no lock.
-const SUBSCRIPTION_READ: &str = "SELECT log, topics, tenant, ordering, lanes, paused_by, paused_why, paused_until \
+const SUBSCRIPTION_READ: &str = "SELECT log, topics, tenant, ordering, lanes, paused_by, paused_why, paused_until, revision \
 FROM postbox_subscription WHERE name = ?1";
 /// Names for error texts, by primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name LIMIT 50";
@@ -24,11 +25,34 @@ const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY
 const SUBSCRIPTION_INSERT: &str = "INSERT INTO postbox_subscription (name, log, topics, tenant, ordering, lanes, created_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
 /// By primary key; takes the write lock.
-const SUBSCRIPTION_UPDATE: &str =
-    "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4 WHERE name = ?1";
+const SUBSCRIPTION_UPDATE: &str = "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4, \
+revision = revision + (topics <> ?2 OR tenant IS NOT ?3) WHERE name = ?1";
+/// Every filter is kept, by primary key; takes the write lock.
+const FILTER_KEEP: &str = "INSERT OR IGNORE INTO postbox_filter (subscription, revision, topics, tenant) \
+SELECT name, revision, topics, tenant FROM postbox_subscription WHERE name = ?1";
+/// By primary key; no lock.
+const FILTERS_READ: &str = "SELECT revision, topics, tenant FROM postbox_filter WHERE subscription = ?1";
+/// What was to go out by the former filter is perhaps wanted by nobody now: it is looked at again
+/// from where the slowest lane stands. Where the subscription took everything before (`?3`), nothing
+/// was looked at so far. By primary keys; takes the write lock.
+const LOG_ROUTE_AGAIN: &str = "UPDATE postbox_log SET routed = CASE WHEN ?3 THEN slowest.position ELSE min(routed, slowest.position) END \
+FROM (SELECT min(position) AS position FROM postbox_lane WHERE subscription = ?2) AS slowest \
+WHERE name = ?1 AND slowest.position IS NOT NULL";
+/// How far a lane came by its filter, as long as nothing that was given out is unsettled. By primary
+/// key; takes the write lock; nothing for a stale epoch.
+const PASSAGE_NOTE: &str = "INSERT OR IGNORE INTO postbox_passage (subscription, lane, revision, position) \
+SELECT subscription, lane, revision, position FROM postbox_lane \
+WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5 AND position = ?6";
+/// From here on the lane reads by the present filter. By primary key; takes the write lock.
+const LANE_TAKE_FILTER: &str = "UPDATE postbox_lane SET revision = \
+(SELECT s.revision FROM postbox_subscription s WHERE s.name = postbox_lane.subscription) \
+WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5 AND position = ?6";
 /// By primary key; takes the write lock.
-const LANE_INSERT: &str =
-    "INSERT OR IGNORE INTO postbox_lane (subscription, lane, position, window_end) VALUES (?1, ?2, ?3, ?3)";
+const LANE_INSERT: &str = "INSERT OR IGNORE INTO postbox_lane (subscription, lane, position, window_end, revision) \
+SELECT name, ?2, ?3, ?3, revision FROM postbox_subscription WHERE name = ?1";
+/// What lies before the beginning, by no filter. By primary key; takes the write lock.
+const PASSAGE_BEFORE: &str =
+    "INSERT OR IGNORE INTO postbox_passage (subscription, lane, revision, position) VALUES (?1, ?2, 0, ?3)";
 /// A lane that stands beyond the last `seq` the log ever gave: the file is older than the cursor.
 /// Primary key; no lock.
 const LANE_IN_FUTURE: &str =
@@ -62,7 +86,7 @@ WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_un
 const LANE_RELEASE: &str = "UPDATE postbox_lane SET lease_until = 0 \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
 /// The lane if the lease still holds, by primary key; no lock in a read.
-const LANE_HELD: &str = "SELECT position, window_end, lease_until FROM postbox_lane \
+const LANE_HELD: &str = "SELECT position, window_end, lease_until, revision FROM postbox_lane \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
 /// By primary key; takes the write lock.
 const REPLICA_SEEN: &str = "INSERT INTO postbox_replica (subscription, owner, seen_at) VALUES (?1, ?2, ?3) \
@@ -84,6 +108,8 @@ pub(crate) struct SubscriptionRow {
     pub(crate) ordering: Ordering,
     pub(crate) lanes: u16,
     pub(crate) pause: Option<Pause>,
+    /// Rises with every change of the filter.
+    pub(crate) revision: i64,
 }
 
 impl SubscriptionRow {
@@ -101,18 +127,32 @@ pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option
         let ordering: String = row.get(3)?;
         let by: Option<String> = row.get(5)?;
         let (why, until): (Option<String>, Option<i64>) = (row.get(6)?, row.get(7)?);
-        // Written by `subscribe` below; a text that does not parse (somebody's UPDATE) wants
-        // everything, which loses nothing.
-        let topics: Vec<TopicPattern> = serde_json::from_str(&topics).unwrap_or_default();
         Ok(SubscriptionRow {
             log: LogName::from_stored(row.get::<_, String>(0)?),
-            filter: Filter { topics, tenant: tenant.map(Tenant::from_stored) },
+            filter: filter_of(&topics, tenant),
             ordering: if ordering == "none" { Ordering::None } else { Ordering::Key },
             lanes: row.get(4)?,
             pause: by.map(|by| Pause { until: until.map(timestamp), by, why: why.unwrap_or_default() }),
+            revision: row.get(8)?,
         })
     });
     Ok(found.optional()?)
+}
+
+/// Every filter that a subscription had, by revision.
+pub(crate) fn filters(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<BTreeMap<i64, Filter>> {
+    let mut statement = tx.prepare_cached(FILTERS_READ)?;
+    let rows = statement.query_map([name.as_str()], |row| {
+        Ok((row.get(0)?, filter_of(&row.get::<_, String>(1)?, row.get::<_, Option<String>>(2)?)))
+    })?;
+    Ok(rows.collect::<Result<_, _>>()?)
+}
+
+/// Written by `subscribe` below; a text that does not parse (somebody's UPDATE) wants everything,
+/// which loses nothing.
+fn filter_of(topics: &str, tenant: Option<String>) -> Filter {
+    let topics: Vec<TopicPattern> = serde_json::from_str(topics).unwrap_or_default();
+    Filter { topics, tenant: tenant.map(Tenant::from_stored) }
 }
 
 /// Reads a subscription that has to be there.
@@ -147,6 +187,10 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
             if stored.filter != subscription.filter || stored.ordering != subscription.ordering {
                 tx.prepare_cached(SUBSCRIPTION_UPDATE)?.execute(params![name, topics, tenant, ordering])?;
             }
+            if stored.filter != subscription.filter {
+                let took_everything = stored.filter == Filter::default();
+                tx.prepare_cached(LOG_ROUTE_AGAIN)?.execute(params![log.as_str(), name, took_everything])?;
+            }
         } else {
             let row = params![name, log.as_str(), topics, tenant, ordering, subscription.lanes, now];
             tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
@@ -154,8 +198,12 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
         // Those of a known subscription are there, unless somebody deleted them: then nobody knows
         // what they had passed.
         let position = if is_new && subscription.start == StartAt::Now { last } else { 0 };
+        tx.prepare_cached(FILTER_KEEP)?.execute([name])?;
         for lane in 0..subscription.lanes {
             tx.prepare_cached(LANE_INSERT)?.execute(params![name, lane, position])?;
+            if position > 0 {
+                tx.prepare_cached(PASSAGE_BEFORE)?.execute(params![name, lane, position])?;
+            }
         }
         Ok(())
     })
@@ -292,13 +340,29 @@ pub(crate) struct LaneRow {
     pub(crate) position: i64,
     pub(crate) window_end: i64,
     pub(crate) lease_until: i64,
+    /// By which filter it reads.
+    pub(crate) revision: i64,
 }
 
 /// The lane, or `Stale` if the lease is no longer held.
 pub(crate) fn held(operation: &'static str, tx: &Transaction<'_>, lease: &Lease, now: i64) -> Work<LaneRow> {
     let row = params![lease.subscription.as_str(), lease.lane, lease.epoch, lease.owner.as_str(), now];
-    let held = tx
-        .prepare_cached(LANE_HELD)?
-        .query_row(row, |row| Ok(LaneRow { position: row.get(0)?, window_end: row.get(1)?, lease_until: row.get(2)? }));
+    let held = tx.prepare_cached(LANE_HELD)?.query_row(row, |row| {
+        let (position, window_end) = (row.get(0)?, row.get(1)?);
+        Ok(LaneRow { position, window_end, lease_until: row.get(2)?, revision: row.get(3)? })
+    });
     held.optional()?.ok_or_else(|| Error::stale(operation).into())
+}
+
+/// From here on the lane reads by the subscription's present filter.
+pub(crate) fn take_filter(session: &mut Session, lease: &Lease, position: i64) -> Work<()> {
+    let now = session.settings.now();
+    session.transact(Flush::Configured, |tx| {
+        let row = params![lease.subscription.as_str(), lease.lane, lease.epoch, lease.owner.as_str(), now, position];
+        tx.prepare_cached(PASSAGE_NOTE)?.execute(row)?;
+        match tx.prepare_cached(LANE_TAKE_FILTER)?.execute(row)? {
+            0 => Err(Error::stale("next_batch").into()),
+            _ => Ok(()),
+        }
+    })
 }

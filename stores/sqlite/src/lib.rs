@@ -16,12 +16,14 @@ mod log;
 mod migrate;
 mod once;
 mod receive;
+mod replay;
 mod schema;
 mod settle;
 #[cfg(feature = "sqlx")]
 pub mod sqlx;
 mod store;
 mod thread;
+mod unrouted;
 mod window;
 
 pub use append::append_in;

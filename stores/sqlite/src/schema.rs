@@ -17,8 +17,21 @@ pub(crate) const MIGRATIONS: [Migration; 1] = [Migration { number: 1, name: "000
 pub(crate) const VERSION: i64 = MIGRATIONS[MIGRATIONS.len() - 1].number;
 
 /// Tables other than logs, without their prefix, in the order they are dropped.
-pub(crate) const TABLES: [&str; 9] =
-    ["delivery", "lane", "replica", "subscription", "receipt", "once", "conflict", "log", "migration"];
+pub(crate) const TABLES: [&str; 13] = [
+    "delivery",
+    "sent",
+    "unrouted",
+    "passage",
+    "filter",
+    "lane",
+    "replica",
+    "subscription",
+    "receipt",
+    "once",
+    "conflict",
+    "log",
+    "migration",
+];
 
 /// Microseconds since 1970 by SQLite's clock, exact to its millisecond; works in versions without
 /// `subsec`.
@@ -154,7 +167,8 @@ fn postbox() -> String {
 
 /// Everything but the logs.
 const TABLES_0001: &str = "CREATE TABLE postbox_log (
-  name TEXT PRIMARY KEY NOT NULL
+  name   TEXT    PRIMARY KEY NOT NULL,
+  routed INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE postbox_subscription (
   name         TEXT    PRIMARY KEY NOT NULL,
@@ -163,6 +177,10 @@ CREATE TABLE postbox_subscription (
   tenant       TEXT,
   ordering     TEXT    NOT NULL CHECK (ordering IN ('key', 'none')),
   lanes        INTEGER NOT NULL CHECK (lanes BETWEEN 1 AND 256),
+  revision     INTEGER NOT NULL DEFAULT 1,
+  rerouted     INTEGER NOT NULL DEFAULT 0,
+  rerouted_seq INTEGER NOT NULL DEFAULT 0,
+  replays      INTEGER NOT NULL DEFAULT 0,
   created_at   INTEGER NOT NULL,
   paused_by    TEXT,
   paused_why   TEXT,
@@ -173,11 +191,36 @@ CREATE TABLE postbox_lane (
   lane         INTEGER NOT NULL,
   position     INTEGER NOT NULL,
   window_end   INTEGER NOT NULL,
+  revision     INTEGER NOT NULL,
   epoch        INTEGER NOT NULL DEFAULT 0,
   owner        TEXT,
   lease_until  INTEGER NOT NULL DEFAULT 0,
   lease_ttl    INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (subscription, lane)
+) WITHOUT ROWID;
+CREATE TABLE postbox_filter (
+  subscription TEXT    NOT NULL,
+  revision     INTEGER NOT NULL,
+  topics       TEXT    NOT NULL,
+  tenant       TEXT,
+  PRIMARY KEY (subscription, revision)
+) WITHOUT ROWID;
+CREATE TABLE postbox_passage (
+  subscription TEXT    NOT NULL,
+  lane         INTEGER NOT NULL,
+  revision     INTEGER NOT NULL,
+  position     INTEGER NOT NULL,
+  PRIMARY KEY (subscription, lane, revision)
+) WITHOUT ROWID;
+CREATE TABLE postbox_sent (
+  subscription TEXT    NOT NULL,
+  seq          INTEGER NOT NULL,
+  PRIMARY KEY (subscription, seq)
+) WITHOUT ROWID;
+CREATE TABLE postbox_unrouted (
+  log TEXT    NOT NULL,
+  seq INTEGER NOT NULL,
+  PRIMARY KEY (log, seq)
 ) WITHOUT ROWID;
 CREATE TABLE postbox_replica (
   subscription TEXT    NOT NULL,

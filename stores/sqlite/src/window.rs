@@ -82,10 +82,17 @@ struct Idle {
 pub(crate) struct Read {
     pub(crate) batch: Batch,
     pub(crate) cursor: Cursor,
-    pub(crate) update: Option<WindowUpdate>,
+    pub(crate) update: Option<Update>,
 }
 
 /// What `next_batch` writes.
+pub(crate) enum Update {
+    Window(WindowUpdate),
+    /// Reads by the present filter from this position on.
+    Filter(i64),
+}
+
+/// How far a window goes, and what is passed.
 pub(crate) struct WindowUpdate {
     /// The end of the new window: the last row the read's snapshot shows.
     window_end: i64,
@@ -118,6 +125,22 @@ pub(crate) fn read(
     let tx = session.read()?;
     let lane = held("next_batch", &tx, lease, now)?;
     let stored = lease::find(&tx, &lease.subscription)?.ok_or_else(|| Error::stale("next_batch"))?;
+    if lane.revision != stored.revision {
+        // Everything that was read by the former filter is settled first, so that each event is
+        // judged by one. What nobody wanted of it may be wanted now, and is read again.
+        let is_settled = cursor.as_ref().is_none_or(|cursor| cursor.given <= lane.position);
+        let (epoch, read) = (lease.epoch, lane.position);
+        return Ok(match cursor {
+            Some(cursor) if !is_settled => {
+                Read { batch: Batch::default(), cursor: Cursor { wakeups, ..cursor }, update: None }
+            }
+            _ => Read {
+                batch: Batch { more: true, ..Batch::default() },
+                cursor: Cursor { epoch, read, given: 0, wakeups, idle: None },
+                update: Some(Update::Filter(lane.position)),
+            },
+        });
+    }
     let from = cursor.as_ref().map_or(lane.position, |cursor| cursor.read.max(lane.position));
     let given = cursor.as_ref().map_or(0, |cursor| cursor.given);
     let page = Page::read(&tx, &stored, lease.lane, from, limit)?;
@@ -138,14 +161,19 @@ pub(crate) fn read(
     let passes = batch.end.is_none() && given <= lane.position && passed > 0 && (last == from || passed >= PASS_ROWS);
     let opens = last > lane.window_end && batch.end.is_some();
     let update = (passes || opens)
-        .then_some(WindowUpdate { window_end: if opens { end } else { 0 }, position: if passes { last } else { 0 } });
+        .then_some(WindowUpdate { window_end: if opens { end } else { 0 }, position: if passes { last } else { 0 } })
+        .map(Update::Window);
     let given = batch.end.map_or(given, |end| end.0);
     let cursor = Cursor { epoch: lease.epoch, read: last, given, wakeups, idle };
     Ok(Read { batch, cursor, update })
 }
 
 /// Writes what a read needs written. Flushed if anything of it is going to be published.
-pub(crate) fn open(session: &mut Session, lease: &Lease, update: &WindowUpdate) -> Work<()> {
+pub(crate) fn open(session: &mut Session, lease: &Lease, update: &Update) -> Work<()> {
+    let update = match update {
+        Update::Window(update) => update,
+        Update::Filter(position) => return lease::take_filter(session, lease, *position),
+    };
     let now = session.settings.now();
     let flush = if update.window_end > 0 { Flush::Always } else { Flush::Configured };
     session.transact(flush, |tx| {

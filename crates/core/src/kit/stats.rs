@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::inspect::{Stats, TopicStats};
+use crate::inspect::{Stats, TopicStats, Unrouted, UnroutedTopic};
 use crate::state::State;
 
 /// Topics listed in [`Stats`], as its contract says.
@@ -25,7 +25,7 @@ impl StatsCounter {
             State::Scheduled => self.stats.scheduled += count,
             State::Dead => self.stats.dead += count,
             State::Discarded => self.stats.discarded += count,
-            State::Pending | State::Dispatched => {}
+            State::Pending | State::Dispatched | State::Skipped | State::Unrouted => {}
         }
         if !state.counts_as_pending() {
             return;
@@ -47,4 +47,17 @@ impl StatsCounter {
         let dispatched = total.saturating_sub(pending + self.stats.dead + self.stats.discarded);
         Stats { total, pending, dispatched, oldest_pending, topics, ..self.stats }
     }
+}
+
+/// Unrouted events, from their topics, how many there are and the age of the oldest.
+pub fn unrouted<T: Into<String>>(counted: impl IntoIterator<Item = (T, u64, Duration)>) -> Unrouted {
+    let mut topics: HashMap<String, (u64, Duration)> = HashMap::new();
+    for (topic, count, age) in counted {
+        let known = topics.entry(topic.into()).or_default();
+        *known = (known.0 + count, known.1.max(age));
+    }
+    let of_topic = |(topic, (count, oldest))| UnroutedTopic { topic, count, oldest };
+    let mut topics: Vec<UnroutedTopic> = topics.into_iter().map(of_topic).collect();
+    topics.sort_by(|a, b| b.count.cmp(&a.count).then_with(|| a.topic.cmp(&b.topic)));
+    Unrouted { count: topics.iter().map(|topic| topic.count).sum(), topics }
 }

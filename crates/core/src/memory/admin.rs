@@ -3,15 +3,16 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use super::state::{DeliveryRow, LogState, Reader, State};
+use super::state::{Data, DeliveryRow, LogState, Reader, State};
 use super::{MemoryStore, Server};
-use crate::admin::{Admin, Changed, Selection};
+use crate::admin::{Admin, Changed, Replay, Replayed, Routed, Selection};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::Pause;
 use crate::kit::{STEP_ROWS_MAX, rebase_not_needed};
 use crate::names::{LogName, SubscriptionName};
 use crate::state::State as EventState;
+use crate::subscription::Ordering;
 use async_trait::async_trait;
 use jiff::Timestamp;
 
@@ -27,6 +28,22 @@ impl Admin for MemoryStore {
         selection.validate("discard")?;
         let (subscription, selection) = (subscription.clone(), selection.clone());
         self.call("discard", None, move |server| server.discard(&subscription, &selection)).await
+    }
+
+    async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
+        replay.validate()?;
+        let (subscription, replay) = (subscription.clone(), replay.clone());
+        self.call("replay", None, move |server| server.replay(&subscription, &replay)).await
+    }
+
+    async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
+        let log = log.clone();
+        self.call("note_unrouted", None, move |server| server.note_unrouted(&log)).await
+    }
+
+    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let log = log.clone();
+        self.call("give_up_unrouted", None, move |server| server.give_up_unrouted(&log, older_than)).await
     }
 
     async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
@@ -76,6 +93,7 @@ impl Server {
                     ..row
                 };
             }
+            reader.replays = reader.replays.max(row.replays);
             reader.put(*seq, row);
         }
         State::flush_and_wake(state);
@@ -102,9 +120,105 @@ impl Server {
         Ok(changed)
     }
 
+    fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
+        let now = self.clock.now();
+        let mut state = self.state("replay")?;
+        let (reader, log) = state.data.reader_mut("replay", subscription)?;
+        let last = log.committed().last().map_or(0, |(seq, _, _)| seq);
+        let through = replay.through.map_or(last, |through| through.0.min(last));
+        let is_meant = |seq: i64, commit: u64, event: &Event| {
+            use EventState::{Dispatched, Skipped, Unrouted};
+            let state = reader.state_of(log, seq, commit, event);
+            replay.means(Seq(seq), event)
+                && seq <= through
+                && (replay.ids.is_some() || reader.wants(event))
+                && matches!(state, Dispatched | Skipped | Unrouted)
+        };
+        let meant = log.committed().filter(|(seq, commit, event)| is_meant(*seq, *commit, event));
+        let mut chosen: Vec<(i64, DeliveryRow)> = meant
+            .map(|(seq, _, event)| (seq, DeliveryRow::new(reader.lane_of(event), event.key.clone(), now)))
+            .collect();
+        let all = chosen.len();
+        chosen.truncate(replay.step_max());
+        let next = chosen.last().filter(|_| chosen.len() < all).map(|(seq, _)| Seq(*seq));
+        let skipped = |(seq, _): &&(i64, DeliveryRow)| {
+            let row = &log.rows[seq];
+            row.commit.is_some_and(|commit| !reader.takes(*seq, commit, &row.event))
+        };
+        let skipped: Vec<i64> = chosen.iter().filter(skipped).map(|(seq, _)| *seq).collect();
+        reader.sent.extend(skipped);
+        let name = reader.subscription.log.clone();
+        reader.send_again(&chosen, now);
+        let log = state.data.logs.get_mut(&name).expect("a subscription's log is never removed");
+        chosen.iter().for_each(|(seq, _)| _ = log.unrouted.remove(seq));
+        State::flush_and_wake(state);
+        Ok(Replayed { count: chosen.len() as u64, next, through: Seq(through) })
+    }
+
+    fn note_unrouted(&self, name: &LogName) -> Result<Routed> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("note_unrouted")?;
+        state.data.log("note_unrouted", name)?;
+        let Data { logs, readers, .. } = &mut state.data;
+        let log = logs.get_mut(name).expect("looked up above");
+        let readers: Vec<&mut Reader> = readers.values_mut().filter(|it| it.subscription.log == *name).collect();
+        // What a lane that is held will take next depends on when it takes its new filter.
+        let is_unsure =
+            |it: &&mut Reader| it.lanes.iter().any(|lane| lane.revision != it.revision() && !lane.is_free(monotonic));
+        if readers.is_empty() || readers.iter().any(is_unsure) {
+            return Ok(Routed::default());
+        }
+        let found: Vec<i64> = log
+            .committed()
+            .filter(|(_, commit, _)| *commit > log.routed)
+            .filter(|(seq, commit, event)| {
+                // Left out by a filter, and not only by the beginning of all who read.
+                readers.iter().all(|reader| reader.state_of(log, *seq, *commit, event) == EventState::Skipped)
+                    && readers.iter().any(|reader| reader.judged_by(*seq, *commit, event) > 0)
+            })
+            .map(|(seq, _, _)| seq)
+            .collect();
+        let unrouted = found.len() as u64;
+        log.unrouted.extend(found);
+        log.routed = log.commit_last;
+        for reader in readers {
+            let of = |seq: &i64| log.rows.get(seq).and_then(|row| Some((*seq, row.commit?, &row.event)));
+            // What lies before its beginning stays, and what it is about to read goes by itself.
+            let wanted: Vec<(i64, u64, &Event)> = log
+                .unrouted
+                .iter()
+                .filter_map(of)
+                .filter(|(seq, commit, event)| reader.wants(event) && reader.judged_by(*seq, *commit, event) > 0)
+                .collect();
+            let passed = wanted.iter().filter(|(seq, commit, event)| !reader.takes(*seq, *commit, event));
+            let rows: Vec<(i64, DeliveryRow)> = passed
+                .map(|(seq, _, event)| (*seq, DeliveryRow::new(reader.lane_of(event), event.key.clone(), now)))
+                .collect();
+            let routed: Vec<i64> = wanted.iter().map(|(seq, _, _)| *seq).collect();
+            reader.sent.extend(rows.iter().map(|(seq, _)| *seq));
+            reader.send_again(&rows, now);
+            log.unrouted.retain(|seq| !routed.contains(seq));
+        }
+        State::flush_and_wake(state);
+        Ok(Routed { unrouted, more: false })
+    }
+
+    fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let oldest_kept = self.clock.now().checked_sub(older_than).unwrap_or(Timestamp::MIN);
+        let mut state = self.state("give_up_unrouted")?;
+        state.data.log("give_up_unrouted", log)?;
+        let LogState { unrouted, rows, .. } = state.data.logs.get_mut(log).expect("looked up above");
+        let before = unrouted.len();
+        unrouted.retain(|seq| rows.get(seq).is_some_and(|row| row.event.created_at > oldest_kept));
+        let given_up = before - unrouted.len();
+        state.flush();
+        Ok(given_up as u64)
+    }
+
     fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
         let now = self.clock.now();
         let oldest_kept = now.checked_sub(older_than).unwrap_or(Timestamp::MIN);
+        _ = self.note_unrouted(log)?;
         let mut state = self.state("prune")?;
         let of_log = state.data.log("prune", log)?;
         let readers: Vec<&Reader> =
@@ -114,7 +228,10 @@ impl Server {
         }
         let gone: Vec<i64> = of_log
             .committed()
-            .filter(|(_, _, event)| event.created_at <= oldest_kept)
+            .filter(|(seq, commit, event)| {
+                let is_kept = *commit > of_log.routed || of_log.unrouted.contains(seq);
+                event.created_at <= oldest_kept && !is_kept
+            })
             .filter(|(seq, commit, event)| readers.iter().all(|reader| reader.is_done_with(*seq, *commit, event)))
             .map(|(seq, _, _)| seq)
             .take(STEP_ROWS_MAX)
@@ -122,6 +239,7 @@ impl Server {
         for seq in &gone {
             for reader in state.data.readers.values_mut().filter(|reader| reader.subscription.log == *log) {
                 reader.take(*seq);
+                reader.sent.remove(seq);
             }
             state.data.logs.get_mut(log).expect("looked up above").remove(*seq);
         }
@@ -146,6 +264,17 @@ fn cut_to_step(chosen: &mut Vec<(i64, DeliveryRow)>, selection: &Selection) -> C
 }
 
 impl Reader {
+    /// Gives events that were passed a row that is due now. Its replay is a number that no event of
+    /// the subscription had before: a destination that remembers ids lets it through.
+    fn send_again(&mut self, chosen: &[(i64, DeliveryRow)], now: Timestamp) {
+        self.replays += 1;
+        let ordered = self.subscription.ordering == Ordering::Key;
+        for (seq, row) in chosen {
+            let (state, replays) = (EventState::Retrying, self.replays);
+            self.put(*seq, DeliveryRow { state, ordered, replays, due_at: Some(now), ..row.clone() });
+        }
+    }
+
     /// The delivery rows a person means, oldest first.
     fn select(
         &self,
@@ -172,14 +301,13 @@ impl Reader {
             .filter_map(|id| log.ids.get(id))
             .filter_map(|seq| Some((*seq, log.rows[seq].commit?, &log.rows[seq].event)))
             .filter(|(_, _, event)| self.wants(event) && selection.means(Some(event.topic.as_str()), None))
-            .filter(|(seq, commit, event)| self.state_of(*seq, *commit, event) == EventState::Pending)
+            .filter(|(seq, commit, event)| self.state_of(log, *seq, *commit, event) == EventState::Pending)
             .map(|(seq, _, event)| (seq, DeliveryRow::new(self.lane_of(event), event.key.clone(), now)))
             .collect()
     }
 
     /// Whether this subscription has passed an event and needs it no more.
     fn is_done_with(&self, seq: i64, commit: u64, event: &Event) -> bool {
-        let passed = self.lanes[usize::from(self.lane_of(event))].has_passed(seq, commit);
-        passed && self.delivery(seq).is_none_or(|row| row.state == EventState::Discarded)
+        self.has_passed(seq, commit, event) && self.delivery(seq).is_none_or(|row| row.state == EventState::Discarded)
     }
 }

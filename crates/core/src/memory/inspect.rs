@@ -9,10 +9,12 @@ use super::MemoryStore;
 use super::state::{Data, LogState, Reader};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
-use crate::inspect::{Inspect, LaneInfo, ListQuery, Record, Stats, SubscriptionInfo};
-use crate::kit::StatsCounter;
+use crate::inspect::{Inspect, LaneInfo, ListQuery, Record, Stats, SubscriptionInfo, Unrouted};
+use crate::kit::{StatsCounter, unrouted};
+use crate::limits::UNROUTED_COUNT_MAX;
 use crate::names::{LogName, SubscriptionName};
 use crate::receive::Conflict;
+use crate::state::State;
 
 #[async_trait]
 impl Inspect for MemoryStore {
@@ -36,9 +38,8 @@ impl Inspect for MemoryStore {
         let records = log
             .committed()
             .filter(|(seq, _, _)| *seq > after)
-            .filter(|(seq, _, event)| reader.wants(event) || reader.delivery(*seq).is_some())
             .filter(|(_, _, event)| query.topic.as_ref().is_none_or(|topic| topic.matches(event.topic.as_str())))
-            .map(|(seq, commit, event)| reader.record(seq, commit, event))
+            .map(|(seq, commit, event)| reader.record(log, seq, commit, event))
             .filter(|record| record.state == query.state)
             .filter(|record| query.code.is_none() || record.code == query.code);
         Ok(records.take(query.limit.max(1)).collect())
@@ -48,7 +49,7 @@ impl Inspect for MemoryStore {
         let mut state = self.server.state("get")?;
         let (reader, log) = state.data.reader_mut("get", subscription)?;
         let found = log.ids.get(&id).and_then(|seq| Some((*seq, log.rows.get(seq)?)));
-        Ok(found.and_then(|(seq, row)| Some(reader.record(seq, row.commit?, &row.event))))
+        Ok(found.and_then(|(seq, row)| Some(reader.record(log, seq, row.commit?, &row.event))))
     }
 
     async fn conflicts(&self, limit: usize) -> Result<Vec<Conflict>> {
@@ -57,6 +58,15 @@ impl Inspect for MemoryStore {
 
     async fn logs(&self) -> Result<Vec<LogName>> {
         Ok(self.server.state("logs")?.data.logs.keys().cloned().collect())
+    }
+
+    async fn unrouted(&self, log: &LogName) -> Result<Unrouted> {
+        let now = self.server.clock.now();
+        let state = self.server.state("unrouted")?;
+        let log = state.data.log("unrouted", log)?;
+        let events = log.unrouted.iter().filter_map(|seq| log.rows.get(seq)).map(|row| &row.event);
+        let age = |event: &Event| Duration::try_from(now.duration_since(event.created_at)).unwrap_or_default();
+        Ok(unrouted(events.take(UNROUTED_COUNT_MAX).map(|event| (event.topic.as_str(), 1, age(event)))))
     }
 
     async fn count(&self, log: &LogName) -> Result<u64> {
@@ -95,12 +105,12 @@ impl Reader {
         }
     }
 
-    fn record(&self, seq: i64, commit: u64, event: &Event) -> Record {
+    fn record(&self, log: &LogState, seq: i64, commit: u64, event: &Event) -> Record {
         let row = self.delivery(seq);
         Record {
             event: event.clone(),
             seq: Seq(seq),
-            state: self.state_of(seq, commit, event),
+            state: self.state_of(log, seq, commit, event),
             attempts: row.map_or(0, |row| row.attempts),
             replays: row.map_or(0, |row| row.replays),
             due_at: row.and_then(|row| row.due_at),
@@ -113,9 +123,10 @@ impl Reader {
     fn stats(&self, log: &LogState, now: Timestamp) -> Stats {
         let (mut counter, mut total) = (StatsCounter::default(), 0);
         for (seq, commit, event) in log.committed() {
-            if self.wants(event) || self.delivery(seq).is_some() {
+            let state = self.state_of(log, seq, commit, event);
+            if !matches!(state, State::Skipped | State::Unrouted) {
                 let age = Duration::try_from(now.duration_since(event.created_at)).unwrap_or_default();
-                counter.add(self.state_of(seq, commit, event), event.topic.as_str(), 1, age);
+                counter.add(state, event.topic.as_str(), 1, age);
                 total += 1;
             }
         }

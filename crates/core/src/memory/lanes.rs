@@ -20,8 +20,14 @@ impl Server {
     pub(super) fn subscribe(&self, subscription: &Subscription) -> Result<()> {
         let mut state = self.state("subscribe")?;
         let commit_last = state.data.log("subscribe", &subscription.log)?.commit_last;
+        let mut changed_from = None;
         if let Some(reader) = state.data.readers.get_mut(&subscription.name) {
             check_shape(subscription, &reader.subscription.log, reader.subscription.lanes)?;
+            if reader.subscription.filter != subscription.filter {
+                reader.filters.push(Some(subscription.filter.clone()));
+                // What was to go out by the former filter is perhaps wanted by nobody now.
+                changed_from = reader.lanes.iter().map(|lane| lane.from).min();
+            }
             reader.subscription = subscription.clone();
         } else {
             let from = match subscription.start {
@@ -29,6 +35,9 @@ impl Server {
                 StartAt::Now => commit_last,
             };
             state.data.readers.insert(subscription.name.clone(), Reader::new(subscription.clone(), from));
+        }
+        if let Some(log) = state.data.logs.get_mut(&subscription.log) {
+            log.routed = log.routed.min(changed_from.unwrap_or(log.routed));
         }
         state.flush();
         Ok(())
@@ -115,7 +124,7 @@ impl Server {
         &self,
         lease: &Lease,
         (to, settled): (u64, i64),
-        after: Option<i64>,
+        mut after: Option<i64>,
         limit: BatchLimit,
     ) -> Result<Page> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
@@ -126,6 +135,18 @@ impl Server {
         if lane.to != to || lane.settled < settled {
             return Err(window_undone("next_batch"));
         }
+        if lane.revision != reader.filters.len() - 1 {
+            // Everything that was read by the former filter is settled first.
+            if after.is_some_and(|read| read > lane.settled) {
+                return Ok(Page { batch: Batch::default(), end: None, window: to, wakeups });
+            }
+            lane.take_filter(reader.filters.len() - 1);
+            // What nobody wanted of the window may be wanted now.
+            let (from, settled) = (lane.from, lane.settled);
+            let is_left = !reader.page(log, lease.lane, (from, to), settled, limit, now).is_empty();
+            after = after.or(is_left.then_some(settled));
+        }
+        let lane = &mut reader.lanes[usize::from(lease.lane)];
         let opens = after.is_none() && log.commit_last > to;
         if opens {
             (lane.from, lane.to, lane.settled) = (to, log.commit_last, 0);

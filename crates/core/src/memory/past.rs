@@ -119,7 +119,7 @@ impl MemoryStore {
                 event,
                 seq: Seq(seq),
                 lane: reader.lane_of(event),
-                state: reader.state_of(seq, commit, event),
+                state: reader.state_of(log, seq, commit, event),
                 attempts: row.map_or(0, |row| row.attempts),
                 replays: row.map_or(0, |row| row.replays),
             });

@@ -15,7 +15,7 @@ use crate::kit::{lane_of, log_unknown, subscription_unknown};
 use crate::log::{Epoch, Lease};
 use crate::names::{Key, LogName, OwnerId, SubscriptionName};
 use crate::state::State as EventState;
-use crate::subscription::Subscription;
+use crate::subscription::{Filter, Subscription};
 
 use super::receive::Inbox;
 
@@ -55,6 +55,10 @@ pub(super) struct LogState {
     pub(super) commit_last: u64,
     pub(super) ids: HashMap<EventId, i64>,
     seq_last: i64,
+    /// Events that no subscription wants.
+    pub(super) unrouted: BTreeSet<i64>,
+    /// Up to which commit that was looked for.
+    pub(super) routed: u64,
 }
 
 /// One event; invisible until its transaction has committed.
@@ -68,6 +72,13 @@ pub(super) struct Row {
 #[derive(Clone)]
 pub(super) struct Reader {
     pub(super) subscription: Subscription,
+    /// Every filter it had, the present one last: a filter's revision is its place. The first is
+    /// of what lies before the beginning: nothing was wanted.
+    pub(super) filters: Vec<Option<Filter>>,
+    /// Skipped events that were sent all the same.
+    pub(super) sent: BTreeSet<i64>,
+    /// The highest replay an event of it had.
+    pub(super) replays: u32,
     pub(super) lanes: Vec<Lane>,
     pub(super) pause: Option<Pause>,
     /// Until when each relay counts as alive.
@@ -89,6 +100,19 @@ pub(super) struct Lane {
     pub(super) to: u64,
     /// Every row of the window up to here is dealt with.
     pub(super) settled: i64,
+    /// By which filter it reads.
+    pub(super) revision: usize,
+    /// How far it read by each filter before.
+    pub(super) passages: Vec<Passage>,
+}
+
+/// How far a lane came by one filter: its cursor when it took the next.
+#[derive(Clone)]
+pub(super) struct Passage {
+    revision: usize,
+    from: u64,
+    to: u64,
+    settled: i64,
 }
 
 /// An event that left the stream.
@@ -213,6 +237,7 @@ impl LogState {
 
     /// Takes rows back; their `seq` stays used.
     pub(super) fn remove(&mut self, seq: i64) {
+        self.unrouted.remove(&seq);
         let Some(row) = self.rows.remove(&seq) else { return };
         self.ids.remove(&row.event.id);
         let Some(commit) = row.commit else { return };
@@ -232,10 +257,14 @@ impl LogState {
 
 impl Reader {
     pub(super) fn new(subscription: Subscription, from: u64) -> Self {
-        let lanes = (0..subscription.lanes).map(|_| Lane { from, to: from, ..Lane::default() }).collect();
+        let before = Passage { revision: 0, from, to: from, settled: 0 };
+        let lane = Lane { from, to: from, revision: 1, passages: vec![before], ..Lane::default() };
         Self {
+            filters: vec![None, Some(subscription.filter.clone())],
+            sent: BTreeSet::new(),
+            replays: 0,
+            lanes: vec![lane; usize::from(subscription.lanes)],
             subscription,
-            lanes,
             pause: None,
             alive_until: HashMap::new(),
             deliveries: BTreeMap::new(),
@@ -244,7 +273,32 @@ impl Reader {
     }
 
     pub(super) fn wants(&self, event: &Event) -> bool {
-        self.subscription.filter.matches(event.topic.as_str(), event.tenant.as_ref().map(|tenant| tenant.as_str()))
+        wants(&self.subscription.filter, event)
+    }
+
+    /// The present filter's.
+    pub(super) fn revision(&self) -> usize {
+        self.filters.len() - 1
+    }
+
+    /// Whether its lane has passed an event.
+    pub(super) fn has_passed(&self, seq: i64, commit: u64, event: &Event) -> bool {
+        self.lanes[usize::from(self.lane_of(event))].has_passed(seq, commit)
+    }
+
+    /// The filter that its lane passed an event with, or the present one; 0 before the beginning.
+    pub(super) fn judged_by(&self, seq: i64, commit: u64, event: &Event) -> usize {
+        let lane = &self.lanes[usize::from(self.lane_of(event))];
+        match lane.has_passed(seq, commit) {
+            true => lane.passages.iter().find(|it| it.covers(seq, commit)).map_or(lane.revision, |it| it.revision),
+            false => self.revision(),
+        }
+    }
+
+    /// Whether an event goes out.
+    pub(super) fn takes(&self, seq: i64, commit: u64, event: &Event) -> bool {
+        let filter = self.filters[self.judged_by(seq, commit, event)].as_ref();
+        filter.is_some_and(|filter| wants(filter, event))
     }
 
     /// Which lane an event belongs to: its key decides, or its id when it has none.
@@ -255,10 +309,13 @@ impl Reader {
     }
 
     /// Where an event stands: its row says, or the cursor.
-    pub(super) fn state_of(&self, seq: i64, commit: u64, event: &Event) -> EventState {
+    pub(super) fn state_of(&self, log: &LogState, seq: i64, commit: u64, event: &Event) -> EventState {
         match self.deliveries.get(&seq) {
             Some(row) => row.state,
-            None if self.lanes[usize::from(self.lane_of(event))].has_passed(seq, commit) => EventState::Dispatched,
+            None if self.sent.contains(&seq) => EventState::Dispatched,
+            None if !self.takes(seq, commit, event) && log.unrouted.contains(&seq) => EventState::Unrouted,
+            None if !self.takes(seq, commit, event) => EventState::Skipped,
+            None if self.has_passed(seq, commit, event) => EventState::Dispatched,
             None => EventState::Pending,
         }
     }
@@ -343,8 +400,29 @@ impl Lane {
 
     /// Whether the cursor is beyond a row.
     pub(super) fn has_passed(&self, seq: i64, commit: u64) -> bool {
+        self.here().covers(seq, commit)
+    }
+
+    /// Reads on by another filter: only where nothing is given out and not settled, so that every
+    /// row is judged by one filter.
+    pub(super) fn take_filter(&mut self, revision: usize) {
+        self.passages.push(self.here());
+        self.revision = revision;
+    }
+
+    fn here(&self) -> Passage {
+        Passage { revision: self.revision, from: self.from, to: self.to, settled: self.settled }
+    }
+}
+
+impl Passage {
+    fn covers(&self, seq: i64, commit: u64) -> bool {
         commit <= self.from || (commit <= self.to && seq <= self.settled)
     }
+}
+
+fn wants(filter: &Filter, event: &Event) -> bool {
+    filter.matches(event.topic.as_str(), event.tenant.as_ref().map(|tenant| tenant.as_str()))
 }
 
 impl DeliveryRow {

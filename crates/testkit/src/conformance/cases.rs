@@ -76,7 +76,8 @@ macro_rules! conformance_suite {
             a_late_settlement_of_due_rows_undoes_no_replay
             a_settlement_that_stops_half_way_keeps_no_lock_for_longer_than_a_lease
             a_late_append_with_own_ids_stores_nothing_twice a_late_message_is_a_duplicate
-            a_late_replay_sends_nothing_twice a_late_discard_takes_back_nothing_delivered
+            a_late_replay_sends_nothing_twice a_late_replay_of_the_delivered_is_another_replay
+            a_late_look_for_what_nobody_wants_finds_nothing_twice a_late_discard_takes_back_nothing_delivered
             a_late_prune_takes_nothing_that_is_needed a_late_pause_is_the_same_pause
             a_late_handover_concerns_no_later_death
             a_late_subscribe_makes_nothing_again a_late_migration_up_changes_nothing
@@ -104,6 +105,8 @@ macro_rules! conformance_suite {
             a_settlement_repeated_makes_no_row_again a_settlement_of_due_rows_repeated_undoes_no_replay
             an_append_with_own_ids_is_stored_once an_append_without_ids_is_stored_whole_each_time
             a_message_that_was_stored_is_a_duplicate a_replay_repeated_replays_once
+            a_replay_of_the_delivered_repeated_is_one
+            a_look_for_what_nobody_wants_repeated_finds_nothing_twice
             a_discard_repeated_takes_out_nothing_more a_prune_repeated_takes_nothing_that_is_needed
             a_pause_repeated_is_one_pause a_handover_repeated_is_one a_subscription_is_made_once a_migration_that_was_done_is_done
         }
@@ -127,7 +130,8 @@ macro_rules! conformance_suite {
     (prune, $fixture:expr) => {
         $crate::conformance_cases! { prune, $fixture,
             old_dispatched_events_go_and_young_ones_stay nothing_undelivered_is_ever_pruned
-            every_subscription_must_have_passed discarded_events_go_once_they_are_passed unwanted_events_go_too
+            every_subscription_must_have_passed discarded_events_go_once_they_are_passed
+            events_that_one_does_not_want_go_with_the_others
             a_log_without_subscriptions_is_not_pruned another_logs_subscriptions_have_no_say
             pruning_an_unknown_log_is_not_found an_open_transaction_survives_pruning
             pruning_goes_on_until_nothing_is_left
@@ -167,6 +171,29 @@ macro_rules! conformance_suite {
             duplicates_are_settled_and_stored_once a_conflict_is_kept_out_and_settled
             no_more_are_on_their_way_than_may_be troubles_of_all_kinds_lose_nothing
             messages_are_stored_in_order_where_that_is_claimed
+        }
+    };
+    (replay, $fixture:expr) => {
+        $crate::conformance_cases! { replay, $fixture,
+            what_was_delivered_goes_out_again each_replay_of_an_event_has_its_own_number
+            what_was_skipped_goes_out_if_it_is_wanted_now_or_named
+            pending_discarded_and_dead_events_are_passed_over a_range_narrows_a_replay
+            a_replay_keeps_the_order_of_each_key
+            a_large_replay_goes_in_steps_over_a_range_that_stands bad_replays_are_refused
+        }
+    };
+    (routing, $fixture:expr) => {
+        $crate::conformance_cases! { routing, $fixture,
+            what_lies_before_the_beginning_is_skipped a_filter_is_that_of_its_time
+            a_new_filter_waits_for_what_was_given_out
+            a_new_filter_holds_for_the_next_holder_of_the_lane what_nobody_wants_is_unrouted
+            nothing_is_unrouted_where_one_wants_everything a_widened_filter_gets_what_was_unrouted
+            a_new_subscription_gets_what_was_unrouted
+            what_a_narrowed_filter_leaves_unread_is_unrouted
+            what_is_no_longer_everything_is_looked_at
+            nothing_is_decided_while_a_lane_has_yet_to_take_its_filter
+            an_open_transaction_is_looked_at_once_it_commits
+            what_is_unrouted_is_kept_until_it_is_given_up an_unknown_log_has_nothing_unrouted
         }
     };
     (settle, $fixture:expr) => {
@@ -237,7 +264,7 @@ mod tests {
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
             append apply dead_letters fidelity hold inspect late lease lost migrate order
-            prune read receive receiving settle sink source admin storm
+            prune read receive receiving replay routing settle sink source admin storm
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);
             let list = arm.and_then(|arm| arm.split("};").next()).unwrap_or_else(|| panic!("{suite} has no list"));

@@ -41,6 +41,10 @@ pub enum Call {
     Retry,
     /// `Admin::discard`.
     Discard,
+    /// `Admin::replay`.
+    Replay,
+    /// `Admin::note_unrouted`.
+    NoteUnrouted,
     /// `Admin::prune`.
     Prune,
     /// `Admin::pause`.

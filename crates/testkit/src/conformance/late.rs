@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use postbox_core::{EventId, LogName, Pause, Received, StartAt, State, Subscription};
+use postbox_core::{EventId, LogName, Pause, Received, Replay, StartAt, State, Subscription};
 
 use super::StoreFixture;
 use super::dead_letters::{handover, letters, texts};
@@ -191,6 +191,36 @@ pub async fn a_late_discard_takes_back_nothing_delivered(fixture: &dyn StoreFixt
     let stats = stats(&lane.store).await;
     assert_eq!((stats.discarded, stats.dispatched, stats.pending), (2, 2, 0));
     assert!(lane.due(10).await.deliveries.is_empty());
+}
+
+/// As a click at that moment would: what was delivered meanwhile goes out once more, under another
+/// number.
+pub async fn a_late_replay_of_the_delivered_is_another_replay(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), Delivered)]).await;
+    let replay = Replay { ids: Some(ids), ..Replay::default() };
+    let ask = call!(store, [replay], store.replay(&named("reader"), &replay));
+    twice(fixture, Call::Replay, ask, nothing).await;
+    let mut seen = Vec::new();
+    loop {
+        let due = lane.due(10).await;
+        let Some(delivery) = due.deliveries.first() else { break };
+        assert!(!seen.contains(&delivery.replay));
+        seen.push(delivery.replay);
+        lane.settle_due(&due, vec![Delivered]).await;
+    }
+    assert!((1..=2).contains(&seen.len()), "{seen:?}");
+}
+
+pub async fn a_late_look_for_what_nobody_wants_finds_nothing_twice(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [event("1")]).await;
+    let ask = call!(store, [], store.note_unrouted(&outbox()));
+    let comes = |store: Store| async move { drop(append(&store, [event("2")]).await) }.boxed();
+    twice(fixture, Call::NoteUnrouted, ask, comes).await;
+    while listed(&lane.store, State::Unrouted).await.len() < 2 {
+        _ = lane.store.note_unrouted(&outbox()).await.expect("noted");
+    }
+    assert_eq!(listed(&lane.store, State::Unrouted).await, ["1", "2"]);
 }
 
 pub async fn a_late_prune_takes_nothing_that_is_needed(fixture: &dyn StoreFixture) {

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{ErrorKind, EventId, LogName, Pause, Received, StartAt, State, Store, Subscription};
+use postbox_core::{
+    ErrorKind, EventId, LogName, NewEvent, Pause, Received, Replay, StartAt, State, Store, Subscription,
+};
 
 use super::StoreFixture;
 use super::dead_letters::{handover, letters, texts};
@@ -117,6 +119,39 @@ pub async fn a_discard_repeated_takes_out_nothing_more(fixture: &dyn StoreFixtur
     assert_eq!(payloads(&lane.drain_due().await), ["2"]);
     let batch = lane.next(10).await;
     assert_eq!((payloads(&batch.deliveries), batch.discarded.len()), (vec!["3".to_owned(), "4".to_owned()], 1));
+}
+
+/// What is on its way is passed over.
+pub async fn a_replay_of_the_delivered_repeated_is_one(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), Delivered)]).await;
+    let (reader, replay) = (named("reader"), Replay { ids: Some(ids), ..Replay::default() });
+    let ask = call!(store, [reader, replay], store.replay(&reader, &replay));
+    let again = lost(fixture, Call::Replay, &ask).await;
+    assert_eq!(again.replay(&reader, &replay).await.expect("asked").count, 0);
+    assert_eq!(payloads(&lane.drain_due().await), ["1"]);
+}
+
+/// Found once, and handed over once.
+pub async fn a_look_for_what_nobody_wants_repeated_finds_nothing_twice(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [event("1")]).await;
+    append(&lane.store, [NewEvent::json("a", "2")]).await;
+    lane.drain().await;
+    append(&lane.store, [NewEvent::json("a", "3")]).await;
+    lane.drain().await;
+    let ask = call!(store, [], store.note_unrouted(&outbox()));
+    let again = lost(fixture, Call::NoteUnrouted, &ask).await;
+    while listed(&again, State::Unrouted).await.is_empty() {
+        _ = again.note_unrouted(&outbox()).await.expect("noted");
+    }
+    assert_eq!(listed(&again, State::Unrouted).await, ["1"]);
+    lane.store.subscribe(&reader()).await.expect("a wider filter");
+    lane.drain().await;
+    // A subscription that takes everything is asked what it wants of them all the same.
+    lost(fixture, Call::NoteUnrouted, &ask).await;
+    while again.note_unrouted(&outbox()).await.expect("noted").more {}
+    assert_eq!(payloads(&lane.drain_due().await), ["1"]);
+    assert!(lane.drain_due().await.is_empty());
 }
 
 pub async fn a_prune_repeated_takes_nothing_that_is_needed(fixture: &dyn StoreFixture) {

@@ -168,6 +168,8 @@ impl CallFaults for MemoryFaults {
             Call::Position | Call::Settle => "settle",
             Call::Retry => "retry",
             Call::Discard => "discard",
+            Call::Replay => "replay",
+            Call::NoteUnrouted => "note_unrouted",
             Call::Prune => "prune",
             Call::Pause => "pause",
             Call::HandOver => "hand_over",

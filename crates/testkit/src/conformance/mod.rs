@@ -55,6 +55,10 @@ pub mod receive;
 #[doc(hidden)]
 pub mod receiving;
 #[doc(hidden)]
+pub mod replay;
+#[doc(hidden)]
+pub mod routing;
+#[doc(hidden)]
 pub mod settle;
 #[doc(hidden)]
 pub mod sink;
@@ -85,6 +89,8 @@ macro_rules! store_suite {
         $crate::conformance_suite!(admin, $fixture);
         $crate::conformance_suite!(dead_letters, $fixture);
         $crate::conformance_suite!(prune, $fixture);
+        $crate::conformance_suite!(routing, $fixture);
+        $crate::conformance_suite!(replay, $fixture);
         $crate::conformance_suite!(receive, $fixture);
         $crate::conformance_suite!(migrate, $fixture);
         $crate::conformance_suite!(lost, $fixture);

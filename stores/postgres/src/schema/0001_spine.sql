@@ -111,7 +111,10 @@ ${tag}$;
 
 CREATE TABLE {s}.log (
   name text PRIMARY KEY,
-  created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+  created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  -- How far events that no subscription wants were looked for, in the order (xid, seq).
+  routed_xid xid8 NOT NULL DEFAULT '0',
+  routed_seq bigint NOT NULL DEFAULT 0
 );
 
 -- Puts the rules on a log. NOT VALID: new rows are checked all the same, and a dump puts such a
@@ -200,6 +203,11 @@ CREATE TABLE {s}.subscription (
   lanes smallint NOT NULL CHECK (lanes BETWEEN 1 AND 256),
   -- Rises with the filter: a relay that reads with an older one asks again before it reads on.
   revision int NOT NULL DEFAULT 1,
+  -- The revision whose filter was asked which unrouted events it wants, and how far.
+  rerouted int NOT NULL DEFAULT 0,
+  rerouted_seq bigint NOT NULL DEFAULT 0,
+  -- The highest replay that an event of it had: the next is a number that no destination knows.
+  replays int NOT NULL DEFAULT 0,
   paused_by text,
   paused_why text,
   paused_until timestamptz,
@@ -216,6 +224,8 @@ CREATE TABLE {s}.lane (
   low bigint NOT NULL,
   high bigint NOT NULL,
   last_seq bigint NOT NULL,
+  -- By which filter it reads.
+  revision int NOT NULL DEFAULT 1,
   epoch bigint NOT NULL DEFAULT 0,
   owner text,
   lease_until timestamptz,
@@ -226,6 +236,41 @@ CREATE TABLE {s}.lane (
   cluster bigint NOT NULL DEFAULT {s}.cluster_id(),
   PRIMARY KEY (subscription, lane)
 ) WITH (fillfactor = 20, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);
+
+-- Every filter that a subscription had, the present one too. Of revision 0 there is none: of what
+-- lies before the beginning nothing was wanted.
+CREATE TABLE {s}.filter (
+  subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
+  revision int NOT NULL,
+  topics text[] NOT NULL,
+  tenant text,
+  PRIMARY KEY (subscription, revision)
+);
+
+-- How far a lane came by a filter: its cursor when it took the next.
+CREATE TABLE {s}.passage (
+  subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
+  lane smallint NOT NULL,
+  revision int NOT NULL,
+  from_snap pg_snapshot NOT NULL,
+  to_snap pg_snapshot NOT NULL,
+  last_seq bigint NOT NULL,
+  PRIMARY KEY (subscription, lane, revision)
+);
+
+-- Skipped events that were sent all the same: by a replay, or because nobody had wanted them.
+CREATE TABLE {s}.sent (
+  subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
+  seq bigint NOT NULL,
+  PRIMARY KEY (subscription, seq)
+);
+
+-- Events that no subscription of their log wants.
+CREATE TABLE {s}.unrouted (
+  log text NOT NULL REFERENCES {s}.log (name),
+  seq bigint NOT NULL,
+  PRIMARY KEY (log, seq)
+);
 
 CREATE TABLE {s}.replica (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,

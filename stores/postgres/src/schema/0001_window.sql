@@ -19,7 +19,8 @@
 --            settled as read
 --   undone   the cursor is not what the caller remembers: a crash or a failover took it back, or an
 --            earlier call whose answer was lost moved it on
---   changed  the subscription's filter is not the one the caller brings
+--   changed  the filter of the subscription, or the one the lane reads by, is not the one that the
+--            caller brings
 --   page     rows of the window; nothing was written
 --   nothing  nothing was committed since the window ended; nothing was written
 --   window   the next window is open, and written down; perhaps nothing in it is wanted
@@ -54,6 +55,7 @@ BEGIN
       after_seq bigint := coalesce(read_after, 0);
       window_low bigint;
       window_high bigint;
+      window_passed bigint;
       ended xid8[];
       given bigint := 0;
       stragglers bigint := 0;
@@ -62,10 +64,10 @@ BEGIN
     BEGIN
       -- By its place first: while anybody in the database holds a snapshot, no old version of the
       -- row can be removed, and a look-up by key walks over all of them.
-      SELECT l.ctid, l.from_snap, l.to_snap, l.low, l.high, l.last_seq INTO at FROM {s}.lane AS l
+      SELECT l.ctid, l.from_snap, l.to_snap, l.low, l.high, l.last_seq, l.revision INTO at FROM {s}.lane AS l
         WHERE l.ctid = spot AND {held};
       IF NOT FOUND THEN
-        SELECT l.ctid, l.from_snap, l.to_snap, l.low, l.high, l.last_seq INTO at FROM {s}.lane AS l
+        SELECT l.ctid, l.from_snap, l.to_snap, l.low, l.high, l.last_seq, l.revision INTO at FROM {s}.lane AS l
           WHERE {held};
       END IF;
       IF at.ctid IS NULL OR pg_is_in_recovery() THEN
@@ -74,7 +76,8 @@ BEGIN
         RETURN;
       END IF;
       place := at.ctid::text;
-      IF NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = of_subscription AND s.revision = under_revision) THEN
+      IF at.revision <> under_revision
+         OR NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = of_subscription AND s.revision = under_revision) THEN
         verdict := 'changed';
         RETURN NEXT;
         RETURN;
@@ -188,18 +191,20 @@ BEGIN
       END IF;
       window_low := coalesce(window_low, 0);
       window_high := coalesce(window_high, 0);
+      -- A window without anything for the lane is passed at once; the first has no end to name.
+      window_passed := CASE WHEN given + stragglers = 0 AND pg_snapshot_xmax(old_snap) > '1' THEN window_high ELSE 0 END;
       -- Conditional on the very cursor that was read, not on the epoch alone: this call may be done
       -- after its caller gave it up and asked again under the same epoch, and a second window
       -- opened over the first would drop the first unread. An UPDATE by ctid follows a concurrent
       -- one to the new row, so the place protects nothing. docs/cursor.md, write W1.
       UPDATE {s}.lane AS l
-        SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = 0
+        SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed
         WHERE l.ctid = at.ctid AND {held} AND l.to_snap::text = last_snap
         RETURNING l.ctid::text, l.cluster = {s}.cluster_id() INTO place, is_native;
       -- Between the look and now the row can have been renewed, and so moved, or taken over.
       IF place IS NULL THEN
         UPDATE {s}.lane AS l
-          SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = 0
+          SET from_snap = at.to_snap, to_snap = new_snap, low = window_low, high = window_high, last_seq = window_passed
           WHERE {held} AND l.to_snap::text = last_snap
           RETURNING l.ctid::text, l.cluster = {s}.cluster_id() INTO place, is_native;
       END IF;

@@ -27,11 +27,15 @@ const IDENTIFIER_BYTES_MAX: usize = 63;
 
 /// Our own tables, and what would have functions like ours (`create_window`): no log may be called
 /// like one.
-const RESERVED_NAMES: [&str; 11] = [
+const RESERVED_NAMES: [&str; 15] = [
     "log",
     "subscription",
     "lane",
     "delivery",
+    "filter",
+    "passage",
+    "sent",
+    "unrouted",
     "receipt",
     "once",
     "conflict",

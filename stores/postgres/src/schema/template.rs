@@ -62,8 +62,35 @@ const FRAGMENTS: &[(&str, &str)] = &[
   WHERE l.topic LIKE replace(replace(replace(replace(wanted.topic, chr(92), chr(92) || chr(92)), '%', chr(92) || '%'), '_', chr(92) || '_'), '*', '%')))
   AND (s.tenant IS NULL OR l.tenant = s.tenant))",
     ),
-    // The state of an event `l` with the delivery row `d`, if it has one.
-    ("state", "coalesce(d.state, CASE WHEN {is_unread} THEN 'pending' ELSE 'dispatched' END)"),
+    // By which revision of its filter the subscription of the lane `n` passed the row `l` of its log,
+    // or will read it.
+    (
+        "judged",
+        "CASE WHEN {is_unread} THEN (SELECT f.revision FROM {s}.filter AS f WHERE f.subscription = n.subscription ORDER BY f.revision DESC LIMIT 1)
+    ELSE coalesce((SELECT p.revision FROM {s}.passage AS p WHERE p.subscription = n.subscription AND p.lane = n.lane
+      AND (pg_visible_in_snapshot(l.xid, p.from_snap) OR (pg_visible_in_snapshot(l.xid, p.to_snap) AND l.seq <= p.last_seq))
+      ORDER BY p.revision LIMIT 1), n.revision) END",
+    ),
+    // True where row `l` was skipped by the subscription of the lane `n`, and sent all the same.
+    ("is_sent", "EXISTS (SELECT FROM {s}.sent AS t WHERE t.subscription = n.subscription AND t.seq = l.seq)"),
+    // True where row `l` goes out, or went out, to the subscription of the lane `n`.
+    (
+        "is_taken",
+        "EXISTS (SELECT FROM {s}.filter AS s WHERE s.subscription = n.subscription AND s.revision = {judged} AND {is_wanted})",
+    ),
+    // True where a subscription of the log `g` takes everything that was not looked at yet.
+    (
+        "takes_everything",
+        "EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name AND s.topics = '{}' AND s.tenant IS NULL
+    AND NOT EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = s.id AND pg_snapshot_xmax(p.to_snap) > g.routed_xid))",
+    ),
+    // The state of an event `l` with the delivery row `d`, if it has one. `{name}` is its log.
+    (
+        "state",
+        "coalesce(d.state, CASE WHEN {is_sent} THEN 'dispatched' WHEN NOT {is_taken} THEN
+      CASE WHEN EXISTS (SELECT FROM {s}.unrouted AS u WHERE u.log = '{name}' AND u.seq = l.seq) THEN 'unrouted' ELSE 'skipped' END
+    WHEN {is_unread} THEN 'pending' ELSE 'dispatched' END)",
+    ),
     // An event's columns and its standing, for a record.
     (
         "record_columns",

@@ -1,0 +1,279 @@
+//! What goes out to whom: skipped is what a subscription did not want when it passed it, unrouted is
+//! what nobody wants.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{ErrorKind, EventId, NewEvent, StartAt, State, Store, Subscription};
+
+use super::StoreFixture;
+use super::harness::*;
+
+/// A subscription of the same name with another filter.
+async fn wants(store: &Arc<dyn Store>, name: &str, topic: &str) {
+    store.subscribe(&Subscription { name: named(name), ..reader_of(topic) }).await.expect("another filter");
+}
+
+fn of_topic(topic: &str, payload: &str) -> NewEvent {
+    NewEvent::json(topic, payload.to_owned())
+}
+
+async fn state(store: &Arc<dyn Store>, name: &str, id: EventId) -> State {
+    store.get(&named(name), id).await.expect("asked").expect("in the log").state
+}
+
+/// Looks until so many were found: rows are looked at once no transaction is open that began before
+/// them, whoever's it is.
+async fn find(store: &Arc<dyn Store>, expected: u64) {
+    let mut found = 0;
+    let all = async {
+        while found < expected {
+            found += note(store).await;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, all).await.expect("found in time");
+    assert_eq!(found, expected);
+}
+
+/// Looks until there is no more to look at; how many were found.
+async fn note(store: &Arc<dyn Store>) -> u64 {
+    let mut found = 0;
+    for _ in 0..1_000 {
+        let routed = store.note_unrouted(&outbox()).await.expect("noted");
+        found += routed.unrouted;
+        if !routed.more {
+            return found;
+        }
+    }
+    panic!("looking never ends");
+}
+
+async fn unrouted(store: &Arc<dyn Store>) -> Vec<(String, u64)> {
+    let unrouted = store.unrouted(&outbox()).await.expect("counted");
+    assert_eq!(unrouted.count, unrouted.topics.iter().map(|topic| topic.count).sum::<u64>());
+    unrouted.topics.into_iter().map(|topic| (topic.topic, topic.count)).collect()
+}
+
+pub async fn what_lies_before_the_beginning_is_skipped(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let before = append(&store, [event("before")]).await[0];
+    let lane = Lane::open_as(fixture, &Subscription { start: StartAt::Now, ..reader() }).await;
+    let after = append(&store, [event("after")]).await[0];
+    assert_eq!(
+        (state(&store, "reader", before).await, state(&store, "reader", after).await),
+        (State::Skipped, State::Pending)
+    );
+    assert_eq!(payloads(&lane.drain().await), ["after"]);
+    assert_eq!(
+        (state(&store, "reader", before).await, state(&store, "reader", after).await),
+        (State::Skipped, State::Dispatched)
+    );
+    assert_eq!(note(&store).await, 0, "nobody's filter left it out");
+    assert_eq!(listed(&store, State::Skipped).await, ["before"]);
+    assert_eq!(listed(&store, State::Dispatched).await, ["after"]);
+    let stats = stats(&store).await;
+    assert_eq!((stats.dispatched, stats.total), (1, 1));
+}
+
+/// Each event is judged by the filter it was passed with.
+pub async fn a_filter_is_that_of_its_time(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    let first = append(&lane.store, [of_topic("a", "a1"), of_topic("b", "b1")]).await;
+    assert_eq!(payloads(&lane.drain().await), ["a1"]);
+    append(&lane.store, [of_topic("a", "a2")]).await;
+    assert_eq!(payloads(&lane.drain().await), ["a2"], "and with it everything before is passed");
+    wants(&lane.store, "reader", "b").await;
+    let second = append(&lane.store, [of_topic("a", "a3"), of_topic("b", "b3")]).await;
+    assert_eq!(payloads(&lane.drain().await), ["b3"]);
+    wants(&lane.store, "reader", "c").await;
+    lane.drain().await;
+    for (id, expected) in [
+        (first[0], State::Dispatched),
+        (first[1], State::Skipped),
+        (second[0], State::Skipped),
+        (second[1], State::Dispatched),
+    ] {
+        assert_eq!(state(&lane.store, "reader", id).await, expected, "{id}");
+    }
+    assert_eq!(listed(&lane.store, State::Dispatched).await, ["a1", "a2", "b3"]);
+    assert_eq!(listed(&lane.store, State::Skipped).await, ["b1", "a3"]);
+}
+
+/// What was given out by the former filter is settled before anything is read by the next.
+pub async fn a_new_filter_waits_for_what_was_given_out(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [of_topic("a", "a1"), of_topic("b", "b1"), of_topic("a", "a2"), of_topic("b", "b2")]).await;
+    let first = lane.next(1).await;
+    assert_eq!(payloads(&first.deliveries), ["a1"]);
+    wants(&lane.store, "reader", "*").await;
+    assert!(lane.next(10).await.is_empty(), "a1 is not settled");
+    lane.settle(&first, vec![]).await;
+    assert_eq!(payloads(&lane.drain().await), ["b1", "a2", "b2"], "beyond what was settled, by the new filter");
+    assert_eq!(listed(&lane.store, State::Dispatched).await, ["a1", "b1", "a2", "b2"]);
+}
+
+pub async fn a_new_filter_holds_for_the_next_holder_of_the_lane(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [of_topic("a", "a1"), of_topic("b", "b1")]).await;
+    assert_eq!(payloads(&lane.next(10).await.deliveries), ["a1"]);
+    wants(&lane.store, "reader", "b").await;
+    let next = lane.taken_over().await;
+    assert_eq!(payloads(&next.drain().await), ["b1"], "a1 was not settled, and is not wanted any more");
+    assert_eq!(listed(&lane.store, State::Skipped).await, ["a1"]);
+}
+
+pub async fn what_nobody_wants_is_unrouted(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    wants(&lane.store, "other", "b").await;
+    let ids =
+        append(&lane.store, [of_topic("a", "1"), of_topic("b", "2"), of_topic("c", "3"), of_topic("c.d", "4")]).await;
+    find(&lane.store, 2).await;
+    assert_eq!(note(&lane.store).await, 0, "each is found once");
+    assert_eq!(unrouted(&lane.store).await, [("c".to_owned(), 1), ("c.d".to_owned(), 1)]);
+    for name in ["reader", "other"] {
+        assert_eq!(state(&lane.store, name, ids[2]).await, State::Unrouted);
+    }
+    assert_eq!(
+        (state(&lane.store, "reader", ids[1]).await, state(&lane.store, "other", ids[1]).await),
+        (State::Skipped, State::Pending)
+    );
+    assert_eq!(listed(&lane.store, State::Unrouted).await, ["3", "4"]);
+    assert_eq!(payloads(&lane.drain().await), ["1"]);
+}
+
+pub async fn nothing_is_unrouted_where_one_wants_everything(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    wants(&lane.store, "other", "b").await;
+    append(&lane.store, [of_topic("c", "1")]).await;
+    assert_eq!(note(&lane.store).await, 0);
+    assert_eq!(payloads(&lane.drain().await), ["1"]);
+    assert_eq!((note(&lane.store).await, unrouted(&lane.store).await), (0, vec![]));
+}
+
+/// It was nobody's yet when it was passed, and comes to the first that wants it: once.
+pub async fn a_widened_filter_gets_what_was_unrouted(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    let passed =
+        append(&lane.store, [of_topic("b", "b1").key("k"), of_topic("b", "b2").key("k"), of_topic("c", "c1")]).await;
+    append(&lane.store, [of_topic("a", "a1")]).await;
+    lane.drain().await;
+    append(&lane.store, [of_topic("a", "a2")]).await;
+    lane.drain().await;
+    append(&lane.store, [of_topic("b", "b3").key("k")]).await;
+    find(&lane.store, 4).await;
+    wants(&lane.store, "reader", "b").await;
+    let unread = payloads(&lane.drain().await);
+    note(&lane.store).await;
+    let mut got = payloads(&lane.drain_due().await);
+    got.extend(unread);
+    assert_eq!(got, ["b1", "b2", "b3"], "what was passed by rows, in the order of its key; what was not by the stream");
+    assert_eq!(state(&lane.store, "reader", passed[0]).await, State::Dispatched);
+    assert_eq!(unrouted(&lane.store).await, [("c".to_owned(), 1)]);
+    assert_eq!((note(&lane.store).await, lane.drain_due().await.len()), (0, 0));
+}
+
+pub async fn a_new_subscription_gets_what_was_unrouted(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [of_topic("b", "b1")]).await;
+    find(&lane.store, 1).await;
+    let now = Subscription { name: named("now"), start: StartAt::Now, ..reader_of("b") };
+    lane.store.subscribe(&now).await.expect("new");
+    note(&lane.store).await;
+    assert_eq!(unrouted(&lane.store).await, [("b".to_owned(), 1)], "it begins later");
+    let late = Lane::open_as(fixture, &Subscription { name: named("late"), ..reader_of("b") }).await;
+    note(&lane.store).await;
+    assert_eq!(unrouted(&lane.store).await, []);
+    assert_eq!(payloads(&late.drain().await), ["b1"]);
+    assert!(late.drain_due().await.is_empty(), "once");
+}
+
+/// Looked at before it was read: it was wanted then.
+pub async fn what_a_narrowed_filter_leaves_unread_is_unrouted(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [of_topic("a", "a1")]).await;
+    lane.drain().await;
+    append(&lane.store, [of_topic("a", "a2")]).await;
+    assert_eq!(note(&lane.store).await, 0);
+    wants(&lane.store, "reader", "b").await;
+    lane.drain().await;
+    find(&lane.store, 1).await;
+    assert_eq!(listed(&lane.store, State::Unrouted).await, ["a2"]);
+    assert_eq!(listed(&lane.store, State::Dispatched).await, ["a1"]);
+}
+
+/// The same of a filter that took everything, where nothing was looked at.
+pub async fn what_is_no_longer_everything_is_looked_at(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, [of_topic("a", "a1")]).await;
+    lane.drain().await;
+    append(&lane.store, [of_topic("a", "a2")]).await;
+    note(&lane.store).await;
+    wants(&lane.store, "reader", "b").await;
+    lane.drain().await;
+    find(&lane.store, 1).await;
+    assert_eq!(listed(&lane.store, State::Unrouted).await, ["a2"]);
+    assert_eq!(listed(&lane.store, State::Dispatched).await, ["a1"]);
+}
+
+/// Until the lane that is held reads by the new filter, nobody knows by which an event is passed.
+pub async fn nothing_is_decided_while_a_lane_has_yet_to_take_its_filter(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [of_topic("a", "a1"), of_topic("b", "b1"), of_topic("a", "a2")]).await;
+    let given = lane.next(10).await;
+    wants(&lane.store, "reader", "b").await;
+    assert_eq!(note(&lane.store).await, 0);
+    lane.settle(&given, vec![]).await;
+    assert_eq!(note(&lane.store).await, 0, "b1 was passed by the former filter, but that is not known yet");
+    lane.drain().await;
+    find(&lane.store, 1).await;
+    note(&lane.store).await;
+    assert_eq!(payloads(&lane.drain_due().await), ["b1"], "nobody wanted it then; now somebody does");
+    assert_eq!(unrouted(&lane.store).await, []);
+}
+
+pub async fn an_open_transaction_is_looked_at_once_it_commits(fixture: &dyn StoreFixture) {
+    let Some(mut open) = begin_beside_others(fixture).await else { return };
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    open.append(&outbox(), &[of_topic("b", "late")]).await.expect("appended");
+    append(&lane.store, [of_topic("b", "early")]).await;
+    let early = note(&lane.store).await;
+    open.commit().await;
+    find(&lane.store, 2 - early).await;
+    assert_eq!(unrouted(&lane.store).await, [("b".to_owned(), 2)]);
+}
+
+pub async fn what_is_unrouted_is_kept_until_it_is_given_up(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [of_topic("b", "b1"), of_topic("a", "a1")]).await;
+    lane.drain().await;
+    append(&lane.store, [of_topic("a", "a2")]).await;
+    lane.drain().await;
+    fixture.pass(SHORT).await;
+    prune_all(&lane.store).await;
+    assert_eq!(listed(&lane.store, State::Skipped).await.len() + listed(&lane.store, State::Unrouted).await.len(), 1);
+    while listed(&lane.store, State::Unrouted).await.is_empty() {
+        note(&lane.store).await;
+    }
+    prune_all(&lane.store).await;
+    assert_eq!(unrouted(&lane.store).await, [("b".to_owned(), 1)]);
+    assert_eq!(lane.store.give_up_unrouted(&outbox(), HOUR).await.expect("young"), 0);
+    assert_eq!(lane.store.give_up_unrouted(&outbox(), Duration::ZERO).await.expect("given up"), 1);
+    assert_eq!(listed(&lane.store, State::Skipped).await, ["b1"]);
+    prune_all(&lane.store).await;
+    assert_eq!((unrouted(&lane.store).await, listed(&lane.store, State::Skipped).await.len()), (vec![], 0));
+    assert_eq!(note(&lane.store).await, 0);
+}
+
+pub async fn an_unknown_log_has_nothing_unrouted(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    refused(store.note_unrouted(&nowhere()).await, ErrorKind::NotFound, "log_unknown");
+    refused(store.unrouted(&nowhere()).await, ErrorKind::NotFound, "log_unknown");
+    refused(store.give_up_unrouted(&nowhere(), HOUR).await, ErrorKind::NotFound, "log_unknown");
+    append(&store, [event("1")]).await;
+    assert_eq!(note(&store).await, 0, "nobody reads it: nothing is decided");
+}
+
+async fn prune_all(store: &Arc<dyn Store>) {
+    while store.prune(&outbox(), Duration::ZERO).await.expect("pruned") > 0 {}
+}

@@ -1,0 +1,90 @@
+//! Sending events again: what went out or was skipped leaves the stream once more, with rows that are
+//! due now.
+
+use std::collections::BTreeSet;
+
+use postbox_core::{Key, Replay, Replayed, Result, Seq, SubscriptionName, TopicPattern};
+use tokio_postgres::Row;
+use uuid::Uuid;
+
+use crate::admin::{CLEAR_FOLLOWER_DUE, LANE_LOCK};
+use crate::params::params;
+use crate::session::Session;
+use crate::subscription::{SubscriptionRow, look_up};
+
+/// Places of the log that one step looks at: some tens of milliseconds under the lanes' locks,
+/// however few of them are meant.
+const STEP_LOOK_MAX: i64 = 20_000;
+
+/// The first and the last place of a log. Index: its primary key, from both ends.
+const LOG_ENDS: &str = "SELECT coalesce(min(l.seq), 0), coalesce(max(l.seq), 0) FROM {log} AS l";
+
+/// The replay of this step: a number that no event of the subscription had before. Index: primary
+/// key. Locks the row.
+pub(crate) const REPLAY_NEXT: &str =
+    "UPDATE {s}.subscription SET replays = replays + 1 WHERE id = $1 RETURNING replays";
+
+/// Makes rows of events between two places, oldest first. Index: the log's primary key, walked
+/// between the two; of ids, its unique one. Locks nothing but the new rows.
+const DELIVERY_REPLAY: &str = "
+WITH chosen AS MATERIALIZED (
+  SELECT n.lane, l.seq, l.key, o.ordering, {is_taken} AS taken
+  FROM {chosen} AS l
+  JOIN {s}.subscription AS o ON o.id = $1
+  JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes
+  WHERE l.seq > $3 AND l.seq <= $4 AND ($6::text IS NULL OR l.topic LIKE $6) AND ($7::text IS NULL OR l.key = $7)
+    AND ($8::timestamptz IS NULL OR l.created_at >= $8) AND ($9::timestamptz IS NULL OR l.created_at < $9)
+    AND ($5::uuid[] IS NOT NULL OR EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND {is_wanted}))
+    AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq OFFSET 0)
+    AND NOT ({is_unread} AND {is_taken})
+  ORDER BY l.seq LIMIT $10),
+noted AS (INSERT INTO {s}.sent (subscription, seq) SELECT $1, c.seq FROM chosen AS c WHERE NOT c.taken ON CONFLICT DO NOTHING)
+INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, replays, due_at)
+SELECT $1, c.lane, c.seq, c.key, 'retrying', c.ordering = 'key', $2, statement_timestamp() FROM chosen AS c ORDER BY c.seq
+ON CONFLICT DO NOTHING RETURNING seq, key";
+
+/// They are on their way now. Index: primary key.
+const UNROUTED_FORGET: &str = "DELETE FROM {s}.unrouted AS u WHERE u.log = $1 AND u.seq = ANY ($2::bigint[])";
+
+/// One step.
+pub(crate) async fn replay(session: &Session, name: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
+    let subscription = look_up(session, name).await?;
+    let ends = session.row(&session.log_sql(LOG_ENDS, &subscription.log), &[]).await?;
+    let (first, last): (i64, i64) = (ends.get(0), ends.get(1));
+    let through = replay.through.map_or(last, |through| through.0.min(last));
+    let after = replay.after.map_or(first - 1, |after| after.0.max(first - 1));
+    let until = match replay.ids {
+        Some(_) => through,
+        None => through.min(after.saturating_add(STEP_LOOK_MAX)),
+    };
+    let id = subscription.id;
+    session.rows(&session.sql(LANE_LOCK), &params![id]).await?;
+    let number: i32 = session.row(&session.sql(REPLAY_NEXT), &params![id]).await?.get(0);
+    let ids: Option<Vec<Uuid>> = replay.ids.as_ref().map(|ids| ids.iter().map(|id| id.as_uuid()).collect());
+    let topic = replay.topic.as_ref().map(TopicPattern::to_like);
+    let key = replay.key.as_ref().map(Key::as_str);
+    let limit = replay.step_max() as i64;
+    let chosen = match ids {
+        Some(_) => "(SELECT * FROM {log} WHERE id = ANY ($5) OFFSET 0)",
+        None => "{log}",
+    };
+    let template = DELIVERY_REPLAY.replace("{chosen}", chosen);
+    let params = params![id, number, after, until, ids, topic, key, replay.since, replay.until, limit];
+    let rows = session.rows(&session.log_sql(&template, &subscription.log), &params).await?;
+    let seqs = made(session, &subscription, &rows).await?;
+    let is_full = seqs.len() as i64 == limit;
+    let next = if is_full { seqs.last().copied() } else { (until < through).then_some(until) };
+    Ok(Replayed { count: seqs.len() as u64, next: next.map(Seq), through: Seq(through) })
+}
+
+/// What follows from rows that were made, given as `seq` and key: their places, in order.
+pub(crate) async fn made(session: &Session, subscription: &SubscriptionRow, rows: &[Row]) -> Result<Vec<i64>> {
+    let mut seqs: Vec<i64> = rows.iter().map(|row| row.get(0)).collect();
+    seqs.sort_unstable();
+    let keys: BTreeSet<String> = rows.iter().filter_map(|row| row.get(1)).collect();
+    let keys: Vec<String> = keys.into_iter().collect();
+    let log = subscription.log.as_str();
+    session.execute(&session.sql(UNROUTED_FORGET), &params![log, seqs]).await?;
+    session.execute(&session.sql(CLEAR_FOLLOWER_DUE), &params![subscription.id, keys]).await?;
+    Ok(seqs)
+}

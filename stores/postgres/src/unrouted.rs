@@ -1,0 +1,160 @@
+//! Events that no subscription of their log wants: found once they are old enough that nothing can
+//! come before them, kept, and handed to the first subscription that begins to want them.
+//!
+//! It is decided by the filter that a lane passed an event with, or will read it with. So nothing is
+//! decided while a lane has yet to take a new filter, and what was decided is looked at again when
+//! a filter changes: docs/cursor.md, writes W13 and W14.
+
+use std::time::Duration;
+
+use postbox_core::kit::unrouted;
+use postbox_core::limits::UNROUTED_COUNT_MAX;
+use postbox_core::{LogName, Result, Routed, SubscriptionName, Unrouted};
+
+use crate::admin::LANE_LOCK;
+use crate::classify::{is_undefined, log_unknown};
+use crate::decode::Raw;
+use crate::params::params;
+use crate::replay::{REPLAY_NEXT, made};
+use crate::session::Session;
+use crate::subscription::look_up;
+
+/// Rows that one step looks at.
+const STEP_LOOK_MAX: i64 = 10_000;
+
+/// The log's place, and what keeps from going on: a lane has yet to take a new filter; and from
+/// looking further: nobody reads it, or a subscription takes everything that was not looked at.
+/// Indexes: primary keys. Locks the
+/// log's row, unless somebody does.
+const LOG_ROUTED: &str = "
+SELECT g.routed_xid::text, g.routed_seq,
+  EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id
+    WHERE s.log = g.name AND n.revision <> s.revision AND n.lease_until > clock_timestamp()),
+  NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name) OR {takes_everything}
+FROM {s}.log AS g WHERE g.name = $1 FOR NO KEY UPDATE SKIP LOCKED";
+
+/// Index: primary key. No lock.
+const LOG_EXISTS: &str = "SELECT FROM {s}.log WHERE name = $1";
+
+/// The next subscription whose filter is new to unrouted events. Reads a small table.
+const SUBSCRIPTION_TO_REROUTE: &str = "
+SELECT s.name, s.rerouted_seq FROM {s}.subscription AS s WHERE s.log = $1 AND s.rerouted <> s.revision ORDER BY s.id LIMIT 1";
+
+/// Unrouted events from a place on that the subscription wants now: those that its lanes have
+/// passed by a former filter get rows, the others it is about to read. What lies before its
+/// beginning stays. Indexes: primary keys.
+const UNROUTED_TAKE: &str = "
+WITH looked AS MATERIALIZED (
+  SELECT u.seq FROM {s}.unrouted AS u WHERE u.log = $3 AND u.seq > $4 ORDER BY u.seq LIMIT $5),
+wanted AS MATERIALIZED (
+  SELECT l.seq, l.key, n.subscription, n.lane, s.ordering, {is_taken} AS taken
+  FROM looked AS k JOIN {log} AS l ON l.seq = k.seq
+  JOIN {s}.subscription AS s ON s.id = $1
+  JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+  WHERE {is_wanted} AND {judged} > 0),
+gone AS (DELETE FROM {s}.unrouted AS u USING wanted AS w WHERE u.log = $3 AND u.seq = w.seq),
+noted AS (INSERT INTO {s}.sent (subscription, seq) SELECT w.subscription, w.seq FROM wanted AS w WHERE NOT w.taken ON CONFLICT DO NOTHING),
+sent AS (
+  INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, replays, due_at)
+  SELECT w.subscription, w.lane, w.seq, w.key, 'retrying', w.ordering = 'key', $2, statement_timestamp()
+  FROM wanted AS w WHERE NOT w.taken ORDER BY w.seq ON CONFLICT DO NOTHING RETURNING seq, key),
+progress AS (
+  UPDATE {s}.subscription AS s SET
+    rerouted_seq = CASE WHEN k.looked < $5 THEN 0 ELSE k.last END,
+    rerouted = CASE WHEN k.looked < $5 THEN s.revision ELSE s.rerouted END
+  FROM (SELECT count(*) AS looked, max(seq) AS last FROM looked) AS k WHERE s.id = $1)
+SELECT seq, key FROM sent";
+
+/// Looks at the next rows that are older than every open transaction, and keeps those that nobody
+/// wanted: a filter left them out, and not only the beginning of all who read. Somebody whose filter changed since may want them now: it is asked again. Index:
+/// `(xid, seq)` of the log, walked from its place.
+const LOG_ROUTE: &str = "
+WITH page AS MATERIALIZED (
+  SELECT l.xid, l.seq, l.topic, l.tenant, l.slot FROM {log} AS l
+  WHERE (l.xid, l.seq) > ($2::text::xid8, $3) AND l.xid < pg_snapshot_xmin(pg_current_snapshot())
+  ORDER BY l.xid, l.seq LIMIT $4),
+kept AS (
+  INSERT INTO {s}.unrouted (log, seq)
+  SELECT $1, l.seq FROM page AS l
+  WHERE NOT EXISTS (
+    SELECT FROM {s}.subscription AS o JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes
+    WHERE o.log = $1 AND ({is_taken} OR {is_sent} OR EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = o.id AND d.seq = l.seq)) OFFSET 0)
+  AND EXISTS (
+    SELECT FROM {s}.subscription AS o JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes
+    WHERE o.log = $1 AND {judged} > 0 OFFSET 0)
+  ON CONFLICT DO NOTHING RETURNING seq),
+ask AS (
+  UPDATE {s}.subscription AS o SET rerouted = 0,
+    rerouted_seq = least(k.seq - 1, CASE WHEN o.rerouted = o.revision THEN k.seq - 1 ELSE o.rerouted_seq END)
+  FROM (SELECT min(seq) AS seq FROM kept) AS k
+  WHERE o.log = $1 AND k.seq IS NOT NULL
+    AND EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = o.id AND p.revision > 0 AND pg_snapshot_xmax(p.to_snap) > $2::text::xid8)),
+last AS (SELECT p.xid, p.seq FROM page AS p ORDER BY p.xid DESC, p.seq DESC LIMIT 1),
+moved AS (UPDATE {s}.log AS g SET routed_xid = last.xid, routed_seq = last.seq FROM last WHERE g.name = $1)
+SELECT (SELECT count(*) FROM page), (SELECT count(*) FROM kept)";
+
+/// Unrouted events by topic, oldest first. Indexes: primary keys. No lock.
+const UNROUTED_COUNT: &str = "
+SELECT l.topic, count(*), (extract(epoch FROM clock_timestamp() - min(l.created_at)) * 1000000)::bigint
+FROM (SELECT u.seq FROM {s}.unrouted AS u WHERE u.log = $1 ORDER BY u.seq LIMIT $2) AS k
+JOIN {log} AS l ON l.seq = k.seq GROUP BY l.topic";
+
+/// Unrouted events that are old, a step of them, oldest first. Indexes: primary keys. Locks the
+/// rows; those that somebody else takes are passed over.
+const UNROUTED_GIVE_UP: &str = "
+DELETE FROM {s}.unrouted AS u USING (
+  SELECT k.seq FROM {s}.unrouted AS k LEFT JOIN {log} AS l ON l.seq = k.seq
+  WHERE k.log = $1 AND (l.seq IS NULL OR l.created_at <= statement_timestamp() - $2 * interval '1 microsecond')
+  ORDER BY k.seq LIMIT $3 FOR UPDATE OF k SKIP LOCKED) AS old
+WHERE u.log = $1 AND u.seq = old.seq";
+
+/// One step; how many.
+pub(crate) async fn give_up_unrouted(session: &Session, log: &LogName, age_micros: i64) -> Result<u64> {
+    let (name, limit) = (log.as_str(), STEP_LOOK_MAX);
+    let given_up = session.execute(&session.log_sql(UNROUTED_GIVE_UP, log), &params![name, age_micros, limit]).await;
+    given_up.map_err(|error| if is_undefined(&error) { log_unknown("give_up_unrouted", log.as_str()) } else { error })
+}
+
+/// One step.
+pub(crate) async fn note_unrouted(session: &Session, log: &LogName) -> Result<Routed> {
+    let name = log.as_str();
+    let rows = session.rows(&session.sql(LOG_ROUTED), &params![name]).await?;
+    let Some(row) = rows.first() else {
+        // Somebody else is at it, or there is no such log.
+        let known = session.rows(&session.sql(LOG_EXISTS), &params![name]).await?;
+        return if known.is_empty() { Err(log_unknown("note_unrouted", name)) } else { Ok(Routed::default()) };
+    };
+    let (xid, seq, waits, routed): (String, i64, bool, bool) = (row.get(0), row.get(1), row.get(2), row.get(3));
+    if waits {
+        return Ok(Routed::default());
+    }
+    let limit = STEP_LOOK_MAX;
+    if let Some(row) = session.rows(&session.sql(SUBSCRIPTION_TO_REROUTE), &params![name]).await?.first() {
+        let (subscription, after) = (SubscriptionName::from_stored(row.get::<_, String>(0)), row.get::<_, i64>(1));
+        let subscription = look_up(session, &subscription).await?;
+        let id = subscription.id;
+        session.rows(&session.sql(LANE_LOCK), &params![id]).await?;
+        let number: i32 = session.row(&session.sql(REPLAY_NEXT), &params![id]).await?.get(0);
+        let params = params![id, number, name, after, limit];
+        let rows = session.rows(&session.log_sql(UNROUTED_TAKE, log), &params).await?;
+        made(session, &subscription, &rows).await?;
+        return Ok(Routed { unrouted: 0, more: true });
+    }
+    if routed {
+        return Ok(Routed::default());
+    }
+    let row = session.row(&session.log_sql(LOG_ROUTE, log), &params![name, xid, seq, limit]).await?;
+    let (looked, kept): (i64, i64) = (row.get(0), row.get(1));
+    Ok(Routed { unrouted: kept.unsigned_abs(), more: looked == limit })
+}
+
+/// Counts by topic, as far as the bound goes.
+pub(crate) async fn count_unrouted(session: &Session, log: &LogName) -> Result<Unrouted> {
+    let (name, limit) = (log.as_str(), UNROUTED_COUNT_MAX as i64);
+    let rows = session.rows(&session.log_sql(UNROUTED_COUNT, log), &params![name, limit]).await?;
+    Ok(unrouted(rows.iter().map(|row| {
+        let topic = String::from_utf8_lossy(row.get::<_, Raw<'_>>(0).0).into_owned();
+        let age = row.get::<_, Option<i64>>(2).unwrap_or_default().max(0);
+        (topic, row.get::<_, i64>(1).unsigned_abs(), Duration::from_micros(age.unsigned_abs()))
+    })))
+}

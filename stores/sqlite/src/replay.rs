@@ -1,0 +1,104 @@
+//! Sending events again: what went out or was skipped leaves the stream once more, with rows that are
+//! due now.
+
+use std::collections::BTreeSet;
+
+use postbox_core::{Ordering, Replay, Replayed, Seq, State, SubscriptionName};
+use rusqlite::{Row, Transaction, params};
+
+use crate::admin::seqs_of;
+use crate::classify::Work;
+use crate::decode::{Decoded, Head, LOG_COLUMNS, integer, lossy, seq};
+use crate::inspect::Reader;
+use crate::unrouted::UNROUTED_FORGET;
+use crate::window::log_end;
+
+/// Rows that one step looks at: some tens of milliseconds of the write lock, however few of them are
+/// meant.
+const STEP_LOOK_MAX: usize = 20_000;
+
+/// The replay of this step: a number that no event of the subscription had before. By primary key;
+/// takes the write lock.
+const REPLAY_NEXT: &str = "UPDATE postbox_subscription SET replays = replays + 1 WHERE name = ?1 RETURNING replays";
+/// By primary key; takes the write lock.
+const DELIVERY_SEND_AGAIN: &str = "INSERT INTO postbox_delivery \
+(subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, updated_at) \
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, 'retrying', ?8, 0, ?9, ?10, ?10) ON CONFLICT DO NOTHING";
+
+/// A skipped event that is sent all the same, by primary key; takes the write lock.
+const SENT_NOTE: &str = "INSERT OR IGNORE INTO postbox_sent (subscription, seq) VALUES (?1, ?2)";
+
+/// Gives events rows that are due now, all of one replay.
+pub(crate) struct SendAgain<'a> {
+    tx: &'a Transaction<'a>,
+    reader: &'a Reader,
+    replay: i64,
+    now: i64,
+}
+
+impl<'a> SendAgain<'a> {
+    pub(crate) fn new(tx: &'a Transaction<'_>, reader: &'a Reader, now: i64) -> Work<Self> {
+        let replay = tx.prepare_cached(REPLAY_NEXT)?.query_row([reader.name.as_str()], |row| row.get(0))?;
+        Ok(Self { tx, reader, replay, now })
+    }
+
+    /// Of a row of `seq, topic, tenant, key, id, created_at`.
+    pub(crate) fn send(&self, row: &Row<'_>) -> Work<()> {
+        let Self { tx, reader, replay, now } = self;
+        let (head, seq) = (Head::read(row)?, seq(row)?);
+        let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
+        let holds = reader.stored.ordering == Ordering::Key && key.is_some();
+        let (name, lane) = (reader.name.as_str(), reader.lane(&head));
+        let values = params![name, seq, lane, id, head.topic, key, created_at, holds, replay, now];
+        tx.prepare_cached(DELIVERY_SEND_AGAIN)?.execute(values)?;
+        if reader.state(&head, seq) == State::Skipped {
+            tx.prepare_cached(SENT_NOTE)?.execute(params![name, seq])?;
+        }
+        tx.prepare_cached(UNROUTED_FORGET)?.execute(params![reader.stored.log.as_str(), seq])?;
+        Ok(())
+    }
+}
+
+/// One step.
+pub(crate) fn replay(tx: &Transaction<'_>, name: &SubscriptionName, replay: &Replay, now: i64) -> Work<Replayed> {
+    let reader = Reader::find("replay", tx, name)?;
+    let again = SendAgain::new(tx, &reader, now)?;
+    let last = log_end(tx, &reader.table)?;
+    let (after, through) =
+        (replay.after.map_or(i64::MIN, |seq| seq.0), replay.through.map_or(last, |seq| seq.0.min(last)));
+    let named = match &replay.ids {
+        Some(ids) => format!(" AND l.seq IN ({})", places(&seqs_of(tx, &reader.stored.log, ids)?)),
+        None => String::new(),
+    };
+    // Walks the log's primary key, or looks up places in it; no lock of its own.
+    let log_walk = format!(
+        "SELECT {LOG_COLUMNS} FROM {} l WHERE l.seq > ?2 AND l.seq <= ?3{named} \
+         AND NOT EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq) ORDER BY l.seq",
+        reader.table
+    );
+    let mut statement = tx.prepare(&log_walk)?;
+    let mut rows = statement.query(params![name.as_str(), after, through])?;
+    let (mut looked, mut replayed) = (0, Replayed { count: 0, next: None, through: Seq(through) });
+    while let Some(row) = rows.next()? {
+        let (head, seq) = (Head::read(row)?, seq(row)?);
+        looked += 1;
+        let is_meant = (replay.ids.is_some() || reader.wants(&head))
+            && reader.state(&head, seq) != State::Pending
+            && replay.means(Seq(seq), &Decoded::read(row)?.event);
+        if is_meant {
+            again.send(row)?;
+            replayed.count += 1;
+        }
+        if looked == STEP_LOOK_MAX || replayed.count == replay.step_max() as u64 {
+            replayed.next = Some(Seq(seq));
+            break;
+        }
+    }
+    Ok(replayed)
+}
+
+/// Numbers for an IN, which hold nothing but digits.
+fn places(seqs: &BTreeSet<i64>) -> String {
+    let seqs: Vec<String> = seqs.iter().map(i64::to_string).collect();
+    seqs.join(", ")
+}
