@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
-use postbox_core::{EventId, LogName, State, SubscriptionName, TopicPattern};
+use jiff::Timestamp;
+use postbox_core::{EventId, Key, LogName, Rate, State, SubscriptionName, TopicPattern};
 
 /// A database commit and the messages about it, as one fact: transactional outbox, verified inbox,
 /// event bus.
@@ -87,8 +88,8 @@ pub(crate) enum Command {
     },
     /// List events in one state, oldest first; or messages that were kept out, the latest first
     List {
-        /// pending, retrying, blocked, scheduled, dead, discarded or dispatched; or conflict: came
-        /// with a known id and another body
+        /// pending, retrying, blocked, scheduled, dead, discarded, dispatched, skipped or unrouted;
+        /// or conflict: came with a known id and another body
         #[arg(long, value_parser = listed)]
         state: Listed,
         /// At most this many
@@ -136,6 +137,44 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", requires = "all", conflicts_with = "ids", value_parser = clap::value_parser!(u64).range(1..))]
         limit: Option<u64>,
     },
+    /// Send events again that went out or were skipped, to one subscription, beside what is new
+    ///
+    /// Without an id: of the events that the subscription wants now, those between two times or
+    /// places. What is appended meanwhile is not meant. Each gets a fresh dedupe id. Works in steps
+    /// of at most 1000 events and prints replayed=N at the end; interrupted, it says where to go on.
+    #[command(group = clap::ArgGroup::new("which").required(true).multiple(true).args(["ids", "since", "until", "after", "topic", "key", "all"]))]
+    Replay {
+        /// The events' ids, whether the subscription wants them or not
+        #[arg(value_name = "ID", value_parser = plain::<EventId>)]
+        ids: Vec<EventId>,
+        /// Everything that is still in the log, narrowed by the flags below
+        #[arg(long, conflicts_with = "ids")]
+        all: bool,
+        /// Appended at this time or later: 2026-01-31T12:00:00Z, or 2h for two hours ago
+        #[arg(long, value_name = "TIME", value_parser = time, conflicts_with = "ids")]
+        since: Option<Timestamp>,
+        /// Appended before this time
+        #[arg(long, value_name = "TIME", value_parser = time, conflicts_with = "ids")]
+        until: Option<Timestamp>,
+        /// After this place in the log
+        #[arg(long, value_name = "SEQ", conflicts_with = "ids")]
+        after: Option<i64>,
+        /// Up to this place in the log
+        #[arg(long, value_name = "SEQ", conflicts_with = "ids")]
+        through: Option<i64>,
+        /// Only topics like this, e.g. 'order.*'
+        #[arg(long, value_name = "PATTERN", value_parser = pattern, conflicts_with = "ids")]
+        topic: Option<TopicPattern>,
+        /// Only events of this key
+        #[arg(long, value_parser = plain::<Key>, conflicts_with = "ids")]
+        key: Option<Key>,
+        /// At most this many, oldest first
+        #[arg(long, value_name = "N", conflicts_with = "ids", value_parser = clap::value_parser!(u64).range(1..))]
+        limit: Option<u64>,
+        /// No faster than this, e.g. 100/s
+        #[arg(long, value_parser = plain::<Rate>)]
+        rate: Option<Rate>,
+    },
     /// Take events out: they will not be delivered
     ///
     /// Works in steps of at most 1000 events and prints discarded=N at the end, also when it is
@@ -146,12 +185,15 @@ pub(crate) enum Command {
         #[arg(value_name = "ID", required = true, value_parser = plain::<EventId>)]
         ids: Vec<EventId>,
     },
-    /// Delete old dispatched events of every log that has a subscription; pending and dead ones
-    /// stay
+    /// Delete old dispatched and skipped events of every log that has a subscription; pending, dead
+    /// and unrouted ones stay
     Prune {
         /// How old, e.g. 7d
         #[arg(long, value_name = "AGE", value_parser = duration)]
         older_than: Duration,
+        /// Also events that no subscription wants, which are kept otherwise
+        #[arg(long)]
+        unrouted: bool,
     },
     /// Stop delivering for a subscription until it is resumed
     Pause {
@@ -249,6 +291,16 @@ fn listed(text: &str) -> Result<Listed, String> {
 
 fn pattern(text: &str) -> Result<TopicPattern, String> {
     TopicPattern::new(text).map_err(|error| error.message().to_owned())
+}
+
+/// A time, or an age.
+fn time(text: &str) -> Result<Timestamp, String> {
+    let ago = |age: Duration| Timestamp::now().checked_sub(age).map_err(|error| error.to_string());
+    match (text.parse(), postbox_server::parse_duration(text)) {
+        (Ok(time), _) => Ok(time),
+        (_, Ok(age)) => ago(age),
+        _ => Err("write a time as 2026-01-31T12:00:00Z, or an age as 30m, 2h, 7d".to_owned()),
+    }
 }
 
 fn duration(text: &str) -> Result<Duration, String> {

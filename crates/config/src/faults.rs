@@ -62,7 +62,9 @@ pub fn suggestion(wrong: &str, known: &[&str]) -> String {
     }
 }
 
-fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
+/// The known word that a wrong one is nearest to, if one is near: by edits, two or a third of its
+/// length.
+pub fn nearest<'a>(wrong: &str, known: &[&'a str]) -> Option<&'a str> {
     let near = known
         .iter()
         .map(|name| (strsim::damerau_levenshtein(wrong, name), *name))

@@ -44,7 +44,7 @@ mod units;
 
 pub use adapter::{Adapter, SinkConfig, SinkContext, SourceConfig, SourceContext, StoreOptions, adapter};
 pub use document::{commented_file, guide_table, json_schema};
-pub use faults::{Fault, Faults, suggestion};
+pub use faults::{Fault, Faults, nearest, suggestion};
 pub use kind::{
     Kind, Shape, Variant, boolean, duration, entries, envelope, event_source, from_core, integer, list, nested, path,
     size, text, words,

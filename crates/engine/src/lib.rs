@@ -65,6 +65,7 @@ mod relay;
 mod retention;
 mod schedule;
 mod settings;
+mod unrouted;
 
 pub use breaker::{BreakerPolicy, BreakerState};
 pub use bus::InProcessBus;
@@ -80,3 +81,4 @@ pub use relay::{Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept};
 pub use schedule::{Every, Schedule};
 pub use settings::{OnDead, RelaySettings};
+pub use unrouted::UnroutedFinder;

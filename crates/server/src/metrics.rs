@@ -20,7 +20,7 @@ use tokio::time::timeout;
 
 use crate::cache::Cached;
 use crate::sources::Sources;
-use crate::status::{self, StatsJson, TopicJson};
+use crate::status::{self, StatsJson, TopicJson, UnroutedLog};
 use crate::supervised_relay::{Relays, SupervisedRelay};
 use crate::text::neutralise;
 
@@ -44,7 +44,7 @@ pub(crate) struct Exporter {
     store: Arc<dyn Store>,
     relays: Relays,
     sources: Sources,
-    stats: Cached<Vec<StatsJson>>,
+    stats: Cached<(Vec<StatsJson>, Vec<UnroutedLog>)>,
 }
 
 impl Exporter {
@@ -66,15 +66,16 @@ impl Exporter {
     }
 }
 
-async fn count(store: &dyn Store) -> Result<Vec<StatsJson>> {
-    status::stats(store, &store.subscriptions().await?).await
+async fn count(store: &dyn Store) -> Result<(Vec<StatsJson>, Vec<UnroutedLog>)> {
+    let infos = store.subscriptions().await?;
+    Ok((status::stats(store, &infos).await?, status::unrouted(store, &infos).await?))
 }
 
 /// One look at everything.
 struct Scrape {
     exporter: Arc<Exporter>,
     /// `None`: the store does not answer.
-    stats: Option<Arc<Vec<StatsJson>>>,
+    stats: Option<Arc<(Vec<StatsJson>, Vec<UnroutedLog>)>>,
 }
 
 impl fmt::Debug for Scrape {
@@ -90,8 +91,9 @@ impl Collector for Scrape {
         page.family("postbox_build_info", "Which program this is.", [(version, 1_u64)])?;
         let is_up = [(Vec::new(), u64::from(self.stats.is_some()))];
         page.family("postbox_store_up", "Whether the store answered when it was asked last.", is_up)?;
-        if let Some(stats) = &self.stats {
+        if let Some((stats, unrouted)) = self.stats.as_deref() {
             depth(&mut page, stats)?;
+            unrouted_events(&mut page, unrouted)?;
         }
         relays(&mut page, &self.exporter.relays)?;
         received(&mut page, &self.exporter)
@@ -162,6 +164,16 @@ fn depth(page: &mut Page<'_>, all: &[StatsJson]) -> fmt::Result {
             .map(move |topic| (labels([("subscription", name), ("topic", &topic.topic)]), topic.oldest_pending_seconds))
     });
     page.family("postbox_lag_seconds", "Age of the oldest event to be delivered, by topic.", lag)
+}
+
+fn unrouted_events(page: &mut Page<'_>, logs: &[UnroutedLog]) -> fmt::Result {
+    let events = logs.iter().flat_map(|log| {
+        let own = || log.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER);
+        let rest = (OTHER, log.count - own().map(|topic| topic.count).sum::<u64>());
+        let topics = own().map(|topic| (topic.topic.as_str(), topic.count)).chain([rest]);
+        topics.map(|(topic, count)| (labels([("log", log.log.as_str()), ("topic", topic)]), count))
+    });
+    page.family("postbox_unrouted_events", "Events that no subscription wants, by topic.", events)
 }
 
 /// The topics with a label of their own: the deepest. One that is called `other` is among the

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store};
-use postbox_engine::{Sweeper, TokioClock};
+use postbox_engine::{Sweeper, TokioClock, UnroutedFinder};
 use postbox_listen::serve;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -102,6 +102,12 @@ impl Service {
                 Ok(())
             });
         }
+        let finder = UnroutedFinder::new(Arc::clone(&store) as _, logs(&config), Arc::clone(&clock));
+        let finder_stop = stop.clone();
+        tasks.spawn(async move {
+            finder.run(finder_stop).await;
+            Ok(())
+        });
         let sweeper = sweeper(&config, &store, &clock)?;
         let sweeper_stop = stop.clone();
         tasks.spawn(async move {
@@ -174,13 +180,18 @@ async fn present<T, F: Future<Output = Result<T>>>(
     }
 }
 
-fn sweeper(config: &Config, store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Sweeper> {
+/// Every log that is read or written here.
+fn logs(config: &Config) -> Vec<LogName> {
     let mut logs: Vec<LogName> = config.subscriptions.iter().map(|config| config.subscription.log.clone()).collect();
     logs.extend([LogName::outbox(), LogName::inbox()]);
     logs.extend(config.sources.iter().map(|source| source.log.clone()));
     logs.sort();
     logs.dedup();
-    Ok(Sweeper::new(Arc::clone(store) as _, logs, Arc::clone(clock))
+    logs
+}
+
+fn sweeper(config: &Config, store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Sweeper> {
+    Ok(Sweeper::new(Arc::clone(store) as _, logs(config), Arc::clone(clock))
         .events_older_than(config.retention.older_than)
         .message_ids_older_than(Arc::clone(store) as _, config.retention.remember_ids)?
         .schedule(config.retention.schedule.clone()))

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, Store};
-use postbox_engine::{Drained, MetricsSnapshot, Relay, TokioClock};
+use postbox_engine::{Drained, MetricsSnapshot, Relay, TokioClock, UnroutedFinder};
 use tokio_util::sync::CancellationToken;
 
 use crate::context::Context;
@@ -57,6 +57,11 @@ pub(super) async fn run(context: &Context, limit: Option<u64>, forever: bool) ->
                 () = clock.sleep(IDLE) => {}
             }
         }
+    }
+    // What a relay that runs finds every second. It says nothing of what was delivered.
+    let logs = context.configured()?.iter().map(|config| config.subscription.log.clone()).collect();
+    if ended.is_ok() {
+        ended = UnroutedFinder::new(Arc::clone(&store) as _, logs, Arc::clone(&clock)).find(&stop).await.map(drop);
     }
     signal.abort();
     // Of the metrics, not of the rounds: what was done by a run that failed midway is in there,

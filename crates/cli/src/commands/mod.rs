@@ -1,5 +1,7 @@
 //! One file a command.
 
+use postbox_core::{Replay, Seq};
+
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate};
 use crate::context::{Context, Purpose};
 use crate::failure::Failure;
@@ -17,6 +19,7 @@ mod list;
 mod migrate;
 mod pause;
 mod prune;
+mod replay;
 mod retry;
 mod run;
 mod show;
@@ -64,7 +67,14 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             retry::run(&inspect()?, if all { None } else { Some(ids) }, topic, code, limit).await
         }
         Command::Discard { ids } => discard::run(&inspect()?, ids).await,
-        Command::Prune { older_than } => prune::run(&inspect()?, older_than).await,
+        Command::Replay { ids, all: _, since, until, after, through, topic, key, limit, rate } => {
+            let ids = (!ids.is_empty()).then_some(ids);
+            let limit = limit.map(|limit| usize::try_from(limit).unwrap_or(usize::MAX));
+            let (after, through) = (after.map(Seq), through.map(Seq));
+            let replay = Replay { ids, topic, key, since, until, after, through, limit };
+            replay::run(&inspect()?, replay, rate).await
+        }
+        Command::Prune { older_than, unrouted } => prune::run(&inspect()?, older_than, unrouted).await,
         Command::Pause { name, why, span } => pause::pause(&inspect()?, &name, why, span).await,
         Command::Resume { name } => pause::resume(&inspect()?, &name).await,
         Command::Doctor { json } => doctor::run(&inspect()?, json).await,

@@ -14,7 +14,7 @@ use crate::output;
 /// How often a run that takes long says how far it is, where somebody looks.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
-pub(super) async fn run(context: &Context, older_than: Duration) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, older_than: Duration, unrouted: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     // What others have read, it has not.
@@ -27,6 +27,7 @@ pub(super) async fn run(context: &Context, older_than: Duration) -> Result<(), F
     };
     let (mut pruned, mut noted) = (0, Instant::now());
     for log in &logs {
+        while unrouted && store.give_up_unrouted(log, older_than).await? > 0 {}
         loop {
             let step = store.prune(log, older_than).await?;
             pruned += step;

@@ -4,7 +4,6 @@ use std::collections::VecDeque;
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo, TopicPattern};
-use postbox_server::status::is_wanted;
 
 use super::steps::Steps;
 use crate::context::Context;
@@ -169,12 +168,10 @@ impl IdLookup {
             for info in infos {
                 let Some(record) = store.get(&info.name, *id).await? else { continue };
                 known = true;
-                if !is_wanted(info, &record) {
-                    continue;
-                }
                 let why = match record.state {
                     State::Dead => "",
-                    State::Dispatched => "it was delivered already",
+                    State::Dispatched => "it was delivered already; `postbox replay` sends it again",
+                    State::Skipped | State::Unrouted => "it was never meant to go out; `postbox replay` sends it",
                     State::Discarded => "it was taken out",
                     State::Blocked => "it waits behind an earlier event of its key; retry that one",
                     _ => "it is on its way",
@@ -191,7 +188,6 @@ impl IdLookup {
             }
             match (known, moves) {
                 (false, _) => lookup.unknown.push(*id),
-                (true, false) if idle.is_empty() => lookup.idle.push(format!("{id}: no subscription wants it")),
                 (true, false) => lookup.idle.append(&mut idle),
                 (true, true) => {}
             }

@@ -1,7 +1,7 @@
 //! `postbox show ID`.
 
 use postbox_core::{Event, EventId, Record, SubscriptionInfo};
-use postbox_server::status::{NOT_SUBSCRIBED, ShowJson, is_wanted};
+use postbox_server::status::ShowJson;
 use postbox_server::text::{safe_line, safe_lines};
 
 use crate::context::Context;
@@ -57,9 +57,6 @@ fn describe(event: &Event) -> String {
 }
 
 fn stand(info: &SubscriptionInfo, record: &Record) -> String {
-    if !is_wanted(info, record) {
-        return format!("{:<13} {}: {NOT_SUBSCRIBED}\n", "delivery", info.name);
-    }
     let mut text = format!("{}: {}", info.name, record.state);
     if record.attempts > 0 {
         text += &format!(", {} attempt(s)", record.attempts);

@@ -13,6 +13,10 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     let mut all = status::stats(store.as_ref(), &infos).await?;
+    let unrouted = status::unrouted(store.as_ref(), &infos).await?;
+    for stats in &mut all {
+        stats.unrouted = unrouted.iter().filter(|it| it.log == stats.log).map(|it| it.count).sum();
+    }
     let unread = context.unread(store.as_ref()).await?;
     // Without a subscription nobody has read anything: all of such a log is pending.
     all.extend(unread.iter().map(|(log, count)| StatsJson::unread(log.clone(), *count)));
@@ -25,6 +29,9 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
             "nobody reads the {log}: all of its {count} event(s) are pending; {}",
             context.reader_wanted(log)
         ));
+    }
+    for log in &unrouted {
+        output::note(&format!("{}; {}", log.what(), log.cure()));
     }
     if output::is_terminal() && !infos.is_empty() {
         table(&all)?;

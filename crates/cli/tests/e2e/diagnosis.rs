@@ -13,14 +13,14 @@ async fn an_event_that_nobody_wants_is_not_shown_as_delivered(kind: Kind) -> Res
     let listed = env.json(&["list", "--state", "pending", "--subscription", "out", "--json"])?;
     let id = listed[0]["event"]["id"].as_str().context("no id")?;
     let shown = env.ok(&["show", id])?;
-    ensure!(shown.contains("out: pending") && shown.contains("other: not subscribed"), "{shown}");
+    ensure!(shown.contains("out: pending") && shown.contains("other: skipped"), "{shown}");
     let json = env.json(&["show", id, "--json"])?;
     let states: Vec<&str> =
         json["deliveries"].as_array().context("no list")?.iter().filter_map(|it| it["state"].as_str()).collect();
-    ensure!(states.contains(&"not subscribed") && states.contains(&"pending"), "{json}");
+    ensure!(states.contains(&"skipped") && states.contains(&"pending"), "{json}");
     env.ok(&["dispatch"])?;
     let shown = env.ok(&["show", id])?;
-    ensure!(shown.contains("out: dispatched") && shown.contains("other: not subscribed"), "{shown}");
+    ensure!(shown.contains("out: dispatched") && shown.contains("other: skipped"), "{shown}");
     Ok(())
 }
 

@@ -22,6 +22,7 @@ mod privacy;
 mod psql;
 mod rabbitmq;
 mod redis;
+mod routing;
 mod run;
 mod sender;
 mod sqs;

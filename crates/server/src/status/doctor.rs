@@ -8,6 +8,7 @@ use postbox_core::{Disposition, Error, Inspect, ListQuery, LogName, Record, Resu
 use serde::Serialize;
 
 use super::stats::{StatsJson, stats};
+use super::unrouted::{UnroutedLog, unrouted};
 use super::{Fault, ServiceStatus};
 use crate::text::{cut, grouped, span};
 
@@ -48,6 +49,10 @@ impl Finding {
         Self { subscription: None, severity, what: what.into(), cure: None }
     }
 
+    pub(super) fn note(what: impl Into<String>) -> Self {
+        Self::new(Severity::Note, what)
+    }
+
     /// Something is wrong, and this would help.
     pub fn problem(what: impl Into<String>, cure: impl Into<String>) -> Self {
         Self::new(Severity::Problem, what).cure(cure)
@@ -58,7 +63,7 @@ impl Finding {
         Self::problem(format!("nobody reads the {log}: {} event(s) wait there", grouped(count)), cure)
     }
 
-    fn cure(self, cure: impl Into<String>) -> Self {
+    pub(super) fn cure(self, cure: impl Into<String>) -> Self {
         Self { cure: Some(cure.into()), ..self }
     }
 }
@@ -85,6 +90,7 @@ pub async fn diagnose(
         let found = examine(store, info, &stats, fault).await?;
         findings.extend(found.into_iter().map(|it| Finding { subscription: Some(info.name.to_string()), ..it }));
     }
+    findings.extend(unrouted(store, infos).await?.iter().map(UnroutedLog::finding));
     findings.extend(conflicts(store).await?);
     Ok(findings)
 }

@@ -55,17 +55,6 @@ impl<'a> From<&'a Event> for EventJson<'a> {
     }
 }
 
-/// What `show` says of an event that a subscription's topics and tenant leave out. The store, which
-/// counts positions, takes it for read.
-pub const NOT_SUBSCRIBED: &str = "not subscribed";
-
-/// Whether the subscription gets this event. One that has a row does, whatever its topics are now.
-pub fn is_wanted(info: &SubscriptionInfo, record: &Record) -> bool {
-    let event = &record.event;
-    record.updated_at.is_some()
-        || info.filter.matches(event.topic.as_str(), event.tenant.as_ref().map(|tenant| tenant.as_str()))
-}
-
 /// Where an event stands in one subscription.
 #[derive(Debug, Serialize)]
 pub struct DeliveryJson<'a> {
@@ -122,10 +111,7 @@ impl<'a> ShowJson<'a> {
     /// What the store says of it, in each subscription that has it; `None` without any.
     pub fn new(found: &'a [(SubscriptionInfo, Record)]) -> Option<Self> {
         let (_, first) = found.first()?;
-        let deliveries = found.iter().map(|(info, record)| {
-            let delivery = DeliveryJson::new(&info.name, record);
-            if is_wanted(info, record) { delivery } else { DeliveryJson { state: NOT_SUBSCRIBED, ..delivery } }
-        });
+        let deliveries = found.iter().map(|(info, record)| DeliveryJson::new(&info.name, record));
         Some(Self { event: EventJson::from(&first.event), deliveries: deliveries.collect() })
     }
 }

@@ -7,9 +7,11 @@ mod doctor;
 mod event;
 mod service;
 mod stats;
+mod unrouted;
 
 pub use conflict::ConflictJson;
 pub use doctor::{Finding, Severity, diagnose};
-pub use event::{DeliveryJson, EventJson, NOT_SUBSCRIBED, RecordJson, ShowJson, is_wanted};
+pub use event::{DeliveryJson, EventJson, RecordJson, ShowJson};
 pub use service::{Fault, ServiceStatus, fetch};
 pub use stats::{StatsJson, TopicJson, stats};
+pub use unrouted::{UnroutedLog, unrouted};

@@ -26,6 +26,8 @@ pub struct StatsJson {
     pub dispatched: u64,
     /// Events in the log that the subscription wants.
     pub total: u64,
+    /// Events of the log that no subscription wants, as far as they were counted.
+    pub unrouted: u64,
     /// Age of the oldest pending event.
     pub oldest_pending_seconds: Option<f64>,
     /// Whether a person paused the subscription.
@@ -63,6 +65,7 @@ impl StatsJson {
             discarded: stats.discarded,
             dispatched: stats.dispatched,
             total: stats.total,
+            unrouted: 0,
             oldest_pending_seconds: stats.oldest_pending.map(|age| age.as_secs_f64()),
             paused,
             topics: topics.collect(),

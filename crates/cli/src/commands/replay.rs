@@ -1,0 +1,73 @@
+//! `postbox replay`: events that went out or were skipped, once more, to one subscription.
+
+use std::io::IsTerminal as _;
+use std::time::{Duration, Instant};
+
+use postbox_core::limits::CHANGE_EVENTS_MAX;
+use postbox_core::{Rate, Replay, Seq};
+use postbox_server::text::grouped;
+use tokio::select;
+
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::output;
+use crate::signals::stopped;
+
+/// How often a run that takes long says how far it is, where somebody looks.
+const NOTE_EVERY: Duration = Duration::from_secs(1);
+
+pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate>) -> Result<(), Failure> {
+    let store = context.store().await?;
+    let infos = context.some_registered(store.as_ref()).await?;
+    let [info] = infos.as_slice() else {
+        let names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
+        let which = names.join(", ");
+        return Err(Failure::usage(&format!(
+            "a replay is for one subscription; add --subscription with one of: {which}"
+        )));
+    };
+    if replay.ids.as_ref().is_some_and(|ids| ids.len() > CHANGE_EVENTS_MAX) {
+        return Err(Failure::usage(&format!("give at most {CHANGE_EVENTS_MAX} ids at a time")));
+    }
+    // A step is as large as what may go out in a second.
+    let step_max = rate.map_or(CHANGE_EVENTS_MAX, |rate| {
+        usize::try_from(1_000_000 / rate.interval().as_micros().max(1))
+            .unwrap_or(usize::MAX)
+            .clamp(1, CHANGE_EVENTS_MAX)
+    });
+    let (mut left, mut count, mut noted) = (replay.limit, 0, Instant::now());
+    let mut stop = std::pin::pin!(stopped());
+    let ended = loop {
+        replay.limit = Some(left.unwrap_or(usize::MAX).min(step_max));
+        let step = match store.replay(&info.name, &replay).await {
+            Ok(step) => step,
+            Err(error) => break Err(Failure::from(error)),
+        };
+        count += step.count;
+        (replay.after, replay.through) = (step.next, Some(step.through));
+        left = left.map(|left| left.saturating_sub(usize::try_from(step.count).unwrap_or(usize::MAX)));
+        let Some(next) = step.next.filter(|_| left != Some(0)) else { break Ok(()) };
+        if noted.elapsed() >= NOTE_EVERY && std::io::stderr().is_terminal() {
+            output::note(&format!("{} sent again, up to place {next} of {}", grouped(count), step.through));
+            noted = Instant::now();
+        }
+        let pause = rate.map_or(Duration::ZERO, |rate| rate.interval() * u32::try_from(step.count).unwrap_or(u32::MAX));
+        select! {
+            biased;
+            () = &mut stop => break Err(interrupted(next, step.through)),
+            () = tokio::time::sleep(pause) => {}
+        }
+    };
+    if ended.is_ok() || count > 0 {
+        output::line(&format!("replayed={count}"))?;
+    }
+    if ended.is_ok() && count == 0 {
+        output::note("nothing that is meant went out or was skipped; what is pending goes out by itself");
+    }
+    ended
+}
+
+/// The same command would begin again.
+fn interrupted(next: Seq, through: Seq) -> Failure {
+    Failure::failed(format!("interrupted; to go on with the rest, add: --after {next} --through {through}"))
+}

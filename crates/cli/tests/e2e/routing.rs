@@ -1,0 +1,112 @@
+//! Events that nobody wants, filters that change, and events that are sent again.
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::env::{FILE_SINK, Kind, TestEnv, on_both, until};
+
+fn wanting(topics: &str) -> String {
+    format!("{FILE_SINK}topics = [\"{topics}\"]\n")
+}
+
+/// Dispatches until so many events are known to be wanted by nobody. On Postgres that waits for
+/// transactions of whoever else uses the server.
+async fn until_unrouted(env: &TestEnv, count: u64) -> Result<()> {
+    let look = async || {
+        env.dispatch(&[])?;
+        Ok((env.json(&["stats", "--json"])?[0]["unrouted"] == count).then_some(()))
+    };
+    until("it is found", look).await
+}
+
+/// What it says beside its result.
+fn noted(env: &TestEnv, args: &[&str]) -> Result<String> {
+    Ok(String::from_utf8(env.output(args)?.stderr)?)
+}
+
+/// One letter too many in the configuration: nothing is lost, and the cure is said.
+async fn a_slip_in_the_topics_loses_nothing(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, &wanting("orders.*")).await?;
+    env.insert_three().await?;
+    until_unrouted(&env, 3).await?;
+    let said = noted(&env, &["stats"])?;
+    ensure!(said.contains("no subscription wants 3 event(s) of the outbox"), "{said}");
+    let said = env.said(&["doctor"])?;
+    ensure!(said.contains("PROBLEM") && said.contains("did you mean `order.*`"), "{said}");
+    let listed = env.json(&["list", "--state", "unrouted", "--json"])?;
+    let id = listed[0]["event"]["id"].as_str().context("no id")?;
+    ensure!(env.ok(&["show", id])?.contains("out: unrouted"));
+    ensure!(env.ok(&["prune", "--older-than", "0s"])? == "pruned=0\n");
+    env.config(&wanting("order.*"))?;
+    until_unrouted(&env, 0).await?;
+    env.dispatch(&[])?;
+    ensure!(env.lines("out.jsonl")?.len() == 3);
+    ensure!(env.ok(&["show", id])?.contains("out: dispatched"));
+    Ok(())
+}
+
+async fn what_nobody_wants_can_be_given_up(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, &wanting("billing.*")).await?;
+    env.insert_three().await?;
+    until_unrouted(&env, 3).await?;
+    let said = env.said(&["doctor"])?;
+    ensure!(said.contains("note") && said.contains("prune --unrouted"), "{said}");
+    // Until one more window is read, the cursor stands before the last of them.
+    env.sql("INSERT INTO OUTBOX (topic, payload) VALUES ('billing.sent', '{}')").await?;
+    ensure!(env.dispatch(&[])? == "dispatched=1 failed=0 dead=0");
+    ensure!(env.ok(&["prune", "--older-than", "0s", "--unrouted"])?.starts_with("pruned="));
+    ensure!(env.json(&["list", "--state", "unrouted", "--json"])?.as_array().is_some_and(Vec::is_empty));
+    Ok(())
+}
+
+/// `start = "now"`: what lies before is not called delivered, and can be sent.
+async fn what_was_skipped_is_named_and_sent_on_demand(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, &(FILE_SINK.to_owned() + "start = \"now\"\n")).await?;
+    env.insert_three().await?;
+    env.subscribe()?;
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=0");
+    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=0\n", "{}", env.ok(&["stats"])?);
+    let listed = env.json(&["list", "--state", "skipped", "--json"])?;
+    let id = listed[0]["event"]["id"].as_str().context("no id")?;
+    let said = noted(&env, &["retry", id])?;
+    ensure!(said.contains("was never meant to go out") && said.contains("postbox replay"), "{said}");
+    ensure!(env.ok(&["replay", id])? == "replayed=1\n");
+    ensure!(env.dispatch(&[])? == "dispatched=1 failed=0 dead=0");
+    ensure!(env.ok(&["show", id])?.contains("out: dispatched"));
+    Ok(())
+}
+
+async fn what_was_delivered_is_sent_again(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    env.insert_three().await?;
+    ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
+    ensure!(env.ok(&["replay", "--since", "1h", "--limit", "2"])? == "replayed=2\n");
+    ensure!(env.dispatch(&[])? == "dispatched=2 failed=0 dead=0");
+    ensure!(env.ok(&["replay", "--all", "--rate", "100/s"])? == "replayed=3\n");
+    ensure!(env.ok(&["replay", "--all"])? == "replayed=0\n", "they are on their way");
+    ensure!(env.dispatch(&[])? == "dispatched=3 failed=0 dead=0");
+    ensure!(env.lines("out.jsonl")?.len() == 8);
+    ensure!(env.ok(&["replay", "--topic", "nothing.*"])? == "replayed=0\n");
+    ensure!(env.ok(&["replay", "--until", "1h"])? == "replayed=0\n");
+    Ok(())
+}
+
+async fn a_replay_is_for_one_subscription(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, &(FILE_SINK.to_owned() + &FILE_SINK.replace("out", "other"))).await?;
+    env.insert_three().await?;
+    env.dispatch(&[])?;
+    let complaint = env.refuses(2, &["replay", "--all"])?;
+    ensure!(complaint.contains("--subscription") && complaint.contains("other, out"), "{complaint}");
+    ensure!(env.ok(&["replay", "--all", "--subscription", "other"])? == "replayed=3\n");
+    for wrong in [&["replay"][..], &["replay", "--since", "soon"], &["replay", "--all", "--rate", "fast"]] {
+        env.refuses(2, wrong)?;
+    }
+    Ok(())
+}
+
+on_both!(
+    a_slip_in_the_topics_loses_nothing,
+    what_nobody_wants_can_be_given_up,
+    what_was_skipped_is_named_and_sent_on_demand,
+    what_was_delivered_is_sent_again,
+    a_replay_is_for_one_subscription,
+);

@@ -1,0 +1,73 @@
+//! Finding events that no subscription wants, while relays run.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Admin, Clock, LogName, Result};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+/// How often the logs are looked at: a look that finds nothing new costs one or two probes of an
+/// index.
+const EVERY: Duration = Duration::from_secs(1);
+/// Looks between two lines about one log.
+const LOOKS_PER_LINE: u32 = 60;
+
+/// Finds events that no subscription of their log wants, and hands them to one that begins to
+/// ([`Admin::note_unrouted`]). Several replicas may do so at once.
+pub struct UnroutedFinder {
+    admin: Arc<dyn Admin>,
+    logs: Vec<LogName>,
+    clock: Arc<dyn Clock>,
+}
+
+impl UnroutedFinder {
+    /// Of these logs.
+    pub fn new(admin: Arc<dyn Admin>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
+        Self { admin, logs, clock }
+    }
+
+    /// Looks every second until `stop`, and says at most once a minute what it found.
+    ///
+    /// Cancel-safe: each step is a transaction of the store.
+    pub async fn run(&self, stop: CancellationToken) {
+        let mut found = vec![0; self.logs.len()];
+        for look in 0_u32.. {
+            if stop.run_until_cancelled(self.clock.sleep(EVERY)).await.is_none() {
+                return;
+            }
+            for (log, found) in self.logs.iter().zip(&mut found) {
+                match self.find_in(log, &stop).await {
+                    Ok(count) => *found += count,
+                    // The relays say what is wrong with the store.
+                    Err(_) => continue,
+                }
+                if *found > 0 && look % LOOKS_PER_LINE == 0 {
+                    warn!(%log, events = *found, "events that no subscription wants");
+                    *found = 0;
+                }
+            }
+        }
+    }
+
+    /// Looks once, in bounded steps, at all there is. How many were found.
+    pub async fn find(&self, stop: &CancellationToken) -> Result<u64> {
+        let mut found = 0;
+        for log in &self.logs {
+            found += self.find_in(log, stop).await?;
+        }
+        Ok(found)
+    }
+
+    async fn find_in(&self, log: &LogName, stop: &CancellationToken) -> Result<u64> {
+        let mut found = 0;
+        while !stop.is_cancelled() {
+            let routed = self.admin.note_unrouted(log).await?;
+            found += routed.unrouted;
+            if !routed.more {
+                break;
+            }
+        }
+        Ok(found)
+    }
+}

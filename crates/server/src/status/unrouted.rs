@@ -1,0 +1,103 @@
+//! Events that no subscription wants, by log and topic.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use postbox_config::nearest;
+use postbox_core::limits::UNROUTED_COUNT_MAX;
+use postbox_core::{Inspect, LogName, Result, SubscriptionInfo, UnroutedTopic};
+
+use super::Finding;
+use crate::text::{cut, grouped, span};
+
+/// Most topics that are named.
+const TOPICS_NAMED: usize = 3;
+/// Longest topic that is named in full.
+const TOPIC_CHARS: usize = 60;
+
+/// Events of one log that no subscription wants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnroutedLog {
+    /// The log.
+    pub log: LogName,
+    /// How many; counted up to a bound.
+    pub count: u64,
+    /// The same by topic, most first.
+    pub topics: Vec<UnroutedTopic>,
+    /// What to do about it, and whether it looks like a slip.
+    cure: (String, bool),
+}
+
+/// What nobody wants of the logs that these subscriptions read; logs without such events are left
+/// out.
+pub async fn unrouted(store: &dyn Inspect, infos: &[SubscriptionInfo]) -> Result<Vec<UnroutedLog>> {
+    let mut by_log: BTreeMap<&LogName, Vec<&SubscriptionInfo>> = BTreeMap::new();
+    for info in infos {
+        by_log.entry(&info.log).or_default().push(info);
+    }
+    let mut found = Vec::new();
+    for (log, infos) in by_log {
+        let unrouted = store.unrouted(log).await?;
+        if unrouted.count > 0 {
+            let cure = cure(&unrouted.topics, &infos);
+            found.push(UnroutedLog { log: log.clone(), count: unrouted.count, topics: unrouted.topics, cure });
+        }
+    }
+    Ok(found)
+}
+
+impl UnroutedLog {
+    /// One sentence: how many, of which topics, since when.
+    pub fn what(&self) -> String {
+        let named = self.topics.iter().take(TOPICS_NAMED);
+        let mut topics: Vec<String> =
+            named.map(|topic| format!("{} ({})", cut(&topic.topic, TOPIC_CHARS), grouped(topic.count))).collect();
+        match self.topics.len().saturating_sub(TOPICS_NAMED) {
+            0 => {}
+            more => topics.push(format!("{more} more topics")),
+        }
+        let at_least = if self.count >= UNROUTED_COUNT_MAX as u64 { "at least " } else { "" };
+        let oldest = self.topics.iter().map(|topic| topic.oldest).max().unwrap_or(Duration::ZERO);
+        format!(
+            "no subscription wants {at_least}{} event(s) of the {}, the oldest for {}: {}",
+            grouped(self.count),
+            self.log,
+            span(oldest),
+            topics.join(", ")
+        )
+    }
+
+    /// What to do about it.
+    pub fn cure(&self) -> &str {
+        &self.cure.0
+    }
+
+    /// For `doctor`: a problem where it looks like a slip of the pen.
+    pub(super) fn finding(&self) -> Finding {
+        match &self.cure {
+            (cure, true) => Finding::problem(self.what(), cure),
+            (cure, false) => Finding::note(self.what()).cure(cure),
+        }
+    }
+}
+
+/// They are kept until somebody decides. The first word of a topic that is nearly the one of a
+/// pattern is a slip.
+fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, bool) {
+    for topic in topics.iter().take(TOPICS_NAMED) {
+        let (first, _) = topic.topic.split_once('.').unwrap_or((&topic.topic, ""));
+        for info in infos {
+            let near = info.filter.topics.iter().find_map(|pattern| {
+                let (word, rest) = pattern.as_str().split_once('.')?;
+                (word != first && nearest(first, &[word]).is_some())
+                    .then(|| (pattern.as_str(), format!("{first}.{rest}")))
+            });
+            if let Some((pattern, meant)) = near {
+                let (name, meant) = (&info.name, cut(&meant, TOPIC_CHARS));
+                return (format!("did you mean `{meant}` where the topics of {name} say `{pattern}`?"), true);
+            }
+        }
+    }
+    let kept = "they are kept, and go to the first subscription whose topics match them; to be rid of them: postbox prune --unrouted --older-than AGE";
+    (kept.to_owned(), false)
+}
