@@ -31,21 +31,23 @@ mod pgbouncer;
 mod ports;
 mod postgres;
 mod private;
+mod private_server;
 mod process;
 mod rabbitmq;
 mod redis;
 mod shared;
 mod sqs;
 
-pub use kafka::PrivateKafka;
-pub use nats::{NatsVersion, PrivateNats};
+pub use kafka::{PrivateKafka, Tansu};
+pub use nats::{Nats, NatsVersion, PrivateNats};
 pub use pgbouncer::PgBouncer;
 pub use ports::listen_anywhere;
 pub use postgres::{Postgres, Version};
 pub use private::{PrivatePostgres, Settings};
-pub use rabbitmq::{PrivateRabbitmq, Rabbitmq};
-pub use redis::{PrivateRedis, RedisKind};
-pub use sqs::PrivateSqs;
+pub use private_server::{PrivateServer, Program};
+pub use rabbitmq::{PrivateRabbitmq, Rabbit, Rabbitmq};
+pub use redis::{PrivateRedis, Redis, RedisKind};
+pub use sqs::{Moto, PrivateSqs};
 
 use std::io::Write as _;
 
