@@ -13,7 +13,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-core", &[]),
     ("postbox-config", &["postbox-core"]),
     ("postbox-webhook", &[]),
-    ("postbox-testkit", &["postbox-core"]),
+    // It runs relays and receivers with the adapters under test.
+    ("postbox-testkit", &["postbox-config", "postbox-core", "postbox-engine"]),
     ("postbox-postgres", &["postbox-config", "postbox-core"]),
     ("postbox-sqlite", &["postbox-config", "postbox-core"]),
     ("postbox-bus", &["postbox-core"]),
