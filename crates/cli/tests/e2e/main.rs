@@ -2,6 +2,7 @@
 
 mod attacks;
 mod blocked_output;
+mod broker;
 mod bulk_changes;
 mod bus;
 mod commands;
