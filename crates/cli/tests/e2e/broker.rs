@@ -38,7 +38,9 @@ pub(crate) trait Broker {
 }
 
 fn sends(sink: &str) -> String {
-    format!("[subscriptions.out]\nbatch = 50\nbreaker = {{ base = \"50ms\", max = \"200ms\" }}\nsink = {{ {sink} }}\n")
+    format!(
+        "[subscriptions.out]\nbatch = 50\nlease = \"2s\"\nbreaker = {{ base = \"50ms\", max = \"200ms\" }}\nsink = {{ {sink} }}\n"
+    )
 }
 
 /// Two services with a store each. The relay is killed three times, the receiver once. Of what is
@@ -46,7 +48,7 @@ fn sends(sink: &str) -> String {
 pub(crate) async fn each_event_has_one_effect<B: Broker>(kind: Kind, mut broker: B) -> Result<()> {
     let (sink, source) = broker.tables();
     let sender = TestEnv::with(kind, &sends(&sink)).await?;
-    let effects = "[subscriptions.apply]\nlog = \"inbox\"\nsink = { type = \"file\", path = \"effects.jsonl\" }\n";
+    let effects = "[subscriptions.apply]\nlog = \"inbox\"\nlease = \"2s\"\nsink = { type = \"file\", path = \"effects.jsonl\" }\n";
     let receiver = TestEnv::with(kind, &format!("[sources.orders]\n{source}\n{effects}")).await?;
     sender.insert((0..EVENTS).map(|n| ("order.paid", (n % KEYS).to_string(), n as i64))).await?;
 
