@@ -222,9 +222,7 @@ async fn a_retained_message_comes_once() {
     let next = source.next(10);
     let properties = PublishProperties::default();
     let published = async {
-        while gateway.connections() == 0 {
-            tokio::task::yield_now().await;
-        }
+        gateway.subscriptions(2).await;
         publisher.publish_with("in/a", properties, b"new").await;
     };
     let (given, _) = timeout(PATIENCE, async { tokio::join!(next, published) }).await.expect("in time");

@@ -168,6 +168,8 @@ struct Shared {
     mode: Mutex<Mode>,
     attempts: Mutex<Vec<Attempt>>,
     connections: watch::Sender<usize>,
+    /// How many times somebody subscribed.
+    subscriptions: watch::Sender<usize>,
     /// How many connections have ended by themselves or were cut.
     ended: watch::Sender<usize>,
     /// Goes up when all connections are to end.
@@ -182,6 +184,7 @@ impl Gateway {
             mode: Mutex::new(Mode::Pass),
             attempts: Mutex::default(),
             connections: watch::Sender::new(0),
+            subscriptions: watch::Sender::new(0),
             ended: watch::Sender::new(0),
             cuts: watch::Sender::new(0),
         });
@@ -205,6 +208,13 @@ impl Gateway {
 
     pub(crate) fn connections(&self) -> usize {
         *self.shared.connections.borrow()
+    }
+
+    /// Waits until somebody has subscribed so many times.
+    pub(crate) async fn subscriptions(&self, times: usize) {
+        let subscribed =
+            async { self.shared.subscriptions.subscribe().wait_for(|count| *count >= times).await.map(drop) };
+        timeout(PATIENCE, subscribed).await.expect("in time").expect("the gateway lives");
     }
 
     /// Ends all connections. What a client has sent by now reaches the server.
@@ -296,6 +306,7 @@ impl Shared {
             let packet = up.split_to(bytes);
             if packet[0] >> 4 != 3 {
                 server.write_all(&packet).await?;
+                self.subscriptions.send_modify(|count| *count += usize::from(packet[0] >> 4 == 8));
                 continue;
             }
             let mode = *lock(&self.mode);
