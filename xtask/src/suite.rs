@@ -19,7 +19,7 @@ const SIMULATIONS: [(&str, &[&str]); 2] = [
 pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
     let mut steps = Steps::default();
     let skip = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some() && std::env::var_os("CI").is_none();
-    steps.run("servers: Postgres, pgbouncer, NATS, RabbitMQ, Redis, Valkey", || match servers::install() {
+    steps.run("servers: Postgres, pgbouncer, Mosquitto, NATS, RabbitMQ, Redis, Valkey", || match servers::install() {
         Err(error) if skip => {
             println!("SKIPPED, and with it every test on a missing server: {error:#}");
             Ok(())

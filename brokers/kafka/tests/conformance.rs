@@ -15,15 +15,17 @@ use krafka::Kafka;
 use krafka::error::ErrorCode;
 use krafka::producer::Record;
 use krafka::testing::{ApiKey, Control, FakeBroker};
-use postbox_config::SourceConfig as _;
+use postbox_config::{SourceConfig as _, SourceContext};
 use postbox_core::{NewEvent, RawMessage, Sink, Source};
 use postbox_testkit::clock::ManualClock;
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits, SourceFixture};
+use postbox_testkit::receiving::source_context;
+use postbox_testkit::sending::{codes, deliver, numbered};
 use postbox_testkit::servers::PrivateKafka;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-use stand::{client, codes, deliver, header, make_topic, numbered, records, sink, source_context, table};
+use stand::{client, header, make_topic, records, sink, table};
 
 const TOPIC: &str = "events";
 /// Larger events are dead: the bytes of key, headers and value.
@@ -197,7 +199,7 @@ impl Group {
         let kafka = client(&brokers(&server)).await;
         make_topic(&kafka, "order.paid", 1).await;
         let clock = Arc::new(ManualClock::default());
-        let context = source_context(Arc::clone(&clock) as _);
+        let context = SourceContext { clock: Arc::clone(&clock) as _, ..source_context() };
         let source = table(&brokers(&server), "topic = \"order.paid\"\nin_flight = 8").build(&context).await;
         Self { server, kafka, clock, source: source.expect("a source") }
     }

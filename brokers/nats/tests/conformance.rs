@@ -9,13 +9,12 @@ use std::time::Duration;
 
 use async_nats::Subscriber;
 use async_trait::async_trait;
-use postbox_config::{ReadOptions, SinkConfig as _, SinkContext, SourceConfig as _, SourceContext, read};
 use postbox_core::{NewEvent, RawMessage, Sink, Source};
-use postbox_engine::TokioClock;
 use postbox_nats::{NatsSinkTable, NatsSourceTable};
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits, SourceFixture};
 use postbox_testkit::proxy::FaultProxy;
 use postbox_testkit::servers::NatsVersion;
+use postbox_testkit::{receiving, sending};
 use serde_json::json;
 use tokio::sync::Mutex as AsyncMutex;
 
@@ -44,15 +43,7 @@ async fn stream(version: NatsVersion) -> Stream {
     let seen = broker.client.subscribe("events.>").await.expect("subscribed");
     broker.reached().await;
     let keys = format!("url = {:?}\nsubject = \"events.{{topic}}\"", broker.server.url());
-    let (table, _) = read::<NatsSinkTable>(&keys, ReadOptions::none()).expect("right");
-    let context = SinkContext {
-        clock: Arc::new(TokioClock::new()),
-        listening: Vec::new(),
-        deliver_timeout: Duration::from_secs(30),
-        repeats_within: Duration::ZERO,
-        concurrency: None,
-    };
-    let sink = table.build(&context).await.expect("a sink");
+    let sink = sending::sink::<NatsSinkTable>(&keys, &sending::context(sending::PATIENCE / 2)).await;
     let (seen, state) = (AsyncMutex::new((seen, Vec::new())), Mutex::new(Destination::Works));
     Stream { broker: AsyncMutex::new(broker), sink, seen, state }
 }
@@ -129,9 +120,7 @@ async fn consumer(version: NatsVersion) -> Consumer {
     broker.stream("ORDERS", &["order.>"], json!({})).await;
     let proxy = FaultProxy::in_front_of(&broker.server.url()).await;
     let keys = format!("url = {:?}\nstream = \"ORDERS\"\nin_flight = 8", proxy.url(&broker.server.url()));
-    let (table, _) = read::<NatsSourceTable>(&keys, ReadOptions::none()).expect("right");
-    let context = SourceContext { name: "orders".parse().expect("a name"), clock: Arc::new(TokioClock::new()) };
-    let source = table.build(&context).await.expect("a source");
+    let source = receiving::source::<NatsSourceTable>(&keys).await;
     Consumer { broker, proxy, source }
 }
 

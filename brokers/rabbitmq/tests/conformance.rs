@@ -10,14 +10,14 @@ use std::time::Duration;
 use async_trait::async_trait;
 use lapin::BasicProperties;
 use lapin::types::AMQPValue;
-use postbox_config::{ReadOptions, SinkConfig as _, SinkContext, SourceConfig as _, SourceContext, read};
+use postbox_config::{SourceConfig as _, SourceContext};
 use postbox_core::{NewEvent, RawMessage, Sink, Source};
-use postbox_engine::TokioClock;
 use postbox_rabbitmq::{RabbitmqSinkTable, RabbitmqSourceTable};
 use postbox_testkit::clock::ManualClock;
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits, SourceFixture};
 use postbox_testkit::proxy::FaultProxy;
 use postbox_testkit::servers::Rabbitmq;
+use postbox_testkit::{receiving, sending};
 use tokio::sync::Mutex as AsyncMutex;
 
 use self::broker::{Broker, arguments, message_id, quorum, unique};
@@ -68,15 +68,7 @@ async fn sink() -> Exchange {
     broker.queue(&format!("{name}-seen"), arguments(&[]), &name, "#").await;
     broker.queue(&format!("{name}-full"), arguments(&full), &name, "never").await;
     let keys = format!("url = {:?}\nexchange = {name:?}\nmessage_max = \"{MESSAGE_MAX}B\"", proxy.url(&server.url()));
-    let (table, _) = read::<RabbitmqSinkTable>(&keys, ReadOptions::none()).expect("right");
-    let context = SinkContext {
-        clock: Arc::new(TokioClock::new()),
-        listening: Vec::new(),
-        deliver_timeout: Duration::from_secs(30),
-        repeats_within: Duration::ZERO,
-        concurrency: None,
-    };
-    let sink = table.build(&context).await.expect("a sink");
+    let sink = sending::sink::<RabbitmqSinkTable>(&keys, &sending::context(sending::PATIENCE / 2)).await;
     let (seen, state) = (AsyncMutex::default(), Mutex::new(Destination::Works));
     Exchange { server, broker, proxy, name, sink, seen, state }
 }
@@ -162,10 +154,9 @@ async fn source() -> Queue {
         "url = {:?}\nqueue = {name:?}\ncreate = false\ndead_letter_exchange = {dead:?}\nin_flight = 8",
         proxy.url(&server.url())
     );
-    let (table, _) = read::<RabbitmqSourceTable>(&keys, ReadOptions::none()).expect("right");
     let clock = Arc::new(ManualClock::default());
-    let context = SourceContext { name: "orders".parse().expect("a name"), clock: Arc::clone(&clock) as _ };
-    let source = table.build(&context).await.expect("a source");
+    let context = SourceContext { clock: Arc::clone(&clock) as _, ..receiving::source_context() };
+    let source = sending::table::<RabbitmqSourceTable>(&keys).build(&context).await.expect("a source");
     Queue { broker, proxy, name, clock, source }
 }
 

@@ -24,6 +24,12 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
         r#"{ type = "kafka", brokers = "127.0.0.1:9092", topic = "orders" }"#,
         |keys| Arc::new(postbox_kafka::KafkaSinkTable::read(keys)),
     ),
+    #[cfg(feature = "mqtt")]
+    Adapter::new::<postbox_mqtt::MqttSinkTable>(
+        "mqtt",
+        r#"{ type = "mqtt", url = "mqtt://127.0.0.1:1883", topic = "orders/{topic}" }"#,
+        |keys| Arc::new(postbox_mqtt::MqttSinkTable::read(keys)),
+    ),
     #[cfg(feature = "nats")]
     Adapter::new::<postbox_nats::NatsSinkTable>(
         "nats",
@@ -68,7 +74,7 @@ pub(crate) const SINKS: &[Adapter<dyn SinkConfig>] = &[
 const NONE: &str = "none";
 
 /// Sinks that a program may be built without.
-const OPTIONAL: &[&str] = &["kafka", "nats", "rabbitmq", "redis", "sns", "sqs"];
+const OPTIONAL: &[&str] = &["kafka", "mqtt", "nats", "rabbitmq", "redis", "sns", "sqs"];
 
 /// Where the events of a subscription go.
 #[derive(Debug, Clone)]

@@ -24,6 +24,12 @@ pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
         r#"{ type = "kafka", brokers = "127.0.0.1:9092", topic = "orders" }"#,
         |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_kafka::KafkaSourceTable::read(keys)))),
     ),
+    #[cfg(feature = "mqtt")]
+    Adapter::new::<postbox_mqtt::MqttSourceTable>(
+        "mqtt",
+        r##"{ type = "mqtt", url = "mqtt://127.0.0.1:1883", client_id = "orders-1", topic = "orders/#" }"##,
+        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_mqtt::MqttSourceTable::read(keys)))),
+    ),
     #[cfg(feature = "nats")]
     Adapter::new::<postbox_nats::NatsSourceTable>(
         "nats",
@@ -51,7 +57,7 @@ pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
 ];
 
 /// Sources that a program may be built without.
-const OPTIONAL: &[&str] = &["kafka", "nats", "rabbitmq", "redis", "sqs"];
+const OPTIONAL: &[&str] = &["kafka", "mqtt", "nats", "rabbitmq", "redis", "sqs"];
 
 /// The keys of a source.
 #[derive(Debug)]

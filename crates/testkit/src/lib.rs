@@ -6,5 +6,7 @@ pub mod hostile;
 pub mod inbox;
 pub mod ledger;
 pub mod proxy;
+pub mod receiving;
+pub mod sending;
 pub mod servers;
 pub mod warnings;

@@ -59,6 +59,8 @@ const TWICE: &[(&str, usize)] = &[
     ("ed25519-dalek", 2),
     ("fallible-iterator", 2),
     ("fiat-crypto", 2),
+    // The client of MQTT has the ones before of these and of `rustls-webpki`.
+    ("flume", 2),
     ("getrandom", 3),
     ("hashbrown", 2),
     // The client of Kafka has the one before; TLS of the client of RabbitMQ reads PKCS 12, which we
@@ -70,6 +72,7 @@ const TWICE: &[(&str, usize)] = &[
     ("rand", 3),
     ("rand_chacha", 2),
     ("rand_core", 3),
+    ("rustls-webpki", 2),
     ("sha1", 2),
     ("sha2", 2),
     ("signature", 2),

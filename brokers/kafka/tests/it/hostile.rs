@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use postbox_core::NewEvent;
 use postbox_testkit::hostile::{Fate, cases};
+use postbox_testkit::sending::{codes, deliver, deliveries, said};
 use postbox_testkit::servers::PrivateKafka;
 
-use super::stand::{client, code, codes, deliver, deliveries, header, make_topic, records, sink};
+use super::stand::{client, header, make_topic, records, sink};
 
 /// Every event that a store takes is in the topic as it was, to the byte.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -59,7 +60,7 @@ async fn what_can_be_no_topic_dies_alone() {
     for topic in ["a b", "a\r\nb", "..", "__consumer_offsets", "zażółć", "a/b", &"t".repeat(250)] {
         let plain = NewEvent::json("plain", "{}");
         let outcomes = deliver(&sink, &deliveries([NewEvent::json(topic, "{}"), plain])).await;
-        assert_eq!([code(&outcomes[0]), code(&outcomes[1])], ["dead topic_invalid", "delivered"], "{topic:?}");
+        assert_eq!([said(&outcomes[0]), said(&outcomes[1])], ["dead topic_invalid", "delivered"], "{topic:?}");
     }
     assert_eq!(records(&kafka, "plain").await.len(), 7);
     let listed = kafka.admin().list_topics(Default::default()).await.expect("an answer");

@@ -8,11 +8,10 @@ use krafka::error::ErrorCode;
 use krafka::testing::{ApiKey, Control, FakeBroker};
 use postbox_core::{NewEvent, Outcome};
 use postbox_testkit::proxy::{Direction, FaultProxy};
+use postbox_testkit::sending::{PATIENCE, codes, deliver, deliveries, numbered, said};
 use postbox_testkit::servers::PrivateKafka;
 
-use super::stand::{
-    LOOK, PATIENCE, client, code, codes, deliver, deliveries, header, make_topic, numbered, payloads, records, sink,
-};
+use super::stand::{LOOK, client, header, make_topic, payloads, records, sink};
 
 async fn fake(brokers: usize) -> FakeBroker {
     let broker = FakeBroker::start_cluster(brokers).await.expect("a broker");
@@ -206,7 +205,7 @@ async fn nobody_there_is_unavailable_at_once() {
     let sink = sink("127.0.0.1:1", "topic = \"events\"").await;
     let outcome = tokio::time::timeout(PATIENCE, deliver(&sink, &numbered(1))).await.expect("in time");
     assert!(
-        ["unavailable kafka_connect_failed", "unavailable kafka_connect_timeout"].contains(&code(&outcome[0]).as_str()),
+        ["unavailable kafka_connect_failed", "unavailable kafka_connect_timeout"].contains(&said(&outcome[0]).as_str()),
         "{outcome:?}"
     );
 }

@@ -9,10 +9,11 @@ use krafka::error::ErrorCode;
 use krafka::producer::Record;
 use krafka::testing::{ApiKey, Control, FakeBroker};
 use postbox_core::{ErrorKind, Source};
+use postbox_testkit::sending::PATIENCE;
 use postbox_testkit::servers::PrivateKafka;
 use tokio::time::timeout;
 
-use super::stand::{LOOK, PATIENCE, ack, bodies, client, committed, make_topic, publish, source, take};
+use super::stand::{LOOK, ack, bodies, client, committed, make_topic, publish, source, take};
 
 const KEYS: &str = "topic = \"orders\"";
 

@@ -4,18 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use jiff::Timestamp;
 use krafka::admin::{CreateTopicsOptions, NewTopic};
 use krafka::producer::Record;
 use krafka::{ConsumerRecord, Kafka};
-use postbox_config::{ReadOptions, SinkConfig as _, SinkContext, SourceConfig as _, SourceContext, read};
-use postbox_core::{Clock, Delivery, ErrorKind, EventId, NewEvent, Outcome, Seq, Sink, Source, SourceMessage};
-use postbox_engine::TokioClock;
+use postbox_config::SourceConfig as _;
+use postbox_core::{ErrorKind, Sink, Source, SourceMessage};
 use postbox_kafka::{KafkaSinkTable, KafkaSourceTable};
+use postbox_testkit::receiving::source_context;
+use postbox_testkit::sending::{self, PATIENCE};
 use tokio::time::timeout;
 
-/// Longer than anything takes that does not hang.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// How often a condition is looked at.
 pub(crate) const LOOK: Duration = Duration::from_millis(5);
 /// The subscription's timeout where a test lets the brokers be silent: a call ends at 5.5 s, and a
@@ -24,65 +22,18 @@ pub(crate) const SHORT: Duration = Duration::from_secs(6);
 /// What a session of a source in tests is: Tansu joins a group in half of it.
 pub(crate) const SESSION: &str = "session_timeout = \"6s\"";
 
-pub(crate) fn context(deliver_timeout: Duration) -> SinkContext {
-    let clock = Arc::new(TokioClock::new());
-    SinkContext { clock, listening: Vec::new(), deliver_timeout, repeats_within: Duration::ZERO, concurrency: None }
-}
-
 /// A sink of these keys beside the brokers.
 pub(crate) async fn sink(brokers: &str, keys: &str) -> Arc<dyn Sink> {
-    let text = format!("brokers = {brokers:?}\n{keys}");
-    let (table, _) = read::<KafkaSinkTable>(&text, ReadOptions::none()).expect("right");
-    table.build(&context(SHORT)).await.expect("a sink")
+    sending::sink::<KafkaSinkTable>(&format!("brokers = {brokers:?}\n{keys}"), &sending::context(SHORT)).await
 }
 
 pub(crate) fn table(brokers: &str, keys: &str) -> KafkaSourceTable {
-    let text = format!("brokers = {brokers:?}\n{SESSION}\n{keys}");
-    read::<KafkaSourceTable>(&text, ReadOptions::none()).expect("right").0
-}
-
-pub(crate) fn source_context(clock: Arc<dyn Clock>) -> SourceContext {
-    SourceContext { name: "orders".parse().expect("a name"), clock }
+    sending::table(&format!("brokers = {brokers:?}\n{SESSION}\n{keys}"))
 }
 
 /// A source of these keys beside the brokers.
 pub(crate) async fn source(brokers: &str, keys: &str) -> Arc<dyn Source> {
-    let context = source_context(Arc::new(TokioClock::new()));
-    table(brokers, keys).build(&context).await.expect("a source")
-}
-
-pub(crate) fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
-    let delivery = |(event, n): (NewEvent, i64)| {
-        let event = event.into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
-        Delivery { event, seq: Seq(n), attempt: 1, replay: 0 }
-    };
-    events.into_iter().zip(1..).map(delivery).collect()
-}
-
-pub(crate) fn numbered(count: usize) -> Vec<Delivery> {
-    deliveries((0..count).map(|n| NewEvent::json("t", n.to_string()).key(format!("k{n}"))))
-}
-
-pub(crate) async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outcome> {
-    let call: Vec<&Delivery> = deliveries.iter().collect();
-    timeout(PATIENCE, sink.deliver(&call)).await.expect("an answer in time")
-}
-
-/// Kind and code of each, the same ones in a row once.
-pub(crate) fn codes(outcomes: &[Outcome]) -> Vec<String> {
-    let mut codes: Vec<String> = outcomes.iter().map(code).collect();
-    codes.dedup();
-    codes
-}
-
-pub(crate) fn code(outcome: &Outcome) -> String {
-    match outcome {
-        Outcome::Delivered { .. } => "delivered".into(),
-        Outcome::Unavailable { code, .. } => format!("unavailable {code}"),
-        Outcome::Ambiguous { code, .. } => format!("ambiguous {code}"),
-        Outcome::Dead { code, .. } => format!("dead {code}"),
-        other => panic!("{other:?}"),
-    }
+    table(brokers, keys).build(&source_context()).await.expect("a source")
 }
 
 /// A client of the test's own.

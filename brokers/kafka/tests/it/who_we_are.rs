@@ -1,13 +1,14 @@
 //! Credentials, warnings, and what a person hears who asks.
 
 use krafka::testing::FakeBroker;
-use postbox_config::{ReadOptions, SinkConfig as _, SourceConfig as _, read};
+use postbox_config::{SinkConfig as _, SourceConfig as _};
 use postbox_core::ErrorKind;
-use postbox_engine::TokioClock;
 use postbox_kafka::KafkaSinkTable;
+use postbox_testkit::receiving::source_context;
+use postbox_testkit::sending::{self, codes, context, deliver, numbered};
 use postbox_testkit::warnings::Warnings;
 
-use super::stand::{SHORT, codes, context, deliver, numbered, sink, source_context, table};
+use super::stand::{SHORT, sink, table};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_password_is_needed_where_it_is_asked_for() {
@@ -32,7 +33,7 @@ async fn weak_acks_are_warned_of_at_the_start() {
     let (warnings, _guard) = Warnings::hear();
     for (acks, count) in [("all", 0), ("leader", 1)] {
         let keys = format!("brokers = \"127.0.0.1:9092\"\ntopic = \"events\"\nacks = {acks:?}");
-        let (table, _) = read::<KafkaSinkTable>(&keys, ReadOptions::none()).expect("right");
+        let table: KafkaSinkTable = sending::table(&keys);
         table.build(&context(SHORT)).await.expect("a sink");
         let said = warnings.all().into_iter().filter(|line| line.contains("kafka_acks_weak")).count();
         assert_eq!(said, count, "acks = {acks}");
@@ -46,14 +47,14 @@ async fn whoever_asks_hears_what_is_there_and_nothing_is_made() {
     let brokers = broker.bootstrap_servers();
     let look = async |topic: &str| {
         let keys = format!("brokers = {brokers:?}\ntopic = {topic:?}");
-        let (table, _) = read::<KafkaSinkTable>(&keys, ReadOptions::none()).expect("right");
+        let table: KafkaSinkTable = sending::table(&keys);
         table.connect(&context(SHORT)).await
     };
     assert_eq!(look("events").await.expect("it is there"), "answers; the topic events is there");
     assert_eq!(look("in.{topic}").await.expect("it answers"), "answers");
     let missing = look("missing").await.expect_err("not there");
     assert_eq!((missing.kind(), missing.code()), (ErrorKind::Mismatch, "kafka_topic_missing"));
-    let context = source_context(std::sync::Arc::new(TokioClock::new()));
+    let context = source_context();
     let said = table(&brokers, "topic = \"events\"").connect(&context).await;
     assert_eq!(said.expect("it is there"), "answers; the topic events is there");
     assert!(table(&brokers, "topic = \"events, missing\"").connect(&context).await.is_err());

@@ -4,12 +4,10 @@ use std::time::Duration;
 
 use async_nats::header::{HeaderName, HeaderValue};
 use async_nats::{Client, Message, Request, RequestErrorKind};
+use postbox_testkit::sending::PATIENCE;
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
 use serde_json::{Value, json};
 use tokio::time::timeout;
-
-/// Nothing here takes long; this only turns a hang into a failure.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) struct Broker {
     pub(crate) server: PrivateNats,

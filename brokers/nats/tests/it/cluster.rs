@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
+use postbox_testkit::sending::{PATIENCE, Working};
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use crate::broker::{PATIENCE, api, stored, stream};
+use crate::broker::{api, stored, stream};
 use crate::faults::whole_and_in_order;
-use crate::stand::{Working, sink};
+use crate::stand::sink;
 
 #[tokio::test]
 async fn a_leader_that_is_killed_under_load_loses_and_repeats_nothing() {

@@ -1,12 +1,13 @@
 //! Who we are, and whom we talk to.
 
 use postbox_core::{ErrorKind, NewEvent};
+use postbox_testkit::sending::{said, send};
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
 use tokio::net::TcpSocket;
 
 use crate::broker::Broker;
-use crate::stand::{said, send, sink, source};
+use crate::stand::{sink, source};
 
 /// The seed of the documentation of NATS, and its public half.
 const SEED: &str = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY";
@@ -14,7 +15,7 @@ const PUBLIC: &str = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4";
 
 const KEYS: &str = "subject = \"in.{topic}\"\nstream = \"EVENTS\"\ncreate = {}\n";
 
-async fn outcome(url: &str, auth: &str) -> (&'static str, String) {
+async fn outcome(url: &str, auth: &str) -> String {
     said(&send(&sink(url, &format!("{KEYS}{auth}")).await, NewEvent::json("t", "{}")).await)
 }
 
@@ -38,9 +39,9 @@ async fn each_way_to_say_who_we_are_is_understood() {
         ),
     ] {
         let server = PrivateNats::launch_with(NatsVersion::V2_15, &server).await;
-        assert_eq!(outcome(&server.url(), &right).await.0, "delivered", "{right}");
+        assert_eq!(outcome(&server.url(), &right).await, "delivered", "{right}");
         for wrong in [wrong, ""] {
-            assert_eq!(outcome(&server.url(), wrong).await, ("unavailable", "nats_unauthorized".to_owned()), "{wrong}");
+            assert_eq!(outcome(&server.url(), wrong).await, "unavailable nats_unauthorized", "{wrong}");
         }
         let refused = source(&server.url(), "stream = \"EVENTS\"").await.next(1).await.expect_err("refused");
         assert_eq!((refused.kind(), refused.code()), (ErrorKind::Unauthorized, "nats_unauthorized"));
@@ -82,13 +83,13 @@ async fn tls_needs_the_right_authority_and_shows_our_certificate() {
     let server = PrivateNats::launch_with(NatsVersion::V2_15, &config).await;
     let ca = format!("ca_file = {:?}", path("ca.pem"));
     let cert = format!("client_cert = {:?}, client_key = {:?}", path("client.pem"), path("client.key"));
-    assert_eq!(outcome(&server.url(), &format!("tls = {{ {ca}, {cert} }}")).await.0, "delivered");
+    assert_eq!(outcome(&server.url(), &format!("tls = {{ {ca}, {cert} }}")).await, "delivered");
     assert_eq!(
-        outcome(&server.url().replace("nats:", "tls:"), &format!("tls = {{ {ca}, {cert} }}")).await.0,
+        outcome(&server.url().replace("nats:", "tls:"), &format!("tls = {{ {ca}, {cert} }}")).await,
         "delivered"
     );
     for without in [format!("tls = {{ {cert} }}"), format!("tls = {{ {ca} }}")] {
-        assert_eq!(outcome(&server.url(), &without).await.0, "unavailable", "{without}");
+        assert!(outcome(&server.url(), &without).await.starts_with("unavailable "), "{without}");
     }
 }
 
@@ -96,8 +97,8 @@ async fn tls_needs_the_right_authority_and_shows_our_certificate() {
 #[tokio::test]
 async fn required_tls_is_not_given_up() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
-    assert_eq!(outcome(&broker.server.url(), "tls = {}").await.0, "unavailable");
-    assert_eq!(outcome(&broker.server.url().replace("nats:", "tls:"), "").await.0, "unavailable");
+    assert!(outcome(&broker.server.url(), "tls = {}").await.starts_with("unavailable "));
+    assert!(outcome(&broker.server.url().replace("nats:", "tls:"), "").await.starts_with("unavailable "));
     assert!(broker.stored("EVENTS").await.is_empty());
 }
 
@@ -106,9 +107,9 @@ async fn the_next_server_is_asked_where_one_is_away() {
     let nobody = TcpSocket::new_v4().expect("a socket");
     nobody.bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
     let away = format!("nats://{}", nobody.local_addr().expect("an address"));
-    assert_eq!(outcome(&away, "").await, ("unavailable", "connect_refused".to_owned()));
+    assert_eq!(outcome(&away, "").await, "unavailable connect_refused");
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
-    assert_eq!(outcome(&format!("{away}, {}", broker.server.url()), "").await.0, "delivered");
+    assert_eq!(outcome(&format!("{away}, {}", broker.server.url()), "").await, "delivered");
     let none = source(&away, "stream = \"S\"").await.next(1).await.expect_err("nobody");
     assert_eq!((none.kind(), none.code()), (ErrorKind::Unavailable, "connect_refused"));
 }

@@ -2,15 +2,17 @@
 
 use std::time::Duration;
 
-use postbox_config::{ReadOptions, SinkConfig as _, SourceConfig as _, read};
+use postbox_config::{SinkConfig as _, SinkContext, SourceConfig as _};
 use postbox_core::{NewEvent, Outcome};
 use postbox_nats::NatsSinkTable;
+use postbox_testkit::receiving::source_context;
+use postbox_testkit::sending::{PATIENCE, context, deliver, deliveries, said, send, table};
 use postbox_testkit::servers::NatsVersion;
 use postbox_testkit::warnings::Warnings;
 use serde_json::{Value, json};
 
 use crate::broker::{Broker, api};
-use crate::stand::{context, deliver, deliveries, said, send, sink, sink_with, source_context, table};
+use crate::stand::{self, sink, sink_with};
 
 fn event(topic: &str) -> NewEvent {
     NewEvent::json(topic, "{}")
@@ -27,8 +29,8 @@ async fn a_missing_stream_is_an_outage_with_the_command_that_makes_it() {
         broker.stream("EVENTS", &["in.a"], json!({})).await;
         // Others of the call are taken: it is this one's subject.
         let outcomes = deliver(&sink, &deliveries([event("a"), event("b")])).await;
-        assert_eq!(said(&outcomes[0]).0, "delivered");
-        assert_eq!(said(&outcomes[1]), ("ambiguous", "nats_no_stream".to_owned()));
+        assert_eq!(said(&outcomes[0]), "delivered");
+        assert_eq!(said(&outcomes[1]), "ambiguous nats_no_stream");
     }
 }
 
@@ -37,17 +39,14 @@ async fn a_missing_stream_is_an_outage_with_the_command_that_makes_it() {
 async fn a_look_makes_nothing() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     let url = broker.server.url();
-    let context = context(Duration::from_secs(30), Duration::ZERO);
+    let context = context(PATIENCE);
     let sink = async |keys: &str| {
-        let text = format!("url = {url:?}\nsubject = \"in.{{topic}}\"\n{keys}");
-        let (table, _) = read::<NatsSinkTable>(&text, ReadOptions::none()).expect("right");
+        let table: NatsSinkTable = table(&format!("url = {url:?}\nsubject = \"in.{{topic}}\"\n{keys}"));
         table.connect(&context).await.map_err(|error| error.to_string())
     };
     let source = async |keys: &str| {
-        table(&url, &format!("stream = \"EVENTS\"\n{keys}"))
-            .connect(&source_context())
-            .await
-            .map_err(|it| it.to_string())
+        let table = stand::table(&url, &format!("stream = \"EVENTS\"\n{keys}"));
+        table.connect(&source_context()).await.map_err(|error| error.to_string())
     };
     assert!(sink("").await.is_err_and(|text| text.contains("nats stream add NAME --subjects 'in.>'")));
     assert!(sink("stream = \"EVENTS\"").await.is_err_and(|text| text.contains("nats stream add EVENTS")));
@@ -68,14 +67,14 @@ async fn a_missing_stream_is_made_where_that_is_configured() {
         let broker = Broker::launch(version, "").await;
         let keys = "subject = \"in.{topic}\"\nstream = \"EVENTS\"\ncreate = { duplicate_window = \"10m\" }";
         let sink = sink(&broker.server.url(), keys).await;
-        assert_eq!(said(&send(&sink, event("t")).await).0, "delivered");
+        assert_eq!(said(&send(&sink, event("t")).await), "delivered");
         let info = api(&broker.client, "STREAM.INFO.EVENTS", Value::Null).await.expect("it is there");
         assert_eq!(info["config"]["subjects"], json!(["in.>"]));
         assert_eq!(info["config"]["duplicate_window"], 600_000_000_000_u64);
         // Somebody deletes it: the first call finds that, the next one has it again.
         api(&broker.client, "STREAM.DELETE.EVENTS", Value::Null).await.expect("deleted");
-        assert_eq!(said(&send(&sink, event("t")).await), ("unavailable", "nats_no_stream".to_owned()));
-        assert_eq!(said(&send(&sink, event("t")).await).0, "delivered");
+        assert_eq!(said(&send(&sink, event("t")).await), "unavailable nats_no_stream");
+        assert_eq!(said(&send(&sink, event("t")).await), "delivered");
     }
 }
 
@@ -89,12 +88,12 @@ async fn what_a_stream_refuses_is_classified() {
     };
     let (right, other) = (sink_of("in").await, sink_of("other").await);
     let outcomes = deliver(&right, &deliveries([NewEvent::json("t", vec![b' '; 1_000]), event("t")])).await;
-    assert_eq!(said(&outcomes[0]), ("dead", "payload_too_large".to_owned()));
-    assert_eq!(said(&outcomes[1]).0, "delivered");
-    assert_eq!(said(&send(&other, event("t")).await), ("ambiguous", "nats_stream_other".to_owned()));
+    assert_eq!(said(&outcomes[0]), "dead payload_too_large");
+    assert_eq!(said(&outcomes[1]), "delivered");
+    assert_eq!(said(&send(&other, event("t")).await), "ambiguous nats_stream_other");
     assert!(broker.stored("OTHER").await.is_empty());
     broker.stream("EVENTS", &["in.>"], json!({ "max_msg_size": 1_000, "max_msgs": 1, "discard": "new" })).await;
-    assert_eq!(said(&send(&right, event("t")).await), ("ambiguous", "nats_refused".to_owned()));
+    assert_eq!(said(&send(&right, event("t")).await), "ambiguous nats_refused");
     assert_eq!(broker.stored("EVENTS").await.len(), 1);
 }
 
@@ -103,11 +102,11 @@ async fn a_stream_that_forgets_ids_too_soon_is_warned_of_once() {
     let broker = Broker::launch(NatsVersion::V2_15, "").await;
     broker.stream("EVENTS", &["in.>"], json!({ "duplicate_window": 60_000_000_000_u64 })).await;
     for (keys, within, count) in [("stream = \"EVENTS\"", 61, 1), ("", 61, 1), ("stream = \"EVENTS\"", 60, 0)] {
-        let context = context(Duration::from_secs(30), Duration::from_secs(within));
+        let context = SinkContext { repeats_within: Duration::from_secs(within), ..context(PATIENCE) };
         let sink = sink_with(&broker.server.url(), &format!("subject = \"in.{{topic}}\"\n{keys}"), &context).await;
         let (warnings, _guard) = Warnings::hear();
         for _ in 0..2 {
-            assert_eq!(said(&send(&sink, event("t")).await).0, "delivered");
+            assert_eq!(said(&send(&sink, event("t")).await), "delivered");
             sink.close().await;
         }
         let short: Vec<_> = warnings.all().into_iter().filter(|line| line.contains("dedupe_window_short")).collect();

@@ -13,10 +13,8 @@ use lapin::options::{
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ExchangeKind};
 use postbox_core::EventId;
+use postbox_testkit::sending::PATIENCE;
 use tokio::time::timeout;
-
-/// Nothing here takes long; this only turns a hang into a failure.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A connection of the test's own.
 pub(crate) struct Broker {

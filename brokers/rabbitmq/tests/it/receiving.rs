@@ -1,64 +1,20 @@
 //! From a queue into an inbox.
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::time::Duration;
-
 use lapin::BasicProperties;
 use lapin::options::QueueDeleteOptions;
 use lapin::types::{AMQPValue, ShortString};
-use postbox_config::SourceConfig as _;
-use postbox_core::{LogName, NewEvent, RawMessage, Unreadable};
-use postbox_engine::Receiver;
-use postbox_testkit::inbox::{Inbox, Mode};
+use postbox_core::NewEvent;
+use postbox_testkit::inbox::Mode;
+use postbox_testkit::receiving::{Receiving, events};
+use postbox_testkit::sending::{PATIENCE, deliver, deliveries, said, send};
 use postbox_testkit::servers::{PrivateRabbitmq, Rabbitmq};
-use tokio::task::JoinHandle;
 use tokio::time::timeout;
-use tokio_util::sync::CancellationToken;
 
-use crate::broker::{Broker, PATIENCE, arguments, quorum, unique};
-use crate::stand::{deliver, deliveries, said, send, sink, source_context, table};
+use crate::broker::{Broker, arguments, quorum, unique};
+use crate::stand::{sink, table};
 
-struct Receiving {
-    inbox: Arc<Inbox>,
-    receiver: Arc<Receiver>,
-    stop: CancellationToken,
-    task: JoinHandle<()>,
-}
-
-impl Receiving {
-    async fn start(url: &str, keys: &str) -> Self {
-        let (inbox, table, context) = (Arc::new(Inbox::default()), table(url, keys), source_context());
-        let source = table.build(&context).await.expect("a source");
-        let receiver = Receiver::builder(inbox.clone(), context.name.clone(), LogName::inbox())
-            .pull(source)
-            .decode(move |message: &RawMessage| table.decode(&context.name, message))
-            .build();
-        let (receiver, stop) = (Arc::new(receiver.expect("good settings")), CancellationToken::new());
-        let task = tokio::spawn({
-            let (receiver, stop) = (receiver.clone(), stop.clone());
-            async move { receiver.run(stop).await }
-        });
-        Self { inbox, receiver, stop, task }
-    }
-
-    async fn until(&self, condition: impl Fn(&Self) -> bool) {
-        let met = async {
-            while !condition(self) {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(PATIENCE, met).await.expect("it happens in time");
-    }
-
-    fn bodies(&self) -> BTreeSet<Vec<u8>> {
-        self.inbox.all().iter().map(|it| it.event.payload.to_vec()).collect()
-    }
-
-    async fn stop(self) {
-        self.stop.cancel();
-        timeout(PATIENCE, self.task).await.expect("in time").expect("it stops");
-    }
+async fn receiving(url: &str, keys: &str) -> Receiving {
+    Receiving::start(table(url, keys)).await
 }
 
 /// Nothing is in the queue once nobody consumes it.
@@ -75,11 +31,11 @@ fn properties(id: &str) -> BasicProperties {
 async fn a_queue_whose_exchange_comes_later_is_bound() {
     let url = Rabbitmq::shared().await.url();
     let (broker, queue) = (Broker::connect(&url).await, unique("q"));
-    let receiving = Receiving::start(&url, &format!("queue = {queue:?}\nexchange = {queue:?}")).await;
+    let receiving = receiving(&url, &format!("queue = {queue:?}\nexchange = {queue:?}")).await;
     receiving.until(|it| it.receiver.metrics().snapshot().source_errors > 0).await;
     broker.exchange(&queue).await;
     let sink = sink(&url, &format!("exchange = {queue:?}")).await;
-    let delivered = async { while said(&send(&sink, NewEvent::json("t", "{}")).await).0 != "delivered" {} };
+    let delivered = async { while said(&send(&sink, NewEvent::json("t", "{}")).await) != "delivered" {} };
     timeout(PATIENCE, delivered).await.expect("the queue is bound");
     receiving.until(|it| it.inbox.all().len() == 1).await;
     receiving.stop().await;
@@ -91,27 +47,19 @@ async fn an_event_comes_out_as_it_went_in() {
     let (broker, queue) = (Broker::connect(&url).await, unique("q"));
     broker.exchange(&queue).await;
     // The queue is made, and bound.
-    let receiving = Receiving::start(&url, &format!("queue = {queue:?}\nexchange = {queue:?}")).await;
+    let receiving = receiving(&url, &format!("queue = {queue:?}\nexchange = {queue:?}")).await;
     let made = async {
         let outcome = async || {
             let sink = sink(&url, &format!("exchange = {queue:?}")).await;
-            said(&deliver(&sink, &deliveries([NewEvent::json("first", "{}")])).await[0]).0
+            said(&deliver(&sink, &deliveries([NewEvent::json("first", "{}")])).await[0])
         };
         while outcome().await != "delivered" {}
     };
     timeout(PATIENCE, made).await.expect("made");
     let sink = sink(&url, &format!("exchange = {queue:?}")).await;
-    let headers = (0..64).map(|n| (format!("h{n}"), "v".to_owned())).collect();
-    let sent = deliveries([
-        NewEvent::new("order.paid", &b"\xff\0"[..], "text/plain")
-            .key("Zoë 1")
-            .kind("fact")
-            .aggregate("order")
-            .version(7),
-        NewEvent { headers, ..NewEvent::json("order.sent", "{}").tenant("acme") },
-    ]);
+    let sent = events();
     for outcome in deliver(&sink, &sent).await {
-        assert_eq!(said(&outcome).0, "delivered");
+        assert_eq!(said(&outcome), "delivered");
     }
     // And two of somebody who knows nothing of our properties: another spelling, and nothing.
     let text = |text: &str| AMQPValue::LongString(text.into());
@@ -127,15 +75,7 @@ async fn an_event_comes_out_as_it_went_in() {
     receiving.until(|it| it.inbox.all().len() == 5).await;
     let stored = receiving.inbox.all();
     let by_topic = |topic: &str| stored.iter().find(|it| it.event.topic == topic).expect(topic);
-    let paid = &by_topic("order.paid").event;
-    assert_eq!(paid.key.as_deref(), Some("Zoë 1"));
-    assert_eq!((paid.kind.as_deref(), paid.aggregate.as_deref(), paid.version), (Some("fact"), Some("order"), Some(7)));
-    assert_eq!((paid.content_type.as_deref(), &paid.payload[..]), (Some("text/plain"), &b"\xff\0"[..]));
-    assert_eq!(paid.occurred_at, Some(sent[0].event.occurred_at));
-    assert_eq!(by_topic("order.paid").message_id, sent[0].dedupe_id());
-    let full = &by_topic("order.sent").event;
-    assert!((0..64).all(|n| full.headers.contains_key(&format!("h{n}"))), "{:?}", full.headers);
-    assert_eq!(full.tenant, None, "whoever may publish could name any");
+    receiving.has(&sent);
     assert_eq!((by_topic("spelled").message_id.as_str(), by_topic("spelled").event.version), ("ce-1", Some(3)));
     assert!(by_topic("plain").message_id.starts_with("sha256:"));
     receiving.stop().await;
@@ -155,20 +95,14 @@ async fn duplicates_conflicts_and_poison_are_settled() {
     let (broker, queue) = (Broker::connect(&url).await, unique("q"));
     broker.exchange(&queue).await;
     broker.queue(&queue, quorum(&[]), &queue, "#").await;
-    let receiving = Receiving::start(&url, &format!("queue = {queue:?}")).await;
+    let receiving = receiving(&url, &format!("queue = {queue:?}")).await;
     // No topic has a space.
     for (key, id, body) in
         [("a", "1", "one"), ("a", "1", "one"), ("a", "1", "another"), ("a b", "2", "poison"), ("a", "3", "three")]
     {
         broker.publish(&queue, key, properties(id), body.as_bytes()).await;
     }
-    receiving.until(|it| it.receiver.metrics().snapshot().accepted == 3).await;
-    receiving.until(|it| it.receiver.metrics().snapshot().conflicts == 1).await;
-    let counted = receiving.receiver.metrics().snapshot();
-    assert_eq!((counted.duplicates, counted.poison, counted.rejected), (1, 1, 0));
-    let all = receiving.inbox.all();
-    let poison: Vec<_> = all.iter().filter(|stored| Unreadable::poison(&stored.event.headers).is_some()).collect();
-    assert_eq!((poison.len(), &poison[0].event.payload[..]), (1, &b"poison"[..]), "with its bytes");
+    receiving.settled(3).await;
     receiving.stop().await;
     is_empty(&broker, &queue).await;
 }
@@ -182,7 +116,7 @@ async fn what_cannot_be_kept_at_all_goes_to_the_dead_letter_exchange() {
     broker.exchange(&dead).await;
     broker.queue(&dead, quorum(&[]), &dead, "#").await;
     let keys = format!("queue = {queue:?}\nexchange = {queue:?}\ndead_letter_exchange = {dead:?}");
-    let receiving = Receiving::start(&url, &keys).await;
+    let receiving = receiving(&url, &keys).await;
     for id in ["1", "poison:1"] {
         receiving.inbox.refuse(id);
     }
@@ -209,7 +143,7 @@ async fn a_server_that_is_killed_while_it_is_received_from_loses_nothing() {
     let mut server = PrivateRabbitmq::launch().await;
     Broker::connect(&server.url()).await.queue("q", quorum(&[]), "amq.topic", "#").await;
     server.sync();
-    let receiving = Receiving::start(&server.url(), "queue = \"q\"\nin_flight = 50").await;
+    let receiving = receiving(&server.url(), "queue = \"q\"\nin_flight = 50").await;
     let mut published = 0;
     for _ in 0..2 {
         let broker = Broker::connect(&server.url()).await;
@@ -233,7 +167,7 @@ async fn a_consumer_that_the_server_ended_is_opened_again() {
     let server = PrivateRabbitmq::launch_with("consumer_timeout = 2000\n").await;
     let broker = Broker::connect(&server.url()).await;
     broker.queue("q", quorum(&[]), "amq.topic", "#").await;
-    let receiving = Receiving::start(&server.url(), "queue = \"q\"\nexchange = \"amq.topic\"").await;
+    let receiving = receiving(&server.url(), "queue = \"q\"\nexchange = \"amq.topic\"").await;
     // The store is away for longer than a consumer may keep a message.
     receiving.inbox.set(Mode::Down);
     broker.publish("amq.topic", "a", properties("1"), b"1").await;
@@ -255,7 +189,7 @@ async fn a_consumer_that_the_server_ended_is_opened_again() {
     deleted.expect("deleted");
     let sink = sink(&server.url(), "exchange = \"amq.topic\"").await;
     let published =
-        async { while said(&deliver(&sink, &deliveries([NewEvent::json("t", "3")])).await[0]).0 != "delivered" {} };
+        async { while said(&deliver(&sink, &deliveries([NewEvent::json("t", "3")])).await[0]) != "delivered" {} };
     timeout(PATIENCE, published).await.expect("made and bound again");
     receiving.until(|it| it.bodies().len() == 3).await;
     receiving.stop().await;
@@ -267,7 +201,7 @@ async fn a_store_that_is_away_is_waited_for_and_nothing_comes_twice() {
     let (broker, queue) = (Broker::connect(&url).await, unique("q"));
     broker.exchange(&queue).await;
     broker.queue(&queue, quorum(&[]), &queue, "#").await;
-    let receiving = Receiving::start(&url, &format!("queue = {queue:?}\nin_flight = 5")).await;
+    let receiving = receiving(&url, &format!("queue = {queue:?}\nin_flight = 5")).await;
     receiving.inbox.set(Mode::Down);
     for n in 0..20 {
         broker.publish(&queue, "a", properties(&n.to_string()), b"{}").await;

@@ -6,7 +6,7 @@ use postbox_core::{NewEvent, Outcome};
 use postbox_testkit::hostile::{Fate, cases};
 
 use super::support::{Broker, Fields, field, text};
-use super::{PATIENCE, SERVERS, code, deliver, deliveries, sink_with};
+use super::{PATIENCE, SERVERS, deliver, deliveries, said, sink_with};
 
 /// Every event that a store takes is in the stream as it was, to the byte, and in no other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -19,7 +19,7 @@ async fn every_event_is_in_its_stream_as_it_was() {
             let event = case.event.clone();
             let sent = deliveries([event, NewEvent::json("plain", "{}")]);
             let outcomes = deliver(&sink, &sent).await;
-            assert_eq!([code(&outcomes[0]), code(&outcomes[1])], ["delivered", "delivered"], "{}", case.name);
+            assert_eq!([said(&outcomes[0]), said(&outcomes[1])], ["delivered", "delivered"], "{}", case.name);
             let stream = format!("s:{}", case.event.topic);
             let last: Vec<(String, Fields)> = {
                 let mut command = redis::cmd("XREVRANGE");
@@ -58,7 +58,7 @@ async fn what_the_server_would_not_take_dies_alone() {
         let sink = sink_with(&broker, PATIENCE, |_| ());
         let large = |bytes| NewEvent::new("t", vec![b'x'; bytes], "a/b");
         let events = [NewEvent::json("t", "1"), large(1024 * 1024), large(1024 * 1024 + 1), NewEvent::json("t", "2")];
-        let outcomes: Vec<String> = deliver(&sink, &deliveries(events)).await.iter().map(code).collect();
+        let outcomes: Vec<String> = deliver(&sink, &deliveries(events)).await.iter().map(said).collect();
         assert_eq!(outcomes, ["delivered", "delivered", "dead redis_value_too_large", "delivered"]);
         assert_eq!(broker.ask::<usize>("XLEN events").await, 3);
     }
@@ -75,7 +75,7 @@ async fn no_event_gets_into_the_stream_of_another_tenant() {
         let outcomes = deliver(&sink, &sent).await;
         assert!(matches!(&outcomes[0], Outcome::Delivered { .. }));
         assert_eq!(
-            [code(&outcomes[1]), code(&outcomes[2])],
+            [said(&outcomes[1]), said(&outcomes[2])],
             ["dead stream_name_ambiguous", "dead stream_field_missing"]
         );
         assert_eq!(broker.ask::<usize>("XLEN a:b:c").await, 1);

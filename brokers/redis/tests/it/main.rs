@@ -13,8 +13,9 @@ mod warnings;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Delivery, EventId, NewEvent, Outcome, Seq, Sink as _};
+use postbox_core::{Delivery, NewEvent, Outcome, Sink as _};
 use postbox_redis::{RedisSink, RedisSinkConfig, RedisSource, RedisSourceConfig};
+use postbox_testkit::sending::{codes, deliveries, said};
 use postbox_testkit::servers::RedisKind;
 use support::Broker;
 
@@ -40,14 +41,6 @@ fn source_with(broker: &Broker, change: impl FnOnce(&mut RedisSourceConfig)) -> 
     RedisSource::new(&config, Arc::new(postbox_engine::TokioClock::default())).expect("a source")
 }
 
-fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
-    let delivery = |(event, seq): (NewEvent, i64)| {
-        let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-        Delivery { event, seq: Seq(seq), attempt: 1, replay: 0 }
-    };
-    events.into_iter().zip(1..).map(delivery).collect()
-}
-
 fn numbered(count: usize) -> Vec<Delivery> {
     deliveries((0..count).map(|n| NewEvent::json("t", n.to_string())))
 }
@@ -55,21 +48,4 @@ fn numbered(count: usize) -> Vec<Delivery> {
 async fn deliver(sink: &RedisSink, deliveries: &[Delivery]) -> Vec<Outcome> {
     let call: Vec<&Delivery> = deliveries.iter().collect();
     tokio::time::timeout(PATIENCE, sink.deliver(&call)).await.expect("an answer in time")
-}
-
-/// The stable code, and whether it is a failure of everybody.
-fn code(outcome: &Outcome) -> String {
-    match outcome {
-        Outcome::Delivered { .. } => "delivered".into(),
-        Outcome::Unavailable { code, .. } => format!("unavailable {code}"),
-        Outcome::Ambiguous { code, .. } => format!("ambiguous {code}"),
-        Outcome::Dead { code, .. } => format!("dead {code}"),
-        other => panic!("{other:?}"),
-    }
-}
-
-fn codes(outcomes: &[Outcome]) -> Vec<String> {
-    let mut codes: Vec<String> = outcomes.iter().map(code).collect();
-    codes.dedup();
-    codes
 }

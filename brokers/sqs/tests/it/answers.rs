@@ -2,11 +2,10 @@
 
 use postbox_core::NewEvent;
 
-use crate::support::{
-    Broker, Gateway, Mode, context, deliver, deliveries, numbered, queue_keys, refusal, said, sink, table, topic_keys,
-};
+use crate::support::{Broker, Gateway, Mode, queue_keys, refusal, said, sink, topic_keys};
 use postbox_config::SinkConfig as _;
 use postbox_sqs::SqsSinkTable;
+use postbox_testkit::sending::{PATIENCE, context, deliver, deliveries, numbered, table};
 
 #[tokio::test]
 async fn each_message_of_a_request_has_its_own_answer() {
@@ -109,7 +108,7 @@ async fn check_config_says_what_is_there_and_what_is_not() {
     let there = broker.queue("events").await;
     let connect = async |url: &str, by: &str| {
         let keys = queue_keys(url, by);
-        table::<SqsSinkTable>(&keys).connect(&context(crate::support::PATIENCE)).await
+        table::<SqsSinkTable>(&keys).connect(&context(PATIENCE)).await
     };
     let found = connect(&there, &broker.server.url()).await.expect("there");
     assert_eq!(found, "answers; the queue events is there and takes messages of up to 1048576 bytes");
@@ -120,6 +119,6 @@ async fn check_config_says_what_is_there_and_what_is_not() {
     let nobody = connect("http://127.0.0.1:1/1/q", "http://127.0.0.1:1").await.expect_err("nobody there");
     assert_eq!(nobody.code(), "connect_refused");
     let keys = topic_keys("missing", &broker.server.url());
-    let missing = table::<postbox_sqs::SnsSinkTable>(&keys).connect(&context(crate::support::PATIENCE)).await;
+    let missing = table::<postbox_sqs::SnsSinkTable>(&keys).connect(&context(PATIENCE)).await;
     assert_eq!(missing.expect_err("not there").code(), "sns_topic_missing");
 }

@@ -3,11 +3,10 @@
 use std::time::{Duration, Instant};
 
 use postbox_testkit::proxy::{Direction, FaultProxy};
+use postbox_testkit::sending::{PATIENCE, context, deliver, numbered, table};
 use postbox_testkit::warnings::Warnings;
 
-use crate::support::{
-    Broker, Gateway, Mode, PATIENCE, context, deliver, numbered, queue_keys, said, sink, sink_within, table,
-};
+use crate::support::{Broker, Gateway, Mode, queue_keys, said, sink, sink_within};
 use postbox_config::SinkConfig as _;
 use postbox_sqs::SqsSinkTable;
 

@@ -5,9 +5,8 @@ use postbox_core::{Delivery, NewEvent};
 use postbox_sqs::SqsSourceTable;
 use postbox_testkit::hostile;
 
-use crate::support::{
-    Broker, deliver, deliveries, make_topic, queue_keys, said, sink, source, subscribe, table, topic_keys,
-};
+use crate::support::{Broker, make_topic, queue_keys, said, sink, source, subscribe, topic_keys};
+use postbox_testkit::sending::{deliver, deliveries, table};
 
 fn full() -> Delivery {
     let event = NewEvent::json("order.paid", "{ \"cents\":100 }").key("order 42").aggregate("order").version(7);

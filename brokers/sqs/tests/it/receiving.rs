@@ -8,8 +8,9 @@ use postbox_core::{AckToken, Source, SourceMessage};
 use postbox_testkit::proxy::{Direction, FaultProxy};
 use tokio::time::timeout;
 
-use crate::support::{Broker, PATIENCE, deliver, deliveries, numbered, queue_keys, sink, source};
+use crate::support::{Broker, queue_keys, sink, source};
 use postbox_core::NewEvent;
+use postbox_testkit::sending::{PATIENCE, deliver, deliveries, numbered, table};
 
 fn keys(queue: &str, by: &str, more: &str) -> String {
     format!("{}{more}\n", queue_keys(queue, by))
@@ -154,7 +155,7 @@ async fn whoever_publishes_what_is_no_event_fills_the_dead_list_and_blocks_nobod
     let source = source(&keys).await;
     let given = gather(&source, 1).await.remove(0);
     let name = "orders".parse().expect("a name");
-    let table = crate::support::table::<postbox_sqs::SqsSourceTable>(&keys);
+    let table = table::<postbox_sqs::SqsSourceTable>(&keys);
     let fault = table.decode(&name, &given.message).expect_err("no event");
     let poison = given.message.into_poison(&name, fault.code(), fault.message());
     assert_eq!(&poison.event.payload[..], b"its bytes");

@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use postbox_config::SinkConfig as _;
 use postbox_sqs::SqsSinkTable;
+use postbox_testkit::sending::{context, deliver, numbered, table};
 use postbox_testkit::servers::listen_anywhere;
 use rustls::pki_types::PrivateKeyDer;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::support::{Broker, context, deliver, numbered, queue_keys, said, sink, table};
+use crate::support::{Broker, queue_keys, said, sink};
 
 /// TLS in front of the server; its port.
 fn tls(broker: &Broker, certificate: &rcgen::Certificate, key: &rcgen::KeyPair) -> (u16, AbortOnDropHandle<()>) {

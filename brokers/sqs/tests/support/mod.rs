@@ -10,11 +10,11 @@ use aws_sdk_sqs::config::{BehaviorVersion, Credentials, Region};
 use aws_sdk_sqs::types::{MessageSystemAttributeName, QueueAttributeName};
 use aws_sdk_sqs::{Client, Config};
 use aws_smithy_http_client::Builder;
-use postbox_config::{ReadOptions, SinkConfig, SinkContext, SourceConfig, SourceContext, Table, read};
-use postbox_core::{Delivery, EventId, NewEvent, Outcome, Seq, Sink, Source};
-use postbox_engine::TokioClock;
+use postbox_core::{Outcome, Sink, Source};
 use postbox_sqs::{SnsSinkTable, SqsSinkTable, SqsSourceTable};
 use postbox_testkit::conformance::Attempt;
+use postbox_testkit::receiving;
+use postbox_testkit::sending::{self, PATIENCE, context};
 use postbox_testkit::servers::{PrivateSqs, listen_anywhere};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
@@ -22,8 +22,6 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Longer than anything takes that does not hang.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// The account of every queue and topic.
 const ACCOUNT: &str = "123456789012";
 /// How everything that is configured here finds a server.
@@ -326,20 +324,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("nobody panics while holding it")
 }
 
-pub(crate) fn context(timeout: Duration) -> SinkContext {
-    SinkContext {
-        clock: Arc::new(TokioClock::new()),
-        listening: Vec::new(),
-        deliver_timeout: timeout,
-        repeats_within: Duration::ZERO,
-        concurrency: None,
-    }
-}
-
-pub(crate) fn table<T: Table>(keys: &str) -> T {
-    read::<T>(keys, ReadOptions::none()).expect("right").0
-}
-
 /// A sink or source for a queue, by way of somebody else.
 pub(crate) fn queue_keys(queue: &str, by: &str) -> String {
     format!("queue_url = {queue:?}\n{}", aws(by))
@@ -356,45 +340,18 @@ pub(crate) async fn sink(keys: &str) -> Arc<dyn Sink> {
 pub(crate) async fn sink_within(keys: &str, timeout: Duration) -> Arc<dyn Sink> {
     let context = context(timeout);
     match keys.starts_with("topic_arn") {
-        true => table::<SnsSinkTable>(keys).build(&context).await,
-        false => table::<SqsSinkTable>(keys).build(&context).await,
+        true => sending::sink::<SnsSinkTable>(keys, &context).await,
+        false => sending::sink::<SqsSinkTable>(keys, &context).await,
     }
-    .expect("a sink")
 }
 
 pub(crate) async fn source(keys: &str) -> Arc<dyn Source> {
-    let context = SourceContext { name: "orders".parse().expect("a name"), clock: Arc::new(TokioClock::new()) };
-    table::<SqsSourceTable>(keys).build(&context).await.expect("a source")
-}
-
-pub(crate) fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
-    let delivery = |(event, seq): (NewEvent, i64)| {
-        let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-        Delivery { event, seq: Seq(seq), attempt: 1, replay: 0 }
-    };
-    events.into_iter().zip(1..).map(delivery).collect()
-}
-
-pub(crate) fn numbered(count: usize) -> Vec<Delivery> {
-    deliveries((0..count).map(|n| NewEvent::json("t", n.to_string()).key(n.to_string())))
-}
-
-pub(crate) async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outcome> {
-    let call: Vec<&Delivery> = deliveries.iter().collect();
-    tokio::time::timeout(PATIENCE, sink.deliver(&call)).await.expect("an answer in time")
+    receiving::source::<SqsSourceTable>(keys).await
 }
 
 /// What became of each, with its stable code.
 pub(crate) fn said(outcomes: &[Outcome]) -> Vec<String> {
-    let said = |outcome: &Outcome| match outcome {
-        Outcome::Delivered { .. } => "delivered".to_owned(),
-        Outcome::Unavailable { code, .. } => format!("unavailable {code}"),
-        Outcome::Ambiguous { code, .. } => format!("ambiguous {code}"),
-        Outcome::Throttled { code, .. } => format!("throttled {code}"),
-        Outcome::Dead { code, .. } => format!("dead {code}"),
-        other => panic!("{other:?}"),
-    };
-    outcomes.iter().map(said).collect()
+    outcomes.iter().map(sending::said).collect()
 }
 
 /// A client of SNS.

@@ -2,6 +2,7 @@
 
 mod attacks;
 mod blocked_output;
+mod broker;
 mod bulk_changes;
 mod bus;
 mod commands;
@@ -16,6 +17,7 @@ mod faults;
 mod hostile;
 mod inbox;
 mod kafka;
+mod mqtt;
 mod nats;
 mod outages;
 mod privacy;

@@ -8,7 +8,8 @@ use aws_sdk_sqs::types::QueueAttributeName;
 use aws_sdk_sqs::{Client, Config};
 use postbox_testkit::servers::PrivateSqs;
 
-use crate::env::{Kind, TestEnv, get, on_both, until};
+use crate::broker::duplicates;
+use crate::env::{Kind, TestEnv, on_both, until};
 
 const EVENTS: usize = 400;
 const DUPLICATES: usize = 120;
@@ -95,12 +96,7 @@ async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
 
     receiver.config(&source("orders", &again))?;
     let receiving = receiver.serve_with(&ENVIRONMENT).await?;
-    let known = async || {
-        let page = get(&receiving.address, "/metrics", "").await?;
-        let name = "postbox_received_total{source=\"orders\",result=\"duplicate\"} ";
-        let duplicates: usize = page.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("0").parse()?;
-        Ok((duplicates >= DUPLICATES).then_some(()))
-    };
+    let known = async || Ok((duplicates(&receiving).await? >= DUPLICATES).then_some(()));
     until("every repetition is known", known).await?;
     receiving.terminate().await?;
     let stats = receiver.ok(&["stats", "--log", "inbox"])?;

@@ -58,6 +58,11 @@ pub(super) fn pgbouncer() -> anyhow::Result<PathBuf> {
     on_path("pgbouncer").ok_or_else(|| Missing("pgbouncer").into())
 }
 
+/// The mosquitto program.
+pub(super) fn mosquitto() -> anyhow::Result<PathBuf> {
+    on_path("mosquitto").ok_or_else(|| Missing("Mosquitto 2.0").into())
+}
+
 /// The nats-server program of this version.
 pub(super) fn nats(version: NatsVersion) -> anyhow::Result<PathBuf> {
     match version {

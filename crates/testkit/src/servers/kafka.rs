@@ -1,38 +1,27 @@
 //! A server that speaks Kafka's protocol, of one test's own: Tansu.
 
-use std::fs::File;
 use std::net::SocketAddr;
-use std::path::PathBuf;
-use std::process::Child;
-use std::time::{Duration, Instant};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use anyhow::Context as _;
 use tokio::net::TcpStream;
 
-use super::ports::free_port;
-use super::private::tail;
-use super::process::{self, ProcessGuard, ServerProcess};
-use super::{install, unavailable};
+use super::private_server::{PrivateServer, Program};
+use super::{install, process};
 
-/// It starts in 50 ms; more than this is a hang.
-const START_SECONDS_MAX: u64 = 20;
-/// How often a start is tried when somebody else took the port first.
-const PORT_TRIES: usize = 5;
+/// A server with one broker, which keeps everything in memory: killed, it forgets topics and
+/// offsets.
+pub type PrivateKafka = PrivateServer<Tansu>;
 
-/// A server with one broker, which keeps everything in memory: stopped, it forgets topics and
-/// offsets. Dropping it, or dying in any way, stops it.
+/// How Tansu is started.
 #[derive(Debug)]
-pub struct PrivateKafka {
+pub struct Tansu {
     program: PathBuf,
-    folder: PathBuf,
-    port: u16,
     /// Where it sends its clients.
     advertised: SocketAddr,
-    server: Option<Child>,
-    guard: ProcessGuard,
 }
 
-impl PrivateKafka {
+impl PrivateServer<Tansu> {
     /// Starts a server.
     ///
     /// # Panics
@@ -48,99 +37,31 @@ impl PrivateKafka {
     /// # Panics
     ///
     /// As [`Self::launch`].
-    pub async fn launch_behind(advertise: impl AsyncFnMut(SocketAddr) -> SocketAddr) -> Self {
-        Self::try_launch(advertise).await.unwrap_or_else(|error| unavailable(&error))
-    }
-
-    async fn try_launch(mut advertise: impl AsyncFnMut(SocketAddr) -> SocketAddr) -> anyhow::Result<Self> {
-        let program = install::kafka()?;
-        let folder = process::scratch(None, "postbox-kafka-")?;
-        let data = folder.join("data");
-        let process =
-            ServerProcess { pid_file: data.join("pid"), working: data.clone(), signal: "KILL", remove: folder.clone() };
-        // The guard comes first: from here on whatever we make is removed.
-        let guard = ProcessGuard::new(&process)?;
-        process::own_folder(&data, 0o700)?;
+    pub async fn launch_behind(mut advertise: impl AsyncFnMut(SocketAddr) -> SocketAddr) -> Self {
         let nowhere = SocketAddr::from(([127, 0, 0, 1], 0));
-        let mut kafka = Self { program, folder, port: 0, advertised: nowhere, server: None, guard };
-        for last in (0..PORT_TRIES).rev() {
-            kafka.port = free_port()?;
-            kafka.advertised = advertise(([127, 0, 0, 1], kafka.port).into()).await;
-            match kafka.try_start().await {
-                Err(error) if last > 0 && format!("{error:#}").contains("in use") => {}
-                started => {
-                    started?;
-                    break;
-                }
-            }
-        }
-        Ok(kafka)
+        let program = install::kafka().map(|program| Tansu { program, advertised: nowhere });
+        let prepare = async |tansu: &mut Tansu, port| tansu.advertised = advertise(([127, 0, 0, 1], port).into()).await;
+        Self::prepared(program, prepare).await
     }
 
     /// `127.0.0.1:PORT`, where it sends its clients; the same after a restart.
     pub fn brokers(&self) -> String {
-        self.advertised.to_string()
-    }
-
-    /// SIGKILL. It forgets everything.
-    pub fn kill(&mut self) {
-        self.signal("KILL");
-        if let Some(mut server) = self.server.take() {
-            server.wait().expect("our own child can be waited for");
-        }
-    }
-
-    /// Freezes it: connections stay, nobody answers. When it returns, no thread of it runs.
-    pub fn freeze(&self) {
-        let server = self.server.as_ref().expect("the server is running: call start first");
-        process::freeze(server.id()).expect("our own child can be frozen");
-    }
-
-    /// Ends [`Self::freeze`].
-    pub fn thaw(&self) {
-        self.signal("CONT");
-    }
-
-    /// Starts it again on the same port, empty, and waits until it answers.
-    ///
-    /// # Panics
-    ///
-    /// If it does not come up.
-    pub async fn start(&mut self) {
-        self.try_start().await.expect("it starts again");
-    }
-
-    async fn try_start(&mut self) -> anyhow::Result<()> {
-        let (data, log) = (self.folder.join("data"), self.folder.join("log"));
-        let deadline = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
-        let mut command = process::command(&self.program, &data)?;
-        command.args(["broker", "--storage-engine", "memory://tansu/"]);
-        command.arg("--listener-url").arg(format!("tcp://127.0.0.1:{}", self.port));
-        command.arg("--advertised-listener-url").arg(format!("tcp://{}", self.advertised));
-        let output = File::create(&log)?;
-        let mut server = command.stdout(output.try_clone()?).stderr(output).spawn().context("tansu")?;
-        // It writes none itself.
-        std::fs::write(data.join("pid"), server.id().to_string())?;
-        while TcpStream::connect(("127.0.0.1", self.port)).await.is_err() {
-            let status = server.try_wait()?;
-            if status.is_some() || Instant::now() > deadline {
-                let _ = (server.kill(), server.wait());
-                anyhow::bail!("tansu does not start: {}", tail(&log));
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        self.server = Some(server);
-        Ok(())
-    }
-
-    fn signal(&self, signal: &str) {
-        let server = self.server.as_ref().expect("the server is running: call start first");
-        process::signal(server.id(), signal).expect("our own child can be signalled");
+        self.program.advertised.to_string()
     }
 }
 
-impl Drop for PrivateKafka {
-    fn drop(&mut self) {
-        self.guard.stop(self.server.as_mut());
+impl Program for Tansu {
+    const NAME: &'static str = "tansu";
+
+    fn command(&self, folder: &Path, port: u16) -> anyhow::Result<Command> {
+        let mut command = process::command(&self.program, &folder.join("data"))?;
+        command.args(["broker", "--storage-engine", "memory://tansu/"]);
+        command.arg("--listener-url").arg(format!("tcp://127.0.0.1:{port}"));
+        command.arg("--advertised-listener-url").arg(format!("tcp://{}", self.advertised));
+        Ok(command)
+    }
+
+    async fn answers(port: u16) -> bool {
+        TcpStream::connect(("127.0.0.1", port)).await.is_ok()
     }
 }

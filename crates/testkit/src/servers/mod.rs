@@ -1,5 +1,6 @@
 //! Real servers for tests: Postgres 15 and 18, pgbouncer, NATS 2.9 and 2.15, RabbitMQ 3.10, Redis 7
-//! and Valkey 9, Tansu (Kafka's protocol), SQS and SNS as moto has them, stopped when we end.
+//! and Valkey 9, Mosquitto 2.0, Tansu (Kafka's protocol), SQS and SNS as moto has them, stopped
+//! when we end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -11,6 +12,7 @@
 //! | [`PrivateRedis::launch`] | ~80 ms | every test with Redis or Valkey |
 //! | [`PrivateSqs::launch`] | ~1 s | every test with SQS or SNS |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
+//! | [`PrivateMqtt::launch`] | ~50 ms | a server that speaks MQTT 5 |
 //! | [`PrivateKafka::launch`] | ~50 ms | a server that speaks Kafka's protocol |
 //! | [`Rabbitmq::shared`] | ~5 s for the first test of a run | a RabbitMQ for all tests that leave it alone |
 //! | [`PrivateRabbitmq::launch`] | ~5 s | tests that stop, kill or configure their RabbitMQ |
@@ -26,26 +28,30 @@
 
 mod install;
 mod kafka;
+mod mqtt;
 mod nats;
 mod pgbouncer;
 mod ports;
 mod postgres;
 mod private;
+mod private_server;
 mod process;
 mod rabbitmq;
 mod redis;
 mod shared;
 mod sqs;
 
-pub use kafka::PrivateKafka;
-pub use nats::{NatsVersion, PrivateNats};
+pub use kafka::{PrivateKafka, Tansu};
+pub use mqtt::{Mosquitto, PrivateMqtt};
+pub use nats::{Nats, NatsVersion, PrivateNats};
 pub use pgbouncer::PgBouncer;
 pub use ports::listen_anywhere;
 pub use postgres::{Postgres, Version};
 pub use private::{PrivatePostgres, Settings};
-pub use rabbitmq::{PrivateRabbitmq, Rabbitmq};
-pub use redis::{PrivateRedis, RedisKind};
-pub use sqs::PrivateSqs;
+pub use private_server::{PrivateServer, Program};
+pub use rabbitmq::{PrivateRabbitmq, Rabbit, Rabbitmq};
+pub use redis::{PrivateRedis, Redis, RedisKind};
+pub use sqs::{Moto, PrivateSqs};
 
 use std::io::Write as _;
 

@@ -1,23 +1,15 @@
 //! A NATS server with JetStream of one test's own.
 
-use std::fs::{self, File};
-use std::path::PathBuf;
-use std::process::Child;
-use std::time::{Duration, Instant};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use anyhow::Context as _;
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
 
 use super::ports::free_port;
-use super::private::tail;
-use super::process::{self, ProcessGuard, ServerProcess};
-use super::{install, unavailable};
-
-/// It starts in 50 ms; more than this is a hang.
-const START_SECONDS_MAX: u64 = 20;
-/// How often a start is tried when somebody else took the port first.
-const PORT_TRIES: usize = 5;
+use super::private_server::{PrivateServer, Program};
+use super::{install, process, unavailable};
 
 /// Which server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,18 +20,17 @@ pub enum NatsVersion {
     V2_15,
 }
 
-/// A server. Dropping it, or dying in any way, stops it and removes its data.
+/// A server with JetStream.
+pub type PrivateNats = PrivateServer<Nats>;
+
+/// How NATS is started.
 #[derive(Debug)]
-pub struct PrivateNats {
+pub struct Nats {
     program: PathBuf,
     config: String,
-    folder: PathBuf,
-    port: u16,
-    server: Option<Child>,
-    guard: ProcessGuard,
 }
 
-impl PrivateNats {
+impl PrivateServer<Nats> {
     /// Starts a server.
     ///
     /// # Panics
@@ -55,7 +46,7 @@ impl PrivateNats {
     ///
     /// As [`Self::launch`].
     pub async fn launch_with(version: NatsVersion, config: &str) -> Self {
-        Self::try_launch(version, config).await.unwrap_or_else(|error| unavailable(&error))
+        Self::of(install::nats(version).map(|program| Nats { program, config: config.to_owned() })).await
     }
 
     /// Starts three servers that are one cluster.
@@ -79,122 +70,33 @@ impl PrivateNats {
         .into()
     }
 
-    async fn try_launch(version: NatsVersion, config: &str) -> anyhow::Result<Self> {
-        let program = install::nats(version)?;
-        let folder = process::scratch(None, "postbox-nats-")?;
-        let data = folder.join("data");
-        let process =
-            ServerProcess { pid_file: data.join("pid"), working: data.clone(), signal: "KILL", remove: folder.clone() };
-        // The guard comes first: from here on whatever we make is removed.
-        let guard = ProcessGuard::new(&process)?;
-        process::own_folder(&data, 0o700)?;
-        let mut nats = Self { program, config: config.to_owned(), folder, port: 0, server: None, guard };
-        for last in (0..PORT_TRIES).rev() {
-            nats.port = free_port()?;
-            match nats.try_start().await {
-                Err(error) if last > 0 && format!("{error:#}").contains("in use") => {}
-                started => {
-                    started?;
-                    break;
-                }
-            }
-        }
-        Ok(nats)
-    }
-
     /// `nats://127.0.0.1:PORT`; the same after a restart.
     pub fn url(&self) -> String {
-        format!("nats://127.0.0.1:{}", self.port)
+        format!("nats://127.0.0.1:{}", self.port())
     }
+}
 
-    /// SIGKILL. What was acknowledged is in its files, as long as the machine lives.
-    pub fn kill(&mut self) {
-        self.signal("KILL");
-        if let Some(mut server) = self.server.take() {
-            server.wait().expect("our own child can be waited for");
-        }
-    }
+impl Program for Nats {
+    const NAME: &'static str = "nats-server";
 
-    /// Whether it was started and not killed.
-    pub fn is_running(&self) -> bool {
-        self.server.is_some()
-    }
-
-    /// Removes its data, while it is stopped.
-    ///
-    /// # Panics
-    ///
-    /// If it cannot be removed.
-    pub fn empty(&self) {
-        let data = self.folder.join("data");
-        fs::remove_dir_all(&data).expect("our own folder");
-        process::own_folder(&data, 0o700).expect("our own folder");
-    }
-
-    /// Freezes it: connections stay, nobody answers. When it returns, no thread of it runs.
-    pub fn freeze(&self) {
-        let server = self.server.as_ref().expect("the server is running: call start first");
-        process::freeze(server.id()).expect("our own child can be frozen");
-    }
-
-    /// Ends [`Self::freeze`].
-    pub fn thaw(&self) {
-        self.signal("CONT");
-    }
-
-    /// Starts it again on the same port with the same data, and waits until it answers.
-    ///
-    /// # Panics
-    ///
-    /// If it does not come up.
-    pub async fn start(&mut self) {
-        self.try_start().await.expect("it starts again");
-    }
-
-    async fn try_start(&mut self) -> anyhow::Result<()> {
-        let (data, log, file) = (self.folder.join("data"), self.folder.join("log"), self.folder.join("nats.conf"));
-        let (port, store) = (self.port, data.display());
-        let fixed = format!("listen: \"127.0.0.1:{port}\"\njetstream {{ store_dir: \"{store}\" }}\n");
+    fn command(&self, folder: &Path, port: u16) -> anyhow::Result<Command> {
+        let (data, file) = (folder.join("data"), folder.join("nats.conf"));
+        let fixed = format!("listen: \"127.0.0.1:{port}\"\njetstream {{ store_dir: {data:?} }}\n");
         fs::write(&file, fixed + &self.config)?;
-        let deadline = Instant::now() + Duration::from_secs(START_SECONDS_MAX);
         let mut command = process::command(&self.program, &data)?;
-        command.arg("-c").arg(&file).arg("-P").arg(data.join("pid")).stderr(File::create(&log)?);
-        let mut server = command.spawn().context("nats-server")?;
-        while let Err(error) = greet(self.port).await {
-            let status = server.try_wait()?;
-            if status.is_some() || Instant::now() > deadline {
-                let _ = server.kill();
-                let _ = server.wait();
-                return Err(error.context(format!("nats-server does not start: {}", tail(&log))));
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        self.server = Some(server);
-        Ok(())
+        command.arg("-c").arg(&file);
+        Ok(command)
     }
 
-    fn signal(&self, signal: &str) {
-        let server = self.server.as_ref().expect("the server is running: call start first");
-        process::signal(server.id(), signal).expect("our own child can be signalled");
+    /// It says who it is first.
+    async fn answers(port: u16) -> bool {
+        let asked = async {
+            let mut stream = BufReader::new(TcpStream::connect(("127.0.0.1", port)).await?);
+            let mut line = String::new();
+            stream.read_line(&mut line).await?;
+            stream.get_mut().shutdown().await?;
+            std::io::Result::Ok(line)
+        };
+        asked.await.is_ok_and(|line| line.starts_with("INFO "))
     }
-}
-
-impl Drop for PrivateNats {
-    fn drop(&mut self) {
-        if self.server.is_some() {
-            // Frozen, it would hear no other signal.
-            self.signal("KILL");
-        }
-        self.guard.stop(self.server.as_mut());
-    }
-}
-
-/// A server says who it is first.
-async fn greet(port: u16) -> anyhow::Result<()> {
-    let mut stream = BufReader::new(TcpStream::connect(("127.0.0.1", port)).await?);
-    let mut line = String::new();
-    stream.read_line(&mut line).await?;
-    anyhow::ensure!(line.starts_with("INFO "), "it says {line:?}");
-    stream.get_mut().shutdown().await?;
-    Ok(())
 }

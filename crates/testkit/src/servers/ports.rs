@@ -13,10 +13,23 @@ use rand::{Rng as _, SeedableRng as _};
 const PORTS: std::ops::Range<u16> = 20_000..32_000;
 /// Many more than can be taken.
 const TRIES: usize = 1_000;
+/// How often a start is tried when somebody else took the port first.
+const STARTS: usize = 5;
 
 /// A loopback port that nobody listens on, ours until this process ends.
 pub(super) fn free_port() -> anyhow::Result<u16> {
     Ok(listen_anywhere()?.local_addr()?.port())
+}
+
+/// Starts a server on such a port; on another where somebody else took it first.
+pub(super) async fn on_free_port<T>(mut start: impl AsyncFnMut(u16) -> anyhow::Result<T>) -> anyhow::Result<T> {
+    for _ in 1..STARTS {
+        match start(free_port()?).await {
+            Err(error) if format!("{error:#}").contains("in use") => {}
+            started => return started,
+        }
+    }
+    start(free_port()?).await
 }
 
 /// Listens on a loopback port that is ours until this process ends.

@@ -7,15 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 
-use super::ports::free_port;
+use super::ports::on_free_port;
 use super::postgres::connect;
 use super::process::{self, ProcessGuard, ServerProcess};
 use super::{Postgres, Version, install, unavailable};
 
 /// A loaded machine takes several seconds over crash recovery; more than this is a hang.
 pub(super) const START_SECONDS_MAX: u64 = 60;
-/// How often a start is tried when somebody else took the port first.
-const PORT_TRIES: usize = 5;
 
 /// How a server is configured.
 #[derive(Debug, Clone)]
@@ -252,15 +250,7 @@ impl Cluster {
 
     /// Starts on a free port.
     pub(super) async fn start_anywhere(&self) -> anyhow::Result<(Child, u16)> {
-        for _ in 1..PORT_TRIES {
-            let port = free_port()?;
-            match self.start(port).await {
-                Err(error) if format!("{error:#}").contains("in use") => {}
-                started => return Ok((started?, port)),
-            }
-        }
-        let port = free_port()?;
-        Ok((self.start(port).await?, port))
+        on_free_port(async |port| Ok((self.start(port).await?, port))).await
     }
 
     /// Starts on this port and waits until it accepts connections.

@@ -19,8 +19,8 @@ pub(super) const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
 pub(super) fn env(name: &str) -> Option<String> {
     match name {
-        "HOOK_SECRET" | "KAFKA_PASSWORD" | "PARTNER_SECRET" | "RABBITMQ_PASSWORD" | "REDIS_PASSWORD"
-        | "SQS_SECRET_KEY" | "SQS_SESSION_TOKEN" => Some(KEY.into()),
+        "HOOK_SECRET" | "KAFKA_PASSWORD" | "MQTT_PASSWORD" | "PARTNER_SECRET" | "RABBITMQ_PASSWORD"
+        | "REDIS_PASSWORD" | "SQS_SECRET_KEY" | "SQS_SESSION_TOKEN" => Some(KEY.into()),
         "DATABASE_URL" => Some("postgres://u:hunter2@h/db".into()),
         "SHORT" => Some("whsec_abc".into()),
         "POSTBOX_STATUS_TOKEN" => Some("0123456789abcdef".into()),

@@ -1,0 +1,208 @@
+//! What an answer of the server, its absence, or a failure of the client means.
+
+use std::io;
+
+use postbox_core::{Error, ErrorKind, Outcome};
+use rumqttc::v5::mqttbytes::Error as MqttError;
+use rumqttc::v5::mqttbytes::v5::{ConnectReturnCode, DisconnectReasonCode, PubAckReason, SubscribeReasonCode};
+use rumqttc::v5::{ConnectionError, StateError, TlsError};
+
+/// Enough for every text of a server.
+const TEXT_CHARS_MAX: usize = 400;
+
+/// What a PUBACK says of an event. `mandatory`: somebody must have subscribed.
+pub(crate) fn answer(reason: PubAckReason, mandatory: bool) -> Outcome {
+    let refused = |code: &'static str, why: &str| Outcome::ambiguous(code, format!("the server refused it: {why}"));
+    match reason {
+        PubAckReason::Success => Outcome::DELIVERED,
+        PubAckReason::NoMatchingSubscribers if mandatory => Outcome::ambiguous(
+            "mqtt_no_subscriber",
+            "the server took it and threw it away: nobody has subscribed to the topic; subscribe, or write \
+             mandatory = false",
+        ),
+        PubAckReason::NoMatchingSubscribers => Outcome::DELIVERED,
+        PubAckReason::NotAuthorized => {
+            refused("mqtt_not_permitted", "not authorized; allow the user to publish to the topic")
+        }
+        PubAckReason::TopicNameInvalid => {
+            Outcome::dead(crate::topic::INVALID, "the server refused it: the topic name is invalid")
+        }
+        PubAckReason::PayloadFormatInvalid => {
+            Outcome::dead("payload_invalid", "the server refused it: the payload format is invalid")
+        }
+        PubAckReason::QuotaExceeded => {
+            let (code, error) = ("mqtt_quota_exceeded".into(), "the server refused it: quota exceeded".to_owned());
+            Outcome::Throttled { code, error, after: None }
+        }
+        PubAckReason::UnspecifiedError
+        | PubAckReason::ImplementationSpecificError
+        | PubAckReason::PacketIdentifierInUse => refused("mqtt_refused", &format!("{reason:?}")),
+    }
+}
+
+/// The deadline passed: the server may have it.
+pub(crate) fn no_ack() -> Outcome {
+    Outcome::ambiguous("mqtt_ack_timeout", "the server did not acknowledge it in time")
+}
+
+/// Nobody to talk to. A sink and a source say it in their own way.
+#[derive(Debug, Clone)]
+pub(crate) struct Down {
+    kind: ErrorKind,
+    code: &'static str,
+    text: String,
+}
+
+impl Down {
+    pub(crate) fn new(kind: ErrorKind, code: &'static str, text: impl AsRef<str>) -> Self {
+        let visible = |c: char| if c.is_control() { ' ' } else { c };
+        Self { kind, code, text: text.as_ref().chars().take(TEXT_CHARS_MAX).map(visible).collect() }
+    }
+
+    /// The server answers and cannot do what is asked.
+    pub(crate) fn mismatch(code: &'static str, text: impl AsRef<str>) -> Self {
+        Self::new(ErrorKind::Mismatch, code, text)
+    }
+
+    /// No connection in the time there was.
+    pub(crate) fn no_answer(url: &str) -> Self {
+        Self::new(ErrorKind::Unavailable, "connect_timeout", format!("no connection to {url}: no answer in time"))
+    }
+
+    /// A call was not answered in time, and its connection with it.
+    pub(crate) fn given_up() -> Self {
+        let text = "the connection was given up: a call on it was not answered in time";
+        Self::new(ErrorKind::Unavailable, "mqtt_connection_lost", text)
+    }
+
+    /// Something was sent, and nobody knows what became of it.
+    pub(crate) fn ambiguous(self) -> Outcome {
+        Outcome::ambiguous(self.code, self.text)
+    }
+
+    /// Nothing was sent.
+    pub(crate) fn outcome(self) -> Outcome {
+        Outcome::unavailable(self.code, self.text)
+    }
+
+    pub(crate) fn error(self, operation: &'static str) -> Error {
+        Error::new(self.kind, operation, self.code, self.text)
+    }
+}
+
+/// No connection to this server.
+pub(crate) fn connecting(url: &str, error: &ConnectionError) -> Down {
+    let (kind, code) = match error {
+        ConnectionError::Timeout(_) => (ErrorKind::Unavailable, "connect_timeout"),
+        ConnectionError::Tls(TlsError::Io(_) | TlsError::TLS(_)) => (ErrorKind::Unavailable, "tls_failed"),
+        ConnectionError::Tls(_) => (ErrorKind::Mismatch, "mqtt_config_invalid"),
+        ConnectionError::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            (ErrorKind::Unavailable, "connect_refused")
+        }
+        ConnectionError::ConnectionRefused(code) => refused(*code),
+        _ => (ErrorKind::Unavailable, "connect_failed"),
+    };
+    Down::new(kind, code, format!("no connection to {url}: {error}"))
+}
+
+fn refused(code: ConnectReturnCode) -> (ErrorKind, &'static str) {
+    use ConnectReturnCode as Code;
+    match code {
+        Code::BadUserNamePassword | Code::NotAuthorized | Code::Banned | Code::BadAuthenticationMethod => {
+            (ErrorKind::Unauthorized, "mqtt_unauthorized")
+        }
+        Code::BadClientId
+        | Code::ClientIdentifierNotValid
+        | Code::RefusedProtocolVersion
+        | Code::UnsupportedProtocolVersion
+        | Code::UseAnotherServer
+        | Code::ServerMoved => (ErrorKind::Mismatch, "mqtt_refused"),
+        _ => (ErrorKind::Unavailable, "mqtt_server_unavailable"),
+    }
+}
+
+/// The connection was there and is no more.
+pub(crate) fn lost(error: &ConnectionError) -> Down {
+    let text = format!("the connection was lost: {error}");
+    let too_large = || {
+        let text = format!("{text} (the server takes less than the sink's message_max)");
+        Down::new(ErrorKind::Unavailable, "mqtt_message_too_large", text)
+    };
+    match error {
+        // Mosquitto's answer, which the client cannot read.
+        ConnectionError::MqttState(StateError::Deserialization(MqttError::InvalidConnectReturnCode(0x95))) => {
+            too_large()
+        }
+        ConnectionError::MqttState(StateError::ConnectionAborted) => Down::new(
+            ErrorKind::Unavailable,
+            "mqtt_connection_lost",
+            "the server closed the connection; if it goes on, look into its log: another client may have our client_id",
+        ),
+        ConnectionError::MqttState(StateError::ServerDisconnect { reason_code, .. }) => match reason_code {
+            DisconnectReasonCode::SessionTakenOver => Down::new(
+                ErrorKind::Unavailable,
+                "mqtt_session_taken_over",
+                "another client connected with our client_id; give every process one of its own",
+            ),
+            DisconnectReasonCode::PacketTooLarge => too_large(),
+            _ => Down::new(ErrorKind::Unavailable, "mqtt_disconnected", text),
+        },
+        _ => Down::new(ErrorKind::Unavailable, "mqtt_connection_lost", text),
+    }
+}
+
+/// What is wrong with a subscription, unless it was granted.
+pub(crate) fn subscribing(filter: &str, codes: &[SubscribeReasonCode]) -> Option<Down> {
+    let why = match codes {
+        [SubscribeReasonCode::Success(rumqttc::v5::mqttbytes::QoS::AtMostOnce)] => "it grants QoS 0 only".to_owned(),
+        [SubscribeReasonCode::Success(_)] => return None,
+        codes => format!("{codes:?}"),
+    };
+    Some(Down::mismatch("mqtt_subscribe_refused", format!("the server refused the subscription {filter}: {why}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_testkit::sending::said;
+
+    use super::*;
+
+    #[test]
+    fn every_answer_has_one_meaning() {
+        for (reason, mandatory, expected) in [
+            (PubAckReason::Success, true, "delivered"),
+            (PubAckReason::NoMatchingSubscribers, true, "ambiguous mqtt_no_subscriber"),
+            (PubAckReason::NoMatchingSubscribers, false, "delivered"),
+            (PubAckReason::UnspecifiedError, true, "ambiguous mqtt_refused"),
+            (PubAckReason::ImplementationSpecificError, true, "ambiguous mqtt_refused"),
+            (PubAckReason::PacketIdentifierInUse, true, "ambiguous mqtt_refused"),
+            (PubAckReason::NotAuthorized, true, "ambiguous mqtt_not_permitted"),
+            (PubAckReason::TopicNameInvalid, true, "dead topic_invalid"),
+            (PubAckReason::PayloadFormatInvalid, true, "dead payload_invalid"),
+            (PubAckReason::QuotaExceeded, true, "throttled mqtt_quota_exceeded"),
+        ] {
+            assert_eq!(said(&answer(reason, mandatory)), expected, "{reason:?}");
+        }
+    }
+
+    #[test]
+    fn a_refused_connection_says_whether_a_person_must_mend_it() {
+        for (code, kind, expected) in [
+            (ConnectReturnCode::BadUserNamePassword, ErrorKind::Unauthorized, "mqtt_unauthorized"),
+            (ConnectReturnCode::NotAuthorized, ErrorKind::Unauthorized, "mqtt_unauthorized"),
+            (ConnectReturnCode::UnsupportedProtocolVersion, ErrorKind::Mismatch, "mqtt_refused"),
+            (ConnectReturnCode::ServerBusy, ErrorKind::Unavailable, "mqtt_server_unavailable"),
+        ] {
+            let error = connecting("mqtt://h", &ConnectionError::ConnectionRefused(code)).error("connect");
+            assert_eq!((error.kind(), error.code()), (kind, expected), "{code:?}");
+        }
+    }
+
+    #[test]
+    fn a_subscription_without_confirmations_is_none() {
+        use rumqttc::v5::mqttbytes::QoS;
+        assert!(subscribing("a", &[SubscribeReasonCode::Success(QoS::AtLeastOnce)]).is_none());
+        assert!(subscribing("a", &[SubscribeReasonCode::Success(QoS::AtMostOnce)]).is_some());
+        assert!(subscribing("a", &[SubscribeReasonCode::NotAuthorized]).is_some());
+    }
+}

@@ -1,0 +1,266 @@
+//! The keys of `type = "mqtt"`, for sinks and for sources.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_config::{
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, boolean, duration, envelope, event_source,
+    from_core, integer, nested, path, secret, size, table, text,
+};
+use postbox_core::envelope::Binding;
+use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
+
+use crate::connection::{Server, Tls, address};
+use crate::sink::{MqttSink, Publishing};
+use crate::source::{MqttSource, Subscribing};
+use crate::topic::{self, check_text};
+
+/// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
+/// why.
+const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
+/// Longest wait for PUBACKs: a server that is silent for longer is given up.
+const ACK_TIMEOUT_MAX: Duration = Duration::from_secs(10);
+/// The largest packet of the protocol.
+const MESSAGE_BYTES_MAX: usize = 268_435_455;
+/// Longest name of a client: servers make files of it.
+const CLIENT_ID_BYTES_MAX: usize = 256;
+
+table! {
+    /// Certificates, with `mqtts://`.
+    #[check(check)]
+    pub struct TlsTable {
+        /// Certificates (PEM) to trust instead of the system's.
+        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
+        /// Our certificate (PEM), for servers that ask who we are; together with `client_key`.
+        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
+        /// The key of `client_cert` (PEM).
+        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
+    }
+}
+
+table! {
+    /// One message per event, to a topic of an MQTT 5 server.
+    #[check(check)]
+    pub struct MqttSinkTable {
+        /// The server: `mqtt://HOST:PORT`, or `mqtts://` for TLS.
+        url: String = text(server), required(r#""mqtt://127.0.0.1:1883""#);
+        /// The user; together with `password`.
+        user: Option<String> = text(plain), unset("nobody", r#""postbox""#);
+        /// The user's password.
+        password: Option<Secret> = secret(), unset("none", r#""env:MQTT_PASSWORD""#);
+        /// Certificates, with `mqtts://`.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
+        /// Where to: a topic with `{topic}`, `{key}`, `{kind}`, `{aggregate}` or `{tenant}`.
+        ///
+        /// The event's topic may be several levels, every other field is one. An event of which no
+        /// topic can be made is dead with the code `topic_invalid`.
+        topic: Template = text(topic::parse), required(r#""orders/{topic}""#);
+        /// Whether somebody must have subscribed to the topic; without, the server throws the event
+        /// away, and it counts as delivered.
+        mandatory: bool = boolean(), default(true);
+        /// What a message holds.
+        ///
+        /// See [envelopes](envelopes.md).
+        envelope: Envelope = envelope(Envelope::ALL), default("cloudevents-binary");
+        /// The CloudEvents `source` of events that name none.
+        source: String = event_source(), default("postbox");
+        /// Larger packets are dead, and so is what is larger than the server says it takes.
+        ///
+        /// Keep it below the server's own limit (mosquitto's `message_size_limit`): a server need
+        /// not say that limit, and may end the connection over it.
+        message_max: usize = size(1..=MESSAGE_BYTES_MAX), default("1MB");
+    }
+}
+
+table! {
+    /// A subscription at an MQTT 5 server, with QoS 1 and a session that the server keeps.
+    #[check(check)]
+    pub struct MqttSourceTable {
+        /// The server: `mqtt://HOST:PORT`, or `mqtts://` for TLS.
+        url: String = text(server), required(r#""mqtt://127.0.0.1:1883""#);
+        /// The user; together with `password`.
+        user: Option<String> = text(plain), unset("nobody", r#""postbox""#);
+        /// The user's password.
+        password: Option<Secret> = secret(), unset("none", r#""env:MQTT_PASSWORD""#);
+        /// Certificates, with `mqtts://`.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
+        /// The name of the session: the same after a restart, and another one for every process.
+        client_id: String = text(client_id), required(r#""orders-1""#);
+        /// What is subscribed to; `+` stands for one level, `#` for all that follow.
+        topic: String = text(topic::filter), required(r##""orders/#""##);
+        /// The group of a shared subscription: each message goes to one of its members.
+        share: Option<String> = text(group), unset("every client gets every message", r#""orders""#);
+        /// How long the server keeps the session, and what comes meanwhile, while we are away.
+        session_expiry: Duration = duration(Duration::from_secs(1)), default("7d");
+        /// The user property with the id by which a message is stored once; without it, the id is
+        /// the digest of the payload.
+        id_property: String = text(plain), default("postbox-id");
+        /// Most messages on their way into the store at once. A server may send fewer.
+        in_flight: u16 = integer(1..=u16::MAX), default(256);
+        /// What a message is that does not say so.
+        content_type: String = text(plain), default("application/json");
+        /// The log it stores into.
+        log: LogName = text(from_core::<LogName>), default("inbox");
+    }
+}
+
+fn plain(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("is empty".to_owned()),
+        text => check_text(text).map(|()| text.to_owned()),
+    }
+}
+
+fn server(text: &str) -> Result<String, String> {
+    address(text).map(|_| text.to_owned())
+}
+
+fn client_id(text: &str) -> Result<String, String> {
+    let is_free = |c: char| !c.is_whitespace() && !c.is_control() && !"/+#".contains(c);
+    match (1..=CLIENT_ID_BYTES_MAX).contains(&text.len()) && text.chars().all(is_free) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("{text:?} is no name; it has 1 to {CLIENT_ID_BYTES_MAX} bytes, no space, /, + or #")),
+    }
+}
+
+fn group(text: &str) -> Result<String, String> {
+    match text.contains(['/', '+', '#']) {
+        true => Err(format!("{text:?} is no name of a group; it has no /, + or #")),
+        false => plain(text),
+    }
+}
+
+/// Both or none of each pair.
+fn check_user(section: &Section<'_>) {
+    if section.has("user") != section.has("password") {
+        section.fault("password", format!("{} has one of user and password; it needs both", section.path));
+    }
+}
+
+impl TlsTable {
+    fn check(&self, section: &Section<'_>) {
+        if section.has("client_cert") != section.has("client_key") {
+            let text = format!("{}: a client certificate needs both client_cert and client_key", section.path);
+            section.fault("client_cert", text);
+        }
+    }
+}
+
+impl MqttSinkTable {
+    fn check(&self, section: &Section<'_>) {
+        check_user(section);
+    }
+
+    fn server(&self) -> Server {
+        let user = self.user.clone().zip(self.password.clone());
+        Server { url: self.url.clone(), user, tls: tls(&self.tls), client_id: String::new() }
+    }
+}
+
+impl MqttSourceTable {
+    fn check(&self, section: &Section<'_>) {
+        check_user(section);
+    }
+
+    fn server(&self) -> Server {
+        let user = self.user.clone().zip(self.password.clone());
+        Server { url: self.url.clone(), user, tls: tls(&self.tls), client_id: self.client_id.clone() }
+    }
+}
+
+fn tls(tls: &Option<TlsTable>) -> Tls {
+    let tls = tls.clone().map(|tls| Tls { ca_file: tls.ca_file, client_cert: tls.client_cert.zip(tls.client_key) });
+    tls.unwrap_or_default()
+}
+
+#[async_trait]
+impl SinkConfig for MqttSinkTable {
+    async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
+        let timeout = context.deliver_timeout;
+        let publishing = Publishing {
+            topic: self.topic.clone(),
+            envelope: self.envelope,
+            source: self.source.clone(),
+            mandatory: self.mandatory,
+            message_bytes_max: self.message_max,
+            timeout: timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2).min(ACK_TIMEOUT_MAX),
+            concurrency: context.concurrency,
+        };
+        Ok(Arc::new(MqttSink::new(self.server(), publishing)))
+    }
+
+    async fn connect(&self, _: &SinkContext) -> Result<String> {
+        look(self.server()).await
+    }
+}
+
+#[async_trait]
+impl SourceConfig for MqttSourceTable {
+    fn log(&self) -> &LogName {
+        &self.log
+    }
+
+    async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
+        let subscribing = Subscribing {
+            topic: self.topic.clone(),
+            share: self.share.clone(),
+            session_expiry: self.session_expiry,
+            in_flight_max: self.in_flight,
+            id_property: self.id_property.clone(),
+            content_type: self.content_type.clone(),
+        };
+        Ok(Arc::new(MqttSource::new(self.server(), subscribing, Arc::clone(&context.clock))))
+    }
+
+    async fn connect(&self, _: &SourceContext) -> Result<String> {
+        look(self.server()).await
+    }
+
+    /// A CloudEvent in binary mode becomes the event that it was; of every other message, the topic
+    /// is MQTT's.
+    fn decode(&self, name: &SourceName, message: &RawMessage) -> Result<Option<Inbound>> {
+        Binding::MQTT.read(message, name).map(Some)
+    }
+}
+
+/// What a person hears who asks. As nobody in particular: our name is that of who runs.
+async fn look(server: Server) -> Result<String> {
+    let nobody = Server { client_id: String::new(), ..server };
+    let connected = nobody.connect(1, |_| ()).await;
+    connected.map(|_| "answers".to_owned()).map_err(|down| down.error("connect"))
+}
+
+#[cfg(test)]
+mod tests {
+    use postbox_config::{ReadOptions, read};
+
+    use super::*;
+    use crate::message::ID;
+
+    #[test]
+    fn the_keys_are_checked() {
+        let user = "user = \"u\"\npassword = \"canary\"\n";
+        let keys = format!("url = \"mqtts://h\"\ntopic = \"in/{{topic}}\"\n{user}");
+        let (sink, _) = read::<MqttSinkTable>(&keys, ReadOptions::none()).expect("no faults");
+        assert!(!format!("{sink:?} {:?}", sink.server()).contains("canary"));
+        for (keys, word) in [
+            ("url = \"mqtt://u:canary@h:1\"\ntopic = \"t\"", "user and password"),
+            ("url = \"tcp://h\"\ntopic = \"t\"", "mqtt://"),
+            ("url = \"mqtt://h/x\"\ntopic = \"t\"", "HOST:PORT"),
+            ("url = \"mqtt://h\"\ntopic = \"a/+\"", "is no topic"),
+            ("url = \"mqtt://h\"\ntopic = \"t\"\nuser = \"u\"", "needs both"),
+            ("url = \"mqtt://h\"\ntopic = \"t\"\ntls = { client_cert = \"c\" }", "both client_cert and client_key"),
+        ] {
+            let faults = read::<MqttSinkTable>(keys, ReadOptions::none()).expect_err("a fault").to_string();
+            assert!(faults.contains(word) && !faults.contains("canary"), "{keys}: {faults}");
+        }
+        let source = "url = \"mqtt://h\"\nclient_id = \"orders-1\"\ntopic = \"orders/#\"";
+        let (source, _) = read::<MqttSourceTable>(source, ReadOptions::none()).expect("no faults");
+        assert_eq!((source.id_property.as_str(), source.session_expiry), (ID, Duration::from_secs(7 * 86_400)));
+        let shared = "url = \"mqtt://h\"\nclient_id = \"a b\"\ntopic = \"$share/g/orders\"\nshare = \"a/b\"";
+        let faults = read::<MqttSourceTable>(shared, ReadOptions::none()).expect_err("faults").to_string();
+        assert!(["is no name;", "the key share", "name of a group"].iter().all(|it| faults.contains(it)), "{faults}");
+    }
+}

@@ -1,0 +1,232 @@
+//! The sink: a call hands all its events to one connection, then waits for their PUBACKs.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{Capabilities, Delivery, Envelope, Outcome, Sink, Template};
+use rumqttc::Outgoing;
+use rumqttc::v5::mqttbytes::QoS;
+use rumqttc::v5::mqttbytes::v5::{Packet, PubAckReason, Publish};
+use rumqttc::v5::{AsyncClient, Event, EventLoop};
+use tokio::sync::{Mutex as AsyncMutex, oneshot};
+use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::classify::{self, Down};
+use crate::connection::Server;
+use crate::message;
+use crate::topic;
+
+/// Most events of a call; servers have less than that under way.
+const BATCH_MAX: usize = 100;
+/// Most calls at once unless the subscription says so. They share the connection.
+const CONCURRENCY: usize = 4;
+/// Most publishes without an answer, if the server allows as many.
+const IN_FLIGHT_MAX: u16 = 1_000;
+/// The number of a packet, which it has not got yet when its size is counted.
+const PACKET_ID_BYTES: usize = 2;
+
+/// Publishes events to topics of an MQTT 5 server.
+///
+/// Cancel-safety: a dropped call ends the connection. What is on its way to the server may arrive.
+pub struct MqttSink {
+    server: Server,
+    how: Publishing,
+    /// The connection of all calls.
+    shared: Mutex<Option<Arc<Session>>>,
+    connecting: AsyncMutex<()>,
+}
+
+/// How events are published.
+pub(crate) struct Publishing {
+    pub(crate) topic: Template,
+    pub(crate) envelope: Envelope,
+    /// The CloudEvents source of events that name none.
+    pub(crate) source: String,
+    /// An event that nobody has subscribed to is not delivered.
+    pub(crate) mandatory: bool,
+    pub(crate) message_bytes_max: usize,
+    /// Longest time of a call.
+    pub(crate) timeout: Duration,
+    pub(crate) concurrency: Option<usize>,
+}
+
+/// A connection.
+struct Session {
+    client: AsyncClient,
+    waiting: Arc<Mutex<Waiting>>,
+    packet_bytes_max: usize,
+    driver: AbortOnDropHandle<()>,
+}
+
+/// Who waits for an answer.
+#[derive(Default)]
+struct Waiting {
+    /// In the order in which the client has them, and will number them.
+    queued: VecDeque<oneshot::Sender<PubAckReason>>,
+    /// By the number of the packet.
+    sent: HashMap<u16, oneshot::Sender<PubAckReason>>,
+    /// Why the connection has ended.
+    ended: Option<Down>,
+}
+
+impl Waiting {
+    fn end(&mut self, why: Down) {
+        self.ended.get_or_insert(why);
+        self.queued.clear();
+        self.sent.clear();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Hands answers to who waits for them, until the connection ends.
+async fn drive(mut events: EventLoop, waiting: Arc<Mutex<Waiting>>) {
+    loop {
+        let event = events.poll().await;
+        let mut waiting = lock(&waiting);
+        match event {
+            Ok(Event::Outgoing(Outgoing::Publish(number))) => {
+                if let Some(next) = waiting.queued.pop_front() {
+                    waiting.sent.insert(number, next);
+                }
+            }
+            Ok(Event::Incoming(Packet::PubAck(ack))) => {
+                if let Some(waits) = waiting.sent.remove(&ack.pkid) {
+                    let _ = waits.send(ack.reason);
+                }
+            }
+            Ok(_) => {}
+            Err(error) => return waiting.end(classify::lost(&error)),
+        }
+    }
+}
+
+impl Session {
+    async fn open(server: &Server, how: &Publishing, room: usize) -> Result<Self, Down> {
+        let connected = server.connect(room, |options| _ = options.set_outgoing_inflight_upper_limit(IN_FLIGHT_MAX));
+        let (client, events, answer) = connected.await?;
+        let limits = answer.properties.as_ref();
+        if limits.is_some_and(|limits| limits.max_qos == Some(0)) {
+            let text = format!("{} takes QoS 0 only, which it does not confirm", server.url);
+            return Err(Down::mismatch("mqtt_refused", text));
+        }
+        let server_max = limits.and_then(|limits| limits.max_packet_size).map_or(usize::MAX, |bytes| bytes as usize);
+        let waiting = Arc::default();
+        let driver = AbortOnDropHandle::new(tokio::spawn(drive(events, Arc::clone(&waiting))));
+        Ok(Self { client, waiting, packet_bytes_max: how.message_bytes_max.min(server_max), driver })
+    }
+
+    fn ended(&self) -> Option<Down> {
+        lock(&self.waiting).ended.clone()
+    }
+}
+
+/// A call that has begun. Unless all of it was answered, the connection ends with it: what the
+/// client still has must not go out behind what is sent next.
+struct Call {
+    session: Arc<Session>,
+    is_over: bool,
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.session.driver.abort();
+            lock(&self.session.waiting).end(Down::given_up());
+        }
+    }
+}
+
+impl MqttSink {
+    /// A sink that connects when the first event is sent.
+    pub(crate) fn new(server: Server, how: Publishing) -> Self {
+        Self { server, how, shared: Mutex::default(), connecting: AsyncMutex::default() }
+    }
+
+    /// The connection of all calls; a new one if there is none.
+    async fn session(&self) -> Result<Arc<Session>, Down> {
+        let _connecting = self.connecting.lock().await;
+        let known = lock(&self.shared).clone();
+        if let Some(session) = known.filter(|session| session.ended().is_none()) {
+            return Ok(session);
+        }
+        let Capabilities { batch_max, concurrency, .. } = self.capabilities();
+        let session = Arc::new(Session::open(&self.server, &self.how, batch_max * concurrency).await?);
+        *lock(&self.shared) = Some(Arc::clone(&session));
+        Ok(session)
+    }
+
+    /// Hands an event to the client; gives who hears the answer, or why it was not.
+    fn publish(&self, session: &Session, delivery: &Delivery) -> Result<oneshot::Receiver<PubAckReason>, Outcome> {
+        let topic = topic::render(&self.how.topic, &delivery.event)?;
+        let wrapped = self.how.envelope.wrap(&delivery.event, &self.how.source)?;
+        let properties = message::properties(delivery, &wrapped)?;
+        let publish = Publish::new(topic.as_str(), QoS::AtLeastOnce, wrapped.body.clone(), Some(properties));
+        let (bytes, most) = (publish.size() + PACKET_ID_BYTES, session.packet_bytes_max);
+        if bytes > most {
+            let text = format!("the packet has {bytes} bytes; the sink's message_max and the server allow {most}");
+            return Err(Outcome::dead("payload_too_large", text));
+        }
+        let (heard, hears) = oneshot::channel();
+        // Held, so that the client has them in the same order.
+        let mut waiting = lock(&session.waiting);
+        if let Some(down) = &waiting.ended {
+            return Err(down.clone().outcome());
+        }
+        let (body, properties) = (publish.payload, publish.properties.unwrap_or_default());
+        let handed = session.client.try_publish_with_properties(topic, QoS::AtLeastOnce, false, body, properties);
+        match handed {
+            Ok(()) => waiting.queued.push_back(heard),
+            Err(_) => return Err(Outcome::unavailable("mqtt_busy", "more calls at once than the sink allows")),
+        }
+        Ok(hears)
+    }
+}
+
+#[async_trait]
+impl Sink for MqttSink {
+    fn capabilities(&self) -> Capabilities {
+        let concurrency = self.how.concurrency.unwrap_or(CONCURRENCY);
+        Capabilities { batch_max: BATCH_MAX, concurrency, prefix: false }
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        if deliveries.is_empty() {
+            return Vec::new();
+        }
+        let deadline = Instant::now() + self.how.timeout;
+        let connected = timeout_at(deadline, self.session()).await;
+        let session = match connected.unwrap_or_else(|_| Err(Down::no_answer(&self.server.url))) {
+            Ok(session) => session,
+            Err(down) => return vec![down.outcome(); deliveries.len()],
+        };
+        let mut call = Call { session, is_over: false };
+        let sent: Vec<_> = deliveries.iter().map(|delivery| self.publish(&call.session, delivery)).collect();
+        let (mut outcomes, mut is_silent) = (Vec::with_capacity(sent.len()), false);
+        for sent in sent {
+            outcomes.push(match sent {
+                Err(outcome) => outcome,
+                Ok(hears) => match timeout_at(deadline, hears).await {
+                    Ok(Ok(reason)) => classify::answer(reason, self.how.mandatory),
+                    Ok(Err(_)) => call.session.ended().unwrap_or_else(Down::given_up).ambiguous(),
+                    Err(_) => {
+                        is_silent = true;
+                        classify::no_ack()
+                    }
+                },
+            });
+        }
+        call.is_over = !is_silent;
+        outcomes
+    }
+
+    /// Everything was answered, so nothing is lost.
+    async fn close(&self) {
+        lock(&self.shared).take();
+    }
+}

@@ -1,0 +1,302 @@
+//! The source: a subscription with a session that the server keeps.
+//!
+//! A task of its own reads, whether somebody waits for messages or not: the server must see that we
+//! are there.
+
+mod held;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{AckToken, Clock, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
+use rumqttc::Outgoing;
+use rumqttc::v5::mqttbytes::QoS;
+use rumqttc::v5::mqttbytes::v5::{Filter, Packet, Publish, RetainForwardRule};
+use rumqttc::v5::{AsyncClient, Event};
+use tokio::sync::{Notify, watch};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use self::held::Held;
+use crate::classify::{self, Down};
+use crate::connection::Server;
+use crate::message::raw_message;
+
+/// Longest wait until what was settled is on its way to the server.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
+/// What the client may have to do beside PUBACKs: the subscription.
+const ROOM: usize = 1;
+
+/// What a source subscribes to.
+#[derive(Debug, Clone)]
+pub(crate) struct Subscribing {
+    pub(crate) topic: String,
+    /// The group of a shared subscription.
+    pub(crate) share: Option<String>,
+    pub(crate) session_expiry: Duration,
+    pub(crate) in_flight_max: u16,
+    pub(crate) id_property: String,
+    pub(crate) content_type: String,
+}
+
+/// Reads topics of an MQTT 5 server with QoS 1.
+///
+/// A message is acknowledged once it is stored. So after a lost connection, a restart or a crash,
+/// what was not comes again, as long as the server keeps our session.
+pub struct MqttSource {
+    reader: Arc<Reader>,
+    reading: AtomicBool,
+}
+
+struct Reader {
+    server: Server,
+    subscribing: Subscribing,
+    clock: Arc<dyn Clock>,
+    state: Mutex<State>,
+    /// There is something to give, or to say.
+    changed: Notify,
+    /// Somebody waits for messages.
+    wanted: Notify,
+    closed: CancellationToken,
+}
+
+#[derive(Default)]
+struct State {
+    held: Held,
+    connection: Option<Connection>,
+    failure: Option<Down>,
+    /// It was connected before, so the server has a session.
+    was_connected: bool,
+    /// Messages of QoS 0 find no room.
+    is_dropping: bool,
+}
+
+struct Connection {
+    client: AsyncClient,
+    /// How many PUBACKs the client has, and how many it has written.
+    asked: u64,
+    written: watch::Receiver<u64>,
+}
+
+impl Reader {
+    /// Reads until the source is closed; connects anew when somebody waits for messages.
+    async fn run(self: Arc<Self>) {
+        loop {
+            let down = tokio::select! {
+                biased;
+                () = self.closed.cancelled() => return,
+                down = self.read() => down,
+            };
+            {
+                let mut state = self.state();
+                state.connection = None;
+                state.held.forget();
+                state.failure = Some(down);
+            }
+            self.changed.notify_waiters();
+            tokio::select! {
+                biased;
+                () = self.closed.cancelled() => return,
+                () = self.wanted.notified() => {}
+            }
+        }
+    }
+
+    /// Reads until the connection is lost; says why.
+    async fn read(&self) -> Down {
+        let how = &self.subscribing;
+        let in_flight = how.in_flight_max;
+        let connected = self.server.connect(usize::from(in_flight) + ROOM, |options| {
+            let expiry = u32::try_from(how.session_expiry.as_secs()).unwrap_or(u32::MAX);
+            options.set_clean_start(false).set_session_expiry_interval(Some(expiry));
+            options.set_receive_maximum(Some(in_flight)).set_manual_acks(true);
+            // It publishes nothing.
+            options.set_outgoing_inflight_upper_limit(1);
+        });
+        let (client, mut events, answer) = match connected.await {
+            Ok(connected) => connected,
+            Err(down) => return down,
+        };
+        let path =
+            how.share.as_ref().map_or_else(|| how.topic.clone(), |group| format!("$share/{group}/{}", how.topic));
+        let mut filter = Filter::new(path.as_str(), QoS::AtLeastOnce);
+        // What the server has kept comes once, not at each connection.
+        filter.retain_forward_rule = RetainForwardRule::OnNewSubscribe;
+        if client.try_subscribe_many([filter]).is_err() {
+            return Down::mismatch("mqtt_subscribe_refused", format!("{path} is no filter of topics"));
+        }
+        let (writes, written) = watch::channel(0);
+        {
+            let mut state = self.state();
+            if std::mem::replace(&mut state.was_connected, true) && !answer.session_present {
+                warn!(
+                    code = "mqtt_session_lost",
+                    client_id = self.server.client_id,
+                    "server has forgotten our session; what was published meanwhile is lost"
+                );
+            }
+            state.connection = Some(Connection { client, asked: 0, written });
+        }
+        loop {
+            match events.poll().await {
+                Ok(Event::Incoming(Packet::Publish(publish))) => self.keep(publish),
+                Ok(Event::Incoming(Packet::SubAck(answer))) => {
+                    if let Some(down) = classify::subscribing(&path, &answer.return_codes) {
+                        return down;
+                    }
+                }
+                Ok(Event::Outgoing(Outgoing::PubAck(_))) => writes.send_modify(|count| *count += 1),
+                Ok(_) => {}
+                Err(error) => return classify::lost(&error),
+            }
+        }
+    }
+
+    fn keep(&self, publish: Publish) {
+        let Subscribing { id_property, content_type, in_flight_max, .. } = &self.subscribing;
+        let number = (publish.qos != QoS::AtMostOnce).then_some(publish.pkid);
+        let mut state = self.state();
+        if number.is_none() {
+            // The server keeps none of these back, and repeats none.
+            let is_full = state.held.len() >= usize::from(*in_flight_max);
+            if is_full && !std::mem::replace(&mut state.is_dropping, is_full) {
+                warn!(
+                    code = "mqtt_qos0_dropped", topic = %String::from_utf8_lossy(&publish.topic),
+                    "messages of QoS 0 dropped: they come faster than they are stored"
+                );
+            }
+            if is_full {
+                return;
+            }
+            state.is_dropping = false;
+        }
+        state.held.keep(number, self.clock.monotonic(), raw_message(publish, id_property, content_type));
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hands PUBACKs to the client, in the order of the messages, as the protocol wants them.
+    fn acknowledge(&self, tokens: &[AckToken]) -> Option<(watch::Receiver<u64>, u64)> {
+        let mut state = self.state();
+        let State { held, connection, .. } = &mut *state;
+        tokens.iter().for_each(|token| held.settle(token));
+        let settled = held.take_settled();
+        let connection = connection.as_mut()?;
+        for pkid in settled {
+            let publish = Publish { pkid, qos: QoS::AtLeastOnce, ..Publish::default() };
+            if connection.client.try_ack(&publish).is_ok() {
+                connection.asked += 1;
+            }
+        }
+        Some((connection.written.clone(), connection.asked))
+    }
+}
+
+impl MqttSource {
+    /// A source that connects when it is asked for the first message.
+    pub(crate) fn new(server: Server, subscribing: Subscribing, clock: Arc<dyn Clock>) -> Self {
+        let reader = Reader {
+            server,
+            subscribing,
+            clock,
+            state: Mutex::default(),
+            changed: Notify::new(),
+            wanted: Notify::new(),
+            closed: CancellationToken::new(),
+        };
+        Self { reader: Arc::new(reader), reading: AtomicBool::new(false) }
+    }
+}
+
+impl Drop for MqttSource {
+    fn drop(&mut self) {
+        self.reader.closed.cancel();
+    }
+}
+
+#[async_trait]
+impl Source for MqttSource {
+    /// In the order in which the server has them, unless a group shares them.
+    fn capabilities(&self) -> SourceCapabilities {
+        let in_flight_max = usize::from(self.reader.subscribing.in_flight_max);
+        SourceCapabilities { in_flight_max, ordered: true, nak_delay: true, dead_letters: false }
+    }
+
+    async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
+        let (reader, in_flight_max) = (&self.reader, usize::from(self.reader.subscribing.in_flight_max));
+        if !self.reading.swap(true, Ordering::Relaxed) {
+            tokio::spawn(Arc::clone(reader).run());
+        }
+        loop {
+            let mut changed = std::pin::pin!(reader.changed.notified());
+            // From here on no change is missed.
+            changed.as_mut().enable();
+            if reader.closed.is_cancelled() {
+                return Ok(Vec::new());
+            }
+            let wait = {
+                let (mut state, now) = (reader.state(), reader.clock.monotonic());
+                let given = state.held.give(max, in_flight_max, now);
+                if !given.is_empty() {
+                    return Ok(given);
+                }
+                if let Some(down) = state.failure.take() {
+                    return Err(down.error("receive"));
+                }
+                // What is due and not given waits for one that is out.
+                state.held.due().map(|due| due.saturating_sub(now)).filter(|wait| !wait.is_zero())
+            };
+            reader.wanted.notify_one();
+            tokio::select! {
+                biased;
+                () = changed => {}
+                () = reader.clock.sleep(wait.unwrap_or_default()), if wait.is_some() => {}
+            }
+        }
+    }
+
+    async fn ack(&self, tokens: &[AckToken]) -> Result<()> {
+        let Some((mut written, asked)) = self.reader.acknowledge(tokens) else { return Ok(()) };
+        // Those that waited for one of these to be settled.
+        self.reader.changed.notify_waiters();
+        let all = written.wait_for(|count| *count >= asked);
+        // With the connection go the tokens: what the server has not heard comes again.
+        match timeout(SETTLE_TIMEOUT, all).await {
+            Ok(Ok(_) | Err(_)) => Ok(()),
+            Err(_) => {
+                let text = "the server does not take what is settled; it may come again";
+                Err(Down::new(ErrorKind::Unavailable, "mqtt_settle_timeout", text).error("settle"))
+            }
+        }
+    }
+
+    /// The message is kept here until its time. If we end before, it comes at the next start.
+    async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
+        let due = self.reader.clock.monotonic() + delay;
+        {
+            let mut state = self.reader.state();
+            tokens.iter().for_each(|token| state.held.put_back(token, due));
+        }
+        self.reader.changed.notify_waiters();
+        Ok(())
+    }
+
+    /// MQTT keeps no dead letters.
+    async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
+        self.ack(tokens).await
+    }
+
+    /// The connection ends; what is unsettled waits in the session.
+    async fn close(&self) {
+        self.reader.closed.cancel();
+        self.reader.state().connection = None;
+        self.reader.changed.notify_waiters();
+    }
+}

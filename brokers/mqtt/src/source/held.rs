@@ -1,0 +1,179 @@
+//! The messages that came and are not acknowledged.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use postbox_core::{AckToken, RawMessage, SourceMessage};
+
+/// Messages in the order in which they came. PUBACKs go out in that order, too (MQTT-4.6.0-2).
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    entries: VecDeque<Entry>,
+    /// The place of the first entry: places go up by one for ever.
+    first: u64,
+    /// Of those that were given out: their places, by a number of that one time.
+    given: BTreeMap<u64, u64>,
+    times: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    /// The number of its packet; none if nobody waits for a PUBACK (QoS 0).
+    number: Option<u16>,
+    message: RawMessage,
+    state: State,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum State {
+    /// To be given out from then on.
+    Waiting(Duration),
+    Given,
+    Settled,
+}
+
+impl Held {
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub(super) fn keep(&mut self, number: Option<u16>, now: Duration, message: RawMessage) {
+        self.entries.push_back(Entry { number, message, state: State::Waiting(now) });
+    }
+
+    /// The next messages, at most `max`, and at most `most` that are not settled in all: after a
+    /// PUBACK, Mosquitto lets more through than the receive maximum. What waits for its time holds
+    /// up those behind it.
+    pub(super) fn give(&mut self, max: usize, most: usize, now: Duration) -> Vec<SourceMessage> {
+        let max = max.max(1).min(most.saturating_sub(self.given.len()));
+        let mut messages = Vec::new();
+        for (place, entry) in (self.first..).zip(&mut self.entries) {
+            match entry.state {
+                State::Waiting(due) if due > now || messages.len() == max => break,
+                State::Waiting(_) => {
+                    entry.state = State::Given;
+                    self.times += 1;
+                    self.given.insert(self.times, place);
+                    let token = AckToken::new(self.times.to_be_bytes().to_vec());
+                    messages.push(SourceMessage { message: entry.message.clone(), token });
+                }
+                State::Given | State::Settled => {}
+            }
+        }
+        messages
+    }
+
+    /// When the next one is due, if one waits.
+    pub(super) fn due(&self) -> Option<Duration> {
+        self.entries.iter().find_map(|entry| match entry.state {
+            State::Waiting(due) => Some(due),
+            State::Given | State::Settled => None,
+        })
+    }
+
+    pub(super) fn settle(&mut self, token: &AckToken) {
+        if let Some(entry) = self.take_back(token) {
+            entry.state = State::Settled;
+        }
+    }
+
+    pub(super) fn put_back(&mut self, token: &AckToken, due: Duration) {
+        if let Some(entry) = self.take_back(token) {
+            entry.state = State::Waiting(due);
+        }
+    }
+
+    /// What this token was given out with, unless it is settled or was forgotten.
+    fn take_back(&mut self, token: &AckToken) -> Option<&mut Entry> {
+        let time = u64::from_be_bytes(token.as_bytes().try_into().ok()?);
+        let place = self.given.remove(&time)?;
+        self.entries.get_mut(usize::try_from(place.checked_sub(self.first)?).ok()?)
+    }
+
+    /// The numbers of those that are settled, up to the first that is not.
+    pub(super) fn take_settled(&mut self) -> Vec<u16> {
+        let mut numbers = Vec::new();
+        while self.entries.front().is_some_and(|entry| entry.state == State::Settled) {
+            numbers.extend(self.entries.pop_front().and_then(|entry| entry.number));
+            self.first += 1;
+        }
+        numbers
+    }
+
+    /// Forgets what comes again on the next connection: all that wait for a PUBACK. The others are
+    /// given out again.
+    pub(super) fn forget(&mut self) {
+        self.first += self.entries.len() as u64;
+        self.given.clear();
+        self.entries.retain(|entry| entry.number.is_none() && entry.state != State::Settled);
+        for entry in &mut self.entries {
+            entry.state = State::Waiting(Duration::ZERO);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held(numbers: &[Option<u16>]) -> Held {
+        let mut held = Held::default();
+        for number in numbers {
+            let message = RawMessage {
+                id: None,
+                digest: [0; 32],
+                topic: format!("{number:?}"),
+                key: None,
+                headers: Default::default(),
+                content_type: String::new(),
+                payload: Default::default(),
+            };
+            held.keep(*number, Duration::ZERO, message);
+        }
+        held
+    }
+
+    #[test]
+    fn pubacks_go_in_the_order_of_the_messages() {
+        let mut held = held(&[Some(1), Some(2), None, Some(3)]);
+        let given = held.give(9, 9, Duration::ZERO);
+        held.settle(&given[1].token);
+        assert!(held.take_settled().is_empty());
+        held.settle(&given[0].token);
+        assert_eq!(held.take_settled(), [1, 2]);
+        held.settle(&given[0].token);
+        held.settle(&given[3].token);
+        held.settle(&given[2].token);
+        assert_eq!((held.take_settled(), held.len()), (vec![3], 0), "nobody waits for that of QoS 0");
+    }
+
+    #[test]
+    fn what_the_server_does_not_repeat_is_kept() {
+        let mut held = held(&[Some(1), None]);
+        let before = held.give(9, 9, Duration::ZERO);
+        held.forget();
+        before.iter().for_each(|it| held.settle(&it.token));
+        let again = held.give(9, 9, Duration::ZERO);
+        assert_eq!(again.iter().map(|it| &it.message).collect::<Vec<_>>(), [&before[1].message]);
+        assert!(again[0].token != before[1].token, "a token is of one delivery");
+    }
+
+    #[test]
+    fn no_more_are_given_than_may_be_unsettled() {
+        let mut held = held(&[Some(1), Some(2), Some(3)]);
+        let given = held.give(9, 2, Duration::ZERO);
+        assert_eq!((given.len(), held.give(9, 2, Duration::ZERO).len()), (2, 0));
+        held.settle(&given[1].token);
+        assert_eq!(held.give(9, 2, Duration::ZERO).len(), 1);
+    }
+
+    #[test]
+    fn what_waits_for_its_time_holds_up_those_behind_it() {
+        let mut held = held(&[Some(1), Some(2)]);
+        let first = held.give(1, 9, Duration::ZERO).remove(0);
+        held.put_back(&first.token, Duration::from_secs(9));
+        assert!(held.give(2, 9, Duration::from_secs(8)).is_empty());
+        assert_eq!(held.due(), Some(Duration::from_secs(9)));
+        assert_eq!(held.give(2, 9, Duration::from_secs(9)).len(), 2);
+    }
+}

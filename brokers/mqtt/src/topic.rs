@@ -1,0 +1,123 @@
+//! From an event to the topic it is published to: a template, and what no topic may be.
+//!
+//! A topic is a path of levels with slashes between them. The event's topic may bring several
+//! levels; every other field is one, so that a tenant called `a/b` does not end up below the tenant
+//! `a`.
+
+use postbox_config::from_core;
+use postbox_core::template::Field;
+use postbox_core::{Event, Outcome, Template};
+
+/// The protocol writes lengths of texts in two bytes.
+pub(crate) const TEXT_BYTES_MAX: usize = 65_535;
+
+/// The code of an event that no topic can be made of.
+pub(crate) const INVALID: &str = "topic_invalid";
+
+/// A template of topics.
+pub(crate) fn parse(text: &str) -> Result<Template, String> {
+    let template = from_core::<Template>(text)?;
+    // With a plain value in each place it must be a topic.
+    let plain = template.fill(|_, _| Ok("x")).and_then(|topic| check(&topic));
+    plain.map(|()| template).map_err(|fault| format!("{text:?} is no topic: {fault}"))
+}
+
+/// A filter of topics, for a subscription.
+pub(crate) fn filter(text: &str) -> Result<String, String> {
+    let level = |level: &str| level == "+" || !level.contains(['+', '#']);
+    let levels = text.strip_suffix("/#").unwrap_or(if text == "#" { "" } else { text });
+    let fault = match () {
+        () if text.starts_with("$share/") => "the group of a shared subscription is the key share".to_owned(),
+        () if text.is_empty() => "it is empty".to_owned(),
+        () if !levels.split('/').all(level) => "+ is a whole level, and # the last one".to_owned(),
+        () => match check_text(text) {
+            Ok(()) => return Ok(text.to_owned()),
+            Err(fault) => fault,
+        },
+    };
+    Err(format!("{text:?} is no filter of topics: {fault}"))
+}
+
+/// The topic of an event. The error is [`Outcome::Dead`]: the event will never have one.
+pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outcome> {
+    let topic = template.fill(|field, _| level(field, event))?;
+    check(&topic).map_err(|fault| Outcome::dead(INVALID, format!("no topic can be made of the event: {fault}")))?;
+    Ok(topic)
+}
+
+/// The value of a field as a part of the topic.
+fn level(field: Field, event: &Event) -> Result<&str, Outcome> {
+    let name = field.as_str();
+    match field.of(event) {
+        "" => Err(Outcome::dead(INVALID, format!("the event has no {name}, which the sink's topic names"))),
+        value if field != Field::Topic && value.contains('/') => Err(Outcome::dead(
+            INVALID,
+            format!("the event's {name} has a slash and would be several levels; leave {{{name}}} out of the topic"),
+        )),
+        value => Ok(value),
+    }
+}
+
+/// What is wrong with a topic to publish to. The text does not repeat it.
+fn check(topic: &str) -> Result<(), String> {
+    match () {
+        () if topic.is_empty() => Err("it is empty".to_owned()),
+        () if topic.contains(['+', '#']) => Err("+ and # are wildcards".to_owned()),
+        () if topic.starts_with('$') => Err("what begins with $ belongs to the server".to_owned()),
+        () => check_text(topic),
+    }
+}
+
+/// What is wrong with a text of the protocol. A server may end the connection over a control
+/// character, and must over NUL.
+pub(crate) fn check_text(text: &str) -> Result<(), String> {
+    let is_no_character = |c: char| matches!(c, '\u{fdd0}'..='\u{fdef}') || u32::from(c) & 0xfffe == 0xfffe;
+    match () {
+        () if text.len() > TEXT_BYTES_MAX => {
+            Err(format!("it would have {} bytes; at most {TEXT_BYTES_MAX} are allowed", text.len()))
+        }
+        () if text.chars().any(|c| c.is_control() || is_no_character(c)) => Err("a control character".to_owned()),
+        () => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use jiff::Timestamp;
+    use postbox_core::{EventId, NewEvent};
+
+    use super::*;
+
+    fn render(template: &str, new: NewEvent) -> Result<String, Outcome> {
+        let event = new.into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
+        super::render(&parse(template).expect("a template"), &event)
+    }
+
+    #[test]
+    fn no_hostile_value_becomes_another_topic() {
+        let long = "t".repeat(TEXT_BYTES_MAX + 1);
+        for value in ["", "a\0b", "a\tb", "\u{85}", "\u{ffff}", "+", "a/+", "#", "a/#", "a+b", "$SYS/x", &long] {
+            let dead = render("{topic}", NewEvent::json(value, "")).expect_err(value);
+            assert!(matches!(&dead, Outcome::Dead { code, .. } if code == INVALID), "{value:?}: {dead:?}");
+        }
+        let event = |tenant: &str| NewEvent::json("order.paid", "").tenant(tenant);
+        assert_eq!(render("in/{tenant}/{topic}", event("łódź 1")).as_deref(), Ok("in/łódź 1/order.paid"));
+        assert!(render("in/{tenant}/{topic}", event("a/b")).is_err(), "one level a tenant");
+        assert!(render("in/{key}", NewEvent::json("t", "")).is_err(), "no key");
+        assert!(render("in/{topic}", NewEvent::json("$SYS/x", "")).is_ok(), "harmless behind a level");
+        assert_eq!(render("{topic}", NewEvent::json("a/b", "")).as_deref(), Ok("a/b"));
+    }
+
+    #[test]
+    fn a_template_and_a_filter_are_checked_where_they_are_written() {
+        for wrong in ["", "a/+", "#", "$SYS/{topic}", "{what}", "a\tb"] {
+            assert!(parse(wrong).is_err(), "{wrong:?}");
+        }
+        for right in ["a", "a/+/c", "+", "#", "a/#", "+/+/#", "/a", "a//b"] {
+            assert_eq!(filter(right).as_deref(), Ok(right));
+        }
+        for wrong in ["", "a#", "#/a", "a/b+", "a/#/b", "$share/g/a", "a\0"] {
+            assert!(filter(wrong).is_err(), "{wrong:?}");
+        }
+    }
+}

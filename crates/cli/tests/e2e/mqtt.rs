@@ -1,0 +1,103 @@
+//! From an outbox through topics of MQTT into an inbox.
+
+use anyhow::{Context as _, Result, ensure};
+use postbox_testkit::servers::PrivateMqtt;
+use rumqttc::v5::mqttbytes::QoS;
+use rumqttc::v5::mqttbytes::v5::{Packet, Publish};
+use rumqttc::v5::{AsyncClient, Event, MqttOptions};
+use serde_json::Value;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use crate::broker::{self, Broker};
+use crate::env::{Kind, on_both};
+
+struct Mqtt {
+    server: PrivateMqtt,
+    client: AsyncClient,
+    heard: mpsc::UnboundedReceiver<Publish>,
+    _driver: JoinHandle<()>,
+}
+
+fn tables(url: &str) -> (String, String) {
+    // Until the receiver has subscribed, nobody else has but the test.
+    let sink = format!("type = \"mqtt\", url = {url:?}, topic = \"orders/{{topic}}\"");
+    let source = format!("type = \"mqtt\"\nurl = {url:?}\nclient_id = \"orders-1\"\ntopic = \"orders/#\"\n");
+    (sink, source)
+}
+
+/// A client that subscribes to everything, and is asked for nothing until it has.
+async fn subscriber(url: &str, id: &str) -> Result<(AsyncClient, mpsc::UnboundedReceiver<Publish>, JoinHandle<()>)> {
+    let port = url.rsplit_once(':').context("a port")?.1.parse()?;
+    let mut options = MqttOptions::new(id, "127.0.0.1", port);
+    options.set_clean_start(false).set_session_expiry_interval(Some(600));
+    let (client, mut events) = AsyncClient::new(options, 1_000);
+    client.subscribe("orders/#", QoS::AtLeastOnce).await?;
+    while !matches!(events.poll().await?, Event::Incoming(Packet::SubAck(_))) {}
+    let (hear, heard) = mpsc::unbounded_channel();
+    let driver = tokio::spawn(async move {
+        while let Ok(event) = events.poll().await {
+            if let Event::Incoming(Packet::Publish(message)) = event
+                && hear.send(message).is_err()
+            {
+                return;
+            }
+        }
+    });
+    Ok((client, heard, driver))
+}
+
+impl Broker for Mqtt {
+    type Message = Publish;
+
+    fn tables(&self) -> (String, String) {
+        tables(&self.server.url())
+    }
+
+    async fn published(&mut self) -> Result<Vec<Publish>> {
+        Ok(std::iter::from_fn(|| self.heard.try_recv().ok()).collect())
+    }
+
+    fn read(message: &Publish) -> Result<(String, String, Value)> {
+        let properties = &message.properties.as_ref().context("properties")?.user_properties;
+        let property = |name: &str| {
+            let found =
+                properties.iter().find(|(its, _)| its == name).with_context(|| format!("no property {name}"))?;
+            anyhow::Ok(found.1.clone())
+        };
+        Ok((property("postbox-id")?, property("subject")?, serde_json::from_slice(&message.payload)?))
+    }
+
+    async fn publish(&mut self, messages: Vec<&Publish>) -> Result<()> {
+        for message in messages {
+            let topic = String::from_utf8(message.topic.to_vec())?;
+            let (payload, properties) = (message.payload.clone(), message.properties.clone().context("properties")?);
+            self.client.publish_with_properties(topic, QoS::AtLeastOnce, false, payload, properties).await?;
+        }
+        Ok(())
+    }
+}
+
+async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
+    let server = PrivateMqtt::launch_with("allow_anonymous true\nmax_queued_messages 0\n").await;
+    // What is published before the first subscription does not come: the receiver's is made before.
+    subscriber(&server.url(), "orders-1").await?.2.abort();
+    let (client, heard, driver) = subscriber(&server.url(), "test").await?;
+    broker::each_event_has_one_effect(kind, Mqtt { server, client, heard, _driver: driver }).await
+}
+
+async fn a_server_may_come_later(kind: Kind) -> Result<()> {
+    let mut server = PrivateMqtt::launch().await;
+    server.kill();
+    let tables = tables(&server.url());
+    let start = async || {
+        server.start().await;
+        Ok(())
+    };
+    let env = broker::a_server_may_come_later(kind, tables, "rumqttc", start).await?;
+    let said = env.ok(&["check-config", "--connect"])?;
+    ensure!(said.contains("subscriptions.out.sink: answers"), "{said}");
+    Ok(())
+}
+
+on_both!(each_event_has_one_effect_at_the_other_end, a_server_may_come_later);

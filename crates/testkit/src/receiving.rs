@@ -1,0 +1,140 @@
+//! From a broker's messages to an inbox: what tests of sources share.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_config::{SourceConfig, SourceContext, Table};
+use postbox_core::{Delivery, Key, LogName, NewEvent, RawMessage, Source, Unreadable};
+use postbox_engine::{Receiver, TokioClock};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use crate::inbox::Inbox;
+use crate::sending::{PATIENCE, deliveries, table};
+
+/// How often a condition is looked at.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// What the source `orders` is built with.
+pub fn source_context() -> SourceContext {
+    SourceContext { name: "orders".parse().expect("a name"), clock: Arc::new(TokioClock::new()) }
+}
+
+/// A source with these keys.
+///
+/// # Panics
+///
+/// If it cannot be built.
+pub async fn source<T: Table + SourceConfig>(keys: &str) -> Arc<dyn Source> {
+    table::<T>(keys).build(&source_context()).await.expect("a source")
+}
+
+/// An event with everything that an event can have, and one with as many headers as there may be.
+pub fn events() -> Vec<Delivery> {
+    let headers = (0..64).map(|n| (format!("h{n}"), "v".to_owned())).collect();
+    let paid = NewEvent::new("order.paid", &b"\xff\0"[..], "text/plain").key("Zoë 1");
+    deliveries([
+        paid.kind("fact").aggregate("order").version(7),
+        NewEvent { headers, ..NewEvent::json("order.sent", "{}").tenant("acme") },
+    ])
+}
+
+/// A receiver at work between a source and an inbox.
+pub struct Receiving {
+    /// Where the messages go.
+    pub inbox: Arc<Inbox>,
+    /// The receiver.
+    pub receiver: Arc<Receiver>,
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl Receiving {
+    /// Starts it with a source of this configuration.
+    ///
+    /// # Panics
+    ///
+    /// If the source cannot be built.
+    pub async fn start(table: impl SourceConfig) -> Self {
+        let (inbox, context) = (Arc::new(Inbox::default()), source_context());
+        let source = table.build(&context).await.expect("a source");
+        let receiver = Receiver::builder(inbox.clone(), context.name.clone(), LogName::inbox())
+            .pull(source)
+            .decode(move |message: &RawMessage| table.decode(&context.name, message))
+            .build();
+        let (receiver, stop) = (Arc::new(receiver.expect("good settings")), CancellationToken::new());
+        let task = tokio::spawn({
+            let (receiver, stop) = (receiver.clone(), stop.clone());
+            async move { receiver.run(stop).await }
+        });
+        Self { inbox, receiver, stop, task }
+    }
+
+    /// Waits until this holds.
+    ///
+    /// # Panics
+    ///
+    /// If it does not in time.
+    pub async fn until(&self, condition: impl Fn(&Self) -> bool) {
+        let met = async {
+            while !condition(self) {
+                tokio::time::sleep(LOOK).await;
+            }
+        };
+        timeout(PATIENCE, met).await.expect("it happens in time");
+    }
+
+    /// The payloads that were stored.
+    pub fn bodies(&self) -> BTreeSet<Vec<u8>> {
+        self.inbox.all().iter().map(|it| it.event.payload.to_vec()).collect()
+    }
+
+    /// Each of [`events`] is stored as it was sent.
+    ///
+    /// # Panics
+    ///
+    /// If one is not.
+    pub fn has(&self, sent: &[Delivery]) {
+        let stored = self.inbox.all();
+        for delivery in sent {
+            let (sent, id) = (&delivery.event, delivery.dedupe_id());
+            let stored = &stored.iter().find(|it| it.message_id == id).expect("stored by its id").event;
+            assert_eq!(
+                (stored.topic.as_str(), stored.key.as_deref()),
+                (sent.topic.as_str(), sent.key.as_ref().map(Key::as_str))
+            );
+            assert_eq!((&stored.payload, &stored.content_type), (&sent.payload, &sent.content_type));
+            assert_eq!((&stored.kind, &stored.aggregate, stored.version), (&sent.kind, &sent.aggregate, sent.version));
+            assert_eq!(stored.occurred_at, Some(sent.occurred_at));
+            assert!(sent.headers.iter().all(|(name, value)| stored.headers.get(name) == Some(value)), "{stored:?}");
+            assert_eq!(stored.tenant, None, "whoever may publish could name any");
+        }
+    }
+
+    /// Waits until so many are stored, among them one that is no event, with the payload `poison`.
+    /// Of the others one came twice, and one with the id of another.
+    ///
+    /// # Panics
+    ///
+    /// If it does not come to this in time.
+    pub async fn settled(&self, accepted: u64) {
+        let counted = || self.receiver.metrics().snapshot();
+        self.until(|_| counted().accepted == accepted && counted().conflicts == 1).await;
+        assert_eq!((counted().duplicates, counted().poison, counted().rejected), (1, 1, 0));
+        let all = self.inbox.all();
+        let poison: Vec<_> = all.iter().filter(|it| Unreadable::poison(&it.event.headers).is_some()).collect();
+        assert_eq!((poison.len(), &poison[0].event.payload[..]), (1, &b"poison"[..]), "with its bytes");
+    }
+
+    /// Stops it.
+    ///
+    /// # Panics
+    ///
+    /// If it does not in time, or failed.
+    pub async fn stop(self) {
+        self.stop.cancel();
+        timeout(PATIENCE, self.task).await.expect("in time").expect("it stops");
+    }
+}

@@ -1,0 +1,145 @@
+//! From events to a sink's outcomes: what tests of sinks share.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use postbox_config::{ReadOptions, SinkConfig, SinkContext, Table, read};
+use postbox_core::{
+    Append as _, Delivery, EventId, Log as _, LogName, MemoryStore, NewEvent, Outcome, RetryPolicy, Seq, Sink,
+    Subscription,
+};
+use postbox_engine::{BreakerPolicy, Relay, RelaySettings, TokioClock};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+/// Nothing here takes long; this only turns a hang into a failure.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What a sink is built with in a subscription of this timeout.
+pub fn context(deliver_timeout: Duration) -> SinkContext {
+    let (clock, repeats_within) = (Arc::new(TokioClock::new()), Duration::ZERO);
+    SinkContext { clock, listening: Vec::new(), deliver_timeout, repeats_within, concurrency: None }
+}
+
+/// The configuration with these keys.
+///
+/// # Panics
+///
+/// If something is wrong with it.
+pub fn table<T: Table>(keys: &str) -> T {
+    read::<T>(keys, ReadOptions::none()).expect("right").0
+}
+
+/// A sink with these keys.
+///
+/// # Panics
+///
+/// If it cannot be built.
+pub async fn sink<T: Table + SinkConfig>(keys: &str, context: &SinkContext) -> Arc<dyn Sink> {
+    table::<T>(keys).build(context).await.expect("a sink")
+}
+
+/// A first attempt of each event.
+pub fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
+    let delivery = |(event, n): (NewEvent, i64)| {
+        let event = event.into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
+        Delivery { event, seq: Seq(n), attempt: 1, replay: 0 }
+    };
+    events.into_iter().zip(1..).map(delivery).collect()
+}
+
+/// Events of as many keys; the payload is the number.
+pub fn numbered(count: usize) -> Vec<Delivery> {
+    deliveries((0..count).map(|n| NewEvent::json("t", n.to_string()).key(format!("k{n}"))))
+}
+
+/// One call.
+///
+/// # Panics
+///
+/// If it does not end in time.
+pub async fn deliver(sink: &Arc<dyn Sink>, deliveries: &[Delivery]) -> Vec<Outcome> {
+    let call: Vec<&Delivery> = deliveries.iter().collect();
+    timeout(PATIENCE, sink.deliver(&call)).await.expect("an answer in time")
+}
+
+/// A call with one event.
+pub async fn send(sink: &Arc<dyn Sink>, event: NewEvent) -> Outcome {
+    deliver(sink, &deliveries([event])).await.pop().expect("one outcome")
+}
+
+/// An outcome's kind and code.
+pub fn said(outcome: &Outcome) -> String {
+    let (kind, code) = match outcome {
+        Outcome::Delivered { duplicate: false } => return "delivered".to_owned(),
+        Outcome::Delivered { duplicate: true } => return "duplicate".to_owned(),
+        Outcome::Retry { code, .. } => ("retry", code),
+        Outcome::Ambiguous { code, .. } => ("ambiguous", code),
+        Outcome::Throttled { code, .. } => ("throttled", code),
+        Outcome::Dead { code, .. } => ("dead", code),
+        Outcome::Unavailable { code, .. } => ("unavailable", code),
+        Outcome::Gone { code, .. } => ("gone", code),
+    };
+    format!("{kind} {code}")
+}
+
+/// Kind and code of each, the same ones in a row once.
+pub fn codes(outcomes: &[Outcome]) -> Vec<String> {
+    let mut codes: Vec<String> = outcomes.iter().map(said).collect();
+    codes.dedup();
+    codes
+}
+
+/// A relay at work on a log in memory.
+pub struct Working {
+    /// Its log.
+    pub store: Arc<MemoryStore>,
+    /// The relay.
+    pub relay: Arc<Relay>,
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl Working {
+    /// Starts it, quick to try again.
+    pub fn start(sink: Arc<dyn Sink>) -> Self {
+        let store = Arc::new(MemoryStore::new(Arc::new(TokioClock::new())));
+        let subscription = Subscription::new("out".parse().expect("a name"), LogName::outbox());
+        let (quick, base) = (Duration::from_secs(1), Duration::from_millis(20));
+        let settings = RelaySettings {
+            retry: RetryPolicy { base, delay_max: quick, ..RetryPolicy::default() },
+            breaker: BreakerPolicy { base, max: quick / 2 },
+            ..RelaySettings::default()
+        };
+        let relay = Relay::builder(store.clone(), subscription).admin(store.clone()).settings(settings).sink(sink);
+        let relay = Arc::new(relay.build().expect("good settings"));
+        let stop = CancellationToken::new();
+        let task = tokio::spawn({
+            let (relay, stop, store) = (relay.clone(), stop.clone(), store.clone());
+            async move {
+                store.subscribe(relay.subscription()).await.expect("subscribed");
+                relay.run(stop).await.expect("it runs");
+            }
+        });
+        Self { store, relay, stop, task }
+    }
+
+    /// Events `from..to` over ten keys; the payload is the number.
+    pub async fn append(&self, numbers: Range<usize>) {
+        let event = |n: usize| NewEvent::json("order.paid", n.to_string()).key((n % 10).to_string());
+        self.store.append(&LogName::outbox(), &numbers.map(event).collect::<Vec<_>>()).await.expect("appended");
+    }
+
+    /// Stops it.
+    ///
+    /// # Panics
+    ///
+    /// If it failed.
+    pub async fn stop(self) {
+        self.stop.cancel();
+        self.task.await.expect("it stops");
+    }
+}
