@@ -73,10 +73,14 @@ pub struct Changed {
 /// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and
 ///   releases the next of their keys; discarded events are never delivered (except one already in
 ///   flight). Pending ones must be named by id.
-/// - `prune` deletes, in bounded steps, events older than the age that every subscription of their
-///   log has passed and whose delivery rows, if any, are `discarded`; dead and pending ones stay.
-///   Rows of events that are gone ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that
-///   age too. Returns how many; 0 means done. A log without subscriptions is not pruned.
+/// - `prune` deletes, of a bounded number of events after a place, those older than the age that
+///   every subscription of their log has passed and whose delivery rows, if any, are `discarded`;
+///   dead and pending ones stay. Go on with [`Changed::next`] until there is none: it is there even
+///   where a step found nothing to delete, so that what has to stay is looked at once in a run.
+///   Where [`PRUNE_YOUNG_MAX`](crate::kit::PRUNE_YOUNG_MAX) of a step's events are too young,
+///   nothing beyond is looked at: times rise with `seq`, nearly. Rows of events that are gone
+///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too, at the end of a run.
+///   A log without subscriptions is not pruned. Calls at once take turns.
 /// - `pause(None)` resumes.
 /// - `create_log` is idempotent.
 #[async_trait]
@@ -85,8 +89,8 @@ pub trait Admin: Send + Sync + 'static {
     async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed>;
     /// Takes events out, one step.
     async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed>;
-    /// Deletes old dispatched events of one log; returns how many.
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64>;
+    /// Deletes old dispatched events of one log, one step: those after a place, or from the start.
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed>;
     /// Pauses or resumes. A pause ends running leases at their next renewal.
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()>;
     /// Makes a log beside `outbox` and `inbox`.

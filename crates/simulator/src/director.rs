@@ -362,7 +362,7 @@ async fn perform(world: &World, operator: &Client, action: Action) {
             _ = store.pause(name, Some(&pause)).await;
         }
         Action::Resume => _ = store.pause(name, None).await,
-        Action::Prune => _ = store.prune(&LogName::outbox(), Duration::ZERO).await,
+        Action::Prune => _ = store.prune(&LogName::outbox(), Duration::ZERO, None).await,
         Action::Filter(out) => {
             let topics = ["t0", "t1"].into_iter().zip(0..).filter(|(_, number)| out.is_some_and(|out| out != *number));
             let topics = topics.filter_map(|(topic, _)| TopicPattern::new(topic).ok()).collect();

@@ -205,6 +205,9 @@ pub(crate) struct TransactionModes {
     pub(crate) report: String,
     /// For an operator's changes: as durable as a relay's, planned as the planner likes.
     pub(crate) change: String,
+    /// For a step of retention. What it reads has indexes, and its lists fit into a hash whatever
+    /// the planner thinks of their length.
+    pub(crate) prune: String,
     /// Not a beginning: what a transaction of handlers says before it locks the lane.
     pub(crate) soon_over: String,
 }
@@ -234,6 +237,9 @@ impl TransactionModes {
             call: format!("{writing}; {timeouts}"),
             report: format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}"),
             change: format!("{writing}; {common}; {durable}"),
+            prune: format!(
+                "{writing}; {common}; {durable}; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL work_mem = '64MB'"
+            ),
             soon_over,
         }
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::kit::{STEP_ROWS_MAX, rebase_not_needed};
+use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, STEP_ROWS_MAX, rebase_not_needed};
 use postbox_core::{
     Admin, Changed, EventId, LogName, Ordering, Pause, Result, Selection, Seq, State, SubscriptionName,
 };
@@ -25,9 +25,6 @@ use crate::thread::{Flush, Session};
 /// Rows looked at in one step: some tens of milliseconds of the write lock, however few of them are
 /// meant.
 const STEP_LOOK_MAX: usize = 20_000;
-/// Events too young to prune that are passed over before `prune` gives up: stamps follow `seq` but
-/// for jumps of the clock.
-const PRUNE_YOUNG_MAX: usize = 1_000;
 
 /// By primary key; takes the write lock. A person's replay begins anew.
 const DELIVERY_REPLAY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, letter_at = 0, due_at = ?3, \
@@ -66,9 +63,9 @@ impl Admin for SqliteStore {
         self.change("discard", move |tx, now| discard(tx, &name, &selection, now)).await
     }
 
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let log = log.clone();
-        self.change("prune", move |tx, now| prune(tx, &log, now.saturating_sub(micros(older_than)))).await
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
+        let (log, age) = (log.clone(), micros(older_than));
+        self.change("prune", move |tx, now| prune(tx, &log, now.saturating_sub(age), after)).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
@@ -248,8 +245,8 @@ fn discard_unread(
     Ok(discarded)
 }
 
-/// Deletes old events that every subscription is done with.
-fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
+/// One step that deletes old events that every subscription is done with.
+fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64, after: Option<Seq>) -> Work<Changed> {
     let log = require_log("prune", tx, log)?;
     let names: Vec<String> = tx
         .prepare_cached(SUBSCRIPTIONS_OF_LOG)?
@@ -258,17 +255,17 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
     let readers: Work<Vec<Reader>> =
         names.into_iter().map(|name| Reader::find("prune", tx, &SubscriptionName::from_stored(name))).collect();
     let readers = readers?;
-    let Some(passed) = readers.iter().map(Reader::position_max).min() else { return Ok(0) };
-    let table = log_table(&log);
-    // Walks the primary key from its start, where the oldest are; no lock of its own.
-    let log_old = format!("SELECT seq, topic, tenant, key, id, created_at FROM {table} WHERE seq <= ?1 ORDER BY seq");
-    let mut gone = Vec::new();
-    let mut young = 0;
+    let Some(passed) = readers.iter().map(Reader::position_max).min() else { return Ok(Changed::default()) };
+    let (after, table) = (after.map_or(i64::MIN, |after| after.0), log_table(&log));
+    // Walks the primary key; no lock of its own.
+    let log_old = format!(
+        "SELECT seq, topic, tenant, key, id, created_at FROM {table} WHERE seq > ?1 AND seq <= ?2 ORDER BY seq"
+    );
+    let (mut gone, mut looked, mut young, mut next) = (Vec::new(), 0, 0, None);
     {
         let mut statement = tx.prepare_cached(&log_old)?;
-        let mut rows = statement.query([passed])?;
-        while gone.len() < STEP_ROWS_MAX
-            && young < PRUNE_YOUNG_MAX
+        let mut rows = statement.query([after, passed])?;
+        while young < PRUNE_YOUNG_MAX
             && let Some(row) = rows.next()?
         {
             let (head, seq) = (Head::read(row)?, seq(row)?);
@@ -276,6 +273,11 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
                 young += 1;
             } else if is_done_with(tx, &readers, &head, seq)? {
                 gone.push(seq);
+            }
+            looked += 1;
+            if looked == PRUNE_ROWS_MAX {
+                next = Some(Seq(seq));
+                break;
             }
         }
     }
@@ -287,15 +289,25 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
         }
         tx.prepare_cached(&log_delete)?.execute([seq])?;
     }
-    // By `postbox_delivery_missing`; takes the write lock. Nobody can deliver what is no longer in
-    // the log.
+    let mut count = gone.len() as u64;
+    if next.is_none() {
+        let missing = prune_missing(tx, &readers, &table, oldest_kept)?;
+        count += missing;
+        next = (missing > 0).then_some(Seq(after));
+    }
+    Ok(Changed { count, next })
+}
+
+/// Deletes old rows whose event somebody deleted from the log: nobody can deliver it.
+fn prune_missing(tx: &Transaction<'_>, readers: &[Reader], table: &str, oldest_kept: i64) -> Work<u64> {
+    // By `postbox_delivery_missing`; takes the write lock.
     let delivery_prune_missing = format!(
         "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq IN (SELECT d.seq FROM postbox_delivery d WHERE d.subscription = ?1 \
          AND d.code = 'event_missing' AND d.state IN ('dead', 'discarded') AND d.updated_at <= ?2 \
          AND NOT EXISTS (SELECT 1 FROM {table} l WHERE l.seq = d.seq) LIMIT {STEP_ROWS_MAX})"
     );
-    let mut pruned = gone.len();
-    for reader in &readers {
+    let mut pruned = 0;
+    for reader in readers {
         pruned += tx.prepare_cached(&delivery_prune_missing)?.execute(params![reader.name.as_str(), oldest_kept])?;
     }
     Ok(pruned as u64)

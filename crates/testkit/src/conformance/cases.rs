@@ -130,7 +130,7 @@ macro_rules! conformance_suite {
             every_subscription_must_have_passed discarded_events_go_once_they_are_passed unwanted_events_go_too
             a_log_without_subscriptions_is_not_pruned another_logs_subscriptions_have_no_say
             pruning_an_unknown_log_is_not_found an_open_transaction_survives_pruning
-            pruning_goes_on_until_nothing_is_left
+            pruning_goes_on_until_nothing_is_left what_stays_does_not_keep_what_follows
         }
     };
     (read, $fixture:expr) => {

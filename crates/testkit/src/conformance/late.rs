@@ -196,7 +196,7 @@ pub async fn a_late_discard_takes_back_nothing_delivered(fixture: &dyn StoreFixt
 pub async fn a_late_prune_takes_nothing_that_is_needed(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::settled(fixture, [(event("sent"), Delivered), (event("dead"), dead())]).await;
     fixture.pass(Duration::from_millis(1)).await;
-    let ask = call!(store, [], store.prune(&outbox(), Duration::ZERO));
+    let ask = call!(store, [], store.prune(&outbox(), Duration::ZERO, None));
     let comes = |store: Store| async move { drop(append(&store, [event("unread")]).await) }.boxed();
     twice(fixture, Call::Prune, ask, comes).await;
     let stats = stats(&lane.store).await;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use postbox_core::kit::PRUNE_ROWS_MAX;
 use postbox_core::{ErrorKind, LogName, Selection, State, Store, Subscription};
 
 use super::StoreFixture;
@@ -98,12 +99,12 @@ pub async fn another_logs_subscriptions_have_no_say(fixture: &dyn StoreFixture) 
     lane.store.subscribe(&idle).await.expect("new");
     lane.past(numbered(2).into_iter().map(|event| (event, Delivered))).await;
     fixture.pass(SHORT).await;
-    assert_eq!(lane.store.prune(&LogName::inbox(), Duration::ZERO).await.expect("pruned"), 0);
+    assert_eq!(lane.store.prune(&LogName::inbox(), Duration::ZERO, None).await.expect("pruned").count, 0);
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 2);
 }
 
 pub async fn pruning_an_unknown_log_is_not_found(fixture: &dyn StoreFixture) {
-    refused(fixture.store().prune(&nowhere(), HOUR).await, ErrorKind::NotFound, "log_unknown");
+    refused(fixture.store().prune(&nowhere(), HOUR, None).await, ErrorKind::NotFound, "log_unknown");
 }
 
 pub async fn an_open_transaction_survives_pruning(fixture: &dyn StoreFixture) {
@@ -125,15 +126,34 @@ pub async fn pruning_goes_on_until_nothing_is_left(fixture: &dyn StoreFixture) {
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 3_000);
 }
 
+/// What stays is passed over, and the next run finds it again once it may go.
+pub async fn what_stays_does_not_keep_what_follows(fixture: &dyn StoreFixture) {
+    let count = PRUNE_ROWS_MAX + 5;
+    let (lane, _) = Lane::unread(fixture, numbered(count)).await;
+    let stay = lane.next(1_000).await;
+    lane.settle(&stay, (0..stay.deliveries.len()).map(|at| (at, dead())).collect()).await;
+    lane.drain().await;
+    append(&lane.store, [event("unread")]).await;
+    fixture.pass(SHORT).await;
+    let first = lane.store.prune(&outbox(), Duration::ZERO, None).await.expect("pruned");
+    assert_eq!(first.count as usize, PRUNE_ROWS_MAX - stay.deliveries.len(), "of a step's events those that may go");
+    let rest = lane.store.prune(&outbox(), Duration::ZERO, first.next).await.expect("pruned");
+    assert_eq!((rest.count, rest.next), (5, None), "the next step begins where this one ended");
+    assert_eq!(payloads(&lane.drain().await), ["unread"]);
+    lane.discard(Selection::default()).await;
+    assert_eq!(prune(&lane.store, Duration::ZERO).await as usize, stay.deliveries.len() + 1);
+}
+
 /// Prunes until the store says it is done.
 async fn prune(store: &Arc<dyn Store>, older_than: Duration) -> u64 {
-    let mut all = 0;
+    let (mut all, mut after) = (0, None);
     for _ in 0..1_000 {
-        let gone = store.prune(&outbox(), older_than).await.expect("pruned");
-        if gone == 0 {
+        let step = store.prune(&outbox(), older_than, after).await.expect("pruned");
+        all += step.count;
+        after = step.next;
+        if after.is_none() {
             return all;
         }
-        all += gone;
     }
     panic!("pruning never ends");
 }
