@@ -65,7 +65,7 @@ pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header};
 pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
-pub use inspect::{Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats};
+pub use inspect::{Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats};
 pub use log::{Acquired, Epoch, Lease, Log};
 pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store, events_undelivered};

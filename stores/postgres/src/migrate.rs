@@ -89,11 +89,12 @@ BEGIN
     EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_window');
     EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_receive');
     EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_receive_many');
+    EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_depth');
   END LOOP;
 END
 ${tag}$;
 DROP TABLE IF EXISTS {s}.delivery, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.once, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_receive, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_receive, {s}.create_depth, {s}.depth, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
 DO ${tag}$
 DECLARE
   overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p
@@ -141,9 +142,12 @@ impl Migrate for PostgresStore {
 
     async fn validate(&self) -> Result<()> {
         let session = self.session("validate").await?;
-        let (known, encoding) = futures::join!(known_migrations(&session), check_encoding(&session));
-        check_versions(self.schema(), &known?)?;
-        encoding
+        let look = async |session: &Session| {
+            let (known, encoding) = futures::join!(known_migrations(session), check_encoding(session));
+            check_versions(session.schema(), &known?)?;
+            encoding
+        };
+        session.at_once(&self.inner.modes.count, look).await
     }
 
     fn script(&self) -> String {

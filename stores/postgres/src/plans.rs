@@ -10,7 +10,7 @@ use crate::admin::{CLEAR_FOLLOWER_DUE, DELIVERY_CHOOSE, MAY_BE_RETRIED};
 use crate::prune::prune;
 use crate::session::Session;
 use crate::{PostgresConfig, PostgresStore, SchemaName};
-use postbox_core::kit::PRUNE_ROWS_MAX;
+use postbox_core::kit::{LOOK_EVENTS_MAX, PRUNE_ROWS_MAX};
 use postbox_core::{LogName, Migrate as _};
 use postbox_testkit::servers::{Postgres, Version};
 
@@ -65,6 +65,74 @@ async fn retention_reads_each_event_once() {
             assert!(rows <= 2 * (stay + 1_000) + looked, "{rows} delivery rows read {context}");
             let left = session.row("SELECT count(*) FROM postbox.delivery", &[]).await.expect("counted");
             assert_eq!(left.get::<_, i64>(0), stay, "a discarded event's row goes with it {context}");
+        }
+    }
+}
+
+/// A scrape costs the same however much is in the log, unread or dead.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn counts_look_at_a_bounded_number_of_rows() {
+    const LOOK: i64 = LOOK_EVENTS_MAX as i64 + 1;
+    const SAMPLE: i64 = 64 * 32;
+    for version in Version::ALL {
+        let store = filled(
+            version,
+            "INSERT INTO postbox.outbox (topic, key, payload) SELECT CASE n % 1000 WHEN 0 THEN 'rare' ELSE 'topic' END, 'k' || n % 1000, 'x'",
+        )
+        .await;
+        let session = store.session("test").await.expect("a session");
+        let fill = "ALTER TABLE postbox.delivery SET (autovacuum_enabled = false);
+             INSERT INTO postbox.subscription (name, log, topics, ordering, lanes) VALUES ('s', 'outbox', '{}', 'key', 2);
+             INSERT INTO postbox.lane (subscription, lane, from_snap, to_snap, low, high, last_seq)
+             SELECT s.id, n, '3:3:', '3:3:', 0, 0, 0 FROM postbox.subscription AS s, generate_series(0, 1) AS n;
+             INSERT INTO postbox.delivery (subscription, lane, seq, state, ordered)
+             SELECT s.id, 0, l.seq, CASE l.seq % 2 WHEN 0 THEN 'dead' ELSE 'retrying' END, true
+             FROM postbox.outbox AS l, postbox.subscription AS s WHERE l.seq <= 40000";
+        session.client().batch_execute(fill).await.expect("filled");
+        for analysed in [false, true] {
+            if analysed {
+                session
+                    .client()
+                    .batch_execute("ANALYZE postbox.outbox; ANALYZE postbox.delivery")
+                    .await
+                    .expect("analysed");
+            }
+            for (stands, from, to, last, likes, pending) in [
+                ("all read", "pg_current_snapshot()", "pg_current_snapshot()", 0, "NULL", 0),
+                ("nothing read", "'3:3:'", "'3:3:'", 0, "NULL", ROWS),
+                ("half of the first window", "'1:1:'", "pg_current_snapshot()", 50_000, "NULL", 50_000),
+                ("the end of the first window", "'1:1:'", "pg_current_snapshot()", 95_000, "NULL", 5_000),
+                ("nothing of a rare topic", "'3:3:'", "'3:3:'", 0, "'{rare}'", ROWS / 1000),
+            ] {
+                let set = format!(
+                    "UPDATE postbox.lane SET from_snap = {from}, to_snap = {to}, last_seq = {last}, high = CASE WHEN {last} > 0 THEN 9223372036854775807 ELSE 0 END"
+                );
+                session.client().batch_execute(&set).await.expect("set");
+                session.begin(&store.inner.modes.count).await.expect("begun");
+                let before = rows_read(&session).await;
+                let call = format!(
+                    "SELECT coalesce(sum(events) FILTER (WHERE state = 'pending'), 0)::bigint, coalesce(bool_or(is_estimate), false)
+                     FROM postbox.outbox_depth((SELECT id FROM postbox.subscription), 2, {likes}, NULL, {LOOK})"
+                );
+                let counted = session.row(&call, &[]).await.expect("counted");
+                let [events, rows] = rows_read_since(&session, before).await;
+                session.commit().await.expect("ended");
+                let (found, is_estimate): (i64, bool) = (counted.get(0), counted.get(1));
+                let context = format!(
+                    "{stands} (Postgres {}, analysed: {analysed}): {found}, {events} events and {rows} rows read",
+                    version.number()
+                );
+                assert_eq!(is_estimate, pending > 10_000 || likes != "NULL", "{context}");
+                let within = if likes == "NULL" {
+                    0.1 * f64::from(pending) * f64::from(u8::from(is_estimate))
+                } else {
+                    f64::from(ROWS)
+                };
+                assert!((found as f64 - f64::from(pending)).abs() <= within, "{context}");
+                // What is unread, what waits, the samples, and the probes of edges.
+                assert!(events <= 2 * LOOK + SAMPLE + 100, "{context}");
+                assert!(rows <= 3 * LOOK + SAMPLE, "{context}");
+            }
         }
     }
 }
@@ -241,7 +309,7 @@ const LANE_CASES: [LaneCase; 8] = [
     LaneCase {
         name: "a settled position",
         window: ("1:1:", "700:700:", 0, i64::MAX),
-        call: "SELECT verdict FROM postbox.settle_lane($id, 0, 1, '$place', '700:700:', 0, 5)",
+        call: "SELECT verdict FROM postbox.settle_lane($id, 0, 1, '$place', '700:700:', 0, 5, 5)",
         indexes: &[],
         rows_max: 0,
     },

@@ -173,6 +173,7 @@ CREATE TABLE postbox_lane (
   lane         INTEGER NOT NULL,
   position     INTEGER NOT NULL,
   window_end   INTEGER NOT NULL,
+  delivered    INTEGER NOT NULL DEFAULT 0,
   epoch        INTEGER NOT NULL DEFAULT 0,
   owner        TEXT,
   lease_until  INTEGER NOT NULL DEFAULT 0,

@@ -21,7 +21,7 @@ pub use error::{
     subscription_unknown, window_undone,
 };
 pub use row::{Due, RowAfter};
-pub use stats::StatsCounter;
+pub use stats::{LOOK_EVENTS_MAX, StatsCounter};
 
 /// Rows that one bounded step of `forget` deletes at most.
 pub const STEP_ROWS_MAX: usize = 1_000;

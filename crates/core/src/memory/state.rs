@@ -70,6 +70,8 @@ pub(super) struct Reader {
     pub(super) subscription: Subscription,
     pub(super) lanes: Vec<Lane>,
     pub(super) pause: Option<Pause>,
+    /// How many events were delivered, ever.
+    pub(super) delivered: u64,
     /// Until when each relay counts as alive.
     pub(super) alive_until: HashMap<OwnerId, Duration>,
     deliveries: BTreeMap<i64, DeliveryRow>,
@@ -237,6 +239,7 @@ impl Reader {
             subscription,
             lanes,
             pause: None,
+            delivered: 0,
             alive_until: HashMap::new(),
             deliveries: BTreeMap::new(),
             holding: HashMap::new(),

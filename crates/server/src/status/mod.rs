@@ -12,4 +12,5 @@ pub use conflict::ConflictJson;
 pub use doctor::{Finding, Severity, diagnose};
 pub use event::{DeliveryJson, EventJson, NOT_SUBSCRIBED, RecordJson, ShowJson, is_wanted};
 pub use service::{Fault, ServiceStatus, fetch};
-pub use stats::{StatsJson, TopicJson, stats};
+pub(crate) use stats::too_slow;
+pub use stats::{STATS_WAIT, StatsJson, TopicJson, stats};

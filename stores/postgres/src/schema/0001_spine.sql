@@ -176,6 +176,7 @@ BEGIN
   PERFORM {s}.guard_log(log_name);
   PERFORM {s}.create_window(log_name);
   PERFORM {s}.create_receive(log_name);
+  PERFORM {s}.create_depth(log_name);
   INSERT INTO {s}.log (name) VALUES (log_name);
 END
 ${tag}$;
@@ -215,6 +216,8 @@ CREATE TABLE {s}.lane (
   low bigint NOT NULL,
   high bigint NOT NULL,
   last_seq bigint NOT NULL,
+  -- How many events were delivered, ever: counted in the updates that move the position.
+  delivered bigint NOT NULL DEFAULT 0,
   epoch bigint NOT NULL DEFAULT 0,
   owner text,
   lease_until timestamptz,

@@ -7,13 +7,16 @@ use std::str::FromStr;
 
 use postbox_core::{Error, LogName, Result};
 
-/// The schema, as one migration: what a lane calls, what receives, and the tables.
+/// The schema, as one migration: what a lane calls, what receives, what counts, and the
+/// tables.
 pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_window.sql"),
     "\n",
     include_str!("0001_settle.sql"),
     "\n",
     include_str!("0001_receive.sql"),
+    "\n",
+    include_str!("0001_depth.sql"),
     "\n",
     include_str!("0001_spine.sql")
 );

@@ -128,7 +128,7 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
     relay.pause(&name, Some(&pause)).await.expect("paused");
     relay.pause(&name, None).await.expect("resumed");
     assert_eq!(relay.logs().await.expect("listed").len(), 2);
-    assert_eq!(relay.count(&LogName::outbox()).await.expect("counted"), 8);
+    assert_eq!(relay.count(&LogName::outbox()).await.expect("counted").events, 8);
     relay.validate().await.expect("valid");
 }
 
