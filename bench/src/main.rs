@@ -1,5 +1,5 @@
-//! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound | retention`. Each
-//! prints, from one run, our figure, the limit beside it and the ratio.
+//! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound | retention |
+//! status`. Each prints, from one run, our figure, the limit beside it and the ratio.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 mod append;
@@ -14,6 +14,7 @@ mod outbound;
 mod peer;
 mod plain;
 mod retention;
+mod status;
 
 use std::process::ExitCode;
 
@@ -41,6 +42,8 @@ enum Bench {
     Outbound(outbound::Options),
     /// Old events deleted, at two sizes of the log, while others append.
     Retention(retention::Options),
+    /// The counts behind `postbox stats` and `/metrics`, at two sizes of the log.
+    Status(status::Options),
     /// The other side of HTTP.
     #[command(hide = true)]
     Peer(peer::Job),
@@ -71,6 +74,7 @@ async fn run(bench: Bench) -> anyhow::Result<()> {
         Bench::Ingress(options) => ingress::run(&options).await,
         Bench::Outbound(options) => outbound::run(&options).await,
         Bench::Retention(options) => retention::run(&options).await,
+        Bench::Status(options) => status::run(&options).await,
         Bench::Peer(job) => job.run().await,
         Bench::Child(job) => job.run().await,
     }
