@@ -196,13 +196,17 @@ impl PostgresStore {
     /// Runs a look of one statement that is asked for again and again, and may not be slow.
     async fn look<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Session) -> Result<T>) -> Result<T> {
         let look = async |session: &Session| session.at_once(&self.inner.modes.count, read).await;
-        match self.call(operation, look).await {
+        self.with_lock_named(self.call(operation, look).await).await
+    }
+
+    /// Where a look waited for a lock in vain, the error names who holds it.
+    async fn with_lock_named<T>(&self, looked: Result<T>) -> Result<T> {
+        match looked {
             Err(error) if error.code() == "store_contention" => Err(self.name_lock(error).await),
             looked => looked,
         }
     }
 
-    /// The error of a look that waited for a lock, with whoever holds it.
     async fn name_lock(&self, error: Error) -> Error {
         let schema = self.schema().as_str();
         let ask = async |session: &Session| session.rows(&session.sql(LOCK_HOLDERS), &params![schema]).await;
@@ -219,7 +223,7 @@ impl PostgresStore {
     /// Runs a report in one snapshot.
     async fn report<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Session) -> Result<T>) -> Result<T> {
         let report = async |session: &Session| session.step_by_step(&self.inner.modes.report, read).await;
-        self.call(operation, report).await
+        self.with_lock_named(self.call(operation, report).await).await
     }
 
     async fn list_rows(&self, query: &ListQuery, inline: i32) -> Result<(LogName, Vec<Row>)> {

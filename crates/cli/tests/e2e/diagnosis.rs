@@ -101,6 +101,7 @@ async fn a_locked_table_keeps_nobody_waiting_who_looks() -> Result<()> {
         let http = start.elapsed();
         let doctor = env.said(&["doctor"])?;
         let stats = env.refuses(1, &["stats"])?;
+        let list = env.refuses(1, &["list", "--state", "dead"])?;
         let all = start.elapsed();
         let holds = format!("the table {table} is locked by session");
         ensure!(metrics.contains("postbox_store_up 1") && !metrics.contains("postbox_depth{"), "{table}: {metrics}");
@@ -109,6 +110,7 @@ async fn a_locked_table_keeps_nobody_waiting_who_looks() -> Result<()> {
         ensure!(readyz.starts_with("HTTP/1.1 "), "{table}: {readyz}");
         ensure!(doctor.contains("PROBLEM") && doctor.contains(&holds), "{table}: {doctor}");
         ensure!(stats.contains(&holds) && stats.contains("pg_terminate_backend"), "{table}: {stats}");
+        ensure!(list.contains(&holds), "{table}: {list}");
         // Two seconds each, and a busy machine.
         ensure!(http < Duration::from_secs(8) && all < Duration::from_secs(20), "{table}: {http:?}, {all:?}");
         locked.rollback().await?;
