@@ -32,7 +32,7 @@ async fn retention_reads_each_event_once() {
             )
             .await;
             let session = store.session("test").await.expect("a session");
-            // All are passed. The first ones are dead and stay, then some are discarded, then young.
+            // All are passed. The first are dead and stay, then some are discarded, then young.
             let pass = format!(
                 "ALTER TABLE postbox.delivery SET (autovacuum_enabled = false);
                  INSERT INTO postbox.subscription (name, log, topics, ordering, lanes) VALUES ('s', 'outbox', '{{}}', 'key', 2);

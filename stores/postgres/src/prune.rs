@@ -32,8 +32,8 @@ SELECT EXISTS (SELECT FROM {s}.log WHERE name = $1), EXISTS (SELECT FROM {s}.sub
 ///
 /// The three lists are small and read once: `lane` has an old version for each batch while anybody
 /// holds a snapshot, and an index of `delivery` probed for each event and subscription costs more
-/// than the delete. `NOT IN` and `IN … IS TRUE` are looked up in a hash whatever the statistics say;
-/// as joins they become nested loops over both lists (5 s a step, measured).
+/// than the delete. `NOT IN` and `IN … IS TRUE` are looked up in a hash whatever the statistics
+/// say; as joins they become nested loops over both lists (5 s a step, measured).
 pub(crate) const LOG_PRUNE: &str = "
 WITH reader AS MATERIALIZED (
   SELECT s.topics, s.tenant, s.lanes, n.lane, n.from_snap, n.to_snap, n.last_seq

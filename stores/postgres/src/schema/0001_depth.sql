@@ -1,7 +1,7 @@
 -- How deep a subscription is: what it has still to deliver, by topic, and what left the stream.
 
--- The depth of a subscription: see `create_depth`. One call, because a scrape asks for each. No row:
--- there is no such subscription.
+-- The depth of a subscription: see `create_depth`. One call, because a scrape asks for each. Where
+-- there is no such subscription it gives no row.
 CREATE FUNCTION {s}.depth(subscription_name text, look_max bigint DEFAULT 10001)
 RETURNS TABLE (state text, topic text, events bigint, age bigint, is_estimate boolean)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog AS ${tag}$
