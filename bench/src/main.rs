@@ -1,5 +1,5 @@
-//! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound`. Each prints, from
-//! one run, our figure, the limit beside it and the ratio.
+//! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound | retention |
+//! status`. Each prints, from one run, our figure, the limit beside it and the ratio.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 mod append;
@@ -13,6 +13,8 @@ mod machine;
 mod outbound;
 mod peer;
 mod plain;
+mod retention;
+mod status;
 
 use std::process::ExitCode;
 
@@ -38,6 +40,10 @@ enum Bench {
     /// Events out over HTTP, against the same client posting from memory; and beside a target that
     /// hangs.
     Outbound(outbound::Options),
+    /// Old events deleted, at two sizes of the log, while others append.
+    Retention(retention::Options),
+    /// The counts behind `postbox stats` and `/metrics`, at two sizes of the log.
+    Status(status::Options),
     /// The other side of HTTP.
     #[command(hide = true)]
     Peer(peer::Job),
@@ -67,6 +73,8 @@ async fn run(bench: Bench) -> anyhow::Result<()> {
         Bench::Append(options) => append::run(&options).await,
         Bench::Ingress(options) => ingress::run(&options).await,
         Bench::Outbound(options) => outbound::run(&options).await,
+        Bench::Retention(options) => retention::run(&options).await,
+        Bench::Status(options) => status::run(&options).await,
         Bench::Peer(job) => job.run().await,
         Bench::Child(job) => job.run().await,
     }

@@ -51,8 +51,8 @@ enum Task {
     /// Simulated worlds, from their seeds: the engine with the memory store under faults.
     /// `--seed S` replays one.
     Simulate(simulate::Options),
-    /// Measures: `drain`, `latency`, `append`, `ingress` or `outbound`; each prints our figure, its
-    /// limit and the ratio. `-- --help` tells the options.
+    /// Measures: `drain`, `latency`, `append`, `ingress`, `outbound`, `retention` or `status`; each
+    /// prints our figure, its limit and the ratio. `-- --help` tells the options.
     Bench {
         /// Handed to the benchmark.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use postbox_core::{LogName, Store, SubscriptionInfo, SubscriptionName};
+use postbox_core::{Count, LogName, Store, SubscriptionInfo, SubscriptionName};
 use postbox_server::{Config, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store};
 
 use tracing::warn;
@@ -88,7 +88,7 @@ impl Context {
 
     /// The logs with events that no subscription reads, and how many there are; of those that are
     /// meant.
-    pub(crate) async fn unread(&self, store: &dyn Store) -> Result<Vec<(LogName, u64)>, Failure> {
+    pub(crate) async fn unread(&self, store: &dyn Store) -> Result<Vec<(LogName, Count)>, Failure> {
         if self.only.is_some() {
             return Ok(Vec::new());
         }
@@ -97,7 +97,7 @@ impl Context {
         for log in store.logs().await? {
             if !read.contains(&log) && self.log.as_ref().is_none_or(|meant| *meant == log) {
                 let count = store.count(&log).await?;
-                unread.extend((count > 0).then_some((log, count)));
+                unread.extend((count.events > 0).then_some((log, count)));
             }
         }
         Ok(unread)

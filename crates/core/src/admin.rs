@@ -147,14 +147,19 @@ pub struct Routed {
 ///   the subscription wants now, unless they are named by id. It passes over what is pending or has
 ///   a delivery row. A step that finds nothing may still have a next one.
 /// - `note_unrouted` finds events that no subscription of the log wants, one bounded step; they are
-///   `unrouted` from then on. What lies before the beginning of all of them is skipped, no more. And it hands unrouted ones to a subscription that has begun to want
-///   them. It looks only where every subscription wants
-///   less than everything, and never beyond a transaction that is still open.
-/// - `prune` deletes, in bounded steps, events older than the age that every subscription of their
-///   log has passed and whose delivery rows, if any, are `discarded`; dead and pending ones stay,
-///   and unrouted ones: `give_up_unrouted` comes first.
-///   Rows of events that are gone ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that
-///   age too. Returns how many; 0 means done. A log without subscriptions is not pruned.
+///   `unrouted` from then on. What lies before the beginning of all of them is skipped, no more.
+///   And it hands unrouted ones to a subscription that has begun to want them. It looks only where
+///   every subscription wants less than everything, and never beyond a transaction that is still
+///   open.
+/// - `prune` deletes, of a bounded number of events after a place, those older than the age that
+///   every subscription of their log has passed and whose delivery rows, if any, are `discarded`;
+///   dead and pending ones stay, and unrouted ones: `give_up_unrouted` comes first. Go on with
+///   [`Changed::next`] until there is none: it is there even
+///   where a step found nothing to delete, so that what has to stay is looked at once in a run.
+///   Where [`PRUNE_YOUNG_MAX`](crate::kit::PRUNE_YOUNG_MAX) of a step's events are too young,
+///   nothing beyond is looked at: times rise with `seq`, nearly. Rows of events that are gone
+///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too, at the end of a run.
+///   A log without subscriptions is not pruned. Calls at once take turns.
 /// - `pause(None)` resumes.
 /// - `create_log` is idempotent.
 #[async_trait]
@@ -170,8 +175,8 @@ pub trait Admin: Send + Sync + 'static {
     /// Gives up unrouted events of one log that are older than an age: they are skipped from then
     /// on, and `prune` takes them. One step; how many.
     async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64>;
-    /// Deletes old dispatched and skipped events of one log; returns how many.
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64>;
+    /// Deletes old dispatched and skipped events of one log, one step: those after a place, or from the start.
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed>;
     /// Pauses or resumes. A pause ends running leases at their next renewal.
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()>;
     /// Makes a log beside `outbox` and `inbox`.

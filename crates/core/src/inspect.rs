@@ -32,6 +32,11 @@ impl Pause {
 }
 
 /// Counts of one subscription, taken in one snapshot.
+///
+/// A look costs the same however many events the log keeps. Up to
+/// [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX) of each kind are counted one by one; beyond
+/// that `is_estimate` is set: unread events are estimated from samples, and of a state with rows
+/// there are that many or more.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Stats {
     /// Everything still to be delivered: unread + retrying + blocked + scheduled.
@@ -46,11 +51,15 @@ pub struct Stats {
     pub dead: u64,
     /// Taken out by a person.
     pub discarded: u64,
-    /// `total - pending - dead - discarded`, of the events still in the log.
+    /// Delivered since the subscription began, whether the log still has them or not.
     pub dispatched: u64,
-    /// Events in the log that the subscription wants.
+    /// `dispatched + pending + dead + discarded`.
     pub total: u64,
-    /// Age of the oldest pending event by the store's clock.
+    /// Whether there was too much to count.
+    pub is_estimate: bool,
+    /// Age of the oldest pending event by the store's clock, from when it may be delivered: one
+    /// that is delayed does not age before its time. `None` also where it is not known: events are
+    /// pending, and none of the first is wanted.
     pub oldest_pending: Option<Duration>,
     /// Pending depth and age per topic, deepest first, at most 100.
     pub topics: Vec<TopicStats>,
@@ -63,8 +72,18 @@ pub struct TopicStats {
     pub topic: String,
     /// How many are pending.
     pub pending: u64,
-    /// Age of the oldest.
-    pub oldest_pending: Duration,
+    /// Age of the oldest, if it is known.
+    pub oldest_pending: Option<Duration>,
+}
+
+/// How many events a log has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Count {
+    /// How many.
+    pub events: u64,
+    /// Whether there were too many to count: more than
+    /// [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX).
+    pub is_estimate: bool,
 }
 
 /// Events of one log that no subscription wants.
@@ -184,7 +203,7 @@ pub trait Inspect: Send + Sync + 'static {
     /// Events of a log that no subscription wants, as far as
     /// [`Admin::note_unrouted`](crate::Admin::note_unrouted) has looked.
     async fn unrouted(&self, log: &LogName) -> Result<Unrouted>;
-    /// How many events a log has, whoever reads it or nobody. May walk the log. An unknown log:
-    /// `NotFound`, code `log_unknown`.
-    async fn count(&self, log: &LogName) -> Result<u64>;
+    /// How many events a log has, whoever reads it or nobody. An unknown log: `NotFound`, code
+    /// `log_unknown`.
+    async fn count(&self, log: &LogName) -> Result<Count>;
 }

@@ -66,7 +66,7 @@ pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
 pub use inspect::{
-    Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted, UnroutedTopic,
+    Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted, UnroutedTopic,
 };
 pub use log::{Acquired, Epoch, Lease, Log};
 pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};

@@ -78,7 +78,7 @@ pub use receiver::{
     Committed, LogThrottle, Receiver, ReceiverBuilder, ReceiverMetrics, ReceiverSettings, ReceiverSnapshot, log_excerpt,
 };
 pub use relay::{Relay, RelayBuilder};
-pub use retention::{Sweeper, Swept};
+pub use retention::{Sweeper, Swept, step_pause};
 pub use schedule::{Every, Schedule};
 pub use settings::{OnDead, RelaySettings};
 pub use unrouted::UnroutedFinder;

@@ -1,20 +1,31 @@
 //! Retention: a sweep that removes what every subscription has passed.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
-use postbox_core::{Admin, Clock, Error, LogName, Receive, Result};
+use postbox_core::{Admin, Changed, Clock, Error, LogName, Receive, Result, Seq};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::schedule::{Every, Schedule, until};
 
-/// Pause between two bounded deletes of one sweep: leaves the store to those who deliver.
-const STEP_PAUSE: Duration = Duration::from_millis(20);
+/// Least pause between two bounded deletes of one sweep.
+const STEP_PAUSE_MIN: Duration = Duration::from_millis(20);
+/// How long a sweep begins where the one before ended. Then it looks again at what had to stay:
+/// dead events may have been delivered since. Also what is left of the deleted entries of an index
+/// is walked over no more often.
+const ANEW_EVERY: Duration = Duration::from_secs(3_600);
 /// Most steps of one sweep; what is left is for the next one. Bounds a sweep even if events age
 /// faster than it deletes.
 const STEPS_MAX: usize = 100_000;
+
+/// The pause after a step of `prune` that took so long: half of the time belongs to those who
+/// append and deliver, and the busier the store is, the longer that is.
+pub fn step_pause(took: Duration) -> Duration {
+    took.max(STEP_PAUSE_MIN)
+}
 
 /// What one sweep removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -35,6 +46,9 @@ pub struct Sweeper {
     message_ids_age: Duration,
     schedule: Box<dyn Schedule>,
     clock: Arc<dyn Clock>,
+    /// When the last sweep of a log from its start began, and after which place the last step of
+    /// all began.
+    places: Mutex<HashMap<LogName, (Duration, Option<Seq>)>>,
 }
 
 impl Sweeper {
@@ -51,6 +65,7 @@ impl Sweeper {
             message_ids_age: 30 * DAY,
             schedule: Box::new(Every(Duration::from_secs(3_600))),
             clock,
+            places: Mutex::default(),
         }
     }
 
@@ -106,29 +121,50 @@ impl Sweeper {
     pub async fn sweep(&self, stop: &CancellationToken) -> Result<Swept> {
         let mut swept = Swept::default();
         for log in &self.logs {
-            swept.events += self.steps(stop, || self.admin.prune(log, self.events_age)).await?;
+            swept.events += self.sweep_log(log, stop).await?;
         }
         if let Some(receive) = &self.receive {
-            swept.message_ids = self.steps(stop, || receive.forget(self.message_ids_age)).await?;
+            let forget = |_| async {
+                let count = receive.forget(self.message_ids_age).await?;
+                Ok(Changed { count, next: (count > 0).then_some(Seq(0)) })
+            };
+            swept.message_ids = self.steps(stop, &mut None, forget).await?;
         }
         Ok(swept)
     }
 
-    async fn steps<F: Future<Output = Result<u64>>>(
+    async fn sweep_log(&self, log: &LogName, stop: &CancellationToken) -> Result<u64> {
+        let places = || self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = self.clock.monotonic();
+        let known = places().get(log).copied().filter(|(began, _)| now.saturating_sub(*began) < ANEW_EVERY);
+        let (began, mut after) = known.unwrap_or((now, None));
+        let removed = self.steps(stop, &mut after, |after| self.admin.prune(log, self.events_age, after)).await;
+        places().insert(log.clone(), (began, after));
+        removed
+    }
+
+    /// Takes steps from a place on until nothing is left, and leaves where the last one began.
+    async fn steps<F: Future<Output = Result<Changed>>>(
         &self,
         stop: &CancellationToken,
-        mut step: impl FnMut() -> F,
+        after: &mut Option<Seq>,
+        step: impl Fn(Option<Seq>) -> F,
     ) -> Result<u64> {
         let mut removed = 0;
         for _ in 0..STEPS_MAX {
             if stop.is_cancelled() {
                 break;
             }
-            match step().await? {
-                0 => break,
-                count => removed += count,
+            let began = self.clock.monotonic();
+            let changed = step(*after).await?;
+            removed += changed.count;
+            if changed.next.is_none() {
+                break;
             }
-            _ = stop.run_until_cancelled(self.clock.sleep(STEP_PAUSE)).await;
+            *after = changed.next;
+            _ = stop
+                .run_until_cancelled(self.clock.sleep(step_pause(self.clock.monotonic().saturating_sub(began))))
+                .await;
         }
         Ok(removed)
     }

@@ -1,6 +1,6 @@
 //! `/metrics`: what the relays counted, and what the store says of depth and lag.
 //!
-//! Counters come from memory and are always fresh. Depth and lag cost the store a scan and are kept
+//! Counters come from memory and are always fresh. Depth and lag are asked of the store and kept
 //! for five seconds. Topics are chosen by whoever appends, so only the deepest have a label of
 //! their own; the rest is summed up as `other`.
 
@@ -9,14 +9,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, Result, SourceName, State, Store};
+use postbox_core::{Clock, Result, SourceName, State, Store, SubscriptionName};
 use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot};
 use postbox_ingress::Count;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, NoLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use crate::cache::Cached;
 use crate::sources::Sources;
@@ -26,8 +26,6 @@ use crate::text::neutralise;
 
 /// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several share one answer.
 const STATS_TTL: Duration = Duration::from_secs(5);
-/// Longest wait for the store: scrapers give up after 10 s by default.
-const STATS_WAIT: Duration = Duration::from_secs(5);
 /// Most topics with a label of their own per subscription.
 const TOPICS_MAX: usize = 30;
 
@@ -44,7 +42,7 @@ pub(crate) struct Exporter {
     store: Arc<dyn Store>,
     relays: Relays,
     sources: Sources,
-    stats: Cached<(Vec<StatsJson>, Vec<UnroutedLog>)>,
+    stats: Cached<(Vec<Counted>, Vec<UnroutedLog>)>,
 }
 
 impl Exporter {
@@ -52,10 +50,11 @@ impl Exporter {
         Arc::new(Self { store, relays, sources, stats: Cached::new(clock, STATS_TTL) })
     }
 
-    /// The page. A store that does not answer costs `STATS_WAIT` and its own figures, no others.
+    /// The page. A store that does not answer costs [`status::STATS_WAIT`] and its own figures, no
+    /// others; a subscription that cannot be counted costs its own.
     pub(crate) async fn page(self: &Arc<Self>) -> String {
-        let store = Arc::clone(&self.store);
-        let counted = async move { timeout(STATS_WAIT, count(store.as_ref())).await.ok()?.ok() };
+        let (store, relays) = (Arc::clone(&self.store), Arc::clone(&self.relays));
+        let counted = async move { count(store.as_ref(), &relays).await.ok() };
         let scrape = Scrape { exporter: Arc::clone(self), stats: self.stats.get(counted).await };
         let mut registry = Registry::default();
         registry.register_collector(Box::new(scrape));
@@ -66,16 +65,30 @@ impl Exporter {
     }
 }
 
-async fn count(store: &dyn Store) -> Result<(Vec<StatsJson>, Vec<UnroutedLog>)> {
-    let infos = store.subscriptions().await?;
-    Ok((status::stats(store, &infos).await?, status::unrouted(store, &infos).await?))
+/// A subscription and its counts, if they could be had.
+type Counted = (SubscriptionName, Option<StatsJson>);
+
+/// An error says that the store does not answer; one that says that it cannot look now is an
+/// answer.
+async fn count(store: &dyn Store, relays: &Relays) -> Result<(Vec<Counted>, Vec<UnroutedLog>)> {
+    let deadline = Instant::now() + status::STATS_WAIT;
+    let infos = match timeout_at(deadline, store.subscriptions()).await.map_err(|_| status::too_slow())? {
+        Err(error) if ["table_locked", "store_contention", "statement_timeout"].contains(&error.code()) => {
+            return Ok((relays.iter().map(|relay| (relay.name.clone(), None)).collect(), Vec::new()));
+        }
+        infos => infos?,
+    };
+    let counted = status::stats(store, &infos, deadline).await;
+    let unrouted = timeout_at(deadline, status::unrouted(store, &infos)).await.ok().and_then(Result::ok);
+    let counted = infos.into_iter().map(|info| info.name).zip(counted.into_iter().map(Result::ok)).collect();
+    Ok((counted, unrouted.unwrap_or_default()))
 }
 
 /// One look at everything.
 struct Scrape {
     exporter: Arc<Exporter>,
     /// `None`: the store does not answer.
-    stats: Option<Arc<(Vec<StatsJson>, Vec<UnroutedLog>)>>,
+    stats: Option<Arc<(Vec<Counted>, Vec<UnroutedLog>)>>,
 }
 
 impl fmt::Debug for Scrape {
@@ -132,8 +145,17 @@ impl Page<'_> {
     }
 }
 
-fn depth(page: &mut Page<'_>, all: &[StatsJson]) -> fmt::Result {
-    let named = || all.iter().filter_map(|stats| Some((stats.subscription.as_ref()?.as_str(), stats)));
+fn depth(page: &mut Page<'_>, all: &[Counted]) -> fmt::Result {
+    let named = || all.iter().filter_map(|(name, stats)| Some((name.as_str(), stats.as_ref()?)));
+    let flags = |flag: fn(&StatsJson) -> bool| {
+        named().map(move |(name, stats)| (labels([("subscription", name)]), u64::from(flag(stats))))
+    };
+    let counted =
+        all.iter().map(|(name, stats)| (labels([("subscription", name.as_str())]), u64::from(stats.is_some())));
+    let help = "Whether the events of the subscription could be counted; if not, what is counted is missing here.";
+    page.family("postbox_stats_up", help, counted)?;
+    let help = "Whether there was too much to count, so that pending events are estimated.";
+    page.family("postbox_stats_estimated", help, flags(|stats| stats.estimated))?;
     let events = named().flat_map(|(name, stats)| {
         let counts = [
             (State::Pending, stats.pending.saturating_sub(stats.retrying + stats.blocked + stats.scheduled)),
@@ -146,12 +168,14 @@ fn depth(page: &mut Page<'_>, all: &[StatsJson]) -> fmt::Result {
         ];
         counts.map(|(state, count)| (labels([("subscription", name), ("state", state.as_str())]), count))
     });
-    page.family("postbox_events", "Events in the log by state.", events)?;
-    let oldest = named()
-        .map(|(name, stats)| (labels([("subscription", name)]), stats.oldest_pending_seconds.unwrap_or_default()));
+    page.family("postbox_events", "Events by state; dispatched: since the subscription began.", events)?;
+    // Nothing where something waits and nobody knows since when.
+    let oldest = named().filter_map(|(name, stats)| {
+        let age = stats.oldest_pending_seconds.or((stats.pending == 0).then_some(0.0))?;
+        Some((labels([("subscription", name)]), age))
+    });
     page.family("postbox_oldest_pending_seconds", "Age of the oldest event that is not delivered.", oldest)?;
-    let paused = named().map(|(name, stats)| (labels([("subscription", name)]), u64::from(stats.paused)));
-    page.family("postbox_paused", "Whether a person paused the subscription.", paused)?;
+    page.family("postbox_paused", "Whether a person paused the subscription.", flags(|stats| stats.paused))?;
     let depth = named().flat_map(|(name, stats)| {
         let listed: u64 = own_topics(stats).map(|topic| topic.pending).sum();
         let rest = (OTHER, stats.pending.saturating_sub(listed));
@@ -160,8 +184,9 @@ fn depth(page: &mut Page<'_>, all: &[StatsJson]) -> fmt::Result {
     });
     page.family("postbox_depth", "Events to be delivered, by topic.", depth)?;
     let lag = named().flat_map(|(name, stats)| {
-        own_topics(stats)
-            .map(move |topic| (labels([("subscription", name), ("topic", &topic.topic)]), topic.oldest_pending_seconds))
+        own_topics(stats).filter_map(move |topic| {
+            Some((labels([("subscription", name), ("topic", &topic.topic)]), topic.oldest_pending_seconds?))
+        })
     });
     page.family("postbox_lag_seconds", "Age of the oldest event to be delivered, by topic.", lag)
 }

@@ -51,6 +51,11 @@ pub fn safe_json(json: &str) -> String {
     safe
 }
 
+/// A count as people write it; `~` before one that is estimated.
+pub fn estimated(count: u64, is_estimate: bool) -> String {
+    format!("{}{}", if is_estimate { "~" } else { "" }, grouped(count))
+}
+
 /// The first `most` characters, with an ellipsis when there is more.
 pub fn cut(text: &str, most: usize) -> String {
     if text.chars().count() <= most {

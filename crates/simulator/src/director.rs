@@ -364,7 +364,7 @@ async fn perform(world: &World, operator: &Client, action: Action) {
         Action::Resume => _ = store.pause(name, None).await,
         Action::Prune => {
             _ = store.note_unrouted(&LogName::outbox()).await;
-            _ = store.prune(&LogName::outbox(), Duration::ZERO).await;
+            _ = store.prune(&LogName::outbox(), Duration::ZERO, None).await;
         }
         Action::Filter(out) => {
             let topics = ["t0", "t1"].into_iter().zip(0..).filter(|(_, number)| out.is_some_and(|out| out != *number));

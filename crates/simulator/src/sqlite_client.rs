@@ -276,11 +276,11 @@ impl Admin for SqliteClient {
         .await
     }
 
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
         let log = log.clone();
         self.carry("prune", None, move |store, _| {
             let log = log.clone();
-            Box::pin(async move { store.prune(&log, older_than).await })
+            Box::pin(async move { store.prune(&log, older_than, after).await })
         })
         .await
     }

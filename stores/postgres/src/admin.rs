@@ -14,9 +14,9 @@ use postbox_core::{
 use uuid::Uuid;
 
 use crate::PostgresStore;
-use crate::classify::log_unknown;
 use crate::log::micros;
 use crate::params::params;
+use crate::prune::prune;
 use crate::rebase::rebase;
 use crate::session::Session;
 use crate::settle::DELIVERY_RELEASE;
@@ -88,57 +88,6 @@ WHERE ($3::text IS NULL OR l.topic LIKE $3) AND {is_unread} AND ($6::text[] IS N
 ORDER BY l.seq LIMIT $4
 ON CONFLICT DO NOTHING";
 
-/// Deletes, in `seq` order, events that every subscription of the log has passed and nobody needs
-/// any more. Index: the log's primary key, walked from its start. Locks the rows; those somebody
-/// else is deleting are passed over.
-///
-/// A row that a subscription does not want is passed whatever its cursor says. One that nobody wants
-/// is kept, and what was not looked at yet may be one (`unrouted.rs`). Times rise with
-/// `seq`, nearly: beyond the thousandth young row nothing is looked at, and what one transaction
-/// left there is found once those are old too. So a call costs what is old and a thousand rows.
-pub(crate) const LOG_PRUNE: &str = "
-WITH old AS MATERIALIZED (
-  SELECT l.seq FROM {log} AS l
-  WHERE l.created_at <= statement_timestamp() - $1 * interval '1 microsecond'
-    AND l.seq <= coalesce((SELECT young.seq FROM {log} AS young
-      WHERE young.created_at > statement_timestamp() - $1 * interval '1 microsecond' ORDER BY young.seq OFFSET 999 LIMIT 1), 9223372036854775807)
-    AND NOT EXISTS (
-      SELECT FROM {s}.subscription AS s
-      JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
-      WHERE s.log = $2
-        AND {is_wanted} AND {is_unread})
-    AND NOT EXISTS (
-      SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id AND d.seq = l.seq
-      WHERE s.log = $2 AND d.state <> 'discarded')
-    AND ($3 OR (l.xid, l.seq) <= (SELECT g.routed_xid, g.routed_seq FROM {s}.log AS g WHERE g.name = $2))
-    AND NOT EXISTS (SELECT FROM {s}.unrouted AS u WHERE u.log = $2 AND u.seq = l.seq)
-  ORDER BY l.seq LIMIT 1000 FOR UPDATE OF l SKIP LOCKED),
-marks AS (
-  DELETE FROM {s}.delivery AS d USING old, {s}.subscription AS s
-  WHERE s.log = $2 AND d.subscription = s.id AND d.seq = old.seq),
-sent AS (
-  DELETE FROM {s}.sent AS t USING old, {s}.subscription AS s
-  WHERE s.log = $2 AND t.subscription = s.id AND t.seq = old.seq)
-DELETE FROM {log} AS l USING old WHERE l.seq = old.seq";
-
-/// Deletes rows of events that somebody deleted from the log, once they are closed and as old as
-/// the events to be pruned. Indexes: `delivery_missing`, the log's primary key. Locks the rows.
-const DELIVERY_PRUNE_MISSING: &str = "
-DELETE FROM {s}.delivery AS d USING (
-  SELECT m.subscription, m.seq FROM {s}.subscription AS s JOIN {s}.delivery AS m ON m.subscription = s.id
-  WHERE s.log = $2 AND m.code = 'event_missing' AND m.state IN ('dead', 'discarded')
-    AND m.updated_at <= statement_timestamp() - $1 * interval '1 microsecond'
-    AND NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = m.seq)
-  LIMIT 1000 FOR UPDATE OF m SKIP LOCKED) AS gone
-WHERE d.subscription = gone.subscription AND d.seq = gone.seq";
-
-/// Whether a log has readers (one without any is not pruned, because nobody has passed it), and
-/// whether one of them takes everything. Reads small tables. Locks the log's row: no filter changes
-/// meanwhile.
-const LOG_READERS: &str = "
-SELECT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name), {takes_everything}
-FROM {s}.log AS g WHERE g.name = $1 FOR SHARE";
-
 /// Pauses or resumes. Index: the unique name. Locks the row.
 const SUBSCRIPTION_SET_PAUSE: &str = "
 UPDATE {s}.subscription SET paused_by = $2, paused_why = $3, paused_until = $4 WHERE name = $1";
@@ -191,21 +140,9 @@ impl Admin for PostgresStore {
         self.change("give_up_unrouted", &self.inner.modes.write, step).await
     }
 
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let prune = async |session: &Session| {
-            let rows = session.rows(&session.sql(LOG_READERS), &params![log.as_str()]).await?;
-            let row = rows.first().ok_or_else(|| log_unknown("prune", log.as_str()))?;
-            let (has_readers, takes_everything): (bool, bool) = (row.get(0), row.get(1));
-            if !has_readers {
-                return Ok(0);
-            }
-            let (age_micros, name) = (micros(older_than), log.as_str());
-            let params = params![age_micros, name, takes_everything];
-            let events = session.execute(&session.log_sql(LOG_PRUNE, log), &params).await?;
-            Ok(events + session.execute(&session.log_sql(DELIVERY_PRUNE_MISSING, log), &params[..2]).await?)
-        };
-        // Pinned to indexes: what is counted here is rows looked at.
-        self.change("prune", &self.inner.modes.write, prune).await
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
+        let prune = async |session: &Session| prune(session, log, older_than, after).await;
+        self.change("prune", &self.inner.modes.prune, prune).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {

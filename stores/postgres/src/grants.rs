@@ -20,9 +20,6 @@ pub struct Roles {
 impl PostgresStore {
     /// The GRANT statements that these roles need on this store, for its owner to run; again after
     /// a log was made.
-    ///
-    /// `UPDATE (seq)` lets a relay lock the events it prunes. Nothing can be written by it: the
-    /// column is the database's own.
     pub async fn grants(&self, roles: &Roles) -> Result<String> {
         let logs = self.logs().await?;
         let mut sql = String::new();
@@ -45,7 +42,7 @@ impl PostgresStore {
             if *log != LogName::inbox() {
                 grant(&insert, &table, writers);
             }
-            grant(&format!("SELECT, DELETE, UPDATE (seq), {insert}"), &table, relays);
+            grant(&format!("SELECT, DELETE, {insert}"), &table, relays);
             grant("SELECT", &table, readers);
         }
         grant("SELECT", "{s}.migration, {s}.log", relays);

@@ -1,12 +1,14 @@
-//! What an operator sees: subscriptions, counts, lists, one event. Reports may walk the log; they
-//! run in a snapshot of their own and hold no lock.
+//! What an operator sees: subscriptions, counts, lists, one event. Lists may walk the log, counts
+//! never do; both run in a snapshot of their own, hold no lock and wait for none for long.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use postbox_core::kit::{LOOK_EVENTS_MAX, StatsCounter};
 use postbox_core::{
-    BatchLimit, Conflict, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, SourceName, Stats,
-    SubscriptionInfo, SubscriptionName, TopicPattern, TopicStats, Unrouted,
+    BatchLimit, Conflict, Count, Error, ErrorKind, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record,
+    Result, SourceName, Stats, SubscriptionInfo, SubscriptionName, TopicPattern, Unrouted,
 };
 use tokio_postgres::Row;
 
@@ -28,6 +30,9 @@ const LIST_PAYLOAD_BYTES_MAX: usize = 64 * 1024 * 1024;
 const WITHOUT_PAYLOADS: i32 = -1;
 /// Most records of one list.
 const LIST_RECORDS_MAX: usize = 10_000;
+/// So many rows of each kind are looked at to be counted: where there is one more than is counted,
+/// there may be others.
+const ROWS_LOOKED_AT: i64 = LOOK_EVENTS_MAX as i64 + 1;
 
 /// Every subscription with its lanes. Reads two small tables. No lock.
 const SUBSCRIPTION_LIST: &str = "
@@ -35,36 +40,8 @@ SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_un
 FROM {s}.subscription AS s LEFT JOIN {s}.lane AS n ON n.subscription = s.id
 ORDER BY s.name, n.lane";
 
-/// Counts by topic and state, of topics with pending events the hundred deepest, the rest in one
-/// row without a topic. One walk of the log, and of the rows whose event somebody deleted from it.
-const STATS: &str = "
-WITH standing AS (
-  SELECT l.seq, l.topic, l.created_at, {state} AS state
-  FROM {log} AS l
-  JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % $2
-  LEFT JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = l.seq
-  UNION ALL
-  SELECT d.seq, '', d.updated_at, d.state
-  FROM {s}.delivery AS d WHERE d.subscription = $1 AND NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = d.seq)),
-topic AS MATERIALIZED (
-  SELECT topic,
-    count(*) AS total,
-    count(*) FILTER (WHERE state IN ('pending', 'retrying', 'blocked', 'scheduled')) AS pending,
-    count(*) FILTER (WHERE state = 'retrying') AS retrying,
-    count(*) FILTER (WHERE state = 'blocked') AS blocked,
-    count(*) FILTER (WHERE state = 'scheduled') AS scheduled,
-    count(*) FILTER (WHERE state = 'dead') AS dead,
-    count(*) FILTER (WHERE state = 'discarded') AS discarded,
-    min(created_at) FILTER (WHERE state IN ('pending', 'retrying', 'blocked', 'scheduled') AND isfinite(created_at)) AS oldest
-  FROM standing WHERE state NOT IN ('skipped', 'unrouted') GROUP BY topic)
-(SELECT NULL::text AS topic, coalesce(sum(total), 0)::bigint, coalesce(sum(pending), 0)::bigint, coalesce(sum(retrying), 0)::bigint,
-  coalesce(sum(blocked), 0)::bigint, coalesce(sum(scheduled), 0)::bigint, coalesce(sum(dead), 0)::bigint, coalesce(sum(discarded), 0)::bigint,
-  (extract(epoch FROM clock_timestamp() - min(oldest)) * 1000000)::bigint
-FROM topic)
-UNION ALL
-(SELECT topic, total, pending, retrying, blocked, scheduled, dead, discarded,
-  (extract(epoch FROM clock_timestamp() - coalesce(oldest, clock_timestamp())) * 1000000)::bigint
-FROM topic WHERE pending > 0 ORDER BY pending DESC, topic LIMIT 100)";
+/// Counts by state and topic: see `0001_depth.sql`. No lock.
+const SUBSCRIPTION_DEPTH: &str = "SELECT * FROM {s}.depth($1, $2)";
 
 /// Records with a delivery row in one state. Index: `delivery_state`, then the log's primary key.
 /// No lock.
@@ -96,15 +73,29 @@ const CONFLICT_LIST: &str = "
 SELECT source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at
 FROM {s}.conflict ORDER BY last_at DESC LIMIT $1";
 
-/// Every event of a log. Walks an index of it. No lock.
-const LOG_COUNT: &str = "SELECT count(*) FROM {log} AS l";
+/// How many events a log has, up to a limit, and how many places lie between its first and its
+/// last. Index: the log's primary key. No lock.
+const LOG_COUNT: &str = "
+SELECT (SELECT count(*) FROM (SELECT FROM {log} AS l ORDER BY l.seq LIMIT $1) AS looked),
+  coalesce((SELECT l.seq FROM {log} AS l ORDER BY l.seq DESC LIMIT 1) - (SELECT l.seq FROM {log} AS l ORDER BY l.seq LIMIT 1) + 1, 0)";
+
+/// Who keeps everybody out of a table of ours. Reads the server's list of locks; waits for nobody.
+const LOCK_HOLDERS: &str = "
+SELECT c.relname::pg_catalog.text, l.pid, coalesce(a.application_name, ''), pg_catalog.left(coalesce(a.query, ''), 80)
+FROM pg_catalog.pg_locks AS l
+JOIN pg_catalog.pg_class AS c ON c.oid {=} l.relation
+JOIN pg_catalog.pg_namespace AS n ON n.oid {=} c.relnamespace
+LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid {=} l.pid
+WHERE l.granted AND l.mode {=} 'AccessExclusiveLock' AND n.nspname {=} $1 AND c.relkind {=} 'r'
+  AND l.database {=} (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname {=} pg_catalog.current_database())
+ORDER BY l.pid LIMIT 1";
 
 #[async_trait]
 impl Inspect for PostgresStore {
     async fn subscriptions(&self) -> Result<Vec<SubscriptionInfo>> {
         let read = async |session: &Session| session.rows(&session.sql(SUBSCRIPTION_LIST), &[]).await;
         let mut subscriptions: Vec<SubscriptionInfo> = Vec::new();
-        for row in &self.report("subscriptions", read).await? {
+        for row in &self.look("subscriptions", read).await? {
             let name = SubscriptionName::from_stored(row.get::<_, String>(0));
             if subscriptions.last().is_none_or(|last| last.name != name) {
                 let log = LogName::from_stored(row.get::<_, String>(1));
@@ -124,36 +115,24 @@ impl Inspect for PostgresStore {
     }
 
     async fn stats(&self, subscription: &SubscriptionName) -> Result<Stats> {
-        let read = async |session: &Session| {
-            let subscription = look_up(session, subscription).await?;
-            let lanes = i32::from(subscription.lanes);
-            let params = params![subscription.id, lanes];
-            session.rows(&session.log_sql(STATS, &subscription.log), &params).await
-        };
-        let mut stats = Stats::default();
-        for row in &self.report("stats", read).await? {
-            let count = |column: usize| row.get::<_, i64>(column).unsigned_abs();
-            let oldest_pending = row.get::<_, Option<i64>>(8).map(|micros| wait(micros.max(0)));
-            if let Some(topic) = row.get::<_, Option<Raw<'_>>>(0) {
-                let topic = String::from_utf8_lossy(topic.0).into_owned();
-                let oldest_pending = oldest_pending.unwrap_or_default();
-                stats.topics.push(TopicStats { topic, pending: count(2), oldest_pending });
-                continue;
-            }
-            stats = Stats {
-                total: count(1),
-                pending: count(2),
-                retrying: count(3),
-                blocked: count(4),
-                scheduled: count(5),
-                dead: count(6),
-                discarded: count(7),
-                dispatched: count(1).saturating_sub(count(2) + count(6) + count(7)),
-                oldest_pending,
-                topics: stats.topics,
-            };
+        let (name, sql) = (subscription.as_str(), self.schema().sql(SUBSCRIPTION_DEPTH));
+        let params = params![name, ROWS_LOOKED_AT];
+        let rows = self.look("stats", async |session: &Session| session.rows(&sql, &params).await).await?;
+        if rows.is_empty() {
+            self.call("stats", async |session: &Session| look_up(session, subscription).await).await?;
         }
-        Ok(stats)
+        let mut counter = StatsCounter::default();
+        for row in &rows {
+            let topic =
+                row.get::<_, Option<Raw<'_>>>(1).map_or(Cow::default(), |topic| String::from_utf8_lossy(topic.0));
+            let age = row.get::<_, Option<i64>>(3).map(|micros| wait(micros.max(0)));
+            counter.add(row.get::<_, &str>(0).parse()?, &topic, row.get::<_, i64>(2).unsigned_abs(), age);
+            if row.get(4) {
+                counter.note_estimate();
+            }
+        }
+        counter.note_limit();
+        Ok(counter.finish())
     }
 
     async fn list(&self, query: &ListQuery) -> Result<Vec<Record>> {
@@ -191,7 +170,7 @@ impl Inspect for PostgresStore {
 
     async fn logs(&self) -> Result<Vec<LogName>> {
         let read = async |session: &Session| session.rows(&session.sql(LOG_NAMES), &[]).await;
-        self.report("logs", read).await?.iter().map(|row| row.get::<_, &str>(0).parse()).collect()
+        self.look("logs", read).await?.iter().map(|row| row.get::<_, &str>(0).parse()).collect()
     }
 
     async fn unrouted(&self, log: &LogName) -> Result<Unrouted> {
@@ -202,13 +181,18 @@ impl Inspect for PostgresStore {
         }
     }
 
-    async fn count(&self, log: &LogName) -> Result<u64> {
+    async fn count(&self, log: &LogName) -> Result<Count> {
         check_log_name("count", log)?;
-        let read = async |session: &Session| session.row(&session.log_sql(LOG_COUNT, log), &[]).await;
-        match self.report("count", read).await {
-            Err(error) if is_undefined(&error) => Err(log_unknown("count", log.as_str())),
-            counted => Ok(counted?.get::<_, i64>(0).unsigned_abs()),
-        }
+        let params = params![ROWS_LOOKED_AT];
+        let read = async |session: &Session| session.row(&session.log_sql(LOG_COUNT, log), &params).await;
+        let row = match self.look("count", read).await {
+            Err(error) if is_undefined(&error) => return Err(log_unknown("count", log.as_str())),
+            counted => counted?,
+        };
+        let [events, places] = [0, 1].map(|column| row.get::<_, i64>(column));
+        let is_estimate = events == ROWS_LOOKED_AT;
+        let events = if is_estimate { places.max(events) } else { events };
+        Ok(Count { events: events.unsigned_abs(), is_estimate })
     }
 }
 
@@ -217,10 +201,37 @@ fn wait(micros: i64) -> Duration {
 }
 
 impl PostgresStore {
+    /// Runs a look of one statement that is asked for again and again, and may not be slow.
+    async fn look<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Session) -> Result<T>) -> Result<T> {
+        let look = async |session: &Session| session.at_once(&self.inner.modes.count, read).await;
+        self.with_lock_named(self.call(operation, look).await).await
+    }
+
+    /// Where a look waited for a lock in vain, the error names who holds it.
+    async fn with_lock_named<T>(&self, looked: Result<T>) -> Result<T> {
+        match looked {
+            Err(error) if error.code() == "store_contention" => Err(self.name_lock(error).await),
+            looked => looked,
+        }
+    }
+
+    async fn name_lock(&self, error: Error) -> Error {
+        let schema = self.schema().as_str();
+        let ask = async |session: &Session| session.rows(&session.sql(LOCK_HOLDERS), &params![schema]).await;
+        let holders = self.call(error.operation(), ask).await.unwrap_or_default();
+        let Some(holder) = holders.first() else { return error };
+        let (table, pid, program, query): (&str, i32, &str, &str) =
+            (holder.get(0), holder.get(1), holder.get(2), holder.get(3));
+        let message = format!(
+            "the table {table} is locked by session {pid} ({program}: {query}); wait for it, or end it: SELECT pg_terminate_backend({pid})"
+        );
+        Error::new(ErrorKind::Unavailable, error.operation(), "table_locked", message).with_source(error)
+    }
+
     /// Runs a report in one snapshot.
     async fn report<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Session) -> Result<T>) -> Result<T> {
         let report = async |session: &Session| session.step_by_step(&self.inner.modes.report, read).await;
-        self.call(operation, report).await
+        self.with_lock_named(self.call(operation, report).await).await
     }
 
     async fn list_rows(&self, query: &ListQuery, inline: i32) -> Result<(LogName, Vec<Row>)> {

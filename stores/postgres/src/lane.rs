@@ -8,6 +8,7 @@
 //! that were not flushed, and gives them out again: a snapshot remembered from before it would take
 //! the new transactions for seen, and lose their events.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use postbox_core::{Epoch, Lease};
@@ -41,6 +42,8 @@ pub(crate) struct Position {
     pub(crate) settled: i64,
     /// Everything of the window up to here was given out; never below `settled`.
     pub(crate) read: i64,
+    /// The events between the two, in their order: as many as wait for their settlement.
+    pub(crate) given: VecDeque<i64>,
     /// Nothing of the window is left beyond `read`.
     pub(crate) drained: bool,
     /// Where its rows are, once that is known and if it has no stragglers.
@@ -63,13 +66,22 @@ pub(crate) struct Bounds {
 impl Position {
     /// Begins where the database says, under a lease that has not read.
     pub(crate) fn at(epoch: Epoch, window: Arc<str>, settled: i64) -> Self {
-        Self { epoch, window, settled, read: settled, drained: false, bounds: None, rewinds: 0 }
+        Self { epoch, window, settled, read: settled, given: VecDeque::new(), drained: false, bounds: None, rewinds: 0 }
     }
 
     /// The next window was opened.
     pub(crate) fn enter(&mut self, window: Arc<str>) {
         self.window = window;
         (self.settled, self.read, self.drained, self.bounds) = (0, 0, false, None);
+        self.given.clear();
+    }
+
+    /// Everything up to a place is settled.
+    fn settle(&mut self, position: i64) {
+        self.settled = self.settled.max(position);
+        while self.given.front().is_some_and(|seq| *seq <= self.settled) {
+            self.given.pop_front();
+        }
     }
 }
 
@@ -102,7 +114,7 @@ impl Lane {
     }
 
     /// Remembers how far was read, unless the lane was rewound meanwhile. Says whether it did.
-    pub(crate) fn advance(&self, position: Position) -> bool {
+    pub(crate) fn advance(&self, mut position: Position) -> bool {
         if !self.is_of(position.epoch) {
             return false;
         }
@@ -111,12 +123,11 @@ impl Lane {
             Some(now) if now.epoch > position.epoch => return false,
             Some(now) if now.epoch == position.epoch && now.rewinds != position.rewinds => return false,
             // A batch of this window may have been settled while the next was being read.
-            Some(now) if now.epoch == position.epoch && now.window == position.window => {
-                now.settled.max(position.settled)
-            }
-            _ => position.settled,
+            Some(now) if now.epoch == position.epoch && now.window == position.window => now.settled,
+            _ => 0,
         };
-        *known = Some(Position { settled, ..position });
+        position.settle(settled);
+        *known = Some(position);
         true
     }
 
@@ -124,9 +135,10 @@ impl Lane {
     pub(crate) fn settled(&self, epoch: Epoch, position: Option<i64>, rewind: bool) {
         let mut known = lock(&self.position);
         let Some(now) = known.as_mut().filter(|now| now.epoch == epoch) else { return };
-        now.settled = now.settled.max(position.unwrap_or_default());
+        now.settle(position.unwrap_or_default());
         if rewind {
             (now.read, now.drained) = (now.settled, false);
+            now.given.clear();
             now.rewinds += 1;
         }
     }

@@ -21,6 +21,7 @@ mod params;
 mod payload;
 #[cfg(test)]
 mod plans;
+mod prune;
 mod rebase;
 mod receive;
 mod replay;

@@ -87,14 +87,14 @@ DECLARE
 BEGIN
   FOR of_log IN SELECT name FROM {s}.log LOOP
     EXECUTE 'DROP TABLE ' || {schema_literal} || '.' || quote_ident(of_log);
-    FOREACH of_kind IN ARRAY ARRAY['window', 'append', 'append_many', 'receive', 'receive_many'] LOOP
+    FOREACH of_kind IN ARRAY ARRAY['window', 'append', 'append_many', 'receive', 'receive_many', 'depth'] LOOP
       EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_' || of_kind);
     END LOOP;
   END LOOP;
 END
 ${tag}$;
 DROP TABLE IF EXISTS {s}.delivery, {s}.sent, {s}.unrouted, {s}.passage, {s}.filter, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.once, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_append, {s}.create_receive, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_append, {s}.create_receive, {s}.create_depth, {s}.depth, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
 DO ${tag}$
 DECLARE
   overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p
@@ -142,9 +142,12 @@ impl Migrate for PostgresStore {
 
     async fn validate(&self) -> Result<()> {
         let session = self.session("validate").await?;
-        let (known, encoding) = futures::join!(known_migrations(&session), check_encoding(&session));
-        check_versions(self.schema(), &known?)?;
-        encoding
+        let look = async |session: &Session| {
+            let (known, encoding) = futures::join!(known_migrations(session), check_encoding(session));
+            check_versions(session.schema(), &known?)?;
+            encoding
+        };
+        session.at_once(&self.inner.modes.count, look).await
     }
 
     fn script(&self) -> String {

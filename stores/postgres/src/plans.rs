@@ -4,43 +4,151 @@
 //! The log is asked twice, before and after its first ANALYZE, because the planner errs differently
 //! without statistics.
 
-use crate::admin::{CLEAR_FOLLOWER_DUE, DELIVERY_CHOOSE, LOG_PRUNE, MAY_BE_RETRIED};
+use std::time::Duration;
+
+use crate::admin::{CLEAR_FOLLOWER_DUE, DELIVERY_CHOOSE, MAY_BE_RETRIED};
+use crate::prune::prune;
+use crate::session::Session;
 use crate::{PostgresConfig, PostgresStore, SchemaName};
+use postbox_core::kit::{LOOK_EVENTS_MAX, PRUNE_ROWS_MAX};
 use postbox_core::{LogName, Migrate as _};
 use postbox_testkit::servers::{Postgres, Version};
 
 /// Rows in the log. Large enough that a walk costs more than any index.
 const ROWS: u32 = 100_000;
 
-/// Retention asks every hour, and most of the log is young: that is not looked at.
+/// Retention looks at each event once in a run, however many have to stay, and stops where the
+/// young ones begin: what it reads for each event does not grow with the log.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_retention_walks_what_is_young() {
+async fn retention_reads_each_event_once() {
+    for version in Version::ALL {
+        for stay in [20_000, 60_000] {
+            let store = filled(
+                version,
+                &format!(
+                    "INSERT INTO postbox.outbox (topic, key, payload, created_at)
+                     SELECT 'topic', 'k' || n % 1000, 'x', now() - CASE WHEN n <= {stay} + 15000 THEN interval '1 day' ELSE interval '0' END"
+                ),
+            )
+            .await;
+            let session = store.session("test").await.expect("a session");
+            // All are passed. The first are dead and stay, then some are discarded, then young.
+            let pass = format!(
+                "ALTER TABLE postbox.delivery SET (autovacuum_enabled = false);
+                 INSERT INTO postbox.subscription (name, log, topics, ordering, lanes) VALUES ('s', 'outbox', '{{}}', 'key', 2);
+                 INSERT INTO postbox.lane (subscription, lane, from_snap, to_snap, low, high, last_seq)
+                 SELECT s.id, n, pg_current_snapshot(), pg_current_snapshot(), 0, 0, 0 FROM postbox.subscription AS s, generate_series(0, 1) AS n;
+                 INSERT INTO postbox.delivery (subscription, lane, seq, key, state, ordered)
+                 SELECT s.id, 0, l.seq, l.key, CASE WHEN l.seq <= {stay} THEN 'dead' ELSE 'discarded' END, true
+                 FROM postbox.outbox AS l, postbox.subscription AS s WHERE l.seq <= {stay} + 1000"
+            );
+            session.client().batch_execute(&pass).await.expect("passed");
+            session.begin(&store.inner.modes.prune).await.expect("begun");
+            let before = rows_read(&session).await;
+            let (mut deleted, mut steps, mut after) = (0, 0, None);
+            loop {
+                let step =
+                    prune(&session, &LogName::outbox(), Duration::from_secs(3_600), after).await.expect("pruned");
+                (deleted, steps) = (deleted + step.count, steps + 1);
+                after = step.next;
+                if after.is_none() {
+                    break;
+                }
+            }
+            let [events, rows] = rows_read_since(&session, before).await;
+            session.commit().await.expect("ended");
+            let context = format!("(Postgres {}, {stay} stay, {steps} steps)", version.number());
+            assert_eq!(deleted, 15_000, "{context}");
+            let looked = stay + 15_000 + PRUNE_ROWS_MAX as i64;
+            // The end of the step, the delete, what is young: each is one look.
+            assert!(events <= 3 * looked, "{events} events read {context}");
+            assert!(rows <= 2 * (stay + 1_000) + looked, "{rows} delivery rows read {context}");
+            let left = session.row("SELECT count(*) FROM postbox.delivery", &[]).await.expect("counted");
+            assert_eq!(left.get::<_, i64>(0), stay, "a discarded event's row goes with it {context}");
+        }
+    }
+}
+
+/// A scrape costs the same however much is in the log, unread or dead.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn counts_look_at_a_bounded_number_of_rows() {
+    const LOOK: i64 = LOOK_EVENTS_MAX as i64 + 1;
+    const SAMPLE: i64 = 64 * 32;
     for version in Version::ALL {
         let store = filled(
             version,
-            "INSERT INTO postbox.outbox (topic, key, payload, created_at)
-             SELECT 'topic', 'k' || n % 1000, repeat('x', 100), now() - CASE WHEN n <= 20 THEN interval '1 day' ELSE interval '0' END",
+            "INSERT INTO postbox.outbox (topic, key, payload) SELECT CASE n % 1000 WHEN 0 THEN 'rare' ELSE 'topic' END, 'k' || n % 1000, 'x'",
         )
         .await;
         let session = store.session("test").await.expect("a session");
-        let client = session.client();
+        let fill = "ALTER TABLE postbox.delivery SET (autovacuum_enabled = false);
+             INSERT INTO postbox.subscription (name, log, topics, ordering, lanes) VALUES ('s', 'outbox', '{}', 'key', 2);
+             INSERT INTO postbox.lane (subscription, lane, from_snap, to_snap, low, high, last_seq)
+             SELECT s.id, n, '3:3:', '3:3:', 0, 0, 0 FROM postbox.subscription AS s, generate_series(0, 1) AS n;
+             INSERT INTO postbox.delivery (subscription, lane, seq, state, ordered)
+             SELECT s.id, 0, l.seq, CASE l.seq % 2 WHEN 0 THEN 'dead' ELSE 'retrying' END, true
+             FROM postbox.outbox AS l, postbox.subscription AS s WHERE l.seq <= 40000";
+        session.client().batch_execute(fill).await.expect("filled");
         for analysed in [false, true] {
             if analysed {
-                client.batch_execute("ANALYZE postbox.outbox").await.expect("analysed");
+                session
+                    .client()
+                    .batch_execute("ANALYZE postbox.outbox; ANALYZE postbox.delivery")
+                    .await
+                    .expect("analysed");
             }
-            let sql = SchemaName::default().log_sql(LOG_PRUNE, &LogName::outbox());
-            let sql = sql.replace("$1", "3600000000::bigint").replace("$2", "'outbox'::text");
-            client.batch_execute(&store.inner.modes.write).await.expect("begun");
-            let rows = client.query_typed(&format!("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {sql}"), &[]).await;
-            let lines: Vec<String> = rows.expect("explained").iter().map(|row| row.get(0)).collect();
-            client.batch_execute("COMMIT").await.expect("ended");
-            let plan = lines.join("\n");
-            let context = format!("(Postgres {}, analysed: {analysed})\n{plan}", version.number());
-            assert!(!plan.contains("Seq Scan on outbox") && plan.contains("outbox_pkey"), "{context}");
-            let touched = rows_touched(&plan);
-            assert!(touched <= 2_500, "{touched} rows touched {context}");
+            for (stands, from, to, last, likes, pending) in [
+                ("all read", "pg_current_snapshot()", "pg_current_snapshot()", 0, "NULL", 0),
+                ("nothing read", "'3:3:'", "'3:3:'", 0, "NULL", ROWS),
+                ("half of the first window", "'1:1:'", "pg_current_snapshot()", 50_000, "NULL", 50_000),
+                ("the end of the first window", "'1:1:'", "pg_current_snapshot()", 95_000, "NULL", 5_000),
+                ("nothing of a rare topic", "'3:3:'", "'3:3:'", 0, "'{rare}'", ROWS / 1000),
+            ] {
+                let set = format!(
+                    "UPDATE postbox.lane SET from_snap = {from}, to_snap = {to}, last_seq = {last}, high = CASE WHEN {last} > 0 THEN 9223372036854775807 ELSE 0 END"
+                );
+                session.client().batch_execute(&set).await.expect("set");
+                session.begin(&store.inner.modes.count).await.expect("begun");
+                let before = rows_read(&session).await;
+                let call = format!(
+                    "SELECT coalesce(sum(events) FILTER (WHERE state = 'pending'), 0)::bigint, coalesce(bool_or(is_estimate), false)
+                     FROM postbox.outbox_depth((SELECT id FROM postbox.subscription), 2, {likes}, NULL, {LOOK})"
+                );
+                let counted = session.row(&call, &[]).await.expect("counted");
+                let [events, rows] = rows_read_since(&session, before).await;
+                session.commit().await.expect("ended");
+                let (found, is_estimate): (i64, bool) = (counted.get(0), counted.get(1));
+                let context = format!(
+                    "{stands} (Postgres {}, analysed: {analysed}): {found}, {events} events and {rows} rows read",
+                    version.number()
+                );
+                assert_eq!(is_estimate, pending > 10_000 || likes != "NULL", "{context}");
+                let within = if likes == "NULL" {
+                    0.1 * f64::from(pending) * f64::from(u8::from(is_estimate))
+                } else {
+                    f64::from(ROWS)
+                };
+                assert!((found as f64 - f64::from(pending)).abs() <= within, "{context}");
+                // What is unread, what waits, the samples, and the probes of edges.
+                assert!(events <= 2 * LOOK + SAMPLE + 100, "{context}");
+                assert!(rows <= 3 * LOOK + SAMPLE, "{context}");
+            }
         }
     }
+}
+
+/// How many rows of the log and of its delivery rows were read.
+async fn rows_read_since(session: &Session, before: [i64; 2]) -> [i64; 2] {
+    let now = rows_read(session).await;
+    [now[0] - before[0], now[1] - before[1]]
+}
+
+/// The same since the server last wrote its statistics down, transactions before this one included.
+async fn rows_read(session: &Session) -> [i64; 2] {
+    let reads = "SELECT (seq_tup_read + idx_tup_fetch)::bigint FROM pg_stat_xact_user_tables
+                 WHERE schemaname = 'postbox' AND relname IN ('outbox', 'delivery') ORDER BY relname DESC";
+    let reads = session.rows(reads, &[]).await.expect("counted");
+    [0, 1].map(|at| reads[at].get(0))
 }
 
 /// A person sends many dead events again. Statistics taken before know of no row that holds its
@@ -201,7 +309,7 @@ const LANE_CASES: [LaneCase; 8] = [
     LaneCase {
         name: "a settled position",
         window: ("1:1:", "700:700:", 0, i64::MAX),
-        call: "SELECT verdict FROM postbox.settle_lane($id, 0, 1, '$place', '700:700:', 0, 5)",
+        call: "SELECT verdict FROM postbox.settle_lane($id, 0, 1, '$place', '700:700:', 0, 5, 5)",
         indexes: &[],
         rows_max: 0,
     },

@@ -26,6 +26,12 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// otherwise hold the lane's lock, and with it the take-over.
 const IDLE_IN_TRANSACTION: Duration = Duration::from_secs(3);
 
+/// The longest wait of a look for a lock: whoever looks wants to hear of the lock, and soon.
+const LOOK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The longest statement of a count. Each takes milliseconds.
+const COUNT_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// A connection, lent for one operation.
 ///
 /// It goes back to the pool when it is dropped, unless a transaction may be open on it or an answer
@@ -201,10 +207,15 @@ pub(crate) struct TransactionModes {
     pub(crate) look: String,
     /// For a function of ours that writes, and sets the planner itself.
     pub(crate) call: String,
-    /// For an operator's queries, which may walk a table.
+    /// For an operator's queries, which may walk a table. They wait for no lock for long.
     pub(crate) report: String,
+    /// For counts, which are asked for again and again: never slow, whatever the reason.
+    pub(crate) count: String,
     /// For an operator's changes: as durable as a relay's, planned as the planner likes.
     pub(crate) change: String,
+    /// For a step of retention. What it reads has indexes, and its lists fit into a hash whatever
+    /// the planner thinks of their length.
+    pub(crate) prune: String,
     /// Not a beginning: what a transaction of handlers says before it locks the lane.
     pub(crate) soon_over: String,
 }
@@ -227,13 +238,21 @@ impl TransactionModes {
         // would fail.
         let (reading, writing) =
             ("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY", "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE");
+        let lock_ms = LOOK_LOCK_TIMEOUT.as_millis();
+        let report =
+            format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}; SET LOCAL lock_timeout = {lock_ms}");
+        let count_ms = COUNT_TIMEOUT.as_millis().min(timeout_ms);
         Self {
             read: format!("{reading}; {common}; {planner}"),
             write: format!("{writing}; {common}; {planner}; {durable}"),
             look: format!("{reading}; {timeouts}"),
             call: format!("{writing}; {timeouts}"),
-            report: format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}"),
+            count: format!("{report}; SET LOCAL statement_timeout = {count_ms}"),
+            report,
             change: format!("{writing}; {common}; {durable}"),
+            prune: format!(
+                "{writing}; {common}; {durable}; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL work_mem = '64MB'"
+            ),
             soon_over,
         }
     }

@@ -6,11 +6,12 @@ use std::collections::{BTreeMap, HashSet};
 
 use jiff::Timestamp;
 use postbox_core::kit::{Due, RowAfter, settled_already, window_undone};
-use postbox_core::{Delivery, Entry, Error, Lease, Result, Settlement};
+use postbox_core::{Delivery, Disposition, Entry, Error, Lease, Result, Settlement};
 use tokio_postgres::Client;
 
 use crate::PostgresStore;
 use crate::classify::classify;
+use crate::lane;
 use crate::log::micros;
 use crate::params::{Param, params};
 use crate::session::Session;
@@ -19,7 +20,7 @@ use crate::subscription::SubscriptionRow;
 /// Locks the lane and moves its position: see `0001_settle.sql`. Index: primary key of `lane`.
 /// Locks the row until the transaction ends; the lease may run out meanwhile, but nobody else gets
 /// the lane.
-pub(crate) const LANE_SETTLE: &str = "SELECT verdict, place FROM {s}.settle_lane($1, $2, $3, $4, $5, $6, $7)";
+pub(crate) const LANE_SETTLE: &str = "SELECT verdict, place FROM {s}.settle_lane($1, $2, $3, $4, $5, $6, $7, $8)";
 
 /// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A row that is
 /// there stays: a person discarded the event before it was read.
@@ -39,10 +40,14 @@ UPDATE {s}.delivery AS d SET state = e.state, halt = e.halt, ordered = $3, attem
 FROM {entries}
 WHERE d.subscription = $1 AND d.lane = $2 AND d.seq = e.seq AND {is_as_read} AND NOT (d.state = 'blocked' AND e.state = 'blocked')";
 
-/// Rows of events that arrived. Index: primary key of `delivery`. Locks the rows.
+/// Rows of events that arrived go, and are counted. Index: primary key of `delivery`; the lane by
+/// its place, where it was just locked. Locks the rows.
 const DELIVERY_DELETE: &str = "
-DELETE FROM {s}.delivery AS d USING unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
-WHERE d.subscription = $1 AND d.seq = e.seq AND {is_as_read}";
+WITH gone AS (
+  DELETE FROM {s}.delivery AS d USING unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
+  WHERE d.subscription = $1 AND d.seq = e.seq AND {is_as_read} RETURNING d.seq)
+UPDATE {s}.lane AS l SET delivered = l.delivered + (SELECT count(*) FROM gone)
+WHERE l.ctid = $6::tid AND l.subscription = $1 AND l.lane = $5 AND EXISTS (SELECT FROM gone) RETURNING l.ctid::text";
 
 /// How many rows are as they were read. Index: primary key of `delivery`. The lane's lock keeps
 /// them so.
@@ -222,7 +227,8 @@ impl SettleCall<'_> {
         let (window, settled) = (known.as_ref().map(|at| &*at.window), known.as_ref().map(|at| at.settled));
         let (number, place) = (i32::from(lease.lane), lane.place());
         let position = settlement.position.map(|seq| seq.0);
-        let params = params![self.subscription.id, number, lease.epoch, place, window, settled, position];
+        let delivered = known.as_ref().zip(position).map_or(0, |(at, position)| self.delivered(at, position));
+        let params = params![self.subscription.id, number, lease.epoch, place, window, settled, position, delivered];
         let sql = self.store.schema().sql(LANE_SETTLE);
         let row = self.client.query_typed_one(&sql, &params).await.map_err(|error| classify("settle", &error))?;
         if let Some(place) = row.get(1) {
@@ -236,6 +242,16 @@ impl SettleCall<'_> {
             "undone" => Err(window_undone("settle")),
             _ => Err(Error::stale("settle")),
         }
+    }
+
+    /// How many of the events up to a position were delivered: given out, and with no other entry.
+    fn delivered(&self, at: &lane::Position, position: i64) -> i64 {
+        let passed = at.given.iter().take_while(|seq| **seq <= position).count();
+        let excepted = self.settlement.entries.iter().filter(|entry| {
+            let seq = entry.delivery.seq.0;
+            entry.disposition != Disposition::Delivered && at.settled < seq && seq <= position
+        });
+        passed.saturating_sub(excepted.count()) as i64
     }
 
     /// Whether every due row still is as it was read, so that what a handler did for it counts
@@ -259,7 +275,7 @@ impl SettleCall<'_> {
         // Only what comes from the stream may make a row: a due row that vanished was taken away by
         // a person.
         let keep = schema.sql(if settlement.position.is_some() { DELIVERY_INSERT } else { DELIVERY_UPDATE });
-        let lane = lease.lane.cast_signed();
+        let (lane, place) = (lease.lane.cast_signed(), self.store.lane(lease).place());
         let keeping = async {
             if writes.kept.seqs.is_empty() {
                 return Ok(0);
@@ -277,7 +293,11 @@ impl SettleCall<'_> {
             if writes.done.seqs.is_empty() {
                 return Ok(0);
             }
-            self.client.execute_typed(&delete, &writes.done.params(&subscription.id)).await
+            let [id, seqs, befores, replays] = writes.done.params(&subscription.id);
+            let [lane, place] = params![lane, place];
+            let moved = self.client.query_typed(&delete, &[id, seqs, befores, replays, lane, place]).await?;
+            moved.iter().for_each(|row| self.store.lane(lease).found_at(row.get(0)));
+            Ok(moved.len() as u64)
         };
         let releasing = async {
             if writes.touched.is_empty() {

@@ -385,6 +385,7 @@ impl NextBatch<'_> {
         let (held, discarded) = self.held_and_discarded(exceptions, &rows).await?;
         let end = rows.last().map_or(at.read, Stored::seq);
         (at.read, at.drained) = (end, !more);
+        at.given.extend(rows.iter().map(Stored::seq));
         if !self.lane.advance(at) {
             if !self.lane.is_of(self.lease.epoch) {
                 return Err(Error::stale("next_batch"));

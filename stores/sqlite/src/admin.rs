@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::kit::{STEP_ROWS_MAX, rebase_not_needed};
+use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, STEP_ROWS_MAX, rebase_not_needed};
 use postbox_core::{
     Admin, Changed, EventId, LogName, Ordering, Pause, Replay, Replayed, Result, Routed, Selection, Seq, State,
     SubscriptionName,
@@ -27,9 +27,6 @@ use crate::unrouted::{give_up_unrouted, is_unrouted, note_unrouted, routed};
 /// Rows looked at in one step: some tens of milliseconds of the write lock, however few of them are
 /// meant.
 const STEP_LOOK_MAX: usize = 20_000;
-/// Events too young to prune that are passed over before `prune` gives up: stamps follow `seq` but
-/// for jumps of the clock.
-const PRUNE_YOUNG_MAX: usize = 1_000;
 
 /// By primary key; takes the write lock. A person's replay begins anew.
 const DELIVERY_REPLAY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, letter_at = 0, due_at = ?3, \
@@ -90,9 +87,9 @@ impl Admin for SqliteStore {
         self.change("give_up_unrouted", step).await
     }
 
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let log = log.clone();
-        self.change("prune", move |tx, now| prune(tx, &log, now.saturating_sub(micros(older_than)))).await
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
+        let (log, age) = (log.clone(), micros(older_than));
+        self.change("prune", move |tx, now| prune(tx, &log, now.saturating_sub(age), after)).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
@@ -282,27 +279,27 @@ pub(crate) fn readers_of(operation: &'static str, tx: &Transaction<'_>, log: &Lo
     names.into_iter().map(|name| Reader::find(operation, tx, &SubscriptionName::from_stored(name))).collect()
 }
 
-/// Deletes old events that every subscription is done with. What nobody wants is kept, and so is
-/// what was not looked at yet: it may be wanted by nobody.
-fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
+/// One step that deletes old events that every subscription is done with. What nobody wants is kept,
+/// and so is what was not looked at yet: it may be wanted by nobody.
+fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64, after: Option<Seq>) -> Work<Changed> {
     let log = require_log("prune", tx, log)?;
     let readers = readers_of("prune", tx, &log)?;
     let routed = routed(tx, &log)?;
     let takes_everything = readers.iter().any(|reader| reader.takes_everything(routed));
     let known = if takes_everything { i64::MAX } else { routed };
     let Some(passed) = readers.iter().map(Reader::position_max).min().map(|passed| passed.min(known)) else {
-        return Ok(0);
+        return Ok(Changed::default());
     };
-    let table = log_table(&log);
-    // Walks the primary key from its start, where the oldest are; no lock of its own.
-    let log_old = format!("SELECT seq, topic, tenant, key, id, created_at FROM {table} WHERE seq <= ?1 ORDER BY seq");
-    let mut gone = Vec::new();
-    let mut young = 0;
+    let (after, table) = (after.map_or(i64::MIN, |after| after.0), log_table(&log));
+    // Walks the primary key; no lock of its own.
+    let log_old = format!(
+        "SELECT seq, topic, tenant, key, id, created_at FROM {table} WHERE seq > ?1 AND seq <= ?2 ORDER BY seq"
+    );
+    let (mut gone, mut looked, mut young, mut next) = (Vec::new(), 0, 0, None);
     {
         let mut statement = tx.prepare_cached(&log_old)?;
-        let mut rows = statement.query([passed])?;
-        while gone.len() < STEP_ROWS_MAX
-            && young < PRUNE_YOUNG_MAX
+        let mut rows = statement.query([after, passed])?;
+        while young < PRUNE_YOUNG_MAX
             && let Some(row) = rows.next()?
         {
             let (head, seq) = (Head::read(row)?, seq(row)?);
@@ -310,6 +307,11 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
                 young += 1;
             } else if is_done_with(tx, &readers, &head, seq)? && !is_unrouted(tx, &log, seq)? {
                 gone.push(seq);
+            }
+            looked += 1;
+            if looked == PRUNE_ROWS_MAX {
+                next = Some(Seq(seq));
+                break;
             }
         }
     }
@@ -322,15 +324,25 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
         }
         tx.prepare_cached(&log_delete)?.execute([seq])?;
     }
-    // By `postbox_delivery_missing`; takes the write lock. Nobody can deliver what is no longer in
-    // the log.
+    let mut count = gone.len() as u64;
+    if next.is_none() {
+        let missing = prune_missing(tx, &readers, &table, oldest_kept)?;
+        count += missing;
+        next = (missing > 0).then_some(Seq(after));
+    }
+    Ok(Changed { count, next })
+}
+
+/// Deletes old rows whose event somebody deleted from the log: nobody can deliver it.
+fn prune_missing(tx: &Transaction<'_>, readers: &[Reader], table: &str, oldest_kept: i64) -> Work<u64> {
+    // By `postbox_delivery_missing`; takes the write lock.
     let delivery_prune_missing = format!(
         "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq IN (SELECT d.seq FROM postbox_delivery d WHERE d.subscription = ?1 \
          AND d.code = 'event_missing' AND d.state IN ('dead', 'discarded') AND d.updated_at <= ?2 \
          AND NOT EXISTS (SELECT 1 FROM {table} l WHERE l.seq = d.seq) LIMIT {STEP_ROWS_MAX})"
     );
-    let mut pruned = gone.len();
-    for reader in &readers {
+    let mut pruned = 0;
+    for reader in readers {
         pruned += tx.prepare_cached(&delivery_prune_missing)?.execute(params![reader.name.as_str(), oldest_kept])?;
     }
     Ok(pruned as u64)

@@ -86,7 +86,7 @@ impl Apply for Applier {
         decide: &Decide<'_>,
     ) -> Result<Outcomes> {
         let (rewind, is_stream) = (settlement.rewind, settlement.position.is_some());
-        let owned = Owned::new("apply", settlement, self.store.cursor(lease).map(|cursor| cursor.read))?;
+        let owned = Owned::new("apply", settlement, self.store.cursor(lease))?;
         let job = Application {
             lease: lease.clone(),
             deliveries: deliveries.iter().map(|delivery| (*delivery).clone()).collect(),

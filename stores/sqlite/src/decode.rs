@@ -20,6 +20,10 @@ l.content_type, l.headers, \
 CASE typeof(l.occurred_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.occurred_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.occurred_at) ELSE l.occurred_at END, \
 CASE typeof(l.deliver_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.deliver_at) ELSE l.deliver_at END, \
 l.payload";
+/// The columns that a look needs to count a row, those of [`Head`] first: then its stamp, and from
+/// when it may be delivered.
+pub(crate) const LOOK_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, \
+CASE typeof(l.deliver_at) WHEN 'text' THEN CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000 ELSE l.deliver_at END";
 /// What the columns are called, for people.
 const LOG_COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
     "seq",

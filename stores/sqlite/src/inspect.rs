@@ -3,19 +3,18 @@
 use std::collections::BTreeMap;
 
 use async_trait::async_trait;
-use postbox_core::kit::StatsCounter;
 use postbox_core::{
-    Conflict, EventId, Filter, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, Seq, SourceName, State,
-    Stats, SubscriptionInfo, SubscriptionName, Unrouted,
+    Conflict, Count, EventId, Filter, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, Seq, SourceName,
+    State, Stats, SubscriptionInfo, SubscriptionName, Unrouted,
 };
 use rusqlite::{Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
 use crate::decode::{
-    DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer,
-    lossy, seq,
+    DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer, seq,
 };
+use crate::depth;
 use crate::lease::{self, SubscriptionRow};
 use crate::migrate::{log_names, require_log};
 use crate::schema::log_table;
@@ -35,9 +34,6 @@ const SENT_HAS: &str = "SELECT 1 FROM postbox_sent WHERE subscription = ?1 AND s
 /// Whether a lane that is held has yet to take a filter, by primary key; no lock.
 const LANE_BEHIND: &str =
     "SELECT EXISTS (SELECT 1 FROM postbox_lane WHERE subscription = ?1 AND revision <> ?2 AND lease_until > ?3)";
-/// Every row of a subscription but not its event, by `postbox_delivery_state`; no lock.
-const DELIVERY_COUNTS: &str = "SELECT state, topic, count(*), min(created_at) FROM postbox_delivery \
-WHERE subscription = ?1 GROUP BY state, topic";
 /// By `postbox_conflict_age`; no lock.
 const CONFLICT_LIST: &str = "SELECT source, tenant, message_id, digest_stored, digest_refused, times, first_at, last_at FROM postbox_conflict \
 ORDER BY last_at DESC LIMIT ?1";
@@ -53,7 +49,7 @@ impl Inspect for SqliteStore {
         let stats = move |session: &mut Session| {
             let now = session.settings.now();
             let tx = session.read()?;
-            stats(&tx, &Reader::find("stats", &tx, &name)?, now)
+            depth::stats(&tx, &Reader::find("stats", &tx, &name)?, now)
         };
         self.inspector().call("stats", stats).await
     }
@@ -83,13 +79,12 @@ impl Inspect for SqliteStore {
         self.inspector().call("unrouted", move |session| count_unrouted(session, &log)).await
     }
 
-    async fn count(&self, log: &LogName) -> Result<u64> {
+    async fn count(&self, log: &LogName) -> Result<Count> {
         let log = log.clone();
-        // Walks an index of the log; no lock.
         let counted = move |session: &mut Session| {
             let tx = session.read()?;
             let log = require_log("count", &tx, &log)?;
-            Ok(tx.query_row(&format!("SELECT count(*) FROM {}", log_table(&log)), [], |row| count(row, 0))?)
+            depth::count_events(&tx, &log_table(&log))
         };
         self.inspector().call("count", counted).await
     }
@@ -165,11 +160,6 @@ impl Reader {
         Ok(Self { name: name.clone(), table: log_table(&stored.log), stored, lanes, filters })
     }
 
-    /// Whether it took all that its lanes have passed by the filter it has now.
-    fn has_one_filter(&self) -> bool {
-        self.lanes.iter().all(|lane| lane.passages.is_empty() && lane.revision == self.stored.revision)
-    }
-
     /// Whether it takes every event beyond a place.
     pub(crate) fn takes_everything(&self, beyond: i64) -> bool {
         let passed = self.lanes.iter().flat_map(|lane| &lane.passages).all(|(_, position)| *position <= beyond);
@@ -183,7 +173,7 @@ impl Reader {
     }
 
     /// Every lane has passed what is up to here.
-    fn position_min(&self) -> i64 {
+    pub(crate) fn position_min(&self) -> i64 {
         self.lanes.iter().map(|lane| lane.position).min().unwrap_or(0)
     }
 
@@ -241,12 +231,12 @@ impl Reader {
 }
 
 /// A log with events that a subscription has still to deliver, or that nobody reads.
-pub(crate) fn undelivered(tx: &Transaction<'_>, now: i64) -> Work<Option<String>> {
+pub(crate) fn undelivered(tx: &Transaction<'_>) -> Work<Option<String>> {
     let mut unread = log_names(tx)?;
     for name in names(tx)? {
         let reader = Reader::find("migrate", tx, &name)?;
         unread.retain(|log| log != reader.stored.log.as_str());
-        if stats(tx, &reader, now)?.pending > 0 {
+        if depth::is_undelivered(tx, &reader)? {
             return Ok(Some(reader.stored.log.to_string()));
         }
     }
@@ -259,106 +249,8 @@ pub(crate) fn undelivered(tx: &Transaction<'_>, now: i64) -> Work<Option<String>
     Ok(None)
 }
 
-fn stats(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<Stats> {
-    let total = total(tx, reader)? + missing(tx, reader)?;
-    let mut counter = StatsCounter::default();
-    let mut counts = tx.prepare_cached(DELIVERY_COUNTS)?;
-    let mut rows = counts.query([reader.name.as_str()])?;
-    while let Some(row) = rows.next()? {
-        let topic: String = row.get(1)?;
-        counter.add(row.get::<_, String>(0)?.parse()?, &topic, count(row, 2)?, until(row.get(3)?, now));
-    }
-    unread(tx, reader, &mut counter, now)?;
-    Ok(counter.finish(total))
-}
-
-/// How many rows there are whose event somebody deleted from the log. By primary keys; no lock.
-fn missing(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
-    let delivery_missing = format!(
-        "SELECT count(*) FROM postbox_delivery d WHERE d.subscription = ?1 AND NOT EXISTS (SELECT 1 FROM {} l WHERE l.seq = d.seq)",
-        reader.table
-    );
-    Ok(tx.query_row(&delivery_missing, [reader.name.as_str()], |row| count(row, 0))?)
-}
-
-/// How many events of the log the subscription wants. Without a filter SQLite counts the smallest
-/// index; with one it walks the log, whose payloads it never touches.
-fn total(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
-    let table = &reader.table;
-    if !reader.has_one_filter() {
-        return taken(tx, reader);
-    }
-    if reader.stored.filter.topics.is_empty() && reader.stored.filter.tenant.is_none() {
-        return Ok(tx.query_row(&format!("SELECT count(*) FROM {table}"), [], |row| count(row, 0))?);
-    }
-    let log_topics = format!("SELECT topic, tenant, count(*) FROM {table} GROUP BY topic, tenant");
-    let mut statement = tx.prepare_cached(&log_topics)?;
-    let mut rows = statement.query([])?;
-    let mut total = 0;
-    while let Some(row) = rows.next()? {
-        let (topic, tenant) = (lossy(row, 0)?.unwrap_or_default(), lossy(row, 1)?);
-        if reader.stored.filter.matches(&topic, tenant.as_deref()) {
-            total += count(row, 2)?;
-        }
-    }
-    Ok(total)
-}
-
-/// The same where the filter changed, or the subscription began later than the log: row by row.
-fn taken(tx: &Transaction<'_>, reader: &Reader) -> Work<u64> {
-    let log_walk = format!(
-        "SELECT l.seq, l.topic, l.tenant, l.key, l.id, coalesce(d.seq, s.seq) FROM {} l \
-         LEFT JOIN postbox_delivery d ON d.subscription = ?1 AND d.seq = l.seq \
-         LEFT JOIN postbox_sent s ON s.subscription = ?1 AND s.seq = l.seq",
-        reader.table
-    );
-    let mut statement = tx.prepare_cached(&log_walk)?;
-    let mut rows = statement.query([reader.name.as_str()])?;
-    let mut total = 0;
-    while let Some(row) = rows.next()? {
-        // A row, or it was sent all the same.
-        let has_row = integer(row, 5)?.is_some();
-        total += u64::from(has_row || reader.state(&Head::read(row)?, seq(row)?) != State::Skipped);
-    }
-    Ok(total)
-}
-
-/// Counts what no lane has read yet: by topic in SQL beyond every lane's position, row by row where
-/// the lanes differ.
-fn unread(tx: &Transaction<'_>, reader: &Reader, counter: &mut StatsCounter, now: i64) -> Work<()> {
-    let (table, name) = (&reader.table, reader.name.as_str());
-    let (from, to) = (reader.position_min(), reader.position_max());
-    // Walks the primary key from the position; no lock. A row that has left the stream is counted
-    // by its state.
-    let without_row = "NOT EXISTS (SELECT 1 FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = l.seq)";
-    let log_between = format!(
-        "SELECT l.seq, l.topic, l.tenant, l.key, l.id, l.created_at FROM {table} l WHERE l.seq > ?2 AND l.seq <= ?3 AND {without_row}"
-    );
-    let mut statement = tx.prepare_cached(&log_between)?;
-    let mut rows = statement.query(params![name, from, to])?;
-    while let Some(row) = rows.next()? {
-        let head = Head::read(row)?;
-        if reader.wants(&head) && reader.state(&head, seq(row)?) == State::Pending {
-            counter.add(State::Pending, &head.topic, 1, until(integer(row, 5)?.unwrap_or(i64::MAX), now));
-        }
-    }
-    let log_beyond = format!(
-        "SELECT l.topic, l.tenant, count(*), min(l.created_at) FROM {table} l WHERE l.seq > ?2 AND {without_row} GROUP BY l.topic, l.tenant"
-    );
-    let mut statement = tx.prepare_cached(&log_beyond)?;
-    let mut rows = statement.query(params![name, to])?;
-    while let Some(row) = rows.next()? {
-        let (topic, tenant) = (lossy(row, 0)?.unwrap_or_default(), lossy(row, 1)?);
-        if reader.stored.filter.matches(&topic, tenant.as_deref()) {
-            let age = until(integer(row, 3)?.unwrap_or(i64::MAX), now);
-            counter.add(State::Pending, &topic, count(row, 2)?, age);
-        }
-    }
-    Ok(())
-}
-
 /// A `count(*)`, which is never negative.
-fn count(row: &Row<'_>, column: usize) -> rusqlite::Result<u64> {
+pub(crate) fn count(row: &Row<'_>, column: usize) -> rusqlite::Result<u64> {
     Ok(row.get::<_, i64>(column)?.unsigned_abs())
 }
 

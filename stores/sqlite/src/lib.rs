@@ -9,6 +9,7 @@ mod clock;
 mod config;
 mod dead_letters;
 mod decode;
+mod depth;
 mod due;
 mod inspect;
 mod lease;

@@ -74,7 +74,7 @@ impl Log for SqliteStore {
 
     async fn settle(&self, lease: &Lease, settlement: Settlement<'_>) -> Result<()> {
         let rewind = settlement.rewind;
-        let owned = Owned::new("settle", settlement, self.cursor(lease).map(|cursor| cursor.read))?;
+        let owned = Owned::new("settle", settlement, self.cursor(lease))?;
         let settling = lease.clone();
         self.writer().call("settle", move |session| settle::settle(session, &settling, &owned)).await?;
         if rewind {

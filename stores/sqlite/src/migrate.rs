@@ -113,12 +113,11 @@ fn down(session: &mut Session, discard_events: bool, caller: &Weak<()>) -> Work<
     if !session.settings.path.exists() || applied(session.connection()?)?.is_none() {
         return Ok(Vec::new());
     }
-    let now = session.settings.now();
     session.transact(Flush::Always, |tx| {
         let Some(last) = applied(tx)? else { return Ok(Vec::new()) };
         refuse_newer(Some(last))?;
         // Under the write lock: nothing is appended between this look and the end.
-        if !discard_events && let Some(log) = undelivered(tx, now)? {
+        if !discard_events && let Some(log) = undelivered(tx)? {
             return Err(events_undelivered(&log).into());
         }
         for log in log_names(tx)? {

@@ -192,6 +192,7 @@ CREATE TABLE postbox_lane (
   position     INTEGER NOT NULL,
   window_end   INTEGER NOT NULL,
   revision     INTEGER NOT NULL,
+  delivered    INTEGER NOT NULL DEFAULT 0,
   epoch        INTEGER NOT NULL DEFAULT 0,
   owner        TEXT,
   lease_until  INTEGER NOT NULL DEFAULT 0,

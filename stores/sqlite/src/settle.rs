@@ -12,11 +12,10 @@ use crate::config::Synchronous;
 use crate::lease::{LaneRow, held};
 use crate::schema::log_table;
 use crate::thread::{Flush, Session};
-use crate::window::log_end;
+use crate::window::{Cursor, log_end};
 
 /// Lane by primary key; takes the write lock. The epoch was checked in this transaction.
-const LANE_SETTLE: &str =
-    "UPDATE postbox_lane SET position = ?3, window_end = max(window_end, ?4) WHERE subscription = ?1 AND lane = ?2";
+const LANE_SETTLE: &str = "UPDATE postbox_lane SET position = ?3, window_end = max(window_end, ?4), delivered = delivered + ?5 WHERE subscription = ?1 AND lane = ?2";
 /// A row by primary key; no lock of its own.
 const DELIVERY_FIND: &str =
     "SELECT state, attempts, replays FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
@@ -40,6 +39,8 @@ pub(crate) struct Owned {
     pub(crate) position: Option<i64>,
     pub(crate) hold_keys: bool,
     pub(crate) entries: Vec<OwnedEntry>,
+    /// The events that were handed out, in their order.
+    given: Vec<i64>,
 }
 
 /// One event and its disposition.
@@ -56,16 +57,17 @@ pub(crate) struct OwnedEntry {
 }
 
 impl Owned {
-    /// Takes over a settlement; `read` is how far this lease was given events, beyond which no
-    /// position goes. Nothing was given to a lease that has not read.
-    pub(crate) fn new(operation: &'static str, settlement: Settlement<'_>, read: Option<i64>) -> Result<Self> {
-        let position = match (settlement.position, read) {
-            (Some(position), Some(read)) => Some(position.0.min(read)),
+    /// Takes over a settlement; no position goes beyond what this lease was given by `cursor`.
+    /// Nothing was given to a lease that has not read.
+    pub(crate) fn new(operation: &'static str, settlement: Settlement<'_>, cursor: Option<Cursor>) -> Result<Self> {
+        let position = match (settlement.position, &cursor) {
+            (Some(position), Some(cursor)) => Some(position.0.min(cursor.read)),
             (None, _) => None,
             (Some(_), None) => return Err(window_undone(operation)),
         };
         let entries = settlement.entries.into_iter().map(OwnedEntry::from).collect();
-        Ok(Self { position, hold_keys: settlement.hold_keys, entries })
+        let given = cursor.map_or_else(Vec::new, |cursor| cursor.unsettled);
+        Ok(Self { position, hold_keys: settlement.hold_keys, entries, given })
     }
 }
 
@@ -107,14 +109,21 @@ pub(crate) fn write(
 ) -> Work<()> {
     // Never back.
     let position = settlement.position.unwrap_or(lane.position).max(lane.position);
+    let in_stream = |seq: i64| lane.position < seq && seq <= position;
+    let mut delivered = settlement.given.iter().filter(|seq| in_stream(**seq)).count();
     for entry in &settlement.entries {
-        let streaming = lane.position < entry.seq && entry.seq <= position;
-        write_entry(tx, lease, entry, settlement.hold_keys, streaming, now)?;
+        let streaming = in_stream(entry.seq);
+        let arrived = write_entry(tx, lease, entry, settlement.hold_keys, streaming, now)?;
+        if !streaming {
+            delivered += usize::from(arrived);
+        } else if entry.disposition != Disposition::Delivered {
+            delivered = delivered.saturating_sub(1);
+        }
     }
-    if position > lane.position {
+    if position > lane.position || delivered > 0 {
         // This very commit flushes all that is visible, so the next window is opened by the way.
         let window_end = if flushed { log_end(tx, &log_table(&lease.log))? } else { 0 };
-        let row = params![lease.subscription.as_str(), lease.lane, position, window_end];
+        let row = params![lease.subscription.as_str(), lease.lane, position, window_end, delivered as i64];
         tx.prepare_cached(LANE_SETTLE)?.execute(row)?;
     }
     // Only now is it known who is still ahead of whom.
@@ -172,6 +181,7 @@ impl Found {
     }
 }
 
+/// Writes what became of one event. Says whether it was a row that arrived.
 fn write_entry(
     tx: &Transaction<'_>,
     lease: &Lease,
@@ -179,7 +189,7 @@ fn write_entry(
     hold_keys: bool,
     streaming: bool,
     now: i64,
-) -> Work<()> {
+) -> Work<bool> {
     let name = lease.subscription.as_str();
     let row = tx.prepare_cached(DELIVERY_FIND)?.query_row(params![name, entry.seq], found).optional()?;
     let attempts = match row {
@@ -187,12 +197,11 @@ fn write_entry(
         None if streaming => 0,
         // A row that is not the one that was read; or an event of the stream that a person
         // discarded before it was read.
-        _ => return Ok(()),
+        _ => return Ok(false),
     };
     let holds_key = hold_keys && entry.key.is_some();
     let Some(row) = RowAfter::of(&entry.disposition, attempts, holds_key) else {
-        tx.prepare_cached(DELIVERY_DELETE)?.execute(params![name, entry.seq])?;
-        return Ok(());
+        return Ok(tx.prepare_cached(DELIVERY_DELETE)?.execute(params![name, entry.seq])? > 0);
     };
     let holds = match row.state {
         State::Scheduled => false,
@@ -220,5 +229,5 @@ fn write_entry(
         ":error": row.error.as_deref(),
         ":now": now,
     })?;
-    Ok(())
+    Ok(false)
 }

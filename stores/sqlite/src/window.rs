@@ -64,6 +64,8 @@ pub(crate) struct Cursor {
     /// The last row of the last batch that was handed out; unsettled while it is beyond the lane's
     /// position.
     given: i64,
+    /// The events that were handed out and not settled when this was read, in their order.
+    pub(crate) unsettled: Vec<i64>,
     /// The store's own wakeups when the read began: a later one is a reason to look again.
     pub(crate) wakeups: u64,
     idle: Option<Idle>,
@@ -136,7 +138,7 @@ pub(crate) fn read(
             }
             _ => Read {
                 batch: Batch { more: true, ..Batch::default() },
-                cursor: Cursor { epoch, read, given: 0, wakeups, idle: None },
+                cursor: Cursor { epoch, read, given: 0, unsettled: Vec::new(), wakeups, idle: None },
                 update: Some(Update::Filter(lane.position)),
             },
         });
@@ -164,7 +166,9 @@ pub(crate) fn read(
         .then_some(WindowUpdate { window_end: if opens { end } else { 0 }, position: if passes { last } else { 0 } })
         .map(Update::Window);
     let given = batch.end.map_or(given, |end| end.0);
-    let cursor = Cursor { epoch: lease.epoch, read: last, given, wakeups, idle };
+    let unsettled = cursor.into_iter().flat_map(|cursor| cursor.unsettled).filter(|seq| *seq > lane.position);
+    let unsettled = unsettled.chain(batch.deliveries.iter().map(|delivery| delivery.seq.0)).collect();
+    let cursor = Cursor { epoch: lease.epoch, read: last, given, unsettled, wakeups, idle };
     Ok(Read { batch, cursor, update })
 }
 

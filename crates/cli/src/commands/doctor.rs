@@ -10,8 +10,12 @@ use crate::output;
 
 pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
     let store = context.any_store().await?;
-    let findings = match store.validate().await {
-        Ok(()) => look(context, store.as_ref()).await?,
+    let looking = async {
+        store.validate().await?;
+        store.subscriptions().await
+    };
+    let findings = match looking.await {
+        Ok(_) => look(context, store.as_ref()).await?,
         Err(error) => vec![Finding::from(error)],
     };
     if json {

@@ -2,7 +2,7 @@
 
 use postbox_core::{ListQuery, Record, State, SubscriptionName, TopicPattern};
 use postbox_server::status::RecordJson;
-use postbox_server::text::cut;
+use postbox_server::text::{cut, estimated};
 
 use crate::context::{Context, never_run};
 use crate::failure::Failure;
@@ -50,7 +50,8 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
     if wanted.state == State::Pending {
         for (log, count) in context.unread(store.as_ref()).await? {
             output::note(&format!(
-                "nobody reads the {log}, so its {count} event(s) are not shown: {}",
+                "nobody reads the {log}, so its {} event(s) are not shown: {}",
+                estimated(count.events, count.is_estimate),
                 context.reader_wanted(&log)
             ));
         }

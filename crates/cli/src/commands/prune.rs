@@ -5,6 +5,7 @@ use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
 use postbox_core::LogName;
+use postbox_engine::step_pause;
 use postbox_server::text::grouped;
 
 use crate::context::{Context, never_run};
@@ -28,12 +29,16 @@ pub(super) async fn run(context: &Context, older_than: Duration, unrouted: bool)
     let (mut pruned, mut noted) = (0, Instant::now());
     for log in &logs {
         while unrouted && store.give_up_unrouted(log, older_than).await? > 0 {}
+        let mut after = None;
         loop {
-            let step = store.prune(log, older_than).await?;
-            pruned += step;
-            if step == 0 {
+            let began = Instant::now();
+            let step = store.prune(log, older_than, after).await?;
+            pruned += step.count;
+            after = step.next;
+            if after.is_none() {
                 break;
             }
+            tokio::time::sleep(step_pause(began.elapsed())).await;
             if noted.elapsed() >= NOTE_EVERY && std::io::stderr().is_terminal() {
                 output::note(&format!("{log}: {} deleted", grouped(pruned)));
                 noted = Instant::now();

@@ -41,7 +41,8 @@ async fn inserted_by_sql_and_dispatched_to_a_file(kind: Kind) -> Result<()> {
 
     ensure!(env.ok(&["prune", "--older-than", "1h"])? == "pruned=0\n");
     ensure!(env.ok(&["prune", "--older-than", "0s"])? == "pruned=3\n");
-    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=0 dead=0 total=0\n");
+    ensure!(env.json(&["list", "--state", "dispatched", "--json"])?.as_array().is_some_and(Vec::is_empty));
+    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=3 dead=0 total=3\n", "what was delivered stays counted");
     Ok(())
 }
 

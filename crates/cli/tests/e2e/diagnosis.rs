@@ -1,8 +1,10 @@
 //! What the commands show of events that do not move.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context as _, Result, ensure};
 
-use crate::env::{FILE_SINK, Kind, TestEnv, http_sink, on_both};
+use crate::env::{FILE_SINK, Kind, TestEnv, get, http_sink, on_both, until};
 
 /// What the topics leave out is neither delivered nor on its way.
 async fn an_event_that_nobody_wants_is_not_shown_as_delivered(kind: Kind) -> Result<()> {
@@ -60,7 +62,66 @@ async fn the_doctor_names_an_open_breaker(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// What is too deep to count is said to be an estimate, everywhere.
+async fn an_estimate_says_that_it_is_one(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    env.subscribe()?;
+    env.sql(
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 12000)
+         INSERT INTO OUTBOX (topic, payload) SELECT 'order.placed', '{}' FROM n",
+    )
+    .await?;
+    let said = env.ok(&["stats"])?;
+    ensure!(said.ends_with(" estimated=true\n"), "{said}");
+    let stats = env.json(&["stats", "--json"])?;
+    let pending = stats[0]["pending"].as_u64().context("a number")?;
+    ensure!(stats[0]["estimated"] == true && (10_000..=14_000).contains(&pending), "{stats}");
+    let doctor = env.said(&["doctor"])?;
+    ensure!(doctor.contains("out: ~1"), "{doctor}");
+    env.ok(&["dispatch"])?;
+    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=12000 dead=0 total=12000\n");
+    Ok(())
+}
+
+/// Somebody locks a table, as a migration of theirs does: whoever looks hears of it, and soon.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_locked_table_keeps_nobody_waiting_who_looks() -> Result<()> {
+    for table in ["delivery", "lane"] {
+        let env = TestEnv::with(Kind::Postgres, FILE_SINK).await?;
+        env.insert_three().await?;
+        let served = env.serve().await?;
+        let counted = "pending=0 dispatched=3 dead=0 total=3\n";
+        until("the events", async || Ok((env.ok(&["stats"])? == counted).then_some(()))).await?;
+        let mut holder = env.client().await?;
+        let locked = holder.transaction().await?;
+        locked.batch_execute(&format!("LOCK TABLE postbox.{table} IN ACCESS EXCLUSIVE MODE")).await?;
+        let start = Instant::now();
+        let metrics = get(&served.address, "/metrics", "").await?;
+        let readyz = get(&served.address, "/readyz", "").await?;
+        let http = start.elapsed();
+        let doctor = env.said(&["doctor"])?;
+        let stats = env.refuses(1, &["stats"])?;
+        let list = env.refuses(1, &["list", "--state", "dead"])?;
+        let all = start.elapsed();
+        let holds = format!("the table {table} is locked by session");
+        ensure!(metrics.contains("postbox_store_up 1") && !metrics.contains("postbox_depth{"), "{table}: {metrics}");
+        ensure!(metrics.contains("postbox_stats_up{subscription=\"out\"} 0"), "{table}: {metrics}");
+        ensure!(metrics.contains("postbox_delivered_total{subscription=\"out\"} 3"), "{table}: {metrics}");
+        ensure!(readyz.starts_with("HTTP/1.1 "), "{table}: {readyz}");
+        ensure!(doctor.contains("PROBLEM") && doctor.contains(&holds), "{table}: {doctor}");
+        ensure!(stats.contains(&holds) && stats.contains("pg_terminate_backend"), "{table}: {stats}");
+        ensure!(list.contains(&holds), "{table}: {list}");
+        // Two seconds each, and a busy machine.
+        ensure!(http < Duration::from_secs(8) && all < Duration::from_secs(20), "{table}: {http:?}, {all:?}");
+        locked.rollback().await?;
+        until("the counts", async || Ok((env.ok(&["stats"])? == counted).then_some(()))).await?;
+        served.terminate().await?;
+    }
+    Ok(())
+}
+
 on_both! {
     an_event_that_nobody_wants_is_not_shown_as_delivered,
     the_doctor_names_an_open_breaker,
+    an_estimate_says_that_it_is_one,
 }

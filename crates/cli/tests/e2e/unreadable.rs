@@ -244,7 +244,7 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
 
 /// A count that waits costs its own figures and no others, however many ask.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn metrics_are_there_while_the_database_is_not() -> Result<()> {
+async fn metrics_are_there_while_a_count_waits() -> Result<()> {
     let endpoint = Endpoint::start(takes_all)?;
     let env = TestEnv::with(Kind::Postgres, &endpoint.subscription("out")).await?;
     env.insert_three().await?;
@@ -255,7 +255,8 @@ async fn metrics_are_there_while_the_database_is_not() -> Result<()> {
     let scrapes = (0..4).map(|_| tokio::time::timeout(DEADLINE, get(&relay.address, "/metrics", "")));
     for page in futures::future::join_all(scrapes).await {
         let page = page.context("a scrape hangs")??;
-        ensure!(page.contains("\npostbox_store_up 0\n") && !page.contains("\npostbox_depth{"), "{page}");
+        ensure!(page.contains("\npostbox_store_up 1\n") && !page.contains("\npostbox_depth{"), "{page}");
+        ensure!(page.contains("\npostbox_stats_up{subscription=\"out\"} 0\n"), "{page}");
         ensure!(
             page.contains("\npostbox_delivered_total{subscription=\"out\"} ") && page.ends_with("# EOF\n"),
             "{page}"

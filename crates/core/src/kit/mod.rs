@@ -21,7 +21,13 @@ pub use error::{
     subscription_unknown, window_undone,
 };
 pub use row::{Due, RowAfter};
-pub use stats::{StatsCounter, unrouted};
+pub use stats::{LOOK_EVENTS_MAX, StatsCounter, unrouted};
 
-/// Rows that one bounded step of `prune` or `forget` deletes at most.
+/// Rows that one bounded step of `forget` deletes at most.
 pub const STEP_ROWS_MAX: usize = 1_000;
+/// Events that one step of `prune` looks at: some tens of milliseconds of the database. Smaller
+/// steps cost more for each event, larger ones delay those who append (measured, see
+/// `docs/decisions/retention-by-range.md`).
+pub const PRUNE_ROWS_MAX: usize = 10_000;
+/// So many events of a step that are too young end a run of `prune`.
+pub const PRUNE_YOUNG_MAX: usize = 1_000;

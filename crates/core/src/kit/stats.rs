@@ -9,25 +9,30 @@ use crate::state::State;
 /// Topics listed in [`Stats`], as its contract says.
 const STATS_TOPICS_MAX: usize = 100;
 
+/// Events of each kind that a look counts one by one. Ten thousand take some milliseconds
+/// (measured), and nobody decides by a difference beyond them.
+pub const LOOK_EVENTS_MAX: u64 = 10_000;
+
 /// Events as they are counted.
 #[derive(Debug, Default)]
 pub struct StatsCounter {
     stats: Stats,
-    topics: HashMap<String, (u64, Duration)>,
+    topics: HashMap<String, (u64, Option<Duration>)>,
 }
 
 impl StatsCounter {
-    /// Adds events of a state and topic, the oldest of them of that age.
-    pub fn add(&mut self, state: State, topic: &str, count: u64, age: Duration) {
+    /// Adds events of a state and topic, and the age of the oldest of them, if it is known.
+    pub fn add(&mut self, state: State, topic: &str, count: u64, age: Option<Duration>) {
         match state {
             State::Retrying => self.stats.retrying += count,
             State::Blocked => self.stats.blocked += count,
             State::Scheduled => self.stats.scheduled += count,
             State::Dead => self.stats.dead += count,
             State::Discarded => self.stats.discarded += count,
-            State::Pending | State::Dispatched | State::Skipped | State::Unrouted => {}
+            State::Dispatched => self.stats.dispatched += count,
+            State::Pending | State::Skipped | State::Unrouted => {}
         }
-        if !state.counts_as_pending() {
+        if !state.counts_as_pending() || count == 0 {
             return;
         }
         match self.topics.get_mut(topic) {
@@ -36,16 +41,29 @@ impl StatsCounter {
         }
     }
 
-    /// The counts of a subscription that wants so many events, the deepest topics first.
-    pub fn finish(self, total: u64) -> Stats {
+    /// What was added is not exact.
+    pub fn note_estimate(&mut self) {
+        self.stats.is_estimate = true;
+    }
+
+    /// The rows of each state were counted up to [`LOOK_EVENTS_MAX`] and one more: where all are
+    /// there, there may be more.
+    pub fn note_limit(&mut self) {
+        let Stats { retrying, blocked, scheduled, dead, discarded, .. } = self.stats;
+        self.stats.is_estimate |=
+            [retrying, blocked, scheduled, dead, discarded].iter().any(|it| *it > LOOK_EVENTS_MAX);
+    }
+
+    /// The counts, the deepest topics first.
+    pub fn finish(self) -> Stats {
         let pending = self.topics.values().map(|(count, _)| count).sum();
-        let oldest_pending = self.topics.values().map(|(_, age)| *age).max();
+        let oldest_pending = self.topics.values().filter_map(|(_, age)| *age).max();
         let listed = |(topic, (pending, oldest_pending))| TopicStats { topic, pending, oldest_pending };
         let mut topics: Vec<TopicStats> = self.topics.into_iter().map(listed).collect();
         topics.sort_by(|a, b| b.pending.cmp(&a.pending).then_with(|| a.topic.cmp(&b.topic)));
         topics.truncate(STATS_TOPICS_MAX);
-        let dispatched = total.saturating_sub(pending + self.stats.dead + self.stats.discarded);
-        Stats { total, pending, dispatched, oldest_pending, topics, ..self.stats }
+        let total = self.stats.dispatched + pending + self.stats.dead + self.stats.discarded;
+        Stats { total, pending, oldest_pending, topics, ..self.stats }
     }
 }
 

@@ -9,7 +9,7 @@ use crate::admin::{Admin, Changed, Replay, Replayed, Routed, Selection};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::Pause;
-use crate::kit::{STEP_ROWS_MAX, rebase_not_needed};
+use crate::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, rebase_not_needed};
 use crate::names::{LogName, SubscriptionName};
 use crate::state::State as EventState;
 use crate::subscription::Ordering;
@@ -46,9 +46,9 @@ impl Admin for MemoryStore {
         self.call("give_up_unrouted", None, move |server| server.give_up_unrouted(&log, older_than)).await
     }
 
-    async fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
         let log = log.clone();
-        self.call("prune", None, move |server| server.prune(&log, older_than)).await
+        self.call("prune", None, move |server| server.prune(&log, older_than, after)).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
@@ -215,7 +215,7 @@ impl Server {
         Ok(given_up as u64)
     }
 
-    fn prune(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+    fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
         let now = self.clock.now();
         let oldest_kept = now.checked_sub(older_than).unwrap_or(Timestamp::MIN);
         _ = self.note_unrouted(log)?;
@@ -224,18 +224,27 @@ impl Server {
         let readers: Vec<&Reader> =
             state.data.readers.values().filter(|reader| reader.subscription.log == *log).collect();
         if readers.is_empty() {
-            return Ok(0);
+            return Ok(Changed::default());
         }
-        let gone: Vec<i64> = of_log
-            .committed()
-            .filter(|(seq, commit, event)| {
-                let is_kept = *commit > of_log.routed || of_log.unrouted.contains(seq);
-                event.created_at <= oldest_kept && !is_kept
-            })
-            .filter(|(seq, commit, event)| readers.iter().all(|reader| reader.is_done_with(*seq, *commit, event)))
-            .map(|(seq, _, _)| seq)
-            .take(STEP_ROWS_MAX)
-            .collect();
+        let (mut gone, mut looked, mut young, mut next) = (Vec::new(), 0, 0, None);
+        for (seq, commit, event) in of_log.committed().filter(|(seq, _, _)| after.is_none_or(|after| *seq > after.0)) {
+            if event.created_at > oldest_kept {
+                young += 1;
+            } else if commit <= of_log.routed
+                && !of_log.unrouted.contains(&seq)
+                && readers.iter().all(|reader| reader.is_done_with(seq, commit, event))
+            {
+                gone.push(seq);
+            }
+            looked += 1;
+            if young == PRUNE_YOUNG_MAX {
+                break;
+            }
+            if looked == PRUNE_ROWS_MAX {
+                next = Some(Seq(seq));
+                break;
+            }
+        }
         for seq in &gone {
             for reader in state.data.readers.values_mut().filter(|reader| reader.subscription.log == *log) {
                 reader.take(*seq);
@@ -244,7 +253,7 @@ impl Server {
             state.data.logs.get_mut(log).expect("looked up above").remove(*seq);
         }
         state.flush();
-        Ok(gone.len() as u64)
+        Ok(Changed { count: gone.len() as u64, next })
     }
 
     fn pause(&self, subscription: &SubscriptionName, pause: Option<Pause>) -> Result<()> {

@@ -77,11 +77,11 @@ impl Server {
     fn settle_with(&self, lease: &Lease, write: &Write, mut transaction: MemoryTransaction) -> Result<()> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("apply")?;
-        let (reader, _) = state.data.leased("apply", lease, monotonic)?;
+        let (reader, log) = state.data.leased("apply", lease, monotonic)?;
         if reader.was_settled(lease.lane, write) {
             return Err(settled_already());
         }
-        reader.settle(lease.lane, write, now)?;
+        reader.settle(log, lease.lane, write, now)?;
         transaction.commit_in(&mut state);
         State::flush_and_wake(state);
         Ok(())

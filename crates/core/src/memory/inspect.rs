@@ -9,12 +9,12 @@ use super::MemoryStore;
 use super::state::{Data, LogState, Reader};
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
-use crate::inspect::{Inspect, LaneInfo, ListQuery, Record, Stats, SubscriptionInfo, Unrouted};
+use crate::inspect::{Count, Inspect, LaneInfo, ListQuery, Record, Stats, SubscriptionInfo, Unrouted};
 use crate::kit::{StatsCounter, unrouted};
 use crate::limits::UNROUTED_COUNT_MAX;
 use crate::names::{LogName, SubscriptionName};
 use crate::receive::Conflict;
-use crate::state::State;
+use crate::state::State as EventState;
 
 #[async_trait]
 impl Inspect for MemoryStore {
@@ -69,8 +69,9 @@ impl Inspect for MemoryStore {
         Ok(unrouted(events.take(UNROUTED_COUNT_MAX).map(|event| (event.topic.as_str(), 1, age(event)))))
     }
 
-    async fn count(&self, log: &LogName) -> Result<u64> {
-        Ok(self.server.state("count")?.data.log("count", log)?.committed().count() as u64)
+    async fn count(&self, log: &LogName) -> Result<Count> {
+        let events = self.server.state("count")?.data.log("count", log)?.committed().count() as u64;
+        Ok(Count { events, is_estimate: false })
     }
 }
 
@@ -121,15 +122,22 @@ impl Reader {
     }
 
     fn stats(&self, log: &LogState, now: Timestamp) -> Stats {
-        let (mut counter, mut total) = (StatsCounter::default(), 0);
+        let mut counter = StatsCounter::default();
+        counter.add(EventState::Dispatched, "", self.delivered, None);
+        let waits = |since: Timestamp| Some(Duration::try_from(now.duration_since(since)).unwrap_or_default());
         for (seq, commit, event) in log.committed() {
             let state = self.state_of(log, seq, commit, event);
-            if !matches!(state, State::Skipped | State::Unrouted) {
-                let age = Duration::try_from(now.duration_since(event.created_at)).unwrap_or_default();
-                counter.add(state, event.topic.as_str(), 1, age);
-                total += 1;
+            let is_counted = state.has_row() || state == EventState::Pending;
+            if is_counted {
+                let due = self.delivery(seq).filter(|_| state == EventState::Scheduled).and_then(|row| row.due_at);
+                let since =
+                    event.created_at.max(event.deliver_at.unwrap_or(Timestamp::MIN)).max(due.unwrap_or(Timestamp::MIN));
+                counter.add(state, event.topic.as_str(), 1, waits(since));
             }
         }
-        counter.finish(total)
+        for (_, row) in self.deliveries().filter(|(seq, _)| !log.rows.contains_key(seq)) {
+            counter.add(row.state, "", 1, waits(row.updated_at));
+        }
+        counter.finish()
     }
 }

@@ -174,8 +174,8 @@ impl Server {
     pub(super) fn settle(&self, lease: &Lease, write: &Write) -> Result<()> {
         let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let mut state = self.state("settle")?;
-        let (reader, _) = state.data.leased("settle", lease, monotonic)?;
-        reader.settle(lease.lane, write, now)?;
+        let (reader, log) = state.data.leased("settle", lease, monotonic)?;
+        reader.settle(log, lease.lane, write, now)?;
         // A mere position may be lost: what it says was delivered would be delivered again. A row
         // says what nobody else knows.
         if !write.entries.is_empty() {

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use jiff::Timestamp;
 
 use super::client::Position;
-use super::state::{DeliveryRow, Reader};
+use super::state::{DeliveryRow, LogState, Reader};
 use crate::batch::{Disposition, Settlement};
 use crate::error::Result;
 use crate::kit::{Due, RowAfter, window_undone};
@@ -73,7 +73,7 @@ impl Reader {
     }
 
     /// Writes a settlement under a lease that was checked: wholly or not at all.
-    pub(super) fn settle(&mut self, lane: u16, write: &Write, now: Timestamp) -> Result<()> {
+    pub(super) fn settle(&mut self, log: &LogState, lane: u16, write: &Write, now: Timestamp) -> Result<()> {
         let of_lane = &mut self.lanes[usize::from(lane)];
         let before = of_lane.settled;
         if let Some(Place { known, position }) = &write.place {
@@ -92,9 +92,18 @@ impl Reader {
             }
             of_lane.settled = *position;
         }
-        let end = of_lane.settled;
+        let (end, window) = (of_lane.settled, of_lane.from + 1..=of_lane.to);
+        let in_stream = |seq: i64| before < seq && seq <= end;
+        let passed = log.rows.range(before + 1..end + 1).filter(|(_, row)| {
+            let event = &row.event;
+            row.commit.is_some_and(|commit| window.contains(&commit))
+                && self.lane_of(event) == lane
+                && self.wants(event)
+        });
+        let excepted = write.entries.iter().filter(|it| in_stream(it.seq) && it.disposition != Disposition::Delivered);
+        self.delivered += passed.count().saturating_sub(excepted.count()) as u64;
         for entry in &write.entries {
-            self.settle_entry(lane, entry, before < entry.seq && entry.seq <= end, write.hold_keys, now);
+            self.settle_entry(lane, entry, in_stream(entry.seq), write.hold_keys, now);
         }
         // Only now is it known who is still ahead of whom.
         for key in write.entries.iter().filter_map(|entry| entry.key.as_ref()) {
@@ -115,7 +124,7 @@ impl Reader {
         let row = DeliveryRow { ordered, updated_at: now, ..row };
         match RowAfter::of(&entry.disposition, row.attempts, ordered && row.key.is_some()) {
             Some(after) => self.put(entry.seq, written(row, after, now)),
-            None => _ = self.take(entry.seq),
+            None => self.delivered += u64::from(self.take(entry.seq).is_some()),
         }
     }
 }

@@ -81,6 +81,8 @@ pub(super) struct Reader {
     pub(super) replays: u32,
     pub(super) lanes: Vec<Lane>,
     pub(super) pause: Option<Pause>,
+    /// How many events were delivered, ever.
+    pub(super) delivered: u64,
     /// Until when each relay counts as alive.
     pub(super) alive_until: HashMap<OwnerId, Duration>,
     deliveries: BTreeMap<i64, DeliveryRow>,
@@ -266,6 +268,7 @@ impl Reader {
             lanes: vec![lane; usize::from(subscription.lanes)],
             subscription,
             pause: None,
+            delivered: 0,
             alive_until: HashMap::new(),
             deliveries: BTreeMap::new(),
             holding: HashMap::new(),

@@ -4,13 +4,15 @@
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Disposition, Error, Inspect, ListQuery, LogName, Record, Result, State, SubscriptionInfo};
+use postbox_core::kit::LOOK_EVENTS_MAX;
+use postbox_core::{Count, Disposition, Error, Inspect, ListQuery, LogName, Record, Result, State, SubscriptionInfo};
 use serde::Serialize;
+use tokio::time::Instant;
 
-use super::stats::{StatsJson, stats};
+use super::stats::{STATS_WAIT, StatsJson, stats};
 use super::unrouted::{UnroutedLog, unrouted};
 use super::{Fault, ServiceStatus};
-use crate::text::{cut, grouped, span};
+use crate::text::{cut, estimated, span};
 
 /// Most events looked at for each question; what keeps a queue waiting stands at its head.
 const LOOK: usize = 20;
@@ -59,8 +61,9 @@ impl Finding {
     }
 
     /// Nobody reads this log, though it has events.
-    pub fn unread(log: &LogName, count: u64, cure: String) -> Self {
-        Self::problem(format!("nobody reads the {log}: {} event(s) wait there", grouped(count)), cure)
+    pub fn unread(log: &LogName, count: Count, cure: String) -> Self {
+        let count = estimated(count.events, count.is_estimate);
+        Self::problem(format!("nobody reads the {log}: {count} event(s) wait there"), cure)
     }
 
     pub(super) fn cure(self, cure: impl Into<String>) -> Self {
@@ -82,7 +85,16 @@ pub async fn diagnose(
     service: Option<&ServiceStatus>,
 ) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
-    for (info, stats) in infos.iter().zip(stats(store, infos).await?) {
+    for (info, stats) in infos.iter().zip(stats(store, infos, Instant::now() + STATS_WAIT).await) {
+        let stats = match stats {
+            Ok(stats) => stats,
+            Err(error) => {
+                let what = format!("its events could not be counted: {} ({})", error.message(), error.code());
+                let cure = "end what keeps the database busy, or wait; `postbox stats` shows when the counts are back";
+                findings.push(Finding { subscription: Some(info.name.to_string()), ..Finding::problem(what, cure) });
+                continue;
+            }
+        };
         let fault = service.and_then(|service| {
             let fault = service.faults.iter().find(|fault| fault.subscription.as_ref() == Some(&info.name))?;
             Some(Fault { what: format!("the service at {}: {}", service.address, fault.what), ..fault.clone() })
@@ -107,6 +119,7 @@ async fn examine(
         let query = ListQuery { subscription: name.clone(), state, topic: None, code: None, after: None, limit: LOOK };
         if count > 0 { store.list(&query).await } else { Ok(Vec::new()) }
     };
+    let rows = |count| estimated(count, count > LOOK_EVENTS_MAX);
     let mut findings = Vec::new();
     if let Some(pause) = &info.paused {
         let until = pause.until.map_or_else(String::new, |until| format!(" until {until:.0}"));
@@ -117,30 +130,33 @@ async fn examine(
     let retrying = list(State::Retrying, stats.retrying).await?;
     findings.extend(outage(&retrying, fault));
     if stats.dead > 0 {
-        let what = format!("{} dead: {}", grouped(stats.dead), reasons(&list(State::Dead, stats.dead).await?));
+        let what = format!("{} dead: {}", rows(stats.dead), reasons(&list(State::Dead, stats.dead).await?));
         let cure = format!("look at one with `postbox show ID`, then: postbox retry --all --subscription {name}");
         findings.push(Finding::problem(what, cure));
     }
     if stats.retrying > 0 {
-        let what = format!("{} retrying: {}; {}", grouped(stats.retrying), reasons(&retrying), soonest(&retrying));
+        let what = format!("{} retrying: {}; {}", rows(stats.retrying), reasons(&retrying), soonest(&retrying));
         findings.push(Finding::new(Note, what));
     }
     if stats.blocked > 0 {
         let keys = keys(&list(State::Blocked, stats.blocked).await?);
-        let what = format!("{} blocked behind an earlier event of their key: {keys}", grouped(stats.blocked));
+        let what = format!("{} blocked behind an earlier event of their key: {keys}", rows(stats.blocked));
         let cure = format!("the first one of each key decides: postbox list --state retrying --subscription {name}");
         findings.push(Finding::new(Note, what).cure(cure));
     }
     if stats.scheduled > 0 {
         let soonest = soonest(&list(State::Scheduled, stats.scheduled).await?);
-        findings.push(Finding::new(Note, format!("{} wait for their time; {soonest}", grouped(stats.scheduled))));
+        findings.push(Finding::new(Note, format!("{} wait for their time; {soonest}", rows(stats.scheduled))));
     }
     if stats.pending == 0 {
         findings.push(Finding::new(Fine, "nothing is pending"));
-    } else if let Some(oldest) = stats.oldest_pending_seconds.map(Duration::from_secs_f64) {
+    } else {
+        let oldest = stats.oldest_pending_seconds.map(Duration::from_secs_f64);
+        let since = oldest.map_or_else(String::new, |oldest| format!(", the oldest for {}", span(oldest)));
         let deepest = stats.topics.first().map_or_else(String::new, |topic| format!(", most of them {}", topic.topic));
-        let what = format!("{} pending, the oldest for {}{deepest}", grouped(stats.pending), span(oldest));
-        findings.push(Finding::new(if oldest > LATE { Note } else { Fine }, what));
+        let is_late = oldest.is_none_or(|oldest| oldest > LATE);
+        let what = format!("{} pending{since}{deepest}", estimated(stats.pending, stats.estimated));
+        findings.push(Finding::new(if is_late { Note } else { Fine }, what));
     }
     Ok(findings)
 }

@@ -13,5 +13,6 @@ pub use conflict::ConflictJson;
 pub use doctor::{Finding, Severity, diagnose};
 pub use event::{DeliveryJson, EventJson, RecordJson, ShowJson};
 pub use service::{Fault, ServiceStatus, fetch};
-pub use stats::{StatsJson, TopicJson, stats};
+pub(crate) use stats::too_slow;
+pub use stats::{STATS_WAIT, StatsJson, TopicJson, stats};
 pub use unrouted::{UnroutedLog, unrouted};

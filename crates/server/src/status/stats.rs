@@ -1,7 +1,14 @@
 //! Counts: `stats --json`, and the depth and lag of `/metrics`.
 
-use postbox_core::{Inspect, LogName, Result, Stats, SubscriptionInfo, SubscriptionName};
+use std::time::Duration;
+
+use postbox_core::{Count, Error, ErrorKind, Inspect, LogName, Result, Stats, SubscriptionInfo, SubscriptionName};
 use serde::Serialize;
+use tokio::time::{Instant, timeout_at};
+
+/// Longest time to count all subscriptions. A count takes milliseconds; what keeps it longer is a
+/// lock or an overloaded database, and whoever looks at either must not wait for it.
+pub const STATS_WAIT: Duration = Duration::from_secs(2);
 
 /// The counts of one subscription, or of a log that nobody reads.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -22,13 +29,17 @@ pub struct StatsJson {
     pub dead: u64,
     /// Taken out by a person.
     pub discarded: u64,
-    /// Delivered, of the events still in the log.
+    /// Delivered since the subscription began.
     pub dispatched: u64,
-    /// Events in the log that the subscription wants.
+    /// `dispatched + pending + dead + discarded`.
     pub total: u64,
     /// Events of the log that no subscription wants, as far as they were counted.
     pub unrouted: u64,
-    /// Age of the oldest pending event.
+    /// Whether there was too much to count: unread events are estimated from samples, and of a
+    /// state with rows there are that many or more.
+    pub estimated: bool,
+    /// Age of the oldest pending event, from when it may be delivered; `None` also where it is not
+    /// known.
     pub oldest_pending_seconds: Option<f64>,
     /// Whether a person paused the subscription.
     pub paused: bool,
@@ -43,8 +54,8 @@ pub struct TopicJson {
     pub topic: String,
     /// How many are pending.
     pub pending: u64,
-    /// Age of the oldest.
-    pub oldest_pending_seconds: f64,
+    /// Age of the oldest, if it is known.
+    pub oldest_pending_seconds: Option<f64>,
 }
 
 impl StatsJson {
@@ -52,7 +63,7 @@ impl StatsJson {
         let topics = stats.topics.into_iter().map(|topic| TopicJson {
             topic: topic.topic,
             pending: topic.pending,
-            oldest_pending_seconds: topic.oldest_pending.as_secs_f64(),
+            oldest_pending_seconds: topic.oldest_pending.map(|age| age.as_secs_f64()),
         });
         Self {
             subscription,
@@ -66,6 +77,7 @@ impl StatsJson {
             dispatched: stats.dispatched,
             total: stats.total,
             unrouted: 0,
+            estimated: stats.is_estimate,
             oldest_pending_seconds: stats.oldest_pending.map(|age| age.as_secs_f64()),
             paused,
             topics: topics.collect(),
@@ -73,17 +85,25 @@ impl StatsJson {
     }
 
     /// The counts of a log that nobody reads.
-    pub fn unread(log: LogName, count: u64) -> Self {
-        Self::new(None, log, false, Stats { pending: count, total: count, ..Stats::default() })
+    pub fn unread(log: LogName, count: Count) -> Self {
+        let Count { events, is_estimate } = count;
+        Self::new(None, log, false, Stats { pending: events, total: events, is_estimate, ..Stats::default() })
     }
 }
 
-/// The counts of these subscriptions. Each is a scan of its log.
-pub async fn stats(store: &dyn Inspect, infos: &[SubscriptionInfo]) -> Result<Vec<StatsJson>> {
+/// The counts of these subscriptions, or why one could not be counted in time.
+pub async fn stats(store: &dyn Inspect, infos: &[SubscriptionInfo], deadline: Instant) -> Vec<Result<StatsJson>> {
     let mut counted = Vec::with_capacity(infos.len());
     for info in infos {
-        let stats = store.stats(&info.name).await?;
-        counted.push(StatsJson::new(Some(info.name.clone()), info.log.clone(), info.paused.is_some(), stats));
+        let stats = timeout_at(deadline, store.stats(&info.name)).await.unwrap_or_else(|_| Err(too_slow()));
+        let paused = info.paused.is_some();
+        counted.push(stats.map(|stats| StatsJson::new(Some(info.name.clone()), info.log.clone(), paused, stats)));
     }
-    Ok(counted)
+    counted
+}
+
+pub(crate) fn too_slow() -> Error {
+    let text =
+        format!("the counts were not there within {STATS_WAIT:?}; is the database overloaded, or a table locked?");
+    Error::new(ErrorKind::Unavailable, "stats", "stats_timeout", text)
 }

@@ -64,7 +64,8 @@ macro_rules! conformance_suite {
             an_unknown_subscription_is_not_found_and_the_known_are_named logs_are_made_listed_and_counted
             subscriptions_show_lanes_leases_and_pauses stats_count_every_state stats_of_an_empty_log_are_zero
             stats_follow_the_settled_position pending_topics_are_counted_deepest_first_with_their_age
-            every_state_lists_its_own lists_are_paged_in_seq_order lists_narrow_by_topic_and_code
+            delayed_events_do_not_age_before_their_time dispatched_counts_each_delivered_event_once
+            a_deep_backlog_is_near_the_truth every_state_lists_its_own lists_are_paged_in_seq_order lists_narrow_by_topic_and_code
             an_unknown_event_is_none
         }
     };
@@ -134,7 +135,7 @@ macro_rules! conformance_suite {
             events_that_one_does_not_want_go_with_the_others
             a_log_without_subscriptions_is_not_pruned another_logs_subscriptions_have_no_say
             pruning_an_unknown_log_is_not_found an_open_transaction_survives_pruning
-            pruning_goes_on_until_nothing_is_left
+            pruning_goes_on_until_nothing_is_left what_stays_does_not_keep_what_follows
         }
     };
     (read, $fixture:expr) => {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use postbox_core::kit::PRUNE_ROWS_MAX;
 use postbox_core::{ErrorKind, LogName, Selection, State, Store, Subscription};
 
 use super::StoreFixture;
@@ -14,7 +15,7 @@ pub async fn old_dispatched_events_go_and_young_ones_stay(fixture: &dyn StoreFix
     assert_eq!(prune(&lane.store, HOUR).await, 0);
     assert_eq!(prune(&lane.store, SHORT).await, 3);
     let stats = stats(&lane.store).await;
-    assert_eq!((stats.total, stats.dispatched), (0, 0));
+    assert_eq!((stats.pending, stats.dispatched), (0, 3), "what was delivered stays counted");
     assert!(listed(&lane.store, State::Dispatched).await.is_empty());
     append(&lane.store, [event("next")]).await;
     assert_eq!(payloads(&lane.drain().await), ["next"], "reading goes on");
@@ -37,7 +38,7 @@ pub async fn nothing_undelivered_is_ever_pruned(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&read.deliveries), ["pending-1"]);
     fixture.pass(SHORT).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 1, "only what was sent");
-    assert_eq!(stats(&lane.store).await.total, 6);
+    assert_eq!((stats(&lane.store).await.pending, stats(&lane.store).await.dead), (5, 1));
     assert_eq!(lane.replay(Selection::default()).await, 1);
     let mut due = payloads(&lane.drain_due().await);
     due.sort();
@@ -68,7 +69,7 @@ pub async fn discarded_events_go_once_they_are_passed(fixture: &dyn StoreFixture
     lane.settle(&batch, vec![(0, Discarded)]).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 1);
     let stats = stats(&lane.store).await;
-    assert_eq!((stats.total, stats.discarded), (0, 0));
+    assert_eq!((stats.pending, stats.discarded), (0, 0));
 }
 
 /// What nobody wants is another matter: `routing`.
@@ -100,12 +101,12 @@ pub async fn another_logs_subscriptions_have_no_say(fixture: &dyn StoreFixture) 
     lane.store.subscribe(&idle).await.expect("new");
     lane.past(numbered(2).into_iter().map(|event| (event, Delivered))).await;
     fixture.pass(SHORT).await;
-    assert_eq!(lane.store.prune(&LogName::inbox(), Duration::ZERO).await.expect("pruned"), 0);
+    assert_eq!(lane.store.prune(&LogName::inbox(), Duration::ZERO, None).await.expect("pruned").count, 0);
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 2);
 }
 
 pub async fn pruning_an_unknown_log_is_not_found(fixture: &dyn StoreFixture) {
-    refused(fixture.store().prune(&nowhere(), HOUR).await, ErrorKind::NotFound, "log_unknown");
+    refused(fixture.store().prune(&nowhere(), HOUR, None).await, ErrorKind::NotFound, "log_unknown");
 }
 
 pub async fn an_open_transaction_survives_pruning(fixture: &dyn StoreFixture) {
@@ -127,15 +128,34 @@ pub async fn pruning_goes_on_until_nothing_is_left(fixture: &dyn StoreFixture) {
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 3_000);
 }
 
+/// What stays is passed over, and the next run finds it again once it may go.
+pub async fn what_stays_does_not_keep_what_follows(fixture: &dyn StoreFixture) {
+    let count = PRUNE_ROWS_MAX + 5;
+    let (lane, _) = Lane::unread(fixture, numbered(count)).await;
+    let stay = lane.next(1_000).await;
+    lane.settle(&stay, (0..stay.deliveries.len()).map(|at| (at, dead())).collect()).await;
+    lane.drain().await;
+    append(&lane.store, [event("unread")]).await;
+    fixture.pass(SHORT).await;
+    let first = lane.store.prune(&outbox(), Duration::ZERO, None).await.expect("pruned");
+    assert_eq!(first.count as usize, PRUNE_ROWS_MAX - stay.deliveries.len(), "of a step's events those that may go");
+    let rest = lane.store.prune(&outbox(), Duration::ZERO, first.next).await.expect("pruned");
+    assert_eq!((rest.count, rest.next), (5, None), "the next step begins where this one ended");
+    assert_eq!(payloads(&lane.drain().await), ["unread"]);
+    lane.discard(Selection::default()).await;
+    assert_eq!(prune(&lane.store, Duration::ZERO).await as usize, stay.deliveries.len() + 1);
+}
+
 /// Prunes until the store says it is done.
 async fn prune(store: &Arc<dyn Store>, older_than: Duration) -> u64 {
-    let mut all = 0;
+    let (mut all, mut after) = (0, None);
     for _ in 0..1_000 {
-        let gone = store.prune(&outbox(), older_than).await.expect("pruned");
-        if gone == 0 {
+        let step = store.prune(&outbox(), older_than, after).await.expect("pruned");
+        all += step.count;
+        after = step.next;
+        if after.is_none() {
             return all;
         }
-        all += gone;
     }
     panic!("pruning never ends");
 }

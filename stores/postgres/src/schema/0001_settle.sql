@@ -3,7 +3,8 @@
 -- rows.
 --
 -- The parameters: the lane under an epoch; where its row was last seen; the window and the position
--- that the caller remembers; and the new position, or NULL to move nothing.
+-- that the caller remembers; the new position, or NULL to move nothing; and how many of the events
+-- that it moves over were delivered.
 --
 -- The answer, in `verdict`:
 --   stale    the lease is not ours undone   the cursor is not what the caller remembers, and
@@ -23,7 +24,7 @@
 -- snapshot, none of them can be removed, and a look-up by key walks over all: 1 ms after 20,000
 -- batches (measured), and so on without end. So the row is looked for at its last place first.
 CREATE FUNCTION {s}.settle_lane(
-  of_subscription int, of_lane int, under_epoch bigint, last_place text, last_snap text, last_settled bigint, new_seq bigint,
+  of_subscription int, of_lane int, under_epoch bigint, last_place text, last_snap text, last_settled bigint, new_seq bigint, now_delivered bigint,
   OUT verdict text, OUT place text)
 LANGUAGE plpgsql VOLATILE {pinned}
 AS ${tag}$
@@ -34,7 +35,7 @@ DECLARE
 BEGIN
   -- All went well, as nearly always: one update, without a lock that would be written down before
   -- it.
-  UPDATE {s}.lane AS l SET last_seq = new_seq
+  UPDATE {s}.lane AS l SET last_seq = new_seq, delivered = l.delivered + now_delivered
     WHERE l.ctid = spot AND {held}
       AND l.to_snap::text = last_snap AND l.last_seq >= last_settled AND l.last_seq < new_seq
     RETURNING l.ctid::text INTO place;
@@ -66,7 +67,7 @@ BEGIN
   ELSE
     verdict := 'open';
     IF new_seq IS NOT NULL THEN
-      UPDATE {s}.lane AS l SET last_seq = new_seq WHERE l.ctid = at.ctid RETURNING l.ctid::text INTO place;
+      UPDATE {s}.lane AS l SET last_seq = new_seq, delivered = l.delivered + now_delivered WHERE l.ctid = at.ctid RETURNING l.ctid::text INTO place;
     END IF;
   END IF;
 END

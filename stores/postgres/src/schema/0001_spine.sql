@@ -180,6 +180,7 @@ BEGIN
   PERFORM {s}.create_window(log_name);
   PERFORM {s}.create_append(log_name);
   PERFORM {s}.create_receive(log_name);
+  PERFORM {s}.create_depth(log_name);
   INSERT INTO {s}.log (name) VALUES (log_name);
 END
 ${tag}$;
@@ -226,6 +227,8 @@ CREATE TABLE {s}.lane (
   last_seq bigint NOT NULL,
   -- By which filter it reads.
   revision int NOT NULL DEFAULT 1,
+  -- How many events were delivered, ever: counted in the updates that move the position.
+  delivered bigint NOT NULL DEFAULT 0,
   epoch bigint NOT NULL DEFAULT 0,
   owner text,
   lease_until timestamptz,

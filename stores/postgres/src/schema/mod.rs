@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use postbox_core::{Error, LogName, Result};
 
-/// The schema, as one migration: what a lane calls, what appends and receives, and the
+/// The schema, as one migration: what a lane calls, what receives, what counts, and the
 /// tables.
 pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_window.sql"),
@@ -17,6 +17,8 @@ pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_append.sql"),
     "\n",
     include_str!("0001_receive.sql"),
+    "\n",
+    include_str!("0001_depth.sql"),
     "\n",
     include_str!("0001_spine.sql")
 );

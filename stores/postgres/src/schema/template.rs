@@ -54,12 +54,33 @@ const FRAGMENTS: &[(&str, &str)] = &[
         "(NOT pg_visible_in_snapshot(l.xid, n.from_snap) \
          AND (NOT pg_visible_in_snapshot(l.xid, n.to_snap) OR l.seq > n.last_seq))",
     ),
+    // The columns of a log that its depth is counted from.
+    ("looked_at", "l.seq, l.xid, l.slot, l.topic, l.tenant, l.created_at, l.deliver_at"),
+    // True where row `l` is wanted, unread by its lane, and not discarded. In the function that
+    // counts.
+    (
+        "is_pending",
+        "NOT pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) \
+         AND (NOT pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) OR l.seq > settled[1 + l.slot % lane_count]) \
+         AND (topic_likes IS NULL OR l.topic LIKE ANY (topic_likes)) AND (of_tenant IS NULL OR l.tenant = of_tenant) \
+         AND NOT (has_marks AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND d.seq = l.seq))",
+    ),
+    // How long the rows `r` wait at most, in microseconds.
+    (
+        "age_of_oldest",
+        "(extract(epoch FROM clock_timestamp() - min(r.since) FILTER (WHERE isfinite(r.since))) * 1000000)::bigint",
+    ),
+    // A pattern of a subscription's topics for LIKE.
+    (
+        "like_of_topic",
+        "replace(replace(replace(replace(wanted.topic, chr(92), chr(92) || chr(92)), '%', chr(92) || '%'), '_', chr(92) || '_'), '*', '%')",
+    ),
     // True where subscription `s` wants row `l` of its log, for statements about many
     // subscriptions.
     (
         "is_wanted",
         "((s.topics = '{}' OR EXISTS (SELECT FROM unnest(s.topics) AS wanted(topic)
-  WHERE l.topic LIKE replace(replace(replace(replace(wanted.topic, chr(92), chr(92) || chr(92)), '%', chr(92) || '%'), '_', chr(92) || '_'), '*', '%')))
+  WHERE l.topic LIKE {like_of_topic}))
   AND (s.tenant IS NULL OR l.tenant = s.tenant))",
     ),
     // By which revision of its filter the subscription of the lane `n` passed the row `l` of its log,

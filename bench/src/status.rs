@@ -1,0 +1,92 @@
+//! What it costs to be asked how things stand: the counts behind `postbox stats` and `/metrics`, at
+//! two sizes of the log.
+
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use postbox_core::{Inspect, Store};
+
+use crate::bed::{Bed, connect, open};
+use crate::figure::{Table, milliseconds, thousands};
+
+/// One of so many events is dead.
+const DEAD_OF: usize = 1_000;
+
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Events in the log.
+    #[arg(long, value_delimiter = ',', default_values_t = [100_000, 10_000_000])]
+    rows: Vec<usize>,
+    /// Subscriptions, against one of them.
+    #[arg(long, default_value_t = 20)]
+    subscriptions: usize,
+    /// Looks of each figure, of which it is the median.
+    #[arg(long, default_value_t = 25)]
+    looks: usize,
+}
+
+/// How far the subscriptions are: the snapshots around their window, and how much of it is left.
+const STANDS: [(&str, &str, &str, usize); 3] = [
+    ("all delivered", "pg_current_snapshot()", "pg_current_snapshot()", 0),
+    ("5,000 unread", "'3:3:'", "pg_current_snapshot()", 5_000),
+    ("all unread", "'3:3:'", "'3:3:'", 0),
+];
+
+pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    let many = format!("of {}", options.subscriptions);
+    let mut table = Table::new(
+        "status: Postgres 15, the counts of one subscription and of several",
+        &["log", "stands", "one", &many, "many / one"],
+    );
+    let mut bed = Bed::postgres().await?;
+    for (nth, rows) in options.rows.iter().enumerate() {
+        if nth > 0 {
+            bed = bed.emptied().await?;
+        }
+        bed.fill_delivered(*rows, options.subscriptions, DEAD_OF).await?;
+        let client = connect(&bed.store).await?;
+        let store = open(&bed.store).await?;
+        for (stands, from, to, left) in STANDS {
+            let set = format!(
+                "UPDATE postbox.lane SET from_snap = {from}, to_snap = {to}, low = 0, high = log.last, last_seq = log.last - {left}
+                 FROM (SELECT max(seq) AS last FROM postbox.outbox) AS log"
+            );
+            client.batch_execute(&set).await?;
+            let one = options.median(store.as_ref(), 1).await?;
+            let all = options.median(store.as_ref(), options.subscriptions).await?;
+            table.row([
+                format!("{} events", thousands(*rows as f64)),
+                stands.to_owned(),
+                milliseconds(one),
+                milliseconds(all),
+                format!("{:.1}x", all.as_secs_f64() / one.as_secs_f64()),
+            ]);
+        }
+    }
+    table.print();
+    println!("  wanted: ≤ 50 ms, the largest log ≤ 2x the smallest");
+    Ok(())
+}
+
+impl Options {
+    async fn median(&self, store: &dyn Store, subscriptions: usize) -> anyhow::Result<Duration> {
+        let mut times = Vec::with_capacity(self.looks);
+        for _ in 0..=self.looks {
+            let start = Instant::now();
+            look(store, subscriptions).await?;
+            times.push(start.elapsed());
+        }
+        // The first one warms up.
+        times.remove(0);
+        times.sort_unstable();
+        Ok(times[times.len() / 2])
+    }
+}
+
+/// What a scrape asks.
+async fn look(store: &dyn Inspect, subscriptions: usize) -> anyhow::Result<()> {
+    for info in store.subscriptions().await?.iter().take(subscriptions) {
+        store.stats(&info.name).await?;
+    }
+    Ok(())
+}
