@@ -175,7 +175,8 @@ pub trait Admin: Send + Sync + 'static {
     /// Gives up unrouted events of one log that are older than an age: they are skipped from then
     /// on, and `prune` takes them. One step; how many.
     async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64>;
-    /// Deletes old dispatched and skipped events of one log, one step: those after a place, or from the start.
+    /// Deletes old dispatched and skipped events of one log, one step: those after a place, or from
+    /// the start.
     async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed>;
     /// Pauses or resumes. A pause ends running leases at their next renewal.
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()>;

@@ -61,7 +61,8 @@ impl State {
             Scheduled => matches!(next, Dispatched | Retrying | Blocked | Dead | Discarded),
             Dead => matches!(next, Retrying | Discarded),
             Dispatched => next == Retrying,
-            // It may be on its way by the filter before: its lane takes the new one once that is settled.
+            // It may be on its way by the filter before: its lane takes the new one once that is
+            // settled.
             Skipped => !matches!(next, Skipped | Discarded),
             Unrouted => matches!(next, Skipped | Pending | Retrying),
             Discarded => false,

@@ -16,8 +16,8 @@ use crate::session::Session;
 /// The columns a writer says. Everything else of a row is the store's own.
 pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at";
 
-/// Appends an event: see `0001_append.sql`. Index: the log's three unique ones are extended; no lock
-/// beyond the new row's.
+/// Appends an event: see `0001_append.sql`. Index: the log's three unique ones are extended; no
+/// lock beyond the new row's.
 const LOG_APPEND: &str = "
 SELECT {s}.{name}_append($1::pg_catalog.uuid, $2::pg_catalog.text, $3::pg_catalog.text, $4::pg_catalog.text, $5::bigint,
   $6::pg_catalog.text, $7::pg_catalog.text, $8::pg_catalog.text, $9::pg_catalog.text, $10::pg_catalog.bytea,

@@ -30,8 +30,8 @@ FROM {s}.log AS g WHERE g.name = $1 FOR SHARE";
 ///
 /// An event below `horizon` is visible in every snapshot that a reader began its window with, so
 /// all have passed it. Only the others are compared with each lane. A row that a subscription does
-/// not want is passed whatever its cursor says. One that nobody wants is kept, and so is what was not
-/// looked at yet, unless somebody takes everything (`$4`): it may be one (`unrouted.rs`).
+/// not want is passed whatever its cursor says. One that nobody wants is kept, and so is what was
+/// not looked at yet, unless somebody takes everything (`$4`): it may be one (`unrouted.rs`).
 ///
 /// The three lists are small and read once: `lane` has an old version for each batch while anybody
 /// holds a snapshot, and an index of `delivery` probed for each event and subscription costs more

@@ -1,5 +1,5 @@
-//! Sending events again: what went out or was skipped leaves the stream once more, with rows that are
-//! due now.
+//! Sending events again: what went out or was skipped leaves the stream once more, with rows that
+//! are due now.
 
 use std::collections::BTreeSet;
 

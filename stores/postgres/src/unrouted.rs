@@ -1,9 +1,9 @@
 //! Events that no subscription of their log wants: found once they are old enough that nothing can
 //! come before them, kept, and handed to the first subscription that begins to want them.
 //!
-//! It is decided by the filter that a lane passed an event with, or will read it with. So nothing is
-//! decided while a lane has yet to take a new filter, and what was decided is looked at again when
-//! a filter changes: docs/cursor.md, writes W13 and W14.
+//! It is decided by the filter that a lane passed an event with, or will read it with. So nothing
+//! is decided while a lane has yet to take a new filter, and what was decided is looked at again
+//! when a filter changes: docs/cursor.md, writes W13 and W14.
 
 use std::time::Duration;
 
@@ -66,8 +66,9 @@ progress AS (
 SELECT seq, key FROM sent";
 
 /// Looks at the next rows that are older than every open transaction, and keeps those that nobody
-/// wanted: a filter left them out, and not only the beginning of all who read. Somebody whose filter changed since may want them now: it is asked again. Index:
-/// `(xid, seq)` of the log, walked from its place.
+/// wanted: a filter left them out, and not only the beginning of all who read. Somebody whose
+/// filter changed since may want them now: it is asked again. Index: `(xid, seq)` of the log,
+/// walked from its place.
 const LOG_ROUTE: &str = "
 WITH page AS MATERIALIZED (
   SELECT l.xid, l.seq, l.topic, l.tenant, l.slot FROM {log} AS l

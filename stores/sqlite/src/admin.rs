@@ -279,8 +279,8 @@ pub(crate) fn readers_of(operation: &'static str, tx: &Transaction<'_>, log: &Lo
     names.into_iter().map(|name| Reader::find(operation, tx, &SubscriptionName::from_stored(name))).collect()
 }
 
-/// One step that deletes old events that every subscription is done with. What nobody wants is kept,
-/// and so is what was not looked at yet: it may be wanted by nobody.
+/// One step that deletes old events that every subscription is done with. What nobody wants is
+/// kept, and so is what was not looked at yet: it may be wanted by nobody.
 fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64, after: Option<Seq>) -> Work<Changed> {
     let log = require_log("prune", tx, log)?;
     let readers = readers_of("prune", tx, &log)?;

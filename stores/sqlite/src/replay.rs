@@ -1,5 +1,5 @@
-//! Sending events again: what went out or was skipped leaves the stream once more, with rows that are
-//! due now.
+//! Sending events again: what went out or was skipped leaves the stream once more, with rows that
+//! are due now.
 
 use std::collections::BTreeSet;
 
@@ -13,8 +13,8 @@ use crate::inspect::Reader;
 use crate::unrouted::UNROUTED_FORGET;
 use crate::window::log_end;
 
-/// Rows that one step looks at: some tens of milliseconds of the write lock, however few of them are
-/// meant.
+/// Rows that one step looks at: some tens of milliseconds of the write lock, however few of them
+/// are meant.
 const STEP_LOOK_MAX: usize = 20_000;
 
 /// The replay of this step: a number that no event of the subscription had before. By primary key;

@@ -1,5 +1,5 @@
-//! What goes out to whom: skipped is what a subscription did not want when it passed it, unrouted is
-//! what nobody wants.
+//! What goes out to whom: skipped is what a subscription did not want when it passed it, unrouted
+//! is what nobody wants.
 
 use std::sync::Arc;
 use std::time::Duration;
