@@ -172,6 +172,7 @@ mod tests {
         let mut held = held(&[Some(1), Some(2)]);
         let first = held.give(1, 9, Duration::ZERO).remove(0);
         held.put_back(&first.token, Duration::from_secs(9));
+        assert!(held.take_settled().is_empty(), "what was given back is not settled");
         assert!(held.give(2, 9, Duration::from_secs(8)).is_empty());
         assert_eq!(held.due(), Some(Duration::from_secs(9)));
         assert_eq!(held.give(2, 9, Duration::from_secs(9)).len(), 2);
