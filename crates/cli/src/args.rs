@@ -141,7 +141,8 @@ pub(crate) enum Command {
     ///
     /// Without an id: of the events that the subscription wants now, those between two times or
     /// places. What is appended meanwhile is not meant. Each gets a fresh dedupe id. Works in steps
-    /// of at most 1000 events and prints replayed=N at the end; interrupted, it says where to go on.
+    /// of at most 1000 events and prints replayed=N at the end; interrupted, it says where to go
+    /// on.
     #[command(group = clap::ArgGroup::new("which").required(true).multiple(true).args(["ids", "since", "until", "after", "topic", "key", "all"]))]
     Replay {
         /// The events' ids, whether the subscription wants them or not

@@ -33,13 +33,13 @@ SELECT name, revision, topics, tenant FROM postbox_subscription WHERE name = ?1"
 /// By primary key; no lock.
 const FILTERS_READ: &str = "SELECT revision, topics, tenant FROM postbox_filter WHERE subscription = ?1";
 /// What was to go out by the former filter is perhaps wanted by nobody now: it is looked at again
-/// from where the slowest lane stands. Where the subscription took everything before (`?3`), nothing
-/// was looked at so far. By primary keys; takes the write lock.
+/// from where the slowest lane stands. Where the subscription took everything before (`?3`),
+/// nothing was looked at so far. By primary keys; takes the write lock.
 const LOG_ROUTE_AGAIN: &str = "UPDATE postbox_log SET routed = CASE WHEN ?3 THEN slowest.position ELSE min(routed, slowest.position) END \
 FROM (SELECT min(position) AS position FROM postbox_lane WHERE subscription = ?2) AS slowest \
 WHERE name = ?1 AND slowest.position IS NOT NULL";
-/// How far a lane came by its filter, as long as nothing that was given out is unsettled. By primary
-/// key; takes the write lock; nothing for a stale epoch.
+/// How far a lane came by its filter, as long as nothing that was given out is unsettled. By
+/// primary key; takes the write lock; nothing for a stale epoch.
 const PASSAGE_NOTE: &str = "INSERT OR IGNORE INTO postbox_passage (subscription, lane, revision, position) \
 SELECT subscription, lane, revision, position FROM postbox_lane \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5 AND position = ?6";

@@ -1,9 +1,9 @@
-//! Events that no subscription of their log wants: found in the order of the log, kept, and handed to
-//! the first subscription that begins to want them.
+//! Events that no subscription of their log wants: found in the order of the log, kept, and handed
+//! to the first subscription that begins to want them.
 //!
-//! It is decided by the filter that a lane passed an event with, or will read it with. So nothing is
-//! decided while a lane has yet to take a new filter, and what was decided is looked at again when
-//! a filter changes.
+//! It is decided by the filter that a lane passed an event with, or will read it with. So nothing
+//! is decided while a lane has yet to take a new filter, and what was decided is looked at again
+//! when a filter changes.
 
 use postbox_core::kit::unrouted;
 use postbox_core::limits::UNROUTED_COUNT_MAX;

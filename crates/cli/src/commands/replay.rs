@@ -22,12 +22,12 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
     let [info] = infos.as_slice() else {
         let names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
         let which = names.join(", ");
-        return Err(Failure::usage(&format!(
+        return Err(Failure::usage(format!(
             "a replay is for one subscription; add --subscription with one of: {which}"
         )));
     };
     if replay.ids.as_ref().is_some_and(|ids| ids.len() > CHANGE_EVENTS_MAX) {
-        return Err(Failure::usage(&format!("give at most {CHANGE_EVENTS_MAX} ids at a time")));
+        return Err(Failure::usage(format!("give at most {CHANGE_EVENTS_MAX} ids at a time")));
     }
     // A step is as large as what may go out in a second.
     let step_max = rate.map_or(CHANGE_EVENTS_MAX, |rate| {

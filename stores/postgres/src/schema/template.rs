@@ -83,8 +83,8 @@ const FRAGMENTS: &[(&str, &str)] = &[
   WHERE l.topic LIKE {like_of_topic}))
   AND (s.tenant IS NULL OR l.tenant = s.tenant))",
     ),
-    // By which revision of its filter the subscription of the lane `n` passed the row `l` of its log,
-    // or will read it.
+    // By which revision of its filter the subscription of the lane `n` passed the row `l` of its
+    // log, or will read it.
     (
         "judged",
         "CASE WHEN {is_unread} THEN (SELECT f.revision FROM {s}.filter AS f WHERE f.subscription = n.subscription ORDER BY f.revision DESC LIMIT 1)
