@@ -148,7 +148,8 @@ impl Bed {
         .await
     }
 
-    async fn written(&self) -> anyhow::Result<f64> {
+    /// Bytes of write-ahead log so far; on SQLite of all that was written.
+    pub(crate) async fn written(&self) -> anyhow::Result<f64> {
         match &self.place {
             Place::Postgres(client, _) => {
                 let sql = "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint";
@@ -158,7 +159,8 @@ impl Bed {
         }
     }
 
-    fn server_seconds(&self) -> anyhow::Result<f64> {
+    /// Processor time of the store's server, in seconds.
+    pub(crate) fn server_seconds(&self) -> anyhow::Result<f64> {
         match &self.place {
             Place::Postgres(_, server) => {
                 machine::processor_seconds_of_family(server.pid().context("the server runs")?)

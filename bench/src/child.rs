@@ -113,7 +113,7 @@ impl Job {
 }
 
 /// Takes everything and does nothing.
-struct NullSink;
+pub(crate) struct NullSink;
 
 #[async_trait]
 impl Sink for NullSink {

@@ -21,6 +21,17 @@ impl Figure {
         self.count as f64 / self.seconds.max(f64::EPSILON)
     }
 
+    /// Both, one after the other.
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self {
+            count: self.count + other.count,
+            seconds: self.seconds + other.seconds,
+            processor_seconds: self.processor_seconds + other.processor_seconds,
+            bytes: self.bytes + other.bytes,
+            memory_mib: self.memory_mib.max(other.memory_mib),
+        }
+    }
+
     /// `412,345/s`.
     pub(crate) fn rate(self) -> String {
         format!("{}/s", thousands(self.per_second()))

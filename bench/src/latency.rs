@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::bed::{Bed, at_once, connect, event, schema};
-use crate::child::{Job, Task};
+use crate::child::{Job, NullSink, Task};
 use crate::figure::{Figure, Table, milliseconds};
 use crate::machine;
 
@@ -38,6 +38,19 @@ pub(crate) struct Options {
     /// How long each line is measured.
     #[arg(long, default_value_t = 10)]
     seconds: u64,
+}
+
+/// Half of the events, and 99 of 100, take no longer from their commit's answer until this sink
+/// has delivered them.
+pub(crate) async fn to_sink(
+    bed: &Bed,
+    rate: usize,
+    seconds: u64,
+    sink: Arc<dyn Sink>,
+) -> anyhow::Result<(Duration, Duration)> {
+    let load = Load { writers: STEADY_WRITERS, rate: Some(rate), seconds };
+    let measured = measure_to(bed, load, Reader::Relay, sink).await?;
+    Ok((measured.p50(), measured.p99()))
 }
 
 /// Who reads.
@@ -178,25 +191,36 @@ impl Stamps {
     }
 }
 
-struct Stopwatch(Arc<Stamps>);
+/// A sink that is watched.
+struct Stopwatch {
+    stamps: Arc<Stamps>,
+    sink: Arc<dyn Sink>,
+}
 
 #[async_trait]
 impl Sink for Stopwatch {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: 10_000, concurrency: 4, prefix: true }
+        self.sink.capabilities()
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
-        self.0.arrive(deliveries.iter().map(|delivery| delivery.event.id));
-        deliveries.iter().map(|_| Outcome::DELIVERED).collect()
+        let outcomes = self.sink.deliver(deliveries).await;
+        let delivered = deliveries.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_delivered());
+        self.stamps.arrive(delivered.map(|(delivery, _)| delivery.event.id));
+        outcomes
     }
 }
 
 async fn measure(bed: &Bed, load: Load, reader: Reader) -> anyhow::Result<Measured> {
+    measure_to(bed, load, reader, Arc::new(NullSink)).await
+}
+
+async fn measure_to(bed: &Bed, load: Load, reader: Reader, sink: Arc<dyn Sink>) -> anyhow::Result<Measured> {
     let url = bed.store.as_str();
     let stamps = Arc::new(Stamps::default());
     let stop = CancellationToken::new();
-    let reading = tokio::spawn(read(reader, url.to_owned(), Arc::clone(&stamps), stop.clone()));
+    let sink = Stopwatch { stamps: Arc::clone(&stamps), sink };
+    let reading = tokio::spawn(read(reader, url.to_owned(), sink, stop.clone()));
     if reader != Reader::Nobody {
         warm_up(url, &stamps).await?;
     }
@@ -265,15 +289,15 @@ async fn write(number: usize, load: Load, url: String, stamps: Arc<Stamps>) -> a
     Ok(count)
 }
 
-async fn read(reader: Reader, url: String, stamps: Arc<Stamps>, stop: CancellationToken) -> anyhow::Result<()> {
+async fn read(reader: Reader, url: String, sink: Stopwatch, stop: CancellationToken) -> anyhow::Result<()> {
     match reader {
         Reader::Nobody => Ok(()),
-        Reader::Plain => read_plainly(&url, &stamps, &stop).await,
+        Reader::Plain => read_plainly(&url, &sink.stamps, &stop).await,
         Reader::Relay | Reader::Notified => {
             let config = PostgresConfig { notify: reader == Reader::Notified, ..PostgresConfig::new(url.as_str()) };
             let store = Arc::new(PostgresStore::connect(config).await?);
             let subscription = Subscription::new("bench".parse()?, LogName::outbox());
-            let relay = Relay::builder(store, subscription).sink(Arc::new(Stopwatch(stamps))).build()?;
+            let relay = Relay::builder(store, subscription).sink(Arc::new(sink)).build()?;
             Ok(relay.run(stop).await?)
         }
     }

@@ -1,9 +1,11 @@
-//! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound | retention |
-//! status`. Each prints, from one run, our figure, the limit beside it and the ratio.
+//! Benchmarks: `cargo xtask bench drain | latency | append | ingress | outbound | sinks | sources |
+//! replicas | retention | status`. Each prints, from one run, our figure, the limit beside it and the
+//! ratio.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 mod append;
 mod bed;
+mod broker;
 mod child;
 mod drain;
 mod figure;
@@ -13,7 +15,10 @@ mod machine;
 mod outbound;
 mod peer;
 mod plain;
+mod replicas;
 mod retention;
+mod sinks;
+mod sources;
 mod status;
 
 use std::process::ExitCode;
@@ -40,6 +45,13 @@ enum Bench {
     /// Events out over HTTP, against the same client posting from memory; and beside a target that
     /// hangs.
     Outbound(outbound::Options),
+    /// Two replicas against one, with two lanes and a sink that takes 1 ms.
+    Replicas(replicas::Options),
+    /// Events out to brokers, against the broker's own client publishing from memory; and from the
+    /// commit to the broker's answer.
+    Sinks(sinks::Options),
+    /// Messages of brokers into the inbox, against their client that keeps none.
+    Sources(sources::Options),
     /// Old events deleted, at two sizes of the log, while others append.
     Retention(retention::Options),
     /// The counts behind `postbox stats` and `/metrics`, at two sizes of the log.
@@ -73,6 +85,9 @@ async fn run(bench: Bench) -> anyhow::Result<()> {
         Bench::Append(options) => append::run(&options).await,
         Bench::Ingress(options) => ingress::run(&options).await,
         Bench::Outbound(options) => outbound::run(&options).await,
+        Bench::Replicas(options) => replicas::run(&options).await,
+        Bench::Sinks(options) => sinks::run(&options).await,
+        Bench::Sources(options) => sources::run(&options).await,
         Bench::Retention(options) => retention::run(&options).await,
         Bench::Status(options) => status::run(&options).await,
         Bench::Peer(job) => job.run().await,

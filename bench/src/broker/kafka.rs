@@ -1,0 +1,100 @@
+//! Kafka's protocol: an idempotent producer with acks of all replicas.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::{StreamExt as _, TryStreamExt as _};
+use krafka::Kafka;
+use krafka::admin::{CreateTopicsOptions, DeleteTopicsOptions, NewTopic};
+use krafka::producer::{Acks, Record};
+use postbox_core::envelope::Binding;
+use postbox_core::{Delivery, Sink};
+use postbox_kafka::KafkaSinkTable;
+use postbox_testkit::sending::{context, sink};
+use postbox_testkit::servers::PrivateKafka;
+
+use super::{TIMEOUT, cloud_event, key, timed};
+use crate::figure::Figure;
+
+const PARTITIONS: i32 = 4;
+/// Records whose confirmations are awaited at once.
+const WINDOW: usize = 8_192;
+/// As the sink has them.
+const BATCH_BYTES: usize = 512 * 1024;
+const MEMORY_BYTES: usize = 64 * 1024 * 1024;
+const LINGER: Duration = Duration::from_millis(1);
+
+pub(super) struct Broker {
+    server: PrivateKafka,
+    kafka: Kafka,
+}
+
+impl Broker {
+    pub(super) async fn start() -> anyhow::Result<Self> {
+        let server = PrivateKafka::launch().await;
+        let kafka = Kafka::builder(server.brokers().as_str()).connect().await?;
+        Ok(Self { server, kafka })
+    }
+}
+
+#[async_trait]
+impl super::Broker for Broker {
+    fn pid(&self) -> u32 {
+        self.server.pid()
+    }
+
+    async fn make(&self, place: &str) -> anyhow::Result<()> {
+        let wanted = NewTopic::new(place, PARTITIONS, 1)?;
+        let made = self.kafka.admin().create_topics([wanted], CreateTopicsOptions::default()).await?;
+        Ok(made.into_values().collect::<Result<Vec<_>, _>>().map(drop)?)
+    }
+
+    async fn remove(&self, place: &str) -> anyhow::Result<()> {
+        let removed = self.kafka.admin().delete_topics([place], DeleteTopicsOptions::default()).await?;
+        Ok(removed.into_values().collect::<Result<Vec<_>, _>>().map(drop)?)
+    }
+
+    async fn count(&self, place: &str) -> anyhow::Result<usize> {
+        let looker = self.kafka.consumer_without_group().metrics_push(false).build().await?;
+        let mut count = 0;
+        for partition in 0..PARTITIONS {
+            let (low, high) = looker.fetch_watermarks(place, partition).await?;
+            count += usize::try_from(high - low)?;
+        }
+        looker.close().await?;
+        Ok(count)
+    }
+
+    async fn sink(&self, place: &str) -> Arc<dyn Sink> {
+        let keys = format!("brokers = {:?}\ntopic = {place:?}", self.server.brokers());
+        sink::<KafkaSinkTable>(&keys, &context(TIMEOUT)).await
+    }
+
+    async fn publish(&self, place: &str, deliveries: &[Delivery]) -> anyhow::Result<Figure> {
+        let record = |delivery: &Delivery| -> anyhow::Result<Record> {
+            let wrapped = cloud_event(delivery)?;
+            let attributes = Binding::KAFKA.spell(&wrapped).map(|(name, value)| (name, value.into_owned()));
+            let own = [("content-type", wrapped.content_type.to_string()), ("postbox-id", delivery.dedupe_id())];
+            let own = own.map(|(name, value)| (name.to_owned(), value));
+            let mut record = Record::new(place, wrapped.body.clone());
+            record.key = Some(Bytes::copy_from_slice(key(delivery).as_bytes()));
+            record.headers = attributes.chain(own).map(|(name, value)| (name, Some(Bytes::from(value)))).collect();
+            Ok(record)
+        };
+        let records = deliveries.iter().map(record).collect::<anyhow::Result<Vec<_>>>()?;
+        let producer = self.kafka.producer().acks(Acks::All).idempotent(true).batch_size(BATCH_BYTES);
+        let producer = producer.buffer_memory(MEMORY_BYTES).linger(LINGER).metrics_push(false).build().await?;
+        let producer = &producer;
+        let send = |record: Record| async move {
+            let confirmed = producer.enqueue(record).await?.await?;
+            anyhow::ensure!(confirmed.is_persisted(), "it is not stored");
+            Ok(())
+        };
+        let sent = futures::stream::iter(records).map(send).buffer_unordered(WINDOW).try_collect::<()>();
+        let figure = timed(deliveries.len(), sent).await?;
+        producer.close().await?;
+        Ok(figure)
+    }
+}
