@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_bus::BusSink;
 use postbox_core::{
-    Admin as _, Append as _, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery, Log as _, LogName,
+    Append as _, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery, Log as _, LogName, Maintain as _,
     MemoryStore, NewEvent, Outcome, Receive, Received, Result, Seq, Sink, SourceName, State, Subscription, header,
 };
 use postbox_engine::{Relay, TokioClock};

@@ -2,14 +2,11 @@
 
 use krafka::KrafkaError;
 use krafka::error::ErrorCode;
-use postbox_core::{Error, ErrorKind, Outcome};
-
-/// Enough for every text of a broker.
-const TEXT_CHARS_MAX: usize = 400;
+use postbox_core::{Error, ErrorKind, Outcome, excerpt};
 
 /// What became of a record that was not confirmed.
 pub(crate) fn failure(error: &KrafkaError, topic: &str) -> Outcome {
-    let text = safe(error);
+    let text = excerpt(&error.to_string());
     match error {
         // The client resolves what it still held by then, and sends it no more.
         KrafkaError::DeliveryTimeout { possibly_written: true, .. } => Outcome::ambiguous("kafka_ack_timeout", text),
@@ -86,7 +83,7 @@ pub(crate) fn is_membership_lost(error: &KrafkaError) -> bool {
 
 /// What a failure of the client means for whoever connects, receives or settles.
 pub(crate) fn error(operation: &'static str, error: &KrafkaError) -> Error {
-    let text = safe(error);
+    let text = excerpt(&error.to_string());
     let (kind, code) = match error {
         KrafkaError::Auth { .. } => (ErrorKind::Unauthorized, "kafka_unauthorized"),
         KrafkaError::Config { .. } => (ErrorKind::Mismatch, "kafka_config_invalid"),
@@ -110,11 +107,6 @@ pub(crate) fn error(operation: &'static str, error: &KrafkaError) -> Error {
         _ => (ErrorKind::Unavailable, "kafka_unreachable"),
     };
     Error::new(kind, operation, code, text)
-}
-
-/// Text from outside as one harmless line.
-fn safe(error: &KrafkaError) -> String {
-    error.to_string().chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect()
 }
 
 #[cfg(test)]

@@ -1,26 +1,22 @@
 //! The keys of `type = "kafka"`, for sinks and for sources.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_config::{
-    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, duration, envelope, event_source, from_core,
-    integer, nested, path, secret, size, table, text, words,
+    Secret, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, duration, envelope, event_source,
+    from_core, integer, nested, plain, secret, size, table, text, words,
 };
 use postbox_core::envelope::Binding;
 use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 use tracing::warn;
 
-use crate::connection::{Auth, Cluster, Mechanism, Tls};
+use crate::connection::{Auth, Cluster, Mechanism};
 use crate::sink::{Acks, KafkaSink, Publishing};
 use crate::source::{KafkaSource, Membership, OffsetReset};
 use crate::topic;
 
-/// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
-/// why.
-const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
 /// Longest time of a call: a partition has a new leader by then, or none for long.
 const TIMEOUT_MAX: Duration = Duration::from_secs(30);
 /// Most messages given out at once.
@@ -41,19 +37,6 @@ table! {
         user: String = text(plain), required(r#""postbox""#);
         /// The user's password.
         password: Secret = secret(), required(r#""env:KAFKA_PASSWORD""#);
-    }
-}
-
-table! {
-    /// TLS, which is then required.
-    #[check(check)]
-    pub struct TlsTable {
-        /// Certificates (PEM) to trust instead of the system's.
-        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
-        /// Our certificate (PEM), for brokers that ask who we are; together with `client_key`.
-        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
-        /// The key of `client_cert` (PEM).
-        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
     }
 }
 
@@ -120,13 +103,6 @@ table! {
     }
 }
 
-fn plain(text: &str) -> Result<String, String> {
-    match text {
-        "" => Err("is empty".to_owned()),
-        text => Ok(text.to_owned()),
-    }
-}
-
 /// Addresses with commas between. The message never repeats one: somebody may have written a
 /// password there.
 fn brokers(text: &str) -> Result<String, String> {
@@ -149,19 +125,9 @@ fn topics(text: &str) -> Result<Vec<String>, String> {
     text.split(',').map(named).collect()
 }
 
-impl TlsTable {
-    fn check(&self, section: &Section<'_>) {
-        if section.has("client_cert") != section.has("client_key") {
-            let text = format!("{}: a client certificate needs both client_cert and client_key", section.path);
-            section.fault("client_cert", text);
-        }
-    }
-}
-
 fn cluster(brokers: &str, auth: &Option<AuthTable>, tls: &Option<TlsTable>) -> Cluster {
     let auth = auth.clone().map(|AuthTable { mechanism, user, password }| Auth { mechanism, user, password });
-    let tls = tls.clone().map(|tls| Tls { ca_file: tls.ca_file, client_cert: tls.client_cert.zip(tls.client_key) });
-    Cluster { brokers: brokers.to_owned(), auth, tls }
+    Cluster { brokers: brokers.to_owned(), auth, tls: tls.clone() }
 }
 
 #[async_trait]
@@ -174,14 +140,13 @@ impl SinkConfig for KafkaSinkTable {
                  unanswered request may be stored twice; write acks = \"all\""
             );
         }
-        let timeout = context.deliver_timeout;
         let publishing = Publishing {
             topic: self.topic.clone(),
             envelope: self.envelope,
             source: self.source.clone(),
             acks: self.acks,
             message_bytes_max: self.message_max,
-            timeout: timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2).min(TIMEOUT_MAX),
+            timeout: context.answer_timeout(TIMEOUT_MAX),
             concurrency: context.concurrency,
         };
         Ok(Arc::new(KafkaSink::new(cluster(&self.brokers, &self.auth, &self.tls), publishing)))
@@ -245,7 +210,10 @@ mod tests {
             ("brokers = \"h:0\"\ntopic = \"t\"", "HOST:PORT"),
             ("brokers = \"h:1\"\ntopic = \"a b\"", "is no topic"),
             ("brokers = \"h:1\"\ntopic = \"t\"\nacks = \"none\"", "none of all, leader"),
-            ("brokers = \"h:1\"\ntopic = \"t\"\ntls = { client_cert = \"c\" }", "both client_cert and client_key"),
+            (
+                "brokers = \"h:1\"\ntopic = \"t\"\ntls = { client_cert = \"c\" }",
+                "client_cert and client_key; it needs both",
+            ),
         ] {
             let faults = read::<KafkaSinkTable>(keys, ReadOptions::none()).expect_err("a fault").to_string();
             assert!(faults.contains(word) && !faults.contains("canary"), "{keys}: {faults}");

@@ -1,11 +1,11 @@
 //! Where the brokers are, and who we are to them.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::Duration;
 
 use krafka::auth::{AuthConfig, TlsConfig};
 use krafka::{Kafka, KafkaBuilder};
-use postbox_config::Secret;
+use postbox_config::{Secret, TlsTable};
 use postbox_core::{Error, ErrorKind, Result};
 use tokio::time::timeout;
 
@@ -34,21 +34,13 @@ pub(crate) struct Auth {
     pub(crate) password: Secret,
 }
 
-/// TLS, which is then required.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Tls {
-    /// Trusted instead of the system's certificates.
-    pub(crate) ca_file: Option<PathBuf>,
-    pub(crate) client_cert: Option<(PathBuf, PathBuf)>,
-}
-
 /// Where to and as whom.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Cluster {
     /// `HOST:PORT`, several with commas between.
     pub(crate) brokers: String,
     pub(crate) auth: Option<Auth>,
-    pub(crate) tls: Option<Tls>,
+    pub(crate) tls: Option<TlsTable>,
 }
 
 impl Cluster {
@@ -108,12 +100,12 @@ impl Cluster {
             with(user.clone(), password.expose().to_owned())
         });
         let Some(tls) = &self.tls else { return auth };
-        let shown = |path: &PathBuf| path.to_string_lossy().into_owned();
+        let shown = |path: &Path| path.to_string_lossy().into_owned();
         let mut config = match &tls.ca_file {
             Some(ca_file) => TlsConfig::new().with_ca_cert(shown(ca_file)),
             None => TlsConfig::new().with_native_roots(),
         };
-        if let Some((cert, key)) = &tls.client_cert {
+        if let Some((cert, key)) = tls.client_cert() {
             config = config.with_client_cert(shown(cert), shown(key));
         }
         Some(auth.map_or_else(|| AuthConfig::ssl(config.clone()), |auth| auth.with_tls(config.clone())))

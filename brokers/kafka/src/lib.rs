@@ -29,7 +29,7 @@ mod sink;
 mod source;
 mod topic;
 
-pub use config::{AuthTable, KafkaSinkTable, KafkaSourceTable, TlsTable};
+pub use config::{AuthTable, KafkaSinkTable, KafkaSourceTable};
 pub use connection::Mechanism;
 pub use sink::{Acks, KafkaSink};
 pub use source::{KafkaSource, OffsetReset};

@@ -1,5 +1,6 @@
 //! The sink: a call hands all its events to the producer, then waits for their confirmations.
 
+use std::pin::pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -33,6 +34,10 @@ const LINGER: Duration = Duration::from_millis(1);
 const ENQUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 /// So many requests fit into the time of a call: an unanswered one is repeated twice.
 const REQUESTS_A_CALL: u32 = 3;
+/// A call that takes longer looks whether anybody is there, and again after as long.
+const SLOW: Duration = Duration::from_millis(500);
+/// Longest wait for somebody who is there.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 /// After so many calls in a row without any confirmation, another producer is made: one that lost
 /// its state may never recover.
 const SILENT_CALLS_MAX: u32 = 3;
@@ -245,8 +250,16 @@ impl Sink for KafkaSink {
                 async move { (place, self.publish(producer, delivery).await) }
             })
             .collect();
-        while let Ok(Some((place, what))) = timeout_at(deadline, publishing.next()).await {
-            published[place] = Some(what);
+        let mut gone = pin!(self.gone());
+        loop {
+            tokio::select! {
+                biased;
+                next = timeout_at(deadline, publishing.next()) => match next {
+                    Ok(Some((place, what))) => published[place] = Some(what),
+                    Ok(None) | Err(_) => break,
+                },
+                () = &mut gone => break,
+            }
         }
         call.is_over = publishing.is_empty();
         self.conclude(&call.session, published)
@@ -261,6 +274,17 @@ impl Sink for KafkaSink {
 }
 
 impl KafkaSink {
+    /// Resolves once no broker can be reached. The client says nothing of it: it goes on trying
+    /// until the call's time is over, and whatever follows in the keys of the call would pile up.
+    async fn gone(&self) {
+        loop {
+            tokio::time::sleep(SLOW).await;
+            if self.cluster.connect(LOOK_TIMEOUT).await.is_err() {
+                return;
+            }
+        }
+    }
+
     /// The outcomes of a call, in the light of each other.
     fn conclude(&self, session: &Arc<Session>, published: Vec<Option<Published>>) -> Vec<Outcome> {
         let any = |is: fn(&Published) -> bool| published.iter().flatten().any(is);

@@ -2,13 +2,10 @@
 
 use std::io;
 
-use postbox_core::{Error, ErrorKind, Outcome};
+use postbox_core::{Error, ErrorKind, Outcome, excerpt};
 use rumqttc::v5::mqttbytes::Error as MqttError;
 use rumqttc::v5::mqttbytes::v5::{ConnectReturnCode, DisconnectReasonCode, PubAckReason, SubscribeReasonCode};
 use rumqttc::v5::{ConnectionError, StateError, TlsError};
-
-/// Enough for every text of a server.
-const TEXT_CHARS_MAX: usize = 400;
 
 /// What a PUBACK says of an event. `mandatory`: somebody must have subscribed.
 pub(crate) fn answer(reason: PubAckReason, mandatory: bool) -> Outcome {
@@ -55,8 +52,7 @@ pub(crate) struct Down {
 
 impl Down {
     pub(crate) fn new(kind: ErrorKind, code: &'static str, text: impl AsRef<str>) -> Self {
-        let visible = |c: char| if c.is_control() { ' ' } else { c };
-        Self { kind, code, text: text.as_ref().chars().take(TEXT_CHARS_MAX).map(visible).collect() }
+        Self { kind, code, text: excerpt(text.as_ref()) }
     }
 
     /// The server answers and cannot do what is asked.

@@ -1,44 +1,27 @@
 //! The keys of `type = "mqtt"`, for sinks and for sources.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_config::{
-    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, boolean, duration, envelope, event_source,
-    from_core, integer, nested, path, secret, size, table, text,
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, boolean, duration, envelope,
+    event_source, from_core, integer, nested, secret, size, table, text,
 };
 use postbox_core::envelope::Binding;
 use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 
-use crate::connection::{Server, Tls, address};
+use crate::connection::{Server, address};
 use crate::sink::{MqttSink, Publishing};
 use crate::source::{MqttSource, Subscribing};
 use crate::topic::{self, check_text};
 
-/// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
-/// why.
-const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
 /// Longest wait for PUBACKs: a server that is silent for longer is given up.
 const ACK_TIMEOUT_MAX: Duration = Duration::from_secs(10);
 /// The largest packet of the protocol.
 const MESSAGE_BYTES_MAX: usize = 268_435_455;
 /// Longest name of a client: servers make files of it.
 const CLIENT_ID_BYTES_MAX: usize = 256;
-
-table! {
-    /// Certificates, with `mqtts://`.
-    #[check(check)]
-    pub struct TlsTable {
-        /// Certificates (PEM) to trust instead of the system's.
-        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
-        /// Our certificate (PEM), for servers that ask who we are; together with `client_key`.
-        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
-        /// The key of `client_cert` (PEM).
-        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
-    }
-}
 
 table! {
     /// One message per event, to a topic of an MQTT 5 server.
@@ -132,60 +115,43 @@ fn group(text: &str) -> Result<String, String> {
     }
 }
 
-/// Both or none of each pair.
-fn check_user(section: &Section<'_>) {
-    if section.has("user") != section.has("password") {
-        section.fault("password", format!("{} has one of user and password; it needs both", section.path));
-    }
-}
-
-impl TlsTable {
-    fn check(&self, section: &Section<'_>) {
-        if section.has("client_cert") != section.has("client_key") {
-            let text = format!("{}: a client certificate needs both client_cert and client_key", section.path);
-            section.fault("client_cert", text);
-        }
-    }
-}
-
 impl MqttSinkTable {
     fn check(&self, section: &Section<'_>) {
-        check_user(section);
+        section.both("user", "password");
     }
 
     fn server(&self) -> Server {
         let user = self.user.clone().zip(self.password.clone());
-        Server { url: self.url.clone(), user, tls: tls(&self.tls), client_id: String::new() }
+        Server { url: self.url.clone(), user, tls: self.tls.clone().unwrap_or_default(), client_id: String::new() }
     }
 }
 
 impl MqttSourceTable {
     fn check(&self, section: &Section<'_>) {
-        check_user(section);
+        section.both("user", "password");
     }
 
     fn server(&self) -> Server {
         let user = self.user.clone().zip(self.password.clone());
-        Server { url: self.url.clone(), user, tls: tls(&self.tls), client_id: self.client_id.clone() }
+        Server {
+            url: self.url.clone(),
+            user,
+            tls: self.tls.clone().unwrap_or_default(),
+            client_id: self.client_id.clone(),
+        }
     }
-}
-
-fn tls(tls: &Option<TlsTable>) -> Tls {
-    let tls = tls.clone().map(|tls| Tls { ca_file: tls.ca_file, client_cert: tls.client_cert.zip(tls.client_key) });
-    tls.unwrap_or_default()
 }
 
 #[async_trait]
 impl SinkConfig for MqttSinkTable {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
-        let timeout = context.deliver_timeout;
         let publishing = Publishing {
             topic: self.topic.clone(),
             envelope: self.envelope,
             source: self.source.clone(),
             mandatory: self.mandatory,
             message_bytes_max: self.message_max,
-            timeout: timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2).min(ACK_TIMEOUT_MAX),
+            timeout: context.answer_timeout(ACK_TIMEOUT_MAX),
             concurrency: context.concurrency,
         };
         Ok(Arc::new(MqttSink::new(self.server(), publishing)))
@@ -251,7 +217,10 @@ mod tests {
             ("url = \"mqtt://h/x\"\ntopic = \"t\"", "HOST:PORT"),
             ("url = \"mqtt://h\"\ntopic = \"a/+\"", "is no topic"),
             ("url = \"mqtt://h\"\ntopic = \"t\"\nuser = \"u\"", "needs both"),
-            ("url = \"mqtt://h\"\ntopic = \"t\"\ntls = { client_cert = \"c\" }", "both client_cert and client_key"),
+            (
+                "url = \"mqtt://h\"\ntopic = \"t\"\ntls = { client_cert = \"c\" }",
+                "client_cert and client_key; it needs both",
+            ),
         ] {
             let faults = read::<MqttSinkTable>(keys, ReadOptions::none()).expect_err("a fault").to_string();
             assert!(faults.contains(word) && !faults.contains("canary"), "{keys}: {faults}");

@@ -4,11 +4,11 @@
 //! publish would go out after its outcome was reported. So a connection is for once, and ends with
 //! its first failure.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_config::Secret;
+use postbox_config::{Secret, TlsTable};
 use rumqttc::v5::mqttbytes::v5::{ConnAck, Packet};
 use rumqttc::v5::{AsyncClient, Event, EventLoop, MqttOptions};
 use rumqttc::{NetworkOptions, TlsConfiguration, Transport};
@@ -28,20 +28,12 @@ const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// The largest packet of the protocol: less, and a server would throw larger ones away in silence.
 const PACKET_BYTES_MAX: u32 = 268_435_455;
 
-/// TLS, with `mqtts://`.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Tls {
-    /// Trusted instead of the system's certificates.
-    pub(crate) ca_file: Option<PathBuf>,
-    pub(crate) client_cert: Option<(PathBuf, PathBuf)>,
-}
-
 /// Where to and as whom.
 #[derive(Debug, Clone)]
 pub(crate) struct Server {
     pub(crate) url: String,
     pub(crate) user: Option<(String, Secret)>,
-    pub(crate) tls: Tls,
+    pub(crate) tls: TlsTable,
     /// Empty: the server's choice, without a session.
     pub(crate) client_id: String,
 }
@@ -101,37 +93,35 @@ impl Server {
             options.set_credentials(user, password.expose());
         }
         if is_tls {
-            let config = TlsConfiguration::Rustls(Arc::new(self.tls.config()?));
+            let config = TlsConfiguration::Rustls(Arc::new(config(&self.tls)?));
             options.set_transport(Transport::tls_with_config(config));
         }
         Ok(options)
     }
 }
 
-impl Tls {
-    /// Files are read at each connection, so that they may be renewed.
-    fn config(&self) -> Result<ClientConfig, String> {
-        let provider = Arc::new(ring::default_provider());
-        let fault = |error: rustls::Error| format!("TLS: {error}");
-        let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
-            .with_safe_default_protocol_versions()
-            .map_err(fault)?;
-        let builder = match &self.ca_file {
-            Some(path) => {
-                let mut roots = RootCertStore::empty();
-                roots.add_parsable_certificates(certificates("ca_file", path)?);
-                builder.with_root_certificates(roots)
-            }
-            None => {
-                let verifier = Verifier::new(provider).map_err(fault)?;
-                builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier))
-            }
-        };
-        let Some((cert, key)) = &self.client_cert else { return Ok(builder.with_no_client_auth()) };
-        let shown = key.display();
-        let key = PrivateKeyDer::from_pem_file(key).map_err(|error| format!("client_key {shown}: {error}"))?;
-        builder.with_client_auth_cert(certificates("client_cert", cert)?, key).map_err(fault)
-    }
+/// Files are read at each connection, so that they may be renewed.
+fn config(tls: &TlsTable) -> Result<ClientConfig, String> {
+    let provider = Arc::new(ring::default_provider());
+    let fault = |error: rustls::Error| format!("TLS: {error}");
+    let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
+        .with_safe_default_protocol_versions()
+        .map_err(fault)?;
+    let builder = match &tls.ca_file {
+        Some(path) => {
+            let mut roots = RootCertStore::empty();
+            roots.add_parsable_certificates(certificates("ca_file", path)?);
+            builder.with_root_certificates(roots)
+        }
+        None => {
+            let verifier = Verifier::new(provider).map_err(fault)?;
+            builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier))
+        }
+    };
+    let Some((cert, key)) = tls.client_cert() else { return Ok(builder.with_no_client_auth()) };
+    let shown = key.display();
+    let key = PrivateKeyDer::from_pem_file(key).map_err(|error| format!("client_key {shown}: {error}"))?;
+    builder.with_client_auth_cert(certificates("client_cert", cert)?, key).map_err(fault)
 }
 
 fn certificates(key: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {

@@ -29,6 +29,6 @@ mod sink;
 mod source;
 mod topic;
 
-pub use config::{MqttSinkTable, MqttSourceTable, TlsTable};
+pub use config::{MqttSinkTable, MqttSourceTable};
 pub use sink::MqttSink;
 pub use source::MqttSource;

@@ -7,22 +7,19 @@ use std::time::Duration;
 use async_nats::ServerAddr;
 use async_trait::async_trait;
 use postbox_config::{
-    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, boolean, duration, envelope, event_source,
-    from_core, integer, list, nested, path, secret, table, text,
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, boolean, duration, envelope,
+    event_source, from_core, integer, list, nested, path, plain, secret, table, text,
 };
 use postbox_core::envelope::Binding;
 use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 
 use crate::classify::{Down, NO_CONSUMER, no_stream};
-use crate::connection::{Auth, Link, Servers, Tls};
+use crate::connection::{Auth, Link, Servers};
 use crate::jetstream::{ConsumerSpec, NewStream, duplicate_window, ensure_consumer, streams_of};
 use crate::sink::{NatsSink, Publishing, Target};
 use crate::source::NatsSource;
 use crate::subject;
 
-/// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
-/// why.
-const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
 /// Longest wait for acks: a new leader of a cluster takes 7 s, and after that nothing comes.
 const ACK_TIMEOUT_MAX: Duration = Duration::from_secs(10);
 /// Most messages given out at once.
@@ -46,19 +43,6 @@ table! {
         nkey: Option<Secret> = secret(), unset("none", r#""env:NATS_SEED""#);
         /// A credentials file with a JWT and a seed; read at each connection.
         credentials: Option<PathBuf> = path(), unset("none", r#""postbox.creds""#);
-    }
-}
-
-table! {
-    /// TLS, which is then required.
-    #[check(check)]
-    pub struct TlsTable {
-        /// Certificates (PEM) to trust instead of the system's.
-        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
-        /// Our certificate (PEM), for servers that ask who we are; together with `client_key`.
-        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
-        /// The key of `client_cert` (PEM).
-        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
     }
 }
 
@@ -123,19 +107,13 @@ table! {
         ///
         /// While the store is slow, the server hears every third of it that messages are worked on.
         ack_wait: Duration = duration(Duration::from_secs(1)), default("30s");
-        /// Most messages on their way into the store at once.
-        in_flight: usize = integer(1..=IN_FLIGHT_MAX), default(256);
+        /// Most messages on their way into the store at once. The next are asked for while some are
+        /// stored, 128 at a time.
+        in_flight: usize = integer(1..=IN_FLIGHT_MAX), default(512);
         /// What a message is that does not say so.
         content_type: String = text(plain), default("application/json");
         /// The log it stores into.
         log: LogName = text(from_core::<LogName>), default("inbox");
-    }
-}
-
-fn plain(text: &str) -> Result<String, String> {
-    match text {
-        "" => Err("is empty".to_owned()),
-        text => Ok(text.to_owned()),
     }
 }
 
@@ -158,7 +136,7 @@ fn servers(text: &str) -> Result<Vec<String>, String> {
 }
 
 /// The name of a stream or consumer, which is one token of a subject and a folder.
-fn name(text: &str) -> Result<String, String> {
+pub(crate) fn name(text: &str) -> Result<String, String> {
     let is_free = |c: char| !c.is_whitespace() && !c.is_control() && !".*>/\\".contains(c);
     match (1..=NAME_BYTES_MAX).contains(&text.len()) && text.chars().all(is_free) {
         true => Ok(text.to_owned()),
@@ -173,8 +151,8 @@ impl AuthTable {
         if ways.count() != 1 {
             let text = format!("{path} names one way: user and password, token, nkey, or credentials");
             section.fault("user", text);
-        } else if section.has("user") != section.has("password") {
-            section.fault("password", format!("{path} has one of user and password; it needs both"));
+        } else {
+            section.both("user", "password");
         }
     }
 
@@ -189,18 +167,8 @@ impl AuthTable {
     }
 }
 
-impl TlsTable {
-    fn check(&self, section: &Section<'_>) {
-        if section.has("client_cert") != section.has("client_key") {
-            let text = format!("{}: a client certificate needs both client_cert and client_key", section.path);
-            section.fault("client_cert", text);
-        }
-    }
-}
-
 fn connection(urls: &[String], auth: &Option<AuthTable>, tls: &Option<TlsTable>) -> Servers {
-    let tls = tls.clone().map(|tls| Tls { ca_file: tls.ca_file, client_cert: tls.client_cert.zip(tls.client_key) });
-    Servers { urls: urls.to_vec(), auth: auth.clone().map(AuthTable::auth).unwrap_or_default(), tls }
+    Servers { urls: urls.to_vec(), auth: auth.clone().map(AuthTable::auth).unwrap_or_default(), tls: tls.clone() }
 }
 
 impl NatsSinkTable {
@@ -226,12 +194,11 @@ impl SinkConfig for NatsSinkTable {
             pattern: pattern.clone(),
             repeats_within: context.repeats_within,
         };
-        let timeout = context.deliver_timeout;
         let publishing = Publishing {
             subject: self.subject.clone(),
             envelope: self.envelope,
             source: self.source.clone(),
-            timeout: timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2).min(ACK_TIMEOUT_MAX),
+            timeout: context.answer_timeout(ACK_TIMEOUT_MAX),
             concurrency: context.concurrency,
         };
         let servers = connection(&self.url, &self.auth, &self.tls);

@@ -11,7 +11,7 @@ use std::time::Duration;
 use async_nats::connection::State;
 use async_nats::{Client, ConnectOptions, ReconnectToServer, ServerAddr};
 use futures::future::BoxFuture;
-use postbox_config::Secret;
+use postbox_config::{Secret, TlsTable};
 use postbox_core::ErrorKind;
 use tokio::sync::Mutex;
 
@@ -39,20 +39,12 @@ pub(crate) enum Auth {
     Credentials(PathBuf),
 }
 
-/// TLS, which is then required.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Tls {
-    /// Trusted instead of the system's certificates.
-    pub(crate) ca_file: Option<PathBuf>,
-    pub(crate) client_cert: Option<(PathBuf, PathBuf)>,
-}
-
 /// Where to and as whom.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Servers {
     pub(crate) urls: Vec<String>,
     pub(crate) auth: Auth,
-    pub(crate) tls: Option<Tls>,
+    pub(crate) tls: Option<TlsTable>,
 }
 
 /// What is done on a new connection before anybody uses it.
@@ -179,8 +171,8 @@ impl Link {
             if let Some(path) = &tls.ca_file {
                 options = options.add_root_certificates(path.clone());
             }
-            if let Some((cert, key)) = &tls.client_cert {
-                options = options.add_client_certificate(cert.clone(), key.clone());
+            if let Some((cert, key)) = tls.client_cert() {
+                options = options.add_client_certificate(cert.to_owned(), key.to_owned());
             }
         }
         Ok(options)

@@ -50,8 +50,18 @@ pub(crate) struct NewStream {
 
 /// The time for which a stream remembers message ids; `None` if it is not there.
 pub(crate) async fn duplicate_window(client: &Client, stream: &str) -> Result<Option<Duration>, Down> {
+    let window = |info: Value| Duration::from_nanos(info["config"]["duplicate_window"].as_u64().unwrap_or_default());
+    Ok(stream_info(client, stream).await?.map(window))
+}
+
+/// The number of the last message that a stream has taken; `None` if it is not there.
+pub(crate) async fn last_number(client: &Client, stream: &str) -> Result<Option<u64>, Down> {
+    Ok(stream_info(client, stream).await?.map(|info| info["state"]["last_seq"].as_u64().unwrap_or_default()))
+}
+
+async fn stream_info(client: &Client, stream: &str) -> Result<Option<Value>, Down> {
     match call(client, &format!("STREAM.INFO.{stream}"), &Value::Null).await? {
-        Ok(info) => Ok(Some(Duration::from_nanos(info["config"]["duplicate_window"].as_u64().unwrap_or_default()))),
+        Ok(info) => Ok(Some(info)),
         Err(refusal) if refusal.err_code == NO_STREAM => Ok(None),
         Err(refusal) => Err(Down::refused(&format!("the stream {stream} cannot be looked at"), &refusal)),
     }

@@ -33,6 +33,6 @@ mod sink;
 mod source;
 mod subject;
 
-pub use config::{AuthTable, CreateTable, NatsSinkTable, NatsSourceTable, TlsTable};
+pub use config::{AuthTable, CreateTable, NatsSinkTable, NatsSourceTable};
 pub use sink::NatsSink;
 pub use source::NatsSource;

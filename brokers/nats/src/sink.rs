@@ -10,12 +10,13 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use postbox_core::envelope::Binding;
-use postbox_core::{Capabilities, Clock, Delivery, Envelope, Outcome, Sink, Template};
+use postbox_core::{Capabilities, Clock, Delivery, Envelope, HighWaterMarks, Outcome, Result, Sink, Template};
 use tracing::{info, warn};
 
 use crate::classify::{self, Down, NO_STREAM, no_stream};
+use crate::config;
 use crate::connection::{Link, Servers};
-use crate::jetstream::{NewStream, create_stream, duplicate_window, streams_of};
+use crate::jetstream::{NewStream, create_stream, duplicate_window, last_number, streams_of};
 use crate::subject;
 
 /// Most events of a call: a client's queue holds 2,048, so two calls wait for the server and not
@@ -199,8 +200,36 @@ impl Sink for NatsSink {
         self.conclude(&client, outcomes).await
     }
 
+    fn high_water_marks(&self) -> Option<&dyn HighWaterMarks> {
+        Some(self)
+    }
+
     async fn close(&self) {
         self.link.close().await;
+    }
+}
+
+/// The position is the number of the last message that a stream has taken. It does not fall while
+/// the stream is there, whatever is purged or deleted in it.
+#[async_trait]
+impl HighWaterMarks for NatsSink {
+    async fn high_water_mark(&self, stream: &str) -> Result<Option<String>> {
+        // What is no name would be another question.
+        if config::name(stream).is_err() {
+            return Ok(None);
+        }
+        let asked = async { last_number(&self.link.client().await?, stream).await };
+        Ok(asked.await.map_err(|down| down.error("inspect"))?.map(|number| number.to_string()))
+    }
+
+    async fn streams(&self, max: usize) -> Result<Vec<String>> {
+        if let Some(stream) = &self.stream {
+            return Ok(vec![stream.clone()]);
+        }
+        let asked = async { streams_of(&self.link.client().await?, &self.pattern).await };
+        let mut streams = asked.await.map_err(|down| down.error("inspect"))?;
+        streams.truncate(max);
+        Ok(streams)
     }
 }
 

@@ -2,10 +2,7 @@
 
 use lapin::protocol::AMQPErrorKind;
 use lapin::{Error as ClientError, ErrorKind as Client};
-use postbox_core::{Error, ErrorKind, Outcome};
-
-/// Most characters of a server's text that are repeated.
-const TEXT_CHARS_MAX: usize = 400;
+use postbox_core::{Error, ErrorKind, Outcome, excerpt};
 
 /// AMQP's own numbers of errors.
 const ACCESS_REFUSED: u16 = 403;
@@ -148,10 +145,6 @@ fn safe(error: &ClientError) -> String {
         Client::ProtocolError(error) => error.get_message().to_string(),
         _ => error.to_string(),
     })
-}
-
-fn excerpt(text: &str) -> String {
-    text.chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect()
 }
 
 #[cfg(test)]

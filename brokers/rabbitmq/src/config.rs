@@ -1,46 +1,29 @@
 //! The keys of `type = "rabbitmq"`, for sinks and for sources.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use lapin::uri::AMQPUri;
 use postbox_config::{
-    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, boolean, envelope, event_source, from_core,
-    integer, nested, path, secret, size, table, text,
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, boolean, envelope, event_source,
+    from_core, integer, nested, secret, size, table, text,
 };
 use postbox_core::envelope::Binding;
 use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 
 use crate::classify::Down;
-use crate::connection::{Servers, Tls};
+use crate::connection::Servers;
 use crate::consumer::{QueueSpec, find_exchange, find_queue};
 use crate::message::{Form, SHORT_BYTES_MAX};
 use crate::route;
 use crate::sink::RabbitmqSink;
 use crate::source::RabbitmqSource;
 
-/// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
-/// why.
-const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
 /// Longest wait for confirms.
 const CONFIRM_TIMEOUT_MAX: Duration = Duration::from_secs(10);
 /// No server takes a larger message.
 const MESSAGE_BYTES_MAX: usize = 512 * 1024 * 1024;
-
-table! {
-    /// How the connection is secured, with `amqps://`.
-    #[check(check)]
-    pub struct TlsTable {
-        /// Certificates (PEM) to trust instead of the system's.
-        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
-        /// Our certificate (PEM), for servers that ask who we are; together with `client_key`.
-        client_cert: Option<PathBuf> = path(), unset("none", r#""client.pem""#);
-        /// The key of `client_cert` (PEM).
-        client_key: Option<PathBuf> = path(), unset("none", r#""client.key""#);
-    }
-}
 
 table! {
     /// One message per event, to an exchange of RabbitMQ.
@@ -135,20 +118,9 @@ fn servers(text: &str) -> Result<Vec<String>, String> {
     text.split(',').map(|url| server(url.trim()).map_err(str::to_owned)).collect()
 }
 
-impl TlsTable {
-    fn check(&self, section: &Section<'_>) {
-        if section.has("client_cert") != section.has("client_key") {
-            let text = format!("{}: a client certificate needs both client_cert and client_key", section.path);
-            section.fault("client_cert", text);
-        }
-    }
-}
-
 fn check_connection(section: &Section<'_>, urls: &[String]) {
     let path = &section.path;
-    if section.has("user") != section.has("password") {
-        section.fault("password", format!("{path} has one of user and password; it needs both"));
-    }
+    section.both("user", "password");
     if section.has("tls") && section.is_right(&["url"]) && urls.iter().any(|url| url.starts_with("amqp://")) {
         section.fault("url", format!("{path} has tls and an address without it; write amqps://"));
     }
@@ -164,7 +136,7 @@ impl RabbitmqSinkTable {
         Servers {
             urls: self.url.clone(),
             user,
-            tls: tls(&self.tls),
+            tls: self.tls.clone().unwrap_or_default(),
             name: "postbox sink".to_owned(),
             ..Servers::default()
         }
@@ -184,7 +156,7 @@ impl RabbitmqSourceTable {
         Servers {
             urls: self.url.clone(),
             user,
-            tls: tls(&self.tls),
+            tls: self.tls.clone().unwrap_or_default(),
             name: format!("postbox source {name}"),
             ..Servers::default()
         }
@@ -201,11 +173,6 @@ impl RabbitmqSourceTable {
     }
 }
 
-fn tls(table: &Option<TlsTable>) -> Tls {
-    let table = table.clone().unwrap_or_default();
-    Tls { ca_file: table.ca_file, client_cert: table.client_cert.zip(table.client_key) }
-}
-
 #[async_trait]
 impl SinkConfig for RabbitmqSinkTable {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
@@ -216,8 +183,7 @@ impl SinkConfig for RabbitmqSinkTable {
             source: self.source.clone(),
             body_bytes_max: self.message_max,
         };
-        let timeout = context.deliver_timeout;
-        let timeout = timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2).min(CONFIRM_TIMEOUT_MAX);
+        let timeout = context.answer_timeout(CONFIRM_TIMEOUT_MAX);
         let clock = Arc::clone(&context.clock);
         Ok(Arc::new(RabbitmqSink::new(self.servers(), form, timeout, context.concurrency, clock)))
     }

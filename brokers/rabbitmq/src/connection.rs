@@ -7,7 +7,7 @@
 use std::io;
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd as _;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex as StdMutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use lapin::tcp::{AMQPUriTcpExt as _, AsyncTcpStream, RustlsConnector, RustlsConn
 use lapin::types::{FieldTable, ShortString};
 use lapin::uri::{AMQPScheme, AMQPUri, AMQPUserInfo};
 use lapin::{Channel, Connection as Client, ConnectionProperties, Event, ExchangeKind};
-use postbox_config::Secret;
+use postbox_config::{Secret, TlsTable};
 use postbox_core::ErrorKind;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -38,20 +38,12 @@ const HEARTBEAT_S: u16 = 5;
 /// Channels that are kept open for the next calls.
 const IDLE_MAX: usize = 32;
 
-/// TLS, with `amqps://`.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Tls {
-    /// Trusted instead of the system's certificates.
-    pub(crate) ca_file: Option<PathBuf>,
-    pub(crate) client_cert: Option<(PathBuf, PathBuf)>,
-}
-
 /// Where to and as whom.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Servers {
     pub(crate) urls: Vec<String>,
     pub(crate) user: Option<(String, Secret)>,
-    pub(crate) tls: Tls,
+    pub(crate) tls: TlsTable,
     /// What the server calls the connection.
     pub(crate) name: String,
     /// Which address is tried first: an attempt may be dropped while one does not answer, and the
@@ -89,7 +81,7 @@ impl Servers {
         }
         let tls = match uri.scheme {
             AMQPScheme::AMQP => None,
-            AMQPScheme::AMQPS => Some(self.tls.connector().map_err(|error| invalid(format!("TLS: {error}")))?),
+            AMQPScheme::AMQPS => Some(connector(&self.tls).map_err(|error| invalid(format!("TLS: {error}")))?),
         };
         let runtime = lapin::runtime::default_runtime().map_err(|error| connecting(url, &error))?;
         let socket = Arc::new(Socket::default());
@@ -126,24 +118,22 @@ impl Servers {
     }
 }
 
-impl Tls {
-    /// Files are read at each connection, so that they may be renewed.
-    fn connector(&self) -> io::Result<RustlsConnector> {
-        let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
-        let certificates = |path: &PathBuf| -> io::Result<Vec<CertificateDer<'static>>> {
-            let certificates = CertificateDer::pem_file_iter(path).map_err(|error| invalid(error.to_string()))?;
-            certificates.collect::<Result<_, _>>().map_err(|error| invalid(error.to_string()))
-        };
-        let config = match &self.ca_file {
-            Some(path) => RustlsConnectorConfig::default().with_parsable_certificates(certificates(path)?),
-            None => RustlsConnectorConfig::new_with_native_certs()?,
-        };
-        match &self.client_cert {
-            None => config.connector_with_no_client_auth(),
-            Some((cert, key)) => {
-                let key = PrivateKeyDer::from_pem_file(key).map_err(|error| invalid(error.to_string()))?;
-                config.connector_with_single_cert(certificates(cert)?, key)
-            }
+/// Files are read at each connection, so that they may be renewed.
+fn connector(tls: &TlsTable) -> io::Result<RustlsConnector> {
+    let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
+    let certificates = |path: &Path| -> io::Result<Vec<CertificateDer<'static>>> {
+        let certificates = CertificateDer::pem_file_iter(path).map_err(|error| invalid(error.to_string()))?;
+        certificates.collect::<Result<_, _>>().map_err(|error| invalid(error.to_string()))
+    };
+    let config = match &tls.ca_file {
+        Some(path) => RustlsConnectorConfig::default().with_parsable_certificates(certificates(path)?),
+        None => RustlsConnectorConfig::new_with_native_certs()?,
+    };
+    match tls.client_cert() {
+        None => config.connector_with_no_client_auth(),
+        Some((cert, key)) => {
+            let key = PrivateKeyDer::from_pem_file(key).map_err(|error| invalid(error.to_string()))?;
+            config.connector_with_single_cert(certificates(cert)?, key)
         }
     }
 }

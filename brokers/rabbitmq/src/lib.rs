@@ -21,6 +21,6 @@ mod route;
 mod sink;
 mod source;
 
-pub use config::{RabbitmqSinkTable, RabbitmqSourceTable, TlsTable};
+pub use config::{RabbitmqSinkTable, RabbitmqSourceTable};
 pub use sink::RabbitmqSink;
 pub use source::RabbitmqSource;

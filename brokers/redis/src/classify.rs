@@ -1,7 +1,7 @@
 //! What an answer of the server, or a failure of the client, means. What it costs is the engine's
 //! to decide.
 
-use postbox_core::{Error, ErrorKind, Outcome};
+use postbox_core::{Error, ErrorKind, Outcome, excerpt};
 use redis::RedisError;
 
 /// Whom an error of the server concerns.
@@ -27,7 +27,7 @@ pub(crate) fn answer(code: &str) -> (Concerns, &'static str, &'static str) {
         "NOREPLICAS" => (Everybody, "redis_replicas_missing", "fewer replicas follow than min-replicas-to-write"),
         "CLUSTERDOWN" | "MASTERDOWN" => (Everybody, "redis_cluster_down", "it has lost its cluster or its primary"),
         "BUSY" => (Everybody, "redis_busy", "a script runs; SCRIPT KILL ends it"),
-        "NOAUTH" | "WRONGPASS" => (Credentials, "redis_unauthorized", "set username and password"),
+        "NOAUTH" | "WRONGPASS" => (Credentials, "redis_unauthorized", "set user and password"),
         "NOPERM" => {
             (Perhaps, "redis_not_permitted", "allow the user XADD and the others of the guide, on these streams")
         }
@@ -42,7 +42,7 @@ pub(crate) fn answer(code: &str) -> (Concerns, &'static str, &'static str) {
 /// What an error in answer to one entry means for its event.
 pub(crate) fn refused(error: &RedisError) -> Outcome {
     let (concerns, code, cure) = answer(error.code().unwrap_or_default());
-    let text = format!("{} ({cure})", safe(error));
+    let text = format!("{} ({cure})", excerpt(&error.to_string()));
     match concerns {
         Concerns::Everybody | Concerns::Credentials => Outcome::unavailable(code, text),
         Concerns::Perhaps => Outcome::ambiguous(code, text),
@@ -58,7 +58,7 @@ pub(crate) fn stream_missing() -> Outcome {
 /// The connection broke after the entries were written to it: they may be in the stream.
 pub(crate) fn unanswered(error: &RedisError) -> Outcome {
     let code = if error.is_io_error() { "redis_connection_lost" } else { "redis_answer_unknown" };
-    Outcome::ambiguous(code, safe(error))
+    Outcome::ambiguous(code, excerpt(&error.to_string()))
 }
 
 /// No answer within the time of a call: they may be in the stream, or get there later.
@@ -68,7 +68,7 @@ pub(crate) fn timed_out() -> Outcome {
 
 /// What a failure of the client means for whoever asked for the connection, or for the source.
 pub(crate) fn failure(operation: &'static str, error: RedisError) -> Error {
-    let text = safe(&error);
+    let text = excerpt(&error.to_string());
     let (kind, code, text) = match error.code() {
         Some(code) => {
             let (concerns, code, cure) = answer(code);
@@ -94,14 +94,6 @@ pub(crate) fn failure(operation: &'static str, error: RedisError) -> Error {
     };
     Error::new(kind, operation, code, text)
 }
-
-/// Text from outside as one harmless line.
-fn safe(error: &RedisError) -> String {
-    error.to_string().chars().take(TEXT_CHARS_MAX).flat_map(|c| c.escape_debug()).collect()
-}
-
-/// Enough for every error of a server.
-const TEXT_CHARS_MAX: usize = 400;
 
 #[cfg(test)]
 mod tests {

@@ -1,22 +1,17 @@
 //! The keys of `sink = { type = "redis", … }` and of a source.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_config::{
-    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, boolean, duration, envelope, event_source,
-    from_core, integer, path, secret, size, table, text,
+    Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, boolean, duration, envelope,
+    event_source, from_core, integer, nested, plain, secret, size, table, text,
 };
 use postbox_core::{Envelope, LogName, Result, Sink, Source, Template};
 
 use crate::connection::{Server, check_url};
 use crate::{RedisSink, RedisSource, stream};
-
-/// What we leave of the subscription's timeout, so that the sink is the one to give up and can say
-/// why.
-const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
 
 /// Most calls at once unless the subscription says otherwise: one is answered while another is
 /// written, and more only queue at the server, which does one thing at a time.
@@ -34,11 +29,11 @@ table! {
         /// Where the primary is: `redis://HOST:PORT/DATABASE`, or `rediss://` for TLS.
         url: String = text(url), required(r#""redis://127.0.0.1:6379""#);
         /// The user (ACL); without one, the password is the server's.
-        username: Option<String> = text(name), unset("the default user", r#""postbox""#);
+        user: Option<String> = text(plain), unset("the default user", r#""postbox""#);
         /// The password.
         password: Option<Secret> = secret(), unset("none", r#""env:REDIS_PASSWORD""#);
-        /// Certificates (PEM) to trust instead of the system's.
-        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
+        /// Certificates, with `rediss://`.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
         /// The stream of an event.
         ///
         /// `{topic}`, `{key}`, `{kind}`, `{aggregate}` and `{tenant}` stand for the event's; `{{`
@@ -67,31 +62,32 @@ table! {
         /// Where the primary is: `redis://HOST:PORT/DATABASE`, or `rediss://` for TLS.
         url: String = text(url), required(r#""redis://127.0.0.1:6379""#);
         /// The user (ACL); without one, the password is the server's.
-        username: Option<String> = text(name), unset("the default user", r#""postbox""#);
+        user: Option<String> = text(plain), unset("the default user", r#""postbox""#);
         /// The password.
         password: Option<Secret> = secret(), unset("none", r#""env:REDIS_PASSWORD""#);
-        /// Certificates (PEM) to trust instead of the system's.
-        ca_file: Option<PathBuf> = path(), unset("the system's", r#""ca.pem""#);
+        /// Certificates, with `rediss://`.
+        tls: Option<TlsTable> = nested::<TlsTable>(), unset("the system's certificates", r#"{ ca_file = "ca.pem" }"#);
         /// The log where messages are stored.
         log: LogName = text(from_core::<LogName>), default("inbox");
         /// The stream. It and its group are made if they are missing; a new group begins with the
         /// first entry.
-        stream: String = text(name), required(r#""orders""#);
+        stream: String = text(plain), required(r#""orders""#);
         /// The consumer group.
-        group: String = text(name), default("postbox");
+        group: String = text(plain), default("postbox");
         /// Our name in the group: one for each process, the same after its restart.
-        consumer: String = text(name), default("postbox");
+        consumer: String = text(plain), default("postbox");
         /// Entries that another consumer has had for so long are taken over.
         claim_after: Duration = duration(Duration::from_secs(1)), default("1min");
-        /// Most messages that are out of the stream and not stored.
-        in_flight: usize = integer(1_usize..=100_000), default(256);
+        /// Most messages that are out of the stream and not stored. The next are read while some
+        /// are stored, 128 at a time.
+        in_flight: usize = integer(1_usize..=100_000), default(512);
         /// The field with the payload. Of entries without it, a JSON object of all fields is the
         /// payload.
-        payload: String = text(name), default("payload");
+        payload: String = text(plain), default("payload");
         /// The topic of entries without a field `topic`.
-        topic: Option<String> = text(name), unset("the stream's name", r#""orders""#);
+        topic: Option<String> = text(plain), unset("the stream's name", r#""orders""#);
         /// Where messages go that cannot be stored, not even as poison.
-        dead_stream: Option<String> = text(name), unset("the stream's name and :dead", r#""orders:dead""#);
+        dead_stream: Option<String> = text(plain), unset("the stream's name and :dead", r#""orders:dead""#);
     }
 }
 
@@ -99,16 +95,9 @@ fn url(text: &str) -> Result<String, String> {
     check_url(text).map(|()| text.to_owned())
 }
 
-fn name(text: &str) -> Result<String, String> {
-    match text {
-        "" => Err("is empty; leave it out, or write a name".to_owned()),
-        name => Ok(name.to_owned()),
-    }
-}
-
 impl RedisSinkConfig {
     pub(crate) fn server(&self, timeout: Duration) -> Result<Server> {
-        Server::new(&self.url, self.username.as_deref(), self.password.as_ref(), self.ca_file.as_deref(), timeout)
+        Server::new(&self.url, self.user.as_deref(), self.password.as_ref(), self.tls.as_ref(), timeout)
     }
 }
 
@@ -120,8 +109,7 @@ impl RedisSourceConfig {
     }
 
     pub(crate) fn server(&self) -> Result<Server> {
-        let (username, password) = (self.username.as_deref(), self.password.as_ref());
-        Server::new(&self.url, username, password, self.ca_file.as_deref(), SOURCE_TIMEOUT)
+        Server::new(&self.url, self.user.as_deref(), self.password.as_ref(), self.tls.as_ref(), SOURCE_TIMEOUT)
     }
 
     pub(crate) fn dead_stream(&self) -> String {
@@ -132,8 +120,7 @@ impl RedisSourceConfig {
 #[async_trait]
 impl SinkConfig for RedisSinkConfig {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
-        let timeout = context.deliver_timeout;
-        let timeout = timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2);
+        let timeout = context.answer_timeout(Duration::MAX);
         Ok(Arc::new(RedisSink::new(self, timeout, context.concurrency.unwrap_or(CONCURRENCY))?))
     }
 }

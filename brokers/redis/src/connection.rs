@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use postbox_config::Secret;
+use postbox_config::{Secret, TlsTable};
 use postbox_core::{Error, ErrorKind, Result};
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
 use redis::{
-    AsyncConnectionConfig, Client, ConnectionInfo, FromRedisValue, IntoConnectionInfo, Pipeline, ProtocolVersion,
-    PushInfo, PushKind, RedisResult, TlsCertificates, Value,
+    AsyncConnectionConfig, Client, ClientTlsConfig, ConnectionInfo, FromRedisValue, IntoConnectionInfo, Pipeline,
+    ProtocolVersion, PushInfo, PushKind, RedisResult, TlsCertificates, Value,
 };
 use tokio::time::timeout;
 use tracing::warn;
@@ -36,9 +36,9 @@ impl Server {
     /// Reads the URL and the certificates. Connects to nothing.
     pub(crate) fn new(
         url: &str,
-        username: Option<&str>,
+        user: Option<&str>,
         password: Option<&Secret>,
-        ca_file: Option<&Path>,
+        tls: Option<&TlsTable>,
         timeout: Duration,
     ) -> Result<Self> {
         let wrong = |text: String| Error::invalid("configure", "redis_config_invalid", text);
@@ -49,14 +49,14 @@ impl Server {
         // answer to wrong credentials has a code.
         let mut settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
         settings = settings.set_lib_name("postbox", env!("CARGO_PKG_VERSION"));
-        if let Some(username) = username {
-            settings = settings.set_username(username);
+        if let Some(user) = user {
+            settings = settings.set_username(user);
         }
         if let Some(password) = password {
             settings = settings.set_password(password.expose());
         }
         let info = info.set_redis_settings(settings).set_tcp_settings(TcpSettings::default().set_nodelay(true));
-        let client = client(info, ca_file)?;
+        let client = client(info, tls)?;
         Ok(Self { client, timeout, warned: AtomicBool::new(false) })
     }
 
@@ -108,7 +108,7 @@ pub(crate) fn check_url(text: &str) -> Result<(), String> {
         return Err("the url must begin with redis:// or rediss:// (TLS) and name a host".into());
     }
     if !url.username().is_empty() || url.password().is_some() {
-        return Err("the url holds a user name or password; give them as username and password".into());
+        return Err("the url holds a user name or password; give them as user and password".into());
     }
     if url.fragment().is_some() || url.query().is_some() {
         return Err("the url has a query or a fragment, which mean nothing here; leave them out".into());
@@ -119,18 +119,21 @@ pub(crate) fn check_url(text: &str) -> Result<(), String> {
     Ok(())
 }
 
-fn client(info: ConnectionInfo, ca_file: Option<&Path>) -> Result<Client> {
-    let unusable = |path: &Path, why: String| {
-        Error::invalid("configure", "ca_file_invalid", format!("ca_file {} is unusable: {why}", path.display()))
+fn client(info: ConnectionInfo, tls: Option<&TlsTable>) -> Result<Client> {
+    let Some(tls) = tls else { return Client::open(info).map_err(|error| classify::failure("configure", error)) };
+    let wrong = |text: String| Error::invalid("configure", "tls_invalid", text);
+    let read = |key: &str, path: &Path| {
+        std::fs::read(path).map_err(|error| wrong(format!("{key} {} is unusable: {error}", path.display())))
     };
-    match ca_file {
-        None => Client::open(info).map_err(|error| classify::failure("configure", error)),
-        Some(path) => {
-            let root_cert = std::fs::read(path).map_err(|error| unusable(path, error.to_string()))?;
-            let certificates = TlsCertificates { client_tls: None, root_cert: Some(root_cert) };
-            Client::build_with_tls(info, certificates).map_err(|error| unusable(path, error.to_string()))
+    let client_tls = match tls.client_cert() {
+        Some((cert, key)) => {
+            Some(ClientTlsConfig { client_cert: read("client_cert", cert)?, client_key: read("client_key", key)? })
         }
-    }
+        None => None,
+    };
+    let root_cert = tls.ca_file.as_deref().map(|path| read("ca_file", path)).transpose()?;
+    let certificates = TlsCertificates { client_tls, root_cert };
+    Client::build_with_tls(info, certificates).map_err(|error| wrong(format!("the certificates are unusable: {error}")))
 }
 
 /// A connection that all calls share. It never sends anything twice, and never connects anew.

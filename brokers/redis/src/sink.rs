@@ -1,9 +1,12 @@
 //! The sink: a call is one pipeline on one connection.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Delivery, Envelope, Error, ErrorKind, Outcome, Result, Sink, Template};
+use postbox_core::{
+    Capabilities, Delivery, Envelope, Error, ErrorKind, HighWaterMarks, Outcome, Result, Sink, Template,
+};
 use redis::{Cmd, Pipeline, RedisResult, Value};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -13,6 +16,10 @@ use crate::{RedisSinkConfig, classify, fields, stream};
 
 /// Most entries in one pipeline: beyond this a longer one is not faster.
 const BATCH_MAX: usize = 1_000;
+/// Keys that the server looks at in one step of a search for streams: some 0.2 ms of its time.
+const SCAN_KEYS: usize = 1_000;
+/// Most steps of a search: a database may have millions of other keys.
+const SCAN_STEPS_MAX: usize = 50;
 
 /// Adds events to streams.
 ///
@@ -56,23 +63,9 @@ impl RedisSink {
         self.connection.try_lock().is_ok_and(|shared| shared.as_ref().is_some_and(Connection::is_open))
     }
 
-    /// The high-water mark: the last id that the server gave in this stream, `None` if there is no
-    /// such stream.
-    ///
-    /// It is the server's word at the time of the call, so it is never behind an entry of ours that
-    /// was delivered, whichever relay sent it and however often that was restarted. Only what the
-    /// server itself forgets (a failover, a lost disk) is forgotten here, too.
-    pub async fn high_water_mark(&self, stream: &str) -> Result<Option<String>> {
-        let mut command = redis::cmd("XINFO");
-        command.arg("STREAM").arg(stream);
-        let asked = async {
-            let answer = self.connection().await?.ask(&command).await;
-            match answer {
-                Ok(answer) => Ok(last_generated_id(answer)),
-                Err(error) if error.detail().is_some_and(|detail| detail.contains("no such key")) => Ok(None),
-                Err(error) => Err(classify::failure("inspect", error)),
-            }
-        };
+    /// What the server answers to a question, in time.
+    async fn ask(&self, command: &Cmd) -> Result<RedisResult<Value>> {
+        let asked = async { Ok(self.connection().await?.ask(command).await) };
         let late =
             || Error::new(ErrorKind::Unavailable, "inspect", "redis_timeout", "the server did not answer in time");
         timeout(self.server.timeout(), asked).await.unwrap_or_else(|_| Err(late()))
@@ -194,7 +187,47 @@ impl Sink for RedisSink {
         refused.into_iter().map(answered).collect()
     }
 
+    fn high_water_marks(&self) -> Option<&dyn HighWaterMarks> {
+        Some(self)
+    }
+
     async fn close(&self) {
         self.drop_connection().await;
+    }
+}
+
+/// The position is the last id that the server gave in a stream. Trimming leaves it as it is; a
+/// failover or a lost disk may not.
+#[async_trait]
+impl HighWaterMarks for RedisSink {
+    async fn high_water_mark(&self, stream: &str) -> Result<Option<String>> {
+        let mut command = redis::cmd("XINFO");
+        command.arg("STREAM").arg(stream);
+        match self.ask(&command).await? {
+            Ok(answer) => Ok(last_generated_id(answer)),
+            Err(error) if error.detail().is_some_and(|detail| detail.contains("no such key")) => Ok(None),
+            Err(error) => Err(classify::failure("inspect", error)),
+        }
+    }
+
+    /// Of a template, the streams that a bounded search finds: all of them, unless there are many
+    /// other keys in the database.
+    async fn streams(&self, max: usize) -> Result<Vec<String>> {
+        if let Some(stream) = self.stream.fixed() {
+            return Ok(vec![stream.to_owned()]);
+        }
+        let (pattern, mut cursor, mut streams) = (stream::pattern(&self.stream), "0".to_owned(), BTreeSet::new());
+        for _ in 0..SCAN_STEPS_MAX {
+            let mut command = redis::cmd("SCAN");
+            command.arg(&cursor).arg("MATCH").arg(&pattern).arg("TYPE").arg("stream").arg("COUNT").arg(SCAN_KEYS);
+            let found = self.ask(&command).await?.and_then(|found| Ok(redis::from_redis_value(found)?));
+            let (next, names): (String, Vec<Vec<u8>>) = found.map_err(|error| classify::failure("inspect", error))?;
+            streams.extend(names.into_iter().filter_map(|name| String::from_utf8(name).ok()));
+            cursor = next;
+            if cursor == "0" || streams.len() >= max {
+                break;
+            }
+        }
+        Ok(streams.into_iter().take(max).collect())
     }
 }

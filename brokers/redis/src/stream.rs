@@ -4,6 +4,8 @@
 //! in the template is refused, so that tenant `a` with topic `b:c` is not tenant `a:b` with topic
 //! `c`.
 
+use std::convert::Infallible;
+
 use postbox_config::from_core;
 use postbox_core::{Event, Outcome, Template};
 
@@ -38,6 +40,20 @@ pub(crate) fn render(template: &Template, event: &Event) -> Result<String, Outco
     })
 }
 
+/// What the names of all streams of a template match, as Redis writes patterns.
+pub(crate) fn pattern(template: &Template) -> String {
+    // No literal of a template is a null character and means it.
+    let Ok(names) = template.fill(|_, _| Ok::<_, Infallible>("\0"));
+    let mut pattern = String::with_capacity(names.len());
+    for c in names.chars() {
+        if "*?[]^-\\".contains(c) {
+            pattern.push('\\');
+        }
+        pattern.push(if c == '\0' { '*' } else { c });
+    }
+    pattern
+}
+
 #[cfg(test)]
 mod tests {
     use postbox_core::{EventId, NewEvent};
@@ -59,6 +75,13 @@ mod tests {
         assert_eq!(name("{tenant}:{topic}", event("a:b", "c")), Err("stream_name_ambiguous".into()));
         assert_eq!(name("{tenant}:{topic}", NewEvent::json("t", "{}")), Err("stream_field_missing".into()));
         assert_eq!(name("events:{key}", NewEvent::json("t", "{}")), Err("stream_field_missing".into()));
+    }
+
+    #[test]
+    fn a_pattern_takes_the_template_s_own_text_literally() {
+        let pattern = |text: &str| pattern(&parse(text).expect("a template"));
+        assert_eq!(pattern("events:{topic}"), "events:*");
+        assert_eq!(pattern("{tenant}:a*b[c]-{{?}}:{topic}"), r"*:a\*b\[c\]\-{\?}:*");
     }
 
     #[test]

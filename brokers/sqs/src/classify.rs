@@ -5,7 +5,7 @@ use std::error::Error as StdError;
 
 use aws_sdk_sqs::config::http::HttpResponse;
 use aws_sdk_sqs::error::{ProvideErrorMetadata, SdkError};
-use postbox_core::{Error, ErrorKind, Outcome};
+use postbox_core::{Error, ErrorKind, Outcome, excerpt};
 
 /// Whom a failure concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +86,7 @@ impl Refusal {
     pub(crate) fn answered(aws: &str, text: Option<&str>) -> Self {
         let text = text.unwrap_or_default();
         let (concerns, code, cure) = meaning(aws, text);
-        Self::new(concerns, code, safe(&format!("{aws}: {text}{cure}")))
+        Self::new(concerns, code, excerpt(&format!("{aws}: {text}{cure}")))
     }
 
     /// No answer within the time of a call.
@@ -110,22 +110,24 @@ impl Refusal {
                 let (status, meta) = (answer.raw().status().as_u16(), answer.err().meta());
                 match (meta.code(), status) {
                     (Some(code), _) => Self::answered(code, meta.message()),
-                    (None, 200..=299) => Self::new(Concerns::Unknown, "aws_answer_unknown", safe(&text)),
-                    (None, 429) => Self::new(Concerns::Pace, "aws_throttled", safe(&text)),
-                    (None, _) => Self::new(Concerns::Perhaps, "aws_internal", safe(&format!("HTTP {status}: {text}"))),
+                    (None, 200..=299) => Self::new(Concerns::Unknown, "aws_answer_unknown", excerpt(&text)),
+                    (None, 429) => Self::new(Concerns::Pace, "aws_throttled", excerpt(&text)),
+                    (None, _) => {
+                        Self::new(Concerns::Perhaps, "aws_internal", excerpt(&format!("HTTP {status}: {text}")))
+                    }
                 }
             }
             SdkError::TimeoutError(_) => Self::timed_out(),
             SdkError::DispatchFailure(failure) => match unsent(error, &text, failure.is_other()) {
                 Some((Concerns::Credentials, code)) => {
                     let cure = "no credentials; set aws.access_key_id, or what AWS's usual chain looks for";
-                    Self::new(Concerns::Credentials, code, safe(&format!("{cure}: {text}")))
+                    Self::new(Concerns::Credentials, code, excerpt(&format!("{cure}: {text}")))
                 }
-                Some((concerns, code)) => Self::new(concerns, code, safe(&text)),
-                None => Self::new(Concerns::Unknown, "aws_connection_lost", safe(&text)),
+                Some((concerns, code)) => Self::new(concerns, code, excerpt(&text)),
+                None => Self::new(Concerns::Unknown, "aws_connection_lost", excerpt(&text)),
             },
-            SdkError::ConstructionFailure(_) => Self::incomplete(safe(&text)),
-            _ => Self::new(Concerns::Unknown, "aws_answer_unknown", safe(&text)),
+            SdkError::ConstructionFailure(_) => Self::incomplete(excerpt(&text)),
+            _ => Self::new(Concerns::Unknown, "aws_answer_unknown", excerpt(&text)),
         }
     }
 
@@ -183,14 +185,6 @@ fn chain(error: &(dyn StdError + 'static)) -> String {
         std::iter::successors(Some(error), |&error| error.source()).map(|it| it.to_string()).collect();
     all.join(": ")
 }
-
-/// Text from outside as one harmless line.
-fn safe(text: &str) -> String {
-    text.chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect()
-}
-
-/// Enough for every error of AWS.
-const TEXT_CHARS_MAX: usize = 400;
 
 #[cfg(test)]
 mod tests {

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use aws_sdk_sqs::types::QueueAttributeName;
 use postbox_config::{
     Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, duration, envelope, event_source, from_core,
-    integer, nested, path, secret, size, table, text,
+    integer, nested, path, plain, secret, size, table, text,
 };
 use postbox_core::envelope::Binding;
 use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName};
@@ -21,9 +21,6 @@ use crate::message::{Reading, Writing};
 use crate::sink::{SqsSink, Target};
 use crate::source::{DELAY_SECONDS_MAX, Receiving, SqsSource};
 
-/// What the sink leaves of the subscription's timeout, so that it is the one to give up and can say
-/// why.
-const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
 /// Calls at once unless the subscription says otherwise: AWS answers one in 10 to 20 ms.
 const CONCURRENCY: usize = 16;
 /// What AWS takes, for a message and for all of a request.
@@ -112,13 +109,6 @@ table! {
     }
 }
 
-fn plain(text: &str) -> Result<String, String> {
-    match text {
-        "" => Err("is empty; leave it out".to_owned()),
-        text => Ok(text.to_owned()),
-    }
-}
-
 fn endpoint(text: &str) -> Result<String, String> {
     check_url(text).map(|_| text.to_owned()).ok_or_else(|| "is no address; write http://HOST:PORT".to_owned())
 }
@@ -142,17 +132,13 @@ fn check_window(context: &SinkContext, fifo: bool, name: &str) {
 }
 
 fn build(target: Target, writing: Writing, context: &SinkContext) -> Arc<dyn Sink> {
-    let timeout = context.deliver_timeout;
-    let timeout = timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2);
+    let timeout = context.answer_timeout(Duration::MAX);
     Arc::new(SqsSink::new(target, writing, timeout, context.concurrency.unwrap_or(CONCURRENCY)))
 }
 
 impl AwsTable {
     fn check(&self, section: &Section<'_>) {
-        if section.has("access_key_id") != section.has("secret_access_key") {
-            let text = format!("{}: an access key needs both access_key_id and secret_access_key", section.path);
-            section.fault("access_key_id", text);
-        }
+        section.both("access_key_id", "secret_access_key");
     }
 }
 

@@ -34,6 +34,7 @@
 //! It knows no adapter: each brings its own table, and the server joins them.
 
 mod adapter;
+mod client;
 mod document;
 mod faults;
 mod kind;
@@ -43,6 +44,7 @@ mod table;
 mod units;
 
 pub use adapter::{Adapter, SinkConfig, SinkContext, SourceConfig, SourceContext, StoreOptions, adapter};
+pub use client::{TlsTable, plain};
 pub use document::{commented_file, guide_table, json_schema};
 pub use faults::{Fault, Faults, nearest, suggestion};
 pub use kind::{

@@ -1,8 +1,10 @@
 //! The sink contract: where events go.
 
 use async_trait::async_trait;
+use serde::{Deserialize, Serialize};
 
 use crate::batch::Delivery;
+use crate::error::Result;
 use crate::outcome::Outcome;
 
 /// What a sink can do, as data. The engine drives it accordingly; conformance tests check both
@@ -51,6 +53,40 @@ pub trait Sink: Send + Sync + 'static {
     /// Delivers, and says what became of each.
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome>;
 
+    /// Where its streams end, if the destination can say that.
+    fn high_water_marks(&self) -> Option<&dyn HighWaterMarks> {
+        None
+    }
+
     /// Flushes and closes. Idempotent.
     async fn close(&self) {}
+}
+
+/// The last position in a stream of a destination.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HighWaterMark {
+    /// The stream's name there.
+    pub stream: String,
+    /// The destination's own word for the place: `1748100000000-0`, `42`.
+    pub position: String,
+}
+
+/// A destination that says where its streams end, for readers who begin with a snapshot and go on
+/// with the stream.
+///
+/// Behaviour:
+/// - A mark is the destination's word at the time of the call. So it is never behind an event that
+///   was delivered before, whichever relay sent it and however often that was restarted; what the
+///   destination itself forgets is forgotten.
+/// - An unknown stream has no mark, and is no error.
+///
+/// Cancel-safety: asking changes nothing.
+#[async_trait]
+pub trait HighWaterMarks: Send + Sync {
+    /// The last position in this stream; `None`: there is no such stream.
+    async fn high_water_mark(&self, stream: &str) -> Result<Option<String>>;
+
+    /// Streams that the sink's events may be in, at most `max`. Where they cannot all be listed,
+    /// some are missing, whose marks are there all the same.
+    async fn streams(&self, max: usize) -> Result<Vec<String>>;
 }

@@ -105,6 +105,14 @@ impl Breaker {
         }
     }
 
+    /// How often in a row it found nobody.
+    pub(crate) fn failures(&self) -> u32 {
+        match *lock(&self.inner) {
+            Inner::Closed => 0,
+            Inner::Open { failures, .. } | Inner::Probing { failures } => failures,
+        }
+    }
+
     pub(crate) fn is_closed(&self) -> bool {
         self.state() == BreakerState::Closed
     }

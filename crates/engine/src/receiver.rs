@@ -20,8 +20,13 @@ pub use log_throttle::{LogThrottle, log_excerpt};
 pub use metrics::{ReceiverMetrics, ReceiverSnapshot};
 
 use crate::clock::TokioClock;
+use crate::metrics::Outage;
 use duplicate_rate::DuplicateRate;
 use group_commit::GroupCommit;
+
+/// A source that failed so lately is failing: it is asked again within a moment, and one that has
+/// nothing to give does not say that it is back.
+const FAILING_KEPT: Duration = Duration::from_secs(15);
 
 /// What became of one message, or why it is not stored. The error is shared by all messages of a
 /// commit.
@@ -145,7 +150,7 @@ pub struct Receiver {
     watch: Mutex<Watch>,
 }
 
-/// What is logged, and not too often.
+/// What is logged, and not too often; and how the source fares.
 #[derive(Default)]
 struct Watch {
     duplicates: DuplicateRate,
@@ -153,6 +158,8 @@ struct Watch {
     failures: LogThrottle,
     source_failures: LogThrottle,
     poison: LogThrottle,
+    /// Since when the source fails, and when it did last.
+    failing: Option<(Outage, Duration)>,
 }
 
 impl Receiver {
@@ -194,6 +201,12 @@ impl Receiver {
     /// What it counts.
     pub fn metrics(&self) -> Arc<ReceiverMetrics> {
         Arc::clone(&self.metrics)
+    }
+
+    /// Since when and why the source that is asked for messages fails, if it does.
+    pub fn outage(&self) -> Option<Outage> {
+        let (outage, last) = self.watch().failing.clone()?;
+        (self.clock.monotonic().saturating_sub(last) <= FAILING_KEPT).then_some(outage)
     }
 
     /// Counts and logs what became of a message.

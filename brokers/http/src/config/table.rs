@@ -17,10 +17,6 @@ use postbox_webhook::standard::SignKey;
 use super::{ClientCert, HttpSinkConfig, check_url, header_name_fault, header_value_fault};
 use crate::sink::HttpSink;
 
-/// What the client leaves of the subscription's timeout, so that it is the one to give up and can
-/// say why.
-const TIMEOUT_SHARE: Duration = Duration::from_millis(500);
-
 table! {
     /// One signed POST per event, to a URL.
     #[check(check)]
@@ -165,8 +161,7 @@ impl HttpSinkTable {
         let (secrets, _) = all_secrets(&self.secret, &self.secrets);
         let mut config = with_keys(self.plain(), &secrets)
             .map_err(|text| Error::invalid("configure", "secret_invalid", format!("the http sink: {text}")))?;
-        let timeout = context.deliver_timeout;
-        config.timeout = timeout.saturating_sub(TIMEOUT_SHARE).max(timeout / 2);
+        config.timeout = context.answer_timeout(Duration::MAX);
         config.connect_timeout = config.connect_timeout.min(config.timeout);
         config.concurrency = context.concurrency.unwrap_or(config.concurrency);
         config.listening.clone_from(&context.listening);

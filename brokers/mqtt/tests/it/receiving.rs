@@ -127,6 +127,29 @@ async fn a_store_that_is_away_is_waited_for_and_no_more_is_taken() {
     receiving.stop().await;
 }
 
+/// A server keeps nothing of QoS 0 back and repeats none of it.
+#[tokio::test]
+async fn of_qos_0_what_comes_faster_than_it_is_stored_is_dropped_and_said() {
+    let (warnings, _hearing) = Warnings::hear();
+    let server = server().await;
+    let receiving = receiving(&server.url(), &format!("{KEYS}\nin_flight = 5")).await;
+    receiving.inbox.set(Store::Hangs);
+    let mut publisher = Peer::connect(&server.url()).await;
+    for n in 0..20 {
+        publisher.publish_qos0("in/a", false, n.to_string().as_bytes()).await;
+    }
+    let said = || warnings.all().into_iter().filter(|line| line.contains("mqtt_qos0_dropped")).collect::<Vec<_>>();
+    receiving.until(|_| !said().is_empty()).await;
+    // What the server confirms is kept back, and comes behind them.
+    publisher.publish("in/a", &[("postbox-id", "last")], b"last").await;
+    receiving.inbox.set(Store::Works);
+    receiving.until(|it| it.bodies().contains(&b"last"[..])).await;
+    let stored = receiving.inbox.all().len();
+    assert!((1 + 5 + 1..1 + 20 + 1).contains(&stored), "{stored} are stored");
+    assert!(said()[0].contains("topic=in/a"), "{:?}", said());
+    receiving.stop().await;
+}
+
 /// Killed, the server forgets the session or some of what it confirmed; it is said, and the rest
 /// comes.
 #[tokio::test]

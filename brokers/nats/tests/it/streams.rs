@@ -34,6 +34,20 @@ async fn a_missing_stream_is_an_outage_with_the_command_that_makes_it() {
     }
 }
 
+/// A name could be another question to JetStream.
+#[tokio::test]
+async fn only_a_stream_has_a_mark() {
+    let broker = Broker::launch(NatsVersion::V2_15, "").await;
+    broker.stream("EVENTS", &["in.>"], json!({})).await;
+    let sink = sink(&broker.server.url(), "subject = \"in.{topic}\"\nstream = \"EVENTS\"").await;
+    assert_eq!(said(&send(&sink, event("t")).await), "delivered");
+    let marks = sink.high_water_marks().expect("JetStream has marks");
+    assert_eq!(marks.streams(9).await.expect("an answer"), ["EVENTS"]);
+    for (name, mark) in [("EVENTS", Some("1")), ("OTHER", None), ("", None), ("EVENTS.x", None), (">", None)] {
+        assert_eq!(marks.high_water_mark(name).await.expect("an answer").as_deref(), mark, "{name}");
+    }
+}
+
 /// `check-config --connect`: says what is there, and makes nothing.
 #[tokio::test]
 async fn a_look_makes_nothing() {

@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use postbox_core::{NewEvent, Outcome};
+use postbox_core::{HighWaterMarks as _, NewEvent, Outcome};
 use postbox_testkit::proxy::Direction;
 use postbox_testkit::servers::PrivateRedis;
 
 use super::support::{Broker, LOOK, text};
-use super::{SERVERS, codes, deliver, deliveries, numbered, sink, sink_with};
+use super::{PATIENCE, SERVERS, codes, deliver, deliveries, numbered, sink, sink_with};
 
 async fn ids(broker: &Broker) -> Vec<String> {
     broker.entries("events").await.iter().map(|fields| text(fields, "id").expect("an id")).collect()
@@ -123,15 +123,14 @@ async fn a_server_without_memory_is_unavailable_until_it_has_some() {
 async fn what_one_stream_refuses_no_other_event_pays_for() {
     for kind in SERVERS {
         let broker = Broker::start(kind).await;
-        let sink =
-            sink_with(&broker, super::PATIENCE, |config| config.stream = "s:{topic}".parse().expect("a template"));
+        let sink = sink_with(&broker, PATIENCE, |config| config.stream = "s:{topic}".parse().expect("a template"));
         let () = broker.ask("SET s:taken text").await;
         let events = ["a", "taken", "b"].map(|topic| NewEvent::json(topic, "{}"));
         let outcomes = deliver(&sink, &deliveries(events)).await;
         let expected = ["delivered", "ambiguous redis_wrong_type", "delivered"];
         assert_eq!(codes(&outcomes), expected);
         // Nothing may be made, and nil is no success.
-        let sink = sink_with(&broker, super::PATIENCE, |config| {
+        let sink = sink_with(&broker, PATIENCE, |config| {
             config.stream = "s:{topic}".parse().expect("a template");
             config.make_stream = false;
         });
@@ -145,7 +144,7 @@ async fn what_one_stream_refuses_no_other_event_pays_for() {
 async fn a_stream_is_trimmed_to_about_its_length() {
     for kind in SERVERS {
         let broker = Broker::start(kind).await;
-        let sink = sink_with(&broker, super::PATIENCE, |config| config.maxlen = Some(250));
+        let sink = sink_with(&broker, PATIENCE, |config| config.maxlen = Some(250));
         assert_eq!(codes(&deliver(&sink, &numbered(1_000)).await), ["delivered"]);
         let length: usize = broker.ask("XLEN events").await;
         assert!((250..=350).contains(&length), "{length}");
@@ -158,8 +157,8 @@ async fn users_need_their_password_and_their_rights() {
         let broker = Broker::start(kind).await;
         let () = broker.ask("ACL SETUSER writer on >secret ~events +xadd +hello +client").await;
         let with = |password: &str, stream: &str| {
-            sink_with(&broker, super::PATIENCE, |config| {
-                config.username = Some("writer".into());
+            sink_with(&broker, PATIENCE, |config| {
+                config.user = Some("writer".into());
                 config.password = Some(postbox_config::Secret::new(password));
                 config.stream = stream.parse().expect("a template");
             })
@@ -237,8 +236,14 @@ async fn the_high_water_mark_is_never_behind_what_was_delivered() {
             last,
             "after a restart and a trim"
         );
-        let () = broker.ask("SET text text").await;
-        let error = sink(&broker).high_water_mark("text").await.expect_err("no stream");
+        let () = broker.ask("SET events:text text").await;
+        let error = sink(&broker).high_water_mark("events:text").await.expect_err("no stream");
         assert_eq!(error.code(), "redis_wrong_type");
+        for topic in ["b", "a", "[c]"] {
+            let _: String = broker.ask(&format!("XADD events:{topic} * a 1")).await;
+        }
+        let by_topic = sink_with(&broker, PATIENCE, |config| config.stream = "events:{topic}".parse().expect("right"));
+        assert_eq!(by_topic.streams(9).await.expect("an answer"), ["events:[c]", "events:a", "events:b"]);
+        assert_eq!(by_topic.streams(2).await.expect("an answer").len(), 2);
     }
 }

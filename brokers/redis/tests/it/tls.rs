@@ -3,6 +3,7 @@
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 
+use postbox_config::TlsTable;
 use postbox_redis::{RedisSink, RedisSinkConfig};
 use postbox_testkit::servers::{PrivateRedis, RedisKind, listen_anywhere};
 
@@ -31,24 +32,24 @@ async fn only_a_server_with_a_trusted_certificate_gets_events() {
         cert_file.to_str().expect("text"),
         "--tls-key-file",
         key_file.to_str().expect("text"),
-        "--tls-auth-clients",
-        "no",
+        "--tls-ca-cert-file",
+        cert_file.to_str().expect("text"),
     ];
     let _server = PrivateRedis::launch_with(RedisKind::Redis7, &arguments).await;
-    let sink = |ca_file| {
+    let sink = |tls: TlsTable| {
         let url = format!("rediss://localhost:{port}");
-        let config = RedisSinkConfig { url, ca_file, ..RedisSinkConfig::default() };
-        RedisSink::new(&config, PATIENCE, 1).expect("a sink")
+        let config = RedisSinkConfig { url, tls: Some(tls), ..RedisSinkConfig::default() };
+        RedisSink::new(&config, PATIENCE, 1)
     };
-    assert_eq!(codes(&deliver(&sink(Some(cert_file)), &numbered(2)).await), ["delivered"]);
-    let refused = deliver(&sink(None), &numbered(2)).await;
+    let trusting = TlsTable { ca_file: Some(cert_file.clone()), ..TlsTable::default() };
+    let ours = TlsTable { client_cert: Some(cert_file), client_key: Some(key_file), ..trusting.clone() };
+    let outcome = async |tls: TlsTable| deliver(&sink(tls).expect("a sink"), &numbered(2)).await;
+    assert_eq!(codes(&outcome(ours.clone()).await), ["delivered"]);
+    let refused = outcome(TlsTable { ca_file: None, ..ours }).await;
     assert_eq!(codes(&refused), ["unavailable redis_connect_failed"]);
     assert!(format!("{refused:?}").contains("UnknownIssuer"), "{refused:?}");
-    let config = RedisSinkConfig {
-        url: "rediss://localhost".into(),
-        ca_file: Some("/nonexistent/ca.pem".into()),
-        ..RedisSinkConfig::default()
-    };
-    let error = RedisSink::new(&config, PATIENCE, 1).expect_err("no such file");
-    assert_eq!(error.code(), "ca_file_invalid");
+    let refused = outcome(trusting).await;
+    assert!(codes(&refused)[0].starts_with("unavailable "), "the server asks who we are: {refused:?}");
+    let error = sink(TlsTable { ca_file: Some("/nonexistent/ca.pem".into()), ..TlsTable::default() });
+    assert_eq!(error.expect_err("no such file").code(), "tls_invalid");
 }

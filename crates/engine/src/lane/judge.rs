@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use postbox_core::limits::ERROR_BYTES_MAX;
 use postbox_core::{Delivery, Disposition, Outcome};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::context::{Health, RelayContext};
 use crate::failures::{Failure, Sent};
@@ -143,7 +143,13 @@ impl RelayContext {
         self.metrics.add(&self.metrics.breaker_opened, 1);
         self.metrics.destination_down(self.clock.now(), code);
         self.metrics.set_breaker(breaker.state());
-        warn!(subscription = self.name(), code, error, wait = ?wait, "breaker opened");
+        let failures = breaker.failures();
+        // An outage may last for days: ever fewer lines of it.
+        if failures.is_power_of_two() {
+            warn!(subscription = self.name(), code, error, wait = ?wait, failures, "breaker opened");
+        } else {
+            debug!(subscription = self.name(), code, error, wait = ?wait, failures, "breaker opened");
+        }
     }
 
     fn close_breaker(&self) {

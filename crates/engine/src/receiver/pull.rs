@@ -11,6 +11,7 @@ use tracing::{error, info, warn};
 
 use super::group_commit::COMMITS_MAX;
 use super::{Receiver, log_excerpt};
+use crate::metrics::Outage;
 
 /// Most messages asked for at once: one full commit.
 const NEXT_MAX: usize = super::group_commit::MESSAGES_MAX;
@@ -58,7 +59,8 @@ impl Receiver {
     ///
     /// - A message is acknowledged after its commit; a duplicate or a conflict is acknowledged as
     ///   well.
-    /// - While the store is down, messages are kept and tried again, and no others are asked for.
+    /// - While some are stored, the next are asked for. While the store is down, messages are kept
+    ///   and tried again, and no others are asked for than those.
     /// - What cannot be decoded or stored is kept as poison ([`RawMessage::into_poison`]).
     ///
     /// Cancel-safety: dropped, what is not acknowledged comes again.
@@ -68,7 +70,14 @@ impl Receiver {
         let in_flight_max = capabilities.in_flight_max.min(self.settings.in_flight_max);
         let batches_max = if self.group.ordered { 1 } else { COMMITS_MAX };
         let (mut batches, mut in_flight, mut backoff) = (FuturesUnordered::new(), 0, None::<Backoff>);
+        // They came while others are stored. Closing the source gives them back.
+        let mut ready = None;
         loop {
+            if batches.len() < batches_max
+                && let Some(messages) = ready.take()
+            {
+                batches.push(self.settle_batch(source, messages, &stop));
+            }
             let room = in_flight_max.saturating_sub(in_flight);
             let next = async {
                 if let Some(backoff) = &mut backoff {
@@ -79,13 +88,22 @@ impl Receiver {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
-                Some(count) = batches.next(), if !batches.is_empty() => in_flight -= count,
-                messages = next, if room > 0 && batches.len() < batches_max => match messages {
+                Some((count, gave_back)) = batches.next(), if !batches.is_empty() => {
+                    in_flight -= count;
+                    // In order, nothing is stored past what comes again.
+                    if gave_back && self.group.ordered && let Some(messages) = ready.take() {
+                        in_flight -= messages.len();
+                        let nak = messages.into_iter().map(|message: SourceMessage| message.token).collect();
+                        self.settle(source, Settlement { nak, ..Settlement::default() }).await;
+                    }
+                }
+                messages = next, if room > 0 && ready.is_none() => match messages {
                     Ok(messages) if messages.is_empty() => break,
                     Ok(messages) => {
                         backoff = None;
+                        self.watch().failing = None;
                         in_flight += messages.len();
-                        batches.push(self.settle_batch(source, messages, &stop));
+                        ready = Some(messages);
                     }
                     Err(failure) => {
                         backoff.get_or_insert_with(Backoff::new);
@@ -102,17 +120,23 @@ impl Receiver {
         source.close().await;
     }
 
-    /// Stores messages and settles them; how many there were.
-    async fn settle_batch(&self, source: &dyn Source, messages: Vec<SourceMessage>, stop: &CancellationToken) -> usize {
-        let count = messages.len();
+    /// Stores messages and settles them; how many there were, and whether any was given back.
+    async fn settle_batch(
+        &self,
+        source: &dyn Source,
+        messages: Vec<SourceMessage>,
+        stop: &CancellationToken,
+    ) -> (usize, bool) {
+        let (count, mut gave_back) = (messages.len(), false);
         let pending = |SourceMessage { message, token }| Pending { message, token, poison: None };
         let mut pending: Vec<Pending> = messages.into_iter().map(pending).collect();
         let mut backoff = Backoff::new();
         loop {
             let (settlement, kept, away) = self.store_round(source, pending).await;
+            gave_back |= !settlement.nak.is_empty();
             self.settle(source, settlement).await;
             if kept.is_empty() {
-                return count;
+                return (count, gave_back);
             }
             pending = kept;
             if !away {
@@ -120,7 +144,7 @@ impl Receiver {
             }
             tokio::select! {
                 // Closing the source gives them back.
-                () = stop.cancelled() => return count,
+                () = stop.cancelled() => return (count, gave_back),
                 () = self.clock.sleep(backoff.next()) => {}
             }
         }
@@ -226,6 +250,9 @@ impl Receiver {
 
     fn observe_source(&self, failure: &Error) {
         self.metrics.add(&self.metrics.source_errors, 1);
+        let since = self.outage().map_or_else(|| self.clock.now(), |outage| outage.since);
+        let outage = Outage { since, code: failure.code().to_owned() };
+        self.watch().failing = Some((outage, self.clock.monotonic()));
         if let Some(failures) = self.watch().source_failures.observe(self.clock.monotonic()) {
             warn!(source = %self.source, code = failure.code(), failures, "source failed; it is asked again: {failure}");
         }

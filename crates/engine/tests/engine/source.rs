@@ -1,17 +1,19 @@
 //! The source in memory, and the receiver that drives it into an inbox.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Clock, Delivery, Error, Inbound, Inspect as _, ListQuery, LogName, MemorySource, MemoryStore, RawMessage,
-    Receive as _, Result, Source, SourceName, State, Subscription,
+    Clock, Delivery, Error, ErrorKind, Inbound, Inspect as _, ListQuery, LogName, MemorySource, MemoryStore,
+    RawMessage, Receive, Received, Result, Source, SourceName, State, Subscription,
 };
 use postbox_engine::{Receiver, ReceiverSettings, Relay, TokioClock, handler_sink};
 use postbox_testkit::clock::ManualClock;
 use postbox_testkit::conformance::{Poison, ReceivingFixture, ReceivingTraits, SourceFixture};
 use postbox_testkit::inbox::{Inbox, Mode};
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -228,6 +230,51 @@ async fn poison_does_not_use_up_its_id() {
     way.stop().await;
     let ids: Vec<String> = way.inbox.all().into_iter().map(|stored| stored.message_id).collect();
     assert_eq!(ids, ["poison:1", "1"]);
+}
+
+/// An inbox whose first call waits, then fails for a reason that a person must mend.
+#[derive(Default)]
+struct Mended {
+    inbox: Inbox,
+    calls: AtomicUsize,
+    fails: Notify,
+}
+
+#[async_trait]
+impl Receive for Mended {
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        if self.calls.fetch_add(1, Ordering::SeqCst) == 0 {
+            self.fails.notified().await;
+            return Err(Error::new(ErrorKind::Mismatch, "receive", "log_unknown", "there is no such log"));
+        }
+        self.inbox.receive_many(log, inbound).await
+    }
+
+    async fn forget(&self, _older_than: Duration) -> Result<u64> {
+        Ok(0)
+    }
+}
+
+/// In order, what was read while others were stored waits with them once they are given back.
+#[tokio::test(start_paused = true)]
+async fn nothing_is_stored_past_what_was_given_back() {
+    let (source, store) = (MemorySource::new(8, Arc::new(TokioClock::new())), Arc::new(Mended::default()));
+    let source = Arc::new(source.with_capabilities(|capabilities| capabilities.ordered = true));
+    let receiver = Receiver::builder(store.clone(), name(), LogName::inbox()).pull(source.clone()).build();
+    let (receiver, stop) = (receiver.expect("good settings"), CancellationToken::new());
+    let watch = async {
+        source.publish(message("1", "a"));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        source.publish(message("2", "b"));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        store.fails.notify_one();
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        stop.cancel();
+    };
+    tokio::join!(receiver.run(stop.clone()), watch);
+    let ids: Vec<String> = store.inbox.all().into_iter().map(|stored| stored.message_id).collect();
+    assert_eq!(ids, ["1", "2"]);
+    assert_eq!(receiver.metrics().snapshot().returned, 2, "both");
 }
 
 /// The store is away for a minute of a clock that is stepped: tried again, and not in a busy loop.

@@ -1,5 +1,6 @@
 //! What every sink keeps: one outcome per delivery, the same bytes, no neighbour harmed.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -265,6 +266,39 @@ pub async fn closing_twice_is_fine(fixture: &dyn SinkFixture) {
         tokio::time::timeout(PATIENCE, sink.close()).await.expect("closes in time");
     }
     assert_eq!(fixture.arrived().await.len(), 1, "what was delivered is there");
+}
+
+/// Of a destination that has marks. They are its own, so they move with each event that it has, and
+/// outlive it.
+pub async fn the_high_water_mark_is_never_behind_what_was_delivered(fixture: &dyn SinkFixture) {
+    let sink = fixture.sink();
+    let Some(marks) = sink.high_water_marks() else { return };
+    let all = async || {
+        let mut positions = BTreeMap::new();
+        for stream in marks.streams(BATCH).await.expect("an answer") {
+            let mark = marks.high_water_mark(&stream).await.expect("an answer");
+            positions.extend(mark.map(|position| (stream, position)));
+        }
+        positions
+    };
+    let mut seen = vec![all().await];
+    for n in 0..3 {
+        let outcomes = deliver(&sink, &deliveries([event(&n.to_string())])).await;
+        assert!(outcomes[0].is_delivered(), "{outcomes:?}");
+        let now = all().await;
+        assert!(!seen.contains(&now), "event {n} is behind {now:?}, which was there before");
+        assert_eq!(all().await, now, "asking changes nothing");
+        seen.push(now);
+    }
+    assert!(marks.streams(1).await.expect("an answer").len() <= 1);
+    assert_eq!(marks.high_water_mark("no-such-stream").await.expect("an answer"), None);
+    assert_eq!(fixture.arrived().await.len(), 3, "asking sends nothing");
+    if fixture.traits().goes_down {
+        fixture.set(Destination::Down).await;
+        assert!(marks.high_water_mark("no-such-stream").await.is_err(), "nobody knows");
+        fixture.set(Destination::Works).await;
+        assert_eq!(Some(&all().await), seen.last(), "kept over a restart");
+    }
 }
 
 fn is_final(outcome: &Outcome) -> bool {

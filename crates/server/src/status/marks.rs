@@ -1,0 +1,59 @@
+//! Where the destinations' streams end: `/high-water-marks`, `stats --json` and `/metrics`.
+
+use std::time::Duration;
+
+use futures::future::{join_all, try_join_all};
+use postbox_core::{Error, ErrorKind, HighWaterMark, HighWaterMarks, Result, SubscriptionName};
+use serde::{Deserialize, Serialize};
+use tokio::time::timeout;
+
+use crate::supervised_relay::Relays;
+
+/// Longest wait for the destinations: they are asked at once, and nobody waits for one that is
+/// down.
+const MARKS_WAIT: Duration = Duration::from_secs(2);
+/// Most streams of a destination that are listed: with a key in its name there is no end of them.
+const STREAMS_MAX: usize = 30;
+
+/// The high-water marks of one subscription's destination.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MarksJson {
+    /// The subscription.
+    pub subscription: SubscriptionName,
+    /// One for each stream that is there, by name.
+    pub high_water_marks: Vec<HighWaterMark>,
+    /// Why they are not known.
+    pub fault: Option<String>,
+}
+
+/// What each destination that can says of this stream, or of all that events may be in.
+pub(crate) async fn marks(relays: &Relays, stream: Option<&str>) -> Vec<MarksJson> {
+    let asked = relays.iter().filter_map(|relay| {
+        let destination = relay.relay.sink()?.high_water_marks()?;
+        Some(async move {
+            let answer = timeout(MARKS_WAIT, ask(destination, stream)).await.unwrap_or_else(|_| Err(too_slow()));
+            let fault = answer.as_ref().err().map(|error| format!("{}: {}", error.code(), error.message()));
+            let high_water_marks = answer.unwrap_or_default();
+            MarksJson { subscription: relay.name.clone(), high_water_marks, fault }
+        })
+    });
+    join_all(asked).await
+}
+
+async fn ask(destination: &dyn HighWaterMarks, stream: Option<&str>) -> Result<Vec<HighWaterMark>> {
+    let mut streams = match stream {
+        Some(stream) => vec![stream.to_owned()],
+        None => destination.streams(STREAMS_MAX).await?,
+    };
+    streams.sort();
+    let mark = |stream: String| async move {
+        let position = destination.high_water_mark(&stream).await?;
+        Ok::<_, Error>(position.map(|position| HighWaterMark { stream, position }))
+    };
+    Ok(try_join_all(streams.into_iter().map(mark)).await?.into_iter().flatten().collect())
+}
+
+fn too_slow() -> Error {
+    let text = format!("the destination did not answer within {MARKS_WAIT:?}");
+    Error::new(ErrorKind::Unavailable, "inspect", "marks_timeout", text)
+}
