@@ -28,4 +28,5 @@ mod routing;
 mod run;
 mod sender;
 mod sqs;
+mod subscriptions;
 mod unreadable;

@@ -3,33 +3,41 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use async_nats::{Client, Message, Subscriber};
+use async_nats::{Client, ConnectOptions, Message, Subscriber};
 use futures::{FutureExt as _, StreamExt as _};
+use postbox_testkit::proxy::FaultProxy;
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
 use serde_json::Value;
 
 use crate::broker::{self, Broker};
 use crate::env::{Kind, on_both};
 
-struct Nats {
-    server: PrivateNats,
+pub(crate) struct Nats {
+    _server: PrivateNats,
     client: Client,
     subscriber: Subscriber,
-}
-
-/// The stream forgets ids at once: nothing but the inbox knows a repetition.
-fn tables(url: &str) -> (String, String) {
-    let sink = format!("type = \"nats\", url = {url:?}, subject = \"orders.{{topic}}\", stream = \"ORDERS\"");
-    let source = format!("type = \"nats\"\nurl = {url:?}\nstream = \"ORDERS\"\nack_wait = \"1s\"\nin_flight = 1");
-    (format!("{sink}, create = {{ duplicate_window = \"100ms\" }}"), source)
 }
 
 impl Broker for Nats {
     type Message = Message;
 
-    /// The stream is made by the relay, so the first calls of the source may find none.
-    fn tables(&self) -> (String, String) {
-        tables(&self.server.url())
+    async fn launch() -> Result<(Self, FaultProxy)> {
+        let server = PrivateNats::launch(NatsVersion::V2_15).await;
+        let proxy = broker::proxied(server.port()).await;
+        // All that comes in an outage waits for us.
+        let client = ConnectOptions::new().subscription_capacity(1 << 20).connect(server.url()).await?;
+        let subscriber = client.subscribe("orders.>").await?;
+        client.flush().await?;
+        Ok((Self { _server: server, client, subscriber }, proxy))
+    }
+
+    /// The stream is made by the relay, so the first calls of the source may find none. It forgets
+    /// ids at once: nothing but the inbox knows a repetition.
+    fn tables(port: u16) -> (String, String) {
+        let url = format!("url = \"nats://127.0.0.1:{port}\"");
+        let sink = format!("type = \"nats\", {url}, subject = \"orders.{{topic}}\", stream = \"ORDERS\"");
+        let source = format!("type = \"nats\"\n{url}\nstream = \"ORDERS\"\nack_wait = \"1s\"\nin_flight = 1");
+        (format!("{sink}, create = {{ duplicate_window = \"100ms\" }}"), source)
     }
 
     async fn published(&mut self) -> Result<Vec<Message>> {
@@ -52,18 +60,10 @@ impl Broker for Nats {
     }
 }
 
-async fn each_event_has_one_effect_at_the_other_end(kind: Kind) -> Result<()> {
-    let server = PrivateNats::launch(NatsVersion::V2_15).await;
-    let client = async_nats::connect(server.url()).await?;
-    let subscriber = client.subscribe("orders.>").await?;
-    client.flush().await?;
-    broker::each_event_has_one_effect(kind, Nats { server, client, subscriber }).await
-}
-
 async fn a_server_may_come_later(kind: Kind) -> Result<()> {
     let mut server = PrivateNats::launch(NatsVersion::V2_15).await;
     server.kill();
-    let tables = tables(&server.url());
+    let tables = Nats::tables(server.port());
     let start = async || {
         server.start().await;
         Ok(())
@@ -72,4 +72,4 @@ async fn a_server_may_come_later(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-on_both!(each_event_has_one_effect_at_the_other_end, a_server_may_come_later);
+on_both!(a_server_may_come_later);

@@ -27,7 +27,7 @@ fn takes_all(_key: &str) -> (u16, Duration) {
 }
 
 /// A time that is promised, and what was measured.
-fn promised(what: &str, took: Duration, most: Duration) -> Result<()> {
+pub(crate) fn promised(what: &str, took: Duration, most: Duration) -> Result<()> {
     eprintln!("{what}: {took:?}, promised are {most:?}");
     ensure!(took <= most || std::env::var_os("POSTBOX_TEST_TIMED").is_none(), "{what}: {took:?} is more than {most:?}");
     Ok(())

@@ -1,39 +1,57 @@
 //! From an outbox to an exchange of RabbitMQ, and from its queue into an inbox.
 
 use anyhow::{Context as _, Result};
+use futures::{FutureExt as _, StreamExt as _};
 use lapin::message::Delivery;
-use lapin::options::{BasicGetOptions, BasicPublishOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::options::{BasicConsumeOptions, BasicPublishOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{Channel, Connection, ConnectionProperties};
+use lapin::{Channel, Connection, ConnectionProperties, Consumer};
+use postbox_testkit::proxy::FaultProxy;
 use postbox_testkit::servers::PrivateRabbitmq;
 use serde_json::Value;
 
 use crate::broker::{self, Broker};
-use crate::env::{Kind, on_both};
 
-struct Rabbitmq {
+pub(crate) struct Rabbitmq {
     server: PrivateRabbitmq,
     channel: Channel,
+    sent: Consumer,
     _connection: Connection,
 }
 
 impl Broker for Rabbitmq {
     type Message = Delivery;
 
-    fn tables(&self) -> (String, String) {
-        let url = self.server.url();
+    const REPEATS_IN_ORDER: bool = false;
+
+    async fn launch() -> Result<(Self, FaultProxy)> {
+        let server = PrivateRabbitmq::launch().await;
+        let proxy = broker::proxied(server.port()).await;
+        let connection = Connection::connect(&server.url(), ConnectionProperties::default()).await?;
+        let channel = connection.create_channel().await?;
+        let mut quorum = FieldTable::default();
+        quorum.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+        for queue in ["sent", "orders"] {
+            let durable = QueueDeclareOptions { durable: true, ..Default::default() };
+            channel.queue_declare(queue.into(), durable, quorum.clone()).await?;
+            let (bound, key) = (QueueBindOptions::default(), "order.#".into());
+            channel.queue_bind(queue.into(), "amq.topic".into(), key, bound, FieldTable::default()).await?;
+        }
+        let unsettled = BasicConsumeOptions { no_ack: true, ..Default::default() };
+        let sent = channel.basic_consume("sent".into(), "".into(), unsettled, FieldTable::default()).await?;
+        Ok((Self { server, channel, sent, _connection: connection }, proxy))
+    }
+
+    fn tables(port: u16) -> (String, String) {
+        let url = format!("url = \"amqp://127.0.0.1:{port}\"");
         (
-            format!("type = \"rabbitmq\", url = {url:?}, exchange = \"amq.topic\""),
-            format!("type = \"rabbitmq\"\nurl = {url:?}\nqueue = \"orders\"\nin_flight = 100"),
+            format!("type = \"rabbitmq\", {url}, exchange = \"amq.topic\""),
+            format!("type = \"rabbitmq\"\n{url}\nqueue = \"orders\"\nin_flight = 100"),
         )
     }
 
     async fn published(&mut self) -> Result<Vec<Delivery>> {
-        let mut messages = Vec::new();
-        while let Some(got) = self.channel.basic_get("sent".into(), BasicGetOptions { no_ack: true }).await? {
-            messages.push(got.delivery);
-        }
-        Ok(messages)
+        Ok(std::iter::from_fn(|| self.sent.next().now_or_never().flatten()).collect::<Result<_, _>>()?)
     }
 
     fn read(message: &Delivery) -> Result<(String, String, Value)> {
@@ -56,23 +74,4 @@ impl Broker for Rabbitmq {
         let counts = self.server.ctl(&["list_queues", "name", "messages"]);
         Ok(counts.lines().any(|line| line.split_whitespace().eq(["orders", "0"])))
     }
-
-    const REPEATS_IN_ORDER: bool = false;
 }
-
-async fn every_event_gets_into_the_other_s_inbox_once(kind: Kind) -> Result<()> {
-    let server = PrivateRabbitmq::launch().await;
-    let connection = Connection::connect(&server.url(), ConnectionProperties::default()).await?;
-    let channel = connection.create_channel().await?;
-    let mut quorum = FieldTable::default();
-    quorum.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
-    for queue in ["sent", "orders"] {
-        let durable = QueueDeclareOptions { durable: true, ..Default::default() };
-        channel.queue_declare(queue.into(), durable, quorum.clone()).await?;
-        let (bound, key) = (QueueBindOptions::default(), "order.#".into());
-        channel.queue_bind(queue.into(), "amq.topic".into(), key, bound, FieldTable::default()).await?;
-    }
-    broker::each_event_has_one_effect(kind, Rabbitmq { server, channel, _connection: connection }).await
-}
-
-on_both!(every_event_gets_into_the_other_s_inbox_once);
