@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use jiff::Timestamp;
-use postbox_core::{EventId, Key, LogName, Rate, State, SubscriptionName, TopicPattern};
+use postbox_core::limits::LANES_MAX;
+use postbox_core::{EventId, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, TopicPattern};
 
 /// A database commit and the messages about it, as one fact: transactional outbox, verified inbox,
 /// event bus.
@@ -214,6 +215,9 @@ pub(crate) enum Command {
         #[arg(value_name = "SUBSCRIPTION", value_parser = plain::<SubscriptionName>)]
         name: SubscriptionName,
     },
+    /// List, show, rename, reset or remove subscriptions, or change their lanes
+    #[command(subcommand)]
+    Subscription(SubscriptionCommand),
     /// Say why something is late
     Doctor {
         /// As JSON
@@ -231,6 +235,76 @@ pub(crate) enum Command {
 pub(crate) enum ConfigCommand {
     /// Print the JSON Schema of postbox.toml, for editors
     Schema,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum SubscriptionCommand {
+    /// List the subscriptions in the store
+    List {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show one: what it reads, who drives its lanes, its counts
+    Show {
+        /// Which subscription
+        #[arg(value_parser = plain::<SubscriptionName>)]
+        name: SubscriptionName,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Give it another name; its place, its dead events and its pause stay
+    ///
+    /// A relay of the former name ends. Write the new name into the configuration and start again.
+    Rename {
+        /// Which subscription
+        #[arg(value_parser = plain::<SubscriptionName>)]
+        name: SubscriptionName,
+        /// Its new name
+        #[arg(value_parser = plain::<SubscriptionName>)]
+        to: SubscriptionName,
+    },
+    /// Let it go on from another place: what was delivered since goes out again, what lies before is
+    /// skipped
+    ///
+    /// Says how many events that are; does it with --yes only. While a relay drives it, pause it
+    /// first. What goes out again has a fresh dedupe id.
+    Reset {
+        /// Which subscription
+        #[arg(value_parser = plain::<SubscriptionName>)]
+        name: SubscriptionName,
+        /// now, beginning, a time (2026-01-31T12:00:00Z, or 2h for two hours ago), or the place of
+        /// the first event
+        #[arg(long, value_name = "now|beginning|TIME|SEQ", value_parser = reset_to)]
+        to: ResetTo,
+        /// Yes, do it
+        #[arg(long)]
+        yes: bool,
+    },
+    /// Take it out, with its place and its dead events; what only it had to deliver may be pruned
+    ///
+    /// Says how many events that are; does it with --yes only. A relay that drives it ends. Take it
+    /// out of the configuration too, or the next start makes it anew.
+    Remove {
+        /// Which subscription
+        #[arg(value_parser = plain::<SubscriptionName>)]
+        name: SubscriptionName,
+        /// Yes, remove it
+        #[arg(long)]
+        yes: bool,
+    },
+    /// Change how many replicas can work for it at once, also while they run
+    ///
+    /// Delivery rests for a lease (10 s by default). Events that were in flight may arrive again.
+    Lanes {
+        /// Which subscription
+        #[arg(value_parser = plain::<SubscriptionName>)]
+        name: SubscriptionName,
+        /// How many lanes
+        #[arg(value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(LANES_MAX)))]
+        lanes: u16,
+    },
 }
 
 #[derive(Debug, Subcommand)]
@@ -301,6 +375,16 @@ fn time(text: &str) -> Result<Timestamp, String> {
         (Ok(time), _) => Ok(time),
         (_, Ok(age)) => ago(age),
         _ => Err("write a time as 2026-01-31T12:00:00Z, or an age as 30m, 2h, 7d".to_owned()),
+    }
+}
+
+/// Where a subscription is to go on.
+fn reset_to(text: &str) -> Result<ResetTo, String> {
+    match (text, text.parse()) {
+        ("now", _) => Ok(ResetTo::Now),
+        ("beginning", _) => Ok(ResetTo::Beginning),
+        (_, Ok(seq)) => Ok(ResetTo::Seq(Seq(seq))),
+        _ => time(text).map(ResetTo::Time).map_err(|why| format!("write now, beginning, or a place; or {why}")),
     }
 }
 

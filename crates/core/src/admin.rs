@@ -1,6 +1,4 @@
-//! The administration contract: what an operator changes.
-
-use std::time::Duration;
+//! The administration contract: what an operator changes of a subscription and its events.
 
 use async_trait::async_trait;
 use jiff::Timestamp;
@@ -9,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::Pause;
 use crate::limits::CHANGE_EVENTS_MAX;
-use crate::names::{Key, LogName, SubscriptionName, TopicPattern};
+use crate::names::{Key, SubscriptionName, TopicPattern};
 
 /// Which delivery rows to change. `None` fields do not narrow.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -117,17 +115,34 @@ pub struct Replayed {
     pub through: Seq,
 }
 
-/// What one step of [`Admin::note_unrouted`] did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[must_use = "there may be more to look at"]
-pub struct Routed {
-    /// How many events were found that nobody wants.
-    pub unrouted: u64,
-    /// Whether there is more to look at.
-    pub more: bool,
+/// Where a subscription goes on after a reset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ResetTo {
+    /// With the oldest event that is still in the log.
+    Beginning,
+    /// With events that are committed from now on.
+    Now,
+    /// With the first event that was appended at this time or later, by the store's clock.
+    Time(Timestamp),
+    /// With the event at this place.
+    Seq(Seq),
 }
 
-/// What an operator changes.
+/// What a reset does.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ResetPlan {
+    /// Events that were passed, and go out again; those that are dead or wait among them.
+    pub again: u64,
+    /// Unread events that are skipped.
+    pub skipped: u64,
+    /// Whether there was too much to count: more than
+    /// [`LOOK_EVENTS_MAX`](crate::kit::LOOK_EVENTS_MAX) of the one or the other.
+    pub is_estimate: bool,
+    /// Who had which lane how often, when this was counted.
+    pub stamp: String,
+}
+
+/// What an operator changes of a subscription and its events.
 ///
 /// Behaviour:
 /// - A subscription that does not exist: `NotFound`, code `subscription_unknown`, with the known
@@ -146,22 +161,26 @@ pub struct Routed {
 ///   [`Delivery::replay`](crate::Delivery::replay), and so a dedupe id of its own. Of those that
 ///   the subscription wants now, unless they are named by id. It passes over what is pending or has
 ///   a delivery row. A step that finds nothing may still have a next one.
-/// - `note_unrouted` finds events that no subscription of the log wants, one bounded step; they are
-///   `unrouted` from then on. What lies before the beginning of all of them is skipped, no more.
-///   And it hands unrouted ones to a subscription that has begun to want them. It looks only where
-///   every subscription wants less than everything, and never beyond a transaction that is still
-///   open.
-/// - `prune` deletes, of a bounded number of events after a place, those older than the age that
-///   every subscription of their log has passed and whose delivery rows, if any, are `discarded`;
-///   dead and pending ones stay, and unrouted ones: `give_up_unrouted` comes first. Go on with
-///   [`Changed::next`] until there is none: it is there even
-///   where a step found nothing to delete, so that what has to stay is looked at once in a run.
-///   Where [`PRUNE_YOUNG_MAX`](crate::kit::PRUNE_YOUNG_MAX) of a step's events are too young,
-///   nothing beyond is looked at: times rise with `seq`, nearly. Rows of events that are gone
-///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too, at the end of a run.
-///   A log without subscriptions is not pruned. Calls at once take turns.
 /// - `pause(None)` resumes.
-/// - `create_log` is idempotent.
+/// - `rename` keeps everything but the name. A relay of the former name loses its lanes; nobody
+///   gets them before its lease would have ended. `Conflict` `subscription_exists` where the new
+///   name is taken. Asked again, it is done already.
+/// - `remove` ends a subscription: its cursor, its rows and its dead letters go, and what only it
+///   had to deliver may be pruned. The same name made again begins like any new one, and no lease
+///   of before counts.
+/// - `rename` and `remove` are of the subscription that was looked at
+///   ([`SubscriptionInfo::generation`](crate::SubscriptionInfo::generation)); where the name is
+///   another one's by now: `Conflict` `subscription_changed`.
+/// - `reset` without a stamp only counts. With the stamp of that look it moves all lanes at once:
+///   to an earlier place, and what was passed since is read again, with a fresh
+///   [`Delivery::replay`](crate::Delivery::replay), whatever became of it before (not what was
+///   discarded); to a later one, and what lies between is skipped. What waits or is dead before
+///   the place stays. `Conflict` `lanes_held` while a relay holds a lane; `subscription_changed`
+///   where a lane was taken since the look, or the reset is done already.
+/// - `set_lanes` changes the number of lanes, also while relays run. Each key keeps its order, and
+///   nobody gets a lane before the leases of the former ones would have ended. Events that one lane
+///   has passed and another not leave the stream; `Conflict` `lanes_apart` where they are more than
+///   [`LANES_APART_MAX`](crate::limits::LANES_APART_MAX). Asked again, it is done already.
 #[async_trait]
 pub trait Admin: Send + Sync + 'static {
     /// Sends dead (and retrying) events again now, one step.
@@ -170,26 +189,14 @@ pub trait Admin: Send + Sync + 'static {
     async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed>;
     /// Sends events again that went out or were skipped, one step.
     async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed>;
-    /// Finds what no subscription of a log wants, one step.
-    async fn note_unrouted(&self, log: &LogName) -> Result<Routed>;
-    /// Gives up unrouted events of one log that are older than an age: they are skipped from then
-    /// on, and `prune` takes them. One step; how many.
-    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64>;
-    /// Deletes old dispatched and skipped events of one log, one step: those after a place, or from
-    /// the start.
-    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed>;
     /// Pauses or resumes. A pause ends running leases at their next renewal.
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()>;
-    /// Makes a log beside `outbox` and `inbox`.
-    async fn create_log(&self, log: &LogName) -> Result<()>;
-    /// Checks that nothing in the store's settings keeps messages from being received. Changes
-    /// nothing; the error names the cure.
-    async fn check_receiving(&self) -> Result<()>;
-    /// Makes rows and cursors fit the database they are in, after a dump was restored into another
-    /// one: the cure of `cursor_from_future` and `cursor_foreign`. What was delivered stays
-    /// delivered, what was pending stays pending.
-    ///
-    /// Errors: `Conflict` `lanes_held` while a relay runs; `Invalid` `rebase_not_needed` where
-    /// cursors are plain numbers.
-    async fn rebase(&self) -> Result<()>;
+    /// Gives a subscription another name.
+    async fn rename(&self, subscription: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()>;
+    /// Takes a subscription out.
+    async fn remove(&self, subscription: &SubscriptionName, generation: i64) -> Result<()>;
+    /// Lets a subscription go on from another place, or says what that would do.
+    async fn reset(&self, subscription: &SubscriptionName, to: ResetTo, stamp: Option<&str>) -> Result<ResetPlan>;
+    /// Changes how many replicas can work at once.
+    async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()>;
 }

@@ -11,7 +11,7 @@ use crate::log::Epoch;
 use crate::names::{LogName, OwnerId, SubscriptionName};
 use crate::receive::Conflict;
 use crate::state::State;
-use crate::subscription::Filter;
+use crate::subscription::{Filter, Ordering};
 
 /// Why a subscription does not run.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -129,6 +129,10 @@ pub struct SubscriptionInfo {
     pub log: LogName,
     /// What it wants, as of the last `subscribe`.
     pub filter: Filter,
+    /// In which order events go out, as of the last `subscribe`.
+    pub ordering: Ordering,
+    /// Tells it from others that had its name before.
+    pub generation: i64,
     /// Its lanes.
     pub lanes: Vec<LaneInfo>,
     /// Set when it is paused.
@@ -201,7 +205,7 @@ pub trait Inspect: Send + Sync + 'static {
     /// The logs there are, by name.
     async fn logs(&self) -> Result<Vec<LogName>>;
     /// Events of a log that no subscription wants, as far as
-    /// [`Admin::note_unrouted`](crate::Admin::note_unrouted) has looked.
+    /// [`Maintain::note_unrouted`](crate::Maintain::note_unrouted) has looked.
     async fn unrouted(&self, log: &LogName) -> Result<Unrouted>;
     /// How many events a log has, whoever reads it or nobody. An unknown log: `NotFound`, code
     /// `log_unknown`.

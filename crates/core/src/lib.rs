@@ -9,7 +9,8 @@
 //! | [`Log`] | a leased lane reads every committed event once, in order, and never a phantom | every store |
 //! | [`DeadLetters`] | a dead event is handed to a second sink, and what was not is known | every store |
 //! | [`Inspect`] | an operator sees every event and where it stands | every store |
-//! | [`Admin`] | an operator retries, discards, prunes and pauses, in bounded steps | every store |
+//! | [`Admin`] | an operator changes a subscription and its events, in bounded steps | every store |
+//! | [`Maintain`] | a log is made, looked through and pruned, in bounded steps | every store |
 //! | [`Receive`] | a message from outside is stored once | every store |
 //! | [`Migrate`] | the schema comes, goes and is checked | every store |
 //! | [`Apply`] | a handler's effect, the position and the delivery row commit together | stores with transactions |
@@ -43,6 +44,7 @@ mod event;
 mod inspect;
 pub mod kit;
 mod log;
+mod maintain;
 mod memory;
 mod migrate;
 mod names;
@@ -56,7 +58,7 @@ mod state;
 mod subscription;
 pub mod template;
 
-pub use admin::{Admin, Changed, Replay, Replayed, Routed, Selection};
+pub use admin::{Admin, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
 pub use append::Append;
 pub use apply::{Apply, Decide};
 pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
@@ -69,14 +71,15 @@ pub use inspect::{
     Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted, UnroutedTopic,
 };
 pub use log::{Acquired, Epoch, Lease, Log};
+pub use maintain::{Maintain, Routed};
 pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store, events_undelivered};
 pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Topic, TopicPattern};
-pub use outcome::Outcome;
+pub use outcome::{Outcome, excerpt};
 pub use rate::{Bucket, Rate};
 pub use receive::{Conflict, Inbound, Receive, Received};
 pub use retry::RetryPolicy;
-pub use sink::{Capabilities, Sink};
+pub use sink::{Capabilities, HighWaterMark, HighWaterMarks, Sink};
 pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
 pub use state::State;
 pub use subscription::{Filter, Ordering, StartAt, Subscription};
@@ -112,6 +115,9 @@ pub mod limits {
     pub const ERROR_BYTES_MAX: usize = 2_048;
     /// Most lanes of one subscription: more than any deployment has replicas.
     pub const LANES_MAX: u16 = 256;
+    /// Most events that a change of lanes takes out of the stream: some hundred milliseconds of the
+    /// database. Lanes that work are nearer to each other.
+    pub const LANES_APART_MAX: usize = 10_000;
     /// Most events in one batch; beyond 1,000 a larger batch only adds latency (measured).
     pub const BATCH_EVENTS_MAX: usize = 10_000;
     /// Most events that one call of `retry` or `discard` changes, and most ids it takes: a relay

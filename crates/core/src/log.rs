@@ -85,9 +85,10 @@ pub struct Acquired {
 /// the caller must drop the lease and acquire again before it goes on.
 #[async_trait]
 pub trait Log: Send + Sync + 'static {
-    /// Makes the subscription if it is new and checks that it fits if it is not. Idempotent.
+    /// Makes the subscription if it is new and checks that it fits if it is not. Idempotent. Where
+    /// it begins and how many lanes it has is said when it is made.
     ///
-    /// Errors: `NotFound` `log_unknown`; `Conflict` `lanes_differ` or `log_differs`; `Mismatch`
+    /// Errors: `NotFound` `log_unknown`; `Conflict` `log_differs`; `Mismatch`
     /// with the cure when the schema is missing (`schema_missing`), older (`schema_old`) or newer
     /// (`schema_newer`), or when the cursor or rows come from the future (`cursor_from_future`).
     async fn subscribe(&self, subscription: &Subscription) -> Result<()>;

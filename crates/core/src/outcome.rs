@@ -96,3 +96,12 @@ impl Outcome {
         matches!(self, Self::Delivered { .. })
     }
 }
+
+/// Enough for every error of a server.
+const TEXT_CHARS_MAX: usize = 400;
+
+/// What another program said, as one harmless line: its first characters, what does not print
+/// escaped.
+pub fn excerpt(text: &str) -> String {
+    text.chars().take(TEXT_CHARS_MAX).flat_map(char::escape_debug).collect()
+}

@@ -1,7 +1,7 @@
 //! A subscription: a named reader of one log.
 
-use crate::error::{Error, Result};
-use crate::limits::LANES_MAX;
+use crate::error::Result;
+use crate::kit::check_lanes;
 use crate::names::{LogName, SubscriptionName, Tenant, TopicPattern};
 
 /// In which order events reach the sink.
@@ -57,8 +57,8 @@ pub struct Subscription {
     pub filter: Filter,
     /// In which order they go out.
     pub ordering: Ordering,
-    /// How many replicas can work at once; 1 is a single active relay with hot standbys. Fixed once
-    /// created.
+    /// How many replicas can work at once; 1 is a single active relay with hot standbys. Of a new
+    /// subscription: then [`Admin::set_lanes`](crate::Admin::set_lanes) changes it.
     pub lanes: u16,
     /// Where it begins when it is new.
     pub start: StartAt,
@@ -79,13 +79,6 @@ impl Subscription {
 
     /// Checks the number of lanes.
     pub fn validate(&self) -> Result<()> {
-        if (1..=LANES_MAX).contains(&self.lanes) {
-            return Ok(());
-        }
-        Err(Error::invalid(
-            "subscribe",
-            "lanes_invalid",
-            format!("subscription {} asks for {} lanes; 1 to {LANES_MAX} are allowed", self.name, self.lanes),
-        ))
+        check_lanes("subscribe", &self.name, self.lanes)
     }
 }

@@ -3,7 +3,10 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use postbox_core::{Apply, Capabilities, Clock, DeadLetters, Error, Log, Ordering, Random, Sink, Subscription};
+use postbox_core::{
+    Acquired, Apply, Capabilities, Clock, DeadLetters, Error, ErrorKind, Log, Ordering, OwnerId, Random, Result, Sink,
+    Subscription,
+};
 use tracing::warn;
 
 use crate::apply_state::{APPLY_CHUNK_MAX, ApplyState};
@@ -18,6 +21,9 @@ use crate::settings::RelaySettings;
 /// within half a second of a database that comes back.
 const STORE_BACKOFF_MIN: Duration = Duration::from_millis(20);
 const STORE_BACKOFF_MAX: Duration = Duration::from_millis(500);
+
+/// The code of the error that ends a relay whose subscription was removed or renamed meanwhile.
+pub const SUBSCRIPTION_REMOVED: &str = "subscription_removed";
 
 /// Where a relay's events go.
 #[derive(Clone)]
@@ -120,6 +126,16 @@ impl RelayContext {
         self.subscription.name.as_str()
     }
 
+    /// Asks the store for a lane. The subscription was there when the relay began: one that is gone
+    /// was taken away by a person, and is not made again by the way.
+    pub(crate) async fn acquire(&self, owner: &OwnerId, held: &[u16]) -> Result<Acquired> {
+        let (name, ttl) = (&self.subscription.name, self.settings.lease_ttl);
+        self.log.acquire(name, owner, held, ttl).await.map_err(|error| match error.code() {
+            "subscription_unknown" => removed(self.name()),
+            _ => error,
+        })
+    }
+
     /// Records a failed call of the store; whether to repeat it.
     pub(crate) fn store_failed(&self, error: &Error) -> bool {
         if error.is_permanent() {
@@ -141,4 +157,13 @@ impl RelayContext {
         let ceiling = STORE_BACKOFF_MIN.saturating_mul(1 << failures.min(10)).min(STORE_BACKOFF_MAX);
         ceiling.mul_f64(0.5 + self.random.unit() / 2.0)
     }
+}
+
+/// The end of a relay whose subscription is gone.
+pub(crate) fn removed(name: &str) -> Error {
+    let message = format!(
+        "subscription {name} was removed or renamed while this relay ran; write its new name into the configuration, or take it out \
+         of there, and start again (started as {name} once more it is made anew, and begins like a new one)"
+    );
+    Error::new(ErrorKind::NotFound, "acquire", SUBSCRIPTION_REMOVED, message)
 }

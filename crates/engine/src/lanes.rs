@@ -74,7 +74,7 @@ impl Lanes {
         }
         let asked_at = context.clock.monotonic();
         let held: Vec<u16> = self.lanes.keys().copied().collect();
-        let acquired = match context.log.acquire(&context.subscription.name, &self.owner, &held, ttl).await {
+        let acquired = match context.acquire(&self.owner, &held).await {
             Ok(acquired) => acquired,
             Err(error) if context.store_failed(&error) => {
                 self.failures += 1;

@@ -70,6 +70,7 @@ mod unrouted;
 pub use breaker::{BreakerPolicy, BreakerState};
 pub use bus::InProcessBus;
 pub use clock::{SeededRandom, SystemRandom, TokioClock};
+pub use context::SUBSCRIPTION_REMOVED;
 pub use drained::Drained;
 pub use handler::{HandlerSink, IntoOutcome, handler_sink};
 pub use json_lines::JsonLines;

@@ -16,12 +16,12 @@ const CAUSES_MAX: usize = 500;
 /// Most sources of duplicates counted by name: whoever appends chooses the name.
 const SOURCES_MAX: usize = 50;
 
-/// A destination that is down.
+/// A destination that is down, or a source that fails.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outage {
-    /// When the breaker opened.
+    /// When the breaker opened, or the source failed first.
     pub since: Timestamp,
-    /// Why the last that was sent found it down, e.g. `connect_refused`.
+    /// Why, at the last try, e.g. `connect_refused`.
     pub code: String,
 }
 

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 use crate::clock::{SystemRandom, TokioClock};
-use crate::context::{DeadLetterSink, Destination, RelayContext};
+use crate::context::{DeadLetterSink, Destination, RelayContext, SUBSCRIPTION_REMOVED, removed};
 use crate::drained::Drained;
 use crate::lane::{Lane, LeaseGuard, ReadLimit};
 use crate::lanes::Lanes;
@@ -116,6 +116,8 @@ impl RelayBuilder {
             owner,
             metrics,
             running: AtomicBool::new(false),
+            removed: AtomicBool::new(false),
+            subscribed: AtomicBool::new(false),
         })
     }
 }
@@ -142,6 +144,10 @@ pub struct Relay {
     owner: OwnerId,
     metrics: Arc<Metrics>,
     running: AtomicBool,
+    /// Its subscription was removed or renamed while it ran: it does not make it anew.
+    removed: AtomicBool,
+    /// It made or found its subscription, and no call failed for good since.
+    subscribed: AtomicBool,
 }
 
 /// Frees the relay for the next run, however this one ends.
@@ -189,12 +195,20 @@ impl Relay {
         &self.subscription
     }
 
+    /// The sink its events go to, if it has one.
+    pub fn sink(&self) -> Option<&Arc<dyn Sink>> {
+        match &self.context.as_ref()?.destination {
+            Destination::Sink(sink) => Some(sink),
+            Destination::Apply(_) => None,
+        }
+    }
+
     /// Relays until `stop`, then finishes what is in flight, settles, gives its lanes back, closes
     /// the sink and returns.
     ///
-    /// A store that is down is waited for. An error is permanent (schema, unknown log, other number
-    /// of lanes): a person must act. `stop` may be cancelled before the start, and any number of
-    /// times.
+    /// A store that is down is waited for. An error is permanent (schema, unknown log): a person must
+    /// act. With [`SUBSCRIPTION_REMOVED`] the subscription was removed or renamed meanwhile, and this
+    /// relay does not run again. `stop` may be cancelled before the start, and any number of times.
     ///
     /// Dropping this future stops without settling: what was in flight may arrive again, nothing is
     /// lost.
@@ -211,6 +225,7 @@ impl Relay {
         info!(subscription = self.name(), owner = %self.owner, "relay started");
         let mut lanes = Lanes::new(context.clone(), self.owner.clone());
         let ended = self.share_lanes(&mut lanes, &stop).await;
+        self.note_end(ended.as_ref().err());
         lanes.stop().await;
         if let Destination::Sink(sink) = &context.destination {
             sink.close().await;
@@ -263,15 +278,26 @@ impl Relay {
     /// As [`Self::drain`], but stops gracefully when `stop` is cancelled.
     pub async fn drain_until(&self, limit: Option<usize>, stop: CancellationToken) -> Result<Drained> {
         let _running = self.start()?;
-        self.log.subscribe(&self.subscription).await?;
+        let drained = self.drain_lanes(limit, stop).await;
+        self.note_end(drained.as_ref().err());
+        drained
+    }
+
+    async fn drain_lanes(&self, limit: Option<usize>, stop: CancellationToken) -> Result<Drained> {
+        if !self.subscribed.load(Ordering::Acquire) {
+            self.log.subscribe(&self.subscription).await?;
+            self.subscribed.store(true, Ordering::Release);
+        }
         let Some(context) = &self.context else { return Ok(Drained::default()) };
         let before = self.metrics.snapshot();
         let limit = ReadLimit::new(limit);
         let ttl = context.settings.lease_ttl;
         let (mut lanes, mut known) = (Vec::new(), Vec::new());
-        while lanes.len() < usize::from(self.subscription.lanes) && !stop.is_cancelled() {
+        let mut lanes_max = 1;
+        while lanes.len() < lanes_max && !stop.is_cancelled() {
             let asked_at = self.clock.monotonic();
-            let acquired = self.log.acquire(&self.subscription.name, &self.owner, &known, ttl).await?;
+            let acquired = context.acquire(&self.owner, &known).await?;
+            lanes_max = usize::from(acquired.lanes);
             if let Some(pause) = &acquired.paused {
                 info!(subscription = self.name(), by = pause.by, why = pause.why, "subscription paused");
             }
@@ -302,7 +328,19 @@ impl Relay {
         self.subscription.name.as_str()
     }
 
+    /// What an end says of the next run.
+    fn note_end(&self, error: Option<&Error>) {
+        let Some(error) = error.filter(|error| error.is_permanent()) else { return };
+        self.subscribed.store(false, Ordering::Release);
+        if error.code() == SUBSCRIPTION_REMOVED {
+            self.removed.store(true, Ordering::Release);
+        }
+    }
+
     fn start(&self) -> Result<Running<'_>> {
+        if self.removed.load(Ordering::Acquire) {
+            return Err(removed(self.name()));
+        }
         if self.running.swap(true, Ordering::AcqRel) {
             let text = format!("the relay of {} runs already; build a second one to share its work", self.name());
             return Err(Error::new(ErrorKind::Conflict, "run relay", "relay_running", text));
@@ -314,8 +352,14 @@ impl Relay {
     async fn subscribe(&self, stop: &CancellationToken) -> Result<bool> {
         let mut wait = Duration::from_millis(20);
         while !stop.is_cancelled() {
+            if self.subscribed.load(Ordering::Acquire) {
+                return Ok(true);
+            }
             match self.log.subscribe(&self.subscription).await {
-                Ok(()) => return Ok(true),
+                Ok(()) => {
+                    self.subscribed.store(true, Ordering::Release);
+                    continue;
+                }
                 Err(error) if error.is_permanent() => return Err(error),
                 Err(error) => {
                     warn!(subscription = self.name(), code = error.code(), error = %error, "store unavailable");

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
-use postbox_core::{Admin, Changed, Clock, Error, LogName, Receive, Result, Seq};
+use postbox_core::{Changed, Clock, Error, LogName, Maintain, Receive, Result, Seq};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -39,7 +39,7 @@ pub struct Swept {
 /// Removes delivered events older than an age (default 7 days) and forgets old inbound ids (default
 /// 30 days). Dead and pending events are never removed. Several replicas may sweep at once.
 pub struct Sweeper {
-    admin: Arc<dyn Admin>,
+    store: Arc<dyn Maintain>,
     receive: Option<Arc<dyn Receive>>,
     logs: Vec<LogName>,
     events_age: Duration,
@@ -53,10 +53,10 @@ pub struct Sweeper {
 
 impl Sweeper {
     /// A sweeper of `logs`, once an hour.
-    pub fn new(admin: Arc<dyn Admin>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
+    pub fn new(store: Arc<dyn Maintain>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
         const DAY: Duration = Duration::from_secs(86_400);
         Self {
-            admin,
+            store,
             receive: None,
             logs,
             events_age: 7 * DAY,
@@ -138,7 +138,7 @@ impl Sweeper {
         let now = self.clock.monotonic();
         let known = places().get(log).copied().filter(|(began, _)| now.saturating_sub(*began) < ANEW_EVERY);
         let (began, mut after) = known.unwrap_or((now, None));
-        let removed = self.steps(stop, &mut after, |after| self.admin.prune(log, self.events_age, after)).await;
+        let removed = self.steps(stop, &mut after, |after| self.store.prune(log, self.events_age, after)).await;
         places().insert(log.clone(), (began, after));
         removed
     }

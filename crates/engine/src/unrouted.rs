@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Admin, Clock, LogName, Result};
+use postbox_core::{Clock, LogName, Maintain, Result};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -14,17 +14,17 @@ const EVERY: Duration = Duration::from_secs(1);
 const LOOKS_PER_LINE: u32 = 60;
 
 /// Finds events that no subscription of their log wants, and hands them to one that begins to
-/// ([`Admin::note_unrouted`]). Several replicas may do so at once.
+/// ([`Maintain::note_unrouted`]). Several replicas may do so at once.
 pub struct UnroutedFinder {
-    admin: Arc<dyn Admin>,
+    store: Arc<dyn Maintain>,
     logs: Vec<LogName>,
     clock: Arc<dyn Clock>,
 }
 
 impl UnroutedFinder {
     /// Of these logs.
-    pub fn new(admin: Arc<dyn Admin>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
-        Self { admin, logs, clock }
+    pub fn new(store: Arc<dyn Maintain>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
+        Self { store, logs, clock }
     }
 
     /// Looks every second until `stop`, and says at most once a minute what it found.
@@ -62,7 +62,7 @@ impl UnroutedFinder {
     async fn find_in(&self, log: &LogName, stop: &CancellationToken) -> Result<u64> {
         let mut found = 0;
         while !stop.is_cancelled() {
-            let routed = self.admin.note_unrouted(log).await?;
+            let routed = self.store.note_unrouted(log).await?;
             found += routed.unrouted;
             if !routed.more {
                 break;

@@ -5,19 +5,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::{Request, State};
+use axum::extract::{Query, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use postbox_config::Secret;
 use postbox_core::{Clock, Store};
+use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq as _;
 use tokio::time::timeout;
 
 use crate::cache::Cached;
 use crate::metrics::{self, Exporter};
-use crate::status::{Fault, ServiceStatus};
+use crate::status::{self, Fault, ServiceStatus};
+use crate::supervised_receiver::SupervisedReceiver;
 use crate::supervised_relay::Relays;
 use crate::text::{safe_json, safe_line};
 
@@ -61,8 +63,9 @@ impl Api {
     }
 
     async fn status(&self) -> ServiceStatus {
-        let (store, relays) = (Arc::clone(&self.store), Arc::clone(&self.relays));
-        let faults = self.faults.get(async move { Some(find_faults(store.as_ref(), &relays).await) }).await;
+        let (store, relays, exporter) = (Arc::clone(&self.store), Arc::clone(&self.relays), Arc::clone(&self.exporter));
+        let find = async move { Some(find_faults(store.as_ref(), &relays, exporter.receivers()).await) };
+        let faults = self.faults.get(find).await;
         let faults = faults.map_or_else(
             || vec![of_store("check_failed", "the check itself failed; this is a defect".into())],
             |faults| faults.to_vec(),
@@ -73,17 +76,19 @@ impl Api {
 }
 
 /// Everything that keeps the service from its work.
-async fn find_faults(store: &dyn Store, relays: &Relays) -> Vec<Fault> {
+async fn find_faults(store: &dyn Store, relays: &Relays, receivers: &[Arc<SupervisedReceiver>]) -> Vec<Fault> {
     let of_the_store = match timeout(STORE_WAIT, store.validate()).await {
         Ok(Ok(())) => None,
         Ok(Err(error)) => Some(of_store(error.code(), error.message().to_owned())),
         Err(_) => Some(of_store("store_timeout", format!("no answer within {STORE_WAIT:?}"))),
     };
-    of_the_store.into_iter().chain(relays.iter().filter_map(|relay| relay.fault())).collect()
+    let of_relays = relays.iter().filter_map(|relay| relay.fault());
+    let of_sources = receivers.iter().filter_map(|receiver| receiver.fault());
+    of_the_store.into_iter().chain(of_relays).chain(of_sources).collect()
 }
 
 fn of_store(code: &str, what: String) -> Fault {
-    Fault { subscription: None, code: code.to_owned(), what }
+    Fault { subscription: None, source: None, code: code.to_owned(), what }
 }
 
 /// All routes; `ingress` brings its own under `/in`.
@@ -91,13 +96,16 @@ pub(crate) fn router(api: Arc<Api>, ingress: Router) -> Router {
     Router::new()
         .route("/status", get(status))
         .route("/metrics", get(metrics))
+        .route("/high-water-marks", get(high_water_marks))
         .route_layer(from_fn_with_state(Arc::clone(&api), with_token))
         .route("/readyz", get(readyz))
         // The process lives and answers.
         .route("/healthz", get(async || "ok\n"))
         .with_state(api)
         .merge(ingress)
-        .fallback(async || (StatusCode::NOT_FOUND, "here are /healthz, /readyz, /status, /metrics and /in/SOURCE\n"))
+        .fallback(async || {
+            (StatusCode::NOT_FOUND, "here are /healthz, /readyz, /status, /metrics, /high-water-marks and /in/SOURCE\n")
+        })
 }
 
 async fn with_token(State(api): State<Arc<Api>>, request: Request, next: Next) -> Response {
@@ -108,7 +116,8 @@ async fn with_token(State(api): State<Arc<Api>>, request: Request, next: Next) -
     (StatusCode::UNAUTHORIZED, asks, "this needs the status token: authorization: Bearer …\n").into_response()
 }
 
-/// The store is reachable with the right schema, every relay works, no breaker is open.
+/// The store is reachable with the right schema, every relay works, no breaker is open, no source
+/// fails.
 async fn readyz(State(api): State<Arc<Api>>, headers: HeaderMap) -> (StatusCode, String) {
     let status = api.status().await;
     if status.ready {
@@ -116,7 +125,11 @@ async fn readyz(State(api): State<Arc<Api>>, headers: HeaderMap) -> (StatusCode,
     }
     let reasons = if api.may_read(&headers) {
         let line = |fault: &Fault| {
-            let whose = fault.subscription.as_ref().map_or("store", |name| name.as_str());
+            let whose = match (&fault.subscription, &fault.source) {
+                (Some(name), _) => name.to_string(),
+                (None, Some(name)) => format!("source {name}"),
+                (None, None) => "store".to_owned(),
+            };
             safe_line(&format!("{whose}: {}", fault.what)) + "\n"
         };
         status.faults.iter().map(line).collect()
@@ -127,7 +140,22 @@ async fn readyz(State(api): State<Arc<Api>>, headers: HeaderMap) -> (StatusCode,
 }
 
 async fn status(State(api): State<Arc<Api>>) -> Response {
-    match serde_json::to_string(&api.status().await) {
+    json(&api.status().await)
+}
+
+/// Which stream is meant.
+#[derive(Deserialize)]
+struct MarksOf {
+    stream: Option<String>,
+}
+
+/// Asked anew each time: a kept answer could be behind what was delivered since.
+async fn high_water_marks(State(api): State<Arc<Api>>, Query(of): Query<MarksOf>) -> Response {
+    json(&status::marks(&api.relays, of.stream.as_deref()).await)
+}
+
+fn json(value: &impl Serialize) -> Response {
+    match serde_json::to_string(value) {
         Ok(json) => ([(header::CONTENT_TYPE, "application/json")], safe_json(&json)).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }

@@ -1,15 +1,15 @@
 //! `/metrics`: what the relays counted, and what the store says of depth and lag.
 //!
-//! Counters come from memory and are always fresh. Depth and lag are asked of the store and kept
-//! for five seconds. Topics are chosen by whoever appends, so only the deepest have a label of
-//! their own; the rest is summed up as `other`.
+//! Counters come from memory and are always fresh. Depth and lag are asked of the store, high-water
+//! marks of the destinations, and kept for five seconds. Topics are chosen by whoever appends, so
+//! only the deepest have a label of their own; the rest is summed up as `other`.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, Result, SourceName, State, Store, SubscriptionName};
+use postbox_core::{Clock, HighWaterMark, Result, SourceName, State, Store, SubscriptionName};
 use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot};
 use postbox_ingress::Count;
 use prometheus_client::collector::Collector;
@@ -20,7 +20,8 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::cache::Cached;
 use crate::sources::Sources;
-use crate::status::{self, StatsJson, TopicJson, UnroutedLog};
+use crate::status::{self, MarksJson, StatsJson, TopicJson, UnroutedLog};
+use crate::supervised_receiver::SupervisedReceiver;
 use crate::supervised_relay::{Relays, SupervisedRelay};
 use crate::text::neutralise;
 
@@ -43,11 +44,18 @@ pub(crate) struct Exporter {
     relays: Relays,
     sources: Sources,
     stats: Cached<(Vec<Counted>, Vec<UnroutedLog>)>,
+    marks: Cached<Vec<MarksJson>>,
 }
 
 impl Exporter {
     pub(crate) fn new(store: Arc<dyn Store>, relays: Relays, sources: Sources, clock: Arc<dyn Clock>) -> Arc<Self> {
-        Arc::new(Self { store, relays, sources, stats: Cached::new(clock, STATS_TTL) })
+        let (stats, marks) = (Cached::new(Arc::clone(&clock), STATS_TTL), Cached::new(clock, STATS_TTL));
+        Arc::new(Self { store, relays, sources, stats, marks })
+    }
+
+    /// Those that ask brokers.
+    pub(crate) fn receivers(&self) -> &[Arc<SupervisedReceiver>] {
+        self.sources.receivers()
     }
 
     /// The page. A store that does not answer costs [`status::STATS_WAIT`] and its own figures, no
@@ -55,7 +63,10 @@ impl Exporter {
     pub(crate) async fn page(self: &Arc<Self>) -> String {
         let (store, relays) = (Arc::clone(&self.store), Arc::clone(&self.relays));
         let counted = async move { count(store.as_ref(), &relays).await.ok() };
-        let scrape = Scrape { exporter: Arc::clone(self), stats: self.stats.get(counted).await };
+        let relays = Arc::clone(&self.relays);
+        let marks = self.marks.get(async move { Some(status::marks(&relays, None).await) });
+        let (stats, marks) = tokio::join!(self.stats.get(counted), marks);
+        let scrape = Scrape { exporter: Arc::clone(self), stats, marks };
         let mut registry = Registry::default();
         registry.register_collector(Box::new(scrape));
         let mut page = String::new();
@@ -89,6 +100,7 @@ struct Scrape {
     exporter: Arc<Exporter>,
     /// `None`: the store does not answer.
     stats: Option<Arc<(Vec<Counted>, Vec<UnroutedLog>)>>,
+    marks: Option<Arc<Vec<MarksJson>>>,
 }
 
 impl fmt::Debug for Scrape {
@@ -109,6 +121,7 @@ impl Collector for Scrape {
             unrouted_events(&mut page, unrouted)?;
         }
         relays(&mut page, &self.exporter.relays)?;
+        high_water_marks(&mut page, self.marks.as_deref().map(Vec::as_slice).unwrap_or_default())?;
         received(&mut page, &self.exporter)
     }
 }
@@ -263,6 +276,18 @@ fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
     });
     let help = "How the destination stands: 0 answers, 1 is being asked again, 2 does not answer.";
     page.family("postbox_breaker_state", help, breakers)
+}
+
+/// A series has numbers only: the one that the position begins with.
+fn high_water_marks(page: &mut Page<'_>, all: &[MarksJson]) -> fmt::Result {
+    let marks = all.iter().flat_map(|MarksJson { subscription, high_water_marks, .. }| {
+        high_water_marks.iter().filter_map(|HighWaterMark { stream, position }| {
+            let number: u64 = position.split('-').next()?.parse().ok()?;
+            Some((labels([("subscription", subscription.as_str()), ("stream", stream)]), number))
+        })
+    });
+    let help = "Where a stream of the destination ends: JetStream's sequence, the milliseconds of Redis' id.";
+    page.family("postbox_high_water_mark", help, marks)
 }
 
 fn received(page: &mut Page<'_>, exporter: &Exporter) -> fmt::Result {

@@ -166,10 +166,13 @@ impl Sources {
                 SourceTable::Webhook(table) => webhooks.push(table.source(name.clone())?),
                 SourceTable::Pulled(table) => {
                     let context = SourceContext { name: name.clone(), clock: Arc::clone(clock) };
+                    let source = table.build(&context).await?;
+                    // What it may give out is for its own keys to say.
+                    let in_flight_max = source.capabilities().in_flight_max.max(1);
                     let receiver = Receiver::builder(Arc::clone(store) as _, name.clone(), log.clone())
-                        .settings(ReceiverSettings { drain_timeout, ..ReceiverSettings::default() })
+                        .settings(ReceiverSettings { drain_timeout, in_flight_max, ..ReceiverSettings::default() })
                         .clock(Arc::clone(clock))
-                        .pull(table.build(&context).await?)
+                        .pull(source)
                         .decode({
                             let (table, name) = (Arc::clone(table), name.clone());
                             move |message: &RawMessage| table.decode(&name, message)

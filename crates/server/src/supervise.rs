@@ -14,13 +14,15 @@ const RESTART_MAX: Duration = Duration::from_secs(30);
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 
 /// Runs until `stop`; starts again after an error or a panic. `ended` hears the error and the wait
-/// before the next start, then nothing when it comes. Dropping this ends the work at once.
+/// before the next start, then nothing when it comes. Without a wait it has ended for good, by an
+/// error with a code in `last`. Dropping this ends the work at once.
 ///
 /// `what` is its noun, for the error of a panic.
 pub(crate) async fn supervise<F>(
     what: &'static str,
     run: impl Fn() -> F,
-    ended: impl Fn(Option<(Error, Duration)>),
+    ended: impl Fn(Option<(Error, Option<Duration>)>),
+    last: &[&str],
     clock: &dyn Clock,
     stop: &CancellationToken,
 ) where
@@ -41,7 +43,11 @@ pub(crate) async fn supervise<F>(
         if clock.monotonic().saturating_sub(began) > HEALTHY_AFTER {
             wait = RESTART_MIN;
         }
-        ended(Some((error, wait)));
+        if last.contains(&error.code()) {
+            ended(Some((error, None)));
+            return stop.cancelled().await;
+        }
+        ended(Some((error, Some(wait))));
         tokio::select! {
             () = stop.cancelled() => return,
             () = clock.sleep(wait) => {}

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use postbox_core::{Clock, Error, ErrorKind, SourceName};
-use postbox_engine::{Receiver, ReceiverSnapshot};
+use postbox_engine::{Outage, Receiver, ReceiverSnapshot};
 use postbox_ingress::Count;
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 
+use crate::status::Fault;
 use crate::supervise::supervise;
 
 /// A receiver and its source's name.
@@ -23,6 +24,13 @@ impl SupervisedReceiver {
 
     pub(crate) fn snapshot(&self) -> ReceiverSnapshot {
         self.receiver.metrics().snapshot()
+    }
+
+    /// Why nothing can be had from its source, if that is so.
+    pub(crate) fn fault(&self) -> Option<Fault> {
+        let Outage { since, code } = self.receiver.outage()?;
+        let what = format!("it fails since {since:.0}, nothing is received; last reason: {code}");
+        Some(Fault { subscription: None, source: Some(self.name.clone()), code, what })
     }
 
     /// What became of the messages, by the words that webhooks are counted by.
@@ -54,10 +62,10 @@ impl SupervisedReceiver {
             }
         };
         let ended = |ended| {
-            if let Some((error, wait)) = ended {
+            if let Some((error, Some(wait))) = ended {
                 error!(source = %self.name, %error, restart_in = ?wait, "receiver failed; restarting");
             }
         };
-        supervise("receiver", run, ended, clock.as_ref(), &stop).await;
+        supervise("receiver", run, ended, &[], clock.as_ref(), &stop).await;
     }
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, Result, SubscriptionName};
-use postbox_engine::{FailingLane, Metrics, Outage, Relay};
+use postbox_engine::{FailingLane, Metrics, Outage, Relay, SUBSCRIPTION_REMOVED};
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 
@@ -49,7 +49,7 @@ impl SupervisedRelay {
             let what = format!("the breaker is open since {since:.0}, nothing is sent; last reason: {code}");
             (code, what)
         };
-        Some(Fault { subscription: Some(self.name.clone()), code, what })
+        Some(Fault { subscription: Some(self.name.clone()), source: None, code, what })
     }
 
     fn set_ended(&self, ended: Option<Arc<Error>>) {
@@ -66,12 +66,24 @@ impl SupervisedRelay {
     /// Runs until `stop`; starts again after an error or a panic. Dropping this ends the relay
     /// without settling.
     pub(crate) async fn supervise(self: Arc<Self>, clock: Arc<dyn Clock>, stop: CancellationToken) {
-        let ended = |ended: Option<(Error, Duration)>| {
-            if let Some((error, wait)) = &ended {
-                error!(subscription = %self.name, %error, restart_in = ?wait, "relay failed; restarting");
+        let ended = |ended: Option<(Error, Option<Duration>)>| {
+            match &ended {
+                Some((error, Some(wait))) => {
+                    error!(subscription = %self.name, %error, restart_in = ?wait, "relay failed; restarting");
+                }
+                Some((error, None)) => error!(subscription = %self.name, %error, "relay ended"),
+                None => {}
             }
             self.set_ended(ended.map(|(error, _)| Arc::new(error)));
         };
-        supervise("relay", || Arc::clone(&self).run(stop.clone()), ended, clock.as_ref(), &stop).await;
+        supervise(
+            "relay",
+            || Arc::clone(&self).run(stop.clone()),
+            ended,
+            &[SUBSCRIPTION_REMOVED],
+            clock.as_ref(),
+            &stop,
+        )
+        .await;
     }
 }

@@ -341,7 +341,7 @@ impl Director {
 }
 
 async fn perform(world: &World, operator: &Client, action: Action) {
-    let Client { log, admin: store, .. } = operator;
+    let Client { log, admin: store, maintain, .. } = operator;
     let name = &world.subscription.name;
     let all = Selection::default();
     match action {
@@ -363,8 +363,8 @@ async fn perform(world: &World, operator: &Client, action: Action) {
         }
         Action::Resume => _ = store.pause(name, None).await,
         Action::Prune => {
-            _ = store.note_unrouted(&LogName::outbox()).await;
-            _ = store.prune(&LogName::outbox(), Duration::ZERO, None).await;
+            _ = maintain.note_unrouted(&LogName::outbox()).await;
+            _ = maintain.prune(&LogName::outbox(), Duration::ZERO, None).await;
         }
         Action::Filter(out) => {
             let topics = ["t0", "t1"].into_iter().zip(0..).filter(|(_, number)| out.is_some_and(|out| out != *number));

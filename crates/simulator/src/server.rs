@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use postbox_core::{
-    Admin, Apply, Cursor, Delivery, EventId, Log, LogName, MemoryStore, MemoryTransaction, NewEvent, Snapshot, State,
-    Subscription, SubscriptionName,
+    Admin, Apply, Cursor, Delivery, EventId, Log, LogName, Maintain, MemoryStore, MemoryTransaction, NewEvent,
+    Snapshot, State, Subscription, SubscriptionName,
 };
 
 use crate::flaky::FlakyLog;
@@ -227,6 +227,7 @@ impl Transaction {
 pub(crate) struct Client {
     pub(crate) log: Arc<dyn Log>,
     pub(crate) admin: Arc<dyn Admin>,
+    pub(crate) maintain: Arc<dyn Maintain>,
     pub(crate) apply: Arc<dyn Apply>,
 }
 
@@ -245,12 +246,13 @@ impl Client {
                 Self {
                     log: Arc::new(FlakyLog { world: world.clone(), who, store: store.clone() }),
                     apply: store.apply(handler),
+                    maintain: Arc::new(store.clone()),
                     admin: Arc::new(store),
                 }
             }
             Server::Sqlite(file) => {
                 let client = Arc::new(SqliteClient::new(wire, file));
-                Self { log: client.clone(), admin: client.clone(), apply: client }
+                Self { log: client.clone(), admin: client.clone(), maintain: client.clone(), apply: client }
             }
         }
     }

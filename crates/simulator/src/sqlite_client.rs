@@ -9,8 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     Acquired, Admin, Apply, Batch, BatchLimit, Changed, Decide, Delivery, Disposition, Entry, Lease, Log, LogName,
-    Outcome, OwnerId, Pause, Replay, Replayed, Result, Routed, Selection, Seq, Settlement, Subscription,
-    SubscriptionName,
+    Maintain, Outcome, OwnerId, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Routed, Selection, Seq,
+    Settlement, Subscription, SubscriptionName,
 };
 use postbox_sqlite::SqliteStore;
 use rusqlite::Transaction;
@@ -258,6 +258,38 @@ impl Admin for SqliteClient {
         .await
     }
 
+    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
+        let asked = (subscription.clone(), pause.cloned());
+        self.carry("pause", None, move |store, _| {
+            let (subscription, pause) = asked.clone();
+            Box::pin(async move { store.pause(&subscription, pause.as_ref()).await })
+        })
+        .await
+    }
+
+    async fn rename(&self, subscription: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()> {
+        self.look(self.opened.store.rename(subscription, generation, to))
+    }
+
+    async fn remove(&self, subscription: &SubscriptionName, generation: i64) -> Result<()> {
+        self.look(self.opened.store.remove(subscription, generation))
+    }
+
+    async fn reset(&self, subscription: &SubscriptionName, to: ResetTo, stamp: Option<&str>) -> Result<ResetPlan> {
+        self.look(self.opened.store.reset(subscription, to, stamp))
+    }
+
+    async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
+        self.look(self.opened.store.set_lanes(subscription, lanes))
+    }
+}
+
+#[async_trait]
+impl Maintain for SqliteClient {
+    async fn create_log(&self, log: &LogName) -> Result<()> {
+        self.look(self.opened.store.create_log(log))
+    }
+
     async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
         let log = log.clone();
         self.carry("note_unrouted", None, move |store, _| {
@@ -283,19 +315,6 @@ impl Admin for SqliteClient {
             Box::pin(async move { store.prune(&log, older_than, after).await })
         })
         .await
-    }
-
-    async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
-        let asked = (subscription.clone(), pause.cloned());
-        self.carry("pause", None, move |store, _| {
-            let (subscription, pause) = asked.clone();
-            Box::pin(async move { store.pause(&subscription, pause.as_ref()).await })
-        })
-        .await
-    }
-
-    async fn create_log(&self, log: &LogName) -> Result<()> {
-        self.look(self.opened.store.create_log(log))
     }
 
     async fn check_receiving(&self) -> Result<()> {

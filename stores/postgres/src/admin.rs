@@ -1,31 +1,32 @@
-//! What an operator changes: retry, discard, prune, pause, and the store's own keep.
+//! What an operator changes: retry, discard, replay, pause.
 //!
 //! Whatever changes delivery rows locks the subscription's lanes first, as settling does: a key's
 //! next row is decided by one at a time.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use async_trait::async_trait;
+use postbox_core::kit::check_lanes;
 use postbox_core::{
-    Admin, Changed, Error, ErrorKind, LogName, Pause, Replay, Replayed, Result, Routed, Selection, Seq,
-    SubscriptionName, TopicPattern,
+    Admin, Changed, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Selection, Seq, SubscriptionName, TopicPattern,
 };
 use uuid::Uuid;
 
 use crate::PostgresStore;
-use crate::log::micros;
+use crate::lifecycle;
 use crate::params::params;
-use crate::prune::prune;
-use crate::rebase::rebase;
 use crate::session::Session;
 use crate::settle::DELIVERY_RELEASE;
 use crate::subscription::{SubscriptionRow, look_up};
-use crate::unrouted::{give_up_unrouted, note_unrouted};
 
-/// Locks the cursor of every lane, in order. Index: primary key of `lane`. Waits for a settlement
-/// under way, never for a relay's sends.
-pub(crate) const LANE_LOCK: &str = "SELECT FROM {s}.lane WHERE subscription = $1 ORDER BY lane FOR NO KEY UPDATE";
+/// Locks the cursor of every lane, in order; the number of lanes. Index: primary key of `lane`.
+/// Waits for a settlement under way, never for a relay's sends.
+const LANE_LOCK: &str = "
+SELECT (SELECT s.lanes::int FROM {s}.subscription AS s WHERE s.id = $1)
+FROM {s}.lane AS n WHERE n.subscription = $1 ORDER BY n.lane FOR NO KEY UPDATE OF n";
+
+/// Tries to lock lanes that are replaced by others meanwhile.
+const LOCK_TRIES: u32 = 3;
 
 /// The delivery rows a person means, oldest first, by a walk of the primary key from `$4`. `$2`
 /// topic, `$3` code, `$4` after, `$5` limit. Rows whose event somebody deleted from the log are
@@ -82,8 +83,9 @@ const DELIVERY_DISCARD_PENDING: &str = "
 INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered)
 SELECT $1, n.lane, l.seq, l.key, 'discarded', false
 FROM (SELECT * FROM {log} WHERE id = ANY ($2) OFFSET 0) AS l
-JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % $5
-WHERE ($3::text IS NULL OR l.topic LIKE $3) AND {is_unread} AND ($6::text[] IS NULL OR l.topic LIKE ANY ($6)) AND ($7::text IS NULL OR l.tenant = $7)
+JOIN {s}.subscription AS o ON o.id = $1
+JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % o.lanes
+WHERE ($3::text IS NULL OR l.topic LIKE $3) AND {is_unread} AND ($5::text[] IS NULL OR l.topic LIKE ANY ($5)) AND ($6::text IS NULL OR l.tenant = $6)
   AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq)
 ORDER BY l.seq LIMIT $4
 ON CONFLICT DO NOTHING";
@@ -91,11 +93,6 @@ ON CONFLICT DO NOTHING";
 /// Pauses or resumes. Index: the unique name. Locks the row.
 const SUBSCRIPTION_SET_PAUSE: &str = "
 UPDATE {s}.subscription SET paused_by = $2, paused_why = $3, paused_until = $4 WHERE name = $1";
-
-/// How transactions begin, where that was said, and the role that it was said of. Reads settings.
-const DEFAULT_READ_ONLY: &str = "
-SELECT setting OPERATOR(pg_catalog.=) 'on', source OPERATOR(pg_catalog.=) 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
-FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'default_transaction_read_only'";
 
 #[async_trait]
 impl Admin for PostgresStore {
@@ -130,21 +127,6 @@ impl Admin for PostgresStore {
         self.change("replay", &self.inner.modes.write, step).await
     }
 
-    async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
-        let step = async |session: &Session| note_unrouted(session, log).await;
-        self.change("note_unrouted", &self.inner.modes.write, step).await
-    }
-
-    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let step = async |session: &Session| give_up_unrouted(session, log, micros(older_than)).await;
-        self.change("give_up_unrouted", &self.inner.modes.write, step).await
-    }
-
-    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
-        let prune = async |session: &Session| prune(session, log, older_than, after).await;
-        self.change("prune", &self.inner.modes.prune, prune).await
-    }
-
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
         let set = async |session: &Session| {
             let (by, why) = (pause.map(|pause| pause.by.as_str()), pause.map(|pause| pause.why.as_str()));
@@ -157,45 +139,35 @@ impl Admin for PostgresStore {
         self.change("pause", &self.inner.modes.change, set).await
     }
 
-    async fn create_log(&self, log: &LogName) -> Result<()> {
-        let name = log.as_str();
-        let params = params![name];
-        self.call("create_log", async |session: &Session| {
-            let sql = session.sql("SELECT {s}.create_log($1)");
-            let create = async |session: &Session| session.rows(&sql, &params).await.map(drop);
-            session.at_once(&self.inner.modes.change, create).await
-        })
-        .await
+    async fn rename(&self, subscription: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()> {
+        let rename = async |session: &Session| lifecycle::rename(session, subscription, generation, to).await;
+        self.change("rename", &self.inner.modes.change, rename).await
     }
 
-    /// A receive is one statement, so its transaction begins as the role or database says;
-    /// everything else says itself that it writes. Error: `Mismatch`, code `default_read_only`.
-    async fn check_receiving(&self) -> Result<()> {
-        let ask = async |session: &Session| session.row(DEFAULT_READ_ONLY, &[]).await;
-        let row = self.call("check_receiving", ask).await?;
-        if !row.get::<_, bool>(0) {
-            return Ok(());
-        }
-        let (by_url, role, database): (bool, &str, &str) = (row.get(1), row.get(2), row.get(3));
-        let cure = match by_url {
-            true => "take default_transaction_read_only out of the store's URL".to_owned(),
-            false => format!(
-                "run: BEGIN READ WRITE; ALTER ROLE {role} IN DATABASE {database} SET default_transaction_read_only = off; COMMIT"
-            ),
+    async fn remove(&self, subscription: &SubscriptionName, generation: i64) -> Result<()> {
+        let remove = async |session: &Session| lifecycle::remove(session, subscription, generation).await;
+        self.change("remove", &self.inner.modes.change, remove).await
+    }
+
+    async fn reset(&self, subscription: &SubscriptionName, to: ResetTo, stamp: Option<&str>) -> Result<ResetPlan> {
+        let Some(stamp) = stamp else {
+            let plan = async |session: &Session| lifecycle::plan(session, subscription, to).await;
+            return self.report("reset", plan).await;
         };
-        let text = format!("transactions of {role} are read-only by default, so no message can be received; {cure}");
-        Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
+        let reset = async |session: &Session| lifecycle::reset(session, subscription, to, stamp).await;
+        self.change("reset", &self.inner.modes.change, reset).await
     }
 
-    /// One transaction: rewrites the logs and keeps writers waiting meanwhile. As long as it takes.
-    async fn rebase(&self) -> Result<()> {
-        rebase(self).await
+    async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
+        check_lanes("set_lanes", subscription, lanes)?;
+        let set = async |session: &Session| lifecycle::set_lanes(session, subscription, lanes).await;
+        self.change("set_lanes", &self.inner.modes.write, set).await
     }
 }
 
 impl PostgresStore {
     /// Runs changes in one transaction, committed if they succeed.
-    async fn change<T>(
+    pub(crate) async fn change<T>(
         &self,
         operation: &'static str,
         mode: &str,
@@ -205,6 +177,18 @@ impl PostgresStore {
         self.wake();
         Ok(changed)
     }
+}
+
+/// Locks the lanes of a subscription, also where they are replaced by others meanwhile.
+pub(crate) async fn lock_lanes(session: &Session, subscription: i32) -> Result<()> {
+    for _ in 0..LOCK_TRIES {
+        let rows = session.rows(&session.sql(LANE_LOCK), &params![subscription]).await?;
+        let lanes = rows.first().map_or(0, |row| row.get::<_, i32>(0));
+        if !rows.is_empty() && usize::try_from(lanes) == Ok(rows.len()) {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// A change of delivery rows, as statements.
@@ -239,12 +223,11 @@ async fn change_rows(
 ) -> Result<Changed> {
     let id = subscription.id;
     let sql = |template: &str| session.schema().log_sql_with(template, &subscription.log, &[("states", change.states)]);
-    let lock = async || session.rows(&sql(LANE_LOCK), &params![id]).await;
     let (topic, after) = (selection.topic.as_ref().map(TopicPattern::to_like), after(selection));
     let limit = selection.step_max() as i64;
     let rows = match uuids(selection) {
         Some(ids) => {
-            lock().await?;
+            lock_lanes(session, id).await?;
             session.rows(&sql(DELIVERY_CHOOSE_IDS), &params![id, topic, selection.code, after, limit, ids]).await?
         }
         None => session.rows(&sql(DELIVERY_CHOOSE), &params![id, topic, selection.code, after, limit]).await?,
@@ -253,7 +236,7 @@ async fn change_rows(
     let Some(last) = seqs.last() else { return Ok(Changed::default()) };
     let next = (seqs.len() as i64 == limit).then_some(Seq(*last));
     if selection.ids.is_none() {
-        lock().await?;
+        lock_lanes(session, id).await?;
     }
     let rows = session.rows(&sql(change.change), &params![id, seqs]).await?;
     let keys: BTreeSet<String> = rows.iter().filter_map(|row| row.get(0)).collect();
@@ -270,8 +253,8 @@ async fn discard_pending(
 ) -> Result<Changed> {
     let left = selection.step_max() as i64 - changed.count as i64;
     let (ids, topic) = (uuids(selection), selection.topic.as_ref().map(TopicPattern::to_like));
-    let (id, lanes, tenant) = (subscription.id, i32::from(subscription.lanes), subscription.tenant());
-    let params = params![id, ids, topic, left, lanes, subscription.likes, tenant];
+    let (id, tenant) = (subscription.id, subscription.tenant());
+    let params = params![id, ids, topic, left, subscription.likes, tenant];
     let pending = session.execute(&session.log_sql(DELIVERY_DISCARD_PENDING, &subscription.log), &params).await?;
     // They are not found again, so the next step may look from the same place.
     let next = (pending > 0 && pending == left as u64).then_some(Seq(after(selection)));

@@ -68,7 +68,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
     ) -> Result<Vec<Option<Outcome>>> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
         let mut session = self.store.session("apply").await?;
-        let subscription = self.store.subscription(&session, &lease.subscription).await?;
+        let subscription = self.store.leased(&session, lease).await?;
         let mut tx = session
             .client_mut()
             .build_transaction()

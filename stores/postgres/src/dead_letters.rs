@@ -45,7 +45,7 @@ SELECT EXISTS (SELECT FROM held)";
 impl DeadLetters for PostgresStore {
     async fn dead_letters(&self, lease: &Lease, limit: BatchLimit) -> Result<Vec<DeadLetter>> {
         let call = async |session: &Session| {
-            let subscription = self.subscription(session, &lease.subscription).await?;
+            let subscription = self.leased(session, lease).await?;
             let mut params = ReadParams::new(lease, &subscription, limit);
             match self.read_letters(session, lease, &subscription, &params).await {
                 Err(error) if is_damage(&error) => {
@@ -63,7 +63,7 @@ impl DeadLetters for PostgresStore {
         let replays: Vec<i32> = handovers.iter().map(|it| i32::try_from(it.replay).unwrap_or(i32::MAX)).collect();
         let waits: Vec<Option<i64>> = handovers.iter().map(|it| it.again.map(micros)).collect();
         let call = async |session: &Session| {
-            let subscription = self.subscription(session, &lease.subscription).await?;
+            let subscription = self.leased(session, lease).await?;
             let (sql, lane) = (session.sql(LETTERS_WRITE), i32::from(lease.lane));
             let params = params![subscription.id, lane, lease.epoch, seqs, replays, waits];
             let write = async |session: &Session| Ok(session.row(&sql, &params).await?.get::<_, bool>(0));

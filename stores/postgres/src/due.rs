@@ -51,7 +51,7 @@ LEFT JOIN {log} AS l ON l.seq = m.seq
 ORDER BY m.seq";
 
 pub(crate) async fn due(store: &PostgresStore, session: &Session, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
-    let subscription = store.subscription(session, &lease.subscription).await?;
+    let subscription = store.leased(session, lease).await?;
     let mut params = ReadParams::new(lease, &subscription, limit);
     match read(store, session, lease, &subscription, &params).await {
         Err(error) if is_damage(&error) => {

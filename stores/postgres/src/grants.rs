@@ -46,13 +46,13 @@ impl PostgresStore {
             grant("SELECT", &table, readers);
         }
         grant("SELECT", "{s}.migration, {s}.log", relays);
-        grant("UPDATE (routed_xid, routed_seq)", "{s}.log", relays);
-        grant("SELECT, INSERT, UPDATE", "{s}.subscription, {s}.lane, {s}.sleeper", relays);
-        grant("SELECT, INSERT", "{s}.filter, {s}.passage", relays);
+        grant("UPDATE (routed_xid, routed_seq, taken_snap, epoch_next)", "{s}.log", relays);
+        grant("SELECT, INSERT, UPDATE", "{s}.sleeper, {s}.passage", relays);
+        grant("SELECT, INSERT", "{s}.filter", relays);
         grant("SELECT, INSERT, DELETE", "{s}.unrouted, {s}.sent", relays);
         grant(
             "SELECT, INSERT, UPDATE, DELETE",
-            "{s}.delivery, {s}.replica, {s}.receipt, {s}.once, {s}.conflict",
+            "{s}.subscription, {s}.lane, {s}.delivery, {s}.replica, {s}.receipt, {s}.once, {s}.conflict",
             relays,
         );
         grant(

@@ -7,8 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::kit::{LOOK_EVENTS_MAX, StatsCounter};
 use postbox_core::{
-    BatchLimit, Conflict, Count, Error, ErrorKind, EventId, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record,
-    Result, SourceName, Stats, SubscriptionInfo, SubscriptionName, TopicPattern, Unrouted,
+    BatchLimit, Conflict, Count, Error, ErrorKind, EventId, Inspect, LaneInfo, ListQuery, LogName, Ordering, OwnerId,
+    Record, Result, SourceName, Stats, SubscriptionInfo, SubscriptionName, TopicPattern, Unrouted,
 };
 use tokio_postgres::Row;
 
@@ -36,7 +36,8 @@ const ROWS_LOOKED_AT: i64 = LOOK_EVENTS_MAX as i64 + 1;
 
 /// Every subscription with its lanes. Reads two small tables. No lock.
 const SUBSCRIPTION_LIST: &str = "
-SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_until, {is_paused}, n.lane::int, n.epoch, n.owner, (extract(epoch FROM n.lease_until - clock_timestamp()) * 1000000)::bigint
+SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_until, {is_paused}, n.lane::int, n.epoch, n.owner, (extract(epoch FROM n.lease_until - clock_timestamp()) * 1000000)::bigint,
+  s.ordering, s.generation
 FROM {s}.subscription AS s LEFT JOIN {s}.lane AS n ON n.subscription = s.id
 ORDER BY s.name, n.lane";
 
@@ -100,7 +101,9 @@ impl Inspect for PostgresStore {
             if subscriptions.last().is_none_or(|last| last.name != name) {
                 let log = LogName::from_stored(row.get::<_, String>(1));
                 let (filter, paused) = (filter_of(row, 2), pause_of(row, 4));
-                subscriptions.push(SubscriptionInfo { name, log, filter, lanes: Vec::new(), paused });
+                let ordering = if row.get::<_, &str>(12) == "none" { Ordering::None } else { Ordering::Key };
+                let (lanes, generation) = (Vec::new(), row.get(13));
+                subscriptions.push(SubscriptionInfo { name, log, filter, ordering, generation, lanes, paused });
             }
             if let (Some(last), Some(lane)) = (subscriptions.last_mut(), row.get::<_, Option<i32>>(8)) {
                 last.lanes.push(LaneInfo {
@@ -229,7 +232,11 @@ impl PostgresStore {
     }
 
     /// Runs a report in one snapshot.
-    async fn report<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Session) -> Result<T>) -> Result<T> {
+    pub(crate) async fn report<T>(
+        &self,
+        operation: &'static str,
+        read: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
         let report = async |session: &Session| session.step_by_step(&self.inner.modes.report, read).await;
         self.with_lock_named(self.call(operation, report).await).await
     }

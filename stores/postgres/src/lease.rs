@@ -12,11 +12,12 @@ use crate::log::micros;
 use crate::params::params;
 use crate::session::Session;
 
-/// Counts `owner` as alive for `$3` and takes out who has been gone for an hour. Index: primary key
-/// of `replica`. Locks the row.
+/// Counts `owner` as alive for `$3` and takes out who has been gone for an hour. Indexes: primary
+/// keys. Locks the row. By the name too: it may be another one by now.
 const REPLICA_HEARTBEAT: &str = "
 WITH gone AS (DELETE FROM {s}.replica WHERE subscription = $1 AND owner <> $2 AND alive_until < clock_timestamp() - interval '1 hour')
-INSERT INTO {s}.replica (subscription, owner, alive_until, alive_ttl) VALUES ($1, $2, clock_timestamp() + $3 * interval '1 microsecond', $3)
+INSERT INTO {s}.replica (subscription, owner, alive_until, alive_ttl)
+SELECT s.id, $2, clock_timestamp() + $3 * interval '1 microsecond', $3 FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $4
 ON CONFLICT (subscription, owner) DO UPDATE SET alive_until = excluded.alive_until, alive_ttl = excluded.alive_ttl";
 
 /// Whether the subscription is paused, how many relays are alive, and what is wrong with its lanes:
@@ -27,8 +28,8 @@ SELECT s.paused_by, s.paused_why, s.paused_until, {is_paused},
   (SELECT count(*) FROM {s}.replica AS r WHERE r.subscription = s.id AND r.alive_until > clock_timestamp()
     AND r.alive_until <= clock_timestamp() + interval '1 second' + r.alive_ttl * interval '1 microsecond'),
   s.lanes - (SELECT count(*) FROM {s}.lane AS l WHERE l.subscription = s.id),
-  EXISTS (SELECT FROM {s}.lane AS l WHERE l.subscription = s.id AND l.cluster <> (SELECT {s}.cluster_id()))
-FROM {s}.subscription AS s WHERE s.id = $1";
+  EXISTS (SELECT FROM {s}.lane AS l WHERE l.subscription = s.id AND l.cluster <> (SELECT {s}.cluster_id())), s.lanes::int
+FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $2";
 
 /// Takes the first free lane, or one that is ours without the caller knowing it: the answer to its
 /// grant was lost. Index: primary key of `lane`. Locks the one row; lanes locked by somebody else
@@ -46,8 +47,8 @@ WHERE subscription = $1 AND lane = (
   WHERE l.subscription = $1 AND l.cluster = (SELECT {s}.cluster_id())
     AND (l.lease_until IS NULL OR l.lease_until <= clock_timestamp()
       OR l.lease_until > clock_timestamp() + interval '1 second' + l.lease_ttl * interval '1 microsecond'
-      OR (l.owner = $2 AND l.lane <> ALL ($4::smallint[])))
-    AND NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND {is_paused})
+      OR (l.owner = $2 AND l.lane <> ALL ($5::smallint[])))
+    AND EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $4 AND NOT {is_paused})
   ORDER BY l.lane LIMIT 1 FOR UPDATE SKIP LOCKED)
 RETURNING lane::int, epoch";
 
@@ -87,13 +88,15 @@ pub(crate) async fn acquire(
         [REPLICA_HEARTBEAT, LANE_ACQUIRE, DELIVERY_MAKE_DUE, SUBSCRIPTION_STATE].map(|template| session.sql(template));
     let held: Vec<i16> = held.iter().map(|lane| lane.cast_signed()).collect();
     let (owner_name, ttl_micros) = (owner.as_str(), micros(ttl));
-    let params = params![subscription.id, owner_name, ttl_micros, held];
+    let name_text = name.as_str();
+    let params = params![subscription.id, owner_name, ttl_micros, name_text, held];
+    let named = params![subscription.id, name_text];
     let take = async |session: &Session| {
         let (noted, lane, made_due, state) = futures::join!(
-            session.execute(&heartbeat, &params[..3]),
+            session.execute(&heartbeat, &params[..4]),
             session.rows(&acquire, &params),
             session.execute(&make_due, &params[..2]),
-            session.rows(&state, &params[..1]),
+            session.rows(&state, &named),
         );
         noted?;
         let lane = lane?;
@@ -101,7 +104,7 @@ pub(crate) async fn acquire(
         Ok((lane, state?))
     };
     let (lane, state) = match session.at_once(&store.inner.modes.write, take).await {
-        // The heartbeat refers to a subscription that is not there any more.
+        // The subscription went while the heartbeat was written.
         Err(error) if error.code() == REFERENCE_MISSING => (Vec::new(), Vec::new()),
         taken => taken?,
     };
@@ -131,7 +134,7 @@ pub(crate) async fn acquire(
         paused: pause_of(state, 0).filter(|_| lease.is_none()),
         lease,
         replicas: u16::try_from(state.get::<_, i64>(4).max(1)).unwrap_or(u16::MAX),
-        lanes: subscription.lanes,
+        lanes: u16::try_from(state.get::<_, i32>(7)).unwrap_or(1),
     })
 }
 
@@ -142,11 +145,12 @@ pub(crate) fn pause_of(row: &Row, at: usize) -> Option<Pause> {
 }
 
 pub(crate) async fn renew(store: &PostgresStore, session: &Session, lease: &Lease, ttl: Duration) -> Result<()> {
-    let subscription = store.subscription(session, &lease.subscription).await?;
+    let subscription = store.leased(session, lease).await?;
     let (heartbeat, renew) = (session.sql(REPLICA_HEARTBEAT), session.sql(LANE_RENEW));
     let (lane, owner, ttl_micros) = (lease.lane.cast_signed(), lease.owner.as_str(), micros(ttl));
     let held = params![subscription.id, lane, lease.epoch, ttl_micros];
-    let owned = params![subscription.id, owner, ttl_micros];
+    let name = lease.subscription.as_str();
+    let owned = params![subscription.id, owner, ttl_micros, name];
     let hold = async |session: &Session| {
         let (renewed, noted) = futures::join!(session.execute(&renew, &held), session.execute(&heartbeat, &owned));
         let renewed = renewed?;
@@ -159,7 +163,10 @@ pub(crate) async fn renew(store: &PostgresStore, session: &Session, lease: &Leas
 }
 
 pub(crate) async fn release(store: &PostgresStore, session: &Session, lease: &Lease) -> Result<()> {
-    let subscription = store.subscription(session, &lease.subscription).await?;
+    let subscription = match store.leased(session, lease).await {
+        Err(error) if error.is_stale() => return Ok(()),
+        subscription => subscription?,
+    };
     store.lane(lease).forget(lease.epoch);
     let (release, lane) = (session.sql(LANE_RELEASE), lease.lane.cast_signed());
     let held = params![subscription.id, lane, lease.epoch];

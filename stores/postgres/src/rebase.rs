@@ -41,15 +41,17 @@ ON CONFLICT DO NOTHING";
 /// How far each lane came by a former filter, as the same kind of cursor. Walks the log.
 const PASSAGE_REBASE: &str = "
 UPDATE {s}.passage AS p SET from_snap = '1:1:', to_snap = '4:4:', last_seq = passed.seq
-FROM (SELECT p.subscription, p.lane, p.revision, coalesce(max(l.seq), 0) AS seq
+FROM (SELECT p.subscription, p.revision, p.lanes, p.lane, coalesce(max(l.seq), 0) AS seq
   FROM {s}.subscription AS s JOIN {s}.passage AS p ON p.subscription = s.id
-  LEFT JOIN {log} AS l ON l.slot % s.lanes = p.lane
+  LEFT JOIN {log} AS l ON l.slot % p.lanes = p.lane AND l.seq <= p.seq_max
     AND (pg_visible_in_snapshot(l.xid, p.from_snap) OR (pg_visible_in_snapshot(l.xid, p.to_snap) AND l.seq <= p.last_seq))
-  WHERE s.log = '{name}' GROUP BY p.subscription, p.lane, p.revision) AS passed
-WHERE (p.subscription, p.lane, p.revision) = (passed.subscription, passed.lane, passed.revision)";
+  WHERE s.log = '{name}' GROUP BY p.subscription, p.revision, p.lanes, p.lane) AS passed
+WHERE (p.subscription, p.revision, p.lanes, p.lane) = (passed.subscription, passed.revision, passed.lanes, passed.lane)";
 
 /// What nobody wants is looked for again from the beginning.
-const LOG_ROUTE_AGAIN: &str = "UPDATE {s}.log SET routed_xid = '0', routed_seq = 0 WHERE name = '{name}'";
+const LOG_ROUTE_AGAIN: &str = "
+UPDATE {s}.log SET routed_xid = '0', routed_seq = 0,
+  taken_snap = CASE WHEN pg_snapshot_xmax(taken_snap) > '1' THEN '4:4:' ELSE taken_snap END WHERE name = '{name}'";
 
 /// Every row becomes as old as can be: id 3, the first of any cluster. Rewrites the table, without
 /// its rules: they want the id of this very transaction.

@@ -7,7 +7,7 @@ use postbox_core::{Key, Replay, Replayed, Result, Seq, SubscriptionName, TopicPa
 use tokio_postgres::Row;
 use uuid::Uuid;
 
-use crate::admin::{CLEAR_FOLLOWER_DUE, LANE_LOCK};
+use crate::admin::{CLEAR_FOLLOWER_DUE, lock_lanes};
 use crate::params::params;
 use crate::session::Session;
 use crate::subscription::{SubscriptionRow, look_up};
@@ -58,7 +58,7 @@ pub(crate) async fn replay(session: &Session, name: &SubscriptionName, replay: &
         None => through.min(after.saturating_add(STEP_LOOK_MAX)),
     };
     let id = subscription.id;
-    session.rows(&session.sql(LANE_LOCK), &params![id]).await?;
+    lock_lanes(session, id).await?;
     let number: i32 = session.row(&session.sql(REPLAY_NEXT), &params![id]).await?.get(0);
     let ids: Option<Vec<Uuid>> = replay.ids.as_ref().map(|ids| ids.iter().map(|id| id.as_uuid()).collect());
     let topic = replay.topic.as_ref().map(TopicPattern::to_like);

@@ -25,8 +25,8 @@ pub(crate) const LANE_SETTLE: &str = "SELECT verdict, place FROM {s}.settle_lane
 /// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A row that is
 /// there stays: a person discarded the event before it was read.
 const DELIVERY_INSERT: &str = "
-INSERT INTO {s}.delivery AS d (subscription, lane, ordered, seq, key, state, halt, attempts, code, error, due_at)
-SELECT $1, $2, $3, e.seq, e.key, e.state, e.halt, e.attempts, e.code, e.error, e.due_at FROM {entries}
+INSERT INTO {s}.delivery AS d (subscription, lane, ordered, seq, key, state, halt, attempts, replays, code, error, due_at)
+SELECT $1, $2, $3, e.seq, e.key, e.state, e.halt, e.attempts, e.replays, e.code, e.error, e.due_at FROM {entries}
 ON CONFLICT (subscription, seq) DO NOTHING";
 
 /// Rows that are there already; one that vanished stays away. Index: primary key of `delivery`.
@@ -151,7 +151,7 @@ pub(crate) async fn settle(
     lease: &Lease,
     settlement: &Settlement<'_>,
 ) -> Result<()> {
-    let subscription = store.subscription(session, &lease.subscription).await?;
+    let subscription = store.leased(session, lease).await?;
     let call = SettleCall { store, client: session.client(), lease, subscription: &subscription, settlement };
     let modes = &store.inner.modes;
     let settled = match settlement.entries.is_empty() {

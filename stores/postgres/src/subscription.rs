@@ -2,9 +2,10 @@
 
 use std::sync::{Arc, PoisonError};
 
-use postbox_core::kit::{check_shape, subscription_unknown};
+use postbox_core::kit::{check_log, subscription_unknown};
 use postbox_core::{
-    Error, ErrorKind, Filter, LogName, Ordering, Result, StartAt, Subscription, SubscriptionName, Tenant, TopicPattern,
+    Error, ErrorKind, Filter, Lease, LogName, Ordering, Result, Seq, StartAt, Subscription, SubscriptionName, Tenant,
+    TopicPattern,
 };
 use tokio_postgres::Row;
 
@@ -15,7 +16,7 @@ use crate::session::Session;
 
 /// Whether the log exists. Index: primary key of `log`. Locks its row: a filter does not change
 /// while it is decided what goes by it (`unrouted.rs`).
-const LOG_LOCK: &str = "
+pub(crate) const LOG_LOCK: &str = "
 SELECT FROM {s}.log WHERE name = $1 FOR NO KEY UPDATE";
 
 /// Whether the newest row of a log is from a transaction that this cluster has not reached. Index:
@@ -33,16 +34,17 @@ SELECT EXISTS (
 /// their own configuration says.
 const SUBSCRIPTION_UPSERT: &str = "
 WITH known AS (SELECT topics = '{}' AND tenant IS NULL AS everything, revision FROM {s}.subscription WHERE name = $1)
-INSERT INTO {s}.subscription AS s (name, log, topics, tenant, ordering, lanes) VALUES ($1, $2, $3, $4, $5, $6)
+INSERT INTO {s}.subscription AS s (name, log, topics, tenant, ordering, lanes, generation)
+VALUES ($1, $2, $3, $4, $5, $6, (SELECT max(g.epoch_next) FROM {s}.log AS g))
 ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, ordering = $5,
   revision = s.revision + ((s.topics, s.tenant) IS DISTINCT FROM ($3::text[], $4::text))::int
-WHERE s.log = $2 AND s.lanes = $6
-RETURNING id, revision, xmax = 0 AS is_new,
+WHERE s.log = $2
+RETURNING id, xmax = 0 AS is_new,
   coalesce((SELECT k.everything FROM known AS k), false) AS took_everything,
   coalesce((SELECT k.revision FROM known AS k), revision) <> revision AS is_changed";
 
 /// Keeps the new filter. Index: primary key of `filter`.
-const FILTER_KEEP: &str = "
+pub(crate) const FILTER_KEEP: &str = "
 INSERT INTO {s}.filter (subscription, revision, topics, tenant)
 SELECT id, revision, topics, tenant FROM {s}.subscription WHERE id = $1 ON CONFLICT DO NOTHING";
 
@@ -59,10 +61,10 @@ WHERE g.name = $1 AND slowest.xid IS NOT NULL";
 /// lies between equal snapshots.
 const LANE_CREATE: &str = "
 WITH start AS (SELECT CASE WHEN $3 THEN pg_current_snapshot() ELSE '1:1:'::pg_snapshot END AS snap),
-before AS (INSERT INTO {s}.passage (subscription, lane, revision, from_snap, to_snap, last_seq)
-  SELECT $1, n, 0, snap, snap, 0 FROM generate_series(0, $2 - 1) AS n, start WHERE $3)
-INSERT INTO {s}.lane (subscription, lane, from_snap, to_snap, low, high, last_seq, revision)
-SELECT $1, n, snap, snap, 0, 0, 0, s.revision
+before AS (INSERT INTO {s}.passage (subscription, revision, lanes, lane, from_snap, to_snap, last_seq)
+  SELECT $1, 0, $2, n, snap, snap, 0 FROM generate_series(0, $2 - 1) AS n, start WHERE $3)
+INSERT INTO {s}.lane (subscription, lane, from_snap, to_snap, low, high, last_seq, revision, epoch)
+SELECT $1, n, snap, snap, 0, 0, 0, s.revision, s.generation
 FROM generate_series(0, $2 - 1) AS n, start, {s}.subscription AS s WHERE s.id = $1
 ON CONFLICT DO NOTHING";
 
@@ -73,11 +75,15 @@ pub(crate) const LANE_TAKE_FILTER: &str = "
 WITH old AS MATERIALIZED (
   SELECT l.* FROM {s}.lane AS l WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp()
     AND l.to_snap::text = $4 AND l.last_seq = $5 FOR NO KEY UPDATE),
-before AS (INSERT INTO {s}.passage (subscription, lane, revision, from_snap, to_snap, last_seq)
-  SELECT o.subscription, o.lane, o.revision, o.from_snap, o.to_snap, o.last_seq FROM old AS o
+before AS (INSERT INTO {s}.passage (subscription, revision, lanes, lane, from_snap, to_snap, last_seq)
+  SELECT o.subscription, o.revision, s.lanes, o.lane, o.from_snap, o.to_snap, o.last_seq FROM old AS o
   JOIN {s}.subscription AS s ON s.id = o.subscription WHERE o.revision <> s.revision ON CONFLICT DO NOTHING)
 UPDATE {s}.lane AS l SET revision = s.revision FROM old AS o JOIN {s}.subscription AS s ON s.id = o.subscription
 WHERE l.subscription = o.subscription AND l.lane = o.lane";
+
+/// The next that is made is of another generation. Index: primary keys. Locks the log's row.
+const EPOCH_NEXT: &str = "
+UPDATE {s}.log AS g SET epoch_next = greatest(g.epoch_next, s.generation + 1) FROM {s}.subscription AS s WHERE s.id = $1 AND g.name = s.log";
 
 /// Whether a lane's cursor is beyond this cluster, and whether one was made in another cluster,
 /// where the same ids are of other transactions. Index: primary key of `lane`.
@@ -86,8 +92,7 @@ SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax
   EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> (SELECT {s}.cluster_id()))";
 
 /// One subscription. Index: the unique name.
-const SUBSCRIPTION_GET: &str =
-    "SELECT id, log, topics, tenant, lanes::int, revision FROM {s}.subscription WHERE name {=} $1";
+const SUBSCRIPTION_GET: &str = "SELECT id, log, topics, tenant, lanes::int, revision, again_seq, again_replay FROM {s}.subscription WHERE name {=} $1";
 
 /// The names, for an error text. Reads the whole (small) table.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM {s}.subscription ORDER BY name LIMIT 50";
@@ -103,19 +108,28 @@ pub(crate) struct SubscriptionRow {
     pub(crate) revision: i32,
     /// The topics as SQL patterns; `None`: all.
     pub(crate) likes: Option<Vec<String>>,
+    /// Up to which place events of the stream are of which replay, since the last reset.
+    again: (i64, i32),
 }
 
 impl SubscriptionRow {
-    fn new(id: i32, revision: i32, log: LogName, lanes: u16, filter: Filter) -> Self {
+    fn from_row(row: &Row) -> Self {
+        let filter = filter_of(row, 2);
         let topics = &filter.topics;
-        let likes = (!topics.is_empty()).then(|| topics.iter().map(TopicPattern::to_like).collect());
-        Self { id, revision, log, lanes, likes, filter }
+        Self {
+            id: row.get(0),
+            revision: row.get(5),
+            log: LogName::from_stored(row.get::<_, String>(1)),
+            lanes: u16::try_from(row.get::<_, i32>(4)).unwrap_or(1),
+            likes: (!topics.is_empty()).then(|| topics.iter().map(TopicPattern::to_like).collect()),
+            again: (row.get(6), row.get(7)),
+            filter,
+        }
     }
 
-    fn from_row(row: &Row) -> Self {
-        let log = LogName::from_stored(row.get::<_, String>(1));
-        let lanes = u16::try_from(row.get::<_, i32>(4)).unwrap_or(1);
-        Self::new(row.get(0), row.get(5), log, lanes, filter_of(row, 2))
+    /// Which replay an event is that comes from the stream.
+    pub(crate) fn replay_of(&self, seq: Seq) -> u32 {
+        if seq.0 <= self.again.0 { self.again.1.unsigned_abs() } else { 0 }
     }
 
     pub(crate) fn tenant(&self) -> Option<&str> {
@@ -132,13 +146,12 @@ pub(crate) fn filter_of(row: &Row, at: usize) -> Filter {
 
 pub(crate) async fn subscribe(store: &PostgresStore, session: &Session, subscription: &Subscription) -> Result<()> {
     let write = async |session: &Session| write(session, subscription).await;
-    let (id, revision) = session.step_by_step(&store.inner.modes.write, write).await?;
-    let Subscription { name, log, lanes, filter, .. } = subscription;
-    store.remember(name, SubscriptionRow::new(id, revision, log.clone(), *lanes, filter.clone()));
+    let row = session.step_by_step(&store.inner.modes.write, write).await?;
+    store.remember(&subscription.name, row);
     Ok(())
 }
 
-async fn write(session: &Session, subscription: &Subscription) -> Result<(i32, i32)> {
+async fn write(session: &Session, subscription: &Subscription) -> Result<SubscriptionRow> {
     let Subscription { name, log, filter, ordering, lanes, start } = subscription;
     let is_true =
         async |sql: &str, params: &[Param<'_>]| session.row(sql, params).await.map(|row| row.get::<_, bool>(0));
@@ -160,18 +173,23 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<(i32, i
     let Some(row) = made.first() else {
         let known = session.rows(&session.sql(SUBSCRIPTION_GET), &params![name.as_str()]).await?;
         let known = known.first().map(SubscriptionRow::from_row);
-        known.map_or(Ok(()), |known| check_shape(subscription, &known.log, known.lanes))?;
+        known.map_or(Ok(()), |known| check_log(subscription, &known.log))?;
         let message = format!("subscription {name} was changed at the same moment; try again");
         return Err(Error::new(ErrorKind::Conflict, "subscribe", "subscription_changed", message));
     };
-    let (id, revision): (i32, i32) = (row.get(0), row.get(1));
+    let id: i32 = row.get(0);
     // Lanes of a known subscription are there, unless somebody deleted them: then nobody knows what
     // they had passed.
-    let now = *start == StartAt::Now && row.get::<_, bool>(2);
-    session.execute(&session.sql(LANE_CREATE), &params![id, i32::from(*lanes), now]).await?;
+    let is_new: bool = row.get(1);
+    if is_new {
+        session.execute(&session.sql(EPOCH_NEXT), &params![id]).await?;
+    }
+    let now = *start == StartAt::Now && is_new;
+    let known = look_up(session, name).await?;
+    session.execute(&session.sql(LANE_CREATE), &params![id, i32::from(known.lanes), now]).await?;
     session.execute(&session.sql(FILTER_KEEP), &params![id]).await?;
-    if row.get(4) {
-        let took_everything: bool = row.get(3);
+    if row.get(3) {
+        let took_everything: bool = row.get(2);
         session.execute(&session.sql(LOG_ROUTE_AGAIN), &params![log_text, id, took_everything]).await?;
     }
     let faults = session.row(&session.sql(LANE_FAULTS), &params![id]).await?;
@@ -181,7 +199,7 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<(i32, i
     if faults.get(1) {
         return Err(cursor_foreign("subscribe"));
     }
-    Ok((id, revision))
+    Ok(known)
 }
 
 impl PostgresStore {
@@ -196,6 +214,14 @@ impl PostgresStore {
             Some(row) => Ok(row),
             None => self.reload(session, name).await,
         }
+    }
+
+    /// The same for whoever holds a lane: of a subscription that is gone no lease counts.
+    pub(crate) async fn leased(&self, session: &Session, lease: &Lease) -> Result<Arc<SubscriptionRow>> {
+        self.subscription(session, &lease.subscription).await.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => Error::stale(session.operation()),
+            _ => error,
+        })
     }
 
     /// What is in the database now, remembered from here on. A subscription that is gone is

@@ -11,7 +11,7 @@ use postbox_core::kit::unrouted;
 use postbox_core::limits::UNROUTED_COUNT_MAX;
 use postbox_core::{LogName, Result, Routed, SubscriptionName, Unrouted};
 
-use crate::admin::LANE_LOCK;
+use crate::admin::lock_lanes;
 use crate::classify::{is_undefined, log_unknown};
 use crate::decode::Raw;
 use crate::params::params;
@@ -51,7 +51,7 @@ wanted AS MATERIALIZED (
   FROM looked AS k JOIN {log} AS l ON l.seq = k.seq
   JOIN {s}.subscription AS s ON s.id = $1
   JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
-  WHERE {is_wanted} AND {judged} > 0),
+  WHERE {is_wanted} AND {is_judged}),
 gone AS (DELETE FROM {s}.unrouted AS u USING wanted AS w WHERE u.log = $3 AND u.seq = w.seq),
 noted AS (INSERT INTO {s}.sent (subscription, seq) SELECT w.subscription, w.seq FROM wanted AS w WHERE NOT w.taken ON CONFLICT DO NOTHING),
 sent AS (
@@ -77,12 +77,12 @@ WITH page AS MATERIALIZED (
 kept AS (
   INSERT INTO {s}.unrouted (log, seq)
   SELECT $1, l.seq FROM page AS l
-  WHERE NOT EXISTS (
+  WHERE NOT pg_visible_in_snapshot(l.xid, (SELECT g.taken_snap FROM {s}.log AS g WHERE g.name = $1)) AND NOT EXISTS (
     SELECT FROM {s}.subscription AS o JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes
     WHERE o.log = $1 AND ({is_taken} OR {is_sent} OR EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = o.id AND d.seq = l.seq)) OFFSET 0)
   AND EXISTS (
     SELECT FROM {s}.subscription AS o JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes
-    WHERE o.log = $1 AND {judged} > 0 OFFSET 0)
+    WHERE o.log = $1 AND {is_judged} OFFSET 0)
   ON CONFLICT DO NOTHING RETURNING seq),
 ask AS (
   UPDATE {s}.subscription AS o SET rerouted = 0,
@@ -134,7 +134,7 @@ pub(crate) async fn note_unrouted(session: &Session, log: &LogName) -> Result<Ro
         let (subscription, after) = (SubscriptionName::from_stored(row.get::<_, String>(0)), row.get::<_, i64>(1));
         let subscription = look_up(session, &subscription).await?;
         let id = subscription.id;
-        session.rows(&session.sql(LANE_LOCK), &params![id]).await?;
+        lock_lanes(session, id).await?;
         let number: i32 = session.row(&session.sql(REPLAY_NEXT), &params![id]).await?.get(0);
         let params = params![id, number, name, after, limit];
         let rows = session.rows(&session.log_sql(UNROUTED_TAKE, log), &params).await?;

@@ -135,7 +135,7 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
     // Before anything is looked at: a commit from here on is news to the next wait.
     lane.mark_wakeups_seen();
     let session = &store.session("next_batch").await?;
-    let mut subscription = store.subscription(session, &lease.subscription).await?;
+    let mut subscription = store.leased(session, lease).await?;
     let (mut reloaded, mut inline) = (false, true);
     let batch = loop {
         let mut params = ReadParams::new(lease, &subscription, limit);
@@ -382,6 +382,9 @@ impl NextBatch<'_> {
         rows.truncate(fitting(&rows, self.params.limit));
         let more = rows.len() < found;
         fill_payloads(self.session, &self.params.subscription.log, &mut rows).await?;
+        for row in &mut rows {
+            row.delivery.replay = self.params.subscription.replay_of(row.delivery.seq);
+        }
         let (held, discarded) = self.held_and_discarded(exceptions, &rows).await?;
         let end = rows.last().map_or(at.read, Stored::seq);
         (at.read, at.drained) = (end, !more);
@@ -428,7 +431,8 @@ impl NextBatch<'_> {
 /// The code of [`filter_changed`].
 const FILTER_CHANGED: &str = "filter_changed";
 
-/// Another relay brought a newer filter. Nothing was read; the caller reads by that one.
+/// The filter is a newer one, or the number of lanes another. Nothing was read; the caller reads by
+/// those.
 fn filter_changed() -> Error {
     let message = "the subscription's filter changes too often to be read by";
     Error::new(ErrorKind::Unavailable, "next_batch", FILTER_CHANGED, message)

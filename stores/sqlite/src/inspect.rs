@@ -28,7 +28,7 @@ const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY
 const LANES_READ: &str = "SELECT lane, epoch, owner, lease_until, position, revision FROM postbox_lane WHERE subscription = ?1 ORDER BY lane";
 /// How far lanes came by former filters, by primary key; no lock.
 const PASSAGES_READ: &str =
-    "SELECT lane, revision, position FROM postbox_passage WHERE subscription = ?1 ORDER BY lane, revision";
+    "SELECT revision, lanes, lane, position FROM postbox_passage WHERE subscription = ?1 ORDER BY revision";
 /// By primary key; no lock.
 const SENT_HAS: &str = "SELECT 1 FROM postbox_sent WHERE subscription = ?1 AND seq = ?2";
 /// Whether a lane that is held has yet to take a filter, by primary key; no lock.
@@ -117,7 +117,8 @@ fn subscriptions(session: &mut Session) -> Work<Vec<SubscriptionInfo>> {
             })?
             .collect::<Result<_, _>>()?;
         let paused = stored.paused(now).cloned();
-        infos.push(SubscriptionInfo { name, log: stored.log, filter: stored.filter, lanes, paused });
+        let SubscriptionRow { log, filter, ordering, generation, .. } = stored;
+        infos.push(SubscriptionInfo { name, log, filter, ordering, generation, lanes, paused });
     }
     Ok(infos)
 }
@@ -128,42 +129,45 @@ pub(crate) struct Reader {
     pub(crate) stored: SubscriptionRow,
     pub(crate) table: String,
     lanes: Vec<LaneRead>,
+    /// How far lanes came by former filters, by revision.
+    passages: Vec<Passage>,
     /// Every filter it had, by revision.
     filters: BTreeMap<i64, Filter>,
 }
 
-/// How far a lane has read, and by which filters.
+/// How far a lane has read, and by which filter.
 struct LaneRead {
     position: i64,
     revision: i64,
-    /// Revisions before, and how far it came by them.
-    passages: Vec<(i64, i64)>,
+}
+
+/// How far a lane came by a former filter, and of how many lanes it was which.
+struct Passage {
+    revision: i64,
+    lanes: u16,
+    lane: u16,
+    position: i64,
 }
 
 impl Reader {
     pub(crate) fn find(operation: &'static str, tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Self> {
         let stored = lease::require(operation, tx, name)?;
-        let mut lanes = tx
+        let lanes = tx
             .prepare_cached(LANES_READ)?
-            .query_map([name.as_str()], |row| {
-                Ok(LaneRead { position: row.get(4)?, revision: row.get(5)?, passages: Vec::new() })
-            })?
-            .collect::<Result<Vec<_>, _>>()?;
-        let mut statement = tx.prepare_cached(PASSAGES_READ)?;
-        let mut rows = statement.query([name.as_str()])?;
-        while let Some(row) = rows.next()? {
-            if let Some(lane) = lanes.get_mut(usize::from(row.get::<_, u16>(0)?)) {
-                lane.passages.push((row.get(1)?, row.get(2)?));
-            }
-        }
+            .query_map([name.as_str()], |row| Ok(LaneRead { position: row.get(4)?, revision: row.get(5)? }))?
+            .collect::<Result<_, _>>()?;
+        let passage = |row: &Row<'_>| {
+            Ok(Passage { revision: row.get(0)?, lanes: row.get(1)?, lane: row.get(2)?, position: row.get(3)? })
+        };
+        let passages =
+            tx.prepare_cached(PASSAGES_READ)?.query_map([name.as_str()], passage)?.collect::<Result<_, _>>()?;
         let filters = lease::filters(tx, name)?;
-        Ok(Self { name: name.clone(), table: log_table(&stored.log), stored, lanes, filters })
+        Ok(Self { name: name.clone(), table: log_table(&stored.log), stored, lanes, passages, filters })
     }
 
     /// Whether it takes every event beyond a place.
     pub(crate) fn takes_everything(&self, beyond: i64) -> bool {
-        let passed = self.lanes.iter().flat_map(|lane| &lane.passages).all(|(_, position)| *position <= beyond);
-        self.stored.filter == Filter::default() && passed
+        self.stored.filter == Filter::default() && self.passages.iter().all(|passage| passage.position <= beyond)
     }
 
     /// Whether a lane that is held has yet to take the present filter.
@@ -205,17 +209,27 @@ impl Reader {
         }
     }
 
-    /// The revision of the filter that its lane passed a row with; 0 before the beginning.
-    pub(crate) fn passed_by(&self, head: &Head<'_>, seq: i64) -> Option<i64> {
+    /// The revision of the filter that its lane passed a row with. Of what lies before a beginning
+    /// there is no filter.
+    fn passed_by(&self, head: &Head<'_>, seq: i64) -> Option<i64> {
         let lane = self.lanes.get(usize::from(self.lane(head))).filter(|lane| seq <= lane.position)?;
-        let passage = lane.passages.iter().find(|(_, position)| seq <= *position);
-        Some(passage.map_or(lane.revision, |(revision, _)| *revision))
+        let covers = |it: &&Passage| seq <= it.position && it.lane == head.lane(it.lanes);
+        Some(self.passages.iter().find(covers).map_or(lane.revision, |it| it.revision))
+    }
+
+    /// Whether its lane has passed a row.
+    pub(crate) fn has_passed(&self, head: &Head<'_>, seq: i64) -> bool {
+        self.passed_by(head, seq).is_some()
+    }
+
+    /// Whether a filter let a row in or left it out, or will, and not only a beginning.
+    pub(crate) fn is_judged(&self, head: &Head<'_>, seq: i64) -> bool {
+        self.passed_by(head, seq).is_none_or(|revision| self.filters.contains_key(&revision))
     }
 
     /// Whether a lane came beyond a place by a former filter.
     pub(crate) fn had_another_filter(&self, beyond: i64) -> bool {
-        let passages = self.lanes.iter().flat_map(|lane| &lane.passages);
-        passages.into_iter().any(|(revision, position)| *revision > 0 && *position > beyond)
+        self.passages.iter().any(|it| it.revision > 0 && it.position > beyond)
     }
 
     /// The same of a row that was found: whether it was sent all the same, or nobody wants it.

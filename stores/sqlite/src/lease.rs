@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use postbox_core::kit::{check_shape, lanes_missing, subscription_unknown};
+use postbox_core::kit::{check_log, lanes_missing, subscription_unknown};
 use postbox_core::{
     Acquired, Error, ErrorKind, Filter, Lease, LogName, Ordering, OwnerId, Pause, StartAt, Subscription,
     SubscriptionName, Tenant, TopicPattern,
@@ -17,18 +17,21 @@ use crate::schema::log_table;
 use crate::thread::{Flush, Session};
 
 /// A subscription by primary key; no lock.
-const SUBSCRIPTION_READ: &str = "SELECT log, topics, tenant, ordering, lanes, paused_by, paused_why, paused_until, revision \
-FROM postbox_subscription WHERE name = ?1";
+const SUBSCRIPTION_READ: &str = "SELECT log, topics, tenant, ordering, lanes, paused_by, paused_why, paused_until, revision, \
+generation, again_seq, again_replay FROM postbox_subscription WHERE name = ?1";
 /// Names for error texts, by primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name LIMIT 50";
 /// By primary key; takes the write lock.
-const SUBSCRIPTION_INSERT: &str = "INSERT INTO postbox_subscription (name, log, topics, tenant, ordering, lanes, created_at) \
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)";
+const SUBSCRIPTION_INSERT: &str = "INSERT INTO postbox_subscription (name, log, topics, tenant, ordering, lanes, created_at, generation) \
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, (SELECT max(epoch_next) FROM postbox_log))";
+/// The next that is made is of another generation. By primary key; takes the write lock.
+const EPOCH_NEXT: &str =
+    "UPDATE postbox_log SET epoch_next = (SELECT max(epoch_next) + 1 FROM postbox_log) WHERE name = ?1";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_UPDATE: &str = "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4, \
 revision = revision + (topics <> ?2 OR tenant IS NOT ?3) WHERE name = ?1";
 /// Every filter is kept, by primary key; takes the write lock.
-const FILTER_KEEP: &str = "INSERT OR IGNORE INTO postbox_filter (subscription, revision, topics, tenant) \
+pub(crate) const FILTER_KEEP: &str = "INSERT OR IGNORE INTO postbox_filter (subscription, revision, topics, tenant) \
 SELECT name, revision, topics, tenant FROM postbox_subscription WHERE name = ?1";
 /// By primary key; no lock.
 const FILTERS_READ: &str = "SELECT revision, topics, tenant FROM postbox_filter WHERE subscription = ?1";
@@ -40,26 +43,26 @@ FROM (SELECT min(position) AS position FROM postbox_lane WHERE subscription = ?2
 WHERE name = ?1 AND slowest.position IS NOT NULL";
 /// How far a lane came by its filter, as long as nothing that was given out is unsettled. By
 /// primary key; takes the write lock; nothing for a stale epoch.
-const PASSAGE_NOTE: &str = "INSERT OR IGNORE INTO postbox_passage (subscription, lane, revision, position) \
-SELECT subscription, lane, revision, position FROM postbox_lane \
-WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5 AND position = ?6";
+const PASSAGE_NOTE: &str = "INSERT OR IGNORE INTO postbox_passage (subscription, revision, lanes, lane, position) \
+SELECT l.subscription, l.revision, s.lanes, l.lane, l.position FROM postbox_lane l JOIN postbox_subscription s ON s.name = l.subscription \
+WHERE l.subscription = ?1 AND l.lane = ?2 AND l.epoch = ?3 AND l.owner = ?4 AND l.lease_until > ?5 AND l.position = ?6";
 /// From here on the lane reads by the present filter. By primary key; takes the write lock.
 const LANE_TAKE_FILTER: &str = "UPDATE postbox_lane SET revision = \
 (SELECT s.revision FROM postbox_subscription s WHERE s.name = postbox_lane.subscription) \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5 AND position = ?6";
 /// By primary key; takes the write lock.
-const LANE_INSERT: &str = "INSERT OR IGNORE INTO postbox_lane (subscription, lane, position, window_end, revision) \
-SELECT name, ?2, ?3, ?3, revision FROM postbox_subscription WHERE name = ?1";
+const LANE_INSERT: &str = "INSERT OR IGNORE INTO postbox_lane (subscription, lane, position, window_end, revision, epoch) \
+SELECT name, ?2, ?3, ?3, revision, generation FROM postbox_subscription WHERE name = ?1";
 /// What lies before the beginning, by no filter. By primary key; takes the write lock.
-const PASSAGE_BEFORE: &str =
-    "INSERT OR IGNORE INTO postbox_passage (subscription, lane, revision, position) VALUES (?1, ?2, 0, ?3)";
+const PASSAGE_BEFORE: &str = "INSERT OR IGNORE INTO postbox_passage (subscription, revision, lanes, lane, position) \
+SELECT name, 0, lanes, ?2, ?3 FROM postbox_subscription WHERE name = ?1";
 /// A lane that stands beyond the last `seq` the log ever gave: the file is older than the cursor.
 /// Primary key; no lock.
 const LANE_IN_FUTURE: &str =
     "SELECT lane, position FROM postbox_lane WHERE subscription = ?1 AND position > ?2 LIMIT 1";
 /// The last `seq` a log ever gave, pruned ones included: AUTOINCREMENT's own table of a few rows;
 /// no lock.
-const LOG_LAST: &str = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = ?1), 0)";
+pub(crate) const LOG_LAST: &str = "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name = ?1), 0)";
 /// The first lane that nobody holds, or that the asking one holds without knowing it (the answer to
 /// its grant was lost), by primary key.
 ///
@@ -110,9 +113,18 @@ pub(crate) struct SubscriptionRow {
     pub(crate) pause: Option<Pause>,
     /// Rises with every change of the filter.
     pub(crate) revision: i64,
+    /// Tells it from others that had its name before.
+    pub(crate) generation: i64,
+    /// Up to which place events of the stream are of which replay, since the last reset.
+    again: (i64, u32),
 }
 
 impl SubscriptionRow {
+    /// Which replay an event is that comes from the stream.
+    pub(crate) fn replay_of(&self, seq: i64) -> u32 {
+        if seq <= self.again.0 { self.again.1 } else { 0 }
+    }
+
     /// The pause in force.
     pub(crate) fn paused(&self, now: i64) -> Option<&Pause> {
         self.pause.as_ref().filter(|pause| pause.holds_at(timestamp(now)))
@@ -134,6 +146,8 @@ pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option
             lanes: row.get(4)?,
             pause: by.map(|by| Pause { until: until.map(timestamp), by, why: why.unwrap_or_default() }),
             revision: row.get(8)?,
+            generation: row.get(9)?,
+            again: (row.get(10)?, row.get(11)?),
         })
     });
     Ok(found.optional()?)
@@ -181,8 +195,9 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
         let name = subscription.name.as_str();
         let known = find(tx, &subscription.name)?;
         let is_new = known.is_none();
+        let lanes = known.as_ref().map_or(subscription.lanes, |stored| stored.lanes);
         if let Some(stored) = known {
-            check_shape(subscription, &stored.log, stored.lanes)?;
+            check_log(subscription, &stored.log)?;
             refuse_future(tx, subscription, last)?;
             if stored.filter != subscription.filter || stored.ordering != subscription.ordering {
                 tx.prepare_cached(SUBSCRIPTION_UPDATE)?.execute(params![name, topics, tenant, ordering])?;
@@ -194,12 +209,13 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
         } else {
             let row = params![name, log.as_str(), topics, tenant, ordering, subscription.lanes, now];
             tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
+            tx.prepare_cached(EPOCH_NEXT)?.execute([log.as_str()])?;
         }
         // Those of a known subscription are there, unless somebody deleted them: then nobody knows
         // what they had passed.
         let position = if is_new && subscription.start == StartAt::Now { last } else { 0 };
         tx.prepare_cached(FILTER_KEEP)?.execute([name])?;
-        for lane in 0..subscription.lanes {
+        for lane in 0..lanes {
             tx.prepare_cached(LANE_INSERT)?.execute(params![name, lane, position])?;
             if position > 0 {
                 tx.prepare_cached(PASSAGE_BEFORE)?.execute(params![name, lane, position])?;

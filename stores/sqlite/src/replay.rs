@@ -19,7 +19,8 @@ const STEP_LOOK_MAX: usize = 20_000;
 
 /// The replay of this step: a number that no event of the subscription had before. By primary key;
 /// takes the write lock.
-const REPLAY_NEXT: &str = "UPDATE postbox_subscription SET replays = replays + 1 WHERE name = ?1 RETURNING replays";
+pub(crate) const REPLAY_NEXT: &str =
+    "UPDATE postbox_subscription SET replays = replays + 1 WHERE name = ?1 RETURNING replays";
 /// By primary key; takes the write lock.
 const DELIVERY_SEND_AGAIN: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, updated_at) \

@@ -33,6 +33,9 @@ pub(crate) const TABLES: [&str; 13] = [
     "migration",
 ];
 
+/// Tables whose rows belong to a subscription, by its name.
+pub(crate) const SUBSCRIPTION_TABLES: [&str; 6] = ["lane", "filter", "passage", "sent", "replica", "delivery"];
+
 /// Microseconds since 1970 by SQLite's clock, exact to its millisecond; works in versions without
 /// `subsec`.
 pub(crate) const NOW_MICROS: &str =
@@ -167,8 +170,9 @@ fn postbox() -> String {
 
 /// Everything but the logs.
 const TABLES_0001: &str = "CREATE TABLE postbox_log (
-  name   TEXT    PRIMARY KEY NOT NULL,
-  routed INTEGER NOT NULL DEFAULT 0
+  name       TEXT    PRIMARY KEY NOT NULL,
+  routed     INTEGER NOT NULL DEFAULT 0,
+  epoch_next INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE postbox_subscription (
   name         TEXT    PRIMARY KEY NOT NULL,
@@ -181,6 +185,9 @@ CREATE TABLE postbox_subscription (
   rerouted     INTEGER NOT NULL DEFAULT 0,
   rerouted_seq INTEGER NOT NULL DEFAULT 0,
   replays      INTEGER NOT NULL DEFAULT 0,
+  again_seq    INTEGER NOT NULL DEFAULT 0,
+  again_replay INTEGER NOT NULL DEFAULT 0,
+  generation   INTEGER NOT NULL,
   created_at   INTEGER NOT NULL,
   paused_by    TEXT,
   paused_why   TEXT,
@@ -208,10 +215,11 @@ CREATE TABLE postbox_filter (
 ) WITHOUT ROWID;
 CREATE TABLE postbox_passage (
   subscription TEXT    NOT NULL,
-  lane         INTEGER NOT NULL,
   revision     INTEGER NOT NULL,
+  lanes        INTEGER NOT NULL,
+  lane         INTEGER NOT NULL,
   position     INTEGER NOT NULL,
-  PRIMARY KEY (subscription, lane, revision)
+  PRIMARY KEY (subscription, revision, lanes, lane)
 ) WITHOUT ROWID;
 CREATE TABLE postbox_sent (
   subscription TEXT    NOT NULL,

@@ -22,8 +22,8 @@ const DELIVERY_FIND: &str =
 /// A row by primary key; takes the write lock. Code and error stay when the new disposition has
 /// none.
 const DELIVERY_PUT: &str = "INSERT INTO postbox_delivery \
-(subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, due_at, code, error, updated_at) \
-VALUES (:subscription, :seq, :lane, :id, :topic, :key, :created_at, :state, :holds, :attempts, :due_at, :code, :error, :now) \
+(subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, code, error, updated_at) \
+VALUES (:subscription, :seq, :lane, :id, :topic, :key, :created_at, :state, :holds, :attempts, :replays, :due_at, :code, :error, :now) \
 ON CONFLICT (subscription, seq) DO UPDATE SET state = excluded.state, holds = excluded.holds, attempts = excluded.attempts, \
 due_at = excluded.due_at, code = coalesce(excluded.code, code), error = coalesce(excluded.error, error), updated_at = excluded.updated_at";
 /// A row by primary key; takes the write lock.
@@ -224,6 +224,7 @@ fn write_entry(
         ":state": row.state.as_str(),
         ":holds": holds_key && holds,
         ":attempts": row.attempts,
+        ":replays": entry.replays,
         ":due_at": due_at,
         ":code": row.code,
         ":error": row.error.as_deref(),

@@ -10,11 +10,11 @@ use postbox_core::limits::UNROUTED_COUNT_MAX;
 use postbox_core::{LogName, Routed, State, SubscriptionName, Unrouted};
 use rusqlite::{OptionalExtension as _, Transaction, params};
 
-use crate::admin::{DELIVERY_STATE, readers_of};
 use crate::classify::Work;
 use crate::clock::until;
 use crate::decode::{Head, integer, lossy, seq};
 use crate::inspect::Reader;
+use crate::maintain::{DELIVERY_STATE, readers_of};
 use crate::migrate::require_log;
 use crate::replay::SendAgain;
 use crate::schema::log_table;
@@ -99,7 +99,7 @@ fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: 
     while let Some(row) = rows.next()? {
         let (head, seq) = (Head::read(row)?, seq(row)?);
         (looked, last) = (looked + 1, seq);
-        if !reader.wants(&head) || reader.passed_by(&head, seq) == Some(0) {
+        if !reader.wants(&head) || !reader.is_judged(&head, seq) {
             continue;
         }
         match reader.state(&head, seq) {
@@ -127,7 +127,7 @@ fn route(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], routed: i64) -
         let (head, seq) = (Head::read(row)?, seq(row)?);
         (looked, last) = (looked + 1, seq);
         // Left out by a filter, and not only by the beginning of all who read.
-        let mut is_left_out = readers.iter().any(|reader| reader.passed_by(&head, seq) != Some(0));
+        let mut is_left_out = readers.iter().any(|reader| reader.is_judged(&head, seq));
         for reader in readers {
             is_left_out &= reader.state_found(tx, &head, seq)? == State::Skipped
                 && !has_row.exists(params![reader.name.as_str(), seq])?;

@@ -229,7 +229,9 @@ impl Page {
                 if !limiter.take(payload_len(row)?) {
                     break;
                 }
-                push(&mut page.batch, Decoded::read(row)?, 1, 0);
+                let decoded = Decoded::read(row)?;
+                let replay = stored.replay_of(decoded.seq);
+                push(&mut page.batch, decoded, 1, replay);
             }
             page.last = seq(row)?;
         }

@@ -78,13 +78,19 @@ const ALLOWED: &[(&str, &[&str])] = &[
     (
         "postbox-bench",
         &[
+            "postbox-config",
             "postbox-core",
             "postbox-engine",
             "postbox-http",
             "postbox-ingress",
+            "postbox-kafka",
             "postbox-listen",
+            "postbox-nats",
             "postbox-postgres",
+            "postbox-rabbitmq",
+            "postbox-redis",
             "postbox-sqlite",
+            "postbox-sqs",
             "postbox-testkit",
             "postbox-webhook",
         ],
@@ -121,13 +127,13 @@ const COMMON: &[&str] = &[
 
 /// Everything else from outside, and the crates that may use it. Clients of servers have one home
 /// among the crates that ship; the tools beside them (`bench`, `crash`, the simulator) look at a
-/// store with a client of their own.
+/// store or a broker with a client of their own.
 const CLIENTS: &[(&str, &[&str])] = &[
-    ("async-nats", &["postbox-nats"]),
+    ("async-nats", &["postbox-nats", "postbox-bench"]),
     ("aws-config", &["postbox-sqs"]),
     ("aws-sdk-sns", &["postbox-sqs"]),
-    ("aws-sdk-sqs", &["postbox-sqs"]),
-    ("aws-smithy-http-client", &["postbox-sqs"]),
+    ("aws-sdk-sqs", &["postbox-sqs", "postbox-bench"]),
+    ("aws-smithy-http-client", &["postbox-sqs", "postbox-bench"]),
     ("axum", &["postbox-ingress", "postbox-listen", "postbox-server", "postbox-cli", "postbox-bench"]),
     ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "xtask"]),
     ("clap_complete", &["postbox-cli"]),
@@ -141,10 +147,10 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("hyper", &["postbox-listen", "postbox-server"]),
     ("hyper-util", &["postbox-listen", "postbox-server", "postbox-sqs"]),
     ("ipnet", &["postbox-http"]),
-    ("krafka", &["postbox-kafka"]),
-    ("lapin", &["postbox-rabbitmq"]),
+    ("krafka", &["postbox-kafka", "postbox-bench"]),
+    ("lapin", &["postbox-rabbitmq", "postbox-bench"]),
     ("prometheus-client", &["postbox-server"]),
-    ("redis", &["postbox-redis"]),
+    ("redis", &["postbox-redis", "postbox-bench"]),
     ("reqwest", &["postbox-http"]),
     ("ring", &["postbox-webhook"]),
     ("rumqttc", &["postbox-mqtt"]),

@@ -2,7 +2,7 @@
 
 use postbox_core::{Replay, Seq};
 
-use crate::args::{Args, Command, ConfigCommand, Listed, Migrate};
+use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, SubscriptionCommand};
 use crate::context::{Context, Purpose};
 use crate::failure::Failure;
 
@@ -25,6 +25,7 @@ mod run;
 mod show;
 mod stats;
 mod steps;
+mod subscription;
 
 /// Runs the command that was typed.
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {
@@ -77,6 +78,17 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         Command::Prune { older_than, unrouted } => prune::run(&inspect()?, older_than, unrouted).await,
         Command::Pause { name, why, span } => pause::pause(&inspect()?, &name, why, span).await,
         Command::Resume { name } => pause::resume(&inspect()?, &name).await,
+        Command::Subscription(command) => {
+            let context = inspect()?;
+            match command {
+                SubscriptionCommand::List { json } => subscription::list(&context, json).await,
+                SubscriptionCommand::Show { name, json } => subscription::show(&context, &name, json).await,
+                SubscriptionCommand::Rename { name, to } => subscription::rename(&context, &name, &to).await,
+                SubscriptionCommand::Reset { name, to, yes } => subscription::reset(&context, &name, to, yes).await,
+                SubscriptionCommand::Remove { name, yes } => subscription::remove(&context, &name, yes).await,
+                SubscriptionCommand::Lanes { name, lanes } => subscription::lanes(&context, &name, lanes).await,
+            }
+        }
         Command::Doctor { json } => doctor::run(&inspect()?, json).await,
     }
 }

@@ -35,7 +35,7 @@ pub(super) async fn resume(context: &Context, name: &SubscriptionName) -> Result
 }
 
 /// The store, if `name` is among what is meant: `--log` or `--subscription` may say otherwise.
-async fn store_with(context: &Context, name: &SubscriptionName) -> Result<Arc<dyn Store>, Failure> {
+pub(super) async fn store_with(context: &Context, name: &SubscriptionName) -> Result<Arc<dyn Store>, Failure> {
     let store = context.store().await?;
     let meant = context.registered(store.as_ref()).await?;
     if meant.iter().any(|info| info.name == *name) {

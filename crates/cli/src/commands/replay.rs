@@ -8,6 +8,7 @@ use postbox_core::{Rate, Replay, Seq};
 use postbox_server::text::grouped;
 use tokio::select;
 
+use super::steps::all_known;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
@@ -28,6 +29,12 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
     };
     if replay.ids.as_ref().is_some_and(|ids| ids.len() > CHANGE_EVENTS_MAX) {
         return Err(Failure::usage(format!("give at most {CHANGE_EVENTS_MAX} ids at a time")));
+    }
+    let mut unknown = Vec::new();
+    for id in replay.ids.iter().flatten() {
+        if store.get(&info.name, *id).await?.is_none() {
+            unknown.push(*id);
+        }
     }
     // A step is as large as what may go out in a second.
     let step_max = rate.map_or(CHANGE_EVENTS_MAX, |rate| {
@@ -58,13 +65,16 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
             () = tokio::time::sleep(pause) => {}
         }
     };
+    if ended.is_ok() && count == 0 {
+        all_known(&unknown)?;
+    }
     if ended.is_ok() || count > 0 {
         output::line(&format!("replayed={count}"))?;
     }
     if ended.is_ok() && count == 0 {
         output::note("nothing that is meant went out or was skipped; what is pending goes out by itself");
     }
-    ended
+    ended.and_then(|()| all_known(&unknown))
 }
 
 /// The same command would begin again.

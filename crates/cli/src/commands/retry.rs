@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use postbox_core::limits::CHANGE_EVENTS_MAX;
 use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo, TopicPattern};
 
-use super::steps::Steps;
+use super::steps::{Steps, all_known};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
@@ -205,11 +205,6 @@ impl IdLookup {
 
     /// An event that is not there is a failure.
     fn known(&self) -> Result<(), Failure> {
-        let Some(first) = self.unknown.first() else { return Ok(()) };
-        let more = match self.unknown.len() - 1 {
-            0 => String::new(),
-            more => format!(", nor {more} other(s) of those named"),
-        };
-        Err(Failure::failed(format!("no log has an event {first}{more}; it was never committed, or was pruned")))
+        all_known(&self.unknown)
     }
 }

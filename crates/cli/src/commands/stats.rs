@@ -37,6 +37,7 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
     all.extend(unread.iter().map(|(log, count)| StatsJson::unread(log.clone(), *count)));
     context.never_run(&infos).for_each(|name| output::note(&never_run(name)));
     if json {
+        status::add_marks(&context.config.server, &mut all).await;
         output::json(&all)?;
         return complete(failures);
     }

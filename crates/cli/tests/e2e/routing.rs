@@ -87,6 +87,9 @@ async fn what_was_delivered_is_sent_again(kind: Kind) -> Result<()> {
     ensure!(env.lines("out.jsonl")?.len() == 8);
     ensure!(env.ok(&["replay", "--topic", "nothing.*"])? == "replayed=0\n");
     ensure!(env.ok(&["replay", "--until", "1h"])? == "replayed=0\n");
+    let never = "01890a5d-ac96-774b-bcce-b302099a8057";
+    let complaint = env.refuses(1, &["replay", never])?;
+    ensure!(complaint.contains(&format!("no log has an event {never}")), "{complaint}");
     Ok(())
 }
 

@@ -1,7 +1,7 @@
 //! Errors that every store gives in the same words.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::limits::MESSAGE_ID_BYTES_MAX;
+use crate::limits::{LANES_APART_MAX, LANES_MAX, MESSAGE_ID_BYTES_MAX};
 use crate::names::{LogName, SubscriptionName};
 use crate::subscription::Subscription;
 
@@ -51,22 +51,52 @@ fn listed(known: &[String]) -> String {
     if known.is_empty() { "none yet".to_owned() } else { known.join(", ") }
 }
 
-/// A subscription may change its filter and ordering, not its log and lanes.
-pub fn check_shape(asked: &Subscription, log: &LogName, lanes: u16) -> Result<()> {
-    let name = &asked.name;
-    let (code, message) = if *log != asked.log {
-        let message = format!("subscription {name} reads log {log}, not {}; give the new one another name", asked.log);
-        ("log_differs", message)
-    } else if lanes != asked.lanes {
-        let message = format!(
-            "subscription {name} was made with {lanes} lanes, not {}; lanes are fixed once created",
-            asked.lanes
-        );
-        ("lanes_differ", message)
-    } else {
+/// Checks the number of lanes of a subscription.
+pub fn check_lanes(operation: &'static str, name: &SubscriptionName, lanes: u16) -> Result<()> {
+    if (1..=LANES_MAX).contains(&lanes) {
         return Ok(());
-    };
-    Err(Error::new(ErrorKind::Conflict, "subscribe", code, message))
+    }
+    let message = format!("subscription {name} cannot have {lanes} lanes; 1 to {LANES_MAX} are allowed");
+    Err(Error::invalid(operation, "lanes_invalid", message))
+}
+
+/// A subscription may change its filter and ordering, not its log.
+pub fn check_log(asked: &Subscription, log: &LogName) -> Result<()> {
+    if *log == asked.log {
+        return Ok(());
+    }
+    let (name, wanted) = (&asked.name, &asked.log);
+    let message = format!("subscription {name} reads log {log}, not {wanted}; give the new one another name");
+    Err(Error::new(ErrorKind::Conflict, "subscribe", "log_differs", message))
+}
+
+/// A subscription is not as it was looked at.
+pub fn subscription_changed(operation: &'static str, name: &SubscriptionName) -> Error {
+    let message = format!("subscription {name} is not as it was looked at; look again, and see whether it is done");
+    Error::new(ErrorKind::Conflict, operation, "subscription_changed", message)
+}
+
+/// The name is another subscription's.
+pub fn subscription_exists(name: &SubscriptionName) -> Error {
+    let message = format!("there is a subscription {name} already; choose another name, or remove that one first");
+    Error::new(ErrorKind::Conflict, "rename", "subscription_exists", message)
+}
+
+/// A relay is at work.
+pub fn lanes_held(name: &SubscriptionName) -> Error {
+    let message = format!(
+        "a relay holds a lane of {name}; run: postbox pause {name}, try again when its lease has ended (10 s by default), \
+         and resume it then"
+    );
+    Error::new(ErrorKind::Conflict, "reset", "lanes_held", message)
+}
+
+/// Too many events would have to leave the stream.
+pub fn lanes_apart(name: &SubscriptionName) -> Error {
+    let message = format!(
+        "the lanes of {name} are more than {LANES_APART_MAX} events apart; let the slowest catch up, and try again"
+    );
+    Error::new(ErrorKind::Conflict, "set_lanes", "lanes_apart", message)
 }
 
 /// Checks the id of a message from outside.

@@ -17,8 +17,8 @@ pub use apply::{BlockedKeys, entries_of};
 pub use batch::{BatchLimiter, lane_of};
 pub use due::DueOrder;
 pub use error::{
-    check_message_id, check_shape, lanes_missing, log_unknown, rebase_not_needed, settled_already,
-    subscription_unknown, window_undone,
+    check_lanes, check_log, check_message_id, lanes_apart, lanes_held, lanes_missing, log_unknown, rebase_not_needed,
+    settled_already, subscription_changed, subscription_exists, subscription_unknown, window_undone,
 };
 pub use row::{Due, RowAfter};
 pub use stats::{LOOK_EVENTS_MAX, StatsCounter, unrouted};

@@ -101,6 +101,8 @@ impl Reader {
             name: self.subscription.name.clone(),
             log: self.subscription.log.clone(),
             filter: self.subscription.filter.clone(),
+            ordering: self.subscription.ordering,
+            generation: self.generation,
             lanes: lanes.collect(),
             paused: self.paused(now).cloned(),
         }

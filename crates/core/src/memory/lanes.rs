@@ -11,7 +11,7 @@ use super::settle::Write;
 use super::state::{Lane, Reader, State};
 use crate::batch::{Batch, BatchLimit};
 use crate::error::{Error, Result};
-use crate::kit::{check_shape, window_undone};
+use crate::kit::{check_log, window_undone};
 use crate::log::{Acquired, Lease};
 use crate::names::{OwnerId, SubscriptionName};
 use crate::subscription::{StartAt, Subscription};
@@ -22,19 +22,21 @@ impl Server {
         let commit_last = state.data.log("subscribe", &subscription.log)?.commit_last;
         let mut changed_from = None;
         if let Some(reader) = state.data.readers.get_mut(&subscription.name) {
-            check_shape(subscription, &reader.subscription.log, reader.subscription.lanes)?;
+            check_log(subscription, &reader.subscription.log)?;
             if reader.subscription.filter != subscription.filter {
                 reader.filters.push(Some(subscription.filter.clone()));
                 // What was to go out by the former filter is perhaps wanted by nobody now.
                 changed_from = reader.lanes.iter().map(|lane| lane.from).min();
             }
-            reader.subscription = subscription.clone();
+            reader.subscription = Subscription { lanes: reader.subscription.lanes, ..subscription.clone() };
         } else {
             let from = match subscription.start {
                 StartAt::Beginning => 0,
                 StartAt::Now => commit_last,
             };
-            state.data.readers.insert(subscription.name.clone(), Reader::new(subscription.clone(), from));
+            let reader = Reader::new(subscription.clone(), from, state.data.epoch_next);
+            state.data.epoch_next += 1;
+            state.data.readers.insert(subscription.name.clone(), reader);
         }
         if let Some(log) = state.data.logs.get_mut(&subscription.log) {
             log.routed = log.routed.min(changed_from.unwrap_or(log.routed));
@@ -131,18 +133,18 @@ impl Server {
         let mut state = self.state("next_batch")?;
         let wakeups = state.wakeups;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
-        let lane = &mut reader.lanes[usize::from(lease.lane)];
+        let lane = &reader.lanes[usize::from(lease.lane)];
         if lane.to != to || lane.settled < settled {
             return Err(window_undone("next_batch"));
         }
-        if lane.revision != reader.filters.len() - 1 {
+        if lane.revision != reader.revision() {
             // Everything that was read by the former filter is settled first.
             if after.is_some_and(|read| read > lane.settled) {
                 return Ok(Page { batch: Batch::default(), end: None, window: to, wakeups });
             }
-            lane.take_filter(reader.filters.len() - 1);
-            // What nobody wanted of the window may be wanted now.
             let (from, settled) = (lane.from, lane.settled);
+            reader.take_filter(lease.lane);
+            // What nobody wanted of the window may be wanted now.
             let is_left = !reader.page(log, lease.lane, (from, to), settled, limit, now).is_empty();
             after = after.or(is_left.then_some(settled));
         }

@@ -54,7 +54,8 @@ impl Reader {
             if self.delivery(*seq).is_some_and(|row| row.state == EventState::Discarded) {
                 batch.discarded.insert(Seq(*seq));
             }
-            batch.push(Delivery { event: event.clone(), seq: Seq(*seq), attempt: 1, replay: 0 }, None);
+            let replay = self.replay_of(*seq);
+            batch.push(Delivery { event: event.clone(), seq: Seq(*seq), attempt: 1, replay }, None);
             batch.end = Some(Seq(*seq));
         }
         // The last batch of a window also covers what nobody wants behind it.

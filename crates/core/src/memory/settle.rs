@@ -118,7 +118,7 @@ impl Reader {
             Some(row) if !entry.is_of(row) => return,
             Some(row) => row.clone(),
             // No row: either fresh from the stream, or a due row that vanished meanwhile.
-            None if streams => DeliveryRow::new(lane, entry.key.clone(), now),
+            None if streams => DeliveryRow { replays: entry.replays, ..DeliveryRow::new(lane, entry.key.clone(), now) },
             None => return,
         };
         let row = DeliveryRow { ordered, updated_at: now, ..row };

@@ -44,6 +44,9 @@ pub(super) struct Data {
     pub(super) logs: BTreeMap<LogName, LogState>,
     pub(super) readers: BTreeMap<SubscriptionName, Reader>,
     pub(super) inbox: Inbox,
+    /// Lanes that are made begin with this epoch: no lease of a subscription that had the name
+    /// before counts.
+    pub(super) epoch_next: Epoch,
 }
 
 /// One log.
@@ -72,9 +75,15 @@ pub(super) struct Row {
 #[derive(Clone)]
 pub(super) struct Reader {
     pub(super) subscription: Subscription,
-    /// Every filter it had, the present one last: a filter's revision is its place. The first is
-    /// of what lies before the beginning: nothing was wanted.
+    /// Tells it from others that had its name before.
+    pub(super) generation: i64,
+    /// Every filter it had, the present one last: a filter's revision is its place. `None`, nothing
+    /// was wanted: the first, of what lies before the beginning, and those of resets.
     pub(super) filters: Vec<Option<Filter>>,
+    /// How far lanes came by each filter before.
+    pub(super) passages: Vec<Passage>,
+    /// Up to which place events of the stream are of which replay, since the last reset.
+    pub(super) again: (i64, u32),
     /// Skipped events that were sent all the same.
     pub(super) sent: BTreeSet<i64>,
     /// The highest replay an event of it had.
@@ -104,17 +113,20 @@ pub(super) struct Lane {
     pub(super) settled: i64,
     /// By which filter it reads.
     pub(super) revision: usize,
-    /// How far it read by each filter before.
-    pub(super) passages: Vec<Passage>,
 }
 
 /// How far a lane came by one filter: its cursor when it took the next.
 #[derive(Clone)]
 pub(super) struct Passage {
-    revision: usize,
-    from: u64,
-    to: u64,
-    settled: i64,
+    /// Of how many lanes it was which.
+    pub(super) lanes: u16,
+    pub(super) lane: u16,
+    pub(super) revision: usize,
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) settled: i64,
+    /// What lies beyond was taken back by a reset.
+    pub(super) seq_max: i64,
 }
 
 /// An event that left the stream.
@@ -258,11 +270,15 @@ impl LogState {
 }
 
 impl Reader {
-    pub(super) fn new(subscription: Subscription, from: u64) -> Self {
-        let before = Passage { revision: 0, from, to: from, settled: 0 };
-        let lane = Lane { from, to: from, revision: 1, passages: vec![before], ..Lane::default() };
+    pub(super) fn new(subscription: Subscription, from: u64, epoch: Epoch) -> Self {
+        let lane = Lane { from, to: from, revision: 1, epoch, ..Lane::default() };
+        let lanes = subscription.lanes;
+        let before = |lane: u16| Passage { lanes, lane, revision: 0, from, to: from, settled: 0, seq_max: i64::MAX };
         Self {
+            generation: epoch,
             filters: vec![None, Some(subscription.filter.clone())],
+            passages: (0..lanes).map(before).collect(),
+            again: (0, 0),
             sent: BTreeSet::new(),
             replays: 0,
             lanes: vec![lane; usize::from(subscription.lanes)],
@@ -292,10 +308,32 @@ impl Reader {
     /// The filter that its lane passed an event with, or the present one; 0 before the beginning.
     pub(super) fn judged_by(&self, seq: i64, commit: u64, event: &Event) -> usize {
         let lane = &self.lanes[usize::from(self.lane_of(event))];
-        match lane.has_passed(seq, commit) {
-            true => lane.passages.iter().find(|it| it.covers(seq, commit)).map_or(lane.revision, |it| it.revision),
-            false => self.revision(),
+        if !lane.has_passed(seq, commit) {
+            return self.revision();
         }
+        let covers = |it: &&Passage| it.lane == lane_of_event(event, it.lanes) && it.covers(seq, commit);
+        self.passages.iter().filter(covers).map(|it| it.revision).min().unwrap_or(lane.revision)
+    }
+
+    /// Whether a filter left an event out, or will, and not only a beginning.
+    pub(super) fn is_judged(&self, seq: i64, commit: u64, event: &Event) -> bool {
+        self.filters[self.judged_by(seq, commit, event)].is_some()
+    }
+
+    /// Lets a lane read on by the present filter: only where nothing is given out and not settled,
+    /// so that every row is judged by one filter.
+    pub(super) fn take_filter(&mut self, lane: u16) {
+        let (lanes, revision) = (self.subscription.lanes, self.revision());
+        let of_lane = &mut self.lanes[usize::from(lane)];
+        if of_lane.revision != revision {
+            self.passages.push(of_lane.passage(lanes, lane));
+            of_lane.revision = revision;
+        }
+    }
+
+    /// Which replay an event is that comes from the stream.
+    pub(super) fn replay_of(&self, seq: i64) -> u32 {
+        if seq <= self.again.0 { self.again.1 } else { 0 }
     }
 
     /// Whether an event goes out.
@@ -306,9 +344,7 @@ impl Reader {
 
     /// Which lane an event belongs to: its key decides, or its id when it has none.
     pub(super) fn lane_of(&self, event: &Event) -> u16 {
-        let id = event.id.as_uuid();
-        let key = event.key.as_ref().map(|key| key.as_str().as_bytes());
-        lane_of(key.unwrap_or(id.as_bytes()), self.subscription.lanes)
+        lane_of_event(event, self.subscription.lanes)
     }
 
     /// Where an event stands: its row says, or the cursor.
@@ -403,25 +439,27 @@ impl Lane {
 
     /// Whether the cursor is beyond a row.
     pub(super) fn has_passed(&self, seq: i64, commit: u64) -> bool {
-        self.here().covers(seq, commit)
+        commit <= self.from || (commit <= self.to && seq <= self.settled)
     }
 
-    /// Reads on by another filter: only where nothing is given out and not settled, so that every
-    /// row is judged by one filter.
-    pub(super) fn take_filter(&mut self, revision: usize) {
-        self.passages.push(self.here());
-        self.revision = revision;
-    }
-
-    fn here(&self) -> Passage {
-        Passage { revision: self.revision, from: self.from, to: self.to, settled: self.settled }
+    /// How far it came by its filter.
+    pub(super) fn passage(&self, lanes: u16, lane: u16) -> Passage {
+        let Self { revision, from, to, settled, .. } = *self;
+        Passage { lanes, lane, revision, from, to, settled, seq_max: i64::MAX }
     }
 }
 
 impl Passage {
     fn covers(&self, seq: i64, commit: u64) -> bool {
-        commit <= self.from || (commit <= self.to && seq <= self.settled)
+        seq <= self.seq_max && (commit <= self.from || (commit <= self.to && seq <= self.settled))
     }
+}
+
+/// The lane of an event: its key decides, or its id when it has none.
+pub(super) fn lane_of_event(event: &Event, lanes: u16) -> u16 {
+    let id = event.id.as_uuid();
+    let key = event.key.as_ref().map(|key| key.as_str().as_bytes());
+    lane_of(key.unwrap_or(id.as_bytes()), lanes)
 }
 
 fn wants(filter: &Filter, event: &Event) -> bool {

@@ -7,6 +7,7 @@
 mod support;
 
 mod duplicates;
+mod lifecycle;
 mod limit;
 mod lost;
 mod outages;

@@ -22,6 +22,9 @@ const CONCURRENCY_MAX: usize = 512;
 const ATTEMPTS_MAX: u32 = 10_000;
 /// Shortest lease: below it a pause of the program or the database already loses the lane.
 const LEASE_MIN: Duration = Duration::from_secs(1);
+/// The longest a destination of our own is left alone: something goes out within a second after it
+/// is back, the time to connect included.
+const OWN_BREAKER_MAX: Duration = Duration::from_millis(800);
 /// Shortest of all other times.
 const MS: Duration = Duration::from_millis(1);
 
@@ -40,7 +43,8 @@ table! {
         tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
         /// `"none"`: everything at once, in no order.
         ordering: Ordering = words([("key", Ordering::Key), ("none", Ordering::None)]), default("key");
-        /// How many replicas can work at once; fixed once the subscription exists.
+        /// How many replicas can work at once, of a new subscription; later:
+        /// `postbox subscription lanes`.
         lanes: u16 = integer(1..=LANES_MAX), default(1);
         /// `"now"`: only what is committed after the subscription was made.
         start: StartAt = words([("beginning", StartAt::Beginning), ("now", StartAt::Now)]), default("beginning");
@@ -113,8 +117,9 @@ table! {
     struct BreakerTable {
         /// Upper bound of the first wait; it doubles with every failed try.
         base: Duration = duration(MS), default("500ms");
-        /// Cap of the wait.
-        max: Duration = duration(MS), default("30s");
+        /// Cap of the wait. A broker bears being asked every second; somebody else's endpoint may
+        /// not.
+        max: Option<Duration> = duration(MS), unset("30s for `http`, 800ms for everything else", "5s");
     }
 }
 
@@ -160,7 +165,13 @@ impl SubscriptionTable {
                 delays: self.retry.delays,
             },
             on_dead: self.on_dead,
-            breaker: BreakerPolicy { base: self.breaker.base, max: self.breaker.max },
+            breaker: BreakerPolicy {
+                base: self.breaker.base,
+                max: self.breaker.max.unwrap_or(match self.sink.type_name() {
+                    "http" | "none" => usual.breaker.max,
+                    _ => OWN_BREAKER_MAX,
+                }),
+            },
             concurrency: self.concurrency,
             rate: self.rate,
             lease_ttl: self.lease,

@@ -185,8 +185,11 @@ fn lanes(info: &SubscriptionInfo, stats: &StatsJson) -> Finding {
     }
     let waits = stats.pending > 0 && info.paused.is_none();
     let severity = if waits { Severity::Problem } else { Severity::Note };
-    Finding::new(severity, format!("no relay drives lane {} of {count}", idle.join(", ")))
-        .cure("start `postbox run` with this subscription in its configuration")
+    Finding::new(severity, format!("no relay drives lane {} of {count}", idle.join(", "))).cure(format!(
+        "start `postbox run` with this subscription in its configuration; one that is wanted no more keeps its events: \
+             postbox subscription remove {}",
+        info.name
+    ))
 }
 
 /// What is known of a destination that is down: by the service that runs, and by the events that

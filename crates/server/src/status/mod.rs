@@ -5,14 +5,19 @@
 mod conflict;
 mod doctor;
 mod event;
+mod marks;
 mod service;
 mod stats;
+mod subscription;
 mod unrouted;
 
 pub use conflict::ConflictJson;
 pub use doctor::{Finding, Severity, diagnose};
 pub use event::{DeliveryJson, EventJson, RecordJson, ShowJson};
-pub use service::{Fault, ServiceStatus, fetch};
+pub use marks::MarksJson;
+pub(crate) use marks::marks;
+pub use service::{Fault, ServiceStatus, add_marks, fetch};
 pub(crate) use stats::too_slow;
 pub use stats::{STATS_WAIT, StatsJson, TopicJson, stats};
+pub use subscription::{LaneJson, PauseJson, SubscriptionJson};
 pub use unrouted::{UnroutedLog, unrouted};

@@ -1,4 +1,4 @@
-//! What the running service says of itself at `/status`, and how `doctor` reads it.
+//! What the running service says of itself at `/status`, and how `doctor` and `stats` read it.
 
 use std::error::Error;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -9,12 +9,14 @@ use http::{Request, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
-use postbox_core::SubscriptionName;
+use postbox_core::{SourceName, SubscriptionName};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::{MarksJson, StatsJson};
 use crate::config::ServerConfig;
 
 /// Longest wait: a service on this machine answers at once, and its look at the store is bounded.
@@ -38,8 +40,12 @@ pub struct ServiceStatus {
 /// One thing that keeps the service from its work.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
-    /// The subscription that does not flow; `None`: the store fails, so none does.
+    /// The subscription that does not flow; `None` without a `source`: the store fails, so none
+    /// does.
     pub subscription: Option<SubscriptionName>,
+    /// The source that brings nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<SourceName>,
     /// The stable code of the reason.
     pub code: String,
     /// What is wrong, since when.
@@ -48,10 +54,19 @@ pub struct Fault {
 
 /// Asks the service that listens as configured; `None`: nobody listens there, or somebody else.
 pub async fn fetch(config: &ServerConfig) -> Option<ServiceStatus> {
-    timeout(WAIT_MAX, ask(config)).await.ok()?.ok()
+    timeout(WAIT_MAX, ask(config, "/status")).await.ok()?.ok()
 }
 
-async fn ask(config: &ServerConfig) -> Result<ServiceStatus, Box<dyn Error + Send + Sync>> {
+/// Adds to each count where the destination's streams end, if a service listens as configured.
+pub async fn add_marks(config: &ServerConfig, counted: &mut [StatsJson]) {
+    let asked = timeout(WAIT_MAX, ask::<Vec<MarksJson>>(config, "/high-water-marks")).await;
+    for marks in asked.ok().and_then(Result::ok).unwrap_or_default() {
+        let of = counted.iter_mut().find(|stats| stats.subscription.as_ref() == Some(&marks.subscription));
+        of.into_iter().for_each(|stats| stats.high_water_marks.clone_from(&marks.high_water_marks));
+    }
+}
+
+async fn ask<T: DeserializeOwned>(config: &ServerConfig, path: &str) -> Result<T, Box<dyn Error + Send + Sync>> {
     let mut address = config.listen;
     if address.ip().is_unspecified() {
         address.set_ip(match address.ip() {
@@ -62,7 +77,7 @@ async fn ask(config: &ServerConfig) -> Result<ServiceStatus, Box<dyn Error + Sen
     let stream = TokioIo::new(TcpStream::connect(address).await?);
     let (mut sender, connection) = http1::handshake(stream).await?;
     let _connection = AbortOnDropHandle::new(tokio::spawn(connection));
-    let mut request = Request::get("/status").header(header::HOST, address.to_string());
+    let mut request = Request::get(path).header(header::HOST, address.to_string());
     if let Some(token) = &config.status_token {
         request = request.header(header::AUTHORIZATION, format!("Bearer {}", token.expose()));
     }

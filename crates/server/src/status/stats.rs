@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use postbox_core::{Count, Error, ErrorKind, Inspect, LogName, Result, Stats, SubscriptionInfo, SubscriptionName};
+use postbox_core::{
+    Count, Error, ErrorKind, HighWaterMark, Inspect, LogName, Result, Stats, SubscriptionInfo, SubscriptionName,
+};
 use serde::Serialize;
 use tokio::time::{Instant, timeout_at};
 
@@ -45,6 +47,8 @@ pub struct StatsJson {
     pub paused: bool,
     /// The deepest topics.
     pub topics: Vec<TopicJson>,
+    /// Where the destination's streams end, as the running service hears it; empty without one.
+    pub high_water_marks: Vec<HighWaterMark>,
 }
 
 /// Pending events of one topic.
@@ -81,6 +85,7 @@ impl StatsJson {
             oldest_pending_seconds: stats.oldest_pending.map(|age| age.as_secs_f64()),
             paused,
             topics: topics.collect(),
+            high_water_marks: Vec::new(),
         }
     }
 

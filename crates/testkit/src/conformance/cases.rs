@@ -80,7 +80,9 @@ macro_rules! conformance_suite {
             a_late_replay_sends_nothing_twice a_late_replay_of_the_delivered_is_another_replay
             a_late_look_for_what_nobody_wants_finds_nothing_twice a_late_discard_takes_back_nothing_delivered
             a_late_prune_takes_nothing_that_is_needed a_late_pause_is_the_same_pause
-            a_late_handover_concerns_no_later_death
+            a_late_handover_concerns_no_later_death a_late_rename_renames_no_other
+            a_late_removal_removes_no_other a_late_reset_moves_nothing_that_was_taken_since
+            a_late_change_of_lanes_loses_nothing
             a_late_subscribe_makes_nothing_again a_late_migration_up_changes_nothing
             a_migration_down_whose_caller_has_gone_destroys_nothing_later
         }
@@ -88,7 +90,7 @@ macro_rules! conformance_suite {
     (lease, $fixture:expr) => {
         $crate::conformance_cases! { lease, $fixture,
             subscribing_again_is_fine_and_updates_the_filter subscribing_to_an_unknown_log_is_not_found
-            another_number_of_lanes_is_a_conflict another_log_is_a_conflict lanes_out_of_bounds_are_refused
+            another_number_of_lanes_changes_nothing another_log_is_a_conflict lanes_out_of_bounds_are_refused
             concurrent_subscribing_is_fine acquiring_needs_a_subscription
             a_held_lane_is_given_to_nobody_else_until_released an_expired_lease_is_taken_over_with_a_higher_epoch
             a_renewed_lease_outlives_its_first_deadline an_expired_lease_is_stale_even_if_nobody_took_it
@@ -97,6 +99,23 @@ macro_rules! conformance_suite {
             a_stale_settlement_changes_nothing lanes_are_given_one_by_one concurrent_acquires_never_share_a_lane
             replicas_counts_who_asked_lately replicas_forgets_who_fell_silent
             a_pause_gives_no_lease_and_ends_the_running_one a_pause_with_an_end_ends_by_itself
+        }
+    };
+    (lanes, $fixture:expr) => {
+        $crate::conformance_cases! { lanes, $fixture,
+            more_lanes_lose_nothing_and_repeat_nothing fewer_lanes_lose_nothing_and_repeat_nothing
+            lanes_that_stand_apart_keep_the_order_of_each_key the_former_holders_are_fenced_and_have_their_time
+            the_same_number_of_lanes_changes_nothing bad_numbers_of_lanes_are_refused
+            lanes_too_far_apart_are_refused other_lanes_judge_by_the_filters_of_before
+            rows_go_with_their_key what_commits_late_is_read_by_the_new_lanes
+        }
+    };
+    (lifecycle, $fixture:expr) => {
+        $crate::conformance_cases! { lifecycle, $fixture,
+            a_renamed_subscription_keeps_everything_but_its_name a_renamed_one_is_fenced_and_its_holder_has_its_time
+            a_name_that_is_taken_is_refused the_former_name_begins_like_a_new_one
+            a_removed_subscription_is_gone_and_frees_retention a_name_made_again_begins_like_a_new_one
+            what_a_removed_one_took_is_not_unrouted what_changed_since_it_was_looked_at_is_left_alone
         }
     };
     (lost, $fixture:expr) => {
@@ -109,7 +128,9 @@ macro_rules! conformance_suite {
             a_replay_of_the_delivered_repeated_is_one
             a_look_for_what_nobody_wants_repeated_finds_nothing_twice
             a_discard_repeated_takes_out_nothing_more a_prune_repeated_takes_nothing_that_is_needed
-            a_pause_repeated_is_one_pause a_handover_repeated_is_one a_subscription_is_made_once a_migration_that_was_done_is_done
+            a_pause_repeated_is_one_pause a_handover_repeated_is_one a_subscription_is_made_once
+            a_rename_repeated_is_one a_removal_repeated_removes_nothing_else a_reset_repeated_is_one
+            a_change_of_lanes_repeated_is_one a_migration_that_was_done_is_done
         }
     };
     (migrate, $fixture:expr) => {
@@ -149,6 +170,16 @@ macro_rules! conformance_suite {
             lanes_partition_the_events_and_keep_keys_together only_wanted_topics_come_and_like_wildcards_are_literal
             only_the_wanted_tenant_comes unwanted_events_are_passed_over an_append_wakes_a_waiting_relay
             an_append_before_the_wait_is_read_without_a_hint
+        }
+    };
+    (reset, $fixture:expr) => {
+        $crate::conformance_cases! { reset, $fixture,
+            a_reset_to_the_beginning_sends_everything_again a_reset_to_now_skips_what_is_unread
+            a_reset_to_a_place_sends_again_and_skips a_reset_to_a_time_begins_with_the_first_since
+            a_reset_waits_for_no_relay a_reset_moves_every_lane_at_once
+            what_fails_after_a_reset_is_of_that_replay what_commits_late_is_not_skipped
+            what_a_reset_skips_is_not_unrouted a_reset_reads_by_the_present_filter
+            what_was_sent_all_the_same_is_judged_anew
         }
     };
     (receive, $fixture:expr) => {
@@ -219,6 +250,7 @@ macro_rules! conformance_suite {
             a_dropped_call_harms_no_other what_is_too_large_dies_alone calls_at_once_do_not_meet
             attempts_of_an_event_share_their_dedupe_id a_repeated_delivery_is_delivered
             strange_names_arrive_or_are_refused_with_a_code reserved_headers_do_no_harm closing_twice_is_fine
+            the_high_water_mark_is_never_behind_what_was_delivered
         }
     };
     (source, $fixture:expr) => {
@@ -264,8 +296,8 @@ mod tests {
     #[test]
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
-            append apply dead_letters fidelity hold inspect late lease lost migrate order
-            prune read receive receiving replay routing settle sink source admin storm
+            append apply dead_letters fidelity hold inspect lanes late lease lifecycle lost migrate order
+            prune read receive receiving replay reset routing settle sink source admin storm
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);
             let list = arm.and_then(|arm| arm.split("};").next()).unwrap_or_else(|| panic!("{suite} has no list"));

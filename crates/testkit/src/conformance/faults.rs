@@ -43,12 +43,20 @@ pub enum Call {
     Discard,
     /// `Admin::replay`.
     Replay,
-    /// `Admin::note_unrouted`.
-    NoteUnrouted,
-    /// `Admin::prune`.
-    Prune,
     /// `Admin::pause`.
     Pause,
+    /// `Admin::rename`.
+    Rename,
+    /// `Admin::remove`.
+    Remove,
+    /// `Admin::reset` with a stamp.
+    Reset,
+    /// `Admin::set_lanes`.
+    SetLanes,
+    /// `Maintain::note_unrouted`.
+    NoteUnrouted,
+    /// `Maintain::prune`.
+    Prune,
     /// `DeadLetters::hand_over`.
     HandOver,
     /// `Receive::receive_many`.

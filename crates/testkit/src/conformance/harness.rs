@@ -6,8 +6,8 @@ use std::time::Duration;
 pub(super) use postbox_core::Disposition::{Block, Delivered, Discarded, Schedule};
 use postbox_core::{
     Acquired, Batch, BatchLimit, Delivery, Disposition, Entry, ErrorKind, EventId, Filter, Lease, ListQuery, LogName,
-    NewEvent, OwnerId, Record, Result, Selection, Seq, Settlement, State, Stats, Store, Subscription, SubscriptionName,
-    TopicPattern,
+    NewEvent, OwnerId, Record, ResetPlan, ResetTo, Result, Selection, Seq, Settlement, State, Stats, Store,
+    Subscription, SubscriptionInfo, SubscriptionName, TopicPattern,
 };
 
 use super::{OpenTransaction, StoreFixture};
@@ -99,6 +99,24 @@ pub(super) async fn record(store: &Arc<dyn Store>, id: EventId) -> Record {
 pub(super) async fn listed(store: &Arc<dyn Store>, state: State) -> Vec<String> {
     let records = store.list(&query(state)).await.expect("the records can be listed");
     records.iter().map(|record| text(&record.event.payload)).collect()
+}
+
+/// A subscription as it is listed.
+pub(super) async fn info(store: &Arc<dyn Store>, name: &str) -> SubscriptionInfo {
+    let known = store.subscriptions().await.expect("listed");
+    known.into_iter().find(|info| info.name == named(name)).unwrap_or_else(|| panic!("there is no {name}"))
+}
+
+/// What a reset would do.
+pub(super) async fn plan(store: &Arc<dyn Store>, to: ResetTo) -> ResetPlan {
+    store.reset(&named("reader"), to, None).await.expect("counted")
+}
+
+/// Looks and resets; how many events go out again, and how many are skipped.
+pub(super) async fn reset(store: &Arc<dyn Store>, to: ResetTo) -> (u64, u64) {
+    let plan = plan(store, to).await;
+    store.reset(&named("reader"), to, Some(&plan.stamp)).await.expect("reset");
+    (plan.again, plan.skipped)
 }
 
 pub(super) fn query(state: State) -> ListQuery {
@@ -286,6 +304,49 @@ impl Lane {
 
     pub(super) async fn discard(&self, selection: Selection) -> u64 {
         self.store.discard(&named("reader"), &selection).await.expect("discarded").count
+    }
+
+    /// Takes every free lane.
+    pub(super) async fn take_all(store: &Arc<dyn Store>, subscription: &str) -> Vec<Self> {
+        let (name, mut lanes, mut held) = (named(subscription), Vec::new(), Vec::new());
+        loop {
+            let acquired = store.acquire(&name, &owner("all"), &held, LONG).await.expect("asked");
+            let Some(lease) = acquired.lease else { return lanes };
+            held.push(lease.lane);
+            lanes.push(Self::of(store.clone(), lease));
+        }
+    }
+
+    /// Gives the lane back.
+    pub(super) async fn release(self) -> Arc<dyn Store> {
+        self.store.release(&self.lease).await.expect("given back");
+        self.store
+    }
+
+    /// Reads and delivers what may be, of the stream and what is due, a few at a time, until there
+    /// is nothing; what is held back by its key is blocked.
+    pub(super) async fn run_all(lanes: &[Self]) -> Vec<Delivery> {
+        let mut all: Vec<Delivery> = Vec::new();
+        loop {
+            let before = all.len();
+            let mut read = false;
+            for lane in lanes {
+                let batch = lane.next(3).await;
+                let is_held =
+                    |delivery: &Delivery| delivery.event.key.as_ref().is_some_and(|key| batch.held.contains(key));
+                let held = batch.deliveries.iter().enumerate().filter(|(_, delivery)| is_held(delivery));
+                let blocked = held.map(|(index, _)| (index, Block)).collect();
+                if !batch.is_empty() {
+                    read = true;
+                    lane.settle(&batch, blocked).await;
+                    all.extend(batch.deliveries.iter().filter(|delivery| !is_held(delivery)).cloned());
+                }
+                all.extend(lane.drain_due().await);
+            }
+            if !read && all.len() == before {
+                return all;
+            }
+        }
     }
 
     /// Reads and settles until the stream is empty; everything is delivered.

@@ -25,10 +25,12 @@ pub async fn subscribing_to_an_unknown_log_is_not_found(fixture: &dyn StoreFixtu
     refused(fixture.store().subscribe(&unknown).await, ErrorKind::NotFound, "log_unknown");
 }
 
-/// Lanes are fixed once created: keys would change lanes.
-pub async fn another_number_of_lanes_is_a_conflict(fixture: &dyn StoreFixture) {
-    let store = subscribed(fixture, &reader()).await;
-    refused(store.subscribe(&Subscription { lanes: 2, ..reader() }).await, ErrorKind::Conflict, "lanes_differ");
+/// Replicas with different configurations would undo each other's word: only a person changes lanes.
+pub async fn another_number_of_lanes_changes_nothing(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    lane.store.subscribe(&Subscription { lanes: 2, ..reader() }).await.expect("it is there");
+    lane.store.renew(&lane.lease, LONG).await.expect("still ours");
+    assert_eq!(acquire(&lane.store, "reader", "two", LONG).await.lanes, 1);
 }
 
 pub async fn another_log_is_a_conflict(fixture: &dyn StoreFixture) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    ErrorKind, EventId, LogName, NewEvent, Pause, Received, Replay, StartAt, State, Store, Subscription,
+    ErrorKind, EventId, LogName, NewEvent, Pause, Received, Replay, ResetTo, StartAt, State, Store, Subscription,
 };
 
 use super::StoreFixture;
@@ -201,6 +201,60 @@ pub async fn a_subscription_is_made_once(fixture: &dyn StoreFixture) {
         arrived.extend(payloads(&Lane::take(&store, "reader", by).await.drain().await));
     }
     assert_eq!(arrived, ["after"]);
+}
+
+pub async fn a_rename_repeated_is_one(fixture: &dyn StoreFixture) {
+    let (lane, _) = Lane::settled(fixture, [(event("1"), Delivered), (event("2"), dead())]).await;
+    let store = lane.release().await;
+    let generation = info(&store, "reader").await.generation;
+    let ask = call!(store, [], store.rename(&named("reader"), generation, &named("writer")));
+    let again = lost(fixture, Call::Rename, &ask).await;
+    again.rename(&named("reader"), generation, &named("writer")).await.expect("it is done");
+    assert_eq!(info(&store, "writer").await.generation, generation);
+    assert_eq!(store.stats(&named("writer")).await.expect("counted").dead, 1);
+    assert!(Lane::take(&store, "writer", "two").await.drain().await.is_empty());
+}
+
+pub async fn a_removal_repeated_removes_nothing_else(fixture: &dyn StoreFixture) {
+    let store = subscribed(fixture, &reader()).await;
+    store.subscribe(&reader_named("other")).await.expect("another");
+    let generation = info(&store, "reader").await.generation;
+    let ask = call!(store, [], store.remove(&named("reader"), generation));
+    let again = lost(fixture, Call::Remove, &ask).await;
+    refused(again.remove(&named("reader"), generation).await, ErrorKind::NotFound, "subscription_unknown");
+    assert_eq!(info(&store, "other").await.name, named("other"));
+    again.subscribe(&reader()).await.expect("made anew");
+    refused(again.remove(&named("reader"), generation).await, ErrorKind::Conflict, "subscription_changed");
+}
+
+pub async fn a_reset_repeated_is_one(fixture: &dyn StoreFixture) {
+    let (lane, _) = Lane::settled(fixture, [(event("1"), Delivered), (event("2"), dead())]).await;
+    let store = lane.release().await;
+    let (reader, to) = (named("reader"), ResetTo::Beginning);
+    let stamp = plan(&store, to).await.stamp;
+    let ask = call!(store, [reader, stamp], store.reset(&reader, to, Some(&stamp)));
+    let again = lost(fixture, Call::Reset, &ask).await;
+    refused(again.reset(&reader, to, Some(&stamp)).await, ErrorKind::Conflict, "subscription_changed");
+    let lane = Lane::take(&store, "reader", "two").await;
+    let sent = lane.drain().await;
+    assert_eq!(payloads(&sent), ["1", "2"]);
+    lane.release().await;
+    refused(again.reset(&reader, to, Some(&stamp)).await, ErrorKind::Conflict, "subscription_changed");
+    assert!(Lane::take(&store, "reader", "three").await.drain().await.is_empty());
+}
+
+pub async fn a_change_of_lanes_repeated_is_one(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    append(&lane.store, numbered(20)).await;
+    let batch = lane.next(5).await;
+    lane.settle(&batch, vec![(0, retry_now())]).await;
+    let store = lane.release().await;
+    let ask = call!(store, [], store.set_lanes(&named("reader"), 3));
+    let again = lost(fixture, Call::SetLanes, &ask).await;
+    let lanes = Lane::take_all(&store, "reader").await;
+    assert_eq!(lanes.len(), 3);
+    again.set_lanes(&named("reader"), 3).await.expect("it is done");
+    assert_eq!(Lane::run_all(&lanes).await.len(), 16, "their leases hold");
 }
 
 pub async fn a_migration_that_was_done_is_done(fixture: &dyn StoreFixture) {

@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use postbox_core::{
-    Admin as _, Apply, Error, ErrorKind, EventId, Inspect as _, ListQuery, Log as _, LogName, MemoryStore,
+    Apply, Error, ErrorKind, EventId, Inspect as _, ListQuery, Log as _, LogName, Maintain as _, MemoryStore,
     MemoryTransaction, NewEvent, Outcome, Result, SourceName, State, Store, Subscription, SubscriptionName, Wire,
 };
 
@@ -172,6 +172,10 @@ impl CallFaults for MemoryFaults {
             Call::NoteUnrouted => "note_unrouted",
             Call::Prune => "prune",
             Call::Pause => "pause",
+            Call::Rename => "rename",
+            Call::Remove => "remove",
+            Call::Reset => "reset",
+            Call::SetLanes => "set_lanes",
             Call::HandOver => "hand_over",
             Call::Receive => "receive",
             Call::Append => "append",

@@ -37,9 +37,13 @@ pub mod hold;
 #[doc(hidden)]
 pub mod inspect;
 #[doc(hidden)]
+pub mod lanes;
+#[doc(hidden)]
 pub mod late;
 #[doc(hidden)]
 pub mod lease;
+#[doc(hidden)]
+pub mod lifecycle;
 #[doc(hidden)]
 pub mod lost;
 #[doc(hidden)]
@@ -56,6 +60,8 @@ pub mod receive;
 pub mod receiving;
 #[doc(hidden)]
 pub mod replay;
+#[doc(hidden)]
+pub mod reset;
 #[doc(hidden)]
 pub mod routing;
 #[doc(hidden)]
@@ -91,6 +97,9 @@ macro_rules! store_suite {
         $crate::conformance_suite!(prune, $fixture);
         $crate::conformance_suite!(routing, $fixture);
         $crate::conformance_suite!(replay, $fixture);
+        $crate::conformance_suite!(lifecycle, $fixture);
+        $crate::conformance_suite!(reset, $fixture);
+        $crate::conformance_suite!(lanes, $fixture);
         $crate::conformance_suite!(receive, $fixture);
         $crate::conformance_suite!(migrate, $fixture);
         $crate::conformance_suite!(lost, $fixture);

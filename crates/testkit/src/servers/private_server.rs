@@ -71,6 +71,15 @@ impl<P: Program> PrivateServer<P> {
         self.port
     }
 
+    /// Its process's id, for whoever measures it.
+    ///
+    /// # Panics
+    ///
+    /// If it does not run.
+    pub fn pid(&self) -> u32 {
+        self.server.as_ref().expect("the server is running: call start first").id()
+    }
+
     pub(super) fn folder(&self) -> &Path {
         &self.folder
     }
@@ -101,8 +110,7 @@ impl<P: Program> PrivateServer<P> {
 
     /// Freezes it: connections stay, nobody answers. When it returns, no thread of it runs.
     pub fn freeze(&self) {
-        let server = self.server.as_ref().expect("the server is running: call start first");
-        process::freeze(server.id()).expect("our own child can be frozen");
+        process::freeze(self.pid()).expect("our own child can be frozen");
     }
 
     /// Ends [`Self::freeze`].
@@ -125,8 +133,7 @@ impl<P: Program> PrivateServer<P> {
     }
 
     fn signal(&self, signal: &str) {
-        let server = self.server.as_ref().expect("the server is running: call start first");
-        process::signal(server.id(), signal).expect("our own child can be signalled");
+        process::signal(self.pid(), signal).expect("our own child can be signalled");
     }
 }
 

@@ -114,7 +114,12 @@ CREATE TABLE {s}.log (
   created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
   -- How far events that no subscription wants were looked for, in the order (xid, seq).
   routed_xid xid8 NOT NULL DEFAULT '0',
-  routed_seq bigint NOT NULL DEFAULT 0
+  routed_seq bigint NOT NULL DEFAULT 0,
+  -- What this sees had a reader that took everything, though it is removed.
+  taken_snap pg_snapshot NOT NULL DEFAULT '1:1:',
+  -- Lanes that are made begin with this epoch: no lease of a subscription that had the name before
+  -- counts.
+  epoch_next bigint NOT NULL DEFAULT 0
 );
 
 -- Puts the rules on a log. NOT VALID: new rows are checked all the same, and a dump puts such a
@@ -209,6 +214,11 @@ CREATE TABLE {s}.subscription (
   rerouted_seq bigint NOT NULL DEFAULT 0,
   -- The highest replay that an event of it had: the next is a number that no destination knows.
   replays int NOT NULL DEFAULT 0,
+  -- Up to which place events of the stream are of which replay, since the last reset.
+  again_seq bigint NOT NULL DEFAULT 0,
+  again_replay int NOT NULL DEFAULT 0,
+  -- Tells it from others that had its name before.
+  generation bigint NOT NULL DEFAULT 0,
   paused_by text,
   paused_why text,
   paused_until timestamptz,
@@ -241,7 +251,7 @@ CREATE TABLE {s}.lane (
 ) WITH (fillfactor = 20, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0);
 
 -- Every filter that a subscription had, the present one too. Of revision 0 there is none: of what
--- lies before the beginning nothing was wanted.
+-- lies before the beginning nothing was wanted; and of what a reset skipped.
 CREATE TABLE {s}.filter (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   revision int NOT NULL,
@@ -250,15 +260,19 @@ CREATE TABLE {s}.filter (
   PRIMARY KEY (subscription, revision)
 );
 
--- How far a lane came by a filter: its cursor when it took the next.
+-- How far a lane came by a filter: its cursor when it took the next, and of how many lanes it was
+-- which.
 CREATE TABLE {s}.passage (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
-  lane smallint NOT NULL,
   revision int NOT NULL,
+  lanes smallint NOT NULL,
+  lane smallint NOT NULL,
   from_snap pg_snapshot NOT NULL,
   to_snap pg_snapshot NOT NULL,
   last_seq bigint NOT NULL,
-  PRIMARY KEY (subscription, lane, revision)
+  -- What lies beyond was taken back by a reset.
+  seq_max bigint NOT NULL DEFAULT 9223372036854775807,
+  PRIMARY KEY (subscription, revision, lanes, lane)
 );
 
 -- Skipped events that were sent all the same: by a replay, or because nobody had wanted them.

@@ -19,8 +19,8 @@
 --            settled as read
 --   undone   the cursor is not what the caller remembers: a crash or a failover took it back, or an
 --            earlier call whose answer was lost moved it on
---   changed  the filter of the subscription, or the one the lane reads by, is not the one that the
---            caller brings
+--   changed  the filter of the subscription, or the one the lane reads by, or the number of lanes is
+--            not the one that the caller brings
 --   page     rows of the window; nothing was written
 --   nothing  nothing was committed since the window ended; nothing was written
 --   window   the next window is open, and written down; perhaps nothing in it is wanted
@@ -77,7 +77,8 @@ BEGIN
       END IF;
       place := at.ctid::text;
       IF at.revision <> under_revision
-         OR NOT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = of_subscription AND s.revision = under_revision) THEN
+         OR NOT EXISTS (SELECT FROM {s}.subscription AS s
+           WHERE s.id = of_subscription AND s.revision = under_revision AND s.lanes = lane_count) THEN
         verdict := 'changed';
         RETURN NEXT;
         RETURN;

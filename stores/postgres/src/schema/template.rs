@@ -88,9 +88,15 @@ const FRAGMENTS: &[(&str, &str)] = &[
     (
         "judged",
         "CASE WHEN {is_unread} THEN (SELECT f.revision FROM {s}.filter AS f WHERE f.subscription = n.subscription ORDER BY f.revision DESC LIMIT 1)
-    ELSE coalesce((SELECT p.revision FROM {s}.passage AS p WHERE p.subscription = n.subscription AND p.lane = n.lane
+    ELSE coalesce((SELECT p.revision FROM {s}.passage AS p WHERE p.subscription = n.subscription AND p.lane = l.slot % p.lanes AND l.seq <= p.seq_max
       AND (pg_visible_in_snapshot(l.xid, p.from_snap) OR (pg_visible_in_snapshot(l.xid, p.to_snap) AND l.seq <= p.last_seq))
       ORDER BY p.revision LIMIT 1), n.revision) END",
+    ),
+    // True where a filter of the subscription of the lane `n` let the row `l` in or left it out, or
+    // will, and not only a beginning.
+    (
+        "is_judged",
+        "EXISTS (SELECT FROM {s}.filter AS by WHERE by.subscription = n.subscription AND by.revision = {judged})",
     ),
     // True where row `l` was skipped by the subscription of the lane `n`, and sent all the same.
     ("is_sent", "EXISTS (SELECT FROM {s}.sent AS t WHERE t.subscription = n.subscription AND t.seq = l.seq)"),

@@ -5,8 +5,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, Batch, BatchLimit, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName,
-    NewEvent, OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
+    Append as _, Batch, BatchLimit, Disposition, Entry, Error, ErrorKind, Filter, Lease, Log as _, LogName,
+    Maintain as _, NewEvent, OwnerId, Settlement, Subscription, SubscriptionName, TopicPattern,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};

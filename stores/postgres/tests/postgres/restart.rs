@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, Batch, BatchLimit, ErrorKind, Filter, Inspect as _, Lease, Log as _, LogName,
+    Append as _, Batch, BatchLimit, ErrorKind, Filter, Inspect as _, Lease, Log as _, LogName, Maintain as _,
     Migrate as _, NewEvent, OwnerId, Receive as _, Seq, Settlement, Subscription, SubscriptionName, Tenant,
     TopicPattern,
 };

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, NAME_BYTES_MAX, TOPIC_BYTES_MAX};
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Migrate as _, NewEvent,
+    Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Maintain as _, Migrate as _, NewEvent,
     OwnerId, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};

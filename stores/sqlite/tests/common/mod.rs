@@ -52,7 +52,8 @@ impl Fixture {
     }
 
     /// Triggers that fail every write which the state machine forbids. `INSERT OR REPLACE` deletes
-    /// without a trigger.
+    /// without a trigger. With its subscription a row may go, and where a reset lets its lane read
+    /// the event again.
     fn guard_transitions(&self) {
         let forbidden = forbidden_transitions();
         let refuse = "SELECT RAISE(ABORT, 'forbidden transition')";
@@ -60,7 +61,10 @@ impl Fixture {
             "CREATE TRIGGER check_update AFTER UPDATE ON postbox_delivery
                WHEN (OLD.state, NEW.state) IN (VALUES {forbidden}) BEGIN {refuse}; END;
              CREATE TRIGGER check_delete AFTER DELETE ON postbox_delivery
-               WHEN (OLD.state, 'dispatched') IN (VALUES {forbidden}) BEGIN {refuse}; END;
+               WHEN (OLD.state, 'dispatched') IN (VALUES {forbidden})
+                 AND EXISTS (SELECT 1 FROM postbox_subscription AS s WHERE s.name = OLD.subscription)
+                 AND NOT EXISTS (SELECT 1 FROM postbox_lane AS n
+                   WHERE n.subscription = OLD.subscription AND n.lane = OLD.lane AND OLD.seq > n.position) BEGIN {refuse}; END;
              CREATE TRIGGER check_insert BEFORE INSERT ON postbox_delivery
                WHEN EXISTS (SELECT 1 FROM postbox_delivery AS d WHERE d.subscription = NEW.subscription
                  AND d.seq = NEW.seq AND (d.state, NEW.state) IN (VALUES {forbidden})) BEGIN {refuse}; END;"

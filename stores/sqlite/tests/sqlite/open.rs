@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append, Error, ErrorKind, Log, LogName, Migrate, NewEvent, Subscription, SubscriptionName,
+    Append, Error, ErrorKind, Log, LogName, Maintain as _, Migrate, NewEvent, Subscription, SubscriptionName,
 };
 use postbox_sqlite::{SqliteConfig, SqliteStore};
 

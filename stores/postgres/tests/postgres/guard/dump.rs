@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Log as _, LogName, NewEvent, OwnerId, Settlement, Subscription,
+    Append as _, BatchLimit, Log as _, LogName, Maintain as _, NewEvent, OwnerId, Settlement, Subscription,
     SubscriptionName,
 };
 use postbox_postgres::{PostgresConfig, PostgresStore};

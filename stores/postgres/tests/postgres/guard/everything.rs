@@ -5,8 +5,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     Admin as _, Append as _, Batch, BatchLimit, Delivery, Disposition, Entry, Inbound, Inspect as _, Lease, ListQuery,
-    Log as _, LogName, Migrate as _, NewEvent, Outcome, OwnerId, Pause, Receive as _, Received, Selection, Settlement,
-    SourceName, State, Subscription, SubscriptionName,
+    Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Outcome, OwnerId, Pause, Receive as _, Received,
+    Selection, Settlement, SourceName, State, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresStore, TxHandler};
 use tokio_postgres::{Client, Transaction};

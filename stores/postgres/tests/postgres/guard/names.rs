@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Inbound, Log as _, LogName, Migrate as _, NewEvent, OwnerId, Receive as _,
+    Append as _, BatchLimit, Inbound, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Receive as _,
     Received, Settlement, SourceName, Subscription, SubscriptionName,
 };
 use postbox_testkit::servers::Version;

@@ -2,7 +2,7 @@
 
 #![allow(clippy::print_stdout, reason = "which setting it was, should one fail")]
 
-use postbox_core::{Admin as _, Migrate as _};
+use postbox_core::{Maintain as _, Migrate as _};
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
 

@@ -2,7 +2,7 @@
 //! types that fit our arguments as well as Postgres's own, or better. None of them is ever called
 //! with our rights.
 
-use postbox_core::{Admin as _, Migrate as _};
+use postbox_core::{Maintain as _, Migrate as _};
 use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, Version};
 use tokio_postgres::Client;

@@ -1,0 +1,165 @@
+//! `postbox subscription list|show|rename|reset|remove|lanes`.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{ResetTo, Store, SubscriptionInfo, SubscriptionName};
+use postbox_server::status::{self, STATS_WAIT, StatsJson, SubscriptionJson};
+use postbox_server::text::{estimated, safe_line, span};
+use tokio::time::Instant;
+
+use crate::context::{Context, never_run};
+use crate::failure::Failure;
+use crate::output;
+
+pub(super) async fn list(context: &Context, json: bool) -> Result<(), Failure> {
+    let store = context.store().await?;
+    let infos = context.registered(store.as_ref()).await?;
+    let all = with_counts(store.as_ref(), &infos).await;
+    context.never_run(&infos).for_each(|name| output::note(&never_run(name)));
+    if json {
+        return output::json(&all);
+    }
+    let head = ["subscription", "log", "topics", "ordering", "lanes", "relays", "pending", "dead", "oldest", "paused"];
+    output::rows(&head, &all.iter().map(row).collect::<Vec<_>>())
+}
+
+pub(super) async fn show(context: &Context, name: &SubscriptionName, json: bool) -> Result<(), Failure> {
+    let (store, info) = named(context, name).await?;
+    let Some(shown) = with_counts(store.as_ref(), &[info]).await.pop() else { return Ok(()) };
+    if json { output::json(&shown) } else { output::print(&describe(&shown)) }
+}
+
+pub(super) async fn rename(context: &Context, name: &SubscriptionName, to: &SubscriptionName) -> Result<(), Failure> {
+    let (store, info) = named(context, name).await?;
+    store.rename(name, info.generation, to).await?;
+    output::line(&format!("{name} is called {to} now; call it so in the configuration too, and start its relays again"))
+}
+
+pub(super) async fn reset(context: &Context, name: &SubscriptionName, to: ResetTo, yes: bool) -> Result<(), Failure> {
+    let (store, _) = named(context, name).await?;
+    let plan = store.reset(name, to, None).await?;
+    let [again, skipped] = [plan.again, plan.skipped].map(|count| estimated(count, plan.is_estimate));
+    output::line(&format!("again={again} skipped={skipped}"))?;
+    if !yes {
+        return Err(Failure::usage(format!(
+            "nothing was done yet: of {name}, {again} event(s) would go out again, and {skipped} that were not delivered would be skipped; \
+             to do it, add --yes"
+        )));
+    }
+    store.reset(name, to, Some(&plan.stamp)).await?;
+    output::note(&format!("{name} was reset"));
+    Ok(())
+}
+
+pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool) -> Result<(), Failure> {
+    let (store, info) = named(context, name).await?;
+    if !yes {
+        let stats = store.stats(name).await?;
+        let [pending, dead] = [stats.pending, stats.dead].map(|count| estimated(count, stats.is_estimate));
+        return Err(Failure::usage(format!(
+            "nothing was done yet: with {name}, {pending} pending and {dead} dead event(s) would be given up; to do it, add --yes"
+        )));
+    }
+    store.remove(name, info.generation).await?;
+    output::line(&format!("{name} is removed"))?;
+    if context.config.subscriptions.iter().any(|config| config.subscription.name == *name) {
+        output::note(&format!("[subscriptions.{name}] is still in the configuration: the next start makes it anew"));
+    }
+    Ok(())
+}
+
+pub(super) async fn lanes(context: &Context, name: &SubscriptionName, lanes: u16) -> Result<(), Failure> {
+    let (store, _) = named(context, name).await?;
+    store.set_lanes(name, lanes).await?;
+    output::line(&format!("{name} has {lanes} lane(s); up to {lanes} replica(s) work for it at once"))
+}
+
+/// A subscription in the store, if it is among what is meant: `--log` or `--subscription` may say
+/// otherwise.
+async fn named(context: &Context, name: &SubscriptionName) -> Result<(Arc<dyn Store>, SubscriptionInfo), Failure> {
+    let store = super::pause::store_with(context, name).await?;
+    let known = store.subscriptions().await?;
+    if let Some(info) = known.iter().find(|info| info.name == *name) {
+        return Ok((store, info.clone()));
+    }
+    let known: Vec<String> = known.iter().map(|info| info.name.to_string()).collect();
+    Err(postbox_core::kit::subscription_unknown("subscription", name, &known).into())
+}
+
+async fn with_counts(store: &dyn Store, infos: &[SubscriptionInfo]) -> Vec<SubscriptionJson> {
+    let counted = status::stats(store, infos, Instant::now() + STATS_WAIT).await;
+    let counts = counted.into_iter().zip(infos).map(|(counts, info)| {
+        counts
+            .inspect_err(|error| {
+                output::note(&format!("{} could not be counted: {} ({})", info.name, error.message(), error.code()));
+            })
+            .ok()
+    });
+    infos.iter().zip(counts).map(|(info, counts)| SubscriptionJson::new(info, counts)).collect()
+}
+
+fn row(of: &SubscriptionJson) -> Vec<String> {
+    let count = |count: fn(&StatsJson) -> u64| {
+        of.counts.as_ref().map_or_else(|| "-".to_owned(), |counts| estimated(count(counts), counts.estimated))
+    };
+    vec![
+        of.subscription.to_string(),
+        of.log.to_string(),
+        topics(of),
+        ordering(of).to_owned(),
+        of.lanes.len().to_string(),
+        of.relays().to_string(),
+        count(|counts| counts.pending),
+        count(|counts| counts.dead),
+        oldest(of),
+        of.paused.as_ref().map_or_else(|| "-".to_owned(), |pause| pause.why.clone()),
+    ]
+}
+
+fn topics(of: &SubscriptionJson) -> String {
+    let topics: Vec<&str> = of.topics.iter().map(|topic| topic.as_str()).collect();
+    if topics.is_empty() { "*".to_owned() } else { topics.join(" ") }
+}
+
+fn ordering(of: &SubscriptionJson) -> &'static str {
+    match of.ordering {
+        postbox_core::Ordering::Key => "key",
+        postbox_core::Ordering::None => "none",
+    }
+}
+
+fn oldest(of: &SubscriptionJson) -> String {
+    let oldest = of.counts.as_ref().and_then(|counts| counts.oldest_pending_seconds);
+    oldest.map_or_else(|| "-".to_owned(), |seconds| span(Duration::from_secs_f64(seconds)))
+}
+
+fn describe(of: &SubscriptionJson) -> String {
+    let mut fields = vec![
+        ("subscription", of.subscription.to_string()),
+        ("log", of.log.to_string()),
+        ("topics", topics(of)),
+        ("tenant", of.tenant.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string)),
+        ("ordering", ordering(of).to_owned()),
+    ];
+    fields.extend(of.paused.as_ref().map(|pause| {
+        let until = pause.until.as_ref().map_or_else(String::new, |until| format!(" until {until}"));
+        ("paused", format!("by {}{until}: {}", pause.by, pause.why))
+    }));
+    fields.extend(of.lanes.iter().map(|lane| {
+        let left = lane.lease_seconds.map(|left| span(Duration::from_secs_f64(left)));
+        let held = match (&lane.relay, left) {
+            (Some(relay), Some(left)) => format!("held by {relay} for {left}"),
+            (None, Some(left)) => format!("free in {left}"),
+            _ => "free".to_owned(),
+        };
+        ("lane", format!("{}: {held}", lane.lane))
+    }));
+    if let Some(counts) = &of.counts {
+        let StatsJson { pending, dead, dispatched, estimated: is_estimate, .. } = counts;
+        fields.push(("pending", format!("{}, the oldest for {}", estimated(*pending, *is_estimate), oldest(of))));
+        fields.push(("dead", estimated(*dead, *is_estimate)));
+        fields.push(("dispatched", dispatched.to_string()));
+    }
+    fields.iter().map(|(name, value)| format!("{name:<13} {}\n", safe_line(value))).collect()
+}

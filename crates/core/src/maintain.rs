@@ -1,0 +1,62 @@
+//! The maintenance contract: the upkeep of a log and of its store.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::admin::Changed;
+use crate::error::Result;
+use crate::event::Seq;
+use crate::names::LogName;
+
+/// What one step of [`Maintain::note_unrouted`] did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[must_use = "there may be more to look at"]
+pub struct Routed {
+    /// How many events were found that nobody wants.
+    pub unrouted: u64,
+    /// Whether there is more to look at.
+    pub more: bool,
+}
+
+/// The upkeep of a log and of its store.
+///
+/// Behaviour:
+/// - `note_unrouted` finds events that no subscription of the log wants, one bounded step; they are
+///   `unrouted` from then on. What lies before the beginning of all of them is skipped, no more.
+///   And it hands unrouted ones to a subscription that has begun to want them. It looks only where
+///   every subscription wants less than everything, and never beyond a transaction that is still
+///   open.
+/// - `prune` deletes, of a bounded number of events after a place, those older than the age that
+///   every subscription of their log has passed and whose delivery rows, if any, are `discarded`;
+///   dead and pending ones stay, and unrouted ones: `give_up_unrouted` comes first. Go on with
+///   [`Changed::next`] until there is none: it is there even
+///   where a step found nothing to delete, so that what has to stay is looked at once in a run.
+///   Where [`PRUNE_YOUNG_MAX`](crate::kit::PRUNE_YOUNG_MAX) of a step's events are too young,
+///   nothing beyond is looked at: times rise with `seq`, nearly. Rows of events that are gone
+///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too, at the end of a run.
+///   A log without subscriptions is not pruned. Calls at once take turns.
+/// - `create_log` is idempotent.
+#[async_trait]
+pub trait Maintain: Send + Sync + 'static {
+    /// Makes a log beside `outbox` and `inbox`.
+    async fn create_log(&self, log: &LogName) -> Result<()>;
+    /// Finds what no subscription of a log wants, one step.
+    async fn note_unrouted(&self, log: &LogName) -> Result<Routed>;
+    /// Gives up unrouted events of one log that are older than an age: they are skipped from then
+    /// on, and `prune` takes them. One step; how many.
+    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64>;
+    /// Deletes old dispatched and skipped events of one log, one step: those after a place, or from
+    /// the start.
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed>;
+    /// Checks that nothing in the store's settings keeps messages from being received. Changes
+    /// nothing; the error names the cure.
+    async fn check_receiving(&self) -> Result<()>;
+    /// Makes rows and cursors fit the database they are in, after a dump was restored into another
+    /// one: the cure of `cursor_from_future` and `cursor_foreign`. What was delivered stays
+    /// delivered, what was pending stays pending.
+    ///
+    /// Errors: `Conflict` `lanes_held` while a relay runs; `Invalid` `rebase_not_needed` where
+    /// cursors are plain numbers.
+    async fn rebase(&self) -> Result<()>;
+}

@@ -1,0 +1,157 @@
+//! The upkeep of logs: each one atomic step of the server.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+
+use super::state::{Data, DeliveryRow, LogState, Reader, State};
+use super::{MemoryStore, Server};
+use crate::admin::Changed;
+use crate::error::Result;
+use crate::event::{Event, Seq};
+use crate::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, rebase_not_needed};
+use crate::maintain::{Maintain, Routed};
+use crate::names::LogName;
+use crate::state::State as EventState;
+
+#[async_trait]
+impl Maintain for MemoryStore {
+    async fn create_log(&self, log: &LogName) -> Result<()> {
+        self.server.state("create_log")?.data.logs.entry(log.clone()).or_default();
+        Ok(())
+    }
+
+    async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
+        let log = log.clone();
+        self.call("note_unrouted", None, move |server| server.note_unrouted(&log)).await
+    }
+
+    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let log = log.clone();
+        self.call("give_up_unrouted", None, move |server| server.give_up_unrouted(&log, older_than)).await
+    }
+
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
+        let log = log.clone();
+        self.call("prune", None, move |server| server.prune(&log, older_than, after)).await
+    }
+
+    async fn check_receiving(&self) -> Result<()> {
+        self.server.state("check_receiving").map(drop)
+    }
+
+    async fn rebase(&self) -> Result<()> {
+        Err(rebase_not_needed())
+    }
+}
+
+impl Server {
+    fn note_unrouted(&self, name: &LogName) -> Result<Routed> {
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
+        let mut state = self.state("note_unrouted")?;
+        state.data.log("note_unrouted", name)?;
+        let Data { logs, readers, .. } = &mut state.data;
+        let log = logs.get_mut(name).expect("looked up above");
+        let readers: Vec<&mut Reader> = readers.values_mut().filter(|it| it.subscription.log == *name).collect();
+        // What a lane that is held will take next depends on when it takes its new filter.
+        let is_unsure =
+            |it: &&mut Reader| it.lanes.iter().any(|lane| lane.revision != it.revision() && !lane.is_free(monotonic));
+        if readers.is_empty() || readers.iter().any(is_unsure) {
+            return Ok(Routed::default());
+        }
+        let found: Vec<i64> = log
+            .committed()
+            .filter(|(_, commit, _)| *commit > log.routed)
+            .filter(|(seq, commit, event)| {
+                // Left out by a filter, and not only by the beginning of all who read.
+                readers.iter().all(|reader| reader.state_of(log, *seq, *commit, event) == EventState::Skipped)
+                    && readers.iter().any(|reader| reader.is_judged(*seq, *commit, event))
+            })
+            .map(|(seq, _, _)| seq)
+            .collect();
+        let unrouted = found.len() as u64;
+        log.unrouted.extend(found);
+        log.routed = log.commit_last;
+        for reader in readers {
+            let of = |seq: &i64| log.rows.get(seq).and_then(|row| Some((*seq, row.commit?, &row.event)));
+            // What lies before its beginning stays, and what it is about to read goes by itself.
+            let wanted: Vec<(i64, u64, &Event)> = log
+                .unrouted
+                .iter()
+                .filter_map(of)
+                .filter(|(seq, commit, event)| reader.wants(event) && reader.is_judged(*seq, *commit, event))
+                .collect();
+            let passed = wanted.iter().filter(|(seq, commit, event)| !reader.takes(*seq, *commit, event));
+            let rows: Vec<(i64, DeliveryRow)> = passed
+                .map(|(seq, _, event)| (*seq, DeliveryRow::new(reader.lane_of(event), event.key.clone(), now)))
+                .collect();
+            let routed: Vec<i64> = wanted.iter().map(|(seq, _, _)| *seq).collect();
+            reader.sent.extend(rows.iter().map(|(seq, _)| *seq));
+            reader.send_again(&rows, now);
+            log.unrouted.retain(|seq| !routed.contains(seq));
+        }
+        State::flush_and_wake(state);
+        Ok(Routed { unrouted, more: false })
+    }
+
+    fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let oldest_kept = self.clock.now().checked_sub(older_than).unwrap_or(Timestamp::MIN);
+        let mut state = self.state("give_up_unrouted")?;
+        state.data.log("give_up_unrouted", log)?;
+        let LogState { unrouted, rows, .. } = state.data.logs.get_mut(log).expect("looked up above");
+        let before = unrouted.len();
+        unrouted.retain(|seq| rows.get(seq).is_some_and(|row| row.event.created_at > oldest_kept));
+        let given_up = before - unrouted.len();
+        state.flush();
+        Ok(given_up as u64)
+    }
+
+    fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
+        let now = self.clock.now();
+        let oldest_kept = now.checked_sub(older_than).unwrap_or(Timestamp::MIN);
+        _ = self.note_unrouted(log)?;
+        let mut state = self.state("prune")?;
+        let of_log = state.data.log("prune", log)?;
+        let readers: Vec<&Reader> =
+            state.data.readers.values().filter(|reader| reader.subscription.log == *log).collect();
+        if readers.is_empty() {
+            return Ok(Changed::default());
+        }
+        let (mut gone, mut looked, mut young, mut next) = (Vec::new(), 0, 0, None);
+        for (seq, commit, event) in of_log.committed().filter(|(seq, _, _)| after.is_none_or(|after| *seq > after.0)) {
+            if event.created_at > oldest_kept {
+                young += 1;
+            } else if commit <= of_log.routed
+                && !of_log.unrouted.contains(&seq)
+                && readers.iter().all(|reader| reader.is_done_with(seq, commit, event))
+            {
+                gone.push(seq);
+            }
+            looked += 1;
+            if young == PRUNE_YOUNG_MAX {
+                break;
+            }
+            if looked == PRUNE_ROWS_MAX {
+                next = Some(Seq(seq));
+                break;
+            }
+        }
+        for seq in &gone {
+            for reader in state.data.readers.values_mut().filter(|reader| reader.subscription.log == *log) {
+                reader.take(*seq);
+                reader.sent.remove(seq);
+            }
+            state.data.logs.get_mut(log).expect("looked up above").remove(*seq);
+        }
+        state.flush();
+        Ok(Changed { count: gone.len() as u64, next })
+    }
+}
+
+impl Reader {
+    /// Whether this subscription has passed an event and needs it no more.
+    fn is_done_with(&self, seq: i64, commit: u64, event: &Event) -> bool {
+        self.has_passed(seq, commit, event) && self.delivery(seq).is_none_or(|row| row.state == EventState::Discarded)
+    }
+}

@@ -1,0 +1,91 @@
+//! What a relay makes of a subscription that is removed, renamed or gets other lanes while it runs.
+
+use std::time::Duration;
+
+use postbox_core::{Admin as _, Capabilities, Inspect as _, Log as _, MemoryStore, SubscriptionInfo};
+use postbox_engine::{Every, SUBSCRIPTION_REMOVED};
+use tokio_util::sync::CancellationToken;
+
+use crate::support::{TestEnv, event, fast};
+
+const S: Duration = Duration::from_secs(1);
+
+async fn known(store: &MemoryStore) -> Vec<SubscriptionInfo> {
+    store.subscriptions().await.expect("listed")
+}
+
+/// It ends, says why, and makes nothing anew, however often it is started again.
+#[tokio::test(start_paused = true)]
+async fn a_relay_whose_subscription_is_taken_away_ends_and_makes_nothing_anew() {
+    for renamed in [false, true] {
+        let env = TestEnv::with((0..10).map(|n| event(n, n))).await;
+        let (sink, relay) = env.recorded(Capabilities::default(), fast());
+        let take_away = async {
+            sink.wait_for(10).await;
+            let info = &known(&env.store).await[0];
+            match renamed {
+                true => env.store.rename(&info.name, info.generation, &"other".parse().expect("a name")).await,
+                false => env.store.remove(&info.name, info.generation).await,
+            }
+        };
+        let (ended, taken) = tokio::join!(relay.run(CancellationToken::new()), take_away);
+        taken.expect("taken away");
+        let error = ended.expect_err("it has nothing to do any more");
+        assert_eq!(error.code(), SUBSCRIPTION_REMOVED);
+        assert!(error.is_permanent() && error.message().contains("configuration"), "{error}");
+        for again in [relay.run(CancellationToken::new()).await, relay.drain(None).await.map(drop)] {
+            assert_eq!(again.expect_err("not by this relay").code(), SUBSCRIPTION_REMOVED);
+        }
+        let left = known(&env.store).await;
+        assert_eq!(left.len(), usize::from(renamed));
+        assert!(left.iter().all(|info| info.name.as_str() == "other"));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_relay_makes_nothing_anew_either() {
+    let env = TestEnv::with([event(1, 1)]).await;
+    let (sink, relay) = env.recorded(Capabilities::default(), fast());
+    let take_away = async {
+        sink.wait_for(1).await;
+        tokio::time::sleep(2 * S).await;
+        let info = &known(&env.store).await[0];
+        env.store.remove(&info.name, info.generation).await.expect("removed");
+    };
+    let every = Every(10 * S);
+    let (ended, ()) = tokio::join!(relay.run_on(&every, CancellationToken::new()), take_away);
+    assert_eq!(ended.expect_err("it ends").code(), SUBSCRIPTION_REMOVED);
+    assert!(known(&env.store).await.is_empty());
+    // A start is a start: somebody wants it.
+    env.store.subscribe(&env.subscription()).await.expect("made anew");
+}
+
+/// Two replicas, from one lane to four and back to two, while events come.
+#[tokio::test(start_paused = true)]
+async fn lanes_change_while_replicas_run() {
+    let env = TestEnv::new().await;
+    let (sink, first) = env.recorded(Capabilities { batch_max: 1, concurrency: 4, prefix: false }, fast());
+    let second = env.relay(sink.clone(), fast());
+    let stop = CancellationToken::new();
+    let change = async {
+        let mut sent = 0;
+        for lanes in [4, 2, 3] {
+            env.append_each(sent..sent + 50, 7, S / 10).await;
+            sent += 50;
+            env.store.set_lanes(&env.subscription().name, lanes).await.expect("changed");
+        }
+        env.append_each(sent..sent + 50, 7, S / 10).await;
+        tokio::time::sleep(30 * S).await;
+        let lanes = known(&env.store).await.remove(0).lanes;
+        assert!(lanes.len() == 3 && lanes.iter().all(|lane| lane.lease_left.is_some()), "{lanes:?}");
+        let mut owners: Vec<_> = lanes.into_iter().filter_map(|lane| lane.owner).collect();
+        owners.sort();
+        owners.dedup();
+        assert_eq!(owners.len(), 2, "shared by both");
+        stop.cancel();
+    };
+    let (one, two, ()) = tokio::join!(first.run(stop.clone()), second.run(stop.clone()), change);
+    one.and(two).expect("ran");
+    assert_eq!((env.stats().await.pending, env.stats().await.dispatched), (0, 200));
+    sink.assert_in_order();
+}

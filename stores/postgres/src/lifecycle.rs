@@ -1,0 +1,302 @@
+//! The life of a subscription: another name, another place, other lanes, its end.
+//!
+//! Each is one transaction, under the locks of the log's row, of all lanes and of the
+//! subscription's row, in this order: docs/cursor.md, writes W16 to W19.
+
+use postbox_core::kit::{LOOK_EVENTS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists};
+use postbox_core::limits::LANES_APART_MAX;
+use postbox_core::{LogName, ResetPlan, ResetTo, Result, SubscriptionName};
+
+use crate::admin::lock_lanes;
+use crate::classify::cursor_foreign;
+use crate::params::params;
+use crate::replay::made;
+use crate::session::Session;
+use crate::subscription::{FILTER_KEEP, LOG_LOCK, SubscriptionRow, look_up};
+
+/// The place of a cursor that passes everything there is.
+const END: i64 = i64::MAX;
+
+/// Locks the row, by its primary key.
+const SUBSCRIPTION_LOCK: &str = "SELECT name, generation, lanes::int FROM {s}.subscription WHERE id = $1 FOR UPDATE";
+
+/// Index: the unique name. No lock.
+const SUBSCRIPTION_GENERATION: &str = "SELECT generation FROM {s}.subscription WHERE name = $1";
+
+/// No lease of a subscription that had this name counts for one that is made later. Indexes:
+/// primary keys. Locks the log's row.
+const EPOCH_RETIRE: &str = "
+UPDATE {s}.log AS g SET epoch_next = greatest(g.epoch_next, (SELECT coalesce(max(n.epoch) + 1, 0) FROM {s}.lane AS n WHERE n.subscription = $1))
+WHERE g.name = $2";
+
+/// No lease counts any more; nobody gets a lane before the last would have ended, for its holder
+/// does not know. Index: primary key. Locks the rows.
+const LANE_FENCE: &str = "UPDATE {s}.lane SET epoch = epoch + 1, owner = NULL WHERE subscription = $1";
+
+/// Index: primary key. Locks the rows.
+const REPLICA_FORGET: &str = "DELETE FROM {s}.replica WHERE subscription = $1";
+
+/// Index: primary key. Locks the row.
+const SUBSCRIPTION_RENAME: &str = "UPDATE {s}.subscription SET name = $2 WHERE id = $1";
+
+/// What it took was not nobody's, though nobody takes it now: where it took everything that was not
+/// looked at yet. Indexes: primary keys. Locks the log's row.
+const LOG_TAKEN: &str = "
+UPDATE {s}.log AS g SET taken_snap = pg_current_snapshot()
+FROM {s}.subscription AS s
+WHERE s.id = $1 AND g.name = s.log AND s.topics = '{}' AND s.tenant IS NULL
+  AND NOT EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = s.id AND pg_snapshot_xmax(p.to_snap) > g.routed_xid)";
+
+/// Everything of it goes too. Index: primary key. Locks the rows.
+const SUBSCRIPTION_DELETE: &str = "DELETE FROM {s}.subscription WHERE id = $1";
+
+/// The place before the first event that was appended at a time or later. Walks the log.
+const LOG_SINCE: &str = "
+SELECT coalesce(min(l.seq) - 1, 9223372036854775807) FROM {log} AS l WHERE l.created_at >= $1";
+
+/// What a reset would do, counted up to `$3`, and who had which lane how often. Indexes: the log's
+/// primary key, and `(xid, seq)`. No lock.
+const RESET_PLAN: &str = "
+SELECT (SELECT count(*) FROM (
+    SELECT FROM {log} AS l JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+    WHERE l.seq > $2 AND NOT {is_unread} AND {is_wanted} AND NOT {is_discarded} LIMIT $3) AS again),
+  (SELECT count(*) FROM (
+    SELECT FROM {log} AS l JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+    WHERE l.seq <= $2 AND l.xid >= (SELECT min(pg_snapshot_xmin(f.from_snap)) FROM {s}.lane AS f WHERE f.subscription = $1)
+      AND {is_unread} AND {is_wanted} AND NOT {is_discarded} LIMIT $3) AS skipped),
+  (SELECT string_agg(n.epoch::text, ',' ORDER BY n.lane) FROM {s}.lane AS n WHERE n.subscription = s.id)
+FROM {s}.subscription AS s WHERE s.id = $1";
+
+/// A person took the row `l` out.
+const IS_DISCARDED: &str =
+    "EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq AND d.state = 'discarded')";
+
+/// Who had which lane how often, and whether one is held. Index: primary key.
+const LANE_EPOCHS: &str = "
+SELECT string_agg(n.epoch::text, ',' ORDER BY n.lane), bool_or(coalesce(n.lease_until > clock_timestamp(), false))
+FROM {s}.lane AS n WHERE n.subscription = $1";
+
+/// How far each lane came by the filter it reads by; of all lanes, or of those that have yet to
+/// take a filter. Indexes: primary keys.
+const PASSAGE_NOTE: &str = "
+INSERT INTO {s}.passage (subscription, revision, lanes, lane, from_snap, to_snap, last_seq)
+SELECT n.subscription, n.revision, s.lanes, n.lane, n.from_snap, n.to_snap, n.last_seq
+FROM {s}.lane AS n JOIN {s}.subscription AS s ON s.id = n.subscription
+WHERE n.subscription = $1 AND ($2 OR n.revision <> s.revision) ON CONFLICT DO NOTHING";
+
+/// What is read again was never passed. Index: primary key.
+const PASSAGE_CUT: &str = "UPDATE {s}.passage SET seq_max = least(seq_max, $2) WHERE subscription = $1";
+
+/// The filter once more, with room before it for a revision that wants nothing. What goes out again
+/// is of a replay that no event of it had. Index: primary key. Locks the row.
+const SUBSCRIPTION_RESET: &str = "
+UPDATE {s}.subscription AS s SET revision = s.revision + 2, rerouted_seq = 0,
+  replays = s.replays + (log.last > $2)::int,
+  again_replay = CASE WHEN log.last > $2 THEN s.replays + 1 ELSE s.again_replay END,
+  again_seq = CASE WHEN log.last > $2 THEN log.last ELSE s.again_seq END
+FROM (SELECT coalesce(max(l.seq), 0) AS last FROM {log} AS l) AS log WHERE s.id = $1";
+
+/// A cursor that has passed what can be seen now up to a place, or all of it. Indexes: primary
+/// keys. Locks the rows.
+const LANE_RESET: &str = "
+UPDATE {s}.lane AS n SET epoch = n.epoch + 1, owner = NULL, lease_until = NULL, revision = s.revision,
+  from_snap = CASE WHEN $3 THEN log.snap ELSE '1:1:'::pg_snapshot END, to_snap = log.snap,
+  low = CASE WHEN $3 THEN 0 ELSE $2 END, high = CASE WHEN $3 THEN 0 ELSE log.last END, last_seq = CASE WHEN $3 THEN 0 ELSE $2 END
+FROM {s}.subscription AS s, (SELECT pg_current_snapshot() AS snap, coalesce(max(l.seq), 0) AS last FROM {log} AS l) AS log
+WHERE s.id = $1 AND n.subscription = s.id";
+
+/// What is passed now and was not is passed by a revision that wants nothing. Indexes: primary
+/// keys.
+const PASSAGE_SKIP: &str = "
+INSERT INTO {s}.passage (subscription, revision, lanes, lane, from_snap, to_snap, last_seq)
+SELECT n.subscription, s.revision - 1, s.lanes, n.lane, n.from_snap, n.to_snap, n.last_seq
+FROM {s}.lane AS n JOIN {s}.subscription AS s ON s.id = n.subscription WHERE n.subscription = $1";
+
+/// Rows of what is read again, but for what a person took out. Indexes: primary keys. Locks the
+/// rows.
+const DELIVERY_CUT: &str = "
+DELETE FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq > $2 AND d.state <> 'discarded'
+  AND EXISTS (SELECT FROM {log} AS l WHERE l.seq = d.seq)";
+
+/// Index: primary key. Locks the rows.
+const SENT_CUT: &str = "DELETE FROM {s}.sent WHERE subscription = $1 AND seq > $2";
+
+/// Where all new lanes begin: where the furthest of the former stands, or beyond. Of two snapshots
+/// of one cluster the later one sees all that the earlier one sees; it has the higher `xmax`, or
+/// fewer that still ran. Index: primary key.
+const LANES_JOIN: &str = "
+WITH n AS MATERIALIZED (SELECT * FROM {s}.lane WHERE subscription = $1),
+ends AS (SELECT n.to_snap, n.low, n.high FROM n
+  ORDER BY pg_snapshot_xmax(n.to_snap) DESC, (SELECT count(*) FROM pg_snapshot_xip(n.to_snap)) LIMIT 1),
+begins AS (SELECT n.from_snap FROM n
+  ORDER BY pg_snapshot_xmax(n.from_snap) DESC, (SELECT count(*) FROM pg_snapshot_xip(n.from_snap)) LIMIT 1)
+SELECT (SELECT from_snap::text FROM begins), (SELECT to_snap::text FROM ends), (SELECT low FROM ends), (SELECT high FROM ends),
+  max(n.last_seq), max(n.epoch) + 1, sum(n.delivered)::bigint, max(n.lease_until), max(n.lease_ttl), bool_or(n.cluster <> {s}.cluster_id())
+FROM n";
+
+/// What one lane has still to read, and the new ones will have passed, leaves the stream. Indexes:
+/// the log's `(xid, seq)`, primary keys.
+const DELIVERY_LEAVE: &str = "
+WITH ahead AS MATERIALIZED (
+  SELECT n.lane, l.seq, l.key, s.ordering, CASE WHEN l.seq <= s.again_seq THEN s.again_replay ELSE 0 END AS replays,
+    CASE WHEN l.deliver_at > clock_timestamp() AND isfinite(l.deliver_at) THEN l.deliver_at END AS later
+  FROM {s}.subscription AS s
+  JOIN {log} AS l ON l.xid >= (SELECT min(pg_snapshot_xmin(f.from_snap)) FROM {s}.lane AS f WHERE f.subscription = $1)
+  JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
+  WHERE s.id = $1
+    AND (pg_visible_in_snapshot(l.xid, $2::text::pg_snapshot) OR (pg_visible_in_snapshot(l.xid, $3::text::pg_snapshot) AND l.seq <= $4))
+    AND {is_unread} AND {is_wanted}
+    AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq OFFSET 0)
+  LIMIT $5)
+INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, replays, due_at)
+SELECT $1, a.lane, a.seq, a.key, CASE WHEN a.later IS NULL THEN 'retrying' ELSE 'scheduled' END, a.ordering = 'key', a.replays,
+  coalesce(a.later, statement_timestamp())
+FROM ahead AS a ORDER BY a.seq ON CONFLICT DO NOTHING RETURNING seq, key";
+
+/// Index: primary key. Locks the rows.
+const LANES_DELETE: &str = "DELETE FROM {s}.lane WHERE subscription = $1";
+
+/// Index: primary key. Locks the row.
+const LANES_SET: &str = "UPDATE {s}.subscription SET lanes = $2 WHERE id = $1";
+
+/// The new lanes. What was delivered so far is counted in one of them.
+const LANE_MAKE: &str = "
+INSERT INTO {s}.lane (subscription, lane, revision, from_snap, to_snap, low, high, last_seq, epoch, delivered, lease_until, lease_ttl)
+SELECT s.id, n, s.revision, $2::text::pg_snapshot, $3::text::pg_snapshot, $4, $5, $6, $7, CASE n WHEN 0 THEN $8 ELSE 0 END, $9, $10
+FROM {s}.subscription AS s, generate_series(0, s.lanes - 1) AS n WHERE s.id = $1";
+
+/// Rows get the lane of their key; those whose event somebody deleted from the log by the row's own
+/// key, if it has one. Indexes: primary keys. Locks the rows.
+const DELIVERY_MOVE: &str = "
+UPDATE {s}.delivery AS d SET lane = moved.lane
+FROM (
+  SELECT e.seq, (coalesce(l.slot, CASE WHEN e.key IS NULL THEN e.lane ELSE hashtextextended(e.key COLLATE \"C\", 0) & 32767 END) % $2)::smallint AS lane
+  FROM {s}.delivery AS e LEFT JOIN {log} AS l ON l.seq = e.seq WHERE e.subscription = $1) AS moved
+WHERE d.subscription = $1 AND d.seq = moved.seq AND d.lane <> moved.lane";
+
+/// Locks everything of a subscription; its generation and number of lanes.
+async fn lock(session: &Session, name: &SubscriptionName, known: &SubscriptionRow) -> Result<(i64, i32)> {
+    session.rows(&session.sql(LOG_LOCK), &params![known.log.as_str()]).await?;
+    lock_lanes(session, known.id).await?;
+    let rows = session.rows(&session.sql(SUBSCRIPTION_LOCK), &params![known.id]).await?;
+    match rows.first() {
+        Some(row) if row.get::<_, &str>(0) == name.as_str() => Ok((row.get(1), row.get(2))),
+        _ => Err(subscription_changed(session.operation(), name)),
+    }
+}
+
+/// The subscription, if it is the one that was looked at; its name may be given to another.
+async fn retire(session: &Session, name: &SubscriptionName, generation: i64) -> Result<SubscriptionRow> {
+    let known = look_up(session, name).await?;
+    if lock(session, name, &known).await?.0 != generation {
+        return Err(subscription_changed(session.operation(), name));
+    }
+    session.execute(&session.sql(EPOCH_RETIRE), &params![known.id, known.log.as_str()]).await?;
+    Ok(known)
+}
+
+pub(crate) async fn rename(
+    session: &Session,
+    name: &SubscriptionName,
+    generation: i64,
+    to: &SubscriptionName,
+) -> Result<()> {
+    let taken = session.rows(&session.sql(SUBSCRIPTION_GENERATION), &params![to.as_str()]).await?;
+    match taken.first() {
+        Some(row) if row.get::<_, i64>(0) == generation && name != to => return Ok(()),
+        Some(_) => return Err(subscription_exists(to)),
+        None => {}
+    }
+    let id = retire(session, name, generation).await?.id;
+    session.execute(&session.sql(LANE_FENCE), &params![id]).await?;
+    session.execute(&session.sql(REPLICA_FORGET), &params![id]).await?;
+    session.execute(&session.sql(SUBSCRIPTION_RENAME), &params![id, to.as_str()]).await?;
+    Ok(())
+}
+
+pub(crate) async fn remove(session: &Session, name: &SubscriptionName, generation: i64) -> Result<()> {
+    let id = retire(session, name, generation).await?.id;
+    session.execute(&session.sql(LOG_TAKEN), &params![id]).await?;
+    session.execute(&session.sql(SUBSCRIPTION_DELETE), &params![id]).await?;
+    Ok(())
+}
+
+/// The last place that is passed after a reset.
+async fn place_of(session: &Session, log: &LogName, to: ResetTo) -> Result<i64> {
+    Ok(match to {
+        ResetTo::Beginning => 0,
+        ResetTo::Now => END,
+        ResetTo::Seq(seq) => seq.0.saturating_sub(1).max(0),
+        ResetTo::Time(time) => session.row(&session.log_sql(LOG_SINCE, log), &params![time]).await?.get(0),
+    })
+}
+
+/// What a reset would do.
+pub(crate) async fn plan(session: &Session, name: &SubscriptionName, to: ResetTo) -> Result<ResetPlan> {
+    let known = look_up(session, name).await?;
+    let place = place_of(session, &known.log, to).await?;
+    let most = LOOK_EVENTS_MAX as i64 + 1;
+    let template = RESET_PLAN.replace("{is_discarded}", IS_DISCARDED);
+    let row = session.row(&session.log_sql(&template, &known.log), &params![known.id, place, most]).await?;
+    let [again, skipped] = [0, 1].map(|column| row.get::<_, i64>(column));
+    let stamp = row.get::<_, Option<String>>(2).unwrap_or_default();
+    let is_estimate = again.max(skipped) == most;
+    Ok(ResetPlan { again: again.unsigned_abs(), skipped: skipped.unsigned_abs(), is_estimate, stamp })
+}
+
+/// Goes on after a place. What is passed by that and was not is passed by a revision that wants
+/// nothing; what is not passed any more was never passed.
+pub(crate) async fn reset(session: &Session, name: &SubscriptionName, to: ResetTo, looked: &str) -> Result<ResetPlan> {
+    let known = look_up(session, name).await?;
+    let (id, sql) = (known.id, |template: &str| session.log_sql(template, &known.log));
+    lock(session, name, &known).await?;
+    let row = session.row(&sql(LANE_EPOCHS), &params![id]).await?;
+    let (stamp, held): (Option<String>, Option<bool>) = (row.get(0), row.get(1));
+    if held == Some(true) {
+        return Err(lanes_held(name));
+    }
+    if stamp.as_deref() != Some(looked) {
+        return Err(subscription_changed("reset", name));
+    }
+    let place = place_of(session, &known.log, to).await?;
+    let (of_all, at_place) = (params![id, true], params![id, place]);
+    session.execute(&sql(PASSAGE_NOTE), &of_all).await?;
+    session.execute(&sql(PASSAGE_CUT), &at_place).await?;
+    session.execute(&sql(SUBSCRIPTION_RESET), &at_place).await?;
+    session.execute(&sql(FILTER_KEEP), &params![id]).await?;
+    session.execute(&sql(LANE_RESET), &params![id, place, place == END]).await?;
+    session.execute(&sql(PASSAGE_SKIP), &params![id]).await?;
+    session.execute(&sql(DELIVERY_CUT), &at_place).await?;
+    session.execute(&sql(SENT_CUT), &at_place).await?;
+    Ok(ResetPlan { stamp: looked.to_owned(), ..ResetPlan::default() })
+}
+
+/// All new lanes begin where the furthest of the former stands, or beyond; what another had still
+/// to read up to there leaves the stream.
+pub(crate) async fn set_lanes(session: &Session, name: &SubscriptionName, lanes: u16) -> Result<()> {
+    let known = look_up(session, name).await?;
+    let (id, sql) = (known.id, |template: &str| session.log_sql(template, &known.log));
+    if lock(session, name, &known).await?.1 == i32::from(lanes) {
+        return Ok(());
+    }
+    let row = session.row(&sql(LANES_JOIN), &params![id]).await?;
+    if row.get(9) {
+        return Err(cursor_foreign("set_lanes"));
+    }
+    let (from, to): (String, String) = (row.get(0), row.get(1));
+    let [low, high, last, epoch, delivered, ttl] = [2, 3, 4, 5, 6, 8].map(|column| row.get::<_, i64>(column));
+    let lease_until: Option<jiff::Timestamp> = row.get(7);
+    let most = LANES_APART_MAX as i64 + 1;
+    let left = session.rows(&sql(DELIVERY_LEAVE), &params![id, from, to, last, most]).await?;
+    if left.len() > LANES_APART_MAX {
+        return Err(lanes_apart(name));
+    }
+    made(session, &known, &left).await?;
+    session.execute(&sql(PASSAGE_NOTE), &params![id, false]).await?;
+    session.execute(&sql(LANES_DELETE), &params![id]).await?;
+    session.execute(&sql(LANES_SET), &params![id, lanes.cast_signed()]).await?;
+    let cursor = params![id, from, to, low, high, last, epoch, delivered, lease_until, ttl];
+    session.execute(&sql(LANE_MAKE), &cursor).await?;
+    session.execute(&sql(DELIVERY_MOVE), &params![id, i32::from(lanes)]).await?;
+    Ok(())
+}

@@ -1,0 +1,72 @@
+//! The upkeep of logs and of the store itself.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{Changed, Error, ErrorKind, LogName, Maintain, Result, Routed, Seq};
+
+use crate::PostgresStore;
+use crate::log::micros;
+use crate::params::params;
+use crate::prune::prune;
+use crate::rebase::rebase;
+use crate::session::Session;
+use crate::unrouted::{give_up_unrouted, note_unrouted};
+
+/// How transactions begin, where that was said, and the role that it was said of. Reads settings.
+const DEFAULT_READ_ONLY: &str = "
+SELECT setting OPERATOR(pg_catalog.=) 'on', source OPERATOR(pg_catalog.=) 'client', pg_catalog.quote_ident(session_user), pg_catalog.quote_ident(pg_catalog.current_database())
+FROM pg_catalog.pg_settings WHERE name OPERATOR(pg_catalog.=) 'default_transaction_read_only'";
+
+#[async_trait]
+impl Maintain for PostgresStore {
+    async fn create_log(&self, log: &LogName) -> Result<()> {
+        let name = log.as_str();
+        let params = params![name];
+        self.call("create_log", async |session: &Session| {
+            let sql = session.sql("SELECT {s}.create_log($1)");
+            let create = async |session: &Session| session.rows(&sql, &params).await.map(drop);
+            session.at_once(&self.inner.modes.change, create).await
+        })
+        .await
+    }
+
+    async fn note_unrouted(&self, log: &LogName) -> Result<Routed> {
+        let step = async |session: &Session| note_unrouted(session, log).await;
+        self.change("note_unrouted", &self.inner.modes.write, step).await
+    }
+
+    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
+        let step = async |session: &Session| give_up_unrouted(session, log, micros(older_than)).await;
+        self.change("give_up_unrouted", &self.inner.modes.write, step).await
+    }
+
+    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
+        let prune = async |session: &Session| prune(session, log, older_than, after).await;
+        self.change("prune", &self.inner.modes.prune, prune).await
+    }
+
+    /// A receive is one statement, so its transaction begins as the role or database says;
+    /// everything else says itself that it writes. Error: `Mismatch`, code `default_read_only`.
+    async fn check_receiving(&self) -> Result<()> {
+        let ask = async |session: &Session| session.row(DEFAULT_READ_ONLY, &[]).await;
+        let row = self.call("check_receiving", ask).await?;
+        if !row.get::<_, bool>(0) {
+            return Ok(());
+        }
+        let (by_url, role, database): (bool, &str, &str) = (row.get(1), row.get(2), row.get(3));
+        let cure = match by_url {
+            true => "take default_transaction_read_only out of the store's URL".to_owned(),
+            false => format!(
+                "run: BEGIN READ WRITE; ALTER ROLE {role} IN DATABASE {database} SET default_transaction_read_only = off; COMMIT"
+            ),
+        };
+        let text = format!("transactions of {role} are read-only by default, so no message can be received; {cure}");
+        Err(Error::new(ErrorKind::Mismatch, "check_receiving", "default_read_only", text))
+    }
+
+    /// One transaction: rewrites the logs and keeps writers waiting meanwhile. As long as it takes.
+    async fn rebase(&self) -> Result<()> {
+        rebase(self).await
+    }
+}
