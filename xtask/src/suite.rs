@@ -1,6 +1,5 @@
 //! `cargo xtask test`: what CI runs, and what everybody runs before a change lands.
 
-use std::path::Path;
 use std::process::Command;
 
 use crate::steps::{Steps, cargo};
@@ -34,12 +33,12 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
     );
     if !fast {
         documentation(&mut steps);
-        examples(&mut steps);
     }
     if build(&mut steps) {
         // One after the other: tests of leases and deadlines fail beside what takes the processor.
         tests(&mut steps);
         if !fast {
+            steps.run("examples: each runs and proves its result", run_examples);
             proofs(&mut steps)?;
         }
     }
@@ -96,48 +95,9 @@ fn documentation(steps: &mut Steps) {
     );
 }
 
-/// The examples are a workspace of their own, as a user's project is, and each proves its own
-/// result.
-fn examples(steps: &mut Steps) {
-    let workspace = root().join("examples");
-    steps.command(
-        "examples: format",
-        "run: cargo fmt --all in examples/",
-        in_examples().args(["fmt", "--all", "--check"]),
-    );
-    let cure = "an example above does not build (users copy it), or its lock file is behind: cargo check in examples/ renews it";
-    let mut clippy = in_examples();
-    clippy.args(["clippy", "--quiet", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]);
-    steps.command("examples: lints", cure, &mut clippy);
-    let built = steps.command(
-        "examples: build",
-        cure,
-        in_examples().args(["build", "--quiet", "--workspace", "--bins", "--locked"]),
-    );
-    let mut suite = in_examples();
-    suite.args(["test", "--quiet", "--locked", "-p", "broker-lines", "--test", "conformance"]);
-    steps.command("examples: a sink of one's own passes the suite", cure, &mut suite);
-    let mut fixture = cargo();
-    fixture.args(["build", "--quiet", "--example", "with-postgres", "--bin", "postbox"]).args(WORKSPACE);
-    if built && steps.command("examples: their database, and the program", "the workspace does not build", &mut fixture)
-    {
-        steps.run("examples: each runs and proves its result", || run_each(&workspace));
-    }
-}
-
-/// Cargo in the examples' workspace, with the main workspace's target folder: what both use is
-/// compiled once.
-fn in_examples() -> Command {
-    let mut command = cargo();
-    command.current_dir(root().join("examples"));
-    if let Ok(target) = crate::target() {
-        command.env("CARGO_TARGET_DIR", target);
-    }
-    command
-}
-
-fn run_each(workspace: &Path) -> anyhow::Result<()> {
-    let mut names: Vec<String> = std::fs::read_dir(workspace)?
+/// Each example proves its own result.
+fn run_examples() -> anyhow::Result<()> {
+    let mut names: Vec<String> = std::fs::read_dir(root().join("examples"))?
         .filter_map(Result::ok)
         .filter(|entry| entry.path().join("Cargo.toml").is_file())
         .map(|entry| entry.file_name().to_string_lossy().into_owned())

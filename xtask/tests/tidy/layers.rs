@@ -135,7 +135,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("aws-sdk-sqs", &["postbox-sqs", "postbox-bench"]),
     ("aws-smithy-http-client", &["postbox-sqs", "postbox-bench"]),
     ("axum", &["postbox-ingress", "postbox-listen", "postbox-server", "postbox-cli", "postbox-bench"]),
-    ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "xtask"]),
+    ("clap", &["postbox-cli", "postbox-bench", "postbox-crash", "postbox-simulator", "xtask"]),
     ("clap_complete", &["postbox-cli"]),
     ("comfy-table", &["postbox-cli"]),
     ("croner", &["postbox-server"]),
@@ -243,7 +243,10 @@ fn graph() -> Graph {
     let members: BTreeSet<String> = list(&metadata["workspace_members"]).iter().map(text).collect();
     let packages = list(&metadata["packages"]);
     let names = packages.iter().map(|package| (text(&package["id"]), text(&package["name"]))).collect();
-    let direct = packages.iter().filter(|package| members.contains(&text(&package["id"]))).map(|package| {
+    // An example uses what its reader would.
+    let example = |package: &Value| text(&package["manifest_path"]).contains("/examples/");
+    let ours = |package: &&Value| members.contains(&text(&package["id"])) && !example(package);
+    let direct = packages.iter().filter(ours).map(|package| {
         let used = list(&package["dependencies"]).into_iter().filter(|it| it["kind"].is_null());
         (text(&package["name"]), used.map(|it| text(&it["name"])).collect())
     });
