@@ -49,10 +49,15 @@ enum Task {
         arguments: Vec<String>,
     },
     /// Simulated worlds, from their seeds: the engine with the memory store under faults.
-    /// `--seed S` replays one.
-    Simulate(simulate::Options),
-    /// Measures: `drain`, `latency`, `append`, `ingress`, `outbound`, `retention` or `status`; each
-    /// prints our figure, its limit and the ratio. `-- --help` tells the options.
+    /// `--seed S` replays one; `-- --help` tells the options.
+    Simulate {
+        /// Handed to it.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// Measures: `drain`, `latency`, `append`, `ingress`, `outbound`, `sinks`, `sources`,
+    /// `replicas`, `retention` or `status`; each prints our figure, its limit and the ratio.
+    /// `-- --help` tells the options.
     Bench {
         /// Handed to the benchmark.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -80,7 +85,7 @@ fn run(task: Task) -> anyhow::Result<bool> {
             servers::install()?;
             crash(!debug, &arguments)
         }
-        Task::Simulate(options) => simulate::run(&options),
+        Task::Simulate { arguments } => simulate::run(&arguments),
         Task::Bench { arguments } => bench(&arguments),
     }
 }

@@ -1,30 +1,44 @@
-//! `simulate [--store memory|sqlite] [--seeds N] [--first S] [--seed S] [--seconds T]`: see
-//! `cargo xtask simulate`.
+//! `simulate`: see `cargo xtask simulate`.
 #![allow(clippy::print_stdout, reason = "a command for people")]
 
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::Parser;
 use postbox_simulator::{Failure, Store, run_seeds, shrink_seed, trace_seed};
 
+/// Simulated worlds, from their seeds: relays, their store and their destination under faults.
+#[derive(Parser)]
+#[command(name = "simulate")]
+struct Options {
+    /// Whose store
+    #[arg(long, value_enum, default_value_t)]
+    store: Store,
+    /// How many worlds [default: 200,000 of memory, 2,000 of sqlite]
+    #[arg(long)]
+    seeds: Option<u64>,
+    /// The first seed of them
+    #[arg(long, default_value_t = 0)]
+    first: u64,
+    /// Only this one: says what happens, and makes it short if it ends badly
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Worlds at a time [default: one on each core]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Begins no world after so many seconds
+    #[arg(long)]
+    seconds: Option<u64>,
+}
+
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let text = |name: &str| {
-        let at = arguments.iter().position(|argument| argument == name)?;
-        Some(arguments.get(at + 1).expect("a value after the option"))
-    };
-    let number = |name: &str| text(name).map(|text| text.parse::<u64>().expect("a number after the option"));
-    let named = text("--store").map_or(Store::default().name(), String::as_str);
-    let store = [Store::Memory, Store::Sqlite].into_iter().find(|store| store.name() == named);
-    let store = store.expect("--store memory, or --store sqlite");
-    if let Some(seed) = number("--seed") {
+    let Options { store, seeds, first, seed, threads, seconds } = Options::parse();
+    if let Some(seed) = seed {
         return replay(store, seed);
     }
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = number("--threads").map_or(threads, |threads| threads as usize);
-    let limit = number("--seconds").map(Duration::from_secs);
-    let first = number("--first").unwrap_or(0);
-    let summary = run_seeds(store, first, number("--seeds").unwrap_or(store.seeds()), threads, limit);
+    let threads = threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+    let limit = seconds.map(Duration::from_secs);
+    let summary = run_seeds(store, first, seeds.unwrap_or(store.seeds()), threads, limit);
     let rate = summary.seeds as f64 / summary.took.as_secs_f64();
     println!(
         "{} seeds from {first} in {:.1} s on {threads} threads, {rate:.0}/s, {} calls of the store, histories {:016x}",

@@ -16,7 +16,7 @@ use crate::sqlite_client::SqliteClient;
 use crate::world::{SimWire, World};
 
 /// Which store a world has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Store {
     /// The memory store of `postbox-core`.
     #[default]
