@@ -17,8 +17,7 @@ const LOG_RECEIVE: &str =
     "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)";
 
 /// The same for several messages.
-const LOG_RECEIVE_MANY: &str =
-    "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
+const LOG_RECEIVE_MANY: &str = "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)";
 
 /// Forgets old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows;
 /// those of a running receiver are passed over.
@@ -108,22 +107,30 @@ async fn receive_several(
     let sources: Vec<&str> = inbound.iter().map(|message| message.source.as_str()).collect();
     let message_ids: Vec<&str> = inbound.iter().map(|message| message.message_id.as_str()).collect();
     let digests: Vec<&[u8]> = inbound.iter().map(|message| message.digest.as_slice()).collect();
-    let by_identity = by_identity(inbound);
-    let mut params: Vec<Param<'_>> = params![by_identity, sources, message_ids, digests].into();
+    let (ranks, repeats) = by_identity(inbound);
+    let mut params: Vec<Param<'_>> = params![ranks, repeats, sources, message_ids, digests].into();
     params.extend(events.params());
     Ok(session.row(&session.log_sql(LOG_RECEIVE_MANY, log), &params).await?.get(0))
 }
 
-/// The places of the messages, counted from one, in the order of their identities. In this order
-/// every call locks them: two calls that bring the same messages wait for each other, and never
-/// each for the other.
-fn by_identity(inbound: &[Inbound]) -> Vec<i32> {
-    let mut places: Vec<i32> = (1..=inbound.len() as i32).collect();
-    places.sort_by_key(|place| {
-        let message = &inbound[*place as usize - 1];
-        (message.source.as_str(), message.event.tenant.as_deref(), message.message_id.as_str())
-    });
-    places
+/// The rank of each message by its identity, and whether its identity stands further ahead too. In
+/// the order of ranks every call locks: two calls that bring the same messages wait for each other,
+/// and never each for the other.
+fn by_identity(inbound: &[Inbound]) -> (Vec<i32>, Vec<bool>) {
+    let identity = |place: usize| {
+        let message = &inbound[place];
+        (message.source.as_str(), message.event.tenant.as_deref().unwrap_or_default(), message.message_id.as_str())
+    };
+    let mut places: Vec<usize> = (0..inbound.len()).collect();
+    places.sort_by_key(|place| identity(*place));
+    let (mut ranks, mut repeats) = (vec![0; places.len()], vec![false; places.len()]);
+    for (rank, place) in (0..).zip(&places) {
+        ranks[*place] = rank;
+    }
+    for pair in places.windows(2) {
+        repeats[pair[1]] = identity(pair[0]) == identity(pair[1]);
+    }
+    (ranks, repeats)
 }
 
 fn judge(verdict: &str, id: EventId) -> Result<Received> {

@@ -69,30 +69,41 @@ BEGIN
     END
     ${tag}_body$;
 
-    -- One message per place of the arrays; `by_identity` are the places in the order of (source,
-    -- tenant, message): rows are locked in this order, so that two calls with the same messages do
-    -- not lock each other out.
+    -- One message per place of the arrays. `ranks` are the places in the order of (source, tenant,
+    -- message): rows are locked in this order, so that two calls with the same messages do not lock
+    -- each other out. `repeats` says of which a message of the same identity stands further ahead.
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_receive_many(
-      by_identity int[], of_sources text[], of_messages text[], with_digests bytea[],
+      ranks int[], repeats boolean[], of_sources text[], of_messages text[], with_digests bytea[],
       new_ids uuid[], new_topics text[], new_keys text[], new_aggregates text[], new_versions bigint[], new_kinds text[],
       new_sources text[], new_tenants text[], new_payloads text[], new_bytes bytea[], new_content_types text[], new_headers text[],
       new_occurred_at text[], new_deliver_at text[])
     RETURNS text[] LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}_body$
     DECLARE
-      verdicts text[] := array_fill(NULL::text, ARRAY[cardinality(by_identity)]);
-      at int;
+      verdicts text[];
+      known record;
       bound text;
     BEGIN
       {bounds}
-      FOREACH at IN ARRAY by_identity LOOP
-        -- A second receiver of the id waits here for the first.
+      -- In one statement: a statement for each message cost more than all else together. A second
+      -- receiver of an id waits here for the first.
+      WITH given AS (
+        SELECT g.source, coalesce(g.tenant, '') AS tenant, g.message_id, g.digest, g.rank, g.repeated, g.place
+        FROM unnest(of_sources, new_tenants, of_messages, with_digests, ranks, repeats)
+          WITH ORDINALITY AS g(source, tenant, message_id, digest, rank, repeated, place)),
+      stored AS (
         INSERT INTO {s}.receipt (source, tenant, message_id, digest)
-          VALUES (of_sources[at], coalesce(new_tenants[at], ''), of_messages[at], with_digests[at]) ON CONFLICT DO NOTHING;
-        IF FOUND THEN
-          verdicts[at] := 'accepted';
-        ELSE
-          verdicts[at] := {s}.recognise(of_sources[at], new_tenants[at], of_messages[at], with_digests[at]);
-        END IF;
+        SELECT given.source, given.tenant, given.message_id, given.digest FROM given WHERE NOT given.repeated ORDER BY given.rank
+        ON CONFLICT DO NOTHING RETURNING source, tenant, message_id)
+      SELECT array_agg(CASE WHEN stored.source IS NOT NULL THEN 'accepted' END ORDER BY given.place) INTO verdicts
+      FROM given LEFT JOIN stored ON NOT given.repeated
+        AND (stored.source, stored.tenant, stored.message_id) = (given.source, given.tenant, given.message_id);
+      FOR known IN
+        SELECT g.source, g.tenant, g.message_id, g.digest, g.place
+        FROM unnest(of_sources, new_tenants, of_messages, with_digests, ranks, verdicts)
+          WITH ORDINALITY AS g(source, tenant, message_id, digest, rank, verdict, place)
+        WHERE g.verdict IS NULL ORDER BY g.rank
+      LOOP
+        verdicts[known.place] := {s}.recognise(known.source, known.tenant, known.message_id, known.digest);
       END LOOP;
       IF 'accepted' = ANY (verdicts) THEN
         -- In the order given: it is the order of `seq`. Not at all for repetitions: an INSERT of
