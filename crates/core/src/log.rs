@@ -121,7 +121,12 @@ pub trait Log: Send + Sync + 'static {
     /// The next events of the lane, possibly none.
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch>;
 
-    /// Delivery rows of the lane whose time has come, possibly none.
+    /// Delivery rows of the lane whose time has come, possibly none, in the order of the log.
+    ///
+    /// Of each key the first unfinished event, its head, if it is due, and what directly follows it
+    /// and only waits for it. Of more heads than the limit allows, those that are due longest. What
+    /// is left of the limit the heads share evenly, so that a key with a deep backlog keeps no
+    /// other waiting.
     async fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch>;
 
     /// Writes down what became of a batch.

@@ -1,7 +1,8 @@
 //! `due`: events that left the stream and whose time has come.
 
-use postbox_core::kit::DueOrder;
-use postbox_core::{Batch, BatchLimit, Error, Lease, Result};
+use std::collections::HashSet;
+
+use postbox_core::{Batch, BatchLimit, Error, Key, Lease, Result};
 
 use crate::PostgresStore;
 use crate::classify::is_damage;
@@ -27,7 +28,8 @@ WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > c
 /// event is gone comes too: it must be closed, or it would be the head of its key for ever.
 ///
 /// A keyed row is a head only if nothing of its key comes before it: one probe each, instead of
-/// comparing every row with every other. `statement_timestamp()` and not `clock_timestamp()`,
+/// comparing every row with every other. The heads share the limit, so that a deep key neither
+/// starves others nor is read again and again. `statement_timestamp()` and not `clock_timestamp()`,
 /// because only a stable function can bound an index scan; nothing is waited for here.
 const DELIVERY_READ_DUE: &str = "
 WITH head AS MATERIALIZED (
@@ -41,11 +43,12 @@ member AS MATERIALIZED (
   UNION ALL
   SELECT behind.seq, false FROM head CROSS JOIN LATERAL (
     SELECT f.seq FROM {s}.delivery AS f
-    WHERE f.subscription = $4 AND f.key = head.key AND f.holds AND f.seq > head.seq ORDER BY f.seq LIMIT $2 OFFSET 0) AS behind
+    WHERE f.subscription = $4 AND f.key = head.key AND f.holds AND f.seq > head.seq ORDER BY f.seq
+    LIMIT $2 / (SELECT count(*) FROM head) - 1 OFFSET 0) AS behind
   WHERE head.holds)
 SELECT {columns}, d.attempts, d.replays, d.holds, m.is_head,
   d.state = 'blocked' OR (d.state = 'retrying' AND coalesce(d.due_at <= statement_timestamp(), true)), m.seq, d.key
-FROM (SELECT * FROM member ORDER BY seq LIMIT $2) AS m
+FROM member AS m
 JOIN {s}.delivery AS d ON d.subscription = $4 AND d.seq = m.seq
 LEFT JOIN {log} AS l ON l.seq = m.seq
 ORDER BY m.seq";
@@ -96,4 +99,27 @@ async fn read(
     let mut batch = Batch { due_in: exceptions.due_in, ..Batch::default() };
     ready.into_iter().for_each(|stored| batch.push(stored.delivery, stored.unreadable));
     Ok(batch)
+}
+
+/// Looks at a lane's rows in `seq` order and lets pass, of each key, the head and what directly
+/// follows it: behind a row that has to wait, nothing of its key goes.
+#[derive(Debug, Default)]
+struct DueOrder {
+    open: HashSet<Key>,
+}
+
+impl DueOrder {
+    /// Whether a row may go. `holds`: the key it holds, if it holds one. `goes_first`: it is the
+    /// first of its key, or holds none, and its time has come. `may_follow`: it may go right after
+    /// the row before it.
+    fn admits(&mut self, holds: Option<&Key>, goes_first: bool, may_follow: bool) -> bool {
+        let Some(key) = holds else { return goes_first };
+        let goes = goes_first || (may_follow && self.open.contains(key));
+        if goes {
+            self.open.insert(key.clone());
+        } else {
+            self.open.remove(key);
+        }
+        goes
+    }
 }

@@ -35,8 +35,8 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
     Ok(due)
 }
 
-/// At most `limit` rows in `seq` order. A key's rows are cut only at the end, so that what is given
-/// of a key has no gap.
+/// At most `limit` rows in `seq` order, which the heads share. A key's rows are cut only at the end,
+/// so that what is given of a key has no gap.
 fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Vec<DeliveryRow>> {
     // Rows that are due and at the head of their key, longest due first, by `postbox_delivery_due`
     // and, for the head, `postbox_delivery_key`; no lock.
@@ -52,27 +52,25 @@ fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Ve
          WHERE d.subscription = ?1 AND d.key = ?2 AND d.holds = 1 AND d.seq > ?3 ORDER BY d.seq LIMIT ?4"
     );
     let (name, read) = (lease.subscription.as_str(), |row: &rusqlite::Row<'_>| DeliveryRow::read(row, 0));
-    let mut room = i64::try_from(limit).unwrap_or(i64::MAX);
     let heads: Vec<DeliveryRow> = tx
         .prepare_cached(&delivery_due)?
-        .query_map(params![name, lease.lane, now, room], read)?
+        .query_map(params![name, lease.lane, now, limit], read)?
         .collect::<Result<_, _>>()?;
-    let mut all = Vec::with_capacity(heads.len());
+    let followers = (limit / heads.len().max(1)).saturating_sub(1);
+    let mut all = Vec::with_capacity(limit.min(heads.len() * (followers + 1)));
     let mut behind = tx.prepare_cached(&delivery_behind)?;
     for head in heads {
         if let Some(key) = head.key.as_ref().filter(|_| head.holds) {
-            for row in behind.query_map(params![name, key, head.seq, room], read)? {
+            for row in behind.query_map(params![name, key, head.seq, followers], read)? {
                 let row = row?;
                 if row.state != State::Blocked && !(row.state == State::Retrying && row.is_due(now)) {
                     break;
                 }
-                room -= 1;
                 all.push(row);
             }
         }
         all.push(head);
     }
     all.sort_by_key(|ready| ready.seq);
-    all.truncate(limit);
     Ok(all)
 }

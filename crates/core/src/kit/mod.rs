@@ -2,20 +2,17 @@
 //!
 //! A store keeps the contracts in its own terms, usually SQL. What does not depend on those terms
 //! is here, so that it is written once: how a delivery row looks after a disposition
-//! ([`RowAfter`]), how many rows fit into a batch ([`BatchLimiter`]), which due rows may go
-//! ([`DueOrder`]), what a failed handler holds up ([`BlockedKeys`]), counts
-//! ([`StatsCounter`]), and the errors that callers know by code.
+//! ([`RowAfter`]), how many rows fit into a batch ([`BatchLimiter`]), what a failed handler holds
+//! up ([`BlockedKeys`]), counts ([`StatsCounter`]), and the errors that callers know by code.
 
 mod apply;
 mod batch;
-mod due;
 mod error;
 mod row;
 mod stats;
 
 pub use apply::{BlockedKeys, entries_of};
 pub use batch::{BatchLimiter, lane_of};
-pub use due::DueOrder;
 pub use error::{
     check_lanes, check_log, check_message_id, lanes_apart, lanes_held, lanes_missing, log_unknown, rebase_not_needed,
     settled_already, subscription_changed, subscription_exists, subscription_unknown, window_undone,

@@ -1,14 +1,15 @@
 //! Reading: the lane's window, and the delivery rows whose time has come.
 
+use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Included};
 use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::state::{LogState, Reader};
+use super::state::{DeliveryRow, LogState, Reader};
 use crate::batch::{Batch, BatchLimit, Delivery, Unreadable};
 use crate::event::{Event, Seq};
-use crate::kit::{BatchLimiter, DueOrder};
+use crate::kit::BatchLimiter;
 use crate::state::State as EventState;
 
 /// What one read of a window gave.
@@ -66,19 +67,26 @@ impl Reader {
     }
 
     /// Rows whose time has come, in `seq` order; of each key the head and the events behind it,
-    /// never with a gap.
+    /// never with a gap. The heads share the limit.
     pub(super) fn due(&self, log: &LogState, lane: u16, limit: BatchLimit, now: Timestamp) -> Batch {
         let mut batch = Batch { due_in: self.due_in(lane, now), ..Batch::default() };
         let mut limiter = BatchLimiter::new(limit);
-        let mut order = DueOrder::default();
-        for (seq, row) in self.deliveries().filter(|(_, row)| row.lane == lane) {
-            let waits = matches!(row.state, EventState::Scheduled | EventState::Retrying);
-            let is_first = row.held_key().is_none_or(|key| self.head(key) == Some(seq));
-            let goes_first = waits && is_first && row.is_due(now);
-            let may_follow = row.state == EventState::Blocked || (waits && row.is_due(now));
-            if !order.admits(row.held_key(), goes_first, may_follow) {
-                continue;
-            }
+        let is_due =
+            |row: &DeliveryRow| matches!(row.state, EventState::Scheduled | EventState::Retrying) && row.is_due(now);
+        let is_first = |seq: i64, row: &DeliveryRow| row.held_key().is_none_or(|key| self.head(key) == Some(seq));
+        let of_lane = self.deliveries().filter(|(_, row)| row.lane == lane);
+        let mut heads: Vec<_> = of_lane.filter(|(seq, row)| is_due(row) && is_first(*seq, row)).collect();
+        heads.sort_by_key(|(_, row)| row.due_at);
+        heads.truncate(limit.events.max(1));
+        let followers = (limit.events / heads.len().max(1)).saturating_sub(1);
+        let mut rows = BTreeMap::new();
+        for (seq, head) in heads {
+            let behind = head.held_key().into_iter().flat_map(|key| self.behind(key, seq));
+            let may_follow = |row: &DeliveryRow| row.state == EventState::Blocked || is_due(row);
+            rows.extend(behind.take_while(|(_, row)| may_follow(row)).take(followers));
+            rows.insert(seq, head);
+        }
+        for (seq, row) in rows {
             let (attempt, replay) = (row.attempts + 1, row.replays);
             let placeholder = Delivery::placeholder(Seq(seq));
             let (event, unreadable) = match log.rows.get(&seq) {

@@ -404,6 +404,12 @@ impl Reader {
         self.holding.get(key).and_then(|seqs| seqs.first().copied())
     }
 
+    /// The unfinished events of a key that come after `seq`.
+    pub(super) fn behind(&self, key: &Key, seq: i64) -> impl Iterator<Item = (i64, &DeliveryRow)> {
+        let seqs = self.holding.get(key).into_iter().flat_map(move |seqs| seqs.range(seq + 1..));
+        seqs.filter_map(|seq| self.deliveries.get(seq).map(|row| (*seq, row)))
+    }
+
     /// Makes due what waits for a call of the lane's former holder.
     pub(super) fn make_in_flight_due(&mut self, lane: u16, now: Timestamp) {
         let waits = |row: &DeliveryRow| {

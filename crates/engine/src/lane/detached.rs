@@ -101,6 +101,12 @@ impl DetachedCalls {
         .await
     }
 
+    /// All calls that are back by now.
+    fn returned(&self) -> Vec<Returned> {
+        let mut calls = lock(&self.calls);
+        std::iter::from_fn(|| calls.try_join_next()).filter_map(Result::ok).collect()
+    }
+
     fn forget(&self, returned: &Returned) {
         let mut seqs = lock(&self.seqs);
         for place in &returned.places {
@@ -124,16 +130,20 @@ impl Lane {
         self.detached.add(calls, in_flight.map(|(place, _)| batch.deliveries[place].seq), payload_bytes(batch));
     }
 
-    /// Writes the outcomes of a detached call.
-    pub(super) async fn settle_detached(&self, returned: Returned) -> Result<()> {
+    /// Writes the outcomes of a detached call, and of those that came back with it.
+    pub(super) async fn settle_detached(&self, first: Returned) -> Result<()> {
         let context = &*self.context;
-        self.detached.forget(&returned);
-        let mut entries: Vec<Entry<'_>> = Vec::with_capacity(returned.places.len());
-        for (place, outcome) in returned.places.iter().zip(returned.outcomes) {
-            let delivery = &returned.batch.deliveries[*place];
-            let verdict = context.judge(delivery, outcome, returned.sent);
-            context.record(delivery, &verdict);
-            entries.push(Entry { delivery, disposition: verdict.into_disposition() });
+        let mut returned = vec![first];
+        returned.extend(self.detached.returned());
+        returned.iter().for_each(|returned| self.detached.forget(returned));
+        let mut entries: Vec<Entry<'_>> = Vec::new();
+        for Returned { batch, places, outcomes, sent } in &mut returned {
+            for (place, outcome) in places.iter().zip(outcomes.drain(..)) {
+                let delivery = &batch.deliveries[*place];
+                let verdict = context.judge(delivery, outcome, *sent);
+                context.record(delivery, &verdict);
+                entries.push(Entry { delivery, disposition: verdict.into_disposition() });
+            }
         }
         let hold_keys = context.holds_keys();
         self.settle(Settlement { position: None, entries, rewind: false, hold_keys }).await?;

@@ -26,6 +26,8 @@ const SETTLE_EVERY: Duration = Duration::from_secs(1);
 pub(super) struct DispatchLimits {
     /// Calls that it may have in flight.
     pub(super) calls_max: usize,
+    /// How long it waits for its last calls before they go on without it.
+    pub(super) detach_after: Duration,
     /// The breaker is half open, and this is its probe.
     pub(super) probe: bool,
 }
@@ -43,7 +45,7 @@ enum Event {
 
 impl Lane {
     pub(super) fn limits(&self, probe: bool) -> DispatchLimits {
-        DispatchLimits { calls_max: self.context.capabilities.concurrency, probe }
+        DispatchLimits { calls_max: self.context.capabilities.concurrency, detach_after: DETACH_AFTER, probe }
     }
 
     /// Sends what waits in `batch` until all is decided, or `round` ends and the calls in flight
@@ -116,9 +118,10 @@ impl Lane {
                 return Ok(Vec::new());
             }
             let may_detach = !starved && rate_wait.is_none() && self.may_detach(limits, calls.len(), bytes);
+            let detach_after = may_detach.then_some(limits.detach_after);
             let event = tokio::select! {
                 biased;
-                event = self.next_event(&mut calls, starved, rate_wait, may_detach, round) => event,
+                event = self.next_event(&mut calls, starved, rate_wait, detach_after, round) => event,
                 Some(settled) = OptionFuture::from(settling.as_mut()) => Event::Settled(settled),
                 () = &mut settle_time, if settling.is_none() => Event::SettleTime,
             };
@@ -159,7 +162,7 @@ impl Lane {
         calls: &mut FuturesUnordered<Call>,
         starved: bool,
         rate_wait: Option<Duration>,
-        may_detach: bool,
+        detach_after: Option<Duration>,
         round: &CancellationToken,
     ) -> Event {
         let clock = &self.context.clock;
@@ -170,7 +173,7 @@ impl Lane {
             () = round.cancelled(), if calls.is_empty() => Event::Ended,
             Some(permit) = self.context.limiter.permit(), if starved => Event::Permit(permit),
             () = clock.sleep(rate_wait.unwrap_or_default()), if rate_wait.is_some() => Event::RateAllows,
-            () = clock.sleep(DETACH_AFTER), if may_detach => Event::Slow,
+            () = clock.sleep(detach_after.unwrap_or_default()), if detach_after.is_some() => Event::Slow,
             else => Event::Ended,
         }
     }

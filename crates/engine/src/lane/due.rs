@@ -17,6 +17,9 @@ const LOOK_BUSY: Duration = Duration::from_millis(200);
 /// The same for an idle lane: a person's retry starts within half a second, for two cheap reads a
 /// second.
 const LOOK_IDLE: Duration = Duration::from_millis(500);
+/// How long a batch of due rows should take at most: for so long a row that becomes due meanwhile
+/// waits, and what stands behind a slow call was read for nothing.
+const BATCH_TIME: Duration = Duration::from_secs(1);
 
 impl Lane {
     /// Delivers due rows until `round` ends, or until none is due once the stream is `drained`.
@@ -28,14 +31,23 @@ impl Lane {
         drained: &CancellationToken,
     ) -> Result<usize> {
         let clock = &self.context.clock;
+        let most = self.context.settings.batch;
+        let mut events = most.events;
         let mut count = 0;
         while !round.is_cancelled() {
             let left = self.due_timer.left(clock.monotonic());
             if left.is_zero() {
-                let read = self.due_once(until, self.context.settings.batch, false, round).await?;
+                let begun = clock.monotonic();
+                let read = self.due_once(until, BatchLimit { events, ..most }, false, round).await?;
                 if read > 0 {
                     // What was delivered may have released the next of its key.
                     self.due_timer.schedule(clock.monotonic(), Duration::ZERO);
+                }
+                let took = clock.monotonic().saturating_sub(begun);
+                if took > BATCH_TIME {
+                    events = events.div_ceil(2);
+                } else if read == events && took < BATCH_TIME / 2 {
+                    events = (events * 2).min(most.events);
                 }
                 count += read;
                 continue;
@@ -76,6 +88,7 @@ impl Lane {
             // Half of the calls at most: many slow rows must leave room for the stream.
             let mut limits = self.limits(probe);
             limits.calls_max = limits.calls_max.div_ceil(2);
+            limits.detach_after = BATCH_TIME;
             self.deliver_due(&Arc::new(batch), limits, round).await?;
         }
         Ok(count)

@@ -128,6 +128,29 @@ async fn one_poison_key_of_a_hundred_does_not_slow_the_others() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_destination_slower_than_its_keys_are_busy_is_read_for_no_more_than_it_takes() {
+    for takes in [300, 700, 2_000].map(Duration::from_millis) {
+        let env = TestEnv::new().await;
+        let (sink, relay) = env.recorded(Capabilities { concurrency: 64, ..Capabilities::default() }, fast());
+        sink.takes(takes);
+        // 40 keys of 25 events a second each: eight to fifty times what one call after the other
+        // can carry.
+        env.run_while(&relay, async {
+            env.append_each(0..20_000, 40, Duration::from_millis(1)).await;
+            tokio::time::sleep(20 * S).await;
+        })
+        .await;
+        sink.assert_in_order();
+        let metrics = relay.metrics();
+        let (fetched, delivered) = (metrics.fetched(), metrics.delivered());
+        // Once in the stream, and what comes back as a row is delivered, or one of few behind it.
+        assert!(fetched <= 20_000 + 3 * delivered, "{takes:?}: {fetched} read for {delivered} delivered");
+        let possible = 40 * 40 * 1_000 / takes.as_millis() as u64;
+        assert!(delivered >= possible / 2, "{takes:?}: {delivered} of {possible}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_graceful_stop_repeats_nothing() {
     for capabilities in support::all_capabilities() {
         let env = TestEnv::with((0..2_000).map(|n| event(n % 50, n))).await;

@@ -50,7 +50,8 @@ macro_rules! conformance_suite {
     (hold, $fixture:expr) => {
         $crate::conformance_cases! { hold, $fixture,
             a_key_with_an_unfinished_event_is_held blocked_events_follow_their_head_in_order
-            a_limit_never_gives_a_follower_without_its_head the_next_of_a_key_is_due_once_its_head_is_delivered
+            a_limit_never_gives_a_follower_without_its_head a_deep_key_leaves_room_for_the_heads_of_others
+            the_next_of_a_key_is_due_once_its_head_is_delivered
             the_next_of_a_key_is_due_once_its_head_is_dead the_next_of_a_key_is_due_once_its_head_is_discarded
             followers_stay_blocked_when_their_head_fails_again a_follower_that_fails_becomes_the_head
             a_dead_event_does_not_hold_its_key a_halting_dead_event_holds_its_key_until_a_person_acts

@@ -29,6 +29,18 @@ pub async fn blocked_events_follow_their_head_in_order(fixture: &dyn StoreFixtur
     assert_eq!(stats(&lane.store).await.dispatched, 3);
 }
 
+pub async fn a_deep_key_leaves_room_for_the_heads_of_others(fixture: &dyn StoreFixture) {
+    let deep = (0..20).map(|n| (keyed("deep", &n.to_string()), if n == 0 { retry_now() } else { Block }));
+    let others = ["b", "c", "d"].map(|key| (keyed(key, key), retry_now()));
+    let (lane, _) = Lane::settled(fixture, deep.chain(others)).await;
+    let due = lane.due(8).await;
+    assert_eq!(payloads(&due.deliveries), ["0", "1", "b", "c", "d"], "each head, and its share of what is behind");
+    let due = lane.due(3).await;
+    assert_eq!(due.deliveries.len(), 3, "heads only");
+    lane.settle_due(&due, vec![Delivered; 3]).await;
+    assert_eq!(lane.drain_due().await.len(), 20, "nothing is left out for good");
+}
+
 pub async fn a_limit_never_gives_a_follower_without_its_head(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::settled(
         fixture,
