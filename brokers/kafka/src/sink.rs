@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use krafka::producer::{Producer, Record};
 use krafka::{CloseOptions, KrafkaError};
-use postbox_core::{Capabilities, Delivery, Envelope, Outcome, Result, Sink, Template};
+use postbox_core::{Capabilities, Delivery, Envelope, Error, Outcome, Result, Sink, Template};
 use tokio::sync::Mutex as AsyncMutex;
 use tokio::time::{Instant, timeout_at};
 use tracing::warn;
@@ -251,6 +251,7 @@ impl Sink for KafkaSink {
             })
             .collect();
         let mut gone = pin!(self.gone());
+        let mut unanswered = classify::no_ack();
         loop {
             tokio::select! {
                 biased;
@@ -258,11 +259,14 @@ impl Sink for KafkaSink {
                     Ok(Some((place, what))) => published[place] = Some(what),
                     Ok(None) | Err(_) => break,
                 },
-                () = &mut gone => break,
+                error = &mut gone => {
+                    unanswered = Outcome::unavailable(error.code().to_owned(), error.message());
+                    break;
+                }
             }
         }
         call.is_over = publishing.is_empty();
-        self.conclude(&call.session, published)
+        self.conclude(&call.session, published, &unanswered)
     }
 
     async fn close(&self) {
@@ -276,17 +280,22 @@ impl Sink for KafkaSink {
 impl KafkaSink {
     /// Resolves once no broker can be reached. The client says nothing of it: it goes on trying
     /// until the call's time is over, and whatever follows in the keys of the call would pile up.
-    async fn gone(&self) {
+    async fn gone(&self) -> Error {
         loop {
             tokio::time::sleep(SLOW).await;
-            if self.cluster.connect(LOOK_TIMEOUT).await.is_err() {
-                return;
+            if let Err(error) = self.cluster.connect(LOOK_TIMEOUT).await {
+                return error;
             }
         }
     }
 
-    /// The outcomes of a call, in the light of each other.
-    fn conclude(&self, session: &Arc<Session>, published: Vec<Option<Published>>) -> Vec<Outcome> {
+    /// The outcomes of a call, in the light of each other, and that of what was not answered.
+    fn conclude(
+        &self,
+        session: &Arc<Session>,
+        published: Vec<Option<Published>>,
+        unanswered: &Outcome,
+    ) -> Vec<Outcome> {
         let any = |is: fn(&Published) -> bool| published.iter().flatten().any(is);
         let confirmed = any(|it| matches!(it, Published::Confirmed { .. }));
         let failed = any(|it| matches!(it, Published::Failed(..)));
@@ -306,7 +315,7 @@ impl KafkaSink {
             self.retire(session);
         }
         let outcome = |published: Option<Published>| match published {
-            None => classify::no_ack(),
+            None => unanswered.clone(),
             Some(Published::Refused(outcome)) => outcome,
             Some(Published::Confirmed { duplicate }) => Outcome::Delivered { duplicate },
             Some(Published::Failed(error, topic)) => match classify::failure(&error, &topic) {

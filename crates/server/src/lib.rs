@@ -22,6 +22,7 @@ mod cache;
 mod config;
 mod connect;
 mod cron;
+mod fault;
 mod http;
 mod metrics;
 mod service;

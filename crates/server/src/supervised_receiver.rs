@@ -8,7 +8,7 @@ use postbox_ingress::Count;
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 
-use crate::status::Fault;
+use crate::fault::Fault;
 use crate::supervise::supervise;
 
 /// A receiver and its source's name.

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::error;
 
 use crate::cron::Cron;
-use crate::status::Fault;
+use crate::fault::Fault;
 use crate::supervise::supervise;
 
 /// All relays of a service.

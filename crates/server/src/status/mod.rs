@@ -16,7 +16,9 @@ pub use doctor::{Finding, Severity, diagnose};
 pub use event::{DeliveryJson, EventJson, RecordJson, ShowJson};
 pub use marks::MarksJson;
 pub(crate) use marks::marks;
-pub use service::{Fault, ServiceStatus, add_marks, fetch};
+pub use service::{ServiceStatus, add_marks, fetch};
+
+pub use crate::fault::Fault;
 pub(crate) use stats::too_slow;
 pub use stats::{STATS_WAIT, StatsJson, TopicJson, stats};
 pub use subscription::{LaneJson, PauseJson, SubscriptionJson};

@@ -37,21 +37,6 @@ pub struct ServiceStatus {
     pub faults: Vec<Fault>,
 }
 
-/// One thing that keeps the service from its work.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fault {
-    /// The subscription that does not flow; `None` without a `source`: the store fails, so none
-    /// does.
-    pub subscription: Option<SubscriptionName>,
-    /// The source that brings nothing.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub source: Option<SourceName>,
-    /// The stable code of the reason.
-    pub code: String,
-    /// What is wrong, since when.
-    pub what: String,
-}
-
 /// Asks the service that listens as configured; `None`: nobody listens there, or somebody else.
 pub async fn fetch(config: &ServerConfig) -> Option<ServiceStatus> {
     timeout(WAIT_MAX, ask(config, "/status")).await.ok()?.ok()

@@ -1,0 +1,19 @@
+//! What keeps a service from its work.
+
+use postbox_core::{SourceName, SubscriptionName};
+use serde::{Deserialize, Serialize};
+
+/// One thing that keeps the service from its work.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// The subscription that does not flow; `None` without a `source`: the store fails, so none
+    /// does.
+    pub subscription: Option<SubscriptionName>,
+    /// The source that brings nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<SourceName>,
+    /// The stable code of the reason.
+    pub code: String,
+    /// What is wrong, since when.
+    pub what: String,
+}
