@@ -52,16 +52,17 @@ fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Ve
          WHERE d.subscription = ?1 AND d.key = ?2 AND d.holds = 1 AND d.seq > ?3 ORDER BY d.seq LIMIT ?4"
     );
     let (name, read) = (lease.subscription.as_str(), |row: &rusqlite::Row<'_>| DeliveryRow::read(row, 0));
+    let count = |rows: usize| i64::try_from(rows).unwrap_or(i64::MAX);
     let heads: Vec<DeliveryRow> = tx
         .prepare_cached(&delivery_due)?
-        .query_map(params![name, lease.lane, now, limit], read)?
+        .query_map(params![name, lease.lane, now, count(limit)], read)?
         .collect::<Result<_, _>>()?;
     let followers = (limit / heads.len().max(1)).saturating_sub(1);
     let mut all = Vec::with_capacity(limit.min(heads.len() * (followers + 1)));
     let mut behind = tx.prepare_cached(&delivery_behind)?;
     for head in heads {
         if let Some(key) = head.key.as_ref().filter(|_| head.holds) {
-            for row in behind.query_map(params![name, key, head.seq, followers], read)? {
+            for row in behind.query_map(params![name, key, head.seq, count(followers)], read)? {
                 let row = row?;
                 if row.state != State::Blocked && !(row.state == State::Retrying && row.is_due(now)) {
                     break;

@@ -9,7 +9,6 @@ use http::{Request, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
-use postbox_core::{SourceName, SubscriptionName};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpStream;
@@ -18,6 +17,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::{MarksJson, StatsJson};
 use crate::config::ServerConfig;
+use crate::fault::Fault;
 
 /// Longest wait: a service on this machine answers at once, and its look at the store is bounded.
 const WAIT_MAX: Duration = Duration::from_secs(3);
