@@ -265,8 +265,8 @@ pub(crate) enum SubscriptionCommand {
         #[arg(value_parser = plain::<SubscriptionName>)]
         to: SubscriptionName,
     },
-    /// Let it go on from another place: what was delivered since goes out again, what lies before is
-    /// skipped
+    /// Let it go on from another place: what was delivered since goes out again, what lies before
+    /// is skipped
     ///
     /// Says how many events that are; does it with --yes only. While a relay drives it, pause it
     /// first. What goes out again has a fresh dedupe id.

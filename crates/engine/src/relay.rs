@@ -206,9 +206,10 @@ impl Relay {
     /// Relays until `stop`, then finishes what is in flight, settles, gives its lanes back, closes
     /// the sink and returns.
     ///
-    /// A store that is down is waited for. An error is permanent (schema, unknown log): a person must
-    /// act. With [`SUBSCRIPTION_REMOVED`] the subscription was removed or renamed meanwhile, and this
-    /// relay does not run again. `stop` may be cancelled before the start, and any number of times.
+    /// A store that is down is waited for. An error is permanent (schema, unknown log): a person
+    /// must act. With [`SUBSCRIPTION_REMOVED`] the subscription was removed or renamed meanwhile,
+    /// and this relay does not run again. `stop` may be cancelled before the start, and any number
+    /// of times.
     ///
     /// Dropping this future stops without settling: what was in flight may arrive again, nothing is
     /// lost.

@@ -1,5 +1,5 @@
-//! What an operator changes: retry, discard, replay, pause. In bounded steps, so that the write lock
-//! is never held for long.
+//! What an operator changes: retry, discard, replay, pause. In bounded steps, so that the write
+//! lock is never held for long.
 
 use std::collections::BTreeSet;
 

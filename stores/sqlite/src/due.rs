@@ -35,8 +35,8 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
     Ok(due)
 }
 
-/// At most `limit` rows in `seq` order, which the heads share. A key's rows are cut only at the end,
-/// so that what is given of a key has no gap.
+/// At most `limit` rows in `seq` order, which the heads share. A key's rows are cut only at the
+/// end, so that what is given of a key has no gap.
 fn ready(tx: &Transaction<'_>, lease: &Lease, limit: usize, now: i64) -> Work<Vec<DeliveryRow>> {
     // Rows that are due and at the head of their key, longest due first, by `postbox_delivery_due`
     // and, for the head, `postbox_delivery_key`; no lock.

@@ -1,5 +1,5 @@
-//! The upkeep of logs: what nobody wants, and retention. In bounded steps, so that the write lock is
-//! never held for long.
+//! The upkeep of logs: what nobody wants, and retention. In bounded steps, so that the write lock
+//! is never held for long.
 
 use std::time::Duration;
 

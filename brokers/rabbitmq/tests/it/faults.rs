@@ -47,7 +47,8 @@ async fn a_server_that_is_killed_under_load_loses_nothing() {
             }
         };
         let done = timeout(PATIENCE * 2, delivered).await;
-        assert!(done.is_ok(), "in time: {:?}", working.relay.metrics().snapshot());
+        let metrics = working.relay.metrics();
+        assert!(done.is_ok(), "in time: {:?} {:?}", metrics.snapshot(), metrics.failures_by_cause());
     };
     let mut appended = 0;
     for _ in 0..2 {

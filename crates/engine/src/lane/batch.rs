@@ -56,19 +56,19 @@ impl Lane {
         Ok(Progress::Settled(verdicts.holding_keys(&batch.deliveries)))
     }
 
-    /// Sends and settles due rows.
+    /// Sends and settles due rows; how many were sent.
     pub(super) async fn deliver_due(
         &self,
         batch: &Arc<Batch>,
         limits: DispatchLimits,
         round: &CancellationToken,
-    ) -> Result<()> {
+    ) -> Result<usize> {
         let mut verdicts = self.plan_due(batch);
         match &self.context.destination {
             Destination::Sink(sink) => {
                 let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await?;
                 if self.lease.is_lost() {
-                    return Ok(());
+                    return Ok(0);
                 }
                 self.settle(verdicts.settle_due(batch, self.context.holds_keys())).await?;
                 if !verdicts.is_complete() {
@@ -80,7 +80,7 @@ impl Lane {
         }
         let (lane, events) = (self.lease.lease.lane, batch.deliveries.len());
         debug!(subscription = self.context.name(), lane, events, "due rows settled");
-        Ok(())
+        Ok(verdicts.sent())
     }
 
     /// Puts aside what does not go out with its batch: discarded and unreadable events, later

@@ -102,9 +102,8 @@ impl DetachedCalls {
     }
 
     /// All calls that are back by now.
-    fn returned(&self) -> Vec<Returned> {
-        let mut calls = lock(&self.calls);
-        std::iter::from_fn(|| calls.try_join_next()).filter_map(Result::ok).collect()
+    pub(super) fn returned(&self) -> impl Iterator<Item = Returned> {
+        std::iter::from_fn(|| lock(&self.calls).try_join_next()).filter_map(Result::ok)
     }
 
     fn forget(&self, returned: &Returned) {

@@ -26,6 +26,8 @@ const SETTLE_EVERY: Duration = Duration::from_secs(1);
 pub(super) struct DispatchLimits {
     /// Calls that it may have in flight.
     pub(super) calls_max: usize,
+    /// When it sends nothing more.
+    pub(super) send_until: Option<Duration>,
     /// How long it waits for its last calls before they go on without it.
     pub(super) detach_after: Duration,
     /// The breaker is half open, and this is its probe.
@@ -45,7 +47,12 @@ enum Event {
 
 impl Lane {
     pub(super) fn limits(&self, probe: bool) -> DispatchLimits {
-        DispatchLimits { calls_max: self.context.capabilities.concurrency, detach_after: DETACH_AFTER, probe }
+        DispatchLimits {
+            calls_max: self.context.capabilities.concurrency,
+            send_until: None,
+            detach_after: DETACH_AFTER,
+            probe,
+        }
     }
 
     /// Sends what waits in `batch` until all is decided, or `round` ends and the calls in flight
@@ -196,7 +203,11 @@ impl Lane {
             return false;
         }
         let context = &self.context;
-        if !self.lease.is_safe(context.clock.monotonic()) {
+        let now = context.clock.monotonic();
+        if limits.send_until.is_some_and(|until| until <= now) {
+            return false;
+        }
+        if !self.lease.is_safe(now) {
             self.lease.run_out(context);
             return false;
         }

@@ -17,8 +17,7 @@ const LOOK_BUSY: Duration = Duration::from_millis(200);
 /// The same for an idle lane: a person's retry starts within half a second, for two cheap reads a
 /// second.
 const LOOK_IDLE: Duration = Duration::from_millis(500);
-/// How long a batch of due rows should take at most: for so long a row that becomes due meanwhile
-/// waits, and what stands behind a slow call was read for nothing.
+/// How long a batch of due rows is sent: what becomes due meanwhile waits for it.
 const BATCH_TIME: Duration = Duration::from_secs(1);
 
 impl Lane {
@@ -31,23 +30,18 @@ impl Lane {
         drained: &CancellationToken,
     ) -> Result<usize> {
         let clock = &self.context.clock;
-        let most = self.context.settings.batch;
-        let mut events = most.events;
         let mut count = 0;
         while !round.is_cancelled() {
+            // However many rows are due: what came back holds its key until it is written.
+            if let Some(returned) = self.detached.returned().next() {
+                self.settle_detached(returned).await?;
+            }
             let left = self.due_timer.left(clock.monotonic());
             if left.is_zero() {
-                let begun = clock.monotonic();
-                let read = self.due_once(until, BatchLimit { events, ..most }, false, round).await?;
+                let read = self.due_once(until, false, round).await?;
                 if read > 0 {
                     // What was delivered may have released the next of its key.
                     self.due_timer.schedule(clock.monotonic(), Duration::ZERO);
-                }
-                let took = clock.monotonic().saturating_sub(begun);
-                if took > BATCH_TIME {
-                    events = events.div_ceil(2);
-                } else if read == events && took < BATCH_TIME / 2 {
-                    events = (events * 2).min(most.events);
                 }
                 count += read;
                 continue;
@@ -67,15 +61,15 @@ impl Lane {
         Ok(count)
     }
 
-    /// Reads one batch of due rows and delivers it; how many there were.
-    pub(super) async fn due_once(
-        &self,
-        until: Until<'_>,
-        limit: BatchLimit,
-        probe: bool,
-        round: &CancellationToken,
-    ) -> Result<usize> {
+    /// Reads one batch of due rows and delivers it; how many there were. A `probe` is one row.
+    ///
+    /// It reads no more than twice what the last one could send in its time: what stands behind
+    /// slow calls would be read again and again.
+    pub(super) async fn due_once(&self, until: Until<'_>, probe: bool, round: &CancellationToken) -> Result<usize> {
         self.due_timer.reset(self.context.clock.monotonic());
+        let most = self.context.settings.batch;
+        let events = if probe { 1 } else { self.due_events.load(Ordering::Relaxed).min(most.events) };
+        let limit = BatchLimit { events, ..most };
         let Some(reservation) = until.reserve(limit).await else { return Ok(0) };
         let (log, lease) = (&self.context.log, &self.lease.lease);
         let Some(batch) = self.repeat("due", round, || log.due(lease, reservation.limit)).await? else {
@@ -89,7 +83,12 @@ impl Lane {
             let mut limits = self.limits(probe);
             limits.calls_max = limits.calls_max.div_ceil(2);
             limits.detach_after = BATCH_TIME;
-            self.deliver_due(&Arc::new(batch), limits, round).await?;
+            limits.send_until = Some(self.context.clock.monotonic() + BATCH_TIME);
+            let sent = self.deliver_due(&Arc::new(batch), limits, round).await?;
+            if !probe && (sent < count || count >= events) {
+                let at_once = limits.calls_max.saturating_mul(self.context.capabilities.batch_max);
+                self.due_events.store(at_once.max(2 * sent), Ordering::Relaxed);
+            }
         }
         Ok(count)
     }

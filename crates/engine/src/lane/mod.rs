@@ -28,7 +28,7 @@ mod stream;
 mod verdicts;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures::future::join;
@@ -54,6 +54,8 @@ pub(crate) struct Lane {
     context: Arc<RelayContext>,
     lease: Arc<LeaseGuard>,
     due_timer: DueTimer,
+    /// How many due rows to read at a time.
+    due_events: AtomicUsize,
     detached: DetachedCalls,
     /// A read failed, so the store may have moved its mark of what was given: rewind first.
     read_failed: AtomicBool,
@@ -65,6 +67,7 @@ impl Lane {
             context,
             lease: Arc::new(lease),
             due_timer: DueTimer::new(),
+            due_events: AtomicUsize::new(usize::MAX),
             detached: DetachedCalls::default(),
             read_failed: AtomicBool::new(false),
         }
@@ -222,7 +225,7 @@ impl Lane {
         if stream_first && self.probe_stream(until, one, &round).await? {
             return Ok(true);
         }
-        if self.due_once(until, one, true, &round).await? > 0 {
+        if self.due_once(until, true, &round).await? > 0 {
             return Ok(true);
         }
         Ok(!stream_first && self.probe_stream(until, one, &round).await?)

@@ -43,6 +43,12 @@ impl Verdicts {
         self.waiting == 0
     }
 
+    /// How many were sent, or need not be.
+    pub(super) fn sent(&self) -> usize {
+        let waits = |mark: &&Mark| matches!(mark, Mark::Waiting | Mark::Outage(_) | Mark::Excepted(Disposition::Block));
+        self.marks.len() - self.marks.iter().filter(waits).count()
+    }
+
     /// The deliveries with an exception, in their order.
     pub(super) fn exceptions(&self) -> impl Iterator<Item = (usize, &Disposition)> {
         self.marks.iter().enumerate().filter_map(|(index, mark)| match mark {

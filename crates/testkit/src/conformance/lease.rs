@@ -25,7 +25,8 @@ pub async fn subscribing_to_an_unknown_log_is_not_found(fixture: &dyn StoreFixtu
     refused(fixture.store().subscribe(&unknown).await, ErrorKind::NotFound, "log_unknown");
 }
 
-/// Replicas with different configurations would undo each other's word: only a person changes lanes.
+/// Replicas with different configurations would undo each other's word: only a person changes
+/// lanes.
 pub async fn another_number_of_lanes_changes_nothing(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     lane.store.subscribe(&Subscription { lanes: 2, ..reader() }).await.expect("it is there");

@@ -19,7 +19,7 @@
 --            settled as read
 --   undone   the cursor is not what the caller remembers: a crash or a failover took it back, or an
 --            earlier call whose answer was lost moved it on
---   changed  the filter of the subscription, or the one the lane reads by, or the number of lanes is
+-- changed  the filter of the subscription, or the one the lane reads by, or the number of lanes is
 --            not the one that the caller brings
 --   page     rows of the window; nothing was written
 --   nothing  nothing was committed since the window ended; nothing was written
