@@ -84,8 +84,8 @@ BEGIN
       bound text;
     BEGIN
       {bounds}
-      -- In one statement: a statement for each message cost more than all else together. A second
-      -- receiver of an id waits here for the first.
+      -- In one statement: one for each message cost a tenth to a fifth more of the whole call. A
+      -- second receiver of an id waits here for the first.
       WITH given AS (
         SELECT g.source, coalesce(g.tenant, '') AS tenant, g.message_id, g.digest, g.rank, g.repeated, g.place
         FROM unnest(of_sources, new_tenants, of_messages, with_digests, ranks, repeats)
