@@ -2,7 +2,7 @@
 
 use std::io;
 
-use postbox_core::{Error, ErrorKind, Outcome, excerpt};
+use postbox_core::{Down, ErrorKind, Outcome, excerpt};
 use rumqttc::v5::mqttbytes::Error as MqttError;
 use rumqttc::v5::mqttbytes::v5::{ConnectReturnCode, DisconnectReasonCode, PubAckReason, SubscribeReasonCode};
 use rumqttc::v5::{ConnectionError, StateError, TlsError};
@@ -42,48 +42,25 @@ pub(crate) fn no_ack() -> Outcome {
     Outcome::ambiguous("mqtt_ack_timeout", "the server did not acknowledge it in time")
 }
 
-/// Nobody to talk to. A sink and a source say it in their own way.
-#[derive(Debug, Clone)]
-pub(crate) struct Down {
-    kind: ErrorKind,
-    code: &'static str,
-    text: String,
+/// With its text as one harmless line.
+pub(crate) fn down(kind: ErrorKind, code: &'static str, text: impl AsRef<str>) -> Down {
+    Down::new(kind, code, excerpt(text.as_ref()))
 }
 
-impl Down {
-    pub(crate) fn new(kind: ErrorKind, code: &'static str, text: impl AsRef<str>) -> Self {
-        Self { kind, code, text: excerpt(text.as_ref()) }
-    }
+/// The server answers and cannot do what is asked.
+pub(crate) fn mismatch(code: &'static str, text: impl AsRef<str>) -> Down {
+    down(ErrorKind::Mismatch, code, text)
+}
 
-    /// The server answers and cannot do what is asked.
-    pub(crate) fn mismatch(code: &'static str, text: impl AsRef<str>) -> Self {
-        Self::new(ErrorKind::Mismatch, code, text)
-    }
+/// No connection in the time there was.
+pub(crate) fn no_answer(url: &str) -> Down {
+    down(ErrorKind::Unavailable, "connect_timeout", format!("no connection to {url}: no answer in time"))
+}
 
-    /// No connection in the time there was.
-    pub(crate) fn no_answer(url: &str) -> Self {
-        Self::new(ErrorKind::Unavailable, "connect_timeout", format!("no connection to {url}: no answer in time"))
-    }
-
-    /// A call was not answered in time, and its connection with it.
-    pub(crate) fn given_up() -> Self {
-        let text = "the connection was given up: a call on it was not answered in time";
-        Self::new(ErrorKind::Unavailable, "mqtt_connection_lost", text)
-    }
-
-    /// Something was sent, and nobody knows what became of it.
-    pub(crate) fn ambiguous(self) -> Outcome {
-        Outcome::ambiguous(self.code, self.text)
-    }
-
-    /// Nothing was sent.
-    pub(crate) fn outcome(self) -> Outcome {
-        Outcome::unavailable(self.code, self.text)
-    }
-
-    pub(crate) fn error(self, operation: &'static str) -> Error {
-        Error::new(self.kind, operation, self.code, self.text)
-    }
+/// A call was not answered in time, and its connection with it.
+pub(crate) fn given_up() -> Down {
+    let text = "the connection was given up: a call on it was not answered in time";
+    down(ErrorKind::Unavailable, "mqtt_connection_lost", text)
 }
 
 /// No connection to this server.
@@ -98,7 +75,7 @@ pub(crate) fn connecting(url: &str, error: &ConnectionError) -> Down {
         ConnectionError::ConnectionRefused(code) => refused(*code),
         _ => (ErrorKind::Unavailable, "connect_failed"),
     };
-    Down::new(kind, code, format!("no connection to {url}: {error}"))
+    down(kind, code, format!("no connection to {url}: {error}"))
 }
 
 fn refused(code: ConnectReturnCode) -> (ErrorKind, &'static str) {
@@ -122,28 +99,28 @@ pub(crate) fn lost(error: &ConnectionError) -> Down {
     let text = format!("the connection was lost: {error}");
     let too_large = || {
         let text = format!("{text} (the server takes less than the sink's message_max)");
-        Down::new(ErrorKind::Unavailable, "mqtt_message_too_large", text)
+        down(ErrorKind::Unavailable, "mqtt_message_too_large", text)
     };
     match error {
         // Mosquitto's answer, which the client cannot read.
         ConnectionError::MqttState(StateError::Deserialization(MqttError::InvalidConnectReturnCode(0x95))) => {
             too_large()
         }
-        ConnectionError::MqttState(StateError::ConnectionAborted) => Down::new(
+        ConnectionError::MqttState(StateError::ConnectionAborted) => down(
             ErrorKind::Unavailable,
             "mqtt_connection_lost",
             "the server closed the connection; if it goes on, look into its log: another client may have our client_id",
         ),
         ConnectionError::MqttState(StateError::ServerDisconnect { reason_code, .. }) => match reason_code {
-            DisconnectReasonCode::SessionTakenOver => Down::new(
+            DisconnectReasonCode::SessionTakenOver => down(
                 ErrorKind::Unavailable,
                 "mqtt_session_taken_over",
                 "another client connected with our client_id; give every process one of its own",
             ),
             DisconnectReasonCode::PacketTooLarge => too_large(),
-            _ => Down::new(ErrorKind::Unavailable, "mqtt_disconnected", text),
+            _ => down(ErrorKind::Unavailable, "mqtt_disconnected", text),
         },
-        _ => Down::new(ErrorKind::Unavailable, "mqtt_connection_lost", text),
+        _ => down(ErrorKind::Unavailable, "mqtt_connection_lost", text),
     }
 }
 
@@ -154,7 +131,7 @@ pub(crate) fn subscribing(filter: &str, codes: &[SubscribeReasonCode]) -> Option
         [SubscribeReasonCode::Success(_)] => return None,
         codes => format!("{codes:?}"),
     };
-    Some(Down::mismatch("mqtt_subscribe_refused", format!("the server refused the subscription {filter}: {why}")))
+    Some(mismatch("mqtt_subscribe_refused", format!("the server refused the subscription {filter}: {why}")))
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_config::{Secret, TlsTable};
+use postbox_core::Down;
 use rumqttc::v5::mqttbytes::v5::{ConnAck, Packet};
 use rumqttc::v5::{AsyncClient, Event, EventLoop, MqttOptions};
 use rumqttc::{NetworkOptions, TlsConfiguration, Transport};
@@ -19,7 +20,7 @@ use rustls::{ClientConfig, RootCertStore};
 use rustls_platform_verifier::Verifier;
 use url::Url;
 
-use crate::classify::{Down, connecting};
+use crate::classify::{self, connecting};
 
 /// Longest wait for a server, TLS and its answer to our name included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -67,12 +68,14 @@ impl Server {
         room: usize,
         change: impl FnOnce(&mut MqttOptions),
     ) -> Result<(AsyncClient, EventLoop, ConnAck), Down> {
-        let mut options = self.options().map_err(|fault| Down::mismatch("mqtt_config_invalid", fault))?;
+        let mut options = self.options().map_err(|fault| classify::mismatch("mqtt_config_invalid", fault))?;
         change(&mut options);
         let (client, mut events) = AsyncClient::new(options, room);
         match events.poll().await {
             Ok(Event::Incoming(Packet::ConnAck(answer))) => Ok((client, events, answer)),
-            Ok(other) => Err(Down::mismatch("mqtt_refused", format!("{} answers with {other:?} to CONNECT", self.url))),
+            Ok(other) => {
+                Err(classify::mismatch("mqtt_refused", format!("{} answers with {other:?} to CONNECT", self.url)))
+            }
             Err(error) => Err(connecting(&self.url, &error)),
         }
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Delivery, Envelope, Outcome, Sink, Template};
+use postbox_core::{Capabilities, Delivery, Down, Envelope, Outcome, Sink, Template};
 use rumqttc::Outgoing;
 use rumqttc::v5::mqttbytes::QoS;
 use rumqttc::v5::mqttbytes::v5::{Packet, PubAckReason, Publish};
@@ -14,7 +14,7 @@ use tokio::sync::{Mutex as AsyncMutex, oneshot};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::classify::{self, Down};
+use crate::classify;
 use crate::connection::Server;
 use crate::message;
 use crate::topic;
@@ -113,7 +113,7 @@ impl Session {
         let limits = answer.properties.as_ref();
         if limits.is_some_and(|limits| limits.max_qos == Some(0)) {
             let text = format!("{} takes QoS 0 only, which it does not confirm", server.url);
-            return Err(Down::mismatch("mqtt_refused", text));
+            return Err(classify::mismatch("mqtt_refused", text));
         }
         let server_max = limits.and_then(|limits| limits.max_packet_size).map_or(usize::MAX, |bytes| bytes as usize);
         let waiting = Arc::default();
@@ -137,7 +137,7 @@ impl Drop for Call {
     fn drop(&mut self) {
         if !self.is_over {
             self.session.driver.abort();
-            lock(&self.session.waiting).end(Down::given_up());
+            lock(&self.session.waiting).end(classify::given_up());
         }
     }
 }
@@ -201,7 +201,7 @@ impl Sink for MqttSink {
         }
         let deadline = Instant::now() + self.how.timeout;
         let connected = timeout_at(deadline, self.session()).await;
-        let session = match connected.unwrap_or_else(|_| Err(Down::no_answer(&self.server.url))) {
+        let session = match connected.unwrap_or_else(|_| Err(classify::no_answer(&self.server.url))) {
             Ok(session) => session,
             Err(down) => return vec![down.outcome(); deliveries.len()],
         };
@@ -213,7 +213,7 @@ impl Sink for MqttSink {
                 Err(outcome) => outcome,
                 Ok(hears) => match timeout_at(deadline, hears).await {
                     Ok(Ok(reason)) => classify::answer(reason, self.how.mandatory),
-                    Ok(Err(_)) => call.session.ended().unwrap_or_else(Down::given_up).ambiguous(),
+                    Ok(Err(_)) => call.session.ended().unwrap_or_else(classify::given_up).ambiguous(),
                     Err(_) => {
                         is_silent = true;
                         classify::no_ack()

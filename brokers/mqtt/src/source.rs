@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{AckToken, Clock, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Clock, Down, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
 use rumqttc::Outgoing;
 use rumqttc::v5::mqttbytes::QoS;
 use rumqttc::v5::mqttbytes::v5::{Filter, Packet, Publish, RetainForwardRule};
@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use self::held::Held;
-use crate::classify::{self, Down};
+use crate::classify;
 use crate::connection::Server;
 use crate::message::raw_message;
 
@@ -126,7 +126,7 @@ impl Reader {
         // What the server has kept comes once, not at each connection.
         filter.retain_forward_rule = RetainForwardRule::OnNewSubscribe;
         if client.try_subscribe_many([filter]).is_err() {
-            return Down::mismatch("mqtt_subscribe_refused", format!("{path} is no filter of topics"));
+            return classify::mismatch("mqtt_subscribe_refused", format!("{path} is no filter of topics"));
         }
         let (writes, written) = watch::channel(0);
         {
@@ -272,7 +272,7 @@ impl Source for MqttSource {
             Ok(Ok(_) | Err(_)) => Ok(()),
             Err(_) => {
                 let text = "the server does not take what is settled; it may come again";
-                Err(Down::new(ErrorKind::Unavailable, "mqtt_settle_timeout", text).error("settle"))
+                Err(classify::down(ErrorKind::Unavailable, "mqtt_settle_timeout", text).error("settle"))
             }
         }
     }

@@ -1,7 +1,7 @@
 //! What an answer of JetStream, its absence, or a failure of the client means for an event.
 
 use async_nats::{ConnectError, ConnectErrorKind, Message, RequestError, RequestErrorKind};
-use postbox_core::{Error, ErrorKind, Outcome};
+use postbox_core::{Down, ErrorKind, Outcome};
 use serde::Deserialize;
 
 /// JetStream's answer to a publish or to a call of its API, as far as it matters here.
@@ -93,47 +93,16 @@ pub(crate) fn no_ack() -> Outcome {
     Outcome::ambiguous("nats_ack_timeout", "the stream did not acknowledge it in time")
 }
 
-/// Nobody to talk to. A sink and a source say it in their own way.
-#[derive(Debug, Clone)]
-pub(crate) struct Down {
-    kind: ErrorKind,
-    code: &'static str,
-    text: String,
+/// The connection was there and is no more.
+pub(crate) fn lost() -> Down {
+    Down::new(ErrorKind::Unavailable, "nats_disconnected", "the connection to the server was lost")
 }
 
-impl Down {
-    pub(crate) fn new(kind: ErrorKind, code: &'static str, text: impl Into<String>) -> Self {
-        Self { kind, code, text: text.into() }
-    }
-
-    /// The connection was there and is no more.
-    pub(crate) fn lost() -> Self {
-        Self::new(ErrorKind::Unavailable, "nats_disconnected", "the connection to the server was lost")
-    }
-
-    /// A call of the API that failed.
-    pub(crate) fn refused(what: &str, refusal: &Refusal) -> Self {
-        let text = format!("{what}: {} ({})", refusal.description, refusal.err_code);
-        let kind = if SYSTEM.contains(&refusal.err_code) { ErrorKind::Unavailable } else { ErrorKind::Mismatch };
-        Self::new(kind, "nats_refused", text)
-    }
-
-    pub(crate) fn code(&self) -> &'static str {
-        self.code
-    }
-
-    /// As [`Self::outcome`], where others of the call fared better.
-    pub(crate) fn ambiguous(self) -> Outcome {
-        Outcome::ambiguous(self.code, self.text)
-    }
-
-    pub(crate) fn outcome(self) -> Outcome {
-        Outcome::unavailable(self.code, self.text)
-    }
-
-    pub(crate) fn error(self, operation: &'static str) -> Error {
-        Error::new(self.kind, operation, self.code, self.text)
-    }
+/// A call of the API that failed.
+pub(crate) fn not_done(what: &str, refusal: &Refusal) -> Down {
+    let text = format!("{what}: {} ({})", refusal.description, refusal.err_code);
+    let kind = if SYSTEM.contains(&refusal.err_code) { ErrorKind::Unavailable } else { ErrorKind::Mismatch };
+    Down::new(kind, "nats_refused", text)
 }
 
 /// No connection to this server.

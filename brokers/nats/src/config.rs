@@ -11,9 +11,9 @@ use postbox_config::{
     event_source, from_core, integer, list, nested, path, plain, secret, table, text,
 };
 use postbox_core::envelope::Binding;
-use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
+use postbox_core::{Down, Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 
-use crate::classify::{Down, NO_CONSUMER, no_stream};
+use crate::classify::{NO_CONSUMER, no_stream};
 use crate::connection::{Auth, Link, Servers};
 use crate::jetstream::{ConsumerSpec, NewStream, duplicate_window, ensure_consumer, streams_of};
 use crate::sink::{NatsSink, Publishing, Target};

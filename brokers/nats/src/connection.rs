@@ -12,10 +12,10 @@ use async_nats::connection::State;
 use async_nats::{Client, ConnectOptions, ReconnectToServer, ServerAddr};
 use futures::future::BoxFuture;
 use postbox_config::{Secret, TlsTable};
-use postbox_core::ErrorKind;
+use postbox_core::{Down, ErrorKind};
 use tokio::sync::Mutex;
 
-use crate::classify::{Down, connecting};
+use crate::classify::connecting;
 
 /// Longest wait for one server, TLS and credentials included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

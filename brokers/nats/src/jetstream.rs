@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use async_nats::{Client, Request, RequestErrorKind};
-use postbox_core::ErrorKind;
+use postbox_core::{Down, ErrorKind};
 use serde_json::{Value, json};
 
-use crate::classify::{self, Answer, Down, Refusal};
+use crate::classify::{self, Answer, Refusal};
 
 /// Longest wait for an answer of the API: a new stream of three replicas takes a second on a busy
 /// machine.
@@ -30,7 +30,7 @@ async fn call(client: &Client, name: &str, body: &Value) -> Result<Result<Value,
             let text = format!("JetStream did not answer {name} in {API_TIMEOUT:?}; may we call $JS.API.{name}?");
             Down::new(ErrorKind::Unavailable, "nats_api_timeout", text)
         }
-        _ => Down::lost(),
+        _ => classify::lost(),
     })?;
     if let Ok(Answer { error: Some(refusal), .. }) = serde_json::from_slice(&message.payload) {
         return Ok(Err(refusal));
@@ -63,7 +63,7 @@ async fn stream_info(client: &Client, stream: &str) -> Result<Option<Value>, Dow
     match call(client, &format!("STREAM.INFO.{stream}"), &Value::Null).await? {
         Ok(info) => Ok(Some(info)),
         Err(refusal) if refusal.err_code == NO_STREAM => Ok(None),
-        Err(refusal) => Err(Down::refused(&format!("the stream {stream} cannot be looked at"), &refusal)),
+        Err(refusal) => Err(classify::not_done(&format!("the stream {stream} cannot be looked at"), &refusal)),
     }
 }
 
@@ -71,7 +71,7 @@ async fn stream_info(client: &Client, stream: &str) -> Result<Option<Value>, Dow
 pub(crate) async fn streams_of(client: &Client, pattern: &str) -> Result<Vec<String>, Down> {
     let names = match call(client, "STREAM.NAMES", &json!({ "subject": pattern })).await? {
         Ok(names) => names["streams"].as_array().cloned().unwrap_or_default(),
-        Err(refusal) => return Err(Down::refused("the streams cannot be listed", &refusal)),
+        Err(refusal) => return Err(classify::not_done("the streams cannot be listed", &refusal)),
     };
     Ok(names.iter().filter_map(Value::as_str).map(str::to_owned).collect())
 }
@@ -86,7 +86,7 @@ pub(crate) async fn create_stream(client: &Client, stream: &str, new: &NewStream
         "duplicate_window": nanos(new.duplicate_window),
     });
     let created = call(client, &format!("STREAM.CREATE.{stream}"), &config).await?;
-    created.map(drop).map_err(|refusal| Down::refused(&format!("the stream {stream} cannot be made"), &refusal))
+    created.map(drop).map_err(|refusal| classify::not_done(&format!("the stream {stream} cannot be made"), &refusal))
 }
 
 /// A durable pull consumer.
@@ -120,7 +120,7 @@ pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Res
             let text = format!("there is no stream {stream}; make it with: nats stream add {stream} --subjects '…'");
             return Err(Down::new(ErrorKind::Mismatch, classify::NO_STREAM, text));
         }
-        Err(refusal) => return Err(Down::refused(&format!("the consumer {name} cannot be looked at"), &refusal)),
+        Err(refusal) => return Err(classify::not_done(&format!("the consumer {name} cannot be looked at"), &refusal)),
     };
     let config = &info["config"];
     if config["deliver_subject"].is_string() || config["ack_policy"] != "explicit" {
@@ -146,7 +146,7 @@ async fn create_consumer(client: &Client, spec: &ConsumerSpec) -> Result<Value, 
     }
     let body = json!({ "stream_name": stream, "config": config });
     let created = call(client, &format!("CONSUMER.DURABLE.CREATE.{stream}.{name}"), &body).await?;
-    created.map_err(|refusal| Down::refused(&format!("the consumer {name} of {stream} cannot be made"), &refusal))
+    created.map_err(|refusal| classify::not_done(&format!("the consumer {name} of {stream} cannot be made"), &refusal))
 }
 
 pub(crate) fn nanos(time: Duration) -> u64 {

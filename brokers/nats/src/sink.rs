@@ -10,10 +10,10 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use postbox_core::envelope::Binding;
-use postbox_core::{Capabilities, Clock, Delivery, Envelope, HighWaterMarks, Outcome, Result, Sink, Template};
+use postbox_core::{Capabilities, Clock, Delivery, Down, Envelope, HighWaterMarks, Outcome, Result, Sink, Template};
 use tracing::{info, warn};
 
-use crate::classify::{self, Down, NO_STREAM, no_stream};
+use crate::classify::{self, NO_STREAM, no_stream};
 use crate::config;
 use crate::connection::{Link, Servers};
 use crate::jetstream::{NewStream, create_stream, duplicate_window, last_number, streams_of};

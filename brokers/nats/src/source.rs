@@ -13,13 +13,13 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use futures::future::join_all;
 use futures::{FutureExt as _, StreamExt as _};
-use postbox_core::{AckToken, Clock, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Clock, Down, Error, ErrorKind, Result, Source, SourceCapabilities, SourceMessage};
 use serde_json::json;
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::classify::Down;
+use crate::classify;
 use crate::connection::{Link, Servers, is_alive};
 use crate::jetstream::{ConsumerSpec, ensure_consumer, nanos};
 use crate::message::raw_message;
@@ -103,13 +103,13 @@ impl NatsSource {
     async fn connect(&self) -> Result<Session, Down> {
         let client = self.link.client().await?;
         let inbox: Subject = client.new_inbox().into();
-        let messages = client.subscribe(inbox.clone()).await.map_err(|_| Down::lost())?;
+        let messages = client.subscribe(inbox.clone()).await.map_err(|_| classify::lost())?;
         let before = std::mem::replace(&mut *self.given(), Given { client: Some(client.clone()), ..Given::default() });
         self.given().tokens = before.tokens;
         let mut given_back: Vec<(u64, Subject)> = before.replies.into_iter().collect();
         given_back.sort_unstable_by_key(|(number, _)| *number);
         for (_, reply) in given_back {
-            client.publish(reply, NAK).await.map_err(|_| Down::lost())?;
+            client.publish(reply, NAK).await.map_err(|_| classify::lost())?;
         }
         let (given, clock) = (Arc::clone(&self.given), Arc::clone(&self.clock));
         let every = Duration::from_millis(self.ack_wait_ms.load(Ordering::Relaxed).max(300) / 3);
@@ -131,8 +131,8 @@ impl NatsSource {
             }
             // The inbox ends with its connection.
             let message = tokio::select! {
-                message = session.messages.next() => message.ok_or_else(Down::lost)?,
-                () = self.clock.sleep(SILENCE_MAX) => return Err(Down::lost()),
+                message = session.messages.next() => message.ok_or_else(classify::lost)?,
+                () = self.clock.sleep(SILENCE_MAX) => return Err(classify::lost()),
             };
             let Some(first) = self.take(session, message)? else { continue };
             let mut messages = vec![first];
@@ -152,7 +152,7 @@ impl NatsSource {
         let asked = session.client.publish_with_reply(subject, session.inbox.clone(), request.to_string().into());
         // Counted first: what was asked for may come although we are dropped here.
         session.asked = count;
-        asked.await.map_err(|_| Down::lost())
+        asked.await.map_err(|_| classify::lost())
     }
 
     /// What came on the inbox: a message, or the server's word on what was asked for.

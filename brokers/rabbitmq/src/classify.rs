@@ -2,7 +2,7 @@
 
 use lapin::protocol::AMQPErrorKind;
 use lapin::{Error as ClientError, ErrorKind as Client};
-use postbox_core::{Error, ErrorKind, Outcome, excerpt};
+use postbox_core::{Down, ErrorKind, Outcome, excerpt};
 
 /// AMQP's own numbers of errors.
 const ACCESS_REFUSED: u16 = 403;
@@ -11,51 +11,28 @@ const RESOURCE_LOCKED: u16 = 405;
 const PRECONDITION_FAILED: u16 = 406;
 const NOT_ALLOWED: u16 = 530;
 
-/// Nobody to talk to, or a refusal. A sink and a source say it in their own way.
-#[derive(Debug, Clone)]
-pub(crate) struct Down {
-    kind: ErrorKind,
-    code: &'static str,
-    text: String,
+/// The connection was there and is no more.
+pub(crate) fn lost(why: &str) -> Down {
+    Down::new(ErrorKind::Unavailable, "rabbitmq_connection_lost", format!("the connection was lost: {why}"))
 }
 
-impl Down {
-    pub(crate) fn new(kind: ErrorKind, code: &'static str, text: impl Into<String>) -> Self {
-        Self { kind, code, text: text.into() }
-    }
+/// The code of what is not there.
+pub(crate) const MISSING: &str = "rabbitmq_not_found";
 
-    /// The connection was there and is no more.
-    pub(crate) fn lost(why: &str) -> Self {
-        Self::new(ErrorKind::Unavailable, "rabbitmq_connection_lost", format!("the connection was lost: {why}"))
-    }
-
-    /// What was asked for on a channel, and refused or not answered.
-    pub(crate) fn refused(what: &str, error: &ClientError) -> Self {
-        let text = safe(error);
-        let (kind, code, cure) = match number(error) {
-            Some(NOT_FOUND) => (ErrorKind::Mismatch, "rabbitmq_not_found", "; declare it first"),
-            Some(ACCESS_REFUSED) => {
-                (ErrorKind::Unauthorized, "rabbitmq_access_refused", "; grant the user the permissions of the guide")
-            }
-            Some(RESOURCE_LOCKED | PRECONDITION_FAILED) => {
-                (ErrorKind::Mismatch, "rabbitmq_refused", "; it is of another kind, or somebody else's alone")
-            }
-            _ => return Self::lost(&format!("{what}: {text}")),
-        };
-        Self::new(kind, code, format!("{what}: {text}{cure}"))
-    }
-
-    pub(crate) fn is_not_found(&self) -> bool {
-        self.code == "rabbitmq_not_found"
-    }
-
-    pub(crate) fn outcome(self) -> Outcome {
-        Outcome::unavailable(self.code, self.text)
-    }
-
-    pub(crate) fn error(self, operation: &'static str) -> Error {
-        Error::new(self.kind, operation, self.code, self.text)
-    }
+/// What was asked for on a channel, and refused or not answered.
+pub(crate) fn refused(what: &str, error: &ClientError) -> Down {
+    let text = safe(error);
+    let (kind, code, cure) = match number(error) {
+        Some(NOT_FOUND) => (ErrorKind::Mismatch, MISSING, "; declare it first"),
+        Some(ACCESS_REFUSED) => {
+            (ErrorKind::Unauthorized, "rabbitmq_access_refused", "; grant the user the permissions of the guide")
+        }
+        Some(RESOURCE_LOCKED | PRECONDITION_FAILED) => {
+            (ErrorKind::Mismatch, "rabbitmq_refused", "; it is of another kind, or somebody else's alone")
+        }
+        _ => return lost(&format!("{what}: {text}")),
+    };
+    Down::new(kind, code, format!("{what}: {text}{cure}"))
 }
 
 /// No connection to this server.

@@ -10,9 +10,9 @@ use postbox_config::{
     from_core, integer, nested, secret, size, table, text,
 };
 use postbox_core::envelope::Binding;
-use postbox_core::{Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
+use postbox_core::{Down, Envelope, Inbound, LogName, RawMessage, Result, Sink, Source, SourceName, Template};
 
-use crate::classify::Down;
+use crate::classify::MISSING;
 use crate::connection::Servers;
 use crate::consumer::{QueueSpec, find_exchange, find_queue};
 use crate::message::{Form, SHORT_BYTES_MAX};
@@ -220,7 +220,7 @@ impl SourceConfig for RabbitmqSourceTable {
             let connection = self.servers(&context.name).connect().await?;
             let found = match find_queue(&connection, &self.queue).await {
                 Ok(()) => Ok(format!("answers; the queue {} is there", self.queue)),
-                Err(missing) if missing.is_not_found() && self.create => match &self.exchange {
+                Err(missing) if missing.code() == MISSING && self.create => match &self.exchange {
                     Some(exchange) => find_exchange(&connection, exchange).await.map(|()| will_be_made(&self.queue)),
                     None => Ok(will_be_made(&self.queue)),
                 },

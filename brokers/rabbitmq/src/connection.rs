@@ -19,7 +19,7 @@ use lapin::types::{FieldTable, ShortString};
 use lapin::uri::{AMQPScheme, AMQPUri, AMQPUserInfo};
 use lapin::{Channel, Connection as Client, ConnectionProperties, Event, ExchangeKind};
 use postbox_config::{Secret, TlsTable};
-use postbox_core::ErrorKind;
+use postbox_core::{Down, ErrorKind};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::sync::Mutex;
@@ -27,7 +27,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::classify::{Down, connecting};
+use crate::classify::connecting;
 
 /// Longest wait for one server, TLS and credentials included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

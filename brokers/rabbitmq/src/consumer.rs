@@ -6,9 +6,10 @@ use std::time::Duration;
 use lapin::options::{BasicConsumeOptions, BasicQosOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Consumer};
+use postbox_core::Down;
 use tokio::time::timeout;
 
-use crate::classify::Down;
+use crate::classify::{self, MISSING};
 use crate::connection::{Connection, Servers, declare_passively};
 
 /// Longest wait for an answer that needs no work.
@@ -42,7 +43,7 @@ impl Session {
     pub(crate) async fn open(servers: &Servers, spec: &QueueSpec) -> Result<Self, Down> {
         let connection = servers.connect().await?;
         match find_queue(&connection, &spec.name).await {
-            Err(missing) if missing.is_not_found() && spec.create => make(&connection, spec).await?,
+            Err(missing) if missing.code() == MISSING && spec.create => make(&connection, spec).await?,
             found => found?,
         }
         if spec.create {
@@ -110,7 +111,7 @@ fn short(name: &str) -> ShortString {
 
 async fn ask<T>(what: impl Display, call: impl Future<Output = lapin::Result<T>>) -> Result<T, Down> {
     match timeout(ANSWER_TIMEOUT, call).await {
-        Ok(answer) => answer.map_err(|error| Down::refused(&what.to_string(), &error)),
-        Err(_) => Err(Down::lost(&format!("{what}: no answer within {ANSWER_TIMEOUT:?}"))),
+        Ok(answer) => answer.map_err(|error| classify::refused(&what.to_string(), &error)),
+        Err(_) => Err(classify::lost(&format!("{what}: no answer within {ANSWER_TIMEOUT:?}"))),
     }
 }

@@ -12,9 +12,9 @@ use futures::stream::{self, FuturesUnordered, StreamExt as _};
 use lapin::options::BasicPublishOptions;
 use lapin::types::ShortString;
 use lapin::{Confirmation, Error as ClientError};
-use postbox_core::{Capabilities, Clock, Delivery, Outcome, Sink};
+use postbox_core::{Capabilities, Clock, Delivery, Down, Outcome, Sink};
 
-use crate::classify::{self, Down};
+use crate::classify;
 use crate::connection::{Connection, Lease, Link, Servers};
 use crate::message::{Form, Outgoing};
 
@@ -71,7 +71,7 @@ async fn publish_all(
         leased = connection.lease(&exchange) => leased.map_err(|error| failed(connection, &error, 0, false)),
         () = deadline.clone() => {
             connection.give_up();
-            Err(unanswered(connection, || Down::lost("no channel in time").outcome()))
+            Err(unanswered(connection, || classify::lost("no channel in time").outcome()))
         }
     };
     let lease = match leased {
@@ -173,7 +173,7 @@ impl Sink for RabbitmqSink {
         let deadline: Deadline<'_> = self.clock.sleep(self.timeout).shared();
         let connection = tokio::select! {
             connection = self.link.connection() => connection.map_err(Down::outcome),
-            () = deadline.clone() => Err(Down::lost("no connection in time").outcome()),
+            () = deadline.clone() => Err(classify::lost("no connection in time").outcome()),
         };
         let connection = match connection {
             Ok(connection) => connection,

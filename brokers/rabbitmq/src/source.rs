@@ -10,12 +10,12 @@ use futures::{FutureExt as _, StreamExt as _};
 use lapin::Channel;
 use lapin::message::Delivery as Message;
 use lapin::options::{BasicAckOptions, BasicRejectOptions};
-use postbox_core::{AckToken, Clock, RawMessage, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_core::{AckToken, Clock, Down, RawMessage, Result, Source, SourceCapabilities, SourceMessage};
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::classify::Down;
+use crate::classify;
 use crate::connection::Servers;
 use crate::consumer::{QueueSpec, Session, bound};
 use crate::message::raw_message;
@@ -133,9 +133,9 @@ impl RabbitmqSource {
         let ended = loop {
             match next {
                 Some(Ok(message)) => messages.push(self.keep(message)),
-                Some(Err(error)) => break Some(Down::lost(&error.to_string())),
+                Some(Err(error)) => break Some(classify::lost(&error.to_string())),
                 // The queue was deleted, or its leader is gone.
-                None => break Some(Down::lost("the server cancelled the consumer")),
+                None => break Some(classify::lost("the server cancelled the consumer")),
             }
             if messages.len() >= max {
                 break None;
