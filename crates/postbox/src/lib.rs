@@ -22,8 +22,9 @@
 //! | feature | brings | default |
 //! |---|---|---|
 //! | `postgres` | the `postgres` module: `PostgresStore`, `append_in` for `tokio-postgres` | yes |
-//! | `sqlite` | the `sqlite` module: `SqliteStore`, `append_in` for `rusqlite` | yes |
-//! | `sqlx` | `append_in` for `sqlx` transactions, in both | no |
+//! | `sqlite` | the `sqlite` module: `SqliteStore`, `append_in` for `rusqlite` | no |
+//! | `sqlx` | `append_in` for Postgres transactions of `sqlx` 0.9 | no |
+//! | `sqlx-sqlite` | `append_in` for SQLite transactions of `sqlx` 0.9 | no |
 //! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | yes |
 //!
 //! # The guarantee
