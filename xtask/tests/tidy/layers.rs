@@ -191,6 +191,8 @@ const CLIENTS: &[(&str, &[&str])] = &[
 
 /// What the engine may use besides core: the runtime and small change. No driver, no client.
 const ENGINE: &[&str] = &[
+    // Handlers fail with it.
+    "anyhow",
     "async-trait",
     "base64",
     "bytes",
