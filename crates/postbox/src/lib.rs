@@ -65,6 +65,11 @@
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
+/// The guide's samples compile.
+#[cfg(all(doctest, feature = "postgres"))]
+#[doc = include_str!("../../../docs/guide/rust.md")]
+struct Guide;
+
 pub use postbox_core::*;
 pub use postbox_derive::Event;
 pub use postbox_engine::*;
