@@ -3,11 +3,13 @@
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use postbox_core::{LogName, NewEvent};
+use postbox_core::{NewEvent, Postbox};
+use postbox_postgres::Postgres;
+use postbox_sqlite::Sqlite;
 use tokio_postgres::{Statement, Transaction};
 use uuid::Uuid;
 
-use crate::bed::{Bed, Place, Stores, at_once, connect, event, schema};
+use crate::bed::{Bed, Place, Stores, at_once, connect, event};
 use crate::figure::{Figure, Table};
 use crate::machine;
 
@@ -46,7 +48,7 @@ pub(crate) struct Options {
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     for mut bed in options.store.beds().await? {
-        let columns = ["events a transaction", "writers", "append_in", "bare INSERT", "ratio"];
+        let columns = ["events a transaction", "writers", "append", "bare INSERT", "ratio"];
         let (mut table, writers) = match &mut bed.place {
             Place::Postgres(client, _) => {
                 client.batch_execute(POSTGRES_BARE).await?;
@@ -102,14 +104,15 @@ async fn measure(bed: &mut Bed, batch: usize, writers: usize, seconds: u64, bare
 async fn write_postgres(url: String, number: usize, batch: usize, until: Instant, bare: bool) -> anyhow::Result<usize> {
     let mut client = connect(&url).await?;
     let insert = client.prepare(POSTGRES_INSERT).await?;
+    let postbox = Postbox::new(Postgres::default());
     let mut count = 0;
     while Instant::now() < until {
         let events: Vec<_> = (0..batch).map(|n| event(number * 1_000_003 + count + n, KEYS)).collect();
-        let transaction = client.transaction().await?;
+        let mut transaction = client.transaction().await?;
         if bare {
             insert_bare(&transaction, &insert, &events).await?;
         } else {
-            postbox_postgres::append_in(&transaction, &schema(), &LogName::outbox(), &events).await?;
+            postbox.append(&mut transaction, events).await?;
         }
         transaction.commit().await?;
         count += batch;
@@ -130,14 +133,14 @@ fn write_sqlite(file: &mut rusqlite::Connection, batch: usize, until: Instant, b
     let mut count = 0;
     while Instant::now() < until {
         let events: Vec<_> = (0..batch).map(|n| event(count + n, KEYS)).collect();
-        let transaction = file.transaction()?;
+        let mut transaction = file.transaction()?;
         if bare {
             let mut insert = transaction.prepare_cached(SQLITE_INSERT)?;
             for event in &events {
                 insert.execute((Uuid::now_v7().as_bytes(), &event.topic, &event.key, &event.payload[..]))?;
             }
         } else {
-            postbox_sqlite::append_in(&transaction, &LogName::outbox(), &events)?;
+            Postbox::new(Sqlite).append(&mut transaction, events)?;
         }
         transaction.commit()?;
         count += batch;

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::ValueEnum;
-use postbox_core::{LogName, NewEvent, Store};
-use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName};
-use postbox_sqlite::{SqliteConfig, SqliteStore};
+use postbox_core::{NewEvent, Postbox, Store};
+use postbox_postgres::{Postgres, PostgresConfig, PostgresStore};
+use postbox_sqlite::{Sqlite, SqliteConfig, SqliteStore};
 use postbox_testkit::servers::{PrivatePostgres, Settings, Version};
 use tokio_postgres::{Client, NoTls};
 
@@ -92,7 +92,6 @@ impl Bed {
 
     /// Appends events `from..to` to the outbox.
     pub(crate) async fn fill(&mut self, from: usize, to: usize, shape: Shape) -> anyhow::Result<()> {
-        let log = LogName::outbox();
         for from in (from..to).step_by(shape.transaction) {
             let end = to.min(from + shape.transaction);
             let chunks = (from..end)
@@ -100,16 +99,16 @@ impl Bed {
                 .map(|at| (at..end.min(at + EVENTS_PER_INSERT)).map(|n| event(n, shape.keys)).collect::<Vec<_>>());
             match &mut self.place {
                 Place::Postgres(client, _) => {
-                    let transaction = client.transaction().await?;
+                    let mut transaction = client.transaction().await?;
                     for events in chunks {
-                        postbox_postgres::append_in(&transaction, &schema(), &log, &events).await?;
+                        Postbox::new(Postgres::default()).append(&mut transaction, events).await?;
                     }
                     transaction.commit().await?;
                 }
                 Place::Sqlite(file) => {
-                    let transaction = file.transaction()?;
+                    let mut transaction = file.transaction()?;
                     for events in chunks {
-                        postbox_sqlite::append_in(&transaction, &log, &events)?;
+                        Postbox::new(Sqlite).append(&mut transaction, events)?;
                     }
                     transaction.commit()?;
                 }
@@ -183,11 +182,6 @@ pub(crate) async fn open(store: &str) -> anyhow::Result<Arc<dyn Store>> {
         true => Arc::new(PostgresStore::connect(PostgresConfig::new(store)).await?),
         false => Arc::new(SqliteStore::open(SqliteConfig::new(store)).await?),
     })
-}
-
-/// The schema a fresh store uses.
-pub(crate) fn schema() -> SchemaName {
-    SchemaName::new("postbox").expect("the default name is a name")
 }
 
 /// Event number `n` of a backlog with so many keys.

@@ -1,9 +1,10 @@
 //! How fast a backlog goes out when the destination costs nothing.
 
 use clap::Args;
-use postbox_core::LogName;
+use postbox_core::Postbox;
+use postbox_postgres::Postgres;
 
-use crate::bed::{Bed, PAYLOAD_BYTES, Place, Shape, Stores, connect, event, schema};
+use crate::bed::{Bed, PAYLOAD_BYTES, Place, Shape, Stores, connect, event};
 use crate::child::{Job, Task};
 use crate::figure::{Figure, Table, percent, thousands};
 
@@ -75,8 +76,8 @@ impl Options {
     /// invisible.
     async fn held_open(&self, bed: &mut Bed, filled: usize, table: &mut Table) -> anyhow::Result<()> {
         let mut writer = connect(&bed.store).await?;
-        let held = writer.transaction().await?;
-        postbox_postgres::append_in(&held, &schema(), &LogName::outbox(), &[event(filled, 1)]).await?;
+        let mut held = writer.transaction().await?;
+        Postbox::new(Postgres::default()).append(&mut held, event(filled, 1)).await?;
         let more = self.rows.first().copied().unwrap_or(0);
         bed.fill(filled, filled + more, Shape { keys: 1_000_000, transaction: more }).await?;
         let label = format!("+ {} in one transaction, 1,000,000 keys", thousands(more as f64));

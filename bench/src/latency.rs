@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use clap::Args;
-use postbox_core::{Capabilities, Delivery, EventId, LogName, Outcome, Sink, Subscription};
+use postbox_core::{Capabilities, Delivery, EventId, LogName, Outcome, Postbox, Sink, Subscription};
 use postbox_engine::Relay;
-use postbox_postgres::{PostgresConfig, PostgresStore};
+use postbox_postgres::{Postgres, PostgresConfig, PostgresStore};
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::bed::{Bed, at_once, connect, event, schema};
+use crate::bed::{Bed, at_once, connect, event};
 use crate::child::{Job, NullSink, Task};
 use crate::figure::{Figure, Table, milliseconds};
 use crate::machine;
@@ -254,8 +254,8 @@ async fn measure_to(bed: &Bed, load: Load, reader: Reader, sink: Arc<dyn Sink>) 
 /// among the commits.
 async fn warm_up(url: &str, stamps: &Stamps) -> anyhow::Result<()> {
     let mut client = connect(url).await?;
-    let transaction = client.transaction().await?;
-    postbox_postgres::append_in(&transaction, &schema(), &LogName::outbox(), &[event(0, KEYS)]).await?;
+    let mut transaction = client.transaction().await?;
+    Postbox::new(Postgres::default()).append(&mut transaction, event(0, KEYS)).await?;
     transaction.commit().await?;
     let deadline = Instant::now() + TAIL;
     while stamps.arrivals.load(Ordering::SeqCst) < WARM_UP {
@@ -280,8 +280,8 @@ async fn write(number: usize, load: Load, url: String, stamps: Arc<Stamps>) -> a
         }
         let id = EventId::now_v7();
         let appended = event(number + count * load.writers, KEYS).id(id);
-        let transaction = client.transaction().await?;
-        postbox_postgres::append_in(&transaction, &schema(), &LogName::outbox(), &[appended]).await?;
+        let mut transaction = client.transaction().await?;
+        Postbox::new(Postgres::default()).append(&mut transaction, appended).await?;
         transaction.commit().await?;
         stamps.committed.lock().expect("nobody panics while holding it").insert(id, Instant::now());
         count += 1;

@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use clap::Args;
-use postbox_core::{Capabilities, Delivery, LogName, Outcome, Sink, Subscription};
+use postbox_core::{Capabilities, Delivery, LogName, Outcome, Postbox, Sink, Subscription};
 use postbox_engine::Relay;
+use postbox_postgres::Postgres;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::bed::{Bed, connect, event, open, schema};
+use crate::bed::{Bed, connect, event, open};
 use crate::figure::{Figure, Table, thousands};
 
 /// As many as there are replicas.
@@ -79,11 +80,11 @@ impl Options {
             tokio::time::sleep(LOOK).await;
         }
         let mut writer = connect(&bed.store).await?;
-        let transaction = writer.transaction().await?;
+        let mut transaction = writer.transaction().await?;
         for from in (0..self.rows).step_by(EVENTS_PER_INSERT) {
             let end = self.rows.min(from + EVENTS_PER_INSERT);
-            let events: Vec<_> = (from..end).map(|n| event(n, self.keys)).collect();
-            postbox_postgres::append_in(&transaction, &schema(), &LogName::outbox(), &events).await?;
+            let events = (from..end).map(|n| event(n, self.keys));
+            Postbox::new(Postgres::default()).append(&mut transaction, events).await?;
         }
         let start = Instant::now();
         transaction.commit().await?;

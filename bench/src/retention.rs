@@ -3,12 +3,13 @@
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use postbox_core::{LogName, Store, Subscription};
+use postbox_core::{LogName, Postbox, Store, Subscription};
 use postbox_engine::step_pause;
+use postbox_postgres::Postgres;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
-use crate::bed::{Bed, connect, event, open, schema};
+use crate::bed::{Bed, connect, event, open};
 use crate::figure::{Figure, Table, milliseconds, thousands};
 
 const WRITERS: usize = 16;
@@ -121,9 +122,8 @@ async fn write(number: usize, pace: Duration, url: String, stop: CancellationTok
     let mut latencies = Vec::new();
     while !stop.is_cancelled() {
         let due = ticks.tick().await;
-        let transaction = client.transaction().await?;
-        let events = [event(number, 10_000)];
-        postbox_postgres::append_in(&transaction, &schema(), &LogName::outbox(), &events).await?;
+        let mut transaction = client.transaction().await?;
+        Postbox::new(Postgres::default()).append(&mut transaction, event(number, 10_000)).await?;
         transaction.commit().await?;
         latencies.push(due.elapsed());
     }

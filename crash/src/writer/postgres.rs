@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use anyhow::Context as _;
-use postbox_core::{LogName, NewEvent};
+use postbox_core::{NewEvent, Postbox};
 use postbox_crash_checker::ledger::{Event, Fate};
+use postbox_postgres::Postgres;
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use tokio::time::{sleep, timeout};
@@ -198,9 +199,9 @@ impl Attempt<'_> {
             let new = |(event, payload): (&Event, String)| {
                 NewEvent::json(event.topic.as_str(), payload).key(key).version(event.v)
             };
-            let events: Vec<NewEvent> = events.iter().zip(payloads).map(new).collect();
-            let appended = postbox_postgres::append_in(tx, &Default::default(), &LogName::outbox(), &events).await;
-            appended.context("append_in")?;
+            let appended =
+                Postbox::new(Postgres::default()).append(&mut &*tx, events.iter().zip(payloads).map(new)).await;
+            appended.context("append")?;
             return Ok(());
         }
         let topics: Vec<&str> = events.iter().map(|event| event.topic.as_str()).collect();

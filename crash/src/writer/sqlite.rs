@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use postbox_core::{LogName, NewEvent};
+use postbox_core::{NewEvent, Postbox};
 use postbox_crash_checker::ledger::{Event, Fate};
+use postbox_sqlite::Sqlite;
 use rand::Rng as _;
 use rand::rngs::SmallRng;
 use rusqlite::{Connection, Transaction, TransactionBehavior, params};
@@ -111,8 +112,7 @@ impl Attempt<'_> {
         if self.rust && random.random_bool(0.8) {
             let new =
                 |event: &Event| NewEvent::json(event.topic.as_str(), payload(self.tx, event)).key(key).version(event.v);
-            let events: Vec<NewEvent> = events.iter().map(new).collect();
-            postbox_sqlite::append_in(tx, &LogName::outbox(), &events)?;
+            Postbox::new(Sqlite).append(&mut &*tx, events.iter().map(new))?;
             return Ok(());
         }
         let mut insert = tx.prepare_cached(INSERT)?;

@@ -8,9 +8,10 @@ use crate::names::LogName;
 
 /// Appends events in a transaction of its own.
 ///
-/// Appending in *your* transaction, which is what an outbox is for, is an inherent function of each
-/// driver's crate (`append_in`), because transaction types differ; it takes the same events and
-/// gives the same result.
+/// Appending in *your* transaction, which is what an outbox is for, is [`Postbox::append`]: it
+/// takes the same events and gives the same result.
+///
+/// [`Postbox::append`]: crate::Postbox::append
 ///
 /// Behaviour:
 /// - All events are appended or none; one round trip for any number of them.

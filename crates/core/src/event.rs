@@ -77,6 +77,8 @@ pub mod header {
     pub const TRACEPARENT: &str = "traceparent";
     /// W3C trace context: vendor state.
     pub const TRACESTATE: &str = "tracestate";
+    /// The version of the payload's form, a number from 1; none means 1. Set for typed events.
+    pub const SCHEMA_VERSION: &str = "schema-version";
     /// The sender's id of a message from outside, noted by the inbox. It does not count towards the
     /// limits of headers: an event that another Postbox could append, with as many headers as there
     /// may be, must not lose one to our note.
@@ -91,8 +93,10 @@ pub(crate) const CONTENT_TYPE_DEFAULT: &str = "application/json";
 /// The kind meant when none is given.
 pub(crate) const KIND_DEFAULT: &str = "domain";
 
-/// An event about to be appended. Build it, then hand it to a store's `append` inside your
+/// An event about to be appended. Build it, then hand it to [`Postbox::append`] inside your
 /// transaction.
+///
+/// [`Postbox::append`]: crate::Postbox::append
 ///
 /// Fields left empty get their defaults in the store: `id` a fresh UUIDv7, `occurred_at` the
 /// database's clock.

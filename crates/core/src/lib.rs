@@ -58,6 +58,8 @@ mod source;
 mod state;
 mod subscription;
 pub mod template;
+mod transaction;
+pub mod typed;
 
 pub use admin::{Admin, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
 pub use append::Append;
@@ -86,6 +88,8 @@ pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities,
 pub use state::State;
 pub use subscription::{Filter, Ordering, StartAt, Subscription};
 pub use template::Template;
+pub use transaction::{AppendFuture, Postbox, Transaction};
+pub use typed::{IntoEvents, TypedEvent};
 
 /// Limits every store enforces, in Rust before the round trip and in SQL as named constraints.
 pub mod limits {

@@ -65,7 +65,7 @@ impl InProcessBus {
 
 /// The worst of the handlers' outcomes. A retry wins over a death: a handler that may still succeed
 /// gets its chance first.
-fn worst(outcomes: Vec<Outcome>) -> Outcome {
+pub(crate) fn worst(outcomes: Vec<Outcome>) -> Outcome {
     let rank = |outcome: &Outcome| match outcome {
         Outcome::Delivered { duplicate: true } => 0,
         Outcome::Delivered { duplicate: false } => 1,

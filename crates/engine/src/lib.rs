@@ -21,6 +21,7 @@
 //! | part | what it is |
 //! |---|---|
 //! | [`Relay`] | drives one subscription: until stopped, once (`drain`), or on a [`Schedule`] |
+//! | [`router::Router`] | async functions by topic, each argument of which is a part of the event |
 //! | [`handler_sink`], [`InProcessBus`], [`JsonLines`] | sinks that need no broker: a function, handlers by topic, a file or stdout |
 //! | [`Receiver`] | stores the messages of one source, from a broker or from senders that wait, many in a commit |
 //! | [`Sweeper`] | retention |
@@ -63,6 +64,7 @@ mod poll;
 mod receiver;
 mod relay;
 mod retention;
+pub mod router;
 mod schedule;
 mod settings;
 mod unrouted;

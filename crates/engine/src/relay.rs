@@ -16,6 +16,7 @@ use crate::drained::Drained;
 use crate::lane::{Lane, LeaseGuard, ReadLimit};
 use crate::lanes::Lanes;
 use crate::metrics::{FailingLane, Metrics};
+use crate::router::Router;
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
 
@@ -41,6 +42,15 @@ impl RelayBuilder {
     pub fn sink(mut self, sink: Arc<dyn Sink>) -> Self {
         self.destination = Some(Destination::Sink(sink));
         self
+    }
+
+    /// Events go to the handlers of this router, and the subscription wants their topics, whatever
+    /// its filter said of topics before. Replaces [`Self::sink`] and [`Self::apply`].
+    ///
+    /// The error (`Invalid`, code `router_empty`): it has no handler.
+    pub fn router(mut self, router: Router) -> Result<Self> {
+        self.subscription.filter.topics = router.wanted()?;
+        Ok(self.sink(Arc::new(router)))
     }
 
     /// Events go to a handler inside the store's transaction (exactly-once effect). Replaces

@@ -3,27 +3,51 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use postbox::{Append, Delivery, LogName, MemoryStore, NewEvent, Relay, Subscription, TokioClock, handler_sink};
+//! use postbox::{Delivery, LogName, MemoryStore, Postbox, Relay, Subscription, TokioClock, handler_sink};
+//! use serde::Serialize;
+//!
+//! #[derive(postbox::Event, Serialize)]
+//! #[event(topic = "order.paid", key = "order")]
+//! struct OrderPaid {
+//!     order: i64,
+//! }
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> postbox::Result<()> {
-//! let store = Arc::new(MemoryStore::new(Arc::new(TokioClock::new())));
-//! let paid = NewEvent::json("order.paid", r#"{"id":42}"#).key("42");
-//! store.append(&LogName::outbox(), &[paid]).await?; // in your own transaction: `append_in` of the store's module
+//! let store = MemoryStore::new(Arc::new(TokioClock::new()));
+//! let postbox = Postbox::new(store.clone()); // or `store.postbox()` of a database
+//! let mut tx = store.begin(); // your own transaction, of the driver you use
+//! postbox.append(&mut tx, OrderPaid { order: 42 })?; // `.await` where the driver is async
+//! tx.commit();
 //!
 //! let orders = Subscription::new("orders-out".parse()?, LogName::outbox());
 //! let mail = handler_sink(|delivery: Delivery| async move { println!("mail about {}", delivery.event.topic) });
-//! let relay = Relay::builder(store, orders).sink(Arc::new(mail)).build()?;
+//! let relay = Relay::builder(Arc::new(store), orders).sink(Arc::new(mail)).build()?;
 //! assert_eq!(relay.drain(None).await?.delivered, 1); // or `relay.run(stop)`, until stopped
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # In your transaction
+//!
+//! [`Postbox::append`] takes one event or several, [typed](derive@Event) or [not](NewEvent), in the
+//! transaction of your driver. That of another database is a compile error, and so is a client or a
+//! pool, which would commit the event by itself:
+//!
+//! ```compile_fail,E0277
+//! # async fn example(mut client: tokio_postgres::Client) -> postbox::Result<()> {
+//! # use postbox::{NewEvent, Postbox, postgres::Postgres};
+//! Postbox::new(Postgres::default()).append(&mut client, NewEvent::json("t", "{}")).await?;
 //! # Ok(())
 //! # }
 //! ```
 //!
 //! | feature | brings | default |
 //! |---|---|---|
-//! | `postgres` | the `postgres` module: `PostgresStore`, `append_in` for `tokio-postgres` | yes |
-//! | `sqlite` | the `sqlite` module: `SqliteStore`, `append_in` for `rusqlite` | yes |
-//! | `sqlx` | `append_in` for `sqlx` transactions, in both | no |
+//! | `postgres` | the `postgres` module: `PostgresStore`; append in transactions of `tokio-postgres` and `deadpool-postgres` | yes |
+//! | `sqlite` | the `sqlite` module: `SqliteStore`; append in transactions of `rusqlite` | no |
+//! | `sqlx` | append in Postgres transactions of `sqlx` 0.9 | no |
+//! | `sqlx-sqlite` | append in SQLite transactions of `sqlx` 0.9 | no |
 //! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | yes |
 //!
 //! # The guarantee
@@ -41,7 +65,13 @@
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
+/// The guide's samples compile.
+#[cfg(all(doctest, feature = "postgres"))]
+#[doc = include_str!("../../../docs/guide/rust.md")]
+struct Guide;
+
 pub use postbox_core::*;
+pub use postbox_derive::Event;
 pub use postbox_engine::*;
 
 /// The signed webhook sink.

@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use anyhow::{Context as _, ensure};
-use postbox::postgres::sqlx::append_in;
 use postbox::postgres::{PostgresConfig, PostgresStore};
 use postbox::{Delivery, LogName, Migrate as _, NewEvent, Relay, Subscription, handler_sink};
 use sqlx::PgPool;
@@ -26,7 +25,7 @@ async fn main() -> anyhow::Result<()> {
         let mut transaction = pool.begin().await?;
         sqlx::query("INSERT INTO orders VALUES ($1, 'paid')").bind(id).execute(&mut *transaction).await?;
         let paid = NewEvent::json("order.paid", format!(r#"{{"order":{id}}}"#)).key(id.to_string());
-        append_in(&mut transaction, store.schema(), &LogName::outbox(), &[paid]).await?;
+        store.postbox().append(&mut transaction, paid).await?;
         if id % 3 == 0 {
             transaction.rollback().await?;
         } else {

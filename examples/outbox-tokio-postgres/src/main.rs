@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use anyhow::{Context as _, ensure};
-use postbox::postgres::{PostgresConfig, PostgresStore, append_in};
+use postbox::postgres::{PostgresConfig, PostgresStore};
 use postbox::{Delivery, LogName, Migrate as _, NewEvent, Relay, Subscription, handler_sink};
 use tokio_postgres::NoTls;
 
@@ -23,10 +23,10 @@ async fn main() -> anyhow::Result<()> {
     store.up().await?;
 
     for id in 1..=ORDERS {
-        let transaction = client.transaction().await?;
+        let mut transaction = client.transaction().await?;
         transaction.execute("INSERT INTO orders VALUES ($1, 'paid')", &[&id]).await?;
         let paid = NewEvent::json("order.paid", format!(r#"{{"order":{id}}}"#)).key(id.to_string());
-        append_in(&transaction, store.schema(), &LogName::outbox(), &[paid]).await?;
+        store.postbox().append(&mut transaction, paid).await?;
         if id % 3 == 0 {
             transaction.rollback().await?;
         } else {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::ensure;
-use postbox::sqlite::{SqliteConfig, SqliteStore, append_in};
+use postbox::sqlite::{SqliteConfig, SqliteStore};
 use postbox::{JsonLines, LogName, Migrate as _, NewEvent, Relay, Subscription};
 use rusqlite::Connection;
 
@@ -18,10 +18,10 @@ async fn main() -> anyhow::Result<()> {
     let mut connection = Connection::open(&file)?;
     connection.execute_batch("CREATE TABLE note (id INTEGER PRIMARY KEY, text TEXT NOT NULL)")?;
     for (id, text) in [(1, "buy milk"), (2, "regretted"), (3, "call home")] {
-        let transaction = connection.transaction()?;
+        let mut transaction = connection.transaction()?;
         transaction.execute("INSERT INTO note VALUES (?1, ?2)", (id, text))?;
         let written = NewEvent::json("note.written", serde_json::json!({ "id": id, "text": text }).to_string());
-        append_in(&transaction, &LogName::outbox(), &[written.key(id.to_string())])?;
+        store.postbox().append(&mut transaction, written.key(id.to_string()))?;
         if text != "regretted" {
             transaction.commit()?;
         } // Dropped otherwise, which rolls back.

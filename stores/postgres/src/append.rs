@@ -3,8 +3,7 @@
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use postbox_core::{Append, Error, EventId, LogName, Migrate, NewEvent, Result};
-use tokio_postgres::Transaction;
+use postbox_core::{Append, AppendFuture, Error, EventId, LogName, Migrate, NewEvent, Result, Transaction};
 use uuid::Uuid;
 
 use crate::PostgresStore;
@@ -29,35 +28,61 @@ SELECT {s}.{name}_append_many($1::pg_catalog.uuid[], $2::pg_catalog.text[], $3::
   $6::pg_catalog.text[], $7::pg_catalog.text[], $8::pg_catalog.text[], $9::pg_catalog.text[], $10::pg_catalog.bytea[],
   $11::pg_catalog.text[], $12::pg_catalog.text[], $13::pg_catalog.text[], $14::pg_catalog.text[])";
 
-/// Appends `events` in your transaction: they are seen by relays when, and only when, it commits.
-/// One round trip, whatever their number.
+/// What a [`Postbox`](postbox_core::Postbox) for Postgres appends to: the tables in one schema,
+/// `postbox` by default, of whatever database the transaction is in.
 ///
 /// ```no_run
 /// # async fn example(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error>> {
-/// # use postbox_core::{LogName, NewEvent};
-/// let tx = client.transaction().await?;
+/// # use postbox_core::{NewEvent, Postbox};
+/// # use postbox_postgres::Postgres;
+/// let postbox = Postbox::new(Postgres::default());
+/// let mut tx = client.transaction().await?;
 /// tx.execute("UPDATE orders SET paid = true WHERE id = 42", &[]).await?;
-/// let paid = NewEvent::json("order.paid", r#"{"id":42}"#).key("42");
-/// postbox_postgres::append_in(&tx, &Default::default(), &LogName::outbox(), &[paid]).await?;
+/// postbox.append(&mut tx, NewEvent::json("order.paid", r#"{"id":42}"#).key("42")).await?;
 /// tx.commit().await?;
 /// # Ok(())
 /// # }
 /// ```
 ///
-/// Errors are those of [`Append`]. As after any failed statement, Postgres then refuses everything
-/// but a rollback of your transaction, except where the events broke a limit: that is found before
-/// anything is sent.
+/// Transactions are those of `tokio-postgres`, of `deadpool-postgres`, and with the feature `sqlx`
+/// those of `sqlx` 0.9. Events take one round trip, whatever their number. Nothing stays prepared,
+/// so that a transaction-mode pooler may sit in between.
 ///
-/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction;
-/// roll it back.
-pub async fn append_in(
-    tx: &Transaction<'_>,
-    schema: &SchemaName,
+/// As after any failed statement, Postgres then refuses everything but a rollback of your
+/// transaction, except where the events broke a limit: that is found before anything is sent.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Postgres {
+    /// The schema that the tables are in.
+    pub schema: SchemaName,
+}
+
+/// Marks transactions of `tokio-postgres`, and of its pool.
+#[derive(Debug)]
+pub enum TokioPostgres {}
+
+macro_rules! appends {
+    ($($transaction:ty),*) => {
+        $(impl<'a> Transaction<'a, Postgres, TokioPostgres> for $transaction {
+            type Appended = AppendFuture<'a>;
+
+            fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+                Box::pin(append_in(self, to, log, events))
+            }
+        })*
+    };
+}
+
+appends!(tokio_postgres::Transaction<'_>, &tokio_postgres::Transaction<'_>, deadpool_postgres::Transaction<'_>);
+
+async fn append_in(
+    tx: &tokio_postgres::Transaction<'_>,
+    to: &Postgres,
     log: &LogName,
-    events: &[NewEvent],
+    events: Result<Vec<NewEvent>>,
 ) -> Result<Vec<EventId>> {
-    let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
-    let sql = schema.log_sql(columns.statement(), log);
+    let events = events?;
+    let Some(columns) = Columns::of(log, &events)? else { return Ok(Vec::new()) };
+    let sql = to.schema.log_sql(columns.statement(), log);
     let inserted = tx.client().execute_typed(&sql, &columns.params()).await;
     inserted.map_err(|error| refused(log, classify("append", &error)))?;
     Ok(columns.event_ids())

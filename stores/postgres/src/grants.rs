@@ -8,7 +8,7 @@ use crate::append::APPEND_COLUMNS;
 /// Roles by what they do; each may be named in several.
 #[derive(Debug, Clone, Default)]
 pub struct Roles {
-    /// They append events in their transactions, by INSERT, by `enqueue` or by `append_in`.
+    /// They append events in their transactions, by INSERT, by `enqueue` or by `Postbox::append`.
     pub writers: Vec<String>,
     /// They deliver, receive, retry, discard, pause and prune: what `postbox run` does, and the
     /// commands that change something.

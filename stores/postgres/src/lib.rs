@@ -37,7 +37,7 @@ mod subscription;
 mod unrouted;
 mod window;
 
-pub use append::append_in;
+pub use append::{Postgres, TokioPostgres};
 pub use apply::TxHandler;
 pub use config::{PostgresConfig, PostgresTable};
 pub use grants::Roles;

@@ -1,31 +1,48 @@
-//! The same two functions for users of `sqlx`: append, and once, in a transaction of theirs.
+//! For users of `sqlx`: append, and once, in a transaction of theirs.
 
 use postbox_core::kit::check_message_id;
-use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName};
+use postbox_core::{AppendFuture, Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName, Transaction};
 use sqlx::Executor as _;
 use sqlx::postgres::PgConnection;
 
-use crate::append::Columns;
+use crate::append::{Columns, Postgres};
 use crate::classify::{log_unknown, of_sqlstate};
 use crate::once::ONCE_INSERT;
 use crate::schema::SchemaName;
 
-/// Appends `events` in your transaction, as [`crate::append_in`] does: `append_in(&mut *tx, …)`.
-/// One round trip, whatever their number.
-///
+/// Marks transactions of `sqlx`.
+#[derive(Debug)]
+pub enum Sqlx {}
+
+impl<'a> Transaction<'a, Postgres, Sqlx> for sqlx::Transaction<'_, sqlx::Postgres> {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, to, log, events))
+    }
+}
+
+/// For functions that are lent a transaction as a connection. `sqlx` cannot say whether one is
+/// open: without one, each append commits for itself.
+impl<'a> Transaction<'a, Postgres, Sqlx> for PgConnection {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, to, log, events))
+    }
+}
+
 /// Statements are not kept by the connection, so that a transaction-mode pooler may sit in between.
-///
-/// Cancel-safety: dropped before it is done, the events may or may not be part of your transaction;
-/// roll it back.
-pub async fn append_in(
+async fn append_in(
     connection: &mut PgConnection,
-    schema: &SchemaName,
+    to: &Postgres,
     log: &LogName,
-    events: &[NewEvent],
+    events: Result<Vec<NewEvent>>,
 ) -> Result<Vec<EventId>> {
-    let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
+    let events = events?;
+    let Some(columns) = Columns::of(log, &events)? else { return Ok(Vec::new()) };
     let ids: Vec<String> = columns.ids.iter().map(ToString::to_string).collect();
-    let mut query = sqlx::query(sqlx::AssertSqlSafe(schema.log_sql(columns.statement(), log))).persistent(false);
+    let mut query = sqlx::query(sqlx::AssertSqlSafe(to.schema.log_sql(columns.statement(), log))).persistent(false);
     macro_rules! bind {
         ($($column:expr),*) => {
             match ids.len() {

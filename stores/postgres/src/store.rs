@@ -5,9 +5,10 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use deadpool_postgres::Pool;
-use postbox_core::{Result, SubscriptionName};
+use postbox_core::{Postbox, Result, SubscriptionName};
 use tokio::sync::watch;
 
+use crate::append::Postgres;
 use crate::config::PostgresConfig;
 use crate::connect::Target;
 use crate::hint::Listener;
@@ -73,13 +74,18 @@ impl PostgresStore {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The schema of this store, for [`crate::append_in`] and [`crate::once_in`].
+    /// Appends to the log `outbox` of this store, in transactions of yours.
+    pub fn postbox(&self) -> Postbox<Postgres> {
+        Postbox::new(Postgres { schema: self.schema().clone() })
+    }
+
+    /// The schema of this store, for [`crate::once_in`].
     pub fn schema(&self) -> &SchemaName {
         &self.inner.schema
     }
 
     /// Tells the relays of this process that something was committed: call it after the commit of a
-    /// transaction that used [`crate::append_in`]. Only a hint that saves a poll interval.
+    /// transaction that appended events. Only a hint that saves a poll interval.
     pub fn wake(&self) {
         self.inner.wakeups.send_modify(|wakeups| *wakeups += 1);
     }

@@ -1,7 +1,7 @@
 //! Appending: in a transaction of the store's own, or in yours.
 
 use async_trait::async_trait;
-use postbox_core::{Append, Error, ErrorKind, EventId, LogName, NewEvent, Result};
+use postbox_core::{Append, Error, ErrorKind, EventId, LogName, NewEvent, Result, Transaction};
 use rusqlite::{Connection, params};
 
 use crate::classify::{Fault, Work};
@@ -34,26 +34,50 @@ impl Append for SqliteStore {
     }
 }
 
-/// Appends in *your* transaction: the change and its events commit together, or neither does. Takes
-/// a [`rusqlite::Transaction`] or a savepoint of one (both lend themselves as a connection).
+/// What a [`Postbox`](postbox_core::Postbox) for SQLite appends to: our tables in the file that the
+/// transaction is in.
 ///
-/// As [`Append::append`], except that nobody is woken: call [`SqliteStore::wake`] after your
-/// commit, or let the relay poll. A connection without an open transaction is refused (`Invalid`,
-/// code `no_transaction`). If it fails, your transaction is as it was before the call.
+/// Takes a [`rusqlite::Transaction`], a savepoint of one, and a connection with an open
+/// transaction; one without is refused (`Invalid`, code `no_transaction`). If an append fails, your
+/// transaction is as it was before. With the feature `sqlx`, transactions of `sqlx` 0.9 too: there,
+/// roll back after a failure.
 ///
 /// ```
 /// # fn example() -> Result<(), Box<dyn std::error::Error>> {
 /// # let mut connection = rusqlite::Connection::open_in_memory()?;
-/// use postbox_core::{LogName, NewEvent};
+/// use postbox_core::{NewEvent, Postbox};
+/// use postbox_sqlite::Sqlite;
 ///
-/// let tx = connection.transaction()?;
+/// let postbox = Postbox::new(Sqlite);
+/// let mut tx = connection.transaction()?;
 /// tx.execute("INSERT INTO orders (id) VALUES (42)", [])?;
-/// postbox_sqlite::append_in(&tx, &LogName::outbox(), &[NewEvent::json("order.placed", "{}").key("42")])?;
+/// postbox.append(&mut tx, NewEvent::json("order.placed", "{}").key("42"))?;
 /// tx.commit()?;
 /// # Ok(())
 /// # }
 /// ```
-pub fn append_in(tx: &Connection, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sqlite;
+
+/// Marks transactions of `rusqlite`.
+#[derive(Debug)]
+pub enum Rusqlite {}
+
+macro_rules! appends {
+    ($($transaction:ty),*) => {
+        $(impl<'a> Transaction<'a, Sqlite, Rusqlite> for $transaction {
+            type Appended = Result<Vec<EventId>>;
+
+            fn append(&'a mut self, _: &'a Sqlite, log: &'a LogName, events: Result<Vec<NewEvent>>) -> Self::Appended {
+                append_in(self, log, &events?)
+            }
+        })*
+    };
+}
+
+appends!(rusqlite::Transaction<'_>, &rusqlite::Transaction<'_>, rusqlite::Savepoint<'_>, Connection);
+
+fn append_in(tx: &Connection, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
     let log = checked_log("append", log)?;
     events.iter().try_for_each(NewEvent::validate)?;
     require_transaction("append", tx)?;

@@ -46,7 +46,7 @@ const DEFERRED_KEYS_USED: &str =
 ///
 /// Do not commit or roll back `tx` in a handler: the call then fails with code
 /// `handler_ended_transaction`, and what was committed stays without being settled. Events to
-/// append: [`crate::append_in`] with the same `tx`.
+/// append: [`postbox_core::Postbox::append`] with `&mut &*tx`.
 pub trait TxHandler: Send + Sync + 'static {
     /// Handles one event. An outcome other than delivered, or a panic, rolls back what this call
     /// did.

@@ -29,7 +29,7 @@ mod thread;
 mod unrouted;
 mod window;
 
-pub use append::append_in;
+pub use append::{Rusqlite, Sqlite};
 pub use apply::TxHandler;
 pub use config::{SqliteConfig, SqliteTable, Synchronous};
 pub use once::once_in;

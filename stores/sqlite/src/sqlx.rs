@@ -3,9 +3,9 @@
 use ::sqlx::sqlite::SqliteArguments;
 use ::sqlx::{Arguments, AssertSqlSafe, SqliteConnection};
 use postbox_core::kit::{check_message_id, log_unknown};
-use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName};
+use postbox_core::{AppendFuture, Error, ErrorKind, EventId, LogName, NewEvent, Result, SourceName, Transaction};
 
-use crate::append::{APPEND_COLUMNS, headers_json};
+use crate::append::{APPEND_COLUMNS, Sqlite, headers_json};
 use crate::classify::from_code;
 use crate::migrate::checked_log;
 use crate::once::once_insert;
@@ -15,12 +15,36 @@ use crate::schema::{NOW_MICROS, log_table};
 /// statement is one message to the connection's thread.
 const EVENTS_PER_STATEMENT: usize = 500;
 
-/// Appends in *your* transaction: the change and its events commit together, or neither does.
-///
-/// As [`crate::append_in`]; pass `&mut *tx`. More than 500 events take several statements: if one
-/// fails, or the future is dropped, roll your transaction back. Cancel-safety: that of your
-/// transaction.
-pub async fn append_in(connection: &mut SqliteConnection, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+/// Marks transactions of `sqlx`.
+#[derive(Debug)]
+pub enum Sqlx {}
+
+impl<'a> Transaction<'a, Sqlite, Sqlx> for ::sqlx::Transaction<'_, ::sqlx::Sqlite> {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, _: &'a Sqlite, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, log, events))
+    }
+}
+
+/// For functions that are lent a transaction as a connection. `sqlx` cannot say whether one is
+/// open: without one, each append commits for itself.
+impl<'a> Transaction<'a, Sqlite, Sqlx> for SqliteConnection {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, _: &'a Sqlite, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, log, events))
+    }
+}
+
+/// More than [`EVENTS_PER_STATEMENT`] events take several statements: after a failure the
+/// transaction may hold some of them.
+async fn append_in(
+    connection: &mut SqliteConnection,
+    log: &LogName,
+    events: Result<Vec<NewEvent>>,
+) -> Result<Vec<EventId>> {
+    let events = events?;
     let log = checked_log("append", log)?;
     events.iter().try_for_each(NewEvent::validate)?;
     let mut ids = Vec::with_capacity(events.len());

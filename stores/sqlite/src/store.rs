@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use postbox_core::{Clock, Error, ErrorKind, Lease, Result, SubscriptionName};
+use postbox_core::{Clock, Error, ErrorKind, Lease, Postbox, Result, SubscriptionName};
 use tokio::sync::watch;
 
+use crate::append::Sqlite;
 use crate::clock::MachineClock;
 use crate::config::SqliteConfig;
 use crate::migrate::validate;
@@ -90,6 +91,11 @@ impl SqliteStore {
             }
         }
         Ok(store)
+    }
+
+    /// Appends to the log `outbox` of this store, in transactions of yours.
+    pub fn postbox(&self) -> Postbox<Sqlite> {
+        Postbox::new(Sqlite)
     }
 
     /// Wakes this store's relays: call it after your own commit, and they need not wait for their

@@ -12,6 +12,7 @@ use crate::{none, root};
 const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-core", &[]),
     ("postbox-config", &["postbox-core"]),
+    ("postbox-derive", &[]),
     ("postbox-webhook", &[]),
     // It runs relays and receivers with the adapters under test.
     ("postbox-testkit", &["postbox-config", "postbox-core", "postbox-engine"]),
@@ -33,6 +34,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         "postbox",
         &[
             "postbox-core",
+            "postbox-derive",
             "postbox-engine",
             "postbox-http",
             "postbox-ingress",
@@ -149,7 +151,9 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("ipnet", &["postbox-http"]),
     ("krafka", &["postbox-kafka", "postbox-bench"]),
     ("lapin", &["postbox-rabbitmq", "postbox-bench"]),
+    ("proc-macro2", &["postbox-derive"]),
     ("prometheus-client", &["postbox-server"]),
+    ("quote", &["postbox-derive"]),
     ("redis", &["postbox-redis", "postbox-bench"]),
     ("reqwest", &["postbox-http"]),
     ("ring", &["postbox-webhook"]),
@@ -175,6 +179,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("sqlx", &["postbox-postgres", "postbox-sqlite"]),
     ("strsim", &["postbox-config"]),
     ("subtle", &["postbox-server", "postbox-webhook"]),
+    ("syn", &["postbox-derive"]),
     ("tokio-postgres", &["postbox-postgres", "postbox-testkit", "postbox-bench", "postbox-crash"]),
     ("tokio-postgres-rustls", &["postbox-postgres"]),
     ("toml", &["postbox-config", "xtask"]),
@@ -186,6 +191,8 @@ const CLIENTS: &[(&str, &[&str])] = &[
 
 /// What the engine may use besides core: the runtime and small change. No driver, no client.
 const ENGINE: &[&str] = &[
+    // Handlers fail with it.
+    "anyhow",
     "async-trait",
     "base64",
     "bytes",

@@ -3,6 +3,7 @@
 //! Every failure says what to change.
 
 mod docs;
+mod features;
 mod layers;
 mod planted;
 mod sources;

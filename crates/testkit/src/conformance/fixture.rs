@@ -54,7 +54,7 @@ pub trait StoreFixture: Send + Sync {
 /// A producer's open transaction. Dropping it rolls it back.
 #[async_trait]
 pub trait OpenTransaction: Send {
-    /// Appends inside the transaction: the driver's `append_in`.
+    /// Appends inside the transaction: [`postbox_core::Postbox::append`].
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>>;
     /// Whether a message is applied for the first time: the driver's `once_in`.
     async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool>;

@@ -3,6 +3,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod append;
 mod crash;
 mod cursor;
 mod deferred;

@@ -3,7 +3,7 @@
 #![cfg(feature = "sqlx")]
 
 use postbox_core::{EventId, Inspect as _, Log as _, LogName, NewEvent, SourceName, Subscription, SubscriptionName};
-use postbox_postgres::sqlx::{append_in, once_in};
+use postbox_postgres::sqlx::once_in;
 use postbox_testkit::servers::Version;
 use sqlx::{Connection as _, PgConnection};
 
@@ -24,12 +24,11 @@ async fn events_share_the_transactions_fate() {
         .occurred_at(at)
         .deliver_at(at);
     let mut tx = connection.begin().await.expect("begun");
-    let lost =
-        append_in(&mut tx, store.schema(), &LogName::outbox(), std::slice::from_ref(&event)).await.expect("appended");
+    let postbox = store.postbox();
+    let lost = postbox.append(&mut tx, &event).await.expect("appended");
     tx.rollback().await.expect("rolled back");
     let mut tx = connection.begin().await.expect("begun");
-    let ids = append_in(&mut tx, store.schema(), &LogName::outbox(), &[event.clone(), NewEvent::json("t", "{}")]).await;
-    let ids = ids.expect("appended");
+    let ids = postbox.append(&mut *tx, [event.clone(), NewEvent::json("t", "{}")]).await.expect("appended");
     tx.commit().await.expect("committed");
     assert!(store.get(&name, lost[0]).await.expect("read").is_none());
     let record = store.get(&name, ids[0]).await.expect("read").expect("there");
@@ -37,12 +36,12 @@ async fn events_share_the_transactions_fate() {
 
     let mut tx = connection.begin().await.expect("begun");
     let taken: EventId = ids[0];
-    let error = append_in(&mut tx, store.schema(), &LogName::outbox(), &[event.id(taken)]).await.expect_err("taken");
+    let error = postbox.append(&mut tx, event.id(taken)).await.expect_err("taken");
     assert_eq!(error.code(), "event_id_taken");
     tx.rollback().await.expect("rolled back");
     let mut tx = connection.begin().await.expect("begun");
-    let nowhere = LogName::new("nowhere").expect("a name");
-    let error = append_in(&mut tx, store.schema(), &nowhere, &[NewEvent::json("t", "{}")]).await.expect_err("no log");
+    let nowhere = postbox.log(LogName::new("nowhere").expect("a name"));
+    let error = nowhere.append(&mut tx, NewEvent::json("t", "{}")).await.expect_err("no log");
     assert_eq!(error.code(), "log_unknown");
 }
 

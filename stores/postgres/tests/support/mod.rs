@@ -9,8 +9,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Result, SourceName, Store};
-use postbox_postgres::{PostgresConfig, PostgresStore, SchemaName, TxHandler};
+use postbox_core::{
+    Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Postbox, Result, SourceName, Store,
+};
+use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
@@ -185,7 +187,7 @@ impl StoreFixture for Fixture {
         let client = self.client().await;
         // An id at once: the transaction has its place among the others before it writes.
         client.batch_execute("BEGIN; SELECT pg_current_xact_id()").await.expect("begun");
-        Box::new(Open { client, schema: self.store.schema().clone() })
+        Box::new(Open { client, postbox: self.store.postbox() })
     }
 
     async fn conflicts(&self) -> u64 {
@@ -197,7 +199,7 @@ impl StoreFixture for Fixture {
 
 struct Open {
     client: Client,
-    schema: SchemaName,
+    postbox: Postbox<postbox_postgres::Postgres>,
 }
 
 impl Open {
@@ -212,8 +214,8 @@ impl OpenTransaction for Open {
         // The driver's transaction type borrows its client; this one only stands for the
         // transaction that is open already (the server warns of the second BEGIN and goes on), and
         // must not roll it back.
-        let tx = self.client.transaction().await.expect("the open transaction");
-        let appended = postbox_postgres::append_in(&tx, &self.schema, log, events).await;
+        let mut tx = self.client.transaction().await.expect("the open transaction");
+        let appended = self.postbox.clone().log(log.clone()).append(&mut tx, events).await;
         std::mem::forget(tx);
         appended
     }
@@ -221,7 +223,7 @@ impl OpenTransaction for Open {
     async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
         // As above.
         let tx = self.client.transaction().await.expect("the open transaction");
-        let asked = postbox_postgres::once_in(&tx, &self.schema, source, message_id).await;
+        let asked = postbox_postgres::once_in(&tx, &Default::default(), source, message_id).await;
         std::mem::forget(tx);
         asked
     }

@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Apply, Batch, BatchLimit, Delivery, EventId, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId, Result,
-    Settlement, SourceName, Store, Subscription, SubscriptionName,
+    Apply, Batch, BatchLimit, Delivery, EventId, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId, Postbox,
+    Result, Settlement, SourceName, Store, Subscription, SubscriptionName,
 };
-use postbox_sqlite::{SqliteConfig, SqliteStore, append_in, once_in};
+use postbox_sqlite::{Sqlite, SqliteConfig, SqliteStore, once_in};
 use postbox_testkit::conformance::faults::CallFaults;
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
@@ -174,7 +174,7 @@ struct Open(Connection);
 #[async_trait]
 impl OpenTransaction for Open {
     async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
-        append_in(&self.0, log, events)
+        Postbox::new(Sqlite).log(log.clone()).append(&mut self.0, events)
     }
 
     async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Append, Decide, Delivery, Disposition, Inspect, Lease, Log, LogName, NewEvent, Outcome, Result, Settlement,
-    SourceName, State,
+    Append, Decide, Delivery, Disposition, Inspect, Lease, Log, LogName, NewEvent, Outcome, Postbox, Result,
+    Settlement, SourceName, State,
 };
-use postbox_sqlite::{append_in, once_in};
+use postbox_sqlite::{Sqlite, once_in};
 use rusqlite::Transaction;
 
 use crate::common::{self, Fixture, fixture};
@@ -27,7 +27,7 @@ fn ledger(tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
     tx.execute("INSERT INTO ledger (entry) VALUES (?1)", [&payload]).expect("written");
     match payload.as_str() {
         "follow" => {
-            append_in(tx, &LogName::outbox(), &[NewEvent::json("followed", "done")]).expect("appended");
+            Postbox::new(Sqlite).append(&mut &*tx, NewEvent::json("followed", "done")).expect("appended");
             Outcome::DELIVERED
         }
         "orphan" => {
@@ -136,19 +136,43 @@ async fn an_append_that_fails_leaves_your_transaction_as_it_was() {
     let fixture = fixture().await;
     let mut connection = fixture.connect();
     connection.execute_batch("CREATE TABLE mine (id)").expect("made");
-    let tx = connection.transaction().expect("begun");
+    let mut tx = connection.transaction().expect("begun");
     tx.execute("INSERT INTO mine VALUES (1)", []).expect("inserted");
-    let outbox = LogName::outbox();
-    let first = append_in(&tx, &outbox, &[NewEvent::json("t", "1")]).expect("appended")[0];
-    let error =
-        append_in(&tx, &outbox, &[NewEvent::json("t", "2"), NewEvent::json("t", "3").id(first)]).expect_err("taken");
-    assert_eq!(error.code(), "event_id_taken");
-    let unknown = LogName::new("nowhere").expect("valid");
-    assert_eq!(append_in(&tx, &unknown, &[NewEvent::json("t", "2")]).expect_err("unknown").code(), "log_unknown");
+    let postbox = fixture.store.postbox();
+    let first = postbox.append(&mut tx, NewEvent::json("t", "1")).expect("appended")[0];
+    let taken = [NewEvent::json("t", "2"), NewEvent::json("t", "3").id(first)];
+    assert_eq!(postbox.append(&mut tx, taken).expect_err("taken").code(), "event_id_taken");
+    let nowhere = Postbox::new(Sqlite).log(LogName::new("nowhere").expect("valid"));
+    assert_eq!(nowhere.append(&mut tx, NewEvent::json("t", "2")).expect_err("unknown").code(), "log_unknown");
     tx.commit().expect("still good");
     let lease = fixture.lane().await;
     let batch = fixture.next(&lease).await;
     assert_eq!(batch.deliveries.iter().map(|it| it.event.id).collect::<Vec<_>>(), [first]);
     let record = fixture.store.get(&lease.subscription, first).await.expect("asked").expect("there");
     assert_eq!(record.state, State::Pending);
+}
+
+#[tokio::test]
+async fn an_append_takes_savepoints_and_what_a_connection_has_open() {
+    let fixture = fixture().await;
+    let mut connection = fixture.connect();
+    let postbox = Postbox::new(Sqlite);
+    let event = || NewEvent::json("t", "1");
+    let error = postbox.append(&mut connection, event()).expect_err("no transaction");
+    assert_eq!(error.code(), "no_transaction");
+    let mut tx = connection.transaction().expect("begun");
+    let mut savepoint = tx.savepoint().expect("set");
+    postbox.append(&mut savepoint, event()).expect("appended");
+    savepoint.rollback().expect("rolled back");
+    drop(savepoint);
+    let mut savepoint = tx.savepoint().expect("set");
+    let kept = postbox.append(&mut savepoint, event()).expect("appended");
+    savepoint.commit().expect("released");
+    tx.commit().expect("committed");
+    connection.execute_batch("BEGIN").expect("begun");
+    let open = postbox.append(&mut connection, [event(), event()]).expect("appended");
+    connection.execute_batch("COMMIT").expect("committed");
+    let lease = fixture.lane().await;
+    let read: Vec<_> = fixture.next(&lease).await.deliveries.iter().map(|it| it.event.id).collect();
+    assert_eq!(read, [kept, open].concat());
 }

@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use postbox_core::{
-    BatchLimit, EventId, Lease, Log, LogName, NewEvent, OwnerId, Settlement, Subscription, SubscriptionName,
+    BatchLimit, EventId, Lease, Log, LogName, NewEvent, OwnerId, Postbox, Settlement, Subscription, SubscriptionName,
 };
-use postbox_sqlite::append_in;
+use postbox_sqlite::Sqlite;
 use postbox_testkit::ledger::{Fate, Ledger};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
@@ -45,7 +45,7 @@ fn child_writer() {
         out.flush().expect("heard");
     };
     for _ in 0..TRANSACTIONS {
-        let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate).expect("locked");
+        let mut tx = connection.transaction_with_behavior(TransactionBehavior::Immediate).expect("locked");
         say("begin".into());
         for _ in 0..random.random_range(1..6) {
             let key = random.random_range(0..KEYS);
@@ -57,7 +57,7 @@ fn child_writer() {
             let id = EventId::now_v7();
             say(format!("append {id} {key} {version}"));
             let event = NewEvent::json("order.changed", format!("{version}")).id(id).key(key.to_string());
-            append_in(&tx, &LogName::outbox(), &[event]).expect("appended");
+            Postbox::new(Sqlite).append(&mut tx, event).expect("appended");
         }
         if random.random_bool(0.2) {
             tx.rollback().expect("rolled back");

@@ -1,7 +1,8 @@
 //! Appending in an `sqlx` transaction.
 #![cfg(feature = "sqlx")]
 
-use postbox_core::{EventId, LogName, NewEvent, SourceName};
+use postbox_core::{EventId, LogName, NewEvent, Postbox, SourceName};
+use postbox_sqlite::Sqlite;
 use sqlx::sqlite::{SqliteConnectOptions, SqlitePool};
 
 use crate::common::{Fixture, fixture};
@@ -18,10 +19,10 @@ async fn events_commit_or_roll_back_with_the_change() {
     let events: Vec<NewEvent> =
         (0..1_234).map(|n| NewEvent::json("t", n.to_string()).key("k").header("n", n.to_string())).collect();
     let mut tx = pool.begin().await.expect("begun");
-    postbox_sqlite::sqlx::append_in(&mut tx, &LogName::outbox(), &events).await.expect("appended");
+    Postbox::new(Sqlite).append(&mut tx, &events).await.expect("appended");
     tx.rollback().await.expect("rolled back");
     let mut tx = pool.begin().await.expect("begun");
-    let ids = postbox_sqlite::sqlx::append_in(&mut tx, &LogName::outbox(), &events).await.expect("appended");
+    let ids = Postbox::new(Sqlite).append(&mut tx, &events).await.expect("appended");
     tx.commit().await.expect("committed");
     let lease = fixture.lane().await;
     let mut read: Vec<EventId> = Vec::new();
@@ -47,7 +48,7 @@ async fn hostile_bytes_come_back_identical() {
     let payloads: [&[u8]; 5] = [b"", b"\0", &[0xff, 0xfe], b"1e400", "\u{202e}".as_bytes()];
     let events = payloads.map(|payload| NewEvent::json("t", payload.to_vec()).key("a\u{fffd}'\"\\"));
     let mut tx = pool.begin().await.expect("begun");
-    postbox_sqlite::sqlx::append_in(&mut tx, &LogName::outbox(), &events).await.expect("appended");
+    Postbox::new(Sqlite).append(&mut tx, &events).await.expect("appended");
     tx.commit().await.expect("committed");
     let lease = fixture.lane().await;
     let batch = fixture.next(&lease).await;
@@ -63,15 +64,12 @@ async fn refusals_have_the_same_codes() {
     let fixture = fixture().await;
     let pool = pool(&fixture).await;
     let mut tx = pool.begin().await.expect("begun");
-    let id = postbox_sqlite::sqlx::append_in(&mut tx, &LogName::outbox(), &[NewEvent::json("t", "1")])
-        .await
-        .expect("appended")[0];
+    let id = Postbox::new(Sqlite).append(&mut *tx, NewEvent::json("t", "1")).await.expect("appended")[0];
     let again = NewEvent::json("t", "1").id(id);
-    let error = postbox_sqlite::sqlx::append_in(&mut tx, &LogName::outbox(), &[again]).await.expect_err("taken");
+    let error = Postbox::new(Sqlite).append(&mut tx, again).await.expect_err("taken");
     assert_eq!(error.code(), "event_id_taken");
     let unknown = LogName::new("nowhere").expect("valid");
-    let error =
-        postbox_sqlite::sqlx::append_in(&mut tx, &unknown, &[NewEvent::json("t", "1")]).await.expect_err("unknown");
+    let error = Postbox::new(Sqlite).log(unknown).append(&mut tx, NewEvent::json("t", "1")).await.expect_err("unknown");
     assert_eq!(error.code(), "log_unknown");
     let source = SourceName::new("s").expect("valid");
     assert!(postbox_sqlite::sqlx::once_in(&mut tx, &source, "m").await.expect("asked"));

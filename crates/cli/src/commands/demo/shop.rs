@@ -10,7 +10,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use postbox_core::{EventId, LogName, NewEvent};
+use postbox_core::{EventId, NewEvent, Postbox};
+use postbox_sqlite::Sqlite;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use rusqlite::{Connection, TransactionBehavior, params};
@@ -105,9 +106,9 @@ fn step(connection: &mut Connection, order: &Order, id: EventId, rolls_back: boo
         .aggregate("order")
         .version(version)
         .source("shop");
-    let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+    let mut tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     tx.execute(ORDER_WRITE, params![name, version, cents])?;
-    postbox_sqlite::append_in(&tx, &LogName::outbox(), &[event])?;
+    Postbox::new(Sqlite).append(&mut tx, event)?;
     let outcome = if rolls_back {
         tx.rollback()?;
         "rolled_back"

@@ -1,0 +1,100 @@
+//! Appending in a transaction of yours: one verb, whichever driver the transaction is of.
+
+use std::pin::Pin;
+
+use crate::error::Result;
+use crate::event::{EventId, NewEvent};
+use crate::memory::{MemoryStore, MemoryTransaction};
+use crate::names::LogName;
+use crate::typed::IntoEvents;
+
+/// Appends events to one log, in transactions of yours. Cheap to make; it holds no connection.
+///
+/// A store says what it is made of: a memory store itself, `postbox_postgres::Postgres` (its
+/// schema) or `postbox_sqlite::Sqlite`.
+///
+/// ```
+/// # use postbox_core::{MemoryStore, NewEvent, Postbox};
+/// # fn example(store: MemoryStore) -> postbox_core::Result<()> {
+/// let postbox = Postbox::new(store.clone());
+/// let mut tx = store.begin();
+/// postbox.append(&mut tx, NewEvent::json("order.paid", r#"{"order":42}"#).key("42"))?;
+/// tx.commit(); // both, or neither: your change and its events
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct Postbox<S> {
+    store: S,
+    log: LogName,
+}
+
+impl<S> Postbox<S> {
+    /// Appends to the log `outbox` of a store.
+    pub fn new(store: S) -> Self {
+        Self { store, log: LogName::outbox() }
+    }
+
+    /// Appends to this log instead.
+    #[must_use]
+    pub fn log(mut self, log: LogName) -> Self {
+        self.log = log;
+        self
+    }
+
+    /// Appends one event or several, typed or not, in your transaction: relays see them when, and
+    /// only when, it commits. With an async driver this is a future, with a blocking one a result.
+    ///
+    /// As [`Append::append`](crate::Append::append), except that nobody is woken: call the store's
+    /// `wake` after your commit, or let the relay poll. Typed events can fail to become JSON
+    /// (`Invalid`, code `payload_not_encoded`).
+    ///
+    /// Where events break a limit, nothing was sent and your transaction goes on. After any other
+    /// error, roll it back, unless the driver's crate promises more.
+    ///
+    /// Cancel-safety: dropped before it is done, the events may or may not be part of your
+    /// transaction; roll it back.
+    pub fn append<'a, T, Via, E, Kind>(&'a self, tx: &'a mut T, events: E) -> T::Appended
+    where
+        T: Transaction<'a, S, Via> + ?Sized,
+        E: IntoEvents<Kind>,
+    {
+        tx.append(&self.store, &self.log, events.into_events())
+    }
+}
+
+/// What [`Transaction::append`] gives where the driver is async.
+pub type AppendFuture<'a> = Pin<Box<dyn Future<Output = Result<Vec<EventId>>> + Send + 'a>>;
+
+/// A driver's transaction, as [`Postbox::append`] takes it.
+///
+/// `S` is the store, so that a transaction of another database is a type error. `Via` is a type of
+/// the crate that implements this for a driver: it makes an implementation for a foreign
+/// transaction and a foreign store legal there. It is inferred; callers never see it.
+///
+/// Behaviour:
+/// - All events are appended or none, validated first, in the order given; their ids come back in
+///   that order. Errors are those of [`Append`](crate::Append).
+/// - Events that are an error already are that error, and nothing is sent.
+/// - It neither commits nor rolls back.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a transaction that a Postbox of `{S}` can append to",
+    label = "no transaction of `{S}`",
+    note = "a pool or a client is no transaction: begin one, and pass `&mut tx`",
+    note = "the drivers are features of `postbox`: `sqlx` and `sqlx-sqlite` mean sqlx 0.9"
+)]
+pub trait Transaction<'a, S, Via> {
+    /// An [`AppendFuture`], or where the driver blocks the result itself.
+    type Appended;
+
+    /// Appends in this transaction.
+    fn append(&'a mut self, store: &'a S, log: &'a LogName, events: Result<Vec<NewEvent>>) -> Self::Appended;
+}
+
+impl<'a> Transaction<'a, MemoryStore, MemoryStore> for MemoryTransaction {
+    type Appended = Result<Vec<EventId>>;
+
+    fn append(&'a mut self, _: &'a MemoryStore, log: &'a LogName, events: Result<Vec<NewEvent>>) -> Self::Appended {
+        MemoryTransaction::append(self, log, &events?)
+    }
+}

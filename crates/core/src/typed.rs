@@ -1,0 +1,249 @@
+//! Events that are types of yours, and what can be appended.
+
+use std::marker::PhantomData;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::{Error, Result};
+use crate::event::{Event, NewEvent, header};
+
+/// A type whose values are the events of one topic. `#[derive(Event)]` of the crate `postbox`
+/// writes this; with serde, its values are the payload as JSON.
+///
+/// ```
+/// use postbox_core::{NewEvent, TypedEvent};
+///
+/// struct OrderPaid {
+///     order: i64,
+/// }
+///
+/// impl TypedEvent for OrderPaid {
+///     const TOPIC: &'static str = "order.paid";
+///
+///     fn describe(&self, event: NewEvent) -> NewEvent {
+///         event.key(self.order.to_string())
+///     }
+/// }
+/// ```
+pub trait TypedEvent {
+    /// The topic of every value.
+    const TOPIC: &'static str;
+
+    /// The version of the payload's form, from 1. It is in the header [`header::SCHEMA_VERSION`],
+    /// which is left out for 1.
+    const SCHEMA_VERSION: u32 = 1;
+
+    /// Adds what the value says beside its payload: the key, the kind of aggregate, headers …
+    fn describe(&self, event: NewEvent) -> NewEvent {
+        event
+    }
+}
+
+/// The code of a typed event whose payload cannot be written.
+const NOT_ENCODED: &str = "payload_not_encoded";
+/// The code of an event whose payload is not of the type.
+const NOT_DECODED: &str = "payload_not_decoded";
+/// The code of an event whose payload has another version than the type.
+const VERSION_DIFFERS: &str = "schema_version_differs";
+
+fn encode<T: TypedEvent + Serialize>(typed: &T) -> Result<NewEvent> {
+    let payload = serde_json::to_vec(typed).map_err(|error| {
+        let message = format!("the event {} cannot be written as JSON: {error}", T::TOPIC);
+        Error::invalid("append", NOT_ENCODED, message).with_source(error)
+    })?;
+    let event = NewEvent::json(T::TOPIC, payload);
+    let event = match T::SCHEMA_VERSION {
+        1 => event,
+        version => event.header(header::SCHEMA_VERSION, version.to_string()),
+    };
+    Ok(typed.describe(event))
+}
+
+/// Reads a stored event as the type.
+///
+/// Errors (`Invalid`): `schema_version_differs`, `payload_not_decoded`. The topic is not looked at.
+pub fn decode<T: TypedEvent + DeserializeOwned>(event: &Event) -> Result<T> {
+    let version = event.header(header::SCHEMA_VERSION).unwrap_or("1");
+    if version.parse() != Ok(T::SCHEMA_VERSION) {
+        let message = format!(
+            "the event has schema version {version:?}, this program reads {}; handle both, or deploy the one that reads it",
+            T::SCHEMA_VERSION
+        );
+        return Err(Error::invalid("decode", VERSION_DIFFERS, message));
+    }
+    serde_json::from_slice(&event.payload).map_err(|error| {
+        // serde's text may quote the payload; the place is enough to find the fault.
+        let (line, column) = (error.line(), error.column());
+        let message = format!("the payload is no {} (line {line}, column {column})", std::any::type_name::<T>());
+        Error::invalid("decode", NOT_DECODED, message).with_source(error)
+    })
+}
+
+/// One event to append: a [`NewEvent`], or a [`TypedEvent`], or a reference to one.
+///
+/// `Kind` tells these apart for the compiler; it is inferred.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no event",
+    note = "an event is a `NewEvent`, or a type with `#[derive(postbox::Event, serde::Serialize)]`"
+)]
+pub trait IntoEvent<Kind> {
+    /// The event.
+    fn into_event(self) -> Result<NewEvent>;
+}
+
+/// Marks [`NewEvent`]s.
+#[derive(Debug)]
+pub enum Untyped {}
+/// Marks values of a type.
+#[derive(Debug)]
+pub enum Typed {}
+/// Marks references to them.
+#[derive(Debug)]
+pub enum Borrowed {}
+
+impl IntoEvent<Untyped> for NewEvent {
+    fn into_event(self) -> Result<NewEvent> {
+        Ok(self)
+    }
+}
+
+impl IntoEvent<Untyped> for &NewEvent {
+    fn into_event(self) -> Result<NewEvent> {
+        Ok(self.clone())
+    }
+}
+
+impl<T: TypedEvent + Serialize> IntoEvent<Typed> for T {
+    fn into_event(self) -> Result<NewEvent> {
+        encode(&self)
+    }
+}
+
+impl<T: TypedEvent + Serialize> IntoEvent<Borrowed> for &T {
+    fn into_event(self) -> Result<NewEvent> {
+        encode(self)
+    }
+}
+
+/// What [`Postbox::append`](crate::Postbox::append) takes: one event, or anything that gives events
+/// in turn, such as a slice, an array, a `Vec` or an iterator.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no event, and does not give events in turn",
+    note = "an event is a `NewEvent`, or a type with `#[derive(postbox::Event, serde::Serialize)]`"
+)]
+pub trait IntoEvents<Kind> {
+    /// The events, in their order.
+    fn into_events(self) -> Result<Vec<NewEvent>>;
+}
+
+/// Marks one event.
+#[derive(Debug)]
+pub struct One<Kind>(PhantomData<Kind>);
+/// Marks several.
+#[derive(Debug)]
+pub struct Many<Kind>(PhantomData<Kind>);
+
+impl<E: IntoEvent<Kind>, Kind> IntoEvents<One<Kind>> for E {
+    fn into_events(self) -> Result<Vec<NewEvent>> {
+        Ok(vec![self.into_event()?])
+    }
+}
+
+impl<I, Kind> IntoEvents<Many<Kind>> for I
+where
+    I: IntoIterator,
+    I::Item: IntoEvent<Kind>,
+{
+    fn into_events(self) -> Result<Vec<NewEvent>> {
+        self.into_iter().map(IntoEvent::into_event).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::event::EventId;
+
+    #[derive(Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+    struct Paid {
+        order: i64,
+    }
+
+    impl TypedEvent for Paid {
+        const TOPIC: &'static str = "order.paid";
+        const SCHEMA_VERSION: u32 = 2;
+
+        fn describe(&self, event: NewEvent) -> NewEvent {
+            event.key(self.order.to_string())
+        }
+    }
+
+    /// JSON has no keys that are no text.
+    #[derive(serde::Serialize)]
+    struct Map(BTreeMap<Vec<u8>, u8>);
+
+    impl TypedEvent for Map {
+        const TOPIC: &'static str = "map";
+    }
+
+    fn events<Kind>(events: impl IntoEvents<Kind>) -> Result<Vec<NewEvent>> {
+        events.into_events()
+    }
+
+    fn stored(event: NewEvent) -> Event {
+        event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH)
+    }
+
+    #[test]
+    fn one_and_several_typed_and_untyped_are_events() {
+        let paid = || Paid { order: 42 };
+        let new = || NewEvent::json("order.paid", r#"{"order":42}"#).key("42").header("schema-version", "2");
+        let one = vec![new()];
+        let (typed, untyped) = (paid(), new());
+        assert_eq!(events(&typed).expect("written"), one);
+        assert_eq!(events(typed).expect("written"), one);
+        assert_eq!(events(&untyped).expect("written"), one);
+        assert_eq!(events(untyped).expect("written"), one);
+        let two = vec![new(), new()];
+        assert_eq!(events([paid(), paid()]).expect("written"), two);
+        assert_eq!(events(&[paid(), paid()]).expect("written"), two);
+        assert_eq!(events(vec![new(), new()]).expect("written"), two);
+        assert_eq!(events(two.as_slice()).expect("written"), two);
+        assert_eq!(events((0..2).map(|_| paid())).expect("written"), two);
+        assert!(events(None::<Paid>).expect("written").is_empty());
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_refused_with_a_code() {
+        let map = Map(BTreeMap::from([(vec![1], 1)]));
+        assert_eq!(events(&map).expect_err("refused").code(), "payload_not_encoded");
+        assert_eq!(events([map]).expect_err("refused").code(), "payload_not_encoded");
+    }
+
+    #[test]
+    fn an_event_is_read_as_what_it_was() {
+        assert_eq!(
+            decode::<Paid>(&stored(Paid { order: 7 }.into_event().expect("written"))).expect("written"),
+            Paid { order: 7 }
+        );
+    }
+
+    #[test]
+    fn another_version_and_another_form_have_codes_of_their_own() {
+        let code = |event: NewEvent| decode::<Paid>(&stored(event)).expect_err("refused").code().to_owned();
+        let new = |payload: &str| NewEvent::json("order.paid", payload.to_owned());
+        for version in ["1", "3", "two", ""] {
+            assert_eq!(code(new(r#"{"order":7}"#).header("schema-version", version)), "schema_version_differs");
+        }
+        assert_eq!(code(new(r#"{"order":7}"#)), "schema_version_differs", "none means 1");
+        for payload in ["", "{}", r#"{"order":"secret"}"#, "\u{0}"] {
+            let event = stored(new(payload).header("schema-version", "2"));
+            let error = decode::<Paid>(&event).expect_err("refused");
+            assert_eq!(error.code(), "payload_not_decoded");
+            assert!(!error.to_string().contains("secret"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! What `#[event(…)]` says.
+
+use syn::meta::ParseNestedMeta;
+use syn::{Attribute, Ident, LitInt, LitStr, Result};
+
+/// The attributes of a type.
+#[derive(Default)]
+pub(crate) struct Attributes {
+    pub(crate) topic: Option<LitStr>,
+    pub(crate) key: Option<LitStr>,
+    pub(crate) schema_version: Option<LitInt>,
+    pub(crate) aggregate: Option<LitStr>,
+    pub(crate) kind: Option<LitStr>,
+}
+
+const KNOWN: &str = "topic, key, schema_version, aggregate, kind";
+
+impl Attributes {
+    /// Reads every `#[event(…)]` of a type `name`.
+    pub(crate) fn of(name: &Ident, attributes: &[Attribute]) -> Result<Self> {
+        let mut read = Self::default();
+        for attribute in attributes.iter().filter(|attribute| attribute.path().is_ident("event")) {
+            attribute.parse_nested_meta(|meta| read.take(&meta))?;
+        }
+        if read.topic.is_none() {
+            let message =
+                format!("`{name}` has no topic; write #[event(topic = \"…\")] above it, as in \"order.paid\"");
+            return Err(syn::Error::new(name.span(), message));
+        }
+        Ok(read)
+    }
+
+    fn take(&mut self, meta: &ParseNestedMeta<'_>) -> Result<()> {
+        let name = meta.path.get_ident().map(Ident::to_string).unwrap_or_default();
+        match name.as_str() {
+            "topic" => once(&mut self.topic, checked_topic(meta.value()?.parse()?)?, meta),
+            "key" => once(&mut self.key, meta.value()?.parse()?, meta),
+            "schema_version" => once(&mut self.schema_version, checked_version(meta.value()?.parse()?)?, meta),
+            "aggregate" => once(&mut self.aggregate, meta.value()?.parse()?, meta),
+            "kind" => once(&mut self.kind, meta.value()?.parse()?, meta),
+            _ => Err(meta.error(format!("unknown attribute; known: {KNOWN}"))),
+        }
+    }
+}
+
+fn once<T>(slot: &mut Option<T>, value: T, meta: &ParseNestedMeta<'_>) -> Result<()> {
+    match slot.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(meta.error("this is said twice; keep one")),
+    }
+}
+
+/// As `postbox::Topic`, which sees to it once more, and to the length, at every append.
+fn checked_topic(topic: LitStr) -> Result<LitStr> {
+    let text = topic.value();
+    if text.is_empty() || text.contains(|c: char| c.is_whitespace() || c.is_control()) {
+        let message = "a topic is not empty and has no white space; use dots, as in \"order.paid\"";
+        return Err(syn::Error::new(topic.span(), message));
+    }
+    Ok(topic)
+}
+
+fn checked_version(version: LitInt) -> Result<LitInt> {
+    match version.base10_parse::<u32>() {
+        Ok(1..) => Ok(version),
+        _ => Err(syn::Error::new(version.span(), "a schema version is a whole number from 1")),
+    }
+}

@@ -1,0 +1,131 @@
+//! From a type to its implementation.
+
+use proc_macro2::TokenStream;
+use quote::{quote, quote_spanned};
+use syn::{Data, DeriveInput, LitStr, Member, Result};
+
+use crate::attributes::Attributes;
+
+pub(crate) fn derive(input: TokenStream) -> Result<TokenStream> {
+    let input: DeriveInput = syn::parse2(input)?;
+    let name = &input.ident;
+    let Attributes { topic, key, schema_version, aggregate, kind } = Attributes::of(name, &input.attrs)?;
+    let schema_version = schema_version.map(|version| quote! { const SCHEMA_VERSION: u32 = #version; });
+    let key = key.map(|key| written_key(&input, &key)).transpose()?;
+    let aggregate = aggregate.map(|aggregate| quote! { .aggregate(#aggregate) });
+    let kind = kind.map(|kind| quote! { .kind(#kind) });
+    let (parameters, arguments, conditions) = input.generics.split_for_impl();
+    Ok(quote! {
+        impl #parameters ::postbox::TypedEvent for #name #arguments #conditions {
+            const TOPIC: &'static str = #topic;
+            #schema_version
+
+            fn describe(&self, event: ::postbox::NewEvent) -> ::postbox::NewEvent {
+                event #key #aggregate #kind
+            }
+        }
+    })
+}
+
+/// The call that sets the key. Its span is the attribute's, where a field without `Display` is an
+/// error.
+fn written_key(input: &DeriveInput, key: &LitStr) -> Result<TokenStream> {
+    let name = &input.ident;
+    let Data::Struct(data) = &input.data else {
+        return Err(syn::Error::new(key.span(), format!("`{name}` is no struct; only a field of one can be the key")));
+    };
+    let missing = || syn::Error::new(key.span(), format!("`{name}` has no field `{}`", key.value()));
+    let member: Member = key.parse().map_err(|_| missing())?;
+    if !data.fields.members().any(|field| field == member) {
+        return Err(missing());
+    }
+    Ok(quote_spanned! { key.span() => .key(::std::string::ToString::to_string(&self.#member)) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The implementation, as text; compared with what a person would write.
+    fn assert_derives(input: TokenStream, expected: TokenStream) {
+        let derived = derive(input).expect("derived");
+        assert_eq!(derived.to_string(), expected.to_string());
+    }
+
+    fn fault(input: &str) -> String {
+        derive(input.parse().expect("tokens")).expect_err("refused").to_string()
+    }
+
+    #[test]
+    fn every_attribute_has_its_place() {
+        assert_derives(
+            quote! {
+                #[event(topic = "order.paid", key = "order", schema_version = 2)]
+                #[event(aggregate = "order", kind = "integration")]
+                struct OrderPaid { order: i64, cents: i64 }
+            },
+            quote! {
+                impl ::postbox::TypedEvent for OrderPaid {
+                    const TOPIC: &'static str = "order.paid";
+                    const SCHEMA_VERSION: u32 = 2;
+
+                    fn describe(&self, event: ::postbox::NewEvent) -> ::postbox::NewEvent {
+                        event.key(::std::string::ToString::to_string(&self.order)).aggregate("order").kind("integration")
+                    }
+                }
+            },
+        );
+    }
+
+    #[test]
+    fn a_topic_is_enough_for_any_type() {
+        let describe = quote! {
+            fn describe(&self, event: ::postbox::NewEvent) -> ::postbox::NewEvent { event }
+        };
+        assert_derives(
+            quote! { #[event(topic = "t")] enum Noted<T: Copy> where T: Send { A(T), B } },
+            quote! {
+                impl<T: Copy> ::postbox::TypedEvent for Noted<T> where T: Send {
+                    const TOPIC: &'static str = "t";
+                    #describe
+                }
+            },
+        );
+        assert_derives(
+            quote! { #[event(topic = "t")] struct Unit; },
+            quote! { impl ::postbox::TypedEvent for Unit { const TOPIC: &'static str = "t"; #describe } },
+        );
+    }
+
+    #[test]
+    fn the_field_of_a_tuple_is_named_by_its_number() {
+        let derived = derive(quote! { #[event(topic = "t", key = "1")] struct Moved(u8, String); }).expect("derived");
+        assert!(derived.to_string().contains(&quote! { (&self.1) }.to_string()), "{derived}");
+    }
+
+    #[test]
+    fn errors_say_what_is_wrong_and_how_to_cure_it() {
+        let no_topic = r#"`A` has no topic; write #[event(topic = "…")] above it, as in "order.paid""#;
+        let version = "a schema version is a whole number from 1";
+        let topic = r#"a topic is not empty and has no white space; use dots, as in "order.paid""#;
+        let known = "unknown attribute; known: topic, key, schema_version, aggregate, kind";
+        let no_struct = "`A` is no struct; only a field of one can be the key";
+        for (input, text) in [
+            ("struct A { b: u8 }", no_topic),
+            (r#"#[event(key = "b")] struct A { b: u8 }"#, no_topic),
+            (r#"#[event(topic = "t", key = "c")] struct A { b: u8 }"#, "`A` has no field `c`"),
+            (r#"#[event(topic = "t", key = "b c")] struct A { b: u8 }"#, "`A` has no field `b c`"),
+            (r#"#[event(topic = "t", key = "0")] struct A;"#, "`A` has no field `0`"),
+            (r#"#[event(topic = "t", key = "b")] enum A { B }"#, no_struct),
+            (r#"#[event(topic = "t", keys = "b")] struct A { b: u8 }"#, known),
+            (r#"#[event(topic = "t", topic = "u")] struct A;"#, "this is said twice; keep one"),
+            (r#"#[event(topic = "order paid")] struct A;"#, topic),
+            (r#"#[event(topic = "")] struct A;"#, topic),
+            (r#"#[event(topic = "t", schema_version = 0)] struct A;"#, version),
+            (r#"#[event(topic = "t", schema_version = 4294967296)] struct A;"#, version),
+            (r#"#[event(topic = 1)] struct A;"#, "expected string literal"),
+        ] {
+            assert_eq!(fault(input), text, "{input}");
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! `#[derive(Event)]`: a Rust type as the events of one topic. Used through the crate `postbox`,
+//! which has the trait.
+//!
+//! It writes one `impl` and nothing else; the payload is serde's affair.
+
+mod attributes;
+mod event;
+
+use proc_macro::TokenStream;
+
+/// Implements `postbox::TypedEvent` for a type.
+///
+/// ```
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(postbox::Event, Serialize, Deserialize)]
+/// #[event(topic = "order.paid", key = "order", aggregate = "order", schema_version = 2)]
+/// struct OrderPaid {
+///     order: i64,
+///     cents: i64,
+/// }
+///
+/// # fn main() -> postbox::Result<()> {
+/// # use postbox::{IntoEvents, NewEvent};
+/// let paid = OrderPaid { order: 42, cents: 1990 };
+/// let event = NewEvent::json("order.paid", r#"{"order":42,"cents":1990}"#).key("42").aggregate("order");
+/// assert_eq!(paid.into_events()?, [event.header("schema-version", "2")]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// | in `#[event(…)]` | value | what it says |
+/// |---|---|---|
+/// | `topic` | text, required | what happened |
+/// | `key` | a field's name | events of one key are delivered in commit order; the field is written with `Display` |
+/// | `schema_version` | a number from 1, the default | the version of the payload's form |
+/// | `aggregate` | text | the kind of thing that the key names |
+/// | `kind` | text | `domain`, the default, `integration`, … |
+///
+/// An event has a topic:
+///
+/// ```compile_fail
+/// #[derive(postbox::Event)]
+/// struct OrderPaid {
+///     order: i64,
+/// }
+/// ```
+///
+/// Its key is one of its fields:
+///
+/// ```compile_fail
+/// #[derive(postbox::Event)]
+/// #[event(topic = "order.paid", key = "ordr")]
+/// struct OrderPaid {
+///     order: i64,
+/// }
+/// ```
+#[proc_macro_derive(Event, attributes(event))]
+pub fn derive_event(input: TokenStream) -> TokenStream {
+    event::derive(input.into()).unwrap_or_else(syn::Error::into_compile_error).into()
+}

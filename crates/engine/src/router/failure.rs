@@ -1,0 +1,126 @@
+//! From a handler's error to what becomes of the event.
+
+use std::borrow::Cow;
+use std::error::Error as StdError;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::Outcome;
+
+/// The code of an error that is retried.
+const HANDLER_ERROR: &str = "handler_error";
+/// The code of an error that a rule picked.
+const HANDLER_REFUSED: &str = "handler_refused";
+
+/// An error of a handler that says itself what becomes of the event.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use postbox_engine::router::Failure;
+/// Failure::dead("address_unknown", "there is no such customer");
+/// Failure::retry("printer_busy", "ask again").after(Duration::from_secs(30));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure(Outcome);
+
+impl Failure {
+    /// It may succeed later. `code` is a stable snake_case word.
+    pub fn retry(code: impl Into<Cow<'static, str>>, error: impl fmt::Display) -> Self {
+        Self(Outcome::retry(code, error.to_string()))
+    }
+
+    /// It can never succeed.
+    pub fn dead(code: impl Into<Cow<'static, str>>, error: impl fmt::Display) -> Self {
+        Self(Outcome::dead(code, error.to_string()))
+    }
+
+    /// Not to be retried before this time has passed. Without effect on a dead one.
+    #[must_use]
+    pub fn after(mut self, wait: Duration) -> Self {
+        if let Outcome::Retry { after, .. } = &mut self.0 {
+            *after = Some(wait);
+        }
+        self
+    }
+}
+
+/// Which errors make an event dead: see [`Router::dead_on`](super::Router::dead_on).
+#[derive(Default, Clone)]
+pub struct FailureRules(Vec<Arc<Rule>>);
+
+type Rule = dyn Fn(&(dyn StdError + 'static)) -> bool + Send + Sync;
+
+impl FailureRules {
+    pub(super) fn dead_on<E: StdError + 'static>(&mut self, picks: impl Fn(&E) -> bool + Send + Sync + 'static) {
+        self.0.push(Arc::new(move |error| error.downcast_ref::<E>().is_some_and(&picks)));
+    }
+
+    pub(super) fn extend(&mut self, others: Self) {
+        self.0.extend(others.0);
+    }
+
+    /// What becomes of an event whose handler failed with this error and its causes.
+    fn judge<'e>(&self, chain: impl Iterator<Item = &'e (dyn StdError + 'static)> + Clone) -> Outcome {
+        let text = chain.clone().map(ToString::to_string).collect::<Vec<_>>().join(": ");
+        let mut causes = chain;
+        match causes.any(|error| self.0.iter().any(|picks| picks(error))) {
+            true => Outcome::dead(HANDLER_REFUSED, text),
+            false => Outcome::retry(HANDLER_ERROR, text),
+        }
+    }
+}
+
+/// What a handler may fail with: any standard error, an `anyhow::Error`, a [`Failure`].
+///
+/// `Kind` tells these apart for the compiler; it is inferred.
+#[diagnostic::on_unimplemented(
+    message = "a handler cannot fail with `{Self}`",
+    note = "it can with any `std::error::Error`, an `anyhow::Error`, or a `postbox::router::Failure`"
+)]
+pub trait IntoFailure<Kind>: Sized {
+    /// What becomes of the event.
+    fn into_outcome(self, rules: &FailureRules) -> Outcome;
+}
+
+/// Marks standard errors.
+#[derive(Debug)]
+pub enum Standard {}
+/// Marks those of `anyhow`.
+#[derive(Debug)]
+pub enum Anyhow {}
+/// Marks failures.
+#[derive(Debug)]
+pub enum Itself {}
+
+/// An error and its causes.
+#[derive(Clone)]
+struct Chain<'e>(Option<&'e (dyn StdError + 'static)>);
+
+impl<'e> Iterator for Chain<'e> {
+    type Item = &'e (dyn StdError + 'static);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let error = self.0?;
+        self.0 = error.source();
+        Some(error)
+    }
+}
+
+impl<E: StdError + 'static> IntoFailure<Standard> for E {
+    fn into_outcome(self, rules: &FailureRules) -> Outcome {
+        rules.judge(Chain(Some(&self)))
+    }
+}
+
+impl IntoFailure<Anyhow> for anyhow::Error {
+    fn into_outcome(self, rules: &FailureRules) -> Outcome {
+        rules.judge(self.chain())
+    }
+}
+
+impl IntoFailure<Itself> for Failure {
+    fn into_outcome(self, _: &FailureRules) -> Outcome {
+        self.0
+    }
+}

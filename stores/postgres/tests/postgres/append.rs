@@ -1,0 +1,80 @@
+//! Appending in transactions of `tokio-postgres`, of its pool, and in borrowed ones.
+
+use deadpool_postgres::{Manager, Pool};
+use postbox_core::{EventId, Inspect as _, Log as _, LogName, NewEvent, Subscription, SubscriptionName, TypedEvent};
+use postbox_testkit::servers::Version;
+use tokio_postgres::NoTls;
+
+use crate::support;
+
+#[derive(serde::Serialize)]
+struct Paid {
+    order: i64,
+}
+
+impl TypedEvent for Paid {
+    const TOPIC: &'static str = "order.paid";
+    const SCHEMA_VERSION: u32 = 2;
+
+    fn describe(&self, event: NewEvent) -> NewEvent {
+        event.key(self.order.to_string())
+    }
+}
+
+/// JSON has no keys that are lists.
+#[derive(serde::Serialize)]
+struct Unwritable(std::collections::BTreeMap<Vec<u8>, u8>);
+
+impl TypedEvent for Unwritable {
+    const TOPIC: &'static str = "t";
+}
+
+#[tokio::test]
+async fn every_transaction_of_the_driver_takes_events_of_every_kind() {
+    let fixture = support::on(Version::V15).await;
+    let (store, postbox) = (&fixture.store, fixture.store.postbox());
+    let name = SubscriptionName::new("reader").expect("a name");
+    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+
+    let mut client = fixture.client().await;
+    let mut tx = client.transaction().await.expect("begun");
+    let mut kept = postbox.append(&mut tx, Paid { order: 1 }).await.expect("appended");
+    let lent = &tx;
+    kept.extend(postbox.append(&mut &*lent, [Paid { order: 2 }, Paid { order: 3 }]).await.expect("appended"));
+    let mut savepoint = tx.savepoint("s").await.expect("set");
+    let back = postbox.append(&mut savepoint, &Paid { order: 4 }).await.expect("appended");
+    savepoint.rollback().await.expect("rolled back");
+    tx.commit().await.expect("committed");
+
+    let manager = Manager::new(fixture.url.parse().expect("a URL"), NoTls);
+    let pool = Pool::builder(manager).max_size(1).build().expect("a pool");
+    let mut pooled = pool.get().await.expect("connected");
+    let mut tx = pooled.transaction().await.expect("begun");
+    kept.extend(postbox.append(&mut tx, NewEvent::json("order.paid", "{}")).await.expect("appended"));
+    assert!(postbox.append(&mut tx, None::<Paid>).await.expect("nothing to do").is_empty());
+    tx.commit().await.expect("committed");
+
+    for (id, order) in kept.iter().zip([Some("1"), Some("2"), Some("3"), None]) {
+        let event = store.get(&name, *id).await.expect("read").expect("there").event;
+        assert_eq!(event.key.as_ref().map(|key| key.as_str()), order);
+        assert_eq!(event.header("schema-version"), order.map(|_| "2"));
+        assert_eq!(event.payload, order.map_or("{}".into(), |order| format!(r#"{{"order":{order}}}"#)));
+    }
+    assert!(store.get(&name, back[0]).await.expect("read").is_none());
+}
+
+#[tokio::test]
+async fn what_is_refused_before_it_is_sent_leaves_the_transaction_whole() {
+    let fixture = support::on(Version::V15).await;
+    let postbox = fixture.store.postbox();
+    let mut client = fixture.client().await;
+    let mut tx = client.transaction().await.expect("begun");
+    let unwritable = Unwritable([(vec![1], 1)].into());
+    assert_eq!(postbox.append(&mut tx, unwritable).await.expect_err("refused").code(), "payload_not_encoded");
+    let blank = NewEvent::json("no topic", "{}");
+    assert_eq!(postbox.append(&mut tx, [blank]).await.expect_err("refused").code(), "topic_invalid");
+    let kept: Vec<EventId> = postbox.append(&mut tx, Paid { order: 1 }).await.expect("appended");
+    tx.commit().await.expect("committed");
+    let count = "SELECT count(*) FROM postbox.outbox";
+    assert_eq!(client.query_one(count, &[]).await.expect("counted").get::<_, i64>(0), kept.len() as i64);
+}

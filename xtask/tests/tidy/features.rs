@@ -1,0 +1,82 @@
+//! What a service gets into its Cargo.lock with `postbox`.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+
+use crate::{none, root};
+
+/// The dependencies that a feature of the facade takes, directly and through others. A weak one
+/// (`?`) counts: it is in the lock file, too.
+fn taken(features: &toml::Table, feature: &str) -> BTreeSet<String> {
+    let mut taken = BTreeSet::new();
+    for it in features[feature].as_array().expect("a list").iter().map(|it| it.as_str().expect("text")) {
+        match it.strip_prefix("dep:").or_else(|| it.split_once('/').map(|(name, _)| name.trim_end_matches('?'))) {
+            Some(dependency) => _ = taken.insert(dependency.to_owned()),
+            None => taken.extend(self::taken(features, it)),
+        }
+    }
+    taken
+}
+
+/// The library of SQLite can be in a lock file only once, and each version of `rusqlite` and of
+/// `sqlx` asks for its own: a service that has another one, with `sqlx` 0.8 even if it never uses
+/// SQLite, could not take ours beside it.
+#[test]
+fn nobody_gets_sqlite_who_did_not_ask_for_it() {
+    let manifest = std::fs::read_to_string(root().join("crates/postbox/Cargo.toml")).expect("a manifest");
+    let manifest: toml::Table = manifest.parse().expect("TOML");
+    let features = manifest["features"].as_table().expect("a table");
+    let asked = features.keys().filter(|name| !name.contains("sqlite"));
+    let faults: Vec<_> = asked
+        .filter(|name| taken(features, name).contains("postbox-sqlite"))
+        .map(|name| {
+            format!(
+                "crates/postbox/Cargo.toml: the feature {name} takes postbox-sqlite: leave it to a feature of that name"
+            )
+        })
+        .collect();
+    none(&faults);
+    assert!(taken(features, "sqlx-sqlite").contains("postbox-sqlite"), "features are followed");
+}
+
+/// A service that has them already: an older `sqlx` of its own and below `sea-orm`, which has the
+/// library of SQLite in the lock file even where it is off, and an older `rusqlite`.
+const SERVICE: &str = r#"
+[package]
+name = "service"
+edition = "2024"
+
+[workspace]
+
+[dependencies]
+rusqlite = "0.32"
+sea-orm = { version = "1.1", default-features = false, features = ["runtime-tokio", "sqlx-postgres"] }
+sqlx = { version = "0.8", features = ["postgres", "runtime-tokio"] }
+"#;
+
+/// Needs the registry, for some seconds.
+#[test]
+#[allow(clippy::print_stdout, reason = "a skip must be seen")]
+fn a_service_with_an_older_sqlx_sea_orm_or_rusqlite_can_add_postbox() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("service");
+    std::fs::create_dir_all(folder.join("src")).expect("made");
+    let postbox = root().join("crates/postbox");
+    let manifest = format!("{SERVICE}postbox = {{ path = {postbox:?}, features = [\"sqlx\"] }}\n");
+    std::fs::write(folder.join("Cargo.toml"), manifest).expect("written");
+    std::fs::write(folder.join("src/lib.rs"), "").expect("written");
+    _ = std::fs::remove_file(folder.join("Cargo.lock"));
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut resolve = Command::new(cargo);
+    let resolved = resolve.args(["generate-lockfile"]).current_dir(&folder).output().expect("cargo runs");
+    let said = String::from_utf8_lossy(&resolved.stderr);
+    if resolved.status.success() {
+        return;
+    }
+    let may_skip = std::env::var_os("POSTBOX_ALLOW_SKIP").is_some() && std::env::var_os("CI").is_none();
+    if may_skip && !said.contains("failed to select a version") {
+        println!("SKIPPED: the registry cannot be reached: {said}");
+        return;
+    }
+    panic!("such a service cannot add postbox; see docs/decisions/sqlite-is-asked-for.md:\n{said}");
+}
