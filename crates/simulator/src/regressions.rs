@@ -1,6 +1,6 @@
 //! Plans that found defects, as they were left after everything else was taken away.
 
-use crate::plan::{At, End, Fate, Fault, Mishap, Plan, Shape, Step};
+use crate::plan::{Action, At, End, Fate, Fault, Mishap, Plan, Shape, Step};
 use crate::run::run_plan;
 use crate::server::Store;
 
@@ -54,6 +54,33 @@ fn a_store_that_went_back_to_a_lower_epoch_is_read_on() {
         write(600, 3, Fate::Fine),
     ];
     holds(shape(1, 50, false, 800), &steps);
+}
+
+/// What had been read by a filter that the store lost was settled by the one before, which passed
+/// over what only that one wants.
+#[test]
+fn a_filter_that_was_taken_back_passes_nothing_over() {
+    let fault = |operation, nth, fault| Step::Fault { relay: 0, operation, nth, fault };
+    let steps = [
+        Step::Write { at: 52, held: 0, key: Some(1), events: 4, topic: 0, wait: 0, fate: Fate::Fine, end: End::Commit },
+        Step::Write {
+            at: 115,
+            held: 0,
+            key: None,
+            events: 4,
+            topic: 1,
+            wait: 0,
+            fate: Fate::Fine,
+            end: End::Savepoint,
+        },
+        Step::Start { at: 124, relay: 0 },
+        Step::Operator { at: 173, action: Action::Filter(Some(0)) },
+        fault("next_batch", 1, Fault::Lose),
+        fault("page", 2, Fault::Slow(60, 900)),
+        Step::Crash { at: 282 },
+    ];
+    let of = shape(1, 3, true, 300);
+    holds(Shape { ordered: false, sink: 3, attempts_max: 1, ..of }, &steps);
 }
 
 /// The simulator's own defect: some calls of a relay stood still after the faults had ended, while

@@ -38,6 +38,8 @@ pub(crate) struct Position {
     /// The snapshot that ends the window, as Postgres writes it. No two windows of a lane have the
     /// same.
     pub(crate) window: Arc<str>,
+    /// The revision of the filter that what is not settled was read by.
+    pub(crate) revision: i32,
     /// Everything of the window up to here is dealt with.
     pub(crate) settled: i64,
     /// Everything of the window up to here was given out; never below `settled`.
@@ -65,8 +67,9 @@ pub(crate) struct Bounds {
 
 impl Position {
     /// Begins where the database says, under a lease that has not read.
-    pub(crate) fn at(epoch: Epoch, window: Arc<str>, settled: i64) -> Self {
-        Self { epoch, window, settled, read: settled, given: VecDeque::new(), drained: false, bounds: None, rewinds: 0 }
+    pub(crate) fn at(epoch: Epoch, window: Arc<str>, revision: i32, settled: i64) -> Self {
+        let (given, drained, bounds, rewinds) = (VecDeque::new(), false, None, 0);
+        Self { epoch, window, revision, settled, read: settled, given, drained, bounds, rewinds }
     }
 
     /// The next window was opened.

@@ -309,7 +309,7 @@ const LANE_CASES: [LaneCase; 8] = [
     LaneCase {
         name: "a settled position",
         window: ("1:1:", "700:700:", 0, i64::MAX),
-        call: "SELECT verdict FROM postbox.settle_lane($id, 0, 1, '$place', '700:700:', 0, 5, 5)",
+        call: "SELECT verdict FROM postbox.settle_lane($id, 0, 1, '$place', '700:700:', 1, 0, 5, 5)",
         indexes: &[],
         rows_max: 0,
     },

@@ -20,7 +20,7 @@ use crate::subscription::SubscriptionRow;
 /// Locks the lane and moves its position: see `0001_settle.sql`. Index: primary key of `lane`.
 /// Locks the row until the transaction ends; the lease may run out meanwhile, but nobody else gets
 /// the lane.
-pub(crate) const LANE_SETTLE: &str = "SELECT verdict, place FROM {s}.settle_lane($1, $2, $3, $4, $5, $6, $7, $8)";
+pub(crate) const LANE_SETTLE: &str = "SELECT verdict, place FROM {s}.settle_lane($1, $2, $3, $4, $5, $6, $7, $8, $9)";
 
 /// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A row that is
 /// there stays: a person discarded the event before it was read.
@@ -226,9 +226,11 @@ impl SettleCall<'_> {
         let known = lane.position(lease.epoch);
         let (window, settled) = (known.as_ref().map(|at| &*at.window), known.as_ref().map(|at| at.settled));
         let (number, place) = (i32::from(lease.lane), lane.place());
+        let revision = known.as_ref().map(|at| at.revision);
         let position = settlement.position.map(|seq| seq.0);
         let delivered = known.as_ref().zip(position).map_or(0, |(at, position)| self.delivered(at, position));
-        let params = params![self.subscription.id, number, lease.epoch, place, window, settled, position, delivered];
+        let params =
+            params![self.subscription.id, number, lease.epoch, place, window, revision, settled, position, delivered];
         let sql = self.store.schema().sql(LANE_SETTLE);
         let row = self.client.query_typed_one(&sql, &params).await.map_err(|error| classify("settle", &error))?;
         if let Some(place) = row.get(1) {

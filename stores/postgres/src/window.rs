@@ -225,6 +225,11 @@ impl NextBatch<'_> {
             Some(position) => position,
             None => self.load().await?,
         };
+        let revision = self.params.subscription.revision;
+        if at.revision != revision && at.settled < at.read {
+            return Err(filter_changed());
+        }
+        at.revision = revision;
         let mut due_in = None;
         for _ in 0..WINDOWS_PER_CALL_MAX {
             let unsettled = at.settled < at.read;
@@ -268,7 +273,8 @@ impl NextBatch<'_> {
         let params = params![self.params.subscription.id, lane, self.lease.epoch];
         let rows = self.session.rows(&self.session.sql(LANE_LOAD), &params).await?;
         let row = rows.first().ok_or_else(|| Error::stale("next_batch"))?;
-        let position = Position::at(self.lease.epoch, row.get::<_, &str>(0).into(), row.get(1));
+        let position =
+            Position::at(self.lease.epoch, row.get::<_, &str>(0).into(), self.params.subscription.revision, row.get(1));
         self.lane.advance(position.clone());
         Ok(position)
     }

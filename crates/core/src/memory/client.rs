@@ -26,6 +26,8 @@ pub(super) struct Position {
     epoch: Epoch,
     /// The last commit of the window. No two windows of a lane have the same.
     pub(super) window: u64,
+    /// The revision of the filter that what is not settled was read by.
+    pub(super) revision: usize,
     /// Everything of the window up to here is dealt with.
     pub(super) settled: i64,
     /// Everything of the window up to here was given out; never below `settled`.
@@ -114,9 +116,9 @@ impl MemoryStore {
             // No window is opened over an unsettled one.
             let unsettled = at.read > at.settled;
             let opens = at.drained && !unsettled;
-            let (called, window, settled) = (lease.clone(), at.window, at.settled);
+            let (called, known) = (lease.clone(), (at.window, at.settled, at.revision));
             let after = (!opens).then_some(at.read);
-            let read = move |server: &Server| server.window(&called, (window, settled), after, limit);
+            let read = move |server: &Server| server.window(&called, known, after, limit);
             let page = match self.call(if opens { "open" } else { "page" }, Some(lease), read).await {
                 // An earlier call was executed and its answer lost, or the store went back. What
                 // else was given out must not be settled either, and calls of the destination may
@@ -131,6 +133,7 @@ impl MemoryStore {
             let (read, settled) = if entered { (0, 0) } else { (at.read, at.settled) };
             let after = Position {
                 window: page.window,
+                revision: page.revision,
                 settled,
                 read: page.end.unwrap_or(read),
                 drained: !page.batch.more,
@@ -148,10 +151,10 @@ impl MemoryStore {
     /// Begins where the server says.
     async fn load(&self, lease: &Lease) -> Result<()> {
         let called = lease.clone();
-        let (window, settled, wakeups) =
+        let (window, settled, revision, wakeups) =
             self.call("load", Some(lease), move |server: &Server| server.load(&called)).await?;
         let (epoch, read) = (lease.epoch, settled);
-        let at = Position { epoch, window, settled, read, drained: false, rewinds: 0, wakeups };
+        let at = Position { epoch, window, revision, settled, read, drained: false, rewinds: 0, wakeups };
         self.client.advance(lease, None, at);
         Ok(())
     }

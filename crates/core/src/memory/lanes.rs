@@ -107,13 +107,13 @@ impl Server {
     }
 
     /// The cursor of a lane, for a client that knows nothing of it.
-    pub(super) fn load(&self, lease: &Lease) -> Result<(u64, i64, u64)> {
+    pub(super) fn load(&self, lease: &Lease) -> Result<(u64, i64, usize, u64)> {
         let monotonic = self.clock.monotonic();
         let mut state = self.state("next_batch")?;
         let wakeups = state.wakeups;
         let (reader, _) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
-        Ok((lane.to, lane.settled, wakeups))
+        Ok((lane.to, lane.settled, lane.revision, wakeups))
     }
 
     /// The next events of the window after a place; or, without one, the first of the next window,
@@ -121,11 +121,12 @@ impl Server {
     ///
     /// Only over the very cursor the caller read. Otherwise a call that is executed late, or again,
     /// would move the window over events that were never given out, or back. And a store that went
-    /// back may have lost the rows that went with a settlement: their keys would not be held.
+    /// back may have lost the rows that went with a settlement: their keys would not be held; or
+    /// the filter that something was read by which is not settled yet.
     pub(super) fn window(
         &self,
         lease: &Lease,
-        (to, settled): (u64, i64),
+        (to, settled, revision): (u64, i64, usize),
         mut after: Option<i64>,
         limit: BatchLimit,
     ) -> Result<Page> {
@@ -134,13 +135,14 @@ impl Server {
         let wakeups = state.wakeups;
         let (reader, log) = state.data.leased("next_batch", lease, monotonic)?;
         let lane = &reader.lanes[usize::from(lease.lane)];
-        if lane.to != to || lane.settled < settled {
+        let unsettled = after.is_some_and(|read| read > lane.settled);
+        if lane.to != to || lane.settled < settled || (unsettled && lane.revision != revision) {
             return Err(window_undone("next_batch"));
         }
         if lane.revision != reader.revision() {
             // Everything that was read by the former filter is settled first.
-            if after.is_some_and(|read| read > lane.settled) {
-                return Ok(Page { batch: Batch::default(), end: None, window: to, wakeups });
+            if unsettled {
+                return Ok(Page { batch: Batch::default(), end: None, window: to, revision, wakeups });
             }
             let (from, settled) = (lane.from, lane.settled);
             reader.take_filter(lease.lane);
@@ -153,7 +155,7 @@ impl Server {
         if opens {
             (lane.from, lane.to, lane.settled) = (to, log.commit_last, 0);
         }
-        let (from, to) = (lane.from, lane.to);
+        let (from, to, revision) = (lane.from, lane.to, lane.revision);
         let batch = match after {
             None if !opens => Batch { due_in: reader.due_in(lease.lane, now), ..Batch::default() },
             after => reader.page(log, lease.lane, (from, to), after.unwrap_or_default(), limit, now),
@@ -163,7 +165,7 @@ impl Server {
             // not take back what was published.
             state.flush();
         }
-        Ok(Page { end: batch.end.map(|end| end.0), batch, window: to, wakeups })
+        Ok(Page { end: batch.end.map(|end| end.0), batch, window: to, revision, wakeups })
     }
 
     pub(super) fn due(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {

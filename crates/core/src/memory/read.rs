@@ -19,6 +19,8 @@ pub(super) struct Page {
     pub(super) end: Option<i64>,
     /// The last commit of the window it read.
     pub(super) window: u64,
+    /// The revision of the filter it was read by.
+    pub(super) revision: usize,
     /// Which changes it has seen.
     pub(super) wakeups: u64,
 }

@@ -21,9 +21,9 @@ pub(super) struct Write {
 
 /// From where to where a settlement moves the position.
 pub(super) struct Place {
-    /// The window and the settled position that the client knows; `None`: it knows no window, so
-    /// the store must have undone it.
-    known: Option<(u64, i64)>,
+    /// The window, the settled position and the filter's revision that the client knows; `None`: it
+    /// knows no window, so the store must have undone it.
+    known: Option<(u64, i64, usize)>,
     pub(super) position: i64,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct EntryWrite {
 impl Write {
     pub(super) fn of(settlement: &Settlement<'_>, at: Option<&Position>) -> Self {
         let place = settlement.position.map(|position| Place {
-            known: at.map(|at| (at.window, at.settled)),
+            known: at.map(|at| (at.window, at.settled, at.revision)),
             // Never over what was not given.
             position: at.map_or(position.0, |at| position.0.min(at.read)),
         });
@@ -77,9 +77,9 @@ impl Reader {
         let of_lane = &mut self.lanes[usize::from(lane)];
         let before = of_lane.settled;
         if let Some(Place { known, position }) = &write.place {
-            // After the store went back, the same number would pass events of another window, or
-            // rows that are gone.
-            let Some((_, settled)) = known.filter(|(to, _)| *to == of_lane.to) else {
+            // After the store went back, the same number would pass events of another window, rows
+            // that are gone, or events that the filter wants which it had not wanted.
+            let Some((_, settled, revision)) = known.filter(|(to, ..)| *to == of_lane.to) else {
                 return Err(window_undone("settle"));
             };
             if *position <= before {
@@ -87,7 +87,7 @@ impl Reader {
                 // dealt with since.
                 return Ok(());
             }
-            if settled != before {
+            if (settled, revision) != (before, of_lane.revision) {
                 return Err(window_undone("settle"));
             }
             of_lane.settled = *position;

@@ -1,13 +1,14 @@
 //! Relays that die, lanes that are lost, stores that go away.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use jiff::Timestamp;
 use postbox_core::{
-    Admin as _, BatchLimit, Call, Capabilities, ErrorKind, Outcome, Pause, Result, Selection, State, Wire,
+    Admin as _, BatchLimit, Call, Capabilities, Clock, ErrorKind, Outcome, Pause, Result, Selection, State, Wire,
 };
-use postbox_engine::RelaySettings;
+use postbox_engine::{RelaySettings, TokioClock};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{self, Answer, Cable, Recorder, TestEnv, event, fast};
@@ -111,6 +112,48 @@ async fn a_lease_ends_for_its_holder_before_anybody_else_gets_it() {
     tokio::join!(env.run_for(&victim, 13 * S), succeeding);
     let (last, first) = (sink.arrivals().pop().expect("some"), successor_sink.arrivals().swap_remove(0));
     assert!(last.waited < first.waited, "sent until {:?}, succeeded at {:?}", last.waited, first.waited);
+}
+
+/// The clock of a process that stands still now and then, unheard by what it sleeps for.
+struct StandingStill(TokioClock, Mutex<Duration>);
+
+#[async_trait]
+impl Clock for StandingStill {
+    fn now(&self) -> Timestamp {
+        self.0.now()
+    }
+
+    fn monotonic(&self) -> Duration {
+        self.0.monotonic() + *self.1.lock().unwrap()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        self.0.sleep(duration).await;
+    }
+}
+
+/// Somebody else may have its lane by now.
+#[tokio::test(start_paused = true)]
+async fn a_process_that_stood_still_sends_nothing_before_it_looks_at_its_lease() {
+    let env = TestEnv::with((0..3).map(|n| event(1, n))).await;
+    let sink = Recorder::new(Capabilities::default());
+    let clock = Arc::new(StandingStill(TokioClock::new(), Mutex::default()));
+    let relay = env.builder(env.subscription(), fast()).clock(clock.clone()).sink(sink.clone()).build().expect("built");
+    let (lost, metrics) = (Arc::new(Mutex::new(Vec::new())), relay.metrics().clone());
+    sink.script({
+        let lost = lost.clone();
+        move |_| {
+            let mut lost = lost.lock().unwrap();
+            lost.push(metrics.leases_lost());
+            if lost.len() == 1 {
+                *clock.1.lock().unwrap() += fast().lease_ttl;
+            }
+            Outcome::DELIVERED
+        }
+    });
+    env.run_for(&relay, 10 * S).await;
+    assert_eq!(*lost.lock().unwrap(), [0, 1, 1, 1], "leases lost before each call");
+    sink.assert_in_order();
 }
 
 /// A person makes a row due whose call is still in flight.

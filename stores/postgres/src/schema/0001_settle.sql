@@ -2,20 +2,21 @@
 -- takes this lock first, so that nobody decides on a key's next row while somebody else changes its
 -- rows.
 --
--- The parameters: the lane under an epoch; where its row was last seen; the window and the position
--- that the caller remembers; the new position, or NULL to move nothing; and how many of the events
--- that it moves over were delivered.
+-- The parameters: the lane under an epoch; where its row was last seen; the window, the filter's
+-- revision and the position that the caller remembers; the new position, or NULL to move nothing;
+-- and how many of the events that it moves over were delivered.
 --
 -- The answer, in `verdict`:
---   stale    the lease is not ours undone   the cursor is not what the caller remembers, and
---   nothing was moved written  the position was reached already: an earlier call whose answer was
---   lost wrote this very
---            settlement, and the rows it left may have gone on since
+--   stale    the lease is not ours
+--   undone   the cursor is not what the caller remembers, and nothing was moved
+--   written  the position was reached already: an earlier call whose answer was lost wrote this
+--            very settlement, and the rows it left may have gone on since
 --   open     the lane is locked, and the position is where it was asked to be
 --
--- Only in the window it belongs to, and only from where it begins: after a failover that lost the
--- window, the same number would pass events of the one before, and after one that lost a
--- settlement, the events whose rows went with it. A window the caller does not know is none. Due
+-- Only in the window it belongs to, only from where it begins, and only by the filter it was read
+-- with: after a failover that lost the window, the same number would pass events of the one before;
+-- after one that lost a settlement, the events whose rows went with it; and after one that lost a
+-- change of the filter, events that are wanted again. A window the caller does not know is none. Due
 -- rows are known by their `seq`, which a database that went back may have given to another event:
 -- they too are settled only while the cursor is the one the caller knows or a later one, which the
 -- caller's own reading opened meanwhile. docs/cursor.md, writes W2 and W4.
@@ -24,7 +25,8 @@
 -- snapshot, none of them can be removed, and a look-up by key walks over all: 1 ms after 20,000
 -- batches (measured), and so on without end. So the row is looked for at its last place first.
 CREATE FUNCTION {s}.settle_lane(
-  of_subscription int, of_lane int, under_epoch bigint, last_place text, last_snap text, last_settled bigint, new_seq bigint, now_delivered bigint,
+  of_subscription int, of_lane int, under_epoch bigint, last_place text, last_snap text, last_revision int, last_settled bigint, new_seq bigint,
+  now_delivered bigint,
   OUT verdict text, OUT place text)
 LANGUAGE plpgsql VOLATILE {pinned}
 AS ${tag}$
@@ -37,16 +39,16 @@ BEGIN
   -- it.
   UPDATE {s}.lane AS l SET last_seq = new_seq, delivered = l.delivered + now_delivered
     WHERE l.ctid = spot AND {held}
-      AND l.to_snap::text = last_snap AND l.last_seq >= last_settled AND l.last_seq < new_seq
+      AND l.to_snap::text = last_snap AND l.last_seq >= last_settled AND l.last_seq < new_seq AND l.revision = last_revision
     RETURNING l.ctid::text INTO place;
   IF FOUND THEN
     verdict := 'open';
     RETURN;
   END IF;
-  SELECT l.ctid, l.to_snap, l.last_seq INTO at FROM {s}.lane AS l
+  SELECT l.ctid, l.to_snap, l.last_seq, l.revision INTO at FROM {s}.lane AS l
     WHERE l.ctid = spot AND {held} FOR NO KEY UPDATE;
   IF NOT FOUND THEN
-    SELECT l.ctid, l.to_snap, l.last_seq INTO at FROM {s}.lane AS l
+    SELECT l.ctid, l.to_snap, l.last_seq, l.revision INTO at FROM {s}.lane AS l
       WHERE {held} FOR NO KEY UPDATE;
   END IF;
   place := at.ctid::text;
@@ -64,6 +66,8 @@ BEGIN
     verdict := 'undone';
   ELSIF at.last_seq >= new_seq THEN
     verdict := 'written';
+  ELSIF new_seq IS NOT NULL AND at.revision <> last_revision THEN
+    verdict := 'undone';
   ELSE
     verdict := 'open';
     IF new_seq IS NOT NULL THEN
