@@ -75,11 +75,12 @@ pub(crate) enum Command {
     Dispatch {
         /// Read at most this many deliveries, so deliver no more; one that has to wait (behind its
         /// key, or for its time) counts too
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
-        limit: Option<u64>,
-        /// Go on until SIGTERM or Ctrl-C
-        #[arg(long = "loop", conflicts_with = "limit")]
-        forever: bool,
+        #[arg(long, value_name = "N", value_parser = count)]
+        limit: Option<usize>,
+        /// Go on until nothing is pending, also what waits for its time or to be tried again;
+        /// `postbox run` is what runs for ever
+        #[arg(long = "loop")]
+        until_empty: bool,
     },
     /// Count events; prints pending=N dispatched=N dead=N total=N
     Stats {
@@ -390,6 +391,15 @@ fn reset_to(text: &str) -> Result<ResetTo, String> {
 
 fn duration(text: &str) -> Result<Duration, String> {
     postbox_server::parse_duration(text)
+}
+
+/// How many, at least one.
+fn count(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("at least 1".to_owned()),
+        Ok(count) => Ok(count),
+        Err(_) => Err("write a number".to_owned()),
+    }
 }
 
 #[cfg(test)]

@@ -48,9 +48,8 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?).await,
         Command::Run => run::run(Context::load(global, Purpose::Serve)?).await,
-        Command::Dispatch { limit, forever } => {
-            let purpose = if forever { Purpose::Serve } else { Purpose::Deliver };
-            dispatch::run(&Context::load(global, purpose)?, limit, forever).await
+        Command::Dispatch { limit, until_empty } => {
+            dispatch::run(&Context::load(global, Purpose::Deliver)?, limit, until_empty).await
         }
         Command::Stats { json } => stats::run(&inspect()?, json).await,
         Command::List { state: Listed::Conflicts, limit, topic: None, code: None, json } => {
