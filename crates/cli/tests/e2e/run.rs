@@ -1,7 +1,7 @@
 //! `postbox run` and signals.
 
 use std::collections::HashSet;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -41,6 +41,7 @@ on_both!(
     sigterm_under_load_repeats_nothing,
     dispatch_in_a_loop_ends_once_nothing_is_pending,
     dispatch_in_a_loop_waits_for_no_person,
+    what_fails_for_one_reason_has_one_line_a_second,
 );
 
 /// What is to be tried again is waited for, and then it ends.
@@ -111,5 +112,23 @@ async fn logs_are_json_lines_with_levels_and_no_secret() -> Result<()> {
         let value: serde_json::Value = serde_json::from_str(line).with_context(|| line.clone())?;
         ensure!(value["level"].is_string() && !line.contains(secret), "{line}");
     }
+    Ok(())
+}
+
+/// Every event dies of the same: the metrics have each, the log a line a second.
+async fn what_fails_for_one_reason_has_one_line_a_second(kind: Kind) -> Result<()> {
+    let events = 400;
+    let target = Endpoint::start(refuses_all)?;
+    let env = TestEnv::with(kind, &target.subscription("out")).await?;
+    env.insert((0..events).map(|n| ("t", n.to_string(), n))).await?;
+    let began = Instant::now();
+    let output = env.output(&["dispatch", "--log-json"])?;
+    let seconds = began.elapsed().as_secs() + 1;
+    let lines: Vec<serde_json::Value> =
+        String::from_utf8(output.stderr)?.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+    let dead = lines.iter().filter(|line| line["message"] == "event dead").count() as u64;
+    let left_out: u64 = lines.iter().filter_map(|line| line["left_out"].as_u64()).sum();
+    ensure!((1..=seconds).contains(&dead), "{dead} lines in {seconds} s");
+    ensure!(dead + left_out == events.unsigned_abs(), "{dead} lines, {left_out} left out: {lines:#?}");
     Ok(())
 }
