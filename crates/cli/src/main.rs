@@ -11,6 +11,7 @@ mod context;
 mod failure;
 mod logging;
 mod output;
+mod selectors;
 mod signals;
 
 use std::process::ExitCode;

@@ -37,6 +37,7 @@ mod append;
 mod apply;
 mod batch;
 mod clock;
+mod criteria;
 mod dead_letter;
 pub mod envelope;
 mod error;
@@ -63,6 +64,7 @@ pub use append::Append;
 pub use apply::{Apply, Decide};
 pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
 pub use clock::{Clock, Random};
+pub use criteria::Criteria;
 pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header};
 pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
@@ -71,7 +73,7 @@ pub use inspect::{
     Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted, UnroutedTopic,
 };
 pub use log::{Acquired, Epoch, Lease, Log};
-pub use maintain::{Maintain, Routed};
+pub use maintain::{Maintain, Prune, Routed};
 pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store, events_undelivered};
 pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Topic, TopicPattern};

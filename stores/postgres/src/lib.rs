@@ -6,6 +6,7 @@ mod apply;
 mod classify;
 mod config;
 mod connect;
+mod criteria;
 mod dead_letters;
 mod decode;
 mod due;
