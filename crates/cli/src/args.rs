@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use jiff::Timestamp;
 use postbox_core::limits::LANES_MAX;
-use postbox_core::{EventId, LogName, Rate, ResetTo, Seq, State, SubscriptionName, TopicPattern};
+use postbox_core::{EventId, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, TopicPattern};
 
 use crate::selectors::{Meant, Selectors};
 
@@ -83,6 +83,24 @@ pub(crate) enum Command {
         /// `postbox run` is what runs for ever
         #[arg(long = "loop")]
         until_empty: bool,
+    },
+    /// Append one event, in a transaction of its own; prints its id
+    Send(SendArgs),
+    /// Show events as they are appended, from now on, until Ctrl-C
+    ///
+    /// Each once, whatever else is running: one whose transaction commits late is shown then. What
+    /// is shown is committed. Nothing is written, nothing is held up, and nothing shows who looked;
+    /// what retention deletes before it was read is not shown.
+    Tail {
+        /// Only topics like this, e.g. 'order.*'
+        #[arg(long, value_name = "PATTERN", value_parser = pattern)]
+        topic: Option<TopicPattern>,
+        /// Only events of this key
+        #[arg(long, value_parser = plain::<Key>)]
+        key: Option<Key>,
+        /// As JSON, one event a line
+        #[arg(long)]
+        json: bool,
     },
     /// Count events; prints pending=N dispatched=N dead=N total=N
     Stats {
@@ -210,6 +228,32 @@ pub(crate) enum Command {
         /// Which shell
         shell: clap_complete::Shell,
     },
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct SendArgs {
+    /// What happened, e.g. order.paid
+    pub(crate) topic: String,
+    /// The payload; @FILE reads it from a file, - from standard input
+    #[arg(default_value = "-")]
+    pub(crate) payload: String,
+    /// Events of one key are delivered in their order
+    #[arg(long)]
+    pub(crate) key: Option<String>,
+    /// A header, as often as you like
+    #[arg(long = "header", value_name = "NAME=VALUE", value_parser = header)]
+    pub(crate) headers: Vec<(String, String)>,
+    /// What the payload is
+    #[arg(long, value_name = "TYPE", default_value = "application/json")]
+    pub(crate) content_type: String,
+    /// Its id: where the log has it already, nothing is done
+    #[arg(long, value_parser = plain::<EventId>)]
+    pub(crate) id: Option<EventId>,
+}
+
+fn header(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("write a header as NAME=VALUE")?;
+    Ok((name.to_owned(), value.to_owned()))
 }
 
 #[derive(Debug, Subcommand)]

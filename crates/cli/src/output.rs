@@ -34,9 +34,21 @@ pub(crate) fn json(value: &impl Serialize) -> Result<(), Failure> {
     print(&format!("{}\n", safe_json(&text)))
 }
 
+/// JSON in one line: one of many.
+pub(crate) fn json_line(value: &impl Serialize) -> Result<(), Failure> {
+    let text = serde_json::to_string(value).map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?;
+    print(&format!("{}\n", safe_json(&text)))
+}
+
 /// Whether a person looks at standard output.
 pub(crate) fn is_terminal() -> bool {
     std::io::stdout().is_terminal()
+}
+
+/// One line of a pipe: cells separated by tabs.
+pub(crate) fn line_of(cells: &[impl AsRef<str>]) -> Result<(), Failure> {
+    let cells: Vec<String> = cells.iter().map(|cell| safe_line(cell.as_ref())).collect();
+    print(&format!("{}\n", cells.join("\t")))
 }
 
 /// Rows: a table with a head at a terminal, else one line a row, cells separated by tabs, without a

@@ -12,6 +12,7 @@
 //! | [`Admin`] | an operator changes a subscription and its events, in bounded steps | every store |
 //! | [`Maintain`] | a log is made, looked through and pruned, in bounded steps | every store |
 //! | [`Receive`] | a message from outside is stored once | every store |
+//! | [`Tail`] | a person sees a log as it grows, and leaves no trace | every store |
 //! | [`Migrate`] | the schema comes, goes and is checked | every store |
 //! | [`Apply`] | a handler's effect, the position and the delivery row commit together | stores with transactions |
 //! | [`Sink`] | one [`Outcome`] per event, never a hidden retry | every broker, your handler |
@@ -57,6 +58,7 @@ mod sink;
 mod source;
 mod state;
 mod subscription;
+mod tail;
 pub mod template;
 
 pub use admin::{Admin, Changed, Replay, Replayed, ResetPlan, ResetTo, Selection};
@@ -85,6 +87,7 @@ pub use sink::{Capabilities, HighWaterMark, HighWaterMarks, Sink};
 pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
 pub use state::State;
 pub use subscription::{Filter, Ordering, StartAt, Subscription};
+pub use tail::{Tail, Tailed, place_invalid};
 pub use template::Template;
 
 /// Limits every store enforces, in Rust before the round trip and in SQL as named constraints.

@@ -35,6 +35,7 @@ mod settle;
 pub mod sqlx;
 mod store;
 mod subscription;
+mod tail;
 mod unrouted;
 mod window;
 

@@ -1,6 +1,6 @@
 //! One file a command.
 
-use postbox_core::{Prune, Replay, Selection, Seq};
+use postbox_core::{Criteria, Prune, Replay, Selection, Seq};
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, SubscriptionCommand};
 use crate::context::{Context, Purpose};
@@ -23,10 +23,12 @@ mod prune;
 mod replay;
 mod retry;
 mod run;
+mod send;
 mod show;
 mod stats;
 mod steps;
 mod subscription;
+mod tail;
 
 /// Runs the command that was typed.
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {
@@ -64,6 +66,11 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             list::run(&inspect()?, wanted, json).await
         }
         Command::Show { id, json } => show::run(&inspect()?, id, json).await,
+        Command::Send(send) => send::run(&inspect()?, send).await,
+        Command::Tail { topic, key, json } => {
+            let which = Criteria { topic, key, ..Criteria::default() };
+            tail::run(&inspect()?, &which, json).await
+        }
         Command::Retry { meant, code } => retry::run(&inspect()?, selection(meant, code)?).await,
         Command::Discard { meant, code } => discard::run(&inspect()?, selection(meant, code)?).await,
         Command::Replay { meant, after, through, rate } => {

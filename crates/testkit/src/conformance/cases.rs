@@ -267,6 +267,12 @@ macro_rules! conformance_suite {
             closing_ends_a_waiting_call messages_come_in_order_where_that_is_claimed
         }
     };
+    (tail, $fixture:expr) => {
+        $crate::conformance_cases! { tail, $fixture,
+            what_is_appended_is_seen_once a_transaction_that_commits_late_is_seen a_look_is_bounded_and_goes_on
+            only_what_is_meant_is_seen a_look_leaves_no_trace_and_knows_its_place
+        }
+    };
     (storm, $fixture:expr) => {
         $crate::conformance_cases! { storm, $fixture,
             under_random_writers_nothing_is_lost_and_every_key_stays_in_order
@@ -302,7 +308,7 @@ mod tests {
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
             append apply dead_letters fidelity hold inspect lanes late lease lifecycle lost migrate order
-            prune read receive receiving replay reset routing settle sink source admin storm
+            prune read receive receiving replay reset routing settle sink source admin storm tail
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);
             let list = arm.and_then(|arm| arm.split("};").next()).unwrap_or_else(|| panic!("{suite} has no list"));
