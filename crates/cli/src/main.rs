@@ -9,6 +9,9 @@ mod args;
 mod commands;
 mod context;
 mod failure;
+#[cfg(test)]
+mod golden;
+mod layout;
 mod logging;
 mod output;
 mod selectors;

@@ -62,10 +62,12 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
     }
     let terminal = output::is_terminal();
     let rows: Vec<Vec<String>> = records.iter().map(|(name, record)| row(name, record, terminal)).collect();
-    output::rows(&["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"], &rows)
+    output::rows(&HEAD, &rows)
 }
 
-fn row(subscription: &SubscriptionName, record: &Record, terminal: bool) -> Vec<String> {
+pub(crate) const HEAD: [&str; 9] = ["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"];
+
+pub(crate) fn row(subscription: &SubscriptionName, record: &Record, terminal: bool) -> Vec<String> {
     let error = record.error.as_deref().unwrap_or("-");
     vec![
         record.event.id.to_string(),

@@ -14,9 +14,9 @@ mod conflicts;
 pub(crate) mod demo;
 mod discard;
 mod dispatch;
-mod doctor;
+pub(crate) mod doctor;
 mod init;
-mod list;
+pub(crate) mod list;
 mod migrate;
 mod pause;
 mod prune;
@@ -24,10 +24,10 @@ mod replay;
 mod retry;
 mod run;
 mod send;
-mod show;
-mod stats;
+pub(crate) mod show;
+pub(crate) mod stats;
 mod steps;
-mod subscription;
+pub(crate) mod subscription;
 mod tail;
 
 /// Runs the command that was typed.
