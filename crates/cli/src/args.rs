@@ -38,7 +38,7 @@ pub(crate) struct Global {
     /// Only this subscription [default: all]
     #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
     pub(crate) only: Option<SubscriptionName>,
-    /// Only subscriptions of this log, e.g. inbox [default: all]
+    /// Only this log and what reads it, e.g. inbox [default: all; of send and tail: outbox]
     #[arg(long = "log", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "LOG", value_parser = plain::<LogName>)]
     pub(crate) log: Option<LogName>,
     /// What to log, on standard error: error, warn, info, debug, trace, or a filter
