@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use postbox_core::{LogName, Postbox, Store, Subscription};
+use postbox_core::{LogName, Postbox, Prune, Store, Subscription};
 use postbox_engine::step_pause;
 use postbox_postgres::Postgres;
 use tokio::time::MissedTickBehavior;
@@ -78,7 +78,7 @@ async fn prune(store: &dyn Store) -> anyhow::Result<(usize, Duration)> {
     let (mut count, mut longest, mut after) = (0, Duration::ZERO, None);
     loop {
         let start = Instant::now();
-        let step = store.prune(&LogName::outbox(), Duration::ZERO, after).await?;
+        let step = store.prune(&LogName::outbox(), &Prune { after, ..Prune::default() }).await?;
         let took = start.elapsed();
         longest = longest.max(took);
         count += usize::try_from(step.count)?;

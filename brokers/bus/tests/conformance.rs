@@ -7,8 +7,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_bus::BusSink;
 use postbox_core::{
-    Append as _, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery, Log as _, LogName, Maintain as _,
-    MemoryStore, NewEvent, Outcome, Receive, Received, Result, Seq, Sink, SourceName, State, Subscription, header,
+    Append as _, Criteria, Delivery, Error, ErrorKind, Event, Inbound, Inspect as _, ListQuery, Log as _, LogName,
+    Maintain as _, MemoryStore, NewEvent, Outcome, Receive, Received, Result, Seq, Sink, SourceName, State,
+    Subscription, header,
 };
 use postbox_engine::{Relay, TokioClock};
 use postbox_testkit::conformance::{Attempt, Destination, SinkFixture, SinkTraits};
@@ -124,7 +125,7 @@ async fn events(store: &MemoryStore, name: &str) -> Vec<Event> {
     let query = ListQuery {
         subscription: reader.name,
         state: State::Pending,
-        topic: None,
+        which: Criteria::default(),
         code: None,
         after: None,
         limit: 999,

@@ -8,6 +8,8 @@ use jiff::Timestamp;
 use postbox_core::limits::LANES_MAX;
 use postbox_core::{EventId, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, TopicPattern};
 
+use crate::selectors::{Meant, Selectors};
+
 /// A database commit and the messages about it, as one fact: transactional outbox, verified inbox,
 /// event bus.
 #[derive(Debug, Parser)]
@@ -36,7 +38,7 @@ pub(crate) struct Global {
     /// Only this subscription [default: all]
     #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]
     pub(crate) only: Option<SubscriptionName>,
-    /// Only subscriptions of this log, e.g. inbox [default: all]
+    /// Only this log and what reads it, e.g. inbox [default: all; of send and tail: outbox]
     #[arg(long = "log", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "LOG", value_parser = plain::<LogName>)]
     pub(crate) log: Option<LogName>,
     /// What to log, on standard error: error, warn, info, debug, trace, or a filter
@@ -75,11 +77,30 @@ pub(crate) enum Command {
     Dispatch {
         /// Read at most this many deliveries, so deliver no more; one that has to wait (behind its
         /// key, or for its time) counts too
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
-        limit: Option<u64>,
-        /// Go on until SIGTERM or Ctrl-C
-        #[arg(long = "loop", conflicts_with = "limit")]
-        forever: bool,
+        #[arg(long, value_name = "N", value_parser = count)]
+        limit: Option<usize>,
+        /// Go on until nothing is pending, also what waits for its time or to be tried again;
+        /// `postbox run` is what runs for ever
+        #[arg(long = "loop")]
+        until_empty: bool,
+    },
+    /// Append one event, in a transaction of its own; prints its id
+    Send(SendArgs),
+    /// Show events as they are appended, from now on, until Ctrl-C
+    ///
+    /// Each once, whatever else is running: one whose transaction commits late is shown then. What
+    /// is shown is committed. Nothing is written, nothing is held up, and nothing shows who looked;
+    /// what retention deletes before it was read is not shown.
+    Tail {
+        /// Only topics like this, e.g. 'order.*'
+        #[arg(long, value_name = "PATTERN", value_parser = pattern)]
+        topic: Option<TopicPattern>,
+        /// Only events of this key
+        #[arg(long, value_parser = plain::<Key>)]
+        key: Option<Key>,
+        /// As JSON, one event a line
+        #[arg(long)]
+        json: bool,
     },
     /// Count events; prints pending=N dispatched=N dead=N total=N
     Stats {
@@ -96,9 +117,8 @@ pub(crate) enum Command {
         /// At most this many
         #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=100_000))]
         limit: u64,
-        /// Only topics like this, e.g. 'order.*'
-        #[arg(long, value_name = "PATTERN", value_parser = pattern)]
-        topic: Option<TopicPattern>,
+        #[command(flatten)]
+        which: Selectors,
         /// Only this reason code, e.g. http_500
         #[arg(long)]
         code: Option<String>,
@@ -119,83 +139,62 @@ pub(crate) enum Command {
     ///
     /// Works in steps of at most 1000 events, so that relays go on meanwhile, and prints retried=N
     /// at the end. Interrupted or failed midway, it prints what was done until then and ends with
-    /// 1; the same command goes on with the rest.
-    #[command(group = clap::ArgGroup::new("which").required(true).args(["ids", "all"]))]
+    /// 1; the same command goes on with the rest. A limit takes the oldest of all subscriptions
+    /// that are meant first.
+    #[command(mut_group("which", |which| which.arg("code")))]
     Retry {
-        /// The events' ids
-        #[arg(value_name = "ID", value_parser = plain::<EventId>)]
-        ids: Vec<EventId>,
-        /// All of them, narrowed by the flags below
-        #[arg(long)]
-        all: bool,
-        /// Only topics like this, e.g. 'order.*'
-        #[arg(long, value_name = "PATTERN", value_parser = pattern, requires = "all", conflicts_with = "ids")]
-        topic: Option<TopicPattern>,
+        #[command(flatten)]
+        meant: Meant,
         /// Only this reason code, e.g. http_500
-        #[arg(long, requires = "all", conflicts_with = "ids")]
+        #[arg(long, conflicts_with = "ids")]
         code: Option<String>,
-        /// At most this many, the oldest of all subscriptions that are meant first
-        #[arg(long, value_name = "N", requires = "all", conflicts_with = "ids", value_parser = clap::value_parser!(u64).range(1..))]
-        limit: Option<u64>,
     },
     /// Send events again that went out or were skipped, to one subscription, beside what is new
     ///
     /// Without an id: of the events that the subscription wants now, those between two times or
-    /// places. What is appended meanwhile is not meant. Each gets a fresh dedupe id. Works in steps
-    /// of at most 1000 events and prints replayed=N at the end; interrupted, it says where to go
-    /// on.
-    #[command(group = clap::ArgGroup::new("which").required(true).multiple(true).args(["ids", "since", "until", "after", "topic", "key", "all"]))]
+    /// places; an event that is named is sent whether it is wanted or not. What is appended
+    /// meanwhile is not meant. Each gets a fresh dedupe id. Works in steps of at most 1000 events
+    /// and prints replayed=N at the end; interrupted, it says where to go on.
+    #[command(mut_group("which", |which| which.arg("after")))]
     Replay {
-        /// The events' ids, whether the subscription wants them or not
-        #[arg(value_name = "ID", value_parser = plain::<EventId>)]
-        ids: Vec<EventId>,
-        /// Everything that is still in the log, narrowed by the flags below
-        #[arg(long, conflicts_with = "ids")]
-        all: bool,
-        /// Appended at this time or later: 2026-01-31T12:00:00Z, or 2h for two hours ago
-        #[arg(long, value_name = "TIME", value_parser = time, conflicts_with = "ids")]
-        since: Option<Timestamp>,
-        /// Appended before this time
-        #[arg(long, value_name = "TIME", value_parser = time, conflicts_with = "ids")]
-        until: Option<Timestamp>,
+        #[command(flatten)]
+        meant: Meant,
         /// After this place in the log
         #[arg(long, value_name = "SEQ", conflicts_with = "ids")]
         after: Option<i64>,
         /// Up to this place in the log
         #[arg(long, value_name = "SEQ", conflicts_with = "ids")]
         through: Option<i64>,
-        /// Only topics like this, e.g. 'order.*'
-        #[arg(long, value_name = "PATTERN", value_parser = pattern, conflicts_with = "ids")]
-        topic: Option<TopicPattern>,
-        /// Only events of this key
-        #[arg(long, value_parser = plain::<Key>, conflicts_with = "ids")]
-        key: Option<Key>,
-        /// At most this many, oldest first
-        #[arg(long, value_name = "N", conflicts_with = "ids", value_parser = clap::value_parser!(u64).range(1..))]
-        limit: Option<u64>,
         /// No faster than this, e.g. 100/s
         #[arg(long, value_parser = plain::<Rate>)]
         rate: Option<Rate>,
     },
     /// Take events out: they will not be delivered
     ///
-    /// Works in steps of at most 1000 events and prints discarded=N at the end, also when it is
-    /// interrupted or fails midway (then it ends with 1, and the same command goes on with the
-    /// rest).
+    /// Without an id: of those that are retrying, blocked, scheduled or dead; one that nobody has
+    /// read yet is taken out by its id only. Works in steps of at most 1000 events and prints
+    /// discarded=N at the end, also when it is interrupted or fails midway (then it ends with 1,
+    /// and the same command goes on with the rest).
+    #[command(mut_group("which", |which| which.arg("code")))]
     Discard {
-        /// The events' ids
-        #[arg(value_name = "ID", required = true, value_parser = plain::<EventId>)]
-        ids: Vec<EventId>,
+        #[command(flatten)]
+        meant: Meant,
+        /// Only this reason code, e.g. http_500
+        #[arg(long, conflicts_with = "ids")]
+        code: Option<String>,
     },
     /// Delete old dispatched and skipped events of every log that has a subscription; pending, dead
     /// and unrouted ones stay
+    #[command(group = clap::ArgGroup::new("age").required(true).args(["older_than", "until"]))]
     Prune {
-        /// How old, e.g. 7d
-        #[arg(long, value_name = "AGE", value_parser = duration)]
-        older_than: Duration,
+        #[command(flatten)]
+        which: Selectors,
         /// Also events that no subscription wants, which are kept otherwise
         #[arg(long)]
         unrouted: bool,
+        /// Only count them: delete nothing
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Stop delivering for a subscription until it is resumed
     Pause {
@@ -229,6 +228,32 @@ pub(crate) enum Command {
         /// Which shell
         shell: clap_complete::Shell,
     },
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct SendArgs {
+    /// What happened, e.g. order.paid
+    pub(crate) topic: String,
+    /// The payload; @FILE reads it from a file, - from standard input
+    #[arg(default_value = "-")]
+    pub(crate) payload: String,
+    /// Events of one key are delivered in their order
+    #[arg(long)]
+    pub(crate) key: Option<String>,
+    /// A header, as often as you like
+    #[arg(long = "header", value_name = "NAME=VALUE", value_parser = header)]
+    pub(crate) headers: Vec<(String, String)>,
+    /// What the payload is
+    #[arg(long, value_name = "TYPE", default_value = "application/json")]
+    pub(crate) content_type: String,
+    /// Its id: where the log has it already, nothing is done
+    #[arg(long, value_parser = plain::<EventId>)]
+    pub(crate) id: Option<EventId>,
+}
+
+fn header(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("write a header as NAME=VALUE")?;
+    Ok((name.to_owned(), value.to_owned()))
 }
 
 #[derive(Debug, Subcommand)]
@@ -344,7 +369,7 @@ pub(crate) enum Migrate {
 }
 
 /// The error's text without the operation, which would only say "parse" or "validate".
-fn plain<T: std::str::FromStr<Err = postbox_core::Error>>(text: &str) -> Result<T, String> {
+pub(crate) fn plain<T: std::str::FromStr<Err = postbox_core::Error>>(text: &str) -> Result<T, String> {
     text.parse().map_err(|error: postbox_core::Error| error.message().to_owned())
 }
 
@@ -364,12 +389,12 @@ fn listed(text: &str) -> Result<Listed, String> {
     plain(text).map(Listed::Events).map_err(|error| format!("{error}, or conflict"))
 }
 
-fn pattern(text: &str) -> Result<TopicPattern, String> {
+pub(crate) fn pattern(text: &str) -> Result<TopicPattern, String> {
     TopicPattern::new(text).map_err(|error| error.message().to_owned())
 }
 
 /// A time, or an age.
-fn time(text: &str) -> Result<Timestamp, String> {
+pub(crate) fn time(text: &str) -> Result<Timestamp, String> {
     let ago = |age: Duration| Timestamp::now().checked_sub(age).map_err(|error| error.to_string());
     match (text.parse(), postbox_server::parse_duration(text)) {
         (Ok(time), _) => Ok(time),
@@ -388,8 +413,17 @@ fn reset_to(text: &str) -> Result<ResetTo, String> {
     }
 }
 
-fn duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     postbox_server::parse_duration(text)
+}
+
+/// How many, at least one.
+pub(crate) fn count(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("at least 1".to_owned()),
+        Ok(count) => Ok(count),
+        Err(_) => Err("write a number".to_owned()),
+    }
 }
 
 #[cfg(test)]
@@ -401,16 +435,5 @@ mod tests {
     #[test]
     fn the_arguments_are_well_formed() {
         Args::command().debug_assert();
-    }
-
-    #[test]
-    fn retry_wants_ids_or_all() {
-        assert!(Args::try_parse_from(["postbox", "retry"]).is_err());
-        assert!(Args::try_parse_from(["postbox", "retry", "--topic", "a"]).is_err());
-        assert!(Args::try_parse_from(["postbox", "retry", "--all", "--topic", "a", "--limit", "5"]).is_ok());
-        for narrowed in [&["--all"][..], &["--topic", "a"], &["--code", "http_500"], &["--limit", "5"]] {
-            let both = [&["postbox", "retry", "01234567-89ab-7def-8123-456789abcdef"], narrowed].concat();
-            assert!(Args::try_parse_from(&both).is_err(), "{both:?}: an id is not narrowed, silently or otherwise");
-        }
     }
 }

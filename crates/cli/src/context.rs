@@ -106,11 +106,7 @@ impl Context {
     /// The configured subscriptions that are meant.
     pub(crate) fn configured(&self) -> Result<Vec<SubscriptionConfig>, Failure> {
         let all = self.config.subscriptions.iter();
-        let meant: Vec<_> = all
-            .filter(|config| self.only.as_ref().is_none_or(|only| *only == config.subscription.name))
-            .filter(|config| self.log.as_ref().is_none_or(|log| *log == config.subscription.log))
-            .cloned()
-            .collect();
+        let meant: Vec<_> = all.filter(|config| self.means(config)).cloned().collect();
         match &self.only {
             Some(only) if meant.is_empty() => {
                 let known = self.config.subscriptions.iter().map(|config| config.subscription.name.to_string());
@@ -118,6 +114,12 @@ impl Context {
             }
             _ => Ok(meant),
         }
+    }
+
+    /// Whether a configured subscription is meant.
+    pub(crate) fn means(&self, config: &SubscriptionConfig) -> bool {
+        self.only.as_ref().is_none_or(|only| *only == config.subscription.name)
+            && self.log.as_ref().is_none_or(|log| *log == config.subscription.log)
     }
 
     /// The subscriptions in the store that are meant. Looks only: `run` and `dispatch` make those

@@ -9,8 +9,12 @@ mod args;
 mod commands;
 mod context;
 mod failure;
+#[cfg(test)]
+mod golden;
+mod layout;
 mod logging;
 mod output;
+mod selectors;
 mod signals;
 
 use std::process::ExitCode;

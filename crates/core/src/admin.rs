@@ -3,25 +3,28 @@
 use async_trait::async_trait;
 use jiff::Timestamp;
 
+use crate::criteria::Criteria;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventId, Seq};
 use crate::inspect::Pause;
 use crate::limits::CHANGE_EVENTS_MAX;
-use crate::names::{Key, SubscriptionName, TopicPattern};
+use crate::names::SubscriptionName;
 
 /// Which delivery rows to change. `None` fields do not narrow.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Selection {
     /// Only these events; at most [`CHANGE_EVENTS_MAX`].
     pub ids: Option<Vec<EventId>>,
-    /// Only rows with a topic matching this pattern.
-    pub topic: Option<TopicPattern>,
+    /// Only rows of these events. What is gone from the log is not meant where they narrow.
+    pub which: Criteria,
     /// Only rows with this code.
     pub code: Option<String>,
     /// Only after this place: where the step before ended.
     pub after: Option<Seq>,
     /// At most this many, oldest first. One step takes no more than [`CHANGE_EVENTS_MAX`].
     pub limit: Option<usize>,
+    /// Only count what the step would change.
+    pub dry_run: bool,
 }
 
 impl Selection {
@@ -35,11 +38,9 @@ impl Selection {
         Ok(())
     }
 
-    /// Whether it means a row with this topic and code. What has none is not meant where one is
-    /// asked for.
-    pub fn means(&self, topic: Option<&str>, code: Option<&str>) -> bool {
-        self.topic.as_ref().is_none_or(|pattern| topic.is_some_and(|topic| pattern.matches(topic)))
-            && (self.code.is_none() || self.code.as_deref() == code)
+    /// Whether it means a row with this code. What has none is not meant where one is asked for.
+    pub fn means_code(&self, code: Option<&str>) -> bool {
+        self.code.is_none() || self.code.as_deref() == code
     }
 
     /// The most that one step changes.
@@ -64,20 +65,16 @@ pub struct Replay {
     /// Only these events, whether the subscription wants them or not; at most
     /// [`CHANGE_EVENTS_MAX`].
     pub ids: Option<Vec<EventId>>,
-    /// Only events with a topic matching this pattern.
-    pub topic: Option<TopicPattern>,
-    /// Only events of this key.
-    pub key: Option<Key>,
-    /// Only events that were appended at this time or later, by the store's clock.
-    pub since: Option<Timestamp>,
-    /// Only events that were appended before this time.
-    pub until: Option<Timestamp>,
+    /// Only these events.
+    pub which: Criteria,
     /// Only after this place: where the step before ended.
     pub after: Option<Seq>,
     /// Only up to this place; `None`: to the end of the log as it is now.
     pub through: Option<Seq>,
     /// At most this many, oldest first. One step takes no more than [`CHANGE_EVENTS_MAX`].
     pub limit: Option<usize>,
+    /// Only count what the step would send.
+    pub dry_run: bool,
 }
 
 impl Replay {
@@ -89,10 +86,7 @@ impl Replay {
     /// Whether it means an event at this place.
     pub fn means(&self, seq: Seq, event: &Event) -> bool {
         self.ids.as_ref().is_none_or(|ids| ids.contains(&event.id))
-            && self.topic.as_ref().is_none_or(|pattern| pattern.matches(event.topic.as_str()))
-            && (self.key.is_none() || self.key == event.key)
-            && self.since.is_none_or(|since| event.created_at >= since)
-            && self.until.is_none_or(|until| event.created_at < until)
+            && self.which.mean_event(Some(event))
             && self.after.is_none_or(|after| seq > after)
             && self.through.is_none_or(|through| seq <= through)
     }
@@ -153,6 +147,8 @@ pub struct ResetPlan {
 /// - `retry` makes dead rows due now with attempts 0 and one more replay, and retrying rows due
 ///   now; idempotent: a second call finds nothing dead. It never touches events that are pending,
 ///   dispatched or discarded.
+/// - A dry run of `retry`, `discard` or `replay` counts in the same steps and changes nothing: what
+///   a run right after it changes, unless something moves in between. It locks nothing.
 /// - `discard` takes events out that are retrying, blocked, scheduled, dead or still pending, and
 ///   releases the next of their keys; discarded events are never delivered (except one already in
 ///   flight). Pending ones must be named by id.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 
+use crate::criteria::Criteria;
 use crate::error::Result;
 use crate::event::{Event, EventId, Seq};
 use crate::log::Epoch;
@@ -169,8 +170,8 @@ pub struct ListQuery {
     pub subscription: SubscriptionName,
     /// In which state.
     pub state: State,
-    /// Only topics matching this pattern.
-    pub topic: Option<crate::names::TopicPattern>,
+    /// Only these events. What is gone from the log is not meant where they narrow.
+    pub which: Criteria,
     /// Only rows with this code.
     pub code: Option<String>,
     /// Only after this place (paging).

@@ -12,6 +12,7 @@
 //! | [`Admin`] | an operator changes a subscription and its events, in bounded steps | every store |
 //! | [`Maintain`] | a log is made, looked through and pruned, in bounded steps | every store |
 //! | [`Receive`] | a message from outside is stored once | every store |
+//! | [`Tail`] | a person sees a log as it grows, and leaves no trace | every store |
 //! | [`Migrate`] | the schema comes, goes and is checked | every store |
 //! | [`Apply`] | a handler's effect, the position and the delivery row commit together | stores with transactions |
 //! | [`Sink`] | one [`Outcome`] per event, never a hidden retry | every broker, your handler |
@@ -37,6 +38,7 @@ mod append;
 mod apply;
 mod batch;
 mod clock;
+mod criteria;
 mod dead_letter;
 mod down;
 pub mod envelope;
@@ -57,6 +59,7 @@ mod sink;
 mod source;
 mod state;
 mod subscription;
+mod tail;
 pub mod template;
 mod transaction;
 pub mod typed;
@@ -66,6 +69,7 @@ pub use append::Append;
 pub use apply::{Apply, Decide};
 pub use batch::{Batch, BatchLimit, Delivery, Disposition, Entry, Retrying, Settlement, Unreadable};
 pub use clock::{Clock, Random};
+pub use criteria::Criteria;
 pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header};
 pub use down::Down;
 pub use envelope::Envelope;
@@ -75,7 +79,7 @@ pub use inspect::{
     Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted, UnroutedTopic,
 };
 pub use log::{Acquired, Epoch, Lease, Log};
-pub use maintain::{Maintain, Routed};
+pub use maintain::{Maintain, Prune, Routed};
 pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store, events_undelivered};
 pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Topic, TopicPattern};
@@ -87,6 +91,7 @@ pub use sink::{Capabilities, HighWaterMark, HighWaterMarks, Sink};
 pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
 pub use state::State;
 pub use subscription::{Filter, Ordering, StartAt, Subscription};
+pub use tail::{Tail, Tailed, place_invalid};
 pub use template::Template;
 pub use transaction::{AppendFuture, Postbox, Transaction};
 pub use typed::{IntoEvents, TypedEvent};

@@ -5,6 +5,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use crate::admin::Changed;
+use crate::criteria::Criteria;
 use crate::error::Result;
 use crate::event::Seq;
 use crate::names::LogName;
@@ -19,6 +20,21 @@ pub struct Routed {
     pub more: bool,
 }
 
+/// Which events to delete.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Prune {
+    /// Only events older than this, by the store's clock.
+    pub older_than: Duration,
+    /// Only these events.
+    pub which: Criteria,
+    /// Also those that no subscription wants, which are kept otherwise.
+    pub unrouted: bool,
+    /// Only after this place: where the step before ended.
+    pub after: Option<Seq>,
+    /// Only count what the step would delete. It locks nothing.
+    pub dry_run: bool,
+}
+
 /// The upkeep of a log and of its store.
 ///
 /// Behaviour:
@@ -29,12 +45,13 @@ pub struct Routed {
 ///   open.
 /// - `prune` deletes, of a bounded number of events after a place, those older than the age that
 ///   every subscription of their log has passed and whose delivery rows, if any, are `discarded`;
-///   dead and pending ones stay, and unrouted ones: `give_up_unrouted` comes first. Go on with
+///   dead and pending ones stay, and unrouted ones unless they are asked for. Go on with
 ///   [`Changed::next`] until there is none: it is there even
 ///   where a step found nothing to delete, so that what has to stay is looked at once in a run.
 ///   Where [`PRUNE_YOUNG_MAX`](crate::kit::PRUNE_YOUNG_MAX) of a step's events are too young,
 ///   nothing beyond is looked at: times rise with `seq`, nearly. Rows of events that are gone
-///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too, at the end of a run.
+///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too, at the end of a run
+///   that nothing else narrows.
 ///   A log without subscriptions is not pruned. Calls at once take turns.
 /// - `create_log` is idempotent.
 #[async_trait]
@@ -43,12 +60,9 @@ pub trait Maintain: Send + Sync + 'static {
     async fn create_log(&self, log: &LogName) -> Result<()>;
     /// Finds what no subscription of a log wants, one step.
     async fn note_unrouted(&self, log: &LogName) -> Result<Routed>;
-    /// Gives up unrouted events of one log that are older than an age: they are skipped from then
-    /// on, and `prune` takes them. One step; how many.
-    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64>;
     /// Deletes old dispatched and skipped events of one log, one step: those after a place, or from
     /// the start.
-    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed>;
+    async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed>;
     /// Checks that nothing in the store's settings keeps messages from being received. Changes
     /// nothing; the error names the cure.
     async fn check_receiving(&self) -> Result<()>;

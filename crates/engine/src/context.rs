@@ -14,6 +14,7 @@ use crate::breaker::Breaker;
 use crate::failures::FailureTracker;
 use crate::limiter::Limiter;
 use crate::lock::lock;
+use crate::log_lines::LogLines;
 use crate::metrics::Metrics;
 use crate::settings::RelaySettings;
 
@@ -52,6 +53,7 @@ pub(crate) struct RelayContext {
     pub(crate) health: Health,
     pub(crate) limiter: Limiter,
     pub(crate) apply: ApplyState,
+    pub(crate) log_lines: LogLines,
 }
 
 /// What is known of the destination.
@@ -100,7 +102,7 @@ impl RelayContext {
             failures: FailureTracker::new(settings.breaker.clone()),
             gone: Mutex::new(None),
         };
-        let apply = ApplyState::default();
+        let (apply, log_lines) = (ApplyState::default(), LogLines::default());
         Self {
             log,
             destination,
@@ -114,6 +116,7 @@ impl RelayContext {
             health,
             limiter,
             apply,
+            log_lines,
         }
     }
 
@@ -142,8 +145,23 @@ impl RelayContext {
             return false;
         }
         self.metrics.add(&self.metrics.store_errors, 1);
-        warn!(subscription = self.name(), code = error.code(), error = %error, "store call failed");
+        if let Some(left_out) = self.log_line("store call failed", error.code()) {
+            let code = error.code();
+            warn!(subscription = self.name(), code, error = %error, left_out, "store call failed");
+        }
         true
+    }
+
+    /// Whether something is to be logged now, and how many like it were left out before.
+    pub(crate) fn log_line(&self, what: &'static str, code: &str) -> Option<u64> {
+        self.log_lines.observe(what, code, self.clock.monotonic())
+    }
+
+    /// Says what was left out at the end, when no line comes after it.
+    pub(crate) fn log_left_out(&self) {
+        for (what, code, left_out) in self.log_lines.take_left_out() {
+            warn!(subscription = self.name(), what, code, left_out, "more of the same");
+        }
     }
 
     /// Records a failed call of one lane; whether to repeat it.

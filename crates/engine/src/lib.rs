@@ -59,6 +59,7 @@ mod lane;
 mod lanes;
 mod limiter;
 mod lock;
+mod log_lines;
 mod metrics;
 mod poll;
 mod receiver;

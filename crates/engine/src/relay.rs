@@ -238,6 +238,7 @@ impl Relay {
         let ended = self.share_lanes(&mut lanes, &stop).await;
         self.note_end(ended.as_ref().err());
         lanes.stop().await;
+        context.log_left_out();
         if let Destination::Sink(sink) = &context.destination {
             sink.close().await;
         }
@@ -290,6 +291,7 @@ impl Relay {
     pub async fn drain_until(&self, limit: Option<usize>, stop: CancellationToken) -> Result<Drained> {
         let _running = self.start()?;
         let drained = self.drain_lanes(limit, stop).await;
+        self.context.iter().for_each(|context| context.log_left_out());
         self.note_end(drained.as_ref().err());
         drained
     }
@@ -373,7 +375,11 @@ impl Relay {
                 }
                 Err(error) if error.is_permanent() => return Err(error),
                 Err(error) => {
-                    warn!(subscription = self.name(), code = error.code(), error = %error, "store unavailable");
+                    let log_line = |context: &Arc<RelayContext>| context.log_line("store unavailable", error.code());
+                    if let Some(left_out) = self.context.as_ref().map_or(Some(0), log_line) {
+                        let code = error.code();
+                        warn!(subscription = self.name(), code, error = %error, left_out, "store unavailable");
+                    }
                 }
             }
             _ = stop.run_until_cancelled(self.clock.sleep(wait)).await;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use postbox_core::limits::MESSAGE_IDS_AGE_MIN;
-use postbox_core::{Changed, Clock, Error, LogName, Maintain, Receive, Result, Seq};
+use postbox_core::{Changed, Clock, Error, LogName, Maintain, Prune, Receive, Result, Seq};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -138,7 +138,10 @@ impl Sweeper {
         let now = self.clock.monotonic();
         let known = places().get(log).copied().filter(|(began, _)| now.saturating_sub(*began) < ANEW_EVERY);
         let (began, mut after) = known.unwrap_or((now, None));
-        let removed = self.steps(stop, &mut after, |after| self.store.prune(log, self.events_age, after)).await;
+        let prune = |after| async move {
+            self.store.prune(log, &Prune { older_than: self.events_age, after, ..Prune::default() }).await
+        };
+        let removed = self.steps(stop, &mut after, prune).await;
         places().insert(log.clone(), (began, after));
         removed
     }

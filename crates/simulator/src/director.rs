@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    BatchLimit, Filter, LogName, NewEvent, OwnerId, Pause, RetryPolicy, Selection, Snapshot, State, Subscription,
-    TopicPattern,
+    BatchLimit, Filter, LogName, NewEvent, OwnerId, Pause, Prune, RetryPolicy, Selection, Snapshot, State,
+    Subscription, TopicPattern,
 };
 use postbox_engine::{BreakerPolicy, OnDead, Relay, RelaySettings, SeededRandom};
 use tokio::task::JoinHandle;
@@ -364,7 +364,7 @@ async fn perform(world: &World, operator: &Client, action: Action) {
         Action::Resume => _ = store.pause(name, None).await,
         Action::Prune => {
             _ = maintain.note_unrouted(&LogName::outbox()).await;
-            _ = maintain.prune(&LogName::outbox(), Duration::ZERO, None).await;
+            _ = maintain.prune(&LogName::outbox(), &Prune::default()).await;
         }
         Action::Filter(out) => {
             let topics = ["t0", "t1"].into_iter().zip(0..).filter(|(_, number)| out.is_some_and(|out| out != *number));

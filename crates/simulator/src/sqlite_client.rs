@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     Acquired, Admin, Apply, Batch, BatchLimit, Changed, Decide, Delivery, Disposition, Entry, Lease, Log, LogName,
-    Maintain, Outcome, OwnerId, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Routed, Selection, Seq,
+    Maintain, Outcome, OwnerId, Pause, Prune, Replay, Replayed, ResetPlan, ResetTo, Result, Routed, Selection, Seq,
     Settlement, Subscription, SubscriptionName,
 };
 use postbox_sqlite::SqliteStore;
@@ -299,20 +299,11 @@ impl Maintain for SqliteClient {
         .await
     }
 
-    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let log = log.clone();
-        self.carry("give_up_unrouted", None, move |store, _| {
-            let log = log.clone();
-            Box::pin(async move { store.give_up_unrouted(&log, older_than).await })
-        })
-        .await
-    }
-
-    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
-        let log = log.clone();
+    async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
+        let (log, prune) = (log.clone(), prune.clone());
         self.carry("prune", None, move |store, _| {
-            let log = log.clone();
-            Box::pin(async move { store.prune(&log, older_than, after).await })
+            let (log, prune) = (log.clone(), prune.clone());
+            Box::pin(async move { store.prune(&log, &prune).await })
         })
         .await
     }

@@ -8,11 +8,12 @@ use std::collections::BTreeSet;
 use async_trait::async_trait;
 use postbox_core::kit::check_lanes;
 use postbox_core::{
-    Admin, Changed, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Selection, Seq, SubscriptionName, TopicPattern,
+    Admin, Changed, Pause, Replay, Replayed, ResetPlan, ResetTo, Result, Selection, Seq, SubscriptionName,
 };
 use uuid::Uuid;
 
 use crate::PostgresStore;
+use crate::criteria::{Meant, is_meant};
 use crate::lifecycle;
 use crate::params::params;
 use crate::session::Session;
@@ -29,21 +30,20 @@ FROM {s}.lane AS n WHERE n.subscription = $1 ORDER BY n.lane FOR NO KEY UPDATE O
 const LOCK_TRIES: u32 = 3;
 
 /// The delivery rows a person means, oldest first, by a walk of the primary key from `$4`. `$2`
-/// topic, `$3` code, `$4` after, `$5` limit. Rows whose event somebody deleted from the log are
-/// meant too, unless a topic is asked for. No lock, so it may be long.
+/// topic, `$3` code, `$4` after, `$5` limit, `$6` key, `$7` and `$8` since and until. Rows whose
+/// event somebody deleted from the log are meant too, unless something of the event is asked for.
+/// No lock, so it may be long.
 pub(crate) const DELIVERY_CHOOSE: &str = "
 SELECT d.seq FROM {s}.delivery AS d LEFT JOIN {log} AS l ON l.seq = d.seq
-WHERE d.subscription = $1 AND d.seq > $4 AND {states}
-  AND ($2::text IS NULL OR l.topic LIKE $2) AND ($3::text IS NULL OR d.code = $3)
+WHERE d.subscription = $1 AND d.seq > $4 AND {states} AND ($3::text IS NULL OR d.code = $3) AND {is_meant}
 ORDER BY d.seq LIMIT $5";
 
-/// The same of some ids, `$6`. Indexes: the log's unique id, then the primary key; fenced, or the
+/// The same of some ids, `$9`. Indexes: the log's unique id, then the primary key; fenced, or the
 /// order of the result would make the planner walk all rows for a few.
 const DELIVERY_CHOOSE_IDS: &str = "
 SELECT chosen.seq FROM (
   SELECT d.seq FROM {log} AS l JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = l.seq
-  WHERE l.id = ANY ($6) AND d.seq > $4 AND {states}
-    AND ($2::text IS NULL OR l.topic LIKE $2) AND ($3::text IS NULL OR d.code = $3) OFFSET 0) AS chosen
+  WHERE l.id = ANY ($9) AND d.seq > $4 AND {states} AND ($3::text IS NULL OR d.code = $3) AND {is_meant} OFFSET 0) AS chosen
 ORDER BY chosen.seq LIMIT $5";
 
 /// Dead rows and waiting ones become due now, if they still are. Index: primary key. Locks the
@@ -77,18 +77,20 @@ const DELIVERY_DISCARD: &str = "
 UPDATE {s}.delivery AS d SET state = 'discarded', due_at = NULL, updated_at = clock_timestamp()
 WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND {states} RETURNING d.key";
 
-/// Marks unread events, named by id, so that they are not sent when they are read. Index: the log's
-/// unique id; fenced, as [`DELIVERY_CHOOSE_IDS`] is.
-const DELIVERY_DISCARD_PENDING: &str = "
-INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered)
-SELECT $1, n.lane, l.seq, l.key, 'discarded', false
+/// Unread events, named by id, as the rows that mark them. Index: the log's unique id; fenced, as
+/// [`DELIVERY_CHOOSE_IDS`] is.
+const PENDING_CHOOSE: &str = "
+SELECT $1::int, n.lane, l.seq, l.key, 'discarded', false
 FROM (SELECT * FROM {log} WHERE id = ANY ($2) OFFSET 0) AS l
 JOIN {s}.subscription AS o ON o.id = $1
 JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % o.lanes
-WHERE ($3::text IS NULL OR l.topic LIKE $3) AND {is_unread} AND ($5::text[] IS NULL OR l.topic LIKE ANY ($5)) AND ($6::text IS NULL OR l.tenant = $6)
+WHERE {is_meant} AND {is_unread} AND ($5::text[] IS NULL OR l.topic LIKE ANY ($5)) AND ($6::text IS NULL OR l.tenant = $6)
   AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq)
-ORDER BY l.seq LIMIT $4
-ON CONFLICT DO NOTHING";
+ORDER BY l.seq LIMIT $4";
+
+/// Marks them, so that they are not sent when they are read.
+const DELIVERY_DISCARD_PENDING: &str =
+    "INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered) {pending} ON CONFLICT DO NOTHING";
 
 /// Pauses or resumes. Index: the unique name. Locks the row.
 const SUBSCRIPTION_SET_PAUSE: &str = "
@@ -102,7 +104,7 @@ impl Admin for PostgresStore {
         let retry = async |session: &Session| {
             change_rows(session, &look_up(session, subscription).await?, &RETRY, selection).await
         };
-        self.change("retry", &self.inner.modes.write, retry).await
+        self.change_or_look("retry", selection.dry_run, retry).await
     }
 
     async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
@@ -118,13 +120,13 @@ impl Admin for PostgresStore {
                 _ => Ok(changed),
             }
         };
-        self.change("discard", &self.inner.modes.write, discard).await
+        self.change_or_look("discard", selection.dry_run, discard).await
     }
 
     async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
         replay.validate()?;
         let step = async |session: &Session| crate::replay::replay(session, subscription, replay).await;
-        self.change("replay", &self.inner.modes.write, step).await
+        self.change_or_look("replay", replay.dry_run, step).await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
@@ -177,6 +179,29 @@ impl PostgresStore {
         self.wake();
         Ok(changed)
     }
+
+    /// Runs a step over delivery rows, or what of it only looks.
+    async fn change_or_look<T>(
+        &self,
+        operation: &'static str,
+        dry_run: bool,
+        step: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
+        match dry_run {
+            true => self.dry_run(operation, step).await,
+            false => self.change(operation, &self.inner.modes.write, step).await,
+        }
+    }
+
+    /// Runs what of a change only looks.
+    pub(crate) async fn dry_run<T>(
+        &self,
+        operation: &'static str,
+        step: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
+        self.call(operation, async |session: &Session| session.step_by_step(&self.inner.modes.dry_run, step).await)
+            .await
+    }
 }
 
 /// Locks the lanes of a subscription, also where they are replaced by others meanwhile.
@@ -222,19 +247,30 @@ async fn change_rows(
     selection: &Selection,
 ) -> Result<Changed> {
     let id = subscription.id;
-    let sql = |template: &str| session.schema().log_sql_with(template, &subscription.log, &[("states", change.states)]);
-    let (topic, after) = (selection.topic.as_ref().map(TopicPattern::to_like), after(selection));
-    let limit = selection.step_max() as i64;
+    let meant = is_meant([2, 6, 7, 8]);
+    let values = [("states", change.states), ("is_meant", meant.as_str())];
+    let sql = |template: &str| session.schema().log_sql_with(template, &subscription.log, &values);
+    let (Meant { topic, key, since, until }, after) = (Meant::by(&selection.which), after(selection));
+    let (code, limit) = (&selection.code, selection.step_max() as i64);
     let rows = match uuids(selection) {
         Some(ids) => {
-            lock_lanes(session, id).await?;
-            session.rows(&sql(DELIVERY_CHOOSE_IDS), &params![id, topic, selection.code, after, limit, ids]).await?
+            if !selection.dry_run {
+                lock_lanes(session, id).await?;
+            }
+            let params = params![id, topic, code, after, limit, key, since, until, ids];
+            session.rows(&sql(DELIVERY_CHOOSE_IDS), &params).await?
         }
-        None => session.rows(&sql(DELIVERY_CHOOSE), &params![id, topic, selection.code, after, limit]).await?,
+        None => {
+            let params = params![id, topic, code, after, limit, key, since, until];
+            session.rows(&sql(DELIVERY_CHOOSE), &params).await?
+        }
     };
     let seqs: Vec<i64> = rows.iter().map(|row| row.get(0)).collect();
     let Some(last) = seqs.last() else { return Ok(Changed::default()) };
     let next = (seqs.len() as i64 == limit).then_some(Seq(*last));
+    if selection.dry_run {
+        return Ok(Changed { count: seqs.len() as u64, next });
+    }
     if selection.ids.is_none() {
         lock_lanes(session, id).await?;
     }
@@ -252,13 +288,19 @@ async fn discard_pending(
     changed: Changed,
 ) -> Result<Changed> {
     let left = selection.step_max() as i64 - changed.count as i64;
-    let (ids, topic) = (uuids(selection), selection.topic.as_ref().map(TopicPattern::to_like));
+    let (ids, Meant { topic, key, since, until }) = (uuids(selection), Meant::by(&selection.which));
     let (id, tenant) = (subscription.id, subscription.tenant());
-    let params = params![id, ids, topic, left, subscription.likes, tenant];
-    let pending = session.execute(&session.log_sql(DELIVERY_DISCARD_PENDING, &subscription.log), &params).await?;
-    // They are not found again, so the next step may look from the same place.
-    let next = (pending > 0 && pending == left as u64).then_some(Seq(after(selection)));
-    Ok(Changed { count: changed.count + pending, next })
+    let params = params![id, ids, topic, left, subscription.likes, tenant, key, since, until];
+    let template = match selection.dry_run {
+        true => PENDING_CHOOSE.to_owned(),
+        false => DELIVERY_DISCARD_PENDING.replace("{pending}", PENDING_CHOOSE),
+    };
+    let sql = session.schema().log_sql_with(&template, &subscription.log, &[("is_meant", &is_meant([3, 7, 8, 9]))]);
+    let pending = session.execute(&sql, &params).await?;
+    // They are not found again, so the next step may look from the same place; a dry run would find
+    // them again, and has seen all that are named.
+    let is_full = pending > 0 && pending == left as u64 && !selection.dry_run;
+    Ok(Changed { count: changed.count + pending, next: is_full.then_some(Seq(after(selection))) })
 }
 
 fn after(selection: &Selection) -> i64 {

@@ -8,12 +8,13 @@ use async_trait::async_trait;
 use postbox_core::kit::{LOOK_EVENTS_MAX, StatsCounter};
 use postbox_core::{
     BatchLimit, Conflict, Count, Error, ErrorKind, EventId, Inspect, LaneInfo, ListQuery, LogName, Ordering, OwnerId,
-    Record, Result, SourceName, Stats, SubscriptionInfo, SubscriptionName, TopicPattern, Unrouted,
+    Record, Result, SourceName, Stats, SubscriptionInfo, SubscriptionName, Unrouted,
 };
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
 use crate::classify::{is_damage, is_undefined, log_unknown};
+use crate::criteria::{Meant, is_meant};
 use crate::decode::{EVENT_COLUMNS, Raw, Stored};
 use crate::lease::pause_of;
 use crate::params::params;
@@ -50,16 +51,16 @@ const RECORD_LIST_ROWS: &str = "
 SELECT {record_columns} FROM {s}.delivery AS d
 LEFT JOIN {log} AS l ON l.seq = d.seq
 JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
-WHERE d.subscription = $2 AND d.state = $3 AND d.seq > $4 AND ($5::text IS NULL OR l.topic LIKE $5) AND ($6::text IS NULL OR d.code = $6)
+WHERE d.subscription = $2 AND d.state = $3 AND d.seq > $4 AND ($6::text IS NULL OR d.code = $6) AND {is_meant}
 ORDER BY d.seq LIMIT $7";
 
 /// Records whose state follows from the cursor. Index: the log's primary key, walked from `$4`. No
 /// lock.
 const RECORD_LIST_STREAM: &str = "
 SELECT {record_columns} FROM {log} AS l
-JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $8
+JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $11
 LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
-WHERE l.seq > $4 AND d.seq IS NULL AND {state} = $3 AND ($5::text IS NULL OR l.topic LIKE $5) AND $6::text IS NULL
+WHERE l.seq > $4 AND d.seq IS NULL AND {state} = $3 AND $6::text IS NULL AND {is_meant}
 ORDER BY l.seq LIMIT $7";
 
 /// One record. Index: the log's unique id. No lock.
@@ -245,15 +246,17 @@ impl PostgresStore {
         let read = async |session: &Session| {
             let subscription = look_up(session, &query.subscription).await?;
             let (state, after) = (query.state.as_str(), query.after.map_or(i64::MIN, |seq| seq.0));
-            let topic = query.topic.as_ref().map(TopicPattern::to_like);
+            let Meant { topic, key, since, until } = Meant::by(&query.which);
             let limit = query.limit.clamp(1, LIST_RECORDS_MAX) as i64;
             let (id, lanes) = (subscription.id, i32::from(subscription.lanes));
-            let params = params![inline, id, state, after, topic, query.code, limit, lanes];
+            let params = params![inline, id, state, after, topic, query.code, limit, key, since, until, lanes];
             let (template, params) = match query.state.has_row() {
-                true => (RECORD_LIST_ROWS, &params[..7]),
+                true => (RECORD_LIST_ROWS, &params[..10]),
                 false => (RECORD_LIST_STREAM, &params[..]),
             };
-            let rows = session.rows(&session.log_sql(template, &subscription.log), params).await?;
+            let sql =
+                session.schema().log_sql_with(template, &subscription.log, &[("is_meant", &is_meant([5, 8, 9, 10]))]);
+            let rows = session.rows(&sql, params).await?;
             Ok((subscription.log, rows))
         };
         self.report("list", read).await

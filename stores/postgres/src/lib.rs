@@ -6,6 +6,7 @@ mod apply;
 mod classify;
 mod config;
 mod connect;
+mod criteria;
 mod dead_letters;
 mod decode;
 mod due;
@@ -34,6 +35,7 @@ mod settle;
 pub mod sqlx;
 mod store;
 mod subscription;
+mod tail;
 mod unrouted;
 mod window;
 

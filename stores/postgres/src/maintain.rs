@@ -1,17 +1,13 @@
 //! The upkeep of logs and of the store itself.
 
-use std::time::Duration;
-
 use async_trait::async_trait;
-use postbox_core::{Changed, Error, ErrorKind, LogName, Maintain, Result, Routed, Seq};
+use postbox_core::{Changed, Error, ErrorKind, LogName, Maintain, Prune, Result, Routed};
 
 use crate::PostgresStore;
-use crate::log::micros;
 use crate::params::params;
-use crate::prune::prune;
 use crate::rebase::rebase;
 use crate::session::Session;
-use crate::unrouted::{give_up_unrouted, note_unrouted};
+use crate::unrouted::note_unrouted;
 
 /// How transactions begin, where that was said, and the role that it was said of. Reads settings.
 const DEFAULT_READ_ONLY: &str = "
@@ -36,14 +32,12 @@ impl Maintain for PostgresStore {
         self.change("note_unrouted", &self.inner.modes.write, step).await
     }
 
-    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let step = async |session: &Session| give_up_unrouted(session, log, micros(older_than)).await;
-        self.change("give_up_unrouted", &self.inner.modes.write, step).await
-    }
-
-    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
-        let prune = async |session: &Session| prune(session, log, older_than, after).await;
-        self.change("prune", &self.inner.modes.prune, prune).await
+    async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
+        let step = async |session: &Session| crate::prune::prune(session, log, prune).await;
+        match prune.dry_run {
+            true => self.dry_run("prune", step).await,
+            false => self.change("prune", &self.inner.modes.prune, step).await,
+        }
     }
 
     /// A receive is one statement, so its transaction begins as the role or database says;

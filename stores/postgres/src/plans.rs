@@ -7,11 +7,12 @@
 use std::time::Duration;
 
 use crate::admin::{CLEAR_FOLLOWER_DUE, DELIVERY_CHOOSE, MAY_BE_RETRIED};
+use crate::criteria::is_meant;
 use crate::prune::prune;
 use crate::session::Session;
 use crate::{PostgresConfig, PostgresStore, SchemaName};
 use postbox_core::kit::{LOOK_EVENTS_MAX, PRUNE_ROWS_MAX};
-use postbox_core::{LogName, Migrate as _};
+use postbox_core::{LogName, Migrate as _, Prune};
 use postbox_testkit::servers::{Postgres, Version};
 
 /// Rows in the log. Large enough that a walk costs more than any index.
@@ -47,8 +48,8 @@ async fn retention_reads_each_event_once() {
             let before = rows_read(&session).await;
             let (mut deleted, mut steps, mut after) = (0, 0, None);
             loop {
-                let step =
-                    prune(&session, &LogName::outbox(), Duration::from_secs(3_600), after).await.expect("pruned");
+                let wanted = Prune { older_than: Duration::from_secs(3_600), after, ..Prune::default() };
+                let step = prune(&session, &LogName::outbox(), &wanted).await.expect("pruned");
                 (deleted, steps) = (deleted + step.count, steps + 1);
                 after = step.next;
                 if after.is_none() {
@@ -175,11 +176,11 @@ async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
             let keys: Vec<String> = (0..1000).map(|n| format!("\"k{n}\"")).collect();
             let clear = SchemaName::default().sql(CLEAR_FOLLOWER_DUE).replace("$1", "1");
             let clear = clear.replace("$2::text[]", &format!("'{{{}}}'::text[]", keys.join(",")));
-            let walk =
-                SchemaName::default().log_sql_with(DELIVERY_CHOOSE, &LogName::outbox(), &[("states", MAY_BE_RETRIED)]);
-            let walk = [("$1", "1"), ("$2", "'t%'"), ("$3", "NULL"), ("$4", "'0'::bigint"), ("$5", "1000")]
-                .iter()
-                .fold(walk, |sql, (from, to)| sql.replace(from, to));
+            let meant = is_meant([2, 6, 7, 8]);
+            let values = [("states", MAY_BE_RETRIED), ("is_meant", meant.as_str())];
+            let walk = SchemaName::default().log_sql_with(DELIVERY_CHOOSE, &LogName::outbox(), &values);
+            let given = ["1", "'t%'", "NULL", "'0'::bigint", "1000", "NULL", "NULL", "NULL"];
+            let walk = given.iter().zip(1..).fold(walk, |sql, (to, number)| sql.replace(&format!("${number}"), to));
             let (by_key, by_place) =
                 (["delivery_held ", "(key = touched.key)"], ["delivery_pkey ", "(seq > '0'::bigint)"]);
             for (sql, looks, times) in [(clear, by_key, 2), (walk, by_place, 1)] {

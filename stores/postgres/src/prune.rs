@@ -4,12 +4,11 @@
 //! has to stay costs a run once, and what is young costs it one step
 //! (`docs/decisions/retention-by-range.md` has the measurements).
 
-use std::time::Duration;
-
 use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX};
-use postbox_core::{Changed, LogName, Result, Seq};
+use postbox_core::{Changed, Criteria, LogName, Prune, Result, Seq};
 
 use crate::classify::log_unknown;
+use crate::criteria::{Meant, is_meant};
 use crate::log::micros;
 use crate::params::params;
 use crate::session::Session;
@@ -17,16 +16,17 @@ use crate::session::Session;
 /// Whether a log exists, has readers (one without any is not pruned, because nobody has passed it),
 /// and whether one of them takes everything. Reads small tables. Locks the log's row: no filter
 /// changes meanwhile. Waits for another step on the same log, whose lock ends with its
-/// transaction: two at once would wait for each other's rows.
+/// transaction: two at once would wait for each other's rows. A dry run takes no turn and
+/// locks nothing.
 const PRUNE_BEGIN: &str = "
-SELECT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name), {takes_everything},
-  pg_advisory_xact_lock(hashtextextended($2, 0))
-FROM {s}.log AS g WHERE g.name = $1 FOR SHARE";
+SELECT EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name), {takes_everything}{turn}
+FROM {s}.log AS g WHERE g.name = $1{lock}";
 
-/// Deletes, of the next events in `seq` order, those that every subscription of the log has passed
-/// and nobody needs any more. `$1` age, `$2` log, `$3` the place after which the step begins. Gives
-/// how many, where the step ended if there are more, and whether so many were young that nothing
-/// beyond is to be looked at. Indexes: primary keys. Locks the rows.
+/// Finds, of the next events in `seq` order, those that every subscription of the log has passed
+/// and nobody needs any more, and does with them what `{gone}` says. `$1` age, `$2` log, `$3` the
+/// place after which the step begins, `$5` to `$8` what is meant, `$9` whether what nobody wants is
+/// too. Gives how many, where the step ended if there are more, and whether so many were young that
+/// nothing beyond is to be looked at. Indexes: primary keys.
 ///
 /// An event below `horizon` is visible in every snapshot that a reader began its window with, so
 /// all have passed it. Only the others are compared with each lane. A row that a subscription does
@@ -37,7 +37,7 @@ FROM {s}.log AS g WHERE g.name = $1 FOR SHARE";
 /// holds a snapshot, and an index of `delivery` probed for each event and subscription costs more
 /// than the delete. `NOT IN` and `IN … IS TRUE` are looked up in a hash whatever the statistics
 /// say; as joins they become nested loops over both lists (5 s a step, measured).
-pub(crate) const LOG_PRUNE: &str = "
+const LOG_PRUNE: &str = "
 WITH reader AS MATERIALIZED (
   SELECT s.topics, s.tenant, s.lanes, n.lane, n.from_snap, n.to_snap, n.last_seq
   FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id WHERE s.log = $2),
@@ -50,17 +50,31 @@ needed AS MATERIALIZED (
     AND d.seq > $3 AND d.seq <= coalesce((SELECT last FROM step), 9223372036854775807) AND d.state <> 'discarded'
   UNION ALL
   SELECT u.seq FROM {s}.unrouted AS u
-  WHERE u.log = $2 AND u.seq > $3 AND u.seq <= coalesce((SELECT last FROM step), 9223372036854775807)),
-gone AS (
-  DELETE FROM {log} AS l
-  WHERE l.seq > $3 AND l.seq <= coalesce((SELECT last FROM step), 9223372036854775807)
+  WHERE u.log = $2 AND u.seq > $3 AND u.seq <= coalesce((SELECT last FROM step), 9223372036854775807) AND NOT $9),
+{gone}
+SELECT (SELECT count(*) FROM gone), (SELECT last FROM step),
+  (SELECT count(*) FROM gone) <= {rows_max} - {young_max} AND {young_max} = (SELECT count(*) FROM (
+    SELECT FROM {log} AS l WHERE l.seq > $3 AND l.seq <= (SELECT last FROM step)
+      AND l.created_at > statement_timestamp() - $1 * interval '1 microsecond' LIMIT {young_max}) AS young)";
+
+/// What may go.
+const MAY_GO: &str = "
+  l.seq > $3 AND l.seq <= coalesce((SELECT last FROM step), 9223372036854775807)
     AND l.created_at <= statement_timestamp() - $1 * interval '1 microsecond'
     AND (l.xid < (SELECT xid FROM horizon) OR NOT EXISTS (
       SELECT FROM reader AS n CROSS JOIN LATERAL (SELECT n.topics, n.tenant) AS s
       WHERE n.lane = l.slot % n.lanes AND {is_unread} AND {is_wanted} OFFSET 0))
     AND l.seq NOT IN (SELECT seq FROM needed)
     AND ($4 OR (l.xid, l.seq) <= (SELECT g.routed_xid, g.routed_seq FROM {s}.log AS g WHERE g.name = $2))
-  RETURNING l.seq),
+    AND {is_meant}";
+
+/// Deletes it, and what is known of it. Locks the rows.
+const GONE: &str = "
+gone AS (DELETE FROM {log} AS l WHERE {may_go} RETURNING l.seq),
+unwanted AS (
+  DELETE FROM {s}.unrouted AS u
+  WHERE $9 AND u.log = $2 AND u.seq > $3 AND u.seq <= coalesce((SELECT last FROM step), 9223372036854775807)
+    AND ((u.seq IN (SELECT seq FROM gone)) IS TRUE OR NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = u.seq))),
 marks AS (
   DELETE FROM {s}.delivery AS d
   WHERE d.subscription = ANY (ARRAY(SELECT s.id FROM {s}.subscription AS s WHERE s.log = $2))
@@ -70,50 +84,63 @@ sent AS (
   DELETE FROM {s}.sent AS t
   WHERE t.subscription = ANY (ARRAY(SELECT s.id FROM {s}.subscription AS s WHERE s.log = $2))
     AND t.seq > $3 AND t.seq <= coalesce((SELECT last FROM step), 9223372036854775807)
-    AND (t.seq IN (SELECT seq FROM gone)) IS TRUE)
-SELECT (SELECT count(*) FROM gone), (SELECT last FROM step),
-  (SELECT count(*) FROM gone) <= {rows_max} - {young_max} AND {young_max} = (SELECT count(*) FROM (
-    SELECT FROM {log} AS l WHERE l.seq > $3 AND l.seq <= (SELECT last FROM step)
-      AND l.created_at > statement_timestamp() - $1 * interval '1 microsecond' LIMIT {young_max}) AS young)";
+    AND (t.seq IN (SELECT seq FROM gone)) IS TRUE)";
 
-/// Deletes rows of events that somebody deleted from the log, once they are closed and as old as
-/// the events to be pruned. Indexes: `delivery_missing`, the log's primary key. Locks the rows.
-const DELIVERY_PRUNE_MISSING: &str = "
-DELETE FROM {s}.delivery AS d USING (
+/// Only looks at it. Locks nothing.
+const WOULD_GO: &str = "gone AS MATERIALIZED (SELECT l.seq FROM {log} AS l WHERE {may_go})";
+
+/// Rows of events that somebody deleted from the log, once they are closed and as old as the events
+/// to be pruned. Indexes: `delivery_missing`, the log's primary key. No lock.
+const MISSING_CHOOSE: &str = "
   SELECT m.subscription, m.seq FROM {s}.subscription AS s JOIN {s}.delivery AS m ON m.subscription = s.id
   WHERE s.log = $2 AND m.code = 'event_missing' AND m.state IN ('dead', 'discarded')
     AND m.updated_at <= statement_timestamp() - $1 * interval '1 microsecond'
-    AND NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = m.seq)
-  LIMIT 1000 FOR UPDATE OF m SKIP LOCKED) AS gone
+    AND NOT EXISTS (SELECT FROM {log} AS l WHERE l.seq = m.seq)";
+
+/// Deletes a step of them. Locks the rows.
+const DELIVERY_PRUNE_MISSING: &str = "
+DELETE FROM {s}.delivery AS d USING ({missing} LIMIT 1000 FOR UPDATE OF m SKIP LOCKED) AS gone
 WHERE d.subscription = gone.subscription AND d.seq = gone.seq";
 
-/// The statement of a step.
-pub(crate) fn log_prune(session: &Session, log: &LogName) -> String {
-    let (rows_max, young_max) = (PRUNE_ROWS_MAX.to_string(), PRUNE_YOUNG_MAX.to_string());
-    session.schema().log_sql_with(LOG_PRUNE, log, &[("rows_max", &rows_max), ("young_max", &young_max)])
-}
-
 /// One step, in the transaction of the session.
-pub(crate) async fn prune(
-    session: &Session,
-    log: &LogName,
-    older_than: Duration,
-    after: Option<Seq>,
-) -> Result<Changed> {
+pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Result<Changed> {
+    let sql = |template: &str, values: &[(&str, &str)]| session.schema().log_sql_with(template, log, values);
     let (name, turn) = (log.as_str(), format!("postbox prune {}.{log}", session.schema().quoted()));
-    let rows = session.rows(&session.sql(PRUNE_BEGIN), &params![name, turn]).await?;
+    let rows = match prune.dry_run {
+        true => session.rows(&sql(PRUNE_BEGIN, &[("turn", ""), ("lock", "")]), &params![name]).await?,
+        false => {
+            let turn_taken = ", pg_advisory_xact_lock(hashtextextended($2, 0))";
+            let begin = sql(PRUNE_BEGIN, &[("turn", turn_taken), ("lock", " FOR SHARE")]);
+            session.rows(&begin, &params![name, turn]).await?
+        }
+    };
     let row = rows.first().ok_or_else(|| log_unknown("prune", log.as_str()))?;
     let (has_readers, takes_everything): (bool, bool) = (row.get(0), row.get(1));
     if !has_readers {
         return Ok(Changed::default());
     }
-    let (age_micros, after) = (micros(older_than), after.map_or(0, |after| after.0));
-    let row = session.row(&log_prune(session, log), &params![age_micros, name, after, takes_everything]).await?;
+    let (age_micros, after) = (micros(prune.older_than), prune.after.map_or(0, |after| after.0));
+    let (rows_max, young_max) = (PRUNE_ROWS_MAX.to_string(), PRUNE_YOUNG_MAX.to_string());
+    let gone = if prune.dry_run { WOULD_GO } else { GONE };
+    let template = LOG_PRUNE.replace("{gone}", gone).replace("{may_go}", MAY_GO);
+    let meant = is_meant([5, 6, 7, 8]);
+    let step = sql(&template, &[("is_meant", &meant), ("rows_max", &rows_max), ("young_max", &young_max)]);
+    let Meant { topic, key, since, until } = Meant::by(&prune.which);
+    let params = params![age_micros, name, after, takes_everything, topic, key, since, until, prune.unrouted];
+    let row = session.row(&step, &params).await?;
     let (count, last, is_young): (i64, Option<i64>, Option<bool>) = (row.get(0), row.get(1), row.get(2));
     let count = count.unsigned_abs();
     if let Some(last) = last.filter(|_| is_young != Some(true)) {
         return Ok(Changed { count, next: Some(Seq(last)) });
     }
-    let missing = session.execute(&session.log_sql(DELIVERY_PRUNE_MISSING, log), &params![age_micros, name]).await?;
+    if prune.which != Criteria::default() {
+        return Ok(Changed { count, next: None });
+    }
+    if prune.dry_run {
+        let missing = session.execute(&sql(MISSING_CHOOSE, &[]), &params![age_micros, name]).await?;
+        return Ok(Changed { count: count + missing, next: None });
+    }
+    let template = DELIVERY_PRUNE_MISSING.replace("{missing}", MISSING_CHOOSE);
+    let missing = session.execute(&sql(&template, &[]), &params![age_micros, name]).await?;
     Ok(Changed { count: count + missing, next: (missing > 0).then_some(Seq(after)) })
 }

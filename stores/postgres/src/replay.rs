@@ -3,11 +3,12 @@
 
 use std::collections::BTreeSet;
 
-use postbox_core::{Key, Replay, Replayed, Result, Seq, SubscriptionName, TopicPattern};
+use postbox_core::{Replay, Replayed, Result, Seq, SubscriptionName};
 use tokio_postgres::Row;
 use uuid::Uuid;
 
 use crate::admin::{CLEAR_FOLLOWER_DUE, lock_lanes};
+use crate::criteria::{Meant, is_meant};
 use crate::params::params;
 use crate::session::Session;
 use crate::subscription::{SubscriptionRow, look_up};
@@ -24,20 +25,22 @@ const LOG_ENDS: &str = "SELECT coalesce(min(l.seq), 0), coalesce(max(l.seq), 0) 
 pub(crate) const REPLAY_NEXT: &str =
     "UPDATE {s}.subscription SET replays = replays + 1 WHERE id = $1 RETURNING replays";
 
-/// Makes rows of events between two places, oldest first. Index: the log's primary key, walked
-/// between the two; of ids, its unique one. Locks nothing but the new rows.
-const DELIVERY_REPLAY: &str = "
-WITH chosen AS MATERIALIZED (
+/// Events between two places that are to go out again, oldest first. Index: the log's primary key,
+/// walked between the two; of ids, its unique one. No lock.
+const REPLAY_CHOOSE: &str = "
   SELECT n.lane, l.seq, l.key, o.ordering, {is_taken} AS taken
-  FROM {chosen} AS l
+  FROM {named} AS l
   JOIN {s}.subscription AS o ON o.id = $1
   JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes
-  WHERE l.seq > $3 AND l.seq <= $4 AND ($6::text IS NULL OR l.topic LIKE $6) AND ($7::text IS NULL OR l.key = $7)
-    AND ($8::timestamptz IS NULL OR l.created_at >= $8) AND ($9::timestamptz IS NULL OR l.created_at < $9)
+  WHERE l.seq > $3 AND l.seq <= $4 AND {is_meant}
     AND ($5::uuid[] IS NOT NULL OR EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND {is_wanted}))
     AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq OFFSET 0)
     AND NOT ({is_unread} AND {is_taken})
-  ORDER BY l.seq LIMIT $10),
+  ORDER BY l.seq LIMIT $10";
+
+/// Makes rows of them. Locks nothing but the new rows.
+const DELIVERY_REPLAY: &str = "
+WITH chosen AS MATERIALIZED ({chosen}),
 noted AS (INSERT INTO {s}.sent (subscription, seq) SELECT $1, c.seq FROM chosen AS c WHERE NOT c.taken ON CONFLICT DO NOTHING)
 INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, replays, due_at)
 SELECT $1, c.lane, c.seq, c.key, 'retrying', c.ordering = 'key', $2, statement_timestamp() FROM chosen AS c ORDER BY c.seq
@@ -58,23 +61,31 @@ pub(crate) async fn replay(session: &Session, name: &SubscriptionName, replay: &
         None => through.min(after.saturating_add(STEP_LOOK_MAX)),
     };
     let id = subscription.id;
-    lock_lanes(session, id).await?;
-    let number: i32 = session.row(&session.sql(REPLAY_NEXT), &params![id]).await?.get(0);
     let ids: Option<Vec<Uuid>> = replay.ids.as_ref().map(|ids| ids.iter().map(|id| id.as_uuid()).collect());
-    let topic = replay.topic.as_ref().map(TopicPattern::to_like);
-    let key = replay.key.as_ref().map(Key::as_str);
-    let limit = replay.step_max() as i64;
-    let chosen = match ids {
+    let named = match ids {
         Some(_) => "(SELECT * FROM {log} WHERE id = ANY ($5) OFFSET 0)",
         None => "{log}",
     };
-    let template = DELIVERY_REPLAY.replace("{chosen}", chosen);
-    let params = params![id, number, after, until, ids, topic, key, replay.since, replay.until, limit];
-    let rows = session.rows(&session.log_sql(&template, &subscription.log), &params).await?;
-    let seqs = made(session, &subscription, &rows).await?;
-    let is_full = seqs.len() as i64 == limit;
-    let next = if is_full { seqs.last().copied() } else { (until < through).then_some(until) };
-    Ok(Replayed { count: seqs.len() as u64, next: next.map(Seq), through: Seq(through) })
+    let chosen = REPLAY_CHOOSE.replace("{named}", named);
+    let sql = |template: &str| {
+        session.schema().log_sql_with(template, &subscription.log, &[("is_meant", &is_meant([6, 7, 8, 9]))])
+    };
+    let (Meant { topic, key, since, until: before }, limit) = (Meant::by(&replay.which), replay.step_max() as i64);
+    let next = |seqs: &[i64]| {
+        let is_full = seqs.len() as i64 == limit;
+        if is_full { seqs.last().copied() } else { (until < through).then_some(until) }
+    };
+    let seqs = if replay.dry_run {
+        let params = params![id, 0, after, until, ids, topic, key, since, before, limit];
+        session.rows(&sql(&chosen), &params).await?.iter().map(|row| row.get(1)).collect()
+    } else {
+        lock_lanes(session, id).await?;
+        let number: i32 = session.row(&session.sql(REPLAY_NEXT), &params![id]).await?.get(0);
+        let params = params![id, number, after, until, ids, topic, key, since, before, limit];
+        let rows = session.rows(&sql(&DELIVERY_REPLAY.replace("{chosen}", &chosen)), &params).await?;
+        made(session, &subscription, &rows).await?
+    };
+    Ok(Replayed { count: seqs.len() as u64, next: next(&seqs).map(Seq), through: Seq(through) })
 }
 
 /// What follows from rows that were made, given as `seq` and key: their places, in order.

@@ -209,6 +209,8 @@ pub(crate) struct TransactionModes {
     pub(crate) call: String,
     /// For an operator's queries, which may walk a table. They wait for no lock for long.
     pub(crate) report: String,
+    /// For what of a change only looks: as a report, by the indexes that the change itself takes.
+    pub(crate) dry_run: String,
     /// For counts, which are asked for again and again: never slow, whatever the reason.
     pub(crate) count: String,
     /// For an operator's changes: as durable as a relay's, planned as the planner likes.
@@ -241,18 +243,18 @@ impl TransactionModes {
         let lock_ms = LOOK_LOCK_TIMEOUT.as_millis();
         let report =
             format!("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {common}; SET LOCAL lock_timeout = {lock_ms}");
+        let by_index = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL work_mem = '64MB'";
         let count_ms = COUNT_TIMEOUT.as_millis().min(timeout_ms);
         Self {
             read: format!("{reading}; {common}; {planner}"),
             write: format!("{writing}; {common}; {planner}; {durable}"),
             look: format!("{reading}; {timeouts}"),
             call: format!("{writing}; {timeouts}"),
+            dry_run: format!("{report}; {by_index}"),
             count: format!("{report}; SET LOCAL statement_timeout = {count_ms}"),
             report,
             change: format!("{writing}; {common}; {durable}"),
-            prune: format!(
-                "{writing}; {common}; {durable}; SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL work_mem = '64MB'"
-            ),
+            prune: format!("{writing}; {common}; {durable}; {by_index}"),
             soon_over,
         }
     }

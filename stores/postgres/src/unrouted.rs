@@ -12,7 +12,7 @@ use postbox_core::limits::UNROUTED_COUNT_MAX;
 use postbox_core::{LogName, Result, Routed, SubscriptionName, Unrouted};
 
 use crate::admin::lock_lanes;
-use crate::classify::{is_undefined, log_unknown};
+use crate::classify::log_unknown;
 use crate::decode::Raw;
 use crate::params::params;
 use crate::replay::{REPLAY_NEXT, made};
@@ -99,22 +99,6 @@ const UNROUTED_COUNT: &str = "
 SELECT l.topic, count(*), (extract(epoch FROM clock_timestamp() - min(l.created_at)) * 1000000)::bigint
 FROM (SELECT u.seq FROM {s}.unrouted AS u WHERE u.log = $1 ORDER BY u.seq LIMIT $2) AS k
 JOIN {log} AS l ON l.seq = k.seq GROUP BY l.topic";
-
-/// Unrouted events that are old, a step of them, oldest first. Indexes: primary keys. Locks the
-/// rows; those that somebody else takes are passed over.
-const UNROUTED_GIVE_UP: &str = "
-DELETE FROM {s}.unrouted AS u USING (
-  SELECT k.seq FROM {s}.unrouted AS k LEFT JOIN {log} AS l ON l.seq = k.seq
-  WHERE k.log = $1 AND (l.seq IS NULL OR l.created_at <= statement_timestamp() - $2 * interval '1 microsecond')
-  ORDER BY k.seq LIMIT $3 FOR UPDATE OF k SKIP LOCKED) AS old
-WHERE u.log = $1 AND u.seq = old.seq";
-
-/// One step; how many.
-pub(crate) async fn give_up_unrouted(session: &Session, log: &LogName, age_micros: i64) -> Result<u64> {
-    let (name, limit) = (log.as_str(), STEP_LOOK_MAX);
-    let given_up = session.execute(&session.log_sql(UNROUTED_GIVE_UP, log), &params![name, age_micros, limit]).await;
-    given_up.map_err(|error| if is_undefined(&error) { log_unknown("give_up_unrouted", log.as_str()) } else { error })
-}
 
 /// One step.
 pub(crate) async fn note_unrouted(session: &Session, log: &LogName) -> Result<Routed> {

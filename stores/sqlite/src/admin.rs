@@ -12,8 +12,10 @@ use postbox_core::{
 use rusqlite::{OptionalExtension as _, Transaction, params};
 
 use crate::classify::Work;
-use crate::decode::{DELIVERY_COLUMNS, DeliveryRow, Head, integer, lossy};
+use crate::clock::timestamp;
+use crate::decode::{DELIVERY_COLUMNS, DeliveryRow, Head, integer, is_meant, lossy};
 use crate::inspect::Reader;
+use crate::maintain::DELIVERY_STATE;
 use crate::schema::log_table;
 use crate::settle::release_head;
 use crate::store::SqliteStore;
@@ -48,19 +50,20 @@ impl Admin for SqliteStore {
     async fn retry(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         selection.validate("retry")?;
         let (name, selection) = (subscription.clone(), selection.clone());
-        self.change("retry", move |tx, now| retry(tx, &name, &selection, now)).await
+        self.change_or_look("retry", selection.dry_run, move |tx, now| retry(tx, &name, &selection, now)).await
     }
 
     async fn discard(&self, subscription: &SubscriptionName, selection: &Selection) -> Result<Changed> {
         selection.validate("discard")?;
         let (name, selection) = (subscription.clone(), selection.clone());
-        self.change("discard", move |tx, now| discard(tx, &name, &selection, now)).await
+        self.change_or_look("discard", selection.dry_run, move |tx, now| discard(tx, &name, &selection, now)).await
     }
 
     async fn replay(&self, subscription: &SubscriptionName, replay: &Replay) -> Result<Replayed> {
         replay.validate()?;
         let (name, replay) = (subscription.clone(), replay.clone());
-        self.change("replay", move |tx, now| crate::replay::replay(tx, &name, &replay, now)).await
+        self.change_or_look("replay", replay.dry_run, move |tx, now| crate::replay::replay(tx, &name, &replay, now))
+            .await
     }
 
     async fn pause(&self, subscription: &SubscriptionName, pause: Option<&Pause>) -> Result<()> {
@@ -113,6 +116,20 @@ impl SqliteStore {
         self.change_with(Flush::Configured, operation, change).await
     }
 
+    /// Runs a step over many events, or what of it only looks.
+    pub(crate) async fn change_or_look<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        dry_run: bool,
+        step: impl FnOnce(&Transaction<'_>, i64) -> Work<T> + Send + 'static,
+    ) -> Result<T> {
+        if !dry_run {
+            return self.change(operation, step).await;
+        }
+        let now = self.now();
+        self.inspector().call(operation, move |session| step(&session.read()?, now)).await
+    }
+
     async fn change_with<T: Send + 'static>(
         &self,
         flush: Flush,
@@ -137,7 +154,12 @@ fn choose(
     wanted: impl Fn(&DeliveryRow) -> bool,
 ) -> Work<(Vec<DeliveryRow>, Option<Seq>)> {
     let (max, after) = (selection.step_max(), after(selection));
-    let is_meant = |row: &DeliveryRow| selection.means(Some(&row.topic), row.code.as_deref()) && wanted(row);
+    let is_meant = |row: &DeliveryRow| {
+        let created_at = timestamp(row.created_at);
+        selection.which.mean(&row.topic, row.key.as_deref(), created_at)
+            && selection.means_code(row.code.as_deref())
+            && wanted(row)
+    };
     let mut chosen = Vec::new();
     if max == 0 {
         return Ok((chosen, None));
@@ -198,6 +220,10 @@ fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, n
         State::Retrying => !row.is_due(now),
         _ => false,
     })?;
+    let changed = Changed { count: rows.len() as u64, next };
+    if selection.dry_run {
+        return Ok(changed);
+    }
     for row in &rows {
         match row.state {
             State::Dead => {
@@ -207,7 +233,7 @@ fn retry(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection, n
             _ => tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(params![name.as_str(), row.seq, now])?,
         };
     }
-    Ok(Changed { count: rows.len() as u64, next })
+    Ok(changed)
 }
 
 /// One step that takes events out: rows by selection, unread ones by id.
@@ -215,21 +241,30 @@ fn discard(tx: &Transaction<'_>, name: &SubscriptionName, selection: &Selection,
     let stored = lease::require("discard", tx, name)?;
     let wanted = |row: &DeliveryRow| row.state.may_become(State::Discarded);
     let (rows, next) = choose(tx, name, &stored.log, selection, wanted)?;
-    for row in &rows {
-        tx.prepare_cached(DELIVERY_DISCARD)?.execute(params![name.as_str(), row.seq, now])?;
-    }
-    for key in rows.iter().filter_map(|row| row.key.as_deref()) {
-        release_head(tx, name, key, now)?;
+    if !selection.dry_run {
+        take_out(tx, name, &rows, now)?;
     }
     let mut changed = Changed { count: rows.len() as u64, next };
     if next.is_none() {
         let left = selection.step_max() - rows.len();
         let unread = discard_unread(tx, name, selection, left, now)?;
         changed.count += unread as u64;
-        // They are not found again, so the next step may look from the same place.
-        changed.next = (unread > 0 && unread == left).then_some(Seq(after(selection)));
+        // They are not found again, so the next step may look from the same place; a dry run would
+        // find them again, and has seen all that are named.
+        changed.next = (unread > 0 && unread == left && !selection.dry_run).then_some(Seq(after(selection)));
     }
     Ok(changed)
+}
+
+/// Takes rows out, and lets what waits behind them go.
+fn take_out(tx: &Transaction<'_>, name: &SubscriptionName, rows: &[DeliveryRow], now: i64) -> Work<()> {
+    for row in rows {
+        tx.prepare_cached(DELIVERY_DISCARD)?.execute(params![name.as_str(), row.seq, now])?;
+    }
+    for key in rows.iter().filter_map(|row| row.key.as_deref()) {
+        release_head(tx, name, key, now)?;
+    }
+    Ok(())
 }
 
 /// Marks unread events, named by id, so that they are not sent when they are read.
@@ -253,8 +288,12 @@ fn discard_unread(
         let mut rows = statement.query([seq])?;
         let Some(row) = rows.next()? else { continue };
         let head = Head::read(row)?;
-        let is_meant = reader.wants(&head) && selection.means(Some(&head.topic), None);
-        if !is_meant || reader.state(&head, seq) != State::Pending {
+        let is_named = is_meant(&selection.which, row, &head)? && selection.means_code(None);
+        if !is_named || !reader.wants(&head) || reader.state(&head, seq) != State::Pending {
+            continue;
+        }
+        if selection.dry_run {
+            discarded += usize::from(!tx.prepare_cached(DELIVERY_STATE)?.exists(params![name.as_str(), seq])?);
             continue;
         }
         let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));

@@ -7,7 +7,9 @@ use std::borrow::Cow;
 use bytes::Bytes;
 use jiff::Timestamp;
 use postbox_core::kit::lane_of;
-use postbox_core::{Delivery, Error, Event, EventId, Headers, Key, NewEvent, Seq, State, Tenant, Topic, Unreadable};
+use postbox_core::{
+    Criteria, Delivery, Error, Event, EventId, Headers, Key, NewEvent, Seq, State, Tenant, Topic, Unreadable,
+};
 use rusqlite::Row;
 use rusqlite::types::ValueRef;
 
@@ -102,6 +104,15 @@ impl DeliveryRow {
 /// The place of a row.
 pub(crate) fn seq(row: &Row<'_>) -> rusqlite::Result<i64> {
     row.get(SEQ)
+}
+
+/// Whether a person means a row of a log, whose first columns are those of [`LOG_COLUMNS`].
+pub(crate) fn is_meant(which: &Criteria, row: &Row<'_>, head: &Head<'_>) -> rusqlite::Result<bool> {
+    if *which == Criteria::default() {
+        return Ok(true);
+    }
+    let (key, created_at) = (lossy(row, KEY)?, timestamp(integer(row, CREATED_AT)?.unwrap_or(0)));
+    Ok(which.mean(&head.topic, key.as_deref(), created_at))
 }
 
 /// What decides whether a lane wants a row, without touching its payload.

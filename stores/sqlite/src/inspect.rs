@@ -12,7 +12,8 @@ use rusqlite::{Row, Transaction, params};
 use crate::classify::Work;
 use crate::clock::{timestamp, until};
 use crate::decode::{
-    DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer, seq,
+    DELIVERY_COLUMNS, DELIVERY_COLUMNS_COUNT, Decoded, DeliveryRow, Head, LOG_COLUMNS, LOG_COLUMNS_COUNT, integer,
+    is_meant, seq,
 };
 use crate::depth;
 use crate::lease::{self, SubscriptionRow};
@@ -339,7 +340,7 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<V
             Some(_) => Decoded::read(row)?,
             None => Decoded::missing(&delivery),
         };
-        if query.topic.as_ref().is_none_or(|topic| topic.matches(decoded.event.topic.as_str())) {
+        if query.which.mean_event(Some(&decoded.event)) {
             records.push(record_of(decoded, delivery, row, LOG_COLUMNS_COUNT + DELIVERY_COLUMNS_COUNT)?);
         }
     }
@@ -370,8 +371,7 @@ fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work
         && let Some(row) = rows.next()?
     {
         let head = Head::read(row)?;
-        let topic_wanted = query.topic.as_ref().is_none_or(|topic| topic.matches(&head.topic));
-        if topic_wanted && reader.state_found(tx, &head, seq(row)?)? == query.state {
+        if is_meant(&query.which, row, &head)? && reader.state_found(tx, &head, seq(row)?)? == query.state {
             records.push(record(Decoded::read(row)?, query.state));
         }
     }

@@ -25,6 +25,7 @@ mod settle;
 #[cfg(feature = "sqlx")]
 pub mod sqlx;
 mod store;
+mod tail;
 mod thread;
 mod unrouted;
 mod window;

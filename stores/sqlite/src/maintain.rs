@@ -1,21 +1,19 @@
 //! The upkeep of logs: what nobody wants, and retention. In bounded steps, so that the write lock
 //! is never held for long.
 
-use std::time::Duration;
-
 use async_trait::async_trait;
 use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, STEP_ROWS_MAX, rebase_not_needed};
-use postbox_core::{Changed, LogName, Maintain, Result, Routed, Seq, State, SubscriptionName};
+use postbox_core::{Changed, Criteria, LogName, Maintain, Prune, Result, Routed, Seq, State, SubscriptionName};
 use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::micros;
-use crate::decode::{Head, integer, seq};
+use crate::decode::{Head, integer, is_meant, seq};
 use crate::inspect::Reader;
 use crate::migrate::{self, checked_log, require_log};
 use crate::schema::log_table;
 use crate::store::SqliteStore;
-use crate::unrouted::{give_up_unrouted, is_unrouted, note_unrouted, routed};
+use crate::unrouted::{UNROUTED_FORGET, is_unrouted, note_unrouted, routed};
 
 /// Subscriptions of a log: a walk of a small table; no lock of its own.
 const SUBSCRIPTIONS_OF_LOG: &str = "SELECT name FROM postbox_subscription WHERE log = ?1";
@@ -38,16 +36,9 @@ impl Maintain for SqliteStore {
         self.change("note_unrouted", move |tx, now| note_unrouted(tx, &log, now)).await
     }
 
-    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let log = log.clone();
-        let step =
-            move |tx: &Transaction<'_>, now: i64| give_up_unrouted(tx, &log, now.saturating_sub(micros(older_than)));
-        self.change("give_up_unrouted", step).await
-    }
-
-    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
-        let (log, age) = (log.clone(), micros(older_than));
-        self.change("prune", move |tx, now| prune(tx, &log, now.saturating_sub(age), after)).await
+    async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
+        let (log, wanted) = (log.clone(), prune.clone());
+        self.change_or_look("prune", prune.dry_run, move |tx, now| prune_step(tx, &log, &wanted, now)).await
     }
 
     async fn check_receiving(&self) -> Result<()> {
@@ -70,7 +61,8 @@ pub(crate) fn readers_of(operation: &'static str, tx: &Transaction<'_>, log: &Lo
 
 /// One step that deletes old events that every subscription is done with. What nobody wants is
 /// kept, and so is what was not looked at yet: it may be wanted by nobody.
-fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64, after: Option<Seq>) -> Work<Changed> {
+fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> Work<Changed> {
+    let oldest_kept = now.saturating_sub(micros(prune.older_than));
     let log = require_log("prune", tx, log)?;
     let readers = readers_of("prune", tx, &log)?;
     let routed = routed(tx, &log)?;
@@ -79,7 +71,7 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64, after: Option<Se
     let Some(passed) = readers.iter().map(Reader::position_max).min().map(|passed| passed.min(known)) else {
         return Ok(Changed::default());
     };
-    let (after, table) = (after.map_or(i64::MIN, |after| after.0), log_table(&log));
+    let (after, table) = (prune.after.map_or(i64::MIN, |after| after.0), log_table(&log));
     // Walks the primary key; no lock of its own.
     let log_old = format!(
         "SELECT seq, topic, tenant, key, id, created_at FROM {table} WHERE seq > ?1 AND seq <= ?2 ORDER BY seq"
@@ -94,7 +86,10 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64, after: Option<Se
             let (head, seq) = (Head::read(row)?, seq(row)?);
             if integer(row, 5)?.unwrap_or(0) > oldest_kept {
                 young += 1;
-            } else if is_done_with(tx, &readers, &head, seq)? && !is_unrouted(tx, &log, seq)? {
+            } else if is_meant(&prune.which, row, &head)?
+                && is_done_with(tx, &readers, &head, seq)?
+                && (prune.unrouted || !is_unrouted(tx, &log, seq)?)
+            {
                 gone.push(seq);
             }
             looked += 1;
@@ -104,37 +99,58 @@ fn prune(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64, after: Option<Se
             }
         }
     }
-    // By primary key; takes the write lock.
-    let log_delete = format!("DELETE FROM {table} WHERE seq = ?1");
-    for seq in &gone {
-        for reader in &readers {
-            tx.prepare_cached(DELIVERY_DELETE)?.execute(params![reader.name.as_str(), seq])?;
-            tx.prepare_cached(SENT_DELETE)?.execute(params![reader.name.as_str(), seq])?;
-        }
-        tx.prepare_cached(&log_delete)?.execute([seq])?;
+    if !prune.dry_run {
+        delete(tx, &log, &readers, &gone)?;
     }
     let mut count = gone.len() as u64;
-    if next.is_none() {
-        let missing = prune_missing(tx, &readers, &table, oldest_kept)?;
+    if next.is_none() && prune.which == Criteria::default() {
+        let missing = prune_missing(tx, &readers, &table, oldest_kept, prune.dry_run)?;
         count += missing;
-        next = (missing > 0).then_some(Seq(after));
+        next = (missing > 0 && !prune.dry_run).then_some(Seq(after));
     }
     Ok(Changed { count, next })
 }
 
-/// Deletes old rows whose event somebody deleted from the log: nobody can deliver it.
-fn prune_missing(tx: &Transaction<'_>, readers: &[Reader], table: &str, oldest_kept: i64) -> Work<u64> {
-    // By `postbox_delivery_missing`; takes the write lock.
-    let delivery_prune_missing = format!(
-        "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq IN (SELECT d.seq FROM postbox_delivery d WHERE d.subscription = ?1 \
+/// Deletes events, and what is known of them.
+fn delete(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], gone: &[i64]) -> Work<()> {
+    // By primary key; takes the write lock.
+    let log_delete = format!("DELETE FROM {} WHERE seq = ?1", log_table(log));
+    for seq in gone {
+        for reader in readers {
+            tx.prepare_cached(DELIVERY_DELETE)?.execute(params![reader.name.as_str(), seq])?;
+            tx.prepare_cached(SENT_DELETE)?.execute(params![reader.name.as_str(), seq])?;
+        }
+        tx.prepare_cached(UNROUTED_FORGET)?.execute(params![log.as_str(), seq])?;
+        tx.prepare_cached(&log_delete)?.execute([seq])?;
+    }
+    Ok(())
+}
+
+/// Deletes old rows whose event somebody deleted from the log: nobody can deliver it. A step of
+/// them; a dry run counts them all.
+fn prune_missing(tx: &Transaction<'_>, readers: &[Reader], table: &str, oldest_kept: i64, dry_run: bool) -> Work<u64> {
+    // By `postbox_delivery_missing`.
+    let missing = format!(
+        "FROM postbox_delivery d WHERE d.subscription = ?1 \
          AND d.code = 'event_missing' AND d.state IN ('dead', 'discarded') AND d.updated_at <= ?2 \
-         AND NOT EXISTS (SELECT 1 FROM {table} l WHERE l.seq = d.seq) LIMIT {STEP_ROWS_MAX})"
+         AND NOT EXISTS (SELECT 1 FROM {table} l WHERE l.seq = d.seq)"
+    );
+    // The one takes no lock, the other the write lock.
+    let (count, delete) = (
+        format!("SELECT count(*) {missing}"),
+        format!(
+            "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq IN (SELECT d.seq {missing} LIMIT {STEP_ROWS_MAX})"
+        ),
     );
     let mut pruned = 0;
     for reader in readers {
-        pruned += tx.prepare_cached(&delivery_prune_missing)?.execute(params![reader.name.as_str(), oldest_kept])?;
+        let params = params![reader.name.as_str(), oldest_kept];
+        pruned += match dry_run {
+            true => tx.prepare_cached(&count)?.query_row(params, |row| crate::inspect::count(row, 0))?,
+            false => tx.prepare_cached(&delete)?.execute(params)? as u64,
+        };
     }
-    Ok(pruned as u64)
+    Ok(pruned)
 }
 
 /// Whether every subscription has passed an event and needs it no more.

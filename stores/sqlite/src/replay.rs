@@ -63,7 +63,7 @@ impl<'a> SendAgain<'a> {
 /// One step.
 pub(crate) fn replay(tx: &Transaction<'_>, name: &SubscriptionName, replay: &Replay, now: i64) -> Work<Replayed> {
     let reader = Reader::find("replay", tx, name)?;
-    let again = SendAgain::new(tx, &reader, now)?;
+    let again = if replay.dry_run { None } else { Some(SendAgain::new(tx, &reader, now)?) };
     let last = log_end(tx, &reader.table)?;
     let (after, through) =
         (replay.after.map_or(i64::MIN, |seq| seq.0), replay.through.map_or(last, |seq| seq.0.min(last)));
@@ -87,7 +87,7 @@ pub(crate) fn replay(tx: &Transaction<'_>, name: &SubscriptionName, replay: &Rep
             && reader.state(&head, seq) != State::Pending
             && replay.means(Seq(seq), &Decoded::read(row)?.event);
         if is_meant {
-            again.send(row)?;
+            again.as_ref().map_or(Ok(()), |again| again.send(row))?;
             replayed.count += 1;
         }
         if looked == STEP_LOOK_MAX || replayed.count == replay.step_max() as u64 {

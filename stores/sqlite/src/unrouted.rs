@@ -148,18 +148,6 @@ fn route(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], routed: i64) -
     Ok(Routed { unrouted, more: looked == STEP_LOOK_MAX })
 }
 
-/// Gives up old ones, a step of them, oldest first; how many.
-pub(crate) fn give_up_unrouted(tx: &Transaction<'_>, log: &LogName, oldest_kept: i64) -> Work<u64> {
-    let log = require_log("give_up_unrouted", tx, log)?;
-    // By primary keys; takes the write lock.
-    let unrouted_give_up = format!(
-        "DELETE FROM postbox_unrouted WHERE log = ?1 AND seq IN (SELECT u.seq FROM postbox_unrouted u \
-         LEFT JOIN {} l ON l.seq = u.seq WHERE u.log = ?1 AND coalesce(l.created_at <= ?2, 1) ORDER BY u.seq LIMIT {STEP_LOOK_MAX})",
-        log_table(&log)
-    );
-    Ok(tx.execute(&unrouted_give_up, params![log.as_str(), oldest_kept])? as u64)
-}
-
 /// Counts by topic, as far as the bound goes.
 pub(crate) fn count_unrouted(session: &mut Session, log: &LogName) -> Work<Unrouted> {
     let now = session.settings.now();

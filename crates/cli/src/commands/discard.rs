@@ -1,14 +1,14 @@
-//! `postbox discard ID…`.
+//! `postbox discard ID…` and `postbox discard --all`.
 
+use postbox_core::Selection;
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{EventId, Selection};
 
 use super::steps::Steps;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
-pub(super) async fn run(context: &Context, ids: Vec<EventId>) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, selection: Selection) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
@@ -20,12 +20,16 @@ pub(super) async fn run(context: &Context, ids: Vec<EventId>) -> Result<(), Fail
         );
         return Err(Failure::usage(text));
     };
+    let mut steps = Steps::begin("discarded", selection.dry_run);
+    let discard = async |selection: &Selection| store.discard(&info.name, selection).await;
+    let Some(ids) = selection.ids.clone() else {
+        let ended = steps.take(selection, &discard).await;
+        return steps.end(ended);
+    };
     let wanted = ids.len() as u64;
-    let mut steps = Steps::begin("discarded");
     let ended = async {
         for ids in ids.chunks(CHANGE_EVENTS_MAX) {
-            let selection = Selection { ids: Some(ids.to_vec()), ..Selection::default() };
-            steps.take(selection, async |selection| store.discard(&info.name, selection).await).await?;
+            steps.take(Selection { ids: Some(ids.to_vec()), ..selection.clone() }, &discard).await?;
         }
         Ok(())
     };

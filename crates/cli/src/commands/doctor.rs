@@ -21,7 +21,7 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
     if json {
         output::json(&findings)?;
     } else {
-        print(&findings)?;
+        output::fields(&fields(&findings))?;
     }
     match findings.iter().any(|finding| finding.severity == Severity::Problem) {
         true => Err(Failure::failed("there are problems, listed above")),
@@ -52,7 +52,9 @@ async fn look(context: &Context, store: &dyn Store) -> Result<Vec<Finding>, Fail
     Ok(findings)
 }
 
-fn print(findings: &[Finding]) -> Result<(), Failure> {
+/// What was found, and below it what to do.
+pub(crate) fn fields(findings: &[Finding]) -> Vec<(String, String)> {
+    let mut fields = Vec::new();
     for finding in findings {
         let mark = match finding.severity {
             Severity::Fine => "ok",
@@ -60,10 +62,8 @@ fn print(findings: &[Finding]) -> Result<(), Failure> {
             Severity::Problem => "PROBLEM",
         };
         let whose = finding.subscription.as_deref().unwrap_or("store");
-        output::line(&format!("{mark:<8} {whose}: {}", finding.what))?;
-        if let Some(cure) = &finding.cure {
-            output::line(&format!("         -> {cure}"))?;
-        }
+        fields.push((format!("{mark:<7}"), format!("{whose}: {}", finding.what)));
+        fields.extend(finding.cure.iter().map(|cure| (String::new(), format!("-> {cure}"))));
     }
-    Ok(())
+    fields
 }

@@ -1,6 +1,6 @@
 //! `postbox list --state STATE`.
 
-use postbox_core::{ListQuery, Record, State, SubscriptionName, TopicPattern};
+use postbox_core::{Criteria, ListQuery, Record, State, SubscriptionName};
 use postbox_server::status::RecordJson;
 use postbox_server::text::{cut, estimated};
 
@@ -17,7 +17,7 @@ const ERROR_CHARS: usize = 80;
 pub(super) struct Wanted {
     pub(super) state: State,
     pub(super) limit: usize,
-    pub(super) topic: Option<TopicPattern>,
+    pub(super) which: Criteria,
     pub(super) code: Option<String>,
 }
 
@@ -29,7 +29,7 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
         let mut query = ListQuery {
             subscription: info.name.clone(),
             state: wanted.state,
-            topic: wanted.topic.clone(),
+            which: wanted.which.clone(),
             code: wanted.code.clone(),
             after: None,
             limit: 0,
@@ -62,10 +62,12 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
     }
     let terminal = output::is_terminal();
     let rows: Vec<Vec<String>> = records.iter().map(|(name, record)| row(name, record, terminal)).collect();
-    output::rows(&["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"], &rows)
+    output::rows(&HEAD, &rows)
 }
 
-fn row(subscription: &SubscriptionName, record: &Record, terminal: bool) -> Vec<String> {
+pub(crate) const HEAD: [&str; 9] = ["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"];
+
+pub(crate) fn row(subscription: &SubscriptionName, record: &Record, terminal: bool) -> Vec<String> {
     let error = record.error.as_deref().unwrap_or("-");
     vec![
         record.event.id.to_string(),

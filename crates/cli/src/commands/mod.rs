@@ -1,10 +1,11 @@
 //! One file a command.
 
-use postbox_core::{Replay, Seq};
+use postbox_core::{Criteria, Prune, Replay, Selection, Seq};
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, SubscriptionCommand};
 use crate::context::{Context, Purpose};
 use crate::failure::Failure;
+use crate::selectors::{Chosen, Meant};
 
 mod check_config;
 mod completions;
@@ -13,19 +14,21 @@ mod conflicts;
 pub(crate) mod demo;
 mod discard;
 mod dispatch;
-mod doctor;
+pub(crate) mod doctor;
 mod init;
-mod list;
+pub(crate) mod list;
 mod migrate;
 mod pause;
 mod prune;
 mod replay;
 mod retry;
 mod run;
-mod show;
-mod stats;
+mod send;
+pub(crate) mod show;
+pub(crate) mod stats;
 mod steps;
-mod subscription;
+pub(crate) mod subscription;
+mod tail;
 
 /// Runs the command that was typed.
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {
@@ -48,34 +51,39 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?).await,
         Command::Run => run::run(Context::load(global, Purpose::Serve)?).await,
-        Command::Dispatch { limit, forever } => {
-            let purpose = if forever { Purpose::Serve } else { Purpose::Deliver };
-            dispatch::run(&Context::load(global, purpose)?, limit, forever).await
+        Command::Dispatch { limit, until_empty } => {
+            dispatch::run(&Context::load(global, Purpose::Deliver)?, limit, until_empty).await
         }
         Command::Stats { json } => stats::run(&inspect()?, json).await,
-        Command::List { state: Listed::Conflicts, limit, topic: None, code: None, json } => {
+        Command::List { state: Listed::Conflicts, limit, which, code: None, json } if which.are_none() => {
             conflicts::list(&inspect()?, limit as usize, json).await
         }
         Command::List { state: Listed::Conflicts, .. } => Err(Failure::usage(
-            "a conflict has no topic and no code: it never became an event; leave --topic and --code out",
+            "a conflict has no topic, no key, no time and no code: it never became an event; leave everything but --limit and --json out",
         )),
-        Command::List { state: Listed::Events(state), limit, topic, code, json } => {
-            list::run(&inspect()?, list::Wanted { state, limit: limit as usize, topic, code }, json).await
+        Command::List { state: Listed::Events(state), limit, which, code, json } => {
+            let wanted = list::Wanted { state, limit: limit as usize, which: which.criteria()?, code };
+            list::run(&inspect()?, wanted, json).await
         }
         Command::Show { id, json } => show::run(&inspect()?, id, json).await,
-        Command::Retry { ids, all, topic, code, limit } => {
-            let limit = limit.map(|limit| usize::try_from(limit).unwrap_or(usize::MAX));
-            retry::run(&inspect()?, if all { None } else { Some(ids) }, topic, code, limit).await
+        Command::Send(send) => send::run(&inspect()?, send).await,
+        Command::Tail { topic, key, json } => {
+            let which = Criteria { topic, key, ..Criteria::default() };
+            tail::run(&inspect()?, &which, json).await
         }
-        Command::Discard { ids } => discard::run(&inspect()?, ids).await,
-        Command::Replay { ids, all: _, since, until, after, through, topic, key, limit, rate } => {
-            let ids = (!ids.is_empty()).then_some(ids);
-            let limit = limit.map(|limit| usize::try_from(limit).unwrap_or(usize::MAX));
+        Command::Retry { meant, code } => retry::run(&inspect()?, selection(meant, code)?).await,
+        Command::Discard { meant, code } => discard::run(&inspect()?, selection(meant, code)?).await,
+        Command::Replay { meant, after, through, rate } => {
+            let Chosen { ids, which, limit, dry_run } = meant.chosen()?;
             let (after, through) = (after.map(Seq), through.map(Seq));
-            let replay = Replay { ids, topic, key, since, until, after, through, limit };
+            let replay = Replay { ids, which, after, through, limit, dry_run };
             replay::run(&inspect()?, replay, rate).await
         }
-        Command::Prune { older_than, unrouted } => prune::run(&inspect()?, older_than, unrouted).await,
+        Command::Prune { which, unrouted, dry_run } => {
+            let (which, age) = which.criteria_and_age();
+            let prune = Prune { older_than: age.unwrap_or_default(), which, unrouted, after: None, dry_run };
+            prune::run(&inspect()?, prune).await
+        }
         Command::Pause { name, why, span } => pause::pause(&inspect()?, &name, why, span).await,
         Command::Resume { name } => pause::resume(&inspect()?, &name).await,
         Command::Subscription(command) => {
@@ -91,4 +99,9 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Doctor { json } => doctor::run(&inspect()?, json).await,
     }
+}
+
+fn selection(meant: Meant, code: Option<String>) -> Result<Selection, Failure> {
+    let Chosen { ids, which, limit, dry_run } = meant.chosen()?;
+    Ok(Selection { ids, which, code, after: None, limit, dry_run })
 }

@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
-use postbox_core::LogName;
+use postbox_core::{LogName, Prune};
 use postbox_engine::step_pause;
 use postbox_server::text::grouped;
 
+use super::steps::counted;
 use crate::context::{Context, never_run};
 use crate::failure::Failure;
 use crate::output;
@@ -15,7 +16,7 @@ use crate::output;
 /// How often a run that takes long says how far it is, where somebody looks.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
-pub(super) async fn run(context: &Context, older_than: Duration, unrouted: bool) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, mut prune: Prune) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     // What others have read, it has not.
@@ -28,22 +29,22 @@ pub(super) async fn run(context: &Context, older_than: Duration, unrouted: bool)
     };
     let (mut pruned, mut noted) = (0, Instant::now());
     for log in &logs {
-        while unrouted && store.give_up_unrouted(log, older_than).await? > 0 {}
-        let mut after = None;
+        prune.after = None;
         loop {
             let began = Instant::now();
-            let step = store.prune(log, older_than, after).await?;
+            let step = store.prune(log, &prune).await?;
             pruned += step.count;
-            after = step.next;
-            if after.is_none() {
+            prune.after = step.next;
+            if step.next.is_none() {
                 break;
             }
             tokio::time::sleep(step_pause(began.elapsed())).await;
             if noted.elapsed() >= NOTE_EVERY && std::io::stderr().is_terminal() {
-                output::note(&format!("{log}: {} deleted", grouped(pruned)));
+                let what = if prune.dry_run { "counted" } else { "deleted" };
+                output::note(&format!("{log}: {} {what}", grouped(pruned)));
                 noted = Instant::now();
             }
         }
     }
-    output::line(&format!("pruned={pruned}"))
+    counted("pruned", pruned, prune.dry_run)
 }

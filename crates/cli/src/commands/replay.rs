@@ -8,7 +8,7 @@ use postbox_core::{Rate, Replay, Seq};
 use postbox_server::text::grouped;
 use tokio::select;
 
-use super::steps::all_known;
+use super::steps::{all_known, counted};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
@@ -58,6 +58,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
             output::note(&format!("{} sent again, up to place {next} of {}", grouped(count), step.through));
             noted = Instant::now();
         }
+        let rate = rate.filter(|_| !replay.dry_run);
         let pause = rate.map_or(Duration::ZERO, |rate| rate.interval() * u32::try_from(step.count).unwrap_or(u32::MAX));
         select! {
             biased;
@@ -69,7 +70,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
         all_known(&unknown)?;
     }
     if ended.is_ok() || count > 0 {
-        output::line(&format!("replayed={count}"))?;
+        counted("replayed", count, replay.dry_run)?;
     }
     if ended.is_ok() && count == 0 {
         output::note("nothing that is meant went out or was skipped; what is pending goes out by itself");

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo, TopicPattern};
+use postbox_core::{EventId, ListQuery, Record, Selection, State, Store, SubscriptionInfo};
 
 use super::steps::{Steps, all_known};
 use crate::context::Context;
@@ -13,30 +13,20 @@ use crate::output;
 /// Most events read ahead of one subscription and state, to find the oldest of all.
 const PAGE: usize = 100;
 
-pub(super) async fn run(
-    context: &Context,
-    ids: Option<Vec<EventId>>,
-    topic: Option<TopicPattern>,
-    code: Option<String>,
-    limit: Option<usize>,
-) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, wanted: Selection) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
-    let mut steps = Steps::begin("retried");
-    let lookup = match &ids {
+    let mut steps = Steps::begin("retried", wanted.dry_run);
+    let lookup = match &wanted.ids {
         Some(ids) => IdLookup::look(store.as_ref(), &infos, ids).await?,
         None => IdLookup::default(),
     };
-    let ended = match (&ids, limit) {
-        (Some(ids), _) => by_id(store.as_ref(), &infos, ids, &mut steps).await,
+    let ended = match (&wanted.ids, wanted.limit) {
+        (Some(ids), _) => by_id(store.as_ref(), &infos, ids, &wanted, &mut steps).await,
         (None, Some(limit)) if infos.len() > 1 => {
-            let wanted = Selection { topic, code, ..Selection::default() };
             oldest_of_all(store.as_ref(), &infos, &wanted, limit, &mut steps).await
         }
-        (None, limit) => {
-            let wanted = Selection { topic, code, limit, ..Selection::default() };
-            of_each(store.as_ref(), &infos, &wanted, &mut steps).await
-        }
+        (None, _) => of_each(store.as_ref(), &infos, &wanted, &mut steps).await,
     };
     let nothing = ended.is_ok() && steps.count() == 0;
     if ended.is_ok() {
@@ -53,10 +43,11 @@ async fn by_id(
     store: &dyn Store,
     infos: &[SubscriptionInfo],
     ids: &[EventId],
+    wanted: &Selection,
     steps: &mut Steps,
 ) -> Result<(), Failure> {
     for ids in ids.chunks(CHANGE_EVENTS_MAX) {
-        of_each(store, infos, &Selection { ids: Some(ids.to_vec()), ..Selection::default() }, steps).await?;
+        of_each(store, infos, &Selection { ids: Some(ids.to_vec()), ..wanted.clone() }, steps).await?;
     }
     Ok(())
 }
@@ -86,9 +77,9 @@ async fn oldest_of_all(
     let mut heads = Vec::new();
     for (place, info) in infos.iter().enumerate() {
         for state in [State::Dead, State::Retrying] {
-            let (topic, code) = (wanted.topic.clone(), wanted.code.clone());
+            let (which, code) = (wanted.which.clone(), wanted.code.clone());
             let limit = limit.min(PAGE);
-            let query = ListQuery { subscription: info.name.clone(), state, topic, code, after: None, limit };
+            let query = ListQuery { subscription: info.name.clone(), state, which, code, after: None, limit };
             let mut ahead = Ahead { place, query, page: VecDeque::new() };
             ahead.fill(store).await?;
             heads.push(ahead);
@@ -103,7 +94,7 @@ async fn oldest_of_all(
         }
         // One that is due already changes nothing and does not count; then the search goes on.
         for (info, ids) in infos.iter().zip(found).filter(|(_, ids)| !ids.is_empty()) {
-            let selection = Selection { ids: Some(ids), ..Selection::default() };
+            let selection = Selection { ids: Some(ids), dry_run: wanted.dry_run, ..Selection::default() };
             steps.take(selection, async |selection| store.retry(&info.name, selection).await).await?;
         }
     }

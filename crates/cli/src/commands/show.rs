@@ -2,7 +2,7 @@
 
 use postbox_core::{Event, EventId, Record, SubscriptionInfo};
 use postbox_server::status::ShowJson;
-use postbox_server::text::{safe_line, safe_lines};
+use postbox_server::text::safe_lines;
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -29,13 +29,18 @@ pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<()
     if json {
         return output::json(&ShowJson::new(&found));
     }
-    output::print(
-        &(describe(&first.event) + &found.iter().map(|(info, record)| stand(info, record)).collect::<String>()),
-    )?;
+    output::fields(&fields(&found))?;
     output::print(&format!("\n{}\n", payload(&first.event)))
 }
 
-fn describe(event: &Event) -> String {
+/// The event's own fields, and where it stands in each subscription.
+pub(crate) fn fields(found: &[(SubscriptionInfo, Record)]) -> Vec<(&'static str, String)> {
+    let mut fields = found.first().map_or_else(Vec::new, |(_, first)| describe(&first.event));
+    fields.extend(found.iter().map(|(info, record)| ("delivery", stand(info, record))));
+    fields
+}
+
+fn describe(event: &Event) -> Vec<(&'static str, String)> {
     let text = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
     let mut fields = vec![
         ("id", event.id.to_string()),
@@ -53,7 +58,7 @@ fn describe(event: &Event) -> String {
     fields.extend(event.headers.iter().map(|(name, value)| ("header", format!("{name}: {value}"))));
     fields.push(("content type", event.content_type().to_owned()));
     fields.push(("payload", format!("{} bytes, below", event.payload.len())));
-    fields.iter().map(|(name, value)| format!("{name:<13} {}\n", safe_line(value))).collect()
+    fields
 }
 
 fn stand(info: &SubscriptionInfo, record: &Record) -> String {
@@ -73,7 +78,7 @@ fn stand(info: &SubscriptionInfo, record: &Record) -> String {
     if let Some(error) = &record.error {
         text += &format!(": {error}");
     }
-    format!("{:<13} {}\n", "delivery", safe_line(&text))
+    text
 }
 
 /// Text as it is but harmless; other bytes as hexadecimal, sixteen a line.

@@ -52,7 +52,7 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
         output::note(&format!("{}; {}", log.what(), log.cure()));
     }
     if output::is_terminal() && !infos.is_empty() {
-        table(&all)?;
+        output::rows(&HEAD, &all.iter().filter_map(row).collect::<Vec<_>>())?;
     }
     // A sum without them would be untrue.
     complete(failures)?;
@@ -70,18 +70,29 @@ fn complete(failures: usize) -> Result<(), Failure> {
     }
 }
 
-fn table(all: &[StatsJson]) -> Result<(), Failure> {
-    let head = "subscription log pending retrying blocked scheduled dead discarded dispatched total oldest";
-    let rows = all.iter().filter_map(|stats| {
-        let name = stats.subscription.as_ref()?;
-        let name = if stats.paused { format!("{name} (paused)") } else { name.to_string() };
-        let mut row = vec![name, stats.log.to_string(), estimated(stats.pending, stats.estimated)];
-        let of_rows = [stats.retrying, stats.blocked, stats.scheduled, stats.dead, stats.discarded];
-        row.extend(of_rows.map(|count| estimated(count, count > LOOK_EVENTS_MAX)));
-        row.extend([grouped(stats.dispatched), estimated(stats.total, stats.estimated)]);
-        let oldest = stats.oldest_pending_seconds.map(Duration::from_secs_f64);
-        row.push(oldest.map_or_else(|| "-".to_owned(), span));
-        Some(row)
-    });
-    output::rows(&head.split(' ').collect::<Vec<_>>(), &rows.collect::<Vec<_>>())
+pub(crate) const HEAD: [&str; 11] = [
+    "subscription",
+    "log",
+    "pending",
+    "retrying",
+    "blocked",
+    "scheduled",
+    "dead",
+    "discarded",
+    "dispatched",
+    "total",
+    "oldest",
+];
+
+/// `None` for a log that nobody reads: a note says so.
+pub(crate) fn row(stats: &StatsJson) -> Option<Vec<String>> {
+    let name = stats.subscription.as_ref()?;
+    let name = if stats.paused { format!("{name} (paused)") } else { name.to_string() };
+    let mut row = vec![name, stats.log.to_string(), estimated(stats.pending, stats.estimated)];
+    let of_rows = [stats.retrying, stats.blocked, stats.scheduled, stats.dead, stats.discarded];
+    row.extend(of_rows.map(|count| estimated(count, count > LOOK_EVENTS_MAX)));
+    row.extend([grouped(stats.dispatched), estimated(stats.total, stats.estimated)]);
+    let oldest = stats.oldest_pending_seconds.map(Duration::from_secs_f64);
+    row.push(oldest.map_or_else(|| "-".to_owned(), span));
+    Some(row)
 }

@@ -13,6 +13,8 @@ use crate::signals::stopped;
 pub(super) struct Steps {
     /// What is counted, as it is printed: `retried`.
     word: &'static str,
+    /// Whether it is only counted.
+    dry_run: bool,
     count: u64,
     stop: CancellationToken,
     _listening: AbortOnDropHandle<()>,
@@ -20,14 +22,14 @@ pub(super) struct Steps {
 
 impl Steps {
     /// Begins to listen for SIGTERM and SIGINT.
-    pub(super) fn begin(word: &'static str) -> Self {
+    pub(super) fn begin(word: &'static str, dry_run: bool) -> Self {
         let stop = CancellationToken::new();
         let (stopping, signal) = (stop.clone(), stopped());
         let listening = AbortOnDropHandle::new(tokio::spawn(async move {
             signal.await;
             stopping.cancel();
         }));
-        Self { word, count: 0, stop, _listening: listening }
+        Self { word, dry_run, count: 0, stop, _listening: listening }
     }
 
     /// How many events were changed so far.
@@ -61,18 +63,23 @@ impl Steps {
 
     /// Says how many there were, also after a failure midway.
     pub(super) fn end(self, ended: Result<(), Failure>) -> Result<(), Failure> {
-        let Self { word, count, stop, .. } = self;
+        let Self { word, dry_run, count, stop, .. } = self;
         // What could not even begin has changed nothing to speak of: its error is all it says.
         if ended.is_ok() || count > 0 {
-            output::line(&format!("{word}={count}"))?;
+            counted(word, count, dry_run)?;
         }
-        if ended.is_err() && count > 0 && !stop.is_cancelled() {
+        if ended.is_err() && count > 0 && !dry_run && !stop.is_cancelled() {
             output::note(&format!(
                 "stopped midway; the step that failed, at most {CHANGE_EVENTS_MAX} events, may be done all the same. The same command goes on with the rest"
             ));
         }
         ended
     }
+}
+
+/// The count of a bulk change, in one shape for every such command.
+pub(super) fn counted(word: &str, count: u64, dry_run: bool) -> Result<(), Failure> {
+    output::line(&format!("{word}={count}{}", if dry_run { " dry_run=true" } else { "" }))
 }
 
 /// An event that was named and is not there is a failure.

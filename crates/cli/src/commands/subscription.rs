@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use postbox_core::{ResetTo, Store, SubscriptionInfo, SubscriptionName};
 use postbox_server::status::{self, STATS_WAIT, StatsJson, SubscriptionJson};
-use postbox_server::text::{estimated, safe_line, span};
+use postbox_server::text::{estimated, span};
 use tokio::time::Instant;
 
 use crate::context::{Context, never_run};
@@ -20,14 +20,16 @@ pub(super) async fn list(context: &Context, json: bool) -> Result<(), Failure> {
     if json {
         return output::json(&all);
     }
-    let head = ["subscription", "log", "topics", "ordering", "lanes", "relays", "pending", "dead", "oldest", "paused"];
-    output::rows(&head, &all.iter().map(row).collect::<Vec<_>>())
+    output::rows(&HEAD, &all.iter().map(row).collect::<Vec<_>>())
 }
+
+pub(crate) const HEAD: [&str; 10] =
+    ["subscription", "log", "topics", "ordering", "lanes", "relays", "pending", "dead", "oldest", "paused"];
 
 pub(super) async fn show(context: &Context, name: &SubscriptionName, json: bool) -> Result<(), Failure> {
     let (store, info) = named(context, name).await?;
     let Some(shown) = with_counts(store.as_ref(), &[info]).await.pop() else { return Ok(()) };
-    if json { output::json(&shown) } else { output::print(&describe(&shown)) }
+    if json { output::json(&shown) } else { output::fields(&describe(&shown)) }
 }
 
 pub(super) async fn rename(context: &Context, name: &SubscriptionName, to: &SubscriptionName) -> Result<(), Failure> {
@@ -99,7 +101,7 @@ async fn with_counts(store: &dyn Store, infos: &[SubscriptionInfo]) -> Vec<Subsc
     infos.iter().zip(counts).map(|(info, counts)| SubscriptionJson::new(info, counts)).collect()
 }
 
-fn row(of: &SubscriptionJson) -> Vec<String> {
+pub(crate) fn row(of: &SubscriptionJson) -> Vec<String> {
     let count = |count: fn(&StatsJson) -> u64| {
         of.counts.as_ref().map_or_else(|| "-".to_owned(), |counts| estimated(count(counts), counts.estimated))
     };
@@ -134,7 +136,7 @@ fn oldest(of: &SubscriptionJson) -> String {
     oldest.map_or_else(|| "-".to_owned(), |seconds| span(Duration::from_secs_f64(seconds)))
 }
 
-fn describe(of: &SubscriptionJson) -> String {
+fn describe(of: &SubscriptionJson) -> Vec<(&'static str, String)> {
     let mut fields = vec![
         ("subscription", of.subscription.to_string()),
         ("log", of.log.to_string()),
@@ -161,5 +163,5 @@ fn describe(of: &SubscriptionJson) -> String {
         fields.push(("dead", estimated(*dead, *is_estimate)));
         fields.push(("dispatched", dispatched.to_string()));
     }
-    fields.iter().map(|(name, value)| format!("{name:<13} {}\n", safe_line(value))).collect()
+    fields
 }

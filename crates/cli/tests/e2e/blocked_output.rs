@@ -72,9 +72,6 @@ cases! {
 }
 
 #[tokio::test]
-async fn dispatch_in_a_loop_needs_no_listener_either() -> Result<()> {
-    for (stdout, stderr) in [(Output::Closed, Output::Closed), (Output::Full, Output::Full)] {
-        goes_on(&["dispatch", "--loop", "--subscription", "out"], Some(stdout), stderr).await?;
-    }
+async fn standard_output_is_of_no_account_to_a_service() -> Result<()> {
     goes_on(RUN, Some(Output::Full), Output::Closed).await
 }

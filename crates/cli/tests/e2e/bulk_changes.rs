@@ -2,6 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::endpoint::{Endpoint, refuses_all, takes_all};
 use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal, until_waited_for};
 
 /// More than two steps.
@@ -39,7 +40,7 @@ fn dead(env: &TestEnv) -> Result<usize> {
 async fn many_events_are_retried_and_discarded(kind: Kind) -> Result<()> {
     let env = with_dead(kind, MANY).await?;
     let listed = env.ok(&["list", "--state", "dead", "--limit", "1200"])?;
-    let ids: Vec<&str> = listed.lines().filter_map(|line| line.split('\t').next()).collect();
+    let ids: Vec<&str> = listed.lines().skip(1).filter_map(|line| line.split('\t').next()).collect();
     ensure!(env.ok(&[&["discard"], &ids[..]].concat())? == "discarded=1200\n");
     ensure!(env.ok(&["retry", "--all", "--limit", "1100"])? == "retried=1100\n");
     ensure!(dead(&env)? == MANY - 1200 - 1100);
@@ -98,4 +99,49 @@ async fn an_interrupted_retry_says_how_much_it_did() -> Result<()> {
     Ok(())
 }
 
-on_both!(many_events_are_retried_and_discarded, a_retry_that_fails_midway_says_how_much_it_did);
+/// Of every bulk change: what a dry run counts is what the run right after it changes.
+async fn a_dry_run_says_what_the_run_does(kind: Kind) -> Result<()> {
+    let target = Endpoint::start(refuses_all)?;
+    let env = TestEnv::with(kind, &target.subscription("out")).await?;
+    let rows =
+        (0..12).map(|n| (["order.placed", "order.paid", "invoice.sent"][n as usize % 3], (n % 4).to_string(), n));
+    env.insert(rows).await?;
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=12");
+    let both = async |word: &str, count: u64, args: &[&str]| -> Result<()> {
+        let before = env.snapshot().await?;
+        for _ in 0..2 {
+            let counted = env.ok(&[args, &["--dry-run"]].concat())?;
+            ensure!(counted == format!("{word}={count} dry_run=true\n"), "{args:?}: {counted}");
+        }
+        ensure!(env.snapshot().await? == before, "{args:?}: a dry run has changed something");
+        let changed = env.ok(args)?;
+        ensure!(changed == format!("{word}={count}\n"), "{args:?}: {changed}");
+        Ok(())
+    };
+    let listed = env.json(&["list", "--state", "dead", "--key", "3", "--until", "0s", "--json"])?;
+    let listed = listed.as_array().context("no list")?;
+    ensure!(listed.len() == 3 && listed.iter().all(|record| record["event"]["key"] == "3"), "{listed:?}");
+    let id = listed[0]["event"]["id"].as_str().context("no id")?;
+    ensure!(env.ok(&["list", "--state", "dead", "--since", "1h", "--older-than", "30m"])?.is_empty());
+    both("discarded", 1, &["discard", id]).await?;
+    both("discarded", 0, &["discard", "--older-than", "1h"]).await?;
+    both("discarded", 2, &["discard", "--topic", "order.*", "--key", "0", "--code", "http_422"]).await?;
+    target.set(takes_all);
+    both("retried", 4, &["retry", "--topic", "invoice.sent"]).await?;
+    ensure!(env.dispatch(&[])? == "dispatched=4 failed=0 dead=0");
+    both("retried", 2, &["retry", "--key", "1", "--since", "1h"]).await?;
+    ensure!(env.dispatch(&[])? == "dispatched=2 failed=0 dead=0");
+    both("discarded", 3, &["discard", "--all"]).await?;
+    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=6 dead=0 total=12\n");
+    both("replayed", 4, &["replay", "--topic", "invoice.*"]).await?;
+    ensure!(env.dispatch(&[])? == "dispatched=4 failed=0 dead=0");
+    both("pruned", 2, &["prune", "--older-than", "0s", "--topic", "order.*", "--key", "1"]).await?;
+    both("pruned", 10, &["prune", "--older-than", "0s"]).await?;
+    Ok(())
+}
+
+on_both!(
+    many_events_are_retried_and_discarded,
+    a_retry_that_fails_midway_says_how_much_it_did,
+    a_dry_run_says_what_the_run_does,
+);

@@ -54,9 +54,11 @@ async fn dead_events_are_retried_and_discarded_by_a_person(kind: Kind) -> Result
     ensure!(env.ok(&["stats"])? == "pending=0 dispatched=0 dead=3 total=3\n");
 
     let dead = env.ok(&["list", "--state", "dead"])?;
-    ensure!(dead.lines().count() == 3 && dead.contains("http_422"), "{dead}");
-    let ids: Vec<&str> = dead.lines().filter_map(|line| line.split('\t').next()).collect();
-    ensure!(env.ok(&["list", "--state", "dead", "--topic", "order.paid"])?.lines().count() == 1);
+    ensure!(dead.lines().count() == 4 && dead.contains("http_422"), "{dead}");
+    let head = "id\tsubscription\tstate\ttopic\tkey\tattempts\tdue\tcode\terror\n";
+    ensure!(dead.starts_with(head) && dead.lines().all(|line| line.split('\t').count() == 9), "{dead}");
+    let ids: Vec<&str> = dead.lines().skip(1).filter_map(|line| line.split('\t').next()).collect();
+    ensure!(env.ok(&["list", "--state", "dead", "--topic", "order.paid"])?.lines().count() == 2);
     ensure!(env.ok(&["list", "--state", "dead", "--code", "http_500"])?.is_empty());
 
     let nobody = "00000000-0000-7000-8000-000000000000";

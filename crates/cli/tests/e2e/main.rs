@@ -29,4 +29,5 @@ mod run;
 mod sender;
 mod sqs;
 mod subscriptions;
+mod tail;
 mod unreadable;

@@ -1,11 +1,12 @@
 //! `postbox run` and signals.
 
 use std::collections::HashSet;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::endpoint::{Endpoint, takes_all};
-use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal, until};
+use crate::endpoint::{Endpoint, refuses_all, takes_all};
+use crate::env::{FILE_SINK, Kind, TestEnv, ended, on_both, signal};
 
 /// Starts and stops under load, several times; then everything has arrived exactly once.
 async fn sigterm_under_load_repeats_nothing(kind: Kind) -> Result<()> {
@@ -36,24 +37,65 @@ async fn sigterm_under_load_repeats_nothing(kind: Kind) -> Result<()> {
     Ok(())
 }
 
-on_both!(sigterm_under_load_repeats_nothing);
+on_both!(
+    sigterm_under_load_repeats_nothing,
+    dispatch_in_a_loop_ends_once_nothing_is_pending,
+    dispatch_in_a_loop_waits_for_no_person,
+    what_fails_for_one_reason_has_one_line_a_second,
+);
 
+/// What is to be tried again is waited for, and then it ends.
+async fn dispatch_in_a_loop_ends_once_nothing_is_pending(kind: Kind) -> Result<()> {
+    ensure!(TestEnv::with(kind, FILE_SINK).await?.dispatch(&["--loop"])? == "dispatched=0 failed=0 dead=0");
+    let target = Endpoint::start(|_| (500, Duration::ZERO))?;
+    let env = TestEnv::with(kind, &(target.subscription("out") + "retry = { delays = [\"1s\", \"1s\"] }\n")).await?;
+    env.insert_three().await?;
+    let child = env.spawn(&["dispatch", "--loop", "--log-level", "off"])?;
+    target.until("the first failures", |arrivals| arrivals.len() >= 2).await?;
+    target.set(takes_all);
+    let output = ended(child).await?;
+    let (printed, said) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(
+        output.status.success() && printed.contains(" dispatched=3 ") && printed.ends_with(" dead=0\n"),
+        "{printed}{said}"
+    );
+    ensure!(env.ok(&["stats"])? == "pending=0 dispatched=3 dead=0 total=3\n");
+    env.insert_three().await?;
+    ensure!(
+        env.ok(&["dispatch", "--loop", "--limit", "2"])?.starts_with("fetched=2 "),
+        "a limit is for the whole of it"
+    );
+    Ok(())
+}
+
+/// What only a person can bring on is not waited for, nor what a person stopped.
+async fn dispatch_in_a_loop_waits_for_no_person(kind: Kind) -> Result<()> {
+    let target = Endpoint::start(refuses_all)?;
+    let env = TestEnv::with(kind, &(target.subscription("out") + "on_dead = \"halt\"\n")).await?;
+    env.insert_three().await?;
+    let output = env.output(&["dispatch", "--loop", "--log-level", "off"])?;
+    let (printed, said) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
+    ensure!(output.status.code() == Some(1) && printed.ends_with(" dispatched=0 failed=0 dead=2\n"), "{printed}{said}");
+    ensure!(said.contains("1 event(s) of out wait behind a dead one") && said.contains("list --state dead"), "{said}");
+    env.ok(&["pause", "out"])?;
+    ensure!(env.dispatch(&["--loop"])? == "dispatched=0 failed=0 dead=0");
+    Ok(())
+}
+
+/// It is stopped while something waits to be tried again.
 #[tokio::test]
-async fn dispatch_in_a_loop_goes_on_until_sigterm_and_then_counts() -> Result<()> {
-    let env = TestEnv::with(Kind::Sqlite, FILE_SINK).await?;
-    let child = env.spawn(&["dispatch", "--loop", "--log-level", "error"])?;
+async fn dispatch_in_a_loop_ends_at_sigterm_too() -> Result<()> {
+    let target = Endpoint::start(|_| (500, Duration::ZERO))?;
+    let config = target.subscription("out") + "retry = { delays = [\"1h\"] }\n";
+    let env = TestEnv::with(Kind::Sqlite, &config).await?;
+    env.insert_three().await?;
+    let child = env.spawn(&["dispatch", "--loop", "--log-level", "off"])?;
     let pid = child.id().context("it has ended already")?;
-    for round in 1..=2 {
-        env.insert_three().await?;
-        // A line may be half written when it is read.
-        let there = |lines: &Vec<_>| lines.len() == 3 * round;
-        until("three more", async || Ok(env.lines("out.jsonl").ok().filter(there))).await?;
-    }
+    target.until("the first failures", |arrivals| arrivals.len() >= 2).await?;
     signal(pid, "TERM")?;
     let output = ended(child).await?;
-    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let printed = String::from_utf8(output.stdout)?;
-    ensure!(printed.starts_with("fetched=") && printed.ends_with(" dispatched=6 failed=0 dead=0\n"), "{printed}");
+    ensure!(output.status.success() && printed.ends_with(" dispatched=0 failed=2 dead=0\n"), "{printed}");
     Ok(())
 }
 
@@ -70,5 +112,23 @@ async fn logs_are_json_lines_with_levels_and_no_secret() -> Result<()> {
         let value: serde_json::Value = serde_json::from_str(line).with_context(|| line.clone())?;
         ensure!(value["level"].is_string() && !line.contains(secret), "{line}");
     }
+    Ok(())
+}
+
+/// Every event dies of the same: the metrics have each, the log a line a second.
+async fn what_fails_for_one_reason_has_one_line_a_second(kind: Kind) -> Result<()> {
+    let events = 400;
+    let target = Endpoint::start(refuses_all)?;
+    let env = TestEnv::with(kind, &target.subscription("out")).await?;
+    env.insert((0..events).map(|n| ("t", n.to_string(), n))).await?;
+    let began = Instant::now();
+    let output = env.output(&["dispatch", "--log-json"])?;
+    let seconds = began.elapsed().as_secs() + 1;
+    let lines: Vec<serde_json::Value> =
+        String::from_utf8(output.stderr)?.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+    let dead = lines.iter().filter(|line| line["message"] == "event dead").count() as u64;
+    let left_out: u64 = lines.iter().filter_map(|line| line["left_out"].as_u64()).sum();
+    ensure!((1..=seconds).contains(&dead), "{dead} lines in {seconds} s");
+    ensure!(dead + left_out == events.unsigned_abs(), "{dead} lines, {left_out} left out: {lines:#?}");
     Ok(())
 }

@@ -73,6 +73,9 @@ impl Server {
             _ => false,
         });
         let changed = cut_to_step(&mut chosen, selection);
+        if selection.dry_run {
+            return Ok(changed);
+        }
         for (seq, row) in &chosen {
             let mut row = DeliveryRow { due_at: Some(now), updated_at: now, ..row.clone() };
             if row.state == EventState::Dead {
@@ -100,6 +103,9 @@ impl Server {
         chosen.extend(reader.select_pending(log, selection, now));
         chosen.sort_by_key(|(seq, _)| *seq);
         let changed = cut_to_step(&mut chosen, selection);
+        if selection.dry_run {
+            return Ok(changed);
+        }
         for (seq, row) in &chosen {
             let row = DeliveryRow { state: EventState::Discarded, due_at: None, updated_at: now, ..row.clone() };
             let key = row.key.clone();
@@ -133,6 +139,10 @@ impl Server {
         let all = chosen.len();
         chosen.truncate(replay.step_max());
         let next = chosen.last().filter(|_| chosen.len() < all).map(|(seq, _)| Seq(*seq));
+        let replayed = Replayed { count: chosen.len() as u64, next, through: Seq(through) };
+        if replay.dry_run {
+            return Ok(replayed);
+        }
         let skipped = |(seq, _): &&(i64, DeliveryRow)| {
             let row = &log.rows[seq];
             row.commit.is_some_and(|commit| !reader.takes(*seq, commit, &row.event))
@@ -144,7 +154,7 @@ impl Server {
         let log = state.data.logs.get_mut(&name).expect("a subscription's log is never removed");
         chosen.iter().for_each(|(seq, _)| _ = log.unrouted.remove(seq));
         State::flush_and_wake(state);
-        Ok(Replayed { count: chosen.len() as u64, next, through: Seq(through) })
+        Ok(replayed)
     }
 
     fn pause(&self, subscription: &SubscriptionName, pause: Option<Pause>) -> Result<()> {
@@ -184,11 +194,11 @@ impl Reader {
     ) -> Vec<(i64, DeliveryRow)> {
         let is_meant = |(seq, row): &(i64, &DeliveryRow)| {
             let event = log.rows.get(seq).map(|row| &row.event);
-            let topic = event.map(|event| event.topic.as_str());
             let by_id = |ids: &Vec<EventId>| event.is_some_and(|event| ids.contains(&event.id));
             selection.after.is_none_or(|after| *seq > after.0)
                 && wanted(row)
-                && selection.means(topic, row.code.as_deref())
+                && selection.which.mean_event(event)
+                && selection.means_code(row.code.as_deref())
                 && selection.ids.as_ref().is_none_or(by_id)
         };
         self.deliveries().filter(is_meant).map(|(seq, row)| (seq, row.clone())).collect()
@@ -200,7 +210,9 @@ impl Reader {
         ids.iter()
             .filter_map(|id| log.ids.get(id))
             .filter_map(|seq| Some((*seq, log.rows[seq].commit?, &log.rows[seq].event)))
-            .filter(|(_, _, event)| self.wants(event) && selection.means(Some(event.topic.as_str()), None))
+            .filter(|(_, _, event)| {
+                self.wants(event) && selection.which.mean_event(Some(event)) && selection.means_code(None)
+            })
             .filter(|(seq, commit, event)| self.state_of(log, *seq, *commit, event) == EventState::Pending)
             .map(|(seq, _, event)| (seq, DeliveryRow::new(self.lane_of(event), event.key.clone(), now)))
             .collect()

@@ -38,7 +38,7 @@ impl Inspect for MemoryStore {
         let records = log
             .committed()
             .filter(|(seq, _, _)| *seq > after)
-            .filter(|(_, _, event)| query.topic.as_ref().is_none_or(|topic| topic.matches(event.topic.as_str())))
+            .filter(|(_, _, event)| query.which.mean_event(Some(event)))
             .map(|(seq, commit, event)| reader.record(log, seq, commit, event))
             .filter(|record| record.state == query.state)
             .filter(|record| query.code.is_none() || record.code == query.code);

@@ -1,17 +1,15 @@
 //! The upkeep of logs: each one atomic step of the server.
 
-use std::time::Duration;
-
 use async_trait::async_trait;
 use jiff::Timestamp;
 
-use super::state::{Data, DeliveryRow, LogState, Reader, State};
+use super::state::{Data, DeliveryRow, Reader, State};
 use super::{MemoryStore, Server};
 use crate::admin::Changed;
 use crate::error::Result;
 use crate::event::{Event, Seq};
 use crate::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX, rebase_not_needed};
-use crate::maintain::{Maintain, Routed};
+use crate::maintain::{Maintain, Prune, Routed};
 use crate::names::LogName;
 use crate::state::State as EventState;
 
@@ -27,14 +25,9 @@ impl Maintain for MemoryStore {
         self.call("note_unrouted", None, move |server| server.note_unrouted(&log)).await
     }
 
-    async fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let log = log.clone();
-        self.call("give_up_unrouted", None, move |server| server.give_up_unrouted(&log, older_than)).await
-    }
-
-    async fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
-        let log = log.clone();
-        self.call("prune", None, move |server| server.prune(&log, older_than, after)).await
+    async fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
+        let (log, prune) = (log.clone(), prune.clone());
+        self.call("prune", None, move |server| server.prune(&log, &prune)).await
     }
 
     async fn check_receiving(&self) -> Result<()> {
@@ -95,22 +88,12 @@ impl Server {
         Ok(Routed { unrouted, more: false })
     }
 
-    fn give_up_unrouted(&self, log: &LogName, older_than: Duration) -> Result<u64> {
-        let oldest_kept = self.clock.now().checked_sub(older_than).unwrap_or(Timestamp::MIN);
-        let mut state = self.state("give_up_unrouted")?;
-        state.data.log("give_up_unrouted", log)?;
-        let LogState { unrouted, rows, .. } = state.data.logs.get_mut(log).expect("looked up above");
-        let before = unrouted.len();
-        unrouted.retain(|seq| rows.get(seq).is_some_and(|row| row.event.created_at > oldest_kept));
-        let given_up = before - unrouted.len();
-        state.flush();
-        Ok(given_up as u64)
-    }
-
-    fn prune(&self, log: &LogName, older_than: Duration, after: Option<Seq>) -> Result<Changed> {
+    fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
         let now = self.clock.now();
-        let oldest_kept = now.checked_sub(older_than).unwrap_or(Timestamp::MIN);
-        _ = self.note_unrouted(log)?;
+        let oldest_kept = now.checked_sub(prune.older_than).unwrap_or(Timestamp::MIN);
+        if !prune.dry_run {
+            _ = self.note_unrouted(log)?;
+        }
         let mut state = self.state("prune")?;
         let of_log = state.data.log("prune", log)?;
         let readers: Vec<&Reader> =
@@ -119,11 +102,14 @@ impl Server {
             return Ok(Changed::default());
         }
         let (mut gone, mut looked, mut young, mut next) = (Vec::new(), 0, 0, None);
-        for (seq, commit, event) in of_log.committed().filter(|(seq, _, _)| after.is_none_or(|after| *seq > after.0)) {
+        for (seq, commit, event) in
+            of_log.committed().filter(|(seq, _, _)| prune.after.is_none_or(|after| *seq > after.0))
+        {
             if event.created_at > oldest_kept {
                 young += 1;
             } else if commit <= of_log.routed
-                && !of_log.unrouted.contains(&seq)
+                && prune.which.mean_event(Some(event))
+                && (prune.unrouted || !of_log.unrouted.contains(&seq))
                 && readers.iter().all(|reader| reader.is_done_with(seq, commit, event))
             {
                 gone.push(seq);
@@ -137,6 +123,10 @@ impl Server {
                 break;
             }
         }
+        let changed = Changed { count: gone.len() as u64, next };
+        if prune.dry_run {
+            return Ok(changed);
+        }
         for seq in &gone {
             for reader in state.data.readers.values_mut().filter(|reader| reader.subscription.log == *log) {
                 reader.take(*seq);
@@ -145,7 +135,7 @@ impl Server {
             state.data.logs.get_mut(log).expect("looked up above").remove(*seq);
         }
         state.flush();
-        Ok(Changed { count: gone.len() as u64, next })
+        Ok(changed)
     }
 }
 

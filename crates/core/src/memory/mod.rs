@@ -31,6 +31,7 @@ mod read;
 mod receive;
 mod settle;
 mod state;
+mod tail;
 mod wire;
 
 use std::fmt;

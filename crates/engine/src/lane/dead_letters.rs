@@ -128,8 +128,10 @@ impl Lane {
             | Outcome::Dead { code, error }
             | Outcome::Gone { code, error } => (code, error, Some(PUT_OFF)),
         };
-        let (subscription, seq) = (self.context.name(), death.seq.0);
-        warn!(subscription, seq, code = &**code, why = error, "dead letter not handed over");
+        if let Some(left_out) = self.context.log_line("dead letter not handed over", code) {
+            let (subscription, seq) = (self.context.name(), death.seq.0);
+            warn!(subscription, seq, code = &**code, why = error, left_out, "dead letter not handed over");
+        }
         again.map(|again| Handover { again: Some(again), ..death })
     }
 }

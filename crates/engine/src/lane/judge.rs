@@ -11,6 +11,7 @@ use tracing::{debug, error, info, warn};
 
 use crate::context::{Health, RelayContext};
 use crate::failures::{Failure, Sent};
+use crate::log_lines::rounded;
 use crate::settings::OnDead;
 
 /// What becomes of one delivery.
@@ -120,18 +121,22 @@ impl RelayContext {
             Disposition::Retry { counted, code, error, after } => {
                 metrics.failure(&event.topic, code);
                 metrics.add(if *counted { &metrics.retries } else { &metrics.unavailable }, 1);
-                warn!(
-                    subscription = self.name(), id = %event.id, topic = %event.topic, attempt = delivery.attempt,
-                    code = %code, error = %error, counted, after = ?after, "delivery failed"
-                );
+                if let Some(left_out) = self.log_line("delivery failed", code) {
+                    warn!(
+                        subscription = self.name(), id = %event.id, topic = %event.topic, attempt = delivery.attempt,
+                        code = %code, error = %error, counted, after = ?rounded(*after), left_out, "delivery failed"
+                    );
+                }
             }
             Disposition::Dead { code, error, halt } => {
                 metrics.failure(&event.topic, code);
                 metrics.add(&metrics.dead, 1);
-                error!(
-                    subscription = self.name(), id = %event.id, seq = %delivery.seq, topic = %event.topic,
-                    attempt = delivery.attempt, code = %code, error = %error, halt, "event dead"
-                );
+                if let Some(left_out) = self.log_line("event dead", code) {
+                    error!(
+                        subscription = self.name(), id = %event.id, seq = %delivery.seq, topic = %event.topic,
+                        attempt = delivery.attempt, code = %code, error = %error, halt, left_out, "event dead"
+                    );
+                }
             }
             _ => {}
         }
@@ -146,9 +151,9 @@ impl RelayContext {
         let failures = breaker.failures();
         // An outage may last for days: ever fewer lines of it.
         if failures.is_power_of_two() {
-            warn!(subscription = self.name(), code, error, wait = ?wait, failures, "breaker opened");
+            warn!(subscription = self.name(), code, error, wait = ?rounded(wait), failures, "breaker opened");
         } else {
-            debug!(subscription = self.name(), code, error, wait = ?wait, failures, "breaker opened");
+            debug!(subscription = self.name(), code, error, wait = ?rounded(wait), failures, "breaker opened");
         }
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Clock, Delivery, Error, ErrorKind, Inbound, Inspect as _, ListQuery, LogName, MemorySource, MemoryStore,
+    Clock, Criteria, Delivery, Error, ErrorKind, Inbound, Inspect as _, ListQuery, LogName, MemorySource, MemoryStore,
     RawMessage, Receive, Received, Result, Source, SourceName, State, Subscription,
 };
 use postbox_engine::{Receiver, ReceiverSettings, Relay, TokioClock, handler_sink};
@@ -314,7 +314,7 @@ async fn a_relay_never_sends_poison_and_an_operator_sees_its_bytes() {
     let query = ListQuery {
         subscription: subscription.name,
         state: State::Dead,
-        topic: None,
+        which: Criteria::default(),
         code: Some("body_broken".into()),
         after: None,
         limit: 10,

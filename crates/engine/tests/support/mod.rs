@@ -11,8 +11,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use postbox_core::{
-    Append, Call, Capabilities, Clock, Delivery, Error, ErrorKind, Inspect, ListQuery, Log, LogName, MemoryStore,
-    NewEvent, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Subscription, Wire,
+    Append, Call, Capabilities, Clock, Criteria, Delivery, Error, ErrorKind, Inspect, ListQuery, Log, LogName,
+    MemoryStore, NewEvent, Outcome, Record, Result, RetryPolicy, Sink, State, Stats, Subscription, Wire,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings, SystemRandom, TokioClock};
 use tokio::sync::Notify;
@@ -156,7 +156,8 @@ impl TestEnv {
 
     pub async fn list(&self, state: State) -> Vec<Record> {
         let subscription = self.subscription().name;
-        let query = ListQuery { subscription, state, topic: None, code: None, after: None, limit: 1_000 };
+        let query =
+            ListQuery { subscription, state, which: Criteria::default(), code: None, after: None, limit: 1_000 };
         self.store.list(&query).await.expect("listed")
     }
 }

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use postbox_core::kit::LOOK_EVENTS_MAX;
-use postbox_core::{Count, Disposition, Error, Inspect, ListQuery, LogName, Record, Result, State, SubscriptionInfo};
+use postbox_core::{
+    Count, Criteria, Disposition, Error, Inspect, ListQuery, LogName, Record, Result, State, SubscriptionInfo,
+};
 use serde::Serialize;
 use tokio::time::Instant;
 
@@ -116,7 +118,14 @@ async fn examine(
     use Severity::{Fine, Note};
     let name = &info.name;
     let list = async |state, count| {
-        let query = ListQuery { subscription: name.clone(), state, topic: None, code: None, after: None, limit: LOOK };
+        let query = ListQuery {
+            subscription: name.clone(),
+            state,
+            which: Criteria::default(),
+            code: None,
+            after: None,
+            limit: LOOK,
+        };
         if count > 0 { store.list(&query).await } else { Ok(Vec::new()) }
     };
     let rows = |count| estimated(count, count > LOOK_EVENTS_MAX);

@@ -100,6 +100,20 @@ impl<'a> RecordJson<'a> {
     }
 }
 
+/// One event as it was appended, as `tail` has it.
+#[derive(Debug, Serialize)]
+pub struct TailedJson<'a> {
+    seq: Seq,
+    event: EventJson<'a>,
+}
+
+impl<'a> TailedJson<'a> {
+    /// What the log has.
+    pub fn new(seq: Seq, event: &'a Event) -> Self {
+        Self { seq, event: EventJson::from(event) }
+    }
+}
+
 /// One event and where it stands in each subscription, as `show` has it.
 #[derive(Debug, Serialize)]
 pub struct ShowJson<'a> {

@@ -13,7 +13,7 @@ mod unrouted;
 
 pub use conflict::ConflictJson;
 pub use doctor::{Finding, Severity, diagnose};
-pub use event::{DeliveryJson, EventJson, RecordJson, ShowJson};
+pub use event::{DeliveryJson, EventJson, RecordJson, ShowJson, TailedJson};
 pub use marks::MarksJson;
 pub(crate) use marks::marks;
 pub use service::{ServiceStatus, add_marks, fetch};

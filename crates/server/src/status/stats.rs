@@ -63,6 +63,11 @@ pub struct TopicJson {
 }
 
 impl StatsJson {
+    /// Of a subscription.
+    pub fn of(info: &SubscriptionInfo, stats: Stats) -> Self {
+        Self::new(Some(info.name.clone()), info.log.clone(), info.paused.is_some(), stats)
+    }
+
     fn new(subscription: Option<SubscriptionName>, log: LogName, paused: bool, stats: Stats) -> Self {
         let topics = stats.topics.into_iter().map(|topic| TopicJson {
             topic: topic.topic,
@@ -101,8 +106,7 @@ pub async fn stats(store: &dyn Inspect, infos: &[SubscriptionInfo], deadline: In
     let mut counted = Vec::with_capacity(infos.len());
     for info in infos {
         let stats = timeout_at(deadline, store.stats(&info.name)).await.unwrap_or_else(|_| Err(too_slow()));
-        let paused = info.paused.is_some();
-        counted.push(stats.map(|stats| StatsJson::new(Some(info.name.clone()), info.log.clone(), paused, stats)));
+        counted.push(stats.map(|stats| StatsJson::of(info, stats)));
     }
     counted
 }

@@ -1,7 +1,7 @@
 //! What an operator changes: replay, discard.
 
 use postbox_core::limits::CHANGE_EVENTS_MAX;
-use postbox_core::{Changed, ErrorKind, NewEvent, Selection, State};
+use postbox_core::{Changed, Criteria, ErrorKind, NewEvent, Selection, State};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -68,10 +68,10 @@ pub async fn a_selection_narrows_a_replay(fixture: &dyn StoreFixture) {
             (of("a.c", "5"), dead_of("y")),
         ])
         .await;
-    let topic = |topic: &str| Some(pattern(topic));
+    let topic = |topic: &str| Criteria { topic: Some(pattern(topic)), ..Criteria::default() };
     for (selection, expected) in [
-        (Selection { topic: topic("a_b"), ..Selection::default() }, vec!["0"]),
-        (Selection { topic: topic("a*"), code: Some("x".into()), ..Selection::default() }, vec!["1", "2"]),
+        (Selection { which: topic("a_b"), ..Selection::default() }, vec!["0"]),
+        (Selection { which: topic("a*"), code: Some("x".into()), ..Selection::default() }, vec!["1", "2"]),
         (these(&[ids[4], ids[0]]), vec!["4"]),
         (these(&[]), vec![]),
         (Selection { limit: Some(1), ..Selection::default() }, vec!["3"]),
@@ -123,7 +123,8 @@ pub async fn a_discarded_event_is_never_delivered(fixture: &dyn StoreFixture) {
 pub async fn pending_events_are_discarded_only_by_id(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::settled(fixture, [(event("dead"), dead())]).await;
     append(&lane.store, [event("pending")]).await;
-    let everything = Selection { topic: Some(pattern("*")), ..Selection::default() };
+    let which = Criteria { topic: Some(pattern("*")), ..Criteria::default() };
+    let everything = Selection { which, ..Selection::default() };
     assert_eq!(lane.discard(everything).await, 1);
     assert_eq!(lane.discard(Selection::default()).await, 0);
     assert_eq!(payloads(&lane.drain().await), ["pending"]);
@@ -211,4 +212,71 @@ pub async fn too_many_ids_at_once_are_refused(fixture: &dyn StoreFixture) {
     refused(lane.store.discard(&named("reader"), &selection).await, ErrorKind::Invalid, "too_many_ids");
     selection.ids.as_mut().expect("set above").truncate(CHANGE_EVENTS_MAX);
     assert_eq!(lane.replay(selection).await, 1);
+}
+
+pub async fn key_and_time_narrow_a_change(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    lane.past([(keyed("a", "1"), dead()), (keyed("b", "2"), dead()), (event("3"), dead())]).await;
+    fixture.pass(SHORT).await;
+    let late = lane.past([(keyed("a", "4"), dead())]).await[0];
+    let at = Some(record(&lane.store, late).await.event.created_at);
+    let key = Some("a".parse().expect("a key"));
+    let by = |which| Selection { which, ..Selection::default() };
+    let of_key = by(Criteria { key, ..Criteria::default() });
+    assert_eq!(lane.replay(of_key.clone()).await, 2);
+    assert_eq!(payloads(&lane.drain_due().await), ["1", "4"]);
+    assert_eq!(lane.discard(of_key).await, 0, "they are delivered");
+    assert_eq!(lane.discard(by(Criteria { since: at, ..Criteria::default() })).await, 0);
+    assert_eq!(lane.discard(by(Criteria { until: at, ..Criteria::default() })).await, 2);
+    assert_eq!(listed(&lane.store, State::Discarded).await, ["2", "3"]);
+}
+
+/// It says what the run right after it does, and does nothing itself.
+pub async fn a_dry_run_counts_and_changes_nothing(fixture: &dyn StoreFixture) {
+    let (lane, mut ids) = Lane::settled(
+        fixture,
+        [(keyed("a", "1"), dead()), (keyed("a", "2"), retry(HOUR)), (keyed("a", "3"), Block), (event("4"), Delivered)],
+    )
+    .await;
+    ids.extend(append(&lane.store, [event("5"), event("6")]).await);
+    let states = async || {
+        let mut states = Vec::new();
+        for id in &ids {
+            states.push(record(&lane.store, *id).await);
+        }
+        states
+    };
+    let reader = named("reader");
+    let before = states().await;
+    for (selection, retried, discarded) in [
+        (Selection::default(), 2, 3),
+        (these(&ids), 2, 5),
+        (these(&ids[4..]), 0, 2),
+        (Selection { limit: Some(1), ..Selection::default() }, 1, 1),
+        (Selection { limit: Some(4), ..these(&ids) }, 2, 4),
+        (Selection { code: Some("no_such_code".into()), ..these(&ids) }, 0, 0),
+    ] {
+        let counted = Selection { dry_run: true, ..selection.clone() };
+        for _ in 0..2 {
+            assert_eq!(lane.store.retry(&reader, &counted).await.expect("counted").count, retried, "{selection:?}");
+            assert_eq!(lane.store.discard(&reader, &counted).await.expect("counted").count, discarded, "{selection:?}");
+        }
+    }
+    assert_eq!(states().await, before);
+    assert_eq!(lane.replay(Selection::default()).await, 2);
+    assert_eq!(lane.discard(these(&ids)).await, 5);
+}
+
+pub async fn a_large_dry_run_goes_in_the_same_steps(fixture: &dyn StoreFixture) {
+    const EVENTS: usize = CHANGE_EVENTS_MAX + 500;
+    let (lane, _) = Lane::settled(fixture, numbered(EVENTS).into_iter().map(|event| (event, dead()))).await;
+    let mut counted = Selection { dry_run: true, ..Selection::default() };
+    for expected in [CHANGE_EVENTS_MAX as u64, 500] {
+        let retried = lane.store.retry(&named("reader"), &counted).await.expect("counted");
+        let discarded = lane.store.discard(&named("reader"), &counted).await.expect("counted");
+        assert_eq!((retried.count, discarded), (expected, retried));
+        counted.after = retried.next;
+    }
+    assert_eq!(counted.after, None);
+    assert_eq!(stats(&lane.store).await.dead, EVENTS as u64);
 }

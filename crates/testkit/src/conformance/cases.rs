@@ -12,6 +12,8 @@ macro_rules! conformance_suite {
             pending_events_are_discarded_only_by_id discarding_leaves_the_dispatched_and_other_subscriptions_alone
             discarding_a_follower_keeps_the_others_waiting a_replay_is_found_by_the_next_read
             a_large_replay_goes_in_bounded_steps small_steps_discard_all_that_is_named too_many_ids_at_once_are_refused
+            key_and_time_narrow_a_change a_dry_run_counts_and_changes_nothing
+            a_large_dry_run_goes_in_the_same_steps
         }
     };
     (append, $fixture:expr) => {
@@ -67,6 +69,7 @@ macro_rules! conformance_suite {
             stats_follow_the_settled_position pending_topics_are_counted_deepest_first_with_their_age
             delayed_events_do_not_age_before_their_time dispatched_counts_each_delivered_event_once
             a_deep_backlog_is_near_the_truth every_state_lists_its_own lists_are_paged_in_seq_order lists_narrow_by_topic_and_code
+            lists_narrow_by_key_and_time
             an_unknown_event_is_none
         }
     };
@@ -158,6 +161,7 @@ macro_rules! conformance_suite {
             a_log_without_subscriptions_is_not_pruned another_logs_subscriptions_have_no_say
             pruning_an_unknown_log_is_not_found an_open_transaction_survives_pruning
             pruning_goes_on_until_nothing_is_left what_stays_does_not_keep_what_follows
+            a_narrowed_prune_takes_what_is_meant
         }
     };
     (read, $fixture:expr) => {
@@ -263,6 +267,12 @@ macro_rules! conformance_suite {
             closing_ends_a_waiting_call messages_come_in_order_where_that_is_claimed
         }
     };
+    (tail, $fixture:expr) => {
+        $crate::conformance_cases! { tail, $fixture,
+            what_is_appended_is_seen_once a_transaction_that_commits_late_is_seen a_look_is_bounded_and_goes_on
+            only_what_is_meant_is_seen a_look_leaves_no_trace_and_knows_its_place
+        }
+    };
     (storm, $fixture:expr) => {
         $crate::conformance_cases! { storm, $fixture,
             under_random_writers_nothing_is_lost_and_every_key_stays_in_order
@@ -298,7 +308,7 @@ mod tests {
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
             append apply dead_letters fidelity hold inspect lanes late lease lifecycle lost migrate order
-            prune read receive receiving replay reset routing settle sink source admin storm
+            prune read receive receiving replay reset routing settle sink source admin storm tail
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);
             let list = arm.and_then(|arm| arm.split("};").next()).unwrap_or_else(|| panic!("{suite} has no list"));

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use postbox_core::{BatchLimit, DeadLetter, Handover, State};
+use postbox_core::{BatchLimit, DeadLetter, Handover, Prune, State};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -133,6 +133,6 @@ pub async fn a_lost_lease_hands_nothing_over(fixture: &dyn StoreFixture) {
 pub async fn letters_are_not_pruned(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::settled(fixture, [(event("1"), dead()), (event("2"), Delivered)]).await;
     fixture.pass(SHORT).await;
-    assert_eq!(lane.store.prune(&outbox(), Duration::ZERO, None).await.expect("pruned").count, 1);
+    assert_eq!(lane.store.prune(&outbox(), &Prune::default()).await.expect("pruned").count, 1);
     assert_eq!(texts(&lane).await, ["1"]);
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 pub(super) use postbox_core::Disposition::{Block, Delivered, Discarded, Schedule};
 use postbox_core::{
-    Acquired, Batch, BatchLimit, Delivery, Disposition, Entry, ErrorKind, EventId, Filter, Lease, ListQuery, LogName,
-    NewEvent, OwnerId, Record, ResetPlan, ResetTo, Result, Selection, Seq, Settlement, State, Stats, Store,
+    Acquired, Batch, BatchLimit, Criteria, Delivery, Disposition, Entry, ErrorKind, EventId, Filter, Lease, ListQuery,
+    LogName, NewEvent, OwnerId, Record, ResetPlan, ResetTo, Result, Selection, Seq, Settlement, State, Stats, Store,
     Subscription, SubscriptionInfo, SubscriptionName, TopicPattern,
 };
 
@@ -120,7 +120,14 @@ pub(super) async fn reset(store: &Arc<dyn Store>, to: ResetTo) -> (u64, u64) {
 }
 
 pub(super) fn query(state: State) -> ListQuery {
-    ListQuery { subscription: named("reader"), state, topic: None, code: None, after: None, limit: 1_000 }
+    ListQuery {
+        subscription: named("reader"),
+        state,
+        which: Criteria::default(),
+        code: None,
+        after: None,
+        limit: 1_000,
+    }
 }
 
 pub(super) fn payloads(deliveries: &[Delivery]) -> Vec<String> {

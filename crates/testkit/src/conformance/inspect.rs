@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use postbox_core::kit::LOOK_EVENTS_MAX;
-use postbox_core::{Count, ErrorKind, ListQuery, LogName, NewEvent, Pause, Selection, State, Subscription};
+use postbox_core::{Count, Criteria, ErrorKind, ListQuery, LogName, NewEvent, Pause, Selection, State, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -214,7 +214,8 @@ pub async fn lists_narrow_by_topic_and_code(fixture: &dyn StoreFixture) {
     let events = [of("a_b"), of("aXb"), of("order.paid"), of("order.sent")];
     lane.past(events.into_iter().zip(["x", "x", "x", "y_"].map(dead_of))).await;
     let found = async |topic: Option<&str>, code: Option<&str>| {
-        let query = ListQuery { topic: topic.map(pattern), code: code.map(str::to_owned), ..query(State::Dead) };
+        let which = Criteria { topic: topic.map(pattern), ..Criteria::default() };
+        let query = ListQuery { which, code: code.map(str::to_owned), ..query(State::Dead) };
         let records = lane.store.list(&query).await.expect("listed");
         records.iter().map(|record| record.event.topic.to_string()).collect::<Vec<_>>()
     };
@@ -224,6 +225,29 @@ pub async fn lists_narrow_by_topic_and_code(fixture: &dyn StoreFixture) {
     assert_eq!(found(None, Some("y_")).await, ["order.sent"]);
     assert!(found(None, Some("y%")).await.is_empty());
     assert!(found(None, Some("xx")).await.is_empty());
+}
+
+pub async fn lists_narrow_by_key_and_time(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    lane.past([(keyed("a", "1"), dead()), (keyed("b", "2"), Delivered), (event("3"), dead())]).await;
+    fixture.pass(SHORT).await;
+    let late = lane.past([(keyed("a", "4"), dead()), (keyed("a", "5"), Delivered)]).await[0];
+    let at = Some(record(&lane.store, late).await.event.created_at);
+    append(&lane.store, [keyed("a", "6"), keyed("b", "7")]).await;
+    let key = Some("a".parse().expect("a key"));
+    for (which, dead, dispatched, pending) in [
+        (Criteria { key: key.clone(), ..Criteria::default() }, &["1", "4"][..], &["5"][..], &["6"][..]),
+        (Criteria { since: at, ..Criteria::default() }, &["4"], &["5"], &["6", "7"]),
+        (Criteria { until: at, ..Criteria::default() }, &["1", "3"], &["2"], &[]),
+        (Criteria { key, until: at, ..Criteria::default() }, &["1"], &[], &[]),
+    ] {
+        for (state, expected) in [(State::Dead, dead), (State::Dispatched, dispatched), (State::Pending, pending)] {
+            let query = ListQuery { which: which.clone(), ..query(state) };
+            let found = lane.store.list(&query).await.expect("listed");
+            let found: Vec<_> = found.iter().map(|record| String::from_utf8_lossy(&record.event.payload)).collect();
+            assert_eq!(found, expected, "{query:?}");
+        }
+    }
 }
 
 pub async fn an_unknown_event_is_none(fixture: &dyn StoreFixture) {

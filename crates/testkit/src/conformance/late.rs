@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use postbox_core::{EventId, LogName, Pause, Received, Replay, ResetTo, StartAt, State, Subscription};
+use postbox_core::{EventId, LogName, Pause, Prune, Received, Replay, ResetTo, StartAt, State, Subscription};
 
 use super::StoreFixture;
 use super::dead_letters::{handover, letters, texts};
@@ -227,7 +227,7 @@ pub async fn a_late_look_for_what_nobody_wants_finds_nothing_twice(fixture: &dyn
 pub async fn a_late_prune_takes_nothing_that_is_needed(fixture: &dyn StoreFixture) {
     let (lane, _) = Lane::settled(fixture, [(event("sent"), Delivered), (event("dead"), dead())]).await;
     fixture.pass(Duration::from_millis(1)).await;
-    let ask = call!(store, [], store.prune(&outbox(), Duration::ZERO, None));
+    let ask = call!(store, [], store.prune(&outbox(), &Prune::default()));
     let comes = |store: Store| async move { drop(append(&store, [event("unread")]).await) }.boxed();
     twice(fixture, Call::Prune, ask, comes).await;
     let stats = stats(&lane.store).await;

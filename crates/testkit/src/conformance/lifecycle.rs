@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use postbox_core::{BatchLimit, ErrorKind, NewEvent, Pause, State, Subscription};
+use postbox_core::{BatchLimit, ErrorKind, NewEvent, Pause, Prune, State, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -104,7 +104,7 @@ pub async fn a_removed_subscription_is_gone_and_frees_retention(fixture: &dyn St
     lane.drain().await;
     fixture.pass(Duration::from_millis(1)).await;
     let store = lane.store.clone();
-    assert_eq!(store.prune(&outbox(), Duration::ZERO, None).await.expect("pruned").count, 0, "it waits for them");
+    assert_eq!(store.prune(&outbox(), &Prune::default()).await.expect("pruned").count, 0, "it waits for them");
     store.remove(&named("reader"), info(&store, "reader").await.generation).await.expect("removed");
     stale(store.renew(&gone.lease, LONG).await);
     refused(store.stats(&named("reader")).await, ErrorKind::NotFound, "subscription_unknown");
@@ -115,7 +115,7 @@ pub async fn a_removed_subscription_is_gone_and_frees_retention(fixture: &dyn St
         let mut pruned = 0;
         while pruned < 3 {
             _ = store.note_unrouted(&outbox()).await.expect("noted");
-            pruned += store.prune(&outbox(), Duration::ZERO, None).await.expect("pruned").count;
+            pruned += store.prune(&outbox(), &Prune::default()).await.expect("pruned").count;
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{
-    ErrorKind, EventId, LogName, NewEvent, Pause, Received, Replay, ResetTo, StartAt, State, Store, Subscription,
+    ErrorKind, EventId, LogName, NewEvent, Pause, Prune, Received, Replay, ResetTo, StartAt, State, Store, Subscription,
 };
 
 use super::StoreFixture;
@@ -158,8 +158,8 @@ pub async fn a_prune_repeated_takes_nothing_that_is_needed(fixture: &dyn StoreFi
     let (lane, _) = Lane::settled(fixture, [(event("sent"), Delivered), (event("dead"), dead())]).await;
     append(&lane.store, [event("unread")]).await;
     fixture.pass(Duration::from_millis(1)).await;
-    let again = lost(fixture, Call::Prune, &call!(store, [], store.prune(&outbox(), Duration::ZERO, None))).await;
-    assert_eq!(again.prune(&outbox(), Duration::ZERO, None).await.expect("pruned").count, 0);
+    let again = lost(fixture, Call::Prune, &call!(store, [], store.prune(&outbox(), &Prune::default()))).await;
+    assert_eq!(again.prune(&outbox(), &Prune::default()).await.expect("pruned").count, 0);
     let stats = stats(&lane.store).await;
     assert_eq!((stats.dispatched, stats.dead, stats.pending), (1, 1, 1));
 }

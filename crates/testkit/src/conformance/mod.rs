@@ -72,6 +72,8 @@ pub mod sink;
 pub mod source;
 #[doc(hidden)]
 pub mod storm;
+#[doc(hidden)]
+pub mod tail;
 
 pub use fixture::{
     ApplyFixture, Attempt, Destination, OpenTransaction, Poison, ReceivingFixture, ReceivingTraits, SinkFixture,
@@ -92,6 +94,7 @@ macro_rules! store_suite {
         $crate::conformance_suite!(hold, $fixture);
         $crate::conformance_suite!(storm, $fixture);
         $crate::conformance_suite!(inspect, $fixture);
+        $crate::conformance_suite!(tail, $fixture);
         $crate::conformance_suite!(admin, $fixture);
         $crate::conformance_suite!(dead_letters, $fixture);
         $crate::conformance_suite!(prune, $fixture);

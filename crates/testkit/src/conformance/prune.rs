@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::kit::PRUNE_ROWS_MAX;
-use postbox_core::{ErrorKind, LogName, Selection, State, Store, Subscription};
+use postbox_core::{Criteria, ErrorKind, LogName, NewEvent, Prune, Selection, State, Store, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -77,7 +77,7 @@ pub async fn events_that_one_does_not_want_go_with_the_others(fixture: &dyn Stor
     let lane = Lane::open_as(fixture, &reader_of("wanted")).await;
     let other = Lane::open_as(fixture, &reader_named("other")).await;
     append(&lane.store, [event("noise")]).await;
-    append(&lane.store, [postbox_core::NewEvent::json("wanted", "1"), event("noise")]).await;
+    append(&lane.store, [NewEvent::json("wanted", "1"), event("noise")]).await;
     lane.drain().await;
     fixture.pass(SHORT).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 0, "the other has not read them");
@@ -101,12 +101,12 @@ pub async fn another_logs_subscriptions_have_no_say(fixture: &dyn StoreFixture) 
     lane.store.subscribe(&idle).await.expect("new");
     lane.past(numbered(2).into_iter().map(|event| (event, Delivered))).await;
     fixture.pass(SHORT).await;
-    assert_eq!(lane.store.prune(&LogName::inbox(), Duration::ZERO, None).await.expect("pruned").count, 0);
+    assert_eq!(lane.store.prune(&LogName::inbox(), &Prune::default()).await.expect("pruned").count, 0);
     assert_eq!(prune(&lane.store, Duration::ZERO).await, 2);
 }
 
 pub async fn pruning_an_unknown_log_is_not_found(fixture: &dyn StoreFixture) {
-    refused(fixture.store().prune(&nowhere(), HOUR, None).await, ErrorKind::NotFound, "log_unknown");
+    refused(fixture.store().prune(&nowhere(), &Prune::default()).await, ErrorKind::NotFound, "log_unknown");
 }
 
 pub async fn an_open_transaction_survives_pruning(fixture: &dyn StoreFixture) {
@@ -137,23 +137,65 @@ pub async fn what_stays_does_not_keep_what_follows(fixture: &dyn StoreFixture) {
     lane.drain().await;
     append(&lane.store, [event("unread")]).await;
     fixture.pass(SHORT).await;
-    let first = lane.store.prune(&outbox(), Duration::ZERO, None).await.expect("pruned");
+    let first = lane.store.prune(&outbox(), &Prune::default()).await.expect("pruned");
     assert_eq!(first.count as usize, PRUNE_ROWS_MAX - stay.deliveries.len(), "of a step's events those that may go");
-    let rest = lane.store.prune(&outbox(), Duration::ZERO, first.next).await.expect("pruned");
+    let rest = lane.store.prune(&outbox(), &Prune { after: first.next, ..Prune::default() }).await.expect("pruned");
     assert_eq!((rest.count, rest.next), (5, None), "the next step begins where this one ended");
     assert_eq!(payloads(&lane.drain().await), ["unread"]);
     lane.discard(Selection::default()).await;
     assert_eq!(prune(&lane.store, Duration::ZERO).await as usize, stay.deliveries.len() + 1);
 }
 
-/// Prunes until the store says it is done.
+/// What is not meant stays, and what is only counted does too.
+pub async fn a_narrowed_prune_takes_what_is_meant(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let of = |topic: &str, key: &str| NewEvent::json(topic, format!("{topic} {key}")).key(key);
+    let early = [of("a.x", "1"), of("a_x", "2"), of("b.x", "1")];
+    lane.past(early.into_iter().map(|event| (event, Delivered))).await;
+    fixture.pass(SHORT).await;
+    let late = lane.past([(of("a.x", "1"), Delivered), (of("b.x", "2"), dead())]).await[0];
+    let at = Some(record(&lane.store, late).await.event.created_at);
+    fixture.pass(SHORT).await;
+    let key = |key: &str| Some(key.parse().expect("a key"));
+    for (which, expected) in [
+        (Criteria { topic: Some(pattern("a_x")), ..Criteria::default() }, 1),
+        (Criteria { key: key("1"), until: at, ..Criteria::default() }, 2),
+        (Criteria { since: at, key: key("2"), ..Criteria::default() }, 0),
+        (Criteria { since: at, ..Criteria::default() }, 1),
+    ] {
+        let wanted = Prune { which, ..Prune::default() };
+        let before = everything(&lane.store).await;
+        for _ in 0..2 {
+            let counted = all_steps(&lane.store, Prune { dry_run: true, ..wanted.clone() }).await;
+            assert_eq!(counted, expected, "{wanted:?}");
+        }
+        assert_eq!(everything(&lane.store).await, before, "it was only counted");
+        assert_eq!(all_steps(&lane.store, wanted.clone()).await, expected, "{wanted:?}");
+    }
+    assert_eq!(listed(&lane.store, State::Dead).await, ["b.x 2"]);
+}
+
+/// What is listed in any state.
+async fn everything(store: &Arc<dyn Store>) -> Vec<String> {
+    let mut all = Vec::new();
+    for state in State::ALL {
+        all.extend(listed(store, state).await.into_iter().map(|payload| format!("{payload} {state}")));
+    }
+    all
+}
+
 async fn prune(store: &Arc<dyn Store>, older_than: Duration) -> u64 {
-    let (mut all, mut after) = (0, None);
+    all_steps(store, Prune { older_than, ..Prune::default() }).await
+}
+
+/// Prunes until the store says it is done.
+async fn all_steps(store: &Arc<dyn Store>, mut prune: Prune) -> u64 {
+    let mut all = 0;
     for _ in 0..1_000 {
-        let step = store.prune(&outbox(), older_than, after).await.expect("pruned");
+        let step = store.prune(&outbox(), &prune).await.expect("pruned");
         all += step.count;
-        after = step.next;
-        if after.is_none() {
+        prune.after = step.next;
+        if step.next.is_none() {
             return all;
         }
     }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{ErrorKind, EventId, LogName, NewEvent, StartAt, State, Store, Subscription};
+use postbox_core::{Criteria, ErrorKind, EventId, LogName, NewEvent, Prune, StartAt, State, Store, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -274,10 +274,14 @@ pub async fn what_is_unrouted_is_kept_until_it_is_given_up(fixture: &dyn StoreFi
     }
     prune_all(&lane.store).await;
     assert_eq!(unrouted(&lane.store).await, [("b".to_owned(), 1)]);
-    assert_eq!(lane.store.give_up_unrouted(&outbox(), HOUR).await.expect("young"), 0);
-    assert_eq!(lane.store.give_up_unrouted(&outbox(), Duration::ZERO).await.expect("given up"), 1);
-    assert_eq!(listed(&lane.store, State::Skipped).await, ["b1"]);
-    prune_all(&lane.store).await;
+    let unwanted = |older_than, dry_run| Prune { older_than, unrouted: true, dry_run, ..Prune::default() };
+    let pruned = async |prune: Prune| lane.store.prune(&outbox(), &prune).await.expect("pruned").count;
+    assert_eq!(pruned(unwanted(HOUR, false)).await, 0, "young");
+    assert_eq!(pruned(unwanted(Duration::ZERO, true)).await, 1, "only counted");
+    let other = Criteria { topic: Some(pattern("a")), ..Criteria::default() };
+    assert_eq!(pruned(Prune { which: other, ..unwanted(Duration::ZERO, false) }).await, 0, "another topic");
+    assert_eq!(unrouted(&lane.store).await, [("b".to_owned(), 1)]);
+    assert_eq!(pruned(unwanted(Duration::ZERO, false)).await, 1);
     assert_eq!((unrouted(&lane.store).await, listed(&lane.store, State::Skipped).await.len()), (vec![], 0));
     assert_eq!(note(&lane.store).await, 0);
 }
@@ -286,7 +290,6 @@ pub async fn an_unknown_log_has_nothing_unrouted(fixture: &dyn StoreFixture) {
     let store = fixture.store();
     refused(store.note_unrouted(&nowhere()).await, ErrorKind::NotFound, "log_unknown");
     refused(store.unrouted(&nowhere()).await, ErrorKind::NotFound, "log_unknown");
-    refused(store.give_up_unrouted(&nowhere(), HOUR).await, ErrorKind::NotFound, "log_unknown");
     append(&store, [event("1")]).await;
     assert_eq!(note(&store).await, 0, "nobody reads it: nothing is decided");
 }
@@ -294,7 +297,7 @@ pub async fn an_unknown_log_has_nothing_unrouted(fixture: &dyn StoreFixture) {
 async fn prune_all(store: &Arc<dyn Store>) {
     let mut after = None;
     loop {
-        after = store.prune(&outbox(), Duration::ZERO, after).await.expect("pruned").next;
+        after = store.prune(&outbox(), &Prune { after, ..Prune::default() }).await.expect("pruned").next;
         if after.is_none() {
             break;
         }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use postbox_core::{BatchLimit, Disposition, Entry, Key, NewEvent, Settlement, State, Subscription};
+use postbox_core::{BatchLimit, Disposition, Entry, Key, NewEvent, Prune, Settlement, State, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -118,7 +118,7 @@ pub async fn settling_a_row_that_was_pruned_meanwhile_succeeds(fixture: &dyn Sto
     let due = lane.due(10).await;
     assert_eq!(lane.discard(these(&[ids[0]])).await, 1);
     fixture.pass(SHORT).await;
-    assert_eq!(lane.store.prune(&outbox(), Duration::ZERO, None).await.expect("pruned").count, 1);
+    assert_eq!(lane.store.prune(&outbox(), &Prune::default()).await.expect("pruned").count, 1);
     lane.settle_due(&due, vec![retry_now(), retry_now()]).await;
     assert_eq!(payloads(&lane.due(10).await.deliveries), ["2"], "nothing comes back from the dead");
     assert_eq!(stats(&lane.store).await.total, 1);

@@ -2,8 +2,8 @@
 //! judge.
 
 use postbox_core::{
-    Admin as _, Batch, BatchLimit, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent, Selection, Settlement,
-    State, SubscriptionName,
+    Admin as _, Batch, BatchLimit, Criteria, Disposition, Entry, Inspect, Lease, ListQuery, Log, NewEvent, Selection,
+    Settlement, State, SubscriptionName,
 };
 use rusqlite::types::Value;
 use rusqlite::{Connection, params};
@@ -208,8 +208,14 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
     assert_eq!(topics, ["first", "last"]);
     settle_unreadable(&fixture, &lease, &batch).await;
     let name = SubscriptionName::new("reader").expect("valid");
-    let query =
-        ListQuery { subscription: name.clone(), state: State::Dead, topic: None, code: None, after: None, limit: 10 };
+    let query = ListQuery {
+        subscription: name.clone(),
+        state: State::Dead,
+        which: Criteria::default(),
+        code: None,
+        after: None,
+        limit: 10,
+    };
     let dead = fixture.store.list(&query).await.expect("listed");
     let codes: Vec<&str> = dead.iter().map(|record| record.code.as_deref().expect("a code")).collect();
     let expected = [

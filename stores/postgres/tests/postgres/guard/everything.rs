@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Admin as _, Append as _, Batch, BatchLimit, Delivery, Disposition, Entry, Inbound, Inspect as _, Lease, ListQuery,
-    Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Outcome, OwnerId, Pause, Receive as _, Received,
-    Selection, Settlement, SourceName, State, Subscription, SubscriptionName,
+    Admin as _, Append as _, Batch, BatchLimit, Criteria, Delivery, Disposition, Entry, Inbound, Inspect as _, Lease,
+    ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Outcome, OwnerId, Pause, Prune, Receive as _,
+    Received, Selection, Settlement, SourceName, State, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresStore, TxHandler};
 use tokio_postgres::{Client, Transaction};
@@ -75,7 +75,7 @@ pub(crate) async fn everything(writer: &PostgresStore, client: &Client, relay: &
     for lane in [&lane, &inbox] {
         relay.release(lane).await.expect("released");
     }
-    let prune = async |log: LogName| relay.prune(&log, Duration::ZERO, None).await.expect("pruned").count;
+    let prune = async |log: LogName| relay.prune(&log, &Prune::default()).await.expect("pruned").count;
     assert!(prune(LogName::outbox()).await > 0);
     assert_eq!(prune(LogName::inbox()).await, 3);
 }
@@ -115,7 +115,14 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
     let stats = relay.stats(&name).await.expect("counted");
     assert_eq!((stats.total, stats.pending, stats.dead, stats.dispatched), (8, 3, 1, 4));
     for state in State::ALL {
-        let query = ListQuery { subscription: name.clone(), state, topic: None, code: None, after: None, limit: 10 };
+        let query = ListQuery {
+            subscription: name.clone(),
+            state,
+            which: Criteria::default(),
+            code: None,
+            after: None,
+            limit: 10,
+        };
         relay.list(&query).await.expect("listed");
     }
     let record = relay.get(&name, batch.deliveries[2].event.id).await.expect("asked").expect("there");

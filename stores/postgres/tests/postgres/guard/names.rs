@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Append as _, BatchLimit, Inbound, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Receive as _,
-    Received, Settlement, SourceName, Subscription, SubscriptionName,
+    Append as _, BatchLimit, Inbound, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Prune,
+    Receive as _, Received, Settlement, SourceName, Subscription, SubscriptionName,
 };
 use postbox_testkit::servers::Version;
 
@@ -44,7 +44,7 @@ async fn a_log_may_be_called_like_a_reserved_word() {
             let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
             store.settle(&lease, settlement).await.expect(name);
             store.release(&lease).await.expect(name);
-            assert_eq!(store.prune(&log, Duration::ZERO, None).await.expect(name).count, 3);
+            assert_eq!(store.prune(&log, &Prune::default()).await.expect(name).count, 3);
         }
         for name in ["create", "lane", "outbox_pkey", "outbox_seq_seq", "select_xid_seq", "delivery_due"] {
             let refused = client.batch_execute(&format!("SELECT postbox.create_log('{name}')")).await.expect_err(name);

@@ -1,5 +1,6 @@
 //! The printed rights are enough, and no more than that.
 
+use postbox_core::{BatchLimit, Criteria, LogName, Prune, Replay, Selection};
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
 use postbox_testkit::servers::Version;
 
@@ -34,12 +35,25 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
 
         // A reader sees, and changes nothing.
         let looking = store(&reader).await;
-        use postbox_core::{Admin as _, Inspect as _, Migrate as _, SubscriptionName};
+        use postbox_core::{Admin as _, Inspect as _, Maintain as _, Migrate as _, SubscriptionName, Tail as _};
         looking.validate().await.expect("valid");
         let name = SubscriptionName::new("reader").expect("a name");
         assert_eq!(looking.subscriptions().await.expect("listed").len(), 2);
         looking.stats(&name).await.expect("counted");
         looking.conflicts(1).await.expect("listed");
+        let (all, log) = (Selection { dry_run: true, ..Selection::default() }, LogName::outbox());
+        let (replay, prune) =
+            (Replay { dry_run: true, ..Replay::default() }, Prune { dry_run: true, ..Prune::default() });
+        for counted in [
+            looking.retry(&name, &all).await.map(drop),
+            looking.discard(&name, &all).await.map(drop),
+            looking.replay(&name, &replay).await.map(drop),
+            looking.prune(&log, &prune).await.map(drop),
+        ] {
+            counted.expect("counted");
+        }
+        let limit = BatchLimit { events: 1, payload_bytes: 1 };
+        looking.tail(&log, &Criteria::default(), None, limit).await.expect("begun");
         let refused = looking.pause(&name, None).await.expect_err("refused");
         assert_eq!(refused.code(), "permission_denied");
         // A writer reads no event and no cursor, and says nothing of what is the store's own.

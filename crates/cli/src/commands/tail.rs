@@ -1,0 +1,79 @@
+//! `postbox tail`: events as they are appended, until Ctrl-C.
+
+use std::time::Duration;
+
+use postbox_core::{BatchLimit, Criteria, Event, Key, LogName, Seq};
+use postbox_server::status::TailedJson;
+use postbox_server::text::{cut, safe_line};
+use tokio::select;
+
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::output;
+use crate::signals::stopped;
+
+/// What is held of a log at once. A payload may be larger, then it comes alone.
+const PAGE: BatchLimit = BatchLimit { events: 200, payload_bytes: 4 * 1024 * 1024 };
+/// How long nothing new is left alone: a person sees no difference, and a look costs the database a
+/// few index probes.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Characters of a payload at a terminal; `show` has the whole of it.
+const PAYLOAD_CHARS: usize = 60;
+
+const HEAD: [&str; 6] = ["appended", "seq", "id", "topic", "key", "payload"];
+
+pub(super) async fn run(context: &Context, which: &Criteria, json: bool) -> Result<(), Failure> {
+    if context.only.is_some() {
+        return Err(Failure::usage("a tail is of a log, whoever reads it; leave --subscription out"));
+    }
+    let mut stop = std::pin::pin!(stopped());
+    let log = context.log.clone().unwrap_or_else(LogName::outbox);
+    let store = context.store().await?;
+    let mut place = store.tail(&log, which, None, PAGE).await?.place;
+    output::note(&format!("what is appended to the {log} from now on; it ends with Ctrl-C"));
+    let terminal = output::is_terminal();
+    if !json && !terminal {
+        output::line_of(&HEAD)?;
+    }
+    loop {
+        let tailed = select! {
+            biased;
+            () = &mut stop => return Ok(()),
+            tailed = store.tail(&log, which, Some(&place), PAGE) => tailed?,
+        };
+        for (seq, event) in &tailed.events {
+            if json {
+                output::json_line(&TailedJson::new(*seq, event))?;
+            } else if terminal {
+                output::print(&for_people(event))?;
+            } else {
+                output::line_of(&row(*seq, event))?;
+            }
+        }
+        place = tailed.place;
+        if !tailed.more {
+            select! {
+                biased;
+                () = &mut stop => return Ok(()),
+                () = tokio::time::sleep(LOOK_EVERY) => {}
+            }
+        }
+    }
+}
+
+fn key(event: &Event) -> &str {
+    event.key.as_ref().map_or("-", Key::as_str)
+}
+
+fn row(seq: Seq, event: &Event) -> [String; 6] {
+    let payload = String::from_utf8_lossy(&event.payload).into_owned();
+    let [id, topic, key] = [event.id.to_string(), event.topic.to_string(), key(event).to_owned()];
+    [event.created_at.to_string(), seq.to_string(), id, topic, key, payload]
+}
+
+/// One line, however long the payload: the id stands where it can be copied.
+fn for_people(event: &Event) -> String {
+    let payload = cut(&String::from_utf8_lossy(&event.payload), PAYLOAD_CHARS);
+    let line = format!("{:.3}  {}  {}  {}  {payload}", event.created_at, event.id, event.topic, key(event));
+    safe_line(&line) + "\n"
+}

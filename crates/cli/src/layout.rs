@@ -1,0 +1,146 @@
+//! How tables and fields fit a terminal, from 60 columns on.
+
+use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
+use postbox_server::text::safe_line;
+
+/// A column up to this width is never broken, so that an id can be copied.
+const UNBROKEN_CHARS: u16 = 40;
+/// What the last column, a text, has at least where it needs it.
+const LAST_CHARS: u16 = 24;
+/// Spaces after a column; the style adds one between two.
+const GAP_CHARS: u16 = 1;
+/// Spaces between a name and its value.
+const FIELD_GAP_CHARS: u16 = 2;
+
+/// The terminal's width, if it says. Some say 0 when they do not know.
+pub(crate) fn width() -> Option<u16> {
+    Table::new().width().filter(|width| *width > 0)
+}
+
+/// A table. Columns in which nothing stands are left out: a terminal is narrow. Where it does not
+/// fit, what is the same in every row is said once above it; where that is not enough, each row is
+/// a block of its own, a line for each of its cells.
+pub(crate) fn rows(head: &[&str], rows: &[Vec<String>], width: Option<u16>) -> String {
+    let nothing = |cell: &str| matches!(cell, "" | "-" | "0");
+    let some = |column: &usize| *column == 0 || rows.iter().any(|row| !nothing(&row[*column]));
+    let shown: Vec<usize> = (0..head.len()).filter(some).collect();
+    let whole = Columns::of(head, rows, shown.clone());
+    if whole.fit(width) {
+        return whole.table(width);
+    }
+    let same =
+        |column: &usize| *column > 0 && rows.len() > 1 && rows.iter().all(|row| row[*column] == rows[0][*column]);
+    let (constant, varying): (Vec<usize>, Vec<usize>) = shown.into_iter().partition(same);
+    let rest = Columns::of(head, rows, varying);
+    let above: Vec<(&str, &String)> = constant.iter().map(|column| (head[*column], &rows[0][*column])).collect();
+    let above = if above.is_empty() { String::new() } else { fields(&above, width) + "\n" };
+    if rest.fit(width) {
+        return above + &rest.table(width);
+    }
+    above + &rest.blocks(width)
+}
+
+/// Names and values, one below the other. Without a width each is one line.
+pub(crate) fn fields<N: AsRef<str>, V: AsRef<str>>(fields: &[(N, V)], width: Option<u16>) -> String {
+    let names = fields.iter().map(|(name, _)| name.as_ref().chars().count()).max().unwrap_or(0);
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
+    for (name, value) in fields {
+        table.add_row([safe_line(name.as_ref()), safe_line(value.as_ref())]);
+    }
+    table.set_width(width.unwrap_or(u16::MAX));
+    for (column, padding) in table.column_iter_mut().zip([FIELD_GAP_CHARS, 0]) {
+        column.set_padding((0, padding));
+    }
+    let first = u16::try_from(names).unwrap_or(UNBROKEN_CHARS) + FIELD_GAP_CHARS;
+    if let Some(column) = table.column_mut(0) {
+        column.set_constraint(ColumnConstraint::Absolute(Width::Fixed(first)));
+    }
+    lines(&table)
+}
+
+/// Some columns of rows.
+struct Columns<'a> {
+    head: Vec<&'a str>,
+    rows: Vec<Vec<String>>,
+    /// What each is given at least.
+    least: Vec<u16>,
+}
+
+impl<'a> Columns<'a> {
+    fn of(head: &[&'a str], rows: &[Vec<String>], shown: Vec<usize>) -> Self {
+        let head: Vec<&str> = shown.iter().map(|column| head[*column]).collect();
+        let rows: Vec<Vec<String>> =
+            rows.iter().map(|row| shown.iter().map(|column| safe_line(&row[*column])).collect()).collect();
+        let mut table = Table::new();
+        table.set_header(&head).add_rows(&rows);
+        let contents = table.column_max_content_widths();
+        let last = contents.len().saturating_sub(1);
+        let least =
+            |(column, content): (usize, &u16)| (*content).min(if column == last { LAST_CHARS } else { UNBROKEN_CHARS });
+        let least = contents.iter().enumerate().map(least).collect();
+        Self { head, rows, least }
+    }
+
+    fn fit(&self, width: Option<u16>) -> bool {
+        let needed: u32 = self.least.iter().map(|width| u32::from(width + GAP_CHARS + 1)).sum();
+        // After the last column the style adds nothing.
+        width.is_none_or(|width| needed <= u32::from(width) + 1)
+    }
+
+    fn table(&self, width: Option<u16>) -> String {
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
+        table.set_header(&self.head).add_rows(&self.rows).set_width(width.unwrap_or(u16::MAX));
+        for (column, least) in table.column_iter_mut().zip(&self.least) {
+            column.set_padding((0, GAP_CHARS));
+            column.set_constraint(ColumnConstraint::LowerBoundary(Width::Fixed(least + GAP_CHARS)));
+        }
+        lines(&table)
+    }
+
+    /// The first cell of each row, and below it the others that say something.
+    fn blocks(&self, width: Option<u16>) -> String {
+        let block = |row: &Vec<String>| {
+            let cells = self.head.iter().zip(row).skip(1).filter(|(_, cell)| !matches!(cell.as_str(), "" | "-" | "0"));
+            let cells: Vec<(String, &String)> = cells.map(|(name, cell)| (format!("  {name}"), cell)).collect();
+            format!("{}\n{}", row[0], if cells.is_empty() { String::new() } else { fields(&cells, width) })
+        };
+        self.rows.iter().map(block).collect()
+    }
+}
+
+/// Without the spaces that fill up the last column.
+fn lines(table: &Table) -> String {
+    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of_width(width: Option<u16>) -> String {
+        let row = |id: &str, error: &str| vec![id.to_owned(), "0".to_owned(), "k".to_owned(), error.to_owned()];
+        let shown = [
+            row("01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed", "the target answered 500 Internal Server Error"),
+            row("01a1fe73-bd37-7604-a990-d8bea4d274f1", "-"),
+        ];
+        rows(&["id", "blocked", "key", "error"], &shown, width)
+    }
+
+    #[test]
+    fn an_id_can_be_copied_from_any_terminal() {
+        for width in [None, Some(40), Some(60), Some(80), Some(200)] {
+            let shown = of_width(width);
+            assert!(shown.contains("01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed"), "{width:?}\n{shown}");
+            let longest = shown.lines().map(|line| line.chars().count()).max().expect("lines");
+            assert!(longest <= usize::from(width.unwrap_or(100)), "{width:?} {longest}\n{shown}");
+        }
+    }
+
+    #[test]
+    fn columns_without_content_are_left_out() {
+        assert!(!of_width(Some(80)).contains("blocked"));
+        assert!(of_width(Some(80)).contains("key"));
+    }
+}

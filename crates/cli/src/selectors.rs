@@ -1,0 +1,147 @@
+//! Which events a command means: one shape for whatever lists or changes many.
+
+use std::time::Duration;
+
+use clap::{ArgGroup, Args};
+use jiff::Timestamp;
+use postbox_core::{Criteria, EventId, Key, TopicPattern};
+
+use crate::args::{count, duration, pattern, plain, time};
+use crate::failure::Failure;
+
+/// By what never changes of an event.
+#[derive(Debug, Clone, PartialEq, Eq, Args)]
+pub(crate) struct Selectors {
+    /// Only topics like this, e.g. 'order.*'
+    #[arg(long, value_name = "PATTERN", value_parser = pattern)]
+    topic: Option<TopicPattern>,
+    /// Only events of this key
+    #[arg(long, value_parser = plain::<Key>)]
+    key: Option<Key>,
+    /// Appended at this time or later: 2026-01-31T12:00:00Z, or 2h for two hours ago
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    since: Option<Timestamp>,
+    /// Appended before this time
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    until: Option<Timestamp>,
+    /// Appended longer ago than this, e.g. 7d
+    #[arg(long, value_name = "AGE", value_parser = duration, conflicts_with = "until")]
+    older_than: Option<Duration>,
+}
+
+impl Selectors {
+    /// Whether they narrow nothing.
+    pub(crate) fn are_none(&self) -> bool {
+        let Self { topic, key, since, until, older_than } = self;
+        topic.is_none() && key.is_none() && since.is_none() && until.is_none() && older_than.is_none()
+    }
+
+    /// As the stores take them.
+    pub(crate) fn criteria(self) -> Result<Criteria, Failure> {
+        let age = self.older_than;
+        let (mut which, _) = self.criteria_and_age();
+        if let Some(age) = age {
+            let before = Timestamp::now().checked_sub(age);
+            which.until = Some(before.map_err(|_| Failure::usage("--older-than: that is too long an age"))?);
+        }
+        Ok(which)
+    }
+
+    /// The same with the age apart, for a store that counts it by its own clock.
+    pub(crate) fn criteria_and_age(self) -> (Criteria, Option<Duration>) {
+        let Self { topic, key, since, until, older_than } = self;
+        (Criteria { topic, key, since, until }, older_than)
+    }
+}
+
+/// What a change of many events is about: ids, or all of those that are selected.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("which").required(true).multiple(true).args(
+    ["ids", "all", "topic", "key", "since", "until", "older_than"]))]
+pub(crate) struct Meant {
+    /// The events' ids
+    #[arg(value_name = "ID", value_parser = plain::<EventId>, conflicts_with_all = NO_IDS)]
+    ids: Vec<EventId>,
+    /// All of them, narrowed by the flags below
+    #[arg(long)]
+    all: bool,
+    #[command(flatten)]
+    which: Selectors,
+    /// At most this many, oldest first
+    #[arg(long, value_name = "N", value_parser = count)]
+    limit: Option<usize>,
+    /// Only count them: change nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// An id is not narrowed.
+const NO_IDS: [&str; 7] = ["all", "topic", "key", "since", "until", "older_than", "limit"];
+
+/// The same, read.
+pub(crate) struct Chosen {
+    /// These, and no others.
+    pub(crate) ids: Option<Vec<EventId>>,
+    pub(crate) which: Criteria,
+    pub(crate) limit: Option<usize>,
+    pub(crate) dry_run: bool,
+}
+
+impl Meant {
+    pub(crate) fn chosen(self) -> Result<Chosen, Failure> {
+        let Self { ids, all: _, which, limit, dry_run } = self;
+        let ids = (!ids.is_empty()).then_some(ids);
+        Ok(Chosen { ids, which: which.criteria()?, limit, dry_run })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use crate::args::Args;
+
+    fn parses(args: &[&str]) -> bool {
+        Args::try_parse_from([&["postbox"], args].concat()).is_ok()
+    }
+
+    const ID: &str = "01234567-89ab-7def-8123-456789abcdef";
+
+    #[test]
+    fn a_change_of_many_events_wants_ids_or_says_which() {
+        for command in ["retry", "discard", "replay"] {
+            assert!(!parses(&[command]), "{command}");
+            assert!(!parses(&[command, "--limit", "5"]), "{command}: everything is asked for by name");
+            assert!(parses(&[command, ID, ID]) && parses(&[command, ID, "--dry-run"]), "{command}");
+            for narrowed in [
+                &["--all"][..],
+                &["--topic", "a"],
+                &["--key", "a"],
+                &["--since", "2h"],
+                &["--until", "2h"],
+                &["--older-than", "1h"],
+            ] {
+                assert!(
+                    parses(&[&[command], narrowed, &["--limit", "5", "--dry-run"]].concat()),
+                    "{command} {narrowed:?}"
+                );
+                let both = [&[command, ID], narrowed].concat();
+                assert!(!parses(&both), "{both:?}: an id is not narrowed, silently or otherwise");
+            }
+            assert!(!parses(&[command, ID, "--limit", "5"]), "{command}");
+        }
+        for command in ["retry", "discard"] {
+            assert!(parses(&[command, "--code", "http_500"]), "{command}");
+            assert!(!parses(&[command, ID, "--code", "http_500"]), "{command}");
+        }
+    }
+
+    #[test]
+    fn a_prune_wants_an_age_or_a_time() {
+        assert!(!parses(&["prune"]) && !parses(&["prune", "--topic", "a"]) && !parses(&["prune", "--since", "2h"]));
+        for bound in [["--older-than", "7d"], ["--until", "2026-01-31T12:00:00Z"]] {
+            assert!(parses(&[&["prune"], &bound[..], &["--topic", "a", "--dry-run", "--unrouted"]].concat()));
+        }
+        assert!(!parses(&["prune", "--older-than", "7d", "--until", "2h"]));
+    }
+}

@@ -1,0 +1,37 @@
+//! Which events a person means, by what never changes of them.
+
+use jiff::Timestamp;
+
+use crate::event::Event;
+use crate::names::{Key, TopicPattern};
+
+/// One shape for everything that lists or changes many events. `None` fields do not narrow.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Criteria {
+    /// Only topics matching this pattern.
+    pub topic: Option<TopicPattern>,
+    /// Only events of this key.
+    pub key: Option<Key>,
+    /// Only events that were appended at this time or later, by the store's clock.
+    pub since: Option<Timestamp>,
+    /// Only events that were appended before this time.
+    pub until: Option<Timestamp>,
+}
+
+impl Criteria {
+    /// Whether they mean an event with these fields.
+    pub fn mean(&self, topic: &str, key: Option<&str>, created_at: Timestamp) -> bool {
+        self.topic.as_ref().is_none_or(|pattern| pattern.matches(topic))
+            && self.key.as_ref().is_none_or(|wanted| key == Some(wanted.as_str()))
+            && self.since.is_none_or(|since| created_at >= since)
+            && self.until.is_none_or(|until| created_at < until)
+    }
+
+    /// Whether they mean an event. One that is gone is not meant where they narrow.
+    pub fn mean_event(&self, event: Option<&Event>) -> bool {
+        match event {
+            Some(event) => self.mean(event.topic.as_str(), event.key.as_ref().map(Key::as_str), event.created_at),
+            None => *self == Self::default(),
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! Which events are meant, as a condition.
+
+use jiff::Timestamp;
+use postbox_core::{Criteria, Key, TopicPattern};
+
+/// What the condition is given.
+pub(crate) struct Meant<'a> {
+    pub(crate) topic: Option<String>,
+    pub(crate) key: Option<&'a str>,
+    pub(crate) since: Option<Timestamp>,
+    pub(crate) until: Option<Timestamp>,
+}
+
+impl<'a> Meant<'a> {
+    pub(crate) fn by(which: &'a Criteria) -> Self {
+        Self {
+            topic: which.topic.as_ref().map(TopicPattern::to_like),
+            key: which.key.as_ref().map(Key::as_str),
+            since: which.since,
+            until: which.until,
+        }
+    }
+}
+
+/// The condition on a row `l` of a log, with the numbers of its parameters: topic, key, since,
+/// until.
+pub(crate) fn is_meant([topic, key, since, until]: [u8; 4]) -> String {
+    format!(
+        "(${topic}::text IS NULL OR l.topic LIKE ${topic}) AND (${key}::text IS NULL OR l.key = ${key}) \
+         AND (${since}::timestamptz IS NULL OR l.created_at >= ${since}) AND (${until}::timestamptz IS NULL OR l.created_at < ${until})"
+    )
+}
