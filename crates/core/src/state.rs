@@ -60,11 +60,11 @@ impl State {
             Blocked => matches!(next, Dispatched | Retrying | Dead | Discarded),
             Scheduled => matches!(next, Dispatched | Retrying | Blocked | Dead | Discarded),
             Dead => matches!(next, Retrying | Discarded),
-            Dispatched => next == Retrying,
+            Dispatched => matches!(next, Retrying | Scheduled),
             // It may be on its way by the filter before: its lane takes the new one once that is
             // settled.
             Skipped => !matches!(next, Skipped | Discarded),
-            Unrouted => matches!(next, Skipped | Pending | Retrying),
+            Unrouted => matches!(next, Skipped | Pending | Retrying | Scheduled),
             Discarded => false,
         }
     }

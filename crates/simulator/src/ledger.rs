@@ -317,7 +317,9 @@ impl Ledger {
                 State::Skipped | State::Pending | State::Unrouted if !wanted => true,
                 State::Discarded => operation == "discard",
                 State::Retrying if from == State::Dead => operation == "retry",
-                State::Retrying if matches!(from, State::Unrouted | State::Skipped) => settles || routes,
+                State::Retrying | State::Scheduled if matches!(from, State::Unrouted | State::Skipped) => {
+                    settles || routes
+                }
                 State::Retrying => settles || operation == "discard" || operation == "retry",
                 State::Dispatched => settles,
                 _ => settles,

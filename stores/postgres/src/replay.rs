@@ -28,7 +28,8 @@ pub(crate) const REPLAY_NEXT: &str =
 /// Events between two places that are to go out again, oldest first. Index: the log's primary key,
 /// walked between the two; of ids, its unique one. No lock.
 const REPLAY_CHOOSE: &str = "
-  SELECT n.lane, l.seq, l.key, o.ordering, {is_taken} AS taken
+  SELECT n.lane, l.seq, l.key, o.ordering, {is_taken} AS taken,
+    CASE WHEN l.deliver_at > clock_timestamp() AND isfinite(l.deliver_at) THEN l.deliver_at END AS later
   FROM {named} AS l
   JOIN {s}.subscription AS o ON o.id = $1
   JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes
@@ -43,7 +44,8 @@ const DELIVERY_REPLAY: &str = "
 WITH chosen AS MATERIALIZED ({chosen}),
 noted AS (INSERT INTO {s}.sent (subscription, seq) SELECT $1, c.seq FROM chosen AS c WHERE NOT c.taken ON CONFLICT DO NOTHING)
 INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, replays, due_at)
-SELECT $1, c.lane, c.seq, c.key, 'retrying', c.ordering = 'key', $2, statement_timestamp() FROM chosen AS c ORDER BY c.seq
+SELECT $1, c.lane, c.seq, c.key, CASE WHEN c.later IS NULL THEN 'retrying' ELSE 'scheduled' END, c.ordering = 'key', $2,
+  coalesce(c.later, statement_timestamp()) FROM chosen AS c ORDER BY c.seq
 ON CONFLICT DO NOTHING RETURNING seq, key";
 
 /// They are on their way now. Index: primary key.

@@ -47,7 +47,8 @@ const UNROUTED_TAKE: &str = "
 WITH looked AS MATERIALIZED (
   SELECT u.seq FROM {s}.unrouted AS u WHERE u.log = $3 AND u.seq > $4 ORDER BY u.seq LIMIT $5),
 wanted AS MATERIALIZED (
-  SELECT l.seq, l.key, n.subscription, n.lane, s.ordering, {is_taken} AS taken
+  SELECT l.seq, l.key, n.subscription, n.lane, s.ordering, {is_taken} AS taken,
+    CASE WHEN l.deliver_at > clock_timestamp() AND isfinite(l.deliver_at) THEN l.deliver_at END AS later
   FROM looked AS k JOIN {log} AS l ON l.seq = k.seq
   JOIN {s}.subscription AS s ON s.id = $1
   JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes
@@ -56,7 +57,8 @@ gone AS (DELETE FROM {s}.unrouted AS u USING wanted AS w WHERE u.log = $3 AND u.
 noted AS (INSERT INTO {s}.sent (subscription, seq) SELECT w.subscription, w.seq FROM wanted AS w WHERE NOT w.taken ON CONFLICT DO NOTHING),
 sent AS (
   INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered, replays, due_at)
-  SELECT w.subscription, w.lane, w.seq, w.key, 'retrying', w.ordering = 'key', $2, statement_timestamp()
+  SELECT w.subscription, w.lane, w.seq, w.key, CASE WHEN w.later IS NULL THEN 'retrying' ELSE 'scheduled' END, w.ordering = 'key', $2,
+    coalesce(w.later, statement_timestamp())
   FROM wanted AS w WHERE NOT w.taken ORDER BY w.seq ON CONFLICT DO NOTHING RETURNING seq, key),
 progress AS (
   UPDATE {s}.subscription AS s SET

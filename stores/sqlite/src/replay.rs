@@ -24,12 +24,15 @@ pub(crate) const REPLAY_NEXT: &str =
 /// By primary key; takes the write lock.
 const DELIVERY_SEND_AGAIN: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, updated_at) \
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, 'retrying', ?8, 0, ?9, ?10, ?10) ON CONFLICT DO NOTHING";
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, 0, ?10, ?11, ?12) ON CONFLICT DO NOTHING";
+
+/// The place of `deliver_at` in [`LOG_COLUMNS`].
+const DELIVER_AT: usize = 13;
 
 /// A skipped event that is sent all the same, by primary key; takes the write lock.
 const SENT_NOTE: &str = "INSERT OR IGNORE INTO postbox_sent (subscription, seq) VALUES (?1, ?2)";
 
-/// Gives events rows that are due now, all of one replay.
+/// Gives events rows that are due now, or at their time, all of one replay.
 pub(crate) struct SendAgain<'a> {
     tx: &'a Transaction<'a>,
     reader: &'a Reader,
@@ -43,14 +46,17 @@ impl<'a> SendAgain<'a> {
         Ok(Self { tx, reader, replay, now })
     }
 
-    /// Of a row of `seq, topic, tenant, key, id, created_at`.
-    pub(crate) fn send(&self, row: &Row<'_>) -> Work<()> {
+    /// Of a row of `seq, topic, tenant, key, id, created_at`, at its time if that is still to come.
+    pub(crate) fn send(&self, row: &Row<'_>, deliver_at: Option<i64>) -> Work<()> {
         let Self { tx, reader, replay, now } = self;
         let (head, seq) = (Head::read(row)?, seq(row)?);
         let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
-        let holds = reader.stored.ordering == Ordering::Key && key.is_some();
+        let later = deliver_at.filter(|at| at > now);
+        let state = if later.is_some() { State::Scheduled } else { State::Retrying };
+        let holds = reader.stored.ordering == Ordering::Key && key.is_some() && later.is_none();
         let (name, lane) = (reader.name.as_str(), reader.lane(&head));
-        let values = params![name, seq, lane, id, head.topic, key, created_at, holds, replay, now];
+        let (state, due_at) = (state.as_str(), later.unwrap_or(*now));
+        let values = params![name, seq, lane, id, head.topic, key, created_at, state, holds, replay, due_at, now];
         tx.prepare_cached(DELIVERY_SEND_AGAIN)?.execute(values)?;
         if reader.state(&head, seq) == State::Skipped {
             tx.prepare_cached(SENT_NOTE)?.execute(params![name, seq])?;
@@ -87,7 +93,7 @@ pub(crate) fn replay(tx: &Transaction<'_>, name: &SubscriptionName, replay: &Rep
             && reader.state(&head, seq) != State::Pending
             && replay.means(Seq(seq), &Decoded::read(row)?.event);
         if is_meant {
-            again.as_ref().map_or(Ok(()), |again| again.send(row))?;
+            again.as_ref().map_or(Ok(()), |again| again.send(row, integer(row, DELIVER_AT)?))?;
             replayed.count += 1;
         }
         if looked == STEP_LOOK_MAX || replayed.count == replay.step_max() as u64 {

@@ -12,7 +12,7 @@ use rusqlite::{OptionalExtension as _, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::until;
-use crate::decode::{Head, integer, lossy, seq};
+use crate::decode::{Head, LOOK_COLUMNS, integer, lossy, seq};
 use crate::inspect::Reader;
 use crate::maintain::{DELIVERY_STATE, readers_of};
 use crate::migrate::require_log;
@@ -89,7 +89,7 @@ fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: 
     let again = SendAgain::new(tx, &reader, now)?;
     // By primary keys; no lock of its own.
     let unrouted_walk = format!(
-        "SELECT l.seq, l.topic, l.tenant, l.key, l.id, l.created_at FROM postbox_unrouted u JOIN {} l ON l.seq = u.seq \
+        "SELECT {LOOK_COLUMNS} FROM postbox_unrouted u JOIN {} l ON l.seq = u.seq \
          WHERE u.log = ?1 AND u.seq > ?2 ORDER BY u.seq LIMIT {STEP_LOOK_MAX}",
         reader.table
     );
@@ -103,7 +103,7 @@ fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: 
             continue;
         }
         match reader.state(&head, seq) {
-            State::Skipped => again.send(row)?,
+            State::Skipped => again.send(row, integer(row, 6)?)?,
             _ => _ = tx.prepare_cached(UNROUTED_FORGET)?.execute(params![log.as_str(), seq])?,
         }
     }

@@ -11,7 +11,6 @@ use crate::inspect::Pause;
 use crate::kit::check_lanes;
 use crate::names::SubscriptionName;
 use crate::state::State as EventState;
-use crate::subscription::Ordering;
 use async_trait::async_trait;
 use jiff::Timestamp;
 
@@ -133,9 +132,8 @@ impl Server {
                 && matches!(state, Dispatched | Skipped | Unrouted)
         };
         let meant = log.committed().filter(|(seq, commit, event)| is_meant(*seq, *commit, event));
-        let mut chosen: Vec<(i64, DeliveryRow)> = meant
-            .map(|(seq, _, event)| (seq, DeliveryRow::new(reader.lane_of(event), event.key.clone(), now)))
-            .collect();
+        let mut chosen: Vec<(i64, DeliveryRow)> =
+            meant.map(|(seq, _, event)| (seq, reader.row_left(seq, event, now))).collect();
         let all = chosen.len();
         chosen.truncate(replay.step_max());
         let next = chosen.last().filter(|_| chosen.len() < all).map(|(seq, _)| Seq(*seq));
@@ -150,7 +148,7 @@ impl Server {
         let skipped: Vec<i64> = chosen.iter().filter(skipped).map(|(seq, _)| *seq).collect();
         reader.sent.extend(skipped);
         let name = reader.subscription.log.clone();
-        reader.send_again(&chosen, now);
+        reader.send_again(&chosen);
         let log = state.data.logs.get_mut(&name).expect("a subscription's log is never removed");
         chosen.iter().for_each(|(seq, _)| _ = log.unrouted.remove(seq));
         State::flush_and_wake(state);
@@ -174,14 +172,12 @@ fn cut_to_step(chosen: &mut Vec<(i64, DeliveryRow)>, selection: &Selection) -> C
 }
 
 impl Reader {
-    /// Gives events that were passed a row that is due now. Its replay is a number that no event of
-    /// the subscription had before: a destination that remembers ids lets it through.
-    pub(super) fn send_again(&mut self, chosen: &[(i64, DeliveryRow)], now: Timestamp) {
+    /// Gives events that were passed the row that was made for them. Its replay is a number that no
+    /// event of the subscription had before: a destination that remembers ids lets it through.
+    pub(super) fn send_again(&mut self, chosen: &[(i64, DeliveryRow)]) {
         self.replays += 1;
-        let ordered = self.subscription.ordering == Ordering::Key;
         for (seq, row) in chosen {
-            let (state, replays) = (EventState::Retrying, self.replays);
-            self.put(*seq, DeliveryRow { state, ordered, replays, due_at: Some(now), ..row.clone() });
+            self.put(*seq, DeliveryRow { replays: self.replays, ..row.clone() });
         }
     }
 

@@ -220,8 +220,9 @@ impl Reader {
         Ok(())
     }
 
-    /// An unread event as it leaves the stream.
-    fn row_left(&self, seq: i64, event: &Event, now: Timestamp) -> DeliveryRow {
+    /// The row of an event that leaves the stream for another reason than a failure: due now, or at
+    /// its time.
+    pub(super) fn row_left(&self, seq: i64, event: &Event, now: Timestamp) -> DeliveryRow {
         let (state, due_at) = match event.deliver_at {
             Some(at) if at > now => (EventState::Scheduled, at),
             _ => (EventState::Retrying, now),

@@ -76,12 +76,11 @@ impl Server {
                 .filter(|(seq, commit, event)| reader.wants(event) && reader.is_judged(*seq, *commit, event))
                 .collect();
             let passed = wanted.iter().filter(|(seq, commit, event)| !reader.takes(*seq, *commit, event));
-            let rows: Vec<(i64, DeliveryRow)> = passed
-                .map(|(seq, _, event)| (*seq, DeliveryRow::new(reader.lane_of(event), event.key.clone(), now)))
-                .collect();
+            let rows: Vec<(i64, DeliveryRow)> =
+                passed.map(|(seq, _, event)| (*seq, reader.row_left(*seq, event, now))).collect();
             let routed: Vec<i64> = wanted.iter().map(|(seq, _, _)| *seq).collect();
             reader.sent.extend(rows.iter().map(|(seq, _)| *seq));
-            reader.send_again(&rows, now);
+            reader.send_again(&rows);
             log.unrouted.retain(|seq| !routed.contains(seq));
         }
         State::flush_and_wake(state);

@@ -230,6 +230,7 @@ macro_rules! conformance_suite {
             what_is_no_longer_everything_is_looked_at
             nothing_is_decided_while_a_lane_has_yet_to_take_its_filter
             an_open_transaction_is_looked_at_once_it_commits
+            what_was_unrouted_waits_for_its_time
             what_is_unrouted_is_kept_until_it_is_given_up an_unknown_log_has_nothing_unrouted
         }
     };

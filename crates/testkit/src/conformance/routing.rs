@@ -249,6 +249,21 @@ pub async fn nothing_is_decided_while_a_lane_has_yet_to_take_its_filter(fixture:
     assert_eq!(unrouted(&lane.store).await, []);
 }
 
+/// Its time still counts.
+pub async fn what_was_unrouted_waits_for_its_time(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    let at = "2099-01-01T00:00:00Z".parse().expect("a time");
+    let ids = append(&lane.store, [NewEvent { deliver_at: Some(at), ..of_topic("b", "b1") }]).await;
+    find(&lane.store, 1).await;
+    append(&lane.store, [of_topic("a", "a1")]).await;
+    lane.drain().await;
+    wants(&lane.store, "reader", "*").await;
+    lane.drain().await;
+    note(&lane.store).await;
+    assert_eq!(state(&lane.store, "reader", ids[0]).await, State::Scheduled);
+    assert!(lane.due(10).await.deliveries.is_empty(), "in its year");
+}
+
 pub async fn an_open_transaction_is_looked_at_once_it_commits(fixture: &dyn StoreFixture) {
     let Some(mut open) = begin_beside_others(fixture).await else { return };
     let lane = Lane::open_as(fixture, &reader_of("a")).await;

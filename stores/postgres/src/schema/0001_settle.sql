@@ -16,10 +16,10 @@
 -- Only in the window it belongs to, only from where it begins, and only by the filter it was read
 -- with: after a failover that lost the window, the same number would pass events of the one before;
 -- after one that lost a settlement, the events whose rows went with it; and after one that lost a
--- change of the filter, events that are wanted again. A window the caller does not know is none. Due
--- rows are known by their `seq`, which a database that went back may have given to another event:
--- they too are settled only while the cursor is the one the caller knows or a later one, which the
--- caller's own reading opened meanwhile. docs/cursor.md, writes W2 and W4.
+-- change of the filter, events that are wanted again. A window the caller does not know is none.
+-- Due rows are known by their `seq`, which a database that went back may have given to another
+-- event: they too are settled only while the cursor is the one the caller knows or a later one,
+-- which the caller's own reading opened meanwhile. docs/cursor.md, writes W2 and W4.
 --
 -- Every settlement leaves an old version of the row. While anybody in the database holds a
 -- snapshot, none of them can be removed, and a look-up by key walks over all: 1 ms after 20,000
