@@ -125,7 +125,7 @@ macro_rules! extracted {
 macro_rules! handlers {
     ($($($argument:ident)*;)*) => {
         $(
-            #[allow(non_snake_case, unused_variables, clippy::unused_unit, reason = "named like their types; one has none")]
+            #[allow(non_snake_case, unused_variables, reason = "named like their types; one has none")]
             const _: () = {
                 impl<S, F, Done, E, Kind, $($argument,)*> Handler<S, Outside, (Alone, Kind, $($argument,)*)> for F
                 where

@@ -147,7 +147,8 @@ pub async fn a_failure_takes_back_what_every_handler_did_until_it_is_retried(fix
     assert_eq!(changed.count, 4);
     case.drain().await;
     let (mut effects, mut written) = (case.effects().await, case.written().await);
-    (effects.sort(), written.sort());
+    effects.sort();
+    written.sort();
     let twice = failing.into_iter().flat_map(|entry| [entry.to_owned(), format!("{entry}+")]);
     let mut expected: Vec<String> = twice.chain(["1".to_owned(), "1+".to_owned()]).collect();
     expected.sort();
