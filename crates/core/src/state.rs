@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn terminal_states_are_left_only_by_replay_or_discard() {
         let after = |state: State| State::ALL.into_iter().filter(|next| state.may_become(*next)).collect::<Vec<_>>();
-        assert_eq!(after(State::Dispatched), [State::Retrying]);
+        assert_eq!(after(State::Dispatched), [State::Retrying, State::Scheduled]);
         assert_eq!(after(State::Discarded), []);
         assert_eq!(after(State::Dead), [State::Retrying, State::Discarded]);
     }

@@ -16,7 +16,7 @@ use crate::drained::Drained;
 use crate::lane::{Lane, LeaseGuard, ReadLimit};
 use crate::lanes::Lanes;
 use crate::metrics::{FailingLane, Metrics};
-use crate::router::Router;
+use crate::router::{Place, Router};
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
 
@@ -48,9 +48,9 @@ impl RelayBuilder {
     /// its filter said of topics before. Replaces [`Self::sink`] and [`Self::apply`].
     ///
     /// The error (`Invalid`, code `router_empty`): it has no handler.
-    pub fn router(mut self, router: Router) -> Result<Self> {
+    pub fn router<D: Place>(mut self, router: Router<(), D>) -> Result<Self> {
         self.subscription.filter.topics = router.wanted()?;
-        Ok(self.sink(Arc::new(router)))
+        Ok(D::place(router, self))
     }
 
     /// Events go to a handler inside the store's transaction (exactly-once effect). Replaces

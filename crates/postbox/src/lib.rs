@@ -42,6 +42,36 @@
 //! # }
 //! ```
 //!
+//! A router lends handlers the transaction that settles their event: see
+//! [`Router::in_transaction`](router::Router::in_transaction). One that asks for the transaction of
+//! another store does not compile, nor does one without a transaction beside those with it:
+//!
+//! ```compile_fail,E0277
+//! # use postbox::router::{Event, Router, Tx};
+//! # #[derive(postbox::Event, serde::Deserialize)]
+//! # #[event(topic = "order.paid")]
+//! # struct OrderPaid {}
+//! # use postbox::{postgres::PostgresStore, sqlite::SqliteStore};
+//! # type Returned = Result<(), std::io::Error>;
+//! fn ledger(_: Event<OrderPaid>, _: Tx<'_, SqliteStore>) -> Returned { Ok(()) }
+//! # fn example(store: PostgresStore) {
+//! let router: Router<(), PostgresStore> = Router::in_transaction(&store).on(ledger);
+//! # }
+//! ```
+//!
+//! ```compile_fail,E0277
+//! # use postbox::router::{Event, Router, Tx};
+//! # #[derive(postbox::Event, serde::Deserialize)]
+//! # #[event(topic = "order.paid")]
+//! # struct OrderPaid {}
+//! # use postbox::{postgres::PostgresStore, sqlite::SqliteStore};
+//! # type Returned = Result<(), std::io::Error>;
+//! async fn mail(_: Event<OrderPaid>) -> Returned { Ok(()) }
+//! # fn example(store: PostgresStore) {
+//! let router: Router<(), PostgresStore> = Router::in_transaction(&store).on(mail);
+//! # }
+//! ```
+//!
 //! | feature | brings | default |
 //! |---|---|---|
 //! | `postgres` | the `postgres` module: `PostgresStore`; append in transactions of `tokio-postgres` and `deadpool-postgres` | yes |

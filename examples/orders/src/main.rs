@@ -8,11 +8,10 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use anyhow::ensure;
-use postbox::router::{Event, Router, State};
+use postbox::router::{Event, Router, State, Tx};
 use postbox::sqlite::{SqliteConfig, SqliteStore};
-use postbox::typed::decode;
-use postbox::{Delivery, LogName, Migrate as _, Outcome, Relay, Subscription};
-use rusqlite::{Connection, Transaction};
+use postbox::{LogName, Migrate as _, Relay, Subscription};
+use rusqlite::Connection;
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 
@@ -40,15 +39,9 @@ async fn mail(Event(paid): Event<OrderPaid>, State(mailer): State<Mailer>) -> an
 }
 
 /// Its entry and the position of the subscription commit together: exactly once.
-fn ledger(tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
-    let paid: OrderPaid = match decode(&delivery.event) {
-        Ok(paid) => paid,
-        Err(error) => return Outcome::dead(error.code().to_owned(), error.to_string()),
-    };
-    match tx.execute("INSERT INTO ledger VALUES (?1, ?2)", (paid.order, paid.cents)) {
-        Ok(_) => Outcome::DELIVERED,
-        Err(error) => Outcome::retry("ledger_failed", error.to_string()),
-    }
+fn ledger(Event(paid): Event<OrderPaid>, Tx(tx): Tx<'_, SqliteStore>) -> rusqlite::Result<()> {
+    tx.execute("INSERT INTO ledger VALUES (?1, ?2)", (paid.order, paid.cents))?;
+    Ok(())
 }
 
 #[tokio::main]
@@ -65,7 +58,8 @@ async fn main() -> anyhow::Result<()> {
     let mails = Subscription::new("mails".parse()?, LogName::outbox());
     let mails = Relay::builder(store.clone(), mails).router(router)?.build()?;
     let entries = Subscription::new("ledger".parse()?, LogName::outbox());
-    let entries = Relay::builder(store.clone(), entries).apply(store.apply(ledger)).build()?;
+    let router = Router::in_transaction(&*store).on(ledger);
+    let entries = Relay::builder(store.clone(), entries).router(router)?.build()?;
     let stop = CancellationToken::new();
     let serving = async { tokio::try_join!(mails.run(stop.clone()), entries.run(stop.clone())) };
 

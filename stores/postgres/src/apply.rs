@@ -7,7 +7,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::FutureExt as _;
 use postbox_core::kit::{BlockedKeys, entries_of};
-use postbox_core::{Apply, Decide, Delivery, Lease, Outcome, Result, Settlement};
+use postbox_core::{
+    Apply, Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
+};
 use tokio_postgres::Transaction;
 
 use crate::PostgresStore;
@@ -31,6 +33,40 @@ impl PostgresStore {
     /// Binds a handler to this store.
     pub fn apply<H: TxHandler>(&self, handler: H) -> Arc<dyn Apply> {
         Arc::new(TxApply { store: self.clone(), handler })
+    }
+}
+
+impl Database for PostgresStore {
+    type Transaction<'t> = Transaction<'t>;
+    type Handled<'t> = HandledFuture<'t>;
+
+    fn handled<'t>(outcome: Outcome) -> HandledFuture<'t> {
+        Box::pin(std::future::ready(outcome))
+    }
+}
+
+impl Transact for PostgresStore {
+    fn apply_handlers(&self, handlers: Arc<dyn Handlers<Self>>) -> Arc<dyn Apply> {
+        self.apply(InTurn(handlers))
+    }
+}
+
+/// The handlers of an event, one after the other: after a statement that failed, Postgres would
+/// refuse those of the others too.
+struct InTurn(Arc<dyn Handlers<PostgresStore>>);
+
+#[async_trait]
+impl TxHandler for InTurn {
+    async fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
+        let mut nth = 0;
+        while let Some(handled) = self.0.call(nth, delivery, tx) {
+            let outcome = handled.await;
+            if !outcome.is_delivered() {
+                return outcome;
+            }
+            nth += 1;
+        }
+        Outcome::DELIVERED
     }
 }
 

@@ -12,6 +12,7 @@ mod postgres_15 {
 
     postbox_testkit::store_suite!(fixture);
     postbox_testkit::apply_suite!(fixture);
+    postbox_testkit::transact_suite!(fixture);
 }
 
 mod postgres_18 {
@@ -23,6 +24,7 @@ mod postgres_18 {
 
     postbox_testkit::store_suite!(fixture);
     postbox_testkit::apply_suite!(fixture);
+    postbox_testkit::transact_suite!(fixture);
 }
 
 mod pgbouncer {
@@ -30,4 +32,5 @@ mod pgbouncer {
 
     postbox_testkit::store_suite!(fixture);
     postbox_testkit::apply_suite!(fixture);
+    postbox_testkit::transact_suite!(fixture);
 }

@@ -6,7 +6,9 @@ use std::sync::mpsc;
 
 use async_trait::async_trait;
 use postbox_core::kit::{BlockedKeys, entries_of};
-use postbox_core::{Apply, Decide, Delivery, Error, ErrorKind, Lease, Outcome, Result, Settlement};
+use postbox_core::{
+    Apply, Database, Decide, Delivery, Error, ErrorKind, Handlers, Lease, Outcome, Result, Settlement, Transact,
+};
 use rusqlite::Transaction;
 use tokio::sync::oneshot;
 
@@ -66,6 +68,24 @@ impl SqliteStore {
     /// Binds a handler to this store.
     pub fn apply(&self, handler: impl TxHandler) -> Arc<dyn Apply> {
         Arc::new(Applier { store: self.clone(), handler: Arc::new(handler) })
+    }
+}
+
+impl Database for SqliteStore {
+    type Transaction<'t> = Transaction<'t>;
+    type Handled<'t> = Outcome;
+
+    fn handled<'t>(outcome: Outcome) -> Self::Handled<'t> {
+        outcome
+    }
+}
+
+impl Transact for SqliteStore {
+    fn apply_handlers(&self, handlers: Arc<dyn Handlers<Self>>) -> Arc<dyn Apply> {
+        self.apply(move |tx: &Transaction<'_>, delivery: &Delivery| {
+            let mut outcomes = (0..).map_while(|nth| handlers.call(nth, delivery, tx));
+            outcomes.find(|outcome| !outcome.is_delivered()).unwrap_or(Outcome::DELIVERED)
+        })
     }
 }
 

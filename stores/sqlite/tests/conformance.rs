@@ -6,3 +6,4 @@ use common::fixture;
 
 postbox_testkit::store_suite!(fixture);
 postbox_testkit::apply_suite!(fixture);
+postbox_testkit::transact_suite!(fixture);

@@ -1,21 +1,49 @@
-//! Async functions as handlers.
+//! Functions as handlers.
 
 use std::marker::PhantomData;
-use std::pin::Pin;
 use std::sync::Arc;
 
-use postbox_core::{Delivery, Outcome};
+use postbox_core::{Database, Delivery, HandledFuture, Outcome, Tx};
 
+use super::Outside;
 use super::extract::Extract;
 use super::failure::{FailureRules, IntoFailure};
-
-type Handled<'t> = Pin<Box<dyn Future<Output = Outcome> + Send + 't>>;
 
 /// A call of a handler: what its arguments are taken from, and what judges its error.
 pub struct Called<'t, S> {
     pub(super) delivery: &'t Delivery,
     pub(super) state: &'t S,
+    pub(super) judge: Judge<'t>,
+}
+
+/// Makes outcomes of what a handler returns.
+#[derive(Clone, Copy)]
+pub struct Judge<'t> {
     pub(super) rules: &'t FailureRules,
+    pub(super) name: &'static str,
+}
+
+impl Judge<'_> {
+    fn outcome<E: IntoFailure<Kind>, Kind>(self, returned: Result<(), E>) -> Outcome {
+        match returned {
+            Ok(()) => Outcome::DELIVERED,
+            Err(error) => self.named(error.into_outcome(self.rules)),
+        }
+    }
+
+    /// The outcome, with the handler's name in a failure's text.
+    fn named(self, mut outcome: Outcome) -> Outcome {
+        match &mut outcome {
+            Outcome::Delivered { .. } => {}
+            Outcome::Retry { error, .. }
+            | Outcome::Ambiguous { error, .. }
+            | Outcome::Throttled { error, .. }
+            | Outcome::Dead { error, .. }
+            | Outcome::Unavailable { error, .. }
+            | Outcome::Gone { error, .. } => error.insert_str(0, &format!("{}: ", self.name)),
+        }
+        outcome
+    }
 }
 
 impl<S> Clone for Called<'_, S> {
@@ -26,22 +54,48 @@ impl<S> Clone for Called<'_, S> {
 
 impl<S> Copy for Called<'_, S> {}
 
-/// A function that handles events; see [`Router`](super::Router).
+/// A function that handles events, on its own or in the transactions of the store `D`; see
+/// [`Router`](super::Router).
 ///
 /// `Arguments` tells functions apart for the compiler; it is inferred.
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` is not a handler",
-    label = "not a handler",
+    message = "`{Self}` is not a handler of a `Router<{S}, {D}>`",
+    label = "not a handler of this router",
     note = "a handler is an `async fn` that returns `Result<(), E>`, with a future that is `Send`; `E` is any `std::error::Error`, \
             an `anyhow::Error` or a `Failure`",
-    note = "its arguments, eight at most, are `Event<T>`, `State<S>`, `Headers`, `Delivery`"
+    note = "its arguments, eight at most, are `Event<T>`, `State<S>`, `Headers`, `Delivery`",
+    note = "with `Tx<'_, Store>` as its last argument it belongs into a `Router::in_transaction(&store)` of that store, \
+            without into a `Router::new()`; on SQLite, the one with a `Tx` is a plain `fn`"
 )]
-pub trait Handler<S, Arguments>: Send + Sync + 'static {
+pub trait Handler<S, D: Database, Arguments>: Send + Sync + 'static {
     /// The topic that its arguments ask for.
     const TOPIC: Option<&'static str>;
 
     /// Handles an event.
-    fn call<'t>(&'t self, called: Called<'t, S>) -> Handled<'t>;
+    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t>;
+}
+
+/// Marks handlers without a transaction.
+#[derive(Debug)]
+pub enum Alone {}
+/// Marks async handlers with one.
+#[derive(Debug)]
+pub enum InTx {}
+/// Marks blocking handlers with one.
+#[derive(Debug)]
+pub enum BlockingInTx {}
+
+/// An async function that borrows a transaction: with one lifetime, so that it can be asked for
+/// with every lifetime.
+pub trait TxFn<'t, D: Database, Arguments, Kind>: Send + Sync {
+    /// Calls it.
+    fn call_in(&self, arguments: Arguments, tx: Tx<'t, D>, judge: Judge<'t>) -> HandledFuture<'t>;
+}
+
+/// A [`TxFn`] that blocks.
+pub trait BlockingTxFn<'t, D: Database, Arguments, Kind>: Send + Sync {
+    /// Calls it.
+    fn call_in(&self, arguments: Arguments, tx: Tx<'t, D>, judge: Judge<'t>) -> Outcome;
 }
 
 /// The first topic that arguments ask for.
@@ -56,36 +110,95 @@ const fn first(topics: &[Option<&'static str>]) -> Option<&'static str> {
     None
 }
 
+/// The arguments as a tuple, or returns what becomes of the event, by `$refused`.
+macro_rules! extracted {
+    ($called:ident, $refused:expr, $($argument:ident)*) => {
+        ($(
+            match $argument::extract($called.delivery, $called.state) {
+                Ok(argument) => argument,
+                Err(outcome) => return $refused($called.judge.named(outcome)),
+            },
+        )*)
+    };
+}
+
 macro_rules! handlers {
     ($($($argument:ident)*;)*) => {
         $(
             #[allow(non_snake_case, unused_variables, reason = "named like their types; one has none")]
-            impl<S, F, Done, E, Kind, $($argument,)*> Handler<S, (Kind, $($argument,)*)> for F
-            where
-                S: Send + Sync + 'static,
-                F: Fn($($argument),*) -> Done + Send + Sync + 'static,
-                Done: Future<Output = Result<(), E>> + Send,
-                E: IntoFailure<Kind>,
-                $($argument: Extract<S>,)*
-            {
-                const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
+            const _: () = {
+                impl<S, F, Done, E, Kind, $($argument,)*> Handler<S, Outside, (Alone, Kind, $($argument,)*)> for F
+                where
+                    S: Send + Sync + 'static,
+                    F: Fn($($argument),*) -> Done + Send + Sync + 'static,
+                    Done: Future<Output = Result<(), E>> + Send,
+                    E: IntoFailure<Kind>,
+                    $($argument: Extract<S>,)*
+                {
+                    const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
 
-                fn call<'t>(&'t self, called: Called<'t, S>) -> Handled<'t> {
-                    let Called { delivery, state, rules } = called;
-                    Box::pin(async move {
-                        $(
-                            let $argument = match $argument::extract(delivery, state) {
-                                Ok(argument) => argument,
-                                Err(outcome) => return outcome,
-                            };
-                        )*
-                        match self($($argument),*).await {
-                            Ok(()) => Outcome::DELIVERED,
-                            Err(error) => error.into_outcome(rules),
-                        }
-                    })
+                    fn call<'t>(&'t self, called: Called<'t, S>, _: &'t ()) -> HandledFuture<'t> {
+                        Box::pin(async move {
+                            let ($($argument,)*) = extracted!(called, std::convert::identity, $($argument)*);
+                            called.judge.outcome(self($($argument),*).await)
+                        })
+                    }
                 }
-            }
+
+                impl<'t, D, F, Done, E, Kind, $($argument,)*> TxFn<'t, D, ($($argument,)*), Kind> for F
+                where
+                    D: Database,
+                    F: Fn($($argument,)* Tx<'t, D>) -> Done + Send + Sync,
+                    Done: Future<Output = Result<(), E>> + Send + 't,
+                    E: IntoFailure<Kind>,
+                {
+                    fn call_in(&self, ($($argument,)*): ($($argument,)*), tx: Tx<'t, D>, judge: Judge<'t>) -> HandledFuture<'t> {
+                        let done = self($($argument,)* tx);
+                        Box::pin(async move { judge.outcome(done.await) })
+                    }
+                }
+
+                impl<'t, D, F, E, Kind, $($argument,)*> BlockingTxFn<'t, D, ($($argument,)*), Kind> for F
+                where
+                    D: Database,
+                    F: Fn($($argument,)* Tx<'t, D>) -> Result<(), E> + Send + Sync,
+                    E: IntoFailure<Kind>,
+                {
+                    fn call_in(&self, ($($argument,)*): ($($argument,)*), tx: Tx<'t, D>, judge: Judge<'t>) -> Outcome {
+                        judge.outcome(self($($argument,)* tx))
+                    }
+                }
+
+                impl<S, D, F, Kind, $($argument,)*> Handler<S, D, (InTx, Kind, $($argument,)*)> for F
+                where
+                    S: Send + Sync + 'static,
+                    D: for<'t> Database<Handled<'t> = HandledFuture<'t>>,
+                    F: for<'t> TxFn<'t, D, ($($argument,)*), Kind> + 'static,
+                    $($argument: Extract<S>,)*
+                {
+                    const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
+
+                    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> HandledFuture<'t> {
+                        let arguments = extracted!(called, D::handled, $($argument)*);
+                        TxFn::call_in(self, arguments, Tx(tx), called.judge)
+                    }
+                }
+
+                impl<S, D, F, Kind, $($argument,)*> Handler<S, D, (BlockingInTx, Kind, $($argument,)*)> for F
+                where
+                    S: Send + Sync + 'static,
+                    D: for<'t> Database<Handled<'t> = Outcome>,
+                    F: for<'t> BlockingTxFn<'t, D, ($($argument,)*), Kind> + 'static,
+                    $($argument: Extract<S>,)*
+                {
+                    const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
+
+                    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> Outcome {
+                        let arguments = extracted!(called, D::handled, $($argument)*);
+                        BlockingTxFn::call_in(self, arguments, Tx(tx), called.judge)
+                    }
+                }
+            };
         )*
     };
 }
@@ -95,16 +208,16 @@ handlers! {
     A;
     A B;
     A B C;
-    A B C D;
-    A B C D G;
-    A B C D G H;
-    A B C D G H I;
-    A B C D G H I J;
+    A B C G;
+    A B C G H;
+    A B C G H I;
+    A B C G H I J;
+    A B C G H I J K;
 }
 
 /// A handler whose arguments nobody needs to know any more.
-pub(super) trait Call<S>: Send + Sync {
-    fn call<'t>(&'t self, called: Called<'t, S>) -> Handled<'t>;
+pub(super) trait Call<S, D: Database>: Send + Sync {
+    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t>;
 }
 
 pub(super) struct Typed<H, Arguments> {
@@ -118,21 +231,21 @@ impl<H, Arguments> Typed<H, Arguments> {
     }
 }
 
-impl<S, H: Handler<S, Arguments>, Arguments> Call<S> for Typed<H, Arguments> {
-    fn call<'t>(&'t self, called: Called<'t, S>) -> Handled<'t> {
-        self.handler.call(called)
+impl<S, D: Database, H: Handler<S, D, Arguments>, Arguments> Call<S, D> for Typed<H, Arguments> {
+    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t> {
+        self.handler.call(called, tx)
     }
 }
 
 /// A handler that has its state.
-pub(super) struct Bound<S> {
-    pub(super) handler: Arc<dyn Call<S>>,
+pub(super) struct Bound<S, D> {
+    pub(super) handler: Arc<dyn Call<S, D>>,
     pub(super) state: Arc<S>,
 }
 
-impl<S: Send + Sync> Call<()> for Bound<S> {
-    fn call<'t>(&'t self, called: Called<'t, ()>) -> Handled<'t> {
-        let Called { delivery, rules, .. } = called;
-        self.handler.call(Called { delivery, state: &self.state, rules })
+impl<S: Send + Sync, D: Database> Call<(), D> for Bound<S, D> {
+    fn call<'t>(&'t self, called: Called<'t, ()>, tx: &'t D::Transaction<'t>) -> D::Handled<'t> {
+        let Called { delivery, judge, .. } = called;
+        self.handler.call(Called { delivery, state: &self.state, judge }, tx)
     }
 }

@@ -1,27 +1,33 @@
-//! Handlers by topic: plain async functions whose arguments say what they want of an event.
+//! Handlers by topic: plain functions whose arguments say what they want of an event.
 
 mod extract;
 mod failure;
 mod handler;
+mod place;
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use futures::future::join_all;
-use postbox_core::{Capabilities, Delivery, Error, ErrorKind, Outcome, Result, Sink, TopicPattern};
+use postbox_core::{
+    Capabilities, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Sink, TopicPattern, Transact,
+};
 
 use crate::bus::worst;
-use handler::{Bound, Call, Called, Typed};
+use handler::{Bound, Call, Called, Judge, Typed};
 
 pub use extract::{Event, Extract, State};
 pub use failure::{Failure, FailureRules, IntoFailure};
 pub use handler::Handler;
+pub use place::{Outside, Place};
+pub use postbox_core::Tx;
 
-/// A sink that hands each event to the handlers of its topic.
+/// Hands each event to the handlers of its topic.
 ///
 /// A handler is an `async fn` (or an `async` closure) that returns a `Result<(), E>`. Its arguments
 /// are what it wants: [`Event<T>`](Event), which also says the topic, [`State<S>`](State), the
-/// event's [`Headers`](postbox_core::Headers), the whole [`Delivery`].
+/// event's [`Headers`](postbox_core::Headers), the whole [`Delivery`], and in a router
+/// [`in_transaction`](Self::in_transaction), as the last one, [`Tx`].
 ///
 /// ```
 /// use postbox_core::TypedEvent;
@@ -51,38 +57,56 @@ pub use handler::Handler;
 ///   `handler_error`, unless a [rule](Self::dead_on) says otherwise or it is a [`Failure`].
 /// - A panic is the event's failed attempt, with code `panic`; a handler that takes longer than the
 ///   relay's `deliver_timeout` is dropped, with code `timeout`.
+/// - In a transaction, the handlers of an event run one after the other, in the order of
+///   [`on`](Self::on), up to the first that fails: then what all of them did is taken back.
 /// - An event that no handler wants goes to the [fallback](Self::fallback). Without one it is
 ///   retried with code `not_handled`: another replica may know it.
-pub struct Router<S = ()> {
-    routes: Vec<Route<S>>,
-    fallback: Option<Route<S>>,
+pub struct Router<S = (), D = Outside> {
+    /// The store in whose transactions the handlers run.
+    database: D,
+    routes: Vec<Route<S, D>>,
+    fallback: Option<Route<S, D>>,
     rules: FailureRules,
 }
 
-struct Route<S> {
+struct Route<S, D> {
     /// `None`: whatever nobody else wants.
     topic: Option<TopicPattern>,
     name: &'static str,
-    handler: Arc<dyn Call<S>>,
+    handler: Arc<dyn Call<S, D>>,
 }
 
-impl<S> Default for Router<S> {
+impl<S: Send + Sync + 'static> Default for Router<S> {
     fn default() -> Self {
-        Self { routes: Vec::new(), fallback: None, rules: FailureRules::default() }
+        Self::new()
     }
 }
 
 impl<S: Send + Sync + 'static> Router<S> {
     /// Without handlers.
     pub fn new() -> Self {
-        Self::default()
+        Self::of(Outside)
+    }
+}
+
+impl<S: Send + Sync + 'static, D: Transact + Clone> Router<S, D> {
+    /// Without handlers; those it gets run in the transactions of this store, which the relay must
+    /// read from.
+    pub fn in_transaction(store: &D) -> Self {
+        Self::of(store.clone())
+    }
+}
+
+impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
+    fn of(database: D) -> Self {
+        Self { database, routes: Vec::new(), fallback: None, rules: FailureRules::default() }
     }
 
     /// Adds a handler of the topic that its [`Event<T>`](Event) has.
     ///
     /// Its name, in errors, is that of the function.
     #[must_use]
-    pub fn on<H: Handler<S, Arguments>, Arguments: 'static>(mut self, handler: H) -> Self {
+    pub fn on<H: Handler<S, D, Arguments>, Arguments: 'static>(mut self, handler: H) -> Self {
         const { assert!(H::TOPIC.is_some(), "a handler without an Event<T> has no topic: use Router::fallback") };
         let topic = H::TOPIC.map(TopicPattern::from_stored);
         self.routes.push(Route { topic, ..Route::new(handler) });
@@ -93,7 +117,7 @@ impl<S: Send + Sync + 'static> Router<S> {
     ///
     /// Replaces an earlier one.
     #[must_use]
-    pub fn fallback<H: Handler<S, Arguments>, Arguments: 'static>(mut self, handler: H) -> Self {
+    pub fn fallback<H: Handler<S, D, Arguments>, Arguments: 'static>(mut self, handler: H) -> Self {
         self.fallback = Some(Route::new(handler));
         self
     }
@@ -110,7 +134,7 @@ impl<S: Send + Sync + 'static> Router<S> {
     }
 
     /// Adds the handlers and rules of another router, of another module say. A topic may be in
-    /// both.
+    /// both. If they run in transactions, then in those of this one's store.
     ///
     /// The error (`Conflict`, code `fallback_twice`): both have a fallback.
     pub fn merge(mut self, other: Self) -> Result<Self> {
@@ -126,14 +150,15 @@ impl<S: Send + Sync + 'static> Router<S> {
 
     /// Gives the handlers their state.
     #[must_use]
-    pub fn with_state(self, state: S) -> Router {
+    pub fn with_state(self, state: S) -> Router<(), D> {
         let state = Arc::new(state);
-        let bind = |route: Route<S>| Route {
+        let bind = |route: Route<S, D>| Route {
             topic: route.topic,
             name: route.name,
-            handler: Arc::new(Bound { handler: route.handler, state: state.clone() }) as Arc<dyn Call<()>>,
+            handler: Arc::new(Bound { handler: route.handler, state: state.clone() }) as Arc<dyn Call<(), D>>,
         };
         Router {
+            database: self.database,
             routes: self.routes.into_iter().map(&bind).collect(),
             fallback: self.fallback.map(&bind),
             rules: self.rules,
@@ -141,7 +166,7 @@ impl<S: Send + Sync + 'static> Router<S> {
     }
 }
 
-impl<S> Router<S> {
+impl<S, D> Router<S, D> {
     /// The topics of its handlers, each once, in the order of [`Self::on`].
     pub fn topics(&self) -> impl Iterator<Item = &str> {
         let topics = || self.routes.iter().filter_map(|route| route.topic.as_ref());
@@ -162,42 +187,55 @@ impl<S> Router<S> {
     }
 }
 
-impl<S: Send + Sync + 'static> Route<S> {
-    fn new<H: Handler<S, Arguments>, Arguments: 'static>(handler: H) -> Self {
+impl<S: Send + Sync + 'static, D: Database> Route<S, D> {
+    fn new<H: Handler<S, D, Arguments>, Arguments: 'static>(handler: H) -> Self {
         Self { topic: None, name: std::any::type_name::<H>(), handler: Arc::new(Typed::new(handler)) }
     }
 }
 
-impl Router {
-    async fn handle(&self, delivery: &Delivery) -> Outcome {
+impl<D: Database> Router<(), D> {
+    /// The handlers of an event: those of its topic, or the fallback.
+    fn routes<'t>(&'t self, delivery: &'t Delivery) -> impl Iterator<Item = &'t Route<(), D>> {
         let topic = delivery.event.topic.as_str();
-        let mut routes: Vec<&Route<()>> =
-            self.routes.iter().filter(|route| route.topic.as_ref().is_some_and(|its| its.matches(topic))).collect();
-        if routes.is_empty() {
-            routes.extend(&self.fallback);
-        }
-        if routes.is_empty() {
-            let text = format!("no handler of this program wants {topic}; is it an older one?");
-            return Outcome::retry("not_handled", text);
-        }
-        let called = Called { delivery, state: &(), rules: &self.rules };
-        let calls = join_all(routes.iter().map(|route| route.handler.call(called))).await;
-        worst(routes.iter().zip(calls).map(|(route, outcome)| named(route.name, outcome)).collect())
+        let wants = |route: &&Route<(), D>| route.topic.as_ref().is_some_and(|its| its.matches(topic));
+        let fallback = self.fallback.as_ref().filter(|_| !self.routes.iter().any(|route| wants(&route)));
+        self.routes.iter().filter(wants).chain(fallback)
+    }
+
+    fn call<'t>(
+        &'t self,
+        route: &'t Route<(), D>,
+        delivery: &'t Delivery,
+        tx: &'t D::Transaction<'t>,
+    ) -> D::Handled<'t> {
+        let judge = Judge { rules: &self.rules, name: route.name };
+        route.handler.call(Called { delivery, state: &(), judge }, tx)
     }
 }
 
-/// The outcome, with the handler's name in a failure's text.
-fn named(name: &str, mut outcome: Outcome) -> Outcome {
-    match &mut outcome {
-        Outcome::Delivered { .. } => {}
-        Outcome::Retry { error, .. }
-        | Outcome::Ambiguous { error, .. }
-        | Outcome::Throttled { error, .. }
-        | Outcome::Dead { error, .. }
-        | Outcome::Unavailable { error, .. }
-        | Outcome::Gone { error, .. } => error.insert_str(0, &format!("{name}: ")),
+fn not_handled(delivery: &Delivery) -> Outcome {
+    let topic = &delivery.event.topic;
+    Outcome::retry("not_handled", format!("no handler of this program wants {topic}; is it an older one?"))
+}
+
+impl Router {
+    async fn handle(&self, delivery: &Delivery) -> Outcome {
+        let calls: Vec<_> = self.routes(delivery).map(|route| self.call(route, delivery, &())).collect();
+        if calls.is_empty() {
+            return not_handled(delivery);
+        }
+        worst(join_all(calls).await)
     }
-    outcome
+}
+
+impl<D: Transact> Handlers<D> for Router<(), D> {
+    fn call<'t>(&'t self, nth: usize, delivery: &'t Delivery, tx: &'t D::Transaction<'t>) -> Option<D::Handled<'t>> {
+        match self.routes(delivery).nth(nth) {
+            Some(route) => Some(Router::call(self, route, delivery, tx)),
+            None if nth == 0 => Some(D::handled(not_handled(delivery))),
+            None => None,
+        }
+    }
 }
 
 #[async_trait]

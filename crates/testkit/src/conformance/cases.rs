@@ -153,6 +153,13 @@ macro_rules! conformance_suite {
             starting_now_includes_what_commits_later
         }
     };
+    (transact, $fixture:expr) => {
+        $crate::conformance_cases! { transact, $fixture,
+            handlers_and_what_they_append_commit_with_the_position
+            a_failure_takes_back_what_every_handler_did_until_it_is_retried
+            what_is_refused_or_cannot_be_read_is_dead
+        }
+    };
     (prune, $fixture:expr) => {
         $crate::conformance_cases! { prune, $fixture,
             old_dispatched_events_go_and_young_ones_stay nothing_undelivered_is_ever_pruned
@@ -309,7 +316,7 @@ mod tests {
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
             append apply dead_letters fidelity hold inspect lanes late lease lifecycle lost migrate order
-            prune read receive receiving replay reset routing settle sink source admin storm tail
+            prune read receive receiving replay reset routing settle sink source admin storm tail transact
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);
             let list = arm.and_then(|arm| arm.split("};").next()).unwrap_or_else(|| panic!("{suite} has no list"));

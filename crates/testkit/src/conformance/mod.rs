@@ -6,6 +6,7 @@
 //! async fn fixture() -> MyFixture { … }       // fresh, migrated and empty for each case
 //! postbox_testkit::store_suite!(fixture);     // a `StoreFixture`
 //! postbox_testkit::apply_suite!(fixture);     // an `ApplyFixture`: handler and store share a database
+//! postbox_testkit::transact_suite!(fixture);  // a `RouterFixture`: handlers of a router in the store's transaction
 //! postbox_testkit::sink_suite!(fixture);      // a `SinkFixture`
 //! postbox_testkit::source_suite!(fixture);    // a `SourceFixture`: the contract of a broker's source
 //! postbox_testkit::receiving_suite!(fixture); // a `ReceivingFixture`: from the producer into the inbox
@@ -74,6 +75,8 @@ pub mod source;
 pub mod storm;
 #[doc(hidden)]
 pub mod tail;
+#[doc(hidden)]
+pub mod transact;
 
 pub use fixture::{
     ApplyFixture, Attempt, Destination, OpenTransaction, Poison, ReceivingFixture, ReceivingTraits, SinkFixture,
@@ -115,6 +118,14 @@ macro_rules! store_suite {
 macro_rules! apply_suite {
     ($fixture:expr) => {
         $crate::conformance_suite!(apply, $fixture);
+    };
+}
+
+/// The suite of `Transact`.
+#[macro_export]
+macro_rules! transact_suite {
+    ($fixture:expr) => {
+        $crate::conformance_suite!(transact, $fixture);
     };
 }
 

@@ -12,8 +12,11 @@ use async_trait::async_trait;
 use postbox_core::{
     Apply, Delivery, EventId, LogName, Migrate as _, NewEvent, Outcome, Postbox, Result, SourceName, Store,
 };
+use postbox_engine::RelayBuilder;
+use postbox_engine::router::{Event, Router, State, Tx};
 use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
 use postbox_testkit::conformance::faults::CallFaults;
+use postbox_testkit::conformance::transact::{Entry, Fault, Healed, RouterFixture, WRITTEN};
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
 };
@@ -262,6 +265,39 @@ impl ApplyFixture for Fixture {
     }
 }
 
+impl RouterFixture for Fixture {
+    fn route(&self, relay: RelayBuilder, healed: Healed) -> Result<RelayBuilder> {
+        let never = |fault: &Fault| matches!(fault, Fault::Never);
+        let router = Router::in_transaction(&self.store).on(first).on(second).dead_on(never);
+        relay.router(router.with_state(healed))
+    }
+}
+
+async fn first(
+    Event(Entry { entry }): Event<Entry>,
+    State(healed): State<Healed>,
+    Tx(mut tx): Tx<'_, PostgresStore>,
+) -> std::result::Result<(), Fault> {
+    write(tx, &entry).await;
+    let postbox = Postbox::new(postbox_postgres::Postgres::default());
+    postbox.append(&mut tx, NewEvent::json(WRITTEN, entry.clone())).await.expect("appended");
+    healed.end("first", &entry)
+}
+
+async fn second(
+    State(healed): State<Healed>,
+    Event(Entry { entry }): Event<Entry>,
+    Tx(tx): Tx<'_, PostgresStore>,
+) -> std::result::Result<(), Fault> {
+    write(tx, &format!("{entry}+")).await;
+    healed.end("second", &entry)
+}
+
+async fn write(tx: &Transaction<'_>, effect: &str) {
+    let sql = "INSERT INTO effect (payload) VALUES ($1)";
+    tx.execute_typed(sql, &[(&effect, tokio_postgres::types::Type::TEXT)]).await.expect("the effect is written");
+}
+
 /// Writes the payload down, then does as the payload says.
 struct Effects;
 
@@ -269,8 +305,7 @@ struct Effects;
 impl TxHandler for Effects {
     async fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery) -> Outcome {
         let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
-        let sql = "INSERT INTO effect (payload) VALUES ($1)";
-        tx.execute_typed(sql, &[(&payload, tokio_postgres::types::Type::TEXT)]).await.expect("the effect is written");
+        write(tx, &payload).await;
         match payload.as_str() {
             "retry" => Outcome::retry("later", "not now"),
             "dead" => Outcome::dead("never", "not ever"),

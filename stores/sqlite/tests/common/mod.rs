@@ -11,10 +11,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 use postbox_core::{
     Apply, Batch, BatchLimit, Delivery, EventId, Lease, Log, LogName, Migrate, NewEvent, Outcome, OwnerId, Postbox,
-    Result, Settlement, SourceName, Store, Subscription, SubscriptionName,
+    Settlement, SourceName, Store, Subscription, SubscriptionName,
 };
+use postbox_engine::RelayBuilder;
+use postbox_engine::router::{Event, Router, State, Tx};
 use postbox_sqlite::{Sqlite, SqliteConfig, SqliteStore, once_in};
 use postbox_testkit::conformance::faults::CallFaults;
+use postbox_testkit::conformance::transact::{Entry, Fault, Healed, RouterFixture, WRITTEN};
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
 };
@@ -156,6 +159,33 @@ impl ApplyFixture for Fixture {
     }
 }
 
+impl RouterFixture for Fixture {
+    fn route(&self, relay: RelayBuilder, healed: Healed) -> postbox_core::Result<RelayBuilder> {
+        ApplyFixture::apply(self); // Makes the table.
+        let never = |fault: &Fault| matches!(fault, Fault::Never);
+        let router = Router::in_transaction(&self.store).on(first).on(second).dead_on(never);
+        relay.router(router.with_state(healed))
+    }
+}
+
+const EFFECT: &str = "INSERT INTO effects (payload) VALUES (?1)";
+
+fn first(
+    Event(Entry { entry }): Event<Entry>,
+    State(healed): State<Healed>,
+    Tx(mut tx): Tx<'_, SqliteStore>,
+) -> Result<(), Fault> {
+    tx.execute(EFFECT, [&entry]).expect("written");
+    Postbox::new(Sqlite).append(&mut tx, NewEvent::json(WRITTEN, entry.clone())).expect("appended");
+    healed.end("first", &entry)
+}
+
+fn second(State(healed): State<Healed>, event: Event<Entry>, Tx(tx): Tx<'_, SqliteStore>) -> Result<(), Fault> {
+    let Event(Entry { entry }) = event;
+    tx.execute(EFFECT, [format!("{entry}+")]).expect("written");
+    healed.end("second", &entry)
+}
+
 /// Writes the payload down, and only then says what became of it.
 fn effect(tx: &rusqlite::Transaction<'_>, delivery: &Delivery) -> Outcome {
     let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
@@ -173,11 +203,11 @@ struct Open(Connection);
 
 #[async_trait]
 impl OpenTransaction for Open {
-    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
+    async fn append(&mut self, log: &LogName, events: &[NewEvent]) -> postbox_core::Result<Vec<EventId>> {
         Postbox::new(Sqlite).log(log.clone()).append(&mut self.0, events)
     }
 
-    async fn once(&mut self, source: &SourceName, message_id: &str) -> Result<bool> {
+    async fn once(&mut self, source: &SourceName, message_id: &str) -> postbox_core::Result<bool> {
         once_in(&self.0, source, message_id)
     }
 

@@ -1,0 +1,168 @@
+//! Handlers of a router, in the transaction that settles their event.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use postbox_core::{
+    ListQuery, NewEvent, Record, Result, RetryPolicy, Selection, State, Store, Subscription, TypedEvent,
+};
+use postbox_engine::{Relay, RelayBuilder, RelaySettings};
+
+use super::ApplyFixture;
+use super::harness::*;
+
+/// What a handler is to write down.
+#[derive(Debug, serde::Deserialize)]
+pub struct Entry {
+    /// Says too how handlers fail.
+    pub entry: String,
+}
+
+impl TypedEvent for Entry {
+    const TOPIC: &'static str = "entry";
+}
+
+/// The topic of what the first handler appends: the entry as it is.
+pub const WRITTEN: &str = "written";
+
+/// A handler's error.
+#[derive(Debug)]
+pub enum Fault {
+    /// Retried.
+    Later,
+    /// Dead, by a rule of the router.
+    Never,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self:?}, as asked")
+    }
+}
+
+impl std::error::Error for Fault {}
+
+/// The state of the router: whether handlers fail as they are asked to.
+#[derive(Debug, Clone, Default)]
+pub struct Healed(Arc<AtomicBool>);
+
+impl Healed {
+    /// How a handler ends that has done its work.
+    pub fn end(&self, handler: &str, entry: &str) -> std::result::Result<(), Fault> {
+        match entry.strip_prefix(handler) {
+            Some(" dead") => Err(Fault::Never),
+            Some(" retry") if !self.0.load(Ordering::SeqCst) => Err(Fault::Later),
+            Some(" panic") if !self.0.load(Ordering::SeqCst) => panic!("as asked"),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A store whose transactions handlers of a router work in.
+pub trait RouterFixture: ApplyFixture {
+    /// Gives the relay a router with two handlers of [`Entry`], and a rule that [`Fault::Never`] is
+    /// dead. `first` writes the entry as an effect and appends it as an event [`WRITTEN`]; `second`
+    /// writes it again, with a `+` behind it. Each ends as [`Healed::end`] says.
+    fn route(&self, relay: RelayBuilder, healed: Healed) -> Result<RelayBuilder>;
+}
+
+struct Case<'f> {
+    fixture: &'f dyn RouterFixture,
+    store: Arc<dyn Store>,
+    relay: Relay,
+    healed: Healed,
+}
+
+impl<'f> Case<'f> {
+    /// Payloads of the topic `entry`, through the router once.
+    async fn drained(fixture: &'f dyn RouterFixture, payloads: &[String]) -> Self {
+        let (store, healed) = (fixture.store(), Healed::default());
+        let written = Subscription { filter: reader_of(WRITTEN).filter, ..reader_named(WRITTEN) };
+        store.subscribe(&written).await.expect("subscribed");
+        let retry = RetryPolicy { delays: vec![HOUR], ..RetryPolicy::default() };
+        let relay =
+            Relay::builder(store.clone(), reader()).settings(RelaySettings { retry, ..RelaySettings::default() });
+        let relay = fixture.route(relay, healed.clone()).expect("it has handlers").build().expect("built");
+        let event = |payload: &String| NewEvent::json(Entry::TOPIC, payload.clone()).key(payload.clone());
+        append(&store, payloads.iter().map(event).collect::<Vec<_>>()).await;
+        let case = Self { fixture, store, relay, healed };
+        case.drain().await;
+        case
+    }
+
+    async fn of(fixture: &'f dyn RouterFixture, entries: &[&str]) -> Self {
+        let payloads: Vec<String> = entries.iter().map(|entry| format!(r#"{{"entry":"{entry}"}}"#)).collect();
+        Self::drained(fixture, &payloads).await
+    }
+
+    async fn drain(&self) {
+        self.relay.drain(None).await.expect("drained");
+    }
+
+    async fn effects(&self) -> Vec<String> {
+        self.fixture.effects().await
+    }
+
+    async fn records(&self, subscription: &str, state: State) -> Vec<Record> {
+        let query = ListQuery { subscription: named(subscription), ..query(state) };
+        self.store.list(&query).await.expect("listed")
+    }
+
+    /// What was appended by handlers.
+    async fn written(&self) -> Vec<String> {
+        let text = |it: Record| String::from_utf8_lossy(&it.event.payload).into_owned();
+        self.records(WRITTEN, State::Pending).await.into_iter().map(text).collect()
+    }
+
+    /// The codes of the events in this state, each with the name of the handler, if it is said.
+    async fn codes(&self, state: State) -> Vec<String> {
+        let said = |it: Record| {
+            let error = it.error.unwrap_or_default();
+            let handler = ["first", "second"].into_iter().find(|name| error.contains(&format!("::{name}: ")));
+            format!("{} {}", it.code.unwrap_or_default(), handler.unwrap_or_default()).trim_end().to_owned()
+        };
+        self.records(reader().name.as_str(), state).await.into_iter().map(said).collect()
+    }
+}
+
+pub async fn handlers_and_what_they_append_commit_with_the_position(fixture: &dyn RouterFixture) {
+    let case = Case::of(fixture, &["1", "2"]).await;
+    assert_eq!(case.effects().await, ["1", "1+", "2", "2+"], "in the order of `on`");
+    assert_eq!(case.written().await, ["1", "2"]);
+    assert_eq!(stats(&case.store).await.dispatched, 2);
+    case.drain().await;
+    assert_eq!(case.effects().await.len(), 4, "never again");
+}
+
+pub async fn a_failure_takes_back_what_every_handler_did_until_it_is_retried(fixture: &dyn RouterFixture) {
+    let failing = ["first retry", "second retry", "first panic", "second panic"];
+    let case = Case::of(fixture, &[&failing[..], &["1"]].concat()).await;
+    assert_eq!(case.effects().await, ["1", "1+"]);
+    assert_eq!(case.written().await, ["1"]);
+    let codes = case.codes(State::Retrying).await;
+    assert_eq!(codes, ["handler_error first", "handler_error second", "panic", "panic"]);
+    case.healed.0.store(true, Ordering::SeqCst);
+    let changed = case.store.retry(&reader().name, &Selection::default()).await.expect("due now");
+    assert_eq!(changed.count, 4);
+    case.drain().await;
+    let (mut effects, mut written) = (case.effects().await, case.written().await);
+    effects.sort();
+    written.sort();
+    let twice = failing.into_iter().flat_map(|entry| [entry.to_owned(), format!("{entry}+")]);
+    let mut expected: Vec<String> = twice.chain(["1".to_owned(), "1+".to_owned()]).collect();
+    expected.sort();
+    assert_eq!(effects, expected);
+    assert_eq!(written, ["1", "first panic", "first retry", "second panic", "second retry"]);
+    assert_eq!(stats(&case.store).await.dispatched, 5);
+}
+
+pub async fn what_is_refused_or_cannot_be_read_is_dead(fixture: &dyn RouterFixture) {
+    let entry = |entry: &str| format!(r#"{{"entry":"{entry}"}}"#);
+    let payloads = [entry("first dead"), entry("second dead"), "{}".to_owned(), entry("1")];
+    let case = Case::drained(fixture, &payloads).await;
+    assert_eq!(case.effects().await, ["1", "1+"]);
+    assert_eq!(case.written().await, ["1"]);
+    let codes = case.codes(State::Dead).await;
+    assert_eq!(codes, ["handler_refused first", "handler_refused second", "payload_not_decoded first"]);
+}
