@@ -192,10 +192,11 @@ impl TestEnv {
         self.insert(events.map(|(topic, key, n)| (topic, key.to_string(), n))).await
     }
 
-    /// The lines of a file sink, as JSON.
+    /// The lines of a file sink, as JSON; one that is being written is none yet.
     pub(crate) fn lines(&self, name: &str) -> Result<Vec<Value>> {
         let text = std::fs::read_to_string(self.path(name)).unwrap_or_default();
-        text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
+        let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
+        whole.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
     }
 
     /// `postbox run` until it says where it listens.

@@ -139,8 +139,8 @@ impl Server {
         if lane.to != to || lane.settled < settled || (unsettled && lane.revision != revision) {
             return Err(window_undone("next_batch"));
         }
-        // Of a call that is executed late the filter may have been taken since: that nothing was left
-        // is then not known.
+        // Of a call that is executed late the filter may have been taken since: that nothing was
+        // left is then not known.
         let is_late = after.is_none() && lane.revision != revision;
         if is_late || lane.revision != reader.revision() {
             // Everything that was read by the former filter is settled first.

@@ -1,9 +1,11 @@
 //! The upkeep of logs: each one atomic step of the server.
 
+use std::time::Duration;
+
 use async_trait::async_trait;
 use jiff::Timestamp;
 
-use super::state::{Data, DeliveryRow, Reader, State};
+use super::state::{Data, DeliveryRow, LogState, Reader, State};
 use super::{MemoryStore, Server};
 use crate::admin::Changed;
 use crate::error::Result;
@@ -47,19 +49,14 @@ impl Server {
         let Data { logs, readers, .. } = &mut state.data;
         let log = logs.get_mut(name).expect("looked up above");
         let readers: Vec<&mut Reader> = readers.values_mut().filter(|it| it.subscription.log == *name).collect();
-        // What a lane that is held will take next depends on when it takes its new filter.
-        let is_unsure =
-            |it: &&mut Reader| it.lanes.iter().any(|lane| lane.revision != it.revision() && !lane.is_free(monotonic));
-        if readers.is_empty() || readers.iter().any(is_unsure) {
+        if readers.is_empty() || readers.iter().any(|reader| reader.is_unsure(monotonic)) {
             return Ok(Routed::default());
         }
         let found: Vec<i64> = log
             .committed()
             .filter(|(_, commit, _)| *commit > log.routed)
             .filter(|(seq, commit, event)| {
-                // Left out by a filter, and not only by the beginning of all who read.
-                readers.iter().all(|reader| reader.state_of(log, *seq, *commit, event) == EventState::Skipped)
-                    && readers.iter().any(|reader| reader.is_judged(*seq, *commit, event))
+                is_left_out(log, readers.iter().map(|reader| &**reader), *seq, *commit, event)
             })
             .map(|(seq, _, _)| seq)
             .collect();
@@ -88,7 +85,7 @@ impl Server {
     }
 
     fn prune(&self, log: &LogName, prune: &Prune) -> Result<Changed> {
-        let now = self.clock.now();
+        let (now, monotonic) = (self.clock.now(), self.clock.monotonic());
         let oldest_kept = now.checked_sub(prune.older_than).unwrap_or(Timestamp::MIN);
         if !prune.dry_run {
             _ = self.note_unrouted(log)?;
@@ -100,15 +97,21 @@ impl Server {
         if readers.is_empty() {
             return Ok(Changed::default());
         }
+        // What nobody took note of yet: whoever only counts takes none.
+        let counts_beyond = prune.dry_run && !readers.iter().any(|reader| reader.is_unsure(monotonic));
+        let is_unrouted = |seq, commit, event: &Event| {
+            let is_left_out = || is_left_out(of_log, readers.iter().copied(), seq, commit, event);
+            of_log.unrouted.contains(&seq) || (commit > of_log.routed && is_left_out())
+        };
         let (mut gone, mut looked, mut young, mut next) = (Vec::new(), 0, 0, None);
         for (seq, commit, event) in
             of_log.committed().filter(|(seq, _, _)| prune.after.is_none_or(|after| *seq > after.0))
         {
             if event.created_at > oldest_kept {
                 young += 1;
-            } else if commit <= of_log.routed
+            } else if (commit <= of_log.routed || counts_beyond)
                 && prune.which.mean_event(Some(event))
-                && (prune.unrouted || !of_log.unrouted.contains(&seq))
+                && (prune.unrouted || !is_unrouted(seq, commit, event))
                 && readers.iter().all(|reader| reader.is_done_with(seq, commit, event))
             {
                 gone.push(seq);
@@ -142,5 +145,24 @@ impl Reader {
     /// Whether this subscription has passed an event and needs it no more.
     fn is_done_with(&self, seq: i64, commit: u64, event: &Event) -> bool {
         self.has_passed(seq, commit, event) && self.delivery(seq).is_none_or(|row| row.state == EventState::Discarded)
+    }
+}
+
+/// Whether a filter left it out of everybody's stream, and not only the beginning of all who read.
+fn is_left_out<'a>(
+    log: &LogState,
+    readers: impl Iterator<Item = &'a Reader> + Clone,
+    seq: i64,
+    commit: u64,
+    event: &Event,
+) -> bool {
+    readers.clone().all(|reader| reader.state_of(log, seq, commit, event) == EventState::Skipped)
+        && readers.clone().any(|reader| reader.is_judged(seq, commit, event))
+}
+
+impl Reader {
+    /// What a lane that is held will take next depends on when it takes its new filter.
+    fn is_unsure(&self, monotonic: Duration) -> bool {
+        self.lanes.iter().any(|lane| lane.revision != self.revision() && !lane.is_free(monotonic))
     }
 }
