@@ -101,7 +101,8 @@ async fn publish_all(
     if whole {
         lease.give_back();
     }
-    judge(connection, messages, confirmed, whole)
+    let failed = |error: &ClientError, bytes, written| failed(connection, error, bytes, written);
+    judge(messages, confirmed, whole, failed, || unanswered(connection, classify::no_confirm))
 }
 
 async fn publish(lease: &Lease<'_>, message: &Outgoing) -> Confirmed {
@@ -120,10 +121,11 @@ async fn publish(lease: &Lease<'_>, message: &Outgoing) -> Confirmed {
 /// The server returns a message before it confirms it. The client hands a returned message over
 /// with whichever confirm comes next, so it is known by its id, not by the confirm it came with.
 fn judge(
-    connection: &Connection,
     messages: Vec<(usize, Outgoing)>,
     confirmed: Vec<Option<Confirmed>>,
     whole: bool,
+    failed: impl Fn(&ClientError, usize, bool) -> Outcome,
+    unanswered: impl Fn() -> Outcome,
 ) -> Vec<(usize, Outcome)> {
     let returned = |confirmed: &Confirmed| match confirmed {
         Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => {
@@ -141,8 +143,8 @@ fn judge(
         (None, Some(Ok(Confirmation::Nack(_)))) => classify::rejected(),
         // Not on a channel in confirm mode.
         (None, Some(Ok(Confirmation::NotRequested))) => classify::no_confirm(),
-        (None, Some(Err((error, written)))) => failed(connection, &error, message.body.len(), written),
-        (None, None) => unanswered(connection, classify::no_confirm),
+        (None, Some(Err((error, written)))) => failed(&error, message.body.len(), written),
+        (None, None) => unanswered(),
     };
     messages.into_iter().zip(confirmed).map(|((place, message), it)| (place, outcome(&message, it))).collect()
 }
@@ -207,5 +209,37 @@ impl Sink for RabbitmqSink {
 
     async fn close(&self) {
         self.link.close().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lapin::BasicProperties;
+    use lapin::message::{BasicReturnMessage, Delivery};
+
+    use super::*;
+
+    fn properties(id: &str) -> BasicProperties {
+        BasicProperties::default().with_message_id(id.into())
+    }
+
+    /// The second is returned, and the client hands it over with the confirm of the first.
+    #[test]
+    fn a_return_is_of_the_message_it_names() {
+        let message = |id: &str| Outgoing {
+            exchange: "x".into(),
+            routing_key: "k".into(),
+            properties: properties(id),
+            body: Vec::new().into(),
+            id: id.to_owned(),
+        };
+        let mut delivery = Delivery::mock(0, "x".into(), "k".into(), false, Vec::new());
+        delivery.properties = properties("second");
+        let returned = BasicReturnMessage { delivery, reply_code: 312, reply_text: "NO_ROUTE".into() };
+        let messages = vec![(0, message("first")), (1, message("second"))];
+        let confirmed = vec![Some(Ok(Confirmation::Ack(Some(returned)))), Some(Ok(Confirmation::Ack(None)))];
+        let outcomes = judge(messages, confirmed, true, |_, _, _| unreachable!(), || unreachable!());
+        let said: Vec<String> = outcomes.iter().map(|(_, outcome)| postbox_testkit::sending::said(outcome)).collect();
+        assert_eq!(said, ["delivered", "ambiguous rabbitmq_unroutable"]);
     }
 }
