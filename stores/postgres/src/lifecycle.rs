@@ -139,7 +139,7 @@ FROM n";
 const DELIVERY_LEAVE: &str = "
 WITH ahead AS MATERIALIZED (
   SELECT n.lane, l.seq, l.key, s.ordering, CASE WHEN l.seq <= s.again_seq THEN s.again_replay ELSE 0 END AS replays,
-    CASE WHEN l.deliver_at > clock_timestamp() AND isfinite(l.deliver_at) THEN l.deliver_at END AS later
+    {later} AS later
   FROM {s}.subscription AS s
   JOIN {log} AS l ON l.xid >= (SELECT min(pg_snapshot_xmin(f.from_snap)) FROM {s}.lane AS f WHERE f.subscription = $1)
   JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes

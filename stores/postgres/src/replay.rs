@@ -29,7 +29,7 @@ pub(crate) const REPLAY_NEXT: &str =
 /// walked between the two; of ids, its unique one. No lock.
 const REPLAY_CHOOSE: &str = "
   SELECT n.lane, l.seq, l.key, o.ordering, {is_taken} AS taken,
-    CASE WHEN l.deliver_at > clock_timestamp() AND isfinite(l.deliver_at) THEN l.deliver_at END AS later
+    {later} AS later
   FROM {named} AS l
   JOIN {s}.subscription AS o ON o.id = $1
   JOIN {s}.lane AS n ON n.subscription = o.id AND n.lane = l.slot % o.lanes

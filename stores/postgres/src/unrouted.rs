@@ -48,7 +48,7 @@ WITH looked AS MATERIALIZED (
   SELECT u.seq FROM {s}.unrouted AS u WHERE u.log = $3 AND u.seq > $4 ORDER BY u.seq LIMIT $5),
 wanted AS MATERIALIZED (
   SELECT l.seq, l.key, n.subscription, n.lane, s.ordering, {is_taken} AS taken,
-    CASE WHEN l.deliver_at > clock_timestamp() AND isfinite(l.deliver_at) THEN l.deliver_at END AS later
+    {later} AS later
   FROM looked AS k JOIN {log} AS l ON l.seq = k.seq
   JOIN {s}.subscription AS s ON s.id = $1
   JOIN {s}.lane AS n ON n.subscription = s.id AND n.lane = l.slot % s.lanes

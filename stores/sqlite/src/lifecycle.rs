@@ -2,15 +2,15 @@
 
 use postbox_core::kit::{LOOK_EVENTS_MAX, lanes_apart, lanes_held, subscription_changed, subscription_exists};
 use postbox_core::limits::LANES_APART_MAX;
-use postbox_core::{Ordering, ResetPlan, ResetTo, State, SubscriptionName};
+use postbox_core::{ResetPlan, ResetTo, State, SubscriptionName};
 use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
-use crate::decode::{Head, LOOK_COLUMNS, integer, lossy, seq};
+use crate::decode::{Head, LOOK_COLUMNS, integer, seq};
 use crate::inspect::Reader;
 use crate::lease::{FILTER_KEEP, LOG_LAST, SubscriptionRow, find, require};
 use crate::maintain::DELIVERY_STATE;
-use crate::replay::REPLAY_NEXT;
+use crate::replay::{REPLAY_NEXT, leave_stream};
 use crate::schema::SUBSCRIPTION_TABLES;
 use crate::window::log_end;
 
@@ -53,10 +53,6 @@ WHERE l.subscription = ?1";
 const SENT_CUT: &str = "DELETE FROM postbox_sent WHERE subscription = ?1 AND seq > ?2";
 /// By primary key; takes the write lock.
 const AGAIN_NOTE: &str = "UPDATE postbox_subscription SET again_seq = ?2, again_replay = ?3 WHERE name = ?1";
-/// By primary key; takes the write lock.
-const DELIVERY_LEAVE: &str = "INSERT INTO postbox_delivery \
-(subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, updated_at) \
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, 0, ?10, ?11, ?12)";
 /// Where all new lanes begin, with an epoch that none of the former had, and the end of the last
 /// lease. By primary key; no lock of its own.
 const LANES_JOIN: &str = "SELECT max(position), max(window_end), max(epoch) + 1, max(lease_until), max(lease_ttl), sum(delivered) \
@@ -239,7 +235,7 @@ pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u1
     if reader.stored.lanes == lanes {
         return Ok(());
     }
-    leave_stream(tx, &reader, now)?;
+    leave_between(tx, &reader, now)?;
     tx.prepare_cached(PASSAGE_NOTE_ALL)?.execute(params![name.as_str(), false])?;
     let joined: [i64; 6] = tx.prepare_cached(LANES_JOIN)?.query_row([name.as_str()], |row| {
         Ok([row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?, row.get(4)?, row.get(5)?])
@@ -272,7 +268,7 @@ pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u1
 }
 
 /// Makes rows of what a lane has still to read and the furthest one has not.
-fn leave_stream(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<()> {
+fn leave_between(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<()> {
     // Walks the log's primary key between the lanes; no lock of its own.
     let log_walk = format!(
         "SELECT {LOOK_COLUMNS} FROM {} l WHERE l.seq > ?2 AND l.seq <= ?3 \
@@ -292,14 +288,7 @@ fn leave_stream(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<()> {
         if left > LANES_APART_MAX {
             return Err(lanes_apart(&reader.name).into());
         }
-        let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
-        let later = integer(row, 6)?.filter(|at| *at > now);
-        let state = if later.is_some() { State::Scheduled } else { State::Retrying };
-        let holds = reader.stored.ordering == Ordering::Key && key.is_some() && later.is_none();
-        let (lane, replay, due_at) = (reader.lane(&head), reader.stored.replay_of(seq), later.unwrap_or(now));
-        let values =
-            params![name, seq, lane, id, head.topic, key, created_at, state.as_str(), holds, replay, due_at, now];
-        tx.prepare_cached(DELIVERY_LEAVE)?.execute(values)?;
+        leave_stream(tx, reader, row, (&head, seq), integer(row, 6)?, reader.stored.replay_of(seq).into(), now)?;
     }
     Ok(())
 }

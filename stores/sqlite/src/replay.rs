@@ -22,7 +22,7 @@ const STEP_LOOK_MAX: usize = 20_000;
 pub(crate) const REPLAY_NEXT: &str =
     "UPDATE postbox_subscription SET replays = replays + 1 WHERE name = ?1 RETURNING replays";
 /// By primary key; takes the write lock.
-const DELIVERY_SEND_AGAIN: &str = "INSERT INTO postbox_delivery \
+const DELIVERY_LEAVE: &str = "INSERT INTO postbox_delivery \
 (subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, updated_at) \
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, 0, ?10, ?11, ?12) ON CONFLICT DO NOTHING";
 
@@ -50,20 +50,35 @@ impl<'a> SendAgain<'a> {
     pub(crate) fn send(&self, row: &Row<'_>, deliver_at: Option<i64>) -> Work<()> {
         let Self { tx, reader, replay, now } = self;
         let (head, seq) = (Head::read(row)?, seq(row)?);
-        let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
-        let later = deliver_at.filter(|at| at > now);
-        let state = if later.is_some() { State::Scheduled } else { State::Retrying };
-        let holds = reader.stored.ordering == Ordering::Key && key.is_some() && later.is_none();
-        let (name, lane) = (reader.name.as_str(), reader.lane(&head));
-        let (state, due_at) = (state.as_str(), later.unwrap_or(*now));
-        let values = params![name, seq, lane, id, head.topic, key, created_at, state, holds, replay, due_at, now];
-        tx.prepare_cached(DELIVERY_SEND_AGAIN)?.execute(values)?;
+        leave_stream(tx, reader, row, (&head, seq), deliver_at, *replay, *now)?;
         if reader.state(&head, seq) == State::Skipped {
-            tx.prepare_cached(SENT_NOTE)?.execute(params![name, seq])?;
+            tx.prepare_cached(SENT_NOTE)?.execute(params![reader.name.as_str(), seq])?;
         }
         tx.prepare_cached(UNROUTED_FORGET)?.execute(params![reader.stored.log.as_str(), seq])?;
         Ok(())
     }
+}
+
+/// Makes the row of an event that leaves the stream for another reason than a failure: due now, or
+/// at its time. Of a row of `seq, topic, tenant, key, id, created_at`.
+pub(crate) fn leave_stream(
+    tx: &Transaction<'_>,
+    reader: &Reader,
+    row: &Row<'_>,
+    (head, seq): (&Head<'_>, i64),
+    deliver_at: Option<i64>,
+    replay: i64,
+    now: i64,
+) -> Work<()> {
+    let (key, id, created_at) = (lossy(row, 3)?, lossy(row, 4)?, integer(row, 5)?.unwrap_or(0));
+    let later = deliver_at.filter(|at| *at > now);
+    let state = if later.is_some() { State::Scheduled } else { State::Retrying };
+    let holds = reader.stored.ordering == Ordering::Key && key.is_some() && later.is_none();
+    let (name, lane) = (reader.name.as_str(), reader.lane(head));
+    let (state, due_at) = (state.as_str(), later.unwrap_or(now));
+    let values = params![name, seq, lane, id, head.topic, key, created_at, state, holds, replay, due_at, now];
+    tx.prepare_cached(DELIVERY_LEAVE)?.execute(values)?;
+    Ok(())
 }
 
 /// One step.

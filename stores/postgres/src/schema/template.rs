@@ -105,6 +105,8 @@ const FRAGMENTS: &[(&str, &str)] = &[
         "is_taken",
         "EXISTS (SELECT FROM {s}.filter AS s WHERE s.subscription = n.subscription AND s.revision = {judged} AND {is_wanted})",
     ),
+    // When the event `l` is to go out, if that is still to come.
+    ("later", "CASE WHEN l.deliver_at > clock_timestamp() AND isfinite(l.deliver_at) THEN l.deliver_at END"),
     // True where a subscription of the log `g` takes everything that was not looked at yet.
     (
         "takes_everything",
