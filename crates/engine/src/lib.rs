@@ -54,6 +54,7 @@ mod context;
 mod drained;
 mod failures;
 mod handler;
+mod histogram;
 mod json_lines;
 mod lane;
 mod lanes;
@@ -76,6 +77,7 @@ pub use clock::{SeededRandom, SystemRandom, TokioClock};
 pub use context::SUBSCRIPTION_REMOVED;
 pub use drained::Drained;
 pub use handler::{HandlerSink, IntoOutcome, handler_sink};
+pub use histogram::{Histogram, HistogramSnapshot};
 pub use json_lines::JsonLines;
 pub use metrics::{FailingLane, Metrics, MetricsSnapshot, Outage};
 pub use receiver::{

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Error, ErrorKind, Event, Topic};
+use postbox_core::{Delivery, Error, ErrorKind, Event, Topic};
 
 use crate::breaker::BreakerState;
+use crate::histogram::Histogram;
 use crate::lock::lock;
 
 /// Most (topic, code) pairs counted by name; the rest is `other`, so that no input grows the table.
@@ -57,6 +58,8 @@ macro_rules! counters {
         pub struct Metrics {
             $(pub(crate) $name: AtomicU64,)*
             pub(crate) breaker: AtomicU64,
+            pub(crate) calls: Histogram,
+            delays: Histogram,
             outage: Mutex<Option<Outage>>,
             failures: Mutex<BTreeMap<(u16, &'static str), Failures>>,
             causes: Mutex<BTreeMap<(String, String), u64>>,
@@ -88,6 +91,8 @@ counters! {
     fetched,
     /// Events the destination has, duplicates included.
     delivered,
+    /// Their payloads together, in bytes.
+    delivered_bytes,
     /// Part of `delivered`: the destination said it had them already.
     duplicates,
     /// Deliveries that failed: retried, dead and destination-down ones.
@@ -106,6 +111,8 @@ counters! {
     blocked,
     /// Events put aside until their time.
     scheduled,
+    /// Gauge: events that the destination is being given now.
+    in_flight,
     /// Batches settled.
     batches,
     /// Reads that found nothing.
@@ -140,6 +147,18 @@ impl Metrics {
             1 => BreakerState::HalfOpen,
             _ => BreakerState::Open,
         }
+    }
+
+    /// How long calls of the destination took, whatever they ended with. A call is one event or
+    /// many, as the sink takes them.
+    pub fn call_durations(&self) -> &Histogram {
+        &self.calls
+    }
+
+    /// How long events took from their append (by the database's clock) or their `deliver_at` to
+    /// their delivery (by this machine's). Events that are sent again by request are left out.
+    pub fn delivery_delays(&self) -> &Histogram {
+        &self.delays
     }
 
     /// Since when and why the destination is down, if it is: from the opening of the breaker until
@@ -216,6 +235,17 @@ impl Metrics {
         self.breaker.store(state as u64, Ordering::Relaxed);
     }
 
+    /// The destination has this one.
+    pub(crate) fn delivered_at(&self, now: Timestamp, delivery: &Delivery) {
+        let event = &delivery.event;
+        self.delivered.fetch_add(1, Ordering::Relaxed);
+        self.delivered_bytes.fetch_add(event.payload.len() as u64, Ordering::Relaxed);
+        if delivery.replay == 0 {
+            let from = event.deliver_at.map_or(event.created_at, |at| at.max(event.created_at));
+            self.delays.observe(now.duration_since(from).try_into().unwrap_or_default());
+        }
+    }
+
     /// The destination had this one already.
     pub(crate) fn duplicate(&self, event: &Event) {
         self.duplicates.fetch_add(1, Ordering::Relaxed);
@@ -235,6 +265,26 @@ impl Metrics {
             cause = ("other".to_owned(), "other".to_owned());
         }
         *causes.entry(cause).or_default() += 1;
+    }
+}
+
+/// Part of a gauge, until it is dropped.
+pub(crate) struct Gauge<'a> {
+    gauge: &'a AtomicU64,
+    count: u64,
+}
+
+impl<'a> Gauge<'a> {
+    pub(crate) fn up(gauge: &'a AtomicU64, count: usize) -> Self {
+        let count = count as u64;
+        gauge.fetch_add(count, Ordering::Relaxed);
+        Self { gauge, count }
+    }
+}
+
+impl Drop for Gauge<'_> {
+    fn drop(&mut self) {
+        self.gauge.fetch_sub(self.count, Ordering::Relaxed);
     }
 }
 

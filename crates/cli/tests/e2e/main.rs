@@ -17,6 +17,7 @@ mod faults;
 mod hostile;
 mod inbox;
 mod kafka;
+mod monitoring;
 mod mqtt;
 mod nats;
 mod outages;

@@ -22,6 +22,7 @@ use super::judge::Verdict;
 use super::verdicts::{Verdicts, holds};
 use crate::failures::Sent;
 use crate::lock::lock;
+use crate::metrics::Gauge;
 
 /// A batch on its way through transactions.
 struct Applying<'a> {
@@ -133,6 +134,8 @@ impl Lane {
             verdict.into_disposition()
         };
         let call = AssertUnwindSafe(async { apply.apply(&self.lease.lease, refs, settlement, &decide).await });
+        let _in_flight = Gauge::up(&context.metrics.in_flight, refs.len());
+        let begin = context.clock.monotonic();
         let answer = tokio::select! {
             biased;
             () = self.lease.abandon.cancelled() => return Err(Error::stale("apply")),
@@ -143,6 +146,7 @@ impl Lane {
                 return Err(dropped("the transaction overran its time"));
             }
         };
+        context.metrics.calls.observe(context.clock.monotonic().saturating_sub(begin));
         match answer {
             Ok(Ok(outcomes)) => {
                 self.works("apply");

@@ -11,6 +11,7 @@ use tracing::error;
 
 use crate::context::RelayContext;
 use crate::failures::Sent;
+use crate::metrics::Gauge;
 
 /// A call that came back: which deliveries of which batch, and one outcome for each.
 pub(super) struct Returned {
@@ -34,7 +35,11 @@ pub(super) fn call(
     let sent = context.health.failures.sent();
     Box::pin(async move {
         let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
+        let in_flight = Gauge::up(&context.metrics.in_flight, deliveries.len());
+        let begin = context.clock.monotonic();
         let outcomes = guarded(&context, &*sink, &deliveries).await;
+        context.metrics.calls.observe(context.clock.monotonic().saturating_sub(begin));
+        drop(in_flight);
         drop(deliveries);
         drop(permit);
         Returned { batch, places, outcomes, sent }

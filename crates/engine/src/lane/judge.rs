@@ -87,7 +87,7 @@ impl RelayContext {
     pub(super) fn record(&self, delivery: &Delivery, verdict: &Verdict) {
         match verdict {
             Verdict::Delivered { duplicate } => {
-                self.metrics.add(&self.metrics.delivered, 1);
+                self.metrics.delivered_at(self.clock.now(), delivery);
                 if *duplicate {
                     self.metrics.duplicate(&delivery.event);
                 }

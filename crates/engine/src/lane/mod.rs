@@ -28,7 +28,7 @@ mod stream;
 mod verdicts;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use futures::future::join;
@@ -44,6 +44,7 @@ pub(crate) use self::limit::ReadLimit;
 use self::limit::Until;
 use crate::breaker::Admission;
 use crate::context::RelayContext;
+use crate::metrics::Gauge;
 
 /// Longest wait of a relay for its lanes after calls in flight were dropped: one settlement and one
 /// release.
@@ -95,7 +96,7 @@ impl Lane {
     async fn hold(&self, until: Until<'_>) -> Result<()> {
         let (context, lease) = (&self.context, &self.lease.lease);
         info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane taken");
-        let gauge = Gauge::up(&context.metrics.lanes_held);
+        let gauge = Gauge::up(&context.metrics.lanes_held, 1);
         let keeper = AbortOnDropHandle::new(tokio::spawn(lease::keep(context.clone(), self.lease.clone())));
         let worked = CancellationToken::new();
         let working = async {
@@ -241,21 +242,5 @@ impl Drop for ProbeTurn<'_> {
         let breaker = &self.0.health.breaker;
         breaker.probe_ended(self.0.clock.monotonic());
         self.0.metrics.set_breaker(breaker.state());
-    }
-}
-
-/// Counts a lane as held, also when its task is aborted.
-struct Gauge<'a>(&'a AtomicU64);
-
-impl<'a> Gauge<'a> {
-    fn up(gauge: &'a AtomicU64) -> Self {
-        gauge.fetch_add(1, Ordering::Relaxed);
-        Self(gauge)
-    }
-}
-
-impl Drop for Gauge<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }

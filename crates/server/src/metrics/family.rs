@@ -1,0 +1,109 @@
+//! Every family of series there is: its type, its name, its labels, what it says. The page of the
+//! guide is made of this table.
+
+use prometheus_client::metrics::MetricType;
+
+/// A family of series with `N` labels.
+pub(super) struct Family<const N: usize> {
+    /// Without the `_total` of counters, which the format adds.
+    pub(super) name: &'static str,
+    pub(super) kind: MetricType,
+    pub(super) labels: [&'static str; N],
+    pub(super) help: &'static str,
+}
+
+macro_rules! families {
+    ($($constant:ident: $kind:ident $name:literal [$($label:literal)*] $help:literal;)*) => {
+        $(pub(super) const $constant: Family<{ <[&str]>::len(&[$($label),*]) }> =
+            Family { name: $name, kind: MetricType::$kind, labels: [$($label),*], help: $help };)*
+
+        /// The rows of the guide's table, in the order of the page.
+        #[cfg(test)]
+        pub(super) const ROWS: &[(&str, MetricType, &[&str], &str)] =
+            &[$(($name, MetricType::$kind, &[$($label),*], $help),)*];
+    };
+}
+
+families! {
+    BUILD_INFO: Gauge "postbox_build_info" ["version"]
+        "Which program this is; always 1.";
+    STORE_UP: Gauge "postbox_store_up" []
+        "Whether the store answered when it was asked last.";
+
+    STATS_UP: Gauge "postbox_stats_up" ["subscription"]
+        "Whether the events of the subscription could be counted; if not, what is counted is missing here.";
+    STATS_ESTIMATED: Gauge "postbox_stats_estimated" ["subscription"]
+        "Whether there was too much to count, so that pending events are estimated.";
+    EVENTS: Gauge "postbox_events" ["subscription" "state"]
+        "Events by state; dispatched: since the subscription began.";
+    OLDEST_PENDING: Gauge "postbox_oldest_pending_seconds" ["subscription"]
+        "Age of the oldest event that is not delivered.";
+    PAUSED: Gauge "postbox_paused" ["subscription"]
+        "Whether a person paused the subscription.";
+    DEPTH: Gauge "postbox_depth" ["subscription" "topic"]
+        "Events to be delivered, by topic.";
+    LAG: Gauge "postbox_lag_seconds" ["subscription" "topic"]
+        "Age of the oldest event to be delivered, by topic.";
+    UNROUTED: Gauge "postbox_unrouted_events" ["log" "topic"]
+        "Events that no subscription wants, by topic.";
+
+    FETCHED: Counter "postbox_fetched" ["subscription"]
+        "Events read.";
+    DELIVERED: Counter "postbox_delivered" ["subscription"]
+        "Events the destination has, duplicates included.";
+    DELIVERED_BYTES: Counter "postbox_delivered_bytes" ["subscription"]
+        "Payloads of the events the destination has, in bytes.";
+    DELIVERY_DELAY: Histogram "postbox_delivery_delay_seconds" ["subscription"]
+        "From the append of an event, or its deliver_at, to its delivery; without what is replayed.";
+    CALL_DURATION: Histogram "postbox_call_duration_seconds" ["subscription"]
+        "How long calls of the destination take, whatever they end with; a call is one event or many.";
+    IN_FLIGHT: Gauge "postbox_in_flight" ["subscription"]
+        "Events that the destination is being given now.";
+    RETRIES: Counter "postbox_retries" ["subscription"]
+        "Attempts that failed and will be repeated.";
+    DEAD: Counter "postbox_dead" ["subscription"]
+        "Events that died.";
+    DEAD_LETTERS: Counter "postbox_dead_letters" ["subscription"]
+        "Dead events that the dead-letter sink has.";
+    DEAD_LETTERS_FAILED: Counter "postbox_dead_letters_failed" ["subscription"]
+        "Dead events that the dead-letter sink did not take.";
+    UNAVAILABLE: Counter "postbox_unavailable" ["subscription"]
+        "Deliveries that found the whole destination down.";
+    BLOCKED: Counter "postbox_blocked" ["subscription"]
+        "Events put behind an earlier one of their key.";
+    BATCHES: Counter "postbox_batches" ["subscription"]
+        "Batches settled.";
+    STALE_WRITES: Counter "postbox_stale_writes" ["subscription"]
+        "Writes refused because the lane had another owner.";
+    STORE_ERRORS: Counter "postbox_store_errors" ["subscription"]
+        "Calls to the store that failed and were repeated.";
+    TIMEOUTS: Counter "postbox_timeouts" ["subscription"]
+        "Deliveries that exceeded the time limit.";
+    BREAKER_OPENED: Counter "postbox_breaker_opened" ["subscription"]
+        "Times the breaker opened.";
+    FAILURES: Counter "postbox_failures" ["subscription" "topic" "code"]
+        "Failed deliveries by topic and reason.";
+    LEASE_RENEWALS: Counter "postbox_lease_renewals" ["subscription" "result"]
+        "Lease renewals by result.";
+    LANES_HELD: Gauge "postbox_lanes_held" ["subscription"]
+        "Lanes this process drives now.";
+    LANE_FAILING: Gauge "postbox_lane_failing_since_seconds" ["subscription" "lane" "code"]
+        "When a lane began to fail at every read or settlement, in seconds since 1970; not there while it works.";
+    BREAKER_STATE: Gauge "postbox_breaker_state" ["subscription"]
+        "How the destination stands: 0 answers, 1 is being asked again, 2 does not answer.";
+    HIGH_WATER_MARK: Gauge "postbox_high_water_mark" ["subscription" "stream"]
+        "Where a stream of the destination ends: JetStream's sequence, the milliseconds of Redis' id.";
+
+    RECEIVED: Counter "postbox_received" ["source" "result"]
+        "Messages from outside by source and answer.";
+    POISON: Counter "postbox_poison" ["source"]
+        "Messages of brokers that are kept because nobody can decode them.";
+    SOURCE_ERRORS: Counter "postbox_source_errors" ["source"]
+        "Calls to a broker's source that failed and were repeated.";
+    RECEIVE_ERRORS: Counter "postbox_receive_errors" ["source"]
+        "Messages of brokers that a call to the store failed to store.";
+    HEADERS_DROPPED: Counter "postbox_headers_dropped" ["source"]
+        "Headers of messages from outside that were not kept: an event has no room for them.";
+    DUPLICATES: Counter "postbox_duplicates" ["layer" "source" "subscription"]
+        "Repetitions by the layer that recognised them (timestamp: signed too long ago, inbox: id known, destination: it said so, which alone has a subscription) and by source.";
+}

@@ -1,0 +1,310 @@
+//! `/metrics`: what the relays counted, and what the store says of depth and lag.
+//!
+//! Counters come from memory and are always fresh. Depth and lag are asked of the store, high-water
+//! marks of the destinations, and kept for five seconds. Topics are chosen by whoever appends, so
+//! only the deepest have a label of their own; the rest is summed up as `other`.
+
+mod family;
+mod page;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use postbox_core::{Clock, HighWaterMark, Result, SourceName, State, Store, SubscriptionName};
+use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot};
+use postbox_ingress::Count;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, text};
+use prometheus_client::registry::Registry;
+use tokio::time::{Instant, timeout_at};
+
+use self::page::Page;
+use crate::cache::Cached;
+use crate::sources::Sources;
+use crate::status::{self, MarksJson, StatsJson, TopicJson, UnroutedLog};
+use crate::supervised_receiver::SupervisedReceiver;
+use crate::supervised_relay::{Relays, SupervisedRelay};
+
+/// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several share one answer.
+const STATS_TTL: Duration = Duration::from_secs(5);
+/// Most topics with a label of their own per subscription.
+const TOPICS_MAX: usize = 30;
+
+/// The format of the page.
+pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The label of everything that has none of its own.
+const OTHER: &str = "other";
+/// The label of what is of no source.
+const NONE: &str = "none";
+
+/// Everything that is measured.
+pub(crate) struct Exporter {
+    store: Arc<dyn Store>,
+    relays: Relays,
+    sources: Sources,
+    stats: Cached<(Vec<Counted>, Vec<UnroutedLog>)>,
+    marks: Cached<Vec<MarksJson>>,
+}
+
+impl Exporter {
+    pub(crate) fn new(store: Arc<dyn Store>, relays: Relays, sources: Sources, clock: Arc<dyn Clock>) -> Arc<Self> {
+        let (stats, marks) = (Cached::new(Arc::clone(&clock), STATS_TTL), Cached::new(clock, STATS_TTL));
+        Arc::new(Self { store, relays, sources, stats, marks })
+    }
+
+    /// Those that ask brokers.
+    pub(crate) fn receivers(&self) -> &[Arc<SupervisedReceiver>] {
+        self.sources.receivers()
+    }
+
+    /// The page. A store that does not answer costs [`status::STATS_WAIT`] and its own figures, no
+    /// others; a subscription that cannot be counted costs its own.
+    pub(crate) async fn page(self: &Arc<Self>) -> String {
+        let (store, relays) = (Arc::clone(&self.store), Arc::clone(&self.relays));
+        let counted = async move { count(store.as_ref(), &relays).await.ok() };
+        let relays = Arc::clone(&self.relays);
+        let marks = self.marks.get(async move { Some(status::marks(&relays, None).await) });
+        let (stats, marks) = tokio::join!(self.stats.get(counted), marks);
+        let scrape = Scrape { exporter: Arc::clone(self), stats, marks };
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(scrape));
+        let mut page = String::new();
+        // Only a writer fails, and a string does not.
+        let _ = text::encode(&mut page, &registry);
+        page
+    }
+}
+
+/// A subscription and its counts, if they could be had.
+type Counted = (SubscriptionName, Option<StatsJson>);
+
+/// An error says that the store does not answer; one that says that it cannot look now is an
+/// answer.
+async fn count(store: &dyn Store, relays: &Relays) -> Result<(Vec<Counted>, Vec<UnroutedLog>)> {
+    let deadline = Instant::now() + status::STATS_WAIT;
+    let infos = match timeout_at(deadline, store.subscriptions()).await.map_err(|_| status::too_slow())? {
+        Err(error) if ["table_locked", "store_contention", "statement_timeout"].contains(&error.code()) => {
+            return Ok((relays.iter().map(|relay| (relay.name.clone(), None)).collect(), Vec::new()));
+        }
+        infos => infos?,
+    };
+    let counted = status::stats(store, &infos, deadline).await;
+    let unrouted = timeout_at(deadline, status::unrouted(store, &infos)).await.ok().and_then(Result::ok);
+    let counted = infos.into_iter().map(|info| info.name).zip(counted.into_iter().map(Result::ok)).collect();
+    Ok((counted, unrouted.unwrap_or_default()))
+}
+
+/// One look at everything.
+struct Scrape {
+    exporter: Arc<Exporter>,
+    /// `None`: the store does not answer.
+    stats: Option<Arc<(Vec<Counted>, Vec<UnroutedLog>)>>,
+    marks: Option<Arc<Vec<MarksJson>>>,
+}
+
+impl fmt::Debug for Scrape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Scrape")
+    }
+}
+
+impl Collector for Scrape {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut page = Page(encoder);
+        page.family(&family::BUILD_INFO, [([env!("CARGO_PKG_VERSION").into()], 1_u64)])?;
+        page.family(&family::STORE_UP, [([], u64::from(self.stats.is_some()))])?;
+        if let Some((stats, unrouted)) = self.stats.as_deref() {
+            depth(&mut page, stats)?;
+            unrouted_events(&mut page, unrouted)?;
+        }
+        relays(&mut page, &self.exporter.relays)?;
+        high_water_marks(&mut page, self.marks.as_deref().map(Vec::as_slice).unwrap_or_default())?;
+        received(&mut page, &self.exporter)
+    }
+}
+
+fn depth(page: &mut Page<'_>, all: &[Counted]) -> fmt::Result {
+    let named = || all.iter().filter_map(|(name, stats)| Some((name.as_str(), stats.as_ref()?)));
+    let flags =
+        |flag: fn(&StatsJson) -> bool| named().map(move |(name, stats)| ([name.into()], u64::from(flag(stats))));
+    let counted = all.iter().map(|(name, stats)| ([name.to_string()], u64::from(stats.is_some())));
+    page.family(&family::STATS_UP, counted)?;
+    page.family(&family::STATS_ESTIMATED, flags(|stats| stats.estimated))?;
+    let events = named().flat_map(|(name, stats)| {
+        let counts = [
+            (State::Pending, stats.pending.saturating_sub(stats.retrying + stats.blocked + stats.scheduled)),
+            (State::Retrying, stats.retrying),
+            (State::Blocked, stats.blocked),
+            (State::Scheduled, stats.scheduled),
+            (State::Dead, stats.dead),
+            (State::Discarded, stats.discarded),
+            (State::Dispatched, stats.dispatched),
+        ];
+        counts.map(|(state, count)| ([name.into(), state.as_str().into()], count))
+    });
+    page.family(&family::EVENTS, events)?;
+    // Nothing where something waits and nobody knows since when.
+    let oldest = named().filter_map(|(name, stats)| {
+        let age = stats.oldest_pending_seconds.or((stats.pending == 0).then_some(0.0))?;
+        Some(([name.into()], age))
+    });
+    page.family(&family::OLDEST_PENDING, oldest)?;
+    page.family(&family::PAUSED, flags(|stats| stats.paused))?;
+    let depth = named().flat_map(|(name, stats)| {
+        let listed: u64 = own_topics(stats).map(|topic| topic.pending).sum();
+        let rest = (OTHER, stats.pending.saturating_sub(listed));
+        let topics = own_topics(stats).map(|topic| (topic.topic.as_str(), topic.pending)).chain([rest]);
+        topics.map(move |(topic, count)| ([name.into(), topic.into()], count))
+    });
+    page.family(&family::DEPTH, depth)?;
+    let lag = named().flat_map(|(name, stats)| {
+        own_topics(stats)
+            .filter_map(move |topic| Some(([name.into(), topic.topic.clone()], topic.oldest_pending_seconds?)))
+    });
+    page.family(&family::LAG, lag)
+}
+
+fn unrouted_events(page: &mut Page<'_>, logs: &[UnroutedLog]) -> fmt::Result {
+    let events = logs.iter().flat_map(|log| {
+        let own = || log.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER);
+        let rest = (OTHER, log.count - own().map(|topic| topic.count).sum::<u64>());
+        let topics = own().map(|topic| (topic.topic.as_str(), topic.count)).chain([rest]);
+        topics.map(|(topic, count)| ([log.log.to_string(), topic.into()], count))
+    });
+    page.family(&family::UNROUTED, events)
+}
+
+/// The topics with a label of their own: the deepest. One that is called `other` is among the
+/// others.
+fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicJson> {
+    stats.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER)
+}
+
+fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
+    let named = || relays.iter().map(|relay| (relay.name.to_string(), relay.metrics()));
+    let snapshots: Vec<_> = named().map(|(name, metrics)| (name, metrics.snapshot())).collect();
+    let each = |read: fn(&MetricsSnapshot) -> u64| snapshots.iter().map(move |(name, m)| ([name.clone()], read(m)));
+    page.family(&family::FETCHED, each(|m| m.fetched))?;
+    page.family(&family::DELIVERED, each(|m| m.delivered))?;
+    page.family(&family::DELIVERED_BYTES, each(|m| m.delivered_bytes))?;
+    page.family(&family::DELIVERY_DELAY, named().map(|(name, m)| ([name], m.delivery_delays().snapshot())))?;
+    page.family(&family::CALL_DURATION, named().map(|(name, m)| ([name], m.call_durations().snapshot())))?;
+    page.family(&family::IN_FLIGHT, each(|m| m.in_flight))?;
+    page.family(&family::RETRIES, each(|m| m.retries))?;
+    page.family(&family::DEAD, each(|m| m.dead))?;
+    page.family(&family::DEAD_LETTERS, each(|m| m.dead_letters))?;
+    page.family(&family::DEAD_LETTERS_FAILED, each(|m| m.dead_letters_failed))?;
+    page.family(&family::UNAVAILABLE, each(|m| m.unavailable))?;
+    page.family(&family::BLOCKED, each(|m| m.blocked))?;
+    page.family(&family::BATCHES, each(|m| m.batches))?;
+    page.family(&family::STALE_WRITES, each(|m| m.stale_writes))?;
+    page.family(&family::STORE_ERRORS, each(|m| m.store_errors))?;
+    page.family(&family::TIMEOUTS, each(|m| m.timeouts))?;
+    page.family(&family::BREAKER_OPENED, each(|m| m.breaker_opened))?;
+    let failures = named().flat_map(|(name, metrics)| {
+        let causes = capped(metrics.failures_by_cause()).into_iter();
+        causes.map(move |((topic, code), count)| ([name.clone(), topic, code], count))
+    });
+    page.family(&family::FAILURES, failures)?;
+    let renewals = snapshots.iter().flat_map(|(name, m)| {
+        let results = [("ok", m.renewals_ok), ("failed", m.renewals_failed), ("lost", m.leases_lost)];
+        results.map(|(result, count)| ([name.clone(), result.into()], count))
+    });
+    page.family(&family::LEASE_RENEWALS, renewals)?;
+    page.family(&family::LANES_HELD, each(|m| m.lanes_held))?;
+    let failing = relays.iter().flat_map(|relay| {
+        relay.relay.failing_lanes().into_iter().map(move |failing| {
+            let since = failing.since.as_second().unsigned_abs();
+            ([relay.name.to_string(), failing.lane.to_string(), failing.code], since)
+        })
+    });
+    page.family(&family::LANE_FAILING, failing)?;
+    let breakers = named().map(|(name, metrics)| {
+        let state = match metrics.breaker_state() {
+            BreakerState::Closed => 0_u64,
+            BreakerState::HalfOpen => 1,
+            BreakerState::Open => 2,
+        };
+        ([name], state)
+    });
+    page.family(&family::BREAKER_STATE, breakers)
+}
+
+/// A series has numbers only: the one that the position begins with.
+fn high_water_marks(page: &mut Page<'_>, all: &[MarksJson]) -> fmt::Result {
+    let marks = all.iter().flat_map(|MarksJson { subscription, high_water_marks, .. }| {
+        high_water_marks.iter().filter_map(|HighWaterMark { stream, position }| {
+            let number: u64 = position.split('-').next()?.parse().ok()?;
+            Some(([subscription.to_string(), stream.clone()], number))
+        })
+    });
+    page.family(&family::HIGH_WATER_MARK, marks)
+}
+
+fn received(page: &mut Page<'_>, exporter: &Exporter) -> fmt::Result {
+    let counts = exporter.sources.counts();
+    let name = |count: &Count| count.source.as_ref().map_or_else(|| NONE.to_owned(), SourceName::to_string);
+    // Every answer that was ever given, and the three that everybody draws.
+    let drawn =
+        counts.iter().filter(|count| count.count > 0 || ["accepted", "duplicate", "conflict"].contains(&count.code));
+    page.family(&family::RECEIVED, drawn.map(|count| ([name(count), count.code.into()], count.count)))?;
+    let receivers: Vec<_> =
+        exporter.sources.receivers().iter().map(|it| (it.name.to_string(), it.snapshot())).collect();
+    let each = |read: fn(&ReceiverSnapshot) -> u64| receivers.iter().map(move |(name, m)| ([name.clone()], read(m)));
+    page.family(&family::POISON, each(|m| m.poison))?;
+    page.family(&family::SOURCE_ERRORS, each(|m| m.source_errors))?;
+    page.family(&family::RECEIVE_ERRORS, each(|m| m.store_errors))?;
+    let dropped = exporter.sources.headers_dropped();
+    page.family(&family::HEADERS_DROPPED, dropped.iter().map(|(source, count)| ([source.to_string()], *count)))?;
+    let layers = [("timestamp_too_old", "timestamp"), ("duplicate", "inbox")];
+    let recognised = layers.into_iter().flat_map(|(code, layer)| {
+        let counts = counts.iter().filter(move |count| count.code == code);
+        counts.map(move |count| ([layer.into(), name(count), String::new()], count.count))
+    });
+    let at_destinations = exporter.relays.iter().flat_map(|relay| {
+        let known = exporter.sources.of_log(&relay.relay.subscription().log).map(SourceName::to_string);
+        by_source(relay.metrics().duplicates_by_source(), known)
+            .into_iter()
+            .map(move |(source, count)| (["destination".into(), source, relay.name.to_string()], count))
+    });
+    page.family(&family::DUPLICATES, recognised.chain(at_destinations))
+}
+
+/// What a destination had already, by label: with zeros for the sources that may come, so that the
+/// first one is seen as a rise. Who appends chooses the source, `none` included: one label, one
+/// series.
+fn by_source(counted: BTreeMap<Option<String>, u64>, known: impl Iterator<Item = String>) -> BTreeMap<String, u64> {
+    let mut labels: BTreeMap<String, u64> = known.map(|source| (source, 0)).collect();
+    for (source, count) in counted {
+        *labels.entry(source.unwrap_or_else(|| NONE.into())).or_default() += count;
+    }
+    if labels.is_empty() {
+        labels.insert(NONE.into(), 0);
+    }
+    labels
+}
+
+/// The largest causes by name, the rest as `other`: hostile topics must not fill a time series
+/// database.
+fn capped(causes: BTreeMap<(String, String), u64>) -> Vec<((String, String), u64)> {
+    let mut causes: Vec<_> = causes.into_iter().collect();
+    causes.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    let mut own = Vec::new();
+    let mut rest = 0;
+    for (cause, count) in causes {
+        if own.len() < TOPICS_MAX && cause.0 != OTHER {
+            own.push((cause, count));
+        } else {
+            rest += count;
+        }
+    }
+    if rest > 0 {
+        own.push(((OTHER.into(), OTHER.into()), rest));
+    }
+    own
+}
