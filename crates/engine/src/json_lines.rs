@@ -1,11 +1,12 @@
 //! The file and stdout sinks: one JSON object a line.
 
+use std::fs::Metadata;
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
 use postbox_core::{Capabilities, Delivery, Envelope, Error, ErrorKind, Event, Outcome, Sink};
 use tokio::fs::{File, OpenOptions};
-use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWriteExt, SeekFrom, Stdout};
+use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWrite, AsyncWriteExt, SeekFrom, Stdout};
 use tokio::sync::Mutex;
 
 /// Most events of one write: one flush each, and a bounded line buffer.
@@ -24,38 +25,40 @@ pub struct JsonLines {
 }
 
 #[derive(Debug)]
-enum Output {
+struct Output {
+    to: Destination,
+    /// A part of a call was written and its end was not: it failed, or the call was given up. What
+    /// comes next begins on a line of its own.
+    is_torn: bool,
+}
+
+#[derive(Debug)]
+enum Destination {
     File { file: File, path: PathBuf },
     Stdout(Stdout),
 }
 
 impl JsonLines {
     /// Appends to a file, which is made if it is not there. A line cut short by a crash is ended,
-    /// so that the next one is whole.
+    /// so that the next one is whole. A file that was removed or replaced since (rotated, say) is
+    /// opened anew.
     pub async fn file(path: impl AsRef<Path>) -> postbox_core::Result<Self> {
         let path = path.as_ref().to_owned();
         let fault = |source: std::io::Error| {
             let text = format!("cannot append to {}: {source}", path.display());
             Error::new(ErrorKind::Invalid, "open file sink", "file_not_writable", text).with_source(source)
         };
-        let mut options = OpenOptions::new();
-        options.create(true).append(true).read(true);
-        // For its owner alone: it holds payloads. A file that is there keeps its mode.
-        #[cfg(unix)]
-        options.mode(0o600);
-        let open = options.open(&path).await;
-        let mut file = open.map_err(&fault)?;
-        end_torn_line(&mut file).await.map_err(&fault)?;
-        Ok(Self::new(Output::File { file, path }))
+        let file = open(&path).await.map_err(fault)?;
+        Ok(Self::new(Destination::File { file, path }))
     }
 
     /// Writes to stdout.
     pub fn stdout() -> Self {
-        Self::new(Output::Stdout(tokio::io::stdout()))
+        Self::new(Destination::Stdout(tokio::io::stdout()))
     }
 
-    fn new(output: Output) -> Self {
-        Self { output: Mutex::new(output), envelope: Envelope::Json, source: "postbox".into() }
+    fn new(to: Destination) -> Self {
+        Self { output: Mutex::new(Output { to, is_torn: false }), envelope: Envelope::Json, source: "postbox".into() }
     }
 
     /// Sets the envelope, one of [`Envelope::OBJECTS`], and the CloudEvents source of events that
@@ -72,6 +75,48 @@ impl JsonLines {
         line.push(b'\n');
         Ok(line)
     }
+}
+
+async fn open(path: &Path) -> std::io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.create(true).append(true).read(true);
+    // For its owner alone: it holds payloads. A file that is there keeps its mode.
+    #[cfg(unix)]
+    options.mode(0o600);
+    let mut file = options.open(path).await?;
+    end_torn_line(&mut file).await?;
+    Ok(file)
+}
+
+/// Whether the path leads to this file still.
+#[cfg(unix)]
+async fn is_in_place(file: &Metadata, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt as _;
+    let there = tokio::fs::metadata(path).await;
+    there.is_ok_and(|there| (there.dev(), there.ino()) == (file.dev(), file.ino()))
+}
+
+#[cfg(not(unix))]
+async fn is_in_place(_: &Metadata, path: &Path) -> bool {
+    tokio::fs::try_exists(path).await.is_ok_and(|is_there| is_there)
+}
+
+/// Writes all of it; `is_torn` says at every moment whether a part is written and the rest is not.
+/// What a write takes is written, even if nobody waits for it.
+async fn write_all(to: &mut (impl AsyncWrite + Unpin), mut bytes: &[u8], is_torn: &mut bool) -> std::io::Result<()> {
+    if *is_torn {
+        to.write_all(b"\n").await?;
+        *is_torn = false;
+    }
+    while !bytes.is_empty() {
+        let taken = to.write(bytes).await?;
+        bytes = &bytes[taken..];
+        *is_torn = !bytes.is_empty();
+        if taken == 0 {
+            return Err(std::io::ErrorKind::WriteZero.into());
+        }
+    }
+    to.flush().await
 }
 
 /// A special file (pipe, device) has no end to look at, and no torn line to end.
@@ -91,18 +136,22 @@ async fn end_torn_line(file: &mut File) -> std::io::Result<()> {
 }
 
 impl Output {
-    /// All of it or none, as far as the file system lets us.
+    /// All of it or none, as far as the file system lets us. Given up in the middle, it leaves half
+    /// a line, and the next call ends that.
     async fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
-        match self {
-            Self::Stdout(stdout) => {
-                stdout.write_all(bytes).await?;
-                stdout.flush().await
-            }
-            Self::File { file, .. } => {
-                let metadata = file.metadata().await?;
+        let Self { to, is_torn } = self;
+        match to {
+            Destination::Stdout(stdout) => write_all(stdout, bytes, is_torn).await,
+            Destination::File { file, path } => {
+                let mut metadata = file.metadata().await?;
+                if !is_in_place(&metadata, path).await {
+                    *file = open(path).await?;
+                    *is_torn = false;
+                    metadata = file.metadata().await?;
+                }
+                let was_torn = *is_torn;
                 let written = async {
-                    file.write_all(bytes).await?;
-                    file.flush().await?;
+                    write_all(file, bytes, is_torn).await?;
                     if metadata.is_file() { file.sync_data().await } else { Ok(()) }
                 };
                 let written = written.await;
@@ -110,6 +159,7 @@ impl Output {
                     // A full disk: take back the part that fitted, or the repetition would follow
                     // half a line.
                     file.set_len(metadata.len()).await?;
+                    *is_torn = was_torn;
                 }
                 written
             }
@@ -117,9 +167,9 @@ impl Output {
     }
 
     fn name(&self) -> String {
-        match self {
-            Self::File { path, .. } => path.display().to_string(),
-            Self::Stdout(_) => "stdout".to_owned(),
+        match &self.to {
+            Destination::File { path, .. } => path.display().to_string(),
+            Destination::Stdout(_) => "stdout".to_owned(),
         }
     }
 }
@@ -202,6 +252,43 @@ mod tests {
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[..2], ["{\"whole\":1}", "{\"torn"]);
         assert!(lines[2].contains("\"version\":1") && lines[3].contains("\"version\":2") && lines.len() == 4, "{text}");
+    }
+
+    #[tokio::test]
+    async fn a_file_that_was_removed_or_rotated_is_opened_anew() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (path, old) = (folder.path().join("events.jsonl"), folder.path().join("events.jsonl.1"));
+        let sink = JsonLines::file(&path).await.expect("opened");
+        assert_eq!(sink.deliver(&[&delivery(1)]).await, [Outcome::DELIVERED]);
+        std::fs::rename(&path, &old).expect("rotated");
+        assert_eq!(sink.deliver(&[&delivery(2)]).await, [Outcome::DELIVERED]);
+        std::fs::remove_file(&path).expect("removed");
+        assert_eq!(sink.deliver(&[&delivery(3)]).await, [Outcome::DELIVERED]);
+        let text = |path| std::fs::read_to_string(path).expect("read");
+        assert!(text(&old).contains("\"version\":1") && text(&path).contains("\"version\":3"));
+        assert_eq!((text(&old).lines().count(), text(&path).lines().count()), (1, 1));
+        folder.close().expect("removed");
+        let outcomes = sink.deliver(&[&delivery(4)]).await;
+        assert!(matches!(&outcomes[..], [Outcome::Unavailable { code, .. }] if code == "write_failed"), "{outcomes:?}");
+    }
+
+    /// The reader of a pipe rests, the relay gives the call up, and sends all of it again.
+    #[tokio::test]
+    async fn a_call_that_was_given_up_leaves_a_line_of_its_own() {
+        let (mut writer, mut reader) = tokio::io::duplex(10);
+        let mut is_torn = false;
+        let first = write_all(&mut writer, b"{\"first\":1}\n{\"second\":2}\n", &mut is_torn);
+        assert!(futures::future::poll_immediate(std::pin::pin!(first)).await.is_none(), "ten bytes fit");
+        assert!(is_torn);
+        let read = tokio::spawn(async move {
+            let mut text = String::new();
+            reader.read_to_string(&mut text).await.map(|_| text)
+        });
+        write_all(&mut writer, b"{\"first\":1}\n{\"second\":2}\n", &mut is_torn).await.expect("written");
+        assert!(!is_torn);
+        drop(writer);
+        let text = read.await.expect("a task").expect("read");
+        assert_eq!(text, "{\"first\":1\n{\"first\":1}\n{\"second\":2}\n");
     }
 
     #[tokio::test]
