@@ -117,6 +117,15 @@ impl Breaker {
         self.state() == BreakerState::Closed
     }
 
+    /// How long until the destination is asked again; `None` while it answers.
+    pub(crate) fn wait(&self, now: Duration) -> Option<Duration> {
+        match *lock(&self.inner) {
+            Inner::Closed => None,
+            Inner::Open { until, .. } => Some(until.saturating_sub(now)),
+            Inner::Probing { .. } => Some(PROBED_BY_ANOTHER),
+        }
+    }
+
     /// What a lane may do at `now`. Taking a probe obliges to call [`Self::probe_ended`].
     pub(crate) fn admit(&self, now: Duration) -> Admission {
         let mut inner = lock(&self.inner);

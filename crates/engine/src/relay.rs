@@ -10,6 +10,7 @@ use postbox_core::{
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
+use crate::breaker::Breaker;
 use crate::clock::{SystemRandom, TokioClock};
 use crate::context::{DeadLetterSink, Destination, RelayContext, SUBSCRIPTION_REMOVED, removed};
 use crate::drained::Drained;
@@ -22,6 +23,9 @@ use crate::settings::RelaySettings;
 
 /// How long a stop waits for the answer to a request for a lane.
 const ASK_GRACE: Duration = Duration::from_secs(1);
+
+/// How long after a scheduled run that the store cut short the rest is tried.
+const CUT_SHORT_BY_STORE: Duration = Duration::from_secs(5);
 
 /// Builds a [`Relay`].
 #[must_use = "a builder that is not built relays nothing"]
@@ -253,20 +257,38 @@ impl Relay {
     }
 
     /// Drains each time the schedule says so, until `stop`. A run still going at its next time is
-    /// not doubled.
+    /// not doubled. One that the destination or the store cut short goes on once that is back.
     ///
     /// Cancel-safety: as [`Self::run`].
     pub async fn run_on(&self, schedule: &dyn Schedule, stop: CancellationToken) -> Result<()> {
+        let mut drained = Drained::default();
+        let mut again = None;
         while !stop.is_cancelled() {
             let now = self.clock.now();
             let Some(next) = schedule.next_after(now) else { break };
-            if stop.run_until_cancelled(self.clock.sleep(until(now, next))).await.is_none() {
+            let wait = until(now, next).min(again.unwrap_or(Duration::MAX));
+            if stop.run_until_cancelled(self.clock.sleep(wait)).await.is_none() {
                 break;
             }
-            match self.drain_until(None, stop.clone()).await {
-                Ok(drained) => info!(subscription = self.name(), ?drained, "scheduled run"),
+            let breaker = || self.context.as_ref().map(|context| &context.health.breaker);
+            let (was_closed, opened) = (breaker().is_none_or(Breaker::is_closed), self.metrics.breaker_opened());
+            again = match self.drain_until(None, stop.clone()).await {
+                Ok(part) => {
+                    let probe_in = breaker().and_then(|breaker| breaker.wait(self.clock.monotonic()));
+                    // A probe that found nothing to send says nothing of the destination.
+                    let goes_on = if probe_in.is_some() { part.fetched > 0 } else { !was_closed };
+                    let is_cut_short = goes_on || self.metrics.breaker_opened() > opened;
+                    drained += part;
+                    is_cut_short.then(|| probe_in.unwrap_or_default())
+                }
                 Err(error) if error.is_permanent() => return Err(error),
-                Err(error) => warn!(subscription = self.name(), error = %error, "scheduled run failed"),
+                Err(error) => {
+                    warn!(subscription = self.name(), error = %error, "scheduled run failed");
+                    Some(CUT_SHORT_BY_STORE)
+                }
+            };
+            if again.is_none() {
+                info!(subscription = self.name(), drained = ?std::mem::take(&mut drained), "scheduled run");
             }
         }
         Ok(())

@@ -4,13 +4,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Capabilities, Outcome, State};
-use postbox_engine::{Relay, RelaySettings};
+use postbox_core::{Admin as _, Capabilities, Outcome, Selection, State};
+use postbox_engine::{Every, Relay, RelaySettings};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::{self, Answer, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
+const DAY: Duration = Duration::from_secs(86_400);
 
 fn throttled(after: Duration) -> Outcome {
     Outcome::Throttled { code: "http_429".into(), error: "later".into(), after: Some(after) }
@@ -218,4 +219,74 @@ async fn a_scheduled_run_probes_a_destination_that_was_down_in_the_one_before() 
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 200);
     sink.assert_in_order();
     assert_eq!(env.stats().await.dispatched, 200);
+}
+
+/// Once a day, and the destination is away just then: the rest does not wait for tomorrow.
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_run_that_is_cut_short_goes_on_once_the_destination_is_back() {
+    for capabilities in support::all_capabilities() {
+        let (env, sink, relay) = dead_destination(capabilities).await;
+        let stop = CancellationToken::new();
+        let operate = async {
+            tokio::time::sleep(DAY + 600 * S).await;
+            assert!((1..80).contains(&sink.calls()), "{} calls to a dead destination in ten minutes", sink.calls());
+            sink.down(false);
+            tokio::time::sleep(40 * S).await;
+            assert_eq!(env.stats().await.dispatched, 200, "{capabilities:?}");
+            env.append([event(0, 200)]).await;
+            tokio::time::sleep(3_600 * S).await;
+            assert_eq!(sink.arrivals().len(), 200, "what comes later waits for its time");
+            stop.cancel();
+        };
+        let every = Every(DAY);
+        let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
+        ended.expect("ran");
+        sink.assert_in_order();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_run_that_the_store_cut_short_goes_on_once_that_is_back() {
+    let env = TestEnv::with((0..200).map(|n| event(n % 20, n))).await;
+    let (cable, sink, relay) = env.cuttable();
+    let stop = CancellationToken::new();
+    let operate = async {
+        tokio::time::sleep(DAY - S).await;
+        cable.cut(true);
+        tokio::time::sleep(60 * S).await;
+        cable.cut(false);
+        tokio::time::sleep(40 * S).await;
+        assert_eq!(env.stats().await.dispatched, 200);
+        stop.cancel();
+    };
+    let every = Every(DAY);
+    let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
+    ended.expect("ran");
+    sink.assert_in_order();
+}
+
+/// Nothing is left to send, so nobody can be asked whether the destination is back.
+#[tokio::test(start_paused = true)]
+async fn a_scheduled_run_with_nothing_left_rests_until_its_time() {
+    let (env, sink, relay) = dead_destination(Capabilities::default()).await;
+    let stop = CancellationToken::new();
+    let operate = async {
+        tokio::time::sleep(DAY + 60 * S).await;
+        let mut ids = Vec::new();
+        for state in [State::Pending, State::Retrying, State::Blocked] {
+            ids.extend(env.list(state).await.into_iter().map(|row| row.event.id));
+        }
+        let selection = Selection { ids: Some(ids), ..Selection::default() };
+        let discarded = env.store.discard(&env.subscription().name, &selection).await.expect("discarded");
+        assert_eq!(discarded.count, 200);
+        tokio::time::sleep(3_600 * S).await;
+        let calls = sink.calls();
+        let batches = relay.metrics().lanes_acquired();
+        tokio::time::sleep(3_600 * S).await;
+        assert_eq!((sink.calls(), relay.metrics().lanes_acquired()), (calls, batches));
+        stop.cancel();
+    };
+    let every = Every(DAY);
+    let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
+    ended.expect("ran");
 }
