@@ -114,9 +114,8 @@ impl<'a> Writes<'a> {
             settlement.entries.iter().map(|entry| (entry.delivery.seq.0, entry)).collect();
         for entry in entries.into_values() {
             let key = entry.delivery.event.key.as_ref().map(|key| key.as_str());
-            if settlement.hold_keys {
-                touched.extend(key);
-            }
+            // Without order too: rows from when there was one may be behind it.
+            touched.extend(key);
             writes.add(key, entry, settlement.hold_keys);
         }
         writes.touched = touched.into_iter().collect();

@@ -43,6 +43,11 @@ RETURNING id, xmax = 0 AS is_new,
   coalesce((SELECT k.everything FROM known AS k), false) AS took_everything,
   coalesce((SELECT k.revision FROM known AS k), revision) <> revision AS is_changed";
 
+/// Without order nobody waits for a turn any more. Index: `delivery_state`. Locks the rows.
+const DELIVERY_UNBLOCK: &str = "
+UPDATE {s}.delivery SET state = 'retrying', due_at = clock_timestamp(), updated_at = clock_timestamp()
+WHERE subscription = $1 AND state = 'blocked'";
+
 /// Keeps the new filter. Index: primary key of `filter`.
 pub(crate) const FILTER_KEEP: &str = "
 INSERT INTO {s}.filter (subscription, revision, topics, tenant)
@@ -163,12 +168,12 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
     }
     let topics: Vec<&str> = filter.topics.iter().map(TopicPattern::as_str).collect();
     let tenant = filter.tenant.as_ref().map(Tenant::as_str);
-    let ordering = match ordering {
+    let order = match ordering {
         Ordering::Key => "key",
         Ordering::None => "none",
     };
     let (name_text, log_text, lanes_wanted) = (name.as_str(), log.as_str(), lanes.cast_signed());
-    let params = params![name_text, log_text, topics, tenant, ordering, lanes_wanted];
+    let params = params![name_text, log_text, topics, tenant, order, lanes_wanted];
     let made = session.rows(&session.sql(SUBSCRIPTION_UPSERT), &params).await?;
     let Some(row) = made.first() else {
         let known = session.rows(&session.sql(SUBSCRIPTION_GET), &params![name.as_str()]).await?;
@@ -188,6 +193,9 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
     let known = look_up(session, name).await?;
     session.execute(&session.sql(LANE_CREATE), &params![id, i32::from(known.lanes), now]).await?;
     session.execute(&session.sql(FILTER_KEEP), &params![id]).await?;
+    if *ordering == Ordering::None {
+        session.execute(&session.sql(DELIVERY_UNBLOCK), &params![id]).await?;
+    }
     if row.get(3) {
         let took_everything: bool = row.get(2);
         session.execute(&session.sql(LOG_ROUTE_AGAIN), &params![log_text, id, took_everything]).await?;

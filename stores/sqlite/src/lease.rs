@@ -30,6 +30,9 @@ const EPOCH_NEXT: &str =
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_UPDATE: &str = "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4, \
 revision = revision + (topics <> ?2 OR tenant IS NOT ?3) WHERE name = ?1";
+/// Without order nobody waits for a turn any more. By the index of states; takes the write lock.
+const DELIVERY_UNBLOCK: &str = "UPDATE postbox_delivery SET state = 'retrying', due_at = ?2, updated_at = ?2 \
+WHERE subscription = ?1 AND state = 'blocked'";
 /// Every filter is kept, by primary key; takes the write lock.
 pub(crate) const FILTER_KEEP: &str = "INSERT OR IGNORE INTO postbox_filter (subscription, revision, topics, tenant) \
 SELECT name, revision, topics, tenant FROM postbox_subscription WHERE name = ?1";
@@ -201,6 +204,9 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
             refuse_future(tx, subscription, last)?;
             if stored.filter != subscription.filter || stored.ordering != subscription.ordering {
                 tx.prepare_cached(SUBSCRIPTION_UPDATE)?.execute(params![name, topics, tenant, ordering])?;
+            }
+            if subscription.ordering == Ordering::None {
+                tx.prepare_cached(DELIVERY_UNBLOCK)?.execute(params![name, now])?;
             }
             if stored.filter != subscription.filter {
                 let took_everything = stored.filter == Filter::default();

@@ -14,10 +14,11 @@ use crate::error::{Error, Result};
 use crate::kit::{check_log, window_undone};
 use crate::log::{Acquired, Lease};
 use crate::names::{OwnerId, SubscriptionName};
-use crate::subscription::{StartAt, Subscription};
+use crate::subscription::{Ordering, StartAt, Subscription};
 
 impl Server {
     pub(super) fn subscribe(&self, subscription: &Subscription) -> Result<()> {
+        let now = self.clock.now();
         let mut state = self.state("subscribe")?;
         let commit_last = state.data.log("subscribe", &subscription.log)?.commit_last;
         let mut changed_from = None;
@@ -27,6 +28,9 @@ impl Server {
                 reader.filters.push(Some(subscription.filter.clone()));
                 // What was to go out by the former filter is perhaps wanted by nobody now.
                 changed_from = reader.lanes.iter().map(|lane| lane.from).min();
+            }
+            if subscription.ordering == Ordering::None {
+                reader.unblock(now);
             }
             reader.subscription = Subscription { lanes: reader.subscription.lanes, ..subscription.clone() };
         } else {

@@ -421,6 +421,13 @@ impl Reader {
         }
     }
 
+    /// Makes due what waits for its turn, now that there is no order.
+    pub(super) fn unblock(&mut self, now: Timestamp) {
+        for row in self.deliveries.values_mut().filter(|row| row.state == EventState::Blocked) {
+            (row.state, row.due_at, row.updated_at) = (EventState::Retrying, Some(now), now);
+        }
+    }
+
     /// Makes the head of a key due, if it was blocked: whatever it waited for is gone.
     pub(super) fn release_head(&mut self, key: &Key, now: Timestamp) {
         let Some(seq) = self.head(key) else { return };

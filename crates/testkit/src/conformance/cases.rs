@@ -59,6 +59,7 @@ macro_rules! conformance_suite {
             a_dead_event_does_not_hold_its_key a_halting_dead_event_holds_its_key_until_a_person_acts
             a_block_with_nothing_ahead_is_due_at_once a_scheduled_event_waits_and_holds_nothing
             a_scheduled_event_does_not_wait_for_its_key without_order_a_retry_holds_nothing
+            once_there_is_no_order_nobody_waits_for_a_turn without_order_the_next_of_a_key_is_due_too
             a_failure_in_one_subscription_holds_nobody_elses_key
         }
     };

@@ -1,6 +1,6 @@
 //! Held keys: nobody overtakes an unfinished event of its own key, and nobody else waits.
 
-use postbox_core::{Disposition, Key, State};
+use postbox_core::{Disposition, Key, Ordering, State, Subscription};
 use std::collections::HashSet;
 
 use super::StoreFixture;
@@ -195,6 +195,30 @@ pub async fn without_order_a_retry_holds_nothing(fixture: &dyn StoreFixture) {
     lane.past([(keyed("a", "1"), retry(HOUR))]).await;
     append(&lane.store, [keyed("a", "2")]).await;
     assert!(lane.next(10).await.held.is_empty());
+}
+
+/// An operator who takes the order away frees what waited behind another event, one that halts its
+/// key too.
+pub async fn once_there_is_no_order_nobody_waits_for_a_turn(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    blocked_pair(&lane, retry(HOUR)).await;
+    lane.past([(keyed("b", "4"), halted()), (keyed("b", "5"), Block)]).await;
+    lane.store.subscribe(&Subscription { ordering: Ordering::None, ..reader() }).await.expect("subscribed");
+    let lane = Lane { hold_keys: false, ..lane };
+    assert_eq!(listed(&lane.store, State::Blocked).await, [""; 0]);
+    assert_eq!(payloads(&lane.drain_due().await), ["2", "3", "5"]);
+}
+
+/// A replica that has not heard of it still writes turns.
+pub async fn without_order_the_next_of_a_key_is_due_too(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    blocked_pair(&lane, retry_now()).await;
+    let lane = Lane { hold_keys: false, ..lane };
+    // Only the head: the others are behind it, and the limit.
+    let head = lane.due(1).await;
+    assert_eq!(payloads(&head.deliveries), ["1"]);
+    lane.settle_due(&head, vec![Delivered]).await;
+    assert_eq!(payloads(&lane.drain_due().await), ["2", "3"]);
 }
 
 pub async fn a_failure_in_one_subscription_holds_nobody_elses_key(fixture: &dyn StoreFixture) {
