@@ -48,34 +48,35 @@ ORDER BY chosen.seq LIMIT $5";
 
 /// Dead rows and waiting ones become due now, if they still are. Index: primary key. Locks the
 /// rows.
-const DELIVERY_RETRY: &str = "
+pub(crate) const DELIVERY_RETRY: &str = "
 WITH raised AS (UPDATE {s}.subscription AS s SET replays = greatest(s.replays, r.replays)
-  FROM (SELECT max(d.replays) + 1 AS replays FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[])) AS r WHERE s.id = $1)
+  FROM (SELECT max(d.replays) + 1 AS replays FROM {s}.delivery AS d WHERE d.ctid = ANY ({places})) AS r WHERE s.id = $1)
 UPDATE {s}.delivery AS d SET
   replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
   state = 'retrying', halt = false, letter_at = '-infinity', due_at = statement_timestamp(), updated_at = clock_timestamp()
-WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND {states} RETURNING d.key";
+WHERE d.ctid = ANY ({places}) AND {states} RETURNING d.key";
 
 /// Of some keys, only the head may have a time: the rest wait for their turn. Without this, a
 /// thousand rows of one key that are due but not first would stand in front of everybody else's.
 /// Index: `delivery_held`, then the primary key. Locks the rows.
 ///
-/// Fenced and in order, so that no statistics lead elsewhere: those of a table of dead rows say
-/// that nothing holds its key, and to compare all that does with each of the keys then looks cheap.
+/// Fenced and in order, and by their places, so that no statistics lead elsewhere: those of a table
+/// of dead rows say that nothing holds its key, and to compare all that does with each of the keys
+/// then looks cheap.
 pub(crate) const CLEAR_FOLLOWER_DUE: &str = "
 UPDATE {s}.delivery AS d SET due_at = NULL
-FROM unnest($2::text[]) AS touched(key)
-CROSS JOIN LATERAL (
-  SELECT h.seq FROM {s}.delivery AS h WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
-CROSS JOIN LATERAL (
-  SELECT b.seq FROM {s}.delivery AS b WHERE b.subscription = $1 AND b.key = touched.key AND b.holds AND b.seq > head.seq
-    AND b.due_at IS NOT NULL ORDER BY b.seq OFFSET 0) AS behind
-WHERE d.subscription = $1 AND d.seq = behind.seq";
+WHERE d.ctid = ANY (ARRAY(
+  SELECT behind.place FROM unnest($2::text[]) AS touched(key)
+  CROSS JOIN LATERAL (
+    SELECT h.seq FROM {s}.delivery AS h WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
+  CROSS JOIN LATERAL (
+    SELECT b.ctid AS place FROM {s}.delivery AS b WHERE b.subscription = $1 AND b.key = touched.key AND b.holds AND b.seq > head.seq
+      AND b.due_at IS NOT NULL ORDER BY b.seq OFFSET 0) AS behind))";
 
 /// Takes rows out, if nobody did. Index: primary key. Locks the rows.
 const DELIVERY_DISCARD: &str = "
 UPDATE {s}.delivery AS d SET state = 'discarded', due_at = NULL, updated_at = clock_timestamp()
-WHERE d.subscription = $1 AND d.seq = ANY ($2::bigint[]) AND {states} RETURNING d.key";
+WHERE d.ctid = ANY ({places}) AND {states} RETURNING d.key";
 
 /// Unread events, named by id, as the rows that mark them. Index: the log's unique id; fenced, as
 /// [`DELIVERY_CHOOSE_IDS`] is.

@@ -6,10 +6,12 @@
 
 use std::time::Duration;
 
-use crate::admin::{CLEAR_FOLLOWER_DUE, DELIVERY_CHOOSE, MAY_BE_RETRIED};
+use crate::admin::{CLEAR_FOLLOWER_DUE, DELIVERY_CHOOSE, DELIVERY_RETRY, MAY_BE_RETRIED};
 use crate::criteria::is_meant;
+use crate::params::{Param, params};
 use crate::prune::prune;
 use crate::session::Session;
+use crate::settle::{DELIVERY_COUNT, DELIVERY_DELETE, DELIVERY_RELEASE, DELIVERY_UPDATE};
 use crate::{PostgresConfig, PostgresStore, SchemaName};
 use postbox_core::kit::{LOOK_EVENTS_MAX, PRUNE_ROWS_MAX};
 use postbox_core::{LogName, Migrate as _, Prune};
@@ -196,6 +198,61 @@ async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
                 assert!(!wrong.iter().any(|wrong| plan.contains(wrong)), "{context}");
             }
             client.batch_execute("ROLLBACK").await.expect("ended");
+        }
+    }
+}
+
+/// The table of delivery rows is nearly empty most of the time, and that is what its statistics say
+/// when a destination refuses everything at once: a settlement looks at its own rows all the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_settlement_reads_its_own_rows_whatever_the_statistics_say() {
+    const SETTLED: i64 = 500;
+    for version in Version::ALL {
+        let store = filled(version, "INSERT INTO postbox.outbox (topic, payload) SELECT 'topic', 'x'").await;
+        let session = store.session("test").await.expect("a session");
+        let fill = "ALTER TABLE postbox.delivery SET (autovacuum_enabled = false);
+             INSERT INTO postbox.subscription (name, log, topics, ordering, lanes)
+             SELECT name, 'outbox', '{}', 'key', 1 FROM unnest('{few, many}'::text[]) AS s(name);
+             INSERT INTO postbox.delivery (subscription, lane, seq, key, state, ordered)
+             SELECT s.id, 0, n, 'k' || n, 'dead', true FROM generate_series(1, 20) AS n, postbox.subscription AS s WHERE s.name = 'few';
+             ANALYZE postbox.delivery;
+             INSERT INTO postbox.delivery (subscription, lane, seq, key, state, ordered, due_at, attempts)
+             SELECT s.id, 0, n, 'k' || n % 5000, CASE WHEN n <= 5000 THEN 'retrying' ELSE 'blocked' END, true,
+               CASE WHEN n <= 5000 THEN now() END, 1
+             FROM generate_series(1, 30000) AS n, postbox.subscription AS s WHERE s.name = 'many'";
+        session.client().batch_execute(fill).await.expect("filled");
+        let many: i32 =
+            session.row("SELECT id FROM postbox.subscription WHERE name = 'many'", &[]).await.expect("it").get(0);
+        let seqs: Vec<i64> = (1..=SETTLED).collect();
+        let keys: Vec<String> = seqs.iter().map(|seq| format!("k{seq}")).collect();
+        let (befores, replays) = (vec![1; seqs.len()], vec![0; seqs.len()]);
+        let (states, halts, attempts) = (vec!["retrying"; seqs.len()], vec![false; seqs.len()], vec![2; seqs.len()]);
+        let (codes, waits) = (vec![Some("http_500"); seqs.len()], vec![Some(1_i64); seqs.len()]);
+        let (errors, ats): (Vec<Option<&str>>, Vec<Option<jiff::Timestamp>>) = (codes.clone(), vec![None; seqs.len()]);
+        let (lane, ordered) = (0_i16, true);
+        let place = "(0,1)";
+        let update = params![
+            many, lane, ordered, seqs, keys, states, halts, attempts, codes, errors, waits, ats, befores, replays
+        ];
+        let delete = params![many, seqs, befores, replays, lane, place];
+        let (count, release, retry) = (params![many, seqs, befores, replays], params![many, keys], params![many, seqs]);
+        let calls: [(&str, &[Param<'_>]); 6] = [
+            (DELIVERY_UPDATE, &update),
+            (DELIVERY_DELETE, &delete),
+            (DELIVERY_COUNT, &count),
+            (DELIVERY_RELEASE, &release),
+            (CLEAR_FOLLOWER_DUE, &release),
+            (DELIVERY_RETRY, &retry),
+        ];
+        for (template, params) in calls {
+            session.begin(&store.inner.modes.write).await.expect("begun");
+            let before = rows_read(&session).await;
+            let sql = SchemaName::default().sql(&template.replace("{states}", MAY_BE_RETRIED));
+            session.rows(&sql, params).await.expect("executed");
+            let [_, rows] = rows_read_since(&session, before).await;
+            session.client().batch_execute("ROLLBACK").await.expect("ended");
+            let context = format!("{rows} rows read (Postgres {}) by {sql}", version.number());
+            assert!((1..=10 * SETTLED).contains(&rows), "{context}");
         }
     }
 }

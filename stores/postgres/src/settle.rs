@@ -34,36 +34,40 @@ ON CONFLICT (subscription, seq) DO NOTHING";
 ///
 /// A row that was blocked and stays so is not rewritten: a poison key's followers come along at
 /// every attempt of its head.
-const DELIVERY_UPDATE: &str = "
+pub(crate) const DELIVERY_UPDATE: &str = "
 UPDATE {s}.delivery AS d SET state = e.state, halt = e.halt, ordered = $3, attempts = e.attempts, code = coalesce(e.code, d.code),
   error = coalesce(e.error, d.error), due_at = e.due_at, updated_at = clock_timestamp()
-FROM {entries}
-WHERE d.subscription = $1 AND d.lane = $2 AND d.seq = e.seq AND {is_as_read} AND NOT (d.state = 'blocked' AND e.state = 'blocked')";
+FROM {entries} CROSS JOIN LATERAL {row_of_entry}
+WHERE d.ctid = found.place AND d.lane = $2 AND {is_as_read} AND NOT (d.state = 'blocked' AND e.state = 'blocked')";
 
 /// Rows of events that arrived go, and are counted. Index: primary key of `delivery`; the lane by
 /// its place, where it was just locked. Locks the rows.
-const DELIVERY_DELETE: &str = "
+pub(crate) const DELIVERY_DELETE: &str = "
 WITH gone AS (
-  DELETE FROM {s}.delivery AS d USING unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
-  WHERE d.subscription = $1 AND d.seq = e.seq AND {is_as_read} RETURNING d.seq)
+  DELETE FROM {s}.delivery AS d
+  USING unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays) CROSS JOIN LATERAL {row_of_entry}
+  WHERE d.ctid = found.place AND {is_as_read} RETURNING d.seq)
 UPDATE {s}.lane AS l SET delivered = l.delivered + (SELECT count(*) FROM gone)
 WHERE l.ctid = $6::tid AND l.subscription = $1 AND l.lane = $5 AND EXISTS (SELECT FROM gone) RETURNING l.ctid::text";
 
 /// How many rows are as they were read. Index: primary key of `delivery`. The lane's lock keeps
 /// them so.
-const DELIVERY_COUNT: &str = "
+pub(crate) const DELIVERY_COUNT: &str = "
 SELECT count(*) FROM unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
-JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = e.seq WHERE {is_as_read}";
+CROSS JOIN LATERAL {row_of_entry} JOIN {s}.delivery AS d ON d.ctid = found.place WHERE {is_as_read}";
 
 /// The next of each key becomes due, if it was only waiting for its turn. Index: `delivery_held`,
 /// then the primary key. Locks the rows.
+///
+/// By their places, for the reason of `{row_of_entry}`.
 pub(crate) const DELIVERY_RELEASE: &str = "
 UPDATE {s}.delivery AS d SET state = 'retrying', due_at = clock_timestamp(), updated_at = clock_timestamp()
-FROM unnest($2::text[]) AS touched(key)
-CROSS JOIN LATERAL (
-  SELECT h.seq, h.state, h.due_at FROM {s}.delivery AS h
-  WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
-WHERE d.subscription = $1 AND d.seq = head.seq AND head.due_at IS NULL AND head.state IN ('blocked', 'retrying')";
+WHERE d.ctid = ANY (ARRAY(
+  SELECT head.place FROM unnest($2::text[]) AS touched(key)
+  CROSS JOIN LATERAL (
+    SELECT h.ctid AS place, h.state, h.due_at FROM {s}.delivery AS h
+    WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
+  WHERE head.due_at IS NULL AND head.state IN ('blocked', 'retrying')))";
 
 /// A settlement, sorted by what has to be written.
 #[derive(Debug, Default)]

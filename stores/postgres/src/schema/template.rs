@@ -135,6 +135,20 @@ const FRAGMENTS: &[(&str, &str)] = &[
   FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bool[], $8::int[], $9::text[], $10::text[], $11::bigint[], $12::timestamptz[],
     $13::int[], $14::int[]) AS u(seq, key, state, halt, attempts, code, error, wait, at, before, replays)) AS e",
     ),
+    // Where the row of an entry is. Nobody else changes rows of a lane that is locked, so a place
+    // is good for the whole statement. Fenced, and the row then taken by its place alone, so that
+    // no statistics lead elsewhere: the table is nearly empty most of the time, and then has many
+    // rows at once. To walk all of a subscription and to compare each with every entry looks cheap
+    // as long as it is thought to be empty (30,000 rows, 500 entries: seconds, measured).
+    (
+        "row_of_entry",
+        "(SELECT r.ctid AS place FROM {s}.delivery AS r WHERE r.subscription = $1 AND r.seq = e.seq OFFSET 0) AS found",
+    ),
+    // The same of the rows `$2`.
+    (
+        "places",
+        "ARRAY(SELECT found.place FROM unnest($2::bigint[]) AS e(seq) CROSS JOIN LATERAL {row_of_entry})",
+    ),
     // True for a delivery row that still is as it was read: every change of it that counts raises
     // one of the two numbers or ends it.
     (
