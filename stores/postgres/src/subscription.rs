@@ -43,10 +43,12 @@ RETURNING id, xmax = 0 AS is_new,
   coalesce((SELECT k.everything FROM known AS k), false) AS took_everything,
   coalesce((SELECT k.revision FROM known AS k), revision) <> revision AS is_changed";
 
-/// Without order nobody waits for a turn any more. Index: `delivery_state`. Locks the rows.
+/// Without order no row holds its key, and nobody waits for a turn. Index: `delivery_held`. Locks
+/// the rows.
 const DELIVERY_UNBLOCK: &str = "
-UPDATE {s}.delivery SET state = 'retrying', due_at = clock_timestamp(), updated_at = clock_timestamp()
-WHERE subscription = $1 AND state = 'blocked'";
+UPDATE {s}.delivery SET ordered = false, updated_at = clock_timestamp(),
+  state = CASE state WHEN 'blocked' THEN 'retrying' ELSE state END, due_at = CASE state WHEN 'blocked' THEN clock_timestamp() ELSE due_at END
+WHERE subscription = $1 AND holds";
 
 /// Keeps the new filter. Index: primary key of `filter`.
 pub(crate) const FILTER_KEEP: &str = "

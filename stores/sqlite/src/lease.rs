@@ -30,9 +30,11 @@ const EPOCH_NEXT: &str =
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_UPDATE: &str = "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4, \
 revision = revision + (topics <> ?2 OR tenant IS NOT ?3) WHERE name = ?1";
-/// Without order nobody waits for a turn any more. By the index of states; takes the write lock.
-const DELIVERY_UNBLOCK: &str = "UPDATE postbox_delivery SET state = 'retrying', due_at = ?2, updated_at = ?2 \
-WHERE subscription = ?1 AND state = 'blocked'";
+/// Without order no row holds its key, and nobody waits for a turn. By the index of keys; takes the
+/// write lock.
+const DELIVERY_UNBLOCK: &str = "UPDATE postbox_delivery SET holds = 0, updated_at = ?2, \
+due_at = iif(state = 'blocked', ?2, due_at), state = iif(state = 'blocked', 'retrying', state) \
+WHERE subscription = ?1 AND holds = 1";
 /// Every filter is kept, by primary key; takes the write lock.
 pub(crate) const FILTER_KEEP: &str = "INSERT OR IGNORE INTO postbox_filter (subscription, revision, topics, tenant) \
 SELECT name, revision, topics, tenant FROM postbox_subscription WHERE name = ?1";

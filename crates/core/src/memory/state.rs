@@ -421,10 +421,15 @@ impl Reader {
         }
     }
 
-    /// Makes due what waits for its turn, now that there is no order.
+    /// There is no order any more: no row holds its key, and what waits for its turn is due.
     pub(super) fn unblock(&mut self, now: Timestamp) {
-        for row in self.deliveries.values_mut().filter(|row| row.state == EventState::Blocked) {
-            (row.state, row.due_at, row.updated_at) = (EventState::Retrying, Some(now), now);
+        let holding: Vec<i64> = self.holding.values().flatten().copied().collect();
+        for seq in holding {
+            let mut row = DeliveryRow { ordered: false, updated_at: now, ..self.deliveries[&seq].clone() };
+            if row.state == EventState::Blocked {
+                (row.state, row.due_at) = (EventState::Retrying, Some(now));
+            }
+            self.put(seq, row);
         }
     }
 
