@@ -189,7 +189,7 @@ pub(crate) enum Command {
     Prune {
         #[command(flatten)]
         which: Selectors,
-        /// Also events that no subscription wants, which are kept otherwise
+        /// Events that no subscription wants, which are kept otherwise, and no others
         #[arg(long)]
         unrouted: bool,
         /// Only count them: delete nothing

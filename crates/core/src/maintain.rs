@@ -27,7 +27,7 @@ pub struct Prune {
     pub older_than: Duration,
     /// Only these events.
     pub which: Criteria,
-    /// Also those that no subscription wants, which are kept otherwise.
+    /// Those that no subscription wants, which are kept otherwise, instead of all others.
     pub unrouted: bool,
     /// Only after this place: where the step before ended.
     pub after: Option<Seq>,
@@ -45,9 +45,9 @@ pub struct Prune {
 ///   open.
 /// - `prune` deletes, of a bounded number of events after a place, those older than the age that
 ///   every subscription of their log has passed and whose delivery rows, if any, are `discarded`;
-///   dead and pending ones stay, and unrouted ones unless they are asked for. Go on with
-///   [`Changed::next`] until there is none: it is there even
-///   where a step found nothing to delete, so that what has to stay is looked at once in a run.
+///   dead and pending ones stay. Unrouted ones stay too, unless they are asked for, and then only
+///   they go. Go on with [`Changed::next`] until there is none: it is there even where a step found
+///   nothing to delete, so that what has to stay is looked at once in a run.
 ///   Where [`PRUNE_YOUNG_MAX`](crate::kit::PRUNE_YOUNG_MAX) of a step's events are too young,
 ///   nothing beyond is looked at: times rise with `seq`, nearly. Rows of events that are gone
 ///   ([`Unreadable::MISSING`](crate::Unreadable::MISSING)) go at that age too, at the end of a run

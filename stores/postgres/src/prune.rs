@@ -24,8 +24,8 @@ FROM {s}.log AS g WHERE g.name = $1{lock}";
 
 /// Finds, of the next events in `seq` order, those that every subscription of the log has passed
 /// and nobody needs any more, and does with them what `{gone}` says. `$1` age, `$2` log, `$3` the
-/// place after which the step begins, `$5` to `$8` what is meant, `$9` whether what nobody wants is
-/// too. Gives how many, where the step ended if there are more, and whether so many were young that
+/// place after which the step begins, `$5` to `$8` what is meant, `$9` whether what nobody wants is,
+/// and nothing else. Gives how many, where the step ended if there are more, and whether so many were young that
 /// nothing beyond is to be looked at. Indexes: primary keys.
 ///
 /// An event below `horizon` is visible in every snapshot that a reader began its window with, so
@@ -65,6 +65,9 @@ const MAY_GO: &str = "
       SELECT FROM reader AS n CROSS JOIN LATERAL (SELECT n.topics, n.tenant) AS s
       WHERE n.lane = l.slot % n.lanes AND {is_unread} AND {is_wanted} OFFSET 0))
     AND l.seq NOT IN (SELECT seq FROM needed)
+    AND (NOT $9 OR (l.seq IN (
+      SELECT u.seq FROM {s}.unrouted AS u
+      WHERE u.log = $2 AND u.seq > $3 AND u.seq <= coalesce((SELECT last FROM step), 9223372036854775807))) IS TRUE)
     AND ($4 OR (l.xid, l.seq) <= (SELECT g.routed_xid, g.routed_seq FROM {s}.log AS g WHERE g.name = $2))
     AND {is_meant}";
 
@@ -133,7 +136,7 @@ pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Re
     if let Some(last) = last.filter(|_| is_young != Some(true)) {
         return Ok(Changed { count, next: Some(Seq(last)) });
     }
-    if prune.which != Criteria::default() {
+    if prune.unrouted || prune.which != Criteria::default() {
         return Ok(Changed { count, next: None });
     }
     if prune.dry_run {

@@ -88,7 +88,7 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
                 young += 1;
             } else if is_meant(&prune.which, row, &head)?
                 && is_done_with(tx, &readers, &head, seq)?
-                && (prune.unrouted || !is_unrouted(tx, &log, seq)?)
+                && prune.unrouted == is_unrouted(tx, &log, seq)?
             {
                 gone.push(seq);
             }
@@ -103,7 +103,7 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
         delete(tx, &log, &readers, &gone)?;
     }
     let mut count = gone.len() as u64;
-    if next.is_none() && prune.which == Criteria::default() {
+    if next.is_none() && !prune.unrouted && prune.which == Criteria::default() {
         let missing = prune_missing(tx, &readers, &table, oldest_kept, prune.dry_run)?;
         count += missing;
         next = (missing > 0 && !prune.dry_run).then_some(Seq(after));

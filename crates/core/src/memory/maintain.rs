@@ -111,7 +111,7 @@ impl Server {
                 young += 1;
             } else if (commit <= of_log.routed || counts_beyond)
                 && prune.which.mean_event(Some(event))
-                && (prune.unrouted || !is_unrouted(seq, commit, event))
+                && prune.unrouted == is_unrouted(seq, commit, event)
                 && readers.iter().all(|reader| reader.is_done_with(seq, commit, event))
             {
                 gone.push(seq);
