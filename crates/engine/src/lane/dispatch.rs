@@ -91,7 +91,11 @@ impl Lane {
         let mut settle_time = context.clock.sleep(SETTLE_EVERY);
         let deliveries = &batch.deliveries;
         let prefix = context.capabilities.prefix;
-        let mut queue = DispatchQueue::new(deliveries, verdicts, context.holds_keys(), prefix);
+        let by_key = context.holds_keys();
+        let mut queue = match limits.probe {
+            true => DispatchQueue::probe(deliveries, verdicts, by_key, &*context.random),
+            false => DispatchQueue::new(deliveries, verdicts, by_key, prefix),
+        };
         let mut calls = FuturesUnordered::new();
         let mut out: HashSet<usize> = HashSet::new();
         let mut spare = None;
@@ -262,6 +266,9 @@ impl Lane {
                     (disposition, false)
                 }
                 Verdict::Refused(disposition) => (disposition, false),
+                // To write it would put aside all that is before it, and it proves nothing: it is
+                // tried again in its turn.
+                Verdict::Failed(_) if matches!(queue, DispatchQueue::Probe { .. }) && place > 0 => continue,
                 Verdict::Failed(disposition) => (disposition, true),
             };
             stopped.extend(key.map(|key| (key, false)));

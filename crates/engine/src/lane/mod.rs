@@ -43,7 +43,7 @@ pub(crate) use self::lease::LeaseGuard;
 pub(crate) use self::limit::ReadLimit;
 use self::limit::Until;
 use crate::breaker::Admission;
-use crate::context::RelayContext;
+use crate::context::{Destination, RelayContext};
 use crate::metrics::Gauge;
 
 /// Longest wait of a relay for its lanes after calls in flight were dropped: one settlement and one
@@ -213,23 +213,37 @@ impl Lane {
         Ok(stream? + due?)
     }
 
-    /// Sends one event to a destination that was down; whether there was one. Half of the time a
-    /// due row goes first, else the next of the stream, so that an event that itself brings the
-    /// destination down does not keep all others from trying.
+    /// Sends one event to a destination that was down; whether there was one.
+    ///
+    /// An event may itself be why the destination looks down, and so may all that are next to it.
+    /// So half of the time a due row goes first, else one of the stream; and of the stream half of
+    /// the time not the next, but any of ever more the more probes failed. If it is taken, those
+    /// before it leave the stream as due rows.
     async fn probe(&self, until: Until<'_>) -> Result<bool> {
         let context = &*self.context;
         context.metrics.set_breaker(context.health.breaker.state());
         let _turn = ProbeTurn(context);
         let round = self.lease.halt.child_token();
-        let one = BatchLimit { events: 1, ..context.settings.batch };
+        let failures = context.health.breaker.failures();
+        let reach = if context.random.unit() < 0.5 { 1 } else { self.probe_reach(failures) };
+        let limit = BatchLimit { events: reach, ..context.settings.batch };
         let stream_first = context.random.unit() < 0.5;
-        if stream_first && self.probe_stream(until, one, &round).await? {
+        if stream_first && self.probe_stream(until, limit, &round).await? {
             return Ok(true);
         }
         if self.due_once(until, true, &round).await? > 0 {
             return Ok(true);
         }
-        Ok(!stream_first && self.probe_stream(until, one, &round).await?)
+        Ok(!stream_first && self.probe_stream(until, limit, &round).await?)
+    }
+
+    /// Among how many events of the stream a probe is chosen: four times as many after each that
+    /// failed, up to a batch. A transaction of handlers takes what it is given, so it is given one.
+    fn probe_reach(&self, failures: u32) -> usize {
+        match self.context.destination {
+            Destination::Sink(_) => 4_usize.saturating_pow(failures).min(self.context.settings.batch.events),
+            Destination::Apply(_) => 1,
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 
-use postbox_core::{Delivery, Disposition, Key};
+use postbox_core::{Delivery, Disposition, Key, Random};
 
 use super::verdicts::Verdicts;
 
@@ -27,6 +27,8 @@ pub(super) enum DispatchQueue {
         /// The next event of the same key.
         behind: Vec<Option<u32>>,
     },
+    /// One event, to see whether the destination is back.
+    Probe { place: Option<usize> },
 }
 
 impl DispatchQueue {
@@ -51,12 +53,25 @@ impl DispatchQueue {
         Self::PerKey { ready, behind }
     }
 
+    /// Any one event that has none of its key before it.
+    pub(super) fn probe(deliveries: &[Delivery], verdicts: &Verdicts, by_key: bool, random: &dyn Random) -> Self {
+        let mut keys = HashSet::new();
+        let mut is_first = |delivery: &'_ Delivery| match &delivery.event.key {
+            Some(key) if by_key => keys.insert(key.clone()),
+            _ => true,
+        };
+        let waiting = deliveries.iter().enumerate().filter(|(index, _)| verdicts.is_waiting(*index));
+        let heads: Vec<usize> = waiting.filter(|(_, delivery)| is_first(delivery)).map(|(index, _)| index).collect();
+        Self::Probe { place: heads.get((random.unit() * heads.len() as f64) as usize).copied() }
+    }
+
     /// Whether anything might go out now; `take` may still find that all of it is held.
     pub(super) fn has_more(&self, count: usize) -> bool {
         match self {
             Self::Batched { next, out, .. } => !out && *next < count,
             Self::Unordered { next } => *next < count,
             Self::PerKey { ready, .. } => !ready.is_empty(),
+            Self::Probe { place } => place.is_some(),
         }
     }
 
@@ -92,6 +107,7 @@ impl DispatchQueue {
                 }
                 chunk
             }
+            Self::Probe { place } => place.take().into_iter().collect(),
             Self::PerKey { ready, .. } => std::iter::from_fn(|| ready.pop()).map(|Reverse(at)| at).take(max).collect(),
         }
     }
@@ -120,7 +136,7 @@ impl DispatchQueue {
                     held.insert(key.clone());
                 }
             }
-            Self::Unordered { .. } => {}
+            Self::Unordered { .. } | Self::Probe { .. } => {}
             Self::PerKey { behind, .. } => {
                 let mut at = behind[index].take();
                 while let Some(later) = at {

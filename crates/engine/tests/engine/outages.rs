@@ -290,3 +290,23 @@ async fn a_scheduled_run_with_nothing_left_rests_until_its_time() {
     let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
     ended.expect("ran");
 }
+
+/// So many in a row that each call of the destination meets one of them, and they come first.
+#[tokio::test(start_paused = true)]
+async fn events_that_bring_the_destination_down_keep_the_others_for_minutes_at_most() {
+    let ambiguous = || Outcome::Ambiguous { code: "http_503".into(), error: "no".into(), after: None };
+    let down = || Outcome::unavailable("stream_wrong_type", "no");
+    let wrong: [fn() -> Outcome; 3] = [ambiguous, || throttled(3 * S), down];
+    for capabilities in support::all_capabilities() {
+        for (which, outcome) in wrong.iter().enumerate() {
+            let env = TestEnv::with((0..220).map(|n| event(n, n))).await;
+            let (sink, relay) = env.recorded(capabilities, fast());
+            let outcome = *outcome;
+            sink.script(move |delivery| if delivery.event.version < Some(20) { outcome() } else { Outcome::DELIVERED });
+            env.run_for(&relay, 1_200 * S).await;
+            let stats = env.stats().await;
+            assert_eq!(stats.dispatched, 200, "{capabilities:?}, {which}: {stats:?}");
+            sink.assert_in_order();
+        }
+    }
+}
