@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Delivery, Error, ErrorKind, Event, Topic};
+use postbox_core::{Delivery, Error, Event, Topic};
 
 use crate::breaker::BreakerState;
 use crate::histogram::Histogram;
@@ -26,7 +26,7 @@ pub struct Outage {
     pub code: String,
 }
 
-/// A lane whose calls to the store fail again and again, though the store is there.
+/// A lane whose calls to the store fail again and again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FailingLane {
     /// Which lane.
@@ -167,8 +167,7 @@ impl Metrics {
         lock(&self.outage).clone()
     }
 
-    /// The lanes of this relay whose reads or settlements keep failing at `now`, though the store
-    /// can be reached.
+    /// The lanes of this relay whose reads or settlements keep failing at `now`.
     pub(crate) fn failing_lanes(&self, now: Timestamp) -> Vec<FailingLane> {
         let failures = lock(&self.failures);
         let reported =
@@ -180,11 +179,9 @@ impl Metrics {
         lanes
     }
 
-    /// A call of a lane failed. A store that is down is reported elsewhere, and ends by itself.
+    /// A call of a lane failed. One that fails because the store is down counts too: a store may
+    /// answer whoever asks, and yet take nothing (a full disk).
     pub(crate) fn lane_failed(&self, lane: u16, operation: &'static str, error: &Error, now: Timestamp) {
-        if error.kind() == ErrorKind::Unavailable {
-            return;
-        }
         let mut failures = lock(&self.failures);
         let fresh = || Failures { lane: FailingLane { lane, since: now, code: String::new() }, last: now, count: 0 };
         let known = failures.entry((lane, operation)).or_insert_with(fresh);

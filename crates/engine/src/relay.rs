@@ -194,7 +194,7 @@ impl Relay {
         self.metrics.clone()
     }
 
-    /// The lanes whose reads or settlements keep failing now, though the store can be reached.
+    /// The lanes whose reads or settlements keep failing now.
     pub fn failing_lanes(&self) -> Vec<FailingLane> {
         self.metrics.failing_lanes(self.clock.now())
     }

@@ -82,7 +82,8 @@ async fn find_faults(store: &dyn Store, relays: &Relays, receivers: &[Arc<Superv
         Ok(Err(error)) => Some(of_store(error.code(), error.message().to_owned())),
         Err(_) => Some(of_store("store_timeout", format!("no answer within {STORE_WAIT:?}"))),
     };
-    let of_relays = relays.iter().filter_map(|relay| relay.fault());
+    let store_is_up = of_the_store.is_none();
+    let of_relays = relays.iter().filter_map(|relay| relay.fault(store_is_up));
     let of_sources = receivers.iter().filter_map(|receiver| receiver.fault());
     of_the_store.into_iter().chain(of_relays).chain(of_sources).collect()
 }

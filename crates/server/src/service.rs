@@ -31,10 +31,11 @@ const SETTLE_SHARE: Duration = Duration::from_millis(500);
 const STORE_WAIT: Duration = Duration::from_millis(500);
 /// So many tries are one line in the log.
 const TRIES_PER_LINE: u32 = 60;
-/// A store that is away, or not up yet.
-const AWAY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout"];
+/// A store that is away, not up yet, or has no room.
+const AWAY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout", "store_full"];
 /// The same, or a standby: it will be promoted, or somebody reads the log.
-const AWAY_OR_STANDBY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout", "store_read_only"];
+const AWAY_OR_STANDBY: &[&str] =
+    &["store_unreachable", "store_unavailable", "store_timeout", "store_full", "store_read_only"];
 
 /// A running service. Dropping it ends everything at once, without settling; nothing is lost, but
 /// what was in flight may arrive again.

@@ -34,12 +34,15 @@ impl SupervisedRelay {
         self.relay.metrics()
     }
 
-    /// Why it is not ready, if it is not.
-    pub(crate) fn fault(&self) -> Option<Fault> {
+    /// Why it is not ready, if it is not. Where the store is down, that is why its lanes fail, and
+    /// said elsewhere.
+    pub(crate) fn fault(&self, store_is_up: bool) -> Option<Fault> {
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let (code, what) = if let Some(error) = ended {
             (error.code().to_owned(), error.to_string())
-        } else if let Some(FailingLane { lane, since, code }) = self.relay.failing_lanes().into_iter().next() {
+        } else if store_is_up
+            && let Some(FailingLane { lane, since, code }) = self.relay.failing_lanes().into_iter().next()
+        {
             let what = format!("lane {lane} cannot be read or settled since {since:.0}; last reason: {code}");
             (code, what)
         } else {

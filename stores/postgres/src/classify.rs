@@ -129,6 +129,11 @@ fn of_database(operation: &'static str, fields: &ErrorFields<'_>) -> Error {
         ),
         // Raised by `<log>_window`.
         "PB001" => cursor_foreign(operation),
+        "53100" => make(
+            Unavailable,
+            "store_full",
+            format!("{}; free space on the database's disk, and all goes on by itself", fields.message),
+        ),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
         // A row, or what was stored apart from it, is damaged.
@@ -139,7 +144,7 @@ fn of_database(operation: &'static str, fields: &ErrorFields<'_>) -> Error {
                 "login_refused",
                 format!("{}; correct the user or the password in the store's URL", fields.message),
             ),
-            // connection exceptions, insufficient resources (disk full, too many connections),
+            // connection exceptions, insufficient resources (memory, too many connections),
             // operator intervention (shutdown, starting up), system errors, idle transaction ended.
             "08" | "53" | "57" | "58" | "25" => make(Unavailable, "store_unavailable", text()),
             _ => make(Internal, "store_error", format!("{} ({state})", fields.message)),
@@ -201,7 +206,7 @@ mod tests {
             ("57P02", Unavailable, "store_unavailable"),
             ("57P03", Unavailable, "store_unavailable"),
             ("53300", Unavailable, "store_unavailable"),
-            ("53100", Unavailable, "store_unavailable"),
+            ("53100", Unavailable, "store_full"),
             ("08006", Unavailable, "store_unavailable"),
             ("25P03", Unavailable, "store_unavailable"),
             ("25006", Unavailable, "store_read_only"),

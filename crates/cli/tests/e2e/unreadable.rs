@@ -230,6 +230,14 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     ensure!(metrics.contains(gauge), "{metrics}");
     env.config(&format!("{}[server]\nlisten = {:?}\n", endpoint.subscription("out"), relay.address))?;
     ensure!(env.said(&["doctor"])?.contains("lane 0 cannot be read or settled"));
+    // A database without room answers whoever looks, and takes nothing.
+    env.sql(&format!(
+        "CREATE OR REPLACE FUNCTION postbox.outbox_window{body} RETURNS SETOF record LANGUAGE plpgsql AS
+         $$ BEGIN RAISE EXCEPTION 'no space left on device' USING ERRCODE = '53100'; END $$;"
+    ))
+    .await?;
+    let full = until("/readyz names the reason", async || ready("last reason: store_full").await).await?;
+    ensure!(full.starts_with("HTTP/1.1 503") && full.contains(why), "{full}");
     env.sql(
         "DROP FUNCTION postbox.outbox_window; ALTER FUNCTION postbox.kept RENAME TO outbox_window;
          INSERT INTO OUTBOX (topic, key, payload) VALUES ('t', 'k', '{\"n\":1}')",
