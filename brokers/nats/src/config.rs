@@ -29,6 +29,9 @@ const REPLICAS_MAX: u8 = 5;
 /// Longest name of a stream or consumer: it becomes a folder.
 const NAME_BYTES_MAX: usize = 255;
 
+/// The window of a stream that is made, at least: JetStream's own default.
+const WINDOW_MIN: Duration = Duration::from_secs(120);
+
 table! {
     /// Who we are; one of the ways.
     #[check(check)]
@@ -54,7 +57,9 @@ table! {
         /// On how many servers it is kept.
         replicas: u8 = integer(1..=REPLICAS_MAX), default(1);
         /// How long it remembers ids.
-        duplicate_window: Duration = duration(Duration::from_millis(100)), default("1h");
+        ///
+        /// Unset, as long as an event may take to come again: `retry.max` and the call's time.
+        duplicate_window: Option<Duration> = duration(Duration::from_millis(100)), unset("as long as an event may take", r#""4h""#);
     }
 }
 
@@ -76,7 +81,7 @@ table! {
         /// The stream that is to take the events; no other may.
         stream: Option<String> = text(name), unset("whichever takes the subject", r#""ORDERS""#);
         /// How `stream` is made if it is missing.
-        create: Option<CreateTable> = nested::<CreateTable>(), unset("never", r#"{ replicas = 3, duplicate_window = "1h" }"#);
+        create: Option<CreateTable> = nested::<CreateTable>(), unset("never", r#"{ replicas = 3, duplicate_window = "4h" }"#);
         /// What a message holds.
         ///
         /// See [envelopes](envelopes.md).
@@ -186,7 +191,7 @@ impl SinkConfig for NatsSinkTable {
         let new = |create: &CreateTable| NewStream {
             subjects: if create.subjects.is_empty() { vec![pattern.clone()] } else { create.subjects.clone() },
             replicas: create.replicas,
-            duplicate_window: create.duplicate_window,
+            duplicate_window: create.duplicate_window.unwrap_or(context.repeats_within.max(WINDOW_MIN)),
         };
         let target = Target {
             stream: self.stream.clone(),

@@ -4,6 +4,7 @@ use std::error::Error as _;
 use std::io::Write as _;
 use std::process::ExitCode;
 
+use postbox_core::ErrorKind;
 use postbox_server::LoadError;
 use postbox_server::text::safe_line;
 
@@ -67,7 +68,9 @@ impl From<postbox_core::Error> for Failure {
         // One line, whatever the database said.
         let text =
             text.split(['\n', '\r']).map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
-        Self::Failed(format!("{text} ({})", error.code()))
+        let text = format!("{text} ({})", error.code());
+        // Of what is named on the command line.
+        if error.kind() == ErrorKind::NotFound { Self::Usage(text) } else { Self::Failed(text) }
     }
 }
 

@@ -62,7 +62,11 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
     }
     let terminal = output::is_terminal();
     let rows: Vec<Vec<String>> = records.iter().map(|(name, record)| row(name, record, terminal)).collect();
-    output::rows(&HEAD, &rows)
+    output::rows(&HEAD, &rows)?;
+    if records.len() == wanted.limit {
+        output::note(&format!("there may be more than these {}: --limit NUMBER", wanted.limit));
+    }
+    Ok(())
 }
 
 pub(crate) const HEAD: [&str; 9] = ["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"];

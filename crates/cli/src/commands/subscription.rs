@@ -42,7 +42,8 @@ pub(super) async fn reset(context: &Context, name: &SubscriptionName, to: ResetT
     let (store, _) = named(context, name).await?;
     let plan = store.reset(name, to, None).await?;
     let [again, skipped] = [plan.again, plan.skipped].map(|count| estimated(count, plan.is_estimate));
-    output::line(&format!("again={again} skipped={skipped}"))?;
+    let estimate = if plan.is_estimate { " estimated=true" } else { "" };
+    output::line(&format!("again={} skipped={}{estimate}", plan.again, plan.skipped))?;
     if !yes {
         return Err(Failure::usage(format!(
             "nothing was done yet: of {name}, {again} event(s) would go out again, and {skipped} that were not delivered would be skipped; \
