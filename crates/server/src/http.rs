@@ -18,9 +18,9 @@ use tokio::time::timeout;
 
 use crate::cache::Cached;
 use crate::metrics::{self, Exporter};
+use crate::service::Relays;
 use crate::status::{self, Fault, ServiceStatus};
 use crate::supervised_receiver::SupervisedReceiver;
-use crate::supervised_relay::Relays;
 use crate::text::{safe_json, safe_line};
 
 /// Longest wait for the store before it counts as not reachable: probes give up after a few
@@ -82,7 +82,7 @@ async fn find_faults(store: &dyn Store, relays: &Relays, receivers: &[Arc<Superv
         Ok(Err(error)) => Some(of_store(error.code(), error.message().to_owned())),
         Err(_) => Some(of_store("store_timeout", format!("no answer within {STORE_WAIT:?}"))),
     };
-    let of_relays = relays.iter().filter_map(|relay| relay.fault());
+    let of_relays = relays.iter().filter_map(|relay| Fault::of_relay(relay));
     let of_sources = receivers.iter().filter_map(|receiver| receiver.fault());
     of_the_store.into_iter().chain(of_relays).chain(of_sources).collect()
 }

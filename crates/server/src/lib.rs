@@ -30,9 +30,7 @@ mod sinks;
 mod sources;
 pub mod status;
 mod stores;
-mod supervise;
 mod supervised_receiver;
-mod supervised_relay;
 pub mod text;
 mod wiring;
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, HighWaterMark, Result, SourceName, State, Store, SubscriptionName};
-use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot};
+use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot, SupervisedRelay};
 use postbox_ingress::Count;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, NoLabelSet, text};
@@ -19,10 +19,10 @@ use prometheus_client::registry::Registry;
 use tokio::time::{Instant, timeout_at};
 
 use crate::cache::Cached;
+use crate::service::Relays;
 use crate::sources::Sources;
 use crate::status::{self, MarksJson, StatsJson, TopicJson, UnroutedLog};
 use crate::supervised_receiver::SupervisedReceiver;
-use crate::supervised_relay::{Relays, SupervisedRelay};
 use crate::text::neutralise;
 
 /// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several share one answer.
@@ -85,7 +85,7 @@ async fn count(store: &dyn Store, relays: &Relays) -> Result<(Vec<Counted>, Vec<
     let deadline = Instant::now() + status::STATS_WAIT;
     let infos = match timeout_at(deadline, store.subscriptions()).await.map_err(|_| status::too_slow())? {
         Err(error) if ["table_locked", "store_contention", "statement_timeout"].contains(&error.code()) => {
-            return Ok((relays.iter().map(|relay| (relay.name.clone(), None)).collect(), Vec::new()));
+            return Ok((relays.iter().map(|relay| (relay.name().clone(), None)).collect(), Vec::new()));
         }
         infos => infos?,
     };
@@ -239,13 +239,13 @@ fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
         ("postbox_timeouts_total", "Deliveries that exceeded the time limit.", |m| m.timeouts),
         ("postbox_breaker_opened_total", "Times the breaker opened.", |m| m.breaker_opened),
     ];
-    let snapshots: Vec<_> = relays.iter().map(|relay| (relay.name.as_str(), relay.metrics().snapshot())).collect();
+    let snapshots: Vec<_> = relays.iter().map(|relay| (relay.name().as_str(), relay.relay().metrics().snapshot())).collect();
     for (name, help, read) in COUNTERS {
         page.family(name, help, snapshots.iter().map(|(name, m)| (labels([("subscription", name)]), read(m))))?;
     }
     let failures = relays.iter().flat_map(|relay| {
-        capped(relay.metrics().failures_by_cause()).into_iter().map(move |((topic, code), count)| {
-            (labels([("subscription", relay.name.as_str()), ("topic", &topic), ("code", &code)]), count)
+        capped(relay.relay().metrics().failures_by_cause()).into_iter().map(move |((topic, code), count)| {
+            (labels([("subscription", relay.name().as_str()), ("topic", &topic), ("code", &code)]), count)
         })
     });
     page.family("postbox_failures_total", "Failed deliveries by topic and reason.", failures)?;
@@ -257,9 +257,9 @@ fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
     let lanes = snapshots.iter().map(|(name, m)| (labels([("subscription", name)]), m.lanes_held));
     page.family("postbox_lanes_held", "Lanes this process drives now.", lanes)?;
     let failing = relays.iter().flat_map(|relay| {
-        relay.relay.failing_lanes().into_iter().map(move |failing| {
+        relay.relay().failing_lanes().into_iter().map(move |failing| {
             let lane = failing.lane.to_string();
-            let labels = labels([("subscription", relay.name.as_str()), ("lane", &lane), ("code", &failing.code)]);
+            let labels = labels([("subscription", relay.name().as_str()), ("lane", &lane), ("code", &failing.code)]);
             (labels, failing.since.as_second().unsigned_abs())
         })
     });
@@ -267,12 +267,12 @@ fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
         "When a lane began to fail at every read or settlement, in seconds since 1970; not there while it works.";
     page.family("postbox_lane_failing_since_seconds", help, failing)?;
     let breakers = relays.iter().map(|relay| {
-        let state = match relay.metrics().breaker_state() {
+        let state = match relay.relay().metrics().breaker_state() {
             BreakerState::Closed => 0_u64,
             BreakerState::HalfOpen => 1,
             BreakerState::Open => 2,
         };
-        (labels([("subscription", relay.name.as_str())]), state)
+        (labels([("subscription", relay.name().as_str())]), state)
     });
     let help = "How the destination stands: 0 answers, 1 is being asked again, 2 does not answer.";
     page.family("postbox_breaker_state", help, breakers)
@@ -322,9 +322,9 @@ fn received(page: &mut Page<'_>, exporter: &Exporter) -> fmt::Result {
         counts.map(move |count| (labels([("layer", layer), ("source", &name(count))]), count.count))
     });
     let at_destinations = exporter.relays.iter().flat_map(|relay| {
-        let known = exporter.sources.of_log(&relay.relay.subscription().log).map(SourceName::to_string);
-        by_source(relay.metrics().duplicates_by_source(), known).into_iter().map(move |(source, count)| {
-            let subscription = relay.name.as_str();
+        let known = exporter.sources.of_log(&relay.relay().subscription().log).map(SourceName::to_string);
+        by_source(relay.relay().metrics().duplicates_by_source(), known).into_iter().map(move |(source, count)| {
+            let subscription = relay.name().as_str();
             (labels([("layer", "destination"), ("source", &source), ("subscription", subscription)]), count)
         })
     });

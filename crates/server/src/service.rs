@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store};
-use postbox_engine::{Sweeper, TokioClock, UnroutedFinder};
+use postbox_engine::{Schedule, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder};
 use postbox_listen::serve;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -20,7 +20,6 @@ use crate::http::{Api, router};
 use crate::metrics::Exporter;
 use crate::sources::Sources;
 use crate::stores::open_store;
-use crate::supervised_relay::{Relays, SupervisedRelay};
 use crate::wiring;
 
 /// Part of the stop deadline that is left to relays and receivers for settling and giving back what
@@ -35,6 +34,9 @@ const TRIES_PER_LINE: u32 = 60;
 const AWAY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout"];
 /// The same, or a standby: it will be promoted, or somebody reads the log.
 const AWAY_OR_STANDBY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout", "store_read_only"];
+
+/// All relays of a service.
+pub(crate) type Relays = Arc<[Arc<SupervisedRelay>]>;
 
 /// A running service. Dropping it ends everything at once, without settling; nothing is lost, but
 /// what was in flight may arrive again.
@@ -76,7 +78,8 @@ impl Service {
             subscription.settings.drain_timeout = drain_timeout;
             present(&*clock, AWAY_OR_STANDBY, || store.subscribe(&subscription.subscription)).await?;
             let relay = wiring::relay(&store, &subscription, address, &clock).await?;
-            relays.push(SupervisedRelay::new(relay, subscription.schedule.clone()));
+            let schedule = subscription.schedule.clone().map(|cron| Box::new(cron) as Box<dyn Schedule>);
+            relays.push(SupervisedRelay::new(relay, schedule));
         }
         let sources = Sources::build(&config.sources, drain_timeout, &store, &clock).await?;
         info!(%address, subscriptions = relays.len(), sources = config.sources.len(), "postbox serves");
