@@ -100,9 +100,12 @@ struct Readme;
 #[doc = include_str!("../../../docs/guide/rust.md")]
 struct Guide;
 
+mod service;
+
 pub use postbox_core::*;
 pub use postbox_derive::Event;
 pub use postbox_engine::*;
+pub use service::{Service, ServiceBuilder};
 
 /// The signed webhook sink.
 #[cfg(feature = "http")]
