@@ -200,8 +200,7 @@ async fn delivered_events_go_after_their_time_without_being_asked_to() {
     for (age, kept) in [(Duration::from_secs(60), 0), (Duration::from_secs(86_400), 1)] {
         let store = store();
         let (router, mut saw) = reporting();
-        let service =
-            Service::builder(store.clone()).outbox("mails", router).keep_events(age).build().expect("built");
+        let service = Service::builder(store.clone()).outbox("mails", router).keep_events(age).build().expect("built");
         let serving = running(&service);
         pay(&store, 1);
         assert_eq!(next(&mut saw).await, 1);
@@ -219,10 +218,7 @@ async fn a_builder_refuses_what_cannot_work() {
     let builder = || Service::builder(store());
     assert_eq!(built(builder().outbox("", reporting().0)), "name_empty");
     assert_eq!(built(builder().outbox("mails", Router::new())), "router_empty");
-    assert_eq!(
-        built(builder().outbox("mails", reporting().0).inbox("mails", reporting().0)),
-        "subscription_twice"
-    );
+    assert_eq!(built(builder().outbox("mails", reporting().0).inbox("mails", reporting().0)), "subscription_twice");
     assert_eq!(built(builder().remember_ids(Duration::from_secs(60))), "message_ids_age_too_short");
     let name = "own".parse().expect("a name");
     let idle = Relay::builder(Arc::new(store()), Subscription::new(name, LogName::outbox())).build().expect("built");

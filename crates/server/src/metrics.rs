@@ -239,7 +239,8 @@ fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
         ("postbox_timeouts_total", "Deliveries that exceeded the time limit.", |m| m.timeouts),
         ("postbox_breaker_opened_total", "Times the breaker opened.", |m| m.breaker_opened),
     ];
-    let snapshots: Vec<_> = relays.iter().map(|relay| (relay.name().as_str(), relay.relay().metrics().snapshot())).collect();
+    let snapshots: Vec<_> =
+        relays.iter().map(|relay| (relay.name().as_str(), relay.relay().metrics().snapshot())).collect();
     for (name, help, read) in COUNTERS {
         page.family(name, help, snapshots.iter().map(|(name, m)| (labels([("subscription", name)]), read(m))))?;
     }
