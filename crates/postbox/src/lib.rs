@@ -107,6 +107,7 @@ struct Readme;
 struct Guide;
 
 mod service;
+pub mod test;
 
 pub use postbox_core::*;
 pub use postbox_derive::Event;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use postbox::router::{Event, Router, State};
 use postbox::{
     Admin as _, Append as _, Error, ErrorKind, Inspect as _, LogName, Maintain as _, MemoryStore, Migrate as _,
-    NewEvent, Postbox, Relay, Service, Subscription, SubscriptionName, TokioClock, TypedEvent as _,
+    NewEvent, Postbox, Relay, Service, Subscription, SubscriptionName, TypedEvent as _, test::store,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot};
@@ -22,10 +22,6 @@ struct OrderPaid {
 }
 
 type Seen = mpsc::UnboundedSender<i64>;
-
-fn store() -> MemoryStore {
-    MemoryStore::new(Arc::new(TokioClock::simulated(jiff::Timestamp::UNIX_EPOCH)))
-}
 
 fn pay(store: &MemoryStore, order: i64) {
     let mut tx = store.begin();
