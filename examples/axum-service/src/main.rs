@@ -9,8 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, ensure};
-use postbox::webhook::UnixSeconds;
-use postbox::webhook::plain::{Layout, Secret, Signer};
+use postbox::webhook::{UnixSeconds, stripe};
 use sqlx::PgPool;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -91,13 +90,10 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// As Stripe signs: `t=…,v1=…`.
 fn signature(secret: &str, body: &str) -> anyhow::Result<String> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?.as_secs();
-    let layout = Layout { timestamp_header: Some("t".into()), ..Layout::new("v1") };
-    let signed = Signer::new(Secret::new(secret)?, layout)?.sign(UnixSeconds(now.try_into()?), body.as_bytes())?;
-    let items: Vec<_> = signed.into_iter().rev().map(|(name, value)| format!("{name}={value}")).collect();
-    Ok(format!("stripe-signature: {}\r\n", items.join(",")))
+    let signed = stripe::Secret::new(secret)?.sign(UnixSeconds(now.try_into()?), body.as_bytes());
+    Ok(signed.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect())
 }
 
 /// Posts JSON; the status and the body of the answer.
