@@ -64,8 +64,8 @@ const READY_WAIT: Duration = Duration::from_secs(2);
 /// | a look each second for events that no subscription wants | they take turns |
 ///
 /// Behaviour:
-/// - It begins with the store and every subscription: one that is away is waited for, what is wrong
-///   for good (schema, rights, another number of lanes) is an error, and nothing is delivered.
+/// - It begins with the store and every subscription. A store that is away is waited for; what is
+///   wrong for good (schema, rights, an unknown log) is an error, and nothing is delivered.
 /// - A relay that fails later, or panics, is started again, and the others go on; see
 ///   [`Self::ready`]. One whose subscription was removed or renamed meanwhile is not.
 /// - The first of the signal and [`Self::stop`] ends it: what is in flight is finished and settled,

@@ -1,12 +1,15 @@
 //! A service in a program of the user's: what its documentation promises.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use async_trait::async_trait;
+use postbox::postgres::{PostgresConfig, PostgresStore};
 use postbox::router::{Event, Router, State};
 use postbox::{
-    Admin as _, Append as _, Error, ErrorKind, Inspect as _, LogName, Maintain as _, MemoryStore, Migrate as _,
-    NewEvent, Postbox, Relay, Service, Subscription, SubscriptionName, TypedEvent as _, test::store,
+    Admin as _, Append as _, Call, Error, ErrorKind, Inspect as _, LogName, Maintain as _, MemoryStore, Migrate as _,
+    NewEvent, Postbox, Relay, Service, Subscription, SubscriptionName, TypedEvent as _, Wire, test::store,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot};
@@ -147,6 +150,53 @@ async fn a_run_that_is_dropped_says_so_to_who_stops_with_it() {
     soon(service.stopping()).await;
     drop(service);
     assert_eq!(soon(saw.recv()).await, None, "nothing of it is left at work");
+}
+
+/// A store that cannot be reached until it is there.
+struct Away(AtomicBool);
+
+#[async_trait]
+impl Wire for Away {
+    async fn carry(&self, call: Arc<Call>) -> postbox::Result<()> {
+        if self.0.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Unavailable, call.operation, "store_unreachable", "nobody answers"));
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_is_away_is_waited_for() {
+    let away = Arc::new(Away(AtomicBool::new(true)));
+    let store = store();
+    pay(&store, 1);
+    for comes in [false, true] {
+        let (router, mut saw) = reporting();
+        let client = store.client(Some(away.clone()));
+        let service = Service::builder(client).outbox("mails", router).build().expect("built");
+        let serving = running(&service);
+        assert!(timeout(PATIENCE, service.started()).await.is_err(), "it waits");
+        if comes {
+            away.0.store(false, Ordering::SeqCst);
+            soon(service.started()).await.expect("ready");
+            assert_eq!(next(&mut saw).await, 1);
+        }
+        service.stop();
+        soon(serving).await.expect("no panic").expect("stopped");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_database_that_is_not_up_yet_is_waited_for() {
+    let nobody = PostgresConfig::new("postgres://postgres@127.0.0.1:1/postgres");
+    let store = PostgresStore::new(nobody).expect("a URL");
+    let service = Service::builder(store).build().expect("built");
+    let serving = running(&service);
+    assert!(timeout(PATIENCE, service.started()).await.is_err(), "it waits");
+    assert_eq!(code(service.ready().await), "service_starting");
+    service.stop();
+    soon(serving).await.expect("no panic").expect("stopped");
 }
 
 #[tokio::test(start_paused = true)]
