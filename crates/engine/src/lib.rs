@@ -23,6 +23,7 @@
 //! | [`Relay`] | drives one subscription: until stopped, once (`drain`), or on a [`Schedule`] |
 //! | [`router::Router`] | async functions by topic, each argument of which is a part of the event |
 //! | [`handler_sink`], [`InProcessBus`], [`JsonLines`] | sinks that need no broker: a function, handlers by topic, a file or stdout |
+//! | [`SupervisedRelay`] | a relay that is started again when it fails |
 //! | [`Receiver`] | stores the messages of one source, from a broker or from senders that wait, many in a commit |
 //! | [`Sweeper`] | retention |
 //! | [`TokioClock`], [`SystemRandom`], [`SeededRandom`] | time and chance on tokio, real or simulated |
@@ -69,6 +70,8 @@ mod retention;
 pub mod router;
 mod schedule;
 mod settings;
+mod supervise;
+mod supervised_relay;
 mod unrouted;
 
 pub use breaker::{BreakerPolicy, BreakerState};
@@ -87,4 +90,6 @@ pub use relay::{Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept, step_pause};
 pub use schedule::{Every, Schedule};
 pub use settings::{OnDead, RelaySettings};
+pub use supervise::supervise;
+pub use supervised_relay::SupervisedRelay;
 pub use unrouted::UnroutedFinder;

@@ -217,6 +217,36 @@ impl Relay {
         }
     }
 
+    /// Makes its subscription if it is not there, which [`Self::run`] begins with; `false` if
+    /// stopped before the store answered.
+    ///
+    /// A store that is down is waited for; an error is permanent. Cancel-safe.
+    pub async fn subscribe(&self, stop: &CancellationToken) -> Result<bool> {
+        let mut wait = Duration::from_millis(20);
+        while !stop.is_cancelled() {
+            if self.subscribed.load(Ordering::Acquire) {
+                return Ok(true);
+            }
+            match self.log.subscribe(&self.subscription).await {
+                Ok(()) => {
+                    self.subscribed.store(true, Ordering::Release);
+                    continue;
+                }
+                Err(error) if error.is_permanent() => return Err(error),
+                Err(error) => {
+                    let log_line = |context: &Arc<RelayContext>| context.log_line("store unavailable", error.code());
+                    if let Some(left_out) = self.context.as_ref().map_or(Some(0), log_line) {
+                        let code = error.code();
+                        warn!(subscription = self.name(), code, error = %error, left_out, "store unavailable");
+                    }
+                }
+            }
+            _ = stop.run_until_cancelled(self.clock.sleep(wait)).await;
+            wait = (wait * 2).min(Duration::from_millis(500));
+        }
+        Ok(false)
+    }
+
     /// Relays until `stop`, then finishes what is in flight, settles, gives its lanes back, closes
     /// the sink and returns.
     ///
@@ -381,33 +411,6 @@ impl Relay {
             return Err(Error::new(ErrorKind::Conflict, "run relay", "relay_running", text));
         }
         Ok(Running(&self.running))
-    }
-
-    /// False if stopped before the store answered.
-    async fn subscribe(&self, stop: &CancellationToken) -> Result<bool> {
-        let mut wait = Duration::from_millis(20);
-        while !stop.is_cancelled() {
-            if self.subscribed.load(Ordering::Acquire) {
-                return Ok(true);
-            }
-            match self.log.subscribe(&self.subscription).await {
-                Ok(()) => {
-                    self.subscribed.store(true, Ordering::Release);
-                    continue;
-                }
-                Err(error) if error.is_permanent() => return Err(error),
-                Err(error) => {
-                    let log_line = |context: &Arc<RelayContext>| context.log_line("store unavailable", error.code());
-                    if let Some(left_out) = self.context.as_ref().map_or(Some(0), log_line) {
-                        let code = error.code();
-                        warn!(subscription = self.name(), code, error = %error, left_out, "store unavailable");
-                    }
-                }
-            }
-            _ = stop.run_until_cancelled(self.clock.sleep(wait)).await;
-            wait = (wait * 2).min(Duration::from_millis(500));
-        }
-        Ok(false)
     }
 
     /// Takes and shares lanes until `stop`; an error is permanent.

@@ -36,8 +36,9 @@ pub struct Swept {
     pub message_ids: u64,
 }
 
-/// Removes delivered events older than an age (default 7 days) and forgets old inbound ids (default
-/// 30 days). Dead and pending events are never removed. Several replicas may sweep at once.
+/// Removes delivered events older than an age ([7 days](Self::EVENTS_AGE)), and forgets old inbound
+/// ids if it is [asked to](Self::message_ids_older_than). Dead and pending events are never
+/// removed. Several replicas may sweep at once.
 pub struct Sweeper {
     store: Arc<dyn Maintain>,
     receive: Option<Arc<dyn Receive>>,
@@ -52,17 +53,20 @@ pub struct Sweeper {
 }
 
 impl Sweeper {
+    /// How old a delivered event must be, unless said otherwise.
+    pub const EVENTS_AGE: Duration = Duration::from_hours(7 * 24);
+    /// How long ids of inbound messages are worth remembering: longer than any sender we know keeps
+    /// retrying, and as long as Stripe lets a person send an event again.
+    pub const MESSAGE_IDS_AGE: Duration = Duration::from_hours(30 * 24);
+
     /// A sweeper of `logs`, once an hour.
     pub fn new(store: Arc<dyn Maintain>, logs: Vec<LogName>, clock: Arc<dyn Clock>) -> Self {
-        const DAY: Duration = Duration::from_secs(86_400);
         Self {
             store,
             receive: None,
             logs,
-            events_age: 7 * DAY,
-            // Longer than any sender we know keeps retrying, and as long as Stripe lets a person
-            // send an event again.
-            message_ids_age: 30 * DAY,
+            events_age: Self::EVENTS_AGE,
+            message_ids_age: Self::MESSAGE_IDS_AGE,
             schedule: Box::new(Every(Duration::from_secs(3_600))),
             clock,
             places: Mutex::default(),

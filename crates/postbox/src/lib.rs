@@ -3,10 +3,11 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use postbox::{Delivery, LogName, MemoryStore, Postbox, Relay, Subscription, TokioClock, handler_sink};
-//! use serde::Serialize;
+//! use postbox::router::{Event, Router};
+//! use postbox::{LogName, MemoryStore, Postbox, Relay, Service, Subscription, TokioClock};
+//! use serde::{Deserialize, Serialize};
 //!
-//! #[derive(postbox::Event, Serialize)]
+//! #[derive(postbox::Event, Serialize, Deserialize)]
 //! #[event(topic = "order.paid", key = "order")]
 //! struct OrderPaid {
 //!     order: i64,
@@ -20,10 +21,14 @@
 //! postbox.append(&mut tx, OrderPaid { order: 42 })?; // `.await` where the driver is async
 //! tx.commit();
 //!
-//! let orders = Subscription::new("orders-out".parse()?, LogName::outbox());
-//! let mail = handler_sink(|delivery: Delivery| async move { println!("mail about {}", delivery.event.topic) });
-//! let relay = Relay::builder(Arc::new(store), orders).sink(Arc::new(mail)).build()?;
-//! assert_eq!(relay.drain(None).await?.delivered, 1); // or `relay.run(stop)`, until stopped
+//! let mail = async |Event(paid): Event<OrderPaid>| std::io::Result::Ok(println!("mail about {}", paid.order));
+//! let mails = Subscription::new("mails".parse()?, LogName::outbox());
+//! let relay = Relay::builder(Arc::new(store.clone()), mails).router(Router::new().on(mail))?.build()?;
+//! assert_eq!(relay.drain(None).await?.delivered, 1); // what is there, and no more
+//!
+//! // Until a signal, with retention: see `Service`.
+//! let service = Service::builder(store).outbox("mails", Router::new().on(mail)).build()?;
+//! service.run_until(std::future::ready(())).await?; // tokio::signal::ctrl_c()
 //! # Ok(())
 //! # }
 //! ```
@@ -88,7 +93,8 @@
 //!
 //! # What this crate deliberately does not do
 //!
-//! It contains no logic: it re-exports the other crates, so that one line in a manifest is enough.
+//! It decides nothing about events: it re-exports the other crates, so that one line in a manifest
+//! is enough, and [`Service`] starts and stops their parts together.
 
 /// The README's sample compiles.
 #[cfg(all(doctest, feature = "postgres"))]
@@ -100,9 +106,13 @@ struct Readme;
 #[doc = include_str!("../../../docs/guide/rust.md")]
 struct Guide;
 
+mod service;
+pub mod test;
+
 pub use postbox_core::*;
 pub use postbox_derive::Event;
 pub use postbox_engine::*;
+pub use service::{Service, ServiceBuilder};
 
 /// The signed webhook sink.
 #[cfg(feature = "http")]

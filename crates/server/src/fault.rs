@@ -1,6 +1,7 @@
 //! What keeps a service from its work.
 
 use postbox_core::{SourceName, SubscriptionName};
+use postbox_engine::SupervisedRelay;
 use serde::{Deserialize, Serialize};
 
 /// One thing that keeps the service from its work.
@@ -16,4 +17,13 @@ pub struct Fault {
     pub code: String,
     /// What is wrong, since when.
     pub what: String,
+}
+
+impl Fault {
+    /// What keeps the events of a relay from flowing, if something does.
+    pub(crate) fn of_relay(relay: &SupervisedRelay, store_is_up: bool) -> Option<Self> {
+        let fault = relay.fault(store_is_up)?;
+        let (code, what) = (fault.code().to_owned(), fault.message().to_owned());
+        Some(Self { subscription: Some(relay.name().clone()), source: None, code, what })
+    }
 }

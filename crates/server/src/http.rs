@@ -16,11 +16,11 @@ use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq as _;
 use tokio::time::timeout;
 
+use crate::Relays;
 use crate::cache::Cached;
 use crate::metrics::{self, Exporter};
 use crate::status::{self, Fault, ServiceStatus};
 use crate::supervised_receiver::SupervisedReceiver;
-use crate::supervised_relay::Relays;
 use crate::text::{safe_json, safe_line};
 
 /// Longest wait for the store before it counts as not reachable: probes give up after a few
@@ -83,7 +83,7 @@ async fn find_faults(store: &dyn Store, relays: &Relays, receivers: &[Arc<Superv
         Err(_) => Some(of_store("store_timeout", format!("no answer within {STORE_WAIT:?}"))),
     };
     let store_is_up = of_the_store.is_none();
-    let of_relays = relays.iter().filter_map(|relay| relay.fault(store_is_up));
+    let of_relays = relays.iter().filter_map(|relay| Fault::of_relay(relay, store_is_up));
     let of_sources = receivers.iter().filter_map(|receiver| receiver.fault());
     of_the_store.into_iter().chain(of_relays).chain(of_sources).collect()
 }

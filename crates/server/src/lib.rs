@@ -30,9 +30,7 @@ mod sinks;
 mod sources;
 pub mod status;
 mod stores;
-mod supervise;
 mod supervised_receiver;
-mod supervised_relay;
 pub mod text;
 mod wiring;
 
@@ -46,3 +44,6 @@ pub use sinks::SinkChoice;
 pub use sources::NamedSource;
 pub use stores::{StoreConfig, check_store_url, grants, open_store};
 pub use wiring::relay;
+
+/// The relays of a service.
+type Relays = std::sync::Arc<[std::sync::Arc<postbox_engine::SupervisedRelay>]>;

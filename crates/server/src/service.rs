@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store};
-use postbox_engine::{Sweeper, TokioClock, UnroutedFinder};
+use postbox_engine::{Schedule, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder};
 use postbox_listen::serve;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -15,12 +15,12 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::{error, info, warn};
 
+use crate::Relays;
 use crate::config::Config;
 use crate::http::{Api, router};
 use crate::metrics::Exporter;
 use crate::sources::Sources;
 use crate::stores::open_store;
-use crate::supervised_relay::{Relays, SupervisedRelay};
 use crate::wiring;
 
 /// Part of the stop deadline that is left to relays and receivers for settling and giving back what
@@ -77,7 +77,8 @@ impl Service {
             subscription.settings.drain_timeout = drain_timeout;
             present(&*clock, AWAY_OR_STANDBY, || store.subscribe(&subscription.subscription)).await?;
             let relay = wiring::relay(&store, &subscription, address, &clock).await?;
-            relays.push(SupervisedRelay::new(relay, subscription.schedule.clone()));
+            let schedule = subscription.schedule.clone().map(|cron| Box::new(cron) as Box<dyn Schedule>);
+            relays.push(SupervisedRelay::new(relay, schedule));
         }
         let sources = Sources::build(&config.sources, drain_timeout, &store, &clock).await?;
         info!(%address, subscriptions = relays.len(), sources = config.sources.len(), "postbox serves");

@@ -3,13 +3,12 @@
 use std::sync::Arc;
 
 use postbox_core::{Clock, Error, ErrorKind, SourceName};
-use postbox_engine::{Outage, Receiver, ReceiverSnapshot};
+use postbox_engine::{Outage, Receiver, ReceiverSnapshot, supervise};
 use postbox_ingress::Count;
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 
 use crate::fault::Fault;
-use crate::supervise::supervise;
 
 /// A receiver and its source's name.
 pub(crate) struct SupervisedReceiver {

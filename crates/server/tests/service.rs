@@ -102,16 +102,22 @@ async fn it_delivers_and_says_so() -> Result<()> {
 /// What OpenMetrics insists on: samples stand right under their family, no series twice, and the
 /// end is marked.
 fn check_page(page: &str) -> Result<()> {
-    let mut family = String::new();
+    let mut names: Vec<String> = Vec::new();
     let (mut families, mut seen) = (std::collections::HashSet::new(), std::collections::HashSet::new());
     for line in page.strip_suffix("# EOF\n").context("no end")?.lines() {
         if let Some(named) = line.strip_prefix("# TYPE ") {
             let (name, kind) = named.split_once(' ').context("no kind")?;
             ensure!(families.insert(name.to_owned()), "{name} twice");
-            family = name.to_owned() + if kind == "counter" { "_total" } else { "" };
+            let suffixes: &[&str] = match kind {
+                "counter" => &["_total"],
+                "histogram" => &["_bucket", "_sum", "_count"],
+                _ => &[""],
+            };
+            names = suffixes.iter().map(|suffix| format!("{name}{suffix}")).collect();
         } else if !line.starts_with('#') {
             let (series, value) = line.rsplit_once(' ').context("no value")?;
-            ensure!(series.split('{').next() == Some(family.as_str()), "{series} under {family}");
+            let name = series.split('{').next().unwrap_or_default();
+            ensure!(names.iter().any(|known| known == name), "{series} under {names:?}");
             ensure!(seen.insert(series), "{series} twice");
             value.parse::<f64>().with_context(|| format!("{line}: no number"))?;
         }

@@ -3,11 +3,11 @@
 //! | scheme | verify | sign | what is authenticated |
 //! |---|---|---|---|
 //! | [`standard`] (Standard Webhooks 1.0, Svix) | yes | yes | id, time, body; HMAC-SHA256 (`v1`) or Ed25519 (`v1a`) |
-//! | [`stripe`] | yes | | time, body |
-//! | [`github`] | yes | | body |
-//! | [`shopify`] | yes | | body |
-//! | [`slack`] | yes | | time, body |
-//! | [`twilio`] | yes | | public URL, form parameters or body hash |
+//! | [`stripe`] | yes | for tests | time, body |
+//! | [`github`] | yes | for tests | body |
+//! | [`shopify`] | yes | for tests | body |
+//! | [`slack`] | yes | for tests | time, body |
+//! | [`twilio`] | yes | for tests | public URL, form parameters or body hash |
 //! | [`sns`] (AWS) | yes | | id, time, topic, subject, message; RSA-SHA256 |
 //! | [`plain`] | yes | yes | body, and a time if you configure one |
 //!

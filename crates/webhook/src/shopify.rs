@@ -6,7 +6,7 @@
 
 use crate::error::{Part, Refusal};
 use crate::keyed::{self, Key};
-use crate::mac::{from_base64, hmac_sha256};
+use crate::mac::{from_base64, hmac_sha256, to_base64};
 use crate::request::{Request, Scheme};
 use crate::secret::text_secret;
 
@@ -17,6 +17,14 @@ text_secret! {
 
 /// Verifies what Shopify sends.
 pub type Verifier = keyed::Verifier<Secret>;
+
+impl Secret {
+    /// The headers that Shopify sends with `body`: for tests of what receives it.
+    pub fn sign(&self, body: &[u8]) -> Vec<(String, String)> {
+        let mac = hmac_sha256(&self.0, &[body]);
+        vec![("x-shopify-hmac-sha256".into(), to_base64(mac.bytes()))]
+    }
+}
 
 impl Key for Secret {
     const SCHEME: Scheme = Scheme::Shopify;

@@ -5,7 +5,7 @@
 
 use crate::error::{Part, Refusal};
 use crate::keyed::{self, Key, Timed};
-use crate::mac::{from_hex, hmac_sha256};
+use crate::mac::{from_hex, hmac_sha256, to_hex};
 use crate::request::{Request, Scheme};
 use crate::secret::text_secret;
 use crate::time::UnixSeconds;
@@ -17,6 +17,16 @@ text_secret! {
 
 /// Verifies what Slack sends.
 pub type Verifier = keyed::Verifier<Secret>;
+
+impl Secret {
+    /// The headers that Slack sends with `body` at that time: for tests of what receives it.
+    pub fn sign(&self, now: UnixSeconds, body: &[u8]) -> Vec<(String, String)> {
+        let time = now.0.to_string();
+        let mac = hmac_sha256(&self.0, &[b"v0:", time.as_bytes(), b":", body]);
+        let signature = format!("v0={}", to_hex(mac.bytes()));
+        vec![("x-slack-request-timestamp".into(), time), ("x-slack-signature".into(), signature)]
+    }
+}
 
 /// What the two headers say.
 #[doc(hidden)]

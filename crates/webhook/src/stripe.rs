@@ -9,7 +9,7 @@
 
 use crate::error::{Part, Refusal};
 use crate::keyed::{self, Key, Timed};
-use crate::mac::{from_hex, hmac_sha256};
+use crate::mac::{from_hex, hmac_sha256, to_hex};
 use crate::request::{Request, Scheme};
 use crate::secret::text_secret;
 use crate::time::UnixSeconds;
@@ -24,6 +24,15 @@ text_secret! {
 
 /// Verifies what Stripe sends.
 pub type Verifier = keyed::Verifier<Secret>;
+
+impl Secret {
+    /// The headers that Stripe sends with `body` at that time: for tests of what receives it.
+    pub fn sign(&self, now: UnixSeconds, body: &[u8]) -> Vec<(String, String)> {
+        let time = now.0.to_string();
+        let mac = hmac_sha256(&self.0, &[time.as_bytes(), b".", body]);
+        vec![("stripe-signature".into(), format!("t={time},v1={}", to_hex(mac.bytes())))]
+    }
+}
 
 impl Timed for Secret {}
 

@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Part, Refusal, SecretError};
 use crate::keyed::{self, Key, Live};
-use crate::mac::{from_base64, from_hex, hmac_sha1, same, sha256, to_hex};
+use crate::mac::{from_base64, from_hex, hmac_sha1, same, sha256, to_base64, to_hex};
 use crate::request::{Request, Scheme};
 use crate::secret::text_secret;
 use crate::time::UnixSeconds;
@@ -35,6 +35,21 @@ impl Verifier {
     /// its query.
     pub fn new(keys: impl IntoIterator<Item = Secret>, public_url: &str) -> Result<Self, SecretError> {
         Self::with(keys.into_iter().map(Live::always), PublicUrl::parse(public_url)?)
+    }
+}
+
+impl Secret {
+    /// The headers that Twilio sends with a form to this URL, which may have a query: for tests of
+    /// what receives it.
+    pub fn sign(&self, url: &str, form: &[u8]) -> Vec<(String, String)> {
+        let mut parts = vec![url.as_bytes()];
+        let parameters = form_parameters(form);
+        for (name, values) in &parameters {
+            parts.extend(values.iter().flat_map(|value| [name.as_ref(), value.as_ref()]));
+        }
+        let signature = to_base64(hmac_sha1(&self.0, &parts).bytes());
+        let form = "application/x-www-form-urlencoded";
+        vec![("x-twilio-signature".into(), signature), ("content-type".into(), form.into())]
     }
 }
 
@@ -232,7 +247,7 @@ mod tests {
     fn a_body_that_nothing_signs_is_refused() {
         // The signature of a call without parameters, with a body smuggled in.
         let url = "https://mycompany.com/a";
-        let signature = crate::mac::to_base64(hmac_sha1(&Secret::unchecked("12345").0, &[url.as_bytes()]).bytes());
+        let signature = to_base64(hmac_sha1(&Secret::unchecked("12345").0, &[url.as_bytes()]).bytes());
         assert!(verify(url, "", FORM, "", &signature).is_ok());
         assert_eq!(verify(url, "", "application/json", "{}", &signature), Err(Refusal::BodyUnsigned));
         assert_eq!(verify(url, "", "", "a=b", &signature), Err(Refusal::BodyUnsigned));

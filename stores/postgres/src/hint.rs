@@ -16,6 +16,7 @@ use tokio::time::Instant;
 use tokio_postgres::AsyncMessage;
 
 use crate::PostgresStore;
+use crate::connect::Target;
 use crate::log::micros;
 use crate::params::params;
 use crate::store::Inner;
@@ -118,7 +119,7 @@ impl PostgresStore {
 /// Listens until the store is gone; on a connection of its own, made again when it is lost.
 async fn listen(store: Weak<Inner>, channel: String) {
     while let Some(inner) = store.upgrade() {
-        let (settings, tls) = (inner.listen_target.settings.clone(), inner.listen_target.tls.clone());
+        let Some(Target { settings, tls }) = inner.listen_target.clone() else { return };
         let wakeups = inner.wakeups.clone();
         // The store must be able to end while we wait.
         drop(inner);

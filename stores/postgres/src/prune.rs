@@ -24,9 +24,9 @@ FROM {s}.log AS g WHERE g.name = $1{lock}";
 
 /// Finds, of the next events in `seq` order, those that every subscription of the log has passed
 /// and nobody needs any more, and does with them what `{gone}` says. `$1` age, `$2` log, `$3` the
-/// place after which the step begins, `$5` to `$8` what is meant, `$9` whether what nobody wants is,
-/// and nothing else. Gives how many, where the step ended if there are more, and whether so many were young that
-/// nothing beyond is to be looked at. Indexes: primary keys.
+/// place after which the step begins, `$5` to `$8` what is meant, `$9` whether what nobody wants
+/// is, and nothing else. Gives how many, where the step ended if there are more, and whether so
+/// many were young that nothing beyond is to be looked at. Indexes: primary keys.
 ///
 /// An event below `horizon` is visible in every snapshot that a reader began its window with, so
 /// all have passed it. Only the others are compared with each lane. A row that a subscription does

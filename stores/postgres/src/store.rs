@@ -25,8 +25,8 @@ pub struct PostgresStore {
 
 pub(crate) struct Inner {
     pub(crate) pool: Pool,
-    /// Where notifications are listened for.
-    pub(crate) listen_target: Target,
+    /// Where notifications are listened for, on connections that are not the pool's.
+    pub(crate) listen_target: Option<Target>,
     pub(crate) config: PostgresConfig,
     pub(crate) schema: SchemaName,
     pub(crate) modes: TransactionModes,
@@ -60,8 +60,22 @@ impl PostgresStore {
             Some(url) => Target::parse(&PostgresConfig { url: url.clone(), ..config.clone() })?,
             None => target.clone(),
         };
+        Ok(Self::on(target.pool(&config)?, Some(listen_target), schema, config))
+    }
+
+    /// A store on a pool of yours, with the default settings. It asks nothing of its connections
+    /// beyond a transaction, and leaves nothing on them.
+    ///
+    /// What the pool lends to others, the store waits for, leases included: one that finds no
+    /// connection for seconds loses its lanes. Leave two for each subscription, and a few.
+    pub fn from_pool(pool: Pool, schema: SchemaName) -> Self {
+        let config = PostgresConfig { schema: schema.to_string(), ..PostgresConfig::new("") };
+        Self::on(pool, None, schema, config)
+    }
+
+    fn on(pool: Pool, listen_target: Option<Target>, schema: SchemaName, config: PostgresConfig) -> Self {
         let inner = Inner {
-            pool: target.pool(&config)?,
+            pool,
             listen_target,
             modes: TransactionModes::new(config.statement_timeout),
             schema,
@@ -71,7 +85,7 @@ impl PostgresStore {
             lanes: Mutex::default(),
             listener: Listener::default(),
         };
-        Ok(Self { inner: Arc::new(inner) })
+        Self { inner: Arc::new(inner) }
     }
 
     /// Appends to the log `outbox` of this store, in transactions of yours.

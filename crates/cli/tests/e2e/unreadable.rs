@@ -232,7 +232,8 @@ async fn a_lane_that_keeps_failing_is_named_everywhere() -> Result<()> {
     ensure!(env.said(&["doctor"])?.contains("lane 0 cannot be read or settled"));
     // A database without room answers whoever looks, and takes nothing.
     env.sql(&format!(
-        "CREATE OR REPLACE FUNCTION postbox.outbox_window{body} RETURNS SETOF record LANGUAGE plpgsql AS
+        "DROP FUNCTION postbox.outbox_window;
+         CREATE FUNCTION postbox.outbox_window{body} RETURNS SETOF postbox.outbox LANGUAGE plpgsql AS
          $$ BEGIN RAISE EXCEPTION 'no space left on device' USING ERRCODE = '53100'; END $$;"
     ))
     .await?;

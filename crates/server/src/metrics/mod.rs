@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use postbox_core::{Clock, HighWaterMark, Result, SourceName, State, Store, SubscriptionName};
-use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot};
+use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot, SupervisedRelay};
 use postbox_ingress::Count;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text};
@@ -23,11 +23,11 @@ use prometheus_client::registry::Registry;
 use tokio::time::{Instant, timeout_at};
 
 use self::page::Page;
+use crate::Relays;
 use crate::cache::Cached;
 use crate::sources::Sources;
 use crate::status::{self, MarksJson, StatsJson, TopicJson, UnroutedLog};
 use crate::supervised_receiver::SupervisedReceiver;
-use crate::supervised_relay::{Relays, SupervisedRelay};
 
 /// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several share one answer.
 const STATS_TTL: Duration = Duration::from_secs(5);
@@ -89,7 +89,7 @@ async fn count(store: &dyn Store, relays: &Relays) -> Result<(Vec<Counted>, Vec<
     let deadline = Instant::now() + status::STATS_WAIT;
     let infos = match timeout_at(deadline, store.subscriptions()).await.map_err(|_| status::too_slow())? {
         Err(error) if ["table_locked", "store_contention", "statement_timeout"].contains(&error.code()) => {
-            return Ok((relays.iter().map(|relay| (relay.name.clone(), None)).collect(), Vec::new()));
+            return Ok((relays.iter().map(|relay| (relay.name().clone(), None)).collect(), Vec::new()));
         }
         infos => infos?,
     };
@@ -186,7 +186,7 @@ fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicJson> {
 }
 
 fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
-    let named = || relays.iter().map(|relay| (relay.name.to_string(), relay.metrics()));
+    let named = || relays.iter().map(|relay| (relay.name().to_string(), relay.relay().metrics()));
     let snapshots: Vec<_> = named().map(|(name, metrics)| (name, metrics.snapshot())).collect();
     let each = |read: fn(&MetricsSnapshot) -> u64| snapshots.iter().map(move |(name, m)| ([name.clone()], read(m)));
     page.family(&family::FETCHED, each(|m| m.fetched))?;
@@ -218,9 +218,9 @@ fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
     page.family(&family::LEASE_RENEWALS, renewals)?;
     page.family(&family::LANES_HELD, each(|m| m.lanes_held))?;
     let failing = relays.iter().flat_map(|relay| {
-        relay.relay.failing_lanes().into_iter().map(move |failing| {
+        relay.relay().failing_lanes().into_iter().map(move |failing| {
             let since = failing.since.as_second().unsigned_abs();
-            ([relay.name.to_string(), failing.lane.to_string(), failing.code], since)
+            ([relay.name().to_string(), failing.lane.to_string(), failing.code], since)
         })
     });
     page.family(&family::LANE_FAILING, failing)?;
@@ -267,10 +267,10 @@ fn received(page: &mut Page<'_>, exporter: &Exporter) -> fmt::Result {
         counts.map(move |count| ([layer.into(), name(count), String::new()], count.count))
     });
     let at_destinations = exporter.relays.iter().flat_map(|relay| {
-        let known = exporter.sources.of_log(&relay.relay.subscription().log).map(SourceName::to_string);
-        by_source(relay.metrics().duplicates_by_source(), known)
+        let known = exporter.sources.of_log(&relay.relay().subscription().log).map(SourceName::to_string);
+        by_source(relay.relay().metrics().duplicates_by_source(), known)
             .into_iter()
-            .map(move |(source, count)| (["destination".into(), source, relay.name.to_string()], count))
+            .map(move |(source, count)| (["destination".into(), source, relay.name().to_string()], count))
     });
     page.family(&family::DUPLICATES, recognised.chain(at_destinations))
 }

@@ -7,7 +7,7 @@ use postbox_core::{Error, ErrorKind, HighWaterMark, HighWaterMarks, Result, Subs
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 
-use crate::supervised_relay::Relays;
+use crate::Relays;
 
 /// Longest wait for the destinations: they are asked at once, and nobody waits for one that is
 /// down.
@@ -29,12 +29,12 @@ pub struct MarksJson {
 /// What each destination that can says of this stream, or of all that events may be in.
 pub(crate) async fn marks(relays: &Relays, stream: Option<&str>) -> Vec<MarksJson> {
     let asked = relays.iter().filter_map(|relay| {
-        let destination = relay.relay.sink()?.high_water_marks()?;
+        let destination = relay.relay().sink()?.high_water_marks()?;
         Some(async move {
             let answer = timeout(MARKS_WAIT, ask(destination, stream)).await.unwrap_or_else(|_| Err(too_slow()));
             let fault = answer.as_ref().err().map(|error| format!("{}: {}", error.code(), error.message()));
             let high_water_marks = answer.unwrap_or_default();
-            MarksJson { subscription: relay.name.clone(), high_water_marks, fault }
+            MarksJson { subscription: relay.name().clone(), high_water_marks, fault }
         })
     });
     join_all(asked).await

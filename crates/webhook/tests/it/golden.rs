@@ -4,7 +4,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use postbox_webhook::standard::{PublicKey, SignKey, Signer, SigningKey, SymmetricKey, VerifyKey};
 use postbox_webhook::{Headers, Refusal, Request, UnixSeconds, Verified, Verify};
-use postbox_webhook::{github, plain, shopify, slack, standard, stripe};
+use postbox_webhook::{github, plain, shopify, slack, standard, stripe, twilio};
 use std::collections::BTreeMap;
 
 const ID: &str = "msg_p5jXN8AQM9LWM0D4loKWxJek";
@@ -106,5 +106,44 @@ fn signatures_of_an_independent_implementation_are_accepted_and_belong_to_one_sc
                 assert!(check(&*verifier_of(other, &secret), &fields, &body, now).is_err(), "{other} accepted {case}");
             }
         }
+    }
+}
+
+/// What the signers for tests say is what an independent implementation says.
+#[test]
+fn senders_for_tests_sign_as_their_providers_do() {
+    let fixtures: serde_json::Value = serde_json::from_str(include_str!("../fixtures/signatures.json")).expect("JSON");
+    let mut seen = BTreeMap::new();
+    for case in fixtures.as_array().expect("a list") {
+        let text = |name: &str| case[name].as_str().expect("a text").to_owned();
+        let (body, secret) = (STANDARD.decode(text("body")).expect("base64"), text("secret"));
+        let now = UnixSeconds(case["time"].as_i64().expect("a time"));
+        let signed = match text("scheme").as_str() {
+            "stripe" => stripe::Secret::new(&secret).expect("a key").sign(now, &body),
+            "slack" => slack::Secret::new(&secret).expect("a key").sign(now, &body),
+            "github" => github::Secret::new(&secret).expect("a key").sign(&body),
+            "shopify" => shopify::Secret::new(&secret).expect("a key").sign(&body),
+            _ => continue,
+        };
+        let theirs: BTreeMap<String, String> = serde_json::from_value(case["headers"].clone()).expect("headers");
+        let theirs = theirs.into_iter().map(|(name, value)| (name.to_lowercase(), value));
+        assert_eq!(signed.into_iter().collect::<BTreeMap<_, _>>(), theirs.collect(), "{case}");
+        *seen.entry(text("scheme")).or_insert(0) += 1;
+    }
+    assert!(seen.len() == 4 && seen.values().all(|count| *count > 5), "{seen:?}");
+}
+
+#[test]
+fn a_form_signed_for_tests_is_one_of_twilios() {
+    let secret = || twilio::Secret::new("an auth token of an account").expect("a key");
+    let (url, form) = ("https://example.org/in/twilio", b"To=%2B1&From=%2B2&Body=a+b&To=%2B3".as_slice());
+    let verifier = twilio::Verifier::new([secret()], url).expect("a verifier");
+    for query in [None, Some("a=1&b=2")] {
+        let called = query.map_or_else(|| url.to_owned(), |query| format!("{url}?{query}"));
+        let signed = secret().sign(&called, form);
+        let headers = || signed.iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+        let verify = |body| verifier.verify(&Request { headers: &headers(), query, body }, UnixSeconds(0));
+        assert!(verify(form).is_ok());
+        assert_eq!(verify(b"To=%2B1"), Err(Refusal::Mismatch));
     }
 }

@@ -1,7 +1,14 @@
 //! Appending in transactions of `tokio-postgres`, of its pool, and in borrowed ones.
 
+use std::sync::Arc;
+
 use deadpool_postgres::{Manager, Pool};
-use postbox_core::{EventId, Inspect as _, Log as _, LogName, NewEvent, Subscription, SubscriptionName, TypedEvent};
+use postbox_core::{
+    Append as _, Delivery, EventId, Inspect as _, Log as _, LogName, NewEvent, Subscription, SubscriptionName,
+    TypedEvent,
+};
+use postbox_engine::{Relay, handler_sink};
+use postbox_postgres::{PostgresStore, SchemaName};
 use postbox_testkit::servers::Version;
 use tokio_postgres::NoTls;
 
@@ -61,6 +68,38 @@ async fn every_transaction_of_the_driver_takes_events_of_every_kind() {
         assert_eq!(event.payload, order.map_or("{}".into(), |order| format!(r#"{{"order":{order}}}"#)));
     }
     assert!(store.get(&name, back[0]).await.expect("read").is_none());
+}
+
+/// One connection, so that it is the same for both.
+#[tokio::test]
+async fn a_store_on_a_pool_of_yours_leaves_its_connections_as_they_were() {
+    let fixture = support::on(Version::V15).await;
+    let manager = Manager::new(fixture.url.parse().expect("a URL"), NoTls);
+    let pool = Pool::builder(manager).max_size(1).build().expect("a pool");
+    let settings = ["search_path", "statement_timeout", "synchronous_commit", "lock_timeout", "transaction_isolation"];
+    let settings = settings.map(|name| format!("'{name}=' || current_setting('{name}')")).join(" || ', ' || ");
+    let standing = format!("SELECT pg_backend_pid(), {settings}, now()::text");
+    let stands = async || {
+        let row = pool.get().await.expect("connected").query_one(&standing, &[]).await.expect("answered");
+        ((row.get::<_, i32>(0), row.get::<_, String>(1)), row.get::<_, String>(2))
+    };
+    pool.get()
+        .await
+        .expect("connected")
+        .batch_execute("SET search_path = pg_temp; SET lock_timeout = 777")
+        .await
+        .expect("set");
+    let (before, _) = stands().await;
+
+    let store = PostgresStore::from_pool(pool.clone(), SchemaName::default());
+    store.append(&LogName::outbox(), &[NewEvent::json("t", "{}")]).await.expect("appended");
+    let subscription = Subscription::new("reader".parse().expect("a name"), LogName::outbox());
+    let sink = Arc::new(handler_sink(|_: Delivery| std::future::ready(())));
+    let relay = Relay::builder(Arc::new(store), subscription).sink(sink).build().expect("built");
+    assert_eq!(relay.drain(None).await.expect("drained").delivered, 1);
+    let ((after, first), (_, second)) = (stands().await, stands().await);
+    assert_eq!(after, before);
+    assert_ne!(first, second, "no transaction is open");
 }
 
 #[tokio::test]

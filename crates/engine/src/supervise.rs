@@ -18,7 +18,7 @@ const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 /// error with a code in `last`. Dropping this ends the work at once.
 ///
 /// `what` is its noun, for the error of a panic.
-pub(crate) async fn supervise<F>(
+pub async fn supervise<F>(
     what: &'static str,
     run: impl Fn() -> F,
     ended: impl Fn(Option<(Error, Option<Duration>)>),

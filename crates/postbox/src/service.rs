@@ -1,0 +1,350 @@
+//! The service: what a program of yours does with events, started together and stopped together.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures::future::join_all;
+use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription, SubscriptionName};
+use postbox_engine::router::{Place, Router};
+use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder};
+#[cfg(feature = "http")]
+use postbox_ingress::{Ingress, WebhookSource};
+use tokio::sync::watch;
+use tokio::time::timeout;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tracing::{info, warn};
+
+/// Wait between two tries of a start whose store is away.
+const STORE_WAIT: Duration = Duration::from_millis(500);
+/// So many tries are one line in the log.
+const TRIES_PER_LINE: u32 = 60;
+/// Longest wait of [`Service::ready`] for the store: who asks has a deadline too, often of seconds.
+const READY_WAIT: Duration = Duration::from_secs(2);
+
+/// What a program of yours does with events: subscriptions with their handlers, sources of
+/// webhooks, retention. Clones are the same service.
+///
+/// ```
+/// use std::sync::Arc;
+/// use postbox::router::{Event, Router, State};
+/// use postbox::{MemoryStore, Postbox, Service, TokioClock};
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(postbox::Event, Serialize, Deserialize)]
+/// #[event(topic = "order.paid", key = "order")]
+/// struct OrderPaid {
+///     order: i64,
+/// }
+///
+/// # type Mailer = tokio::sync::mpsc::Sender<i64>;
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> postbox::Result<()> {
+/// # let (mailed, mut signal) = tokio::sync::mpsc::channel(1);
+/// let store = MemoryStore::new(Arc::new(TokioClock::new())); // or a database
+/// let mail = async |Event(paid): Event<OrderPaid>, State(mailer): State<Mailer>| mailer.send(paid.order).await;
+/// let mails = Router::new().on(mail).with_state(mailed);
+/// let service = Service::builder(store.clone()).outbox("mails", mails).build()?;
+///
+/// let mut tx = store.begin();
+/// Postbox::new(store).append(&mut tx, OrderPaid { order: 42 })?;
+/// tx.commit();
+/// service.run_until(signal.recv()).await // or tokio::signal::ctrl_c()
+/// # }
+/// ```
+///
+/// What runs, and what it costs when several programs run it on one store:
+///
+/// | part | with replicas |
+/// |---|---|
+/// | a relay for each subscription | they share its lanes |
+/// | a sweep an hour: delivered events older than 7 days go, and so do ids of messages from outside after 30 | they take turns; the shortest age counts |
+/// | a look each second for events that no subscription wants | they take turns |
+///
+/// Behaviour:
+/// - It begins with the store and every subscription. A store that is away is waited for; what is
+///   wrong for good (schema, rights, an unknown log) is an error, and nothing is delivered.
+/// - A relay that fails later, or panics, is started again, and the others go on; see
+///   [`Self::ready`]. One whose subscription was removed or renamed meanwhile is not.
+/// - The first of the signal and [`Self::stop`] ends it: what is in flight is finished and settled,
+///   for [`drain_timeout`](crate::RelaySettings::drain_timeout) at most, and lanes are given back.
+///   No event is handled again because of it.
+/// - It runs once.
+/// - Waits follow tokio's time: with a [`MemoryStore`](crate::MemoryStore), a test may pause it.
+#[derive(Clone)]
+pub struct Service(Arc<Inner>);
+
+struct Inner {
+    store: Arc<dyn Store>,
+    relays: Vec<Arc<SupervisedRelay>>,
+    #[cfg(feature = "http")]
+    ingress: Arc<Ingress>,
+    /// Whether there are sources.
+    receives: bool,
+    sweeper: Sweeper,
+    finder: UnroutedFinder,
+    clock: Arc<dyn Clock>,
+    ran: AtomicBool,
+    started: watch::Sender<bool>,
+    stop: CancellationToken,
+}
+
+impl Service {
+    /// Begins to build a service on a store.
+    pub fn builder(store: impl Store) -> ServiceBuilder {
+        ServiceBuilder {
+            store: Arc::new(store),
+            relays: Ok(Vec::new()),
+            #[cfg(feature = "http")]
+            sources: Vec::new(),
+            received: BTreeSet::new(),
+            events_age: Sweeper::EVENTS_AGE,
+            message_ids_age: Sweeper::MESSAGE_IDS_AGE,
+        }
+    }
+
+    /// Where its sources come in: give it to [`ingress::router`](crate::ingress::router), and merge
+    /// that into yours. It counts, too. It works as long as it is served, and need not run.
+    #[cfg(feature = "http")]
+    pub fn ingress(&self) -> Arc<Ingress> {
+        self.0.ingress.clone()
+    }
+
+    /// Works until the signal, or [`Self::stop`], and then stops gracefully.
+    ///
+    /// The error is one of the start, or (`Conflict`, `service_ran`) it has run before. Dropping
+    /// this future stops without settling: what was in flight may be handled again, nothing is
+    /// lost.
+    pub async fn run_until(&self, signal: impl Future) -> Result<()> {
+        let inner = &*self.0;
+        if inner.ran.swap(true, Ordering::AcqRel) {
+            let text = "this service runs, or has run; build another for the next run";
+            return Err(Error::new(ErrorKind::Conflict, "serve", "service_ran", text));
+        }
+        // However it ends, those who wait for the end hear of it.
+        let _ended = inner.stop.clone().drop_guard();
+        let work = inner.work();
+        tokio::pin!(work);
+        tokio::select! {
+            ended = &mut work => return ended,
+            _ = signal => self.stop(),
+        }
+        work.await
+    }
+
+    /// Asks it to stop, and returns at once. Idempotent; before the start, there is none.
+    pub fn stop(&self) {
+        self.0.stop.cancel();
+    }
+
+    /// Ends when the service begins to stop, or has failed to start: the signal for what stops with
+    /// it, such as `axum::serve(…).with_graceful_shutdown(service.stopping())`.
+    pub fn stopping(&self) -> WaitForCancellationFutureOwned {
+        self.0.stop.clone().cancelled_owned()
+    }
+
+    /// Waits for its start, or its end, and says whether it is [ready](Self::ready): all
+    /// subscriptions are there, so what is appended from now on reaches each of them.
+    pub async fn started(&self) -> Result<()> {
+        let mut started = self.0.started.subscribe();
+        tokio::select! {
+            _ = started.wait_for(|started| *started) => {}
+            () = self.0.stop.cancelled() => {}
+        }
+        self.ready().await
+    }
+
+    /// Whether it does its work now: it has started, does not stop, the store answers within two
+    /// seconds, and every subscription flows. The error says what does not, with the code of the
+    /// reason.
+    pub async fn ready(&self) -> Result<()> {
+        let Inner { store, relays, started, stop, .. } = &*self.0;
+        let unready = |code: &str, text: String| Error::new(ErrorKind::Unavailable, "serve", code.to_owned(), text);
+        if stop.is_cancelled() {
+            return Err(unready("service_stopping", "the service stops, or has stopped".into()));
+        }
+        if !*started.borrow() {
+            return Err(unready("service_starting", "the service has not started yet".into()));
+        }
+        let too_slow = |_| unready("store_timeout", format!("the store did not answer within {READY_WAIT:?}"));
+        timeout(READY_WAIT, store.validate()).await.map_err(too_slow)??;
+        let faults = relays.iter().filter_map(|relay| Some((relay.name(), relay.fault(true)?)));
+        let faults: Vec<_> = faults.collect();
+        let Some((_, first)) = faults.first() else { return Ok(()) };
+        let lines: Vec<_> = faults.iter().map(|(name, fault)| format!("{name}: {}", fault.message())).collect();
+        Err(unready(first.code(), lines.join("; ")))
+    }
+
+    /// What each subscription counts.
+    pub fn metrics(&self) -> impl Iterator<Item = (&SubscriptionName, Arc<Metrics>)> {
+        self.0.relays.iter().map(|relay| (relay.name(), relay.relay().metrics()))
+    }
+}
+
+impl fmt::Debug for Service {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = self.0.relays.iter().map(|relay| relay.name()).collect();
+        f.debug_struct("Service").field("subscriptions", &names).finish_non_exhaustive()
+    }
+}
+
+impl Inner {
+    async fn work(&self) -> Result<()> {
+        if !self.start().await? {
+            return Ok(());
+        }
+        info!(subscriptions = self.relays.len(), "postbox service started");
+        self.started.send_replace(true);
+        let relays = self.relays.iter().map(|relay| relay.clone().supervise(self.clock.clone(), self.stop.clone()));
+        tokio::join!(
+            join_all(relays),
+            // Each of their steps is a transaction; nobody waits for one at a stop.
+            self.stop.run_until_cancelled(self.sweeper.run(self.stop.clone())),
+            self.stop.run_until_cancelled(self.finder.run(self.stop.clone())),
+        );
+        info!("postbox service stopped");
+        Ok(())
+    }
+
+    /// Everything that can be wrong for good is found before the first event goes out. False if
+    /// stopped before.
+    async fn start(&self) -> Result<bool> {
+        let mut tries = 0;
+        while !self.stop.is_cancelled() {
+            let checked = self.stop.run_until_cancelled(self.check()).await;
+            match checked {
+                None => break,
+                Some(Err(error)) if error.is_permanent() => return Err(error),
+                Some(Err(error)) => {
+                    if tries % TRIES_PER_LINE == 0 {
+                        warn!(code = error.code(), why = error.message(), "store is away; waiting for it");
+                    }
+                    tries += 1;
+                    _ = self.stop.run_until_cancelled(self.clock.sleep(STORE_WAIT)).await;
+                }
+                Some(Ok(())) => {
+                    for relay in &self.relays {
+                        if !relay.relay().subscribe(&self.stop).await? {
+                            return Ok(false);
+                        }
+                    }
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    async fn check(&self) -> Result<()> {
+        self.store.validate().await?;
+        if self.receives {
+            self.store.check_receiving().await?;
+        }
+        Ok(())
+    }
+}
+
+/// Builds a [`Service`].
+#[must_use = "a service that is not built does nothing"]
+pub struct ServiceBuilder {
+    store: Arc<dyn Store>,
+    /// The first fault is what [`Self::build`] says.
+    relays: Result<Vec<Relay>>,
+    #[cfg(feature = "http")]
+    sources: Vec<WebhookSource>,
+    /// The logs that sources write.
+    received: BTreeSet<LogName>,
+    events_age: Duration,
+    message_ids_age: Duration,
+}
+
+impl ServiceBuilder {
+    /// A subscription of this name to the log `outbox`: its events go to the router.
+    pub fn outbox<D: Place>(self, name: &str, router: Router<(), D>) -> Self {
+        self.subscription(LogName::outbox().as_str(), name, router)
+    }
+
+    /// A subscription of this name to the log `inbox`, where [sources](Self::source) store.
+    pub fn inbox<D: Place>(self, name: &str, router: Router<(), D>) -> Self {
+        self.subscription(LogName::inbox().as_str(), name, router)
+    }
+
+    /// A subscription of this name to any log, such as a bus that several services read. The log is
+    /// made once, by [`create_log`](postbox_core::Maintain::create_log).
+    pub fn subscription<D: Place>(self, log: &str, name: &str, router: Router<(), D>) -> Self {
+        let store = self.store.clone();
+        self.add(|| Relay::builder(store, Subscription::new(name.parse()?, log.parse()?)).router(router)?.build())
+    }
+
+    /// A relay of your own making, on the same store: with other
+    /// [settings](crate::RelaySettings), another [filter or number of lanes](Subscription), or a
+    /// [sink](crate::Sink).
+    pub fn relay(self, relay: Relay) -> Self {
+        self.add(|| Ok(relay))
+    }
+
+    fn add(mut self, relay: impl FnOnce() -> Result<Relay>) -> Self {
+        self.relays = self.relays.and_then(|mut relays| {
+            relays.push(relay()?);
+            Ok(relays)
+        });
+        self
+    }
+
+    /// A sender of webhooks: see [`Service::ingress`].
+    #[cfg(feature = "http")]
+    pub fn source(mut self, source: WebhookSource) -> Self {
+        self.received.insert(source.log.clone());
+        self.sources.push(source);
+        self
+    }
+
+    /// How long events are kept after every subscription has passed them. Default: 7 days.
+    pub fn keep_events(mut self, age: Duration) -> Self {
+        self.events_age = age;
+        self
+    }
+
+    /// How long ids of messages from outside are remembered: as long as your senders go on
+    /// repeating a message, 7 days at least. Default: 30 days.
+    pub fn remember_ids(mut self, age: Duration) -> Self {
+        self.message_ids_age = age;
+        self
+    }
+
+    /// Checks everything and builds. Touches no store.
+    ///
+    /// Errors (`Invalid`): those of names, routers and sources, `subscription_twice`,
+    /// `message_ids_age_too_short`.
+    pub fn build(self) -> Result<Service> {
+        let (store, relays) = (self.store, self.relays?);
+        let mut names = BTreeSet::new();
+        if let Some(twice) = relays.iter().map(|relay| &relay.subscription().name).find(|name| !names.insert(*name)) {
+            let text = format!("two subscriptions are named {twice}; name each by what its handlers do");
+            return Err(Error::invalid("build service", "subscription_twice", text));
+        }
+        let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
+        let receives = !self.received.is_empty();
+        let mut logs = self.received;
+        logs.extend([LogName::outbox(), LogName::inbox()]);
+        logs.extend(relays.iter().map(|relay| relay.subscription().log.clone()));
+        let logs: Vec<_> = logs.into_iter().collect();
+        Ok(Service(Arc::new(Inner {
+            relays: relays.into_iter().map(|relay| SupervisedRelay::new(relay, None)).collect(),
+            #[cfg(feature = "http")]
+            ingress: Ingress::new(self.sources, store.clone(), clock.clone())?,
+            receives,
+            sweeper: Sweeper::new(store.clone(), logs.clone(), clock.clone())
+                .events_older_than(self.events_age)
+                .message_ids_older_than(store.clone(), self.message_ids_age)?,
+            finder: UnroutedFinder::new(store.clone(), logs, clock.clone()),
+            store,
+            clock,
+            ran: AtomicBool::new(false),
+            started: watch::Sender::new(false),
+            stop: CancellationToken::new(),
+        })))
+    }
+}

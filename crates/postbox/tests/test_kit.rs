@@ -1,0 +1,83 @@
+//! What the module for users' tests promises, on a store in memory and on a real one.
+
+use std::time::Duration;
+
+use postbox::router::{Event, Router};
+use postbox::sqlite::{SqliteConfig, SqliteStore};
+use postbox::{Append as _, LogName, Migrate as _, NewEvent, Outcome, Service, Store, test};
+use serde::{Deserialize, Serialize};
+
+#[derive(postbox::Event, Serialize, Deserialize, Debug, PartialEq)]
+#[event(topic = "order.paid", key = "order")]
+struct OrderPaid {
+    order: i64,
+}
+
+async fn appends_and_is_asked(store: impl Store + Clone) {
+    let outbox = LogName::outbox();
+    let paid = |order: i64| NewEvent::json("order.paid", format!(r#"{{"order":{order}}}"#)).key(order.to_string());
+    let (other, late) = (NewEvent::json("audit", "{}"), paid(9).deliver_at(jiff::Timestamp::MAX));
+    store.append(&outbox, &[paid(3), other, late, paid(1)]).await.expect("appended");
+    store.append(&outbox, &[paid(2)]).await.expect("appended");
+    for _ in 0..2 {
+        let appended = test::appended::<OrderPaid>(&store).await.expect("read");
+        assert_eq!(appended, [3, 1, 2].map(|order| OrderPaid { order }));
+    }
+    assert_eq!(store.subscriptions().await.expect("listed"), [], "it leaves no subscription");
+    store.append(&outbox, &[NewEvent::json("order.paid", "[]")]).await.expect("appended");
+    let error = test::appended::<OrderPaid>(&store).await.expect_err("not of the type");
+    assert_eq!(error.code(), "payload_not_decoded");
+    assert_eq!(store.subscriptions().await.expect("listed"), [], "it leaves no subscription");
+}
+
+#[tokio::test]
+async fn what_was_appended_can_be_asked_for_again_and_again() {
+    appends_and_is_asked(test::store()).await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let store = SqliteStore::open(SqliteConfig::new(folder.path().join("test.db"))).await.expect("opened");
+    store.up().await.expect("migrated");
+    appends_and_is_asked(store).await;
+}
+
+#[tokio::test]
+async fn what_is_not_committed_was_not_appended() {
+    let store = test::store();
+    let mut tx = store.begin();
+    postbox::Postbox::new(store.clone()).append(&mut tx, OrderPaid { order: 1 }).expect("appended");
+    assert_eq!(test::appended::<OrderPaid>(&store).await.expect("read"), []);
+    tx.commit();
+    assert_eq!(test::appended::<OrderPaid>(&store).await.expect("read"), [OrderPaid { order: 1 }]);
+}
+
+#[tokio::test]
+async fn a_handler_says_what_becomes_of_one_event() {
+    let even = async |Event(paid): Event<OrderPaid>| {
+        if paid.order % 2 == 0 { Ok(()) } else { Err(std::io::Error::other("odd")) }
+    };
+    let router = Router::new().on(even);
+    assert_eq!(test::deliver(&router, OrderPaid { order: 2 }).await.expect("an event"), Outcome::DELIVERED);
+    let odd = test::deliver(&router, &OrderPaid { order: 1 }).await.expect("an event");
+    assert!(matches!(odd, Outcome::Retry { ref code, .. } if code == "handler_error"), "{odd:?}");
+    let unknown = test::deliver(&router, NewEvent::json("order.lost", "{}")).await.expect("an event");
+    assert!(matches!(unknown, Outcome::Retry { ref code, .. } if code == "not_handled"), "{unknown:?}");
+    let error = test::deliver(&router, NewEvent::json("no topic", "{}")).await.expect_err("no event");
+    assert_eq!(error.code(), "topic_invalid");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_paused_clock_steps_to_the_time_of_an_event() {
+    let store = test::store();
+    let hour = Duration::from_secs(3_600);
+    let late = NewEvent::json("order.paid", r#"{"order":1}"#).deliver_at(jiff::Timestamp::UNIX_EPOCH + hour);
+    store.append(&LogName::outbox(), &[late]).await.expect("appended");
+    let (seen, mut saw) = tokio::sync::mpsc::unbounded_channel();
+    let see = async |Event(paid): Event<OrderPaid>, postbox::router::State(seen): postbox::router::State<Seen>| {
+        seen.send(paid.order)
+    };
+    type Seen = tokio::sync::mpsc::UnboundedSender<i64>;
+    let router = Router::new().on(see).with_state(seen);
+    let service = Service::builder(store).outbox("mails", router).build().expect("built");
+    let began = tokio::time::Instant::now();
+    service.run_until(async { assert_eq!(saw.recv().await, Some(1)) }).await.expect("stopped");
+    assert!((hour..hour * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
+}

@@ -1,0 +1,147 @@
+//! The service, as you would write it: axum, sqlx and Postbox.
+
+use std::sync::Arc;
+
+use anyhow::ensure;
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use postbox::ingress::{self, WebhookSource};
+use postbox::listen::{ServeLimits, serve};
+use postbox::postgres::{Postgres, PostgresConfig, PostgresStore};
+use postbox::router::{self, Event, Router, Tx};
+use postbox::webhook::{Scheme, Settings, verifier};
+use postbox::{LogName, Migrate as _, Postbox, Service, TokioClock};
+use serde::{Deserialize, Serialize};
+use sqlx::PgPool;
+use tokio::net::TcpListener;
+
+use crate::Parcels;
+
+#[derive(postbox::Event, Serialize, Deserialize)]
+#[event(topic = "order.placed", key = "order")]
+pub struct OrderPlaced {
+    order: i64,
+}
+
+#[derive(postbox::Event, Serialize, Deserialize)]
+#[event(topic = "order.paid", key = "order")]
+pub struct OrderPaid {
+    order: i64,
+}
+
+/// Of what Stripe says, what the shop needs.
+#[derive(postbox::Event, Deserialize)]
+#[event(topic = "checkout.session.completed")]
+pub struct CheckoutCompleted {
+    data: Data,
+}
+
+#[derive(Deserialize)]
+struct Data {
+    object: Session,
+}
+
+#[derive(Deserialize)]
+struct Session {
+    client_reference_id: String,
+    amount_total: i64,
+}
+
+#[derive(Deserialize)]
+pub struct NewOrder {
+    cents: i64,
+}
+
+#[derive(Clone)]
+pub struct Shop {
+    pool: PgPool,
+    postbox: Postbox<Postgres>,
+}
+
+/// `POST /orders`: the order and its event commit together, or neither does.
+async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Json<i64>, Refused> {
+    let mut tx = shop.pool.begin().await?;
+    let insert = sqlx::query_scalar("INSERT INTO orders (cents) VALUES ($1) RETURNING id");
+    let order = insert.bind(new.cents).fetch_one(&mut *tx).await?;
+    shop.postbox.append(&mut tx, OrderPlaced { order }).await?;
+    // Its CHECK fails when nothing is left: then order and event are gone too.
+    sqlx::query("UPDATE stock SET pieces = pieces - 1").execute(&mut *tx).await?;
+    tx.commit().await?;
+    Ok(Json(order))
+}
+
+async fn confirm(
+    Event(placed): Event<OrderPlaced>,
+    router::State(parcels): router::State<Parcels>,
+) -> anyhow::Result<()> {
+    parcels.note(format!("order {} is confirmed", placed.order));
+    Ok(())
+}
+
+async fn ship(Event(paid): Event<OrderPaid>, router::State(parcels): router::State<Parcels>) -> anyhow::Result<()> {
+    parcels.note(format!("order {} is shipped", paid.order));
+    Ok(())
+}
+
+/// A payment is applied once, however often Stripe sends it: the update, the next event and the
+/// position of the subscription commit together.
+async fn receive_payment(
+    Event(completed): Event<CheckoutCompleted>,
+    router::State(postbox): router::State<Postbox<Postgres>>,
+    Tx(mut tx): Tx<'_, PostgresStore>,
+) -> anyhow::Result<()> {
+    let Session { client_reference_id, amount_total } = completed.data.object;
+    let order = client_reference_id.parse()?;
+    let update = "UPDATE orders SET paid = paid + $2 WHERE id = $1";
+    ensure!(tx.execute(update, &[&order, &amount_total]).await? == 1, "there is no order {order}");
+    postbox.append(&mut tx, OrderPaid { order }).await?;
+    Ok(())
+}
+
+/// Serves until the signal.
+pub async fn run(
+    url: &str,
+    stripe_secret: &str,
+    listener: TcpListener,
+    parcels: Parcels,
+    signal: impl Future,
+) -> anyhow::Result<()> {
+    let pool = PgPool::connect(url).await?;
+    let store = PostgresStore::connect(PostgresConfig::new(url)).await?;
+    store.up().await?; // Once, or from your deployment: `postbox migrate up --store URL`.
+    let postbox = store.postbox();
+    let stripe = verifier(Scheme::Stripe, &[stripe_secret], &Settings::default())?;
+    let service = Service::builder(store.clone())
+        .outbox("parcels", Router::new().on(confirm).on(ship).with_state(parcels))
+        .source(WebhookSource::new("stripe".parse()?, LogName::inbox(), stripe))
+        .inbox("payments", Router::in_transaction(&store).on(receive_payment).with_state(postbox.clone()))
+        .build()?;
+    let pages = axum::Router::new().route("/orders", post(place)).with_state(Shop { pool, postbox });
+    let pages = pages.merge(ingress::router(service.ingress()));
+    let serving = serve(listener, pages, ServeLimits::default(), Arc::new(TokioClock::new()), service.stopping());
+    let ((), ran) = tokio::join!(serving, service.run_until(signal));
+    Ok(ran?)
+}
+
+/// Why there is no order.
+pub struct Refused(anyhow::Error);
+
+impl<E: Into<anyhow::Error>> From<E> for Refused {
+    fn from(error: E) -> Self {
+        Self(error.into())
+    }
+}
+
+impl IntoResponse for Refused {
+    fn into_response(self) -> Response {
+        let database = self.0.downcast_ref().and_then(sqlx::Error::as_database_error);
+        if database.is_some_and(|error| error.is_check_violation()) {
+            return (StatusCode::CONFLICT, "sold out\n").into_response();
+        }
+        eprintln!("an order failed: {:#}", self.0);
+        (StatusCode::INTERNAL_SERVER_ERROR, "please try again\n").into_response()
+    }
+}
