@@ -37,7 +37,8 @@ pub struct Swept {
 }
 
 /// Removes delivered events older than an age ([7 days](Self::EVENTS_AGE)), and forgets old inbound
-/// ids if it is [asked to](Self::message_ids_older_than). Dead and pending events are never removed. Several replicas may sweep at once.
+/// ids if it is [asked to](Self::message_ids_older_than). Dead and pending events are never
+/// removed. Several replicas may sweep at once.
 pub struct Sweeper {
     store: Arc<dyn Maintain>,
     receive: Option<Arc<dyn Receive>>,

@@ -67,8 +67,8 @@ impl SupervisedRelay {
         }
     }
 
-    /// Runs until `stop`; starts again after an error or a panic, but not where its subscription was
-    /// removed or renamed. Dropping this ends the relay without settling.
+    /// Runs until `stop`; starts again after an error or a panic, but not where its subscription
+    /// was removed or renamed. Dropping this ends the relay without settling.
     pub async fn supervise(self: Arc<Self>, clock: Arc<dyn Clock>, stop: CancellationToken) {
         let ended = |ended: Option<(Error, Option<Duration>)>| {
             match &ended {

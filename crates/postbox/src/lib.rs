@@ -93,8 +93,8 @@
 //!
 //! # What this crate deliberately does not do
 //!
-//! It decides nothing about events: it re-exports the other crates, so that one line in a manifest is
-//! enough, and [`Service`] starts and stops their parts together.
+//! It decides nothing about events: it re-exports the other crates, so that one line in a manifest
+//! is enough, and [`Service`] starts and stops their parts together.
 
 /// The README's sample compiles.
 #[cfg(all(doctest, feature = "postgres"))]

@@ -115,7 +115,8 @@ impl Service {
     /// Works until the signal, or [`Self::stop`], and then stops gracefully.
     ///
     /// The error is one of the start, or (`Conflict`, `service_ran`) it has run before. Dropping
-    /// this future stops without settling: what was in flight may be handled again, nothing is lost.
+    /// this future stops without settling: what was in flight may be handled again, nothing is
+    /// lost.
     pub async fn run_until(&self, signal: impl Future) -> Result<()> {
         let inner = &*self.0;
         if inner.ran.swap(true, Ordering::AcqRel) {

@@ -1,5 +1,5 @@
 //! A shop with axum and sqlx. Customers place orders until it is sold out, and beyond; a stranger
-//! says that they are paid, and Stripe says it twice; then the shop is told to stop. What the
+//! says that they are paid, and Stripe says it twice; then the shop is asked to stop. What the
 //! database says afterwards and what the handlers did is compared.
 
 mod shop;
