@@ -84,6 +84,9 @@ pub struct Batch {
     /// How long until the lane's earliest retrying or scheduled event is due, when the store
     /// happened to look: zero means call `due` now.
     pub due_in: Option<Duration>,
+    /// Due batches: how many relays ended while they sent one of `deliveries` alone, where any did
+    /// ([`Disposition::Alone`]).
+    pub crashes: BTreeMap<Seq, u32>,
 }
 
 impl Batch {
@@ -109,7 +112,7 @@ impl Batch {
             }
             let end = piece.last().map(|delivery| delivery.seq);
             let (held, discarded, unreadable) = (self.held.clone(), self.discarded.clone(), self.unreadable.clone());
-            Some(Self { deliveries: piece, end, held, discarded, unreadable, more: true, due_in })
+            Some(Self { deliveries: piece, end, held, discarded, unreadable, more: true, due_in, ..Self::default() })
         })
     }
 
@@ -184,6 +187,16 @@ pub enum Disposition {
         /// When the event is due, should nobody write the outcome.
         after: Duration,
     },
+    /// It is about to be sent, and nothing else of its lane that could end the relay: an uncounted
+    /// [`Retry`](Self::Retry), written before the call and followed by its outcome. Where the next
+    /// holder of the lane finds it, the relay ended with the call: [`Log::acquire`] counts that in
+    /// [`Batch::crashes`].
+    ///
+    /// [`Log::acquire`]: crate::Log::acquire
+    Alone {
+        /// When the event is due, should nobody write the outcome.
+        after: Duration,
+    },
     /// Its turn did not come before sending stopped: an uncounted [`Retry`](Self::Retry), due now.
     NotSent,
     /// Waits behind the earlier unfinished events of its key. If there is none any more, the store
@@ -209,7 +222,7 @@ pub enum Disposition {
 }
 
 /// The row of an event that is sent again: what a store writes of [`Disposition::Retry`],
-/// [`Disposition::InFlight`] and [`Disposition::NotSent`].
+/// [`Disposition::InFlight`], [`Disposition::Alone`] and [`Disposition::NotSent`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retrying<'a> {
     /// The wait until it is due.
@@ -225,6 +238,13 @@ pub struct Retrying<'a> {
 impl Disposition {
     /// The stored code of [`InFlight`](Self::InFlight), for the statement that makes such rows due.
     pub const IN_FLIGHT: &'static str = "in_flight";
+    /// The stored code of [`Alone`](Self::Alone), for the statement that counts what a relay ended
+    /// with.
+    pub const ALONE: &'static str = "alone";
+    /// The code of an event that a relay ended with, once the next holder of the lane found it.
+    pub const RELAY_CRASHED: &'static str = "relay_crashed";
+    /// The error text beside it.
+    pub const RELAY_CRASHED_ERROR: &'static str = "the relay ended while it sent this event alone";
     const NOT_SENT: &'static str = "not_sent";
 
     /// The row to write if the event is sent again.
@@ -237,6 +257,9 @@ impl Disposition {
             Self::InFlight { after } => {
                 Some(uncounted(*after, Self::IN_FLIGHT, "the destination has not answered yet"))
             }
+            Self::Alone { after } => {
+                Some(uncounted(*after, Self::ALONE, "it is sent alone, and has not come back yet"))
+            }
             Self::NotSent => {
                 let error = "the relay stopped sending before this event's turn";
                 Some(uncounted(Duration::ZERO, Self::NOT_SENT, error))
@@ -247,7 +270,7 @@ impl Disposition {
 
     /// Whether a stored code is the relay's own, which says nothing of the destination.
     pub fn is_own_code(code: &str) -> bool {
-        [Self::IN_FLIGHT, Self::NOT_SENT].contains(&code)
+        [Self::IN_FLIGHT, Self::ALONE, Self::RELAY_CRASHED, Self::NOT_SENT].contains(&code)
     }
 }
 

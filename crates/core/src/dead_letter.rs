@@ -126,6 +126,7 @@ mod tests {
             lane: 0,
             epoch: 1,
             owner: OwnerId::new("one").expect("a name"),
+            crashes: 0,
         }
     }
 

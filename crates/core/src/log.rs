@@ -29,6 +29,15 @@ pub struct Lease {
     pub epoch: Epoch,
     /// Who holds it.
     pub owner: OwnerId,
+    /// How many holders in a row vanished: they neither gave the lane back nor held it for long.
+    /// What is given back with the lane ([`Log::release`]) the next holder finds.
+    pub crashes: u32,
+}
+
+impl Lease {
+    /// Who held a lane for more than so many times the length of its lease held it for long: the
+    /// crashes before are no longer in a row with its own.
+    pub const LONG: u32 = 10;
 }
 
 /// The answer to [`Log::acquire`].
@@ -103,7 +112,13 @@ pub trait Log: Send + Sync + 'static {
     /// With the grant, rows of the lane that wait for a call in flight
     /// ([`Disposition::InFlight`](crate::Disposition::InFlight)) become due now: the call ended
     /// with the former holder, and a graceful one has written its outcome before it gave the lane
-    /// back.
+    /// back. Rows of the lane that say that their event is sent alone
+    /// ([`Disposition::Alone`](crate::Disposition::Alone)) count one crash more
+    /// ([`Batch::crashes`]) and say [`RELAY_CRASHED`](crate::Disposition::RELAY_CRASHED); they are
+    /// due when they were to be.
+    ///
+    /// If the lease of another owner ran out, [`Lease::crashes`] is one more than before, or 1
+    /// where that one held the lane for long; otherwise it stays.
     async fn acquire(
         &self,
         subscription: &SubscriptionName,
@@ -115,7 +130,7 @@ pub trait Log: Send + Sync + 'static {
     /// Holds the lane for another `ttl` from now. A pause also ends the lease: `Stale`.
     async fn renew(&self, lease: &Lease, ttl: Duration) -> Result<()>;
 
-    /// Gives the lane back at once, for anybody to acquire.
+    /// Gives the lane back at once, for anybody to acquire, and with it [`Lease::crashes`].
     async fn release(&self, lease: &Lease) -> Result<()>;
 
     /// The next events of the lane, possibly none.

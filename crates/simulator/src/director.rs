@@ -12,7 +12,7 @@ use postbox_engine::{BreakerPolicy, OnDead, Relay, RelaySettings, SeededRandom};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::plan::{Action, At, End, OPERATOR, Plan, RELAYS_MAX, Step};
+use crate::plan::{Action, At, End, Fate, OPERATOR, Plan, RELAYS_MAX, Step};
 use crate::server::{Client, Store, Transaction};
 use crate::sink::SimSink;
 use crate::world::{LEASE, RelayClock, World};
@@ -111,7 +111,7 @@ impl Director {
         world.server.set_up(&world.subscription).await;
         world.committed(&[]);
         for (at, moment) in timeline(&world.plan) {
-            tokio::time::sleep(Duration::from_millis(at.saturating_sub(world.now()))).await;
+            self.pass(Duration::from_millis(at.saturating_sub(world.now()))).await;
             if world.is_violated() {
                 return;
             }
@@ -124,8 +124,19 @@ impl Director {
                 }
             }
         }
-        tokio::time::sleep(Duration::from_millis(world.plan.shape.calm.saturating_sub(world.now()))).await;
+        self.pass(Duration::from_millis(world.plan.shape.calm.saturating_sub(world.now()))).await;
         self.drain().await;
+    }
+
+    /// Lets time pass. Relays that an event ends are started again, as new processes.
+    async fn pass(&mut self, time: Duration) {
+        let (world, until) = (self.world.clone(), tokio::time::Instant::now() + time);
+        while let Ok(who) = tokio::time::timeout_at(until, world.next_ended()).await {
+            if world.state().lives.get(&who.0) == Some(&who.1) {
+                self.kill(who.0).await;
+                self.start(who.0);
+            }
+        }
     }
 
     async fn step(&mut self, step: Step) {
@@ -181,6 +192,7 @@ impl Director {
         let world = &self.world;
         let (mut numbers, mut appended) = (Vec::new(), Vec::new());
         for _ in 0..events {
+            let fate = if fate == Fate::Ends && !numbers.is_empty() { Fate::Fine } else { fate };
             let number = world.state().ledger.append(key, topic, fate, (wait > 0).then_some(at + wait));
             let mut event = NewEvent::json(["t0", "t1"][usize::from(topic)], "{}").version(number as i64);
             if let Some(key) = key {
@@ -254,6 +266,7 @@ impl Director {
         };
         let relay_built = builder.build().expect("valid settings");
         world.note(|| format!("relay {relay}.{} starts", who.1));
+        world.state().lives.insert(relay, who.1);
         let stop = CancellationToken::new();
         let stopping = stop.clone();
         let task = tokio::spawn(async move { relay_built.run(stopping).await });
@@ -265,6 +278,7 @@ impl Director {
         let Some(Running { stop, task }) = self.running.remove(&relay) else { return };
         let world = self.world.clone();
         world.note(|| format!("relay {relay} is to stop"));
+        world.state().lives.remove(&relay);
         stop.cancel();
         self.stopping.push(tokio::spawn(async move {
             match tokio::time::timeout(STOPS_WITHIN, task).await {
@@ -278,6 +292,7 @@ impl Director {
     async fn kill(&mut self, relay: u8) {
         let Some(Running { task, .. }) = self.running.remove(&relay) else { return };
         self.world.note(|| format!("relay {relay} is killed"));
+        self.world.state().lives.remove(&relay);
         task.abort();
         _ = task.await;
     }
@@ -302,7 +317,7 @@ impl Director {
         self.start(RELAYS_MAX - 1);
         let begun = tokio::time::Instant::now();
         loop {
-            tokio::time::sleep(100 * MS).await;
+            self.pass(100 * MS).await;
             self.notice_ends().await;
             if world.is_violated() {
                 return;

@@ -14,6 +14,8 @@ const KEYS_MAX: usize = 4;
 /// An event that meets a destination that is down so often, with others delivered in between, is
 /// charged for it.
 const BLAMED_AFTER: u32 = 5;
+/// An event that ended so many relays may be given up. Never another one.
+const CRASHES_MAX: u32 = 3;
 
 /// One event, by its number.
 #[derive(Debug, Clone)]
@@ -33,6 +35,8 @@ pub(crate) struct Fact {
     failures: u32,
     found_down: u32,
     refused: bool,
+    /// How many relays it ended.
+    pub(crate) ended: u32,
     seen: Option<Seen>,
     tick: u64,
 }
@@ -108,6 +112,7 @@ impl Ledger {
             failures: 0,
             found_down: 0,
             refused: false,
+            ended: 0,
             seen: None,
             tick: 0,
         });
@@ -157,6 +162,13 @@ impl Ledger {
 
     pub(crate) fn refused(&mut self, number: usize) {
         self.facts[number].refused = true;
+    }
+
+    /// A relay ended with it.
+    pub(crate) fn ended(&mut self, number: usize) {
+        let fact = &mut self.facts[number];
+        fact.ended += 1;
+        fact.refused |= fact.ended >= CRASHES_MAX;
     }
 
     /// The destination has it.

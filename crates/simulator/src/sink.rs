@@ -53,6 +53,9 @@ impl Sink for SimSink {
                 outcomes.push(Outcome::retry("behind", "an earlier event of the key failed"));
                 continue;
             }
+            if mishap.is_none() && world.is_to_end(self.who, delivery) {
+                world.ends(self.who, number_of(&delivery.event)).await;
+            }
             let outcome = world.judge(self.who, delivery, mishap);
             if !outcome.is_delivered() {
                 stopped.extend(key);
@@ -88,6 +91,12 @@ impl Drop for Call<'_> {
 }
 
 impl World {
+    fn is_to_end(&self, who: Who, delivery: &Delivery) -> bool {
+        let state = self.state();
+        let is_there = state.lives.get(&who.0) == Some(&who.1);
+        is_there && !self.is_out() && state.ledger.facts[number_of(&delivery.event)].fate == Fate::Ends
+    }
+
     /// What the destination makes of one event.
     fn judge(&self, who: Who, delivery: &Delivery, mishap: Option<Mishap>) -> Outcome {
         let number = number_of(&delivery.event);

@@ -1,6 +1,6 @@
 //! One world: the server, the clock, the wire, and what the plan does to them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -43,6 +43,8 @@ pub(crate) struct World {
     calm: AtomicBool,
     /// A relay that stands still when they end goes on, with all it does.
     thaw: Notify,
+    /// An event ended a relay.
+    ended: Notify,
     /// Calls that the server executes later.
     late: AtomicU64,
     stalled: [AtomicU64; RELAYS_MAX as usize + 1],
@@ -58,6 +60,10 @@ pub(crate) struct WorldState {
     rng: Rng,
     /// How often each operation was called, by relay.
     calls: HashMap<(u8, &'static str), u32>,
+    /// The life of each relay that runs and is not to stop.
+    pub(crate) lives: HashMap<u8, u32>,
+    /// Relays that an event ended, until they are buried.
+    ended: VecDeque<Who>,
     sends: u32,
     carried: u32,
     effects_seen: HashMap<i64, i64>,
@@ -108,6 +114,8 @@ impl World {
             ledger,
             rng: Rng::new(plan.seed ^ 0xA5A5),
             calls: HashMap::new(),
+            lives: HashMap::new(),
+            ended: VecDeque::new(),
             sends: 0,
             carried: 0,
             effects_seen: HashMap::new(),
@@ -122,6 +130,7 @@ impl World {
             generation: AtomicU64::new(0),
             calm: AtomicBool::new(false),
             thaw: Notify::new(),
+            ended: Notify::new(),
             late: AtomicU64::new(0),
             stalled: Default::default(),
             outages,
@@ -329,6 +338,29 @@ impl World {
         mishap
     }
 
+    /// An event ends the relay that sends it, if that one is there to be ended.
+    pub(crate) async fn ends(&self, who: Who, number: usize) {
+        {
+            let mut state = self.state();
+            state.ledger.ended(number);
+            state.ended.push_back(who);
+            state.note(self, || format!("event {number} ends relay {}.{}", who.0, who.1));
+        }
+        self.ended.notify_one();
+        std::future::pending().await
+    }
+
+    /// The next relay that an event ended.
+    pub(crate) async fn next_ended(&self) -> Who {
+        loop {
+            let ended = self.state().ended.pop_front();
+            match ended {
+                Some(who) => return who,
+                None => self.ended.notified().await,
+            }
+        }
+    }
+
     /// An answer, or none, that counts as an attempt of each.
     pub(crate) fn charge(&self, deliveries: &[&Delivery]) {
         let mut state = self.state();
@@ -343,7 +375,9 @@ impl World {
     /// The violation, the hash of the history, and the history.
     pub(crate) fn end(&self) -> (Option<String>, u64, Vec<String>) {
         let mut state = self.state();
-        let repeats_max = self.plan.abrupt() * (usize::from(self.plan.shape.lanes) * self.plan.shape.batch * 2 + 16);
+        let ended: u32 = state.ledger.facts.iter().map(|fact| fact.ended).sum();
+        let repeats_max = (self.plan.abrupt() + ended as usize)
+            * (usize::from(self.plan.shape.lanes) * self.plan.shape.batch * 2 + 16);
         state.ledger.close(self.plan.shape.clean, repeats_max);
         let mut trace = std::mem::take(&mut state.trace);
         if self.tracing {

@@ -46,13 +46,14 @@ SELECT chosen.seq FROM (
   WHERE l.id = ANY ($9) AND d.seq > $4 AND {states} AND ($3::text IS NULL OR d.code = $3) AND {is_meant} OFFSET 0) AS chosen
 ORDER BY chosen.seq LIMIT $5";
 
-/// Dead rows and waiting ones become due now, if they still are. Index: primary key. Locks the
-/// rows.
+/// Dead rows and waiting ones become due now, if they still are; what a relay ended with goes
+/// alone. Index: primary key. Locks the rows.
 pub(crate) const DELIVERY_RETRY: &str = "
 WITH raised AS (UPDATE {s}.subscription AS s SET replays = greatest(s.replays, r.replays)
   FROM (SELECT max(d.replays) + 1 AS replays FROM {s}.delivery AS d WHERE d.ctid = ANY ({places})) AS r WHERE s.id = $1)
 UPDATE {s}.delivery AS d SET
   replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
+  crashes = CASE d.state WHEN 'dead' THEN least(d.crashes, 1) ELSE d.crashes END,
   state = 'retrying', halt = false, letter_at = '-infinity', due_at = statement_timestamp(), updated_at = clock_timestamp()
 WHERE d.ctid = ANY ({places}) AND {states} RETURNING d.key";
 

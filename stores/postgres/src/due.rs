@@ -1,6 +1,6 @@
 //! `due`: events that left the stream and whose time has come.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use postbox_core::{Batch, BatchLimit, Error, Key, Lease, Result};
 
@@ -47,7 +47,7 @@ member AS MATERIALIZED (
     LIMIT $2 / (SELECT count(*) FROM head) - 1 OFFSET 0) AS behind
   WHERE head.holds)
 SELECT {columns}, d.attempts, d.replays, d.holds, m.is_head,
-  d.state = 'blocked' OR (d.state = 'retrying' AND coalesce(d.due_at <= statement_timestamp(), true)), m.seq, d.key
+  d.state = 'blocked' OR (d.state = 'retrying' AND coalesce(d.due_at <= statement_timestamp(), true)), m.seq, d.key, d.crashes
 FROM member AS m
 JOIN {s}.delivery AS d ON d.subscription = $4 AND d.seq = m.seq
 LEFT JOIN {log} AS l ON l.seq = m.seq
@@ -82,7 +82,7 @@ async fn read(
     };
     let (left_stream, rows) = session.at_once(&store.inner.modes.read, look).await?;
     let mut order = DueOrder::default();
-    let mut ready = Vec::new();
+    let (mut ready, mut crashes) = (Vec::new(), BTreeMap::new());
     for row in &rows {
         let mut stored = Stored::of_delivery(row, COLUMN + 5);
         let count = |column: usize| row.get::<_, i32>(column).unsigned_abs();
@@ -90,13 +90,15 @@ async fn read(
         let (holds, is_head): (bool, bool) = (row.get(COLUMN + 2), row.get(COLUMN + 3));
         let key = stored.delivery.event.key.as_ref().filter(|_| holds);
         if order.admits(key, is_head, row.get(COLUMN + 4)) {
+            let crashed = count(COLUMN + 7);
+            crashes.extend((crashed > 0).then_some((stored.delivery.seq, crashed)));
             ready.push(stored);
         }
     }
     ready.truncate(fitting(&ready, params.limit));
     fill_payloads(session, &subscription.log, &mut ready).await?;
     let exceptions = Exceptions::ask(session, lease, subscription.id, left_stream, i64::MAX).await?;
-    let mut batch = Batch { due_in: exceptions.due_in, ..Batch::default() };
+    let mut batch = Batch { due_in: exceptions.due_in, crashes, ..Batch::default() };
     ready.into_iter().for_each(|stored| batch.push(stored.delivery, stored.unreadable));
     Ok(batch)
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use postbox_core::kit::lanes_missing;
-use postbox_core::{Acquired, Error, ErrorKind, Lease, OwnerId, Pause, Result, SubscriptionName};
+use postbox_core::{Acquired, Disposition, Error, ErrorKind, Lease, OwnerId, Pause, Result, SubscriptionName};
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
@@ -40,8 +40,13 @@ FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $2";
 /// for which nobody shall lose a living lease. `clock_timestamp()`, not `now()`: the transaction
 /// may have waited, and a lease counts from the grant. A cursor of another cluster is not granted;
 /// [`SUBSCRIPTION_STATE`] says so.
+///
+/// Another owner whose lease ran out has vanished; after it held the lane for long, the crashes
+/// before count no more: it renewed when ten lengths of its lease were over (`Lease::LONG`).
 const LANE_ACQUIRE: &str = "
-UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3
+UPDATE {s}.lane SET owner = $2, epoch = epoch + 1, lease_until = clock_timestamp() + $3 * interval '1 microsecond', lease_ttl = $3,
+  granted_at = clock_timestamp(), crashes = CASE WHEN lease_until IS NULL OR coalesce(owner = $2, true) THEN crashes
+    WHEN lease_until > granted_at + 11 * lease_ttl * interval '1 microsecond' THEN 1 ELSE crashes + 1 END
 WHERE subscription = $1 AND lane = (
   SELECT l.lane FROM {s}.lane AS l
   WHERE l.subscription = $1 AND l.cluster = (SELECT {s}.cluster_id())
@@ -50,7 +55,7 @@ WHERE subscription = $1 AND lane = (
       OR (l.owner = $2 AND l.lane <> ALL ($5::smallint[])))
     AND EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $4 AND NOT {is_paused})
   ORDER BY l.lane LIMIT 1 FOR UPDATE SKIP LOCKED)
-RETURNING lane::int, epoch";
+RETURNING lane::int, epoch, crashes";
 
 /// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index:
 /// `delivery_in_flight`. Locks the rows.
@@ -64,6 +69,15 @@ FROM {s}.lane AS l
 WHERE l.subscription = $1 AND l.owner = $2 AND l.xmin = pg_current_xact_id()::xid
   AND d.subscription = l.subscription AND d.lane = l.lane AND d.code = 'in_flight' AND d.state = 'retrying' AND d.due_at > clock_timestamp()";
 
+/// What the former holder sent alone and did not write of again, it ended with
+/// (`Disposition::ALONE`, `RELAY_CRASHED`). Index: `delivery_in_flight`. Locks the rows. After the
+/// grant as [`DELIVERY_MAKE_DUE`] is, and for the same lane.
+const DELIVERY_COUNT_CRASH: &str = "
+UPDATE {s}.delivery AS d SET crashes = d.crashes + 1, code = 'relay_crashed', error = $3, updated_at = clock_timestamp()
+FROM {s}.lane AS l
+WHERE l.subscription = $1 AND l.owner = $2 AND l.xmin = pg_current_xact_id()::xid
+  AND d.subscription = l.subscription AND d.lane = l.lane AND d.code = 'alone' AND d.state = 'retrying'";
+
 /// Holds the lane, unless it was lost or the subscription is paused. Index: primary key. Locks the
 /// row.
 const LANE_RENEW: &str = "
@@ -73,7 +87,7 @@ WHERE subscription = $1 AND lane = $2 AND epoch = $3 AND lease_until > clock_tim
 
 /// Gives the lane back. Index: primary key. Locks the row.
 const LANE_RELEASE: &str = "
-UPDATE {s}.lane SET lease_until = NULL WHERE subscription = $1 AND lane = $2 AND epoch = $3";
+UPDATE {s}.lane SET lease_until = NULL, crashes = $4 WHERE subscription = $1 AND lane = $2 AND epoch = $3";
 
 pub(crate) async fn acquire(
     store: &PostgresStore,
@@ -84,23 +98,27 @@ pub(crate) async fn acquire(
     ttl: Duration,
 ) -> Result<Acquired> {
     let subscription = store.subscription(session, name).await?;
-    let [heartbeat, acquire, make_due, state] =
-        [REPLICA_HEARTBEAT, LANE_ACQUIRE, DELIVERY_MAKE_DUE, SUBSCRIPTION_STATE].map(|template| session.sql(template));
+    let [heartbeat, acquire, make_due, count_crash, state] =
+        [REPLICA_HEARTBEAT, LANE_ACQUIRE, DELIVERY_MAKE_DUE, DELIVERY_COUNT_CRASH, SUBSCRIPTION_STATE]
+            .map(|template| session.sql(template));
     let held: Vec<i16> = held.iter().map(|lane| lane.cast_signed()).collect();
     let (owner_name, ttl_micros) = (owner.as_str(), micros(ttl));
     let name_text = name.as_str();
     let params = params![subscription.id, owner_name, ttl_micros, name_text, held];
+    let crashed = params![subscription.id, owner_name, Disposition::RELAY_CRASHED_ERROR];
     let named = params![subscription.id, name_text];
     let take = async |session: &Session| {
-        let (noted, lane, made_due, state) = futures::join!(
+        let (noted, lane, made_due, counted, state) = futures::join!(
             session.execute(&heartbeat, &params[..4]),
             session.rows(&acquire, &params),
             session.execute(&make_due, &params[..2]),
+            session.execute(&count_crash, &crashed),
             session.rows(&state, &named),
         );
         noted?;
         let lane = lane?;
         made_due?;
+        counted?;
         Ok((lane, state?))
     };
     let (lane, state) = match session.at_once(&store.inner.modes.write, take).await {
@@ -125,6 +143,7 @@ pub(crate) async fn acquire(
         lane: u16::try_from(row.get::<_, i32>(0)).unwrap_or_default(),
         epoch: row.get(1),
         owner: owner.clone(),
+        crashes: row.get::<_, i32>(2).unsigned_abs(),
     });
     if let Some(lease) = &lease {
         store.lane(lease).begin(lease.epoch);
@@ -169,7 +188,8 @@ pub(crate) async fn release(store: &PostgresStore, session: &Session, lease: &Le
     };
     store.lane(lease).forget(lease.epoch);
     let (release, lane) = (session.sql(LANE_RELEASE), lease.lane.cast_signed());
-    let held = params![subscription.id, lane, lease.epoch];
+    let crashes = i32::try_from(lease.crashes).unwrap_or(i32::MAX);
+    let held = params![subscription.id, lane, lease.epoch, crashes];
     let give_back = async |session: &Session| session.execute(&release, &held).await;
     session.at_once(&store.inner.modes.write, give_back).await?;
     // Whoever waits for a free lane in this process need not wait for its next poll.

@@ -26,9 +26,10 @@ use crate::{lease, lifecycle};
 /// meant.
 const STEP_LOOK_MAX: usize = 20_000;
 
-/// By primary key; takes the write lock. A person's replay begins anew.
+/// By primary key; takes the write lock. A person's replay begins anew; what a relay ended with
+/// goes alone.
 const DELIVERY_REPLAY: &str = "UPDATE postbox_delivery SET state = 'retrying', attempts = 0, replays = replays + 1, letter_at = 0, due_at = ?3, \
-holds = (?4 AND key IS NOT NULL), updated_at = ?3 WHERE subscription = ?1 AND seq = ?2 AND state = 'dead'";
+crashes = min(crashes, 1), holds = (?4 AND key IS NOT NULL), updated_at = ?3 WHERE subscription = ?1 AND seq = ?2 AND state = 'dead'";
 /// The highest replay that an event of the subscription had, by primary key; takes the write lock.
 const REPLAYS_RAISE: &str = "UPDATE postbox_subscription SET replays = max(replays, ?2) WHERE name = ?1";
 /// By primary key; takes the write lock.

@@ -57,9 +57,9 @@ const PAYLOAD: usize = 14;
 
 /// The columns of a delivery row under the alias `d`, in the order [`DeliveryRow`] reads them.
 pub(crate) const DELIVERY_COLUMNS: &str =
-    "d.seq, d.id, d.topic, d.key, d.created_at, d.state, d.holds, d.attempts, d.replays, d.due_at, d.code";
+    "d.seq, d.id, d.topic, d.key, d.created_at, d.state, d.holds, d.attempts, d.replays, d.due_at, d.code, d.crashes";
 /// How many columns those are.
-pub(crate) const DELIVERY_COLUMNS_COUNT: usize = 11;
+pub(crate) const DELIVERY_COLUMNS_COUNT: usize = 12;
 
 /// An event that left the stream, and what its row knows of the event.
 pub(crate) struct DeliveryRow {
@@ -74,6 +74,8 @@ pub(crate) struct DeliveryRow {
     pub(crate) replays: u32,
     pub(crate) due_at: Option<i64>,
     pub(crate) code: Option<String>,
+    /// How many relays ended while they sent it alone.
+    pub(crate) crashes: u32,
 }
 
 impl DeliveryRow {
@@ -92,6 +94,7 @@ impl DeliveryRow {
             replays: row.get(at + 8)?,
             due_at: row.get(at + 9)?,
             code: row.get(at + 10)?,
+            crashes: row.get(at + 11)?,
         })
     }
 

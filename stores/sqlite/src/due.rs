@@ -1,7 +1,7 @@
 //! Delivery rows whose time has come.
 
 use postbox_core::kit::BatchLimiter;
-use postbox_core::{Batch, BatchLimit, Error, Lease, State};
+use postbox_core::{Batch, BatchLimit, Error, Lease, Seq, State};
 use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
@@ -30,6 +30,9 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
         }
         // One that is gone must be closed, or it would be the head of its key for ever.
         let decoded = row.map_or_else(|| Ok(Decoded::missing(&ready)), Decoded::read)?;
+        if ready.crashes > 0 {
+            due.crashes.insert(Seq(ready.seq), ready.crashes);
+        }
         push(&mut due, decoded, ready.attempts.saturating_add(1), ready.replays);
     }
     Ok(due)

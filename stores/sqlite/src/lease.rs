@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use postbox_core::kit::{check_log, lanes_missing, subscription_unknown};
 use postbox_core::{
-    Acquired, Error, ErrorKind, Filter, Lease, LogName, Ordering, OwnerId, Pause, StartAt, Subscription,
+    Acquired, Disposition, Error, ErrorKind, Filter, Lease, LogName, Ordering, OwnerId, Pause, StartAt, Subscription,
     SubscriptionName, Tenant, TopicPattern,
 };
 use rusqlite::{OptionalExtension, Transaction, named_params, params};
@@ -80,18 +80,26 @@ AND (lease_until <= :now OR lease_until - lease_ttl > :clock + 1000000 \
 OR (owner = :owner AND lane NOT IN (SELECT value FROM json_each(:held)))) ORDER BY lane LIMIT 1";
 /// By primary key; no lock.
 const LANE_COUNT: &str = "SELECT count(*) FROM postbox_lane WHERE subscription = ?1";
-/// By primary key; takes the write lock.
-const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5 \
-WHERE subscription = ?1 AND lane = ?2 RETURNING epoch";
+/// By primary key; takes the write lock. Another owner whose lease ran out has vanished; after it
+/// held the lane for long (`Lease::LONG`), the crashes before count no more.
+const LANE_GRANT: &str = "UPDATE postbox_lane SET epoch = epoch + 1, owner = ?3, lease_until = ?4, lease_ttl = ?5, granted_at = ?6, \
+crashes = CASE WHEN lease_until = 0 OR coalesce(owner = ?3, 1) THEN crashes \
+WHEN lease_until - lease_ttl > granted_at + 10 * lease_ttl THEN 1 ELSE crashes + 1 END \
+WHERE subscription = ?1 AND lane = ?2 RETURNING epoch, crashes";
 /// What waits for a call of the former holder is due now (`Disposition::IN_FLIGHT`). Index
 /// `postbox_delivery_in_flight`; takes the write lock.
 const DELIVERY_MAKE_DUE: &str = "UPDATE postbox_delivery SET due_at = ?3, updated_at = ?3 \
 WHERE subscription = ?1 AND lane = ?2 AND code = 'in_flight' AND state = 'retrying' AND due_at > ?3";
+/// What the former holder sent alone and did not write of again, it ended with
+/// (`Disposition::ALONE`, `RELAY_CRASHED`). Index `postbox_delivery_in_flight`; takes the write
+/// lock.
+const DELIVERY_COUNT_CRASH: &str = "UPDATE postbox_delivery SET crashes = crashes + 1, code = 'relay_crashed', error = ?4, updated_at = ?3 \
+WHERE subscription = ?1 AND lane = ?2 AND code = 'alone' AND state = 'retrying'";
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
 const LANE_RENEW: &str = "UPDATE postbox_lane SET lease_until = ?6, lease_ttl = ?7 \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
 /// By primary key; takes the write lock; changes nothing for a stale epoch.
-const LANE_RELEASE: &str = "UPDATE postbox_lane SET lease_until = 0 \
+const LANE_RELEASE: &str = "UPDATE postbox_lane SET lease_until = 0, crashes = ?6 \
 WHERE subscription = ?1 AND lane = ?2 AND epoch = ?3 AND owner = ?4 AND lease_until > ?5";
 /// The lane if the lease still holds, by primary key; no lock in a read.
 const LANE_HELD: &str = "SELECT position, window_end, lease_until, revision FROM postbox_lane \
@@ -299,11 +307,16 @@ pub(crate) fn acquire(session: &mut Session, request: &AcquireRequest) -> Work<A
         let mut lease = None;
         if let Some(lane) = free {
             let until = request.asked_at.saturating_add(micros(request.ttl));
-            let row = params![subscription.as_str(), lane, owner.as_str(), until, micros(request.ttl)];
-            let epoch = tx.prepare_cached(LANE_GRANT)?.query_row(row, |row| row.get(0))?;
+            let row =
+                params![subscription.as_str(), lane, owner.as_str(), until, micros(request.ttl), request.asked_at];
+            let granted = tx.prepare_cached(LANE_GRANT)?.query_row(row, |row| Ok((row.get(0)?, row.get(1)?)));
+            let (epoch, crashes) = granted?;
             let made_due = params![subscription.as_str(), lane, request.asked_at];
             tx.prepare_cached(DELIVERY_MAKE_DUE)?.execute(made_due)?;
-            lease = Some(Lease { subscription, log: stored.log.clone(), lane, epoch, owner });
+            let error = Disposition::RELAY_CRASHED_ERROR;
+            let crashed = params![subscription.as_str(), lane, request.asked_at, error];
+            tx.prepare_cached(DELIVERY_COUNT_CRASH)?.execute(crashed)?;
+            lease = Some(Lease { subscription, log: stored.log.clone(), lane, epoch, owner, crashes });
         }
         Ok(Acquired { lease, replicas: replicas(tx, request, clock)?, lanes: stored.lanes, paused })
     })
@@ -353,7 +366,8 @@ pub(crate) fn renew(session: &mut Session, lease: &Lease, ttl: Duration) -> Work
 pub(crate) fn release(session: &mut Session, lease: &Lease) -> Work<bool> {
     let now = session.settings.now();
     session.transact(Flush::Configured, |tx| {
-        let row = params![lease.subscription.as_str(), lease.lane, lease.epoch, lease.owner.as_str(), now];
+        let (name, owner) = (lease.subscription.as_str(), lease.owner.as_str());
+        let row = params![name, lease.lane, lease.epoch, owner, now, lease.crashes];
         Ok(tx.prepare_cached(LANE_RELEASE)?.execute(row)? == 1)
     })
 }

@@ -204,6 +204,8 @@ CREATE TABLE postbox_lane (
   owner        TEXT,
   lease_until  INTEGER NOT NULL DEFAULT 0,
   lease_ttl    INTEGER NOT NULL DEFAULT 0,
+  granted_at   INTEGER NOT NULL DEFAULT 0,
+  crashes      INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (subscription, lane)
 ) WITHOUT ROWID;
 CREATE TABLE postbox_filter (
@@ -249,6 +251,7 @@ CREATE TABLE postbox_delivery (
   holds        INTEGER NOT NULL CHECK (holds IN (0, 1)),
   attempts     INTEGER NOT NULL,
   replays      INTEGER NOT NULL DEFAULT 0,
+  crashes      INTEGER NOT NULL DEFAULT 0,
   due_at       INTEGER,
   code         TEXT,
   error        TEXT,
@@ -262,7 +265,7 @@ CREATE TABLE postbox_delivery (
 ) WITHOUT ROWID;
 CREATE INDEX postbox_delivery_due ON postbox_delivery (subscription, lane, due_at) WHERE state IN ('retrying', 'scheduled');
 CREATE INDEX postbox_delivery_key ON postbox_delivery (subscription, key, seq) WHERE holds = 1;
-CREATE INDEX postbox_delivery_in_flight ON postbox_delivery (subscription, lane) WHERE code = 'in_flight';
+CREATE INDEX postbox_delivery_in_flight ON postbox_delivery (subscription, lane) WHERE code IN ('in_flight', 'alone');
 CREATE INDEX postbox_delivery_letter ON postbox_delivery (subscription, lane, letter_at, seq) WHERE state = 'dead' AND letters <= replays;
 CREATE INDEX postbox_delivery_missing ON postbox_delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX postbox_delivery_state ON postbox_delivery (subscription, state, seq);

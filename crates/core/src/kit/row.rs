@@ -47,7 +47,10 @@ impl<'a> RowAfter<'a> {
         let row = Self { state: State::Retrying, attempts, due: Due::Never, halt: false, code: None, error: None };
         Some(match disposition {
             Disposition::Delivered | Disposition::Discarded => return None,
-            Disposition::Retry { .. } | Disposition::InFlight { .. } | Disposition::NotSent => {
+            Disposition::Retry { .. }
+            | Disposition::InFlight { .. }
+            | Disposition::Alone { .. }
+            | Disposition::NotSent => {
                 let Retrying { after, counted, code, error } = disposition.retrying()?;
                 Self {
                     attempts: attempts.saturating_add(u32::from(counted)),

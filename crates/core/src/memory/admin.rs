@@ -83,6 +83,8 @@ impl Server {
                     halt: false,
                     attempts: 0,
                     replays: row.replays + 1,
+                    // What it did before it may do again: it goes alone.
+                    crashes: row.crashes.min(1),
                     letter_at: None,
                     ..row
                 };

@@ -68,17 +68,17 @@ impl Server {
         let free = free.or_else(|| reader.lanes.iter().zip(0..).position(lost)).filter(|_| paused.is_none());
         let lease = free.map(|index| {
             let lane = &mut reader.lanes[index];
-            lane.epoch += 1;
-            lane.owner = Some(owner.clone());
-            lane.lease_until = Some(monotonic + ttl);
-            let epoch = lane.epoch;
+            lane.grant(owner, monotonic, ttl);
+            let (epoch, crashes) = (lane.epoch, lane.crashes);
             reader.make_in_flight_due(index as u16, now);
+            reader.count_crashes(index as u16, now);
             Lease {
                 subscription: subscription.clone(),
                 log: reader.subscription.log.clone(),
                 lane: index as u16,
                 epoch,
                 owner: owner.clone(),
+                crashes,
             }
         });
         let replicas = u16::try_from(reader.alive_until.len()).unwrap_or(u16::MAX);
@@ -94,7 +94,10 @@ impl Server {
         reader.alive_until.insert(lease.owner.clone(), monotonic + ttl);
         let paused = reader.paused(now).is_some();
         let lane = &mut reader.lanes[usize::from(lease.lane)];
-        lane.lease_until = (!paused).then_some(monotonic + ttl);
+        match paused {
+            true => lane.lease_until = None,
+            false => lane.hold(monotonic, ttl),
+        }
         state.flush();
         if paused { Err(Error::stale("renew")) } else { Ok(()) }
     }
@@ -103,7 +106,8 @@ impl Server {
         let monotonic = self.clock.monotonic();
         let mut state = self.state("release")?;
         if let Ok((reader, _)) = state.data.leased("release", lease, monotonic) {
-            reader.lanes[usize::from(lease.lane)].lease_until = None;
+            let lane = &mut reader.lanes[usize::from(lease.lane)];
+            (lane.lease_until, lane.crashes) = (None, lease.crashes);
             // Whoever waits for a free lane need not wait for its next poll.
             State::wake(state);
         }

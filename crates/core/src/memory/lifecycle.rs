@@ -187,7 +187,7 @@ impl Reader {
             to: commit(|lane| lane.to),
             settled: of(|lane| lane.settled),
             revision: self.revision(),
-            owner: None,
+            ..Lane::default()
         };
         let is_left = |(seq, commit, event): &(i64, u64, &Event)| {
             begin.has_passed(*seq, *commit)

@@ -98,6 +98,9 @@ impl Reader {
             if !limiter.take(event.payload.len()) {
                 break;
             }
+            if row.crashes > 0 {
+                batch.crashes.insert(Seq(seq), row.crashes);
+            }
             batch.push(Delivery { event, seq: Seq(seq), attempt, replay }, unreadable);
         }
         batch

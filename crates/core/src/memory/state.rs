@@ -106,6 +106,11 @@ pub(super) struct Lane {
     pub(super) epoch: Epoch,
     pub(super) owner: Option<OwnerId>,
     pub(super) lease_until: Option<Duration>,
+    /// For how long it was granted or renewed.
+    pub(super) lease_ttl: Duration,
+    pub(super) granted_at: Duration,
+    /// How many holders in a row vanished.
+    pub(super) crashes: u32,
     /// The window: rows with `from < commit <= to`.
     pub(super) from: u64,
     pub(super) to: u64,
@@ -141,6 +146,8 @@ pub(super) struct DeliveryRow {
     pub(super) halt: bool,
     pub(super) attempts: u32,
     pub(super) replays: u32,
+    /// How many relays ended while they sent it alone.
+    pub(super) crashes: u32,
     pub(super) due_at: Option<Timestamp>,
     pub(super) code: Option<String>,
     pub(super) error: Option<String>,
@@ -433,6 +440,19 @@ impl Reader {
         }
     }
 
+    /// Counts a crash for what the lane's former holder sent alone and did not write of again.
+    pub(super) fn count_crashes(&mut self, lane: u16, now: Timestamp) {
+        let was_sent = |row: &DeliveryRow| {
+            row.lane == lane && row.state == EventState::Retrying && row.code.as_deref() == Some(Disposition::ALONE)
+        };
+        for row in self.deliveries.values_mut().filter(|row| was_sent(row)) {
+            row.crashes += 1;
+            row.code = Some(Disposition::RELAY_CRASHED.to_owned());
+            row.error = Some(Disposition::RELAY_CRASHED_ERROR.to_owned());
+            row.updated_at = now;
+        }
+    }
+
     /// Makes the head of a key due, if it was blocked: whatever it waited for is gone.
     pub(super) fn release_head(&mut self, key: &Key, now: Timestamp) {
         let Some(seq) = self.head(key) else { return };
@@ -453,6 +473,24 @@ impl Lane {
 
     pub(super) fn is_free(&self, monotonic: Duration) -> bool {
         self.lease_until.is_none_or(|until| until <= monotonic)
+    }
+
+    pub(super) fn grant(&mut self, owner: &OwnerId, monotonic: Duration, ttl: Duration) {
+        let alive_at = self.lease_until.map(|until| until.saturating_sub(self.lease_ttl));
+        if let (Some(alive_at), Some(former)) = (alive_at, &self.owner)
+            && former != owner
+        {
+            let was_long = alive_at > self.granted_at + self.lease_ttl * Lease::LONG;
+            self.crashes = if was_long { 1 } else { self.crashes.saturating_add(1) };
+        }
+        self.epoch += 1;
+        self.owner = Some(owner.clone());
+        self.granted_at = monotonic;
+        self.hold(monotonic, ttl);
+    }
+
+    pub(super) fn hold(&mut self, monotonic: Duration, ttl: Duration) {
+        (self.lease_until, self.lease_ttl) = (Some(monotonic + ttl), ttl);
     }
 
     /// Whether the cursor is beyond a row.
@@ -495,6 +533,7 @@ impl DeliveryRow {
             halt: false,
             attempts: 0,
             replays: 0,
+            crashes: 0,
             due_at: None,
             code: None,
             error: None,

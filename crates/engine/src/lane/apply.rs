@@ -63,7 +63,7 @@ impl Lane {
 
     /// The check before each transaction. A lease that ran out ends the round: otherwise the lane
     /// would read and rewind again and again until somebody else takes it.
-    fn may_apply(&self, round: &CancellationToken) -> bool {
+    pub(super) fn may_apply(&self, round: &CancellationToken) -> bool {
         if round.is_cancelled() || self.context.health.is_gone() {
             return false;
         }

@@ -11,7 +11,7 @@ use tracing::debug;
 use super::Lane;
 use super::call::Call;
 use super::dispatch::DispatchLimits;
-use super::verdicts::{Verdicts, span};
+use super::verdicts::{Verdicts, holds, span};
 use crate::context::Destination;
 
 /// What became of a stream batch.
@@ -32,6 +32,9 @@ impl Lane {
         round: &CancellationToken,
     ) -> Result<Progress> {
         let mut verdicts = self.plan(batch, carried);
+        if self.careful.take_stream() {
+            verdicts.set_aside(&batch.deliveries, self.context.holds_keys());
+        }
         match &self.context.destination {
             Destination::Sink(sink) => {
                 let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await?;
@@ -70,13 +73,21 @@ impl Lane {
                 if self.lease.is_lost() {
                     return Ok(0);
                 }
+                if limits.alone {
+                    verdicts.set_aside(&batch.deliveries, self.context.holds_keys());
+                }
                 self.settle(verdicts.settle_due(batch, self.context.holds_keys())).await?;
                 if !verdicts.is_complete() {
                     self.due_timer.schedule(self.context.clock.monotonic(), Duration::ZERO);
                 }
                 self.detach(batch, &verdicts, calls);
             }
-            Destination::Apply(apply) => _ = self.apply_batch(&**apply, batch, &mut verdicts, round).await?,
+            Destination::Apply(apply) => {
+                if !self.apply_batch(&**apply, batch, &mut verdicts, round).await? && limits.alone {
+                    verdicts.set_aside(&batch.deliveries, self.context.holds_keys());
+                    self.settle(verdicts.settle_due(batch, self.context.holds_keys())).await?;
+                }
+            }
         }
         let (lane, events) = (self.lease.lease.lane, batch.deliveries.len());
         debug!(subscription = self.context.name(), lane, events, "due rows settled");
@@ -119,6 +130,12 @@ impl Lane {
                 verdicts.defer(index, self.in_flight());
             } else if let Some(why) = batch.unreadable.get(&delivery.seq) {
                 self.give_up_unreadable(&mut verdicts, index, delivery, why);
+            } else if let Some(dead) = self.dead_of_crashes(batch, delivery) {
+                if holds(&dead) {
+                    waiting.extend(key);
+                }
+                self.context.record_failure(delivery, &dead);
+                verdicts.defer(index, dead);
             } else if key.is_some_and(|key| waiting.contains(key)) {
                 verdicts.defer(index, Disposition::Block);
             }

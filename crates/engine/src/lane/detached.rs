@@ -26,7 +26,7 @@ use crate::lock::lock;
 /// destination takes, far below what a person notices.
 pub(super) const DETACH_AFTER: Duration = Duration::from_millis(250);
 /// Between a call's time limit and the moment its row is due, should nobody write its outcome.
-const DUE_MARGIN: Duration = Duration::from_secs(1);
+pub(super) const DUE_MARGIN: Duration = Duration::from_secs(1);
 
 /// The detached calls of a lane. Dropping it drops them.
 #[derive(Default)]

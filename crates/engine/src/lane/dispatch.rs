@@ -28,10 +28,12 @@ pub(super) struct DispatchLimits {
     pub(super) calls_max: usize,
     /// When it sends nothing more.
     pub(super) send_until: Option<Duration>,
-    /// How long it waits for its last calls before they go on without it.
-    pub(super) detach_after: Duration,
+    /// How long it waits for its last calls before they go on without it; `None`: to their end.
+    pub(super) detach_after: Option<Duration>,
     /// The breaker is half open, and this is its probe.
     pub(super) probe: bool,
+    /// It is written that this event is sent alone: what becomes of it must be written too.
+    pub(super) alone: bool,
 }
 
 /// What ended a wait.
@@ -50,8 +52,9 @@ impl Lane {
         DispatchLimits {
             calls_max: self.context.capabilities.concurrency,
             send_until: None,
-            detach_after: DETACH_AFTER,
+            detach_after: (!probe).then_some(DETACH_AFTER),
             probe,
+            alone: false,
         }
     }
 
@@ -128,8 +131,8 @@ impl Lane {
                 // Nothing in flight and nothing may go out: done, or the round has ended.
                 return Ok(Vec::new());
             }
-            let may_detach = !starved && rate_wait.is_none() && self.may_detach(limits, calls.len(), bytes);
-            let detach_after = may_detach.then_some(limits.detach_after);
+            let may_detach = !starved && rate_wait.is_none() && self.may_detach(calls.len(), bytes);
+            let detach_after = limits.detach_after.filter(|_| may_detach);
             let event = tokio::select! {
                 biased;
                 event = self.next_event(&mut calls, starved, rate_wait, detach_after, round) => event,
@@ -192,17 +195,16 @@ impl Lane {
     /// Whether the calls in flight may go on without their batch. Half of all calls at most, so
     /// that slow events leave room for others, with no more than a batch's payload in memory; not
     /// for a sink that takes many events a call, which is slow as a whole; not when the lane ends.
-    fn may_detach(&self, limits: DispatchLimits, in_flight: usize, bytes: usize) -> bool {
+    fn may_detach(&self, in_flight: usize, bytes: usize) -> bool {
         let context = &self.context;
-        !limits.probe
-            && !context.capabilities.prefix
+        !context.capabilities.prefix
             && self.detached.len() + in_flight <= context.capabilities.concurrency / 2
             && self.detached.bytes() + bytes <= context.settings.batch.payload_bytes
             && !self.lease.halt.is_cancelled()
     }
 
     /// The check before each send: still our lane, still a destination, still wanted.
-    fn may_send(&self, limits: DispatchLimits, round: &CancellationToken) -> bool {
+    pub(super) fn may_send(&self, limits: DispatchLimits, round: &CancellationToken) -> bool {
         if round.is_cancelled() {
             return false;
         }

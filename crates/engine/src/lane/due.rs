@@ -68,7 +68,8 @@ impl Lane {
     pub(super) async fn due_once(&self, until: Until<'_>, probe: bool, round: &CancellationToken) -> Result<usize> {
         self.due_timer.reset(self.context.clock.monotonic());
         let most = self.context.settings.batch;
-        let events = if probe { 1 } else { self.due_events.load(Ordering::Relaxed).min(most.events) };
+        let careful = self.careful.has_rows();
+        let events = if probe || careful { 1 } else { self.due_events.load(Ordering::Relaxed).min(most.events) };
         let limit = BatchLimit { events, ..most };
         let Some(reservation) = until.reserve(limit).await else { return Ok(0) };
         let (log, lease) = (&self.context.log, &self.lease.lease);
@@ -78,17 +79,25 @@ impl Lane {
         let count = batch.deliveries.len();
         reservation.used(count);
         self.note_read(&batch);
-        if count > 0 {
+        if count == 0 {
+            self.careful.no_rows();
+        }
+        let (batch, alone) = self.set_apart(batch);
+        let count_together = batch.deliveries.len();
+        if count_together > 0 {
             // Half of the calls at most: many slow rows must leave room for the stream.
             let mut limits = self.limits(probe);
             limits.calls_max = limits.calls_max.div_ceil(2);
-            limits.detach_after = BATCH_TIME;
+            limits.detach_after = limits.detach_after.map(|_| BATCH_TIME);
             limits.send_until = Some(self.context.clock.monotonic() + BATCH_TIME);
             let sent = self.deliver_due(&Arc::new(batch), limits, round).await?;
-            if !probe && (sent < count || count >= events) {
+            if events > 1 && (sent < count_together || count >= events) {
                 let at_once = limits.calls_max.saturating_mul(self.context.capabilities.batch_max);
                 self.due_events.store(at_once.max(2 * sent), Ordering::Relaxed);
             }
+        }
+        if let Some(alone) = alone {
+            self.deliver_alone(alone, probe, round).await?;
         }
         Ok(count)
     }

@@ -78,7 +78,7 @@ impl RelayContext {
         }
     }
 
-    fn dead(&self, delivery: &Delivery, code: Cow<'static, str>, error: &str) -> Disposition {
+    pub(super) fn dead(&self, delivery: &Delivery, code: Cow<'static, str>, error: &str) -> Disposition {
         let halt = self.settings.on_dead == OnDead::Halt && self.holds_keys() && delivery.event.key.is_some();
         Disposition::Dead { code, error: clip(error), halt }
     }

@@ -11,6 +11,7 @@
 //! with a row is never sent from the stream: its key is held by the store
 //! ([`Batch::held`](postbox_core::Batch::held)), or by the batch before when it was read ahead.
 
+mod alone;
 mod apply;
 mod batch;
 mod call;
@@ -32,11 +33,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use futures::future::join;
-use postbox_core::{BatchLimit, Result};
+use postbox_core::{BatchLimit, Lease, Result};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::info;
 
+use self::alone::Careful;
 use self::detached::DetachedCalls;
 use self::due::DueTimer;
 pub(crate) use self::lease::LeaseGuard;
@@ -58,18 +60,21 @@ pub(crate) struct Lane {
     /// How many due rows to read at a time.
     due_events: AtomicUsize,
     detached: DetachedCalls,
+    careful: Careful,
     /// A read failed, so the store may have moved its mark of what was given: rewind first.
     read_failed: AtomicBool,
 }
 
 impl Lane {
     pub(crate) fn new(context: Arc<RelayContext>, lease: LeaseGuard) -> Self {
+        let careful = Careful::new(lease.lease.crashes, context.settings.batch.events);
         Self {
             context,
             lease: Arc::new(lease),
             due_timer: DueTimer::new(),
             due_events: AtomicUsize::new(usize::MAX),
             detached: DetachedCalls::default(),
+            careful,
             read_failed: AtomicBool::new(false),
         }
     }
@@ -96,6 +101,7 @@ impl Lane {
     async fn hold(&self, until: Until<'_>) -> Result<()> {
         let (context, lease) = (&self.context, &self.lease.lease);
         info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane taken");
+        self.log_careful();
         let gauge = Gauge::up(&context.metrics.lanes_held, 1);
         let keeper = AbortOnDropHandle::new(tokio::spawn(lease::keep(context.clone(), self.lease.clone())));
         let worked = CancellationToken::new();
@@ -140,7 +146,9 @@ impl Lane {
             return;
         }
         let (context, lease) = (&self.context, &self.lease.lease);
-        match context.log.release(lease).await {
+        // What is still looked for the next holder looks for.
+        let crashes = if self.careful.is_over() { 0 } else { lease.crashes };
+        match context.log.release(&Lease { crashes, ..lease.clone() }).await {
             Ok(()) => info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane released"),
             // It runs out by itself.
             Err(error) => _ = context.store_failed(&error),

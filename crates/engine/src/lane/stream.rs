@@ -57,6 +57,8 @@ impl Lane {
             }
             let Some(batch) = ready.pop_front() else { break };
             if batch.is_empty() {
+                // Nothing was in flight from here.
+                self.careful.take_stream();
                 if !until.is_stopped() {
                     break;
                 }

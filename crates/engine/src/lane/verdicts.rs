@@ -74,6 +74,19 @@ impl Verdicts {
         self.decide(index, Mark::Excepted(disposition));
     }
 
+    /// What was not sent is not sent from here: it becomes due rows, each behind the earlier ones
+    /// of its key.
+    pub(super) fn set_aside(&mut self, deliveries: &[Delivery], hold_keys: bool) {
+        let mut keys: HashSet<&Key> = HashSet::new();
+        for (index, delivery) in deliveries.iter().enumerate() {
+            if matches!(self.marks[index], Mark::Waiting) {
+                let key = delivery.event.key.as_ref().filter(|_| hold_keys);
+                let is_first = key.is_none_or(|key| keys.insert(key));
+                self.defer(index, if is_first { Disposition::NotSent } else { Disposition::Block });
+            }
+        }
+    }
+
     /// It found the destination down, and keeps waiting.
     pub(super) fn record_outage(&mut self, index: usize, disposition: Disposition) {
         self.marks[index] = Mark::Outage(disposition);

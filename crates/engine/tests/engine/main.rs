@@ -6,6 +6,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod crashes;
 mod duplicates;
 mod lifecycle;
 mod limit;

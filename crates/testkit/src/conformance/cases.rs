@@ -34,6 +34,15 @@ macro_rules! conformance_suite {
             a_commit_that_never_comes_keeps_no_lock_for_longer_than_a_lease
         }
     };
+    (crashes, $fixture:expr) => {
+        $crate::conformance_cases! { crashes, $fixture,
+            holders_who_vanish_are_counted_until_one_gives_the_lane_back events_that_arrive_make_no_difference
+            who_held_a_lane_for_long_begins_the_count_anew who_takes_its_own_lane_again_has_not_vanished
+            a_grant_with_a_lost_answer_counts_once a_late_grant_counts_once
+            an_event_whose_relay_vanished_with_it_counts_a_crash an_event_that_came_back_counts_no_crash
+            crashes_add_up_and_a_replay_leaves_one a_takeover_counts_no_crash_of_other_lanes
+        }
+    };
     (dead_letters, $fixture:expr) => {
         $crate::conformance_cases! { dead_letters, $fixture,
             a_dead_event_is_a_letter_until_it_is_handed_over only_dead_events_are_letters
@@ -316,7 +325,7 @@ mod tests {
     #[test]
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
-            append apply dead_letters fidelity hold inspect lanes late lease lifecycle lost migrate order
+            append apply crashes dead_letters fidelity hold inspect lanes late lease lifecycle lost migrate order
             prune read receive receiving replay reset routing settle sink source admin storm tail transact
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);

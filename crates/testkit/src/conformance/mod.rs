@@ -30,6 +30,8 @@ pub mod append;
 #[doc(hidden)]
 pub mod apply;
 #[doc(hidden)]
+pub mod crashes;
+#[doc(hidden)]
 pub mod dead_letters;
 #[doc(hidden)]
 pub mod fidelity;
@@ -91,6 +93,7 @@ macro_rules! store_suite {
         $crate::conformance_suite!(append, $fixture);
         $crate::conformance_suite!(fidelity, $fixture);
         $crate::conformance_suite!(lease, $fixture);
+        $crate::conformance_suite!(crashes, $fixture);
         $crate::conformance_suite!(read, $fixture);
         $crate::conformance_suite!(order, $fixture);
         $crate::conformance_suite!(settle, $fixture);

@@ -245,6 +245,9 @@ CREATE TABLE {s}.lane (
   -- The lease's length in microseconds. A lease that ends later than this from now was granted
   -- before the clock went back: it is void.
   lease_ttl bigint NOT NULL DEFAULT 0,
+  granted_at timestamptz NOT NULL DEFAULT '-infinity',
+  -- How many holders in a row vanished: they neither gave it back nor held it for long.
+  crashes int NOT NULL DEFAULT 0,
   -- The cluster whose transaction ids the snapshots are made of.
   cluster bigint NOT NULL DEFAULT {s}.cluster_id(),
   PRIMARY KEY (subscription, lane)
@@ -313,6 +316,8 @@ CREATE TABLE {s}.delivery (
     (ordered AND key IS NOT NULL AND (state IN ('retrying', 'blocked') OR (state = 'dead' AND halt))) STORED,
   attempts int NOT NULL DEFAULT 0,
   replays int NOT NULL DEFAULT 0,
+  -- How many relays ended while they sent it alone.
+  crashes int NOT NULL DEFAULT 0,
   due_at timestamptz,
   code text,
   error text,
@@ -328,7 +333,7 @@ CREATE INDEX delivery_due ON {s}.delivery (subscription, lane, due_at) WHERE due
 CREATE INDEX delivery_held ON {s}.delivery (subscription, key, seq) WHERE holds;
 CREATE INDEX delivery_held_lane ON {s}.delivery (subscription, lane) WHERE holds;
 CREATE INDEX delivery_discarded ON {s}.delivery (subscription, lane, seq) WHERE state = 'discarded';
-CREATE INDEX delivery_in_flight ON {s}.delivery (subscription, lane) WHERE code = 'in_flight';
+CREATE INDEX delivery_in_flight ON {s}.delivery (subscription, lane) WHERE code IN ('in_flight', 'alone');
 CREATE INDEX delivery_letter ON {s}.delivery (subscription, lane, letter_at, seq) WHERE state = 'dead' AND letters <= replays;
 CREATE INDEX delivery_missing ON {s}.delivery (subscription) WHERE code = 'event_missing';
 CREATE INDEX delivery_state ON {s}.delivery (subscription, state, seq);

@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod abort;
 mod apply;
 mod cursor;
 mod open;

@@ -1,0 +1,164 @@
+//! Events sent alone, to find the one that ends its relay: a handler that aborts, a sink that makes
+//! the program run out of memory.
+//!
+//! Such an event takes the process along before anything is written of it, and is sent again by the
+//! next holder of the lane. After some holders in a row vanished
+//! ([`Lease::crashes`](postbox_core::Lease::crashes)), the next one is *careful*: what may have
+//! been in flight, the first batch of the stream and the rows that are due, goes out one at a time,
+//! and before each call a row says so ([`Disposition::Alone`]). Where the call ends the relay, that
+//! row is what is left, and the next holder finds one crash more in it ([`Batch::crashes`]). From
+//! then on it always goes alone, and dies of the third crash.
+//!
+//! The rest of the stream flows meanwhile. On the happy path nothing is written.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use postbox_core::{Batch, Delivery, Disposition, Entry, Key, Result, Settlement};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use super::Lane;
+use super::detached::DUE_MARGIN;
+use super::dispatch::DispatchLimits;
+use crate::context::Destination;
+
+/// So many holders vanish before the next is careful. Less would slow a lane down whose relays were
+/// killed by a person, or by a machine that went away.
+const HOLDERS_CRASHED: u32 = 3;
+/// So many crashes with one event alone, and it is dead. A kill at the very moment may cost an
+/// innocent event one of them, hardly two.
+const EVENT_CRASHES_MAX: u32 = 3;
+
+/// What a careful lane has still to look at.
+pub(super) struct Careful {
+    /// The next batch of the stream, which is what a former holder may have had in flight of it.
+    stream: AtomicBool,
+    /// At most so many due rows.
+    rows: AtomicUsize,
+}
+
+impl Careful {
+    /// After so many holders vanished who had batches of at most `events` in flight: one of the
+    /// stream, which becomes due rows, and one of due rows.
+    pub(super) fn new(crashes: u32, events: usize) -> Self {
+        let is_careful = crashes >= HOLDERS_CRASHED;
+        let rows = if is_careful { events.saturating_mul(2) } else { 0 };
+        Self { stream: AtomicBool::new(is_careful), rows: AtomicUsize::new(rows) }
+    }
+
+    /// Whether the next batch of the stream is to be set aside; says so once.
+    pub(super) fn take_stream(&self) -> bool {
+        self.stream.swap(false, Ordering::AcqRel)
+    }
+
+    /// Whether every due row goes alone.
+    pub(super) fn has_rows(&self) -> bool {
+        self.rows.load(Ordering::Acquire) > 0
+    }
+
+    fn sent_row(&self) {
+        _ = self.rows.fetch_update(Ordering::AcqRel, Ordering::Acquire, |rows| rows.checked_sub(1));
+    }
+
+    /// None is due any more.
+    pub(super) fn no_rows(&self) {
+        if !self.stream.load(Ordering::Acquire) {
+            self.rows.store(0, Ordering::Release);
+        }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        !self.stream.load(Ordering::Acquire) && !self.has_rows()
+    }
+}
+
+impl Lane {
+    pub(super) fn log_careful(&self) {
+        let lease = &self.lease.lease;
+        if !self.careful.is_over() {
+            warn!(
+                subscription = self.context.name(),
+                lane = lease.lane,
+                crashes = lease.crashes,
+                "relays crashed, events go alone"
+            );
+        }
+    }
+
+    /// Takes one event out of a batch of due rows that is to go alone; others of the kind stay as
+    /// they are, and what is behind one of them in its key.
+    pub(super) fn set_apart(&self, batch: Batch) -> (Batch, Option<Arc<Batch>>) {
+        let careful = self.careful.has_rows();
+        if !careful && batch.crashes.is_empty() {
+            return (batch, None);
+        }
+        let mut alone = None;
+        let mut together = Vec::with_capacity(batch.deliveries.len());
+        let (mut keys_together, mut keys_apart) = (HashSet::<Key>::new(), HashSet::<Key>::new());
+        for delivery in batch.deliveries {
+            let key = delivery.event.key.as_ref().filter(|_| self.context.holds_keys());
+            let crashes = batch.crashes.get(&delivery.seq).copied().unwrap_or_default();
+            let may_crash = (careful || crashes > 0)
+                && crashes < EVENT_CRASHES_MAX
+                && !batch.unreadable.contains_key(&delivery.seq)
+                && !self.detached.contains(delivery.seq);
+            if key.is_some_and(|key| keys_apart.contains(key)) {
+                continue;
+            }
+            if !may_crash {
+                keys_together.extend(key.cloned());
+                together.push(delivery);
+                continue;
+            }
+            keys_apart.extend(key.cloned());
+            if alone.is_none() && key.is_none_or(|key| !keys_together.contains(key)) {
+                alone = Some(Arc::new(Batch { deliveries: vec![delivery], ..Batch::default() }));
+            }
+        }
+        (Batch { deliveries: together, ..batch }, alone)
+    }
+
+    /// Sends one due row alone, once it is written that it is.
+    pub(super) async fn deliver_alone(&self, batch: Arc<Batch>, probe: bool, round: &CancellationToken) -> Result<()> {
+        let context = &self.context;
+        let limits = DispatchLimits { calls_max: 1, detach_after: None, alone: true, ..self.limits(probe) };
+        let may_send = match &context.destination {
+            Destination::Sink(_) => self.may_send(limits, round),
+            Destination::Apply(_) => self.may_apply(round),
+        };
+        if !may_send {
+            return Ok(());
+        }
+        // Not all lanes at the same moment, should a crash leave rows of several: an innocent one
+        // must not be in flight each time that another's comes.
+        let spread = context.settings.deliver_timeout.mul_f64(context.random.unit());
+        let after = context.settings.deliver_timeout.saturating_add(DUE_MARGIN).saturating_add(spread);
+        let written = |disposition| {
+            let entries = vec![Entry { delivery: &batch.deliveries[0], disposition }];
+            Settlement { position: None, entries, rewind: false, hold_keys: context.holds_keys() }
+        };
+        self.settle(written(Disposition::Alone { after })).await?;
+        self.careful.sent_row();
+        match self.deliver_due(&batch, limits, round).await {
+            // It came back, or was never sent: whatever it was, the relay is still here.
+            Err(error) if !error.is_lease_lost() => {
+                _ = self.settle(written(Disposition::NotSent)).await;
+                Err(error)
+            }
+            ended => ended.map(drop),
+        }
+    }
+
+    /// What becomes of a due row whose relays crashed too often.
+    pub(super) fn dead_of_crashes(&self, batch: &Batch, delivery: &Delivery) -> Option<Disposition> {
+        let crashes = batch.crashes.get(&delivery.seq).filter(|crashes| **crashes >= EVENT_CRASHES_MAX)?;
+        let error = format!(
+            "{crashes} relays ended while they sent this event alone; find out why (the log of the program, its memory), \
+             then: postbox retry {}",
+            delivery.event.id
+        );
+        Some(self.context.dead(delivery, Disposition::RELAY_CRASHED.into(), &error))
+    }
+}

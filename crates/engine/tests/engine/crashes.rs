@@ -1,0 +1,304 @@
+//! An event that ends its relay is found and dies, under paused time: a relay that "ends" is
+//! dropped in the middle of its call, and another one takes over.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use postbox_core::{
+    Admin as _, Apply, Capabilities, Decide, Delivery, Lease, Log as _, Outcome, OwnerId, Result, Selection,
+    Settlement, State,
+};
+use postbox_engine::{OnDead, Relay, RelaySettings, SeededRandom};
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use crate::support::{self, Answer, Recorder, TestEnv, event, fast, version};
+
+const S: Duration = Duration::from_secs(1);
+/// Three to become careful, and three with the event alone.
+const CRASHES_MAX: usize = 6;
+
+/// A sink that ends its relay with some events.
+struct Killer {
+    sink: Arc<Recorder>,
+    called: Arc<Notify>,
+}
+
+impl Killer {
+    fn new(capabilities: Capabilities, is_killer: impl Fn(&Delivery) -> bool + Send + Sync + 'static) -> Self {
+        let (sink, called) = (Recorder::new(capabilities), Arc::new(Notify::new()));
+        let calls = called.clone();
+        sink.script(move |delivery| {
+            if !is_killer(delivery) {
+                return Outcome::DELIVERED.into();
+            }
+            calls.notify_one();
+            Answer::Hang
+        });
+        Self { sink, called }
+    }
+
+    /// Drives relays, each for at most ten minutes and until `after` it was called with such an
+    /// event; how many ended so.
+    async fn run(&self, env: &TestEnv, settings: &RelaySettings, after: Duration) -> usize {
+        for crashes in 0..=CRASHES_MAX {
+            let random = Arc::new(SeededRandom::new(crashes as u64));
+            let relay = env.builder(env.subscription(), settings.clone()).random(random).sink(self.sink.clone());
+            let relay = relay.build().expect("built");
+            let called = async {
+                self.called.notified().await;
+                tokio::time::sleep(after).await;
+            };
+            if !ends_with(&relay, called).await {
+                return crashes;
+            }
+        }
+        panic!("it still ends its relays: {:?}", env.stats().await);
+    }
+}
+
+/// Runs a relay for ten minutes, or until it is dropped with this; whether it was.
+async fn ends_with(relay: &Relay, crash: impl Future<Output = ()>) -> bool {
+    let stop = CancellationToken::new();
+    let stopping = async {
+        tokio::time::sleep(600 * S).await;
+        stop.cancel();
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        ended = relay.run(stop.clone()) => {
+            ended.expect("ran");
+            false
+        }
+        () = crash => true,
+        () = stopping => unreachable!("it waits for ever"),
+    }
+}
+
+/// The event is dead of its crashes, and all others are delivered, in order.
+async fn assert_only_dead(env: &TestEnv, killer: &Killer, version: i64, others: u64) {
+    let dead = env.list(State::Dead).await;
+    assert_eq!(dead.iter().map(|record| record.event.version).collect::<Vec<_>>(), [Some(version)]);
+    assert_eq!(dead[0].code.as_deref(), Some("relay_crashed"));
+    let id = dead[0].event.id.to_string();
+    assert!(dead[0].error.as_deref().is_some_and(|text| text.ends_with(&format!("postbox retry {id}"))));
+    let stats = env.stats().await;
+    assert_eq!((stats.dispatched, stats.pending, stats.dead), (others, 0, 1), "{stats:?}");
+    killer.sink.assert_in_order();
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_event_that_ends_its_relay_dies_and_all_others_arrive() {
+    for capabilities in support::all_capabilities() {
+        for number in [0, 17, 199] {
+            let env = TestEnv::with((0..200).map(|n| event(n % 7, n))).await;
+            let killer = Killer::new(capabilities, move |delivery| version(delivery) == number);
+            let crashes = killer.run(&env, &fast(), Duration::ZERO).await;
+            assert_eq!(crashes, CRASHES_MAX, "{capabilities:?} {number}");
+            assert_only_dead(&env, &killer, number, 199).await;
+        }
+    }
+}
+
+/// It is detached by then, and what flows beside it is settled.
+#[tokio::test(start_paused = true)]
+async fn an_event_that_ends_its_relay_after_a_while_dies() {
+    let env = TestEnv::with((0..2_000).map(|n| event(n, n))).await;
+    let killer = Killer::new(Capabilities { concurrency: 16, ..Capabilities::default() }, |it| version(it) == 7);
+    assert!(killer.run(&env, &fast(), 3 * S).await <= CRASHES_MAX);
+    assert_only_dead(&env, &killer, 7, 1_999).await;
+}
+
+/// Beside a stream that never stands still.
+#[tokio::test(start_paused = true)]
+async fn a_due_row_that_ends_its_relay_dies() {
+    let env = TestEnv::with([event(1, 0).deliver_at(Timestamp::UNIX_EPOCH + 5 * S), event(1, 1)]).await;
+    let killer = Killer::new(Capabilities::default(), |it| version(it) == 0);
+    let appending = async {
+        env.append_each(2..20_000, 100, Duration::from_millis(10)).await;
+        std::future::pending::<()>().await;
+    };
+    let settings = fast();
+    let crashes = tokio::select! {
+        crashes = killer.run(&env, &settings, Duration::from_millis(200)) => crashes,
+        () = appending => unreachable!("it waits for ever"),
+    };
+    assert!(crashes <= CRASHES_MAX);
+    assert_only_dead(&env, &killer, 0, 19_999).await;
+}
+
+/// Other lanes crash along, and their events are innocent.
+#[tokio::test(start_paused = true)]
+async fn events_of_other_lanes_do_not_die_with_it() {
+    let env = TestEnv::with_lanes(4).await;
+    env.append((0..400).map(|n| event(n % 40, n))).await;
+    let killer = Killer::new(Capabilities::default(), |it| version(it) == 5);
+    killer.sink.takes(S / 10);
+    assert!(killer.run(&env, &fast(), Duration::ZERO).await <= CRASHES_MAX + 1);
+    assert_only_dead(&env, &killer, 5, 399).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn its_key_goes_on_or_halts() {
+    for (on_dead, delivered) in [(OnDead::Continue, 9), (OnDead::Halt, 0)] {
+        let env = TestEnv::with((0..10).map(|n| event(1, n))).await;
+        let killer = Killer::new(Capabilities::default(), |it| version(it) == 0);
+        killer.run(&env, &RelaySettings { on_dead, ..fast() }, Duration::ZERO).await;
+        let stats = env.stats().await;
+        assert_eq!((stats.dead, stats.dispatched, stats.blocked), (1, delivered, 9 - delivered), "{on_dead:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replayed_one_goes_alone_at_once() {
+    let env = TestEnv::with((0..10).map(|n| event(n, n))).await;
+    let heals = Arc::new(AtomicBool::new(false));
+    let healed = heals.clone();
+    let killer = Killer::new(Capabilities::default(), move |it| version(it) == 3 && !healed.load(Ordering::SeqCst));
+    killer.run(&env, &fast(), Duration::ZERO).await;
+    let name = env.subscription().name;
+    assert_eq!(env.store.retry(&name, &Selection::default()).await.expect("replayed").count, 1);
+    assert_eq!(killer.run(&env, &fast(), Duration::ZERO).await, 2, "one crash was left of the three");
+    assert_only_dead(&env, &killer, 3, 9).await;
+    heals.store(true, Ordering::SeqCst);
+    assert_eq!(env.store.retry(&name, &Selection::default()).await.expect("replayed").count, 1);
+    assert_eq!(killer.run(&env, &fast(), Duration::ZERO).await, 0);
+    assert_eq!(env.stats().await.dispatched, 10);
+}
+
+/// Relays that a person kills, also in the worst moment, cost no event an attempt.
+#[tokio::test(start_paused = true)]
+async fn kills_cost_no_attempt() {
+    let env = TestEnv::with((0..50).map(|n| event(n % 5, n))).await;
+    let killer = Killer::new(Capabilities::default(), |_| false);
+    killer.sink.takes(S);
+    for _ in 0..5 {
+        let relay = env.relay(killer.sink.clone(), fast());
+        let calls = killer.sink.calls();
+        let in_a_call = async {
+            while killer.sink.calls() == calls {
+                tokio::time::sleep(S / 10).await;
+            }
+        };
+        assert!(ends_with(&relay, in_a_call).await);
+    }
+    assert_eq!(killer.run(&env, &fast(), Duration::ZERO).await, 0);
+    let stats = env.stats().await;
+    assert_eq!((stats.dispatched, stats.dead), (50, 0));
+    assert!(killer.sink.arrivals().iter().all(|arrival| arrival.attempt == 1));
+    killer.sink.assert_in_order();
+}
+
+/// A destination that is down while a careful lane looks costs nothing either.
+#[tokio::test(start_paused = true)]
+async fn an_outage_of_a_careful_lane_costs_no_attempt() {
+    let env = TestEnv::with((0..20).map(|n| event(n, n))).await;
+    let killer = Killer::new(Capabilities::default(), |it| version(it) == 0);
+    for _ in 0..3 {
+        assert!(ends_with(&env.relay(killer.sink.clone(), fast()), killer.called.notified()).await);
+    }
+    killer.sink.script(|_| Outcome::DELIVERED);
+    killer.sink.down(true);
+    env.run_for(&env.relay(killer.sink.clone(), fast()), 300 * S).await;
+    killer.sink.down(false);
+    assert_eq!(killer.run(&env, &fast(), Duration::ZERO).await, 0);
+    assert_eq!((env.stats().await.dispatched, env.stats().await.dead), (20, 0));
+    assert!(killer.sink.arrivals().iter().all(|arrival| arrival.attempt == 1));
+}
+
+/// A stop that does not wait for the call to its end is no crash.
+#[tokio::test(start_paused = true)]
+async fn stops_in_the_middle_of_a_call_that_goes_alone_are_no_crashes() {
+    let env = TestEnv::with((0..3).map(|n| event(n, n))).await;
+    let killer = Killer::new(Capabilities::default(), |it| version(it) == 0);
+    for _ in 0..3 {
+        assert!(ends_with(&env.relay(killer.sink.clone(), fast()), killer.called.notified()).await);
+    }
+    for _ in 0..4 {
+        let settings = RelaySettings { drain_timeout: S, deliver_timeout: 60 * S, ..fast() };
+        let relay = env.relay(killer.sink.clone(), settings);
+        env.run_while(&relay, killer.called.notified()).await;
+        let retrying = env.list(State::Retrying).await;
+        let said: Vec<_> = retrying.iter().map(|it| (it.event.version, it.code.as_deref())).collect();
+        assert_eq!(said[0], (Some(0), Some("not_sent")));
+        assert_eq!(crashes_given_back(&env).await, 3, "the next one goes on looking");
+    }
+    killer.sink.script(|_| Outcome::DELIVERED);
+    assert_eq!(killer.run(&env, &fast(), Duration::ZERO).await, 0);
+    assert!(killer.sink.arrivals().iter().all(|arrival| arrival.attempt == 1));
+    assert_eq!(crashes_given_back(&env).await, 0, "nothing is left to look at");
+}
+
+/// What the last holder of the only lane gave back with it.
+async fn crashes_given_back(env: &TestEnv) -> u32 {
+    let owner = OwnerId::new("looker").expect("a name");
+    let acquired = env.store.acquire(&env.subscription().name, &owner, &[], S).await.expect("asked");
+    let lease = acquired.lease.expect("free");
+    env.store.release(&lease).await.expect("given back");
+    lease.crashes
+}
+
+/// Ends its relay in a transaction with event 4.
+struct Ending {
+    handler: Arc<dyn Apply>,
+    called: Arc<Notify>,
+}
+
+#[async_trait]
+impl Apply for Ending {
+    async fn apply(
+        &self,
+        lease: &Lease,
+        deliveries: &[&Delivery],
+        settlement: Settlement<'_>,
+        decide: &Decide<'_>,
+    ) -> Result<Vec<Option<Outcome>>> {
+        if deliveries.iter().any(|delivery| version(delivery) == 4) {
+            self.called.notify_one();
+            std::future::pending::<()>().await;
+        }
+        self.handler.apply(lease, deliveries, settlement, decide).await
+    }
+}
+
+/// A handler in the transaction that settles.
+#[tokio::test(start_paused = true)]
+async fn a_handler_in_a_transaction_that_ends_its_relay_dies_too() {
+    let env = TestEnv::with((0..30).map(|n| event(n % 3, n))).await;
+    let called = Arc::new(Notify::new());
+    for crashes in 0.. {
+        assert!(crashes <= CRASHES_MAX, "it still ends its relays: {:?}", env.stats().await);
+        let apply = Ending { handler: env.store.apply(|_, _| Outcome::DELIVERED), called: called.clone() };
+        let relay = env.builder(env.subscription(), fast()).apply(Arc::new(apply)).build().expect("built");
+        if !ends_with(&relay, called.notified()).await {
+            break;
+        }
+    }
+    assert_only_4_is_dead(&env, "relay_crashed").await;
+}
+
+async fn assert_only_4_is_dead(env: &TestEnv, code: &str) {
+    let dead = env.list(State::Dead).await;
+    assert_eq!(dead.iter().map(|record| record.event.version).collect::<Vec<_>>(), [Some(4)]);
+    assert_eq!((env.stats().await.dispatched, dead[0].code.as_deref()), (29, Some(code)));
+}
+
+/// A transaction that hangs has come back.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_hangs_alone_fails_by_its_attempts() {
+    let env = TestEnv::with((0..30).map(|n| event(n % 3, n))).await;
+    let called = Arc::new(Notify::new());
+    let relay = || {
+        let apply = Ending { handler: env.store.apply(|_, _| Outcome::DELIVERED), called: called.clone() };
+        env.builder(env.subscription(), fast()).apply(Arc::new(apply)).build().expect("built")
+    };
+    for _ in 0..3 {
+        assert!(ends_with(&relay(), called.notified()).await);
+    }
+    assert!(!ends_with(&relay(), std::future::pending()).await);
+    assert_only_4_is_dead(&env, "timeout").await;
+    assert_eq!(env.list(State::Dead).await[0].attempts, fast().retry.attempts_max);
+}
