@@ -20,7 +20,7 @@ pub struct PostgresConfig {
     /// The schema of all tables and functions. Default `postbox`.
     pub schema: String,
     /// Most connections at once. Default 8: a relay with prefetch uses two a lane, and a few for
-    /// operators.
+    /// operators. Whoever only looks has up to two more.
     pub pool_size: usize,
     /// Whether idle relays ask writers for a NOTIFY. Default false: polling is fast enough for
     /// nearly everybody, and NOTIFY takes a server-wide lock at commit. The relay's role must own
@@ -66,7 +66,7 @@ table! {
         /// Postgres: writers wake idle relays by NOTIFY; polling is fast enough for nearly
         /// everybody.
         notify: bool = boolean(), default(false);
-        /// Postgres: most connections.
+        /// Postgres: most connections; those who only look (`stats`, `/readyz`) have two more.
         pool: usize = integer(1_usize..=100), default(8);
         /// Postgres: the longest any one statement may take.
         statement_timeout: Duration = duration(Duration::from_millis(100)), default("30s");

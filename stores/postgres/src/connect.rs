@@ -58,7 +58,7 @@ impl Target {
     }
 
     /// A pool that makes connections when they are needed.
-    pub(crate) fn pool(&self, config: &PostgresConfig) -> Result<Pool> {
+    pub(crate) fn pool(&self, config: &PostgresConfig, size: usize) -> Result<Pool> {
         // Fast: a closed connection is noticed without a round trip; one that broke silently fails
         // its call as unavailable and is dropped.
         let manager_config = ManagerConfig { recycling_method: RecyclingMethod::Fast };
@@ -68,15 +68,12 @@ impl Target {
             create: Some(config.connect_timeout),
             recycle: Some(config.connect_timeout),
         };
-        Pool::builder(manager)
-            .max_size(config.pool_size.max(1))
-            .runtime(Runtime::Tokio1)
-            .timeouts(timeouts)
-            .build()
-            .map_err(|error| {
+        Pool::builder(manager).max_size(size.max(1)).runtime(Runtime::Tokio1).timeouts(timeouts).build().map_err(
+            |error| {
                 Error::new(ErrorKind::Internal, "connect", "pool", "the connection pool could not be made")
                     .with_source(error)
-            })
+            },
+        )
     }
 }
 

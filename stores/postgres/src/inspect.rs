@@ -123,7 +123,7 @@ impl Inspect for PostgresStore {
         let params = params![name, ROWS_LOOKED_AT];
         let rows = self.look("stats", async |session: &Session| session.rows(&sql, &params).await).await?;
         if rows.is_empty() {
-            self.call("stats", async |session: &Session| look_up(session, subscription).await).await?;
+            self.call_to_look("stats", async |session: &Session| look_up(session, subscription).await).await?;
         }
         let mut counter = StatsCounter::default();
         for row in &rows {
@@ -208,7 +208,7 @@ impl PostgresStore {
     /// Runs a look of one statement that is asked for again and again, and may not be slow.
     async fn look<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Session) -> Result<T>) -> Result<T> {
         let look = async |session: &Session| session.at_once(&self.inner.modes.count, read).await;
-        self.with_lock_named(self.call(operation, look).await).await
+        self.with_lock_named(self.call_to_look(operation, look).await).await
     }
 
     /// Where a look waited for a lock in vain, the error names who holds it.
@@ -222,7 +222,7 @@ impl PostgresStore {
     async fn name_lock(&self, error: Error) -> Error {
         let schema = self.schema().as_str();
         let ask = async |session: &Session| session.rows(&session.sql(LOCK_HOLDERS), &params![schema]).await;
-        let holders = self.call(error.operation(), ask).await.unwrap_or_default();
+        let holders = self.call_to_look(error.operation(), ask).await.unwrap_or_default();
         let Some(holder) = holders.first() else { return error };
         let (table, pid, program, query): (&str, i32, &str, &str) =
             (holder.get(0), holder.get(1), holder.get(2), holder.get(3));
@@ -239,7 +239,7 @@ impl PostgresStore {
         read: impl AsyncFnOnce(&Session) -> Result<T>,
     ) -> Result<T> {
         let report = async |session: &Session| session.step_by_step(&self.inner.modes.report, read).await;
-        self.with_lock_named(self.call(operation, report).await).await
+        self.with_lock_named(self.call_to_look(operation, report).await).await
     }
 
     async fn list_rows(&self, query: &ListQuery, inline: i32) -> Result<(LogName, Vec<Row>)> {
@@ -281,7 +281,7 @@ impl PostgresStore {
             rows.iter().map(|row| Stored::of_delivery(row, EVENT_COLUMNS.len() + 7)).collect();
         let limit = BatchLimit { events: LIST_RECORDS_MAX, payload_bytes: LIST_PAYLOAD_BYTES_MAX };
         events.truncate(fitting(&events, limit));
-        self.call(operation, async |session: &Session| fill_payloads(session, &log, &mut events).await).await?;
+        self.call_to_look(operation, async |session: &Session| fill_payloads(session, &log, &mut events).await).await?;
         events.into_iter().zip(&rows).map(|(event, row)| record(event, row)).collect()
     }
 }

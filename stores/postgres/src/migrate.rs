@@ -141,7 +141,7 @@ impl Migrate for PostgresStore {
     }
 
     async fn validate(&self) -> Result<()> {
-        let session = self.session("validate").await?;
+        let session = self.look_session("validate").await?;
         let look = async |session: &Session| {
             let (known, encoding) = futures::join!(known_migrations(session), check_encoding(session));
             check_versions(session.schema(), &known?)?;

@@ -8,7 +8,7 @@ use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use deadpool_postgres::{Object, PoolError, TimeoutType};
+use deadpool_postgres::{Object, Pool, PoolError, TimeoutType};
 use postbox_core::{Error, ErrorKind, LogName, Result};
 use tokio_postgres::{Client, Row};
 
@@ -157,8 +157,17 @@ impl Drop for Session {
 impl PostgresStore {
     /// Borrows a connection, within the pool's timeouts.
     pub(crate) async fn session(&self, operation: &'static str) -> Result<Session> {
+        self.borrow(&self.inner.pool, operation).await
+    }
+
+    /// The same for a look.
+    pub(crate) async fn look_session(&self, operation: &'static str) -> Result<Session> {
+        self.borrow(&self.inner.look_pool, operation).await
+    }
+
+    async fn borrow(&self, pool: &Pool, operation: &'static str) -> Result<Session> {
         let unavailable = |code, message| Error::new(ErrorKind::Unavailable, operation, code, message);
-        let object = self.inner.pool.get().await.map_err(|error| match error {
+        let object = pool.get().await.map_err(|error| match error {
             PoolError::Backend(error) => classify(operation, &error),
             PoolError::Timeout(TimeoutType::Wait) => {
                 let message = "no free database connection in time; raise the pool size or look for long calls";
@@ -177,6 +186,15 @@ impl PostgresStore {
         work: impl AsyncFnOnce(&Session) -> Result<T>,
     ) -> Result<T> {
         self.bounded(operation, async { work(&self.session(operation).await?).await }).await
+    }
+
+    /// The same for a look.
+    pub(crate) async fn call_to_look<T>(
+        &self,
+        operation: &'static str,
+        work: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
+        self.bounded(operation, async { work(&self.look_session(operation).await?).await }).await
     }
 
     /// Bounds a call in time, whatever the network does. The dropped session closes its connection.

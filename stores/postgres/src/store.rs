@@ -17,7 +17,10 @@ use crate::schema::SchemaName;
 use crate::session::TransactionModes;
 use crate::subscription::SubscriptionRow;
 
-/// The Postgres store. Clones share one pool.
+/// Most connections of those who only look. Each is made when it is needed.
+const LOOK_CONNECTIONS: usize = 2;
+
+/// The Postgres store. Clones share its connections.
 #[derive(Clone)]
 pub struct PostgresStore {
     pub(crate) inner: Arc<Inner>,
@@ -25,6 +28,8 @@ pub struct PostgresStore {
 
 pub(crate) struct Inner {
     pub(crate) pool: Pool,
+    /// For those who only look: they are answered while relays wait for a lock on all of theirs.
+    pub(crate) look_pool: Pool,
     /// Where notifications are listened for, on connections that are not the pool's.
     pub(crate) listen_target: Option<Target>,
     pub(crate) config: PostgresConfig,
@@ -60,7 +65,8 @@ impl PostgresStore {
             Some(url) => Target::parse(&PostgresConfig { url: url.clone(), ..config.clone() })?,
             None => target.clone(),
         };
-        Ok(Self::on(target.pool(&config)?, Some(listen_target), schema, config))
+        let (pool, look_pool) = (target.pool(&config, config.pool_size)?, target.pool(&config, LOOK_CONNECTIONS)?);
+        Ok(Self::on(pool, look_pool, Some(listen_target), schema, config))
     }
 
     /// A store on a pool of yours, with the default settings. It asks nothing of its connections
@@ -70,12 +76,19 @@ impl PostgresStore {
     /// connection for seconds loses its lanes. Leave two for each subscription, and a few.
     pub fn from_pool(pool: Pool, schema: SchemaName) -> Self {
         let config = PostgresConfig { schema: schema.to_string(), ..PostgresConfig::new("") };
-        Self::on(pool, None, schema, config)
+        Self::on(pool.clone(), pool, None, schema, config)
     }
 
-    fn on(pool: Pool, listen_target: Option<Target>, schema: SchemaName, config: PostgresConfig) -> Self {
+    fn on(
+        pool: Pool,
+        look_pool: Pool,
+        listen_target: Option<Target>,
+        schema: SchemaName,
+        config: PostgresConfig,
+    ) -> Self {
         let inner = Inner {
             pool,
+            look_pool,
             listen_target,
             modes: TransactionModes::new(config.statement_timeout),
             schema,

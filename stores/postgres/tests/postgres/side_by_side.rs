@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use postbox_core::{
-    Admin as _, Append as _, BatchLimit, Disposition, Entry, Log as _, LogName, NewEvent, OwnerId, Selection,
-    Settlement, Subscription, SubscriptionName,
+    Admin as _, Append as _, BatchLimit, Disposition, Entry, Inspect as _, Log as _, LogName, Migrate as _, NewEvent,
+    OwnerId, Selection, Settlement, Subscription, SubscriptionName,
 };
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
@@ -79,4 +79,27 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     assert!(!change.is_finished());
     holder.batch_execute("COMMIT").await.expect("released");
     assert_eq!(change.await.expect("no panic").expect("replayed").count, 1);
+}
+
+/// Relays wait for a lock on every connection of theirs; whoever looks hears of it all the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_looks_waits_for_no_relay() {
+    let url = Postgres::shared(Version::V15).await.fresh_database().await;
+    let store = support::migrated(PostgresConfig { pool_size: 1, ..PostgresConfig::new(&url) }).await;
+    let name = SubscriptionName::new("s").expect("a name");
+    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    let holder = support::client(&url).await;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.delivery IN ACCESS EXCLUSIVE MODE").await.expect("locked");
+    let (of_name, waiting) = (name.clone(), store.clone());
+    let owner = OwnerId::new("me").expect("a name");
+    let relay = tokio::spawn(async move { waiting.acquire(&of_name, &owner, &[], TTL).await });
+    support::until_waited_for(&holder).await;
+    let looked = tokio::time::timeout(Duration::from_secs(5), async {
+        store.validate().await.expect("the database answers");
+        store.stats(&name).await.expect_err("locked").code().to_owned()
+    });
+    assert_eq!(looked.await.expect("no wait for the relay"), "table_locked");
+    assert!(!relay.is_finished());
+    holder.batch_execute("COMMIT").await.expect("released");
+    assert!(relay.await.expect("no panic").expect("asked").lease.is_some());
 }
