@@ -108,6 +108,22 @@ async fn a_sink_of_letters_that_is_down_holds_nobody_up_and_gets_all_later() {
     assert_eq!(sorted(&letters), (0..60).step_by(3).collect::<Vec<_>>());
 }
 
+/// Each call of the sink meets one of them, and they died first.
+#[tokio::test(start_paused = true)]
+async fn letters_that_bring_their_sink_down_keep_no_other_for_ever() {
+    for down in [
+        Outcome::unavailable("stream_wrong_type", "no"),
+        Outcome::Throttled { code: "x".into(), error: "no".into(), after: None },
+    ] {
+        let env = TestEnv::with((0..120).map(|n| event(n, n))).await;
+        let (sink, letters) = (refusing(), Recorder::new(Capabilities::default()));
+        letters.script(move |delivery| if support::version(delivery) < 60 { down.clone() } else { Outcome::DELIVERED });
+        let relay = relay(&env, &sink, &letters);
+        env.run_while(&relay, letters.wait_for(20)).await;
+        assert_eq!(sorted(&letters), (60..120).step_by(3).collect::<Vec<_>>());
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_one_process_did_not_hand_over_the_next_one_does() {
     let env = TestEnv::with((0..9).map(|n| event(n, n))).await;

@@ -21,6 +21,9 @@ const BACKOFF_MAX: Duration = Duration::from_secs(60);
 /// When a letter that the sink refused for a reason of its own comes again: what it needs is a
 /// person, and until then it must not be in the way of others.
 const PUT_OFF: Duration = Duration::from_secs(300);
+/// When one comes again that found the sink down: it may be what brings it down, and then others
+/// are to be tried before it.
+const PUT_OFF_DOWN: Duration = Duration::from_secs(60);
 
 /// What came of one look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,14 +102,9 @@ impl Lane {
             });
             let outcomes: Vec<Outcome> = join_all(calls).await.into_iter().flatten().collect();
             let delivered = outcomes.iter().filter(|outcome| outcome.is_delivered()).count();
-            let handovers: Vec<_> = deaths
-                .iter()
-                .zip(&outcomes)
-                .filter_map(|(death, outcome)| self.judge_letter(*death, outcome))
-                .collect();
-            if !handovers.is_empty() {
-                sink.store.hand_over(lease, &handovers).await?;
-            }
+            let handovers: Vec<_> =
+                deaths.iter().zip(&outcomes).map(|(death, outcome)| self.judge_letter(*death, outcome)).collect();
+            sink.store.hand_over(lease, &handovers).await?;
             context.metrics.dead_letters.fetch_add(delivered as u64, Ordering::Relaxed);
             context.metrics.dead_letters_failed.fetch_add((outcomes.len() - delivered) as u64, Ordering::Relaxed);
             if outcomes.iter().any(is_outage) {
@@ -117,22 +115,23 @@ impl Lane {
         Ok(look)
     }
 
-    /// What is written of a letter; `None`: nothing, for the whole sink is down. A letter never
-    /// dies: it stays what it is until somebody has it.
-    fn judge_letter(&self, death: Handover, outcome: &Outcome) -> Option<Handover> {
+    /// What is written of a letter. It never dies: it stays what it is until somebody has it.
+    fn judge_letter(&self, death: Handover, outcome: &Outcome) -> Handover {
         let (code, error, again) = match outcome {
-            Outcome::Delivered { .. } => return Some(death),
-            Outcome::Unavailable { code, error } | Outcome::Throttled { code, error, .. } => (code, error, None),
+            Outcome::Delivered { .. } => return death,
+            Outcome::Unavailable { code, error } | Outcome::Throttled { code, error, .. } => {
+                (code, error, PUT_OFF_DOWN)
+            }
             Outcome::Retry { code, error, .. }
             | Outcome::Ambiguous { code, error, .. }
             | Outcome::Dead { code, error }
-            | Outcome::Gone { code, error } => (code, error, Some(PUT_OFF)),
+            | Outcome::Gone { code, error } => (code, error, PUT_OFF),
         };
         if let Some(left_out) = self.context.log_line("dead letter not handed over", code) {
             let (subscription, seq) = (self.context.name(), death.seq.0);
             warn!(subscription, seq, code = &**code, why = error, left_out, "dead letter not handed over");
         }
-        again.map(|again| Handover { again: Some(again), ..death })
+        Handover { again: Some(again), ..death }
     }
 }
 
