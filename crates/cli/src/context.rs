@@ -129,7 +129,7 @@ impl Context {
         infos.retain(|info| self.log.as_ref().is_none_or(|log| info.log == *log));
         let Some(only) = &self.only else { return Ok(infos) };
         if self.never_run(&infos).next().is_some() {
-            return Err(Failure::failed(never_run(only)));
+            return Err(Failure::failed(self.why_unread(only, &infos)));
         }
         let known: Vec<String> = infos.iter().map(|info| info.name.to_string()).collect();
         let meant: Vec<_> = infos.into_iter().filter(|info| info.name == *only).collect();
@@ -154,6 +154,24 @@ impl Context {
         meant.filter(|wanted| infos.iter().all(|info| info.name != wanted.name)).map(|wanted| &wanted.name)
     }
 
+    /// What to do about a configured subscription that the store does not know: start it, unless it
+    /// has another name there. Under a new one it would begin from the beginning.
+    pub(crate) fn why_unread(&self, name: &SubscriptionName, infos: &[SubscriptionInfo]) -> String {
+        let configured = |info: &SubscriptionInfo| {
+            self.config.subscriptions.iter().any(|config| config.subscription.name == info.name)
+        };
+        let strangers: Vec<&str> =
+            infos.iter().filter(|info| !configured(info)).map(|info| info.name.as_str()).collect();
+        match &strangers[..] {
+            [] => format!("{name} was never run: nobody reads for it; start `postbox run`"),
+            known => format!(
+                "the store has no {name}, but {}, which the configuration has not; if it was renamed, write the name it has now: \
+                 `postbox run` makes {name} anew, and sends it everything from the beginning",
+                known.join(", ")
+            ),
+        }
+    }
+
     /// As [`Self::registered`], and at least one.
     pub(crate) async fn some_registered(&self, store: &dyn Store) -> Result<Vec<SubscriptionInfo>, Failure> {
         let infos = self.registered(store).await?;
@@ -161,7 +179,7 @@ impl Context {
             return Ok(infos);
         }
         Err(Failure::failed(match (self.never_run(&infos).next(), &self.log) {
-            (Some(name), _) => never_run(name),
+            (Some(name), _) => self.why_unread(name, &infos),
             (None, None) => {
                 "there is no subscription yet; add [subscriptions.NAME] to the configuration and name it with --config"
                     .to_owned()
@@ -179,11 +197,6 @@ impl Context {
             false => format!("add [subscriptions.NAME] with log = \"{log}\" to postbox.toml and start `postbox run`"),
         }
     }
-}
-
-/// What is wrong with a configured subscription that the store does not know.
-pub(crate) fn never_run(name: &SubscriptionName) -> String {
-    format!("{name} was never run: nobody reads for it; start `postbox run`")
 }
 
 fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {

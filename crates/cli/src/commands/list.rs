@@ -4,7 +4,7 @@ use postbox_core::{Criteria, ListQuery, Record, State, SubscriptionName};
 use postbox_server::status::RecordJson;
 use postbox_server::text::{cut, estimated};
 
-use crate::context::{Context, never_run};
+use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
@@ -43,7 +43,7 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
             records.extend(page.into_iter().map(|record| (info.name.clone(), record)));
         }
     }
-    context.never_run(&infos).for_each(|name| output::note(&never_run(name)));
+    context.never_run(&infos).for_each(|name| output::note(&context.why_unread(name, &infos)));
     if json {
         return output::json(&records.iter().map(|(name, record)| RecordJson::new(name, record)).collect::<Vec<_>>());
     }

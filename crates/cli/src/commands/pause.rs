@@ -6,7 +6,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use postbox_core::{Pause, Store, SubscriptionName};
 
-use crate::context::{Context, never_run};
+use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
@@ -49,7 +49,7 @@ pub(super) async fn store_with(context: &Context, name: &SubscriptionName) -> Re
         return Err(Failure::usage(text));
     }
     if context.never_run(&meant).any(|never| never == name) {
-        return Err(Failure::failed(never_run(name)));
+        return Err(Failure::failed(context.why_unread(name, &store.subscriptions().await?)));
     }
     Ok(store)
 }

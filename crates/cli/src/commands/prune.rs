@@ -9,7 +9,7 @@ use postbox_engine::step_pause;
 use postbox_server::text::grouped;
 
 use super::steps::counted;
-use crate::context::{Context, never_run};
+use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
@@ -20,8 +20,9 @@ pub(super) async fn run(context: &Context, mut prune: Prune) -> Result<(), Failu
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     // What others have read, it has not.
-    if let Some(name) = context.never_run_at_all(&store.subscriptions().await?).next() {
-        return Err(Failure::failed(never_run(name)));
+    let all = store.subscriptions().await?;
+    if let Some(name) = context.never_run_at_all(&all).next() {
+        return Err(Failure::failed(context.why_unread(name, &all)));
     }
     let logs: BTreeSet<LogName> = match &context.log {
         Some(log) => [log.clone()].into(),

@@ -7,7 +7,7 @@ use postbox_server::status::{self, StatsJson};
 use postbox_server::text::{estimated, grouped, span};
 use tokio::time::{Instant, timeout_at};
 
-use crate::context::{Context, never_run};
+use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
@@ -35,7 +35,7 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
     let unread = context.unread(store.as_ref()).await?;
     // Without a subscription nobody has read anything: all of such a log is pending.
     all.extend(unread.iter().map(|(log, count)| StatsJson::unread(log.clone(), *count)));
-    context.never_run(&infos).for_each(|name| output::note(&never_run(name)));
+    context.never_run(&infos).for_each(|name| output::note(&context.why_unread(name, &infos)));
     if json {
         status::add_marks(&context.config.server, &mut all).await;
         output::json(&all)?;

@@ -8,7 +8,7 @@ use postbox_server::status::{self, STATS_WAIT, StatsJson, SubscriptionJson};
 use postbox_server::text::{estimated, span};
 use tokio::time::Instant;
 
-use crate::context::{Context, never_run};
+use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
@@ -16,7 +16,7 @@ pub(super) async fn list(context: &Context, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     let all = with_counts(store.as_ref(), &infos).await;
-    context.never_run(&infos).for_each(|name| output::note(&never_run(name)));
+    context.never_run(&infos).for_each(|name| output::note(&context.why_unread(name, &infos)));
     if json {
         return output::json(&all);
     }
