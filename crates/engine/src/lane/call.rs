@@ -2,6 +2,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -32,13 +33,36 @@ pub(super) fn call(
     permit: OwnedSemaphorePermit,
 ) -> Call {
     let sent = context.health.failures.sent();
+    let in_flight = InFlight::begin(context.clone(), places.len());
     Box::pin(async move {
         let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
         let outcomes = guarded(&context, &*sink, &deliveries).await;
         drop(deliveries);
+        drop(in_flight);
         drop(permit);
         Returned { batch, places, outcomes, sent }
     })
+}
+
+/// A call under way, until it ends or is dropped.
+struct InFlight {
+    context: Arc<RelayContext>,
+    begun: Duration,
+    events: usize,
+}
+
+impl InFlight {
+    fn begin(context: Arc<RelayContext>, events: usize) -> Self {
+        let begun = context.clock.monotonic();
+        context.metrics.pace.begin(begun);
+        Self { context, begun, events }
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.context.metrics.pace.end(self.begun, self.context.clock.monotonic(), self.events);
+    }
 }
 
 /// Calls a sink within the time limit; one outcome for each delivery, whatever it does.

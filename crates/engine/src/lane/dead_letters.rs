@@ -109,6 +109,9 @@ impl Lane {
             }
             context.metrics.dead_letters.fetch_add(delivered as u64, Ordering::Relaxed);
             context.metrics.dead_letters_failed.fetch_add((outcomes.len() - delivered) as u64, Ordering::Relaxed);
+            if delivered > 0 {
+                context.metrics.dead_letters_fail.works();
+            }
             if outcomes.iter().any(is_outage) {
                 return Ok(Look::Failed);
             }
@@ -128,6 +131,7 @@ impl Lane {
             | Outcome::Dead { code, error }
             | Outcome::Gone { code, error } => (code, error, Some(PUT_OFF)),
         };
+        self.context.metrics.dead_letters_fail.failed(self.context.clock.now(), code);
         if let Some(left_out) = self.context.log_line("dead letter not handed over", code) {
             let (subscription, seq) = (self.context.name(), death.seq.0);
             warn!(subscription, seq, code = &**code, why = error, left_out, "dead letter not handed over");
