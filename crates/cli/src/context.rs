@@ -88,7 +88,7 @@ impl Context {
 
     /// The logs with events that no subscription reads, and how many there are; of those that are
     /// meant.
-    pub(crate) async fn unread(&self, store: &dyn Store) -> Result<Vec<(LogName, Count)>, Failure> {
+    pub(crate) async fn unread(&self, store: &dyn Store) -> postbox_core::Result<Vec<(LogName, Count)>> {
         if self.only.is_some() {
             return Ok(Vec::new());
         }
