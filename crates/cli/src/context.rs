@@ -88,7 +88,7 @@ impl Context {
 
     /// The logs with events that no subscription reads, and how many there are; of those that are
     /// meant.
-    pub(crate) async fn unread(&self, store: &dyn Store) -> Result<Vec<(LogName, Count)>, Failure> {
+    pub(crate) async fn unread(&self, store: &dyn Store) -> postbox_core::Result<Vec<(LogName, Count)>> {
         if self.only.is_some() {
             return Ok(Vec::new());
         }
@@ -154,19 +154,23 @@ impl Context {
         meant.filter(|wanted| infos.iter().all(|info| info.name != wanted.name)).map(|wanted| &wanted.name)
     }
 
-    /// What to do about a configured subscription that the store does not know: start it, unless it
-    /// has another name there. Under a new one it would begin from the beginning.
+    /// Why nobody reads for a configured subscription that the store does not know, and what to do.
     pub(crate) fn why_unread(&self, name: &SubscriptionName, infos: &[SubscriptionInfo]) -> String {
-        let configured = |info: &SubscriptionInfo| {
+        format!("{name} was never run: nobody reads for it; {}", self.start_or_rename(infos))
+    }
+
+    /// Start it, unless it has another name in the store: under this one it would begin anew.
+    pub(crate) fn start_or_rename(&self, infos: &[SubscriptionInfo]) -> String {
+        let configured = |info: &&SubscriptionInfo| {
             self.config.subscriptions.iter().any(|config| config.subscription.name == info.name)
         };
         let strangers: Vec<&str> =
             infos.iter().filter(|info| !configured(info)).map(|info| info.name.as_str()).collect();
         match &strangers[..] {
-            [] => format!("{name} was never run: nobody reads for it; start `postbox run`"),
+            [] => "start `postbox run`".to_owned(),
             known => format!(
-                "the store has no {name}, but {}, which the configuration has not; if it was renamed, write the name it has now: \
-                 `postbox run` makes {name} anew, and sends it everything from the beginning",
+                "the store has {}, which the configuration has not: if it was renamed, write that name; \
+                 `postbox run` makes it anew, and sends everything from the beginning",
                 known.join(", ")
             ),
         }

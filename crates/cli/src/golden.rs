@@ -136,9 +136,11 @@ fn show() {
 #[test]
 fn doctor() {
     let finding = |whose: Option<&str>, severity, what: &str, cure: Option<&str>| Finding {
+        code: "any".to_owned(),
+        reason: None,
         subscription: whose.map(str::to_owned),
         severity,
-        what: what.to_owned(),
+        message: what.to_owned(),
         cure: cure.map(str::to_owned),
     };
     let findings = [

@@ -9,6 +9,7 @@
 //! | [`Log`] | a leased lane reads every committed event once, in order, and never a phantom | every store |
 //! | [`DeadLetters`] | a dead event is handed to a second sink, and what was not is known | every store |
 //! | [`Inspect`] | an operator sees every event and where it stands | every store |
+//! | [`Diagnose`] | an operator sees what came lately, and who holds the locks that others wait for | every store |
 //! | [`Admin`] | an operator changes a subscription and its events, in bounded steps | every store |
 //! | [`Maintain`] | a log is made, looked through and pruned, in bounded steps | every store |
 //! | [`Receive`] | a message from outside is stored once | every store |
@@ -41,6 +42,7 @@ mod clock;
 mod criteria;
 mod database;
 mod dead_letter;
+mod diagnose;
 mod down;
 pub mod envelope;
 mod error;
@@ -73,6 +75,7 @@ pub use clock::{Clock, Random};
 pub use criteria::Criteria;
 pub use database::{Database, HandledFuture, Handlers, Transact, Tx};
 pub use dead_letter::{DeadLetter, DeadLetters, Handover, dead_header};
+pub use diagnose::{Arrival, Blocker, Diagnose};
 pub use down::Down;
 pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};

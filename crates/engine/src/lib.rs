@@ -63,6 +63,7 @@ mod limiter;
 mod lock;
 mod log_lines;
 mod metrics;
+mod pace;
 mod poll;
 mod receiver;
 mod relay;
@@ -83,8 +84,10 @@ pub use handler::{HandlerSink, IntoOutcome, handler_sink};
 pub use histogram::{Histogram, HistogramSnapshot};
 pub use json_lines::JsonLines;
 pub use metrics::{FailingLane, Metrics, MetricsSnapshot, Outage};
+pub use pace::Pace;
 pub use receiver::{
-    Committed, LogThrottle, Receiver, ReceiverBuilder, ReceiverMetrics, ReceiverSettings, ReceiverSnapshot, log_excerpt,
+    Committed, LogThrottle, Receiver, ReceiverBuilder, ReceiverMetrics, ReceiverSettings, ReceiverSnapshot, Storm,
+    log_excerpt,
 };
 pub use relay::{Relay, RelayBuilder};
 pub use retention::{Sweeper, Swept, step_pause};

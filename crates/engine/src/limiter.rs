@@ -13,9 +13,14 @@ use crate::settings::RelaySettings;
 /// the destination does not notice it.
 const RATE_BURST: Duration = Duration::from_millis(100);
 
+/// After a wait for the rate the next one is noticed by then, if there is one.
+const HOLDS_FOR: Duration = Duration::from_secs(2);
+
 pub(crate) struct Limiter {
     permits: Arc<Semaphore>,
     rate: Option<Mutex<Bucket>>,
+    /// When something last waited for the rate.
+    waited_at: Mutex<Option<Duration>>,
 }
 
 impl Limiter {
@@ -31,6 +36,7 @@ impl Limiter {
         let limiter = Self {
             permits: Arc::new(Semaphore::new(concurrency.min(Semaphore::MAX_PERMITS))),
             rate: settings.rate.map(|rate| Mutex::new(Bucket::new(rate, RATE_BURST))),
+            waited_at: Mutex::new(None),
         };
         (limiter, Capabilities { batch_max, concurrency, ..declared })
     }
@@ -47,7 +53,14 @@ impl Limiter {
 
     /// How long to wait for the rate; `None`: send now.
     pub(crate) fn wait(&self, now: Duration) -> Option<Duration> {
-        lock(self.rate.as_ref()?).wait(now)
+        let wait = lock(self.rate.as_ref()?).wait(now)?;
+        *lock(&self.waited_at) = Some(now + wait);
+        Some(wait)
+    }
+
+    /// Whether something waits for the rate, or did a moment ago.
+    pub(crate) fn holds(&self, now: Duration) -> bool {
+        lock(&self.waited_at).is_some_and(|at| now < at + HOLDS_FOR)
     }
 
     /// So many events are sent. A call of several may exceed the rate; the next one waits longer.

@@ -6,24 +6,45 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Delivery, Error, Event, Topic};
+use postbox_core::{Delivery, Error, ErrorKind, Event, Topic};
 
 use crate::breaker::BreakerState;
 use crate::histogram::Histogram;
 use crate::lock::lock;
+use crate::pace::PaceMeter;
 
 /// Most (topic, code) pairs counted by name; the rest is `other`, so that no input grows the table.
 const CAUSES_MAX: usize = 500;
 /// Most sources of duplicates counted by name: whoever appends chooses the name.
 const SOURCES_MAX: usize = 50;
 
-/// A destination that is down, or a source that fails.
+/// A destination that is down, or a source or a store that fails.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outage {
-    /// When the breaker opened, or the source failed first.
+    /// When the breaker opened, or the first of these calls failed.
     pub since: Timestamp,
     /// Why, at the last try, e.g. `connect_refused`.
     pub code: String,
+}
+
+/// Something that fails, until it works again.
+#[derive(Debug, Default)]
+pub(crate) struct Fails(Mutex<Option<Outage>>);
+
+impl Fails {
+    pub(crate) fn failed(&self, now: Timestamp, code: &str) {
+        let mut outage = lock(&self.0);
+        let since = outage.as_ref().map_or(now, |outage| outage.since);
+        *outage = Some(Outage { since, code: code.to_owned() });
+    }
+
+    pub(crate) fn works(&self) {
+        *lock(&self.0) = None;
+    }
+
+    fn get(&self) -> Option<Outage> {
+        lock(&self.0).clone()
+    }
 }
 
 /// A lane whose calls to the store fail again and again.
@@ -43,6 +64,14 @@ struct Failures {
     lane: FailingLane,
     last: Timestamp,
     count: u32,
+    /// The store is away, full or busy, to all alike.
+    of_store: bool,
+}
+
+impl Failures {
+    fn is_of_now(&self, now: Timestamp) -> bool {
+        now.duration_since(self.last).unsigned_abs() <= FAILURES_KEPT
+    }
 }
 
 /// So many failures in a row are reported: one or two come with a restart of the store.
@@ -60,7 +89,9 @@ macro_rules! counters {
             pub(crate) breaker: AtomicU64,
             pub(crate) calls: Histogram,
             delays: Histogram,
-            outage: Mutex<Option<Outage>>,
+            pub(crate) pace: PaceMeter,
+            outage: Fails,
+            pub(crate) dead_letters_fail: Fails,
             failures: Mutex<BTreeMap<(u16, &'static str), Failures>>,
             causes: Mutex<BTreeMap<(String, String), u64>>,
             duplicates_from: Mutex<BTreeMap<Option<String>, u64>>,
@@ -164,14 +195,18 @@ impl Metrics {
     /// Since when and why the destination is down, if it is: from the opening of the breaker until
     /// it closes, while it is being asked again too.
     pub fn outage(&self) -> Option<Outage> {
-        lock(&self.outage).clone()
+        self.outage.get()
+    }
+
+    /// Since when and why dead events do not get to the dead-letter sink, if they do not.
+    pub fn dead_letters_outage(&self) -> Option<Outage> {
+        self.dead_letters_fail.get()
     }
 
     /// The lanes of this relay whose reads or settlements keep failing at `now`.
     pub(crate) fn failing_lanes(&self, now: Timestamp) -> Vec<FailingLane> {
         let failures = lock(&self.failures);
-        let reported =
-            |it: &&Failures| it.count >= FAILURES_MIN && now.duration_since(it.last).unsigned_abs() <= FAILURES_KEPT;
+        let reported = |it: &&Failures| it.count >= FAILURES_MIN && it.is_of_now(now);
         let mut lanes: Vec<FailingLane> = failures.values().filter(reported).map(|it| it.lane.clone()).collect();
         // One line a lane: the call that has failed for longest.
         lanes.sort_by_key(|it| (it.lane, it.since));
@@ -179,16 +214,30 @@ impl Metrics {
         lanes
     }
 
+    /// Since when and why reads or settlements fail because the store is away, full or busy, if
+    /// they do. That ends by itself.
+    pub(crate) fn store_outage(&self, now: Timestamp) -> Option<Outage> {
+        let failures = lock(&self.failures);
+        let first = failures.values().filter(|it| it.of_store && it.is_of_now(now)).min_by_key(|it| it.lane.since)?;
+        Some(Outage { since: first.lane.since, code: first.lane.code.clone() })
+    }
+
     /// A call of a lane failed. One that fails because the store is down counts too: a store may
     /// answer whoever asks, and yet take nothing (a full disk).
     pub(crate) fn lane_failed(&self, lane: u16, operation: &'static str, error: &Error, now: Timestamp) {
         let mut failures = lock(&self.failures);
-        let fresh = || Failures { lane: FailingLane { lane, since: now, code: String::new() }, last: now, count: 0 };
+        let fresh = || Failures {
+            lane: FailingLane { lane, since: now, code: String::new() },
+            last: now,
+            count: 0,
+            of_store: false,
+        };
         let known = failures.entry((lane, operation)).or_insert_with(fresh);
         if now.duration_since(known.last).unsigned_abs() > FAILURES_KEPT {
             *known = fresh();
         }
         (known.last, known.count) = (now, known.count.saturating_add(1));
+        known.of_store = error.kind() == ErrorKind::Unavailable;
         known.lane.code = error.code().to_owned();
     }
 
@@ -219,13 +268,11 @@ impl Metrics {
     }
 
     pub(crate) fn destination_down(&self, now: Timestamp, code: &str) {
-        let mut outage = lock(&self.outage);
-        let since = outage.as_ref().map_or(now, |outage| outage.since);
-        *outage = Some(Outage { since, code: code.to_owned() });
+        self.outage.failed(now, code);
     }
 
     pub(crate) fn destination_up(&self) {
-        *lock(&self.outage) = None;
+        self.outage.works();
     }
 
     pub(crate) fn set_breaker(&self, state: BreakerState) {

@@ -16,6 +16,7 @@ use postbox_core::{
 use tokio::sync::Semaphore;
 use tracing::{error, warn};
 
+pub use duplicate_rate::Storm;
 pub use log_throttle::{LogThrottle, log_excerpt};
 pub use metrics::{ReceiverMetrics, ReceiverSnapshot};
 
@@ -192,10 +193,14 @@ impl Receiver {
     /// storm.
     pub fn note_arrival(&self, repeat: bool) {
         let warning = self.watch().duplicates.observe(self.clock.monotonic(), repeat);
-        if let Some(warning) = warning {
-            let (repeats, arrivals) = (warning.repeats, warning.arrivals);
+        if let Some(Storm { repeats, arrivals }) = warning {
             warn!(source = %self.source, repeats, arrivals, "replay storm; repeated messages are kept out");
         }
+    }
+
+    /// What its sender repeats, if that is most of what it sends.
+    pub fn storm(&self) -> Option<Storm> {
+        self.watch().duplicates.storm(self.clock.monotonic())
     }
 
     /// What it counts.

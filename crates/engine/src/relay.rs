@@ -16,7 +16,8 @@ use crate::context::{DeadLetterSink, Destination, RelayContext, SUBSCRIPTION_REM
 use crate::drained::Drained;
 use crate::lane::{Lane, LeaseGuard, ReadLimit};
 use crate::lanes::Lanes;
-use crate::metrics::{FailingLane, Metrics};
+use crate::metrics::{FailingLane, Metrics, Outage};
+use crate::pace::Pace;
 use crate::router::{Place, Router};
 use crate::schedule::{Schedule, until};
 use crate::settings::RelaySettings;
@@ -197,6 +198,21 @@ impl Relay {
     /// The lanes whose reads or settlements keep failing now.
     pub fn failing_lanes(&self) -> Vec<FailingLane> {
         self.metrics.failing_lanes(self.clock.now())
+    }
+
+    /// Since when and why its reads or settlements fail because the store is away, full or busy, if
+    /// they do.
+    pub fn store_outage(&self) -> Option<Outage> {
+        self.metrics.store_outage(self.clock.now())
+    }
+
+    /// How fast its destination takes events; `None` without one, or where handlers apply in a
+    /// transaction.
+    pub fn pace(&self) -> Option<Pace> {
+        let context = self.context.as_ref().filter(|context| matches!(context.destination, Destination::Sink(_)))?;
+        let (now, settings) = (self.clock.monotonic(), &context.settings);
+        let held_by_rate = context.limiter.holds(now);
+        Some(self.metrics.pace.read(now, context.capabilities.concurrency, settings.rate, held_by_rate))
     }
 
     /// The name it holds its lanes under.

@@ -8,7 +8,7 @@ use axum::Router;
 use axum::routing::post;
 use postbox_core::limits::PAYLOAD_BYTES_MAX;
 use postbox_core::{Bucket, Clock, Error, Rate, Receive, Result, SourceName};
-use postbox_engine::{LogThrottle, Receiver, ReceiverSettings};
+use postbox_engine::{LogThrottle, Receiver, ReceiverSettings, Storm};
 use tracing::warn;
 
 use crate::answer::{Count, Counters};
@@ -94,6 +94,12 @@ impl Ingress {
     pub fn counts(&self) -> Vec<Count> {
         let known = self.sources.values().flat_map(|state| state.counters.counts(Some(&state.source.name)));
         known.chain(self.unknown.counts(None).filter(|count| count.count > 0)).collect()
+    }
+
+    /// The sources whose sender repeats itself, and how much.
+    pub fn storms(&self) -> Vec<(SourceName, Storm)> {
+        let storm = |state: &SourceState| Some((state.source.name.clone(), state.receiver.storm()?));
+        self.sources.values().filter_map(storm).collect()
     }
 
     /// How many headers of each source's messages were not kept, because an event has no room for

@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use crate::Relays;
 use crate::cache::Cached;
 use crate::metrics::{self, Exporter};
-use crate::status::{self, Fault, ServiceStatus};
+use crate::status::{self, Fault, ServiceStatus, StormJson, WorkJson};
 use crate::supervised_receiver::SupervisedReceiver;
 use crate::text::{safe_json, safe_line};
 
@@ -71,7 +71,9 @@ impl Api {
             |faults| faults.to_vec(),
         );
         let version = env!("CARGO_PKG_VERSION").to_owned();
-        ServiceStatus { version, address: self.address, ready: faults.is_empty(), faults }
+        let work = self.relays.iter().map(|relay| WorkJson::of(relay)).collect();
+        let storms = self.exporter.sources().storms().into_iter().map(StormJson::of).collect();
+        ServiceStatus { version, address: self.address, ready: faults.is_empty(), faults, work, storms }
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::Router;
 use postbox_config::{Adapter, Kind, SourceConfig, SourceContext, Table, adapter, entries, from_core};
 use postbox_core::{Clock, LogName, RawMessage, Result, SourceName, Store};
-use postbox_engine::{Receiver, ReceiverSettings};
+use postbox_engine::{Receiver, ReceiverSettings, Storm};
 use postbox_ingress::{Count, Ingress, WebhookTable};
 
 use crate::supervised_receiver::SupervisedReceiver;
@@ -204,6 +204,12 @@ impl Sources {
     /// How many headers of each source's messages an event had no room for.
     pub(crate) fn headers_dropped(&self) -> Vec<(SourceName, u64)> {
         self.ingress.headers_dropped()
+    }
+
+    /// The sources whose sender repeats itself.
+    pub(crate) fn storms(&self) -> Vec<(SourceName, Storm)> {
+        let pulled = self.receivers.iter().filter_map(|it| Some((it.name.clone(), it.storm()?)));
+        self.ingress.storms().into_iter().chain(pulled).collect()
     }
 
     /// What became of each source's messages: how often senders heard each answer, and what

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use postbox_core::{Clock, Error, ErrorKind, SourceName};
-use postbox_engine::{Outage, Receiver, ReceiverSnapshot, supervise};
+use postbox_engine::{Outage, Receiver, ReceiverSnapshot, Storm, supervise};
 use postbox_ingress::Count;
 use tokio_util::sync::CancellationToken;
 use tracing::error;
@@ -23,6 +23,11 @@ impl SupervisedReceiver {
 
     pub(crate) fn snapshot(&self) -> ReceiverSnapshot {
         self.receiver.metrics().snapshot()
+    }
+
+    /// What its sender repeats, if that is most of what it sends.
+    pub(crate) fn storm(&self) -> Option<Storm> {
+        self.receiver.storm()
     }
 
     /// Why nothing can be had from its source, if that is so.

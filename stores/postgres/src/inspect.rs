@@ -16,6 +16,7 @@ use crate::PostgresStore;
 use crate::classify::{is_damage, is_undefined, log_unknown};
 use crate::criteria::{Meant, is_meant};
 use crate::decode::{EVENT_COLUMNS, Raw, Stored};
+use crate::diagnose::{end, named};
 use crate::lease::pause_of;
 use crate::params::params;
 use crate::payload::{fill_payloads, fitting};
@@ -206,7 +207,11 @@ fn wait(micros: i64) -> Duration {
 
 impl PostgresStore {
     /// Runs a look of one statement that is asked for again and again, and may not be slow.
-    async fn look<T>(&self, operation: &'static str, read: impl AsyncFnOnce(&Session) -> Result<T>) -> Result<T> {
+    pub(crate) async fn look<T>(
+        &self,
+        operation: &'static str,
+        read: impl AsyncFnOnce(&Session) -> Result<T>,
+    ) -> Result<T> {
         let look = async |session: &Session| session.at_once(&self.inner.modes.count, read).await;
         self.with_lock_named(self.call_to_look(operation, look).await).await
     }
@@ -227,7 +232,9 @@ impl PostgresStore {
         let (table, pid, program, query): (&str, i32, &str, &str) =
             (holder.get(0), holder.get(1), holder.get(2), holder.get(3));
         let message = format!(
-            "the table {table} is locked by session {pid} ({program}: {query}); wait for it, or end it: SELECT pg_terminate_backend({pid})"
+            "the table {table} is locked by session {pid} ({}); wait for it, or end it: {} (it runs: {query})",
+            named(program),
+            end(pid)
         );
         Error::new(ErrorKind::Unavailable, error.operation(), "table_locked", message).with_source(error)
     }

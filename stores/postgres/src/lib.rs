@@ -9,6 +9,7 @@ mod connect;
 mod criteria;
 mod dead_letters;
 mod decode;
+mod diagnose;
 mod due;
 mod grants;
 mod hint;

@@ -136,6 +136,12 @@ async fn counts_look_at_a_bounded_number_of_rows() {
                 assert!(events <= 2 * LOOK + SAMPLE + 100, "{context}");
                 assert!(rows <= 3 * LOOK + SAMPLE, "{context}");
             }
+            session.begin(&store.inner.modes.count).await.expect("begun");
+            let before = rows_read(&session).await;
+            let newest = session.log_sql(crate::diagnose::LOG_NEWEST, &LogName::outbox());
+            assert_eq!(session.rows(&newest, &params![100_i64]).await.expect("looked").len(), 100);
+            assert!(rows_read_since(&session, before).await[0] <= 100, "the newest, analysed: {analysed}");
+            session.commit().await.expect("ended");
         }
     }
 }

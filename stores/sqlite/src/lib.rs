@@ -10,6 +10,7 @@ mod config;
 mod dead_letters;
 mod decode;
 mod depth;
+mod diagnose;
 mod due;
 mod inspect;
 mod lease;

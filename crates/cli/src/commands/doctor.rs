@@ -1,7 +1,8 @@
 //! `postbox doctor`: why something is late. It asks the store, and the service at the configured
 //! address, if one is there, for what only that process knows: since when its breakers are open.
 
-use postbox_core::{LogName, Store};
+use postbox_core::{Error, LogName, Store, SubscriptionName};
+use postbox_server::open_store;
 use postbox_server::status::{self, Finding, Severity};
 
 use crate::context::Context;
@@ -9,13 +10,14 @@ use crate::failure::Failure;
 use crate::output;
 
 pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
-    let store = context.any_store().await?;
-    let looking = async {
+    let opened = async {
+        let store = open_store(&context.config.store).await?;
         store.validate().await?;
-        store.subscriptions().await
+        store.subscriptions().await?;
+        Ok::<_, Error>(store)
     };
-    let findings = match looking.await {
-        Ok(_) => look(context, store.as_ref()).await?,
+    let findings = match opened.await {
+        Ok(store) => look(context, store.as_ref()).await?,
         Err(error) => vec![Finding::from(error)],
     };
     if json {
@@ -32,20 +34,34 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
 async fn look(context: &Context, store: &dyn Store) -> Result<Vec<Finding>, Failure> {
     context.known_log(store).await?;
     let infos = context.registered(store).await?;
-    let unread = context.unread(store).await?;
     let mut findings = Vec::new();
-    findings.extend(context.never_run(&infos).map(|name| Finding {
-        subscription: Some(name.to_string()),
-        ..Finding::problem("it was never run: nobody reads for it", "start `postbox run`")
-    }));
+    let unread = context.unread(store).await.unwrap_or_else(|error| {
+        findings.push(Finding::from(error));
+        Vec::new()
+    });
+    let never_run = |name| {
+        let cure = context.start_or_rename(&infos);
+        Finding::problem("never_run", "it was never run: nobody reads for it", cure).of(name)
+    };
+    let mut service = status::fetch(&context.config.server).await;
+    let is_meant = |name: &SubscriptionName| {
+        let mut configured = context.config.subscriptions.iter().filter(|it| it.subscription.name == *name);
+        context.only.as_ref().is_none_or(|only| only == name) && configured.all(|it| context.means(it))
+    };
+    service.iter_mut().for_each(|it| it.faults.retain(|fault| fault.subscription.as_ref().is_none_or(is_meant)));
+    // One that was removed while its relay runs is known to the service.
+    let is_known = |name: &SubscriptionName| {
+        service.iter().flat_map(|it| &it.faults).any(|fault| fault.subscription.as_ref() == Some(name))
+    };
+    findings.extend(context.never_run(&infos).filter(|name| !is_known(name)).map(never_run));
     if findings.is_empty() && infos.is_empty() && unread.is_empty() {
         let log = context.log.clone().unwrap_or_else(LogName::outbox);
         let what = format!("there is no subscription: nobody reads the {log}");
-        findings.push(Finding::problem(what, context.reader_wanted(&log)));
+        findings.push(Finding::problem("no_subscription", what, context.reader_wanted(&log)));
     }
+    findings.extend(status::diagnose(store, &infos, &context.config.subscriptions, service.as_ref()).await);
+    // After those who should read it.
     findings.extend(unread.iter().map(|(log, count)| Finding::unread(log, *count, context.reader_wanted(log))));
-    let service = status::fetch(&context.config.server).await;
-    findings.extend(status::diagnose(store, &infos, service.as_ref()).await?);
     if !context.config.sources.is_empty() {
         findings.extend(store.check_receiving().await.err().map(Finding::from));
     }
@@ -62,7 +78,7 @@ pub(crate) fn fields(findings: &[Finding]) -> Vec<(String, String)> {
             Severity::Problem => "PROBLEM",
         };
         let whose = finding.subscription.as_deref().unwrap_or("store");
-        fields.push((format!("{mark:<7}"), format!("{whose}: {}", finding.what)));
+        fields.push((format!("{mark:<7}"), format!("{whose}: {}", finding.message)));
         fields.extend(finding.cure.iter().map(|cure| (String::new(), format!("-> {cure}"))));
     }
     fields

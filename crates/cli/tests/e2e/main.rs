@@ -5,6 +5,7 @@ mod blocked_output;
 mod broker;
 mod bulk_changes;
 mod bus;
+mod causes;
 mod commands;
 mod connect;
 mod dead_letters;

@@ -21,6 +21,7 @@ mod append;
 mod apply;
 mod client;
 mod dead_letters;
+mod diagnose;
 mod inspect;
 mod lanes;
 mod lifecycle;

@@ -2,6 +2,8 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -11,7 +13,6 @@ use tracing::error;
 
 use crate::context::RelayContext;
 use crate::failures::Sent;
-use crate::metrics::Gauge;
 
 /// A call that came back: which deliveries of which batch, and one outcome for each.
 pub(super) struct Returned {
@@ -33,17 +34,40 @@ pub(super) fn call(
     permit: OwnedSemaphorePermit,
 ) -> Call {
     let sent = context.health.failures.sent();
+    let in_flight = InFlight::begin(context.clone(), places.len());
     Box::pin(async move {
         let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
-        let in_flight = Gauge::up(&context.metrics.in_flight, deliveries.len());
-        let begin = context.clock.monotonic();
         let outcomes = guarded(&context, &*sink, &deliveries).await;
-        context.metrics.calls.observe(context.clock.monotonic().saturating_sub(begin));
-        drop(in_flight);
         drop(deliveries);
+        drop(in_flight);
         drop(permit);
         Returned { batch, places, outcomes, sent }
     })
+}
+
+/// A call under way, until it ends or is dropped.
+struct InFlight {
+    context: Arc<RelayContext>,
+    begun: Duration,
+    events: usize,
+}
+
+impl InFlight {
+    fn begin(context: Arc<RelayContext>, events: usize) -> Self {
+        let begun = context.clock.monotonic();
+        context.metrics.pace.begin(begun);
+        context.metrics.add(&context.metrics.in_flight, events);
+        Self { context, begun, events }
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let (now, metrics) = (self.context.clock.monotonic(), &self.context.metrics);
+        metrics.pace.end(self.begun, now, self.events);
+        metrics.calls.observe(now.saturating_sub(self.begun));
+        metrics.in_flight.fetch_sub(self.events as u64, Ordering::Relaxed);
+    }
 }
 
 /// Calls a sink within the time limit; one outcome for each delivery, whatever it does.

@@ -107,6 +107,9 @@ impl Lane {
             sink.store.hand_over(lease, &handovers).await?;
             context.metrics.dead_letters.fetch_add(delivered as u64, Ordering::Relaxed);
             context.metrics.dead_letters_failed.fetch_add((outcomes.len() - delivered) as u64, Ordering::Relaxed);
+            if delivered > 0 {
+                context.metrics.dead_letters_fail.works();
+            }
             if outcomes.iter().any(is_outage) {
                 return Ok(Look::Failed);
             }
@@ -127,6 +130,7 @@ impl Lane {
             | Outcome::Dead { code, error }
             | Outcome::Gone { code, error } => (code, error, PUT_OFF),
         };
+        self.context.metrics.dead_letters_fail.failed(self.context.clock.now(), code);
         if let Some(left_out) = self.context.log_line("dead letter not handed over", code) {
             let (subscription, seq) = (self.context.name(), death.seq.0);
             warn!(subscription, seq, code = &**code, why = error, left_out, "dead letter not handed over");

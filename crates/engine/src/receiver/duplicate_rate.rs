@@ -26,16 +26,18 @@ pub(super) struct DuplicateRate {
     warned_at: Option<Duration>,
 }
 
-/// What there was within a minute when a warning was due.
+/// A sender that repeats itself: what came within a minute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Warning {
-    pub(super) arrivals: u64,
-    pub(super) repeats: u64,
+pub struct Storm {
+    /// All messages.
+    pub arrivals: u64,
+    /// Those that had come before.
+    pub repeats: u64,
 }
 
 impl DuplicateRate {
     /// Counts an arrival; gives a warning if there is a storm and none was given lately.
-    pub(super) fn observe(&mut self, now: Duration, repeat: bool) -> Option<Warning> {
+    pub(super) fn observe(&mut self, now: Duration, repeat: bool) -> Option<Storm> {
         let number = now.as_nanos() / SLICE.as_nanos();
         let slot = &mut self.slices[(number % SLICES as u128) as usize];
         if slot.number != number {
@@ -43,15 +45,21 @@ impl DuplicateRate {
         }
         slot.arrivals += 1;
         slot.repeats += u64::from(repeat);
-        let lately = self.slices.iter().filter(|slice| number - slice.number.min(number) < SLICES as u128);
-        let (arrivals, repeats) =
-            lately.fold((0, 0), |(arrivals, repeats), slice| (arrivals + slice.arrivals, repeats + slice.repeats));
-        let storm = repeats >= REPEATS_MIN && repeats * 2 > arrivals;
-        if !storm || self.warned_at.is_some_and(|at| now.saturating_sub(at) < QUIET) {
+        let storm = self.storm(now)?;
+        if self.warned_at.is_some_and(|at| now.saturating_sub(at) < QUIET) {
             return None;
         }
         self.warned_at = Some(now);
-        Some(Warning { arrivals, repeats })
+        Some(storm)
+    }
+
+    /// The storm there is, if there is one.
+    pub(super) fn storm(&self, now: Duration) -> Option<Storm> {
+        let number = now.as_nanos() / SLICE.as_nanos();
+        let lately = self.slices.iter().filter(|slice| number - slice.number.min(number) < SLICES as u128);
+        let (arrivals, repeats) =
+            lately.fold((0, 0), |(arrivals, repeats), slice| (arrivals + slice.arrivals, repeats + slice.repeats));
+        (repeats >= REPEATS_MIN && repeats * 2 > arrivals).then_some(Storm { arrivals, repeats })
     }
 }
 

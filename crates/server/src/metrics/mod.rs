@@ -57,6 +57,11 @@ impl Exporter {
         Arc::new(Self { store, relays, sources, stats, marks })
     }
 
+    /// Where messages come from.
+    pub(crate) fn sources(&self) -> &Sources {
+        &self.sources
+    }
+
     /// Those that ask brokers.
     pub(crate) fn receivers(&self) -> &[Arc<SupervisedReceiver>] {
         self.sources.receivers()

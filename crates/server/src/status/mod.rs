@@ -10,6 +10,7 @@ mod service;
 mod stats;
 mod subscription;
 mod unrouted;
+mod work;
 
 pub use conflict::ConflictJson;
 pub use doctor::{Finding, Severity, diagnose};
@@ -23,3 +24,4 @@ pub(crate) use stats::too_slow;
 pub use stats::{STATS_WAIT, StatsJson, TopicJson, stats};
 pub use subscription::{LaneJson, PauseJson, SubscriptionJson};
 pub use unrouted::{UnroutedLog, unrouted};
+pub use work::{CallsJson, FailsJson, StormJson, WorkJson};

@@ -15,17 +15,17 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{MarksJson, StatsJson};
+use super::{MarksJson, StatsJson, StormJson, WorkJson};
 use crate::config::ServerConfig;
 use crate::fault::Fault;
 
 /// Longest wait: a service on this machine answers at once, and its look at the store is bounded.
 const WAIT_MAX: Duration = Duration::from_secs(3);
-/// Most of an answer that is read: a fault is a few hundred bytes.
+/// Most of an answer that is read: a fault or a subscription's work is a few hundred bytes.
 const ANSWER_BYTES_MAX: usize = 256 * 1024;
 
 /// A running service.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ServiceStatus {
     /// The program's version.
     pub version: String,
@@ -35,6 +35,12 @@ pub struct ServiceStatus {
     pub ready: bool,
     /// What keeps it from its work.
     pub faults: Vec<Fault>,
+    /// How each subscription is worked off.
+    #[serde(default)]
+    pub work: Vec<WorkJson>,
+    /// Senders that repeat themselves.
+    #[serde(default)]
+    pub storms: Vec<StormJson>,
 }
 
 /// Asks the service that listens as configured; `None`: nobody listens there, or somebody else.

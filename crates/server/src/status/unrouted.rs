@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use postbox_config::nearest;
 use postbox_core::limits::UNROUTED_COUNT_MAX;
-use postbox_core::{Inspect, LogName, Result, SubscriptionInfo, UnroutedTopic};
+use postbox_core::{Inspect, LogName, Result, SubscriptionInfo, Tenant, UnroutedTopic};
 
 use super::Finding;
 use crate::text::{cut, grouped, span};
@@ -24,8 +24,8 @@ pub struct UnroutedLog {
     pub count: u64,
     /// The same by topic, most first.
     pub topics: Vec<UnroutedTopic>,
-    /// What to do about it, and whether it looks like a slip.
-    cure: (String, bool),
+    /// What to do about it, and the code of the slip that it looks like.
+    cure: (String, Option<&'static str>),
 }
 
 /// What nobody wants of the logs that these subscriptions read; logs without such events are left
@@ -75,15 +75,15 @@ impl UnroutedLog {
     /// For `doctor`: a problem where it looks like a slip of the pen.
     pub(super) fn finding(&self) -> Finding {
         match &self.cure {
-            (cure, true) => Finding::problem(self.what(), cure),
-            (cure, false) => Finding::note(self.what()).cure(cure),
+            (cure, Some(slip)) => Finding::problem(slip, self.what(), cure),
+            (cure, None) => Finding::note("unrouted", self.what()).cure(cure),
         }
     }
 }
 
 /// They are kept until somebody decides. The first word of a topic that is nearly the one of a
 /// pattern is a slip.
-fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, bool) {
+fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, Option<&'static str>) {
     for topic in topics.iter().take(TOPICS_NAMED) {
         let (first, _) = topic.topic.split_once('.').unwrap_or((&topic.topic, ""));
         for info in infos {
@@ -94,10 +94,25 @@ fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, bool)
             });
             if let Some((pattern, meant)) = near {
                 let (name, meant) = (&info.name, cut(&meant, TOPIC_CHARS));
-                return (format!("did you mean `{meant}` where the topics of {name} say `{pattern}`?"), true);
+                return (
+                    format!("did you mean `{meant}` where the topics of {name} say `{pattern}`?"),
+                    Some("topics_mistyped"),
+                );
             }
         }
     }
+    // The topic is wanted, only not of this tenant.
+    for info in infos {
+        let wanted =
+            |topic: &UnroutedTopic| info.filter.matches(&topic.topic, info.filter.tenant.as_ref().map(Tenant::as_str));
+        if let (Some(tenant), true) = (&info.filter.tenant, topics.iter().take(TOPICS_NAMED).any(wanted)) {
+            let cure = format!(
+                "{} wants these topics, but only of the tenant {tenant}: correct its `tenant`, take it out, or add a subscription for the others",
+                info.name
+            );
+            return (cure, Some("tenant_unwanted"));
+        }
+    }
     let kept = "they are kept, and go to the first subscription whose topics match them; to be rid of them: postbox prune --unrouted --older-than AGE";
-    (kept.to_owned(), false)
+    (kept.to_owned(), None)
 }

@@ -77,7 +77,8 @@ macro_rules! conformance_suite {
             an_unknown_subscription_is_not_found_and_the_known_are_named logs_are_made_listed_and_counted
             subscriptions_show_lanes_leases_and_pauses stats_count_every_state stats_of_an_empty_log_are_zero
             stats_follow_the_settled_position pending_topics_are_counted_deepest_first_with_their_age
-            delayed_events_do_not_age_before_their_time dispatched_counts_each_delivered_event_once
+            delayed_events_do_not_age_before_their_time the_newest_events_are_known_with_their_age
+            dispatched_counts_each_delivered_event_once
             a_deep_backlog_is_near_the_truth every_state_lists_its_own lists_are_paged_in_seq_order lists_narrow_by_topic_and_code
             lists_narrow_by_key_and_time
             an_unknown_event_is_none

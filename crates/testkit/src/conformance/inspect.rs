@@ -119,6 +119,24 @@ pub async fn delayed_events_do_not_age_before_their_time(fixture: &dyn StoreFixt
     assert_eq!(waiting.topics[0].oldest_pending, Some(Duration::ZERO));
 }
 
+/// From which the doctor knows how many come, and of which keys.
+pub async fn the_newest_events_are_known_with_their_age(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    assert!(store.arrivals(&outbox(), 10).await.expect("looked").is_empty());
+    append(&store, [NewEvent::json("first", "1").tenant("acme").key("k")]).await;
+    fixture.pass(SHORT).await;
+    append(&store, [NewEvent::json("second", "1"), NewEvent::json("third", "1").key("k")]).await;
+    let all = store.arrivals(&outbox(), 10).await.expect("looked");
+    assert_eq!(all.iter().map(|it| it.topic.as_str()).collect::<Vec<_>>(), ["third", "second", "first"]);
+    assert_eq!(all.iter().map(|it| it.key.as_deref()).collect::<Vec<_>>(), [Some("k"), None, Some("k")]);
+    assert_eq!((all[0].tenant.as_deref(), all[2].tenant.as_deref()), (None, Some("acme")));
+    let slack = Duration::from_millis(20);
+    assert!(all[2].age + slack >= all[0].age + SHORT, "{all:?}");
+    assert_eq!(store.arrivals(&outbox(), 2).await.expect("looked").len(), 2);
+    refused(store.arrivals(&nowhere(), 2).await, ErrorKind::NotFound, "log_unknown");
+    assert!(store.blockers().await.expect("looked").iter().all(|it| it.waiting > 0));
+}
+
 /// Dispatched is what went out, and each event once: not what nobody wants, not what died.
 pub async fn dispatched_counts_each_delivered_event_once(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("wanted")).await;

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Admin as _, Append as _, Batch, BatchLimit, Criteria, Delivery, Disposition, Entry, Inbound, Inspect as _, Lease,
-    ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Outcome, OwnerId, Pause, Prune, Receive as _,
-    Received, Selection, Settlement, SourceName, State, Subscription, SubscriptionName,
+    Admin as _, Append as _, Batch, BatchLimit, Criteria, Delivery, Diagnose as _, Disposition, Entry, Inbound,
+    Inspect as _, Lease, ListQuery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Outcome, OwnerId, Pause,
+    Prune, Receive as _, Received, Selection, Settlement, SourceName, State, Subscription, SubscriptionName,
 };
 use postbox_postgres::{PostgresStore, TxHandler};
 use tokio_postgres::{Client, Transaction};
@@ -136,6 +136,8 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
     relay.pause(&name, None).await.expect("resumed");
     assert_eq!(relay.logs().await.expect("listed").len(), 2);
     assert_eq!(relay.count(&LogName::outbox()).await.expect("counted").events, 8);
+    assert_eq!(relay.arrivals(&LogName::outbox(), 10).await.expect("looked").len(), 8);
+    relay.blockers().await.expect("looked");
     relay.validate().await.expect("valid");
 }
 

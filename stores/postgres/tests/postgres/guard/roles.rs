@@ -35,12 +35,16 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
 
         // A reader sees, and changes nothing.
         let looking = store(&reader).await;
-        use postbox_core::{Admin as _, Inspect as _, Maintain as _, Migrate as _, SubscriptionName, Tail as _};
+        use postbox_core::{
+            Admin as _, Diagnose as _, Inspect as _, Maintain as _, Migrate as _, SubscriptionName, Tail as _,
+        };
         looking.validate().await.expect("valid");
         let name = SubscriptionName::new("reader").expect("a name");
         assert_eq!(looking.subscriptions().await.expect("listed").len(), 2);
         looking.stats(&name).await.expect("counted");
         looking.conflicts(1).await.expect("listed");
+        looking.arrivals(&LogName::outbox(), 1).await.expect("looked");
+        looking.blockers().await.expect("looked");
         let (all, log) = (Selection { dry_run: true, ..Selection::default() }, LogName::outbox());
         let (replay, prune) =
             (Replay { dry_run: true, ..Replay::default() }, Prune { dry_run: true, ..Prune::default() });

@@ -1,0 +1,155 @@
+//! The store is away, locked, not ours to read, or damaged.
+
+use anyhow::{Result, ensure};
+
+use super::{Planted, causes};
+use crate::endpoint::{Endpoint, Shut, takes_all};
+use crate::env::{FILE_SINK, Kind, TestEnv, until_waited_for};
+use crate::sender::partner;
+
+causes! {
+    both no_schema "problem" "schema_missing";
+    Postgres a_database_that_is_away "problem" "store_unreachable";
+    Postgres a_wrong_user "problem" "login_refused";
+    Postgres a_wrong_database "problem" "database_missing";
+    Postgres a_right_that_is_missing "problem" "permission_denied";
+    Postgres a_database_that_is_read_only "problem" "default_read_only";
+    Sqlite a_file_that_is_no_database "problem" "store_not_a_database";
+    Postgres a_locked_table "problem" "table_locked";
+    Postgres a_row_that_another_session_locks "problem" "session_blocks";
+    Sqlite a_file_that_another_program_locks "problem" "store_failing store_busy";
+    Postgres a_function_that_fails "problem" "lane_failing store_error";
+    both an_event_that_is_gone "problem" "dead event_missing";
+    both an_event_that_nobody_can_read "problem" "dead row_undecodable";
+}
+
+async fn no_schema(kind: Kind) -> Result<Planted> {
+    let env = TestEnv::empty(kind).await?;
+    env.config(FILE_SINK)?;
+    Ok(Planted::of(env, FILE_SINK))
+}
+
+/// A store at another URL than the one that is there.
+fn elsewhere(kind: Kind, url: String) -> Result<Planted> {
+    let env = TestEnv::on(kind, url)?;
+    env.config(FILE_SINK)?;
+    Ok(Planted::of(env, FILE_SINK))
+}
+
+async fn a_database_that_is_away(kind: Kind) -> Result<Planted> {
+    let shut = Shut::reserve()?;
+    let url = shut.url().replace("http://", "postgres://somebody@");
+    Ok(elsewhere(kind, format!("{url}postbox"))?.keeping(shut))
+}
+
+async fn a_wrong_user(kind: Kind) -> Result<Planted> {
+    let env = TestEnv::migrated(kind).await?;
+    let (_, place) = env.url.split_once('@').unwrap_or(("", &env.url));
+    elsewhere(kind, format!("postgres://nobody_of_this_name@{place}"))
+}
+
+async fn a_wrong_database(kind: Kind) -> Result<Planted> {
+    let env = TestEnv::empty(kind).await?;
+    elsewhere(kind, format!("{}_missing", env.url))
+}
+
+async fn a_right_that_is_missing(kind: Kind) -> Result<Planted> {
+    let env = TestEnv::migrated(kind).await?;
+    let role = format!("looks_{}", std::process::id());
+    env.sql(&format!("CREATE ROLE {role} LOGIN; GRANT USAGE ON SCHEMA postbox TO {role}")).await?;
+    let (_, place) = env.url.split_once('@').unwrap_or(("", &env.url));
+    elsewhere(kind, format!("postgres://{role}@{place}"))
+}
+
+async fn a_database_that_is_read_only(kind: Kind) -> Result<Planted> {
+    let config = format!(
+        "[subscriptions.apply]\nlog = \"inbox\"\nsink = {{ type = \"file\", path = \"in.jsonl\" }}\n{}",
+        partner()
+    );
+    let planted = Planted::new(kind, config).await?;
+    planted.env.dispatch(&[])?;
+    let database = planted.env.url.rsplit('/').next().unwrap_or_default().split('?').next().unwrap_or_default();
+    planted.env.sql(&format!("ALTER DATABASE {database} SET default_transaction_read_only = on")).await?;
+    Ok(planted)
+}
+
+async fn a_file_that_is_no_database(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?;
+    for name in ["postbox.db-wal", "postbox.db-shm"] {
+        _ = std::fs::remove_file(planted.env.path(name));
+    }
+    std::fs::write(planted.env.path("postbox.db"), "this is a text and no database. ".repeat(100))?;
+    Ok(planted)
+}
+
+/// As a migration of somebody's does.
+async fn a_locked_table(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?;
+    planted.env.subscribe()?;
+    let holder = planted.env.client().await?;
+    holder.batch_execute("BEGIN; LOCK TABLE postbox.lane IN ACCESS EXCLUSIVE MODE").await?;
+    Ok(planted.three().await?.keeping(holder))
+}
+
+/// A session that somebody left in the middle of a transaction.
+async fn a_row_that_another_session_locks(kind: Kind) -> Result<Planted> {
+    let endpoint = Endpoint::start(takes_all)?;
+    let planted = Planted::new(kind, endpoint.subscription("out")).await?.served().await?;
+    planted.served[0].logged("lane taken", 1).await?;
+    let holder = planted.env.client().await?;
+    holder.batch_execute("BEGIN; SELECT FROM postbox.lane FOR UPDATE").await?;
+    let planted = planted.three().await?;
+    until_waited_for(&holder).await?;
+    Ok(planted.keeping(holder).keeping(endpoint))
+}
+
+async fn a_file_that_another_program_locks(kind: Kind) -> Result<Planted> {
+    let endpoint = Endpoint::start(takes_all)?;
+    let planted = Planted::new(kind, endpoint.subscription("out")).await?.three().await?.served().await?;
+    endpoint.until("the events", |arrivals| arrivals.len() == 3).await?;
+    planted.env.insert_three().await?;
+    let holder = rusqlite::Connection::open(planted.env.path("postbox.db"))?;
+    holder.execute_batch("BEGIN IMMEDIATE")?;
+    Ok(planted.keeping(holder).keeping(endpoint))
+}
+
+async fn a_function_that_fails(kind: Kind) -> Result<Planted> {
+    let endpoint = Endpoint::start(takes_all)?;
+    let planted = Planted::new(kind, endpoint.subscription("out")).await?.served().await?;
+    planted.served[0].logged("lane taken", 1).await?;
+    let body = "(inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text, of_subscription int,
+      under_epoch bigint, under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint)";
+    let sql = format!(
+        "ALTER FUNCTION postbox.outbox_window RENAME TO kept;
+         CREATE FUNCTION postbox.outbox_window{body} RETURNS SETOF record LANGUAGE plpgsql AS
+         $$ BEGIN RAISE EXCEPTION 'broken' USING ERRCODE = 'XX000'; END $$;"
+    );
+    planted.env.sql(&sql).await?;
+    Ok(planted.three().await?.keeping(endpoint))
+}
+
+/// Somebody deletes from the log what is yet to be delivered.
+async fn an_event_that_is_gone(kind: Kind) -> Result<Planted> {
+    let refusing = Endpoint::start(|_| (500, std::time::Duration::ZERO))?;
+    let planted =
+        Planted::new(kind, refusing.subscription("out") + "retry = { base = \"1h\", max = \"1h\" }\n").await?;
+    let planted = planted.three().await?;
+    ensure!(planted.env.dispatch(&[])?.contains("failed="));
+    let trigger = if kind == Kind::Postgres { "ALTER TABLE OUTBOX DISABLE TRIGGER USER; " } else { "" };
+    planted.env.sql(&format!("{trigger}DELETE FROM OUTBOX")).await?;
+    planted.env.ok(&["retry", "--all"])?;
+    Ok(planted.served().await?.keeping(refusing))
+}
+
+async fn an_event_that_nobody_can_read(kind: Kind) -> Result<Planted> {
+    let planted = Planted::new(kind, FILE_SINK).await?;
+    let (lift, time) = match kind {
+        Kind::Postgres => ("ALTER TABLE OUTBOX DROP CONSTRAINT event_invalid;", "'infinity'"),
+        Kind::Sqlite => ("PRAGMA ignore_check_constraints = ON;", "'a text'"),
+    };
+    planted
+        .env
+        .sql(&format!("{lift} INSERT INTO OUTBOX (topic, payload, occurred_at) VALUES ('t', '{{}}', {time})"))
+        .await?;
+    planted.served().await
+}

@@ -1,0 +1,32 @@
+//! What explains lag: nobody else is there who could hold a lock.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::MemoryStore;
+use crate::diagnose::{Arrival, Blocker, Diagnose};
+use crate::error::Result;
+use crate::event::Event;
+use crate::names::LogName;
+
+#[async_trait]
+impl Diagnose for MemoryStore {
+    async fn arrivals(&self, log: &LogName, limit: usize) -> Result<Vec<Arrival>> {
+        let now = self.server.clock.now();
+        let state = self.server.state("arrivals")?;
+        let arrival = |event: &Event| Arrival {
+            topic: event.topic.to_string(),
+            tenant: event.tenant.as_ref().map(ToString::to_string),
+            key: event.key.as_ref().map(ToString::to_string),
+            age: Duration::try_from(now.duration_since(event.created_at)).unwrap_or_default(),
+        };
+        let mut all: Vec<&Event> = state.data.log("arrivals", log)?.committed().map(|(_, _, event)| event).collect();
+        all.reverse();
+        Ok(all.into_iter().take(limit).map(arrival).collect())
+    }
+
+    async fn blockers(&self) -> Result<Vec<Blocker>> {
+        Ok(Vec::new())
+    }
+}

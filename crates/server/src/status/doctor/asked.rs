@@ -1,0 +1,140 @@
+//! What is asked of the store and the service. Every look is bounded in rows, and all of them
+//! together in time.
+
+use std::time::Duration;
+
+use postbox_core::{
+    Arrival, Criteria, Filter, Inspect, LaneInfo, ListQuery, Record, Result, State, Store, SubscriptionInfo,
+    SubscriptionName,
+};
+use tokio::time::{Instant, timeout_at};
+
+use crate::config::SubscriptionConfig;
+use crate::status::stats::{StatsJson, too_slow};
+use crate::status::{Fault, ServiceStatus, WorkJson};
+
+/// Most events looked at for each question; what keeps a queue waiting stands at its head.
+pub(super) const LOOK: usize = 20;
+/// Newest events looked at, to know how many come and of which keys.
+const ARRIVALS_LOOK: usize = 1_000;
+/// What came before says nothing of now.
+const ARRIVALS_WITHIN: Duration = Duration::from_secs(60);
+
+/// What is known of one subscription.
+pub(super) struct Known<'a> {
+    pub(super) info: &'a SubscriptionInfo,
+    pub(super) stats: &'a StatsJson,
+    /// How it is configured where the doctor was called.
+    pub(super) config: Option<&'a SubscriptionConfig>,
+    /// What the running service says of its work.
+    pub(super) work: Option<&'a WorkJson>,
+    pub(super) fault: Option<&'a Fault>,
+    pub(super) retrying: Vec<Record>,
+    pub(super) blocked: Vec<Record>,
+    pub(super) scheduled: Vec<Record>,
+    pub(super) dead: Vec<Record>,
+    pub(super) arrivals: Option<Arrivals>,
+}
+
+/// What came lately of what a subscription wants.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Arrivals {
+    pub(super) per_second: f64,
+    /// The key that most of them have, and how many of how many.
+    pub(super) key: Option<(String, usize)>,
+    pub(super) of: usize,
+}
+
+impl<'a> Known<'a> {
+    pub(super) async fn ask(
+        store: &dyn Store,
+        (info, stats): (&'a SubscriptionInfo, &'a StatsJson),
+        config: Option<&'a SubscriptionConfig>,
+        service: Option<&'a ServiceStatus>,
+        deadline: Instant,
+    ) -> Result<Self> {
+        let name = &info.name;
+        let asking = async {
+            let arrivals = match stats.pending {
+                0 => None,
+                _ => arrivals(&store.arrivals(&info.log, ARRIVALS_LOOK).await?, &info.filter),
+            };
+            Ok(Self {
+                info,
+                stats,
+                config,
+                work: service.and_then(|it| it.work.iter().find(|work| work.subscription == *name)),
+                fault: service.and_then(|it| it.faults.iter().find(|fault| fault.subscription.as_ref() == Some(name))),
+                retrying: list(store, name, State::Retrying, stats.retrying).await?,
+                blocked: list(store, name, State::Blocked, stats.blocked).await?,
+                scheduled: list(store, name, State::Scheduled, stats.scheduled).await?,
+                dead: list(store, name, State::Dead, stats.dead).await?,
+                arrivals,
+            })
+        };
+        timeout_at(deadline, asking).await.unwrap_or_else(|_| Err(too_slow()))
+    }
+
+    /// Whether a relay has every lane.
+    pub(super) fn is_driven(&self) -> bool {
+        self.info.lanes.iter().all(is_driven)
+    }
+
+    /// What waits in the stream: not behind a retry, a key or its time.
+    pub(super) fn unread(&self) -> u64 {
+        let StatsJson { pending, retrying, blocked, scheduled, .. } = self.stats;
+        pending.saturating_sub(retrying + blocked + scheduled)
+    }
+}
+
+/// Whether a relay has the lane. After a rename or a change of lanes the former lease runs on, and
+/// nobody has it.
+pub(super) fn is_driven(lane: &LaneInfo) -> bool {
+    lane.lease_left.is_some() && lane.owner.is_some()
+}
+
+async fn list(store: &dyn Inspect, name: &SubscriptionName, state: State, count: u64) -> Result<Vec<Record>> {
+    let which = Criteria::default();
+    let query = ListQuery { subscription: name.clone(), state, which, code: None, after: None, limit: LOOK };
+    if count > 0 { store.list(&query).await } else { Ok(Vec::new()) }
+}
+
+/// `None`: nothing came lately.
+fn arrivals(newest: &[Arrival], filter: &Filter) -> Option<Arrivals> {
+    let is_meant = |it: &&Arrival| it.age <= ARRIVALS_WITHIN && filter.matches(&it.topic, it.tenant.as_deref());
+    let meant: Vec<&Arrival> = newest.iter().filter(is_meant).collect();
+    // Where all that is looked at is of the last minute, that is less time.
+    let within = match newest.last() {
+        Some(first) if newest.len() == ARRIVALS_LOOK => first.age.min(ARRIVALS_WITHIN),
+        _ => ARRIVALS_WITHIN,
+    };
+    let mut keys: Vec<&str> = meant.iter().filter_map(|it| it.key.as_deref()).collect();
+    keys.sort_unstable();
+    let most = keys.chunk_by(|a, b| a == b).max_by_key(|same| same.len());
+    (!meant.is_empty()).then(|| Arrivals {
+        per_second: meant.len() as f64 / within.as_secs_f64().max(1.0),
+        key: most.map(|same| (same[0].to_owned(), same.len())),
+        of: meant.len(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arrival(topic: &str, key: &str, seconds: u64) -> Arrival {
+        Arrival { topic: topic.into(), tenant: None, key: Some(key.into()), age: Duration::from_secs(seconds) }
+    }
+
+    #[test]
+    fn what_comes_is_counted_over_the_last_minute_or_less() {
+        let filter = Filter { topics: vec!["order.*".parse().expect("a pattern")], tenant: None };
+        let few = [arrival("order.paid", "a", 1), arrival("order.paid", "b", 30), arrival("other", "a", 2)];
+        let few =
+            arrivals(&[&few[..], &[arrival("order.paid", "a", 50), arrival("order.paid", "a", 61)]].concat(), &filter);
+        assert_eq!(few, Some(Arrivals { per_second: 0.05, key: Some(("a".into(), 2)), of: 3 }));
+        let many: Vec<Arrival> = (0..1_000).map(|n| arrival("order.paid", "a", n / 100)).collect();
+        assert_eq!(arrivals(&many, &filter).map(|it| it.per_second.round()), Some(111.0));
+        assert_eq!(arrivals(&[arrival("order.paid", "a", 61)], &filter), None);
+    }
+}

@@ -1,0 +1,219 @@
+//! What is concluded of one subscription: the causes before the symptoms.
+
+use jiff::Timestamp;
+use postbox_core::{Disposition, Pause, Record};
+use postbox_engine::{OnDead, Schedule as _};
+
+use super::Finding;
+use super::asked::{Known, is_driven};
+use super::destination::{dead, down, retrying, rows, soonest};
+use super::speed::{is_late, speed};
+use crate::status::ServiceStatus;
+use crate::text::{cut, estimated, span};
+
+/// Everything about a subscription.
+pub(super) fn conclude(known: &Known<'_>, service: Option<&ServiceStatus>) -> Vec<Finding> {
+    let address = service.map(|service| service.address.to_string());
+    let mut findings: Vec<Finding> = known.info.paused.iter().map(|pause| paused(known, pause)).collect();
+    findings.push(driven(known));
+    findings.extend(nowhere(known, service.is_some()));
+    findings.extend(relay_fails(known, address.as_deref()));
+    findings.extend(store_fails(known));
+    findings.extend(down(known, address.as_deref()));
+    findings.extend(halted(known));
+    findings.extend(retrying(known));
+    findings.extend(dead_to_fails(known));
+    findings.extend(dead(known));
+    if findings.iter().all(|it| !["destination_down", "paused", "endpoint_gone"].contains(&it.code.as_str())) {
+        findings.extend(speed(known));
+    }
+    findings.extend(blocked(known));
+    if known.stats.scheduled > 0 {
+        let what = format!("{} wait for their time; {}", rows(known.stats.scheduled), soonest(&known.scheduled));
+        findings.push(Finding::note("scheduled", what).cure("wait; `postbox discard ID` cancels one"));
+    }
+    findings.push(pending(known, service));
+    findings.into_iter().map(|finding| finding.of(&known.info.name)).collect()
+}
+
+fn paused(known: &Known<'_>, pause: &Pause) -> Finding {
+    let until = pause.until.map_or_else(String::new, |until| format!(" until {until:.0}"));
+    let what = format!("paused{until} by {}: {}", pause.by, pause.why);
+    let resume = format!("postbox resume {}", known.info.name);
+    match pause.by == "postbox" {
+        // It answered that it must never be called again.
+        true => Finding::problem(
+            "endpoint_gone",
+            what,
+            format!(
+                "ask whoever runs the destination; correct the sink's url or take the subscription out; then: {resume}"
+            ),
+        ),
+        false => Finding::problem("paused", what, resume),
+    }
+}
+
+/// Whether anybody drives the lanes.
+fn driven(known: &Known<'_>) -> Finding {
+    let (info, count) = (known.info, known.info.lanes.len());
+    if count == 0 {
+        return Finding::problem(
+            "lanes_missing",
+            "it has no lanes: somebody deleted their rows",
+            "restart its relays: they make them anew, and what is still in the log is sent again",
+        );
+    }
+    let idle: Vec<String> =
+        info.lanes.iter().filter(|lane| !is_driven(lane)).map(|lane| lane.lane.to_string()).collect();
+    if idle.is_empty() {
+        let owners: Vec<&str> = info.lanes.iter().filter_map(|lane| Some(lane.owner.as_ref()?.as_str())).collect();
+        return Finding::fine("driven", format!("{count} lane(s), driven by {}", owners.join(", ")));
+    }
+    let what = format!("no relay drives lane {} of {count}", idle.join(", "));
+    let finding = match known.config {
+        // A pause is said of its own; so is one that waits for its hour, or has nowhere to send to.
+        _ if info.paused.is_some() => return Finding::fine("not_driven", what),
+        Some(config) if config.schedule.is_some() || config.sink.is_none() => return Finding::fine("not_driven", what),
+        Some(_) => {
+            Finding::problem("not_driven", what, "start `postbox run` with this subscription in its configuration")
+        }
+        None => Finding::problem(
+            "subscription_unconfigured",
+            format!("{what}, and it is not in the configuration"),
+            format!(
+                "was it renamed there? postbox subscription rename {0} NEW; it is wanted no more? postbox subscription remove {0}; \
+                 else start `postbox run` with it in its configuration",
+                info.name
+            ),
+        ),
+    };
+    if known.stats.pending > 0 { finding } else { Finding { severity: super::Severity::Note, ..finding } }
+}
+
+/// A subscription that is configured to keep its events for later.
+fn nowhere(known: &Known<'_>, is_served: bool) -> Option<Finding> {
+    let config = known.config.filter(|_| known.stats.pending > 0)?;
+    if config.sink.is_none() {
+        let what = "it has no sink: its events are kept until it has one";
+        return Some(Finding::problem(
+            "sink_none",
+            what,
+            format!("write sink = {{ … }} into [subscriptions.{}]", known.info.name),
+        ));
+    }
+    let schedule = config.schedule.as_ref()?;
+    let next = schedule.next_after(Timestamp::now());
+    let when = next.map_or_else(|| "never".to_owned(), |next| format!("at {next:.0}"));
+    let what = format!("it delivers only when its schedule says so ({schedule}): the next time {when}");
+    let runs = if is_served { "" } else { " (no service answers at [server] listen: does `postbox run` run?)" };
+    Some(Finding::note("schedule_waits", what).cure(format!(
+        "wait{runs}, or deliver now with `postbox dispatch --subscription {}`; without `schedule` events go out at once",
+        known.info.name
+    )))
+}
+
+/// A relay that has ended, or a lane that fails at every call.
+fn relay_fails(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
+    let fault = known
+        .fault
+        .filter(|_| known.work.is_none_or(|work| work.destination_fails.is_none() && work.store_fails.is_none()))?;
+    let what = format!("the service at {}: {}", address.unwrap_or_default(), fault.what);
+    if !fault.what.contains(" cannot be read or settled ") {
+        return Some(Finding::failed(&fault.code, &what));
+    }
+    let cure = "the lines \"store call failed\" in its log say why; mend the store";
+    Some(Finding::problem("lane_failing", what, cure).reason(&fault.code))
+}
+
+fn store_fails(known: &Known<'_>) -> Option<Finding> {
+    let fails = known.work?.store_fails.as_ref()?;
+    let what = format!("its relay cannot read or settle since {}; last reason: {}", fails.since, fails.code);
+    let cure = match fails.code.as_str() {
+        "store_busy" => {
+            "another program holds the write lock of the store's file: find its long transaction and end it"
+        }
+        "store_full" => "free space on the store's disk; delivery goes on by itself",
+        "store_read_only" => {
+            "the database is a standby or read-only: promote it, or name the primary in the store's URL"
+        }
+        "store_contention" | "statement_timeout" | "table_locked" => {
+            "somebody holds a lock: where it is known it is named above; else look at pg_locks and pg_stat_activity"
+        }
+        "pool_exhausted" => "raise `pool` in [store], or look for long calls",
+        _ => "mend the database; delivery goes on by itself",
+    };
+    Some(Finding::problem("store_failing", what, cure).reason(&fails.code))
+}
+
+/// Keys that wait for a person.
+fn halted(known: &Known<'_>) -> Option<Finding> {
+    if known.config.is_some_and(|config| config.settings.on_dead != OnDead::Halt) {
+        return None;
+    }
+    let key = |record: &Record| record.event.key.clone();
+    let first =
+        known.dead.iter().find(|dead| known.blocked.iter().any(|it| key(it).is_some() && key(it) == key(dead)))?;
+    let (id, shown) = (first.event.id, cut(key(first)?.as_str(), 60).to_owned());
+    let what = format!(
+        "{} wait behind a dead event of their key (on_dead = \"halt\"): key {shown} behind {id}, {}",
+        rows(known.stats.blocked),
+        first.code.as_deref().unwrap_or("unknown")
+    );
+    let cure = format!("when its cause is mended: postbox retry {id}; to go on without it: postbox discard {id}");
+    Some(Finding::problem("halted", what, cure).reason(first.code.as_deref().unwrap_or("unknown")))
+}
+
+/// Keys that wait for an earlier event.
+fn blocked(known: &Known<'_>) -> Option<Finding> {
+    let first = known.blocked.first()?;
+    let head = known.retrying.iter().find(|it| it.event.key == first.event.key);
+    let what =
+        format!("{} blocked behind an earlier event of their key: {}", rows(known.stats.blocked), keys(&known.blocked));
+    let finding = Finding::note("blocked", what);
+    let name = &known.info.name;
+    Some(match head {
+        Some(head) if head.code.as_deref().is_some_and(Disposition::is_own_code) => finding,
+        Some(head) => {
+            let id = head.event.id;
+            finding.cure(format!("{id} decides: mend what it fails at, or go on without it: postbox discard {id}"))
+        }
+        None => finding
+            .cure(format!("the first one of each key decides: postbox list --state retrying --subscription {name}")),
+    })
+}
+
+fn dead_to_fails(known: &Known<'_>) -> Option<Finding> {
+    let fails = known.work?.dead_to_fails.as_ref()?;
+    let what = format!("the sink of dead_to takes nothing since {}; last reason: {}", fails.since, fails.code);
+    let cure = "mend that sink: it gets what is dead by itself, and nothing else waits for it";
+    Some(Finding::problem("dead_to_down", what, cure).reason(&fails.code))
+}
+
+fn pending(known: &Known<'_>, service: Option<&ServiceStatus>) -> Finding {
+    let stats = known.stats;
+    if stats.pending == 0 {
+        return Finding::fine("nothing_pending", "nothing is pending");
+    }
+    let oldest = stats.oldest_pending_seconds.map(std::time::Duration::from_secs_f64);
+    let since = oldest.map_or_else(String::new, |oldest| format!(", the oldest for {}", span(oldest)));
+    let deepest = stats.topics.first().map_or_else(String::new, |topic| format!(", most of them {}", topic.topic));
+    let what = format!("{} pending{since}{deepest}", estimated(stats.pending, stats.estimated));
+    if !is_late(known) {
+        return Finding::fine("pending", what);
+    }
+    let finding = Finding::note("pending", what);
+    match known.is_driven() && known.work.is_none() && known.unread() > 0 {
+        true if service.is_none() => finding.cure(
+            "no service answers at [server] listen: run the doctor where its relay runs, with its configuration, to hear how long calls take",
+        ),
+        _ => finding,
+    }
+}
+
+fn keys(records: &[Record]) -> String {
+    let mut keys: Vec<&str> = records.iter().filter_map(|record| Some(record.event.key.as_ref()?.as_str())).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    let shown: Vec<String> = keys.iter().take(5).map(|key| format!("key {}", cut(key, 60))).collect();
+    if keys.len() > 5 { format!("{} and more", shown.join(", ")) } else { shown.join(", ") }
+}

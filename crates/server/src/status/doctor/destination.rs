@@ -1,0 +1,208 @@
+//! What is known of a destination that takes nothing, or refuses what it gets; and what a person
+//! can do, by the code.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+use postbox_core::{Disposition, Record};
+
+use super::Finding;
+use super::asked::{Known, LOOK};
+use crate::text::{cut, estimated, span};
+
+/// So many events that failed for the same reason are not the fault of one.
+const SAME_MIN: usize = 3;
+
+/// A destination that is down: by the service that runs, and by the events that met it and were not
+/// charged.
+pub(super) fn down(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
+    let uncharged = known.retrying.iter().filter_map(|record| Some((record, record.code.as_deref()?)));
+    let last = uncharged
+        // One that a person sends again has its old reason, and says nothing of now.
+        .filter(|(record, code)| record.attempts == 0 && record.replays == 0 && !Disposition::is_own_code(code))
+        .max_by_key(|(record, _)| record.updated_at);
+    let said = last.map(|(record, code)| {
+        let ago = record.updated_at.and_then(|at| Duration::try_from(Timestamp::now().duration_since(at)).ok());
+        let ago = ago.map_or_else(String::new, |ago| format!("{} ago, ", span(ago)));
+        format!("last tried {ago}{code}: {}", cut(text(record), 200))
+    });
+    let open = known.work.and_then(|work| work.destination_fails.as_ref()).map(|fails| {
+        let (address, since, code) = (address.unwrap_or_default(), &fails.since, &fails.code);
+        format!("the service at {address}: the breaker is open since {since}, nothing is sent; last reason: {code}")
+    });
+    let what = match (&open, said) {
+        (None, None) => return None,
+        (Some(open), None) => open.clone(),
+        (None, Some(said)) => format!("the destination takes nothing, no attempt is counted; {said}"),
+        (Some(open), Some(said)) => format!("{open}; {said}"),
+    };
+    let code = last.map(|(_, code)| code);
+    let code = code.or_else(|| known.work?.destination_fails.as_ref().map(|fails| fails.code.as_str()))?;
+    let text = last.map(|(record, _)| text(record)).unwrap_or_default();
+    Some(Finding::problem("destination_down", what, cure_down(code, text)).reason(code))
+}
+
+/// Events that failed and are tried again.
+pub(super) fn retrying(known: &Known<'_>) -> Vec<Finding> {
+    let failed = known.retrying.iter().filter(|it| !it.code.as_deref().is_some_and(Disposition::is_own_code));
+    let failed: Vec<&Record> = failed.collect();
+    let count = rows(known.stats.retrying);
+    if failed.is_empty() {
+        let under_way = (!known.retrying.is_empty()).then(|| format!("{count} on their way for longer than others"));
+        return under_way.map(|what| Finding::note("in_flight", what)).into_iter().collect();
+    }
+    let soonest = soonest(&known.retrying);
+    let reasons = reasons(&failed);
+    let mut findings: Vec<Finding> = reasons
+        .iter()
+        .map(|reason| {
+            let of = of_all(reason.count, failed.len(), known.stats.retrying);
+            let what = format!("{of} retrying: {}; {soonest}", reason.said());
+            let charged = failed.iter().filter(|it| it.code.as_deref() == Some(reason.code) && it.attempts > 0);
+            if charged.count() < SAME_MIN {
+                return Finding::note("retrying", what).reason(reason.code);
+            }
+            Finding::problem("destination_refuses", what, cure_refused(reason.code, false)).reason(reason.code)
+        })
+        .collect();
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+    findings
+}
+
+/// Events that died, by reason.
+pub(super) fn dead(known: &Known<'_>) -> Vec<Finding> {
+    let dead: Vec<&Record> = known.dead.iter().collect();
+    let name = &known.info.name;
+    let finding = |reason: &Reason<'_>| {
+        let what = format!("{} dead: {}", of_all(reason.count, dead.len(), known.stats.dead), reason.said());
+        let again = format!(
+            "look at one with `postbox show ID`, then: postbox retry --code {} --subscription {name}",
+            reason.code
+        );
+        let first = cure_refused(reason.code, true);
+        Finding::problem("dead", what, format!("{first}; {again}")).reason(reason.code)
+    };
+    reasons(&dead).iter().map(finding).collect()
+}
+
+/// Why several events failed.
+struct Reason<'a> {
+    code: &'a str,
+    count: usize,
+    text: &'a str,
+}
+
+impl Reason<'_> {
+    /// What a destination said was made harmless when it was stored.
+    fn said(&self) -> String {
+        match self.text {
+            "" => self.code.to_owned(),
+            text => format!("{} (\"{}\")", self.code, cut(text, 100)),
+        }
+    }
+}
+
+/// Most frequent first, with one text each.
+fn reasons<'a>(records: &[&'a Record]) -> Vec<Reason<'a>> {
+    let mut reasons: Vec<Reason<'a>> = Vec::new();
+    for record in records {
+        let code = record.code.as_deref().unwrap_or("unknown");
+        match reasons.iter_mut().find(|known| known.code == code) {
+            Some(known) => known.count += 1,
+            None => reasons.push(Reason { code, count: 1, text: text(record) }),
+        }
+    }
+    reasons.sort_by_key(|reason| std::cmp::Reverse(reason.count));
+    reasons
+}
+
+/// What part of all of them is meant; only the first are looked at.
+fn of_all(count: usize, looked: usize, all: u64) -> String {
+    match () {
+        () if count == looked => rows(all),
+        () if all <= LOOK as u64 => count.to_string(),
+        () => format!("of {} {count} of the first {looked}", rows(all)),
+    }
+}
+
+pub(super) fn rows(count: u64) -> String {
+    estimated(count, count > postbox_core::kit::LOOK_EVENTS_MAX)
+}
+
+fn text(record: &Record) -> &str {
+    record.error.as_deref().unwrap_or_default()
+}
+
+/// When the next of them is due.
+pub(super) fn soonest(records: &[Record]) -> String {
+    let Some(at) = records.iter().filter_map(|record| record.due_at).min() else { return "none has a time".into() };
+    match Duration::try_from(at.duration_since(Timestamp::now())) {
+        Ok(left) => format!("the next in {}", span(left)),
+        Err(_) => "the next is due now".into(),
+    }
+}
+
+/// A destination that is down is asked again and again: delivery goes on by itself.
+fn cure_down(code: &str, text: &str) -> &'static str {
+    match code {
+        "address_forbidden" => {
+            "our own guard refused the address: correct the sink's url, or name the network in its allow = [\"…\"] if it may be called"
+        }
+        "dns_failed" => {
+            "the name in the sink's url is not found from where the relay runs: correct it, or the resolver there"
+        }
+        "connect_refused" | "connect_failed" | "connect_timeout" => {
+            "is the destination up, and can the relay's machine reach the host and port of the sink's url?"
+        }
+        // The first bytes of the answer were no TLS.
+        "tls_failed" if text.contains("InvalidContentType") => {
+            "this port speaks no TLS: name the one that does in the sink's url, or write http:// if that is meant"
+        }
+        "tls_failed" => {
+            "is the destination's certificate for this name and still valid? A private authority goes into the sink's ca_file"
+        }
+        "client_cert_required" => "set the sink's client_cert and client_key",
+        "client_cert_refused" => {
+            "the destination must trust the authority of the sink's client_cert; is it still valid?"
+        }
+        "timeout" => {
+            "the destination takes connections and does not answer: look there; raise the subscription's `timeout` if it may take so long"
+        }
+        "connection_lost" => {
+            "the destination, or a proxy before it, closes connections without an answer: look at its log; does the port speak TLS where the sink's url says http://?"
+        }
+        "http_429" => "set the subscription's `rate` to what the destination allows",
+        "http_502" | "http_503" | "http_504" => {
+            "the gateway answers and what is behind it does not: look there; delivery goes on by itself when it is back"
+        }
+        "write_failed" => "the file of the sink cannot be written: is its disk full?",
+        code if ["connect_failed", "connect_timeout", "_unreachable", "_disconnected"]
+            .iter()
+            .any(|it| code.ends_with(it)) =>
+        {
+            "is the broker up, and can the relay's machine reach its host and port?"
+        }
+        code if code.ends_with("unauthorized") => "the broker refuses the sink's user or password: correct them",
+        _ => "mend the destination, or the sink's configuration; delivery then goes on by itself",
+    }
+}
+
+/// A destination that answers, and refuses.
+fn cure_refused(code: &str, is_dead: bool) -> &'static str {
+    match code {
+        "http_401" | "http_403" => "the destination refuses us: correct the sink's secret, headers or url",
+        "http_404" | "http_405" => "nothing takes events at this address: correct the path in the sink's url",
+        "http_413" => "the event is too large for the destination: raise its limit, or send less",
+        "http_redirect" => "the destination has moved: write its final address into the sink's url",
+        "http_400" | "http_422" => "the destination does not understand the event: mend the one or the other",
+        "row_undecodable" | "headers_invalid" => "nobody can read the event: mend its row or discard it",
+        "event_missing" => "somebody deleted the event from the log: discard it",
+        "timeout" => "the destination takes too long for it: look there, or raise the subscription's `timeout`",
+        "panic" => "the handler panicked: its message and the log say where",
+        code if code.starts_with("http_5") && !is_dead => {
+            "the destination fails at these events: look at its log; they are tried again by themselves"
+        }
+        code if code.starts_with("http_5") => "the destination failed at each attempt: look at its log",
+        _ => "its text says why: mend that",
+    }
+}

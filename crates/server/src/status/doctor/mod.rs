@@ -1,0 +1,128 @@
+//! Why something is late: `postbox doctor`. It looks at the store, so it works while relays run
+//! elsewhere, and uses what a running service says of itself.
+
+mod asked;
+mod concluded;
+mod destination;
+mod finding;
+mod speed;
+
+use postbox_core::{Blocker, Result, Store, SubscriptionInfo, SubscriptionName};
+use tokio::time::{Instant, timeout_at};
+
+use self::asked::{Known, LOOK};
+use self::concluded::conclude;
+pub use self::finding::{Finding, Severity};
+use super::stats::{STATS_WAIT, stats, too_slow};
+use super::unrouted::{UnroutedLog, unrouted};
+use super::{Fault, ServiceStatus, StormJson};
+use crate::config::SubscriptionConfig;
+use crate::text::{cut, grouped, span};
+
+/// Everything about these subscriptions, the causes before the symptoms: what the store suffers
+/// from, then each subscription, then what comes in. `configured` is what the configuration at hand
+/// says of them.
+pub async fn diagnose(
+    store: &dyn Store,
+    infos: &[SubscriptionInfo],
+    configured: &[SubscriptionConfig],
+    service: Option<&ServiceStatus>,
+) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let deadline = Instant::now() + STATS_WAIT;
+    let blockers = timeout_at(deadline, store.blockers()).await.unwrap_or_else(|_| Err(too_slow()));
+    findings.extend(blockers.iter().flatten().map(blocker));
+    findings.extend(service.iter().flat_map(|service| of_service(service, infos)));
+    let all = stats(store, infos, deadline).await;
+    let deadline = Instant::now() + STATS_WAIT;
+    for (info, counted) in infos.iter().zip(all) {
+        let config = configured.iter().find(|config| config.subscription.name == info.name);
+        let known = match &counted {
+            Ok(stats) => Known::ask(store, (info, stats), config, service, deadline).await,
+            Err(error) => {
+                let (code, what) = (error.code(), error.message());
+                let found = Finding::failed(code, &format!("its events could not be counted: {what}"));
+                let cure = "end what keeps the database busy, or wait; `postbox stats` shows when the counts are back";
+                findings.push(if found.cure.is_none() { found.cure(cure) } else { found }.of(&info.name));
+                continue;
+            }
+        };
+        match known {
+            Ok(known) => findings.extend(conclude(&known, service)),
+            Err(error) => findings.push(Finding::from(error).of(&info.name)),
+        }
+    }
+    let others = async {
+        let unrouted = unrouted(store, infos).await?;
+        let mut others: Vec<Finding> = unrouted.iter().map(UnroutedLog::finding).collect();
+        others.extend(conflicts(store).await?);
+        Ok(others)
+    };
+    match timeout_at(Instant::now() + STATS_WAIT, others).await.unwrap_or_else(|_| Err(too_slow())) {
+        Ok(others) => findings.extend(others),
+        Err(error) => findings.push(Finding::from(error)),
+    }
+    findings.extend(service.iter().flat_map(|service| service.storms.iter().map(storm)));
+    findings
+}
+
+/// Somebody holds a lock that others wait for.
+fn blocker(blocker: &Blocker) -> Finding {
+    let Blocker { session, program, query, tables, waiting, waited, end } = blocker;
+    let what = format!(
+        "session {session} ({}: {}) holds a lock on {}, and {waiting} session(s) have waited for it for {}",
+        cut(program, 60),
+        cut(query, 80),
+        tables.join(", "),
+        span(*waited)
+    );
+    Finding::problem("session_blocks", what, format!("let it end its transaction, or end it: {end}"))
+}
+
+/// What the service says of the store, of its sources, and of subscriptions that are no longer
+/// there.
+fn of_service(service: &ServiceStatus, infos: &[SubscriptionInfo]) -> Vec<Finding> {
+    let is_known = |name: &SubscriptionName| infos.iter().any(|info| info.name == *name);
+    let others = service.faults.iter().filter(|fault| !fault.subscription.as_ref().is_some_and(is_known));
+    let finding = |fault: &Fault| {
+        match (&fault.source, &fault.subscription) {
+        (Some(source), _) => Finding::problem(
+            "source_failing",
+            format!("the source {source}: {}", fault.what),
+            "is its broker up, and are its address, user and password in the configuration right? It is asked again by itself",
+        )
+        .reason(&fault.code),
+        (None, Some(name)) => {
+            Finding::failed(&fault.code, &format!("the service at {}: {}", service.address, fault.what)).of(name)
+        }
+        (None, None) => {
+            Finding::failed(&fault.code, &format!("the service at {}: the store: {}", service.address, fault.what))
+        }
+    }
+    };
+    others.map(finding).collect()
+}
+
+/// Messages that were kept out. The sender thinks that they arrived.
+async fn conflicts(store: &dyn Store) -> Result<Option<Finding>> {
+    let conflicts = store.conflicts(LOOK).await?;
+    let Some(last) = conflicts.first() else { return Ok(None) };
+    let most = if conflicts.len() == LOOK { "at least " } else { "" };
+    let count = conflicts.len();
+    let what = format!(
+        "{most}{count} message(s) came with a known id and another body and were kept out, the last from {}",
+        last.source
+    );
+    Ok(Some(Finding::note("message_conflict", what).cure("postbox list --state conflict")))
+}
+
+/// A sender repeats itself.
+fn storm(storm: &StormJson) -> Finding {
+    let (repeats, arrivals) = (grouped(storm.repeats), grouped(storm.arrivals));
+    let what = format!(
+        "replay storm: {repeats} of the {arrivals} messages of the last minute from {} had come before; they are kept out",
+        storm.source
+    );
+    let cure = "ask the sender why: it does not see our answers, or somebody sends again what was captured";
+    Finding::problem("replay_storm", what, cure)
+}

@@ -1,0 +1,136 @@
+//! Why events wait although nothing is down: the arithmetic of what comes, and what goes out.
+
+use std::time::Duration;
+
+use postbox_core::{Disposition, Ordering, Record};
+
+use super::Finding;
+use super::asked::Known;
+use crate::status::CallsJson;
+use crate::text::{cut, estimated, grouped, span};
+
+/// Pending for longer than this is late.
+pub(super) const LATE: Duration = Duration::from_secs(10);
+/// Where no call ended yet, those under way say something from this age on.
+const SAYS_SOMETHING: Duration = Duration::from_secs(1);
+/// Most that `concurrency` may say.
+const CONCURRENCY_MAX: f64 = 512.0;
+/// From this share of what may go on at once, that is what holds events up.
+const MOST: f64 = 0.7;
+/// Room above what comes, for the hours when more does.
+const ROOM: f64 = 1.25;
+
+/// What holds events up, if they are late and go out.
+pub(super) fn speed(known: &Known<'_>) -> Option<Finding> {
+    let calls = known.work?.calls.as_ref()?;
+    // Calls that just began say nothing yet.
+    let is_known = calls.ended > 0 || calls.seconds_each > SAYS_SOMETHING.as_secs_f64();
+    // What waits for a retry is not held up here.
+    let waits = known.unread() > 0 || known.retrying.iter().any(is_under_way);
+    if !is_known || !is_late(known) || !waits {
+        return None;
+    }
+    let arrive = known.arrivals.as_ref().map_or(0.0, |it| it.per_second);
+    let each = match calls.ended {
+        0 => format!("each call takes {} and more", span(Duration::from_secs_f64(calls.seconds_each))),
+        _ => format!("each call takes {}", span(Duration::from_secs_f64(calls.seconds_each))),
+    };
+    if let (true, Some(rate), Some(per_second)) = (calls.held_by_rate, &calls.rate, calls.rate_per_second) {
+        let how = format!("rate = \"{rate}\" lets {} out", a_second(per_second));
+        let needed = (arrive * ROOM).ceil();
+        let cure = match arrive < per_second {
+            true => "raise the subscription's `rate`, if the destination bears it, or wait".to_owned(),
+            false => {
+                format!("raise the subscription's `rate` to \"{needed}/s\" or take it out, if the destination bears it")
+            }
+        };
+        return Some(finding("rate_limited", known, &how, Flow { takes: per_second, arrive, share: 1.0 }, cure));
+    }
+    if let Some((key, share)) = one_key(known, calls) {
+        let (takes, arrive) = (1.0 / calls.seconds_each.max(1e-6), arrive * share);
+        let how = format!("{key}, and go out one after the other: {each} = {}", a_second(takes));
+        let cure = "give the events finer keys, set ordering = \"none\" if their order does not matter, or make the destination faster";
+        return Some(finding("few_keys", known, &how, Flow { takes, arrive, share }, cure.to_owned()));
+    }
+    if calls.at_once < calls.at_once_max as f64 * MOST {
+        return None;
+    }
+    let takes = calls.events_per_second(calls.at_once_max as f64);
+    let how = format!("the destination is slow: {each}, {} at once = {}", calls.at_once_max, a_second(takes));
+    Some(finding("destination_slow", known, &how, Flow { takes, arrive, share: 1.0 }, faster(calls, takes, arrive)))
+}
+
+/// Whether something has been waiting for longer than it should.
+pub(super) fn is_late(known: &Known<'_>) -> bool {
+    known.stats.pending > 0 && known.stats.oldest_pending_seconds.is_none_or(|age| age > LATE.as_secs_f64())
+}
+
+/// What comes and what goes out in a second.
+#[derive(Clone, Copy)]
+struct Flow {
+    takes: f64,
+    arrive: f64,
+    /// The part of all that waits which this is about.
+    share: f64,
+}
+
+/// A backlog that ends by itself is worth knowing, one that grows is a problem.
+fn finding(code: &str, known: &Known<'_>, how: &str, flow: Flow, cure: String) -> Finding {
+    let Flow { takes, arrive, share } = flow;
+    let pending = estimated(known.stats.pending, known.stats.estimated);
+    let message = format!("{how}, {} arrive; {pending} wait", a_second(arrive));
+    if takes > arrive {
+        let drained = Duration::from_secs_f64((known.stats.pending as f64 * share / (takes - arrive)).min(1e9));
+        return Finding::note(code, format!("{message}, drained in {}", span(drained))).cure(cure);
+    }
+    Finding::problem(code, format!("{message}, and it grows"), cure)
+}
+
+/// The key that most events have, and its share of them, where it takes one call at a time.
+fn one_key(known: &Known<'_>, calls: &CallsJson) -> Option<(String, f64)> {
+    if known.info.ordering != Ordering::Key || calls.at_once_max == 1 {
+        return None;
+    }
+    let arrivals = known.arrivals.as_ref();
+    if let Some((Some((key, count)), of)) = arrivals.map(|it| (it.key.as_ref(), it.of))
+        && *count > 1
+        && count * 2 > of
+    {
+        return Some((
+            format!("{count} of the last {of} events have the key {}", cut(key, 60)),
+            *count as f64 / of as f64,
+        ));
+    }
+    // Nothing came lately: what waits behind an event that is under way.
+    let mut keys = known.retrying.iter().filter(|it| is_under_way(it)).filter_map(|it| it.event.key.as_ref());
+    let key = keys.find(|key| known.blocked.iter().all(|it| it.event.key.as_ref() == Some(key)))?;
+    (!known.blocked.is_empty()).then(|| (format!("the events that wait have the key {}", cut(key.as_str(), 60)), 1.0))
+}
+
+fn is_under_way(record: &Record) -> bool {
+    record.code.as_deref() == Some(Disposition::IN_FLIGHT)
+}
+
+fn faster(calls: &CallsJson, takes: f64, arrive: f64) -> String {
+    let needed = (calls.at_once_max as f64 * arrive * ROOM / takes.max(1e-6)).ceil();
+    match () {
+        // One call at a time, in order: nothing to be raised here.
+        () if calls.at_once_max == 1 && calls.events_each > 1.0 => "make the destination faster".to_owned(),
+        () if takes > arrive => {
+            "wait, or raise the subscription's `concurrency` if the destination bears it".to_owned()
+        }
+        () if needed > CONCURRENCY_MAX => format!(
+            "make the destination faster: for what arrives {} calls at once would be needed",
+            grouped(needed as u64)
+        ),
+        () => format!("set concurrency = {needed} in the subscription, if the destination bears it; or make it faster"),
+    }
+}
+
+fn a_second(number: f64) -> String {
+    match number {
+        0.0 => "0/s".to_owned(),
+        ..10.0 => format!("{number:.1}/s"),
+        _ => format!("{}/s", grouped(number.round() as u64)),
+    }
+}

@@ -1,0 +1,121 @@
+//! What only the running service knows of its work: how fast it goes, and what fails beside it.
+
+use jiff::Timestamp;
+use postbox_core::{SourceName, SubscriptionName};
+use postbox_engine::{Outage, Pace, Storm, SupervisedRelay};
+use serde::{Deserialize, Serialize};
+
+/// How one subscription is worked off, over the last minute or less.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WorkJson {
+    /// The subscription.
+    pub subscription: SubscriptionName,
+    /// Calls of the destination; `None` where there is none.
+    pub calls: Option<CallsJson>,
+    /// The destination is down: nothing is sent but one event at a time.
+    pub destination_fails: Option<FailsJson>,
+    /// Reads or settlements fail because the store is away, full or busy.
+    pub store_fails: Option<FailsJson>,
+    /// The sink of `dead_to` does not take dead events.
+    pub dead_to_fails: Option<FailsJson>,
+}
+
+/// Calls of a destination, over the last minute or less.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CallsJson {
+    /// How many ended.
+    pub ended: u64,
+    /// How many events each brought, on average.
+    pub events_each: f64,
+    /// What each took, on average; where none ended, for how long they go on.
+    pub seconds_each: f64,
+    /// How many went on at once, on average, while any did.
+    pub at_once: f64,
+    /// Most that may go on at once.
+    pub at_once_max: usize,
+    /// How many go on now.
+    pub in_flight: u32,
+    /// The configured rate.
+    pub rate: Option<String>,
+    /// The same in events a second.
+    pub rate_per_second: Option<f64>,
+    /// Whether events wait for the rate.
+    pub held_by_rate: bool,
+}
+
+/// Something that fails.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailsJson {
+    /// Since when.
+    pub since: String,
+    /// Why, the last time.
+    pub code: String,
+}
+
+/// A sender that repeats itself: what came from it within a minute.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StormJson {
+    /// The source.
+    pub source: SourceName,
+    /// All messages.
+    pub arrivals: u64,
+    /// Those that had come before.
+    pub repeats: u64,
+}
+
+impl WorkJson {
+    pub(crate) fn of(relay: &SupervisedRelay) -> Self {
+        let (metrics, name) = (relay.relay().metrics(), relay.name());
+        Self {
+            subscription: name.clone(),
+            calls: relay.relay().pace().and_then(CallsJson::of),
+            destination_fails: metrics.outage().map(FailsJson::from),
+            store_fails: relay.relay().store_outage().map(FailsJson::from),
+            dead_to_fails: metrics.dead_letters_outage().map(FailsJson::from),
+        }
+    }
+}
+
+impl CallsJson {
+    /// `None`: nothing was called lately.
+    fn of(pace: Pace) -> Option<Self> {
+        let each = |sum: f64, count: u64| if count > 0 { sum / count as f64 } else { 0.0 };
+        if pace.calls == 0 && pace.in_flight == 0 {
+            return None;
+        }
+        let (busy, going_on) = (pace.busy.as_secs_f64(), pace.in_flight_for.as_secs_f64());
+        let seconds_each = match pace.calls {
+            0 => each(going_on, u64::from(pace.in_flight)),
+            calls => each(busy, calls),
+        };
+        Some(Self {
+            ended: pace.calls,
+            events_each: each(pace.events as f64, pace.calls).max(1.0),
+            seconds_each,
+            at_once: ((busy + going_on) / pace.active.as_secs_f64().max(1e-6)).min(pace.concurrency as f64),
+            at_once_max: pace.concurrency,
+            in_flight: pace.in_flight,
+            rate: pace.rate.map(|rate| rate.to_string()),
+            rate_per_second: pace.rate.map(|rate| 1.0 / rate.interval().as_secs_f64().max(1e-6)),
+            held_by_rate: pace.held_by_rate,
+        })
+    }
+
+    /// What the destination takes in a second while `at_once` calls go on.
+    pub fn events_per_second(&self, at_once: f64) -> f64 {
+        at_once * self.events_each / self.seconds_each.max(1e-6)
+    }
+}
+
+impl From<Outage> for FailsJson {
+    fn from(outage: Outage) -> Self {
+        let since: Timestamp = outage.since;
+        Self { since: format!("{since:.0}"), code: outage.code }
+    }
+}
+
+impl StormJson {
+    pub(crate) fn of((source, storm): (SourceName, Storm)) -> Self {
+        Self { source, arrivals: storm.arrivals, repeats: storm.repeats }
+    }
+}

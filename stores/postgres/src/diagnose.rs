@@ -1,0 +1,95 @@
+//! What explains lag: what came lately, and who holds the locks that others wait for.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use postbox_core::{Arrival, Blocker, Diagnose, LogName, Result};
+use tokio_postgres::Row;
+
+use crate::PostgresStore;
+use crate::classify::{is_undefined, log_unknown};
+use crate::params::params;
+use crate::schema::check_log_name;
+use crate::session::Session;
+
+/// The newest events of a log. Index: the log's primary key, backwards. No lock.
+pub(crate) const LOG_NEWEST: &str = "
+SELECT l.topic, l.tenant, l.key, l.created_at, clock_timestamp() FROM {log} AS l ORDER BY l.seq DESC LIMIT $1";
+
+/// Sessions that others of ours have waited for for a second. Whoever waits itself is not the
+/// cause. Reads the server's list of locks; waits for nobody.
+const BLOCKERS: &str = "
+WITH ours AS (
+  SELECT l.pid, l.granted, c.relname::text AS name FROM pg_locks AS l
+  JOIN pg_class AS c ON c.oid = l.relation
+  JOIN pg_namespace AS n ON n.oid = c.relnamespace
+  WHERE n.nspname = $1 AND c.relkind = 'r'
+    AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())),
+waits AS (
+  SELECT w.pid, w.waitstart, unnest(pg_blocking_pids(w.pid)) AS blocker FROM pg_locks AS w
+  WHERE NOT w.granted AND w.waitstart < clock_timestamp() - INTERVAL '1 second' AND w.pid IN (SELECT ours.pid FROM ours))
+SELECT held.pid, coalesce(max(a.application_name), ''), coalesce(left(max(a.query), 80), ''),
+  array_agg(DISTINCT held.name ORDER BY held.name), count(DISTINCT waits.pid),
+  (extract(epoch FROM clock_timestamp() - min(waits.waitstart)) * 1000)::bigint
+FROM waits
+JOIN ours AS held ON held.pid = waits.blocker AND held.granted
+LEFT JOIN pg_stat_activity AS a ON a.pid = held.pid
+WHERE NOT EXISTS (SELECT FROM pg_locks AS w WHERE w.pid = held.pid AND NOT w.granted)
+GROUP BY held.pid ORDER BY min(waits.waitstart) LIMIT 5";
+
+#[async_trait]
+impl Diagnose for PostgresStore {
+    async fn arrivals(&self, log: &LogName, limit: usize) -> Result<Vec<Arrival>> {
+        check_log_name("arrivals", log)?;
+        let limit = limit as i64;
+        let params = params![limit];
+        let read = async |session: &Session| session.rows(&session.log_sql(LOG_NEWEST, log), &params).await;
+        match self.look("arrivals", read).await {
+            Err(error) if is_undefined(&error) => Err(log_unknown("arrivals", log.as_str())),
+            rows => Ok(rows?.iter().filter_map(arrival).collect()),
+        }
+    }
+
+    async fn blockers(&self) -> Result<Vec<Blocker>> {
+        let schema = self.schema().as_str();
+        let params = params![schema];
+        let read = async |session: &Session| session.rows(BLOCKERS, &params).await;
+        let look = async |session: &Session| session.at_once(&self.inner.modes.count, read).await;
+        let rows = self.call("blockers", look).await?;
+        let blocker = |row: &Row| {
+            let session = row.get::<_, i32>(0);
+            Blocker {
+                session: session.into(),
+                program: named(row.get(1)).to_owned(),
+                query: row.get(2),
+                tables: row.get(3),
+                waiting: row.get::<_, i64>(4).unsigned_abs(),
+                waited: Duration::from_millis(row.get::<_, i64>(5).unsigned_abs()),
+                end: end(session),
+            }
+        };
+        Ok(rows.iter().map(blocker).collect())
+    }
+}
+
+/// A program, as it calls itself.
+pub(crate) fn named(program: &str) -> &str {
+    if program.is_empty() { "a program without a name" } else { program }
+}
+
+/// What ends a session.
+pub(crate) fn end(session: i32) -> String {
+    format!("SELECT pg_terminate_backend({session})")
+}
+
+/// `None` of a row that nobody can read.
+fn arrival(row: &Row) -> Option<Arrival> {
+    let [created_at, now] = [3, 4].map(|column| row.try_get::<_, Timestamp>(column).ok());
+    Some(Arrival {
+        topic: row.try_get(0).ok()?,
+        tenant: row.try_get(1).ok()?,
+        key: row.try_get(2).ok()?,
+        age: Duration::try_from(now?.duration_since(created_at?)).unwrap_or_default(),
+    })
+}
