@@ -10,10 +10,10 @@ use std::time::Duration;
 use anyhow::ensure;
 use postbox::router::{Event, Router, State, Tx};
 use postbox::sqlite::{SqliteConfig, SqliteStore};
-use postbox::{LogName, Migrate as _, Relay, Subscription};
+use postbox::{Migrate as _, Service};
 use rusqlite::Connection;
 use serde::{Deserialize, Serialize};
-use tokio_util::sync::CancellationToken;
+use tokio::sync::oneshot;
 
 const ORDERS: i64 = 30;
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -48,21 +48,17 @@ fn ledger(Event(paid): Event<OrderPaid>, Tx(tx): Tx<'_, SqliteStore>) -> rusqlit
 async fn main() -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let file = folder.path().join("orders.db");
-    let store = Arc::new(SqliteStore::open(SqliteConfig::new(&file)).await?);
+    let store = SqliteStore::open(SqliteConfig::new(&file)).await?;
     store.up().await?;
     let connection = Connection::open(&file)?;
     connection.execute_batch("CREATE TABLE orders (id, cents); CREATE TABLE ledger (id, cents)")?;
 
     let mailer = Mailer::default();
-    let router = Router::new().on(mail).with_state(mailer.clone());
-    let mails = Subscription::new("mails".parse()?, LogName::outbox());
-    let mails = Relay::builder(store.clone(), mails).router(router)?.build()?;
-    let entries = Subscription::new("ledger".parse()?, LogName::outbox());
-    let router = Router::in_transaction(&*store).on(ledger);
-    let entries = Relay::builder(store.clone(), entries).router(router)?.build()?;
-    let stop = CancellationToken::new();
-    let serving = async { tokio::try_join!(mails.run(stop.clone()), entries.run(stop.clone())) };
-
+    let service = Service::builder(store.clone())
+        .outbox("mails", Router::new().on(mail).with_state(mailer.clone()))
+        .outbox("ledger", Router::in_transaction(&store).on(ledger))
+        .build()?;
+    let (stop, stopped) = oneshot::channel::<()>(); // `tokio::signal::ctrl_c()` in earnest
     let selling = async {
         sell(&store, &file)?;
         let paid = ORDERS - ORDERS / 3;
@@ -73,10 +69,10 @@ async fn main() -> anyhow::Result<()> {
             anyhow::Ok(())
         };
         tokio::time::timeout(PATIENCE, all_handled).await??;
-        stop.cancel(); // What is in flight is finished and settled first.
+        drop(stop); // What is in flight is finished and settled first.
         anyhow::Ok(())
     };
-    let (served, sold) = tokio::join!(serving, selling);
+    let (served, sold) = tokio::join!(service.run_until(stopped), selling);
     served?;
     sold?;
 
