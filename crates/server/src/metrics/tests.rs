@@ -93,8 +93,9 @@ fn alerts_and_the_dashboard_ask_for_what_there_is() {
         let text = std::fs::read_to_string(documentation(file)).expect(file);
         let mut asked = 0;
         for at in text.match_indices("postbox_").map(|(at, _)| at) {
-            let word =
-                |text: &str| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap().to_owned();
+            let word = |text: &str| {
+                text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap_or_default().to_owned()
+            };
             let series = word(&text[at..]);
             let family = ROWS.iter().find(|(name, kind, ..)| {
                 let is_part = |part| matches!(kind, MetricType::Histogram) && series == format!("{name}{part}");
