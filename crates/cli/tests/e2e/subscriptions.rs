@@ -26,7 +26,7 @@ async fn subscriptions_are_listed_and_shown(kind: Kind) -> Result<()> {
         ensure!(shown.contains(expected), "{expected}: {shown}");
     }
     ensure!(env.json(&["subscription", "show", "out", "--json"])?["counts"]["dispatched"] == 3);
-    let complaint = env.refuses(1, &["subscription", "show", "nobody"])?;
+    let complaint = env.refuses(2, &["subscription", "show", "nobody"])?;
     ensure!(complaint.contains("known: out"), "{complaint}");
     Ok(())
 }

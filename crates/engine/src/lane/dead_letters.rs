@@ -21,9 +21,6 @@ const BACKOFF_MAX: Duration = Duration::from_secs(60);
 /// When a letter that the sink refused for a reason of its own comes again: what it needs is a
 /// person, and until then it must not be in the way of others.
 const PUT_OFF: Duration = Duration::from_secs(300);
-/// When one comes again that found the sink down: it may be what brings it down, and then others
-/// are to be tried before it.
-const PUT_OFF_DOWN: Duration = Duration::from_secs(60);
 
 /// What came of one look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,17 +34,17 @@ impl Lane {
     /// Hands letters over until `ended`; what is being sent then may finish.
     pub(super) async fn hand_over_until(&self, ended: &CancellationToken) {
         let Some(sink) = &self.context.dead_letters else { return };
-        let mut backoff = BACKOFF_MIN;
+        let mut failures = 0;
         while !ended.is_cancelled() {
-            let wait = match self.look_for_letters(sink).await {
+            let wait = match self.look_for_letters(sink, failures).await {
                 Look::HandedOver => {
-                    backoff = BACKOFF_MIN;
+                    failures = 0;
                     continue;
                 }
                 Look::Nothing => LOOK,
                 Look::Failed => {
-                    let wait = backoff;
-                    backoff = (backoff * 2).min(BACKOFF_MAX);
+                    let wait = BACKOFF_MIN.saturating_mul(1 << failures.min(10)).min(BACKOFF_MAX);
+                    failures += 1;
                     wait
                 }
             };
@@ -58,11 +55,11 @@ impl Lane {
     /// Hands over what can be handed over now.
     pub(super) async fn hand_over_all(&self) {
         let Some(sink) = &self.context.dead_letters else { return };
-        while !self.lease.halt.is_cancelled() && self.look_for_letters(sink).await == Look::HandedOver {}
+        while !self.lease.halt.is_cancelled() && self.look_for_letters(sink, 0).await == Look::HandedOver {}
     }
 
-    async fn look_for_letters(&self, sink: &DeadLetterSink) -> Look {
-        match self.lease.abandon.run_until_cancelled(self.hand_over(sink)).await {
+    async fn look_for_letters(&self, sink: &DeadLetterSink, failures: usize) -> Look {
+        match self.lease.abandon.run_until_cancelled(self.hand_over(sink, failures)).await {
             Some(Ok(look)) => look,
             Some(Err(error)) => {
                 // Of a lost lease the rest of the lane hears by itself.
@@ -75,7 +72,9 @@ impl Lane {
         }
     }
 
-    async fn hand_over(&self, sink: &DeadLetterSink) -> Result<Look> {
+    /// One look. The oldest letters come first, but for those that so many looks have failed at:
+    /// they may themselves be why the sink looks down.
+    async fn hand_over(&self, sink: &DeadLetterSink, failures: usize) -> Result<Look> {
         let (context, lease) = (&*self.context, &self.lease.lease);
         let letters = sink.store.dead_letters(lease, context.settings.batch).await?;
         let (unreadable, letters): (Vec<_>, Vec<_>) = letters.into_iter().partition(|it| it.unreadable.is_some());
@@ -89,9 +88,12 @@ impl Lane {
         let batch_max = if capabilities.prefix { capabilities.batch_max.max(1) } else { 1 };
         let mut look = if unreadable.is_empty() { Look::Nothing } else { Look::HandedOver };
         // Which death each is of, beside what is sent.
-        let (deaths, sent): (Vec<_>, Vec<_>) =
+        let (mut deaths, mut sent): (Vec<_>, Vec<_>) =
             letters.into_iter().map(|it| (handover(&it.delivery, None), it.into_delivery(lease))).unzip();
         let group = batch_max.saturating_mul(capabilities.concurrency.max(1));
+        let failed_at = group.saturating_mul(failures) % sent.len().max(1);
+        deaths.rotate_left(failed_at);
+        sent.rotate_left(failed_at);
         for (deaths, sent) in deaths.chunks(group).zip(sent.chunks(group)) {
             if !self.lease.is_safe(context.clock.monotonic()) {
                 return Ok(Look::Nothing);
@@ -102,14 +104,25 @@ impl Lane {
             });
             let outcomes: Vec<Outcome> = join_all(calls).await.into_iter().flatten().collect();
             let delivered = outcomes.iter().filter(|outcome| outcome.is_delivered()).count();
-            let handovers: Vec<_> =
-                deaths.iter().zip(&outcomes).map(|(death, outcome)| self.judge_letter(*death, outcome)).collect();
-            sink.store.hand_over(lease, &handovers).await?;
+            let handovers: Vec<_> = deaths
+                .iter()
+                .zip(&outcomes)
+                .filter_map(|(death, outcome)| self.judge_letter(*death, outcome, delivered > 0))
+                .collect();
+            if !handovers.is_empty() {
+                sink.store.hand_over(lease, &handovers).await?;
+            }
             context.metrics.dead_letters.fetch_add(delivered as u64, Ordering::Relaxed);
             context.metrics.dead_letters_failed.fetch_add((outcomes.len() - delivered) as u64, Ordering::Relaxed);
             if delivered > 0 {
                 context.metrics.dead_letters_fail.works();
             }
+            let is_outage = |outcome: &Outcome| match outcome {
+                // While the sink takes others, it is the letter's own.
+                Outcome::Unavailable { .. } => delivered == 0,
+                Outcome::Throttled { .. } | Outcome::Ambiguous { .. } => true,
+                _ => false,
+            };
             if outcomes.iter().any(is_outage) {
                 return Ok(Look::Failed);
             }
@@ -118,30 +131,25 @@ impl Lane {
         Ok(look)
     }
 
-    /// What is written of a letter. It never dies: it stays what it is until somebody has it.
-    fn judge_letter(&self, death: Handover, outcome: &Outcome) -> Handover {
+    /// What is written of a letter; `None`: nothing, for the whole sink is down. A letter never
+    /// dies: it stays what it is until somebody has it.
+    fn judge_letter(&self, death: Handover, outcome: &Outcome, takes_others: bool) -> Option<Handover> {
         let (code, error, again) = match outcome {
-            Outcome::Delivered { .. } => return death,
-            Outcome::Unavailable { code, error } | Outcome::Throttled { code, error, .. } => {
-                (code, error, PUT_OFF_DOWN)
-            }
+            Outcome::Delivered { .. } => return Some(death),
+            Outcome::Unavailable { code, error } => (code, error, takes_others.then_some(PUT_OFF)),
+            Outcome::Throttled { code, error, .. } => (code, error, None),
             Outcome::Retry { code, error, .. }
             | Outcome::Ambiguous { code, error, .. }
             | Outcome::Dead { code, error }
-            | Outcome::Gone { code, error } => (code, error, PUT_OFF),
+            | Outcome::Gone { code, error } => (code, error, Some(PUT_OFF)),
         };
         self.context.metrics.dead_letters_fail.failed(self.context.clock.now(), code);
         if let Some(left_out) = self.context.log_line("dead letter not handed over", code) {
             let (subscription, seq) = (self.context.name(), death.seq.0);
             warn!(subscription, seq, code = &**code, why = error, left_out, "dead letter not handed over");
         }
-        Handover { again: Some(again), ..death }
+        again.map(|again| Handover { again: Some(again), ..death })
     }
-}
-
-/// Whether others would most likely meet the same.
-fn is_outage(outcome: &Outcome) -> bool {
-    matches!(outcome, Outcome::Unavailable { .. } | Outcome::Throttled { .. } | Outcome::Ambiguous { .. })
 }
 
 fn handover(delivery: &Delivery, again: Option<Duration>) -> Handover {
