@@ -198,6 +198,7 @@ fn cure_refused(code: &str, is_dead: bool) -> &'static str {
         "row_undecodable" | "headers_invalid" => "nobody can read the event: mend its row or discard it",
         "event_missing" => "somebody deleted the event from the log: discard it",
         "timeout" => "the destination takes too long for it: look there, or raise the subscription's `timeout`",
+        "relay_crashed" => "the program ends while it sends the event: its log, its exit code and its memory say why",
         "panic" => "the handler panicked: its message and the log say where",
         code if code.starts_with("http_5") && !is_dead => {
             "the destination fails at these events: look at its log; they are tried again by themselves"
