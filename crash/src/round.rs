@@ -166,6 +166,9 @@ async fn drain(stage: &Arc<Stage>) -> anyhow::Result<bool> {
             if !waiting.is_empty() {
                 stage.order("retry", waiting).await?;
             }
+            // The other subscription's sink takes everything, so nothing of it is dead; what a
+            // relay put aside after crashes waits as well.
+            stage.operate(&["retry", "--all", "--subscription", "part"]).await?;
         }
         let (ok, said) = stage.operate(&["stats"]).await?;
         quiet = if ok && said.starts_with("pending=0 ") { quiet + 1 } else { 0 };
