@@ -124,11 +124,14 @@ impl PrivateServer<Rabbit> {
         format!("amqp://127.0.0.1:{}", self.port())
     }
 
-    /// What the node knows of its quorum queues is in its files from here on. It writes the name of
-    /// a new one 3 s later; killed before, it has the queue afterwards and nothing of what was in
-    /// it, and nobody leads it.
+    /// What the node knows of its queues and bindings is in its files from here on. It writes them,
+    /// and the name of a new quorum queue, some seconds later; killed before, it has no binding
+    /// afterwards, or has the queue and nothing of what was in it, and nobody leads it.
     pub fn sync(&self) {
-        self.ctl(&["eval", "ok = dets:sync(ra_directory_reverse)."]);
+        self.ctl(&[
+            "eval",
+            "ok = mnesia:sync_log(), dumped = mnesia:dump_log(), ok = dets:sync(ra_directory_reverse).",
+        ]);
     }
 
     /// Runs `rabbitmqctl`, which takes a second or two; what it printed.
