@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use postbox_crash_checker::faults::Fault;
 use postbox_testkit::proxy::Direction;
@@ -18,6 +19,9 @@ use crate::stage::{RELAYS, Stage};
 use crate::store::postgres::Copy;
 use crate::store::{Ballast, window_of_all};
 use crate::writer::now_micros;
+
+/// How often a server that was killed is started while what is left of it goes.
+const TRIES_AFTER_KILL: usize = 100;
 
 // A server waits for its sessions to end, and one of them may be frozen by another fault, which
 // must go on meanwhile: hence `blocking`.
@@ -37,6 +41,13 @@ pub(super) async fn kill(stage: &Stage, random: &mut SmallRng, fault: &mut Fault
     let mut server = stage.postgres()?.server.lock().await;
     blocking(|| server.kill());
     sleep(millis(random, 0..300)).await;
+    // The others notice and end in their own time. Until then it does not start.
+    for _ in 0..TRIES_AFTER_KILL {
+        if server.try_start().await.is_ok() {
+            return Ok(());
+        }
+        sleep(Duration::from_millis(100)).await;
+    }
     server.try_start().await
 }
 
