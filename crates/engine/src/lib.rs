@@ -94,5 +94,5 @@ pub use retention::{Sweeper, Swept, step_pause};
 pub use schedule::{Every, Schedule};
 pub use settings::{OnDead, RelaySettings};
 pub use supervise::supervise;
-pub use supervised_relay::SupervisedRelay;
+pub use supervised_relay::{RelayFault, SupervisedRelay};
 pub use unrouted::UnroutedFinder;

@@ -1,9 +1,10 @@
 //! One subscription at work in a program, and what keeps it at work.
 
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use postbox_core::{Clock, Error, ErrorKind, Result, SubscriptionName};
+use postbox_core::{Clock, Error, Result, SubscriptionName};
 use tokio_util::sync::CancellationToken;
 use tracing::error;
 
@@ -22,6 +23,43 @@ pub struct SupervisedRelay {
     ended: Mutex<Option<Arc<Error>>>,
 }
 
+/// What keeps the events of a relay from flowing. As text, it says since when and why.
+#[derive(Debug, Clone)]
+pub enum RelayFault {
+    /// It does not run right now.
+    Ended(Arc<Error>),
+    /// A lane cannot be read or settled.
+    Lane(FailingLane),
+    /// The breaker is open. The destination, the way there or our own limits may be at fault: the
+    /// code says which.
+    Destination(Outage),
+}
+
+impl RelayFault {
+    /// The stable code of the reason.
+    pub fn code(&self) -> &str {
+        match self {
+            Self::Ended(error) => error.code(),
+            Self::Lane(lane) => &lane.code,
+            Self::Destination(outage) => &outage.code,
+        }
+    }
+}
+
+impl fmt::Display for RelayFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ended(error) => error.fmt(f),
+            Self::Lane(FailingLane { lane, since, code }) => {
+                write!(f, "lane {lane} cannot be read or settled since {since:.0}; last reason: {code}")
+            }
+            Self::Destination(Outage { since, code }) => {
+                write!(f, "the breaker is open since {since:.0}, nothing is sent; last reason: {code}")
+            }
+        }
+    }
+}
+
 impl SupervisedRelay {
     /// A relay that runs all the time, or when the schedule says so.
     pub fn new(relay: Relay, schedule: Option<Box<dyn Schedule>>) -> Arc<Self> {
@@ -38,23 +76,15 @@ impl SupervisedRelay {
         &self.relay.subscription().name
     }
 
-    /// What keeps its events from flowing, if something does, with the code of the reason: it does
-    /// not run, a lane fails, or the destination is down. Where the store is down, that is why its
-    /// lanes fail, and whoever asks knows it.
-    pub fn fault(&self, store_is_up: bool) -> Option<Error> {
-        let fault = |code: String, what: String| Error::new(ErrorKind::Unavailable, "relay", code, what);
+    /// What keeps its events from flowing, if something does. Where the store is down, that is why
+    /// its lanes fail, and whoever asks knows it.
+    pub fn fault(&self, store_is_up: bool) -> Option<RelayFault> {
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(error) = ended {
-            return Some(fault(error.code().to_owned(), error.to_string()));
-        }
-        if store_is_up && let Some(FailingLane { lane, since, code }) = self.relay.failing_lanes().into_iter().next() {
-            let what = format!("lane {lane} cannot be read or settled since {since:.0}; last reason: {code}");
-            return Some(fault(code, what));
-        }
-        // The destination, the way there or our own limits may be at fault: the code says which.
-        let Outage { since, code } = self.relay.metrics().outage()?;
-        let what = format!("the breaker is open since {since:.0}, nothing is sent; last reason: {code}");
-        Some(fault(code, what))
+        let lane = || store_is_up.then(|| self.relay.failing_lanes().into_iter().next()).flatten();
+        ended
+            .map(RelayFault::Ended)
+            .or_else(|| lane().map(RelayFault::Lane))
+            .or_else(|| self.relay.metrics().outage().map(RelayFault::Destination))
     }
 
     fn set_ended(&self, ended: Option<Arc<Error>>) {

@@ -173,7 +173,7 @@ impl Service {
         let faults = relays.iter().filter_map(|relay| Some((relay.name(), relay.fault(true)?)));
         let faults: Vec<_> = faults.collect();
         let Some((_, first)) = faults.first() else { return Ok(()) };
-        let lines: Vec<_> = faults.iter().map(|(name, fault)| format!("{name}: {}", fault.message())).collect();
+        let lines: Vec<_> = faults.iter().map(|(name, fault)| format!("{name}: {fault}")).collect();
         Err(unready(first.code(), lines.join("; ")))
     }
 

@@ -91,7 +91,7 @@ async fn find_faults(store: &dyn Store, relays: &Relays, receivers: &[Arc<Superv
 }
 
 fn of_store(code: &str, what: String) -> Fault {
-    Fault { subscription: None, source: None, code: code.to_owned(), what }
+    Fault { subscription: None, source: None, lane: None, code: code.to_owned(), what }
 }
 
 /// All routes; `ingress` brings its own under `/in`.

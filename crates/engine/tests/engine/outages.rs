@@ -222,6 +222,13 @@ async fn a_scheduled_run_probes_a_destination_that_was_down_in_the_one_before() 
 }
 
 /// Once a day, and the destination is away just then: the rest does not wait for tomorrow.
+/// Runs once a day beside what somebody does, who stops it in the end.
+async fn run_daily(relay: &Relay, stop: &CancellationToken, operate: impl Future<Output = ()>) {
+    let every = Every(DAY);
+    let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
+    ended.expect("ran");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_scheduled_run_that_is_cut_short_goes_on_once_the_destination_is_back() {
     for capabilities in support::all_capabilities() {
@@ -238,9 +245,7 @@ async fn a_scheduled_run_that_is_cut_short_goes_on_once_the_destination_is_back(
             assert_eq!(sink.arrivals().len(), 200, "what comes later waits for its time");
             stop.cancel();
         };
-        let every = Every(DAY);
-        let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
-        ended.expect("ran");
+        run_daily(&relay, &stop, operate).await;
         sink.assert_in_order();
     }
 }
@@ -259,9 +264,7 @@ async fn a_scheduled_run_that_the_store_cut_short_goes_on_once_that_is_back() {
         assert_eq!(env.stats().await.dispatched, 200);
         stop.cancel();
     };
-    let every = Every(DAY);
-    let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
-    ended.expect("ran");
+    run_daily(&relay, &stop, operate).await;
     sink.assert_in_order();
 }
 
@@ -286,9 +289,7 @@ async fn a_scheduled_run_with_nothing_left_rests_until_its_time() {
         assert_eq!((sink.calls(), relay.metrics().lanes_acquired()), (calls, batches));
         stop.cancel();
     };
-    let every = Every(DAY);
-    let (ended, ()) = tokio::join!(relay.run_on(&every, stop.clone()), operate);
-    ended.expect("ran");
+    run_daily(&relay, &stop, operate).await;
 }
 
 /// So many in a row that each call of the destination meets one of them, and they come first.

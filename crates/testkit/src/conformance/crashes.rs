@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use futures::FutureExt as _;
-use postbox_core::{Batch, Disposition, Lease, State, Subscription};
+use postbox_core::{Batch, Disposition, Lease, State};
 
 use super::StoreFixture;
 use super::faults::{Call, call};
@@ -145,14 +145,7 @@ pub async fn crashes_add_up_and_a_replay_leaves_one(fixture: &dyn StoreFixture) 
 }
 
 pub async fn a_takeover_counts_no_crash_of_other_lanes(fixture: &dyn StoreFixture) {
-    let store = subscribed(fixture, &Subscription { lanes: 2, ..reader() }).await;
-    let (one, two) = (Lane::take(&store, "reader", "one").await, Lane::take(&store, "reader", "one").await);
-    append(&store, numbered(20)).await;
-    for lane in [&one, &two] {
-        let batch = lane.next(100).await;
-        assert!(!batch.deliveries.is_empty(), "20 keys spread over two lanes");
-        lane.settle(&batch, (0..batch.deliveries.len()).map(|index| (index, alone())).collect()).await;
-    }
+    let [one, two] = Lane::two_settled(fixture, alone()).await;
     let two = two.vanishes(fixture, "two").await;
     assert!(crashes(&two.due(100).await).iter().all(|count| *count == 1));
     assert!(one.due(100).await.crashes.is_empty());

@@ -240,6 +240,19 @@ impl Lane {
         (lane, ids)
     }
 
+    /// Two lanes of one relay, and events in both that were read and settled so.
+    pub(super) async fn two_settled(fixture: &dyn StoreFixture, disposition: Disposition) -> [Self; 2] {
+        let store = subscribed(fixture, &Subscription { lanes: 2, ..reader() }).await;
+        let lanes = [Self::take(&store, "reader", "one").await, Self::take(&store, "reader", "one").await];
+        append(&store, numbered(20)).await;
+        for lane in &lanes {
+            let batch = lane.next(100).await;
+            assert!(!batch.deliveries.is_empty(), "20 keys spread over two lanes");
+            lane.settle(&batch, (0..batch.deliveries.len()).map(|index| (index, disposition.clone())).collect()).await;
+        }
+        lanes
+    }
+
     pub(super) fn of(store: Arc<dyn Store>, lease: Lease) -> Self {
         Self { store, lease, hold_keys: true }
     }

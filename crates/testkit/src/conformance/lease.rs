@@ -131,17 +131,10 @@ pub async fn a_takeover_makes_calls_in_flight_due_at_once(fixture: &dyn StoreFix
 }
 
 pub async fn a_takeover_leaves_calls_of_other_lanes_alone(fixture: &dyn StoreFixture) {
-    let store = subscribed(fixture, &Subscription { lanes: 2, ..reader() }).await;
-    let (one, two) = (Lane::take(&store, "reader", "one").await, Lane::take(&store, "reader", "one").await);
-    append(&store, numbered(20)).await;
-    for lane in [&one, &two] {
-        let batch = lane.next(100).await;
-        assert!(!batch.deliveries.is_empty(), "20 keys spread over two lanes");
-        lane.settle(&batch, (0..batch.deliveries.len()).map(|index| (index, in_flight())).collect()).await;
-    }
+    let [one, two] = Lane::two_settled(fixture, in_flight()).await;
     // By the same relay, which still has calls of its other lane.
-    store.release(&two.lease).await.expect("given back");
-    let two = Lane::take(&store, "reader", "one").await;
+    two.store.release(&two.lease).await.expect("given back");
+    let two = Lane::take(&one.store, "reader", "one").await;
     assert!(!two.due(100).await.deliveries.is_empty());
     assert!(one.due(100).await.deliveries.is_empty());
 }

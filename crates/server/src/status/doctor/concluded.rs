@@ -118,7 +118,7 @@ fn relay_fails(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
         .fault
         .filter(|_| known.work.is_none_or(|work| work.destination_fails.is_none() && work.store_fails.is_none()))?;
     let what = format!("the service at {}: {}", address.unwrap_or_default(), fault.what);
-    if !fault.what.contains(" cannot be read or settled ") {
+    if fault.lane.is_none() {
         return Some(Finding::failed(&fault.code, &what));
     }
     let cure = "the lines \"store call failed\" in its log say why; mend the store";
