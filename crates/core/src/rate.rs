@@ -91,6 +91,11 @@ impl Bucket {
         Self { interval: rate.interval(), burst, paid_at: Duration::ZERO }
     }
 
+    /// From now on, one may happen so often.
+    pub fn set_interval(&mut self, interval: Duration) {
+        self.interval = interval;
+    }
+
     /// How long until one more may happen; `None`: now.
     pub fn wait(&self, now: Duration) -> Option<Duration> {
         let wait = self.paid_at.saturating_sub(now.saturating_add(self.burst));

@@ -25,6 +25,8 @@ pub(crate) struct Lanes {
     owner: OwnerId,
     tasks: JoinSet<Result<()>>,
     lanes: BTreeMap<u16, (Id, CancellationToken)>,
+    /// How many the subscription has.
+    of: u16,
     abandon: CancellationToken,
     failures: u32,
     paused: bool,
@@ -37,6 +39,7 @@ impl Lanes {
             owner,
             tasks: JoinSet::new(),
             lanes: BTreeMap::new(),
+            of: 1,
             abandon: CancellationToken::new(),
             failures: 0,
             paused: false,
@@ -60,6 +63,7 @@ impl Lanes {
             }
         };
         self.lanes.retain(|_, (task, _)| *task != id);
+        self.context.limiter.share(self.lanes.len(), self.of);
         ended
     }
 
@@ -84,6 +88,8 @@ impl Lanes {
         };
         self.failures = 0;
         self.note_pause(acquired.paused.as_ref());
+        self.of = acquired.lanes;
+        context.limiter.share(held.len(), self.of);
         let share = usize::from(acquired.lanes.div_ceil(acquired.replicas.max(1)));
         let active = self.lanes.values().filter(|(_, halt)| !halt.is_cancelled()).count();
         if active > share {
@@ -109,6 +115,7 @@ impl Lanes {
         let guard = LeaseGuard::new(lease, asked_at, ttl, halt.clone(), self.abandon.child_token());
         let task = self.tasks.spawn(Lane::new(context, guard).run());
         self.lanes.insert(lane, (task.id(), halt));
+        self.context.limiter.share(self.lanes.len(), self.of);
         Ok(match active + 1 < share {
             true => Duration::ZERO,
             false => self.next_ask(active + 1, usize::from(acquired.lanes), ask_max),

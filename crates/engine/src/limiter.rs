@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use postbox_core::{Bucket, Capabilities};
+use postbox_core::{Bucket, Capabilities, Rate};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::lock::lock;
@@ -18,7 +18,7 @@ const HOLDS_FOR: Duration = Duration::from_secs(2);
 
 pub(crate) struct Limiter {
     permits: Arc<Semaphore>,
-    rate: Option<Mutex<Bucket>>,
+    rate: Option<(Rate, Mutex<Bucket>)>,
     /// When something last waited for the rate.
     waited_at: Mutex<Option<Duration>>,
 }
@@ -35,7 +35,7 @@ impl Limiter {
         let concurrency = declared.concurrency.max(1).min(settings.concurrency.unwrap_or(usize::MAX));
         let limiter = Self {
             permits: Arc::new(Semaphore::new(concurrency.min(Semaphore::MAX_PERMITS))),
-            rate: settings.rate.map(|rate| Mutex::new(Bucket::new(rate, RATE_BURST))),
+            rate: settings.rate.map(|rate| (rate, Mutex::new(Bucket::new(rate, RATE_BURST)))),
             waited_at: Mutex::new(None),
         };
         (limiter, Capabilities { batch_max, concurrency, ..declared })
@@ -51,9 +51,18 @@ impl Limiter {
         self.permits.clone().acquire_owned().await.ok()
     }
 
+    /// The rate is that of all replicas together: who drives `held` of `lanes` lanes has that part
+    /// of it.
+    pub(crate) fn share(&self, held: usize, lanes: u16) {
+        if let Some((rate, bucket)) = &self.rate {
+            let (held, lanes) = (u32::try_from(held).unwrap_or(u32::MAX).max(1), u32::from(lanes.max(1)));
+            lock(bucket).set_interval(rate.interval() * lanes.max(held) / held);
+        }
+    }
+
     /// How long to wait for the rate; `None`: send now.
     pub(crate) fn wait(&self, now: Duration) -> Option<Duration> {
-        let wait = lock(self.rate.as_ref()?).wait(now)?;
+        let wait = lock(&self.rate.as_ref()?.1).wait(now)?;
         *lock(&self.waited_at) = Some(now + wait);
         Some(wait)
     }
@@ -65,8 +74,8 @@ impl Limiter {
 
     /// So many events are sent. A call of several may exceed the rate; the next one waits longer.
     pub(crate) fn spend(&self, count: usize, now: Duration) {
-        if let Some(rate) = &self.rate {
-            lock(rate).spend(u32::try_from(count).unwrap_or(u32::MAX), now);
+        if let Some((_, bucket)) = &self.rate {
+            lock(bucket).spend(u32::try_from(count).unwrap_or(u32::MAX), now);
         }
     }
 }

@@ -32,9 +32,9 @@ pub struct RelaySettings {
     pub breaker: BreakerPolicy,
     /// Fewer calls at once than the sink can take. Default: what the sink declares.
     pub concurrency: Option<usize>,
-    /// Most events in a time, over all lanes of this relay, retries included. Waiting for it costs
-    /// no attempt. Each replica keeps to it by itself. Not for handlers that apply in a
-    /// transaction. Default: as fast as the sink takes them.
+    /// Most events in a time, over all lanes and all replicas, retries included. Waiting for it
+    /// costs no attempt. Each replica has the part of it that its lanes are of all lanes. Not for
+    /// handlers that apply in a transaction. Default: as fast as the sink takes them.
     pub rate: Option<Rate>,
     /// How long a lane belongs to this relay without renewal; a crashed relay's work is taken over
     /// after it. Renewed at a third. Default 10 s: two renewals may fail before the lane is lost.

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use postbox_core::Outcome;
+use postbox_core::{Capabilities, Outcome};
 use postbox_engine::RelaySettings;
 use tokio_util::sync::CancellationToken;
 
-use crate::support::{self, TestEnv, event, fast};
+use crate::support::{self, Recorder, TestEnv, event, fast};
 
 const S: Duration = Duration::from_secs(1);
 
@@ -33,6 +33,37 @@ async fn a_rate_is_kept_and_costs_no_attempt() {
             sink.assert_in_order();
         }
     }
+}
+
+/// Each has the part of the rate that its lanes are of all lanes, and the last one all of it.
+#[tokio::test(start_paused = true)]
+async fn replicas_share_a_rate() {
+    let env = TestEnv::with_lanes(4).await;
+    let settings = RelaySettings { rate: "50/s".parse().ok(), ..fast() };
+    let sink = Recorder::new(Capabilities::default());
+    let relays: Vec<_> = (0..2).map(|_| env.relay(sink.clone(), settings.clone())).collect();
+    let stops = [CancellationToken::new(), CancellationToken::new()];
+    let operate = async {
+        while relays.iter().any(|relay| relay.metrics().lanes_held() != 2) {
+            tokio::time::sleep(S).await;
+        }
+        let began = tokio::time::Instant::now();
+        env.append((0..1_000).map(|n| event(n % 50, n))).await;
+        sink.wait_for(1_000).await;
+        let took = began.elapsed();
+        // The lanes do not have the same number of events: the last of them go at half the rate.
+        assert!((18 * S..30 * S).contains(&took), "{took:?} with two replicas");
+        stops[0].cancel();
+        tokio::time::sleep(60 * S).await;
+        let began = tokio::time::Instant::now();
+        env.append((1_000..1_500).map(|n| event(n % 50, n))).await;
+        sink.wait_for(1_500).await;
+        assert!((9 * S..12 * S).contains(&began.elapsed()), "{:?} with one", began.elapsed());
+        stops[1].cancel();
+    };
+    let (one, two, ()) = tokio::join!(relays[0].run(stops[0].clone()), relays[1].run(stops[1].clone()), operate);
+    one.and(two).expect("ran");
+    sink.assert_in_order();
 }
 
 /// A batch of 100 takes 20 s at such a rate, and nearly as long at such a destination; it may be

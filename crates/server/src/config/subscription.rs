@@ -65,7 +65,7 @@ table! {
         concurrency: Option<usize> = integer(1..=CONCURRENCY_MAX), unset("16", "16");
         /// Most deliveries in a time: per `s`, `m` or `h`.
         ///
-        /// Kept by each replica for itself; waiting costs no attempt.
+        /// All replicas share it, by the lanes they drive; waiting costs no attempt.
         rate: Option<Rate> = text(from_core::<Rate>), unset("no limit", r#""50/s""#);
         /// The longest wait between two looks at an idle log.
         poll_interval: Duration = duration(MS), default("100ms");
