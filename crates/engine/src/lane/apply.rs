@@ -180,7 +180,7 @@ impl Lane {
     fn applied(&self, applying: &mut Applying<'_>, place: usize, verdict: Verdict) {
         let context = &*self.context;
         let delivery = &applying.batch.deliveries[place];
-        context.record(delivery, &verdict);
+        context.record(delivery, &verdict, context.clock.now());
         match &verdict {
             Verdict::Delivered { .. } => return applying.verdicts.delivered(place),
             Verdict::Outage { .. } | Verdict::Gone { .. } => applying.round.cancel(),

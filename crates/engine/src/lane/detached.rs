@@ -135,12 +135,12 @@ impl Lane {
         let mut returned = vec![first];
         returned.extend(self.detached.returned());
         returned.iter().for_each(|returned| self.detached.forget(returned));
-        let mut entries: Vec<Entry<'_>> = Vec::new();
+        let (mut entries, now): (Vec<Entry<'_>>, _) = (Vec::new(), context.clock.now());
         for Returned { batch, places, outcomes, sent } in &mut returned {
             for (place, outcome) in places.iter().zip(outcomes.drain(..)) {
                 let delivery = &batch.deliveries[*place];
                 let verdict = context.judge(delivery, outcome, *sent);
-                context.record(delivery, &verdict);
+                context.record(delivery, &verdict, now);
                 entries.push(Entry { delivery, disposition: verdict.into_disposition() });
             }
         }

@@ -233,7 +233,7 @@ impl Lane {
         round: &CancellationToken,
     ) {
         let context = &*self.context;
-        let deliveries = &returned.batch.deliveries;
+        let (deliveries, now) = (&returned.batch.deliveries, context.clock.now());
         // Keys that the sink stopped within this call, and whether because of an outage.
         let mut stopped: HashMap<&Key, bool> = HashMap::new();
         for (place, outcome) in returned.places.into_iter().zip(returned.outcomes) {
@@ -250,7 +250,7 @@ impl Lane {
                 continue;
             }
             let verdict = context.judge(delivery, outcome, returned.sent);
-            context.record(delivery, &verdict);
+            context.record(delivery, &verdict, now);
             let (disposition, holding) = match verdict {
                 Verdict::Delivered { .. } => {
                     verdicts.delivered(place);

@@ -5,6 +5,7 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use postbox_core::limits::ERROR_BYTES_MAX;
 use postbox_core::{Delivery, Disposition, Outcome};
 use tracing::{debug, error, info, warn};
@@ -83,11 +84,11 @@ impl RelayContext {
         Disposition::Dead { code, error: clip(error), halt }
     }
 
-    /// Acts on a verdict that stands: counts, logs, opens or closes the breaker.
-    pub(super) fn record(&self, delivery: &Delivery, verdict: &Verdict) {
+    /// Acts on a verdict of `now` that stands: counts, logs, opens or closes the breaker.
+    pub(super) fn record(&self, delivery: &Delivery, verdict: &Verdict, now: Timestamp) {
         match verdict {
             Verdict::Delivered { duplicate } => {
-                self.metrics.delivered_at(self.clock.now(), delivery);
+                self.metrics.delivered_at(now, delivery);
                 if *duplicate {
                     self.metrics.duplicate(&delivery.event);
                 }
