@@ -1,6 +1,6 @@
 //! How tables and fields fit a terminal, from 60 columns on.
 
-use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width, presets};
+use comfy_table::{Cell, Color, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use postbox_server::text::safe_line;
 
 /// A column up to this width is never broken, so that an id can be copied.
@@ -46,7 +46,9 @@ pub(crate) fn fields<N: AsRef<str>, V: AsRef<str>>(fields: &[(N, V)], width: Opt
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
     for (name, value) in fields {
-        table.add_row([safe_line(name.as_ref()), safe_line(value.as_ref())]);
+        let (name, value) = (safe_line(name.as_ref()), safe_line(value.as_ref()));
+        let (of_name, of_value) = (color_of_mark(&name), color_of(&name, &value));
+        table.add_row([painted(name, of_name), painted(value, of_value)]);
     }
     table.set_width(width.unwrap_or(u16::MAX));
     for (column, padding) in table.column_iter_mut().zip([FIELD_GAP_CHARS, 0]) {
@@ -56,7 +58,36 @@ pub(crate) fn fields<N: AsRef<str>, V: AsRef<str>>(fields: &[(N, V)], width: Opt
     if let Some(column) = table.column_mut(0) {
         column.set_constraint(ColumnConstraint::Absolute(Width::Fixed(first)));
     }
-    lines(&table)
+    lines(&mut table)
+}
+
+/// What a mark of the doctor looks like.
+fn color_of_mark(mark: &str) -> Option<Color> {
+    match mark.trim_end() {
+        "PROBLEM" => Some(Color::DarkRed),
+        "note" => Some(Color::DarkYellow),
+        "ok" => Some(Color::DarkGreen),
+        _ => None,
+    }
+}
+
+/// What a cell of a column looks like: red is what waits for a person, yellow what waits by itself.
+fn color_of(name: &str, cell: &str) -> Option<Color> {
+    match (name.trim_start(), cell) {
+        (_, "" | "-" | "0") => None,
+        ("dead", _) | ("state", "dead") => Some(Color::DarkRed),
+        ("retrying" | "blocked", _) | ("state", "retrying" | "blocked") => Some(Color::DarkYellow),
+        _ => None,
+    }
+}
+
+/// Colors are seen at a terminal only, and not where `NO_COLOR` is set.
+fn painted(text: String, color: Option<Color>) -> Cell {
+    let cell = Cell::new(text);
+    match color {
+        Some(color) => cell.fg(color),
+        None => cell,
+    }
 }
 
 /// Some columns of rows.
@@ -91,12 +122,16 @@ impl<'a> Columns<'a> {
     fn table(&self, width: Option<u16>) -> String {
         let mut table = Table::new();
         table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
-        table.set_header(&self.head).add_rows(&self.rows).set_width(width.unwrap_or(u16::MAX));
+        let painted = |row: &Vec<String>| {
+            let cells = self.head.iter().zip(row);
+            cells.map(|(name, cell)| painted(cell.clone(), color_of(name, cell))).collect::<Vec<_>>()
+        };
+        table.set_header(&self.head).add_rows(self.rows.iter().map(painted)).set_width(width.unwrap_or(u16::MAX));
         for (column, least) in table.column_iter_mut().zip(&self.least) {
             column.set_padding((0, GAP_CHARS));
             column.set_constraint(ColumnConstraint::LowerBoundary(Width::Fixed(least + GAP_CHARS)));
         }
-        lines(&table)
+        lines(&mut table)
     }
 
     /// The first cell of each row, and below it the others that say something.
@@ -111,7 +146,8 @@ impl<'a> Columns<'a> {
 }
 
 /// Without the spaces that fill up the last column.
-fn lines(table: &Table) -> String {
+fn lines(table: &mut Table) -> String {
+    table.style_text_only();
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
 }
 
@@ -136,6 +172,14 @@ mod tests {
             let longest = shown.lines().map(|line| line.chars().count()).max().expect("lines");
             assert!(longest <= usize::from(width.unwrap_or(100)), "{width:?} {longest}\n{shown}");
         }
+    }
+
+    #[test]
+    fn what_waits_for_a_person_is_red() {
+        let colors = [("dead", "2"), ("dead", "0"), ("state", "dead"), ("state", "retrying"), ("id", "dead")];
+        let (red, yellow) = (Some(Color::DarkRed), Some(Color::DarkYellow));
+        assert_eq!(colors.map(|(name, cell)| color_of(name, cell)), [red, None, red, yellow, None]);
+        assert_eq!(["PROBLEM", "note   ", "any"].map(color_of_mark), [red, yellow, None]);
     }
 
     #[test]
