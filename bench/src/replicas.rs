@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use crate::bed::{Bed, connect, event, open};
 use crate::figure::{Figure, Table, thousands};
 
-/// As many as there are replicas.
+/// As many as there are by default, and replicas.
 const LANES: u16 = 2;
 /// What the destination takes for an event.
 const TAKES: Duration = Duration::from_millis(1);

@@ -65,14 +65,16 @@ pub struct Subscription {
 }
 
 impl Subscription {
-    /// A subscription to everything in `log`, in key order, one lane, from the beginning.
+    /// A subscription to everything in `log`, in key order, from the beginning, with two lanes: a
+    /// second replica takes half of the work, and one that drives both is as fast as with one lane
+    /// (`cargo xtask bench replicas`, `drain`).
     pub fn new(name: SubscriptionName, log: LogName) -> Self {
         Self {
             name,
             log,
             filter: Filter::default(),
             ordering: Ordering::default(),
-            lanes: 1,
+            lanes: 2,
             start: StartAt::default(),
         }
     }

@@ -100,7 +100,7 @@ impl Server {
         let done = match self {
             Self::Memory { store, .. } => {
                 let made = store.subscribe(subscription).await;
-                made.and(store.subscribe(&Subscription::new(auditor(), effects())).await)
+                made.and(store.subscribe(&Subscription { lanes: 1, ..Subscription::new(auditor(), effects()) }).await)
             }
             Self::Sqlite(file) => {
                 let home = file.home();

@@ -45,7 +45,7 @@ table! {
         ordering: Ordering = words([("key", Ordering::Key), ("none", Ordering::None)]), default("key");
         /// How many replicas can work at once, of a new subscription; later:
         /// `postbox subscription lanes`.
-        lanes: u16 = integer(1..=LANES_MAX), default(1);
+        lanes: u16 = integer(1..=LANES_MAX), default(2);
         /// `"now"`: only what is committed after the subscription was made.
         start: StartAt = words([("beginning", StartAt::Beginning), ("now", StartAt::Now)]), default("beginning");
         /// Most events that go out and are settled together; a read brings up to four times as

@@ -39,12 +39,12 @@ pub(super) fn named(name: &str) -> SubscriptionName {
 
 /// The subscription most cases use.
 pub(super) fn reader() -> Subscription {
-    Subscription::new(named("reader"), outbox())
+    Subscription { lanes: 1, ..Subscription::new(named("reader"), outbox()) }
 }
 
 /// The same under another name.
 pub(super) fn reader_named(name: &str) -> Subscription {
-    Subscription::new(named(name), outbox())
+    Subscription { lanes: 1, ..Subscription::new(named(name), outbox()) }
 }
 
 /// The same with a filter on the topic.

@@ -93,7 +93,7 @@ pub async fn a_message_that_was_stored_is_a_duplicate(fixture: &dyn StoreFixture
     assert_eq!(received, [Received::Duplicate, Received::Duplicate, Received::Conflict]);
     assert_eq!(fixture.conflicts().await, 1);
     assert_eq!(again.conflicts(10).await.expect("listed")[0].times, 2);
-    let reads = Subscription::new(named("inbox-reader"), inbox);
+    let reads = Subscription { lanes: 1, ..Subscription::new(named("inbox-reader"), inbox) };
     assert_eq!(payloads(&Lane::open_as(fixture, &reads).await.drain().await), ["one", "two", "three"]);
 }
 

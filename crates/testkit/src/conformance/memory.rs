@@ -82,7 +82,10 @@ impl ApplyFixture for MemoryFixture {
         let auditor = SubscriptionName::new("auditor").expect("a valid name");
         let log = effects_log();
         self.store.create_log(&log).await.expect("the store is migrated");
-        self.store.subscribe(&Subscription::new(auditor.clone(), log)).await.expect("the log is there");
+        self.store
+            .subscribe(&Subscription { lanes: 1, ..Subscription::new(auditor.clone(), log) })
+            .await
+            .expect("the log is there");
         let all = ListQuery { subscription: auditor, ..query(State::Pending) };
         let records = self.store.list(&all).await.expect("listed");
         records.iter().map(|record| String::from_utf8_lossy(&record.event.payload).into_owned()).collect()

@@ -50,7 +50,7 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     let url = server.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let name = SubscriptionName::new("s").expect("a name");
-    let mut subscription = Subscription::new(name.clone(), LogName::outbox());
+    let mut subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
     subscription.filter = Filter { topics: vec![TopicPattern::new("mine").expect("a pattern")], tenant: None };
     store.subscribe(&subscription).await.expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
@@ -103,7 +103,10 @@ async fn a_settlement_of_a_lost_window_moves_nothing() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let name = SubscriptionName::new("s").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");
     let lease = acquired.lease.expect("a free lane");
@@ -149,7 +152,10 @@ async fn a_settlement_that_outlasts_its_lease_is_whole() {
     let proxy = FaultProxy::in_front_of(&url).await;
     let store = support::migrated(PostgresConfig::new(proxy.url(&url))).await;
     let name = SubscriptionName::new("s").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     store.append(&LogName::outbox(), &[NewEvent::json("t", "{}")]).await.expect("appended");
     let owner = OwnerId::new("me").expect("a name");
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(2)).await.expect("acquired");

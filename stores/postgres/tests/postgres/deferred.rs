@@ -18,7 +18,10 @@ async fn a_deferred_constraint_fails_its_own_handler_only() {
     let unique = "ALTER TABLE effect ADD UNIQUE (payload) DEFERRABLE INITIALLY DEFERRED";
     fixture.client().await.batch_execute(unique).await.expect("a deferred constraint");
     let name = SubscriptionName::new("s").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
     let lease = acquired.lease.expect("a free lane");

@@ -18,7 +18,10 @@ async fn a_commit_elsewhere_wakes_a_sleeping_relay() {
     let store = support::migrated(PostgresConfig { notify: true, ..PostgresConfig::new(&url) }).await;
     let writer = support::client(&url).await;
     let name = SubscriptionName::new("reader").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
     let lease =
         store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired").lease.expect("a lane");

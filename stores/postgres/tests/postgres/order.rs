@@ -17,7 +17,10 @@ async fn an_early_id_keeps_its_keys_order_in_a_window_of_any_size() {
     let fixture = support::on(Version::V15).await;
     let store = &fixture.store;
     let name = SubscriptionName::new("s").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
     let lease = acquired.lease.expect("a free lane");

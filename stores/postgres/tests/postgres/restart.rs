@@ -20,7 +20,10 @@ fn name() -> SubscriptionName {
 }
 
 async fn take(store: &PostgresStore) -> Lease {
-    store.subscribe(&Subscription::new(name(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
     store.acquire(&name(), &owner, &[], TTL).await.expect("acquired").lease.expect("a free lane")
 }
@@ -122,7 +125,10 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
         )
         .await
         .expect("moved");
-    let error = store.subscribe(&Subscription::new(name(), LogName::outbox())).await.expect_err("refused");
+    let error = store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) })
+        .await
+        .expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_from_future"));
     assert!(error.message().contains("postbox migrate rebase"), "{error}");
     store.rebase().await.expect("rebased");
@@ -147,7 +153,10 @@ async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let topics = vec![TopicPattern::new("a_b.*").expect("a pattern")];
     let filter = Filter { topics, tenant: Some(Tenant::new("acme").expect("a tenant")) };
-    store.subscribe(&Subscription { filter, ..Subscription::new(name(), LogName::outbox()) }).await.expect("new");
+    store
+        .subscribe(&Subscription { lanes: 1, filter, ..Subscription::new(name(), LogName::outbox()) })
+        .await
+        .expect("new");
     let owner = OwnerId::new("one").expect("an owner");
     let acquired = store.acquire(&name(), &owner, &[], Duration::from_secs(600)).await.expect("asked");
     let lease = acquired.lease.expect("free");
@@ -194,7 +203,10 @@ async fn unreachable_stores_say_so() {
     assert_eq!(store.validate().await.expect_err("empty").code(), "schema_missing");
     let error = store.append(&LogName::outbox(), &[NewEvent::json("t", "{}")]).await.expect_err("empty");
     assert_eq!(error.code(), "schema_missing");
-    let error = store.subscribe(&Subscription::new(name(), LogName::outbox())).await.expect_err("empty");
+    let error = store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) })
+        .await
+        .expect_err("empty");
     assert_eq!(error.code(), "schema_missing");
 }
 

@@ -22,7 +22,10 @@ async fn no_lease_is_lost_by_missing_the_row_at_its_place() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let name = SubscriptionName::new("s").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let events: Vec<NewEvent> = (0..EVENTS).map(|n| NewEvent::json("t", n.to_string())).collect();
     store.append(&LogName::outbox(), &events).await.expect("appended");
     let owner = OwnerId::new("me").expect("a name");
@@ -59,7 +62,10 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let name = SubscriptionName::new("s").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
     let owner = OwnerId::new("me").expect("a name");
     let lease = store.acquire(&name, &owner, &[], TTL).await.expect("acquired").lease.expect("a free lane");
@@ -87,7 +93,10 @@ async fn whoever_looks_waits_for_no_relay() {
     let url = Postgres::shared(Version::V15).await.fresh_database().await;
     let store = support::migrated(PostgresConfig { pool_size: 1, ..PostgresConfig::new(&url) }).await;
     let name = SubscriptionName::new("s").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let holder = support::client(&url).await;
     holder.batch_execute("BEGIN; LOCK TABLE postbox.delivery IN ACCESS EXCLUSIVE MODE").await.expect("locked");
     let (of_name, waiting) = (name.clone(), store.clone());

@@ -14,7 +14,10 @@ use crate::support;
 
 async fn lease(store: &PostgresStore, name: &str) -> Lease {
     let name = SubscriptionName::new(name).expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("acquired");
     acquired.lease.expect("a free lane")
@@ -73,7 +76,11 @@ async fn enqueue_takes_text_jsonb_bytes_and_untyped_literals_as_text() {
             let row = client.query_one(&sql, &[]).await.expect(call);
             let id = row.get::<_, String>(0).parse().expect("an id");
             let name = SubscriptionName::new("any").expect("a name");
-            fixture.store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+            fixture
+                .store
+                .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+                .await
+                .expect("subscribed");
             let record = fixture.store.get(&name, id).await.expect("read").expect("there");
             assert_eq!(record.event.payload.as_ref(), payload, "{call}");
             assert_eq!(record.event.content_type(), content_type, "{call}");

@@ -14,7 +14,10 @@ async fn events_share_the_transactions_fate() {
     let fixture = support::on(Version::V15).await;
     let store = &fixture.store;
     let name = SubscriptionName::new("reader").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let mut connection = PgConnection::connect(&fixture.url).await.expect("connected");
     let at = "2026-01-02T03:04:05.000006Z".parse().expect("a time");
     let event = NewEvent::new("order.paid", vec![0, 0xff], "application/octet-stream")

@@ -94,7 +94,10 @@ impl Fixture {
     /// Subscribes `reader` to the outbox and takes its lane.
     pub(crate) async fn lane(&self) -> Lease {
         let name = SubscriptionName::new("reader").expect("valid");
-        self.store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+        self.store
+            .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+            .await
+            .expect("subscribed");
         let owner = OwnerId::new("test").expect("valid");
         self.store.acquire(&name, &owner, &[], LONG).await.expect("asked").lease.expect("free")
     }

@@ -52,7 +52,12 @@ async fn only_up_makes_the_file() {
     for result in [
         store.validate().await,
         store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.map(drop),
-        store.subscribe(&Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox())).await,
+        store
+            .subscribe(&Subscription {
+                lanes: 1,
+                ..Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox())
+            })
+            .await,
         store.down(true).await.map(drop),
     ] {
         if let Err(error) = result {
@@ -95,7 +100,8 @@ async fn a_database_without_our_tables_is_left_as_it_is() {
 async fn a_newer_schema_is_refused_and_not_removed() {
     let fixture = fixture().await;
     fixture.connect().execute("INSERT INTO postbox_migration VALUES (99, '0099_future', 0)", []).expect("inserted");
-    let subscription = Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox());
+    let subscription =
+        Subscription { lanes: 1, ..Subscription::new(SubscriptionName::new("a").expect("valid"), LogName::outbox()) };
     for result in [
         fixture.store.validate().await,
         fixture.store.up().await.map(drop),
@@ -122,7 +128,7 @@ async fn a_cursor_beyond_the_log_names_the_cure() {
     let fixture = fixture().await;
     let lease = fixture.lane().await;
     fixture.connect().execute("UPDATE postbox_lane SET position = 900", []).expect("updated");
-    let subscription = Subscription::new(lease.subscription.clone(), LogName::outbox());
+    let subscription = Subscription { lanes: 1, ..Subscription::new(lease.subscription.clone(), LogName::outbox()) };
     let error = fixture.store.subscribe(&subscription).await.expect_err("refused");
     assert_eq!((error.kind(), error.code()), (ErrorKind::Mismatch, "cursor_from_future"));
     let cure = error.message().split("with: ").nth(1).expect("a cure").to_owned();

@@ -14,7 +14,10 @@ use crate::support;
 
 async fn read(store: &PostgresStore, settle: bool) -> Vec<Vec<u8>> {
     let name = SubscriptionName::new("reader").expect("a name");
-    store.subscribe(&Subscription::new(name.clone(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
     let lease = store.acquire(&name, &owner, &[], Duration::from_secs(600)).await.expect("asked").lease.expect("free");
     let limit = BatchLimit { events: 2, ..BatchLimit::default() };

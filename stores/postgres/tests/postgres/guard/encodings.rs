@@ -30,7 +30,8 @@ async fn another_encoding_is_refused_by_name() {
         let unguarded = script.replace("getdatabaseencoding() <> 'UTF8'", "false");
         client.batch_execute(&unguarded).await.expect("the script is plain ASCII");
         assert_eq!(store.validate().await.expect_err("refused").code(), "encoding_unsupported");
-        let subscription = Subscription::new("a".parse().expect("a name"), LogName::outbox());
+        let subscription =
+            Subscription { lanes: 1, ..Subscription::new("a".parse().expect("a name"), LogName::outbox()) };
         assert_eq!(store.subscribe(&subscription).await.expect_err("refused").code(), "encoding_unsupported");
         store.down(false).await.expect("it can be removed");
         drop((client, store));

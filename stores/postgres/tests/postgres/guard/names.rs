@@ -35,7 +35,10 @@ async fn a_log_may_be_called_like_a_reserved_word() {
             let received = store.receive(&log, inbound).await.expect(name);
             assert!(matches!(received, Received::Accepted(_)));
             let subscription = SubscriptionName::new(format!("of-{name}")).expect("a name");
-            store.subscribe(&Subscription::new(subscription.clone(), log.clone())).await.expect(name);
+            store
+                .subscribe(&Subscription { lanes: 1, ..Subscription::new(subscription.clone(), log.clone()) })
+                .await
+                .expect(name);
             let owner = OwnerId::new("test").expect("a name");
             let ttl = Duration::from_secs(600);
             let lease = store.acquire(&subscription, &owner, &[], ttl).await.expect(name).lease.expect("a free lane");
