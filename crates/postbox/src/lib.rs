@@ -109,10 +109,32 @@ struct Guide;
 mod service;
 pub mod test;
 
-pub use postbox_core::*;
+pub use postbox_core::{
+    Append, Clock, Delivery, Error, ErrorKind, EventId, Headers, IntoEvents, LogName, MemoryStore, Migrate, NewEvent,
+    Ordering, Outcome, Postbox, Result, RetryPolicy, SourceName, Subscription, SubscriptionName, TypedEvent,
+};
 pub use postbox_derive::Event;
-pub use postbox_engine::*;
+pub use postbox_engine::{
+    InProcessBus, JsonLines, OnDead, Relay, RelayBuilder, RelaySettings, TokioClock, handler_sink, router,
+};
 pub use service::{Service, ServiceBuilder};
+
+/// What a service names most, for `use postbox::prelude::*`.
+///
+/// `Event` is both the derive and the argument of a handler.
+pub mod prelude {
+    pub use postbox_core::{Delivery, Headers, LogName, Migrate, NewEvent, Outcome, Postbox};
+    pub use postbox_derive::Event;
+    pub use postbox_engine::router::{Event, Router, State, Tx};
+
+    pub use crate::Service;
+}
+
+/// For authors of stores, sinks and sources, and for whoever asks or administers a store: the
+/// contracts and all their types.
+pub use postbox_core as contract;
+/// The parts of which a [`Service`] is made, with their settings and what they count.
+pub use postbox_engine as engine;
 
 /// The signed webhook sink.
 #[cfg(feature = "http")]
