@@ -81,7 +81,11 @@
 //! |---|---|---|
 //! | `postgres` | the `postgres` module: `PostgresStore`; append in transactions of `tokio-postgres` and `deadpool-postgres` | yes |
 //! | `sqlite` | the `sqlite` module: `SqliteStore`; append in transactions of `rusqlite` | no |
+//! | `diesel` | append in transactions of `diesel` 2 on libpq | no |
+//! | `diesel-async` | append in Postgres transactions of `diesel-async` | no |
+//! | `sea-orm` | append in Postgres transactions of `sea-orm` 2 | no |
 //! | `sqlx` | append in Postgres transactions of `sqlx` 0.9 | no |
+//! | `sqlx08` | append in Postgres transactions of `sqlx` 0.8 | no |
 //! | `sqlx-sqlite` | append in SQLite transactions of `sqlx` 0.9 | no |
 //! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | yes |
 //!
@@ -135,6 +139,21 @@ pub mod prelude {
 pub use postbox_core as contract;
 /// The parts of which a [`Service`] is made, with their settings and what they count.
 pub use postbox_engine as engine;
+
+/// Drivers besides `tokio-postgres` whose Postgres transactions [`Postbox::append`] takes.
+#[cfg(feature = "postgres")]
+pub mod drivers {
+    #[cfg(feature = "diesel")]
+    pub use postbox_diesel as diesel;
+    #[cfg(feature = "diesel-async")]
+    pub use postbox_diesel_async as diesel_async;
+    #[cfg(feature = "sea-orm")]
+    pub use postbox_sea_orm as sea_orm;
+    #[cfg(feature = "sqlx")]
+    pub use postbox_sqlx as sqlx;
+    #[cfg(feature = "sqlx08")]
+    pub use postbox_sqlx08 as sqlx08;
+}
 
 /// The signed webhook sink.
 #[cfg(feature = "http")]

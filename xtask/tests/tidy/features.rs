@@ -55,6 +55,9 @@ sea-orm = { version = "1.1", default-features = false, features = ["runtime-toki
 sqlx = { version = "0.8", features = ["postgres", "runtime-tokio"] }
 "#;
 
+/// The features for drivers, all at once: no lock file may break by any of them.
+const DRIVERS: [&str; 5] = ["diesel", "diesel-async", "sea-orm", "sqlx", "sqlx08"];
+
 /// Needs the registry, for some seconds.
 #[test]
 #[allow(clippy::print_stdout, reason = "a skip must be seen")]
@@ -62,7 +65,7 @@ fn a_service_with_an_older_sqlx_sea_orm_or_rusqlite_can_add_postbox() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("service");
     std::fs::create_dir_all(folder.join("src")).expect("made");
     let postbox = root().join("crates/postbox");
-    let manifest = format!("{SERVICE}postbox = {{ path = {postbox:?}, features = [\"sqlx\"] }}\n");
+    let manifest = format!("{SERVICE}postbox = {{ path = {postbox:?}, features = {DRIVERS:?} }}\n");
     std::fs::write(folder.join("Cargo.toml"), manifest).expect("written");
     std::fs::write(folder.join("src/lib.rs"), "").expect("written");
     _ = std::fs::remove_file(folder.join("Cargo.lock"));
