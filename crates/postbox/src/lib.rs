@@ -87,7 +87,7 @@
 //! | `sqlx` | append in Postgres transactions of `sqlx` 0.9 | no |
 //! | `sqlx08` | append in Postgres transactions of `sqlx` 0.8 | no |
 //! | `sqlx-sqlite` | append in SQLite transactions of `sqlx` 0.9 | no |
-//! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | yes |
+//! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | no |
 //!
 //! # The guarantee
 //!
