@@ -74,6 +74,8 @@ pub(crate) fn install() -> anyhow::Result<()> {
         ("mosquitto", is_file("/usr/sbin/mosquitto") || crate::answers("mosquitto", &["-h"])),
         ("rabbitmq-server", is_file("/usr/lib/rabbitmq/bin/rabbitmq-server")),
         ("redis-server", is_file("/usr/bin/redis-server") || crate::answers("redis-server", &["--version"])),
+        // What `diesel` is linked with.
+        ("libpq-dev", crate::answers("pg_config", &["--includedir"])),
         // No server, but a test of the address guard reads the kernel's record of connections with
         // it.
         ("strace", crate::answers("strace", &["--version"])),

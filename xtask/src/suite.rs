@@ -2,6 +2,8 @@
 
 use std::process::Command;
 
+use anyhow::Context as _;
+
 use crate::steps::{Steps, cargo};
 use crate::{answers, root, servers};
 
@@ -32,6 +34,7 @@ pub(crate) fn test(fast: bool) -> anyhow::Result<bool> {
         cargo().arg("clippy").args(WORKSPACE).arg("--all-targets").args(["--", "-D", "warnings"]),
     );
     if !fast {
+        steps.run("packages: every crate that users need can be published", package);
         documentation(&mut steps);
     }
     if build(&mut steps) {
@@ -82,6 +85,23 @@ fn proofs(steps: &mut Steps) -> anyhow::Result<()> {
     }
     let cure = "a promise broke, or the run did not end: the table above, and what its folder holds, say which";
     steps.command("crash ledger: 100,000 events, 100 faults", cure, &mut crate::ledger(&programs)?);
+    Ok(())
+}
+
+/// Makes the packages, without building them once more.
+fn package() -> anyhow::Result<()> {
+    let output = cargo().args(["metadata", "--format-version", "1", "--no-deps", "--locked"]).output()?;
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
+    let packages = metadata["packages"].as_array().context("cargo metadata names no packages")?;
+    let published = packages.iter().filter(|package| package["publish"].is_null());
+    let mut command = cargo();
+    command.args(["package", "--quiet", "--no-verify", "--allow-dirty", "--offline", "--locked"]);
+    for name in published.filter_map(|package| package["name"].as_str()) {
+        command.args(["--package", name]);
+    }
+    // Cargo warns of each that it names no site; there is none yet.
+    let output = command.output()?;
+    anyhow::ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(())
 }
 

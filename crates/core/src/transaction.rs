@@ -81,7 +81,7 @@ pub type AppendFuture<'a> = Pin<Box<dyn Future<Output = Result<Vec<EventId>>> + 
     message = "`{Self}` is not a transaction that a Postbox of `{S}` can append to",
     label = "no transaction of `{S}`",
     note = "a pool or a client is no transaction: begin one, and pass `&mut tx`",
-    note = "the drivers are features of `postbox`: `sqlx` and `sqlx-sqlite` mean sqlx 0.9"
+    note = "the drivers are features of `postbox`: `sqlx` and `sqlx-sqlite` mean sqlx 0.9, `sqlx08` means 0.8"
 )]
 pub trait Transaction<'a, S, Via> {
     /// An [`AppendFuture`], or where the driver blocks the result itself.

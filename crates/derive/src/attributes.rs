@@ -50,7 +50,7 @@ fn once<T>(slot: &mut Option<T>, value: T, meta: &ParseNestedMeta<'_>) -> Result
     }
 }
 
-/// As `postbox::Topic`, which sees to it once more, and to the length, at every append.
+/// As `postbox::contract::Topic`, which sees to it once more, and to the length, at every append.
 fn checked_topic(topic: LitStr) -> Result<LitStr> {
     let text = topic.value();
     if text.is_empty() || text.contains(|c: char| c.is_whitespace() || c.is_control()) {

@@ -6,6 +6,7 @@ use crate::metrics::MetricsSnapshot;
 
 /// What one bounded run did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Drained {
     /// Events read: what a limit counts. One that waits behind a slow one of its key is read again
     /// when its turn comes, and counted again.

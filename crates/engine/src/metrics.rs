@@ -99,6 +99,7 @@ macro_rules! counters {
 
         /// All counters at one moment.
         #[derive(Debug, Clone, PartialEq, Eq, Default)]
+        #[non_exhaustive]
         pub struct MetricsSnapshot {
             $($(#[$doc])* pub $name: u64,)*
         }

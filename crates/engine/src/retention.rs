@@ -29,6 +29,7 @@ pub fn step_pause(took: Duration) -> Duration {
 
 /// What one sweep removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Swept {
     /// Events.
     pub events: u64,

@@ -81,9 +81,13 @@
 //! |---|---|---|
 //! | `postgres` | the `postgres` module: `PostgresStore`; append in transactions of `tokio-postgres` and `deadpool-postgres` | yes |
 //! | `sqlite` | the `sqlite` module: `SqliteStore`; append in transactions of `rusqlite` | no |
+//! | `diesel` | append in transactions of `diesel` 2 on libpq | no |
+//! | `diesel-async` | append in Postgres transactions of `diesel-async` | no |
+//! | `sea-orm` | append in Postgres transactions of `sea-orm` 2 | no |
 //! | `sqlx` | append in Postgres transactions of `sqlx` 0.9 | no |
+//! | `sqlx08` | append in Postgres transactions of `sqlx` 0.8 | no |
 //! | `sqlx-sqlite` | append in SQLite transactions of `sqlx` 0.9 | no |
-//! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | yes |
+//! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | no |
 //!
 //! # The guarantee
 //!
@@ -109,10 +113,47 @@ struct Guide;
 mod service;
 pub mod test;
 
-pub use postbox_core::*;
+pub use postbox_core::{
+    Append, Clock, Delivery, Error, ErrorKind, EventId, Headers, IntoEvents, LogName, MemoryStore, Migrate, NewEvent,
+    Ordering, Outcome, Postbox, Result, RetryPolicy, SourceName, Subscription, SubscriptionName, TypedEvent,
+};
 pub use postbox_derive::Event;
-pub use postbox_engine::*;
+pub use postbox_engine::{
+    InProcessBus, JsonLines, OnDead, Relay, RelayBuilder, RelaySettings, TokioClock, handler_sink, router,
+};
 pub use service::{Service, ServiceBuilder};
+
+/// What a service names most, for `use postbox::prelude::*`.
+///
+/// `Event` is both the derive and the argument of a handler.
+pub mod prelude {
+    pub use postbox_core::{Delivery, Headers, LogName, Migrate, NewEvent, Outcome, Postbox};
+    pub use postbox_derive::Event;
+    pub use postbox_engine::router::{Event, Router, State, Tx};
+
+    pub use crate::Service;
+}
+
+/// For authors of stores, sinks and sources, and for whoever asks or administers a store: the
+/// contracts and all their types.
+pub use postbox_core as contract;
+/// The parts of which a [`Service`] is made, with their settings and what they count.
+pub use postbox_engine as engine;
+
+/// Drivers besides `tokio-postgres` whose Postgres transactions [`Postbox::append`] takes.
+#[cfg(feature = "postgres")]
+pub mod drivers {
+    #[cfg(feature = "diesel")]
+    pub use postbox_diesel as diesel;
+    #[cfg(feature = "diesel-async")]
+    pub use postbox_diesel_async as diesel_async;
+    #[cfg(feature = "sea-orm")]
+    pub use postbox_sea_orm as sea_orm;
+    #[cfg(feature = "sqlx")]
+    pub use postbox_sqlx as sqlx;
+    #[cfg(feature = "sqlx08")]
+    pub use postbox_sqlx08 as sqlx08;
+}
 
 /// The signed webhook sink.
 #[cfg(feature = "http")]

@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use postbox::contract::{Admin as _, Call, Inspect as _, Maintain as _, Wire};
 use postbox::postgres::{PostgresConfig, PostgresStore};
 use postbox::router::{Event, Router, State};
 use postbox::{
-    Admin as _, Append as _, Call, Error, ErrorKind, Inspect as _, LogName, Maintain as _, MemoryStore, Migrate as _,
-    NewEvent, Postbox, Relay, Service, Subscription, SubscriptionName, TypedEvent as _, Wire, test::store,
+    Append as _, Error, ErrorKind, LogName, MemoryStore, Migrate as _, NewEvent, Postbox, Relay, Service, Subscription,
+    SubscriptionName, TypedEvent as _, test::store,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::{mpsc, oneshot};

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
+use postbox::contract::Store;
 use postbox::router::{Event, Router};
 use postbox::sqlite::{SqliteConfig, SqliteStore};
-use postbox::{Append as _, LogName, Migrate as _, NewEvent, Outcome, Service, Store, test};
+use postbox::{Append as _, LogName, Migrate as _, NewEvent, Outcome, Service, test};
 use serde::{Deserialize, Serialize};
 
 #[derive(postbox::Event, Serialize, Deserialize, Debug, PartialEq)]

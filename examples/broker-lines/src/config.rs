@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use postbox::{Result, Sink};
+use postbox::Result;
+use postbox::contract::Sink;
 use postbox_config::{SinkConfig, SinkContext, integer, table, text};
 
 use crate::LinesSink;

@@ -4,7 +4,8 @@ use std::io::{ErrorKind, Result};
 use std::sync::{Mutex, PoisonError};
 
 use async_trait::async_trait;
-use postbox::{Capabilities, Delivery, Outcome, Sink};
+use postbox::contract::{Capabilities, Sink};
+use postbox::{Delivery, Outcome};
 use serde_json::json;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufStream};
 use tokio::net::TcpStream;

@@ -8,6 +8,7 @@ use uuid::Uuid;
 
 use crate::PostgresStore;
 use crate::classify::{classify, is_undefined, log_unknown};
+use crate::driver::AsText as _;
 use crate::params::{Param, params};
 use crate::schema::{SchemaName, check_log_name};
 use crate::session::Session;
@@ -44,9 +45,10 @@ SELECT {s}.{name}_append_many($1::pg_catalog.uuid[], $2::pg_catalog.text[], $3::
 /// # }
 /// ```
 ///
-/// Transactions are those of `tokio-postgres`, of `deadpool-postgres`, and with the feature `sqlx`
-/// those of `sqlx` 0.9. Events take one round trip, whatever their number. Nothing stays prepared,
-/// so that a transaction-mode pooler may sit in between.
+/// Transactions are those of `tokio-postgres` and `deadpool-postgres`, and of the drivers that the
+/// crate `postbox` has a feature for ([`driver`](crate::driver) is for one more). Events take one
+/// round trip, whatever their number. Nothing stays prepared, so that a transaction-mode pooler may
+/// sit in between.
 ///
 /// As after any failed statement, Postgres then refuses everything but a rollback of your
 /// transaction, except where the events broke a limit: that is found before anything is sent.
@@ -135,6 +137,14 @@ macro_rules! columns {
                 match self.ids.len() {
                     1 => params![$(self.$column[0]),*],
                     _ => params![$(self.$column),*],
+                }
+            }
+
+            /// The same as texts, for drivers that agree with ours about no other type.
+            pub(crate) fn texts(&self) -> Vec<Option<String>> {
+                match self.ids.len() {
+                    1 => vec![$(self.$column[0].text()),*],
+                    _ => vec![$(self.$column.text()),*],
                 }
             }
         }

@@ -3,6 +3,8 @@
 use postbox_core::{Error, ErrorKind};
 use tokio_postgres::error::DbError;
 
+use crate::driver::Refusal;
+
 /// The code where a row refers to one that is gone.
 pub(crate) const REFERENCE_MISSING: &str = "reference_missing";
 
@@ -12,7 +14,7 @@ pub(crate) const REFERENCE_MISSING: &str = "reference_missing";
 /// row is left out.
 pub(crate) fn classify(operation: &'static str, error: &tokio_postgres::Error) -> Error {
     let classified = match error.as_db_error() {
-        Some(database) => of_database(operation, &ErrorFields::of(database)),
+        Some(database) => of_database(operation, &fields(database)),
         // No answer from the server: refused, reset, closed, or timed out. (A value that cannot be
         // encoded is ours and permanent.)
         None if is_conversion(error) => Error::new(
@@ -44,41 +46,18 @@ pub(crate) fn cursor_foreign(operation: &'static str) -> Error {
     Error::new(ErrorKind::Mismatch, operation, "cursor_foreign", message)
 }
 
-/// The same for drivers that hand out the fields.
-#[cfg(feature = "sqlx")]
-pub(crate) fn of_sqlstate(
-    operation: &'static str,
-    state: &str,
-    constraint: Option<&str>,
-    column: Option<&str>,
-    message: &str,
-    hint: Option<&str>,
-) -> Error {
-    of_database(operation, &ErrorFields { state, constraint, column, message, hint })
-}
-
-/// What of a server's error decides.
-struct ErrorFields<'a> {
-    state: &'a str,
-    constraint: Option<&'a str>,
-    column: Option<&'a str>,
-    message: &'a str,
-    hint: Option<&'a str>,
-}
-
-impl<'a> ErrorFields<'a> {
-    fn of(error: &'a DbError) -> Self {
-        Self {
-            state: error.code().code(),
-            constraint: error.constraint(),
-            column: error.column(),
-            message: error.message(),
-            hint: error.hint(),
-        }
+fn fields(error: &DbError) -> Refusal<'_> {
+    Refusal {
+        state: error.code().code(),
+        constraint: error.constraint(),
+        column: error.column(),
+        message: error.message(),
+        hint: error.hint(),
     }
 }
 
-fn of_database(operation: &'static str, fields: &ErrorFields<'_>) -> Error {
+/// The one mapping of what a server says.
+pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Error {
     use ErrorKind::*;
     let make = |kind: ErrorKind, code: &str, message: String| Error::new(kind, operation, code.to_owned(), message);
     let text = || fields.message.to_owned();
@@ -184,8 +163,8 @@ fn chain(error: &tokio_postgres::Error) -> String {
 mod tests {
     use super::*;
 
-    fn fields(state: &'static str) -> ErrorFields<'static> {
-        ErrorFields { state, constraint: None, column: None, message: "text", hint: None }
+    fn fields(state: &'static str) -> Refusal<'static> {
+        Refusal { state, message: "text", ..Refusal::default() }
     }
 
     #[test]
@@ -224,11 +203,11 @@ mod tests {
 
     #[test]
     fn constraints_are_codes() {
-        let check = ErrorFields { constraint: Some("topic_too_long"), ..fields("23514") };
+        let check = Refusal { constraint: Some("topic_too_long"), ..fields("23514") };
         assert_eq!(of_database("append", &check).code(), "topic_too_long");
-        let missing = ErrorFields { column: Some("topic"), ..fields("23502") };
+        let missing = Refusal { column: Some("topic"), ..fields("23502") };
         assert_eq!(of_database("append", &missing).code(), "topic_missing");
-        let taken = ErrorFields { constraint: Some("outbox_id_key"), ..fields("23505") };
+        let taken = Refusal { constraint: Some("outbox_id_key"), ..fields("23505") };
         assert_eq!(of_database("append", &taken).code(), "event_id_taken");
     }
 }

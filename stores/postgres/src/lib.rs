@@ -10,6 +10,7 @@ mod criteria;
 mod dead_letters;
 mod decode;
 mod diagnose;
+pub mod driver;
 mod due;
 mod grants;
 mod hint;
@@ -32,8 +33,6 @@ mod replay;
 mod schema;
 mod session;
 mod settle;
-#[cfg(feature = "sqlx")]
-pub mod sqlx;
 mod store;
 mod subscription;
 mod tail;

@@ -40,6 +40,26 @@ fn nobody_gets_sqlite_who_did_not_ask_for_it() {
     assert!(taken(features, "sqlx-sqlite").contains("postbox-sqlite"), "features are followed");
 }
 
+/// Most crates that the default features may bring, our own counted.
+const CRATES_MAX: usize = 130;
+
+#[test]
+fn a_service_gets_few_crates() {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut tree = Command::new(cargo);
+    tree.args(["tree", "--package", "postbox", "--edges", "normal", "--prefix", "none", "--no-dedupe", "--locked"]);
+    let tree = tree.args(["--format", "{p}"]).current_dir(root()).output().expect("cargo runs");
+    assert!(tree.status.success(), "{}", String::from_utf8_lossy(&tree.stderr));
+    let tree = String::from_utf8_lossy(&tree.stdout);
+    let crates: BTreeSet<&str> = tree.lines().filter(|line| !line.is_empty()).collect();
+    assert!(crates.len() > 50, "{} crates: the tree was not read", crates.len());
+    assert!(
+        crates.len() <= CRATES_MAX,
+        "postbox brings {} crates by default, at most {CRATES_MAX} may be: see `cargo tree -p postbox -e normal`",
+        crates.len()
+    );
+}
+
 /// A service that has them already: an older `sqlx` of its own and below `sea-orm`, which has the
 /// library of SQLite in the lock file even where it is off, and an older `rusqlite`.
 const SERVICE: &str = r#"
@@ -55,6 +75,9 @@ sea-orm = { version = "1.1", default-features = false, features = ["runtime-toki
 sqlx = { version = "0.8", features = ["postgres", "runtime-tokio"] }
 "#;
 
+/// The features for drivers, all at once: no lock file may break by any of them.
+const DRIVERS: [&str; 5] = ["diesel", "diesel-async", "sea-orm", "sqlx", "sqlx08"];
+
 /// Needs the registry, for some seconds.
 #[test]
 #[allow(clippy::print_stdout, reason = "a skip must be seen")]
@@ -62,7 +85,7 @@ fn a_service_with_an_older_sqlx_sea_orm_or_rusqlite_can_add_postbox() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("service");
     std::fs::create_dir_all(folder.join("src")).expect("made");
     let postbox = root().join("crates/postbox");
-    let manifest = format!("{SERVICE}postbox = {{ path = {postbox:?}, features = [\"sqlx\"] }}\n");
+    let manifest = format!("{SERVICE}postbox = {{ path = {postbox:?}, features = {DRIVERS:?} }}\n");
     std::fs::write(folder.join("Cargo.toml"), manifest).expect("written");
     std::fs::write(folder.join("src/lib.rs"), "").expect("written");
     _ = std::fs::remove_file(folder.join("Cargo.lock"));

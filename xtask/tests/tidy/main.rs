@@ -6,6 +6,7 @@ mod docs;
 mod features;
 mod layers;
 mod planted;
+mod publishing;
 mod sources;
 mod supply;
 mod words;

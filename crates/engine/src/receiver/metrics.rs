@@ -12,6 +12,7 @@ macro_rules! counters {
 
         /// All counters at one moment.
         #[derive(Debug, Clone, PartialEq, Eq, Default)]
+        #[non_exhaustive]
         pub struct ReceiverSnapshot {
             $($(#[$doc])* pub $name: u64,)*
         }

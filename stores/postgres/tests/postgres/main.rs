@@ -13,4 +13,3 @@ mod order;
 mod restart;
 mod side_by_side;
 mod sql;
-mod sqlx;

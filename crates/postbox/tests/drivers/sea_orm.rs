@@ -1,0 +1,39 @@
+//! `sea-orm`: half of the appends through a shared reference.
+
+use ::sea_orm::{Database, TransactionTrait as _};
+use async_trait::async_trait;
+use postbox::postgres::Postgres;
+use postbox::{Error, EventId, Postbox, Result};
+
+use crate::{End, Typed};
+
+pub(crate) struct Driver;
+
+#[async_trait]
+impl crate::Driver for Driver {
+    async fn append(
+        url: &str,
+        postbox: &Postbox<Postgres>,
+        lists: Vec<Vec<Typed>>,
+        end: End,
+    ) -> Vec<Result<Vec<EventId>>> {
+        let database = Database::connect(url).await.expect("connected");
+        let mut tx = database.begin().await.expect("begun");
+        let mut given = Vec::new();
+        for (n, list) in lists.into_iter().enumerate() {
+            given.push(match n % 2 {
+                0 => postbox.append(&mut tx, list).await,
+                _ => postbox.append(&mut &tx, list).await,
+            });
+        }
+        match end {
+            End::Commit => tx.commit().await.expect("committed"),
+            End::RollBack => tx.rollback().await.expect("rolled back"),
+        }
+        given
+    }
+
+    async fn append_outside(_: &str, _: &Postbox<Postgres>) -> Option<Error> {
+        None
+    }
+}

@@ -1,0 +1,44 @@
+//! `sqlx` 0.8: half of the appends through the transaction, half through a lent connection.
+
+use ::sqlx08::{Connection as _, PgConnection};
+use async_trait::async_trait;
+use postbox::postgres::Postgres;
+use postbox::{Error, EventId, NewEvent, Postbox, Result};
+
+use crate::{End, Typed};
+
+pub(crate) struct Driver;
+
+#[async_trait]
+impl crate::Driver for Driver {
+    async fn append(
+        url: &str,
+        postbox: &Postbox<Postgres>,
+        lists: Vec<Vec<Typed>>,
+        end: End,
+    ) -> Vec<Result<Vec<EventId>>> {
+        let mut connection = PgConnection::connect(url).await.expect("connected");
+        let mut tx = connection.begin().await.expect("begun");
+        let mut given = Vec::new();
+        for (n, list) in lists.into_iter().enumerate() {
+            given.push(match n % 2 {
+                0 => postbox.append(&mut tx, list).await,
+                _ => lent(&mut tx, postbox, list).await,
+            });
+        }
+        match end {
+            End::Commit => tx.commit().await.expect("committed"),
+            End::RollBack => tx.rollback().await.expect("rolled back"),
+        }
+        given
+    }
+
+    async fn append_outside(url: &str, postbox: &Postbox<Postgres>) -> Option<Error> {
+        let mut connection = PgConnection::connect(url).await.expect("connected");
+        postbox.append(&mut connection, NewEvent::json("t", "{}")).await.err()
+    }
+}
+
+async fn lent(tx: &mut PgConnection, postbox: &Postbox<Postgres>, list: Vec<Typed>) -> Result<Vec<EventId>> {
+    postbox.append(tx, list).await
+}

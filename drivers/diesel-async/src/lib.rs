@@ -1,0 +1,34 @@
+#![doc = include_str!("../README.md")]
+
+use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
+use postbox_core::{AppendFuture, EventId, LogName, NewEvent, Result, Transaction};
+use postbox_postgres::Postgres;
+use postbox_postgres::driver::{AppendStatement, no_transaction};
+
+/// Marks transactions of `diesel-async`.
+#[derive(Debug)]
+pub enum DieselAsync {}
+
+impl<'a> Transaction<'a, Postgres, DieselAsync> for AsyncPgConnection {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, to, log, events))
+    }
+}
+
+async fn append_in(
+    connection: &mut AsyncPgConnection,
+    to: &Postgres,
+    log: &LogName,
+    events: Result<Vec<NewEvent>>,
+) -> Result<Vec<EventId>> {
+    type Transactions = <AsyncPgConnection as AsyncConnection>::TransactionManager;
+    if !matches!(Transactions::transaction_manager_status_mut(connection).transaction_depth(), Ok(Some(_))) {
+        return Err(no_transaction("append"));
+    }
+    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
+    let executed = postbox_diesel::query(statement.sql, statement.texts).execute(connection).await;
+    executed.map_err(|error| postbox_diesel::classify(log, &error))?;
+    Ok(statement.ids)
+}

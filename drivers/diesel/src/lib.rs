@@ -1,0 +1,18 @@
+#![doc = include_str!("../README.md")]
+
+mod classify;
+#[cfg(feature = "libpq")]
+mod connection;
+
+pub use classify::classify;
+#[cfg(feature = "libpq")]
+pub use connection::Diesel;
+use diesel::pg::Pg;
+use diesel::query_builder::{BoxedSqlQuery, SqlQuery};
+use diesel::sql_types::{Nullable, Text};
+
+/// A statement with its parameters, to be executed; for drivers on top of `diesel`, too.
+pub fn query(sql: String, texts: Vec<Option<String>>) -> BoxedSqlQuery<'static, Pg, SqlQuery> {
+    let query = diesel::sql_query(sql).into_boxed();
+    texts.into_iter().fold(query, |query, text| query.bind::<Nullable<Text>, _>(text))
+}

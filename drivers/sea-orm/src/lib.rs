@@ -1,0 +1,48 @@
+#![doc = include_str!("../README.md")]
+
+use postbox_core::{AppendFuture, Error, ErrorKind, EventId, LogName, NewEvent, Result, Transaction};
+use postbox_postgres::Postgres;
+use postbox_postgres::driver::AppendStatement;
+use sea_orm::{ConnectionTrait as _, DatabaseTransaction, DbErr, RuntimeErr, Statement};
+
+/// Marks transactions of `sea-orm`.
+#[derive(Debug)]
+pub enum SeaOrm {}
+
+impl<'a> Transaction<'a, Postgres, SeaOrm> for DatabaseTransaction {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, to, log, events))
+    }
+}
+
+impl<'a> Transaction<'a, Postgres, SeaOrm> for &DatabaseTransaction {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, to, log, events))
+    }
+}
+
+async fn append_in(
+    tx: &DatabaseTransaction,
+    to: &Postgres,
+    log: &LogName,
+    events: Result<Vec<NewEvent>>,
+) -> Result<Vec<EventId>> {
+    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
+    let texts = statement.texts.into_iter().map(Into::into);
+    let sql = Statement::from_sql_and_values(tx.get_database_backend(), statement.sql, texts);
+    tx.execute_raw(sql).await.map_err(|error| classify(log, &error))?;
+    Ok(statement.ids)
+}
+
+fn classify(log: &LogName, error: &DbErr) -> Error {
+    match error {
+        DbErr::Conn(RuntimeErr::SqlxError(error))
+        | DbErr::Exec(RuntimeErr::SqlxError(error))
+        | DbErr::Query(RuntimeErr::SqlxError(error)) => postbox_sqlx::classify("append", error, Some(log)),
+        _ => Error::new(ErrorKind::Internal, "append", "store_error", error.to_string()),
+    }
+}

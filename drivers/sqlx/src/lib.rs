@@ -1,0 +1,80 @@
+#![doc = include_str!("../README.md")]
+
+use postbox_core::kit::check_message_id;
+use postbox_core::{AppendFuture, Error, EventId, LogName, NewEvent, Result, SourceName, Transaction};
+use postbox_postgres::driver::{AppendStatement, Refusal, no_transaction, once_statement, unreachable};
+use postbox_postgres::{Postgres, SchemaName};
+use sqlx::postgres::{PgConnection, PgDatabaseError};
+use sqlx::{AssertSqlSafe, Connection as _, Executor as _};
+
+/// Marks transactions of `sqlx` 0.9.
+#[derive(Debug)]
+pub enum Sqlx {}
+
+impl<'a> Transaction<'a, Postgres, Sqlx> for sqlx::Transaction<'_, sqlx::Postgres> {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, to, log, events))
+    }
+}
+
+impl<'a> Transaction<'a, Postgres, Sqlx> for PgConnection {
+    type Appended = AppendFuture<'a>;
+
+    fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
+        Box::pin(append_in(self, to, log, events))
+    }
+}
+
+async fn append_in(
+    connection: &mut PgConnection,
+    to: &Postgres,
+    log: &LogName,
+    events: Result<Vec<NewEvent>>,
+) -> Result<Vec<EventId>> {
+    if !connection.is_in_transaction() {
+        return Err(no_transaction("append"));
+    }
+    let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
+    let query = sqlx::query(AssertSqlSafe(statement.sql)).persistent(false);
+    let query = statement.texts.into_iter().fold(query, |query, text| query.bind(text));
+    connection.execute(query).await.map_err(|error| classify("append", &error, Some(log)))?;
+    Ok(statement.ids)
+}
+
+/// Whether this is the first time that `message_id` of `source` is seen, decided in your
+/// transaction; see [`postbox_postgres::once_in`]. Pass `&mut *tx`.
+pub async fn once_in(
+    connection: &mut PgConnection,
+    schema: &SchemaName,
+    source: &SourceName,
+    message_id: &str,
+) -> Result<bool> {
+    if !connection.is_in_transaction() {
+        return Err(no_transaction("once"));
+    }
+    check_message_id("once", message_id)?;
+    let query = sqlx::query(AssertSqlSafe(once_statement(schema))).persistent(false);
+    let claimed = connection.execute(query.bind(source.as_str()).bind(message_id)).await;
+    Ok(claimed.map_err(|error| classify("once", &error, None))?.rows_affected() == 1)
+}
+
+/// What a failure of `sqlx` means; for drivers on top of it, too. `appended_to` is the log of an
+/// append: it may be missing.
+pub fn classify(operation: &'static str, error: &sqlx::Error, appended_to: Option<&LogName>) -> Error {
+    let classified = match error.as_database_error().and_then(|it| it.try_downcast_ref::<PgDatabaseError>()) {
+        Some(error) => {
+            let refusal = Refusal {
+                state: error.code(),
+                constraint: error.constraint(),
+                column: error.column(),
+                message: error.message(),
+                hint: error.hint(),
+            };
+            appended_to.map_or_else(|| refusal.of(operation), |log| refusal.of_append(log))
+        }
+        None => unreachable(operation, error),
+    };
+    classified.with_source(error.to_string())
+}

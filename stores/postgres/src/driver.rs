@@ -1,0 +1,181 @@
+//! For the crates of drivers other than ours: what they execute to append, and what a refusal
+//! means.
+//!
+//! Such a crate implements [`Transaction`](postbox_core::Transaction) for a driver's transaction
+//! and [`Postgres`]. It binds and executes; the statement, its parameters and the errors are made
+//! here, so that all drivers do the same.
+
+use std::fmt::Display;
+
+use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result};
+use uuid::Uuid;
+
+use crate::append::{Columns, Postgres, refused};
+use crate::classify::of_database;
+use crate::once::ONCE_INSERT;
+use crate::schema::SchemaName;
+
+/// A statement that appends events. Do not prepare it under a name: nothing may stay in the
+/// session, so that a transaction-mode pooler may sit in between.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AppendStatement {
+    /// What to execute. It gives no rows.
+    pub sql: String,
+    /// Its parameters `$1`, `$2`, …. Bind each as `text`, the only type that every driver agrees
+    /// about; the statement casts.
+    pub texts: Vec<Option<String>>,
+    /// What the append gives when the statement was executed.
+    pub ids: Vec<EventId>,
+}
+
+impl AppendStatement {
+    /// Checks every limit and makes the statement. `None`: there are no events.
+    pub fn of(to: &Postgres, log: &LogName, events: Result<Vec<NewEvent>>) -> Result<Option<Self>> {
+        let events = events?;
+        let Some(columns) = Columns::of(log, &events)? else { return Ok(None) };
+        let sql = to.schema.log_sql(columns.statement(), log);
+        Ok(Some(Self { sql, texts: columns.texts(), ids: columns.event_ids() }))
+    }
+}
+
+/// The statement behind [`once_in`](crate::once_in), which see: `$1` is the source, `$2` the
+/// message's id, both as `text`. It affects a row the first time.
+pub fn once_statement(schema: &SchemaName) -> String {
+    schema.sql(ONCE_INSERT)
+}
+
+/// What a driver says of a statement that the server refused.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Refusal<'a> {
+    /// The SQLSTATE.
+    pub state: &'a str,
+    /// The constraint that was broken.
+    pub constraint: Option<&'a str>,
+    /// The column that must not be null.
+    pub column: Option<&'a str>,
+    /// The server's text.
+    pub message: &'a str,
+    /// Its hint.
+    pub hint: Option<&'a str>,
+}
+
+impl Refusal<'_> {
+    /// The error of any operation.
+    pub fn of(&self, operation: &'static str) -> Error {
+        of_database(operation, self)
+    }
+
+    /// The error of an append to this log, which may be missing.
+    pub fn of_append(&self, log: &LogName) -> Error {
+        refused(log, self.of("append"))
+    }
+}
+
+/// The error where the server gave no answer.
+pub fn unreachable(operation: &'static str, cause: impl Display) -> Error {
+    let message = format!("the database cannot be reached ({cause}); is it running, and did the connection end?");
+    Error::new(ErrorKind::Unavailable, operation, "store_unreachable", message)
+}
+
+/// The error of a connection in autocommit, where the promise of one transaction could not be kept.
+pub fn no_transaction(operation: &'static str) -> Error {
+    let message = "the driver has no transaction open; begin one with it (not with the SQL command), \
+                   and commit your change together with its events";
+    Error::invalid(operation, "no_transaction", message)
+}
+
+/// A value as text that casts to its type.
+pub(crate) trait AsText {
+    /// `None`: null.
+    fn text(&self) -> Option<String>;
+}
+
+impl AsText for &str {
+    fn text(&self) -> Option<String> {
+        Some((*self).to_owned())
+    }
+}
+
+impl AsText for String {
+    fn text(&self) -> Option<String> {
+        Some(self.clone())
+    }
+}
+
+impl AsText for i64 {
+    fn text(&self) -> Option<String> {
+        Some(self.to_string())
+    }
+}
+
+impl AsText for Uuid {
+    fn text(&self) -> Option<String> {
+        Some(self.to_string())
+    }
+}
+
+impl AsText for &[u8] {
+    fn text(&self) -> Option<String> {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        let digits = self.iter().flat_map(|byte| [byte >> 4, byte & 15]).map(|digit| DIGITS[usize::from(digit)]);
+        Some("\\x".chars().chain(digits.map(char::from)).collect())
+    }
+}
+
+impl<T: AsText> AsText for Option<T> {
+    fn text(&self) -> Option<String> {
+        self.as_ref().and_then(T::text)
+    }
+}
+
+/// An array, as Postgres writes it.
+impl<T: AsText> AsText for Vec<T> {
+    fn text(&self) -> Option<String> {
+        let mut array = String::from("{");
+        for (n, value) in self.iter().enumerate() {
+            array.push_str(if n == 0 { "" } else { "," });
+            match value.text() {
+                None => array.push_str("NULL"),
+                Some(text) => {
+                    array.push('"');
+                    for c in text.chars() {
+                        if matches!(c, '"' | '\\') {
+                            array.push('\\');
+                        }
+                        array.push(c);
+                    }
+                    array.push('"');
+                }
+            }
+        }
+        array.push('}');
+        Some(array)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_array_is_written_as_postgres_reads_it() {
+        let texts = vec![Some(""), Some("a,b"), Some(r#"{"a":"\n"}"#), Some("NULL"), None];
+        assert_eq!(texts.text().expect("a text"), r#"{"","a,b","{\"a\":\"\\n\"}","NULL",NULL}"#);
+        assert_eq!(vec![&b"\0\xff"[..]].text().expect("a text"), r#"{"\\x00ff"}"#);
+    }
+
+    #[test]
+    fn one_event_and_several_have_the_same_number_of_parameters() {
+        let of = |count| {
+            let events = vec![NewEvent::json("t", "{}"); count];
+            AppendStatement::of(&Postgres::default(), &LogName::outbox(), Ok(events)).expect("fine")
+        };
+        assert_eq!(of(0), None);
+        let (one, two) = (of(1).expect("one"), of(2).expect("two"));
+        assert_eq!((one.ids.len(), two.ids.len()), (1, 2));
+        let parameters = |statement: &AppendStatement| statement.sql.matches('$').count();
+        assert_eq!(parameters(&one), one.texts.len());
+        assert_eq!(parameters(&two), two.texts.len());
+    }
+}
