@@ -2,6 +2,7 @@
 
 use std::pin::Pin;
 
+use crate::context::in_context;
 use crate::error::Result;
 use crate::event::{EventId, NewEvent};
 use crate::memory::{MemoryStore, MemoryTransaction};
@@ -52,6 +53,8 @@ impl<S> Postbox<S> {
     /// Where events break a limit, nothing was sent and your transaction goes on. After any other
     /// error, roll it back, unless the driver's crate promises more.
     ///
+    /// They carry on the current [`Context`](crate::Context).
+    ///
     /// Cancel-safety: dropped before it is done, the events may or may not be part of your
     /// transaction; roll it back.
     pub fn append<'a, T, Via, E, Kind>(&'a self, tx: &'a mut T, events: E) -> T::Appended
@@ -59,7 +62,9 @@ impl<S> Postbox<S> {
         T: Transaction<'a, S, Via> + ?Sized,
         E: IntoEvents<Kind>,
     {
-        tx.append(&self.store, &self.log, events.into_events())
+        // Now, not when a future of it is polled: that may be elsewhere.
+        let events = events.into_events().map(|events| in_context(events).into_owned());
+        tx.append(&self.store, &self.log, events)
     }
 }
 

@@ -1,13 +1,13 @@
 //! What a handler's arguments can be.
 
 use postbox_core::typed::decode;
-use postbox_core::{Delivery, Headers, Outcome, TypedEvent};
+use postbox_core::{Context, Delivery, Headers, Outcome, TypedEvent};
 use serde::de::DeserializeOwned;
 
 /// An argument of a handler, taken from an event and from the router's state.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be an argument of a handler of a router with the state `{S}`",
-    note = "arguments are `Event<T>` of a `TypedEvent` with `serde::Deserialize`, `State<S>`, `Headers`, `Delivery`"
+    note = "arguments are `Event<T>` of a `TypedEvent` with `serde::Deserialize`, `State<S>`, `Context`, `Headers`, `Delivery`"
 )]
 pub trait Extract<S>: Sized + Send {
     /// The topic that it asks for, if it does.
@@ -40,6 +40,13 @@ pub struct State<S>(pub S);
 impl<S: Clone + Send> Extract<S> for State<S> {
     fn extract(_: &Delivery, state: &S) -> Result<Self, Outcome> {
         Ok(State(state.clone()))
+    }
+}
+
+/// What the handler runs in, for work that leaves its task; see [`Context::scope`].
+impl<S> Extract<S> for Context {
+    fn extract(delivery: &Delivery, _: &S) -> Result<Self, Outcome> {
+        Ok(Context::of(&delivery.event))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use postbox_core::{Database, Delivery, HandledFuture, Outcome, Tx};
+use postbox_core::{Context, Database, Delivery, HandledFuture, Outcome, Tx};
 
 use super::Outside;
 use super::extract::Extract;
@@ -63,7 +63,7 @@ impl<S> Copy for Called<'_, S> {}
     label = "not a handler of this router",
     note = "a handler is an `async fn` that returns `Result<(), E>`, with a future that is `Send`; `E` is any `std::error::Error`, \
             an `anyhow::Error` or a `Failure`",
-    note = "its arguments, eight at most, are `Event<T>`, `State<S>`, `Headers`, `Delivery`",
+    note = "its arguments, eight at most, are `Event<T>`, `State<S>`, `Context`, `Headers`, `Delivery`",
     note = "with `Tx<'_, Store>` as its last argument it belongs into a `Router::in_transaction(&store)` of that store, \
             without into a `Router::new()`; on SQLite, the one with a `Tx` is a plain `fn`"
 )]
@@ -138,10 +138,10 @@ macro_rules! handlers {
                     const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
 
                     fn call<'t>(&'t self, called: Called<'t, S>, _: &'t ()) -> HandledFuture<'t> {
-                        Box::pin(async move {
+                        Box::pin(Context::of(&called.delivery.event).scope(async move {
                             let ($($argument,)*) = extracted!(called, std::convert::identity, $($argument)*);
                             called.judge.outcome(self($($argument),*).await)
-                        })
+                        }))
                     }
                 }
 

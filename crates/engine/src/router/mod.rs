@@ -26,7 +26,8 @@ pub use postbox_core::Tx;
 ///
 /// A handler is an `async fn` (or an `async` closure) that returns a `Result<(), E>`. Its arguments
 /// are what it wants: [`Event<T>`](Event), which also says the topic, [`State<S>`](State), the
-/// event's [`Headers`](postbox_core::Headers), the whole [`Delivery`], and in a router
+/// [`Context`](postbox_core::Context) that it runs in, the event's
+/// [`Headers`](postbox_core::Headers), the whole [`Delivery`], and in a router
 /// [`in_transaction`](Self::in_transaction), as the last one, [`Tx`].
 ///
 /// ```
@@ -51,6 +52,7 @@ pub use postbox_core::Tx;
 /// - All handlers of a topic run, at the same time, each event once. It is delivered when all of
 ///   them have succeeded. If one fails, it is retried, and *every* handler sees it again: handlers
 ///   must be idempotent (the event's id is the key), or have a subscription each.
+/// - What a handler appends carries on the event's [`Context`](postbox_core::Context).
 /// - A failure's text begins with the handler's name.
 /// - An event that cannot be read as the handler's type is dead at once, with code
 ///   `payload_not_decoded` or `schema_version_differs`. Every other failure is retried, with code

@@ -6,6 +6,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod context;
 mod crashes;
 mod duplicates;
 mod lifecycle;

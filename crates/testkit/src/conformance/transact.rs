@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use postbox_core::{
-    ListQuery, NewEvent, Record, Result, RetryPolicy, Selection, State, Store, Subscription, TypedEvent,
+    Event, ListQuery, NewEvent, Record, Result, RetryPolicy, Selection, State, Store, Subscription, Tenant, TypedEvent,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings};
 
@@ -133,6 +133,26 @@ pub async fn handlers_and_what_they_append_commit_with_the_position(fixture: &dy
     assert_eq!(stats(&case.store).await.dispatched, 2);
     case.drain().await;
     assert_eq!(case.effects().await.len(), 4, "never again");
+}
+
+pub async fn what_is_appended_carries_on_the_event_s_context(fixture: &dyn RouterFixture) {
+    let case = Case::of(fixture, &[]).await;
+    let entry = |entry: &str| NewEvent::json(Entry::TOPIC, format!(r#"{{"entry":"{entry}"}}"#)).key("k");
+    let told = entry("2").correlation_id("c").causation_id("earlier").actor("a").tenant("acme");
+    let told = told.header("traceparent", "00-1-2-01").header("tracestate", "x=1");
+    let ids = append(&case.store, [entry("1"), told.clone()]).await;
+    case.drain().await;
+    let written: Vec<Event> = case.records(WRITTEN, State::Pending).await.into_iter().map(|it| it.event).collect();
+    assert_eq!(written.len(), 2);
+    let begun = NewEvent::json(WRITTEN, "1").correlation_id(ids[0].to_string());
+    let expected =
+        [begun.causation_id(ids[0].to_string()), NewEvent { key: None, ..told }.causation_id(ids[1].to_string())];
+    for (written, expected) in written.iter().zip(expected) {
+        assert_eq!(
+            (&written.headers, written.tenant.as_ref().map(Tenant::as_str)),
+            (&expected.headers, expected.tenant.as_deref())
+        );
+    }
 }
 
 pub async fn a_failure_takes_back_what_every_handler_did_until_it_is_retried(fixture: &dyn RouterFixture) {
