@@ -74,6 +74,16 @@ impl Error {
         )
     }
 
+    /// The error of an aggregate that is not saved because it has another version than the one that
+    /// was loaded: where `UPDATE … WHERE id = … AND version = …` changed no row. A handler that
+    /// fails with it is retried.
+    pub fn version_conflict(aggregate: &str, key: impl fmt::Display, expected: i64) -> Self {
+        let message = format!(
+            "{aggregate} {key} is no longer at version {expected}: somebody else has changed it; load it again and repeat what was asked"
+        );
+        Self::new(ErrorKind::Conflict, "save", "version_conflict", message)
+    }
+
     /// Attaches the cause.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<BoxError>) -> Self {

@@ -58,6 +58,7 @@ mod names;
 mod outcome;
 mod rate;
 mod receive;
+mod recorded;
 mod retry;
 mod sink;
 mod source;
@@ -93,6 +94,7 @@ pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Top
 pub use outcome::{Outcome, excerpt};
 pub use rate::{Bucket, Rate};
 pub use receive::{Conflict, Inbound, Receive, Received};
+pub use recorded::{Aggregate, Recorded};
 pub use retry::RetryPolicy;
 pub use sink::{Capabilities, HighWaterMark, HighWaterMarks, Sink};
 pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
