@@ -13,6 +13,11 @@ pub trait Extract<S>: Sized + Send {
     /// The topic that it asks for, if it does.
     const TOPIC: Option<&'static str> = None;
 
+    /// Whether it can be taken from events of this version of the payload's form.
+    fn reads(_version: u32) -> bool {
+        true
+    }
+
     /// Takes it. Where that fails, the handler is not called, and this becomes of the event.
     fn extract(delivery: &Delivery, state: &S) -> Result<Self, Outcome>;
 }
@@ -23,6 +28,10 @@ pub struct Event<T>(pub T);
 
 impl<T: TypedEvent + DeserializeOwned + Send, S> Extract<S> for Event<T> {
     const TOPIC: Option<&'static str> = Some(T::TOPIC);
+
+    fn reads(version: u32) -> bool {
+        T::reads(version)
+    }
 
     fn extract(delivery: &Delivery, _: &S) -> Result<Self, Outcome> {
         decode(&delivery.event).map(Event).map_err(|error| {

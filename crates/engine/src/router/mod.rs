@@ -54,9 +54,11 @@ pub use postbox_core::Tx;
 ///   must be idempotent (the event's id is the key), or have a subscription each.
 /// - What a handler appends carries on the event's [`Context`](postbox_core::Context).
 /// - A failure's text begins with the handler's name.
+/// - An event goes to those handlers of its topic that read its schema version. Where none does,
+///   it is dead at once, with code `schema_version_differs`.
 /// - An event that cannot be read as the handler's type is dead at once, with code
-///   `payload_not_decoded` or `schema_version_differs`. Every other failure is retried, with code
-///   `handler_error`, unless a [rule](Self::dead_on) says otherwise or it is a [`Failure`].
+///   `payload_not_decoded`. Every other failure is retried, with code `handler_error`, unless a
+///   [rule](Self::dead_on) says otherwise or it is a [`Failure`].
 /// - A panic is the event's failed attempt, with code `panic`; a handler that takes longer than the
 ///   relay's `deliver_timeout` is dropped, with code `timeout`.
 /// - In a transaction, the handlers of an event run one after the other, in the order of
@@ -74,6 +76,8 @@ pub struct Router<S = (), D = Outside> {
 struct Route<S, D> {
     /// `None`: whatever nobody else wants.
     topic: Option<TopicPattern>,
+    /// Whether it reads events of this schema version.
+    reads: fn(u32) -> bool,
     name: &'static str,
     handler: Arc<dyn Call<S, D>>,
 }
@@ -156,6 +160,7 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         let state = Arc::new(state);
         let bind = |route: Route<S, D>| Route {
             topic: route.topic,
+            reads: route.reads,
             name: route.name,
             handler: Arc::new(Bound { handler: route.handler, state: state.clone() }) as Arc<dyn Call<(), D>>,
         };
@@ -191,17 +196,22 @@ impl<S, D> Router<S, D> {
 
 impl<S: Send + Sync + 'static, D: Database> Route<S, D> {
     fn new<H: Handler<S, D, Arguments>, Arguments: 'static>(handler: H) -> Self {
-        Self { topic: None, name: std::any::type_name::<H>(), handler: Arc::new(Typed::new(handler)) }
+        let name = std::any::type_name::<H>();
+        Self { topic: None, reads: H::reads, name, handler: Arc::new(Typed::new(handler)) }
     }
 }
 
 impl<D: Database> Router<(), D> {
-    /// The handlers of an event: those of its topic, or the fallback.
+    /// The handlers of an event: those of its topic that read its version, or the fallback. Where
+    /// none reads it, all of the topic: they say what is wrong.
     fn routes<'t>(&'t self, delivery: &'t Delivery) -> impl Iterator<Item = &'t Route<(), D>> {
         let topic = delivery.event.topic.as_str();
         let wants = |route: &&Route<(), D>| route.topic.as_ref().is_some_and(|its| its.matches(topic));
+        let version = delivery.event.schema_version();
+        let reads = move |route: &Route<(), D>| version.is_some_and(route.reads);
+        let any_reads = self.routes.iter().filter(wants).any(reads);
         let fallback = self.fallback.as_ref().filter(|_| !self.routes.iter().any(|route| wants(&route)));
-        self.routes.iter().filter(wants).chain(fallback)
+        self.routes.iter().filter(wants).filter(move |route| !any_reads || reads(route)).chain(fallback)
     }
 
     fn call<'t>(
