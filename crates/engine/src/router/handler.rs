@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use postbox_core::{Context, Database, Delivery, HandledFuture, Outcome, Tx};
+use postbox_core::{Database, Delivery, HandledFuture, Outcome, Tx};
 
 use super::Outside;
 use super::extract::Extract;
@@ -145,10 +145,10 @@ macro_rules! handlers {
                     }
 
                     fn call<'t>(&'t self, called: Called<'t, S>, _: &'t ()) -> HandledFuture<'t> {
-                        Box::pin(Context::of(&called.delivery.event).scope(async move {
+                        Box::pin(async move {
                             let ($($argument,)*) = extracted!(called, std::convert::identity, $($argument)*);
                             called.judge.outcome(self($($argument),*).await)
-                        }))
+                        })
                     }
                 }
 

@@ -3,6 +3,7 @@
 mod extract;
 mod failure;
 mod handler;
+mod layer;
 mod place;
 
 use std::sync::Arc;
@@ -10,7 +11,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::future::join_all;
 use postbox_core::{
-    Capabilities, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Sink, TopicPattern, Transact,
+    Capabilities, Context, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Sink,
+    TopicPattern, Transact,
 };
 
 use crate::bus::worst;
@@ -19,6 +21,7 @@ use handler::{Bound, Call, Called, Judge, Typed};
 pub use extract::{Event, Extract, State};
 pub use failure::{Failure, FailureRules, IntoFailure};
 pub use handler::Handler;
+pub use layer::{Layer, Next};
 pub use place::{Outside, Place};
 pub use postbox_core::Tx;
 
@@ -71,6 +74,7 @@ pub struct Router<S = (), D = Outside> {
     routes: Vec<Route<S, D>>,
     fallback: Option<Route<S, D>>,
     rules: FailureRules,
+    layers: Vec<Arc<dyn Layer>>,
 }
 
 struct Route<S, D> {
@@ -105,7 +109,8 @@ impl<S: Send + Sync + 'static, D: Transact + Clone> Router<S, D> {
 
 impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
     fn of(database: D) -> Self {
-        Self { database, routes: Vec::new(), fallback: None, rules: FailureRules::default() }
+        let (routes, layers) = (Vec::new(), Vec::new());
+        Self { database, routes, fallback: None, rules: FailureRules::default(), layers }
     }
 
     /// Adds a handler of the topic that its [`Event<T>`](Event) has.
@@ -139,8 +144,8 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self
     }
 
-    /// Adds the handlers and rules of another router, of another module say. A topic may be in
-    /// both. If they run in transactions, then in those of this one's store.
+    /// Adds the handlers, rules and layers of another router, of another module say. A
+    /// topic may be in both. If they run in transactions, then in those of this one's store.
     ///
     /// The error (`Conflict`, code `fallback_twice`): both have a fallback.
     pub fn merge(mut self, other: Self) -> Result<Self> {
@@ -151,6 +156,7 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self.routes.extend(other.routes);
         self.fallback = self.fallback.or(other.fallback);
         self.rules.extend(other.rules);
+        self.layers.extend(other.layers);
         Ok(self)
     }
 
@@ -169,7 +175,19 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
             routes: self.routes.into_iter().map(&bind).collect(),
             fallback: self.fallback.map(&bind),
             rules: self.rules,
+            layers: self.layers,
         }
+    }
+}
+
+impl<S> Router<S> {
+    /// Does something around the handlers of each event: see [`Layer`]. Those added first are
+    /// outermost. For the whole router. A router in a transaction has none: its handlers may be
+    /// functions that block.
+    #[must_use]
+    pub fn layer(mut self, layer: impl Layer) -> Self {
+        self.layers.push(Arc::new(layer));
+        self
     }
 }
 
@@ -231,6 +249,7 @@ fn not_handled(delivery: &Delivery) -> Outcome {
 }
 
 impl Router {
+    /// What the layers are around.
     async fn handle(&self, delivery: &Delivery) -> Outcome {
         let calls: Vec<_> = self.routes(delivery).map(|route| self.call(route, delivery, &())).collect();
         if calls.is_empty() {
@@ -259,7 +278,8 @@ impl Sink for Router {
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(deliveries.len());
         for delivery in deliveries {
-            outcomes.push(self.handle(delivery).await);
+            let handled = Next { router: self, delivery, outside: 0 }.run();
+            outcomes.push(Context::of(&delivery.event).scope(handled).await);
         }
         outcomes
     }

@@ -9,6 +9,7 @@ mod support;
 mod context;
 mod crashes;
 mod duplicates;
+mod layers;
 mod lifecycle;
 mod limit;
 mod lost;
