@@ -84,6 +84,14 @@ impl Error {
         Self::new(ErrorKind::Conflict, "save", "version_conflict", message)
     }
 
+    /// The error of a payload that is not as its topic says: see [`Schemas`](crate::Schemas).
+    ///
+    /// The issues name places and rules, and nothing of the payload, which may hold a secret.
+    pub fn schema_violated(topic: &str, schema_version: u32, issues: &str) -> Self {
+        let message = format!("the payload breaks the schema of {topic}, version {schema_version}: {issues}");
+        Self::invalid("check", "schema_violated", message)
+    }
+
     /// Attaches the cause.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<BoxError>) -> Self {

@@ -340,7 +340,7 @@ impl Event {
     /// The version of the payload's form: the header [`header::SCHEMA_VERSION`], without one 1.
     /// `None`: the header is no number.
     pub fn schema_version(&self) -> Option<u32> {
-        self.header(header::SCHEMA_VERSION).unwrap_or("1").parse().ok()
+        schema_version(&self.headers)
     }
 
     /// The conversation it belongs to.
@@ -357,6 +357,11 @@ impl Event {
     pub fn actor(&self) -> Option<&str> {
         self.header(header::ACTOR)
     }
+}
+
+/// See [`Event::schema_version`].
+pub(crate) fn schema_version(headers: &Headers) -> Option<u32> {
+    headers.get(header::SCHEMA_VERSION).map_or("1", String::as_str).parse().ok()
 }
 
 fn check_headers(headers: &Headers) -> Result<()> {

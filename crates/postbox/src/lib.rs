@@ -83,6 +83,8 @@
 //! | `sqlite` | the `sqlite` module: `SqliteStore`; append in transactions of `rusqlite` | no |
 //! | `sqlx` | append in Postgres transactions of `sqlx` 0.9 | no |
 //! | `sqlx-sqlite` | append in SQLite transactions of `sqlx` 0.9 | no |
+//! | `schema` | the `schema` module: JSON Schemas of events, checked at the append and before handlers | no |
+//! | `schemars` | schemas from types that derive `schemars::JsonSchema` 1 | no |
 //! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | yes |
 //!
 //! # The guarantee
@@ -126,6 +128,9 @@ pub use postbox_listen as listen;
 /// The Postgres store.
 #[cfg(feature = "postgres")]
 pub use postbox_postgres as postgres;
+/// JSON Schemas of events.
+#[cfg(feature = "schema")]
+pub use postbox_schema as schema;
 /// The SQLite store.
 #[cfg(feature = "sqlite")]
 pub use postbox_sqlite as sqlite;

@@ -28,6 +28,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-sqs", &["postbox-config", "postbox-core"]),
     ("postbox-engine", &["postbox-core"]),
     ("postbox-listen", &["postbox-core"]),
+    ("postbox-schema", &["postbox-core"]),
     ("postbox-ingress", &["postbox-config", "postbox-core", "postbox-engine", "postbox-http", "postbox-webhook"]),
     ("postbox-simulator", &["postbox-core", "postbox-engine", "postbox-sqlite"]),
     (
@@ -40,6 +41,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "postbox-ingress",
             "postbox-listen",
             "postbox-postgres",
+            "postbox-schema",
             "postbox-sqlite",
             "postbox-webhook",
         ],
@@ -149,6 +151,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("hyper", &["postbox-listen", "postbox-server"]),
     ("hyper-util", &["postbox-listen", "postbox-server", "postbox-sqs"]),
     ("ipnet", &["postbox-http"]),
+    ("jsonschema", &["postbox-schema"]),
     ("krafka", &["postbox-kafka", "postbox-bench"]),
     ("lapin", &["postbox-rabbitmq", "postbox-bench"]),
     ("proc-macro2", &["postbox-derive"]),
@@ -161,6 +164,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash", "postbox-simulator"]),
     ("rustls", &["postbox-cli", "postbox-http", "postbox-mqtt", "postbox-postgres", "postbox-rabbitmq", "postbox-sqs"]),
     ("rustls-platform-verifier", &["postbox-http", "postbox-mqtt"]),
+    ("schemars", &["postbox-schema"]),
     ("sha1", &["postbox-webhook"]),
     (
         "sha2",

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::future::join_all;
 use postbox_core::{
-    Capabilities, Context, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Sink,
+    Capabilities, Context, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Schemas, Sink,
     TopicPattern, Transact,
 };
 
@@ -74,6 +74,7 @@ pub struct Router<S = (), D = Outside> {
     routes: Vec<Route<S, D>>,
     fallback: Option<Route<S, D>>,
     rules: FailureRules,
+    schemas: Vec<Arc<dyn Schemas>>,
     layers: Vec<Arc<dyn Layer>>,
 }
 
@@ -109,8 +110,8 @@ impl<S: Send + Sync + 'static, D: Transact + Clone> Router<S, D> {
 
 impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
     fn of(database: D) -> Self {
-        let (routes, layers) = (Vec::new(), Vec::new());
-        Self { database, routes, fallback: None, rules: FailureRules::default(), layers }
+        let (routes, schemas, layers) = (Vec::new(), Vec::new(), Vec::new());
+        Self { database, routes, fallback: None, rules: FailureRules::default(), schemas, layers }
     }
 
     /// Adds a handler of the topic that its [`Event<T>`](Event) has.
@@ -144,7 +145,15 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self
     }
 
-    /// Adds the handlers, rules and layers of another router, of another module say. A
+    /// Events whose payload is not as its topic says are dead at once, with code `schema_violated`
+    /// and every issue. Handlers do not see them. For the whole router.
+    #[must_use]
+    pub fn schemas(mut self, schemas: Arc<dyn Schemas>) -> Self {
+        self.schemas.push(schemas);
+        self
+    }
+
+    /// Adds the handlers, rules, schemas and layers of another router, of another module say. A
     /// topic may be in both. If they run in transactions, then in those of this one's store.
     ///
     /// The error (`Conflict`, code `fallback_twice`): both have a fallback.
@@ -156,6 +165,7 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self.routes.extend(other.routes);
         self.fallback = self.fallback.or(other.fallback);
         self.rules.extend(other.rules);
+        self.schemas.extend(other.schemas);
         self.layers.extend(other.layers);
         Ok(self)
     }
@@ -175,6 +185,7 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
             routes: self.routes.into_iter().map(&bind).collect(),
             fallback: self.fallback.map(&bind),
             rules: self.rules,
+            schemas: self.schemas,
             layers: self.layers,
         }
     }
@@ -243,6 +254,14 @@ impl<D: Database> Router<(), D> {
     }
 }
 
+/// What becomes of an event whose payload breaks a schema.
+fn violation(schemas: &[Arc<dyn Schemas>], event: &postbox_core::Event) -> Option<Outcome> {
+    let version = event.schema_version()?;
+    let check = |schemas: &Arc<dyn Schemas>| schemas.check(event.topic.as_str(), version, &event.payload).err();
+    let error = schemas.iter().find_map(check)?;
+    Some(Outcome::dead(error.code().to_owned(), error.message()))
+}
+
 fn not_handled(delivery: &Delivery) -> Outcome {
     let topic = &delivery.event.topic;
     Outcome::retry("not_handled", format!("no handler of this program wants {topic}; is it an older one?"))
@@ -251,6 +270,9 @@ fn not_handled(delivery: &Delivery) -> Outcome {
 impl Router {
     /// What the layers are around.
     async fn handle(&self, delivery: &Delivery) -> Outcome {
+        if let Some(violation) = violation(&self.schemas, &delivery.event) {
+            return violation;
+        }
         let calls: Vec<_> = self.routes(delivery).map(|route| self.call(route, delivery, &())).collect();
         if calls.is_empty() {
             return not_handled(delivery);
@@ -261,6 +283,11 @@ impl Router {
 
 impl<D: Transact> Handlers<D> for Router<(), D> {
     fn call<'t>(&'t self, nth: usize, delivery: &'t Delivery, tx: &'t D::Transaction<'t>) -> Option<D::Handled<'t>> {
+        if nth == 0
+            && let Some(violation) = violation(&self.schemas, &delivery.event)
+        {
+            return Some(D::handled(violation));
+        }
         match self.routes(delivery).nth(nth) {
             Some(route) => Some(Router::call(self, route, delivery, tx)),
             None if nth == 0 => Some(D::handled(not_handled(delivery))),

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{Context, Delivery, NewEvent, Outcome, State as EventState, TypedEvent};
+use postbox_core::{Context, Delivery, Error, NewEvent, Outcome, Result, Schemas, State as EventState, TypedEvent};
 use postbox_engine::Relay;
 use postbox_engine::router::{Event, Layer, Next, Router, State};
 
@@ -86,4 +86,30 @@ async fn layers_are_around_the_handlers_the_first_outermost() {
     assert_eq!(*seen.lock().expect("unpoisoned"), expected.concat());
     let dead = env.list(EventState::Dead).await;
     assert_eq!(dead.iter().map(|it| it.code.as_deref()).collect::<Vec<_>>(), [Some("too_late")]);
+}
+
+/// No order is 13.
+#[derive(Debug)]
+struct No13;
+
+impl Schemas for No13 {
+    fn check(&self, topic: &str, schema_version: u32, payload: &[u8]) -> Result<()> {
+        match payload == br#"{"order":13}"# {
+            true => Err(Error::schema_violated(topic, schema_version, "/order (not)")),
+            false => Ok(()),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_breaks_a_schema_of_a_merged_router_is_dead_and_nobody_sees_it() {
+    let env = TestEnv::with([paid(13), paid(1)]).await;
+    let seen = Seen::default();
+    let other = Router::new().schemas(Arc::new(No13));
+    let router = Router::new().on(mail).merge(other).expect("merged").with_state(seen.clone());
+    assert_eq!(relay(&env, router).drain(None).await.expect("drained").delivered, 1);
+    assert_eq!(*seen.lock().expect("unpoisoned"), ["mail 1"]);
+    let dead = env.list(EventState::Dead).await.remove(0);
+    assert_eq!(dead.code.as_deref(), Some("schema_violated"));
+    assert!(dead.error.is_some_and(|error| error.contains("/order (not)")));
 }
