@@ -1,6 +1,6 @@
 //! For the tests of a program that uses Postbox: a store in memory, what was appended, what a
-//! handler makes of an event. Webhooks are signed as their senders do by the `Secret::sign` of each
-//! scheme in [`webhook`](crate::webhook).
+//! handler makes of an event, and both ends of a webhook. Those are signed as their senders do by the
+//! `Secret::sign` of each scheme in [`webhook`](crate::webhook).
 //!
 //! ```
 //! use postbox::router::{Event, Router};
@@ -34,6 +34,9 @@
 //! # }
 //! ```
 
+#[cfg(feature = "http")]
+mod webhooks;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
 use jiff::Timestamp;
@@ -45,6 +48,9 @@ use postbox_core::{
 use postbox_engine::router::Router;
 use postbox_engine::{Relay, TokioClock, handler_sink};
 use serde::de::DeserializeOwned;
+
+#[cfg(feature = "http")]
+pub use webhooks::{Receiver, Webhooks};
 
 /// An empty store in memory. Its time begins in 1970 and is tokio's: in a test that pauses that
 /// (`#[tokio::test(start_paused = true)]`), `tokio::time::advance` steps it, and retries and
@@ -61,13 +67,13 @@ pub fn store() -> MemoryStore {
 ///
 /// An event that is not of the type is an error, that of [`decode`].
 pub async fn appended<T: TypedEvent + DeserializeOwned>(store: &(impl Store + Clone)) -> Result<Vec<T>> {
-    read(store, vec![TopicPattern::from_stored(T::TOPIC)]).await?.iter().map(decode).collect()
+    read(store, LogName::outbox(), vec![TopicPattern::from_stored(T::TOPIC)]).await?.iter().map(decode).collect()
 }
 
 /// Events of these topics, or of all if there are none, by place in the log.
-async fn read(store: &(impl Store + Clone), topics: Vec<TopicPattern>) -> Result<Vec<Event>> {
+async fn read(store: &(impl Store + Clone), log: LogName, topics: Vec<TopicPattern>) -> Result<Vec<Event>> {
     let name = format!("test-{}", EventId::now_v7());
-    let mut subscription = Subscription::new(name.parse()?, LogName::outbox());
+    let mut subscription = Subscription::new(name.parse()?, log);
     subscription.filter.topics = topics;
     let name = subscription.name.clone();
     let seen = Arc::new(Mutex::new(Vec::new()));
@@ -125,7 +131,7 @@ pub async fn check_appended<Kind>(
     events: impl IntoEvents<Kind>,
 ) -> std::result::Result<(), String> {
     let expected = events.into_events().map_err(|error| error.to_string())?;
-    let appended = read(store, Vec::new()).await.map_err(|error| error.to_string())?;
+    let appended = read(store, LogName::outbox(), Vec::new()).await.map_err(|error| error.to_string())?;
     let mut rest = appended.iter();
     let Some(missing) = expected.iter().find(|expected| !rest.any(|event| is_expected(event, expected))) else {
         return Ok(());
