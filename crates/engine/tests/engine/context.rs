@@ -47,48 +47,52 @@ async fn runs_in_context(handles: impl FnOnce(RelayBuilder, &TestEnv, Seen) -> R
     assert_eq!(Context::current(), Context::new(), "nothing is left of it");
 }
 
+/// Notes what it runs in, before and after another event's handler had its turn.
+async fn see(seen: Seen, delivery: Arc<Delivery>) {
+    seen.note(&delivery);
+    tokio::task::yield_now().await;
+    seen.note(&delivery);
+}
+
 #[tokio::test(start_paused = true)]
-async fn every_handler_runs_in_the_context_of_its_event() {
-    let handler = |seen: Seen| {
-        async move |delivery: Arc<Delivery>| {
-            seen.note(&delivery);
-            tokio::task::yield_now().await; // The other event's handler runs meanwhile.
-            seen.note(&delivery);
-        }
+async fn a_function_runs_in_the_context_of_its_event() {
+    let handles = |relay: RelayBuilder, _: &TestEnv, seen: Seen| {
+        relay.sink(Arc::new(handler_sink(move |delivery| see(seen.clone(), Arc::new(delivery)))))
     };
-    runs_in_context(|relay, _, seen| {
-        relay.sink(Arc::new(handler_sink(move |delivery: Delivery| {
-            let handler = handler(seen.clone());
-            async move { handler(Arc::new(delivery)).await }
-        })))
-    })
-    .await;
-    runs_in_context(|relay, _, seen| {
-        let bus = InProcessBus::new().on("order.*", move |delivery| {
-            let handler = handler(seen.clone());
-            async move { handler(delivery).await }
-        });
+    runs_in_context(handles).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_of_a_bus_runs_in_the_context_of_its_event() {
+    let handles = |relay: RelayBuilder, _: &TestEnv, seen: Seen| {
+        let bus = InProcessBus::new().on("order.*", move |delivery| see(seen.clone(), delivery));
         relay.sink(Arc::new(bus.expect("a pattern")))
-    })
-    .await;
-    runs_in_context(|relay, _, seen| {
-        let see = async |_: Event<Paid>, delivery: Delivery, State(seen): State<Seen>, context: Context| {
-            seen.note(&delivery);
-            tokio::task::yield_now().await;
-            seen.note(&delivery);
-            assert_eq!(context, Context::current());
-            Ok::<(), std::io::Error>(())
-        };
-        relay.router(Router::new().on(see).with_state(seen)).expect("it has a handler")
-    })
-    .await;
-    runs_in_context(|relay, env, seen| {
+    };
+    runs_in_context(handles).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_of_a_router_runs_in_the_context_of_its_event() {
+    let handler = async |_: Event<Paid>, delivery: Delivery, State(seen): State<Seen>, context: Context| {
+        assert_eq!(context, Context::current());
+        see(seen, Arc::new(delivery)).await;
+        Ok::<(), std::io::Error>(())
+    };
+    let handles = |relay: RelayBuilder, _: &TestEnv, seen: Seen| {
+        relay.router(Router::new().on(handler).with_state(seen)).expect("it has a handler")
+    };
+    runs_in_context(handles).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_in_a_transaction_runs_in_the_context_of_its_event() {
+    let handles = |relay: RelayBuilder, env: &TestEnv, seen: Seen| {
         relay.apply(env.store.apply(move |_, delivery| {
             seen.note(delivery);
             Outcome::DELIVERED
         }))
-    })
-    .await;
+    };
+    runs_in_context(handles).await;
 }
 
 async fn follow(_: Event<Paid>, State(store): State<MemoryStore>, context: Context) -> anyhow::Result<()> {
