@@ -12,6 +12,7 @@ use crate::names::LogName;
 /// takes the same events and gives the same result.
 ///
 /// [`Postbox::append`]: crate::Postbox::append
+/// [`kit::in_context`]: crate::kit::in_context
 ///
 /// Behaviour:
 /// - All events are appended or none; one round trip for any number of them.
@@ -19,6 +20,7 @@ use crate::names::LogName;
 /// - Every event is validated first (`limits`); the first fault is returned and nothing is written.
 /// - An id that is in the log already: `Conflict`, code `event_id_taken`, nothing is written.
 /// - An unknown log: `NotFound`, code `log_unknown`.
+/// - Events carry on the current [`Context`](crate::Context), as [`kit::in_context`] fills it in.
 /// - `seq` order within one call is the order given.
 /// - Local relays of the same store are woken after the commit.
 /// - Cancel-safety: a dropped future may or may not have committed; append again with the same ids

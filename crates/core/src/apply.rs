@@ -13,6 +13,7 @@ pub type Decide<'a> = dyn Fn(&Delivery, &Outcome) -> Disposition + Send + Sync +
 /// A handler bound to its store: it runs inside the very transaction that settles the events.
 ///
 /// Behaviour:
+/// - A handler runs in the [`Context`](crate::Context) of its event.
 /// - One transaction: every handler's effect, the position of `settlement` and all delivery rows
 ///   commit together or not at all.
 /// - Handlers run one after the other in the order of `deliveries`. A handler's failure (an outcome

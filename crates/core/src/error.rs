@@ -74,6 +74,24 @@ impl Error {
         )
     }
 
+    /// The error of an aggregate that is not saved because it has another version than the one that
+    /// was loaded: where `UPDATE … WHERE id = … AND version = …` changed no row. A handler that
+    /// fails with it is retried.
+    pub fn version_conflict(aggregate: &str, key: impl fmt::Display, expected: i64) -> Self {
+        let message = format!(
+            "{aggregate} {key} is no longer at version {expected}: somebody else has changed it; load it again and repeat what was asked"
+        );
+        Self::new(ErrorKind::Conflict, "save", "version_conflict", message)
+    }
+
+    /// The error of a payload that is not as its topic says: see [`Schemas`](crate::Schemas).
+    ///
+    /// The issues name places and rules, and nothing of the payload, which may hold a secret.
+    pub fn schema_violated(topic: &str, schema_version: u32, issues: &str) -> Self {
+        let message = format!("the payload breaks the schema of {topic}, version {schema_version}: {issues}");
+        Self::invalid("check", "schema_violated", message)
+    }
+
     /// Attaches the cause.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<BoxError>) -> Self {

@@ -73,6 +73,9 @@ pub mod header {
     pub const CORRELATION_ID: &str = "correlation-id";
     /// The event or command that caused this one.
     pub const CAUSATION_ID: &str = "causation-id";
+    /// Who acted: a user, a service, a job. A webhook's sender cannot say it: the inbox keeps no
+    /// header of theirs that begins like this.
+    pub const ACTOR: &str = "postbox-actor";
     /// W3C trace context: the parent span.
     pub const TRACEPARENT: &str = "traceparent";
     /// W3C trace context: vendor state.
@@ -207,6 +210,21 @@ impl NewEvent {
         self
     }
 
+    /// Sets the conversation it belongs to: the header [`header::CORRELATION_ID`].
+    pub fn correlation_id(self, id: impl Into<String>) -> Self {
+        self.header(header::CORRELATION_ID, id)
+    }
+
+    /// Sets the event or command that caused it: the header [`header::CAUSATION_ID`].
+    pub fn causation_id(self, id: impl Into<String>) -> Self {
+        self.header(header::CAUSATION_ID, id)
+    }
+
+    /// Sets who acts: the header [`header::ACTOR`].
+    pub fn actor(self, actor: impl Into<String>) -> Self {
+        self.header(header::ACTOR, actor)
+    }
+
     /// Sets when it happened.
     pub fn occurred_at(mut self, at: Timestamp) -> Self {
         self.occurred_at = Some(at);
@@ -318,6 +336,32 @@ impl Event {
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.get(name).map(String::as_str)
     }
+
+    /// The version of the payload's form: the header [`header::SCHEMA_VERSION`], without one 1.
+    /// `None`: the header is no number.
+    pub fn schema_version(&self) -> Option<u32> {
+        schema_version(&self.headers)
+    }
+
+    /// The conversation it belongs to.
+    pub fn correlation_id(&self) -> Option<&str> {
+        self.header(header::CORRELATION_ID)
+    }
+
+    /// The event or command that caused it.
+    pub fn causation_id(&self) -> Option<&str> {
+        self.header(header::CAUSATION_ID)
+    }
+
+    /// Who acted.
+    pub fn actor(&self) -> Option<&str> {
+        self.header(header::ACTOR)
+    }
+}
+
+/// See [`Event::schema_version`].
+pub(crate) fn schema_version(headers: &Headers) -> Option<u32> {
+    headers.get(header::SCHEMA_VERSION).map_or("1", String::as_str).parse().ok()
 }
 
 fn check_headers(headers: &Headers) -> Result<()> {

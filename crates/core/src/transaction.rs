@@ -1,11 +1,14 @@
 //! Appending in a transaction of yours: one verb, whichever driver the transaction is of.
 
 use std::pin::Pin;
+use std::sync::Arc;
 
+use crate::context::in_context;
 use crate::error::Result;
-use crate::event::{EventId, NewEvent};
+use crate::event::{EventId, NewEvent, schema_version};
 use crate::memory::{MemoryStore, MemoryTransaction};
 use crate::names::LogName;
+use crate::schemas::Schemas;
 use crate::typed::IntoEvents;
 
 /// Appends events to one log, in transactions of yours. Cheap to make; it holds no connection.
@@ -27,18 +30,27 @@ use crate::typed::IntoEvents;
 pub struct Postbox<S> {
     store: S,
     log: LogName,
+    schemas: Option<Arc<dyn Schemas>>,
 }
 
 impl<S> Postbox<S> {
     /// Appends to the log `outbox` of a store.
     pub fn new(store: S) -> Self {
-        Self { store, log: LogName::outbox() }
+        Self { store, log: LogName::outbox(), schemas: None }
     }
 
     /// Appends to this log instead.
     #[must_use]
     pub fn log(mut self, log: LogName) -> Self {
         self.log = log;
+        self
+    }
+
+    /// Appends only payloads that are as their topics say. The error of another is
+    /// [`schema_violated`](crate::Error::schema_violated), and nothing is sent.
+    #[must_use]
+    pub fn schemas(mut self, schemas: Arc<dyn Schemas>) -> Self {
+        self.schemas = Some(schemas);
         self
     }
 
@@ -49,8 +61,10 @@ impl<S> Postbox<S> {
     /// `wake` after your commit, or let the relay poll. Typed events can fail to become JSON
     /// (`Invalid`, code `payload_not_encoded`).
     ///
-    /// Where events break a limit, nothing was sent and your transaction goes on. After any other
-    /// error, roll it back, unless the driver's crate promises more.
+    /// Where events break a limit or a schema, nothing was sent and your transaction goes on. After
+    /// any other error, roll it back, unless the driver's crate promises more.
+    ///
+    /// They carry on the current [`Context`](crate::Context).
     ///
     /// Cancel-safety: dropped before it is done, the events may or may not be part of your
     /// transaction; roll it back.
@@ -59,7 +73,19 @@ impl<S> Postbox<S> {
         T: Transaction<'a, S, Via> + ?Sized,
         E: IntoEvents<Kind>,
     {
-        tx.append(&self.store, &self.log, events.into_events())
+        // Now, not when a future of it is polled: that may be elsewhere.
+        let events = events.into_events().and_then(|events| self.checked(events));
+        tx.append(&self.store, &self.log, events.map(|events| in_context(events).into_owned()))
+    }
+
+    fn checked(&self, events: Vec<NewEvent>) -> Result<Vec<NewEvent>> {
+        if let Some(schemas) = &self.schemas {
+            for event in &events {
+                schema_version(&event.headers)
+                    .map_or(Ok(()), |version| schemas.check(&event.topic, version, &event.payload))?;
+            }
+        }
+        Ok(events)
     }
 }
 

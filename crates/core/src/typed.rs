@@ -38,6 +38,20 @@ pub trait TypedEvent {
     fn describe(&self, event: NewEvent) -> NewEvent {
         event
     }
+
+    /// Whether events of this version of the form can be read as the type.
+    fn reads(version: u32) -> bool {
+        version == Self::SCHEMA_VERSION
+    }
+
+    /// Reads an event of another version that it [reads](Self::reads): by the type of that version,
+    /// with [`decode`], of which it then makes its own. The derive writes it for `from = "…"`.
+    fn upcast(event: &Event) -> Result<Self>
+    where
+        Self: Sized,
+    {
+        Err(version_differs::<Self>(event))
+    }
 }
 
 /// The code of a typed event whose payload cannot be written.
@@ -64,13 +78,10 @@ fn encode<T: TypedEvent + Serialize>(typed: &T) -> Result<NewEvent> {
 ///
 /// Errors (`Invalid`): `schema_version_differs`, `payload_not_decoded`. The topic is not looked at.
 pub fn decode<T: TypedEvent + DeserializeOwned>(event: &Event) -> Result<T> {
-    let version = event.header(header::SCHEMA_VERSION).unwrap_or("1");
-    if version.parse() != Ok(T::SCHEMA_VERSION) {
-        let message = format!(
-            "the event has schema version {version:?}, this program reads {}; handle both, or deploy the one that reads it",
-            T::SCHEMA_VERSION
-        );
-        return Err(Error::invalid("decode", VERSION_DIFFERS, message));
+    match event.schema_version() {
+        Some(version) if version == T::SCHEMA_VERSION => {}
+        Some(version) if T::reads(version) => return T::upcast(event),
+        _ => return Err(version_differs::<T>(event)),
     }
     serde_json::from_slice(&event.payload).map_err(|error| {
         // serde's text may quote the payload; the place is enough to find the fault.
@@ -78,6 +89,16 @@ pub fn decode<T: TypedEvent + DeserializeOwned>(event: &Event) -> Result<T> {
         let message = format!("the payload is no {} (line {line}, column {column})", std::any::type_name::<T>());
         Error::invalid("decode", NOT_DECODED, message).with_source(error)
     })
+}
+
+fn version_differs<T: TypedEvent>(event: &Event) -> Error {
+    let version = event.header(header::SCHEMA_VERSION).unwrap_or("1");
+    let message = format!(
+        "the event has schema version {version:?}, {} is version {} and cannot be made from it; handle both, or deploy the program that reads it",
+        std::any::type_name::<T>(),
+        T::SCHEMA_VERSION
+    );
+    Error::invalid("decode", VERSION_DIFFERS, message)
 }
 
 /// One event to append: a [`NewEvent`], or a [`TypedEvent`], or a reference to one.
@@ -229,6 +250,39 @@ mod tests {
             decode::<Paid>(&stored(Paid { order: 7 }.into_event().expect("written"))).expect("written"),
             Paid { order: 7 }
         );
+    }
+
+    /// Made from version 2.
+    #[derive(Debug, PartialEq, serde::Deserialize)]
+    struct PaidIn {
+        order: i64,
+        currency: String,
+    }
+
+    impl TypedEvent for PaidIn {
+        const TOPIC: &'static str = Paid::TOPIC;
+        const SCHEMA_VERSION: u32 = 3;
+
+        fn reads(version: u32) -> bool {
+            version == 3 || Paid::reads(version)
+        }
+
+        fn upcast(event: &Event) -> Result<Self> {
+            decode(event).map(|Paid { order }| Self { order, currency: "EUR".into() })
+        }
+    }
+
+    #[test]
+    fn an_event_of_an_older_version_is_made_a_newer_one() {
+        let event = |version: u32, payload: &str| {
+            stored(NewEvent::json(Paid::TOPIC, payload.to_owned()).header("schema-version", version.to_string()))
+        };
+        let read = |event: &Event| decode::<PaidIn>(event).map_err(|error| error.code().to_owned());
+        let paid = |currency: &str| Ok(PaidIn { order: 7, currency: currency.into() });
+        assert_eq!(read(&event(2, r#"{"order":7}"#)), paid("EUR"));
+        assert_eq!(read(&event(3, r#"{"order":7,"currency":"CHF"}"#)), paid("CHF"));
+        assert_eq!(read(&event(2, "{}")), Err("payload_not_decoded".into()));
+        assert_eq!(read(&event(1, r#"{"order":7}"#)), Err("schema_version_differs".into()));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What `#[event(…)]` says.
 
 use syn::meta::ParseNestedMeta;
-use syn::{Attribute, Ident, LitInt, LitStr, Result};
+use syn::{Attribute, Ident, LitInt, LitStr, Result, Type};
 
 /// The attributes of a type.
 #[derive(Default)]
@@ -9,11 +9,13 @@ pub(crate) struct Attributes {
     pub(crate) topic: Option<LitStr>,
     pub(crate) key: Option<LitStr>,
     pub(crate) schema_version: Option<LitInt>,
+    /// The type of an older version.
+    pub(crate) from: Option<Type>,
     pub(crate) aggregate: Option<LitStr>,
     pub(crate) kind: Option<LitStr>,
 }
 
-const KNOWN: &str = "topic, key, schema_version, aggregate, kind";
+const KNOWN: &str = "topic, key, schema_version, from, aggregate, kind";
 
 impl Attributes {
     /// Reads every `#[event(…)]` of a type `name`.
@@ -36,6 +38,11 @@ impl Attributes {
             "topic" => once(&mut self.topic, checked_topic(meta.value()?.parse()?)?, meta),
             "key" => once(&mut self.key, meta.value()?.parse()?, meta),
             "schema_version" => once(&mut self.schema_version, checked_version(meta.value()?.parse()?)?, meta),
+            "from" => {
+                let from: LitStr = meta.value()?.parse()?;
+                let no_type = || format!("`{}` is no type; name that of the older version", from.value());
+                once(&mut self.from, from.parse().map_err(|_| syn::Error::new(from.span(), no_type()))?, meta)
+            }
             "aggregate" => once(&mut self.aggregate, meta.value()?.parse()?, meta),
             "kind" => once(&mut self.kind, meta.value()?.parse()?, meta),
             _ => Err(meta.error(format!("unknown attribute; known: {KNOWN}"))),

@@ -2,18 +2,20 @@
 
 use proc_macro2::TokenStream;
 use quote::{quote, quote_spanned};
-use syn::{Data, DeriveInput, LitStr, Member, Result};
+use syn::spanned::Spanned as _;
+use syn::{Data, DeriveInput, LitStr, Member, Result, Type};
 
 use crate::attributes::Attributes;
 
 pub(crate) fn derive(input: TokenStream) -> Result<TokenStream> {
     let input: DeriveInput = syn::parse2(input)?;
     let name = &input.ident;
-    let Attributes { topic, key, schema_version, aggregate, kind } = Attributes::of(name, &input.attrs)?;
+    let Attributes { topic, key, schema_version, from, aggregate, kind } = Attributes::of(name, &input.attrs)?;
     let schema_version = schema_version.map(|version| quote! { const SCHEMA_VERSION: u32 = #version; });
     let key = key.map(|key| written_key(&input, &key)).transpose()?;
     let aggregate = aggregate.map(|aggregate| quote! { .aggregate(#aggregate) });
     let kind = kind.map(|kind| quote! { .kind(#kind) });
+    let upcast = from.map(upcast_from);
     let (parameters, arguments, conditions) = input.generics.split_for_impl();
     Ok(quote! {
         impl #parameters ::postbox::TypedEvent for #name #arguments #conditions {
@@ -23,8 +25,26 @@ pub(crate) fn derive(input: TokenStream) -> Result<TokenStream> {
             fn describe(&self, event: ::postbox::NewEvent) -> ::postbox::NewEvent {
                 event #key #aggregate #kind
             }
+            #upcast
         }
     })
+}
+
+/// The functions that read events of an older version. Their span is the type's, where one that
+/// this cannot be made from is an error.
+fn upcast_from(older: Type) -> TokenStream {
+    quote_spanned! { older.span() =>
+        fn reads(version: u32) -> bool {
+            version == Self::SCHEMA_VERSION || <#older as ::postbox::TypedEvent>::reads(version)
+        }
+
+        fn upcast(event: &::postbox::Event) -> ::postbox::Result<Self> {
+            const {
+                assert!(<#older as ::postbox::TypedEvent>::SCHEMA_VERSION < Self::SCHEMA_VERSION, "`from` is no older version")
+            };
+            ::postbox::typed::decode::<#older>(event).map(::std::convert::Into::into)
+        }
+    }
 }
 
 /// The call that sets the key. Its span is the attribute's, where a field without `Display` is an
@@ -78,6 +98,32 @@ mod tests {
     }
 
     #[test]
+    fn an_older_version_is_read_by_its_type() {
+        assert_derives(
+            quote! { #[event(topic = "t", schema_version = 2, from = "old::A")] struct A; },
+            quote! {
+                impl ::postbox::TypedEvent for A {
+                    const TOPIC: &'static str = "t";
+                    const SCHEMA_VERSION: u32 = 2;
+
+                    fn describe(&self, event: ::postbox::NewEvent) -> ::postbox::NewEvent { event }
+
+                    fn reads(version: u32) -> bool {
+                        version == Self::SCHEMA_VERSION || <old::A as ::postbox::TypedEvent>::reads(version)
+                    }
+
+                    fn upcast(event: &::postbox::Event) -> ::postbox::Result<Self> {
+                        const {
+                            assert!(<old::A as ::postbox::TypedEvent>::SCHEMA_VERSION < Self::SCHEMA_VERSION, "`from` is no older version")
+                        };
+                        ::postbox::typed::decode::<old::A>(event).map(::std::convert::Into::into)
+                    }
+                }
+            },
+        );
+    }
+
+    #[test]
     fn a_topic_is_enough_for_any_type() {
         let describe = quote! {
             fn describe(&self, event: ::postbox::NewEvent) -> ::postbox::NewEvent { event }
@@ -108,7 +154,7 @@ mod tests {
         let no_topic = r#"`A` has no topic; write #[event(topic = "…")] above it, as in "order.paid""#;
         let version = "a schema version is a whole number from 1";
         let topic = r#"a topic is not empty and has no white space; use dots, as in "order.paid""#;
-        let known = "unknown attribute; known: topic, key, schema_version, aggregate, kind";
+        let known = "unknown attribute; known: topic, key, schema_version, from, aggregate, kind";
         let no_struct = "`A` is no struct; only a field of one can be the key";
         for (input, text) in [
             ("struct A { b: u8 }", no_topic),
@@ -123,6 +169,7 @@ mod tests {
             (r#"#[event(topic = "")] struct A;"#, topic),
             (r#"#[event(topic = "t", schema_version = 0)] struct A;"#, version),
             (r#"#[event(topic = "t", schema_version = 4294967296)] struct A;"#, version),
+            (r#"#[event(topic = "t", from = "1")] struct A;"#, "`1` is no type; name that of the older version"),
             (r#"#[event(topic = 1)] struct A;"#, "expected string literal"),
         ] {
             assert_eq!(fault(input), text, "{input}");

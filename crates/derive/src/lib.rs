@@ -34,8 +34,33 @@ use proc_macro::TokenStream;
 /// | `topic` | text, required | what happened |
 /// | `key` | a field's name | events of one key are delivered in commit order; the field is written with `Display` |
 /// | `schema_version` | a number from 1, the default | the version of the payload's form |
+/// | `from` | a type | that of an older version, of which this one is made by `From` |
 /// | `aggregate` | text | the kind of thing that the key names |
 /// | `kind` | text | `domain`, the default, `integration`, … |
+///
+/// Events of an older version are read as the newer type, through as many versions as there are:
+///
+/// ```
+/// # use serde::{Deserialize, Serialize};
+/// #[derive(postbox::Event, Serialize, Deserialize)]
+/// #[event(topic = "order.paid")]
+/// struct OrderPaidV1 {
+///     order: i64,
+/// }
+///
+/// #[derive(postbox::Event, Serialize, Deserialize)]
+/// #[event(topic = "order.paid", schema_version = 2, from = "OrderPaidV1")]
+/// struct OrderPaid {
+///     order: i64,
+///     cents: Option<i64>,
+/// }
+///
+/// impl From<OrderPaidV1> for OrderPaid {
+///     fn from(OrderPaidV1 { order }: OrderPaidV1) -> Self {
+///         Self { order, cents: None }
+///     }
+/// }
+/// ```
 ///
 /// An event has a topic:
 ///

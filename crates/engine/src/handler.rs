@@ -1,7 +1,7 @@
 //! A plain async function as a sink.
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Delivery, Outcome, Sink};
+use postbox_core::{Capabilities, Context, Delivery, Outcome, Sink};
 
 /// What a handler may return: an [`Outcome`], nothing, or a result whose error is retried.
 pub trait IntoOutcome {
@@ -35,7 +35,7 @@ impl<T: IntoOutcome, E: std::fmt::Display> IntoOutcome for Result<T, E> {
 ///
 /// Different keys are handled concurrently (up to 16; see [`HandlerSink::concurrency`]), events of
 /// one key one after the other. A panic counts as a failed attempt. The handler may see an event
-/// again after a crash: at least once.
+/// again after a crash: at least once. It runs in the [`Context`] of the event.
 ///
 /// ```
 /// use postbox_core::Delivery;
@@ -85,7 +85,8 @@ where
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(deliveries.len());
         for delivery in deliveries {
-            outcomes.push((self.handler)((*delivery).clone()).await.into_outcome());
+            let handled = async { (self.handler)((*delivery).clone()).await };
+            outcomes.push(Context::of(&delivery.event).scope(handled).await.into_outcome());
         }
         outcomes
     }

@@ -87,6 +87,8 @@
 //! | `sqlx` | append in Postgres transactions of `sqlx` 0.9 | no |
 //! | `sqlx08` | append in Postgres transactions of `sqlx` 0.8 | no |
 //! | `sqlx-sqlite` | append in SQLite transactions of `sqlx` 0.9 | no |
+//! | `schema` | the `schema` module: JSON Schemas of events, checked at the append and before handlers | no |
+//! | `schemars` | schemas from types that derive `schemars::JsonSchema` 1 | no |
 //! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | no |
 //!
 //! # The guarantee
@@ -167,6 +169,9 @@ pub use postbox_listen as listen;
 /// The Postgres store.
 #[cfg(feature = "postgres")]
 pub use postbox_postgres as postgres;
+/// JSON Schemas of events.
+#[cfg(feature = "schema")]
+pub use postbox_schema as schema;
 /// The SQLite store.
 #[cfg(feature = "sqlite")]
 pub use postbox_sqlite as sqlite;

@@ -1,6 +1,6 @@
 //! For the tests of a program that uses Postbox: a store in memory, what was appended, what a
-//! handler makes of an event. Webhooks are signed as their senders do by the `Secret::sign` of each
-//! scheme in [`webhook`](crate::webhook).
+//! handler makes of an event, and both ends of a webhook. Those are signed as their senders do by the
+//! `Secret::sign` of each scheme in [`webhook`](crate::webhook).
 //!
 //! ```
 //! use postbox::router::{Event, Router};
@@ -23,7 +23,8 @@
 //! let mut tx = store.begin();
 //! Postbox::new(store.clone()).append(&mut tx, OrderPaid { order: 42 })?; // the program's doing
 //! tx.commit();
-//! assert_eq!(test::appended::<OrderPaid>(&store).await?, [OrderPaid { order: 42 }]);
+//! test::assert_appended!(&store, OrderPaid { order: 42 });
+//! assert_eq!(test::appended::<OrderPaid>(&store).await?, [OrderPaid { order: 42 }]); // and no other
 //!
 //! let router = Router::new().on(mail);
 //! assert_eq!(test::deliver(&router, OrderPaid { order: 42 }).await?, Outcome::DELIVERED);
@@ -33,17 +34,23 @@
 //! # }
 //! ```
 
+#[cfg(feature = "http")]
+mod webhooks;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
 use jiff::Timestamp;
 use postbox_core::typed::{IntoEvent, decode};
 use postbox_core::{
-    Delivery, EventId, LogName, MemoryStore, Outcome, Result, Seq, Sink as _, Store, Subscription, TopicPattern,
-    TypedEvent,
+    Delivery, Event, EventId, IntoEvents, Key, LogName, MemoryStore, NewEvent, Outcome, Result, Seq, Sink as _, Store,
+    Subscription, Tenant, TopicPattern, TypedEvent,
 };
 use postbox_engine::router::Router;
 use postbox_engine::{Relay, TokioClock, handler_sink};
 use serde::de::DeserializeOwned;
+
+#[cfg(feature = "http")]
+pub use webhooks::{Receiver, Webhooks};
 
 /// An empty store in memory. Its time begins in 1970 and is tokio's: in a test that pauses that
 /// (`#[tokio::test(start_paused = true)]`), `tokio::time::advance` steps it, and retries and
@@ -60,9 +67,14 @@ pub fn store() -> MemoryStore {
 ///
 /// An event that is not of the type is an error, that of [`decode`].
 pub async fn appended<T: TypedEvent + DeserializeOwned>(store: &(impl Store + Clone)) -> Result<Vec<T>> {
+    read(store, LogName::outbox(), vec![TopicPattern::from_stored(T::TOPIC)]).await?.iter().map(decode).collect()
+}
+
+/// Events of these topics, or of all if there are none, by place in the log.
+async fn read(store: &(impl Store + Clone), log: LogName, topics: Vec<TopicPattern>) -> Result<Vec<Event>> {
     let name = format!("test-{}", EventId::now_v7());
-    let mut subscription = Subscription::new(name.parse()?, LogName::outbox());
-    subscription.filter.topics = vec![TopicPattern::from_stored(T::TOPIC)];
+    let mut subscription = Subscription::new(name.parse()?, log);
+    subscription.filter.topics = topics;
     let name = subscription.name.clone();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let sink = handler_sink({
@@ -80,7 +92,91 @@ pub async fn appended<T: TypedEvent + DeserializeOwned>(store: &(impl Store + Cl
     let mut seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
     // Those of different keys go out at once, and in any order.
     seen.sort_by_key(|(seq, _)| *seq);
-    seen.iter().map(|(_, event)| decode(event)).collect()
+    Ok(seen.into_iter().map(|(_, event)| event).collect())
+}
+
+/// Asserts that an event, or several in this order, were committed to the log `outbox` of a store,
+/// among others or not. What was is in the message.
+///
+/// An event is the one that is expected if it has its topic and its payload (as JSON, or to the
+/// byte), and every other field and header that the expected one has.
+///
+/// ```
+/// # use postbox::{NewEvent, test};
+/// # #[derive(postbox::Event, serde::Serialize)]
+/// # #[event(topic = "order.paid", key = "order")]
+/// # struct OrderPaid { order: i64 }
+/// # async fn example(store: postbox::MemoryStore) {
+/// test::assert_appended!(&store, OrderPaid { order: 42 });
+/// test::assert_appended!(&store, [NewEvent::json("audit", "{}").actor("user:17"), NewEvent::json("mail.due", "{}")]);
+/// # }
+/// ```
+#[doc(inline)]
+pub use crate::assert_appended;
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! assert_appended {
+    ($store:expr, $events:expr $(,)?) => {
+        if let Err(text) = $crate::test::check_appended($store, $events).await {
+            panic!("{text}");
+        }
+    };
+}
+
+/// The text of a failed [`assert_appended!`].
+#[doc(hidden)]
+pub async fn check_appended<Kind>(
+    store: &(impl Store + Clone),
+    events: impl IntoEvents<Kind>,
+) -> std::result::Result<(), String> {
+    let expected = events.into_events().map_err(|error| error.to_string())?;
+    let appended = read(store, LogName::outbox(), Vec::new()).await.map_err(|error| error.to_string())?;
+    let mut rest = appended.iter();
+    let Some(missing) = expected.iter().find(|expected| !rest.any(|event| is_expected(event, expected))) else {
+        return Ok(());
+    };
+    let lines = |events: Vec<String>| match events.as_slice() {
+        [] => "  nothing".to_owned(),
+        events => events.iter().map(|event| format!("  {event}")).collect::<Vec<_>>().join("\n"),
+    };
+    // Both as stored events, so that they look alike.
+    let show = |event: &NewEvent| shown(&event.clone().into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH));
+    let (missing, all) = (show(missing), expected.iter().map(show).collect());
+    let appended = appended.iter().map(shown).collect();
+    Err(format!(
+        "not appended, or not in this order:\n  {missing}\nexpected:\n{}\nappended:\n{}",
+        lines(all),
+        lines(appended)
+    ))
+}
+
+fn is_expected(event: &Event, expected: &NewEvent) -> bool {
+    let json = |bytes: &[u8]| serde_json::from_slice::<serde_json::Value>(bytes).ok();
+    let same_payload =
+        event.payload == expected.payload || json(&event.payload).is_some_and(|it| json(&expected.payload) == Some(it));
+    let has = |expected: Option<&str>, its: Option<&str>| expected.is_none_or(|expected| its == Some(expected));
+    event.topic.as_str() == expected.topic
+        && same_payload
+        && has(expected.key.as_deref(), event.key.as_ref().map(Key::as_str))
+        && has(expected.aggregate.as_deref(), event.aggregate.as_deref())
+        && has(expected.kind.as_deref(), Some(event.kind()))
+        && has(expected.source.as_deref(), event.source.as_deref())
+        && has(expected.tenant.as_deref(), event.tenant.as_ref().map(Tenant::as_str))
+        && has(expected.content_type.as_deref(), Some(event.content_type()))
+        && expected.version.is_none_or(|version| event.version == Some(version))
+        && expected.id.is_none_or(|id| event.id == id)
+        && expected.occurred_at.is_none_or(|at| event.occurred_at == at)
+        && expected.deliver_at.is_none_or(|at| event.deliver_at == Some(at))
+        && expected.headers.iter().all(|(name, value)| event.header(name) == Some(value))
+}
+
+fn shown(event: &Event) -> String {
+    let named = |name: &str, value: Option<&str>| value.map(|value| format!(" {name}={value}")).unwrap_or_default();
+    let key = named("key", event.key.as_ref().map(Key::as_str));
+    let tenant = named("tenant", event.tenant.as_ref().map(Tenant::as_str));
+    let headers: String = event.headers.iter().map(|(name, value)| named(name, Some(value))).collect();
+    format!("{}{key}{tenant}{headers} {}", event.topic, String::from_utf8_lossy(&event.payload))
 }
 
 /// What becomes of an event that the router gets, at its first attempt. A panic is the test's.

@@ -51,6 +51,51 @@ async fn what_is_not_committed_was_not_appended() {
 }
 
 #[tokio::test]
+async fn what_was_not_appended_is_named_beside_what_was() {
+    let store = test::store();
+    let expected = |events| test::check_appended(&store, events);
+    let event = |topic: &str, payload: &str| NewEvent::json(topic, payload.to_owned());
+    let nothing = expected(vec![event("audit", "{}")]).await.expect_err("not there");
+    assert!(nothing.ends_with("appended:\n  nothing"), "{nothing}");
+    test::assert_appended!(&store, Vec::<NewEvent>::new());
+
+    let paid = event("order.paid", r#"{"order":1}"#).key("1").actor("user:17");
+    let events = [event("audit", "{}"), paid, event("mail.due", "no JSON").tenant("acme")];
+    store.append(&LogName::outbox(), &events).await.expect("appended");
+    test::assert_appended!(&store, OrderPaid { order: 1 });
+    test::assert_appended!(&store, &events);
+    test::assert_appended!(&store, [event("audit", "{ }"), event("mail.due", "no JSON")]);
+    let text = expected(vec![event("order.paid", r#"{"order":2}"#).key("2")]).await.expect_err("another");
+    let lines = [
+        "not appended, or not in this order:",
+        r#"  order.paid key=2 {"order":2}"#,
+        "expected:",
+        r#"  order.paid key=2 {"order":2}"#,
+        "appended:",
+        "  audit {}",
+        r#"  order.paid key=1 postbox-actor=user:17 {"order":1}"#,
+        "  mail.due tenant=acme no JSON",
+    ];
+    assert_eq!(text, lines.join("\n"));
+    for other in [
+        vec![events[1].clone(), events[0].clone()],
+        vec![events[0].clone(), events[0].clone()],
+        vec![event("audit", "[]")],
+        vec![event("mail.due", "no json")],
+        vec![event("audit", "{}").key("1")],
+        vec![event("audit", "{}").tenant("acme")],
+        vec![event("audit", "{}").kind("integration")],
+        vec![event("audit", "{}").source("billing")],
+        vec![event("audit", "{}").aggregate("order")],
+        vec![event("audit", "{}").version(1)],
+        vec![event("audit", "{}").header("a", "b")],
+        vec![NewEvent::new("audit", "{}", "text/plain")],
+    ] {
+        expected(other).await.expect_err("another");
+    }
+}
+
+#[tokio::test]
 async fn a_handler_says_what_becomes_of_one_event() {
     let even = async |Event(paid): Event<OrderPaid>| {
         if paid.order % 2 == 0 { Ok(()) } else { Err(std::io::Error::other("odd")) }

@@ -3,6 +3,7 @@
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use postbox_core::kit::in_context;
 use postbox_core::{Append, AppendFuture, Error, EventId, LogName, Migrate, NewEvent, Result, Transaction};
 use uuid::Uuid;
 
@@ -93,7 +94,8 @@ async fn append_in(
 #[async_trait]
 impl Append for PostgresStore {
     async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
-        let Some(columns) = Columns::of(log, events)? else { return Ok(Vec::new()) };
+        let events = in_context(events);
+        let Some(columns) = Columns::of(log, &*events)? else { return Ok(Vec::new()) };
         let append = async |session: &Session| {
             let (sql, params) = (session.log_sql(columns.statement(), log), columns.params());
             session

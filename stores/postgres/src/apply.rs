@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use futures::FutureExt as _;
 use postbox_core::kit::{BlockedKeys, entries_of};
 use postbox_core::{
-    Apply, Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
+    Apply, Context, Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use tokio_postgres::Transaction;
 
@@ -150,7 +150,8 @@ impl<H: TxHandler> TxApply<H> {
     /// Runs the handler in a savepoint. An error means that the transaction itself is lost.
     async fn run(&self, tx: &mut Transaction<'_>, delivery: &Delivery) -> Result<Outcome, tokio_postgres::Error> {
         let savepoint = tx.savepoint("postbox_handler").await?;
-        let outcome = AssertUnwindSafe(self.handler.handle(&savepoint, delivery))
+        let handled = Context::of(&delivery.event).scope(self.handler.handle(&savepoint, delivery));
+        let outcome = AssertUnwindSafe(handled)
             .catch_unwind()
             .await
             .unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic)));

@@ -1,6 +1,7 @@
 //! Appending: in a transaction of the store's own, or in yours.
 
 use async_trait::async_trait;
+use postbox_core::kit::in_context;
 use postbox_core::{Append, Error, ErrorKind, EventId, LogName, NewEvent, Result, Transaction};
 use rusqlite::{Connection, params};
 
@@ -17,11 +18,11 @@ pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kin
 impl Append for SqliteStore {
     async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
         let log = checked_log("append", log)?;
+        let events = in_context(events).into_owned();
         events.iter().try_for_each(NewEvent::validate)?;
         if events.is_empty() {
             return Ok(Vec::new());
         }
-        let events = events.to_vec();
         let now = self.now();
         let ids = self
             .writer()

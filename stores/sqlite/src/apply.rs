@@ -7,7 +7,8 @@ use std::sync::mpsc;
 use async_trait::async_trait;
 use postbox_core::kit::{BlockedKeys, entries_of};
 use postbox_core::{
-    Apply, Database, Decide, Delivery, Error, ErrorKind, Handlers, Lease, Outcome, Result, Settlement, Transact,
+    Apply, Context, Database, Decide, Delivery, Error, ErrorKind, Handlers, Lease, Outcome, Result, Settlement,
+    Transact,
 };
 use rusqlite::Transaction;
 use tokio::sync::oneshot;
@@ -191,8 +192,10 @@ impl Application {
     fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery, deferred: bool) -> Work<Outcome> {
         tx.execute_batch("SAVEPOINT postbox_handler")?;
         let broken_before = if deferred { broken_keys(tx)? } else { 0 };
-        let mut outcome = catch_unwind(AssertUnwindSafe(|| self.handler.handle(tx, delivery)))
-            .unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));
+        let context = Context::of(&delivery.event);
+        let handle = || context.scope_sync(|| self.handler.handle(tx, delivery));
+        let mut outcome =
+            catch_unwind(AssertUnwindSafe(handle)).unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));
         if tx.is_autocommit() {
             let message =
                 "the handler committed or rolled back the transaction it was lent; it must leave that to the store";

@@ -34,6 +34,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("postbox-sqs", &["postbox-config", "postbox-core"]),
     ("postbox-engine", &["postbox-core"]),
     ("postbox-listen", &["postbox-core"]),
+    ("postbox-schema", &["postbox-core"]),
     ("postbox-ingress", &["postbox-config", "postbox-core", "postbox-engine", "postbox-http", "postbox-webhook"]),
     ("postbox-simulator", &["postbox-core", "postbox-engine", "postbox-sqlite"]),
     (
@@ -48,6 +49,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "postbox-ingress",
             "postbox-listen",
             "postbox-postgres",
+            "postbox-schema",
             "postbox-sea-orm",
             "postbox-sqlite",
             "postbox-sqlx",
@@ -162,6 +164,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("hyper", &["postbox-listen", "postbox-server"]),
     ("hyper-util", &["postbox-listen", "postbox-server", "postbox-sqs"]),
     ("ipnet", &["postbox-http"]),
+    ("jsonschema", &["postbox-schema"]),
     ("krafka", &["postbox-kafka", "postbox-bench"]),
     ("lapin", &["postbox-rabbitmq", "postbox-bench"]),
     ("proc-macro2", &["postbox-derive"]),
@@ -174,6 +177,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("rusqlite", &["postbox-sqlite", "postbox-cli", "postbox-bench", "postbox-crash", "postbox-simulator"]),
     ("rustls", &["postbox-cli", "postbox-http", "postbox-mqtt", "postbox-postgres", "postbox-rabbitmq", "postbox-sqs"]),
     ("rustls-platform-verifier", &["postbox-http", "postbox-mqtt"]),
+    ("schemars", &["postbox-schema"]),
     ("sea-orm", &["postbox-sea-orm"]),
     ("sha1", &["postbox-webhook"]),
     (

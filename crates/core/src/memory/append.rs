@@ -9,6 +9,7 @@ use jiff::Timestamp;
 use super::state::{LogState, State};
 use super::{MemoryStore, Server};
 use crate::append::Append;
+use crate::context::in_context;
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::{EventId, NewEvent};
 use crate::kit::check_message_id;
@@ -17,7 +18,7 @@ use crate::names::{LogName, SourceName};
 #[async_trait]
 impl Append for MemoryStore {
     async fn append(&self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
-        let (store, log, events) = (self.clone(), log.clone(), events.to_vec());
+        let (store, log, events) = (self.clone(), log.clone(), in_context(events).into_owned());
         let append = move |_: &Server| {
             let mut transaction = store.begin();
             let ids = transaction.append(&log, &events)?;
@@ -67,7 +68,7 @@ impl MemoryTransaction {
     /// Appends without making visible: the twin of [`Append::append`].
     pub fn append(&mut self, log: &LogName, events: &[NewEvent]) -> Result<Vec<EventId>> {
         let now = self.store.server.clock.now();
-        let rows = self.state("append")?.insert(log, events, now)?;
+        let rows = self.state("append")?.insert(log, &in_context(events), now)?;
         self.written.extend(rows.iter().map(|(_, seq)| Written::Event(log.clone(), *seq)));
         Ok(rows.into_iter().map(|(id, _)| id).collect())
     }

@@ -10,6 +10,7 @@ use super::state::State;
 use super::{MemoryStore, MemoryTransaction, Server};
 use crate::apply::{Apply, Decide};
 use crate::batch::{Delivery, Settlement};
+use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::kit::{BlockedKeys, entries_of, settled_already};
 use crate::log::Lease;
@@ -95,7 +96,8 @@ where
     /// Runs the handler once; anything but success takes back what it appended.
     fn run(&self, transaction: &mut MemoryTransaction, delivery: &Delivery) -> Outcome {
         let savepoint = transaction.savepoint();
-        let ran = catch_unwind(AssertUnwindSafe(|| (self.handler)(transaction, delivery)));
+        let context = Context::of(&delivery.event);
+        let ran = catch_unwind(AssertUnwindSafe(|| context.scope_sync(|| (self.handler)(transaction, delivery))));
         let outcome = ran.unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));
         if !outcome.is_delivered() {
             transaction.rollback_to(savepoint);

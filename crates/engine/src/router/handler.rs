@@ -63,13 +63,16 @@ impl<S> Copy for Called<'_, S> {}
     label = "not a handler of this router",
     note = "a handler is an `async fn` that returns `Result<(), E>`, with a future that is `Send`; `E` is any `std::error::Error`, \
             an `anyhow::Error` or a `Failure`",
-    note = "its arguments, eight at most, are `Event<T>`, `State<S>`, `Headers`, `Delivery`",
+    note = "its arguments, eight at most, are `Event<T>`, `State<S>`, `Context`, `Headers`, `Delivery`",
     note = "with `Tx<'_, Store>` as its last argument it belongs into a `Router::in_transaction(&store)` of that store, \
             without into a `Router::new()`; on SQLite, the one with a `Tx` is a plain `fn`"
 )]
 pub trait Handler<S, D: Database, Arguments>: Send + Sync + 'static {
     /// The topic that its arguments ask for.
     const TOPIC: Option<&'static str>;
+
+    /// Whether its arguments can be taken from events of this version of the payload's form.
+    fn reads(version: u32) -> bool;
 
     /// Handles an event.
     fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t>;
@@ -137,6 +140,10 @@ macro_rules! handlers {
                 {
                     const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
 
+                    fn reads(version: u32) -> bool {
+                        true $(&& $argument::reads(version))*
+                    }
+
                     fn call<'t>(&'t self, called: Called<'t, S>, _: &'t ()) -> HandledFuture<'t> {
                         Box::pin(async move {
                             let ($($argument,)*) = extracted!(called, std::convert::identity, $($argument)*);
@@ -178,6 +185,10 @@ macro_rules! handlers {
                 {
                     const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
 
+                    fn reads(version: u32) -> bool {
+                        true $(&& $argument::reads(version))*
+                    }
+
                     fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> HandledFuture<'t> {
                         let arguments = extracted!(called, D::handled, $($argument)*);
                         TxFn::call_in(self, arguments, Tx(tx), called.judge)
@@ -192,6 +203,10 @@ macro_rules! handlers {
                     $($argument: Extract<S>,)*
                 {
                     const TOPIC: Option<&'static str> = first(&[$($argument::TOPIC),*]);
+
+                    fn reads(version: u32) -> bool {
+                        true $(&& $argument::reads(version))*
+                    }
 
                     fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> Outcome {
                         let arguments = extracted!(called, D::handled, $($argument)*);

@@ -3,6 +3,7 @@
 mod extract;
 mod failure;
 mod handler;
+mod layer;
 mod place;
 
 use std::sync::Arc;
@@ -10,7 +11,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::future::join_all;
 use postbox_core::{
-    Capabilities, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Sink, TopicPattern, Transact,
+    Capabilities, Context, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Schemas, Sink,
+    TopicPattern, Transact,
 };
 
 use crate::bus::worst;
@@ -19,6 +21,7 @@ use handler::{Bound, Call, Called, Judge, Typed};
 pub use extract::{Event, Extract, State};
 pub use failure::{Failure, FailureRules, IntoFailure};
 pub use handler::Handler;
+pub use layer::{Layer, Next};
 pub use place::{Outside, Place};
 pub use postbox_core::Tx;
 
@@ -26,7 +29,8 @@ pub use postbox_core::Tx;
 ///
 /// A handler is an `async fn` (or an `async` closure) that returns a `Result<(), E>`. Its arguments
 /// are what it wants: [`Event<T>`](Event), which also says the topic, [`State<S>`](State), the
-/// event's [`Headers`](postbox_core::Headers), the whole [`Delivery`], and in a router
+/// [`Context`](postbox_core::Context) that it runs in, the event's
+/// [`Headers`](postbox_core::Headers), the whole [`Delivery`], and in a router
 /// [`in_transaction`](Self::in_transaction), as the last one, [`Tx`].
 ///
 /// ```
@@ -51,10 +55,13 @@ pub use postbox_core::Tx;
 /// - All handlers of a topic run, at the same time, each event once. It is delivered when all of
 ///   them have succeeded. If one fails, it is retried, and *every* handler sees it again: handlers
 ///   must be idempotent (the event's id is the key), or have a subscription each.
+/// - What a handler appends carries on the event's [`Context`](postbox_core::Context).
 /// - A failure's text begins with the handler's name.
+/// - An event goes to those handlers of its topic that read its schema version. Where none does,
+///   it is dead at once, with code `schema_version_differs`.
 /// - An event that cannot be read as the handler's type is dead at once, with code
-///   `payload_not_decoded` or `schema_version_differs`. Every other failure is retried, with code
-///   `handler_error`, unless a [rule](Self::dead_on) says otherwise or it is a [`Failure`].
+///   `payload_not_decoded`. Every other failure is retried, with code `handler_error`, unless a
+///   [rule](Self::dead_on) says otherwise or it is a [`Failure`].
 /// - A panic is the event's failed attempt, with code `panic`; a handler that takes longer than the
 ///   relay's `deliver_timeout` is dropped, with code `timeout`.
 /// - In a transaction, the handlers of an event run one after the other, in the order of
@@ -67,11 +74,15 @@ pub struct Router<S = (), D = Outside> {
     routes: Vec<Route<S, D>>,
     fallback: Option<Route<S, D>>,
     rules: FailureRules,
+    schemas: Vec<Arc<dyn Schemas>>,
+    layers: Vec<Arc<dyn Layer>>,
 }
 
 struct Route<S, D> {
     /// `None`: whatever nobody else wants.
     topic: Option<TopicPattern>,
+    /// Whether it reads events of this schema version.
+    reads: fn(u32) -> bool,
     name: &'static str,
     handler: Arc<dyn Call<S, D>>,
 }
@@ -99,7 +110,8 @@ impl<S: Send + Sync + 'static, D: Transact + Clone> Router<S, D> {
 
 impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
     fn of(database: D) -> Self {
-        Self { database, routes: Vec::new(), fallback: None, rules: FailureRules::default() }
+        let (routes, schemas, layers) = (Vec::new(), Vec::new(), Vec::new());
+        Self { database, routes, fallback: None, rules: FailureRules::default(), schemas, layers }
     }
 
     /// Adds a handler of the topic that its [`Event<T>`](Event) has.
@@ -133,8 +145,16 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self
     }
 
-    /// Adds the handlers and rules of another router, of another module say. A topic may be in
-    /// both. If they run in transactions, then in those of this one's store.
+    /// Events whose payload is not as its topic says are dead at once, with code `schema_violated`
+    /// and every issue. Handlers do not see them. For the whole router.
+    #[must_use]
+    pub fn schemas(mut self, schemas: Arc<dyn Schemas>) -> Self {
+        self.schemas.push(schemas);
+        self
+    }
+
+    /// Adds the handlers, rules, schemas and layers of another router, of another module say. A
+    /// topic may be in both. If they run in transactions, then in those of this one's store.
     ///
     /// The error (`Conflict`, code `fallback_twice`): both have a fallback.
     pub fn merge(mut self, other: Self) -> Result<Self> {
@@ -145,6 +165,8 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         self.routes.extend(other.routes);
         self.fallback = self.fallback.or(other.fallback);
         self.rules.extend(other.rules);
+        self.schemas.extend(other.schemas);
+        self.layers.extend(other.layers);
         Ok(self)
     }
 
@@ -154,6 +176,7 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
         let state = Arc::new(state);
         let bind = |route: Route<S, D>| Route {
             topic: route.topic,
+            reads: route.reads,
             name: route.name,
             handler: Arc::new(Bound { handler: route.handler, state: state.clone() }) as Arc<dyn Call<(), D>>,
         };
@@ -162,7 +185,20 @@ impl<S: Send + Sync + 'static, D: Database> Router<S, D> {
             routes: self.routes.into_iter().map(&bind).collect(),
             fallback: self.fallback.map(&bind),
             rules: self.rules,
+            schemas: self.schemas,
+            layers: self.layers,
         }
+    }
+}
+
+impl<S> Router<S> {
+    /// Does something around the handlers of each event: see [`Layer`]. Those added first are
+    /// outermost. For the whole router. A router in a transaction has none: its handlers may be
+    /// functions that block.
+    #[must_use]
+    pub fn layer(mut self, layer: impl Layer) -> Self {
+        self.layers.push(Arc::new(layer));
+        self
     }
 }
 
@@ -189,17 +225,22 @@ impl<S, D> Router<S, D> {
 
 impl<S: Send + Sync + 'static, D: Database> Route<S, D> {
     fn new<H: Handler<S, D, Arguments>, Arguments: 'static>(handler: H) -> Self {
-        Self { topic: None, name: std::any::type_name::<H>(), handler: Arc::new(Typed::new(handler)) }
+        let name = std::any::type_name::<H>();
+        Self { topic: None, reads: H::reads, name, handler: Arc::new(Typed::new(handler)) }
     }
 }
 
 impl<D: Database> Router<(), D> {
-    /// The handlers of an event: those of its topic, or the fallback.
+    /// The handlers of an event: those of its topic that read its version, or the fallback. Where
+    /// none reads it, all of the topic: they say what is wrong.
     fn routes<'t>(&'t self, delivery: &'t Delivery) -> impl Iterator<Item = &'t Route<(), D>> {
         let topic = delivery.event.topic.as_str();
         let wants = |route: &&Route<(), D>| route.topic.as_ref().is_some_and(|its| its.matches(topic));
+        let version = delivery.event.schema_version();
+        let reads = move |route: &Route<(), D>| version.is_some_and(route.reads);
+        let any_reads = self.routes.iter().filter(wants).any(reads);
         let fallback = self.fallback.as_ref().filter(|_| !self.routes.iter().any(|route| wants(&route)));
-        self.routes.iter().filter(wants).chain(fallback)
+        self.routes.iter().filter(wants).filter(move |route| !any_reads || reads(route)).chain(fallback)
     }
 
     fn call<'t>(
@@ -213,13 +254,25 @@ impl<D: Database> Router<(), D> {
     }
 }
 
+/// What becomes of an event whose payload breaks a schema.
+fn violation(schemas: &[Arc<dyn Schemas>], event: &postbox_core::Event) -> Option<Outcome> {
+    let version = event.schema_version()?;
+    let check = |schemas: &Arc<dyn Schemas>| schemas.check(event.topic.as_str(), version, &event.payload).err();
+    let error = schemas.iter().find_map(check)?;
+    Some(Outcome::dead(error.code().to_owned(), error.message()))
+}
+
 fn not_handled(delivery: &Delivery) -> Outcome {
     let topic = &delivery.event.topic;
     Outcome::retry("not_handled", format!("no handler of this program wants {topic}; is it an older one?"))
 }
 
 impl Router {
+    /// What the layers are around.
     async fn handle(&self, delivery: &Delivery) -> Outcome {
+        if let Some(violation) = violation(&self.schemas, &delivery.event) {
+            return violation;
+        }
         let calls: Vec<_> = self.routes(delivery).map(|route| self.call(route, delivery, &())).collect();
         if calls.is_empty() {
             return not_handled(delivery);
@@ -230,6 +283,11 @@ impl Router {
 
 impl<D: Transact> Handlers<D> for Router<(), D> {
     fn call<'t>(&'t self, nth: usize, delivery: &'t Delivery, tx: &'t D::Transaction<'t>) -> Option<D::Handled<'t>> {
+        if nth == 0
+            && let Some(violation) = violation(&self.schemas, &delivery.event)
+        {
+            return Some(D::handled(violation));
+        }
         match self.routes(delivery).nth(nth) {
             Some(route) => Some(Router::call(self, route, delivery, tx)),
             None if nth == 0 => Some(D::handled(not_handled(delivery))),
@@ -247,7 +305,8 @@ impl Sink for Router {
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
         let mut outcomes = Vec::with_capacity(deliveries.len());
         for delivery in deliveries {
-            outcomes.push(self.handle(delivery).await);
+            let handled = Next { router: self, delivery, outside: 0 }.run();
+            outcomes.push(Context::of(&delivery.event).scope(handled).await);
         }
         outcomes
     }

@@ -6,8 +6,10 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod context;
 mod crashes;
 mod duplicates;
+mod layers;
 mod lifecycle;
 mod limit;
 mod lost;

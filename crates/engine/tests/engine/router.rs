@@ -139,6 +139,39 @@ async fn what_cannot_be_read_is_dead_at_once_and_the_handler_is_not_called() {
     }
 }
 
+/// Version 2 of what [`Paid`] is version 1 of.
+#[derive(serde::Deserialize)]
+struct PaidInCents {
+    cents: i64,
+}
+
+impl TypedEvent for PaidInCents {
+    const TOPIC: &'static str = Paid::TOPIC;
+    const SCHEMA_VERSION: u32 = 2;
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_version_of_a_topic_has_its_handlers() {
+    let cents = |cents: i64, version: &str| {
+        NewEvent::json("order.paid", format!(r#"{{"cents":{cents}}}"#)).header("schema-version", version)
+    };
+    let env = TestEnv::with([paid(1), cents(5, "2"), cents(6, "3")]).await;
+    let seen = Seen::default();
+    let book = async |Event(paid): Event<PaidInCents>, State(seen): State<Seen>| {
+        see(&seen, format!("book {}", paid.cents));
+        Ok::<(), std::io::Error>(())
+    };
+    let router = Router::new().on(mail).on(book).with_state(seen.clone());
+    assert_eq!(router.topics().collect::<Vec<_>>(), ["order.paid"]);
+    assert_eq!(relay(&env, router).drain(None).await.expect("drained").delivered, 2);
+    let (code, error) = left(&env, EventState::Dead).await;
+    assert_eq!(code, "schema_version_differs");
+    assert!(error.contains("\"3\""), "{error}");
+    let mut seen = seen.lock().expect("unpoisoned").clone();
+    seen.sort();
+    assert_eq!(seen, ["book 5", "mail 1"]);
+}
+
 #[derive(Debug)]
 enum MailError {
     Refused,

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use postbox_core::limits::{HEADER_BYTES_MAX, HEADERS_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX, TOPIC_BYTES_MAX};
-use postbox_core::{ErrorKind, EventId, NewEvent};
+use postbox_core::{Context, Delivery, ErrorKind, Event, EventId, NewEvent, Tenant};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -128,6 +128,26 @@ pub async fn concurrent_appends_of_one_id_leave_one_event(fixture: &dyn StoreFix
         refused(answer, ErrorKind::Conflict, "event_id_taken");
     }
     assert_eq!(lane.drain().await.len(), 1);
+}
+
+pub async fn events_carry_on_the_context_they_are_appended_in(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let context = || Context::new().correlation_id("c").actor("a").tenant("acme");
+    let appending = async {
+        append(&lane.store, [event("1"), event("2").correlation_id("own")]).await;
+        let open = begin_with(fixture, [event("3")]).await;
+        open.commit().await;
+    };
+    context().scope(appending).await;
+    append(&lane.store, [event("4")]).await;
+    let read = lane.drain().await;
+    let said = |delivery: &Delivery| {
+        let Event { tenant, .. } = &delivery.event;
+        let [correlation, actor] = [delivery.event.correlation_id(), delivery.event.actor()];
+        [correlation, actor, tenant.as_ref().map(Tenant::as_str)].map(Option::unwrap_or_default).join(" ")
+    };
+    assert_eq!(payloads(&read), ["1", "2", "3", "4"]);
+    assert_eq!(read.iter().map(said).collect::<Vec<_>>(), ["c a acme", "own a acme", "c a acme", "  "]);
 }
 
 fn id(n: u128) -> EventId {

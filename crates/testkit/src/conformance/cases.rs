@@ -21,7 +21,7 @@ macro_rules! conformance_suite {
             ids_come_back_in_the_order_given an_append_of_nothing_gives_nothing one_call_takes_many_events
             every_limit_is_refused_with_its_code_and_nothing_is_written a_taken_id_is_a_conflict_and_nothing_is_written
             an_unknown_log_is_not_found appending_in_a_transaction_is_the_same a_rolled_back_id_is_free_again
-            concurrent_appends_of_one_id_leave_one_event
+            concurrent_appends_of_one_id_leave_one_event events_carry_on_the_context_they_are_appended_in
         }
     };
     (apply, $fixture:expr) => {
@@ -166,7 +166,7 @@ macro_rules! conformance_suite {
     };
     (transact, $fixture:expr) => {
         $crate::conformance_cases! { transact, $fixture,
-            handlers_and_what_they_append_commit_with_the_position
+            handlers_and_what_they_append_commit_with_the_position what_is_appended_carries_on_the_event_s_context
             a_failure_takes_back_what_every_handler_did_until_it_is_retried
             what_is_refused_or_cannot_be_read_is_dead
         }

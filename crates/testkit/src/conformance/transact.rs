@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use postbox_core::{
-    ListQuery, NewEvent, Record, Result, RetryPolicy, Selection, State, Store, Subscription, TypedEvent,
+    Error, Event, ListQuery, NewEvent, Record, Result, RetryPolicy, Schemas, Selection, State, Store, Subscription,
+    Tenant, TypedEvent,
 };
 use postbox_engine::{Relay, RelayBuilder, RelaySettings};
 
@@ -59,10 +60,23 @@ impl Healed {
     }
 }
 
+/// What the router has for a schema: no entry is `"broken"`.
+#[derive(Debug)]
+pub struct NotBroken;
+
+impl Schemas for NotBroken {
+    fn check(&self, topic: &str, schema_version: u32, payload: &[u8]) -> Result<()> {
+        match payload == br#"{"entry":"broken"}"# {
+            true => Err(Error::schema_violated(topic, schema_version, "/entry (not)")),
+            false => Ok(()),
+        }
+    }
+}
+
 /// A store whose transactions handlers of a router work in.
 pub trait RouterFixture: ApplyFixture {
-    /// Gives the relay a router with two handlers of [`Entry`], and a rule that [`Fault::Never`] is
-    /// dead. `first` writes the entry as an effect and appends it as an event [`WRITTEN`]; `second`
+    /// Gives the relay a router with two handlers of [`Entry`], a rule that [`Fault::Never`] is
+    /// dead, and the schema [`NotBroken`]. `first` writes the entry as an effect and appends it as an event [`WRITTEN`]; `second`
     /// writes it again, with a `+` behind it. Each ends as [`Healed::end`] says.
     fn route(&self, relay: RelayBuilder, healed: Healed) -> Result<RelayBuilder>;
 }
@@ -135,6 +149,26 @@ pub async fn handlers_and_what_they_append_commit_with_the_position(fixture: &dy
     assert_eq!(case.effects().await.len(), 4, "never again");
 }
 
+pub async fn what_is_appended_carries_on_the_event_s_context(fixture: &dyn RouterFixture) {
+    let case = Case::of(fixture, &[]).await;
+    let entry = |entry: &str| NewEvent::json(Entry::TOPIC, format!(r#"{{"entry":"{entry}"}}"#)).key("k");
+    let given = entry("2").correlation_id("c").causation_id("earlier").actor("a").tenant("acme");
+    let given = given.header("traceparent", "00-1-2-01").header("tracestate", "x=1");
+    let ids = append(&case.store, [entry("1"), given.clone()]).await;
+    case.drain().await;
+    let written: Vec<Event> = case.records(WRITTEN, State::Pending).await.into_iter().map(|it| it.event).collect();
+    assert_eq!(written.len(), 2);
+    let begun = NewEvent::json(WRITTEN, "1").correlation_id(ids[0].to_string());
+    let expected =
+        [begun.causation_id(ids[0].to_string()), NewEvent { key: None, ..given }.causation_id(ids[1].to_string())];
+    for (written, expected) in written.iter().zip(expected) {
+        assert_eq!(
+            (&written.headers, written.tenant.as_ref().map(Tenant::as_str)),
+            (&expected.headers, expected.tenant.as_deref())
+        );
+    }
+}
+
 pub async fn a_failure_takes_back_what_every_handler_did_until_it_is_retried(fixture: &dyn RouterFixture) {
     let failing = ["first retry", "second retry", "first panic", "second panic"];
     let case = Case::of(fixture, &[&failing[..], &["1"]].concat()).await;
@@ -159,10 +193,11 @@ pub async fn a_failure_takes_back_what_every_handler_did_until_it_is_retried(fix
 
 pub async fn what_is_refused_or_cannot_be_read_is_dead(fixture: &dyn RouterFixture) {
     let entry = |entry: &str| format!(r#"{{"entry":"{entry}"}}"#);
-    let payloads = [entry("first dead"), entry("second dead"), "{}".to_owned(), entry("1")];
+    let payloads = [entry("first dead"), entry("second dead"), "{}".to_owned(), entry("broken"), entry("1")];
     let case = Case::drained(fixture, &payloads).await;
     assert_eq!(case.effects().await, ["1", "1+"]);
     assert_eq!(case.written().await, ["1"]);
     let codes = case.codes(State::Dead).await;
-    assert_eq!(codes, ["handler_refused first", "handler_refused second", "payload_not_decoded first"]);
+    let expected = ["handler_refused first", "handler_refused second", "payload_not_decoded first", "schema_violated"];
+    assert_eq!(codes, expected);
 }

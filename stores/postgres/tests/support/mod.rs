@@ -16,7 +16,7 @@ use postbox_engine::RelayBuilder;
 use postbox_engine::router::{Event, Router, State, Tx};
 use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
 use postbox_testkit::conformance::faults::CallFaults;
-use postbox_testkit::conformance::transact::{Entry, Fault, Healed, RouterFixture, WRITTEN};
+use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN};
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
 };
@@ -269,7 +269,7 @@ impl RouterFixture for Fixture {
     fn route(&self, relay: RelayBuilder, healed: Healed) -> Result<RelayBuilder> {
         let never = |fault: &Fault| matches!(fault, Fault::Never);
         let router = Router::in_transaction(&self.store).on(first).on(second).dead_on(never);
-        relay.router(router.with_state(healed))
+        relay.router(router.schemas(Arc::new(NotBroken)).with_state(healed))
     }
 }
 

@@ -17,7 +17,7 @@ use postbox_engine::RelayBuilder;
 use postbox_engine::router::{Event, Router, State, Tx};
 use postbox_sqlite::{Sqlite, SqliteConfig, SqliteStore, once_in};
 use postbox_testkit::conformance::faults::CallFaults;
-use postbox_testkit::conformance::transact::{Entry, Fault, Healed, RouterFixture, WRITTEN};
+use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN};
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
 };
@@ -167,7 +167,7 @@ impl RouterFixture for Fixture {
         ApplyFixture::apply(self); // Makes the table.
         let never = |fault: &Fault| matches!(fault, Fault::Never);
         let router = Router::in_transaction(&self.store).on(first).on(second).dead_on(never);
-        relay.router(router.with_state(healed))
+        relay.router(router.schemas(Arc::new(NotBroken)).with_state(healed))
     }
 }
 

@@ -1,0 +1,173 @@
+#![doc = include_str!("../README.md")]
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use jsonschema::{ValidationError, Validator};
+use postbox_core::{Error, ErrorKind, Result, Schemas, Topic};
+use serde_json::Value;
+
+/// Most issues that are named of one payload: what is wrong in every element of a large array would
+/// say nothing new.
+const ISSUES_MAX: usize = 20;
+
+/// The JSON Schemas of topics, each of one version of the payload's form.
+///
+/// Drafts 4 to 2020-12, by `$schema`; without one, 2020-12. `format` is no rule, as the standard
+/// has it.
+#[derive(Default)]
+pub struct JsonSchemas {
+    validators: BTreeMap<String, BTreeMap<u32, Validator>>,
+}
+
+impl JsonSchemas {
+    /// None yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds the schema of a topic's payloads of this version, as JSON text.
+    ///
+    /// Errors: `schema_invalid` where it is no schema, or refers to another document;
+    /// `schema_twice`; those of a topic.
+    pub fn add(self, topic: &str, schema_version: u32, schema: &str) -> Result<Self> {
+        let schema = serde_json::from_str(schema).map_err(|error| invalid(topic, schema_version, &error))?;
+        self.insert(topic, schema_version, &schema)
+    }
+
+    /// Adds the schema of a type.
+    #[cfg(feature = "schemars")]
+    pub fn add_type<T: postbox_core::TypedEvent + schemars::JsonSchema>(self) -> Result<Self> {
+        self.insert(T::TOPIC, T::SCHEMA_VERSION, schemars::schema_for!(T).as_value())
+    }
+
+    fn insert(mut self, topic: &str, schema_version: u32, schema: &Value) -> Result<Self> {
+        Topic::new(topic)?;
+        let validator = jsonschema::validator_for(schema).map_err(|error| invalid(topic, schema_version, &error))?;
+        let versions = self.validators.entry(topic.to_owned()).or_default();
+        if versions.insert(schema_version, validator).is_some() {
+            let message = format!("{topic} has two schemas of version {schema_version}; keep one");
+            return Err(Error::new(ErrorKind::Conflict, "add schema", "schema_twice", message));
+        }
+        Ok(self)
+    }
+}
+
+impl Schemas for JsonSchemas {
+    fn check(&self, topic: &str, schema_version: u32, payload: &[u8]) -> Result<()> {
+        let Some(validator) = self.validators.get(topic).and_then(|versions| versions.get(&schema_version)) else {
+            return Ok(());
+        };
+        let issues = match serde_json::from_slice::<Value>(payload) {
+            Err(error) => vec![format!("it is no JSON (line {}, column {})", error.line(), error.column())],
+            Ok(payload) if validator.is_valid(&payload) => return Ok(()),
+            Ok(payload) => listed(validator.iter_errors(&payload)),
+        };
+        Err(Error::schema_violated(topic, schema_version, &issues.join("; ")))
+    }
+}
+
+impl fmt::Debug for JsonSchemas {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let versions = |versions: &BTreeMap<u32, Validator>| versions.keys().copied().collect::<Vec<_>>();
+        f.debug_map().entries(self.validators.iter().map(|(topic, its)| (topic, versions(its)))).finish()
+    }
+}
+
+fn invalid(topic: &str, schema_version: u32, error: &dyn fmt::Display) -> Error {
+    let message = format!("the schema of {topic}, version {schema_version}, cannot be used: {error}");
+    Error::invalid("add schema", "schema_invalid", message)
+}
+
+/// Each with its place and its rule. The payload itself is not quoted: it may hold a secret, and an
+/// error goes into logs.
+fn listed<'e>(issues: impl Iterator<Item = ValidationError<'e>>) -> Vec<String> {
+    let mut issues = issues.map(|issue| {
+        let place = issue.instance_path().as_str();
+        let place = if place.is_empty() { "/" } else { place };
+        format!("{place} ({}): {}", issue.kind().keyword(), issue.masked())
+    });
+    let mut listed: Vec<String> = issues.by_ref().take(ISSUES_MAX).collect();
+    match issues.count() {
+        0 => {}
+        more => listed.push(format!("and {more} more")),
+    }
+    listed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAID: &str = r#"{
+        "type": "object",
+        "required": ["order", "cents"],
+        "properties": {"order": {"type": "integer"}, "cents": {"type": "integer", "minimum": 1}, "note": {"maxLength": 3}}
+    }"#;
+
+    fn code(built: Result<JsonSchemas>) -> String {
+        built.expect_err("refused").code().to_owned()
+    }
+
+    #[test]
+    fn every_issue_is_named_with_its_place_and_rule_and_without_the_value() {
+        let schemas = JsonSchemas::new().add("order.paid", 1, PAID).expect("a schema");
+        let check = |payload: &str| schemas.check("order.paid", 1, payload.as_bytes());
+        check(r#"{"order": 1, "cents": 5}"#).expect("as it says");
+        let error = check(r#"{"order": "secret", "cents": 0, "note": "secret"}"#).expect_err("refused");
+        assert_eq!((error.kind(), error.code()), (ErrorKind::Invalid, "schema_violated"));
+        for named in ["/order (type): ", "/cents (minimum): ", "/note (maxLength): "] {
+            assert!(error.message().contains(named), "{error}");
+        }
+        assert!(!error.message().contains("secret"), "{error}");
+        assert!(check("{}").expect_err("refused").message().matches("/ (required): ").count() == 2);
+        assert!(check("{").expect_err("refused").message().contains("no JSON (line 1, column 1)"));
+    }
+
+    #[test]
+    fn only_so_many_issues_are_named() {
+        let schemas = JsonSchemas::new().add("t", 1, r#"{"items": {"type": "integer"}}"#).expect("a schema");
+        let payload = serde_json::to_vec(&vec!["x"; ISSUES_MAX + 5]).expect("written");
+        let error = schemas.check("t", 1, &payload).expect_err("refused");
+        assert_eq!(error.message().matches("(type)").count(), ISSUES_MAX);
+        assert!(error.message().ends_with("; and 5 more"), "{error}");
+    }
+
+    #[test]
+    fn what_has_no_schema_is_not_checked() {
+        let schemas = JsonSchemas::new().add("order.paid", 2, PAID).expect("a schema");
+        schemas.check("order.paid", 1, b"{}").expect("another version");
+        schemas.check("order.lost", 2, b"no JSON").expect("another topic");
+        schemas.check("order.paid", 2, b"{}").expect_err("refused");
+        assert_eq!(format!("{schemas:?}"), r#"{"order.paid": [2]}"#);
+    }
+
+    #[test]
+    fn a_schema_that_cannot_be_used_is_refused_at_once() {
+        let add = |topic: &str, schema: &str| JsonSchemas::new().add(topic, 1, schema);
+        for schema in ["", r#"{"type": "number of cents"}"#, r#"{"$ref": "https://example.org/paid.json"}"#] {
+            assert_eq!(code(add("t", schema)), "schema_invalid", "{schema}");
+        }
+        assert_eq!(code(add("", "{}")), "topic_empty");
+        assert_eq!(code(add("t", "{}").and_then(|schemas| schemas.add("t", 1, "{}"))), "schema_twice");
+    }
+
+    #[cfg(feature = "schemars")]
+    #[test]
+    fn a_type_has_a_schema() {
+        #[derive(schemars::JsonSchema)]
+        #[expect(dead_code, reason = "only its schema is looked at")]
+        struct Paid {
+            order: i64,
+        }
+
+        impl postbox_core::TypedEvent for Paid {
+            const TOPIC: &'static str = "order.paid";
+            const SCHEMA_VERSION: u32 = 2;
+        }
+
+        let schemas = JsonSchemas::new().add_type::<Paid>().expect("a schema");
+        schemas.check("order.paid", 2, br#"{"order": 1}"#).expect("as the type is");
+        schemas.check("order.paid", 2, br#"{"order": "x"}"#).expect_err("not as the type is");
+    }
+}
