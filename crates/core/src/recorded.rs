@@ -50,8 +50,8 @@ pub trait Aggregate {
 /// Behaviour:
 /// - Events are appended in the order in which they were taken, and each aggregate's as it recorded
 ///   them.
-/// - Nothing reaches the log but by [`Postbox::append`](crate::Postbox::append) and your commit: not
-///   after a rollback, a panic, or a unit of work that is dropped.
+/// - Nothing reaches the log but by [`Postbox::append`](crate::Postbox::append) and your commit:
+///   not after a rollback, a panic, or a unit of work that is dropped.
 /// - The append borrows it. Where the append or the commit fails, it has all its events still, for
 ///   another transaction; aggregates get none back.
 /// - An event that cannot be written as JSON is the error of the append, and nothing is sent.

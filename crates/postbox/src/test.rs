@@ -1,6 +1,6 @@
 //! For the tests of a program that uses Postbox: a store in memory, what was appended, what a
-//! handler makes of an event, and both ends of a webhook. Those are signed as their senders do by the
-//! `Secret::sign` of each scheme in [`webhook`](crate::webhook).
+//! handler makes of an event, and both ends of a webhook. Those are signed as their senders do by
+//! the `Secret::sign` of each scheme in [`webhook`](crate::webhook).
 //!
 //! ```
 //! use postbox::router::{Event, Router};

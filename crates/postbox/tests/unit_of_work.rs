@@ -87,7 +87,7 @@ async fn a_unit_of_work_carries_on_the_context_of_its_append() {
     assert!(work.events().iter().all(|event: &NewEvent| event.headers.is_empty()), "only what is appended");
     let see = async |delivery: Delivery| assert_eq!(delivery.event.actor(), Some("teller"));
     let reader = Subscription::new("reader".parse().expect("a name"), LogName::outbox());
-    let sink = handler_sink(move |delivery| see(delivery));
+    let sink = handler_sink(see);
     let relay = Relay::builder(Arc::new(store), reader).sink(Arc::new(sink)).build().expect("built");
     assert_eq!(relay.drain(None).await.expect("drained").delivered, 2);
 }

@@ -3,8 +3,8 @@
 //! A store keeps the contracts in its own terms, usually SQL. What does not depend on those terms
 //! is here, so that it is written once: how a delivery row looks after a disposition
 //! ([`RowAfter`]), how many rows fit into a batch ([`BatchLimiter`]), what a failed handler holds
-//! up ([`BlockedKeys`]), what an event carries on ([`in_context`]), counts ([`StatsCounter`]), and the
-//! errors that callers know by code.
+//! up ([`BlockedKeys`]), what an event carries on ([`in_context`]), counts ([`StatsCounter`]), and
+//! the errors that callers know by code.
 
 mod apply;
 mod batch;

@@ -76,8 +76,9 @@ impl Schemas for NotBroken {
 /// A store whose transactions handlers of a router work in.
 pub trait RouterFixture: ApplyFixture {
     /// Gives the relay a router with two handlers of [`Entry`], a rule that [`Fault::Never`] is
-    /// dead, and the schema [`NotBroken`]. `first` writes the entry as an effect and appends it as an event [`WRITTEN`]; `second`
-    /// writes it again, with a `+` behind it. Each ends as [`Healed::end`] says.
+    /// dead, and the schema [`NotBroken`]. `first` writes the entry as an effect and appends it as
+    /// an event [`WRITTEN`]; `second` writes it again, with a `+` behind it. Each ends as
+    /// [`Healed::end`] says.
     fn route(&self, relay: RelayBuilder, healed: Healed) -> Result<RelayBuilder>;
 }
 
