@@ -2,6 +2,7 @@
 
 use ::sqlx::{Connection as _, PgConnection};
 use async_trait::async_trait;
+use postbox::drivers::sqlx::once_in;
 use postbox::postgres::Postgres;
 use postbox::{Error, EventId, NewEvent, Postbox, Result};
 
@@ -41,4 +42,22 @@ impl crate::Driver for Driver {
 
 async fn lent(tx: &mut PgConnection, postbox: &Postbox<Postgres>, list: Vec<Typed>) -> Result<Vec<EventId>> {
     postbox.append(tx, list).await
+}
+
+#[tokio::test]
+async fn once_is_true_once_and_only_in_a_transaction() {
+    let fixture = crate::fixture().await;
+    let (schema, source) = (Default::default(), "stripe".parse().expect("a name"));
+    let mut connection = PgConnection::connect(&fixture.url).await.expect("connected");
+    let mut answers = Vec::new();
+    for commit in [false, true, true] {
+        let mut tx = connection.begin().await.expect("begun");
+        answers.push(once_in(&mut tx, &schema, &source, "evt_1").await.expect("asked"));
+        if commit {
+            tx.commit().await.expect("committed");
+        }
+    }
+    assert_eq!(answers, [true, true, false]);
+    let error = once_in(&mut connection, &schema, &source, "evt_2").await.expect_err("refused");
+    assert_eq!(error.code(), "no_transaction");
 }
