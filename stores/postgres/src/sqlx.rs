@@ -7,7 +7,7 @@ use sqlx::postgres::PgConnection;
 
 use crate::append::{Columns, Postgres};
 use crate::classify::{log_unknown, of_sqlstate};
-use crate::once::ONCE_INSERT;
+use crate::once::ONCE;
 use crate::schema::SchemaName;
 
 /// Marks transactions of `sqlx`.
@@ -80,10 +80,9 @@ pub async fn once_in(
     message_id: &str,
 ) -> Result<bool> {
     check_message_id("once", message_id)?;
-    let sql = schema.sql(ONCE_INSERT);
-    let query = sqlx::query(sqlx::AssertSqlSafe(sql)).bind(source.as_str()).bind(message_id).persistent(false);
-    let claimed = connection.execute(query).await.map_err(|error| classify("once", None, &error))?;
-    Ok(claimed.rows_affected() == 1)
+    let sql = schema.sql(ONCE);
+    let query = sqlx::query_scalar(sqlx::AssertSqlSafe(sql)).bind(source.as_str()).bind(message_id).persistent(false);
+    query.fetch_one(connection).await.map_err(|error| classify("once", None, &error))
 }
 
 fn classify(operation: &'static str, log: Option<&LogName>, error: &sqlx::Error) -> Error {

@@ -148,9 +148,10 @@ BEGIN
   IF EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN
     RETURN;
   END IF;
-  -- `create` because of `create_window`. Names of tables, and of their indexes and sequences, are
-  -- taken.
-  IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR to_regclass({schema_literal} || '.' || quote_ident(log_name)) IS NOT NULL THEN
+  -- `create` because of `create_window`. Names of tables and views, and of indexes and sequences,
+  -- are taken.
+  IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR EXISTS (SELECT FROM unnest(ARRAY['', '_state', '_dead']) AS of_view(name)
+      WHERE to_regclass({schema_literal} || '.' || quote_ident(log_name || of_view.name)) IS NOT NULL) THEN
     RAISE EXCEPTION '% is no log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
       HINT = 'lower-case letters, digits and _, beginning with a letter, at most 40, and no table of Postbox itself';
   END IF;
@@ -176,8 +177,6 @@ BEGIN
       slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED
     );
     CREATE INDEX {tag}_log_xid_seq ON {s}."{tag}_log" (xid, seq);
-    COMMENT ON COLUMN {s}."{tag}_log".payload IS 'text, kept byte for byte; bytes that are no text go to payload_bytes';
-    COMMENT ON COLUMN {s}."{tag}_log".xid IS 'the writing transaction; leave it to its default';
     -- Whoever may insert is asked for the number that was drawn: to see it, not to draw one.
     GRANT SELECT ON SEQUENCE {s}.{tag}_log_seq_seq TO PUBLIC;
   ${tag}_ddl$, '{tag}_log', log_name);
@@ -186,12 +185,10 @@ BEGIN
   PERFORM {s}.create_append(log_name);
   PERFORM {s}.create_receive(log_name);
   PERFORM {s}.create_depth(log_name);
+  PERFORM {s}.create_views(log_name);
   INSERT INTO {s}.log (name) VALUES (log_name);
 END
 ${tag}$;
-
-SELECT {s}.create_log('outbox');
-SELECT {s}.create_log('inbox');
 
 -- The cluster this is. A cursor is made of transaction ids, and those of another cluster are only
 -- numbers. PUBLIC may ask.
