@@ -105,7 +105,26 @@ BEGIN
     RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault,
       HINT = 'xid and seq are the store''s own: leave both to their defaults, and never change a row of a log';
   END IF;
-  RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault;
+  RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault, HINT = CASE
+    WHEN fault {=} 'topic_too_long' THEN pg_catalog.concat('the topic has ', pg_catalog.octet_length(event.topic), ' bytes; at most 255 are allowed')
+    WHEN fault {=} 'key_too_long' THEN pg_catalog.concat('the key has ', pg_catalog.octet_length(event.key), ' bytes; at most 1024 are allowed')
+    WHEN fault {=} 'tenant_too_long' THEN pg_catalog.concat('the tenant has ', pg_catalog.octet_length(event.tenant), ' bytes; at most 128 are allowed')
+    WHEN fault {=} 'payload_too_large' THEN pg_catalog.concat('the payload has ',
+      coalesce(pg_catalog.octet_length(event.payload), pg_catalog.octet_length(event.payload_bytes)),
+      ' bytes; at most 16777216 are allowed: keep what is larger elsewhere, and its address in the event')
+    WHEN fault {=} 'payload_missing' THEN 'set one of payload (text) and payload_bytes, and not both'
+    WHEN fault {=} 'payload_is_bytes' THEN 'put bytes into payload_bytes; enqueue takes both, and text that begins like this'
+    WHEN fault {=} 'topic_invalid' THEN 'a topic has no white space and no control characters'
+    WHEN fault {=} 'topic_empty' THEN 'say what happened, e.g. order.placed'
+    WHEN fault {=} 'key_empty' OR fault {=} 'tenant_empty' THEN 'leave it out where there is none'
+    WHEN fault {=} 'tenant_invalid' THEN 'a tenant has no control characters'
+    WHEN fault {=} 'created_at_invalid' THEN 'leave created_at to its default'
+    WHEN fault {=} 'occurred_at_invalid' OR fault {=} 'deliver_at_invalid' THEN 'a time before the last days of the year 9999, and not infinity'
+    WHEN fault {=} 'source_invalid' THEN pg_catalog.concat('1 to 128 bytes without control characters; the source has ', pg_catalog.octet_length(event.source))
+    WHEN fault {=} 'kind_invalid' THEN pg_catalog.concat('1 to 128 bytes without control characters; the kind has ', pg_catalog.octet_length(event.kind))
+    WHEN fault {=} 'aggregate_invalid' THEN
+      pg_catalog.concat('1 to 128 bytes without control characters; the aggregate has ', pg_catalog.octet_length(event.aggregate))
+    ELSE pg_catalog.concat('1 to 128 bytes without control characters; the content type has ', pg_catalog.octet_length(event.content_type)) END;
 END
 ${tag}$;
 
@@ -373,6 +392,24 @@ CREATE TABLE {s}.conflict (
 );
 CREATE INDEX conflict_last ON {s}.conflict (last_at);
 
+-- Refuses a payload that is called JSON and is none: whoever receives it would find out. Only where
+-- one event is appended by hand; an INSERT is not read for it.
+CREATE FUNCTION {s}.check_json(payload text, content_type text) RETURNS boolean LANGUAGE plpgsql IMMUTABLE AS ${tag}$
+DECLARE
+  parsed pg_catalog.json;
+BEGIN
+  IF content_type IS NULL OR content_type COLLATE pg_catalog."C" {~} '^[^;]*[/+]json *(;|$)' THEN
+    BEGIN
+      parsed := payload::pg_catalog.json;
+    EXCEPTION WHEN data_exception THEN
+      RAISE EXCEPTION 'the event breaks the rule payload_not_json' USING ERRCODE = 'check_violation', CONSTRAINT = 'payload_not_json',
+        HINT = 'give JSON, or say what it is, e.g. content_type => ''text/plain''';
+    END;
+  END IF;
+  RETURN true;
+END
+${tag}$;
+
 -- Appends one event in the caller's transaction, from any language. An untyped literal is text.
 CREATE FUNCTION {s}.enqueue(
   topic text, payload text, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
@@ -383,6 +420,7 @@ DECLARE
   event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
   -- A text that looks like bytea's output is a text all the same; only the column cannot tell.
   bytes pg_catalog.bytea := CASE WHEN pg_catalog.left(enqueue.payload, 2) {=} E'\\x' THEN pg_catalog.convert_to(enqueue.payload, 'UTF8') END;
+  checked boolean := {s}.check_json(enqueue.payload, enqueue.content_type);
 BEGIN
   IF enqueue.log {=} 'outbox' THEN
     INSERT INTO {s}.outbox (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
@@ -421,6 +459,7 @@ CREATE FUNCTION {s}.enqueue(
 ) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
 DECLARE
   event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
+  checked boolean := {s}.check_json(CASE WHEN enqueue.content_type {~~} '%json%' THEN pg_catalog.convert_from(enqueue.payload, 'UTF8') END, enqueue.content_type);
 BEGIN
   IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
     RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
@@ -431,6 +470,27 @@ BEGIN
     USING event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
     enqueue.payload, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END, coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at;
   RETURN event_id;
+END
+${tag}$;
+
+-- The same with keys that are numbers or UUIDs, as most are.
+DO ${tag}$
+DECLARE
+  of record;
+BEGIN
+  FOR of IN
+    SELECT * FROM (VALUES ('text', 'NULL'), ('jsonb', 'NULL'), ('bytea', '''application/octet-stream''')) AS p(payload, content_type),
+      (VALUES ('bigint'), ('uuid')) AS k(key)
+  LOOP
+    EXECUTE replace(replace(replace(${tag}_sql$
+      CREATE FUNCTION {s}.enqueue(
+        topic text, payload {tag}_payload, key {tag}_key, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
+        kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT {tag}_type,
+        headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
+      ) RETURNS uuid LANGUAGE sql
+      RETURN {s}.enqueue(topic, payload, key::text, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, log)
+    ${tag}_sql$, '{tag}_payload', of.payload), '{tag}_key', of.key), '{tag}_type', of.content_type);
+  END LOOP;
 END
 ${tag}$;
 

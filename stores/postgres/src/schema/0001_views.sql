@@ -20,7 +20,7 @@ CROSS JOIN LATERAL (
     coalesce(sum(d.events) FILTER (WHERE d.state = 'discarded'), 0)::bigint AS discarded,
     coalesce(sum(d.events) FILTER (WHERE d.state = 'dispatched'), 0)::bigint AS dispatched,
     bool_or(d.is_estimate) AS estimated,
-    round(greatest(max(d.age), 0) / 1000000.0, 3)::float8 AS oldest_pending_seconds
+    round(max(CASE WHEN d.age < 0 THEN 0 ELSE d.age END) / 1000000.0, 3)::float8 AS oldest_pending_seconds
   FROM {s}.depth(s.name) AS d) AS c;
 
 -- Makes the views of a log: `<log>_state`, a row for each event and subscription, and `<log>_dead`,

@@ -4,6 +4,7 @@
 mod support;
 
 mod append;
+mod comments;
 mod crash;
 mod cursor;
 mod deferred;
@@ -14,3 +15,4 @@ mod restart;
 mod side_by_side;
 mod sql;
 mod sqlx;
+mod surface;
