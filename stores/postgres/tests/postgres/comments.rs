@@ -69,9 +69,11 @@ async fn the_tables_of_the_guide_are_the_comments() {
     for of in ["stats", "outbox_state", "outbox_dead", "functions"] {
         let rows = match of {
             "functions" => {
-                let sql = "SELECT DISTINCT ON (called.n) p.proname::text, obj_description(p.oid, 'pg_proc')
+                let sql = "SELECT DISTINCT ON (called.n) p.proname || '(' || replace(regexp_replace(
+                      pg_get_function_arguments(p.oid), '::(text|uuid|bigint|jsonb|timestamp with time zone)', '', 'g'),
+                      'timestamp with time zone', 'timestamptz') || ')', obj_description(p.oid, 'pg_proc')
                     FROM unnest(string_to_array($$CALLED$$, ',')) WITH ORDINALITY AS called(name, n)
-                    JOIN pg_proc AS p ON p.pronamespace = 'postbox'::regnamespace AND p.proname = called.name ORDER BY called.n";
+                    JOIN pg_proc AS p ON p.pronamespace = 'postbox'::regnamespace AND p.proname = called.name ORDER BY called.n, p.oid";
                 table("| function | |", texts(&client, &sql.replace("CALLED", &CALLED.join(","))).await)
             }
             view => {
