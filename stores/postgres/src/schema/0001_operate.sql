@@ -191,8 +191,8 @@ BEGIN
 END
 ${tag}$;
 
--- Receives one message: see `create_receive`. Its body is given as bytes, and as text where the text
--- column can have it. The caller's transaction keeps its own lock_timeout.
+-- Receives one message: see `create_receive`. Its body is given as bytes, and as text where the
+-- text column can have it. The caller's transaction keeps its own lock_timeout.
 CREATE FUNCTION {s}.receive_body(
   source text, message_id text, topic text, body bytea, as_text text, key text, tenant text, content_type text, headers jsonb, log text
 ) RETURNS text LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog SET lock_timeout = '2s' AS ${tag}$

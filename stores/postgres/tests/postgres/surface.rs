@@ -271,9 +271,9 @@ async fn refusals_say_what_why_and_the_cure() {
 /// Most keys are numbers or UUIDs.
 #[tokio::test]
 async fn enqueue_takes_keys_that_are_numbers_or_uuids() {
+    const UUID: &str = "01234567-89ab-7def-8123-456789abcdef";
     let fixture = support::on(Version::V15).await;
     let client = fixture.client().await;
-    const UUID: &str = "01234567-89ab-7def-8123-456789abcdef";
     for (key, expected) in [
         ("42", Some("42")),
         ("-42::smallint", Some("-42")),
