@@ -55,9 +55,9 @@ pub async fn once_in(
         return Err(no_transaction("once"));
     }
     check_message_id("once", message_id)?;
-    let query = sqlx::query(AssertSqlSafe(once_statement(schema))).persistent(false);
-    let claimed = connection.execute(query.bind(source.as_str()).bind(message_id)).await;
-    Ok(claimed.map_err(|error| classify("once", &error, None))?.rows_affected() == 1)
+    let query = sqlx::query_scalar(AssertSqlSafe(once_statement(schema))).persistent(false);
+    let claimed = query.bind(source.as_str()).bind(message_id).fetch_one(connection).await;
+    claimed.map_err(|error| classify("once", &error, None))
 }
 
 /// What a failure of `sqlx` means; for drivers on top of it, too. `appended_to` is the log of an

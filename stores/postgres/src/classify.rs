@@ -106,6 +106,10 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
             "store_read_only",
             "the database is read-only: a standby, or default_transaction_read_only is on; name the primary in the store's URL".to_owned(),
         ),
+        // Raised by `subscription_unknown`.
+        "PB002" => {
+            make(NotFound, "subscription_unknown", format!("{}; {}", fields.message, fields.hint.unwrap_or_default()))
+        }
         // Raised by `<log>_window`.
         "PB001" => cursor_foreign(operation),
         "53100" => make(
@@ -193,6 +197,7 @@ mod tests {
             ("40P01", Unavailable, "store_contention"),
             ("23505", Conflict, "unique_violation"),
             ("PB001", Mismatch, "cursor_foreign"),
+            ("PB002", NotFound, "subscription_unknown"),
             ("XX001", Internal, "row_damaged"),
             ("XX000", Internal, "store_error"),
         ] {

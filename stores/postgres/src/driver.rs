@@ -12,7 +12,7 @@ use uuid::Uuid;
 
 use crate::append::{Columns, Postgres, refused};
 use crate::classify::of_database;
-use crate::once::ONCE_INSERT;
+use crate::once::ONCE;
 use crate::schema::SchemaName;
 
 /// A statement that appends events. Do not prepare it under a name: nothing may stay in the
@@ -40,9 +40,9 @@ impl AppendStatement {
 }
 
 /// The statement behind [`once_in`](crate::once_in), which see: `$1` is the source, `$2` the
-/// message's id, both as `text`. It affects a row the first time.
+/// message's id, both as `text`. Its one row and column is `true` the first time.
 pub fn once_statement(schema: &SchemaName) -> String {
-    schema.sql(ONCE_INSERT)
+    schema.sql(ONCE)
 }
 
 /// What a driver says of a statement that the server refused.

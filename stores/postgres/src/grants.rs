@@ -11,9 +11,9 @@ pub struct Roles {
     /// They append events in their transactions, by INSERT, by `enqueue` or by `Postbox::append`.
     pub writers: Vec<String>,
     /// They deliver, receive, retry, discard, pause and prune: what `postbox run` does, and the
-    /// commands that change something.
+    /// commands that change something; the functions of the same names, too.
     pub relays: Vec<String>,
-    /// They look: what `postbox stats`, `list`, `show` and `doctor` do.
+    /// They look: what `postbox stats`, `list`, `show` and `doctor` do, and the views.
     pub readers: Vec<String>,
 }
 
@@ -44,8 +44,11 @@ impl PostgresStore {
             }
             grant(&format!("SELECT, DELETE, {insert}"), &table, relays);
             grant("SELECT", &table, readers);
+            for roles in [relays, readers] {
+                grant("SELECT", &format!("{{s}}.\"{log}_state\", {{s}}.\"{log}_dead\""), roles);
+            }
         }
-        grant("SELECT", "{s}.migration, {s}.log", relays);
+        grant("SELECT", "{s}.migration, {s}.log, {s}.stats", relays);
         grant("UPDATE (routed_xid, routed_seq, taken_snap, epoch_next)", "{s}.log", relays);
         grant("SELECT, INSERT, UPDATE", "{s}.sleeper, {s}.passage", relays);
         grant("SELECT, INSERT", "{s}.filter", relays);
@@ -57,7 +60,7 @@ impl PostgresStore {
         );
         grant(
             "SELECT",
-            "{s}.migration, {s}.log, {s}.subscription, {s}.lane, {s}.delivery, {s}.filter, {s}.passage, {s}.unrouted, {s}.sent, {s}.replica, {s}.conflict",
+            "{s}.migration, {s}.log, {s}.stats, {s}.subscription, {s}.lane, {s}.delivery, {s}.filter, {s}.passage, {s}.unrouted, {s}.sent, {s}.replica, {s}.conflict",
             readers,
         );
         Ok(sql)

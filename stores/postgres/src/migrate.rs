@@ -86,6 +86,7 @@ DECLARE
   of_kind text;
 BEGIN
   FOR of_log IN SELECT name FROM {s}.log LOOP
+    EXECUTE 'DROP VIEW ' || {schema_literal} || '.' || quote_ident(of_log || '_state') || ', ' || {schema_literal} || '.' || quote_ident(of_log || '_dead');
     EXECUTE 'DROP TABLE ' || {schema_literal} || '.' || quote_ident(of_log);
     FOREACH of_kind IN ARRAY ARRAY['window', 'append', 'append_many', 'receive', 'receive_many', 'depth'] LOOP
       EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_' || of_kind);
@@ -93,12 +94,13 @@ BEGIN
   END LOOP;
 END
 ${tag}$;
+DROP VIEW IF EXISTS {s}.stats;
 DROP TABLE IF EXISTS {s}.delivery, {s}.sent, {s}.unrouted, {s}.passage, {s}.filter, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.once, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
-DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_append, {s}.create_receive, {s}.create_depth, {s}.depth, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
+DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_append, {s}.create_receive, {s}.create_depth, {s}.create_views, {s}.comment_log, {s}.depth, {s}.lock_lanes, {s}.subscription_unknown, {s}.change, {s}.retry, {s}.discard, {s}.pause, {s}.resume, {s}.check_message, {s}.once, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
 DO ${tag}$
 DECLARE
   overloads text := (SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_catalog.pg_proc AS p
-    WHERE p.pronamespace = {schema_literal}::regnamespace AND p.proname IN ('enqueue', 'notify_enable', 'notify_disable', 'notify_sleepers'));
+    WHERE p.pronamespace = {schema_literal}::regnamespace AND p.proname IN ('enqueue', 'check_json', 'receive', 'receive_body', 'notify_enable', 'notify_disable', 'notify_sleepers'));
 BEGIN
   IF overloads IS NOT NULL THEN
     EXECUTE 'DROP FUNCTION ' || overloads;

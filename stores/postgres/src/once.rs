@@ -8,9 +8,8 @@ use crate::classify::classify;
 use crate::params::params;
 use crate::schema::SchemaName;
 
-/// Remembers a message. Index: primary key of `once`, on which a second one waits for the first
-/// one's transaction.
-pub(crate) const ONCE_INSERT: &str = "INSERT INTO {s}.once (source, message_id) VALUES ($1, $2) ON CONFLICT DO NOTHING";
+/// Remembers a message: see `0001_operate.sql`.
+pub(crate) const ONCE: &str = "SELECT {s}.once($1, $2)";
 
 /// Whether this is the first time that `message_id` of `source` is seen, decided in your
 /// transaction: do the message's work in it only if `true`, and both commit together or neither. A
@@ -23,6 +22,6 @@ pub(crate) const ONCE_INSERT: &str = "INSERT INTO {s}.once (source, message_id) 
 /// transaction; roll it back.
 pub async fn once_in(tx: &Transaction<'_>, schema: &SchemaName, source: &SourceName, message_id: &str) -> Result<bool> {
     check_message_id("once", message_id)?;
-    let claimed = tx.client().execute_typed(&schema.sql(ONCE_INSERT), &params![source.as_str(), message_id]).await;
-    Ok(claimed.map_err(|error| classify("once", &error))? == 1)
+    let claimed = tx.client().query_typed_one(&schema.sql(ONCE), &params![source.as_str(), message_id]).await;
+    Ok(claimed.map_err(|error| classify("once", &error))?.get(0))
 }

@@ -60,14 +60,7 @@ CROSS JOIN LATERAL {row_of_entry} JOIN {s}.delivery AS d ON d.ctid = found.place
 /// then the primary key. Locks the rows.
 ///
 /// By their places, for the reason of `{row_of_entry}`.
-pub(crate) const DELIVERY_RELEASE: &str = "
-UPDATE {s}.delivery AS d SET state = 'retrying', due_at = clock_timestamp(), updated_at = clock_timestamp()
-WHERE d.ctid = ANY (ARRAY(
-  SELECT head.place FROM unnest($2::text[]) AS touched(key)
-  CROSS JOIN LATERAL (
-    SELECT h.ctid AS place, h.state, h.due_at FROM {s}.delivery AS h
-    WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
-  WHERE head.due_at IS NULL AND head.state IN ('blocked', 'retrying')))";
+pub(crate) const DELIVERY_RELEASE: &str = "{delivery_release}";
 
 /// A settlement, sorted by what has to be written.
 #[derive(Debug, Default)]

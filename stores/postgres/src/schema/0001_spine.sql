@@ -105,7 +105,26 @@ BEGIN
     RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault,
       HINT = 'xid and seq are the store''s own: leave both to their defaults, and never change a row of a log';
   END IF;
-  RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault;
+  RAISE EXCEPTION 'the event breaks the rule %', fault USING ERRCODE = 'check_violation', CONSTRAINT = fault, HINT = CASE
+    WHEN fault {=} 'topic_too_long' THEN pg_catalog.concat('the topic has ', pg_catalog.octet_length(event.topic), ' bytes; at most 255 are allowed')
+    WHEN fault {=} 'key_too_long' THEN pg_catalog.concat('the key has ', pg_catalog.octet_length(event.key), ' bytes; at most 1024 are allowed')
+    WHEN fault {=} 'tenant_too_long' THEN pg_catalog.concat('the tenant has ', pg_catalog.octet_length(event.tenant), ' bytes; at most 128 are allowed')
+    WHEN fault {=} 'payload_too_large' THEN pg_catalog.concat('the payload has ',
+      coalesce(pg_catalog.octet_length(event.payload), pg_catalog.octet_length(event.payload_bytes)),
+      ' bytes; at most 16777216 are allowed: keep what is larger elsewhere, and its address in the event')
+    WHEN fault {=} 'payload_missing' THEN 'set one of payload (text) and payload_bytes, and not both'
+    WHEN fault {=} 'payload_is_bytes' THEN 'put bytes into payload_bytes; enqueue takes both, and text that begins like this'
+    WHEN fault {=} 'topic_invalid' THEN 'a topic has no white space and no control characters'
+    WHEN fault {=} 'topic_empty' THEN 'say what happened, e.g. order.placed'
+    WHEN fault {=} 'key_empty' OR fault {=} 'tenant_empty' THEN 'leave it out where there is none'
+    WHEN fault {=} 'tenant_invalid' THEN 'a tenant has no control characters'
+    WHEN fault {=} 'created_at_invalid' THEN 'leave created_at to its default'
+    WHEN fault {=} 'occurred_at_invalid' OR fault {=} 'deliver_at_invalid' THEN 'a time before the last days of the year 9999, and not infinity'
+    WHEN fault {=} 'source_invalid' THEN pg_catalog.concat('1 to 128 bytes without control characters; the source has ', pg_catalog.octet_length(event.source))
+    WHEN fault {=} 'kind_invalid' THEN pg_catalog.concat('1 to 128 bytes without control characters; the kind has ', pg_catalog.octet_length(event.kind))
+    WHEN fault {=} 'aggregate_invalid' THEN
+      pg_catalog.concat('1 to 128 bytes without control characters; the aggregate has ', pg_catalog.octet_length(event.aggregate))
+    ELSE pg_catalog.concat('1 to 128 bytes without control characters; the content type has ', pg_catalog.octet_length(event.content_type)) END;
 END
 ${tag}$;
 
@@ -148,9 +167,10 @@ BEGIN
   IF EXISTS (SELECT FROM {s}.log WHERE name = log_name) THEN
     RETURN;
   END IF;
-  -- `create` because of `create_window`. Names of tables, and of their indexes and sequences, are
-  -- taken.
-  IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR to_regclass({schema_literal} || '.' || quote_ident(log_name)) IS NOT NULL THEN
+  -- `create` because of `create_window`. Names of tables and views, and of indexes and sequences,
+  -- are taken.
+  IF log_name !~ '^[a-z][a-z0-9_]{0,39}$' OR log_name = 'create' OR EXISTS (SELECT FROM unnest(ARRAY['', '_state', '_dead']) AS of_view(name)
+      WHERE to_regclass({schema_literal} || '.' || quote_ident(log_name || of_view.name)) IS NOT NULL) THEN
     RAISE EXCEPTION '% is no log name', quote_literal(log_name) USING ERRCODE = 'check_violation', CONSTRAINT = 'log_name_invalid',
       HINT = 'lower-case letters, digits and _, beginning with a letter, at most 40, and no table of Postbox itself';
   END IF;
@@ -176,8 +196,6 @@ BEGIN
       slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED
     );
     CREATE INDEX {tag}_log_xid_seq ON {s}."{tag}_log" (xid, seq);
-    COMMENT ON COLUMN {s}."{tag}_log".payload IS 'text, kept byte for byte; bytes that are no text go to payload_bytes';
-    COMMENT ON COLUMN {s}."{tag}_log".xid IS 'the writing transaction; leave it to its default';
     -- Whoever may insert is asked for the number that was drawn: to see it, not to draw one.
     GRANT SELECT ON SEQUENCE {s}.{tag}_log_seq_seq TO PUBLIC;
   ${tag}_ddl$, '{tag}_log', log_name);
@@ -186,12 +204,10 @@ BEGIN
   PERFORM {s}.create_append(log_name);
   PERFORM {s}.create_receive(log_name);
   PERFORM {s}.create_depth(log_name);
+  PERFORM {s}.create_views(log_name);
   INSERT INTO {s}.log (name) VALUES (log_name);
 END
 ${tag}$;
-
-SELECT {s}.create_log('outbox');
-SELECT {s}.create_log('inbox');
 
 -- The cluster this is. A cursor is made of transaction ids, and those of another cluster are only
 -- numbers. PUBLIC may ask.
@@ -376,6 +392,24 @@ CREATE TABLE {s}.conflict (
 );
 CREATE INDEX conflict_last ON {s}.conflict (last_at);
 
+-- Refuses a payload that is called JSON and is none: whoever receives it would find out. Only where
+-- one event is appended by hand; an INSERT is not read for it.
+CREATE FUNCTION {s}.check_json(payload text, content_type text) RETURNS boolean LANGUAGE plpgsql IMMUTABLE AS ${tag}$
+DECLARE
+  parsed pg_catalog.json;
+BEGIN
+  IF content_type IS NULL OR content_type COLLATE pg_catalog."C" {~} '^[^;]*[/+]json *(;|$)' THEN
+    BEGIN
+      parsed := payload::pg_catalog.json;
+    EXCEPTION WHEN data_exception THEN
+      RAISE EXCEPTION 'the event breaks the rule payload_not_json' USING ERRCODE = 'check_violation', CONSTRAINT = 'payload_not_json',
+        HINT = 'give JSON, or say what it is, e.g. content_type => ''text/plain''';
+    END;
+  END IF;
+  RETURN true;
+END
+${tag}$;
+
 -- Appends one event in the caller's transaction, from any language. An untyped literal is text.
 CREATE FUNCTION {s}.enqueue(
   topic text, payload text, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
@@ -386,6 +420,7 @@ DECLARE
   event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
   -- A text that looks like bytea's output is a text all the same; only the column cannot tell.
   bytes pg_catalog.bytea := CASE WHEN pg_catalog.left(enqueue.payload, 2) {=} E'\\x' THEN pg_catalog.convert_to(enqueue.payload, 'UTF8') END;
+  checked boolean := {s}.check_json(enqueue.payload, enqueue.content_type);
 BEGIN
   IF enqueue.log {=} 'outbox' THEN
     INSERT INTO {s}.outbox (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
@@ -424,6 +459,7 @@ CREATE FUNCTION {s}.enqueue(
 ) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
 DECLARE
   event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
+  checked boolean := {s}.check_json(CASE WHEN enqueue.content_type {~~} '%json%' THEN pg_catalog.convert_from(enqueue.payload, 'UTF8') END, enqueue.content_type);
 BEGIN
   IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
     RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
@@ -434,6 +470,27 @@ BEGIN
     USING event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
     enqueue.payload, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END, coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at;
   RETURN event_id;
+END
+${tag}$;
+
+-- The same with keys that are numbers or UUIDs, as most are.
+DO ${tag}$
+DECLARE
+  of record;
+BEGIN
+  FOR of IN
+    SELECT * FROM (VALUES ('text', 'NULL'), ('jsonb', 'NULL'), ('bytea', '''application/octet-stream''')) AS p(payload, content_type),
+      (VALUES ('bigint'), ('uuid')) AS k(key)
+  LOOP
+    EXECUTE replace(replace(replace(${tag}_sql$
+      CREATE FUNCTION {s}.enqueue(
+        topic text, payload {tag}_payload, key {tag}_key, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
+        kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT {tag}_type,
+        headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
+      ) RETURNS uuid LANGUAGE sql
+      RETURN {s}.enqueue(topic, payload, key::text, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, log)
+    ${tag}_sql$, '{tag}_payload', of.payload), '{tag}_key', of.key), '{tag}_type', of.content_type);
+  END LOOP;
 END
 ${tag}$;
 

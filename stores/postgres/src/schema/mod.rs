@@ -7,8 +7,10 @@ use std::str::FromStr;
 
 use postbox_core::{Error, LogName, Result};
 
-/// The schema, as one migration: what a lane calls, what receives, what counts, and the
-/// tables.
+use crate::criteria::is_meant;
+
+/// The schema, as one migration: what a lane calls, what receives, what counts, what a person
+/// changes, the tables, and what a person sees.
 pub(crate) const MIGRATION: &str = concat!(
     include_str!("0001_window.sql"),
     "\n",
@@ -20,16 +22,22 @@ pub(crate) const MIGRATION: &str = concat!(
     "\n",
     include_str!("0001_depth.sql"),
     "\n",
-    include_str!("0001_spine.sql")
+    include_str!("0001_operate.sql"),
+    "\n",
+    include_str!("0001_spine.sql"),
+    "\n",
+    include_str!("0001_views.sql"),
+    "\n",
+    include_str!("0001_comments.sql")
 );
 
 /// Longest identifier Postgres keeps; it cuts longer ones with only a notice, so that two names
 /// could become one.
 const IDENTIFIER_BYTES_MAX: usize = 63;
 
-/// Our own tables, and what would have functions like ours (`create_window`): no log may be called
-/// like one.
-const RESERVED_NAMES: [&str; 15] = [
+/// Our own tables and views, and what would have functions like ours (`create_window`): no log may
+/// be called like one.
+const RESERVED_NAMES: [&str; 16] = [
     "log",
     "subscription",
     "lane",
@@ -44,6 +52,7 @@ const RESERVED_NAMES: [&str; 15] = [
     "replica",
     "migration",
     "sleeper",
+    "stats",
     "create",
 ];
 
@@ -114,10 +123,16 @@ impl SchemaName {
     }
 
     /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that
-    /// no name can end a body, or be taken for the log's in a function that is made for each log.
+    /// no name can end a body, or be taken for the log's in a function that is made for each log:
+    /// there `{log}` and `{name}` stand for what is replaced by the log's.
     pub(crate) fn migration_sql(&self, template: &str) -> String {
         let tag = (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str()));
-        self.fill(template, &[("tag", &tag.unwrap_or_default()), ("schema_literal", &self.literal())])
+        let tag = tag.unwrap_or_default();
+        let (name, log) = (format!("{tag}_log"), format!("{}.\"{tag}_log\"", self.quoted));
+        let (literal, meant) = (self.literal(), is_meant([4, 5, 6, 7]));
+        let values =
+            [("tag", &tag), ("name", &name), ("log", &log), ("schema_literal", &literal), ("is_meant", &meant)];
+        self.fill(template, &values.map(|(name, value)| (name, value.as_str())))
     }
 
     fn fill(&self, template: &str, values: &[(&str, &str)]) -> String {
@@ -177,7 +192,7 @@ mod tests {
         assert!(comments.clone().count() > 10);
         for comment in comments {
             assert!(
-                !["{s}", "{tag}", "{schema_literal}", "{log}"].iter().any(|name| comment.contains(name)),
+                !["{s}", "{tag}", "{schema_literal}", "{log}", "{name}"].iter().any(|name| comment.contains(name)),
                 "{comment}"
             );
         }

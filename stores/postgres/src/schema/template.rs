@@ -149,6 +149,28 @@ const FRAGMENTS: &[(&str, &str)] = &[
         "places",
         "ARRAY(SELECT found.place FROM unnest($2::bigint[]) AS e(seq) CROSS JOIN LATERAL {row_of_entry})",
     ),
+    // See `DELIVERY_RELEASE` and `CLEAR_FOLLOWER_DUE`, which are also parts of a function.
+    (
+        "delivery_release",
+        "UPDATE {s}.delivery AS d SET state = 'retrying', due_at = clock_timestamp(), updated_at = clock_timestamp()
+WHERE d.ctid = ANY (ARRAY(
+  SELECT head.place FROM unnest($2::text[]) AS touched(key)
+  CROSS JOIN LATERAL (
+    SELECT h.ctid AS place, h.state, h.due_at FROM {s}.delivery AS h
+    WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
+  WHERE head.due_at IS NULL AND head.state IN ('blocked', 'retrying')))",
+    ),
+    (
+        "clear_follower_due",
+        "UPDATE {s}.delivery AS d SET due_at = NULL
+WHERE d.ctid = ANY (ARRAY(
+  SELECT behind.place FROM unnest($2::text[]) AS touched(key)
+  CROSS JOIN LATERAL (
+    SELECT h.seq FROM {s}.delivery AS h WHERE h.subscription = $1 AND h.key = touched.key AND h.holds ORDER BY h.seq LIMIT 1 OFFSET 0) AS head
+  CROSS JOIN LATERAL (
+    SELECT b.ctid AS place FROM {s}.delivery AS b WHERE b.subscription = $1 AND b.key = touched.key AND b.holds AND b.seq > head.seq
+      AND b.due_at IS NOT NULL ORDER BY b.seq OFFSET 0) AS behind))",
+    ),
     // True for a delivery row that still is as it was read: every change of it that counts raises
     // one of the two numbers or ends it.
     (

@@ -4,6 +4,7 @@
 mod support;
 
 mod append;
+mod comments;
 mod crash;
 mod cursor;
 mod deferred;
@@ -13,3 +14,4 @@ mod order;
 mod restart;
 mod side_by_side;
 mod sql;
+mod surface;

@@ -52,13 +52,19 @@ async fn what_was_given_out_survives_an_immediate_stop() {
     let url = server.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let client = support::client(&url).await;
-    client.batch_execute("SELECT postbox.enqueue('t', 'before')").await.expect("written");
+    client.batch_execute("SELECT postbox.enqueue('t', 'before', content_type => 'text/plain')").await.expect("written");
     let lease = take(&store).await;
     let batch = next(&store, &lease).await;
     settle(&store, &lease, batch.end).await;
-    client.batch_execute("SELECT postbox.enqueue('t', 'published')").await.expect("written, not durably");
+    client
+        .batch_execute("SELECT postbox.enqueue('t', 'published', content_type => 'text/plain')")
+        .await
+        .expect("written, not durably");
     assert_eq!(payloads(&next(&store, &lease).await), ["published"]);
-    client.batch_execute("SELECT postbox.enqueue('t', 'never read')").await.expect("written, not durably");
+    client
+        .batch_execute("SELECT postbox.enqueue('t', 'never read', content_type => 'text/plain')")
+        .await
+        .expect("written, not durably");
     server.stop_immediate();
     server.start().await;
     let client = support::client(&url).await;
@@ -104,7 +110,10 @@ async fn a_cursor_from_the_future_is_refused_and_rebased() {
         store.append(&LogName::outbox(), &[NewEvent::json("t", payload).key("k")]).await.expect("appended");
     }
     let early = support::client(&url).await;
-    early.batch_execute("BEGIN; SELECT postbox.enqueue('t', 'late', key => 'l')").await.expect("open");
+    early
+        .batch_execute("BEGIN; SELECT postbox.enqueue('t', 'late', key => 'l', content_type => 'text/plain')")
+        .await
+        .expect("open");
     store.append(&LogName::outbox(), &[NewEvent::json("t", "4").key("k")]).await.expect("appended");
     let batch = next(&store, &lease).await;
     assert_eq!(payloads(&batch), ["1", "2", "3", "4"]);
@@ -164,10 +173,10 @@ async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
     early
         .batch_execute(
             "BEGIN;
-             SELECT postbox.enqueue('a_b.c', 'wanted', key => 'k', tenant => 'acme');
-             SELECT postbox.enqueue('a_b.c', 'later', key => 'k', tenant => 'acme', deliver_at => now() + interval '1 hour');
-             SELECT postbox.enqueue('axb.c', 'other topic', key => 'k', tenant => 'acme');
-             SELECT postbox.enqueue('a_b.c', 'other tenant', key => 'k', tenant => 'evil')",
+             SELECT postbox.enqueue('a_b.c', 'wanted', content_type => 'text/plain', key => 'k', tenant => 'acme');
+             SELECT postbox.enqueue('a_b.c', 'later', content_type => 'text/plain', key => 'k', tenant => 'acme', deliver_at => now() + interval '1 hour');
+             SELECT postbox.enqueue('axb.c', 'other topic', content_type => 'text/plain', key => 'k', tenant => 'acme');
+             SELECT postbox.enqueue('a_b.c', 'other tenant', content_type => 'text/plain', key => 'k', tenant => 'evil')",
         )
         .await
         .expect("open");

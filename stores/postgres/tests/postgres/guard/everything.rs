@@ -80,13 +80,31 @@ pub(crate) async fn everything(writer: &PostgresStore, client: &Client, relay: &
     assert_eq!(prune(LogName::inbox()).await, 3);
 }
 
+/// What a relay's role may also do in plain SQL, after [`everything`].
+pub(crate) async fn by_hand(client: &Client, schema: &str) {
+    let calls = format!(
+        "SELECT * FROM {schema}.stats; SELECT * FROM {schema}.outbox_state; SELECT * FROM {schema}.inbox_dead;
+         SELECT {schema}.receive('hooks', 'by-hand', 't', '{{}}'); SELECT {schema}.receive('hooks', 'by-hand', 't', '[]');
+         SELECT {schema}.receive('hooks', 'bytes', 't', pg_catalog.decode('00ff', 'hex'), tenant => 'acme');
+         SELECT {schema}.once('hooks', 'by-hand');
+         SELECT {schema}.retry('inbox-reader', (SELECT id FROM {schema}.inbox LIMIT 1));
+         SELECT {schema}.discard('inbox-reader', (SELECT id FROM {schema}.inbox LIMIT 1));
+         SELECT {schema}.pause('inbox-reader', 'so', until => pg_catalog.clock_timestamp());
+         SELECT {schema}.resume('inbox-reader');"
+    );
+    client.batch_execute(&calls).await.expect("called");
+    let stats =
+        format!("SELECT discarded FROM {schema}.stats WHERE subscription OPERATOR(pg_catalog.=) 'inbox-reader'");
+    assert_eq!(client.query_one(&stats, &[]).await.expect("counted").get::<_, i64>(0), 1);
+}
+
 /// Eight events: two of key `k` first. And the rules, where they are kept by the database.
 async fn append(writer: &PostgresStore, client: &Client, schema: &str) {
     let events = [NewEvent::json("t.a", "1").key("k").header("a", "b"), NewEvent::json("t.a", "2").key("k")];
     writer.append(&LogName::outbox(), &events).await.expect("appended");
     let in_sql = format!(
         "SELECT {schema}.enqueue('t.b', '{{\"n\":3}}', key => 'x', headers => '{{\"a\":\"b\"}}');
-         SELECT {schema}.enqueue('t.b', E'\\\\x41', log => 'outbox');
+         SELECT {schema}.enqueue('t.b', E'\\\\x41', log => 'outbox', content_type => 'text/plain');
          SELECT {schema}.enqueue('t.b', '{{\"n\":4}}'::pg_catalog.jsonb);
          SELECT {schema}.enqueue('t.b', pg_catalog.decode('00ff', 'hex'));
          INSERT INTO {schema}.outbox (topic, payload, headers, tenant, kind) VALUES ('t.c', '5', '{{\"a\":\"b\"}}', 'acme', 'k');

@@ -49,7 +49,18 @@ async fn a_log_may_be_called_like_a_reserved_word() {
             store.release(&lease).await.expect(name);
             assert_eq!(store.prune(&log, &Prune::default()).await.expect(name).count, 3);
         }
-        for name in ["create", "lane", "outbox_pkey", "outbox_seq_seq", "select_xid_seq", "delivery_due"] {
+        client.batch_execute("SELECT postbox.create_log('half_dead')").await.expect("made");
+        for name in [
+            "create",
+            "lane",
+            "stats",
+            "outbox_dead",
+            "half",
+            "outbox_pkey",
+            "outbox_seq_seq",
+            "select_xid_seq",
+            "delivery_due",
+        ] {
             let refused = client.batch_execute(&format!("SELECT postbox.create_log('{name}')")).await.expect_err(name);
             let constraint = refused.as_db_error().and_then(|said| said.constraint());
             assert_eq!(constraint, Some("log_name_invalid"), "{name}: {refused:?}");

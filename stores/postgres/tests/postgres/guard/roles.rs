@@ -4,7 +4,7 @@ use postbox_core::{BatchLimit, Criteria, LogName, Prune, Replay, Selection};
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
 use postbox_testkit::servers::Version;
 
-use super::everything::everything;
+use super::everything::{by_hand, everything};
 use crate::support;
 
 /// The same database as another role.
@@ -32,6 +32,7 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         };
         let client = support::client(&url_as(&fixture.url, &writer)).await;
         everything(&store(&writer).await, &client, &store(&relay).await).await;
+        by_hand(&support::client(&url_as(&fixture.url, &relay)).await, "postbox").await;
 
         // A reader sees, and changes nothing.
         let looking = store(&reader).await;
@@ -60,6 +61,33 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         looking.tail(&log, &Criteria::default(), None, limit).await.expect("begun");
         let refused = looking.pause(&name, None).await.expect_err("refused");
         assert_eq!(refused.code(), "permission_denied");
+        let reading = support::client(&url_as(&fixture.url, &reader)).await;
+        for view in ["stats", "outbox_state", "outbox_dead", "inbox_state", "inbox_dead"] {
+            reading.query(&format!("SELECT * FROM postbox.{view}"), &[]).await.expect(view);
+            let refused = client.query(&format!("SELECT * FROM postbox.{view}"), &[]).await.expect_err(view);
+            assert_eq!(refused.code().map(|state| state.code()), Some("42501"), "{view}");
+        }
+        // Neither of them can make the store do for them what they may not do themselves.
+        for sql in [
+            "postbox.retry('reader', gen_random_uuid())",
+            "postbox.discard('reader', (SELECT gen_random_uuid()))",
+            "postbox.pause('reader', 'why')",
+            "postbox.resume('reader')",
+            "postbox.once('a', 'm')",
+            "postbox.receive('a', 'm', 't', '{}')",
+            "postbox.lock_lanes(1)",
+        ] {
+            for role in [&client, &reading] {
+                let refused = role.batch_execute(&format!("SELECT {sql}")).await.expect_err(sql);
+                assert_eq!(refused.code().map(|state| state.code()), Some("42501"), "{sql}");
+            }
+        }
+        // A consumer's role needs one right.
+        let once = format!(
+            "REVOKE ALL ON ALL TABLES IN SCHEMA postbox FROM {reader}; GRANT INSERT ON postbox.once TO {reader}"
+        );
+        owner.batch_execute(&once).await.expect("granted");
+        reading.batch_execute("SELECT postbox.once('a', 'm')").await.expect("asked");
         // A writer reads no event and no cursor, and says nothing of what is the store's own.
         for sql in [
             "SELECT FROM postbox.outbox",

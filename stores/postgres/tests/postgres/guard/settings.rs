@@ -6,7 +6,7 @@ use postbox_core::{Maintain as _, Migrate as _};
 use postbox_postgres::PostgresConfig;
 use postbox_testkit::servers::{Postgres, Version};
 
-use super::everything::everything;
+use super::everything::{by_hand, everything};
 use crate::support;
 
 /// How the planner goes about it.
@@ -93,6 +93,7 @@ async fn everything_under_every_setting(version: Version) {
         let store = support::migrated(config).await;
         let client = support::client(&url).await;
         everything(&store, &client, &store).await;
+        by_hand(&client, store.schema().quoted()).await;
         store.rebase().await.unwrap_or_else(|error| panic!("{settings:?}: {error:?}"));
         store.down(true).await.unwrap_or_else(|error| panic!("{settings:?}: {error:?}"));
     }

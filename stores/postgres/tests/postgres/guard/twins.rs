@@ -7,7 +7,7 @@ use postbox_postgres::{PostgresConfig, PostgresStore};
 use postbox_testkit::servers::{Postgres, Version};
 use tokio_postgres::Client;
 
-use super::everything::everything;
+use super::everything::{by_hand, everything};
 use crate::support;
 
 /// Name, arguments, result.
@@ -156,6 +156,7 @@ async fn nothing_planted_on_the_search_path_is_called() {
             let store = support::migrated(config.clone()).await;
             let client = support::client(&url).await;
             everything(&store, &client, &store).await;
+            by_hand(&client, store.schema().quoted()).await;
             store.rebase().await.expect("rebased");
             let again = PostgresStore::connect(PostgresConfig { notify: false, ..config }).await.expect("connected");
             again.check_receiving().await.expect("checked");

@@ -1,0 +1,228 @@
+-- What a person changes of a subscription and its events, and what a program with a loop of its own
+-- asks of the inbox: from any language, by the rules of the commands of the same names.
+--
+-- The store calls these very functions, so there is one set of rules. They run with the rights of
+-- whoever calls them, and in the caller's transaction.
+
+-- Locks the cursor of every lane, in order, also where they are replaced by others meanwhile.
+-- Whatever changes delivery rows does this first, as settling does: a key's next row is decided by
+-- one at a time. Index: primary key of `lane`. Waits for a settlement under way, never for a
+-- relay's sends.
+CREATE FUNCTION {s}.lock_lanes(of_subscription int) RETURNS void LANGUAGE plpgsql VOLATILE {pinned} AS ${tag}$
+DECLARE
+  locked bigint;
+BEGIN
+  FOR try IN 1..3 LOOP
+    PERFORM FROM {s}.lane AS n WHERE n.subscription = of_subscription ORDER BY n.lane FOR NO KEY UPDATE OF n;
+    GET DIAGNOSTICS locked = ROW_COUNT;
+    EXIT WHEN locked = (SELECT s.lanes FROM {s}.subscription AS s WHERE s.id = of_subscription);
+  END LOOP;
+END
+${tag}$;
+
+CREATE FUNCTION {s}.subscription_unknown(name text) RETURNS void LANGUAGE plpgsql STABLE SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  RAISE EXCEPTION 'there is no subscription %', name USING ERRCODE = 'PB002', HINT = 'known: ' || coalesce(
+    (SELECT string_agg(known.name, ', ' ORDER BY known.name) FROM (SELECT s.name FROM {s}.subscription AS s ORDER BY s.name LIMIT 50) AS known),
+    'none yet');
+END
+${tag}$;
+
+-- One step of `retry` or `discard` (`action`), over the events that are meant: see `Admin` in
+-- postbox_core. NULL does not narrow.
+--
+-- What is meant is found before the lanes are locked, however many rows have to be looked at for
+-- it: under the lock only the step's own rows are written, each if it still is what was found. Ids
+-- are the exception. They are few, and what a relay writes down of them between the look and the
+-- lock must not fall between rows and unread events.
+CREATE FUNCTION {s}.change(
+  action text, of_name text, of_ids uuid[], topic_like text DEFAULT NULL, of_key text DEFAULT NULL, since timestamptz DEFAULT NULL,
+  until timestamptz DEFAULT NULL, of_code text DEFAULT NULL, after_seq bigint DEFAULT 0, most bigint DEFAULT 1000, is_dry boolean DEFAULT false,
+  OUT changed bigint, OUT next_seq bigint)
+LANGUAGE plpgsql VOLATILE {pinned} AS ${tag}$
+DECLARE
+  s record;
+  -- Which rows may be changed, and how; `$3` is now.
+  may text := CASE action WHEN 'retry' THEN '(d.state = ''dead'' OR (d.state = ''retrying'' AND d.due_at > $3))' ELSE '(d.state <> ''discarded'')' END;
+  at timestamptz := clock_timestamp();
+  seqs bigint[];
+  keys text[];
+  unread bigint;
+BEGIN
+  SELECT known.id, known.log, known.tenant,
+      CASE WHEN known.topics <> '{}' THEN ARRAY(SELECT {like_of_topic} FROM unnest(known.topics) AS wanted(topic)) END AS likes
+    INTO s FROM {s}.subscription AS known WHERE known.name = of_name;
+  IF NOT FOUND THEN
+    PERFORM {s}.subscription_unknown(of_name);
+  END IF;
+  IF cardinality(of_ids) > 1000 THEN
+    RAISE EXCEPTION '% ids are too many for one call', cardinality(of_ids) USING ERRCODE = 'check_violation', CONSTRAINT = 'too_many_ids',
+      HINT = 'give at most 1000 at a time, and commit each: a relay waits meanwhile';
+  END IF;
+  IF of_ids IS NOT NULL AND NOT is_dry THEN
+    PERFORM {s}.lock_lanes(s.id);
+    at := clock_timestamp();
+  END IF;
+  -- Oldest first. By criteria a walk of the primary key, in which rows are meant, too, whose event
+  -- somebody deleted from the log, unless something of the event is asked for. By ids through the
+  -- log's unique one, and fenced, or without statistics the planner would walk all rows for a few.
+  EXECUTE replace(replace(CASE WHEN of_ids IS NULL THEN ${tag}_sql$
+      SELECT ARRAY(SELECT d.seq FROM {s}.delivery AS d LEFT JOIN {log} AS l ON l.seq = d.seq
+        WHERE d.subscription = $1 AND d.seq > $8 AND {tag}_may AND ($9::text IS NULL OR d.code = $9) AND {is_meant}
+        ORDER BY d.seq LIMIT $10)
+    ${tag}_sql$ ELSE ${tag}_sql$
+      SELECT ARRAY(SELECT l.seq FROM (SELECT * FROM {log} WHERE id = ANY ($2) OFFSET 0) AS l
+        CROSS JOIN LATERAL (SELECT * FROM {s}.delivery AS r WHERE r.subscription = $1 AND r.seq = l.seq OFFSET 0) AS d
+        WHERE l.seq > $8 AND {tag}_may AND ($9::text IS NULL OR d.code = $9) AND {is_meant}
+        ORDER BY l.seq LIMIT $10)
+    ${tag}_sql$ END, '{tag}_may', may), '{tag}_log', s.log)
+    INTO seqs USING s.id, of_ids, at, topic_like, of_key, since, until, after_seq, of_code, most;
+  changed := cardinality(seqs);
+  next_seq := CASE WHEN changed = most THEN seqs[changed] END;
+  IF changed > 0 AND NOT is_dry THEN
+    IF of_ids IS NULL THEN
+      PERFORM {s}.lock_lanes(s.id);
+      at := clock_timestamp();
+    END IF;
+    -- Dead rows and waiting ones become due now; what a relay ended with goes alone. Index: primary
+    -- key. Locks the rows.
+    EXECUTE replace(CASE action WHEN 'retry' THEN ${tag}_sql$
+        WITH raised AS (UPDATE {s}.subscription AS s SET replays = greatest(s.replays, r.replays)
+          FROM (SELECT max(d.replays) + 1 AS replays FROM {s}.delivery AS d WHERE d.ctid = ANY ({places})) AS r WHERE s.id = $1),
+        changed AS (UPDATE {s}.delivery AS d SET
+            replays = d.replays + (d.state = 'dead')::int, attempts = CASE d.state WHEN 'dead' THEN 0 ELSE d.attempts END,
+            crashes = CASE d.state WHEN 'dead' THEN least(d.crashes, 1) ELSE d.crashes END,
+            state = 'retrying', halt = false, letter_at = '-infinity', due_at = $3, updated_at = clock_timestamp()
+          WHERE d.ctid = ANY ({places}) AND {tag}_may RETURNING d.key)
+        SELECT count(*), array_agg(DISTINCT c.key) FILTER (WHERE c.key IS NOT NULL) FROM changed AS c
+      ${tag}_sql$ ELSE ${tag}_sql$
+        WITH changed AS (UPDATE {s}.delivery AS d SET state = 'discarded', due_at = NULL, updated_at = clock_timestamp()
+          WHERE d.ctid = ANY ({places}) AND {tag}_may RETURNING d.key)
+        SELECT count(*), array_agg(DISTINCT c.key) FILTER (WHERE c.key IS NOT NULL) FROM changed AS c
+      ${tag}_sql$ END, '{tag}_may', may)
+      INTO changed, keys USING s.id, seqs, at;
+    EXECUTE CASE action WHEN 'retry' THEN ${tag}_sql${clear_follower_due}${tag}_sql$ ELSE ${tag}_sql${delivery_release}${tag}_sql$ END
+      USING s.id, keys;
+  END IF;
+  -- Unread events have no row and no code; only ids name them. What marks them keeps them from
+  -- being sent when they are read.
+  IF action = 'discard' AND of_ids IS NOT NULL AND of_code IS NULL AND next_seq IS NULL THEN
+    EXECUTE replace(replace(CASE WHEN is_dry THEN 'SELECT count(*) FROM ({tag}_unread) AS u' ELSE ${tag}_sql$
+        WITH made AS (INSERT INTO {s}.delivery (subscription, lane, seq, key, state, ordered) {tag}_unread ON CONFLICT DO NOTHING RETURNING 1)
+        SELECT count(*) FROM made
+      ${tag}_sql$ END, '{tag}_unread', ${tag}_sql$
+        SELECT $1, n.lane, l.seq, l.key, 'discarded', false
+        FROM (SELECT * FROM {log} WHERE id = ANY ($2) OFFSET 0) AS l
+        JOIN {s}.subscription AS o ON o.id = $1
+        JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % o.lanes
+        WHERE {is_meant} AND {is_unread} AND ($3::text[] IS NULL OR l.topic LIKE ANY ($3)) AND ($8::text IS NULL OR l.tenant = $8)
+          AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq)
+        ORDER BY l.seq LIMIT $9
+      ${tag}_sql$), '{tag}_log', s.log)
+      INTO unread USING s.id, of_ids, s.likes, topic_like, of_key, since, until, s.tenant, most - changed;
+    -- They are not found again, so the next step may look from the same place; a dry run would find
+    -- them again, and has seen all that are named.
+    IF unread > 0 AND unread = most - changed AND NOT is_dry THEN
+      next_seq := after_seq;
+    END IF;
+    changed := changed + unread;
+  END IF;
+END
+${tag}$;
+
+-- No ids are none, never all: so many come of a query that finds nothing.
+CREATE FUNCTION {s}.retry(subscription text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  RETURN (SELECT c.changed FROM {s}.change('retry', retry.subscription, coalesce(ids, '{}')) AS c);
+END
+${tag}$;
+
+CREATE FUNCTION {s}.discard(subscription text, VARIADIC ids uuid[]) RETURNS bigint LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  RETURN (SELECT c.changed FROM {s}.change('discard', discard.subscription, coalesce(ids, '{}')) AS c);
+END
+${tag}$;
+
+-- Index: the unique name. Locks the row.
+CREATE FUNCTION {s}.pause(subscription text, why text, until timestamptz DEFAULT NULL, by text DEFAULT session_user) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  IF until <= '-infinity' OR until >= '9999-12-30 22:00:01+00' THEN
+    RAISE EXCEPTION 'nobody can wait until %', until USING ERRCODE = 'check_violation', CONSTRAINT = 'until_invalid',
+      HINT = 'leave it out to pause until somebody resumes';
+  END IF;
+  UPDATE {s}.subscription AS s SET paused_by = coalesce(pause.by, session_user), paused_why = coalesce(pause.why, ''), paused_until = pause.until
+    WHERE s.name = pause.subscription;
+  IF NOT FOUND THEN
+    PERFORM {s}.subscription_unknown(subscription);
+  END IF;
+END
+${tag}$;
+
+CREATE FUNCTION {s}.resume(subscription text) RETURNS void LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  UPDATE {s}.subscription AS s SET paused_by = NULL, paused_why = NULL, paused_until = NULL WHERE s.name = resume.subscription;
+  IF NOT FOUND THEN
+    PERFORM {s}.subscription_unknown(subscription);
+  END IF;
+END
+${tag}$;
+
+-- Refuses a message without a proper name.
+CREATE FUNCTION {s}.check_message(source text, message_id text) RETURNS void LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  IF source IS NULL OR source COLLATE "C" !~ '^[A-Za-z0-9._-]{1,128}$' THEN
+    RAISE EXCEPTION '% is no name of a source', coalesce(quote_literal(source), 'NULL') USING ERRCODE = 'check_violation', CONSTRAINT = 'name_invalid',
+      HINT = 'letters, digits, dot, underscore and hyphen, 1 to 128 of them';
+  END IF;
+  IF message_id IS NULL OR octet_length(message_id) NOT BETWEEN 1 AND 255 THEN
+    RAISE EXCEPTION 'the message id has % bytes', coalesce(octet_length(message_id), 0) USING ERRCODE = 'check_violation', CONSTRAINT = 'message_id_invalid',
+      HINT = 'an id has 1 to 255 bytes; of a longer one give a digest';
+  END IF;
+END
+${tag}$;
+
+-- Index: primary key of `once`, on which a second one waits for the first one's transaction.
+CREATE FUNCTION {s}.once(source text, message_id text) RETURNS boolean LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}$
+BEGIN
+  PERFORM {s}.check_message($1, $2);
+  INSERT INTO {s}.once (source, message_id) VALUES ($1, $2) ON CONFLICT DO NOTHING;
+  RETURN FOUND;
+END
+${tag}$;
+
+-- Receives one message: see `create_receive`. Its body is given as bytes, and as text where the
+-- text column can have it. The caller's transaction keeps its own lock_timeout.
+CREATE FUNCTION {s}.receive_body(
+  source text, message_id text, topic text, body bytea, as_text text, key text, tenant text, content_type text, headers jsonb, log text
+) RETURNS text LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog SET lock_timeout = '2s' AS ${tag}$
+DECLARE
+  verdict text;
+BEGIN
+  PERFORM {s}.check_message(source, message_id);
+  IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name = receive_body.log) THEN
+    RAISE EXCEPTION 'there is no log %', quote_literal(log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
+  END IF;
+  IF body IS NULL THEN
+    RAISE EXCEPTION 'the message has no payload' USING ERRCODE = 'check_violation', CONSTRAINT = 'payload_missing', HINT = 'it may be empty, but not NULL';
+  END IF;
+  EXECUTE 'SELECT ' || {schema_literal} || '.' || quote_ident(log || '_receive')
+    || '($1, $2, $3, $4, $5, $6, NULL, NULL, NULL, $1, $7, $8, $9, $10, $11, NULL, NULL)'
+    INTO verdict USING source, message_id, sha256(body), {s}.uuid_v7(), topic, key, tenant, as_text, CASE WHEN as_text IS NULL THEN body END,
+      content_type, (coalesce(headers, '{}') || jsonb_build_object('postbox-message-id', message_id))::text;
+  RETURN verdict;
+END
+${tag}$;
+
+CREATE FUNCTION {s}.receive(
+  source text, message_id text, topic text, payload text, key text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT NULL,
+  headers jsonb DEFAULT NULL, log text DEFAULT 'inbox'
+) RETURNS text LANGUAGE sql VOLATILE
+RETURN {s}.receive_body(source, message_id, topic, convert_to(payload, 'UTF8'), CASE WHEN left(payload, 2) <> E'\\x' THEN payload END, key, tenant,
+  content_type, headers, log);
+
+CREATE FUNCTION {s}.receive(
+  source text, message_id text, topic text, payload bytea, key text DEFAULT NULL, tenant text DEFAULT NULL,
+  content_type text DEFAULT 'application/octet-stream', headers jsonb DEFAULT NULL, log text DEFAULT 'inbox'
+) RETURNS text LANGUAGE sql VOLATILE
+RETURN {s}.receive_body(source, message_id, topic, payload, NULL, key, tenant, content_type, headers, log);
