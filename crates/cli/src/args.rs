@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use jiff::Timestamp;
 use postbox_core::limits::LANES_MAX;
-use postbox_core::{EventId, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, TopicPattern};
+use postbox_core::{EventId, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, Tenant, TopicPattern};
 
 use crate::selectors::{Meant, Selectors};
 
@@ -98,6 +98,9 @@ pub(crate) enum Command {
         /// Only events of this key
         #[arg(long, value_parser = plain::<Key>)]
         key: Option<Key>,
+        /// Only events of this tenant
+        #[arg(long, value_parser = plain::<Tenant>)]
+        tenant: Option<Tenant>,
         /// As JSON, one event a line
         #[arg(long)]
         json: bool,
@@ -240,6 +243,9 @@ pub(crate) struct SendArgs {
     /// Events of one key are delivered in their order
     #[arg(long)]
     pub(crate) key: Option<String>,
+    /// The tenant it belongs to
+    #[arg(long)]
+    pub(crate) tenant: Option<String>,
     /// A header, as often as you like
     #[arg(long = "header", value_name = "NAME=VALUE", value_parser = header)]
     pub(crate) headers: Vec<(String, String)>,

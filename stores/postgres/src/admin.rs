@@ -30,20 +30,20 @@ FROM {s}.lane AS n WHERE n.subscription = $1 ORDER BY n.lane FOR NO KEY UPDATE O
 const LOCK_TRIES: u32 = 3;
 
 /// The delivery rows a person means, oldest first, by a walk of the primary key from `$4`. `$2`
-/// topic, `$3` code, `$4` after, `$5` limit, `$6` key, `$7` and `$8` since and until. Rows whose
-/// event somebody deleted from the log are meant too, unless something of the event is asked for.
-/// No lock, so it may be long.
+/// topic, `$3` code, `$4` after, `$5` limit, `$6` key, `$7` and `$8` since and until, `$9` tenant.
+/// Rows whose event somebody deleted from the log are meant too, unless something of the event is
+/// asked for. No lock, so it may be long.
 pub(crate) const DELIVERY_CHOOSE: &str = "
 SELECT d.seq FROM {s}.delivery AS d LEFT JOIN {log} AS l ON l.seq = d.seq
 WHERE d.subscription = $1 AND d.seq > $4 AND {states} AND ($3::text IS NULL OR d.code = $3) AND {is_meant}
 ORDER BY d.seq LIMIT $5";
 
-/// The same of some ids, `$9`. Indexes: the log's unique id, then the primary key; fenced, or the
+/// The same of some ids, `$10`. Indexes: the log's unique id, then the primary key; fenced, or the
 /// order of the result would make the planner walk all rows for a few.
 const DELIVERY_CHOOSE_IDS: &str = "
 SELECT chosen.seq FROM (
   SELECT d.seq FROM {log} AS l JOIN {s}.delivery AS d ON d.subscription = $1 AND d.seq = l.seq
-  WHERE l.id = ANY ($9) AND d.seq > $4 AND {states} AND ($3::text IS NULL OR d.code = $3) AND {is_meant} OFFSET 0) AS chosen
+  WHERE l.id = ANY ($10) AND d.seq > $4 AND {states} AND ($3::text IS NULL OR d.code = $3) AND {is_meant} OFFSET 0) AS chosen
 ORDER BY chosen.seq LIMIT $5";
 
 /// Dead rows and waiting ones become due now, if they still are; what a relay ended with goes
@@ -249,21 +249,22 @@ async fn change_rows(
     selection: &Selection,
 ) -> Result<Changed> {
     let id = subscription.id;
-    let meant = is_meant([2, 6, 7, 8]);
+    let meant = is_meant([2, 6, 7, 8, 9]);
     let values = [("states", change.states), ("is_meant", meant.as_str())];
     let sql = |template: &str| session.schema().log_sql_with(template, &subscription.log, &values);
-    let (Meant { topic, key, since, until }, after) = (Meant::by(&selection.which), after(selection));
+    let Meant { topic, key, since, until, tenant } = Meant::by(&selection.which);
+    let after = after(selection);
     let (code, limit) = (&selection.code, selection.step_max() as i64);
     let rows = match uuids(selection) {
         Some(ids) => {
             if !selection.dry_run {
                 lock_lanes(session, id).await?;
             }
-            let params = params![id, topic, code, after, limit, key, since, until, ids];
+            let params = params![id, topic, code, after, limit, key, since, until, tenant, ids];
             session.rows(&sql(DELIVERY_CHOOSE_IDS), &params).await?
         }
         None => {
-            let params = params![id, topic, code, after, limit, key, since, until];
+            let params = params![id, topic, code, after, limit, key, since, until, tenant];
             session.rows(&sql(DELIVERY_CHOOSE), &params).await?
         }
     };
@@ -290,14 +291,14 @@ async fn discard_pending(
     changed: Changed,
 ) -> Result<Changed> {
     let left = selection.step_max() as i64 - changed.count as i64;
-    let (ids, Meant { topic, key, since, until }) = (uuids(selection), Meant::by(&selection.which));
-    let (id, tenant) = (subscription.id, subscription.tenant());
-    let params = params![id, ids, topic, left, subscription.likes, tenant, key, since, until];
+    let (ids, Meant { topic, key, since, until, tenant }) = (uuids(selection), Meant::by(&selection.which));
+    let (id, wanted) = (subscription.id, subscription.tenant());
+    let params = params![id, ids, topic, left, subscription.likes, wanted, key, since, until, tenant];
     let template = match selection.dry_run {
         true => PENDING_CHOOSE.to_owned(),
         false => DELIVERY_DISCARD_PENDING.replace("{pending}", PENDING_CHOOSE),
     };
-    let sql = session.schema().log_sql_with(&template, &subscription.log, &[("is_meant", &is_meant([3, 7, 8, 9]))]);
+    let sql = session.schema().log_sql_with(&template, &subscription.log, &[("is_meant", &is_meant([3, 7, 8, 9, 10]))]);
     let pending = session.execute(&sql, &params).await?;
     // They are not found again, so the next step may look from the same place; a dry run would find
     // them again, and has seen all that are named.

@@ -184,10 +184,10 @@ async fn a_replay_of_many_finds_its_rows_by_key_and_place() {
             let keys: Vec<String> = (0..1000).map(|n| format!("\"k{n}\"")).collect();
             let clear = SchemaName::default().sql(CLEAR_FOLLOWER_DUE).replace("$1", "1");
             let clear = clear.replace("$2::text[]", &format!("'{{{}}}'::text[]", keys.join(",")));
-            let meant = is_meant([2, 6, 7, 8]);
+            let meant = is_meant([2, 6, 7, 8, 9]);
             let values = [("states", MAY_BE_RETRIED), ("is_meant", meant.as_str())];
             let walk = SchemaName::default().log_sql_with(DELIVERY_CHOOSE, &LogName::outbox(), &values);
-            let given = ["1", "'t%'", "NULL", "'0'::bigint", "1000", "NULL", "NULL", "NULL"];
+            let given = ["1", "'t%'", "NULL", "'0'::bigint", "1000", "NULL", "NULL", "NULL", "NULL"];
             let walk = given.iter().zip(1..).fold(walk, |sql, (to, number)| sql.replace(&format!("${number}"), to));
             let (by_key, by_place) =
                 (["delivery_held ", "(key = touched.key)"], ["delivery_pkey ", "(seq > '0'::bigint)"]);

@@ -59,7 +59,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             conflicts::list(&inspect()?, limit as usize, json).await
         }
         Command::List { state: Listed::Conflicts, .. } => Err(Failure::usage(
-            "a conflict has no topic, no key, no time and no code: it never became an event; leave everything but --limit and --json out",
+            "conflicts cannot be narrowed: one never became an event with a topic, a key, a time and a code; leave everything but --limit and --json out",
         )),
         Command::List { state: Listed::Events(state), limit, which, code, json } => {
             let wanted = list::Wanted { state, limit: limit as usize, which: which.criteria()?, code };
@@ -67,8 +67,8 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Show { id, json } => show::run(&inspect()?, id, json).await,
         Command::Send(send) => send::run(&inspect()?, send).await,
-        Command::Tail { topic, key, json } => {
-            let which = Criteria { topic, key, ..Criteria::default() };
+        Command::Tail { topic, key, tenant, json } => {
+            let which = Criteria { topic, key, tenant, ..Criteria::default() };
             tail::run(&inspect()?, &which, json).await
         }
         Command::Retry { meant, code } => retry::run(&inspect()?, selection(meant, code)?).await,
