@@ -357,7 +357,10 @@ pub(crate) enum Migrate {
     Print,
     /// Print the GRANT statements that the roles of your services need, for the owner to run
     /// (Postgres)
-    #[command(group = clap::ArgGroup::new("whom").required(true).multiple(true).args(["writer", "relay", "reader"]))]
+    ///
+    /// With --all-tenants also the policies that limit every other role to the tenant that its
+    /// transaction names.
+    #[command(group = clap::ArgGroup::new("whom").required(true).multiple(true).args(["writer", "relay", "reader", "all_tenants"]))]
     Grants {
         /// A role that appends events
         #[arg(long, value_name = "ROLE")]
@@ -368,6 +371,9 @@ pub(crate) enum Migrate {
         /// A role that only looks: stats, list, show, doctor
         #[arg(long, value_name = "ROLE")]
         reader: Vec<String>,
+        /// A role that works for every tenant, as the relay does: all others see one
+        #[arg(long, value_name = "ROLE")]
+        all_tenants: Vec<String>,
     },
     /// After a dump was restored into another Postgres cluster: put cursors and rows right (stop
     /// every relay first)

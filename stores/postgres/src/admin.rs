@@ -144,11 +144,13 @@ impl Admin for PostgresStore {
     }
 
     async fn rename(&self, subscription: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()> {
+        self.for_all_tenants("rename")?;
         let rename = async |session: &Session| lifecycle::rename(session, subscription, generation, to).await;
         self.change("rename", &self.inner.modes.change, rename).await
     }
 
     async fn remove(&self, subscription: &SubscriptionName, generation: i64) -> Result<()> {
+        self.for_all_tenants("remove")?;
         let remove = async |session: &Session| lifecycle::remove(session, subscription, generation).await;
         self.change("remove", &self.inner.modes.change, remove).await
     }
@@ -158,12 +160,14 @@ impl Admin for PostgresStore {
             let plan = async |session: &Session| lifecycle::plan(session, subscription, to).await;
             return self.report("reset", plan).await;
         };
+        self.for_all_tenants("reset")?;
         let reset = async |session: &Session| lifecycle::reset(session, subscription, to, stamp).await;
         self.change("reset", &self.inner.modes.change, reset).await
     }
 
     async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
         check_lanes("set_lanes", subscription, lanes)?;
+        self.for_all_tenants("set_lanes")?;
         let set = async |session: &Session| lifecycle::set_lanes(session, subscription, lanes).await;
         self.change("set_lanes", &self.inner.modes.write, set).await
     }

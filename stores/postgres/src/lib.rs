@@ -29,6 +29,7 @@ mod prune;
 mod rebase;
 mod receive;
 mod replay;
+mod row_security;
 mod schema;
 mod session;
 mod settle;

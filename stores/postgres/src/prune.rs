@@ -7,10 +7,10 @@
 use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX};
 use postbox_core::{Changed, Criteria, LogName, Prune, Result, Seq};
 
-use crate::classify::log_unknown;
 use crate::criteria::{Meant, is_meant};
 use crate::log::micros;
 use crate::params::params;
+use crate::row_security::log_not_locked;
 use crate::session::Session;
 
 /// Whether a log exists, has readers (one without any is not pruned, because nobody has passed it),
@@ -117,7 +117,7 @@ pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Re
             session.rows(&begin, &params![name, turn]).await?
         }
     };
-    let row = rows.first().ok_or_else(|| log_unknown("prune", log.as_str()))?;
+    let Some(row) = rows.first() else { return Err(log_not_locked(session, log).await) };
     let (has_readers, takes_everything): (bool, bool) = (row.get(0), row.get(1));
     if !has_readers {
         return Ok(Changed::default());

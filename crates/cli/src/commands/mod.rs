@@ -1,6 +1,7 @@
 //! One file a command.
 
 use postbox_core::{Criteria, Prune, Replay, Selection, Seq};
+use postbox_server::Roles;
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, SubscriptionCommand};
 use crate::context::{Context, Purpose};
@@ -46,8 +47,8 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Migrate(Migrate::Validate) => migrate::validate(&inspect()?).await,
         Command::Migrate(Migrate::Print) => migrate::print(&inspect()?).await,
-        Command::Migrate(Migrate::Grants { writer, relay, reader }) => {
-            migrate::grants(&inspect()?, writer, relay, reader).await
+        Command::Migrate(Migrate::Grants { writer: writers, relay: relays, reader: readers, all_tenants }) => {
+            migrate::grants(&inspect()?, &Roles { writers, relays, readers, all_tenants }).await
         }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?).await,
         Command::Run => run::run(Context::load(global, Purpose::Serve)?).await,

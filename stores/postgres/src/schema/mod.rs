@@ -113,6 +113,11 @@ impl SchemaName {
         self.fill(template, &[&[("log", table.as_str()), ("name", log.as_str())], values].concat())
     }
 
+    /// The same with more values, and without a log.
+    pub(crate) fn sql_with(&self, template: &str, values: &[(&str, &str)]) -> String {
+        self.fill(template, values)
+    }
+
     /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that
     /// no name can end a body, or be taken for the log's in a function that is made for each log.
     pub(crate) fn migration_sql(&self, template: &str) -> String {
