@@ -11,3 +11,5 @@ mod roles;
 mod settings;
 mod tenants;
 mod twins;
+
+pub(crate) use roles::url_as;
