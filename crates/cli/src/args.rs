@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use jiff::Timestamp;
 use postbox_core::limits::LANES_MAX;
-use postbox_core::{EventId, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, TopicPattern};
+use postbox_core::{EventId, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, Tenant, TopicPattern};
 
 use crate::selectors::{Meant, Selectors};
 
@@ -98,6 +98,9 @@ pub(crate) enum Command {
         /// Only events of this key
         #[arg(long, value_parser = plain::<Key>)]
         key: Option<Key>,
+        /// Only events of this tenant
+        #[arg(long, value_parser = plain::<Tenant>)]
+        tenant: Option<Tenant>,
         /// As JSON, one event a line
         #[arg(long)]
         json: bool,
@@ -240,6 +243,9 @@ pub(crate) struct SendArgs {
     /// Events of one key are delivered in their order
     #[arg(long)]
     pub(crate) key: Option<String>,
+    /// The tenant it belongs to
+    #[arg(long)]
+    pub(crate) tenant: Option<String>,
     /// A header, as often as you like
     #[arg(long = "header", value_name = "NAME=VALUE", value_parser = header)]
     pub(crate) headers: Vec<(String, String)>,
@@ -351,7 +357,10 @@ pub(crate) enum Migrate {
     Print,
     /// Print the GRANT statements that the roles of your services need, for the owner to run
     /// (Postgres)
-    #[command(group = clap::ArgGroup::new("whom").required(true).multiple(true).args(["writer", "relay", "reader"]))]
+    ///
+    /// With --all-tenants also the policies that limit every other role to the tenant that its
+    /// transaction names.
+    #[command(group = clap::ArgGroup::new("whom").required(true).multiple(true).args(["writer", "relay", "reader", "all_tenants"]))]
     Grants {
         /// A role that appends events
         #[arg(long, value_name = "ROLE")]
@@ -362,6 +371,9 @@ pub(crate) enum Migrate {
         /// A role that only looks: stats, list, show, doctor
         #[arg(long, value_name = "ROLE")]
         reader: Vec<String>,
+        /// A role that works for every tenant, as the relay does: all others see one
+        #[arg(long, value_name = "ROLE")]
+        all_tenants: Vec<String>,
     },
     /// After a dump was restored into another Postgres cluster: put cursors and rows right (stop
     /// every relay first)

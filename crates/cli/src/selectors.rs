@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::{ArgGroup, Args};
 use jiff::Timestamp;
-use postbox_core::{Criteria, EventId, Key, TopicPattern};
+use postbox_core::{Criteria, EventId, Key, Tenant, TopicPattern};
 
 use crate::args::{count, duration, pattern, plain, time};
 use crate::failure::Failure;
@@ -18,6 +18,9 @@ pub(crate) struct Selectors {
     /// Only events of this key
     #[arg(long, value_parser = plain::<Key>)]
     key: Option<Key>,
+    /// Only events of this tenant
+    #[arg(long, value_parser = plain::<Tenant>)]
+    tenant: Option<Tenant>,
     /// Appended at this time or later: 2026-01-31T12:00:00Z, or 2h for two hours ago
     #[arg(long, value_name = "TIME", value_parser = time)]
     since: Option<Timestamp>,
@@ -32,8 +35,9 @@ pub(crate) struct Selectors {
 impl Selectors {
     /// Whether they narrow nothing.
     pub(crate) fn are_none(&self) -> bool {
-        let Self { topic, key, since, until, older_than } = self;
-        topic.is_none() && key.is_none() && since.is_none() && until.is_none() && older_than.is_none()
+        let Self { topic, key, tenant, since, until, older_than } = self;
+        let of_event = topic.is_none() && key.is_none() && tenant.is_none();
+        of_event && since.is_none() && until.is_none() && older_than.is_none()
     }
 
     /// As the stores take them.
@@ -49,15 +53,15 @@ impl Selectors {
 
     /// The same with the age apart, for a store that counts it by its own clock.
     pub(crate) fn criteria_and_age(self) -> (Criteria, Option<Duration>) {
-        let Self { topic, key, since, until, older_than } = self;
-        (Criteria { topic, key, since, until }, older_than)
+        let Self { topic, key, tenant, since, until, older_than } = self;
+        (Criteria { topic, key, tenant, since, until }, older_than)
     }
 }
 
 /// What a change of many events is about: ids, or all of those that are selected.
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("which").required(true).multiple(true).args(
-    ["ids", "all", "topic", "key", "since", "until", "older_than"]))]
+    ["ids", "all", "topic", "key", "tenant", "since", "until", "older_than"]))]
 pub(crate) struct Meant {
     /// The events' ids
     #[arg(value_name = "ID", value_parser = plain::<EventId>, conflicts_with_all = NO_IDS)]
@@ -76,7 +80,7 @@ pub(crate) struct Meant {
 }
 
 /// An id is not narrowed.
-const NO_IDS: [&str; 7] = ["all", "topic", "key", "since", "until", "older_than", "limit"];
+const NO_IDS: [&str; 8] = ["all", "topic", "key", "tenant", "since", "until", "older_than", "limit"];
 
 /// The same, read.
 pub(crate) struct Chosen {
@@ -117,6 +121,7 @@ mod tests {
                 &["--all"][..],
                 &["--topic", "a"],
                 &["--key", "a"],
+                &["--tenant", "a"],
                 &["--since", "2h"],
                 &["--until", "2h"],
                 &["--older-than", "1h"],

@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 
 use crate::event::Event;
-use crate::names::{Key, TopicPattern};
+use crate::names::{Key, Tenant, TopicPattern};
 
 /// One shape for everything that lists or changes many events. `None` fields do not narrow.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -12,6 +12,8 @@ pub struct Criteria {
     pub topic: Option<TopicPattern>,
     /// Only events of this key.
     pub key: Option<Key>,
+    /// Only events of this tenant.
+    pub tenant: Option<Tenant>,
     /// Only events that were appended at this time or later, by the store's clock.
     pub since: Option<Timestamp>,
     /// Only events that were appended before this time.
@@ -20,9 +22,10 @@ pub struct Criteria {
 
 impl Criteria {
     /// Whether they mean an event with these fields.
-    pub fn mean(&self, topic: &str, key: Option<&str>, created_at: Timestamp) -> bool {
+    pub fn mean(&self, topic: &str, key: Option<&str>, tenant: Option<&str>, created_at: Timestamp) -> bool {
         self.topic.as_ref().is_none_or(|pattern| pattern.matches(topic))
             && self.key.as_ref().is_none_or(|wanted| key == Some(wanted.as_str()))
+            && self.tenant.as_ref().is_none_or(|wanted| tenant == Some(wanted.as_str()))
             && self.since.is_none_or(|since| created_at >= since)
             && self.until.is_none_or(|until| created_at < until)
     }
@@ -30,7 +33,10 @@ impl Criteria {
     /// Whether they mean an event. One that is gone is not meant where they narrow.
     pub fn mean_event(&self, event: Option<&Event>) -> bool {
         match event {
-            Some(event) => self.mean(event.topic.as_str(), event.key.as_ref().map(Key::as_str), event.created_at),
+            Some(event) => {
+                let (key, tenant) = (event.key.as_ref().map(Key::as_str), event.tenant.as_ref().map(Tenant::as_str));
+                self.mean(event.topic.as_str(), key, tenant, event.created_at)
+            }
             None => *self == Self::default(),
         }
     }

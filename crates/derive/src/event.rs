@@ -38,11 +38,11 @@ fn upcast_from(older: Type) -> TokenStream {
             version == Self::SCHEMA_VERSION || <#older as ::postbox::TypedEvent>::reads(version)
         }
 
-        fn upcast(event: &::postbox::Event) -> ::postbox::Result<Self> {
+        fn upcast(event: &::postbox::contract::Event) -> ::postbox::Result<Self> {
             const {
                 assert!(<#older as ::postbox::TypedEvent>::SCHEMA_VERSION < Self::SCHEMA_VERSION, "`from` is no older version")
             };
-            ::postbox::typed::decode::<#older>(event).map(::std::convert::Into::into)
+            ::postbox::contract::typed::decode::<#older>(event).map(::std::convert::Into::into)
         }
     }
 }
@@ -112,11 +112,11 @@ mod tests {
                         version == Self::SCHEMA_VERSION || <old::A as ::postbox::TypedEvent>::reads(version)
                     }
 
-                    fn upcast(event: &::postbox::Event) -> ::postbox::Result<Self> {
+                    fn upcast(event: &::postbox::contract::Event) -> ::postbox::Result<Self> {
                         const {
                             assert!(<old::A as ::postbox::TypedEvent>::SCHEMA_VERSION < Self::SCHEMA_VERSION, "`from` is no older version")
                         };
-                        ::postbox::typed::decode::<old::A>(event).map(::std::convert::Into::into)
+                        ::postbox::contract::typed::decode::<old::A>(event).map(::std::convert::Into::into)
                     }
                 }
             },

@@ -116,8 +116,9 @@ mod service;
 pub mod test;
 
 pub use postbox_core::{
-    Append, Clock, Delivery, Error, ErrorKind, EventId, Headers, IntoEvents, LogName, MemoryStore, Migrate, NewEvent,
-    Ordering, Outcome, Postbox, Result, RetryPolicy, SourceName, Subscription, SubscriptionName, TypedEvent,
+    Aggregate, Append, Clock, Context, Delivery, Error, ErrorKind, EventId, Headers, IntoEvents, LogName, MemoryStore,
+    Migrate, NewEvent, Ordering, Outcome, Postbox, Recorded, Result, RetryPolicy, SourceName, Subscription,
+    SubscriptionName, TypedEvent,
 };
 pub use postbox_derive::Event;
 pub use postbox_engine::{

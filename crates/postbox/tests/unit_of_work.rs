@@ -3,9 +3,10 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use postbox::contract::Inspect as _;
 use postbox::{
-    Aggregate, Context, Delivery, Inspect as _, LogName, MemoryStore, NewEvent, Postbox, Recorded, Relay, Subscription,
-    handler_sink, test,
+    Aggregate, Context, Delivery, LogName, MemoryStore, NewEvent, Postbox, Recorded, Relay, Subscription, handler_sink,
+    test,
 };
 use serde::{Deserialize, Serialize};
 

@@ -20,7 +20,8 @@ use crate::session::Session;
 const LANE_LOCK: &str = "SELECT {s}.lock_lanes($1)";
 
 /// One step of `retry` or `discard`: see `0001_operate.sql`.
-const DELIVERY_CHANGE: &str = "SELECT changed, next_seq FROM {s}.change($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)";
+const DELIVERY_CHANGE: &str =
+    "SELECT changed, next_seq FROM {s}.change($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)";
 
 /// Pauses or resumes: see `0001_operate.sql`.
 const SUBSCRIPTION_PAUSE: &str = "SELECT {s}.pause($1, $2, $3, $4)";
@@ -68,11 +69,13 @@ impl Admin for PostgresStore {
     }
 
     async fn rename(&self, subscription: &SubscriptionName, generation: i64, to: &SubscriptionName) -> Result<()> {
+        self.for_all_tenants("rename")?;
         let rename = async |session: &Session| lifecycle::rename(session, subscription, generation, to).await;
         self.change("rename", &self.inner.modes.change, rename).await
     }
 
     async fn remove(&self, subscription: &SubscriptionName, generation: i64) -> Result<()> {
+        self.for_all_tenants("remove")?;
         let remove = async |session: &Session| lifecycle::remove(session, subscription, generation).await;
         self.change("remove", &self.inner.modes.change, remove).await
     }
@@ -82,12 +85,14 @@ impl Admin for PostgresStore {
             let plan = async |session: &Session| lifecycle::plan(session, subscription, to).await;
             return self.report("reset", plan).await;
         };
+        self.for_all_tenants("reset")?;
         let reset = async |session: &Session| lifecycle::reset(session, subscription, to, stamp).await;
         self.change("reset", &self.inner.modes.change, reset).await
     }
 
     async fn set_lanes(&self, subscription: &SubscriptionName, lanes: u16) -> Result<()> {
         check_lanes("set_lanes", subscription, lanes)?;
+        self.for_all_tenants("set_lanes")?;
         let set = async |session: &Session| lifecycle::set_lanes(session, subscription, lanes).await;
         self.change("set_lanes", &self.inner.modes.write, set).await
     }
@@ -143,10 +148,10 @@ async fn change_rows(
     selection: &Selection,
 ) -> Result<Changed> {
     let ids: Option<Vec<Uuid>> = selection.ids.as_ref().map(|ids| ids.iter().map(|id| id.as_uuid()).collect());
-    let Meant { topic, key, since, until } = Meant::by(&selection.which);
+    let Meant { topic, key, since, until, tenant } = Meant::by(&selection.which);
     let (after, limit) = (selection.after.map_or(0, |after| after.0), selection.step_max() as i64);
     let (name, code, dry_run) = (subscription.as_str(), &selection.code, selection.dry_run);
-    let params = params![action, name, ids, topic, key, since, until, code, after, limit, dry_run];
+    let params = params![action, name, ids, topic, key, since, until, code, after, limit, dry_run, tenant];
     let row = session.row(&session.sql(DELIVERY_CHANGE), &params).await?;
     Ok(Changed { count: row.get::<_, i64>(0).unsigned_abs(), next: row.get::<_, Option<i64>>(1).map(Seq) })
 }

@@ -88,6 +88,15 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
         "42883" | "42703" | "42704" => {
             make(Mismatch, "schema_old", format!("{}; run: postbox migrate up", fields.message))
         }
+        "42501" if fields.message.contains("row-level security") => make(
+            Unauthorized,
+            "tenant_denied",
+            format!(
+                "{}: the transaction works for another tenant, or names none; name it with set_config('postbox.tenant', NAME, true), \
+                 and give the event the same tenant",
+                fields.message
+            ),
+        ),
         "42501" => make(
             Unauthorized,
             "permission_denied",

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_config::{StoreOptions, boolean, duration, integer, table, text};
-use postbox_core::{Result, Store};
+use postbox_config::{StoreOptions, boolean, duration, from_core, integer, table, text};
+use postbox_core::{Result, Store, Tenant};
 
 use crate::PostgresStore;
 
@@ -28,6 +28,9 @@ pub struct PostgresConfig {
     pub notify: bool,
     /// Where to LISTEN, if not at `url`: a transaction-mode pooler does not carry notifications.
     pub listen_url: Option<String>,
+    /// The tenant that this store works for, where row-level security keeps tenants apart. Each
+    /// transaction names it. Default none: for a relay, which works for all.
+    pub tenant: Option<Tenant>,
     /// The longest any one statement of ours may take; every call is bounded by it. Default 30 s.
     pub statement_timeout: Duration,
     /// The longest to wait for a connection to be made. Default 5 s.
@@ -45,6 +48,7 @@ impl PostgresConfig {
             pool_size: 8,
             notify: false,
             listen_url: None,
+            tenant: None,
             statement_timeout: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(5),
             pool_timeout: Duration::from_secs(10),
@@ -70,6 +74,9 @@ table! {
         pool: usize = integer(1_usize..=100), default(8);
         /// Postgres: the longest any one statement may take.
         statement_timeout: Duration = duration(Duration::from_millis(100)), default("30s");
+        /// Postgres: look at, and change, what is this tenant's, where row-level security keeps
+        /// tenants apart. `run` works for all of them.
+        tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
     }
 }
 
@@ -86,6 +93,7 @@ impl PostgresTable {
         PostgresConfig {
             schema: self.schema.clone(),
             pool_size: self.pool,
+            tenant: self.tenant.clone(),
             notify: self.notify,
             statement_timeout: self.statement_timeout,
             ..PostgresConfig::new(url)
@@ -123,6 +131,7 @@ impl fmt::Debug for PostgresConfig {
             .field("schema", &self.schema)
             .field("pool_size", &self.pool_size)
             .field("notify", &self.notify)
+            .field("tenant", &self.tenant)
             .field("statement_timeout", &self.statement_timeout)
             .finish_non_exhaustive()
     }

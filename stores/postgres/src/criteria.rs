@@ -1,7 +1,7 @@
 //! Which events are meant, as a condition.
 
 use jiff::Timestamp;
-use postbox_core::{Criteria, Key, TopicPattern};
+use postbox_core::{Criteria, Key, Tenant, TopicPattern};
 
 /// What the condition is given.
 pub(crate) struct Meant<'a> {
@@ -9,6 +9,7 @@ pub(crate) struct Meant<'a> {
     pub(crate) key: Option<&'a str>,
     pub(crate) since: Option<Timestamp>,
     pub(crate) until: Option<Timestamp>,
+    pub(crate) tenant: Option<&'a str>,
 }
 
 impl<'a> Meant<'a> {
@@ -18,15 +19,17 @@ impl<'a> Meant<'a> {
             key: which.key.as_ref().map(Key::as_str),
             since: which.since,
             until: which.until,
+            tenant: which.tenant.as_ref().map(Tenant::as_str),
         }
     }
 }
 
 /// The condition on a row `l` of a log, with the numbers of its parameters: topic, key, since,
-/// until.
-pub(crate) fn is_meant([topic, key, since, until]: [u8; 4]) -> String {
+/// until, tenant.
+pub(crate) fn is_meant([topic, key, since, until, tenant]: [u8; 5]) -> String {
     format!(
         "(${topic}::text IS NULL OR l.topic LIKE ${topic}) AND (${key}::text IS NULL OR l.key = ${key}) \
-         AND (${since}::timestamptz IS NULL OR l.created_at >= ${since}) AND (${until}::timestamptz IS NULL OR l.created_at < ${until})"
+         AND (${since}::timestamptz IS NULL OR l.created_at >= ${since}) AND (${until}::timestamptz IS NULL OR l.created_at < ${until}) \
+         AND (${tenant}::text IS NULL OR l.tenant = ${tenant})"
     )
 }

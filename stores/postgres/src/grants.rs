@@ -4,6 +4,7 @@ use postbox_core::{Inspect as _, LogName, Result};
 
 use crate::PostgresStore;
 use crate::append::APPEND_COLUMNS;
+use crate::row_security::policies;
 
 /// Roles by what they do; each may be named in several.
 #[derive(Debug, Clone, Default)]
@@ -15,23 +16,28 @@ pub struct Roles {
     pub relays: Vec<String>,
     /// They look: what `postbox stats`, `list`, `show` and `doctor` do, and the views.
     pub readers: Vec<String>,
+    /// Of these, and of other roles, those that work for every tenant. If there are any, all others
+    /// are limited to the tenant that their transaction names.
+    pub all_tenants: Vec<String>,
 }
 
 impl PostgresStore {
-    /// The GRANT statements that these roles need on this store, for its owner to run; again after
-    /// a log was made.
+    /// The GRANT statements that these roles need on this store, and the policies that keep tenants
+    /// apart where that is asked for, for its owner to run; again after a log was made.
     pub async fn grants(&self, roles: &Roles) -> Result<String> {
         let logs = self.logs().await?;
         let mut sql = String::new();
+        let quoted = |roles: &[String]| {
+            roles.iter().map(|role| format!("\"{}\"", role.replace('"', "\"\""))).collect::<Vec<_>>().join(", ")
+        };
         let mut grant = |rights: &str, of: &str, to: &[String]| {
             if !to.is_empty() {
-                let to: Vec<String> = to.iter().map(|role| format!("\"{}\"", role.replace('"', "\"\""))).collect();
                 sql.push_str(&self.schema().sql(&format!("GRANT {rights} ON {of} TO ")));
-                sql.push_str(&to.join(", "));
+                sql.push_str(&quoted(to));
                 sql.push_str(";\n");
             }
         };
-        let Roles { writers, relays, readers } = roles;
+        let Roles { writers, relays, readers, all_tenants } = roles;
         for roles in [writers, relays, readers] {
             grant("USAGE", "SCHEMA {s}", roles);
         }
@@ -63,6 +69,9 @@ impl PostgresStore {
             "{s}.migration, {s}.log, {s}.stats, {s}.subscription, {s}.lane, {s}.delivery, {s}.filter, {s}.passage, {s}.unrouted, {s}.sent, {s}.replica, {s}.conflict",
             readers,
         );
+        if !all_tenants.is_empty() {
+            sql.push_str(&policies(self.schema(), &logs, &quoted(all_tenants)));
+        }
         Ok(sql)
     }
 }

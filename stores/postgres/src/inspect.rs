@@ -59,7 +59,7 @@ ORDER BY d.seq LIMIT $7";
 /// lock.
 const RECORD_LIST_STREAM: &str = "
 SELECT {record_columns} FROM {log} AS l
-JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $11
+JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $12
 LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
 WHERE l.seq > $4 AND d.seq IS NULL AND {state} = $3 AND $6::text IS NULL AND {is_meant}
 ORDER BY l.seq LIMIT $7";
@@ -253,16 +253,19 @@ impl PostgresStore {
         let read = async |session: &Session| {
             let subscription = look_up(session, &query.subscription).await?;
             let (state, after) = (query.state.as_str(), query.after.map_or(i64::MIN, |seq| seq.0));
-            let Meant { topic, key, since, until } = Meant::by(&query.which);
+            let Meant { topic, key, since, until, tenant } = Meant::by(&query.which);
             let limit = query.limit.clamp(1, LIST_RECORDS_MAX) as i64;
             let (id, lanes) = (subscription.id, i32::from(subscription.lanes));
-            let params = params![inline, id, state, after, topic, query.code, limit, key, since, until, lanes];
+            let params = params![inline, id, state, after, topic, query.code, limit, key, since, until, tenant, lanes];
             let (template, params) = match query.state.has_row() {
-                true => (RECORD_LIST_ROWS, &params[..10]),
+                true => (RECORD_LIST_ROWS, &params[..11]),
                 false => (RECORD_LIST_STREAM, &params[..]),
             };
-            let sql =
-                session.schema().log_sql_with(template, &subscription.log, &[("is_meant", &is_meant([5, 8, 9, 10]))]);
+            let sql = session.schema().log_sql_with(
+                template,
+                &subscription.log,
+                &[("is_meant", &is_meant([5, 8, 9, 10, 11]))],
+            );
             let rows = session.rows(&sql, params).await?;
             Ok((subscription.log, rows))
         };

@@ -30,6 +30,7 @@ mod prune;
 mod rebase;
 mod receive;
 mod replay;
+mod row_security;
 mod schema;
 mod session;
 mod settle;

@@ -25,6 +25,7 @@ use crate::{PostgresStore, lease};
 impl Log for PostgresStore {
     async fn subscribe(&self, subscription: &Subscription) -> Result<()> {
         subscription.validate()?;
+        self.for_all_tenants("subscribe")?;
         self.bounded("subscribe", self.validate()).await?;
         check_log_name("subscribe", &subscription.log)?;
         self.call("subscribe", async |session: &Session| subscribe(self, session, subscription).await).await?;

@@ -35,6 +35,12 @@ const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(hashtextextended('pos
 /// person's patience.
 const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
 
+/// What the owner looks at is everything, also where tenants are kept apart (`row_security.rs`).
+/// The tables are the owner's; locks them.
+const OWNER_SEES_ALL: &str = "
+SELECT format('ALTER TABLE %s NO FORCE ROW LEVEL SECURITY', c.oid::regclass), format('ALTER TABLE %s FORCE ROW LEVEL SECURITY', c.oid::regclass)
+FROM pg_class AS c WHERE c.relnamespace = {schema_literal}::regnamespace AND c.relforcerowsecurity ORDER BY c.oid";
+
 /// Nobody appends or delivers between the look and the end. Waits for writers and relays.
 const DOWN_LOCK_TABLES: &str =
     "LOCK TABLE {s}.subscription, {s}.lane, {s}.delivery, {s}.receipt IN ACCESS EXCLUSIVE MODE";
@@ -78,8 +84,9 @@ ${tag}$;
 ";
 
 /// Everything we made, and nothing else: the schema may hold tables of its owner. Takes exclusive
-/// locks on what it drops.
+/// locks on what it drops. First what a policy ties to the logs.
 const MIGRATION_DOWN: &str = "
+DROP TABLE IF EXISTS {s}.unrouted;
 DO ${tag}$
 DECLARE
   of_log text;
@@ -95,7 +102,7 @@ BEGIN
 END
 ${tag}$;
 DROP VIEW IF EXISTS {s}.stats;
-DROP TABLE IF EXISTS {s}.delivery, {s}.sent, {s}.unrouted, {s}.passage, {s}.filter, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.once, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
+DROP TABLE IF EXISTS {s}.delivery, {s}.sent, {s}.passage, {s}.filter, {s}.lane, {s}.replica, {s}.subscription, {s}.receipt, {s}.once, {s}.conflict, {s}.sleeper, {s}.log, {s}.migration;
 DROP FUNCTION IF EXISTS {s}.create_log, {s}.guard_log, {s}.create_window, {s}.create_append, {s}.create_receive, {s}.create_depth, {s}.create_views, {s}.comment_log, {s}.depth, {s}.lock_lanes, {s}.subscription_unknown, {s}.change, {s}.retry, {s}.discard, {s}.pause, {s}.resume, {s}.check_message, {s}.once, {s}.settle_lane, {s}.recognise, {s}.event_is_valid, {s}.headers_fault, {s}.uuid_v7, {s}.cluster_id;
 DO ${tag}$
 DECLARE
@@ -208,6 +215,7 @@ async fn remove(session: &Session, discard_events: bool) -> Result<()> {
         session.run(&session.log_sql(DOWN_LOCK_LOG, log)).await?;
     }
     session.run(&session.sql(DOWN_LOCK_TABLES)).await?;
+    owner_sees_all(session).await?;
     for log in logs.iter().filter(|_| !discard_events) {
         let row = session.row(&session.log_sql(LOG_UNDELIVERED, log), &params![log.as_str()]).await?;
         if row.get(0) {
@@ -215,6 +223,15 @@ async fn remove(session: &Session, discard_events: bool) -> Result<()> {
         }
     }
     session.run(&session.schema().migration_sql(MIGRATION_DOWN)).await
+}
+
+/// For the rest of the transaction. Gives the statements that put it back.
+pub(crate) async fn owner_sees_all(session: &Session) -> Result<Vec<String>> {
+    let rows = session.rows(&session.schema().migration_sql(OWNER_SEES_ALL), &[]).await?;
+    for row in &rows {
+        session.run(row.get(0)).await?;
+    }
+    Ok(rows.iter().map(|row| row.get(1)).collect())
 }
 
 async fn known_migrations(session: &Session) -> Result<Vec<(i32, String)>> {

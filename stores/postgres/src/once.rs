@@ -15,6 +15,9 @@ pub(crate) const ONCE: &str = "SELECT {s}.once($1, $2)";
 /// transaction: do the message's work in it only if `true`, and both commit together or neither. A
 /// second transaction with the same id waits for the first one's end.
 ///
+/// Where the transaction names a tenant (`set_config('postbox.tenant', …, true)`), ids are known by
+/// tenant.
+///
 /// These ids are kept apart from those of [`postbox_core::Receive`]: a message that was received is
 /// not applied yet.
 ///

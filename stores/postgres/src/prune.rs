@@ -7,10 +7,10 @@
 use postbox_core::kit::{PRUNE_ROWS_MAX, PRUNE_YOUNG_MAX};
 use postbox_core::{Changed, Criteria, LogName, Prune, Result, Seq};
 
-use crate::classify::log_unknown;
 use crate::criteria::{Meant, is_meant};
 use crate::log::micros;
 use crate::params::params;
+use crate::row_security::log_not_locked;
 use crate::session::Session;
 
 /// Whether a log exists, has readers (one without any is not pruned, because nobody has passed it),
@@ -24,9 +24,9 @@ FROM {s}.log AS g WHERE g.name = $1{lock}";
 
 /// Finds, of the next events in `seq` order, those that every subscription of the log has passed
 /// and nobody needs any more, and does with them what `{gone}` says. `$1` age, `$2` log, `$3` the
-/// place after which the step begins, `$5` to `$8` what is meant, `$9` whether what nobody wants
-/// is, and nothing else. Gives how many, where the step ended if there are more, and whether so
-/// many were young that nothing beyond is to be looked at. Indexes: primary keys.
+/// place after which the step begins, `$5` to `$8` and `$10` what is meant, `$9` whether what
+/// nobody wants is, and nothing else. Gives how many, where the step ended if there are more, and
+/// whether so many were young that nothing beyond is to be looked at. Indexes: primary keys.
 ///
 /// An event below `horizon` is visible in every snapshot that a reader began its window with, so
 /// all have passed it. Only the others are compared with each lane. A row that a subscription does
@@ -117,7 +117,7 @@ pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Re
             session.rows(&begin, &params![name, turn]).await?
         }
     };
-    let row = rows.first().ok_or_else(|| log_unknown("prune", log.as_str()))?;
+    let Some(row) = rows.first() else { return Err(log_not_locked(session, log).await) };
     let (has_readers, takes_everything): (bool, bool) = (row.get(0), row.get(1));
     if !has_readers {
         return Ok(Changed::default());
@@ -126,10 +126,10 @@ pub(crate) async fn prune(session: &Session, log: &LogName, prune: &Prune) -> Re
     let (rows_max, young_max) = (PRUNE_ROWS_MAX.to_string(), PRUNE_YOUNG_MAX.to_string());
     let gone = if prune.dry_run { WOULD_GO } else { GONE };
     let template = LOG_PRUNE.replace("{gone}", gone).replace("{may_go}", MAY_GO);
-    let meant = is_meant([5, 6, 7, 8]);
+    let meant = is_meant([5, 6, 7, 8, 10]);
     let step = sql(&template, &[("is_meant", &meant), ("rows_max", &rows_max), ("young_max", &young_max)]);
-    let Meant { topic, key, since, until } = Meant::by(&prune.which);
-    let params = params![age_micros, name, after, takes_everything, topic, key, since, until, prune.unrouted];
+    let Meant { topic, key, since, until, tenant } = Meant::by(&prune.which);
+    let params = params![age_micros, name, after, takes_everything, topic, key, since, until, prune.unrouted, tenant];
     let row = session.row(&step, &params).await?;
     let (count, last, is_young): (i64, Option<i64>, Option<bool>) = (row.get(0), row.get(1), row.get(2));
     let count = count.unsigned_abs();

@@ -7,6 +7,7 @@
 use postbox_core::{Error, ErrorKind, LogName, Migrate as _, Result};
 
 use crate::PostgresStore;
+use crate::migrate::owner_sees_all;
 use crate::schema::LOG_NAMES;
 use crate::session::Session;
 
@@ -79,6 +80,7 @@ pub(crate) async fn rebase(store: &PostgresStore) -> Result<()> {
 }
 
 async fn rebase_all(session: &Session) -> Result<()> {
+    let forced = owner_sees_all(session).await?;
     let names = session.rows(&session.sql(LOG_NAMES), &[]).await?;
     let lanes = session.rows(&session.sql(LANE_LOCK_ALL), &[]).await?;
     if lanes.iter().any(|row| row.get::<_, Option<bool>>(0) == Some(true)) {
@@ -100,6 +102,9 @@ async fn rebase_all(session: &Session) -> Result<()> {
             // A log's name has no quote in it; DDL takes no parameters.
             session.run(&session.log_sql(template, &log)).await?;
         }
+    }
+    for force in &forced {
+        session.run(force).await?;
     }
     Ok(())
 }

@@ -31,9 +31,9 @@ WHERE c.source = old.source AND c.tenant = old.tenant AND c.message_id = old.mes
 /// running consumer are passed over.
 const ONCE_FORGET: &str = "
 DELETE FROM {s}.once AS o
-USING (SELECT source, message_id FROM {s}.once
+USING (SELECT source, tenant, message_id FROM {s}.once
   WHERE seen_at <= statement_timestamp() - $1 * interval '1 microsecond' ORDER BY seen_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS old
-WHERE o.source = old.source AND o.message_id = old.message_id";
+WHERE o.source = old.source AND o.tenant = old.tenant AND o.message_id = old.message_id";
 
 /// Forgets old ids, a thousand at a time. Index: `receipt_received`. Locks the rows; those of a
 /// running receiver are passed over.

@@ -70,20 +70,21 @@ pub(crate) async fn replay(session: &Session, name: &SubscriptionName, replay: &
     };
     let chosen = REPLAY_CHOOSE.replace("{named}", named);
     let sql = |template: &str| {
-        session.schema().log_sql_with(template, &subscription.log, &[("is_meant", &is_meant([6, 7, 8, 9]))])
+        session.schema().log_sql_with(template, &subscription.log, &[("is_meant", &is_meant([6, 7, 8, 9, 11]))])
     };
-    let (Meant { topic, key, since, until: before }, limit) = (Meant::by(&replay.which), replay.step_max() as i64);
+    let Meant { topic, key, since, until: before, tenant } = Meant::by(&replay.which);
+    let limit = replay.step_max() as i64;
     let next = |seqs: &[i64]| {
         let is_full = seqs.len() as i64 == limit;
         if is_full { seqs.last().copied() } else { (until < through).then_some(until) }
     };
     let seqs = if replay.dry_run {
-        let params = params![id, 0, after, until, ids, topic, key, since, before, limit];
+        let params = params![id, 0, after, until, ids, topic, key, since, before, limit, tenant];
         session.rows(&sql(&chosen), &params).await?.iter().map(|row| row.get(1)).collect()
     } else {
         lock_lanes(session, id).await?;
         let number: i32 = session.row(&session.sql(REPLAY_NEXT), &params![id]).await?.get(0);
-        let params = params![id, number, after, until, ids, topic, key, since, before, limit];
+        let params = params![id, number, after, until, ids, topic, key, since, before, limit, tenant];
         let rows = session.rows(&sql(&DELIVERY_REPLAY.replace("{chosen}", &chosen)), &params).await?;
         made(session, &subscription, &rows).await?
     };

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use deadpool_postgres::{Object, Pool, PoolError, TimeoutType};
-use postbox_core::{Error, ErrorKind, LogName, Result};
+use postbox_core::{Error, ErrorKind, LogName, Result, Tenant};
 use tokio_postgres::{Client, Row};
 
 use crate::PostgresStore;
@@ -98,17 +98,32 @@ impl Session {
 
     /// Runs a statement and gives its rows.
     pub(crate) async fn rows(&self, sql: &str, params: &[Param<'_>]) -> Result<Vec<Row>> {
-        self.answer(self.client().query_typed(sql, params)).await
+        self.alone_or_within(self.client().query_typed(sql, params)).await
     }
 
     /// Runs a statement that gives one row.
     pub(crate) async fn row(&self, sql: &str, params: &[Param<'_>]) -> Result<Row> {
-        self.answer(self.client().query_typed_one(sql, params)).await
+        self.alone_or_within(self.client().query_typed_one(sql, params)).await
     }
 
     /// Runs a statement and gives the number of rows it changed.
     pub(crate) async fn execute(&self, sql: &str, params: &[Param<'_>]) -> Result<u64> {
-        self.answer(self.client().execute_typed(sql, params)).await
+        self.alone_or_within(self.client().execute_typed(sql, params)).await
+    }
+
+    /// Waits for the answer to a statement, which names the tenant first if it is a transaction of
+    /// its own.
+    async fn alone_or_within<T>(&self, answer: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T> {
+        match &self.store.inner.modes.alone {
+            Some(begin) if !self.in_transaction.load(Ordering::Relaxed) => {
+                let (begun, answered, committed) =
+                    futures::join!(self.run(begin), self.answer(answer), self.run("COMMIT"));
+                begun?;
+                let answered = answered?;
+                committed.map(|()| answered)
+            }
+            _ => self.answer(answer).await,
+        }
     }
 
     /// Begins a transaction, as one of [`TransactionModes`].
@@ -236,18 +251,24 @@ pub(crate) struct TransactionModes {
     /// For a step of retention. What it reads has indexes, and its lists fit into a hash whatever
     /// the planner thinks of their length.
     pub(crate) prune: String,
+    /// Begins a transaction of one statement, where a tenant has to be named for it.
+    pub(crate) alone: Option<String>,
     /// Not a beginning: what a transaction of handlers says before it locks the lane.
     pub(crate) soon_over: String,
 }
 
 impl TransactionModes {
-    pub(crate) fn new(statement_timeout: Duration) -> Self {
+    pub(crate) fn new(statement_timeout: Duration, tenant: Option<&Tenant>) -> Self {
         let timeout_ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
         let idle_ms = IDLE_IN_TRANSACTION.as_millis().min(timeout_ms);
         let soon_over = format!("SET LOCAL idle_in_transaction_session_timeout = {idle_ms}");
+        let named = tenant.map(|tenant| {
+            let escaped = tenant.as_str().replace('\\', "\\\\").replace('\'', "''");
+            format!("; SET LOCAL postbox.tenant = E'{escaped}'")
+        });
         let timeouts = format!(
             "SET LOCAL statement_timeout = {timeout_ms}; {soon_over}; SET LOCAL lock_timeout = 0; SET LOCAL search_path = pg_catalog"
-        );
+        ) + named.as_deref().unwrap_or_default();
         let common = format!("{timeouts}; SET LOCAL jit = off");
         let planner = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; SET LOCAL enable_hashjoin = off; \
                        SET LOCAL enable_mergejoin = off; SET LOCAL enable_sort = off; SET LOCAL enable_incremental_sort = off; \
@@ -273,6 +294,7 @@ impl TransactionModes {
             report,
             change: format!("{writing}; {common}; {durable}"),
             prune: format!("{writing}; {common}; {durable}; {by_index}"),
+            alone: named.map(|named| format!("BEGIN ISOLATION LEVEL READ COMMITTED{named}")),
             soon_over,
         }
     }

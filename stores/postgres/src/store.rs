@@ -90,7 +90,7 @@ impl PostgresStore {
             pool,
             look_pool,
             listen_target,
-            modes: TransactionModes::new(config.statement_timeout),
+            modes: TransactionModes::new(config.statement_timeout, config.tenant.as_ref()),
             schema,
             config,
             wakeups: watch::Sender::new(0),

@@ -10,8 +10,9 @@ use postbox_core::{
 use tokio_postgres::Row;
 
 use crate::PostgresStore;
-use crate::classify::{cursor_foreign, log_unknown};
+use crate::classify::cursor_foreign;
 use crate::params::{Param, params};
+use crate::row_security::log_not_locked;
 use crate::session::Session;
 
 /// Whether the log exists. Index: primary key of `log`. Locks its row: a filter does not change
@@ -37,7 +38,8 @@ WITH known AS (SELECT topics = '{}' AND tenant IS NULL AS everything, revision F
 INSERT INTO {s}.subscription AS s (name, log, topics, tenant, ordering, lanes, generation)
 VALUES ($1, $2, $3, $4, $5, $6, (SELECT max(g.epoch_next) FROM {s}.log AS g))
 ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, ordering = $5,
-  revision = s.revision + ((s.topics, s.tenant) IS DISTINCT FROM ($3::text[], $4::text))::int
+  revision = s.revision + ((s.topics, s.tenant) IS DISTINCT FROM ($3::text[], $4::text))::int,
+  mixed = s.mixed OR s.tenant IS DISTINCT FROM $4
 WHERE s.log = $2
 RETURNING id, xmax = 0 AS is_new,
   coalesce((SELECT k.everything FROM known AS k), false) AS took_everything,
@@ -163,7 +165,7 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
     let is_true =
         async |sql: &str, params: &[Param<'_>]| session.row(sql, params).await.map(|row| row.get::<_, bool>(0));
     if session.rows(&session.sql(LOG_LOCK), &params![log.as_str()]).await?.is_empty() {
-        return Err(log_unknown("subscribe", log.as_str()));
+        return Err(log_not_locked(session, log).await);
     }
     if is_true(&session.log_sql(LOG_IS_FROM_FUTURE, log), &[]).await? {
         return Err(from_future(&format!("log {log}")));

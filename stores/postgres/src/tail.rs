@@ -94,11 +94,11 @@ async fn page(
         Some(Place::Within(window)) => window.clone(),
     };
     let rows_max = limit.events.clamp(1, BATCH_EVENTS_MAX) as i64;
-    let meant = is_meant([7, 8, 9, 10]);
+    let meant = is_meant([7, 8, 9, 10, 11]);
     let sql = session.schema().log_sql_with(WINDOW_PAGE, log, &[("is_meant", &meant)]);
-    let Meant { topic, key, since, until } = Meant::by(which);
+    let Meant { topic, key, since, until, tenant } = Meant::by(which);
     let Window { from, to, low, last } = &window;
-    let params = params![inline, from, to, low, last, rows_max, topic, key, since, until];
+    let params = params![inline, from, to, low, last, rows_max, topic, key, since, until, tenant];
     let rows: Vec<Stored> = session.rows(&sql, &params).await?.iter().filter_map(stored).collect();
     let more = rows.len() as i64 == rows_max;
     let place = match rows.last() {

@@ -34,7 +34,7 @@ SELECT g.routed_xid::text, g.routed_seq,
 FROM {s}.log AS g WHERE g.name = $1 FOR NO KEY UPDATE SKIP LOCKED";
 
 /// Index: primary key. No lock.
-const LOG_EXISTS: &str = "SELECT FROM {s}.log WHERE name = $1";
+pub(crate) const LOG_EXISTS: &str = "SELECT FROM {s}.log WHERE name = $1";
 
 /// The next subscription whose filter is new to unrouted events. Reads a small table.
 const SUBSCRIPTION_TO_REROUTE: &str = "

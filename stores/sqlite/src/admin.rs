@@ -155,11 +155,17 @@ fn choose(
     wanted: impl Fn(&DeliveryRow) -> bool,
 ) -> Work<(Vec<DeliveryRow>, Option<Seq>)> {
     let (max, after) = (selection.step_max(), after(selection));
-    let is_meant = |row: &DeliveryRow| {
+    // The tenant stands in the log alone, by its primary key; no lock of its own.
+    let mut tenant_of = tx.prepare_cached(&format!("SELECT tenant FROM {} WHERE seq = ?1", log_table(log)))?;
+    let mut is_meant = |row: &DeliveryRow| -> Work<bool> {
         let created_at = timestamp(row.created_at);
-        selection.which.mean(&row.topic, row.key.as_deref(), created_at)
+        let tenant: Option<String> = match selection.which.tenant {
+            Some(_) => tenant_of.query_row([row.seq], |found| found.get(0)).optional()?.flatten(),
+            None => None,
+        };
+        Ok(selection.which.mean(&row.topic, row.key.as_deref(), tenant.as_deref(), created_at)
             && selection.means_code(row.code.as_deref())
-            && wanted(row)
+            && wanted(row))
     };
     let mut chosen = Vec::new();
     if max == 0 {
@@ -174,7 +180,11 @@ fn choose(
         let mut statement = tx.prepare_cached(&delivery_one)?;
         for seq in seqs_of(tx, log, ids)?.into_iter().filter(|seq| *seq > after) {
             let found = statement.query_row(params![name.as_str(), seq], |row| DeliveryRow::read(row, 0));
-            chosen.extend(found.optional()?.filter(is_meant));
+            if let Some(row) = found.optional()?
+                && is_meant(&row)?
+            {
+                chosen.push(row);
+            }
             if chosen.len() == max {
                 return Ok((chosen, Some(Seq(seq))));
             }
@@ -192,7 +202,9 @@ fn choose(
         let Some(row) = rows.next()? else { return Ok((chosen, None)) };
         let row = DeliveryRow::read(row, 0)?;
         (looked, last) = (looked + 1, row.seq);
-        chosen.extend(Some(row).filter(is_meant));
+        if is_meant(&row)? {
+            chosen.push(row);
+        }
     }
     Ok((chosen, Some(Seq(last))))
 }

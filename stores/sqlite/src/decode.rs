@@ -115,7 +115,7 @@ pub(crate) fn is_meant(which: &Criteria, row: &Row<'_>, head: &Head<'_>) -> rusq
         return Ok(true);
     }
     let (key, created_at) = (lossy(row, KEY)?, timestamp(integer(row, CREATED_AT)?.unwrap_or(0)));
-    Ok(which.mean(&head.topic, key.as_deref(), created_at))
+    Ok(which.mean(&head.topic, key.as_deref(), head.tenant.as_deref(), created_at))
 }
 
 /// What decides whether a lane wants a row, without touching its payload.

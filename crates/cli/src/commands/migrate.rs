@@ -1,5 +1,7 @@
 //! `postbox migrate up|down|validate|print|grants|rebase`.
 
+use postbox_server::Roles;
+
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
@@ -34,14 +36,8 @@ pub(super) async fn print(context: &Context) -> Result<(), Failure> {
     output::print(&context.any_store().await?.script())
 }
 
-pub(super) async fn grants(
-    context: &Context,
-    writers: Vec<String>,
-    relays: Vec<String>,
-    readers: Vec<String>,
-) -> Result<(), Failure> {
-    let roles = postbox_server::Roles { writers, relays, readers };
-    output::print(&postbox_server::grants(&context.config.store, &roles).await?)
+pub(super) async fn grants(context: &Context, roles: &Roles) -> Result<(), Failure> {
+    output::print(&postbox_server::grants(&context.config.store, roles).await?)
 }
 
 pub(super) async fn rebase(context: &Context) -> Result<(), Failure> {

@@ -1,6 +1,7 @@
 //! One file a command.
 
 use postbox_core::{Criteria, Prune, Replay, Selection, Seq};
+use postbox_server::Roles;
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, SubscriptionCommand};
 use crate::context::{Context, Purpose};
@@ -46,8 +47,8 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Migrate(Migrate::Validate) => migrate::validate(&inspect()?).await,
         Command::Migrate(Migrate::Print) => migrate::print(&inspect()?).await,
-        Command::Migrate(Migrate::Grants { writer, relay, reader }) => {
-            migrate::grants(&inspect()?, writer, relay, reader).await
+        Command::Migrate(Migrate::Grants { writer: writers, relay: relays, reader: readers, all_tenants }) => {
+            migrate::grants(&inspect()?, &Roles { writers, relays, readers, all_tenants }).await
         }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?).await,
         Command::Run => run::run(Context::load(global, Purpose::Serve)?).await,
@@ -59,7 +60,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             conflicts::list(&inspect()?, limit as usize, json).await
         }
         Command::List { state: Listed::Conflicts, .. } => Err(Failure::usage(
-            "a conflict has no topic, no key, no time and no code: it never became an event; leave everything but --limit and --json out",
+            "conflicts cannot be narrowed: one never became an event with a topic, a key, a time and a code; leave everything but --limit and --json out",
         )),
         Command::List { state: Listed::Events(state), limit, which, code, json } => {
             let wanted = list::Wanted { state, limit: limit as usize, which: which.criteria()?, code };
@@ -67,8 +68,8 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Show { id, json } => show::run(&inspect()?, id, json).await,
         Command::Send(send) => send::run(&inspect()?, send).await,
-        Command::Tail { topic, key, json } => {
-            let which = Criteria { topic, key, ..Criteria::default() };
+        Command::Tail { topic, key, tenant, json } => {
+            let which = Criteria { topic, key, tenant, ..Criteria::default() };
             tail::run(&inspect()?, &which, json).await
         }
         Command::Retry { meant, code } => retry::run(&inspect()?, selection(meant, code)?).await,

@@ -28,7 +28,7 @@ pub(super) async fn run(context: &Context, send: SendArgs) -> Result<(), Failure
 }
 
 fn event(send: SendArgs) -> Result<NewEvent, Failure> {
-    let SendArgs { topic, payload, key, headers, content_type, id } = send;
+    let SendArgs { topic, payload, key, tenant, headers, content_type, id } = send;
     let payload = match payload.as_str() {
         "-" => read("standard input", std::io::stdin().lock())?,
         text => match text.strip_prefix('@') {
@@ -42,6 +42,7 @@ fn event(send: SendArgs) -> Result<NewEvent, Failure> {
     let mut event = NewEvent::new(topic, payload, content_type);
     event.id = id;
     event.key = key;
+    event.tenant = tenant;
     event.headers.extend(headers);
     event.validate().map_err(|error| Failure::usage(format!("{} ({})", error.message(), error.code())))?;
     // As whoever gets it will judge: by what the content type says.

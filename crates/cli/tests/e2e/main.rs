@@ -32,4 +32,5 @@ mod sender;
 mod sqs;
 mod subscriptions;
 mod tail;
+mod tenants;
 mod unreadable;

@@ -214,9 +214,9 @@ pub async fn too_many_ids_at_once_are_refused(fixture: &dyn StoreFixture) {
     assert_eq!(lane.replay(selection).await, 1);
 }
 
-pub async fn key_and_time_narrow_a_change(fixture: &dyn StoreFixture) {
+pub async fn key_tenant_and_time_narrow_a_change(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    lane.past([(keyed("a", "1"), dead()), (keyed("b", "2"), dead()), (event("3"), dead())]).await;
+    lane.past([(keyed("a", "1"), dead()), (keyed("b", "2"), dead()), (event("3").tenant("acme"), dead())]).await;
     fixture.pass(SHORT).await;
     let late = lane.past([(keyed("a", "4"), dead())]).await[0];
     let at = Some(record(&lane.store, late).await.event.created_at);
@@ -227,7 +227,10 @@ pub async fn key_and_time_narrow_a_change(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&lane.drain_due().await), ["1", "4"]);
     assert_eq!(lane.discard(of_key).await, 0, "they are delivered");
     assert_eq!(lane.discard(by(Criteria { since: at, ..Criteria::default() })).await, 0);
-    assert_eq!(lane.discard(by(Criteria { until: at, ..Criteria::default() })).await, 2);
+    let of_tenant = |tenant: &str| by(Criteria { tenant: tenant.parse().ok(), ..Criteria::default() });
+    assert_eq!(lane.discard(of_tenant("acm")).await, 0);
+    assert_eq!(lane.discard(of_tenant("acme")).await, 1);
+    assert_eq!(lane.discard(by(Criteria { until: at, ..Criteria::default() })).await, 1);
     assert_eq!(listed(&lane.store, State::Discarded).await, ["2", "3"]);
 }
 

@@ -12,7 +12,7 @@ macro_rules! conformance_suite {
             pending_events_are_discarded_only_by_id discarding_leaves_the_dispatched_and_other_subscriptions_alone
             discarding_a_follower_keeps_the_others_waiting a_replay_is_found_by_the_next_read
             a_large_replay_goes_in_bounded_steps small_steps_discard_all_that_is_named too_many_ids_at_once_are_refused
-            key_and_time_narrow_a_change a_dry_run_counts_and_changes_nothing
+            key_tenant_and_time_narrow_a_change a_dry_run_counts_and_changes_nothing
             a_large_dry_run_goes_in_the_same_steps
         }
     };
@@ -80,7 +80,7 @@ macro_rules! conformance_suite {
             delayed_events_do_not_age_before_their_time the_newest_events_are_known_with_their_age
             dispatched_counts_each_delivered_event_once
             a_deep_backlog_is_near_the_truth every_state_lists_its_own lists_are_paged_in_seq_order lists_narrow_by_topic_and_code
-            lists_narrow_by_key_and_time
+            lists_narrow_by_key_tenant_and_time
             an_unknown_event_is_none
         }
     };

@@ -245,16 +245,18 @@ pub async fn lists_narrow_by_topic_and_code(fixture: &dyn StoreFixture) {
     assert!(found(None, Some("xx")).await.is_empty());
 }
 
-pub async fn lists_narrow_by_key_and_time(fixture: &dyn StoreFixture) {
+pub async fn lists_narrow_by_key_tenant_and_time(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    lane.past([(keyed("a", "1"), dead()), (keyed("b", "2"), Delivered), (event("3"), dead())]).await;
+    let acme = |event: NewEvent| event.tenant("acme");
+    lane.past([(keyed("a", "1"), dead()), (keyed("b", "2"), Delivered), (acme(event("3")), dead())]).await;
     fixture.pass(SHORT).await;
-    let late = lane.past([(keyed("a", "4"), dead()), (keyed("a", "5"), Delivered)]).await[0];
+    let late = lane.past([(keyed("a", "4"), dead()), (acme(keyed("a", "5")), Delivered)]).await[0];
     let at = Some(record(&lane.store, late).await.event.created_at);
-    append(&lane.store, [keyed("a", "6"), keyed("b", "7")]).await;
+    append(&lane.store, [keyed("a", "6"), acme(keyed("b", "7"))]).await;
     let key = Some("a".parse().expect("a key"));
     for (which, dead, dispatched, pending) in [
         (Criteria { key: key.clone(), ..Criteria::default() }, &["1", "4"][..], &["5"][..], &["6"][..]),
+        (Criteria { tenant: "acme".parse().ok(), ..Criteria::default() }, &["3"], &["5"], &["7"]),
         (Criteria { since: at, ..Criteria::default() }, &["4"], &["5"], &["6", "7"]),
         (Criteria { until: at, ..Criteria::default() }, &["1", "3"], &["2"], &[]),
         (Criteria { key, until: at, ..Criteria::default() }, &["1"], &[], &[]),

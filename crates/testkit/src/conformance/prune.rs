@@ -150,7 +150,7 @@ pub async fn what_stays_does_not_keep_what_follows(fixture: &dyn StoreFixture) {
 pub async fn a_narrowed_prune_takes_what_is_meant(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
     let of = |topic: &str, key: &str| NewEvent::json(topic, format!("{topic} {key}")).key(key);
-    let early = [of("a.x", "1"), of("a_x", "2"), of("b.x", "1")];
+    let early = [of("a.x", "1"), of("a_x", "2"), of("b.x", "1").tenant("acme")];
     lane.past(early.into_iter().map(|event| (event, Delivered))).await;
     fixture.pass(SHORT).await;
     let late = lane.past([(of("a.x", "1"), Delivered), (of("b.x", "2"), dead())]).await[0];
@@ -159,7 +159,8 @@ pub async fn a_narrowed_prune_takes_what_is_meant(fixture: &dyn StoreFixture) {
     let key = |key: &str| Some(key.parse().expect("a key"));
     for (which, expected) in [
         (Criteria { topic: Some(pattern("a_x")), ..Criteria::default() }, 1),
-        (Criteria { key: key("1"), until: at, ..Criteria::default() }, 2),
+        (Criteria { tenant: "acme".parse().ok(), ..Criteria::default() }, 1),
+        (Criteria { key: key("1"), until: at, ..Criteria::default() }, 1),
         (Criteria { since: at, key: key("2"), ..Criteria::default() }, 0),
         (Criteria { since: at, ..Criteria::default() }, 1),
     ] {

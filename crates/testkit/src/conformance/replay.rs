@@ -87,7 +87,7 @@ pub async fn pending_discarded_and_dead_events_are_passed_over(fixture: &dyn Sto
 }
 
 pub async fn a_range_narrows_a_replay(fixture: &dyn StoreFixture) {
-    let events = [keyed("a", "1"), keyed("b", "2"), keyed("a", "3"), keyed("b", "4")];
+    let events = [keyed("a", "1"), keyed("b", "2").tenant("acme"), keyed("a", "3"), keyed("b", "4")];
     let (lane, ids) = Lane::settled(fixture, events.into_iter().map(|event| (event, Delivered))).await;
     fixture.pass(SHORT).await;
     let later = lane.past([(keyed("a", "5"), Delivered)]).await[0];
@@ -96,6 +96,7 @@ pub async fn a_range_narrows_a_replay(fixture: &dyn StoreFixture) {
     let (first, third) = (seq(ids[0]).await, seq(ids[2]).await);
     for (narrowed, expected) in [
         (by(Criteria { key: Some("a".parse().expect("a key")), ..Criteria::default() }), &["1", "3", "5"][..]),
+        (by(Criteria { tenant: "acme".parse().ok(), ..Criteria::default() }), &["2"]),
         (by(Criteria { since: Some(at), ..Criteria::default() }), &["5"]),
         (by(Criteria { until: Some(at), ..Criteria::default() }), &["1", "2", "3", "4"]),
         (Replay { after: Some(first), through: Some(third), ..Replay::default() }, &["2", "3"]),

@@ -89,13 +89,14 @@ pub async fn a_look_is_bounded_and_goes_on(fixture: &dyn StoreFixture) {
 
 pub async fn only_what_is_meant_is_seen(fixture: &dyn StoreFixture) {
     let store = fixture.store();
-    let which = Criteria { topic: Some(pattern("a.*")), key: Some("k".parse().expect("a key")), ..Criteria::default() };
+    let (topic, key, tenant) = (Some(pattern("a.*")), "k".parse().ok(), "acme".parse().ok());
+    let which = Criteria { topic, key, tenant, ..Criteria::default() };
     let mut watcher = Watcher::of(&store, which).await;
     watcher.limit.events = 1;
-    let of = |topic: &str, key: &str, payload: &str| NewEvent::json(topic, payload.to_owned()).key(key);
+    let of = |topic: &str, key: &str, payload: &str| NewEvent::json(topic, payload.to_owned()).key(key).tenant("acme");
     append(&store, [of("a.x", "k", "1"), of("b.x", "k", "2"), of("a.x", "l", "3"), of("a.y", "k", "4")]).await;
     assert_eq!(watcher.look().await, ["1", "4"]);
-    append(&store, [of("b.x", "k", "5")]).await;
+    append(&store, [of("b.x", "k", "5"), of("a.x", "k", "6").tenant("other")]).await;
     assert!(watcher.look().await.is_empty());
 }
 

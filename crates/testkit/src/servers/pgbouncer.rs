@@ -36,7 +36,16 @@ impl PgBouncer {
     ///
     /// If it is not installed or does not start; the message says what to do.
     pub async fn start(postgres: &Postgres) -> Self {
-        Self::try_start(postgres).await.unwrap_or_else(|error| unavailable(&error))
+        Self::start_as(postgres, None).await
+    }
+
+    /// The same where all clients share the connections of one role, or of the server's own user.
+    ///
+    /// # Panics
+    ///
+    /// As [`Self::start`].
+    pub async fn start_as(postgres: &Postgres, role: Option<&str>) -> Self {
+        Self::try_start(postgres, role).await.unwrap_or_else(|error| unavailable(&error))
     }
 
     /// The URL through the pooler of a database, given by its name or its own URL.
@@ -45,7 +54,7 @@ impl PgBouncer {
         format!("{}/{name}", self.base)
     }
 
-    async fn try_start(postgres: &Postgres) -> anyhow::Result<Self> {
+    async fn try_start(postgres: &Postgres, role: Option<&str>) -> anyhow::Result<Self> {
         let program = install::pgbouncer()?;
         let folder = process::scratch(None, "postbox-pgbouncer-")?;
         process::own_folder(&folder, 0o755)?;
@@ -64,7 +73,7 @@ impl PgBouncer {
              default_pool_size = {connections}\nmax_client_conn = 500\nignore_startup_parameters = extra_float_digits\n\
              logfile = {log}\npidfile = {pid}\nserver_lifetime = 60\n",
             upstream.get_ports().first().copied().unwrap_or(5432),
-            upstream.get_user().unwrap_or("postgres"),
+            role.or_else(|| upstream.get_user()).unwrap_or("postgres"),
             connections = Self::CONNECTIONS,
             log = folder.join("log").display(),
             pid = folder.join("pid").display(),

@@ -38,7 +38,7 @@ ${tag}$;
 CREATE FUNCTION {s}.change(
   action text, of_name text, of_ids uuid[], topic_like text DEFAULT NULL, of_key text DEFAULT NULL, since timestamptz DEFAULT NULL,
   until timestamptz DEFAULT NULL, of_code text DEFAULT NULL, after_seq bigint DEFAULT 0, most bigint DEFAULT 1000, is_dry boolean DEFAULT false,
-  OUT changed bigint, OUT next_seq bigint)
+  of_tenant text DEFAULT NULL, OUT changed bigint, OUT next_seq bigint)
 LANGUAGE plpgsql VOLATILE {pinned} AS ${tag}$
 DECLARE
   s record;
@@ -76,7 +76,7 @@ BEGIN
         WHERE l.seq > $8 AND {tag}_may AND ($9::text IS NULL OR d.code = $9) AND {is_meant}
         ORDER BY l.seq LIMIT $10)
     ${tag}_sql$ END, '{tag}_may', may), '{tag}_log', s.log)
-    INTO seqs USING s.id, of_ids, at, topic_like, of_key, since, until, after_seq, of_code, most;
+    INTO seqs USING s.id, of_ids, at, topic_like, of_key, since, until, after_seq, of_code, most, of_tenant;
   changed := cardinality(seqs);
   next_seq := CASE WHEN changed = most THEN seqs[changed] END;
   IF changed > 0 AND NOT is_dry THEN
@@ -119,7 +119,7 @@ BEGIN
           AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq)
         ORDER BY l.seq LIMIT $9
       ${tag}_sql$), '{tag}_log', s.log)
-      INTO unread USING s.id, of_ids, s.likes, topic_like, of_key, since, until, s.tenant, most - changed;
+      INTO unread USING s.id, of_ids, s.likes, topic_like, of_key, since, until, s.tenant, most - changed, of_code, of_tenant;
     -- They are not found again, so the next step may look from the same place; a dry run would find
     -- them again, and has seen all that are named.
     IF unread > 0 AND unread = most - changed AND NOT is_dry THEN

@@ -205,6 +205,10 @@ BEGIN
   PERFORM {s}.create_receive(log_name);
   PERFORM {s}.create_depth(log_name);
   PERFORM {s}.create_views(log_name);
+  -- Where tenants are kept apart, nobody sees a new log before its policies are there.
+  IF (SELECT c.relrowsecurity FROM pg_class AS c WHERE c.oid = ({schema_literal} || '.log')::regclass) THEN
+    EXECUTE 'ALTER TABLE ' || {schema_literal} || '.' || quote_ident(log_name) || ' ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY';
+  END IF;
   INSERT INTO {s}.log (name) VALUES (log_name);
 END
 ${tag}$;
@@ -221,6 +225,8 @@ CREATE TABLE {s}.subscription (
   log text NOT NULL REFERENCES {s}.log (name),
   topics text[] NOT NULL,
   tenant text,
+  -- It had another tenant before, or none: what is kept of it is not its tenant's alone.
+  mixed boolean NOT NULL DEFAULT false,
   ordering text NOT NULL CHECK (ordering IN ('key', 'none')),
   lanes smallint NOT NULL CHECK (lanes BETWEEN 1 AND 256),
   -- Rises with the filter: a relay that reads with an older one asks again before it reads on.
@@ -368,12 +374,14 @@ CREATE TABLE {s}.receipt (
 CREATE INDEX receipt_received ON {s}.receipt (received_at);
 
 -- What consumers with a loop of their own have applied. Apart from the receipts: received is not
--- applied.
+-- applied. The tenant is that of the transaction, if it named one: what another has applied says
+-- nothing.
 CREATE TABLE {s}.once (
   source text COLLATE "C" NOT NULL,
+  tenant text COLLATE "C" NOT NULL DEFAULT coalesce(current_setting('postbox.tenant', true), ''),
   message_id text COLLATE "C" NOT NULL,
   seen_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-  PRIMARY KEY (source, message_id),
+  PRIMARY KEY (source, tenant, message_id),
   CONSTRAINT message_id_invalid CHECK (octet_length(message_id) BETWEEN 1 AND 255)
 );
 CREATE INDEX once_seen ON {s}.once (seen_at);

@@ -122,6 +122,11 @@ impl SchemaName {
         self.fill(template, &[&[("log", table.as_str()), ("name", log.as_str())], values].concat())
     }
 
+    /// The same with more values, and without a log.
+    pub(crate) fn sql_with(&self, template: &str, values: &[(&str, &str)]) -> String {
+        self.fill(template, values)
+    }
+
     /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that
     /// no name can end a body, or be taken for the log's in a function that is made for each log:
     /// there `{log}` and `{name}` stand for what is replaced by the log's.
@@ -129,7 +134,7 @@ impl SchemaName {
         let tag = (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str()));
         let tag = tag.unwrap_or_default();
         let (name, log) = (format!("{tag}_log"), format!("{}.\"{tag}_log\"", self.quoted));
-        let (literal, meant) = (self.literal(), is_meant([4, 5, 6, 7]));
+        let (literal, meant) = (self.literal(), is_meant([4, 5, 6, 7, 11]));
         let values =
             [("tag", &tag), ("name", &name), ("log", &log), ("schema_literal", &literal), ("is_meant", &meant)];
         self.fill(template, &values.map(|(name, value)| (name, value.as_str())))

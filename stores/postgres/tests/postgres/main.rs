@@ -9,6 +9,7 @@ mod crash;
 mod cursor;
 mod deferred;
 mod guard;
+mod hostile_producer;
 mod notify;
 mod order;
 mod restart;

@@ -8,7 +8,7 @@ use super::everything::{by_hand, everything};
 use crate::support;
 
 /// The same database as another role.
-fn url_as(url: &str, role: &str) -> String {
+pub(crate) fn url_as(url: &str, role: &str) -> String {
     let (scheme, rest) = url.split_once("://").expect("a url");
     let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
     format!("{scheme}://{role}@{host}")
@@ -24,7 +24,12 @@ async fn each_role_does_its_work_with_the_rights_that_are_printed() {
         for role in [&writer, &relay, &reader] {
             owner.batch_execute(&format!("CREATE ROLE {role} LOGIN")).await.expect("a role");
         }
-        let roles = Roles { writers: vec![writer.clone()], relays: vec![relay.clone()], readers: vec![reader.clone()] };
+        let roles = Roles {
+            writers: vec![writer.clone()],
+            relays: vec![relay.clone()],
+            readers: vec![reader.clone()],
+            ..Roles::default()
+        };
         let grants = fixture.store.grants(&roles).await.expect("printed");
         owner.batch_execute(&grants).await.expect(&grants);
         let store = async |role: &str| {

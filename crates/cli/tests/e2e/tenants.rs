@@ -1,0 +1,89 @@
+//! Tenants, as a program and a person meet them.
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::endpoint::{Endpoint, refuses_all};
+use crate::env::{FILE_SINK, Kind, TestEnv, on_both};
+
+async fn a_tenant_narrows_what_is_meant(kind: Kind) -> Result<()> {
+    let target = Endpoint::start(refuses_all)?;
+    let env = TestEnv::with(kind, &target.subscription("out")).await?;
+    for tenant in ["acme", "other", "other"] {
+        env.ok(&["send", "t", "{}", "--tenant", tenant])?;
+    }
+    let complaint = env.refuses(2, &["send", "t", "{}", "--tenant", "a\nb"])?;
+    ensure!(complaint.contains("tenant_invalid"), "{complaint}");
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=3");
+    let listed = env.json(&["list", "--state", "dead", "--tenant", "acme", "--json"])?;
+    ensure!(listed.as_array().map(Vec::len) == Some(1) && listed[0]["event"]["tenant"] == "acme", "{listed}");
+    ensure!(env.ok(&["retry", "--tenant", "acme", "--dry-run"])?.contains("1"));
+    ensure!(env.ok(&["discard", "--tenant", "other"])? == "discarded=2\n");
+    ensure!(env.ok(&["retry", "--tenant", "acme"])? == "retried=1\n");
+    ensure!(env.ok(&["stats"])? == "pending=1 dispatched=0 dead=0 total=3\n");
+    Ok(())
+}
+
+on_both!(a_tenant_narrows_what_is_meant);
+
+/// The same store as another role.
+fn as_role(env: &TestEnv, role: &str, config: &str) -> Result<TestEnv> {
+    let (scheme, rest) = env.url.split_once("://").context("a URL")?;
+    let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
+    let other = TestEnv::on(Kind::Postgres, format!("{scheme}://{role}@{host}"))?;
+    other.config(config)?;
+    Ok(other)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_role_of_one_tenant_works_with_its_own() -> Result<()> {
+    let env = TestEnv::migrated(Kind::Postgres).await?;
+    let [writer, operator, relay] =
+        ["writer", "operator", "relay"].map(|name| format!("cli_{name}_{}", std::process::id()));
+    for role in [&writer, &operator, &relay] {
+        env.sql(&format!("CREATE ROLE {role} LOGIN")).await?;
+    }
+    let granted = ["migrate", "grants", "--writer", &writer, "--relay", &relay, "--relay", &operator];
+    env.sql(&env.ok(&[&granted[..], &["--all-tenants", &relay]].concat())?).await?;
+
+    let target = Endpoint::start(refuses_all)?;
+    let subscriptions: String =
+        ["acme", "zeta"].map(|tenant| format!("{}tenant = \"{tenant}\"\n", target.subscription(tenant))).concat();
+    let relay = as_role(&env, &relay, &subscriptions)?;
+    relay.ok(&["dispatch"])?;
+    let of = |role: &str, tenant: &str| as_role(&env, role, &format!("tenant = \"{tenant}\"\n"));
+    let mut ids = Vec::new();
+    for tenant in ["acme", "zeta"] {
+        let writer = of(&writer, tenant)?;
+        for _ in 0..2 {
+            ids.push(writer.ok(&["send", "t", "{}", "--tenant", tenant])?.trim().to_owned());
+        }
+        let complaint = writer.refuses(1, &["send", "t", "{}", "--tenant", "third"])?;
+        ensure!(complaint.contains("postbox.tenant"), "{complaint}");
+        writer.refuses(1, &["send", "t", "{}"])?;
+    }
+    ensure!(relay.dispatch(&[])? == "dispatched=0 failed=0 dead=4");
+
+    let acme = of(&operator, "acme")?;
+    ensure!(acme.ok(&["stats"])? == "pending=0 dispatched=0 dead=2 total=2\n");
+    let listed = acme.json(&["list", "--state", "dead", "--json"])?;
+    ensure!(listed.as_array().map(Vec::len) == Some(2), "{listed}");
+    ensure!(acme.ok(&["show", &ids[0]])?.contains("http_422"));
+    for verb in ["show", "retry", "replay"] {
+        acme.refuses(1, &[verb, &ids[2]])?;
+    }
+    ensure!(acme.ok(&["discard", &ids[2]])? == "discarded=0\n");
+    let found = acme.said(&["doctor"])?;
+    ensure!(found.contains("acme") && !found.contains("zeta"), "{found}");
+    ensure!(acme.ok(&["retry", "--all"])? == "retried=2\n");
+    ensure!(acme.ok(&["discard", "--all"])? == "discarded=2\n");
+    ensure!(relay.ok(&["stats"])? == "pending=0 dispatched=0 dead=2 total=4\n", "the other's stay dead");
+    let complaint = acme.refuses(1, &["prune", "--older-than", "0s"])?;
+    ensure!(complaint.contains("all tenants"), "{complaint}");
+    acme.config(&format!("tenant = \"acme\"\n{FILE_SINK}"))?;
+    let complaint = acme.refuses(1, &["dispatch"])?;
+    ensure!(complaint.contains("take `tenant` out"), "{complaint}");
+    for role in [&writer, &operator] {
+        env.sql(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await?;
+    }
+    Ok(())
+}

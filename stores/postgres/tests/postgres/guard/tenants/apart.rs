@@ -1,0 +1,290 @@
+//! What a tenant's writer, reader and operator can do, and what they cannot.
+
+use std::collections::BTreeSet;
+
+use postbox_core::{
+    Admin as _, Append as _, BatchLimit, Criteria, Diagnose as _, EventId, Inspect as _, ListQuery, Log as _, LogName,
+    Maintain as _, NewEvent, Prune, Receive as _, Received, Replay, Selection, State, Subscription, Tail as _,
+};
+use postbox_postgres::PostgresStore;
+use postbox_testkit::servers::Version;
+use tokio_postgres::Client;
+
+use super::world::{TENANTS, World, inbound, named, within};
+
+/// Every table in which something is a tenant's.
+const TABLES: [&str; 10] =
+    ["outbox", "inbox", "subscription", "lane", "delivery", "filter", "receipt", "conflict", "once", "unrouted"];
+
+fn state(error: &tokio_postgres::Error) -> &str {
+    error.code().map_or("", |state| state.code())
+}
+
+/// Where the rows stand that a role sees for a tenant, or for none.
+async fn seen(client: &Client, tenant: Option<&str>, table: &str) -> BTreeSet<String> {
+    client.batch_execute("BEGIN").await.expect("begun");
+    if let Some(tenant) = tenant {
+        let name = [(&tenant as &(dyn tokio_postgres::types::ToSql + Sync), tokio_postgres::types::Type::TEXT)];
+        client.query_typed("SELECT set_config('postbox.tenant', $1, true)", &name).await.expect("named");
+    }
+    let rows = client.query_typed(&format!("SELECT ctid::text FROM postbox.{table}"), &[]).await.expect("looked");
+    client.batch_execute("COMMIT").await.expect("ended");
+    rows.iter().map(|row| row.get(0)).collect()
+}
+
+/// Where two tenants see rows of the same table, or whoever names none sees any.
+async fn overlaps(client: &Client) -> Vec<&'static str> {
+    let mut found = Vec::new();
+    for table in TABLES {
+        let [mine, others] = [seen(client, Some(TENANTS[0]), table).await, seen(client, Some(TENANTS[1]), table).await];
+        assert!(!mine.is_empty() && !others.is_empty(), "{table}: there is nothing to keep apart");
+        // The second look is in a session that named one before: the setting is empty then.
+        if !mine.is_disjoint(&others) || !seen(client, None, table).await.is_empty() {
+            found.push(table);
+        }
+    }
+    found
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_tenants_see_no_row_of_each_other() {
+    for version in Version::ALL {
+        let world = World::new(version).await;
+        world.filled().await;
+        // What nobody wanted is somebody's too.
+        let note = "INSERT INTO postbox.unrouted SELECT 'outbox', seq FROM postbox.outbox";
+        world.owner.batch_execute(note).await.expect("noted");
+        let client = world.client(&world.operator).await;
+        assert_eq!(overlaps(&client).await, [] as [&str; 0]);
+        // Who works for all of them pays nothing for it.
+        let explain = "EXPLAIN SELECT FROM postbox.outbox WHERE xid >= '3' AND tenant = 'acme' ORDER BY xid, seq";
+        let plan = world.client(&world.relay).await.query(explain, &[]).await.expect("explained");
+        assert!(!plan.iter().any(|row| row.get::<_, &str>(0).contains("current_setting")), "{plan:?}");
+        // Each of the policies is needed.
+        for table in TABLES {
+            let alter = async |how: &str| {
+                let sql = format!("ALTER TABLE postbox.{table} {how} ROW LEVEL SECURITY");
+                world.owner.batch_execute(&sql).await.expect("altered");
+            };
+            alter("DISABLE").await;
+            assert!(overlaps(&client).await.contains(&table), "{table}");
+            alter("ENABLE").await;
+        }
+        for sql in [
+            "UPDATE postbox.delivery SET error = 'mine'",
+            "UPDATE postbox.subscription SET paused_by = 'me'",
+            "DELETE FROM postbox.conflict",
+            "DELETE FROM postbox.receipt",
+            "DELETE FROM postbox.once",
+            "DELETE FROM postbox.unrouted",
+        ] {
+            assert!(within(&client, TENANTS[0], sql).await.expect(sql) > 0, "{sql}");
+        }
+        // Others read the log, too.
+        for sql in ["DELETE FROM postbox.outbox", "UPDATE postbox.log SET routed_seq = 1000"] {
+            assert_eq!(within(&client, TENANTS[0], sql).await.expect(sql), 0, "{sql}");
+        }
+        let left = "SELECT (SELECT count(*) FROM postbox.outbox), (SELECT count(*) FROM postbox.receipt), \
+                    (SELECT count(*) FROM postbox.delivery AS d JOIN postbox.subscription AS s ON s.id = d.subscription \
+                     WHERE d.error = 'mine' AND (s.name <> 'acme-out'))";
+        let row = world.owner.query_one(left, &[]).await.expect("asked");
+        assert_eq!((row.get::<_, i64>(0), row.get::<_, i64>(1), row.get::<_, i64>(2)), (16, 2, 0));
+        for sql in [
+            "INSERT INTO postbox.receipt (source, tenant, message_id, digest) VALUES ('s', 'other', 'm', '')",
+            "INSERT INTO postbox.receipt (source, message_id, digest) VALUES ('s', 'm', '')",
+            "INSERT INTO postbox.once (source, tenant, message_id) VALUES ('s', 'other', 'm')",
+            "INSERT INTO postbox.inbox (topic, payload, tenant) VALUES ('t', '', 'other')",
+            "INSERT INTO postbox.sent (subscription, seq) SELECT 3, 1",
+            "UPDATE postbox.subscription SET tenant = 'other'",
+        ] {
+            let refused = within(&client, TENANTS[0], sql).await.expect_err(sql);
+            assert_eq!(state(&refused), "42501", "{sql}: {refused:?}");
+        }
+        world.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_writer_appends_for_the_tenant_it_names_and_for_no_other() {
+    for version in Version::ALL {
+        let mut world = World::new(version).await;
+        let client = world.client(&world.writer).await;
+        let of = |tenant: &str| NewEvent::json("t", "1").tenant(tenant);
+        let (log, many) = (
+            LogName::outbox(),
+            "SELECT postbox.outbox_append_many(ARRAY[gen_random_uuid()], '{t}', \
+            '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{acme}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}')",
+        );
+        let mine = [
+            "SELECT postbox.enqueue('t', '1', tenant => 'acme')",
+            "SELECT postbox.enqueue('t', '\\x00'::bytea, tenant => 'acme')",
+            "INSERT INTO postbox.outbox (topic, payload, tenant) VALUES ('t', '1', 'acme')",
+            many,
+        ];
+        for sql in mine {
+            within(&client, "acme", sql).await.expect(sql);
+            let unset = client.batch_execute(sql).await.expect_err(sql);
+            assert_eq!(state(&unset), "42501", "{sql}: {unset:?}");
+            for named in ["other", ""] {
+                let refused = within(&client, named, sql).await.expect_err(sql);
+                assert_eq!(state(&refused), "42501", "{sql} for {named:?}: {refused:?}");
+            }
+        }
+        for nobodys in
+            ["SELECT postbox.enqueue('t', '1')", "INSERT INTO postbox.outbox (topic, payload) VALUES ('t', '1')"]
+        {
+            assert!(within(&client, "acme", nobodys).await.is_err(), "{nobodys}");
+        }
+        let pooled = world.pooled(&world.writer.clone(), Some("acme")).await;
+        for writer in [world.store(&world.writer, Some("acme")).await, pooled] {
+            writer.append(&log, &[of("acme")]).await.expect("appended");
+            let refused = writer.append(&log, &[of("acme"), of("other")]).await.expect_err("another's");
+            assert_eq!(refused.code(), "tenant_denied");
+            let nobody = world.store(&world.writer, None).await;
+            let refused = nobody.append(&log, &[of("acme")]).await.expect_err("it names no tenant");
+            assert_eq!(refused.code(), "tenant_denied");
+        }
+        let relay = world.store(&world.relay, None).await;
+        relay.append(&log, &[of("acme"), NewEvent::json("t", "1")]).await.expect("for all");
+        let count: i64 = world.owner.query_one("SELECT count(*) FROM postbox.outbox", &[]).await.expect("asked").get(0);
+        assert_eq!(count, 8);
+        world.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_command_sees_one_tenant() {
+    for version in Version::ALL {
+        let mut world = World::new(version).await;
+        world.filled().await;
+        let ids = "SELECT id FROM postbox.outbox WHERE tenant <> 'acme'";
+        let others: Vec<EventId> = world
+            .owner
+            .query(ids, &[])
+            .await
+            .expect("asked")
+            .iter()
+            .map(|row| EventId::from_uuid(row.get(0)))
+            .collect();
+        let pooled = world.pooled(&world.reader.clone(), Some("acme")).await;
+        for reader in [world.store(&world.reader, Some("acme")).await, pooled] {
+            looks(&reader, &others).await;
+        }
+        let before = untouched(&world.owner).await;
+        let pooled = world.pooled(&world.operator.clone(), Some("acme")).await;
+        changes(&pooled, &world, &others).await;
+        assert_eq!(untouched(&world.owner).await, before);
+        receives(&pooled, &world).await;
+        world.end().await;
+    }
+}
+
+/// What is not acme's, as text.
+async fn untouched(owner: &Client) -> Vec<String> {
+    let sql = "SELECT d::text FROM postbox.delivery AS d JOIN postbox.subscription AS s ON s.id = d.subscription \
+               WHERE s.name <> 'acme-out' UNION ALL SELECT s::text FROM postbox.subscription AS s WHERE s.name <> 'acme-out' ORDER BY 1";
+    owner.query(sql, &[]).await.expect("asked").iter().map(|row| row.get(0)).collect()
+}
+
+async fn looks(reader: &PostgresStore, others: &[EventId]) {
+    let (mine, outbox) = (named("acme-out"), LogName::outbox());
+    let known = reader.subscriptions().await.expect("listed");
+    assert_eq!(known.iter().map(|info| info.name.as_str()).collect::<Vec<_>>(), ["acme-out"]);
+    let stats = reader.stats(&mine).await.expect("counted");
+    assert_eq!((stats.total, stats.pending, stats.dead, stats.retrying, stats.dispatched), (8, 5, 1, 1, 2));
+    for state in State::ALL {
+        let mut query = ListQuery {
+            subscription: mine.clone(),
+            state,
+            which: Criteria::default(),
+            code: None,
+            after: None,
+            limit: 100,
+        };
+        let records = reader.list(&query).await.expect("listed");
+        assert!(
+            records.iter().all(|record| record.event.tenant.as_ref().is_some_and(|tenant| tenant.as_str() == "acme"))
+        );
+        query.subscription = named("shared");
+        assert_eq!(reader.list(&query).await.expect_err("unknown").code(), "subscription_unknown");
+    }
+    for id in others {
+        assert!(reader.get(&mine, *id).await.expect("asked").is_none());
+    }
+    for unknown in ["other-out", "shared", "moved"] {
+        let error = reader.stats(&named(unknown)).await.expect_err("it is not acme's");
+        assert_eq!(error.code(), "subscription_unknown");
+        assert!(
+            ["other-out", "shared", "moved"]
+                .iter()
+                .filter(|name| **name != unknown)
+                .all(|name| !error.message().contains(name))
+        );
+    }
+    assert_eq!(reader.count(&outbox).await.expect("counted").events, 8);
+    let arrivals = reader.arrivals(&outbox, 100).await.expect("looked");
+    assert!(arrivals.len() == 8 && arrivals.iter().all(|arrival| arrival.tenant.as_deref() == Some("acme")));
+    assert_eq!(reader.conflicts(100).await.expect("listed").len(), 1);
+    let limit = BatchLimit { events: 10, payload_bytes: 1_000 };
+    reader.tail(&outbox, &Criteria::default(), None, limit).await.expect("begun");
+}
+
+async fn changes(operator: &PostgresStore, world: &World, others: &[EventId]) {
+    let (mine, all) = (named("acme-out"), Selection::default());
+    let theirs = Selection { ids: Some(others.to_vec()), ..Selection::default() };
+    let replay = Replay { ids: Some(others.to_vec()), ..Replay::default() };
+    assert_eq!(operator.retry(&mine, &theirs).await.expect("asked").count, 0);
+    assert_eq!(operator.discard(&mine, &theirs).await.expect("asked").count, 0);
+    assert_eq!(operator.replay(&mine, &replay).await.expect("asked").count, 0);
+    for unknown in ["other-out", "shared", "moved"].map(named) {
+        let refused = [
+            operator.retry(&unknown, &all).await.expect_err("unknown"),
+            operator.discard(&unknown, &all).await.expect_err("unknown"),
+            operator.replay(&unknown, &Replay::default()).await.expect_err("unknown"),
+            operator.pause(&unknown, None).await.expect_err("unknown"),
+        ];
+        assert!(refused.iter().all(|error| error.code() == "subscription_unknown"), "{refused:?}");
+    }
+    assert_eq!(operator.retry(&mine, &all).await.expect("retried").count, 2);
+    assert_eq!(operator.replay(&mine, &Replay::default()).await.expect("replayed").count, 2);
+    assert_eq!(operator.discard(&mine, &all).await.expect("discarded").count, 4);
+    let pause = postbox_core::Pause { until: None, by: "me".into(), why: "so".into() };
+    operator.pause(&mine, Some(&pause)).await.expect("paused");
+    let subscription = Subscription::new(mine.clone(), LogName::outbox());
+    for refused in [
+        operator.subscribe(&subscription).await.map(drop),
+        operator.prune(&LogName::outbox(), &Prune::default()).await.map(drop),
+        operator.note_unrouted(&LogName::outbox()).await.map(drop),
+        operator.rename(&mine, 0, &named("acme-in")).await,
+        operator.remove(&mine, 0).await,
+        operator.set_lanes(&mine, 2).await,
+    ] {
+        assert_eq!(refused.expect_err("it is done for all tenants").code(), "tenant_limited");
+    }
+    let unnamed = world.store(&world.operator, None).await;
+    for refused in [
+        unnamed.subscribe(&subscription).await.map(drop),
+        unnamed.prune(&LogName::outbox(), &Prune::default()).await.map(drop),
+    ] {
+        assert_eq!(refused.expect_err("it works for no tenant").code(), "tenant_limited");
+    }
+}
+
+/// The same id is another message of another tenant.
+async fn receives(operator: &PostgresStore, world: &World) {
+    let inbox = LogName::inbox();
+    assert!(matches!(operator.receive(&inbox, inbound("acme", "3", "x")).await, Ok(Received::Accepted(_))));
+    assert_eq!(operator.receive(&inbox, inbound("acme", "3", "x")).await.expect("known"), Received::Duplicate);
+    assert_eq!(operator.receive(&inbox, inbound("acme", "3", "xy")).await.expect("known"), Received::Conflict);
+    let refused = operator.receive(&inbox, inbound("other", "3", "x")).await.expect_err("another's");
+    assert_eq!(refused.code(), "tenant_denied");
+    let other = world.store(&world.operator, Some(TENANTS[1])).await;
+    let several = ["3", "4"].map(|id| inbound(TENANTS[1], id, "x"));
+    let received = other.receive_many(&inbox, &several).await.expect("received");
+    assert!(received.iter().all(|received| matches!(received, Received::Accepted(_))), "{received:?}");
+    let once = "INSERT INTO postbox.once (source, message_id) VALUES ('s', 'n') ON CONFLICT DO NOTHING";
+    let client = world.client(&world.operator).await;
+    for (tenant, first) in [("acme", 1), (TENANTS[1], 1), ("acme", 0), (TENANTS[1], 0)] {
+        assert_eq!(within(&client, tenant, once).await.expect("asked"), first, "{tenant}");
+    }
+}

@@ -1,0 +1,169 @@
+//! A database with two tenants in it, and the roles that work there.
+
+use std::time::Duration;
+
+use postbox_core::{
+    BatchLimit, Disposition, Entry, Filter, Inbound, Log as _, LogName, NewEvent, OwnerId, Receive as _, Settlement,
+    SourceName, Subscription, SubscriptionName, Tenant,
+};
+use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
+use postbox_testkit::servers::{PgBouncer, Version};
+use tokio_postgres::Client;
+
+use super::super::roles::url_as;
+use crate::support::{self, Fixture};
+
+pub(super) const TENANTS: [&str; 2] = ["acme", "o'ther\\"];
+const LONG: Duration = Duration::from_secs(600);
+
+pub(super) struct World {
+    pub(super) fixture: Fixture,
+    /// A superuser, whom no policy limits.
+    pub(super) owner: Client,
+    /// It appends, for the tenant that it names.
+    pub(super) writer: String,
+    /// It looks, for the tenant that it names.
+    pub(super) reader: String,
+    /// It has a relay's rights, for the tenant that it names.
+    pub(super) operator: String,
+    /// It works for all tenants.
+    pub(super) relay: String,
+    poolers: Vec<PgBouncer>,
+}
+
+pub(super) fn named(name: &str) -> SubscriptionName {
+    SubscriptionName::new(name).expect("a name")
+}
+
+/// A message from outside.
+pub(super) fn inbound(tenant: &str, id: &str, body: &str) -> Inbound {
+    Inbound {
+        source: SourceName::new("hooks").expect("a name"),
+        message_id: id.to_owned(),
+        digest: [body.len() as u8; 32],
+        event: NewEvent::json("in", body.to_owned()).tenant(tenant),
+    }
+}
+
+impl World {
+    pub(super) async fn new(version: Version) -> Self {
+        let fixture = support::on(version).await;
+        let owner = fixture.client().await;
+        let [writer, reader, operator, relay] = ["writer", "reader", "operator", "relay"]
+            .map(|name| format!("tenants_{name}_{}_{}", version.number(), std::process::id()));
+        for role in [&writer, &reader, &operator, &relay] {
+            owner.batch_execute(&format!("CREATE ROLE {role} LOGIN")).await.expect("a role");
+        }
+        let world = Self { fixture, owner, writer, reader, operator, relay, poolers: Vec::new() };
+        world.grant().await;
+        world
+    }
+
+    /// Runs what `postbox migrate grants --all-tenants` prints; it may be run again.
+    pub(super) async fn grant(&self) {
+        let Self { writer, reader, operator, relay, .. } = self;
+        let roles = Roles {
+            writers: vec![writer.clone()],
+            relays: vec![relay.clone(), operator.clone()],
+            readers: vec![reader.clone()],
+            all_tenants: vec![relay.clone()],
+        };
+        let sql = self.fixture.store.grants(&roles).await.expect("printed");
+        self.owner.batch_execute(&sql).await.expect(&sql);
+    }
+
+    pub(super) async fn client(&self, role: &str) -> Client {
+        support::client(&url_as(&self.fixture.url, role)).await
+    }
+
+    /// A store as a role, for one tenant or, without a name, for none in particular.
+    pub(super) async fn store(&self, role: &str, tenant: Option<&str>) -> PostgresStore {
+        Self::store_at(&url_as(&self.fixture.url, role), tenant).await
+    }
+
+    /// The same through a pooler in transaction mode, whose connections all tenants share.
+    pub(super) async fn pooled(&mut self, role: &str, tenant: Option<&str>) -> PostgresStore {
+        let pooler = PgBouncer::start_as(&self.fixture.server, Some(role)).await;
+        let database = self.fixture.url.rsplit('/').next().and_then(|rest| rest.split('?').next()).expect("a name");
+        let url = pooler.url(database);
+        self.poolers.push(pooler);
+        Self::store_at(&url, tenant).await
+    }
+
+    async fn store_at(url: &str, tenant: Option<&str>) -> PostgresStore {
+        let tenant = tenant.map(|tenant| Tenant::new(tenant).expect("a tenant"));
+        PostgresStore::connect(PostgresConfig { tenant, ..PostgresConfig::new(url) }).await.expect("connected")
+    }
+
+    /// Both tenants have events in every state, of a subscription of their own and of one for all;
+    /// messages that came in, and conflicts of them.
+    pub(super) async fn filled(&self) {
+        let relay = self.store(&self.relay, None).await;
+        let outbox = LogName::outbox();
+        for tenant in TENANTS {
+            let name = if tenant == "acme" { "acme-out" } else { "other-out" };
+            let filter = Filter { topics: vec!["a".parse().expect("a topic")], tenant: tenant.parse().ok() };
+            relay
+                .subscribe(&Subscription { filter, ..Subscription::new(named(name), outbox.clone()) })
+                .await
+                .expect("made");
+            let operator = self.store(&self.operator, Some(tenant)).await;
+            for (id, body) in [("1", "x"), ("1", "xy"), ("2", "x")] {
+                operator.receive(&LogName::inbox(), inbound(tenant, id, body)).await.expect("received");
+            }
+            let once = "INSERT INTO postbox.once (source, message_id) VALUES ('s', 'm')";
+            within(&self.client(&self.operator).await, tenant, once).await.expect("applied");
+        }
+        relay.subscribe(&Subscription::new(named("shared"), outbox.clone())).await.expect("made");
+        // It belongs to another tenant by now; what is kept of it belongs to both.
+        let moved = |tenant: &str| Filter { topics: Vec::new(), tenant: tenant.parse().ok() };
+        let moved =
+            |tenant| Subscription { filter: moved(tenant), ..Subscription::new(named("moved"), outbox.clone()) };
+        relay.subscribe(&moved(TENANTS[1])).await.expect("made");
+        self.append_for_both().await;
+        for name in ["acme-out", "other-out", "shared", "moved"] {
+            self.settle(&relay, name).await;
+        }
+        relay.subscribe(&moved(TENANTS[0])).await.expect("changed");
+        self.append_for_both().await;
+    }
+
+    async fn append_for_both(&self) {
+        for tenant in TENANTS {
+            let writer = self.store(&self.writer, Some(tenant)).await;
+            let events = ["1", "2", "3", "4"].map(|payload| NewEvent::json("a", payload).key(payload).tenant(tenant));
+            postbox_core::Append::append(&writer, &LogName::outbox(), &events).await.expect("appended");
+        }
+    }
+
+    /// Of what is there, the first is dead, the second is tried again later, the rest is delivered.
+    async fn settle(&self, relay: &PostgresStore, name: &str) {
+        let owner = OwnerId::new("test").expect("a name");
+        let lease = relay.acquire(&named(name), &owner, &[], LONG).await.expect("acquired").lease.expect("a free lane");
+        let batch = relay.next_batch(&lease, BatchLimit::default()).await.expect("read");
+        let dead = Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false };
+        let retry = Disposition::Retry { after: LONG, counted: true, code: "http_500".into(), error: "no".into() };
+        let entries = batch.deliveries.iter().zip([dead, retry]);
+        let entries = entries.map(|(delivery, disposition)| Entry { delivery, disposition }).collect();
+        let settlement = Settlement { position: batch.end, entries, rewind: false, hold_keys: true };
+        relay.settle(&lease, settlement).await.expect("settled");
+        relay.release(&lease).await.expect("released");
+    }
+
+    pub(super) async fn end(self) {
+        drop(self.poolers);
+        for role in [&self.writer, &self.reader, &self.operator, &self.relay] {
+            self.owner.batch_execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await.expect("cleaned up");
+        }
+    }
+}
+
+/// Runs a statement in a transaction that works for a tenant; gives the number of rows.
+pub(super) async fn within(client: &Client, tenant: &str, sql: &str) -> Result<u64, tokio_postgres::Error> {
+    client.batch_execute("BEGIN").await?;
+    let name = "SELECT set_config('postbox.tenant', $1, true)";
+    client.execute_typed(name, &[(&tenant, tokio_postgres::types::Type::TEXT)]).await?;
+    let done = client.execute_typed(sql, &[]).await;
+    client.batch_execute("COMMIT").await?;
+    done
+}
