@@ -32,8 +32,9 @@ pub(crate) struct Global {
     /// The configuration [default: postbox.toml if it is there]
     #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_CONFIG", value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// The store, instead of the configured one: postgres://…, sqlite:PATH or memory:
-    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_STORE", value_name = "URL")]
+    /// The store, instead of the configured one: postgres://…, sqlite:PATH or memory:; or which of
+    /// the configured [stores.NAME]
+    #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_STORE", value_name = "URL|NAME")]
     pub(crate) store: Option<String>,
     /// Only this subscription [default: all]
     #[arg(long = "subscription", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "NAME", value_parser = plain::<SubscriptionName>)]

@@ -3,13 +3,16 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use postbox_core::{Count, LogName, Store, SubscriptionInfo, SubscriptionName};
+use postbox_core::{Count, LogName, Store, StoreName, SubscriptionInfo, SubscriptionName};
 use postbox_server::{Config, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store};
-
 use tracing::warn;
 
 use crate::args::Global;
 use crate::failure::Failure;
+use crate::output;
+
+/// Most stores that an error names.
+const NAMES_SHOWN: usize = 10;
 
 /// What a command needs the configuration for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,8 +26,11 @@ pub(crate) enum Purpose {
     Inspect,
 }
 
-/// The configuration and what was typed.
+/// A store, its configuration and what was typed.
 pub(crate) struct Context {
+    /// Its name, where there are several.
+    pub(crate) name: Option<StoreName>,
+    /// What is configured for it, as if there were no other.
     pub(crate) config: Config,
     /// Only what reads this log.
     pub(crate) log: Option<LogName>,
@@ -33,29 +39,44 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Reads the configuration and starts logging.
+    /// Reads the configuration and starts logging. For commands about one store: where there are
+    /// several, `--store` says which.
     pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Self, Failure> {
-        let mut config = load_config(global, purpose)?;
-        if let Some(url) = &global.store {
-            check_store_url(url).map_err(|text| Failure::usage(format!("--store: {text}")))?;
-            config.store.url = Secret::new(url.as_str());
+        let mut all = Self::load_each(global, purpose)?;
+        match all.len() {
+            1 => Ok(all.remove(0)),
+            _ => {
+                let names: Vec<&str> = all.iter().filter_map(|it| Some(it.name.as_ref()?.as_str())).collect();
+                Err(Failure::usage(format!("this is about one of several stores; say which: --store {}", few(&names))))
+            }
         }
-        if let Some(level) = &global.log_level {
-            config.log.level.clone_from(level);
-        } else if purpose != Purpose::Serve && config.log == LogConfig::default() {
-            // Commands that end by themselves have no lifecycle to tell of.
-            config.log.level = "warn".into();
+    }
+
+    /// The same for commands over all stores: one or more.
+    pub(crate) fn load_each(global: &Global, purpose: Purpose) -> Result<Vec<Self>, Failure> {
+        let config = load(global, purpose)?;
+        let context = |(name, config)| Self { name, config, log: global.log.clone(), only: global.only.clone() };
+        let mut all: Vec<Self> = config.per_store().into_iter().map(context).collect();
+        // A subscription that only some stores have is looked for in those.
+        if all.iter().any(Self::has_only) {
+            all.retain(Self::has_only);
         }
-        if global.log_json {
-            config.log.format = LogFormat::Json;
-        }
-        crate::logging::start(&config.log)?;
-        if purpose != Purpose::Inspect
-            && let Some(risk) = config.store.risk()
-        {
-            warn!(code = "store_unverified", "{risk}");
-        }
-        Ok(Self { config, log: global.log.clone(), only: global.only.clone() })
+        Ok(all)
+    }
+
+    fn has_only(&self) -> bool {
+        let mut names = self.config.subscriptions.iter().map(|config| &config.subscription.name);
+        self.only.as_ref().is_some_and(|only| names.any(|name| name == only))
+    }
+
+    /// A text about this store, where there are several.
+    pub(crate) fn named(&self, text: &str) -> String {
+        self.name.as_ref().map_or_else(|| text.to_owned(), |name| format!("{name}: {text}"))
+    }
+
+    /// A remark about this store.
+    pub(crate) fn note(&self, text: &str) {
+        output::note(&self.named(text));
     }
 
     /// Opens the store, and refuses a `--log` that is not there: "nothing" would be an untrue
@@ -208,6 +229,61 @@ fn unknown_subscription(name: &str, mut known: Vec<String>) -> Failure {
     let cure =
         if known.is_empty() { "there is none yet".to_owned() } else { format!("known are {}", known.join(", ")) };
     Failure::usage(format!("no subscription is called {name}; {cure}"))
+}
+
+/// The configuration with what was typed, and the logging that it asks for.
+pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Config, Failure> {
+    let mut config = load_config(global, purpose)?;
+    choose_store(global, &mut config)?;
+    if let Some(level) = &global.log_level {
+        config.log.level.clone_from(level);
+    } else if purpose != Purpose::Serve && config.log == LogConfig::default() {
+        // Commands that end by themselves have no lifecycle to tell of.
+        config.log.level = "warn".into();
+    }
+    if global.log_json {
+        config.log.format = LogFormat::Json;
+    }
+    crate::logging::start(&config.log)?;
+    if purpose != Purpose::Inspect {
+        for (name, share) in config.per_store() {
+            if let Some(risk) = share.store.risk() {
+                warn!(store = name.as_ref().map(StoreName::as_str), code = "store_unverified", "{risk}");
+            }
+        }
+    }
+    Ok(config)
+}
+
+/// `--store`: another store than the configured one, or one of several.
+pub(crate) fn choose_store(global: &Global, config: &mut Config) -> Result<(), Failure> {
+    let Some(chosen) = &global.store else { return Ok(()) };
+    let names = config.store_names();
+    if names.contains(&chosen.as_str()) {
+        config.stores.retain(|store| store.name.as_str() == chosen);
+        return Ok(());
+    }
+    if !names.is_empty() {
+        // It may be a URL, with a password in it.
+        let shown = if chosen.contains(':') { "a URL".to_owned() } else { format!("{chosen:?}") };
+        let text = format!(
+            "--store, or POSTBOX_STORE: the configuration has several stores, and {shown} is none of their names; known are {}",
+            few(&names)
+        );
+        return Err(Failure::usage(text));
+    }
+    check_store_url(chosen).map_err(|text| Failure::usage(format!("--store: {text}")))?;
+    config.store.url = Secret::new(chosen.as_str());
+    Ok(())
+}
+
+/// Names, as many as can be read.
+fn few(names: &[&str]) -> String {
+    let shown = names.iter().take(NAMES_SHOWN).copied().collect::<Vec<_>>().join("|");
+    match names.len().saturating_sub(NAMES_SHOWN) {
+        0 => shown,
+        more => format!("{shown}, or one of {more} more"),
+    }
 }
 
 /// The named file; else `postbox.toml` if it is there; else the defaults, and what the environment

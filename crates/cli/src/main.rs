@@ -16,6 +16,7 @@ mod logging;
 mod output;
 mod selectors;
 mod signals;
+mod stores;
 
 use std::process::ExitCode;
 

@@ -87,8 +87,9 @@ pub trait StoreOptions: Any + fmt::Debug + Send + Sync {
     fn check(&self, url: &str) -> Result<(), String>;
     /// What is allowed in the URL and still a risk.
     fn risk(&self, url: &str) -> Option<&'static str>;
-    /// Opens the store. Makes nothing: a file that is not there is made by the migration.
-    async fn open(&self, url: &str) -> Result<Arc<dyn Store>>;
+    /// Opens the store. Makes nothing: a file that is not there is made by the migration. Where it
+    /// `is_one_of_many` in the program, it takes few connections unless its options say how many.
+    async fn open(&self, url: &str, is_one_of_many: bool) -> Result<Arc<dyn Store>>;
 }
 
 const _: Option<(&dyn SinkConfig, &dyn SourceConfig, &dyn StoreOptions)> = None;

@@ -91,7 +91,7 @@ pub use log::{Acquired, Epoch, Lease, Log};
 pub use maintain::{Maintain, Prune, Routed};
 pub use memory::{Call, Cursor, MemoryStore, MemoryTransaction, Snapshot, Standing, Wire};
 pub use migrate::{Migrate, Store, events_undelivered};
-pub use names::{Key, LogName, OwnerId, SourceName, SubscriptionName, Tenant, Topic, TopicPattern};
+pub use names::{Key, LogName, OwnerId, SourceName, StoreName, SubscriptionName, Tenant, Topic, TopicPattern};
 pub use outcome::{Outcome, excerpt};
 pub use rate::{Bucket, Rate};
 pub use receive::{Conflict, Inbound, Receive, Received};

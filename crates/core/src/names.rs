@@ -90,6 +90,11 @@ name! {
     SourceName, check_word
 }
 name! {
+    /// One of several stores of a program, as its configuration calls it: 1 to 128 bytes of
+    /// `[A-Za-z0-9._-]`. A URL has a colon, so it is never a name.
+    StoreName, check_word
+}
+name! {
     /// A tenant: 1 to 128 bytes, no control characters.
     Tenant, check_tenant
 }

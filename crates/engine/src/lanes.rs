@@ -8,7 +8,7 @@ use std::time::Duration;
 use postbox_core::{OwnerId, Result};
 use tokio::task::{Id, JoinSet};
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info};
+use tracing::{Instrument as _, error, info};
 
 use crate::context::RelayContext;
 use crate::lane::{Lane, LeaseGuard, SETTLE_GRACE};
@@ -113,7 +113,7 @@ impl Lanes {
         let halt = CancellationToken::new();
         let lane = lease.lane;
         let guard = LeaseGuard::new(lease, asked_at, ttl, halt.clone(), self.abandon.child_token());
-        let task = self.tasks.spawn(Lane::new(context, guard).run());
+        let task = self.tasks.spawn(Lane::new(context, guard).run().in_current_span());
         self.lanes.insert(lane, (task.id(), halt));
         self.context.limiter.share(self.lanes.len(), self.of);
         Ok(match active + 1 < share {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use postbox_core::{Clock, Error, ErrorKind, Result};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
+use tracing::Instrument as _;
 
 /// First and longest wait before work that ended by itself is started again. The cap keeps the log
 /// readable and the work within half a minute of a fault that a person has put right.
@@ -32,7 +33,7 @@ pub async fn supervise<F>(
     while !stop.is_cancelled() {
         let began = clock.monotonic();
         // A task of its own, so that a panic ends only this work.
-        let error = match AbortOnDropHandle::new(tokio::spawn(run())).await {
+        let error = match AbortOnDropHandle::new(tokio::spawn(run().in_current_span())).await {
             Ok(Ok(())) => return,
             Ok(Err(error)) => error,
             Err(_) => {

@@ -157,7 +157,13 @@ impl SourceState {
 /// them anywhere; axum's own body limit does not apply to them. Serve them with `postbox-listen`,
 /// or with something else that has deadlines for heads and a bound on connections.
 pub fn router(ingress: Arc<Ingress>) -> Router {
-    Router::new().route("/in/{source}", post(receive::receive).options(handshake::consent)).with_state(ingress)
+    router_below("/in", ingress)
+}
+
+/// The same below another path, e.g. `/in/acme`: for one of several.
+pub fn router_below(path: &str, ingress: Arc<Ingress>) -> Router {
+    let route = format!("{path}/{{source}}");
+    Router::new().route(&route, post(receive::receive).options(handshake::consent)).with_state(ingress)
 }
 
 #[cfg(test)]

@@ -55,6 +55,6 @@ mod source;
 pub use answer::Count;
 pub use config::WebhookTable;
 pub use convert::Message;
-pub use ingress::{Ingress, router};
+pub use ingress::{Ingress, router, router_below};
 pub use mapping::{Mapping, Origin};
 pub use source::{SourceLimits, WebhookSource};

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::stream::{StreamExt as _, iter};
 use postbox_core::{Clock, Error, ErrorKind, Result};
 use postbox_engine::TokioClock;
 use tokio::time::timeout;
@@ -15,6 +16,9 @@ use crate::wiring;
 /// Longest try of one: a person waits.
 const TRY_TIME_MAX: Duration = Duration::from_secs(30);
 
+/// Most stores that are tried at once.
+const STORES_AT_ONCE_MAX: usize = 32;
+
 /// One that was tried, and what was found.
 #[derive(Debug)]
 pub struct Tried {
@@ -24,9 +28,13 @@ pub struct Tried {
     pub found: Result<String>,
 }
 
-/// Tries everything that `config` names, one after the other.
+/// Tries everything that `config` names: the stores at once, the rest one after the other.
 pub async fn connect(config: &Config) -> Vec<Tried> {
-    let mut tried = vec![one("store", store(config)).await];
+    let stores = config.per_store().into_iter().map(async |(name, share)| {
+        let name = name.map_or_else(|| "store".to_owned(), |name| format!("stores.{name}"));
+        one(&name, store(&share)).await
+    });
+    let mut tried: Vec<Tried> = iter(stores).buffered(STORES_AT_ONCE_MAX).collect().await;
     let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
     for subscription in &config.subscriptions {
         let context = wiring::sink_context(&subscription.settings, config.server.listen, &clock);

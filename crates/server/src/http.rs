@@ -2,7 +2,6 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Query, Request, State};
@@ -10,46 +9,33 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use futures::future::join_all;
 use postbox_config::Secret;
-use postbox_core::{Clock, Store};
+use postbox_core::Clock;
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq as _;
-use tokio::time::timeout;
 
-use crate::Relays;
-use crate::cache::Cached;
 use crate::metrics::{self, Exporter};
-use crate::status::{self, Fault, ServiceStatus, StormJson, WorkJson};
-use crate::supervised_receiver::SupervisedReceiver;
+use crate::served_store::ServedStore;
+use crate::status::{Fault, ServiceStatus, StormJson, WorkJson};
 use crate::text::{safe_json, safe_line};
-
-/// Longest wait for the store before it counts as not reachable: probes give up after a few
-/// seconds.
-const STORE_WAIT: Duration = Duration::from_secs(2);
-/// How long readiness is kept: probes come every second at most, and strangers make no work for the
-/// store.
-const READY_TTL: Duration = Duration::from_secs(1);
 
 /// What the handlers know.
 pub(crate) struct Api {
-    store: Arc<dyn Store>,
-    relays: Relays,
-    exporter: Arc<Exporter>,
+    stores: Vec<Arc<ServedStore>>,
+    exporter: Exporter,
     address: SocketAddr,
     token: Option<Secret>,
-    faults: Cached<Vec<Fault>>,
 }
 
 impl Api {
     pub(crate) fn new(
-        store: Arc<dyn Store>,
-        relays: Relays,
-        exporter: Arc<Exporter>,
+        stores: Vec<Arc<ServedStore>>,
         address: SocketAddr,
         token: Option<Secret>,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        Self { store, relays, exporter, address, token, faults: Cached::new(clock, READY_TTL) }
+        Self { exporter: Exporter::new(stores.clone(), clock), stores, address, token }
     }
 
     /// Whether whoever asks may know more than that the service is there.
@@ -63,35 +49,26 @@ impl Api {
     }
 
     async fn status(&self) -> ServiceStatus {
-        let (store, relays, exporter) = (Arc::clone(&self.store), Arc::clone(&self.relays), Arc::clone(&self.exporter));
-        let find = async move { Some(find_faults(store.as_ref(), &relays, exporter.receivers()).await) };
-        let faults = self.faults.get(find).await;
-        let faults = faults.map_or_else(
-            || vec![of_store("check_failed", "the check itself failed; this is a defect".into())],
-            |faults| faults.to_vec(),
-        );
-        let version = env!("CARGO_PKG_VERSION").to_owned();
-        let work = self.relays.iter().map(|relay| WorkJson::of(relay)).collect();
-        let storms = self.exporter.sources().storms().into_iter().map(StormJson::of).collect();
-        ServiceStatus { version, address: self.address, ready: faults.is_empty(), faults, work, storms }
+        let faults = join_all(self.stores.iter().map(|store| store.faults())).await;
+        // Of several stores, one that works is enough: whoever is sent away for the sake of another
+        // would find nobody who serves it.
+        let ready = faults.iter().any(Vec::is_empty);
+        let faults = faults.into_iter().flatten().collect();
+        let work = self.stores.iter().flat_map(|of| of.relays().iter().map(|it| WorkJson::of(of.name.as_ref(), it)));
+        let storms = self.stores.iter().flat_map(|of| {
+            let storms = of.sources().storms().into_iter();
+            storms.map(|storm| StormJson::of(of.name.as_ref(), storm))
+        });
+        let (work, storms) = (work.collect(), storms.collect());
+        ServiceStatus {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            address: self.address,
+            ready,
+            faults,
+            work,
+            storms,
+        }
     }
-}
-
-/// Everything that keeps the service from its work.
-async fn find_faults(store: &dyn Store, relays: &Relays, receivers: &[Arc<SupervisedReceiver>]) -> Vec<Fault> {
-    let of_the_store = match timeout(STORE_WAIT, store.validate()).await {
-        Ok(Ok(())) => None,
-        Ok(Err(error)) => Some(of_store(error.code(), error.message().to_owned())),
-        Err(_) => Some(of_store("store_timeout", format!("no answer within {STORE_WAIT:?}"))),
-    };
-    let store_is_up = of_the_store.is_none();
-    let of_relays = relays.iter().filter_map(|relay| Fault::of_relay(relay, store_is_up));
-    let of_sources = receivers.iter().filter_map(|receiver| receiver.fault());
-    of_the_store.into_iter().chain(of_relays).chain(of_sources).collect()
-}
-
-fn of_store(code: &str, what: String) -> Fault {
-    Fault { subscription: None, source: None, lane: None, code: code.to_owned(), what }
 }
 
 /// All routes; `ingress` brings its own under `/in`.
@@ -120,26 +97,20 @@ async fn with_token(State(api): State<Arc<Api>>, request: Request, next: Next) -
 }
 
 /// The store is reachable with the right schema, every relay works, no breaker is open, no source
-/// fails.
+/// fails; of several stores that is so of one at least.
 async fn readyz(State(api): State<Arc<Api>>, headers: HeaderMap) -> (StatusCode, String) {
     let status = api.status().await;
-    if status.ready {
-        return (StatusCode::OK, "ready\n".into());
-    }
-    let reasons = if api.may_read(&headers) {
-        let line = |fault: &Fault| {
-            let whose = match (&fault.subscription, &fault.source) {
-                (Some(name), _) => name.to_string(),
-                (None, Some(name)) => format!("source {name}"),
-                (None, None) => "store".to_owned(),
-            };
-            safe_line(&format!("{whose}: {}", fault.what)) + "\n"
-        };
-        status.faults.iter().map(line).collect()
-    } else {
-        "not ready; the reasons need the status token\n".into()
+    let (code, head) = match (status.ready, status.faults.is_empty()) {
+        (true, true) => return (StatusCode::OK, "ready\n".into()),
+        (true, false) => (StatusCode::OK, "ready, but not every store is"),
+        (false, _) => (StatusCode::SERVICE_UNAVAILABLE, "not ready"),
     };
-    (StatusCode::SERVICE_UNAVAILABLE, reasons)
+    if !api.may_read(&headers) {
+        return (code, format!("{head}; the reasons need the status token\n"));
+    }
+    let line = |fault: &Fault| safe_line(&format!("{}: {}", fault.whose(), fault.what)) + "\n";
+    let reasons: String = status.faults.iter().map(line).collect();
+    (code, if status.ready { format!("{head}:\n{reasons}") } else { reasons })
 }
 
 async fn status(State(api): State<Arc<Api>>) -> Response {
@@ -154,7 +125,7 @@ struct MarksOf {
 
 /// Asked anew each time: a kept answer could be behind what was delivered since.
 async fn high_water_marks(State(api): State<Arc<Api>>, Query(of): Query<MarksOf>) -> Response {
-    json(&status::marks(&api.relays, of.stream.as_deref()).await)
+    json(&api.exporter.ask_marks(of.stream.as_deref()).await)
 }
 
 fn json(value: &impl Serialize) -> Response {

@@ -25,6 +25,7 @@ mod cron;
 mod fault;
 mod http;
 mod metrics;
+mod served_store;
 mod service;
 mod sinks;
 mod sources;
@@ -42,8 +43,5 @@ pub use postbox_postgres::Roles;
 pub use service::Service;
 pub use sinks::SinkChoice;
 pub use sources::NamedSource;
-pub use stores::{StoreConfig, check_store_url, grants, open_store};
-pub use wiring::relay;
-
-/// The relays of a service.
-type Relays = std::sync::Arc<[std::sync::Arc<postbox_engine::SupervisedRelay>]>;
+pub use stores::{NamedStore, StoreConfig, check_store_url, grants, open_store};
+pub use wiring::{Sinks, relay};

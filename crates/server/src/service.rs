@@ -5,23 +5,22 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store};
-use postbox_engine::{Schedule, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder};
+use axum::Router;
+use postbox_core::{Clock, Error, ErrorKind, Result, Store};
+use postbox_engine::TokioClock;
 use postbox_listen::serve;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-use tracing::{error, info, warn};
+use tracing::{Instrument as _, error, info, warn};
 
-use crate::Relays;
 use crate::config::Config;
 use crate::http::{Api, router};
-use crate::metrics::Exporter;
-use crate::sources::Sources;
+use crate::served_store::ServedStore;
 use crate::stores::open_store;
-use crate::wiring;
+use crate::wiring::Sinks;
 
 /// Part of the stop deadline that is left to relays and receivers for settling and giving back what
 /// they hold after the last answer.
@@ -46,9 +45,13 @@ pub struct Service {
 }
 
 impl Service {
-    /// Opens the configured store and starts. A store that is away is waited for; dropping the
-    /// future ends the wait.
+    /// Starts on the configured store, or stores. One alone is waited for while it is away, and
+    /// what is wrong with it is an error; dropping the future ends the wait. Several are taken up
+    /// one by one, each when it is there and right, whatever is the matter with the others.
     pub async fn start(config: Config) -> Result<Self> {
+        if !config.stores.is_empty() {
+            return Self::serve(config, None).await;
+        }
         let clock = TokioClock::new();
         let store = present(&clock, AWAY, || open_store(&config.store)).await?;
         present(&clock, AWAY, || store.validate()).await?;
@@ -58,11 +61,16 @@ impl Service {
         Self::start_on(config, store).await
     }
 
-    /// Starts on a store that is open already. Everything that can be wrong is found before the
-    /// first event goes out: the schema, each subscription, each sink and source, the port.
+    /// Starts on one store that is open already, whatever the configuration says of stores.
+    /// Everything that can be wrong is found before the first event goes out: the schema, each
+    /// subscription, each sink and source, the port.
     pub async fn start_on(config: Config, store: Arc<dyn Store>) -> Result<Self> {
-        let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         store.validate().await?;
+        Self::serve(Config { stores: Vec::new(), ..config }, Some(store)).await
+    }
+
+    async fn serve(config: Config, store: Option<Arc<dyn Store>>) -> Result<Self> {
+        let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
         if let Some(risk) = config.server.risk() {
             warn!(code = "listens_everywhere", "{risk}");
         }
@@ -71,64 +79,32 @@ impl Service {
         let listener = bind(config.server.listen).await?;
         let address = listener.local_addr().unwrap_or(config.server.listen);
         let drain_timeout = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
-        let mut relays = Vec::with_capacity(config.subscriptions.len());
-        for subscription in &config.subscriptions {
-            let mut subscription = subscription.clone();
-            subscription.settings.drain_timeout = drain_timeout;
-            present(&*clock, AWAY_OR_STANDBY, || store.subscribe(&subscription.subscription)).await?;
-            let relay = wiring::relay(&store, &subscription, address, &clock).await?;
-            let schedule = subscription.schedule.clone().map(|cron| Box::new(cron) as Box<dyn Schedule>);
-            relays.push(SupervisedRelay::new(relay, schedule));
+        let sinks = Arc::new(Sinks::build(&config.subscriptions, config.stores.len(), address, &clock).await?);
+        let mut stores = Vec::new();
+        for share in config.per_store() {
+            stores.push(ServedStore::new(share, Arc::clone(&sinks), drain_timeout, &clock).await?);
         }
-        let sources = Sources::build(&config.sources, drain_timeout, &store, &clock).await?;
-        info!(%address, subscriptions = relays.len(), sources = config.sources.len(), "postbox serves");
+        if let (Some(store), [served]) = (store, &stores[..]) {
+            present(&*clock, AWAY_OR_STANDBY, || served.take_up(Arc::clone(&store))).await?;
+        }
+        let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
+        info!(%address, stores = stores.len(), subscriptions, sources, "postbox serves");
 
-        let (ingress, receivers) = (sources.router(), sources.receivers().to_vec());
-        let relays = Relays::from(relays);
-        let exporter = Exporter::new(Arc::clone(&store), Arc::clone(&relays), sources, Arc::clone(&clock));
-        let token = config.server.status_token.clone();
-        let api = Api::new(Arc::clone(&store), Arc::clone(&relays), exporter, address, token, Arc::clone(&clock));
         let stop = CancellationToken::new();
         let mut tasks: JoinSet<Result<()>> = JoinSet::new();
-        for relay in relays.iter().map(Arc::clone) {
-            let (clock, stop) = (Arc::clone(&clock), stop.clone());
-            tasks.spawn(async move {
-                relay.supervise(clock, stop).await;
-                Ok(())
-            });
+        for served in stores.iter().map(Arc::clone) {
+            let span = served.span();
+            tasks.spawn(served.run(stop.clone()).instrument(span));
         }
-        for receiver in receivers {
-            let (clock, stop) = (Arc::clone(&clock), stop.clone());
-            tasks.spawn(async move {
-                receiver.supervise(clock, stop).await;
-                Ok(())
-            });
-        }
-        let finder = UnroutedFinder::new(Arc::clone(&store) as _, logs(&config), Arc::clone(&clock));
-        let finder_stop = stop.clone();
-        tasks.spawn(async move {
-            finder.run(finder_stop).await;
-            Ok(())
-        });
-        let sweeper = sweeper(&config, &store, &clock)?;
-        let sweeper_stop = stop.clone();
-        tasks.spawn(async move {
-            sweeper.run(sweeper_stop.clone()).await;
-            sweeper_stop.cancelled().await;
-            Ok(())
-        });
-        let serving = serve(
-            listener,
-            router(Arc::new(api), ingress),
-            config.server.limits(),
-            clock,
-            stop.clone().cancelled_owned(),
-        );
+        let ingress = stores.iter().fold(Router::new(), |all, served| all.merge(served.router()));
+        let api = Api::new(stores, address, config.server.status_token.clone(), Arc::clone(&clock));
+        let (limits, stopped) = (config.server.limits(), stop.clone().cancelled_owned());
+        let serving = serve(listener, router(Arc::new(api), ingress), limits, clock, stopped);
         tasks.spawn(async move {
             serving.await;
             Ok(())
         });
-        let task = tokio::spawn(lead(tasks, stop.clone(), config.server.stop_timeout));
+        let task = tokio::spawn(lead(tasks, sinks, stop.clone(), config.server.stop_timeout));
         Ok(Self { address, stop, task: AbortOnDropHandle::new(task) })
     }
 
@@ -182,23 +158,6 @@ async fn present<T, F: Future<Output = Result<T>>>(
     }
 }
 
-/// Every log that is read or written here.
-fn logs(config: &Config) -> Vec<LogName> {
-    let mut logs: Vec<LogName> = config.subscriptions.iter().map(|config| config.subscription.log.clone()).collect();
-    logs.extend([LogName::outbox(), LogName::inbox()]);
-    logs.extend(config.sources.iter().map(|source| source.log.clone()));
-    logs.sort();
-    logs.dedup();
-    logs
-}
-
-fn sweeper(config: &Config, store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Sweeper> {
-    Ok(Sweeper::new(Arc::clone(store) as _, logs(config), Arc::clone(clock))
-        .events_older_than(config.retention.older_than)
-        .message_ids_older_than(Arc::clone(store) as _, config.retention.remember_ids)?
-        .schedule(config.retention.schedule.clone()))
-}
-
 async fn bind(address: SocketAddr) -> Result<TcpListener> {
     TcpListener::bind(address).await.map_err(|source| {
         let (code, why) = match source.kind() {
@@ -219,7 +178,12 @@ async fn bind(address: SocketAddr) -> Result<TcpListener> {
 
 /// Waits for the stop, or for the first task that ends without one; then for all, as long as the
 /// deadline allows.
-async fn lead(mut tasks: JoinSet<Result<()>>, stop: CancellationToken, deadline: Duration) -> Result<()> {
+async fn lead(
+    mut tasks: JoinSet<Result<()>>,
+    sinks: Arc<Sinks>,
+    stop: CancellationToken,
+    deadline: Duration,
+) -> Result<()> {
     let mut ended = Ok(());
     tokio::select! {
         () = stop.cancelled() => {}
@@ -230,12 +194,11 @@ async fn lead(mut tasks: JoinSet<Result<()>>, stop: CancellationToken, deadline:
     }
     info!("postbox stops");
     let rest = async {
-        while let Some(one) = tasks.join_next().await {
-            let one = flatten(one);
-            if ended.is_ok() {
-                ended = one;
-            }
+        let rest = join(&mut tasks, &stop).await;
+        if ended.is_ok() {
+            ended = rest;
         }
+        sinks.close().await;
     };
     if timeout(deadline, rest).await.is_err() {
         // Dropping the set ends what is left: it is not settled, so it will be delivered again.
@@ -245,6 +208,19 @@ async fn lead(mut tasks: JoinSet<Result<()>>, stop: CancellationToken, deadline:
     match &ended {
         Ok(()) => info!("postbox stopped"),
         Err(error) => error!(%error, "postbox failed"),
+    }
+    ended
+}
+
+/// Waits for all; the first that ends asks the others to stop. Gives the first error.
+pub(crate) async fn join(tasks: &mut JoinSet<Result<()>>, stop: &CancellationToken) -> Result<()> {
+    let mut ended = Ok(());
+    while let Some(one) = tasks.join_next().await {
+        stop.cancel();
+        let one = flatten(one);
+        if ended.is_ok() {
+            ended = one;
+        }
     }
     ended
 }

@@ -4,55 +4,58 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use postbox_config::{Adapter, Kind, SourceConfig, SourceContext, Table, adapter, entries, from_core};
-use postbox_core::{Clock, LogName, RawMessage, Result, SourceName, Store};
+use postbox_config::{
+    Adapter, Key, Kind, Section, SourceConfig, SourceContext, Table, adapter, entries, from_core, table,
+};
+use postbox_core::{Clock, LogName, RawMessage, Receive, Result, SourceName, StoreName};
 use postbox_engine::{Receiver, ReceiverSettings, Storm};
 use postbox_ingress::{Count, Ingress, WebhookTable};
 
+use crate::config::store_names;
 use crate::supervised_receiver::SupervisedReceiver;
 
 /// Every kind of source. A new one is one row here.
 pub(crate) const SOURCES: &[Adapter<SourceTable>] = &[
-    Adapter::new::<WebhookTable>(
+    Adapter::new::<Placed<WebhookTable>>(
         "webhook",
         r#"{ type = "webhook", scheme = "standard-webhooks", secret = "env:PARTNER_SECRET" }"#,
-        |keys| Arc::new(SourceTable::Webhook(Box::new(WebhookTable::read(keys)))),
+        |keys| read(keys, |table: WebhookTable| SourceKind::Webhook(Box::new(table))),
     ),
     #[cfg(feature = "kafka")]
-    Adapter::new::<postbox_kafka::KafkaSourceTable>(
+    Adapter::new::<Placed<postbox_kafka::KafkaSourceTable>>(
         "kafka",
         r#"{ type = "kafka", brokers = "127.0.0.1:9092", topic = "orders" }"#,
-        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_kafka::KafkaSourceTable::read(keys)))),
+        |keys| read(keys, pulled::<postbox_kafka::KafkaSourceTable>),
     ),
     #[cfg(feature = "mqtt")]
-    Adapter::new::<postbox_mqtt::MqttSourceTable>(
+    Adapter::new::<Placed<postbox_mqtt::MqttSourceTable>>(
         "mqtt",
         r##"{ type = "mqtt", url = "mqtt://127.0.0.1:1883", client_id = "orders-1", topic = "orders/#" }"##,
-        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_mqtt::MqttSourceTable::read(keys)))),
+        |keys| read(keys, pulled::<postbox_mqtt::MqttSourceTable>),
     ),
     #[cfg(feature = "nats")]
-    Adapter::new::<postbox_nats::NatsSourceTable>(
+    Adapter::new::<Placed<postbox_nats::NatsSourceTable>>(
         "nats",
         r#"{ type = "nats", url = "nats://127.0.0.1:4222", stream = "ORDERS" }"#,
-        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_nats::NatsSourceTable::read(keys)))),
+        |keys| read(keys, pulled::<postbox_nats::NatsSourceTable>),
     ),
     #[cfg(feature = "rabbitmq")]
-    Adapter::new::<postbox_rabbitmq::RabbitmqSourceTable>(
+    Adapter::new::<Placed<postbox_rabbitmq::RabbitmqSourceTable>>(
         "rabbitmq",
         r#"{ type = "rabbitmq", url = "amqp://127.0.0.1:5672", queue = "orders" }"#,
-        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_rabbitmq::RabbitmqSourceTable::read(keys)))),
+        |keys| read(keys, pulled::<postbox_rabbitmq::RabbitmqSourceTable>),
     ),
     #[cfg(feature = "redis")]
-    Adapter::new::<postbox_redis::RedisSourceConfig>(
+    Adapter::new::<Placed<postbox_redis::RedisSourceConfig>>(
         "redis",
         r#"{ type = "redis", url = "redis://127.0.0.1:6379", stream = "orders" }"#,
-        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_redis::RedisSourceConfig::read(keys)))),
+        |keys| read(keys, pulled::<postbox_redis::RedisSourceConfig>),
     ),
     #[cfg(feature = "sqs")]
-    Adapter::new::<postbox_sqs::SqsSourceTable>(
+    Adapter::new::<Placed<postbox_sqs::SqsSourceTable>>(
         "sqs",
         r#"{ type = "sqs", queue_url = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders" }"#,
-        |keys| Arc::new(SourceTable::Pulled(Arc::new(postbox_sqs::SqsSourceTable::read(keys)))),
+        |keys| read(keys, pulled::<postbox_sqs::SqsSourceTable>),
     ),
 ];
 
@@ -61,11 +64,56 @@ const OPTIONAL: &[&str] = &["kafka", "mqtt", "nats", "rabbitmq", "redis", "sqs"]
 
 /// The keys of a source.
 #[derive(Debug)]
-pub(crate) enum SourceTable {
+pub(crate) struct SourceTable {
+    stores: Vec<StoreName>,
+    kind: SourceKind,
+}
+
+#[derive(Debug)]
+enum SourceKind {
     /// Senders come to the ingress.
     Webhook(Box<WebhookTable>),
     /// A receiver asks a broker.
     Pulled(Arc<dyn SourceConfig>),
+}
+
+table! {
+    /// What every source has.
+    struct PlaceTable {
+        /// Of several stores, those that have it; of a broker's source, the one.
+        ///
+        /// [Many stores](many-stores.md).
+        stores: Vec<StoreName> = store_names(), unset("all", r#"["acme"]"#);
+    }
+}
+
+/// The keys of a kind of source, and those that every source has.
+struct Placed<T> {
+    place: PlaceTable,
+    table: T,
+}
+
+impl<T: Table> Table for Placed<T> {
+    fn doc() -> String {
+        T::doc()
+    }
+
+    fn keys() -> Vec<Key> {
+        T::keys().into_iter().chain(PlaceTable::keys()).collect()
+    }
+
+    fn read(section: &Section<'_>) -> Self {
+        Self { place: PlaceTable::read(section), table: T::read(section) }
+    }
+}
+
+fn read<T: Table>(section: &Section<'_>, kind: fn(T) -> SourceKind) -> Arc<SourceTable> {
+    let Placed { place, table } = Placed::<T>::read(section);
+    Arc::new(SourceTable { stores: place.stores, kind: kind(table) })
+}
+
+fn pulled<T: SourceConfig>(table: T) -> SourceKind {
+    SourceKind::Pulled(Arc::new(table))
 }
 
 /// `[sources.NAME]`: where messages come from.
@@ -75,8 +123,17 @@ pub struct NamedSource {
     pub name: SourceName,
     /// The log it stores into.
     pub log: LogName,
+    /// Of several stores, those that have it; empty: all.
+    pub stores: Vec<StoreName>,
+    /// The one of several stores that this one stores into.
+    pub(crate) of_store: Option<StoreName>,
     type_name: &'static str,
     table: Arc<SourceTable>,
+}
+
+/// What the paths of webhooks begin with: where there are several stores, each has its own.
+fn below(store: Option<&StoreName>) -> String {
+    store.map_or_else(|| "/in".to_owned(), |store| format!("/in/{store}"))
 }
 
 /// All of them, by their names.
@@ -85,10 +142,12 @@ pub(crate) fn sources() -> Kind<Vec<NamedSource>> {
     entries(from_core, source).map(|sources| {
         let source = |(name, (type_name, table)): (SourceName, (_, Arc<SourceTable>))| NamedSource {
             name,
-            log: match &*table {
-                SourceTable::Webhook(table) => table.log.clone(),
-                SourceTable::Pulled(table) => table.log().clone(),
+            log: match &table.kind {
+                SourceKind::Webhook(table) => table.log.clone(),
+                SourceKind::Pulled(table) => table.log().clone(),
             },
+            stores: table.stores.clone(),
+            of_store: None,
             type_name,
             table,
         };
@@ -99,7 +158,9 @@ pub(crate) fn sources() -> Kind<Vec<NamedSource>> {
 impl NamedSource {
     /// A source of your own, beside those that the file names.
     pub fn pulled(name: SourceName, type_name: &'static str, config: Arc<dyn SourceConfig>) -> Self {
-        Self { name, log: config.log().clone(), type_name, table: Arc::new(SourceTable::Pulled(config)) }
+        let log = config.log().clone();
+        let table = Arc::new(SourceTable { stores: Vec::new(), kind: SourceKind::Pulled(config) });
+        Self { name, log, stores: Vec::new(), of_store: None, type_name, table }
     }
 
     /// The word after `type =`.
@@ -109,12 +170,12 @@ impl NamedSource {
 
     /// Tries to reach it; says what was found. Takes no message and makes nothing.
     pub(crate) async fn connect(&self, clock: &Arc<dyn Clock>) -> Result<String> {
-        match &*self.table {
-            SourceTable::Webhook(table) => {
+        match &self.table.kind {
+            SourceKind::Webhook(table) => {
                 table.source(self.name.clone())?;
-                Ok(format!("waits for senders at POST /in/{}", self.name))
+                Ok(format!("waits for senders at POST {}/{}", below(self.of_store.as_ref()), self.name))
             }
-            SourceTable::Pulled(table) => {
+            SourceKind::Pulled(table) => {
                 table.connect(&SourceContext { name: self.name.clone(), clock: Arc::clone(clock) }).await
             }
         }
@@ -122,24 +183,29 @@ impl NamedSource {
 
     /// Where senders come to, if that is how its messages arrive.
     pub fn path(&self) -> Option<String> {
-        matches!(&*self.table, SourceTable::Webhook(_)).then(|| format!("/in/{}", self.name))
+        (!self.is_pulled()).then(|| format!("{}/{}", below(self.of_store.as_ref()), self.name))
+    }
+
+    /// Whether a broker is asked for its messages.
+    pub(crate) fn is_pulled(&self) -> bool {
+        matches!(&self.table.kind, SourceKind::Pulled(_))
     }
 
     /// How long the sender goes on sending a message that was not answered (`retry_horizon`). A
     /// broker's message is settled once it is stored.
     pub(crate) fn repeats_for(&self) -> Duration {
-        match &*self.table {
-            SourceTable::Webhook(table) => table.repeats_for(),
-            SourceTable::Pulled(_) => Duration::ZERO,
+        match &self.table.kind {
+            SourceKind::Webhook(table) => table.repeats_for(),
+            SourceKind::Pulled(_) => Duration::ZERO,
         }
     }
 
     /// How long a message that was captured could be sent again, where that is written: signed as
     /// far ahead as is allowed, it is young for twice the `tolerance`.
     pub(crate) fn fresh_for(&self) -> Option<Duration> {
-        match &*self.table {
-            SourceTable::Webhook(table) => table.tolerance.map(|tolerance| tolerance.saturating_mul(2)),
-            SourceTable::Pulled(_) => None,
+        match &self.table.kind {
+            SourceKind::Webhook(table) => table.tolerance.map(|tolerance| tolerance.saturating_mul(2)),
+            SourceKind::Pulled(_) => None,
         }
     }
 }
@@ -150,26 +216,29 @@ pub(crate) struct Sources {
     receivers: Vec<Arc<SupervisedReceiver>>,
     /// Which log each stores into.
     logs: Vec<(SourceName, LogName)>,
+    /// Where webhooks come in.
+    path: String,
 }
 
 impl Sources {
     /// `drain_timeout` is how long a stop waits for what is on its way into the store.
     pub(crate) async fn build(
         configs: &[NamedSource],
+        of_store: Option<&StoreName>,
         drain_timeout: Duration,
-        store: &Arc<dyn Store>,
+        receive: &Arc<dyn Receive>,
         clock: &Arc<dyn Clock>,
     ) -> Result<Self> {
         let (mut webhooks, mut receivers) = (Vec::new(), Vec::new());
         for NamedSource { name, log, table, .. } in configs {
-            match &**table {
-                SourceTable::Webhook(table) => webhooks.push(table.source(name.clone())?),
-                SourceTable::Pulled(table) => {
+            match &table.kind {
+                SourceKind::Webhook(table) => webhooks.push(table.source(name.clone())?),
+                SourceKind::Pulled(table) => {
                     let context = SourceContext { name: name.clone(), clock: Arc::clone(clock) };
                     let source = table.build(&context).await?;
                     // What it may give out is for its own keys to say.
                     let in_flight_max = source.capabilities().in_flight_max.max(1);
-                    let receiver = Receiver::builder(Arc::clone(store) as _, name.clone(), log.clone())
+                    let receiver = Receiver::builder(Arc::clone(receive), name.clone(), log.clone())
                         .settings(ReceiverSettings { drain_timeout, in_flight_max, ..ReceiverSettings::default() })
                         .clock(Arc::clone(clock))
                         .pull(source)
@@ -183,12 +252,13 @@ impl Sources {
             }
         }
         let logs = configs.iter().map(|config| (config.name.clone(), config.log.clone())).collect();
-        Ok(Self { ingress: Ingress::new(webhooks, Arc::clone(store) as _, Arc::clone(clock))?, receivers, logs })
+        let ingress = Ingress::new(webhooks, Arc::clone(receive), Arc::clone(clock))?;
+        Ok(Self { ingress, receivers, logs, path: below(of_store) })
     }
 
-    /// `POST /in/{source}`.
+    /// `POST /in/{source}`, or `POST /in/{store}/{source}`.
     pub(crate) fn router(&self) -> Router {
-        postbox_ingress::router(Arc::clone(&self.ingress))
+        postbox_ingress::router_below(&self.path, Arc::clone(&self.ingress))
     }
 
     /// Those that ask brokers.

@@ -4,8 +4,10 @@ use std::any::Any;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use postbox_config::{Adapter, Key, Secret, Section, StoreOptions, Table, secret_always, table};
-use postbox_core::{Error, MemoryStore, Result, Store};
+use postbox_config::{
+    Adapter, Key, Kind, Secret, Section, StoreOptions, Table, entries, from_core, nested, secret_always, table,
+};
+use postbox_core::{Error, MemoryStore, Result, Store, StoreName};
 use postbox_engine::TokioClock;
 use postbox_postgres::{PostgresStore, PostgresTable, Roles};
 use postbox_sqlite::SqliteTable;
@@ -28,6 +30,47 @@ table! {
     }
 }
 
+table! {
+    /// One of several stores, instead of `[store]`: a database for each tenant, or shards.
+    struct UrlOfManyTable {
+        /// As in `[store]`. With a password in it, write `"env:ACME_DATABASE_URL"`.
+        url: Secret = secret_always().check(|url| check_store_url(url.expose())), required(r#""env:ACME_DATABASE_URL""#);
+    }
+}
+
+/// `[stores.NAME]`.
+struct StoreOfMany(StoreConfig);
+
+impl Table for StoreOfMany {
+    fn doc() -> String {
+        UrlOfManyTable::doc()
+    }
+
+    fn keys() -> Vec<Key> {
+        UrlOfManyTable::keys().into_iter().chain(StoreConfig::option_keys()).collect()
+    }
+
+    fn read(section: &Section<'_>) -> Self {
+        let config = StoreConfig::read_with(section, UrlOfManyTable::read(section).url);
+        Self(StoreConfig { is_one_of_many: true, ..config })
+    }
+}
+
+/// All of `[stores.NAME]`, by their names.
+pub(crate) fn stores() -> Kind<Vec<NamedStore>> {
+    entries(from_core, nested::<StoreOfMany>())
+        .map(|stores| stores.into_iter().map(|(name, StoreOfMany(config))| NamedStore { name, config }).collect())
+}
+
+/// One of several stores.
+#[derive(Debug, Clone)]
+pub struct NamedStore {
+    /// Its name.
+    pub name: StoreName,
+    /// Where it is.
+    pub config: StoreConfig,
+}
+
 /// `[store]`: where the logs are.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
@@ -35,6 +78,8 @@ pub struct StoreConfig {
     pub url: Secret,
     /// What each of [`STORES`] has beside it.
     options: Vec<Arc<dyn StoreOptions>>,
+    /// Whether the file names several.
+    is_one_of_many: bool,
 }
 
 impl Table for StoreConfig {
@@ -59,7 +104,8 @@ impl StoreConfig {
 
     /// The store of a URL, with the options that a section names.
     pub(crate) fn read_with(section: &Section<'_>, url: Secret) -> Self {
-        let config = Self { url, options: STORES.iter().map(|store| (store.read)(section)).collect() };
+        let options = STORES.iter().map(|store| (store.read)(section)).collect();
+        let config = Self { url, options, is_one_of_many: false };
         if let Some(risk) = config.risk() {
             section.warning("url", format!("{}: {risk}", section.name("url")));
         }
@@ -69,6 +115,13 @@ impl StoreConfig {
     /// What is risky about the way to the store. Never repeats the URL.
     pub fn risk(&self) -> Option<&'static str> {
         self.chosen().ok()?.risk(self.url.expose())
+    }
+
+    /// Whether both are one store, as far as the file says. One in memory is always another.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.url == other.url
+            && self.url.expose() != "memory:"
+            && format!("{:?}", self.options) == format!("{:?}", other.options)
     }
 
     fn chosen(&self) -> Result<&dyn StoreOptions, String> {
@@ -117,14 +170,14 @@ impl StoreOptions for MemoryTable {
         None
     }
 
-    async fn open(&self, _: &str) -> Result<Arc<dyn Store>> {
+    async fn open(&self, _: &str, _: bool) -> Result<Arc<dyn Store>> {
         Ok(Arc::new(MemoryStore::new(Arc::new(TokioClock::new()))))
     }
 }
 
 /// Opens the store that `config` names.
 pub async fn open_store(config: &StoreConfig) -> Result<Arc<dyn Store>> {
-    config.checked()?.open(config.url.expose()).await
+    config.checked()?.open(config.url.expose(), config.is_one_of_many).await
 }
 
 /// The GRANT statements that roles need on a Postgres store.

@@ -34,7 +34,7 @@ impl SupervisedReceiver {
     pub(crate) fn fault(&self) -> Option<Fault> {
         let Outage { since, code } = self.receiver.outage()?;
         let what = format!("it fails since {since:.0}, nothing is received; last reason: {code}");
-        Some(Fault { subscription: None, source: Some(self.name.clone()), lane: None, code, what })
+        Some(Fault { store: None, subscription: None, source: Some(self.name.clone()), lane: None, code, what })
     }
 
     /// What became of the messages, by the words that webhooks are counted by.

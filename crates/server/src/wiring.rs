@@ -1,34 +1,103 @@
 //! From configuration to running parts.
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use async_trait::async_trait;
+use futures::future::join_all;
 use postbox_config::SinkContext;
-use postbox_core::{Clock, Result, Store};
+use postbox_core::{Capabilities, Clock, Delivery, HighWaterMarks, Outcome, Result, Sink, Store, SubscriptionName};
 use postbox_engine::{Relay, RelaySettings};
 
 use crate::config::SubscriptionConfig;
 
-/// The relay of a subscription, with its sink. Touches no store. `listening` is where the service
-/// listens: guarded sinks do not call that.
-pub async fn relay(
+/// The sinks of every subscription: one each, however many stores have it. So a destination sees
+/// one client of this program, not one for each store.
+pub struct Sinks {
+    by_subscription: HashMap<SubscriptionName, Destination>,
+    /// Those that several relays use, to be closed after the last of them.
+    shared: Vec<Arc<dyn Sink>>,
+}
+
+/// Where the events of a subscription go, and its dead ones.
+#[derive(Clone, Default)]
+struct Destination {
+    sink: Option<Arc<dyn Sink>>,
+    dead_to: Option<Arc<dyn Sink>>,
+}
+
+impl Sinks {
+    /// Builds them for so many stores; calls nobody. `listening` is where the service listens:
+    /// guarded sinks do not call that.
+    pub async fn build(
+        subscriptions: impl IntoIterator<Item = &SubscriptionConfig>,
+        stores: usize,
+        listening: SocketAddr,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Self> {
+        let mut sinks = Self { by_subscription: HashMap::new(), shared: Vec::new() };
+        for of in subscriptions {
+            let context = sink_context(&of.settings, listening, clock);
+            let sink = of.sink.build(&context).await?;
+            let dead_to = match &of.dead_to {
+                Some(dead_to) => dead_to.build(&context).await?,
+                None => None,
+            };
+            let mut destination = Destination { sink, dead_to };
+            if stores > 1 {
+                for sink in [&mut destination.sink, &mut destination.dead_to].into_iter().flatten() {
+                    sinks.shared.push(Arc::clone(sink));
+                    *sink = Arc::new(Shared(Arc::clone(sink)));
+                }
+            }
+            sinks.by_subscription.insert(of.subscription.name.clone(), destination);
+        }
+        Ok(sinks)
+    }
+
+    /// Closes what no relay could: another might have used it still.
+    pub(crate) async fn close(&self) {
+        join_all(self.shared.iter().map(|sink| sink.close())).await;
+    }
+}
+
+/// A sink that the relays of several stores use at once. The first that ends must not close it.
+struct Shared(Arc<dyn Sink>);
+
+#[async_trait]
+impl Sink for Shared {
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+        self.0.deliver(deliveries).await
+    }
+
+    fn high_water_marks(&self) -> Option<&dyn HighWaterMarks> {
+        self.0.high_water_marks()
+    }
+}
+
+/// The relay of a subscription on a store, with its sink. Touches no store.
+pub fn relay(
     store: &Arc<dyn Store>,
     config: &SubscriptionConfig,
-    listening: SocketAddr,
+    sinks: &Sinks,
     clock: &Arc<dyn Clock>,
 ) -> Result<Relay> {
     let mut builder = Relay::builder(Arc::clone(store) as _, config.subscription.clone())
         .admin(Arc::clone(store) as _)
         .settings(config.settings.clone())
         .clock(Arc::clone(clock));
-    let context = sink_context(&config.settings, listening, clock);
-    if let Some(sink) = config.sink.build(&context).await? {
+    let Destination { sink, dead_to } =
+        sinks.by_subscription.get(&config.subscription.name).cloned().unwrap_or_default();
+    if let Some(sink) = sink {
         builder = builder.sink(sink);
     }
-    if let Some(dead_to) = &config.dead_to
-        && let Some(sink) = dead_to.build(&context).await?
-    {
-        builder = builder.dead_to(sink, Arc::clone(store) as _);
+    if let Some(dead_to) = dead_to {
+        builder = builder.dead_to(dead_to, Arc::clone(store) as _);
     }
     builder.build()
 }
@@ -43,5 +112,36 @@ pub(crate) fn sink_context(settings: &RelaySettings, listening: SocketAddr, cloc
         deliver_timeout: *deliver_timeout,
         repeats_within: *deliver_timeout + retry_max.max(*lease_ttl).max(breaker.max),
         concurrency: *concurrency,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Counting(AtomicUsize);
+
+    #[async_trait]
+    impl Sink for Counting {
+        async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
+            vec![Outcome::DELIVERED; deliveries.len()]
+        }
+
+        async fn close(&self) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_sink_of_several_stores_is_closed_after_the_last_of_them() {
+        let sink = Arc::<Counting>::default();
+        let sinks = Sinks { by_subscription: HashMap::new(), shared: vec![sink.clone()] };
+        Shared(sink.clone()).close().await;
+        assert_eq!(sink.0.load(Ordering::Relaxed), 0, "a relay that ends closes nothing");
+        sinks.close().await;
+        assert_eq!(sink.0.load(Ordering::Relaxed), 1);
     }
 }

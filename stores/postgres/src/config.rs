@@ -10,6 +10,10 @@ use postbox_core::{Result, Store, Tenant};
 
 use crate::PostgresStore;
 
+/// Most connections of a store beside many others: what a lane at work takes. Fifty such stores
+/// have 250 connections at most, those who look included.
+const POOL_OF_MANY: usize = 3;
+
 /// Where the store is and how it is used.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PostgresConfig {
@@ -71,7 +75,7 @@ table! {
         /// everybody.
         notify: bool = boolean(), default(false);
         /// Postgres: most connections; those who only look (`stats`, `/readyz`) have two more.
-        pool: usize = integer(1_usize..=100), default(8);
+        pool: Option<usize> = integer(1_usize..=100), unset("8; in `[stores.NAME]` 3", "8");
         /// Postgres: the longest any one statement may take.
         statement_timeout: Duration = duration(Duration::from_millis(100)), default("30s");
         /// Postgres: look at, and change, what is this tenant's, where row-level security keeps
@@ -90,14 +94,20 @@ fn schema(text: &str) -> Result<String, String> {
 impl PostgresTable {
     /// A database with these settings.
     pub fn config(&self, url: &str) -> PostgresConfig {
+        let usual = PostgresConfig::new(url);
         PostgresConfig {
             schema: self.schema.clone(),
-            pool_size: self.pool,
+            pool_size: self.pool.unwrap_or(usual.pool_size),
             tenant: self.tenant.clone(),
             notify: self.notify,
             statement_timeout: self.statement_timeout,
-            ..PostgresConfig::new(url)
+            ..usual
         }
+    }
+
+    /// The same beside many others in the program.
+    fn config_of_many(&self, url: &str) -> PostgresConfig {
+        PostgresConfig { pool_size: self.pool.unwrap_or(POOL_OF_MANY), ..self.config(url) }
     }
 }
 
@@ -119,8 +129,9 @@ impl StoreOptions for PostgresTable {
         )
     }
 
-    async fn open(&self, url: &str) -> Result<Arc<dyn Store>> {
-        Ok(Arc::new(PostgresStore::connect(self.config(url)).await?))
+    async fn open(&self, url: &str, is_one_of_many: bool) -> Result<Arc<dyn Store>> {
+        let config = if is_one_of_many { self.config_of_many(url) } else { self.config(url) };
+        Ok(Arc::new(PostgresStore::connect(config).await?))
     }
 }
 
@@ -168,6 +179,13 @@ mod tests {
         ] {
             assert!(!unverified(url), "{url}");
         }
+    }
+
+    #[test]
+    fn one_of_many_takes_few_connections_unless_it_is_configured() {
+        let sizes = |table: PostgresTable| [table.config("url"), table.config_of_many("url")].map(|it| it.pool_size);
+        assert_eq!(sizes(PostgresTable::default()), [8, 3]);
+        assert_eq!(sizes(PostgresTable { pool: Some(5), ..PostgresTable::default() }), [5, 5]);
     }
 
     #[test]

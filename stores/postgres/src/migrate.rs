@@ -84,9 +84,8 @@ ${tag}$;
 ";
 
 /// Everything we made, and nothing else: the schema may hold tables of its owner. Takes exclusive
-/// locks on what it drops. First what a policy ties to the logs.
+/// locks on what it drops. After the views, and before the logs, what a policy ties to both.
 const MIGRATION_DOWN: &str = "
-DROP TABLE IF EXISTS {s}.unrouted;
 DO ${tag}$
 DECLARE
   of_log text;
@@ -94,6 +93,9 @@ DECLARE
 BEGIN
   FOR of_log IN SELECT name FROM {s}.log LOOP
     EXECUTE 'DROP VIEW ' || {schema_literal} || '.' || quote_ident(of_log || '_state') || ', ' || {schema_literal} || '.' || quote_ident(of_log || '_dead');
+  END LOOP;
+  DROP TABLE IF EXISTS {s}.unrouted;
+  FOR of_log IN SELECT name FROM {s}.log LOOP
     EXECUTE 'DROP TABLE ' || {schema_literal} || '.' || quote_ident(of_log);
     FOREACH of_kind IN ARRAY ARRAY['window', 'append', 'append_many', 'receive', 'receive_many', 'depth'] LOOP
       EXECUTE 'DROP FUNCTION IF EXISTS ' || {schema_literal} || '.' || quote_ident(of_log || '_' || of_kind);

@@ -99,7 +99,7 @@ impl StoreOptions for SqliteTable {
         None
     }
 
-    async fn open(&self, url: &str) -> Result<Arc<dyn Store>> {
+    async fn open(&self, url: &str, _: bool) -> Result<Arc<dyn Store>> {
         Ok(Arc::new(SqliteStore::open(SqliteConfig::new(path(url).unwrap_or_default())).await?))
     }
 }

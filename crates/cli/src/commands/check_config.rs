@@ -3,9 +3,11 @@
 
 use std::path::PathBuf;
 
-use postbox_server::{Config, Secret, Tried, check_store_url};
+use postbox_core::StoreName;
+use postbox_server::{Config, Tried};
 
 use crate::args::Global;
+use crate::context::choose_store;
 use crate::failure::Failure;
 use crate::output;
 
@@ -13,34 +15,38 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     let path = global.config.clone().unwrap_or_else(|| PathBuf::from(postbox_server::FILE_DEFAULT));
     let (mut config, warnings) = Config::load(&path, true)?;
     let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
-    output::line(&format!("{}: right. {subscriptions} subscription(s), {sources} source(s)", path.display()))?;
+    let stores = match config.stores.len() {
+        0 => String::new(),
+        stores => format!("{stores} store(s), "),
+    };
+    output::line(&format!("{}: right. {stores}{subscriptions} subscription(s), {sources} source(s)", path.display()))?;
     for warning in warnings {
         output::line(&format!("{}:{}: warning: {}", path.display(), warning.line, warning.text))?;
     }
-    for config in &config.subscriptions {
-        let subscription = &config.subscription;
+    for one in &config.subscriptions {
+        let subscription = &one.subscription;
         let topics: Vec<&str> = subscription.filter.topics.iter().map(|pattern| pattern.as_str()).collect();
         let topics = if topics.is_empty() { "*".to_owned() } else { topics.join(" ") };
         output::line(&format!(
-            "  {} [{topics}] -> {} -> {}",
+            "  {} [{topics}] -> {} -> {}{}",
             subscription.log,
             subscription.name,
-            config.sink.type_name()
+            one.sink.type_name(),
+            only(&one.stores)
         ))?;
     }
     for source in &config.sources {
-        let from = source
-            .path()
-            .map_or_else(|| format!("{} {}", source.type_name(), source.name), |path| format!("POST {path}"));
-        output::line(&format!("  {from} -> {}", source.log))?;
+        let from = match source.path() {
+            None => format!("{} {}", source.type_name(), source.name),
+            Some(path) if config.stores.is_empty() => format!("POST {path}"),
+            Some(_) => format!("POST /in/STORE/{}", source.name),
+        };
+        output::line(&format!("  {from} -> {}{}", source.log, only(&source.stores)))?;
     }
     if !connect {
         return Ok(());
     }
-    if let Some(url) = &global.store {
-        check_store_url(url).map_err(|text| Failure::usage(format!("--store: {text}")))?;
-        config.store.url = Secret::new(url.as_str());
-    }
+    choose_store(global, &mut config)?;
     let mut failures = Vec::new();
     for Tried { name, found } in postbox_server::connect(&config).await {
         match found {
@@ -49,4 +55,10 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
         }
     }
     if failures.is_empty() { Ok(()) } else { Err(Failure::failed(failures.join("\n"))) }
+}
+
+/// Which of several stores have it, where not all have.
+fn only(stores: &[StoreName]) -> String {
+    let names: Vec<&str> = stores.iter().map(StoreName::as_str).collect();
+    if names.is_empty() { String::new() } else { format!(" (only {})", names.join(", ")) }
 }

@@ -1,6 +1,7 @@
 //! `postbox list --state conflict`: message ids that came again with another body, and were kept
 //! out.
 
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use postbox_core::{Conflict, LogName};
@@ -9,29 +10,45 @@ use postbox_server::status::ConflictJson;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
+use crate::stores::{self, OfStore, ask_each};
 
 /// Hexadecimal digits of a digest in a table: enough to tell two apart. JSON has them all.
 const DIGITS: usize = 12;
 
-pub(super) async fn list(context: &Context, limit: usize, json: bool) -> Result<(), Failure> {
-    if context.only.is_some() {
+pub(super) async fn list(contexts: &[Context], limit: usize, json: bool) -> Result<(), Failure> {
+    if contexts.iter().any(|context| context.only.is_some()) {
         return Err(Failure::usage(
             "a conflict belongs to no subscription: it never became an event; leave --subscription out, or narrow by --log",
         ));
     }
-    let conflicts = match &context.log {
-        None => context.store().await?.conflicts(limit).await?,
-        Some(log) => of_log(context, log, limit).await?,
+    let latest = async |context: &Context| match &context.log {
+        None => Ok(context.store().await?.conflicts(limit).await?),
+        Some(log) => of_log(context, log, limit).await,
     };
+    let asked = ask_each(contexts, latest).await;
+    let mut conflicts: Vec<(&Context, Conflict)> = Vec::new();
+    for (context, of_store) in asked.answers {
+        conflicts.extend(of_store.into_iter().map(|conflict| (context, conflict)));
+    }
+    if contexts.len() > 1 {
+        conflicts.sort_by_key(|(_, conflict)| Reverse(conflict.last_at));
+        conflicts.truncate(limit);
+    }
     if json {
-        return output::json(&conflicts.iter().map(ConflictJson::from).collect::<Vec<_>>());
+        if asked.ended.is_ok() || contexts.len() > 1 {
+            let all = conflicts.iter().map(|(context, conflict)| OfStore::new(context, ConflictJson::from(conflict)));
+            output::json(&all.collect::<Vec<_>>())?;
+        }
+        return asked.ended;
     }
     if conflicts.is_empty() {
+        asked.ended?;
         output::note("no message came with a known id and another body");
         return Ok(());
     }
     let head = ["message id", "source", "tenant", "times", "first", "last", "stored sha256", "refused sha256"];
-    output::rows(&head, &conflicts.iter().map(row).collect::<Vec<_>>())
+    stores::rows(&head, conflicts.iter().map(|(context, conflict)| (*context, row(conflict))).collect())?;
+    asked.ended
 }
 
 /// The latest of one log. The record names the source and not the log, so it is the configuration
@@ -56,7 +73,7 @@ async fn of_log(context: &Context, log: &LogName, limit: usize) -> Result<Vec<Co
         if all || conflicts.len() == limit {
             if !strangers.is_empty() {
                 let strangers = strangers.into_iter().collect::<Vec<_>>().join(", ");
-                output::note(&format!(
+                context.note(&format!(
                     "the configuration has no source {strangers}, so nobody knows which log its conflicts are of; leave --log out to see them"
                 ));
             }

@@ -1,103 +1,134 @@
 //! `postbox dispatch`: deliver what is there, once, or again until nothing is pending.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, Store};
+use postbox_core::{Clock, Store, SubscriptionName};
 use postbox_engine::{Drained, MetricsSnapshot, Relay, TokioClock, UnroutedFinder};
-use postbox_server::SubscriptionConfig;
+use postbox_server::{ServerConfig, Sinks, SubscriptionConfig};
 use tokio_util::sync::CancellationToken;
 
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 use crate::signals::stopped;
+use crate::stores::{ask_each, together};
 
 /// Wait between two looks at a log that had nothing to give: `run` is the one that reacts at once.
 const IDLE: Duration = Duration::from_millis(500);
 
-pub(super) async fn run(context: &Context, limit: Option<usize>, until_empty: bool) -> Result<(), Failure> {
-    let store = context.store().await?;
-    store.validate().await?;
+pub(super) async fn run(contexts: &[Context], limit: Option<usize>, until_empty: bool) -> Result<(), Failure> {
+    if limit.is_some() && contexts.len() > 1 {
+        return Err(Failure::usage("--limit is of one store, and there are several; say which: --store NAME"));
+    }
     let clock: Arc<dyn Clock> = Arc::new(TokioClock::new());
-    let relays = relays(context, &store, &clock).await?;
+    let sinks = sinks(contexts, &clock).await?;
     let stop = CancellationToken::new();
     let stopping = stop.clone();
     let signal = tokio::spawn(async move {
         stopped().await;
         stopping.cancel();
     });
-    let (mut limit, mut lanes_lost, mut stuck) = (limit, 0, None);
-    let mut ended = Ok(());
-    'rounds: loop {
-        let mut round = Drained::default();
-        for relay in &relays {
-            if limit == Some(0) || stop.is_cancelled() {
-                break;
-            }
-            match relay.drain_until(limit, stop.clone()).await {
-                Ok(drained) => {
-                    limit = limit.map(|limit| limit.saturating_sub(drained.fetched as usize));
-                    round += drained;
-                }
-                Err(error) => {
-                    ended = Err(error);
-                    break 'rounds;
-                }
-            }
-        }
-        // In a loop the next round takes them again.
-        lanes_lost = round.lanes_lost;
-        if !until_empty || limit == Some(0) || stop.is_cancelled() {
-            break;
-        }
-        if round.fetched > 0 {
-            continue;
-        }
-        match left(context, store.as_ref()).await {
-            Ok(Left::Nothing) => break,
-            Ok(Left::Stuck(why)) => {
-                stuck = Some(why);
-                break;
-            }
-            Ok(Left::Pending) => {}
-            Err(error) => {
-                ended = Err(error);
-                break;
-            }
-        }
-        tokio::select! {
-            () = stop.cancelled() => break,
-            () = clock.sleep(IDLE) => {}
-        }
-    }
-    // What a relay that runs finds every second. It says nothing of what was delivered.
-    let logs = context.configured()?.iter().map(|config| config.subscription.log.clone()).collect();
-    if ended.is_ok() {
-        ended = UnroutedFinder::new(Arc::clone(&store) as _, logs, Arc::clone(&clock)).find(&stop).await.map(drop);
-    }
+    let drain = Drain { sinks: &sinks, clock: &clock, stop: &stop, limit, until_empty };
+    let asked = ask_each(contexts, |context| drain.store(context)).await;
     signal.abort();
-    // Of the metrics, not of the rounds: what was done by a run that failed midway is in there,
-    // too.
     let mut done = Drained::default();
-    for relay in &relays {
-        done += Drained::between(&MetricsSnapshot::default(), &relay.metrics().snapshot());
+    let mut failures = Vec::new();
+    for (context, (drained, ended)) in asked.answers {
+        done += drained;
+        failures.extend(ended.err().map(|failure| (context, failure)));
     }
+    let ended = together(failures).and(asked.ended);
     // A run that could not even begin has done nothing to speak of: its error is all it says.
     if ended.is_ok() || done.fetched > 0 {
         let Drained { fetched, delivered, failed, dead, .. } = done;
         output::line(&format!("fetched={fetched} dispatched={delivered} failed={failed} dead={dead}"))?;
     }
-    ended?;
-    if let Some(stuck) = stuck {
-        return Err(Failure::failed(stuck));
+    ended
+}
+
+/// The sinks of the subscriptions that are meant.
+async fn sinks(contexts: &[Context], clock: &Arc<dyn Clock>) -> Result<Sinks, Failure> {
+    let mut configs: BTreeMap<SubscriptionName, SubscriptionConfig> = BTreeMap::new();
+    for context in contexts {
+        configs.extend(context.configured()?.into_iter().map(|config| (config.subscription.name.clone(), config)));
     }
-    if lanes_lost > 0 && !until_empty {
-        return Err(Failure::failed(format!(
-            "{lanes_lost} lane(s) were lost before they were empty: another relay took them, or somebody paused the subscription"
-        )));
+    let listening = contexts.first().map_or_else(|| ServerConfig::default().listen, |first| first.config.server.listen);
+    Ok(Sinks::build(configs.values(), contexts.len(), listening, clock).await?)
+}
+
+/// How each store is drained.
+struct Drain<'a> {
+    sinks: &'a Sinks,
+    clock: &'a Arc<dyn Clock>,
+    stop: &'a CancellationToken,
+    limit: Option<usize>,
+    until_empty: bool,
+}
+
+impl Drain<'_> {
+    /// What was done, and how it ended; an error where it could not begin.
+    async fn store(&self, context: &Context) -> Result<(Drained, Result<(), Failure>), Failure> {
+        let store = context.store().await?;
+        store.validate().await?;
+        let relays = relays(context, &store, self.sinks, self.clock).await?;
+        let ended = self.relays(context, &store, &relays).await;
+        // Of the metrics, not of the rounds: what was done by a run that failed midway is in there,
+        // too.
+        let mut done = Drained::default();
+        for relay in &relays {
+            done += Drained::between(&MetricsSnapshot::default(), &relay.metrics().snapshot());
+        }
+        Ok((done, ended))
     }
-    Ok(())
+
+    async fn relays(&self, context: &Context, store: &Arc<dyn Store>, relays: &[Relay]) -> Result<(), Failure> {
+        let Self { stop, until_empty, .. } = *self;
+        let (mut limit, mut stuck) = (self.limit, None);
+        let lanes_lost = loop {
+            let mut round = Drained::default();
+            for relay in relays {
+                if limit == Some(0) || stop.is_cancelled() {
+                    break;
+                }
+                let drained = relay.drain_until(limit, stop.clone()).await?;
+                limit = limit.map(|limit| limit.saturating_sub(drained.fetched as usize));
+                round += drained;
+            }
+            // In a loop the next round takes them again.
+            if !until_empty || limit == Some(0) || stop.is_cancelled() {
+                break round.lanes_lost;
+            }
+            if round.fetched > 0 {
+                continue;
+            }
+            match left(context, store.as_ref()).await? {
+                Left::Nothing => break 0,
+                Left::Stuck(why) => {
+                    stuck = Some(why);
+                    break 0;
+                }
+                Left::Pending => {}
+            }
+            tokio::select! {
+                () = stop.cancelled() => break 0,
+                () = self.clock.sleep(IDLE) => {}
+            }
+        };
+        // What a relay that runs finds every second. It says nothing of what was delivered.
+        let logs = context.configured()?.iter().map(|config| config.subscription.log.clone()).collect();
+        UnroutedFinder::new(Arc::clone(store) as _, logs, Arc::clone(self.clock)).find(stop).await?;
+        if let Some(stuck) = stuck {
+            return Err(Failure::failed(stuck));
+        }
+        if lanes_lost > 0 && !until_empty {
+            return Err(Failure::failed(format!(
+                "{lanes_lost} lane(s) were lost before they were empty: another relay took them, or somebody paused the subscription"
+            )));
+        }
+        Ok(())
+    }
 }
 
 /// What there is still to do where a round found nothing.
@@ -134,19 +165,24 @@ async fn left(context: &Context, store: &dyn Store) -> postbox_core::Result<Left
     Ok(left)
 }
 
-async fn relays(context: &Context, store: &Arc<dyn Store>, clock: &Arc<dyn Clock>) -> Result<Vec<Relay>, Failure> {
+async fn relays(
+    context: &Context,
+    store: &Arc<dyn Store>,
+    sinks: &Sinks,
+    clock: &Arc<dyn Clock>,
+) -> Result<Vec<Relay>, Failure> {
     let configs = context.configured()?;
     let mut relays = Vec::with_capacity(configs.len());
     for config in &configs {
         if config.sink.is_none() {
             store.subscribe(&config.subscription).await?;
-            output::note(&format!("{} has no sink; its events stay pending", config.subscription.name));
+            context.note(&format!("{} has no sink; its events stay pending", config.subscription.name));
             continue;
         }
-        relays.push(postbox_server::relay(store, config, context.config.server.listen, clock).await?);
+        relays.push(postbox_server::relay(store, config, sinks, clock)?);
     }
     if configs.is_empty() {
-        output::note(
+        context.note(
             "no subscription is configured; add [subscriptions.NAME] to postbox.toml, or name the file with --config",
         );
     }

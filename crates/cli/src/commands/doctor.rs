@@ -3,35 +3,66 @@
 
 use postbox_core::{Error, LogName, Store, SubscriptionName};
 use postbox_server::open_store;
-use postbox_server::status::{self, Finding, Severity};
+use postbox_server::status::{self, Finding, ServiceStatus, Severity};
 
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
+use crate::stores::{self, OfStore, ask_each};
 
-pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
+pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure> {
+    let service = stores::fetch(contexts).await;
+    let asked = ask_each(contexts, |context| examine(context, service.as_ref())).await;
+    let findings = || asked.answers.iter().flat_map(|(context, of)| of.iter().map(move |finding| (*context, finding)));
+    if json {
+        if asked.ended.is_ok() || contexts.len() > 1 {
+            output::json(&findings().map(|(context, finding)| OfStore::new(context, finding)).collect::<Vec<_>>())?;
+        }
+    } else {
+        let shown = asked.answers.iter().flat_map(|(context, findings)| of_one(context, findings));
+        output::fields(&shown.collect::<Vec<_>>())?;
+    }
+    asked.ended?;
+    match findings().any(|(_, finding)| finding.severity == Severity::Problem) {
+        true => Err(Failure::failed("there are problems, listed above")),
+        false => Ok(()),
+    }
+}
+
+async fn examine(context: &Context, service: Option<&ServiceStatus>) -> Result<Vec<Finding>, Failure> {
     let opened = async {
         let store = open_store(&context.config.store).await?;
         store.validate().await?;
         store.subscriptions().await?;
         Ok::<_, Error>(store)
     };
-    let findings = match opened.await {
-        Ok(store) => look(context, store.as_ref()).await?,
-        Err(error) => vec![Finding::from(error)],
-    };
-    if json {
-        output::json(&findings)?;
-    } else {
-        output::fields(&fields(&findings))?;
-    }
-    match findings.iter().any(|finding| finding.severity == Severity::Problem) {
-        true => Err(Failure::failed("there are problems, listed above")),
-        false => Ok(()),
+    let service = service.map(|service| service.clone().of_store(context.name.as_ref()));
+    match opened.await {
+        Ok(store) => look(context, store.as_ref(), service).await,
+        Err(error) => Ok(vec![Finding::from(error)]),
     }
 }
 
-async fn look(context: &Context, store: &dyn Store) -> Result<Vec<Finding>, Failure> {
+/// What is shown of one store. Of one among several, what is as it should be is one line.
+fn of_one(context: &Context, findings: &[Finding]) -> Vec<(String, String)> {
+    let Some(name) = &context.name else { return fields(findings) };
+    let wrong: Vec<Finding> = findings.iter().filter(|it| it.severity != Severity::Fine).cloned().collect();
+    if wrong.is_empty() {
+        return vec![(mark(Severity::Fine), format!("{name}: nothing is wrong"))];
+    }
+    let named = |(mark, text): (String, String)| {
+        // A cure stands below what it cures.
+        let text = if text.starts_with("-> ") { text } else { format!("{name}: {text}") };
+        (mark, text)
+    };
+    fields(&wrong).into_iter().map(named).collect()
+}
+
+async fn look(
+    context: &Context,
+    store: &dyn Store,
+    mut service: Option<ServiceStatus>,
+) -> Result<Vec<Finding>, Failure> {
     context.known_log(store).await?;
     let infos = context.registered(store).await?;
     let mut findings = Vec::new();
@@ -43,7 +74,6 @@ async fn look(context: &Context, store: &dyn Store) -> Result<Vec<Finding>, Fail
         let cure = context.start_or_rename(&infos);
         Finding::problem("never_run", "it was never run: nobody reads for it", cure).of(name)
     };
-    let mut service = status::fetch(&context.config.server).await;
     let is_meant = |name: &SubscriptionName| {
         let mut configured = context.config.subscriptions.iter().filter(|it| it.subscription.name == *name);
         context.only.as_ref().is_none_or(|only| only == name) && configured.all(|it| context.means(it))
@@ -72,14 +102,18 @@ async fn look(context: &Context, store: &dyn Store) -> Result<Vec<Finding>, Fail
 pub(crate) fn fields(findings: &[Finding]) -> Vec<(String, String)> {
     let mut fields = Vec::new();
     for finding in findings {
-        let mark = match finding.severity {
-            Severity::Fine => "ok",
-            Severity::Note => "note",
-            Severity::Problem => "PROBLEM",
-        };
         let whose = finding.subscription.as_deref().unwrap_or("store");
-        fields.push((format!("{mark:<7}"), format!("{whose}: {}", finding.message)));
+        fields.push((mark(finding.severity), format!("{whose}: {}", finding.message)));
         fields.extend(finding.cure.iter().map(|cure| (String::new(), format!("-> {cure}"))));
     }
     fields
+}
+
+fn mark(severity: Severity) -> String {
+    let mark = match severity {
+        Severity::Fine => "ok",
+        Severity::Note => "note",
+        Severity::Problem => "PROBLEM",
+    };
+    format!("{mark:<7}")
 }

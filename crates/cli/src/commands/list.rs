@@ -7,6 +7,7 @@ use postbox_server::text::{cut, estimated};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
+use crate::stores::{self, Note, OfStore, ask_each};
 
 /// Most records in one read of the store: bounds the memory of a long list.
 const PAGE: usize = 500;
@@ -21,7 +22,42 @@ pub(super) struct Wanted {
     pub(super) code: Option<String>,
 }
 
-pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result<(), Failure> {
+pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Result<(), Failure> {
+    let asked = ask_each(contexts, |context| records(context, wanted)).await;
+    let mut records: Vec<(&Context, SubscriptionName, Record)> = Vec::new();
+    for (context, (of_store, notes)) in asked.answers {
+        notes.iter().filter(|note| !json || note.in_json).for_each(|note| context.note(&note.text));
+        records.extend(of_store.into_iter().map(|(name, record)| (context, name, record)));
+    }
+    records.truncate(wanted.limit);
+    if json {
+        if asked.ended.is_ok() || contexts.len() > 1 {
+            let all = records.iter();
+            let all = all.map(|(context, name, record)| OfStore::new(context, RecordJson::new(name, record)));
+            output::json(&all.collect::<Vec<_>>())?;
+        }
+        return asked.ended;
+    }
+    if records.is_empty() {
+        asked.ended?;
+        output::note(&format!("nothing is {}", wanted.state));
+        return Ok(());
+    }
+    let terminal = output::is_terminal();
+    stores::rows(
+        &HEAD,
+        records.iter().map(|(context, name, record)| (*context, row(name, record, terminal))).collect(),
+    )?;
+    if records.len() == wanted.limit {
+        output::note(&format!("there may be more than these {}: --limit NUMBER", wanted.limit));
+    }
+    asked.ended
+}
+
+type Found = (Vec<(SubscriptionName, Record)>, Vec<Note>);
+
+/// What one store has of it, and remarks.
+async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut records: Vec<(SubscriptionName, Record)> = Vec::new();
@@ -43,30 +79,18 @@ pub(super) async fn run(context: &Context, wanted: Wanted, json: bool) -> Result
             records.extend(page.into_iter().map(|record| (info.name.clone(), record)));
         }
     }
-    context.never_run(&infos).for_each(|name| output::note(&context.why_unread(name, &infos)));
-    if json {
-        return output::json(&records.iter().map(|(name, record)| RecordJson::new(name, record)).collect::<Vec<_>>());
-    }
+    let never_run = context.never_run(&infos).map(|name| Note::always(context.why_unread(name, &infos)));
+    let mut notes: Vec<Note> = never_run.collect();
     if wanted.state == State::Pending {
         for (log, count) in context.unread(store.as_ref()).await? {
-            output::note(&format!(
+            notes.push(Note::for_people(format!(
                 "nobody reads the {log}, so its {} event(s) are not shown: {}",
                 estimated(count.events, count.is_estimate),
                 context.reader_wanted(&log)
-            ));
+            )));
         }
     }
-    if records.is_empty() {
-        output::note(&format!("nothing is {}", wanted.state));
-        return Ok(());
-    }
-    let terminal = output::is_terminal();
-    let rows: Vec<Vec<String>> = records.iter().map(|(name, record)| row(name, record, terminal)).collect();
-    output::rows(&HEAD, &rows)?;
-    if records.len() == wanted.limit {
-        output::note(&format!("there may be more than these {}: --limit NUMBER", wanted.limit));
-    }
-    Ok(())
+    Ok((records, notes))
 }
 
 pub(crate) const HEAD: [&str; 9] = ["id", "subscription", "state", "topic", "key", "attempts", "due", "code", "error"];

@@ -5,13 +5,22 @@ use postbox_server::Roles;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
+use crate::stores::ask_each;
 
-pub(super) async fn up(context: &Context) -> Result<(), Failure> {
-    let applied = context.any_store().await?.up().await?;
-    for name in &applied {
-        output::line(&format!("applied {name}"))?;
+pub(super) async fn up(contexts: &[Context]) -> Result<(), Failure> {
+    let up = async |context: &Context| Ok(context.any_store().await?.up().await?);
+    let asked = ask_each(contexts, up).await;
+    for (context, applied) in &asked.answers {
+        for name in applied {
+            output::line(&context.named(&format!("applied {name}")))?;
+        }
+        output::line(&context.named(if applied.is_empty() {
+            "the schema is up to date"
+        } else {
+            "the schema is ready"
+        }))?;
     }
-    output::line(if applied.is_empty() { "the schema is up to date" } else { "the schema is ready" })
+    asked.ended
 }
 
 pub(super) async fn down(context: &Context, yes: bool, discard_events: bool) -> Result<(), Failure> {
@@ -27,9 +36,13 @@ pub(super) async fn down(context: &Context, yes: bool, discard_events: bool) -> 
     output::line(if removed.is_empty() { "there was no schema" } else { "the schema is gone" })
 }
 
-pub(super) async fn validate(context: &Context) -> Result<(), Failure> {
-    context.any_store().await?.validate().await?;
-    output::line("the schema is right")
+pub(super) async fn validate(contexts: &[Context]) -> Result<(), Failure> {
+    let validate = async |context: &Context| Ok(context.any_store().await?.validate().await?);
+    let asked = ask_each(contexts, validate).await;
+    for (context, ()) in &asked.answers {
+        output::line(&context.named("the schema is right"))?;
+    }
+    asked.ended
 }
 
 pub(super) async fn print(context: &Context) -> Result<(), Failure> {

@@ -4,7 +4,7 @@ use postbox_core::{Criteria, Prune, Replay, Selection, Seq};
 use postbox_server::Roles;
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, SubscriptionCommand};
-use crate::context::{Context, Purpose};
+use crate::context::{Context, Purpose, load};
 use crate::failure::Failure;
 use crate::selectors::{Chosen, Meant};
 
@@ -35,36 +35,37 @@ mod tail;
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {
     let global = &args.global;
     let inspect = || Context::load(global, Purpose::Inspect);
+    let inspect_each = || Context::load_each(global, Purpose::Inspect);
     match args.command {
         Command::Demo(demo) => demo::run(demo).await,
         Command::Init { force } => init::run(global, force),
         Command::CheckConfig { connect } => check_config::run(global, connect).await,
         Command::Config(ConfigCommand::Schema) => config::schema(),
         Command::Completions { shell } => completions::run(shell),
-        Command::Migrate(Migrate::Up) => migrate::up(&inspect()?).await,
+        Command::Migrate(Migrate::Up) => migrate::up(&inspect_each()?).await,
         Command::Migrate(Migrate::Down { yes, discard_events }) => {
             migrate::down(&inspect()?, yes, discard_events).await
         }
-        Command::Migrate(Migrate::Validate) => migrate::validate(&inspect()?).await,
+        Command::Migrate(Migrate::Validate) => migrate::validate(&inspect_each()?).await,
         Command::Migrate(Migrate::Print) => migrate::print(&inspect()?).await,
         Command::Migrate(Migrate::Grants { writer: writers, relay: relays, reader: readers, all_tenants }) => {
             migrate::grants(&inspect()?, &Roles { writers, relays, readers, all_tenants }).await
         }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?).await,
-        Command::Run => run::run(Context::load(global, Purpose::Serve)?).await,
+        Command::Run => run::run(load(global, Purpose::Serve)?).await,
         Command::Dispatch { limit, until_empty } => {
-            dispatch::run(&Context::load(global, Purpose::Deliver)?, limit, until_empty).await
+            dispatch::run(&Context::load_each(global, Purpose::Deliver)?, limit, until_empty).await
         }
-        Command::Stats { json } => stats::run(&inspect()?, json).await,
+        Command::Stats { json } => stats::run(&inspect_each()?, json).await,
         Command::List { state: Listed::Conflicts, limit, which, code: None, json } if which.are_none() => {
-            conflicts::list(&inspect()?, limit as usize, json).await
+            conflicts::list(&inspect_each()?, limit as usize, json).await
         }
         Command::List { state: Listed::Conflicts, .. } => Err(Failure::usage(
             "conflicts cannot be narrowed: one never became an event with a topic, a key, a time and a code; leave everything but --limit and --json out",
         )),
         Command::List { state: Listed::Events(state), limit, which, code, json } => {
             let wanted = list::Wanted { state, limit: limit as usize, which: which.criteria()?, code };
-            list::run(&inspect()?, wanted, json).await
+            list::run(&inspect_each()?, &wanted, json).await
         }
         Command::Show { id, json } => show::run(&inspect()?, id, json).await,
         Command::Send(send) => send::run(&inspect()?, send).await,
@@ -87,18 +88,15 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         }
         Command::Pause { name, why, span } => pause::pause(&inspect()?, &name, why, span).await,
         Command::Resume { name } => pause::resume(&inspect()?, &name).await,
-        Command::Subscription(command) => {
-            let context = inspect()?;
-            match command {
-                SubscriptionCommand::List { json } => subscription::list(&context, json).await,
-                SubscriptionCommand::Show { name, json } => subscription::show(&context, &name, json).await,
-                SubscriptionCommand::Rename { name, to } => subscription::rename(&context, &name, &to).await,
-                SubscriptionCommand::Reset { name, to, yes } => subscription::reset(&context, &name, to, yes).await,
-                SubscriptionCommand::Remove { name, yes } => subscription::remove(&context, &name, yes).await,
-                SubscriptionCommand::Lanes { name, lanes } => subscription::lanes(&context, &name, lanes).await,
-            }
-        }
-        Command::Doctor { json } => doctor::run(&inspect()?, json).await,
+        Command::Subscription(command) => match command {
+            SubscriptionCommand::List { json } => subscription::list(&inspect_each()?, json).await,
+            SubscriptionCommand::Show { name, json } => subscription::show(&inspect()?, &name, json).await,
+            SubscriptionCommand::Rename { name, to } => subscription::rename(&inspect()?, &name, &to).await,
+            SubscriptionCommand::Reset { name, to, yes } => subscription::reset(&inspect()?, &name, to, yes).await,
+            SubscriptionCommand::Remove { name, yes } => subscription::remove(&inspect()?, &name, yes).await,
+            SubscriptionCommand::Lanes { name, lanes } => subscription::lanes(&inspect()?, &name, lanes).await,
+        },
+        Command::Doctor { json } => doctor::run(&inspect_each()?, json).await,
     }
 }
 

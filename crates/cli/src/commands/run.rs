@@ -1,17 +1,16 @@
 //! `postbox run`: the service, until a signal.
 
-use postbox_server::Service;
+use postbox_server::{Config, Service};
 
-use crate::context::Context;
 use crate::failure::Failure;
 use crate::signals::stopped;
 
-pub(super) async fn run(context: Context) -> Result<(), Failure> {
+pub(super) async fn run(config: Config) -> Result<(), Failure> {
     // Before the start, so that a signal during it is not lost to the default action.
     let stopped = stopped();
     tokio::pin!(stopped);
     let service = tokio::select! {
-        started = Service::start(context.config) => started?,
+        started = Service::start(config) => started?,
         () = &mut stopped => return Ok(()),
     };
     let stop = service.stop_handle();

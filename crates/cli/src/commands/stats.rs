@@ -10,18 +10,64 @@ use tokio::time::{Instant, timeout_at};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
+use crate::stores::{self, Note, OfStore, ask_each};
 
-pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
+pub(super) async fn run(contexts: &[Context], json: bool) -> Result<(), Failure> {
+    let asked = ask_each(contexts, count).await;
+    let mut all: Vec<StatsJson> = Vec::new();
+    let (mut of, mut failures) = (Vec::new(), 0);
+    for (context, counted) in asked.answers {
+        of.extend(counted.all.iter().map(|_| context));
+        all.extend(counted.all);
+        failures += counted.failures;
+        counted.notes.iter().filter(|note| !json || note.in_json).for_each(|note| context.note(&note.text));
+    }
+    let is_answered = asked.ended.is_ok() || contexts.len() > 1;
+    let ended = complete(failures).and(asked.ended);
+    if json {
+        if let [first, ..] = contexts {
+            status::add_marks(&first.config.server, &mut all).await;
+        }
+        if is_answered {
+            output::json(
+                &of.iter().zip(&all).map(|(context, stats)| OfStore::new(context, stats)).collect::<Vec<_>>(),
+            )?;
+        }
+        return ended;
+    }
+    if output::is_terminal() {
+        let rows = of.iter().zip(&all).filter_map(|(context, stats)| Some((*context, row(stats)?)));
+        stores::rows(&HEAD, rows.collect())?;
+    }
+    // A sum without them would be untrue.
+    ended?;
+    let sum = |field: fn(&StatsJson) -> u64| all.iter().map(field).sum::<u64>();
+    let (pending, total) = (sum(|stats| stats.pending), sum(|stats| stats.total));
+    let (dispatched, dead) = (sum(|stats| stats.dispatched), sum(|stats| stats.dead));
+    let note = if all.iter().any(|stats| stats.estimated) { " estimated=true" } else { "" };
+    output::line(&format!("pending={pending} dispatched={dispatched} dead={dead} total={total}{note}"))
+}
+
+/// The counts of one store.
+#[derive(Default)]
+struct Counted {
+    all: Vec<StatsJson>,
+    notes: Vec<Note>,
+    failures: usize,
+}
+
+async fn count(context: &Context) -> Result<Counted, Failure> {
     let deadline = Instant::now() + status::STATS_WAIT;
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
-    let (mut all, mut failures) = (Vec::new(), 0);
-    for (info, counted) in infos.iter().zip(status::stats(store.as_ref(), &infos, deadline).await) {
-        match counted {
-            Ok(stats) => all.push(stats),
+    let mut counted = Counted::default();
+    for (info, stats) in infos.iter().zip(status::stats(store.as_ref(), &infos, deadline).await) {
+        match stats {
+            Ok(stats) => counted.all.push(stats),
             Err(error) => {
-                output::note(&format!("{} could not be counted: {} ({})", info.name, error.message(), error.code()));
-                failures += 1;
+                let text = format!("{} could not be counted: {} ({})", info.name, error.message(), error.code());
+                counted.notes.push(Note::always(text));
+                counted.failures += 1;
             }
         }
     }
@@ -29,38 +75,25 @@ pub(super) async fn run(context: &Context, json: bool) -> Result<(), Failure> {
         Ok(found) => found?,
         Err(_) => Vec::new(),
     };
-    for stats in &mut all {
+    for stats in &mut counted.all {
         stats.unrouted = unrouted.iter().filter(|it| it.log == stats.log).map(|it| it.count).sum();
     }
     let unread = context.unread(store.as_ref()).await?;
-    // Without a subscription nobody has read anything: all of such a log is pending.
-    all.extend(unread.iter().map(|(log, count)| StatsJson::unread(log.clone(), *count)));
-    context.never_run(&infos).for_each(|name| output::note(&context.why_unread(name, &infos)));
-    if json {
-        status::add_marks(&context.config.server, &mut all).await;
-        output::json(&all)?;
-        return complete(failures);
-    }
+    let never_run = context.never_run(&infos).map(|name| Note::always(context.why_unread(name, &infos)));
+    counted.notes.extend(never_run);
     for (log, count) in &unread {
-        output::note(&format!(
+        let text = format!(
             "nobody reads the {log}: all of its {} event(s) are pending; {}",
             estimated(count.events, count.is_estimate),
             context.reader_wanted(log)
-        ));
+        );
+        counted.notes.push(Note::for_people(text));
+        // Without a subscription nobody has read anything: all of such a log is pending.
+        counted.all.push(StatsJson::unread(log.clone(), *count));
     }
-    for log in &unrouted {
-        output::note(&format!("{}; {}", log.what(), log.cure()));
-    }
-    if output::is_terminal() && !infos.is_empty() {
-        output::rows(&HEAD, &all.iter().filter_map(row).collect::<Vec<_>>())?;
-    }
-    // A sum without them would be untrue.
-    complete(failures)?;
-    let sum = |field: fn(&StatsJson) -> u64| all.iter().map(field).sum::<u64>();
-    let (pending, total) = (sum(|stats| stats.pending), sum(|stats| stats.total));
-    let (dispatched, dead) = (sum(|stats| stats.dispatched), sum(|stats| stats.dead));
-    let note = if all.iter().any(|stats| stats.estimated) { " estimated=true" } else { "" };
-    output::line(&format!("pending={pending} dispatched={dispatched} dead={dead} total={total}{note}"))
+    let unrouted = unrouted.iter().map(|log| Note::for_people(format!("{}; {}", log.what(), log.cure())));
+    counted.notes.extend(unrouted);
+    Ok(counted)
 }
 
 fn complete(failures: usize) -> Result<(), Failure> {

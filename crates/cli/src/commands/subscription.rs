@@ -11,16 +11,28 @@ use tokio::time::Instant;
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
+use crate::stores::{self, OfStore, ask_each};
 
-pub(super) async fn list(context: &Context, json: bool) -> Result<(), Failure> {
-    let store = context.store().await?;
-    let infos = context.registered(store.as_ref()).await?;
-    let all = with_counts(store.as_ref(), &infos).await;
-    context.never_run(&infos).for_each(|name| output::note(&context.why_unread(name, &infos)));
-    if json {
-        return output::json(&all);
+pub(super) async fn list(contexts: &[Context], json: bool) -> Result<(), Failure> {
+    let registered = async |context: &Context| {
+        let store = context.store().await?;
+        let infos = context.registered(store.as_ref()).await?;
+        let all = with_counts(context, store.as_ref(), &infos).await;
+        context.never_run(&infos).for_each(|name| context.note(&context.why_unread(name, &infos)));
+        Ok(all)
+    };
+    let asked = ask_each(contexts, registered).await;
+    let all: Vec<(&Context, SubscriptionJson)> =
+        asked.answers.into_iter().flat_map(|(context, all)| all.into_iter().map(move |one| (context, one))).collect();
+    if asked.ended.is_err() && all.is_empty() {
+        return asked.ended;
     }
-    output::rows(&HEAD, &all.iter().map(row).collect::<Vec<_>>())
+    if json {
+        output::json(&all.iter().map(|(context, one)| OfStore::new(context, one)).collect::<Vec<_>>())?;
+    } else {
+        stores::rows(&HEAD, all.iter().map(|(context, one)| (*context, row(one))).collect())?;
+    }
+    asked.ended
 }
 
 pub(crate) const HEAD: [&str; 10] =
@@ -28,7 +40,7 @@ pub(crate) const HEAD: [&str; 10] =
 
 pub(super) async fn show(context: &Context, name: &SubscriptionName, json: bool) -> Result<(), Failure> {
     let (store, info) = named(context, name).await?;
-    let Some(shown) = with_counts(store.as_ref(), &[info]).await.pop() else { return Ok(()) };
+    let Some(shown) = with_counts(context, store.as_ref(), &[info]).await.pop() else { return Ok(()) };
     if json { output::json(&shown) } else { output::fields(&describe(&shown)) }
 }
 
@@ -90,12 +102,12 @@ async fn named(context: &Context, name: &SubscriptionName) -> Result<(Arc<dyn St
     Err(postbox_core::kit::subscription_unknown("subscription", name, &known).into())
 }
 
-async fn with_counts(store: &dyn Store, infos: &[SubscriptionInfo]) -> Vec<SubscriptionJson> {
+async fn with_counts(context: &Context, store: &dyn Store, infos: &[SubscriptionInfo]) -> Vec<SubscriptionJson> {
     let counted = status::stats(store, infos, Instant::now() + STATS_WAIT).await;
     let counts = counted.into_iter().zip(infos).map(|(counts, info)| {
         counts
             .inspect_err(|error| {
-                output::note(&format!("{} could not be counted: {} ({})", info.name, error.message(), error.code()));
+                context.note(&format!("{} could not be counted: {} ({})", info.name, error.message(), error.code()));
             })
             .ok()
     });

@@ -85,7 +85,11 @@ impl TestEnv {
         for name in ["POSTBOX_CONFIG", "POSTBOX_LOG", "RUST_BACKTRACE"] {
             command.env_remove(name);
         }
-        command.env("POSTBOX_STORE", &self.url);
+        // Without a URL the file names the stores.
+        match self.url.as_str() {
+            "" => command.env_remove("POSTBOX_STORE"),
+            url => command.env("POSTBOX_STORE", url),
+        };
         command
     }
 

@@ -30,6 +30,7 @@ mod routing;
 mod run;
 mod sender;
 mod sqs;
+mod stores;
 mod subscriptions;
 mod tail;
 mod tenants;

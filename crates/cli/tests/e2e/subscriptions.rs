@@ -18,7 +18,7 @@ async fn subscriptions_are_listed_and_shown(kind: Kind) -> Result<()> {
     let listed = env.ok(&["subscription", "list"])?;
     ensure!(listed.starts_with("subscription\tlog\ttopics\t"), "{listed}");
     let cells: Vec<&str> = listed.lines().nth(1).context("no row")?.split('\t').collect();
-    ensure!(cells == ["out", "outbox", "*", "key", "1", "0", "0", "0", "-", "billing is migrating"], "{listed}");
+    ensure!(cells == ["out", "outbox", "*", "key", "2", "0", "0", "0", "-", "billing is migrating"], "{listed}");
     let json = env.json(&["subscription", "list", "--json"])?;
     ensure!(json[0]["subscription"] == "out" && json[0]["paused"]["why"] == "billing is migrating", "{json}");
     let shown = env.ok(&["subscription", "show", "out"])?;

@@ -36,7 +36,7 @@ use futures::future::join;
 use postbox_core::{BatchLimit, Lease, Result};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-use tracing::info;
+use tracing::{Instrument as _, info};
 
 use self::alone::Careful;
 use self::detached::DetachedCalls;
@@ -103,7 +103,8 @@ impl Lane {
         info!(subscription = context.name(), lane = lease.lane, epoch = lease.epoch, "lane taken");
         self.log_careful();
         let gauge = Gauge::up(&context.metrics.lanes_held, 1);
-        let keeper = AbortOnDropHandle::new(tokio::spawn(lease::keep(context.clone(), self.lease.clone())));
+        let keeping = lease::keep(context.clone(), self.lease.clone()).in_current_span();
+        let keeper = AbortOnDropHandle::new(tokio::spawn(keeping));
         let worked = CancellationToken::new();
         let working = async {
             let ended = match self.work(until).await {

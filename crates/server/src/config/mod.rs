@@ -6,6 +6,7 @@
 //!
 //! Secrets may be written as `env:NAME`; the file then holds nothing worth stealing.
 
+mod many;
 mod service;
 mod subscription;
 
@@ -20,7 +21,8 @@ pub use service::{LogConfig, LogFormat, RetentionConfig, ServerConfig};
 pub use subscription::SubscriptionConfig;
 
 use crate::sources::{NamedSource, sources};
-use crate::stores::StoreConfig;
+use crate::stores::{NamedStore, StoreConfig, stores};
+pub(crate) use subscription::store_names;
 use subscription::subscriptions;
 
 /// The name of the file when none is given.
@@ -62,6 +64,8 @@ table! {
     pub struct Config {
         /// Where the logs are.
         store: StoreConfig = nested::<StoreConfig>();
+        /// Where the logs are, where there are several.
+        stores: Vec<NamedStore> = stores(), unset("", "acme");
         // Before the sinks, which must not call where it listens.
         /// The HTTP side.
         server: ServerConfig = nested::<ServerConfig>();
@@ -112,6 +116,7 @@ impl Config {
     }
 
     fn check(&self, root: &Section<'_>) {
+        self.check_stores(root);
         self.check_memory(root);
         self.check_freshness(root);
     }

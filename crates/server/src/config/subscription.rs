@@ -8,7 +8,8 @@ use postbox_config::{
 };
 use postbox_core::limits::{BATCH_EVENTS_MAX, LANES_MAX};
 use postbox_core::{
-    BatchLimit, LogName, Ordering, Rate, RetryPolicy, StartAt, Subscription, SubscriptionName, Tenant, TopicPattern,
+    BatchLimit, LogName, Ordering, Rate, RetryPolicy, StartAt, StoreName, Subscription, SubscriptionName, Tenant,
+    TopicPattern,
 };
 use postbox_engine::{BreakerPolicy, OnDead, RelaySettings};
 
@@ -28,6 +29,14 @@ const OWN_BREAKER_MAX: Duration = Duration::from_millis(800);
 /// Shortest of all other times.
 const MS: Duration = Duration::from_millis(1);
 
+/// `stores`, of a subscription or a source.
+pub(crate) fn store_names() -> Kind<Vec<StoreName>> {
+    list(text(from_core::<StoreName>)).check(|names| match names.is_empty() {
+        true => Err("is empty; name a store, or leave it out for all".to_owned()),
+        false => Ok(()),
+    })
+}
+
 fn pattern(text: &str) -> Result<TopicPattern, String> {
     TopicPattern::new(text).map_err(|error| error.message().to_owned())
 }
@@ -39,6 +48,10 @@ table! {
         log: LogName = text(from_core::<LogName>), default("outbox");
         /// Patterns; `*` stands for any run of characters.
         topics: Vec<TopicPattern> = list(text(pattern)), unset("all", r#"["order.*"]"#);
+        /// Of several stores, those that have it.
+        ///
+        /// [Many stores](many-stores.md).
+        stores: Vec<StoreName> = store_names(), unset("all", r#"["acme"]"#);
         /// Only this tenant's events.
         tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
         /// `"none"`: everything at once, in no order.
@@ -126,6 +139,8 @@ table! {
 /// A subscription, and how it is worked off.
 #[derive(Debug, Clone)]
 pub struct SubscriptionConfig {
+    /// Of several stores, those that have it; empty: all.
+    pub stores: Vec<StoreName>,
     /// Name, log, filter, ordering, lanes, start.
     pub subscription: Subscription,
     /// Batches, retries, timeouts, polling, lease.
@@ -180,7 +195,8 @@ impl SubscriptionTable {
             poll_max: self.poll_interval,
             ..usual
         };
-        SubscriptionConfig { subscription, settings, schedule: self.schedule, sink: self.sink, dead_to: self.dead_to }
+        let Self { stores, schedule, sink, dead_to, .. } = self;
+        SubscriptionConfig { stores, subscription, settings, schedule, sink, dead_to }
     }
 }
 

@@ -14,7 +14,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use postbox_core::{Clock, HighWaterMark, Result, SourceName, State, Store, SubscriptionName};
+use futures::future::join_all;
+use postbox_core::{Clock, HighWaterMark, Result, SourceName, State, Store, StoreName, SubscriptionName};
 use postbox_engine::{BreakerState, MetricsSnapshot, ReceiverSnapshot, SupervisedRelay};
 use postbox_ingress::Count;
 use prometheus_client::collector::Collector;
@@ -23,14 +24,12 @@ use prometheus_client::registry::Registry;
 use tokio::time::{Instant, timeout_at};
 
 use self::page::Page;
-use crate::Relays;
 use crate::cache::Cached;
-use crate::sources::Sources;
+use crate::served_store::ServedStore;
 use crate::status::{self, MarksJson, StatsJson, TopicJson, UnroutedLog};
-use crate::supervised_receiver::SupervisedReceiver;
 
-/// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several share one answer.
-const STATS_TTL: Duration = Duration::from_secs(5);
+/// How long high-water marks are kept: scrapers ask every 10 to 60 s, and several share one answer.
+const MARKS_TTL: Duration = Duration::from_secs(5);
 /// Most topics with a label of their own per subscription.
 const TOPICS_MAX: usize = 30;
 
@@ -44,38 +43,22 @@ const NONE: &str = "none";
 
 /// Everything that is measured.
 pub(crate) struct Exporter {
-    store: Arc<dyn Store>,
-    relays: Relays,
-    sources: Sources,
-    stats: Cached<(Vec<Counted>, Vec<UnroutedLog>)>,
+    stores: Vec<Arc<ServedStore>>,
     marks: Cached<Vec<MarksJson>>,
 }
 
 impl Exporter {
-    pub(crate) fn new(store: Arc<dyn Store>, relays: Relays, sources: Sources, clock: Arc<dyn Clock>) -> Arc<Self> {
-        let (stats, marks) = (Cached::new(Arc::clone(&clock), STATS_TTL), Cached::new(clock, STATS_TTL));
-        Arc::new(Self { store, relays, sources, stats, marks })
-    }
-
-    /// Where messages come from.
-    pub(crate) fn sources(&self) -> &Sources {
-        &self.sources
-    }
-
-    /// Those that ask brokers.
-    pub(crate) fn receivers(&self) -> &[Arc<SupervisedReceiver>] {
-        self.sources.receivers()
+    pub(crate) fn new(stores: Vec<Arc<ServedStore>>, clock: Arc<dyn Clock>) -> Self {
+        Self { stores, marks: Cached::new(clock, MARKS_TTL) }
     }
 
     /// The page. A store that does not answer costs [`status::STATS_WAIT`] and its own figures, no
     /// others; a subscription that cannot be counted costs its own.
-    pub(crate) async fn page(self: &Arc<Self>) -> String {
-        let (store, relays) = (Arc::clone(&self.store), Arc::clone(&self.relays));
-        let counted = async move { count(store.as_ref(), &relays).await.ok() };
-        let relays = Arc::clone(&self.relays);
+    pub(crate) async fn page(&self) -> String {
+        let relays = self.relays();
         let marks = self.marks.get(async move { Some(status::marks(&relays, None).await) });
-        let (stats, marks) = tokio::join!(self.stats.get(counted), marks);
-        let scrape = Scrape { exporter: Arc::clone(self), stats, marks };
+        let (measured, marks) = tokio::join!(join_all(self.stores.iter().map(|store| store.measured())), marks);
+        let scrape = Scrape { stores: self.stores.iter().cloned().zip(measured).collect(), marks };
         let mut registry = Registry::default();
         registry.register_collector(Box::new(scrape));
         let mut page = String::new();
@@ -83,33 +66,55 @@ impl Exporter {
         let _ = text::encode(&mut page, &registry);
         page
     }
+
+    /// Where the destinations' streams end, asked anew.
+    pub(crate) async fn ask_marks(&self, stream: Option<&str>) -> Vec<MarksJson> {
+        status::marks(&self.relays(), stream).await
+    }
+
+    fn relays(&self) -> Vec<Arc<SupervisedRelay>> {
+        self.stores.iter().flat_map(|store| store.relays()).cloned().collect()
+    }
+}
+
+/// What a store says of its subscriptions, and of what nobody wants.
+pub(crate) struct Measured {
+    counted: Vec<Counted>,
+    unrouted: Vec<UnroutedLog>,
 }
 
 /// A subscription and its counts, if they could be had.
 type Counted = (SubscriptionName, Option<StatsJson>);
 
-/// An error says that the store does not answer; one that says that it cannot look now is an
-/// answer.
-async fn count(store: &dyn Store, relays: &Relays) -> Result<(Vec<Counted>, Vec<UnroutedLog>)> {
-    let deadline = Instant::now() + status::STATS_WAIT;
-    let infos = match timeout_at(deadline, store.subscriptions()).await.map_err(|_| status::too_slow())? {
-        Err(error) if ["table_locked", "store_contention", "statement_timeout"].contains(&error.code()) => {
-            return Ok((relays.iter().map(|relay| (relay.name().clone(), None)).collect(), Vec::new()));
-        }
-        infos => infos?,
-    };
-    let counted = status::stats(store, &infos, deadline).await;
-    let unrouted = timeout_at(deadline, status::unrouted(store, &infos)).await.ok().and_then(Result::ok);
-    let counted = infos.into_iter().map(|info| info.name).zip(counted.into_iter().map(Result::ok)).collect();
-    Ok((counted, unrouted.unwrap_or_default()))
+impl Measured {
+    /// An error says that the store does not answer; one that says that it cannot look now is an
+    /// answer.
+    pub(crate) async fn ask(store: &dyn Store, relays: &[Arc<SupervisedRelay>]) -> Result<Self> {
+        let deadline = Instant::now() + status::STATS_WAIT;
+        let infos = match timeout_at(deadline, store.subscriptions()).await.map_err(|_| status::too_slow())? {
+            Err(error) if ["table_locked", "store_contention", "statement_timeout"].contains(&error.code()) => {
+                let counted = relays.iter().map(|relay| (relay.name().clone(), None)).collect();
+                return Ok(Self { counted, unrouted: Vec::new() });
+            }
+            infos => infos?,
+        };
+        let counted = status::stats(store, &infos, deadline).await;
+        let unrouted = timeout_at(deadline, status::unrouted(store, &infos)).await.ok().and_then(Result::ok);
+        let counted = infos.into_iter().map(|info| info.name).zip(counted.into_iter().map(Result::ok)).collect();
+        Ok(Self { counted, unrouted: unrouted.unwrap_or_default() })
+    }
 }
 
 /// One look at everything.
 struct Scrape {
-    exporter: Arc<Exporter>,
-    /// `None`: the store does not answer.
-    stats: Option<Arc<(Vec<Counted>, Vec<UnroutedLog>)>>,
+    /// Beside each what it says; `None`: it does not answer.
+    stores: Vec<(Arc<ServedStore>, Option<Arc<Measured>>)>,
     marks: Option<Arc<Vec<MarksJson>>>,
+}
+
+/// The label of a store; empty where there is only one.
+fn label(store: &ServedStore) -> String {
+    store.name.as_ref().map_or_else(String::new, StoreName::to_string)
 }
 
 impl fmt::Debug for Scrape {
@@ -122,25 +127,31 @@ impl Collector for Scrape {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut page = Page(encoder);
         page.family(&family::BUILD_INFO, [([env!("CARGO_PKG_VERSION").into()], 1_u64)])?;
-        page.family(&family::STORE_UP, [([], u64::from(self.stats.is_some()))])?;
-        if let Some((stats, unrouted)) = self.stats.as_deref() {
-            depth(&mut page, stats)?;
-            unrouted_events(&mut page, unrouted)?;
+        let up = self.stores.iter().map(|(store, measured)| ([label(store)], u64::from(measured.is_some())));
+        page.family(&family::STORE_UP, up)?;
+        let measured: Vec<(String, &Measured)> =
+            self.stores.iter().filter_map(|(store, measured)| Some((label(store), measured.as_deref()?))).collect();
+        if !measured.is_empty() {
+            depth(&mut page, &measured)?;
+            unrouted_events(&mut page, &measured)?;
         }
-        relays(&mut page, &self.exporter.relays)?;
+        let stores: Vec<&ServedStore> = self.stores.iter().map(|(store, _)| store.as_ref()).collect();
+        relays(&mut page, &stores)?;
         high_water_marks(&mut page, self.marks.as_deref().map(Vec::as_slice).unwrap_or_default())?;
-        received(&mut page, &self.exporter)
+        received(&mut page, &stores)
     }
 }
 
-fn depth(page: &mut Page<'_>, all: &[Counted]) -> fmt::Result {
-    let named = || all.iter().filter_map(|(name, stats)| Some((name.as_str(), stats.as_ref()?)));
-    let flags =
-        |flag: fn(&StatsJson) -> bool| named().map(move |(name, stats)| ([name.into()], u64::from(flag(stats))));
-    let counted = all.iter().map(|(name, stats)| ([name.to_string()], u64::from(stats.is_some())));
+fn depth(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Result {
+    let each = || all.iter().flat_map(|(store, of)| of.counted.iter().map(move |(name, stats)| (store, name, stats)));
+    let named = || each().filter_map(|(store, name, stats)| Some((store.as_str(), name.as_str(), stats.as_ref()?)));
+    let flags = |flag: fn(&StatsJson) -> bool| {
+        named().map(move |(store, name, stats)| ([store.into(), name.into()], u64::from(flag(stats))))
+    };
+    let counted = each().map(|(store, name, stats)| ([store.clone(), name.to_string()], u64::from(stats.is_some())));
     page.family(&family::STATS_UP, counted)?;
     page.family(&family::STATS_ESTIMATED, flags(|stats| stats.estimated))?;
-    let events = named().flat_map(|(name, stats)| {
+    let events = named().flat_map(|(store, name, stats)| {
         let counts = [
             (State::Pending, stats.pending.saturating_sub(stats.retrying + stats.blocked + stats.scheduled)),
             (State::Retrying, stats.retrying),
@@ -150,36 +161,38 @@ fn depth(page: &mut Page<'_>, all: &[Counted]) -> fmt::Result {
             (State::Discarded, stats.discarded),
             (State::Dispatched, stats.dispatched),
         ];
-        counts.map(|(state, count)| ([name.into(), state.as_str().into()], count))
+        counts.map(|(state, count)| ([store.into(), name.into(), state.as_str().into()], count))
     });
     page.family(&family::EVENTS, events)?;
     // Nothing where something waits and nobody knows since when.
-    let oldest = named().filter_map(|(name, stats)| {
+    let oldest = named().filter_map(|(store, name, stats)| {
         let age = stats.oldest_pending_seconds.or((stats.pending == 0).then_some(0.0))?;
-        Some(([name.into()], age))
+        Some(([store.into(), name.into()], age))
     });
     page.family(&family::OLDEST_PENDING, oldest)?;
     page.family(&family::PAUSED, flags(|stats| stats.paused))?;
-    let depth = named().flat_map(|(name, stats)| {
+    let depth = named().flat_map(|(store, name, stats)| {
         let listed: u64 = own_topics(stats).map(|topic| topic.pending).sum();
         let rest = (OTHER, stats.pending.saturating_sub(listed));
         let topics = own_topics(stats).map(|topic| (topic.topic.as_str(), topic.pending)).chain([rest]);
-        topics.map(move |(topic, count)| ([name.into(), topic.into()], count))
+        topics.map(move |(topic, count)| ([store.into(), name.into(), topic.into()], count))
     });
     page.family(&family::DEPTH, depth)?;
-    let lag = named().flat_map(|(name, stats)| {
-        own_topics(stats)
-            .filter_map(move |topic| Some(([name.into(), topic.topic.clone()], topic.oldest_pending_seconds?)))
+    let lag = named().flat_map(|(store, name, stats)| {
+        own_topics(stats).filter_map(move |topic| {
+            Some(([store.into(), name.into(), topic.topic.clone()], topic.oldest_pending_seconds?))
+        })
     });
     page.family(&family::LAG, lag)
 }
 
-fn unrouted_events(page: &mut Page<'_>, logs: &[UnroutedLog]) -> fmt::Result {
-    let events = logs.iter().flat_map(|log| {
+fn unrouted_events(page: &mut Page<'_>, all: &[(String, &Measured)]) -> fmt::Result {
+    let logs = all.iter().flat_map(|(store, of)| of.unrouted.iter().map(move |log| (store, log)));
+    let events = logs.flat_map(|(store, log)| {
         let own = || log.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER);
         let rest = (OTHER, log.count - own().map(|topic| topic.count).sum::<u64>());
         let topics = own().map(|topic| (topic.topic.as_str(), topic.count)).chain([rest]);
-        topics.map(|(topic, count)| ([log.log.to_string(), topic.into()], count))
+        topics.map(move |(topic, count)| ([store.clone(), log.log.to_string(), topic.into()], count))
     });
     page.family(&family::UNROUTED, events)
 }
@@ -190,15 +203,16 @@ fn own_topics(stats: &StatsJson) -> impl Iterator<Item = &TopicJson> {
     stats.topics.iter().take(TOPICS_MAX).filter(|topic| topic.topic != OTHER)
 }
 
-fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
-    let named = || relays.iter().map(|relay| (relay.name().to_string(), relay.relay().metrics()));
+fn relays(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
+    let relays = || stores.iter().flat_map(|store| store.relays().iter().map(|relay| (label(store), relay)));
+    let named = || relays().map(|(store, relay)| ([store, relay.name().to_string()], relay.relay().metrics()));
     let snapshots: Vec<_> = named().map(|(name, metrics)| (name, metrics.snapshot())).collect();
-    let each = |read: fn(&MetricsSnapshot) -> u64| snapshots.iter().map(move |(name, m)| ([name.clone()], read(m)));
+    let each = |read: fn(&MetricsSnapshot) -> u64| snapshots.iter().map(move |(name, m)| (name.clone(), read(m)));
     page.family(&family::FETCHED, each(|m| m.fetched))?;
     page.family(&family::DELIVERED, each(|m| m.delivered))?;
     page.family(&family::DELIVERED_BYTES, each(|m| m.delivered_bytes))?;
-    page.family(&family::DELIVERY_DELAY, named().map(|(name, m)| ([name], m.delivery_delays().snapshot())))?;
-    page.family(&family::CALL_DURATION, named().map(|(name, m)| ([name], m.call_durations().snapshot())))?;
+    page.family(&family::DELIVERY_DELAY, named().map(|(name, m)| (name, m.delivery_delays().snapshot())))?;
+    page.family(&family::CALL_DURATION, named().map(|(name, m)| (name, m.call_durations().snapshot())))?;
     page.family(&family::IN_FLIGHT, each(|m| m.in_flight))?;
     page.family(&family::RETRIES, each(|m| m.retries))?;
     page.family(&family::DEAD, each(|m| m.dead))?;
@@ -211,21 +225,21 @@ fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
     page.family(&family::STORE_ERRORS, each(|m| m.store_errors))?;
     page.family(&family::TIMEOUTS, each(|m| m.timeouts))?;
     page.family(&family::BREAKER_OPENED, each(|m| m.breaker_opened))?;
-    let failures = named().flat_map(|(name, metrics)| {
+    let failures = named().flat_map(|([store, name], metrics)| {
         let causes = capped(metrics.failures_by_cause()).into_iter();
-        causes.map(move |((topic, code), count)| ([name.clone(), topic, code], count))
+        causes.map(move |((topic, code), count)| ([store.clone(), name.clone(), topic, code], count))
     });
     page.family(&family::FAILURES, failures)?;
-    let renewals = snapshots.iter().flat_map(|(name, m)| {
+    let renewals = snapshots.iter().flat_map(|([store, name], m)| {
         let results = [("ok", m.renewals_ok), ("failed", m.renewals_failed), ("lost", m.leases_lost)];
-        results.map(|(result, count)| ([name.clone(), result.into()], count))
+        results.map(|(result, count)| ([store.clone(), name.clone(), result.into()], count))
     });
     page.family(&family::LEASE_RENEWALS, renewals)?;
     page.family(&family::LANES_HELD, each(|m| m.lanes_held))?;
-    let failing = relays.iter().flat_map(|relay| {
+    let failing = relays().flat_map(|(store, relay)| {
         relay.relay().failing_lanes().into_iter().map(move |failing| {
             let since = failing.since.as_second().unsigned_abs();
-            ([relay.name().to_string(), failing.lane.to_string(), failing.code], since)
+            ([store.clone(), relay.name().to_string(), failing.lane.to_string(), failing.code], since)
         })
     });
     page.family(&family::LANE_FAILING, failing)?;
@@ -235,7 +249,7 @@ fn relays(page: &mut Page<'_>, relays: &[Arc<SupervisedRelay>]) -> fmt::Result {
             BreakerState::HalfOpen => 1,
             BreakerState::Open => 2,
         };
-        ([name], state)
+        (name, state)
     });
     page.family(&family::BREAKER_STATE, breakers)
 }
@@ -251,31 +265,43 @@ fn high_water_marks(page: &mut Page<'_>, all: &[MarksJson]) -> fmt::Result {
     page.family(&family::HIGH_WATER_MARK, marks)
 }
 
-fn received(page: &mut Page<'_>, exporter: &Exporter) -> fmt::Result {
-    let counts = exporter.sources.counts();
+fn received(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
+    let counts: Vec<(String, Count)> = stores
+        .iter()
+        .flat_map(|store| store.sources().counts().into_iter().map(|count| (label(store), count)))
+        .collect();
     let name = |count: &Count| count.source.as_ref().map_or_else(|| NONE.to_owned(), SourceName::to_string);
     // Every answer that was ever given, and the three that everybody draws.
-    let drawn =
-        counts.iter().filter(|count| count.count > 0 || ["accepted", "duplicate", "conflict"].contains(&count.code));
-    page.family(&family::RECEIVED, drawn.map(|count| ([name(count), count.code.into()], count.count)))?;
-    let receivers: Vec<_> =
-        exporter.sources.receivers().iter().map(|it| (it.name.to_string(), it.snapshot())).collect();
-    let each = |read: fn(&ReceiverSnapshot) -> u64| receivers.iter().map(move |(name, m)| ([name.clone()], read(m)));
+    let is_drawn = |count: &Count| count.count > 0 || ["accepted", "duplicate", "conflict"].contains(&count.code);
+    let drawn = counts.iter().filter(|(_, count)| is_drawn(count));
+    let drawn = drawn.map(|(store, count)| ([store.clone(), name(count), count.code.into()], count.count));
+    page.family(&family::RECEIVED, drawn)?;
+    let receivers: Vec<_> = stores
+        .iter()
+        .flat_map(|store| {
+            store.sources().receivers().iter().map(|it| ([label(store), it.name.to_string()], it.snapshot()))
+        })
+        .collect();
+    let each = |read: fn(&ReceiverSnapshot) -> u64| receivers.iter().map(move |(name, m)| (name.clone(), read(m)));
     page.family(&family::POISON, each(|m| m.poison))?;
     page.family(&family::SOURCE_ERRORS, each(|m| m.source_errors))?;
     page.family(&family::RECEIVE_ERRORS, each(|m| m.store_errors))?;
-    let dropped = exporter.sources.headers_dropped();
-    page.family(&family::HEADERS_DROPPED, dropped.iter().map(|(source, count)| ([source.to_string()], *count)))?;
+    let dropped = stores.iter().flat_map(|store| {
+        let dropped = store.sources().headers_dropped().into_iter();
+        dropped.map(|(source, count)| ([label(store), source.to_string()], count))
+    });
+    page.family(&family::HEADERS_DROPPED, dropped)?;
     let layers = [("timestamp_too_old", "timestamp"), ("duplicate", "inbox")];
     let recognised = layers.into_iter().flat_map(|(code, layer)| {
-        let counts = counts.iter().filter(move |count| count.code == code);
-        counts.map(move |count| ([layer.into(), name(count), String::new()], count.count))
+        let counts = counts.iter().filter(move |(_, count)| count.code == code);
+        counts.map(move |(store, count)| ([store.clone(), layer.into(), name(count), String::new()], count.count))
     });
-    let at_destinations = exporter.relays.iter().flat_map(|relay| {
-        let known = exporter.sources.of_log(&relay.relay().subscription().log).map(SourceName::to_string);
+    let relays = stores.iter().flat_map(|store| store.relays().iter().map(move |relay| (*store, relay)));
+    let at_destinations = relays.flat_map(|(store, relay)| {
+        let known = store.sources().of_log(&relay.relay().subscription().log).map(SourceName::to_string);
         by_source(relay.relay().metrics().duplicates_by_source(), known)
             .into_iter()
-            .map(move |(source, count)| (["destination".into(), source, relay.name().to_string()], count))
+            .map(move |(source, count)| ([label(store), "destination".into(), source, relay.name().to_string()], count))
     });
     page.family(&family::DUPLICATES, recognised.chain(at_destinations))
 }

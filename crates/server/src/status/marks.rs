@@ -1,13 +1,14 @@
 //! Where the destinations' streams end: `/high-water-marks`, `stats --json` and `/metrics`.
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::{join_all, try_join_all};
 use postbox_core::{Error, ErrorKind, HighWaterMark, HighWaterMarks, Result, SubscriptionName};
+use postbox_engine::SupervisedRelay;
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
-
-use crate::Relays;
 
 /// Longest wait for the destinations: they are asked at once, and nobody waits for one that is
 /// down.
@@ -26,9 +27,11 @@ pub struct MarksJson {
     pub fault: Option<String>,
 }
 
-/// What each destination that can says of this stream, or of all that events may be in.
-pub(crate) async fn marks(relays: &Relays, stream: Option<&str>) -> Vec<MarksJson> {
-    let asked = relays.iter().filter_map(|relay| {
+/// What each destination that can says of this stream, or of all that events may be in. A
+/// subscription that several stores have is one destination.
+pub(crate) async fn marks(relays: &[Arc<SupervisedRelay>], stream: Option<&str>) -> Vec<MarksJson> {
+    let mut known = BTreeSet::new();
+    let asked = relays.iter().filter(|relay| known.insert(relay.name())).filter_map(|relay| {
         let destination = relay.relay().sink()?.high_water_marks()?;
         Some(async move {
             let answer = timeout(MARKS_WAIT, ask(destination, stream)).await.unwrap_or_else(|_| Err(too_slow()));

@@ -9,6 +9,7 @@ use http::{Request, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use postbox_core::StoreName;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpStream;
@@ -21,8 +22,9 @@ use crate::fault::Fault;
 
 /// Longest wait: a service on this machine answers at once, and its look at the store is bounded.
 const WAIT_MAX: Duration = Duration::from_secs(3);
-/// Most of an answer that is read: a fault or a subscription's work is a few hundred bytes.
-const ANSWER_BYTES_MAX: usize = 256 * 1024;
+/// Most of an answer that is read: a fault or a subscription's work is a few hundred bytes, and
+/// there may be a hundred stores with twenty subscriptions each.
+const ANSWER_BYTES_MAX: usize = 1024 * 1024;
 
 /// A running service.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -31,7 +33,7 @@ pub struct ServiceStatus {
     pub version: String,
     /// Where it listens.
     pub address: SocketAddr,
-    /// Whether nothing keeps it from its work.
+    /// Whether nothing keeps it from its work; of several stores, from that of one at least.
     pub ready: bool,
     /// What keeps it from its work.
     pub faults: Vec<Fault>,
@@ -41,6 +43,17 @@ pub struct ServiceStatus {
     /// Senders that repeat themselves.
     #[serde(default)]
     pub storms: Vec<StormJson>,
+}
+
+impl ServiceStatus {
+    /// What it says of one of several stores, or of the one that has no name.
+    #[must_use]
+    pub fn of_store(mut self, store: Option<&StoreName>) -> Self {
+        self.faults.retain(|it| it.store.as_ref() == store);
+        self.work.retain(|it| it.store.as_ref() == store);
+        self.storms.retain(|it| it.store.as_ref() == store);
+        self
+    }
 }
 
 /// Asks the service that listens as configured; `None`: nobody listens there, or somebody else.

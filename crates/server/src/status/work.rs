@@ -1,13 +1,16 @@
 //! What only the running service knows of its work: how fast it goes, and what fails beside it.
 
 use jiff::Timestamp;
-use postbox_core::{SourceName, SubscriptionName};
+use postbox_core::{SourceName, StoreName, SubscriptionName};
 use postbox_engine::{Outage, Pace, Storm, SupervisedRelay};
 use serde::{Deserialize, Serialize};
 
 /// How one subscription is worked off, over the last minute or less.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WorkJson {
+    /// Its store, where there are several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<StoreName>,
     /// The subscription.
     pub subscription: SubscriptionName,
     /// Calls of the destination; `None` where there is none.
@@ -55,6 +58,9 @@ pub struct FailsJson {
 /// A sender that repeats itself: what came from it within a minute.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StormJson {
+    /// Its store, where there are several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<StoreName>,
     /// The source.
     pub source: SourceName,
     /// All messages.
@@ -64,9 +70,10 @@ pub struct StormJson {
 }
 
 impl WorkJson {
-    pub(crate) fn of(relay: &SupervisedRelay) -> Self {
+    pub(crate) fn of(store: Option<&StoreName>, relay: &SupervisedRelay) -> Self {
         let (metrics, name) = (relay.relay().metrics(), relay.name());
         Self {
+            store: store.cloned(),
             subscription: name.clone(),
             calls: relay.relay().pace().and_then(CallsJson::of),
             destination_fails: metrics.outage().map(FailsJson::from),
@@ -115,7 +122,7 @@ impl From<Outage> for FailsJson {
 }
 
 impl StormJson {
-    pub(crate) fn of((source, storm): (SourceName, Storm)) -> Self {
-        Self { source, arrivals: storm.arrivals, repeats: storm.repeats }
+    pub(crate) fn of(store: Option<&StoreName>, (source, storm): (SourceName, Storm)) -> Self {
+        Self { store: store.cloned(), source, arrivals: storm.arrivals, repeats: storm.repeats }
     }
 }

@@ -34,7 +34,10 @@ fn event(n: u8, key: &str) -> NewEvent {
 async fn filled(version: Version) -> (Fixture, Client, Lease) {
     let fixture = support::on(version).await;
     let (store, client) = (&fixture.store, fixture.client().await);
-    store.subscribe(&Subscription::new(reader(), LogName::outbox())).await.expect("subscribed");
+    store
+        .subscribe(&Subscription { lanes: 1, ..Subscription::new(reader(), LogName::outbox()) })
+        .await
+        .expect("subscribed");
     let owner = OwnerId::new("test").expect("a name");
     let lease = store.acquire(&reader(), &owner, &[], LONG).await.expect("asked").lease.expect("free");
     let keys = ["a", "a", "a", "b", "b", "c", "d", "e", "f"];
@@ -311,6 +314,7 @@ async fn the_views_say_what_the_store_says() {
         let (fixture, client, _lease) = filled(version).await;
         let store = &fixture.store;
         let early = Subscription {
+            lanes: 1,
             start: postbox_core::StartAt::Now,
             ..Subscription::new(SubscriptionName::new("late").expect("a name"), LogName::outbox())
         };

@@ -1,6 +1,7 @@
 //! What a configuration accepts, and what it says when it does not.
 
 mod documents;
+mod many;
 mod safety;
 mod sources;
 
@@ -22,6 +23,7 @@ pub(super) fn env(name: &str) -> Option<String> {
         "HOOK_SECRET" | "KAFKA_PASSWORD" | "MQTT_PASSWORD" | "PARTNER_SECRET" | "RABBITMQ_PASSWORD"
         | "REDIS_PASSWORD" | "SQS_SECRET_KEY" | "SQS_SESSION_TOKEN" => Some(KEY.into()),
         "DATABASE_URL" => Some("postgres://u:hunter2@h/db".into()),
+        "ACME_DATABASE_URL" => Some("postgres://u:hunter2@h/acme".into()),
         "SHORT" => Some("whsec_abc".into()),
         "POSTBOX_STATUS_TOKEN" => Some("0123456789abcdef".into()),
         "BLANK" => Some(" ".repeat(16)),
@@ -81,17 +83,21 @@ fn assert_defaults(text: &str) {
     let (config, risks) = Config::parse_with(text, options()).expect("no faults");
     assert_eq!(format!("{config:?}"), format!("{:?}", Config::default()));
     assert_eq!((config.store.url, risks), (Config::default().store.url, Vec::new()));
-    assert!(config.subscriptions.is_empty() && config.sources.is_empty());
+    assert!(config.subscriptions.is_empty() && config.sources.is_empty() && config.stores.is_empty());
 }
 
-/// The default file with every commented-out key in force.
+/// The default file with every commented-out key in force. Of `[store]` and `[stores.acme]`, one
+/// can be: the second.
 fn uncommented() -> String {
     let text = default_toml();
     let lines = text.lines().map(|line| match line.strip_prefix('#') {
         Some(code) if !code.starts_with(' ') => code,
         _ => line,
     });
-    lines.collect::<Vec<_>>().join("\n")
+    let text = lines.collect::<Vec<_>>().join("\n");
+    let (before, rest) = text.split_once("[store]\n").expect("one store");
+    let (_, after) = rest.split_once("\n# Where the logs are, where").expect("several stores");
+    format!("{before}# Where the logs are, where{after}")
 }
 
 #[test]
@@ -184,7 +190,7 @@ fn unknown_keys_are_refused_with_the_nearest_name() {
     assert!(fault("[sevrer]").contains("did you mean `server`?"));
     assert!(fault("[server]\nport = 1").contains("known here: listen, connections, header_timeout, stop_timeout"));
     assert!(fault("stray = 1").contains("unknown section `stray`"));
-    assert!(fault("straykeyofmany = 1").contains("unknown section; known here: store, server, subscriptions"));
+    assert!(fault("straykeyofmany = 1").contains("unknown section; known here: store, stores, server, subscriptions"));
 }
 
 #[test]
@@ -443,7 +449,7 @@ fn examples_in_the_documentation() -> Vec<(String, String)> {
 fn the_examples_in_the_documentation_are_right() {
     for (page, example) in examples_in_the_documentation() {
         let url = |name: &str| name.contains("STORE") || name.contains("URL");
-        let env = |name: &str| Some(if url(name) { "postgres://localhost/db" } else { KEY }.to_owned());
+        let env = |name: &str| Some(if url(name) { format!("postgres://localhost/{name}") } else { KEY.to_owned() });
         let reading = ReadOptions { env: &env, ..from_environment(&page) };
         if let Err(faults) = Config::parse_with(&example, reading) {
             panic!("{faults}\nin\n{example}");

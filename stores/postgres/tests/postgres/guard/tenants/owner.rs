@@ -29,7 +29,10 @@ async fn an_owner_that_is_bound_rebases_and_removes_everything() {
         client.batch_execute(&store.grants(&roles).await.expect("printed")).await.expect("granted");
 
         let working = PostgresStore::connect(PostgresConfig::new(url_as(&url, &relay))).await.expect("connected");
-        working.subscribe(&Subscription::new(named("out"), LogName::outbox())).await.expect("made");
+        working
+            .subscribe(&Subscription { lanes: 1, ..Subscription::new(named("out"), LogName::outbox()) })
+            .await
+            .expect("made");
         working.append(&LogName::outbox(), &[NewEvent::json("t", "1").tenant("acme")]).await.expect("appended");
         let count = async || {
             client.query_one("SELECT count(*) FROM postbox.outbox", &[]).await.expect("asked").get::<_, i64>(0)

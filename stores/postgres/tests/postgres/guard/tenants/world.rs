@@ -104,7 +104,7 @@ impl World {
             let name = if tenant == "acme" { "acme-out" } else { "other-out" };
             let filter = Filter { topics: vec!["a".parse().expect("a topic")], tenant: tenant.parse().ok() };
             relay
-                .subscribe(&Subscription { filter, ..Subscription::new(named(name), outbox.clone()) })
+                .subscribe(&Subscription { lanes: 1, filter, ..Subscription::new(named(name), outbox.clone()) })
                 .await
                 .expect("made");
             let operator = self.store(&self.operator, Some(tenant)).await;
@@ -114,11 +114,17 @@ impl World {
             let once = "INSERT INTO postbox.once (source, message_id) VALUES ('s', 'm')";
             within(&self.client(&self.operator).await, tenant, once).await.expect("applied");
         }
-        relay.subscribe(&Subscription::new(named("shared"), outbox.clone())).await.expect("made");
+        relay
+            .subscribe(&Subscription { lanes: 1, ..Subscription::new(named("shared"), outbox.clone()) })
+            .await
+            .expect("made");
         // It belongs to another tenant by now; what is kept of it belongs to both.
         let moved = |tenant: &str| Filter { topics: Vec::new(), tenant: tenant.parse().ok() };
-        let moved =
-            |tenant| Subscription { filter: moved(tenant), ..Subscription::new(named("moved"), outbox.clone()) };
+        let moved = |tenant| Subscription {
+            lanes: 1,
+            filter: moved(tenant),
+            ..Subscription::new(named("moved"), outbox.clone())
+        };
         relay.subscribe(&moved(TENANTS[1])).await.expect("made");
         self.append_for_both().await;
         for name in ["acme-out", "other-out", "shared", "moved"] {

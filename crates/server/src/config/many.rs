@@ -1,0 +1,79 @@
+//! `[stores.NAME]`: what each of several stores has to do.
+
+use postbox_config::{Section, suggestion};
+use postbox_core::StoreName;
+
+use super::Config;
+
+impl Config {
+    /// The configuration as each store has it, as if there were no other; with its name where there
+    /// are several.
+    pub fn per_store(&self) -> Vec<(Option<StoreName>, Self)> {
+        if self.stores.is_empty() {
+            return vec![(None, self.clone())];
+        }
+        let share = |of: &crate::NamedStore| {
+            let mut share = Self { store: of.config.clone(), stores: Vec::new(), ..self.clone() };
+            share.subscriptions.retain(|it| it.stores.is_empty() || it.stores.contains(&of.name));
+            share.sources.retain(|it| it.stores.is_empty() || it.stores.contains(&of.name));
+            share.sources.iter_mut().for_each(|it| it.of_store = Some(of.name.clone()));
+            (Some(of.name.clone()), share)
+        };
+        self.stores.iter().map(share).collect()
+    }
+
+    /// The names of the stores, where there are several.
+    pub fn store_names(&self) -> Vec<&str> {
+        self.stores.iter().map(|store| store.name.as_str()).collect()
+    }
+
+    pub(super) fn check_stores(&self, root: &Section<'_>) {
+        if let Some(first) = self.stores.first().filter(|_| root.has("store")) {
+            let text = format!(
+                "[store] is one store, and there are [stores.{}] and others; write [store] as one of them, \
+                 [stores.NAME], with a name of your choice",
+                first.name
+            );
+            root.fault("store", text);
+        }
+        for (at, store) in self.stores.iter().enumerate() {
+            if let Some(twin) = self.stores[..at].iter().find(|twin| twin.config.is_same(&store.config)) {
+                let line = root.line_at(&["stores", store.name.as_str()]).unwrap_or_default();
+                let text = format!("stores.{} is the same store as stores.{}; correct its url", store.name, twin.name);
+                root.reader.fault(line, text);
+            }
+        }
+        let subscriptions =
+            self.subscriptions.iter().map(|it| ("subscriptions", it.subscription.name.as_str(), &it.stores));
+        let sources = self.sources.iter().map(|it| ("sources", it.name.as_str(), &it.stores));
+        for (section, name, stores) in subscriptions.chain(sources) {
+            self.check_named(root, [section, name], stores);
+        }
+        for source in self.sources.iter().filter(|source| source.is_pulled()) {
+            let count = if source.stores.is_empty() { self.stores.len() } else { source.stores.len() };
+            if count > 1 {
+                let name = source.name.as_str();
+                let at = [&["sources", name, "stores"][..], &["sources", name]];
+                let line = at.iter().find_map(|path| root.line_at(path)).unwrap_or_default();
+                let text = format!(
+                    "sources.{name}: a message of a broker goes into one store, and this source has {count}; name one, \
+                     e.g. stores = [{:?}], and add a source for each other",
+                    self.stores.first().map_or("acme", |store| store.name.as_str())
+                );
+                root.reader.fault(line, text);
+            }
+        }
+    }
+
+    fn check_named(&self, root: &Section<'_>, [section, name]: [&str; 2], stores: &[StoreName]) {
+        let known = self.store_names();
+        for store in stores.iter().filter(|store| !known.contains(&store.as_str())) {
+            let line = root.line_at(&[section, name, "stores"]).unwrap_or_default();
+            let cure = match known.is_empty() {
+                true => "leave it out: there is one store, [store]".to_owned(),
+                false => suggestion(store.as_str(), &known),
+            };
+            root.reader.fault(line, format!("{section}.{name}.stores: there is no [stores.{store}]; {cure}"));
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Several stores in one file.
+
+use postbox_core::StoreName;
+
+use super::*;
+
+const TWO: &str = "[stores.a]\nurl = \"sqlite:a.db\"\n[stores.b]\nurl = \"sqlite:b.db\"\n";
+
+/// The names of the subscriptions and sources that each store has.
+fn shares(text: &str) -> Vec<(String, Vec<String>)> {
+    let share = |(name, config): (Option<StoreName>, Config)| {
+        let subscriptions = config.subscriptions.iter().map(|it| it.subscription.name.to_string());
+        let sources = config.sources.iter().map(|it| it.path().unwrap_or_else(|| it.name.to_string()));
+        (name.map_or_else(String::new, |name| name.to_string()), subscriptions.chain(sources).collect())
+    };
+    parse(text).expect("no faults").per_store().into_iter().map(share).collect()
+}
+
+#[test]
+fn each_store_has_what_is_not_said_to_be_of_others() {
+    let webhook = format!("type = \"webhook\"\nscheme = \"standard\"\nsecret = \"{KEY}\"\n");
+    let more = format!(
+        "[subscriptions.all]\n[subscriptions.one]\nstores = [\"b\"]\n[sources.in]\n{webhook}\
+         [sources.one]\n{webhook}stores = [\"a\"]\n"
+    );
+    let of = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+    assert_eq!(
+        shares(&(TWO.to_owned() + &more)),
+        [("a".to_owned(), of(&["all", "/in/a/in", "/in/a/one"])), ("b".to_owned(), of(&["all", "one", "/in/b/in"]))]
+    );
+    // One store has no name, and paths without one.
+    let alone = format!("[store]\nurl = \"sqlite:a.db\"\n[subscriptions.all]\n[sources.in]\n{webhook}");
+    assert_eq!(shares(&alone), [(String::new(), of(&["all", "/in/in"]))]);
+}
+
+#[test]
+fn one_store_and_several_in_one_file_is_a_fault_with_its_cure() {
+    let message = fault(&("[store]\nurl = \"sqlite:c.db\"\n".to_owned() + TWO));
+    assert!(message.contains(":1: ") && message.contains("write [store] as one of them"), "{message}");
+}
+
+#[test]
+fn a_store_of_many_has_a_url_of_its_own() {
+    let message = fault("[stores.a]\n");
+    assert!(message.contains("stores.a has no url; write url = \"env:"), "{message}");
+    let twice = "[stores.a]\nurl = \"env:DATABASE_URL\"\n[stores.b]\nurl = \"env:DATABASE_URL\"\n";
+    let message = fault(twice);
+    assert!(message.contains(":3: ") && message.contains("stores.b is the same store as stores.a"), "{message}");
+    assert!(!message.contains("hunter2"), "{message}");
+    // A schema for each tenant in one database.
+    parse(&twice.replace("[stores.b]\n", "[stores.b]\nschema = \"other\"\n")).expect("no faults");
+    let message = fault("[stores.\"a b\"]\nurl = \"sqlite:a.db\"\n");
+    assert!(message.contains("stores.a b: "), "{message}");
+}
+
+#[test]
+fn a_store_that_is_not_there_is_named_with_the_nearest() {
+    let of = |stores: &str| format!("[subscriptions.x]\nstores = {stores}\n");
+    let message = fault(&("[stores.acme]\nurl = \"sqlite:a.db\"\n".to_owned() + &of("[\"acne\"]")));
+    assert!(message.contains(":4: ") && message.contains("did you mean `acme`?"), "{message}");
+    let message = fault(&of("[\"a\"]"));
+    assert!(message.contains("subscriptions.x.stores: there is no [stores.a]; leave it out"), "{message}");
+    let message = fault(&(TWO.to_owned() + &of("[]")));
+    assert!(message.contains("is empty; name a store, or leave it out for all"), "{message}");
+}
+
+#[test]
+fn a_message_of_a_broker_goes_into_one_store() {
+    let source = |more: &str| format!("{TWO}[sources.x]\ntype = \"nats\"\nurl = \"nats://h\"\nstream = \"S\"\n{more}");
+    for several in ["", "stores = [\"a\", \"b\"]\n"] {
+        let message = fault(&source(several));
+        assert!(message.contains("sources.x: ") && message.contains("e.g. stores = [\"a\"]"), "{message}");
+    }
+    parse(&source("stores = [\"b\"]\n")).expect("no faults");
+}

@@ -1,0 +1,272 @@
+//! One store at work in a service: waited for, worked on, and asked how it fares.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use axum::Router;
+use axum::extract::Request;
+use axum::middleware::{Next, from_fn};
+use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName};
+use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tracing::{Instrument as _, Span, error_span, warn};
+
+use crate::cache::Cached;
+use crate::config::Config;
+use crate::fault::Fault;
+use crate::metrics::Measured;
+use crate::service::join;
+use crate::sources::Sources;
+use crate::stores::open_store;
+use crate::wiring::{self, Sinks};
+
+/// Longest wait for the store before it counts as not reachable: probes give up after a few
+/// seconds.
+const ANSWER_WAIT: Duration = Duration::from_secs(2);
+/// The same where there are several: probes give up after a second by default, and one store that
+/// does not answer must not speak for the others.
+const ANSWER_WAIT_OF_MANY: Duration = Duration::from_millis(500);
+/// How long readiness is kept: probes come every second at most, and strangers make no work for the
+/// store.
+const READY_TTL: Duration = Duration::from_secs(1);
+/// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several share one answer.
+const MEASURED_TTL: Duration = Duration::from_secs(5);
+
+/// First and longest wait before a store that could not be taken up is tried again.
+const RETRY_MIN: Duration = Duration::from_millis(500);
+const RETRY_MAX: Duration = Duration::from_secs(5);
+/// So many tries that fail in the same way are one line in the log.
+const TRIES_PER_LINE: u32 = 60;
+
+/// One store, and what this service does for it.
+pub(crate) struct ServedStore {
+    /// `None`: there is only one.
+    pub(crate) name: Option<StoreName>,
+    /// The configuration as if there were no other.
+    config: Config,
+    sinks: Arc<Sinks>,
+    sources: Sources,
+    taken_up: Arc<TakenUp>,
+    /// Why it is not taken up.
+    missing: Mutex<Option<Fault>>,
+    clock: Arc<dyn Clock>,
+    faults: Cached<Vec<Fault>>,
+    measured: Cached<Measured>,
+}
+
+/// The store, once it and its subscriptions are there.
+#[derive(Default)]
+struct TakenUp(OnceLock<(Arc<dyn Store>, Relays)>);
+
+type Relays = Vec<Arc<SupervisedRelay>>;
+
+impl ServedStore {
+    /// Touches no store. `config` is what it has to do; `drain_timeout` is how long a stop waits
+    /// for what is in flight.
+    pub(crate) async fn new(
+        (name, mut config): (Option<StoreName>, Config),
+        sinks: Arc<Sinks>,
+        drain_timeout: Duration,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Arc<Self>> {
+        config.subscriptions.iter_mut().for_each(|it| it.settings.drain_timeout = drain_timeout);
+        let taken_up = Arc::<TakenUp>::default();
+        let receive: Arc<dyn Receive> = taken_up.clone();
+        let sources = Sources::build(&config.sources, name.as_ref(), drain_timeout, &receive, clock).await?;
+        Ok(Arc::new(Self {
+            name,
+            config,
+            sinks,
+            sources,
+            taken_up,
+            missing: Mutex::default(),
+            clock: Arc::clone(clock),
+            faults: Cached::new(Arc::clone(clock), READY_TTL),
+            measured: Cached::new(Arc::clone(clock), MEASURED_TTL),
+        }))
+    }
+
+    /// What its lines in the log stand in: of one among several, each says which. Of the level of
+    /// an error, so that no filter of levels takes it away.
+    pub(crate) fn span(&self) -> Span {
+        self.name.as_ref().map_or_else(Span::none, |name| error_span!("postbox", store = %name))
+    }
+
+    /// Where its webhooks come in.
+    pub(crate) fn router(&self) -> Router {
+        let (router, span) = (self.sources.router(), self.span());
+        if span.is_none() {
+            return router;
+        }
+        router.layer(from_fn(move |request: Request, next: Next| next.run(request).instrument(span.clone())))
+    }
+
+    /// Takes it up: makes its subscriptions, and what drives them. What fails can be tried again.
+    pub(crate) async fn take_up(&self, store: Arc<dyn Store>) -> Result<()> {
+        let mut relays = Vec::with_capacity(self.config.subscriptions.len());
+        for subscription in &self.config.subscriptions {
+            store.subscribe(&subscription.subscription).await?;
+            let relay = wiring::relay(&store, subscription, &self.sinks, &self.clock)?;
+            let schedule = subscription.schedule.clone().map(|cron| Box::new(cron) as Box<dyn Schedule>);
+            relays.push(SupervisedRelay::new(relay, schedule));
+        }
+        self.note_missing(None);
+        // Taken up twice, the first stays.
+        _ = self.taken_up.0.set((store, relays));
+        Ok(())
+    }
+
+    /// Works until `stop`. Where there are several stores, whatever is wrong with this one is
+    /// waited for (it may be away, or its schema not be there yet): the others have nothing to do
+    /// with it.
+    pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken) -> Result<()> {
+        if self.taken_up.0.get().is_none() && stop.run_until_cancelled(self.wait_for_it()).await.is_none() {
+            return Ok(());
+        }
+        let Some(store) = self.store().cloned() else { return Ok(()) };
+        let mut tasks: JoinSet<Result<()>> = JoinSet::new();
+        for relay in self.relays().iter().map(Arc::clone) {
+            begin(&mut tasks, relay.supervise(Arc::clone(&self.clock), stop.clone()));
+        }
+        for receiver in self.sources.receivers().iter().map(Arc::clone) {
+            begin(&mut tasks, receiver.supervise(Arc::clone(&self.clock), stop.clone()));
+        }
+        let finder = UnroutedFinder::new(Arc::clone(&store) as _, logs(&self.config), Arc::clone(&self.clock));
+        let (sweeper, finder_stop, sweeper_stop) = (self.sweeper(&store)?, stop.clone(), stop.clone());
+        begin(&mut tasks, async move { finder.run(finder_stop).await });
+        begin(&mut tasks, async move {
+            sweeper.run(sweeper_stop.clone()).await;
+            sweeper_stop.cancelled().await;
+        });
+        join(&mut tasks, &stop).await
+    }
+
+    async fn wait_for_it(&self) {
+        let (mut wait, mut tries, mut last) = (RETRY_MIN, 0, String::new());
+        loop {
+            let Err(error) = self.open().await else { return };
+            let fault = Fault::of_store(error.code(), error.message().to_owned());
+            if fault.code != last || tries % TRIES_PER_LINE == 0 {
+                warn!(code = fault.code, why = fault.what, "store cannot be taken up; waiting for it");
+                (tries, last) = (0, fault.code.clone());
+            }
+            tries += 1;
+            self.note_missing(Some(fault));
+            self.clock.sleep(wait).await;
+            wait = (wait * 2).min(RETRY_MAX);
+        }
+    }
+
+    async fn open(&self) -> Result<()> {
+        let store = open_store(&self.config.store).await?;
+        store.validate().await?;
+        if !self.config.sources.is_empty() {
+            store.check_receiving().await?;
+        }
+        self.take_up(store).await
+    }
+
+    fn note_missing(&self, fault: Option<Fault>) {
+        *self.missing.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+    }
+
+    fn sweeper(&self, store: &Arc<dyn Store>) -> Result<Sweeper> {
+        let retention = &self.config.retention;
+        Ok(Sweeper::new(Arc::clone(store) as _, logs(&self.config), Arc::clone(&self.clock))
+            .events_older_than(retention.older_than)
+            .message_ids_older_than(Arc::clone(store) as _, retention.remember_ids)?
+            .schedule(retention.schedule.clone()))
+    }
+
+    /// The store, if it is taken up.
+    pub(crate) fn store(&self) -> Option<&Arc<dyn Store>> {
+        self.taken_up.0.get().map(|(store, _)| store)
+    }
+
+    /// Its relays, if it is taken up.
+    pub(crate) fn relays(&self) -> &[Arc<SupervisedRelay>] {
+        self.taken_up.0.get().map_or(&[], |(_, relays)| relays)
+    }
+
+    /// Where its messages come from.
+    pub(crate) fn sources(&self) -> &Sources {
+        &self.sources
+    }
+
+    /// Everything that keeps it from its work.
+    pub(crate) async fn faults(self: &Arc<Self>) -> Vec<Fault> {
+        // Of one alone, the question itself ends before.
+        let wait = if self.name.is_some() { ANSWER_WAIT_OF_MANY } else { ANSWER_WAIT * 2 };
+        let this = Arc::clone(self);
+        let found = self.faults.get(async move { Some(this.find_faults().await) });
+        let mut faults = match timeout(wait, found).await {
+            Ok(Some(faults)) => faults.to_vec(),
+            Ok(None) => vec![Fault::of_store("check_failed", "the check itself failed; this is a defect".into())],
+            Err(_) => vec![Fault::of_store("store_timeout", format!("no answer within {wait:?}"))],
+        };
+        faults.iter_mut().for_each(|fault| fault.store.clone_from(&self.name));
+        faults
+    }
+
+    async fn find_faults(&self) -> Vec<Fault> {
+        let Some(store) = self.store() else {
+            let missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            return vec![missing.unwrap_or_else(|| not_taken_up().into())];
+        };
+        let of_the_store = match timeout(ANSWER_WAIT, store.validate()).await {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error.into()),
+            Err(_) => Some(Fault::of_store("store_timeout", format!("no answer within {ANSWER_WAIT:?}"))),
+        };
+        let store_is_up = of_the_store.is_none();
+        let of_relays = self.relays().iter().filter_map(|relay| Fault::of_relay(relay, store_is_up));
+        let of_sources = self.sources.receivers().iter().filter_map(|receiver| receiver.fault());
+        of_the_store.into_iter().chain(of_relays).chain(of_sources).collect()
+    }
+
+    /// What the store says of depth and lag; `None`: it does not answer.
+    pub(crate) async fn measured(self: &Arc<Self>) -> Option<Arc<Measured>> {
+        let this = Arc::clone(self);
+        self.measured.get(async move { Measured::ask(this.store()?.as_ref(), this.relays()).await.ok() }).await
+    }
+}
+
+/// Begins a part of the work, whose lines in the log say of which store they are.
+fn begin(tasks: &mut JoinSet<Result<()>>, work: impl Future<Output = ()> + Send + 'static) {
+    let work = async {
+        work.await;
+        Ok(())
+    };
+    tasks.spawn(work.in_current_span());
+}
+
+/// What is received before the store is there is refused: its sender comes again.
+#[async_trait]
+impl Receive for TakenUp {
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        let (store, _) = self.0.get().ok_or_else(not_taken_up)?;
+        store.receive_many(log, inbound).await
+    }
+
+    async fn forget(&self, older_than: Duration) -> Result<u64> {
+        let (store, _) = self.0.get().ok_or_else(not_taken_up)?;
+        store.forget(older_than).await
+    }
+}
+
+fn not_taken_up() -> Error {
+    Error::new(ErrorKind::Unavailable, "open", "store_unreachable", "the store has not been reached yet")
+}
+
+/// Every log that is read or written here.
+fn logs(config: &Config) -> Vec<LogName> {
+    let mut logs: Vec<LogName> = config.subscriptions.iter().map(|config| config.subscription.log.clone()).collect();
+    logs.extend([LogName::outbox(), LogName::inbox()]);
+    logs.extend(config.sources.iter().map(|source| source.log.clone()));
+    logs.sort();
+    logs.dedup();
+    logs
+}
