@@ -280,7 +280,7 @@ impl ServiceBuilder {
 
     /// A relay of your own making, on the same store: with other
     /// [settings](crate::RelaySettings), another [filter or number of lanes](Subscription), or a
-    /// [sink](crate::Sink).
+    /// [sink](crate::contract::Sink).
     pub fn relay(self, relay: Relay) -> Self {
         self.add(|| Ok(relay))
     }
