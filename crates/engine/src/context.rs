@@ -133,7 +133,9 @@ impl RelayContext {
     /// was taken away by a person, and is not made again by the way.
     pub(crate) async fn acquire(&self, owner: &OwnerId, held: &[u16]) -> Result<Acquired> {
         let (name, ttl) = (&self.subscription.name, self.settings.lease_ttl);
-        self.log.acquire(name, owner, held, ttl).await.map_err(|error| match error.code() {
+        let acquired = self.log.acquire(name, owner, held, ttl).await;
+        self.metrics.lease_answered(acquired.as_ref().err(), self.clock.now());
+        acquired.map_err(|error| match error.code() {
             "subscription_unknown" => removed(self.name()),
             _ => error,
         })

@@ -92,6 +92,7 @@ macro_rules! counters {
             pub(crate) pace: PaceMeter,
             outage: Fails,
             pub(crate) dead_letters_fail: Fails,
+            leases_fail: Fails,
             failures: Mutex<BTreeMap<(u16, &'static str), Failures>>,
             causes: Mutex<BTreeMap<(String, String), u64>>,
             duplicates_from: Mutex<BTreeMap<Option<String>, u64>>,
@@ -215,12 +216,22 @@ impl Metrics {
         lanes
     }
 
-    /// Since when and why reads or settlements fail because the store is away, full or busy, if
-    /// they do. That ends by itself.
+    /// Since when and why calls fail because the store is away, full or busy, if they do. That ends
+    /// by itself.
     pub(crate) fn store_outage(&self, now: Timestamp) -> Option<Outage> {
         let failures = lock(&self.failures);
-        let first = failures.values().filter(|it| it.of_store && it.is_of_now(now)).min_by_key(|it| it.lane.since)?;
-        Some(Outage { since: first.lane.since, code: first.lane.code.clone() })
+        let of_lanes = failures.values().filter(|it| it.of_store && it.is_of_now(now)).map(|it| &it.lane);
+        let of_lanes = of_lanes.map(|it| Outage { since: it.since, code: it.code.clone() });
+        of_lanes.chain(self.leases_fail.get()).min_by_key(|it| it.since)
+    }
+
+    /// What came of asking for a lane or renewing one: the only calls of a relay with nothing to
+    /// send.
+    pub(crate) fn lease_answered(&self, error: Option<&Error>, now: Timestamp) {
+        match error {
+            Some(error) if error.kind() == ErrorKind::Unavailable => self.leases_fail.failed(now, error.code()),
+            _ => self.leases_fail.works(),
+        }
     }
 
     /// A call of a lane failed. One that fails because the store is down counts too: a store may

@@ -200,8 +200,8 @@ impl Relay {
         self.metrics.failing_lanes(self.clock.now())
     }
 
-    /// Since when and why its reads or settlements fail because the store is away, full or busy, if
-    /// they do.
+    /// Since when and why its calls of the store fail because that is away, full or busy, if they
+    /// do.
     pub fn store_outage(&self) -> Option<Outage> {
         self.metrics.store_outage(self.clock.now())
     }

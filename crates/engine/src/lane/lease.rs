@@ -100,6 +100,7 @@ pub(super) async fn keep(context: Arc<RelayContext>, guard: Arc<LeaseGuard>) {
             answer = context.log.renew(&guard.lease, guard.ttl) => answer,
             () = clock.sleep(left) => return guard.run_out(&context),
         };
+        context.metrics.lease_answered(answer.as_ref().err(), clock.now());
         match answer {
             Ok(()) => {
                 guard.until.store(nanos(asked_at + guard.ttl), Ordering::Release);

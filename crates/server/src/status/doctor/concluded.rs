@@ -127,7 +127,7 @@ fn relay_fails(known: &Known<'_>, address: Option<&str>) -> Option<Finding> {
 
 fn store_fails(known: &Known<'_>) -> Option<Finding> {
     let fails = known.work?.store_fails.as_ref()?;
-    let what = format!("its relay cannot read or settle since {}; last reason: {}", fails.since, fails.code);
+    let what = format!("calls of the store fail since {}; last reason: {}", fails.since, fails.code);
     let cure = match fails.code.as_str() {
         "store_busy" => {
             "another program holds the write lock of the store's file: find its long transaction and end it"
