@@ -3,17 +3,28 @@
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use deadpool_postgres::{Manager, Pool, Transaction};
 use postbox_core::{NewEvent, Postbox};
 use postbox_postgres::Postgres;
 use postbox_sqlite::Sqlite;
-use tokio_postgres::{Statement, Transaction};
+use tokio_postgres::{NoTls, Statement};
 use uuid::Uuid;
 
-use crate::bed::{Bed, Place, Stores, at_once, connect, event};
+use crate::bed::{Bed, Place, Stores, at_once, event};
 use crate::figure::{Figure, Table};
 use crate::machine;
 
 const KEYS: usize = 10_000;
+/// Each side takes this many turns, so that what else the machine does meets all of them.
+const ROUNDS: u32 = 4;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Ours,
+    /// With the statement kept in the connection.
+    Prepared,
+    Bare,
+}
 
 /// The same facts in a table that promises nothing: no checks, no second index, no transaction id,
 /// no slot.
@@ -52,8 +63,9 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         let (mut table, writers) = match &mut bed.place {
             Place::Postgres(client, _) => {
                 client.batch_execute(POSTGRES_BARE).await?;
-                let title = "append: Postgres 15, fsync on, in the caller's tokio-postgres transaction";
-                (Table::new(title, &[&columns[..], &["WAL B/event", "bare's"]].concat()), &options.writers[..])
+                let title = "append: Postgres 15, fsync on, in the caller's deadpool-postgres transaction";
+                let more = ["prepared", "ratio", "WAL B/event", "bare's"];
+                (Table::new(title, &[&columns[..], &more].concat()), &options.writers[..])
             }
             Place::Sqlite(file) => {
                 file.execute_batch(SQLITE_BARE)?;
@@ -64,12 +76,22 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         };
         for batch in &options.batch {
             for writers in writers {
-                let ours = measure(&mut bed, *batch, *writers, options.seconds, false).await?;
-                let bare = measure(&mut bed, *batch, *writers, options.seconds, true).await?;
-                let at_once = matches!(bed.place, Place::Postgres(..)).then(|| writers.to_string());
+                let is_postgres = matches!(bed.place, Place::Postgres(..));
+                let (mut ours, mut bare, mut prepared) = (Figure::default(), Figure::default(), Figure::default());
+                for _ in 0..ROUNDS {
+                    let mut more = async |side| measure(&mut bed, *batch, *writers, options.round(), side).await;
+                    ours = ours.plus(more(Side::Ours).await?);
+                    bare = bare.plus(more(Side::Bare).await?);
+                    if is_postgres {
+                        prepared = prepared.plus(more(Side::Prepared).await?);
+                    }
+                }
+                let at_once = is_postgres.then(|| writers.to_string());
                 let bytes = [ours, bare].map(|figure| format!("{:.0}", figure.bytes_each()));
                 let speed = [ours.rate(), bare.rate(), ours.ratio(bare)];
-                table.row([batch.to_string()].into_iter().chain(at_once).chain(speed).chain(bytes));
+                let prepared = is_postgres.then(|| [prepared.rate(), prepared.ratio(bare)]);
+                let row = [batch.to_string()].into_iter().chain(at_once).chain(speed);
+                table.row(row.chain(prepared.into_iter().flatten()).chain(bytes));
             }
         }
         table.print();
@@ -83,33 +105,39 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn measure(bed: &mut Bed, batch: usize, writers: usize, seconds: u64, bare: bool) -> anyhow::Result<Figure> {
-    let time = Duration::from_secs(seconds);
+impl Options {
+    fn round(&self) -> Duration {
+        Duration::from_secs(self.seconds) / ROUNDS
+    }
+}
+
+async fn measure(bed: &mut Bed, batch: usize, writers: usize, time: Duration, side: Side) -> anyhow::Result<Figure> {
     match &mut bed.place {
         Place::Postgres(client, _) => {
             client.batch_execute("CHECKPOINT").await?;
             let until = Instant::now() + time;
-            let write = |number| write_postgres(bed.store.clone(), number, batch, until, bare);
+            let write = |number| write_postgres(bed.store.clone(), number, batch, until, side);
             bed.measure(at_once(writers, write)).await
         }
         Place::Sqlite(file) => {
             let (written, start) = (machine::written_bytes()?, Instant::now());
-            let count = write_sqlite(file, batch, start + time, bare)?;
+            let count = write_sqlite(file, batch, start + time, side)?;
             let bytes = machine::written_bytes()? - written;
             Ok(Figure { count, seconds: start.elapsed().as_secs_f64(), bytes, ..Figure::default() })
         }
     }
 }
 
-async fn write_postgres(url: String, number: usize, batch: usize, until: Instant, bare: bool) -> anyhow::Result<usize> {
-    let mut client = connect(&url).await?;
+async fn write_postgres(url: String, number: usize, batch: usize, until: Instant, side: Side) -> anyhow::Result<usize> {
+    let pool = Pool::builder(Manager::new(url.parse()?, NoTls)).max_size(1).build()?;
+    let mut client = pool.get().await?;
     let insert = client.prepare(POSTGRES_INSERT).await?;
-    let postbox = Postbox::new(Postgres::default());
+    let postbox = Postbox::new(Postgres { prepared: side == Side::Prepared, ..Postgres::default() });
     let mut count = 0;
     while Instant::now() < until {
         let events: Vec<_> = (0..batch).map(|n| event(number * 1_000_003 + count + n, KEYS)).collect();
         let mut transaction = client.transaction().await?;
-        if bare {
+        if side == Side::Bare {
             insert_bare(&transaction, &insert, &events).await?;
         } else {
             postbox.append(&mut transaction, events).await?;
@@ -129,12 +157,12 @@ async fn insert_bare(transaction: &Transaction<'_>, insert: &Statement, events: 
     Ok(())
 }
 
-fn write_sqlite(file: &mut rusqlite::Connection, batch: usize, until: Instant, bare: bool) -> anyhow::Result<usize> {
+fn write_sqlite(file: &mut rusqlite::Connection, batch: usize, until: Instant, side: Side) -> anyhow::Result<usize> {
     let mut count = 0;
     while Instant::now() < until {
         let events: Vec<_> = (0..batch).map(|n| event(count + n, KEYS)).collect();
         let mut transaction = file.transaction()?;
-        if bare {
+        if side == Side::Bare {
             let mut insert = transaction.prepare_cached(SQLITE_INSERT)?;
             for event in &events {
                 insert.execute((Uuid::now_v7().as_bytes(), &event.topic, &event.key, &event.payload[..]))?;

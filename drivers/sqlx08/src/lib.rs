@@ -36,7 +36,7 @@ async fn append_in(
         return Err(no_transaction("append"));
     }
     let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
-    let query = sqlx08::query(&statement.sql).persistent(false);
+    let query = sqlx08::query(&statement.sql).persistent(to.prepared);
     let query = statement.texts.into_iter().fold(query, |query, text| query.bind(text));
     connection.execute(query).await.map_err(|error| classify(&error, log))?;
     Ok(statement.ids)

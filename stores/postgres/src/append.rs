@@ -48,8 +48,8 @@ SELECT {s}.{name}_append_many($1::pg_catalog.uuid[], $2::pg_catalog.text[], $3::
 ///
 /// Transactions are those of `tokio-postgres` and `deadpool-postgres`, and of the drivers that the
 /// crate `postbox` has a feature for ([`driver`](crate::driver) is for one more). Events take one
-/// round trip, whatever their number. Nothing stays prepared, so that a transaction-mode pooler may
-/// sit in between.
+/// round trip, whatever their number. Nothing stays prepared unless asked for, so that a
+/// transaction-mode pooler may sit in between.
 ///
 /// As after any failed statement, Postgres then refuses everything but a rollback of your
 /// transaction, except where the events broke a limit: that is found before anything is sent.
@@ -57,38 +57,64 @@ SELECT {s}.{name}_append_many($1::pg_catalog.uuid[], $2::pg_catalog.text[], $3::
 pub struct Postgres {
     /// The schema that the tables are in.
     pub schema: SchemaName,
+    /// Keeps the statement of an append prepared in its connection, which spares the server to
+    /// parse it each time. Only for connections that no pooler shares, or one that keeps prepared
+    /// statements apart (pgbouncer from 1.21 on, with `max_prepared_statements`). Heeded where a
+    /// connection keeps statements by itself: those of `deadpool-postgres` and of `sqlx`.
+    pub prepared: bool,
 }
 
 /// Marks transactions of `tokio-postgres`, and of its pool.
 #[derive(Debug)]
 pub enum TokioPostgres {}
 
+/// A transaction of the driver, with the pool's own if it has one: that keeps statements.
+type Borrowed<'a> = (&'a tokio_postgres::Transaction<'a>, Option<&'a deadpool_postgres::Transaction<'a>>);
+
 macro_rules! appends {
-    ($($transaction:ty),*) => {
+    ($($transaction:ty, $tx:ident => $borrowed:expr;)*) => {
         $(impl<'a> Transaction<'a, Postgres, TokioPostgres> for $transaction {
             type Appended = AppendFuture<'a>;
 
             fn append(&'a mut self, to: &'a Postgres, log: &'a LogName, events: Result<Vec<NewEvent>>) -> AppendFuture<'a> {
-                Box::pin(append_in(self, to, log, events))
+                let $tx = &*self;
+                Box::pin(append_in($borrowed, to, log, events))
             }
         })*
     };
 }
 
-appends!(tokio_postgres::Transaction<'_>, &tokio_postgres::Transaction<'_>, deadpool_postgres::Transaction<'_>);
+appends! {
+    tokio_postgres::Transaction<'_>, tx => (tx, None);
+    &tokio_postgres::Transaction<'_>, tx => (*tx, None);
+    deadpool_postgres::Transaction<'_>, tx => (&**tx, Some(tx));
+}
 
 async fn append_in(
-    tx: &tokio_postgres::Transaction<'_>,
+    (tx, pooled): Borrowed<'_>,
     to: &Postgres,
     log: &LogName,
     events: Result<Vec<NewEvent>>,
 ) -> Result<Vec<EventId>> {
     let events = events?;
     let Some(columns) = Columns::of(log, &events)? else { return Ok(Vec::new()) };
-    let sql = to.schema.log_sql(columns.statement(), log);
-    let inserted = tx.client().execute_typed(&sql, &columns.params()).await;
+    let (sql, params) = (to.schema.log_sql(columns.statement(), log), columns.params());
+    let inserted = match pooled.filter(|_| to.prepared) {
+        Some(pooled) => execute_prepared(pooled, &sql, &params).await,
+        None => tx.client().execute_typed(&sql, &params).await,
+    };
     inserted.map_err(|error| refused(log, classify("append", &error)))?;
     Ok(columns.event_ids())
+}
+
+async fn execute_prepared(
+    tx: &deadpool_postgres::Transaction<'_>,
+    sql: &str,
+    params: &[Param<'_>; 14],
+) -> std::result::Result<u64, tokio_postgres::Error> {
+    let types = params.each_ref().map(|(_, of_type)| of_type.clone());
+    let statement = tx.prepare_typed_cached(sql, &types).await?;
+    tx.execute(&statement, &params.each_ref().map(|(value, _)| *value)).await
 }
 
 #[async_trait]

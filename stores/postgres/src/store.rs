@@ -103,7 +103,7 @@ impl PostgresStore {
 
     /// Appends to the log `outbox` of this store, in transactions of yours.
     pub fn postbox(&self) -> Postbox<Postgres> {
-        Postbox::new(Postgres { schema: self.schema().clone() })
+        Postbox::new(Postgres { schema: self.schema().clone(), ..Postgres::default() })
     }
 
     /// The schema of this store, for [`crate::once_in`].

@@ -61,3 +61,21 @@ async fn once_is_true_once_and_only_in_a_transaction() {
     let error = once_in(&mut connection, &schema, &source, "evt_2").await.expect_err("refused");
     assert_eq!(error.code(), "no_transaction");
 }
+
+#[tokio::test]
+async fn a_statement_stays_prepared_only_where_that_is_asked_for() {
+    let fixture = crate::fixture().await;
+    let count = "SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%outbox\\_append%'";
+    for (prepared, kept) in [(false, 0), (true, 2)] {
+        let postbox = Postbox::new(Postgres { prepared, ..Postgres::default() });
+        let mut connection = PgConnection::connect(&fixture.url).await.expect("connected");
+        let mut tx = connection.begin().await.expect("begun");
+        for events in [1, 1, 2, 2] {
+            postbox.append(&mut tx, vec![NewEvent::json("t", "{}"); events]).await.expect("appended");
+        }
+        let counted: i64 = ::sqlx::query_scalar(count).fetch_one(&mut *tx).await.expect("counted");
+        tx.commit().await.expect("committed");
+        assert_eq!(counted, kept, "prepared: {prepared}");
+    }
+    assert_eq!(fixture.events().await, 12);
+}

@@ -42,3 +42,21 @@ impl crate::Driver for Driver {
 async fn lent(tx: &mut PgConnection, postbox: &Postbox<Postgres>, list: Vec<Typed>) -> Result<Vec<EventId>> {
     postbox.append(tx, list).await
 }
+
+#[tokio::test]
+async fn a_statement_stays_prepared_only_where_that_is_asked_for() {
+    let fixture = crate::fixture().await;
+    let count = "SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%outbox\\_append%'";
+    for (prepared, kept) in [(false, 0), (true, 2)] {
+        let postbox = Postbox::new(Postgres { prepared, ..Postgres::default() });
+        let mut connection = PgConnection::connect(&fixture.url).await.expect("connected");
+        let mut tx = connection.begin().await.expect("begun");
+        for events in [1, 1, 2, 2] {
+            postbox.append(&mut tx, vec![NewEvent::json("t", "{}"); events]).await.expect("appended");
+        }
+        let counted: i64 = ::sqlx08::query_scalar(count).fetch_one(&mut *tx).await.expect("counted");
+        tx.commit().await.expect("committed");
+        assert_eq!(counted, kept, "prepared: {prepared}");
+    }
+    assert_eq!(fixture.events().await, 12);
+}

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use deadpool_postgres::{Manager, Pool};
 use postbox_core::{
-    Append as _, Delivery, EventId, Inspect as _, Log as _, LogName, NewEvent, Subscription, SubscriptionName,
+    Append as _, Delivery, EventId, Inspect as _, Log as _, LogName, NewEvent, Postbox, Subscription, SubscriptionName,
     TypedEvent,
 };
 use postbox_engine::{Relay, handler_sink};
-use postbox_postgres::{PostgresStore, SchemaName};
+use postbox_postgres::{Postgres, PostgresStore, SchemaName};
 use postbox_testkit::servers::Version;
 use tokio_postgres::NoTls;
 
@@ -71,6 +71,32 @@ async fn every_transaction_of_the_driver_takes_events_of_every_kind() {
         assert_eq!(event.payload, order.map_or("{}".into(), |order| format!(r#"{{"order":{order}}}"#)));
     }
     assert!(store.get(&name, back[0]).await.expect("read").is_none());
+}
+
+#[tokio::test]
+async fn a_pool_keeps_the_statement_only_where_that_is_asked_for() {
+    let fixture = support::on(Version::V15).await;
+    let count = "SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%outbox\\_append%'";
+    for (prepared, kept) in [(false, 0), (true, 2)] {
+        let postbox = Postbox::new(Postgres { prepared, ..Postgres::default() });
+        let manager = Manager::new(fixture.url.parse().expect("a URL"), NoTls);
+        let pool = Pool::builder(manager).max_size(1).build().expect("a pool");
+        let mut client = pool.get().await.expect("connected");
+        for events in [1, 1, 2, 2] {
+            let mut tx = client.transaction().await.expect("begun");
+            postbox.append(&mut tx, vec![NewEvent::json("t", "{}"); events]).await.expect("appended");
+            tx.commit().await.expect("committed");
+        }
+        let nowhere = postbox.log(LogName::new("nowhere").expect("a name"));
+        let mut tx = client.transaction().await.expect("begun");
+        let error = nowhere.append(&mut tx, NewEvent::json("t", "{}")).await.expect_err("refused");
+        assert_eq!(error.code(), "log_unknown");
+        tx.rollback().await.expect("rolled back");
+        let counted: i64 = client.query_one(count, &[]).await.expect("counted").get(0);
+        assert_eq!(counted, kept, "prepared: {prepared}");
+    }
+    let count = "SELECT count(*) FROM postbox.outbox";
+    assert_eq!(fixture.client().await.query_one(count, &[]).await.expect("counted").get::<_, i64>(0), 12);
 }
 
 /// One connection, so that it is the same for both.
