@@ -9,18 +9,14 @@ use std::time::Duration;
 use futures::future::join_all;
 use postbox_core::{Clock, Error, ErrorKind, LogName, Result, Store, Subscription, SubscriptionName};
 use postbox_engine::router::{Place, Router};
-use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder};
+use postbox_engine::{Metrics, Relay, SupervisedRelay, Sweeper, TokioClock, UnroutedFinder, wait_for_store};
 #[cfg(feature = "http")]
 use postbox_ingress::{Ingress, WebhookSource};
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
-use tracing::{info, warn};
+use tracing::info;
 
-/// Wait between two tries of a start whose store is away.
-const STORE_WAIT: Duration = Duration::from_millis(500);
-/// So many tries are one line in the log.
-const TRIES_PER_LINE: u32 = 60;
 /// Longest wait of [`Service::ready`] for the store: who asks has a deadline too, often of seconds.
 const READY_WAIT: Duration = Duration::from_secs(2);
 
@@ -211,30 +207,17 @@ impl Inner {
     /// Everything that can be wrong for good is found before the first event goes out. False if
     /// stopped before.
     async fn start(&self) -> Result<bool> {
-        let mut tries = 0;
-        while !self.stop.is_cancelled() {
-            let checked = self.stop.run_until_cancelled(self.check()).await;
-            match checked {
-                None => break,
-                Some(Err(error)) if error.is_permanent() => return Err(error),
-                Some(Err(error)) => {
-                    if tries % TRIES_PER_LINE == 0 {
-                        warn!(code = error.code(), why = error.message(), "store is away; waiting for it");
-                    }
-                    tries += 1;
-                    _ = self.stop.run_until_cancelled(self.clock.sleep(STORE_WAIT)).await;
-                }
-                Some(Ok(())) => {
-                    for relay in &self.relays {
-                        if !relay.relay().subscribe(&self.stop).await? {
-                            return Ok(false);
-                        }
-                    }
-                    return Ok(true);
-                }
+        let checked = wait_for_store(&*self.clock, |error| !error.is_permanent(), || self.check());
+        match self.stop.run_until_cancelled(checked).await {
+            None => return Ok(false),
+            Some(checked) => checked?,
+        }
+        for relay in &self.relays {
+            if !relay.relay().subscribe(&self.stop).await? {
+                return Ok(false);
             }
         }
-        Ok(false)
+        Ok(true)
     }
 
     async fn check(&self) -> Result<()> {

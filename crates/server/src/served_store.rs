@@ -8,11 +8,11 @@ use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
 use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received, Result, Store, StoreName};
-use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder};
+use postbox_engine::{Schedule, SupervisedRelay, Sweeper, UnroutedFinder, wait_for_store};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use tracing::{Instrument as _, Span, error_span, warn};
+use tracing::{Instrument as _, Span, error_span};
 
 use crate::cache::Cached;
 use crate::config::Config;
@@ -34,12 +34,6 @@ const ANSWER_WAIT_OF_MANY: Duration = Duration::from_millis(500);
 const READY_TTL: Duration = Duration::from_secs(1);
 /// How long depth and lag are kept: scrapers ask every 10 to 60 s, and several share one answer.
 const MEASURED_TTL: Duration = Duration::from_secs(5);
-
-/// First and longest wait before a store that could not be taken up is tried again.
-const RETRY_MIN: Duration = Duration::from_millis(500);
-const RETRY_MAX: Duration = Duration::from_secs(5);
-/// So many tries that fail in the same way are one line in the log.
-const TRIES_PER_LINE: u32 = 60;
 
 /// One store, and what this service does for it.
 pub(crate) struct ServedStore {
@@ -123,8 +117,11 @@ impl ServedStore {
     /// waited for (it may be away, or its schema not be there yet): the others have nothing to do
     /// with it.
     pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken) -> Result<()> {
-        if self.taken_up.0.get().is_none() && stop.run_until_cancelled(self.wait_for_it()).await.is_none() {
-            return Ok(());
+        if self.taken_up.0.get().is_none() {
+            match stop.run_until_cancelled(self.wait_for_it()).await {
+                None => return Ok(()),
+                Some(taken_up) => taken_up?,
+            }
         }
         let Some(store) = self.store().cloned() else { return Ok(()) };
         let mut tasks: JoinSet<Result<()>> = JoinSet::new();
@@ -144,20 +141,12 @@ impl ServedStore {
         join(&mut tasks, &stop).await
     }
 
-    async fn wait_for_it(&self) {
-        let (mut wait, mut tries, mut last) = (RETRY_MIN, 0, String::new());
-        loop {
-            let Err(error) = self.open().await else { return };
-            let fault = Fault::of_store(error.code(), error.message().to_owned());
-            if fault.code != last || tries % TRIES_PER_LINE == 0 {
-                warn!(code = fault.code, why = fault.what, "store cannot be taken up; waiting for it");
-                (tries, last) = (0, fault.code.clone());
-            }
-            tries += 1;
-            self.note_missing(Some(fault));
-            self.clock.sleep(wait).await;
-            wait = (wait * 2).min(RETRY_MAX);
-        }
+    async fn wait_for_it(&self) -> Result<()> {
+        let is_waited_for = |error: &Error| {
+            self.note_missing(Some(Fault::of_store(error.code(), error.message().to_owned())));
+            true
+        };
+        wait_for_store(&*self.clock, is_waited_for, || self.open()).await
     }
 
     async fn open(&self) -> Result<()> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use axum::Router;
 use postbox_core::{Clock, Error, ErrorKind, Result, Store};
-use postbox_engine::TokioClock;
+use postbox_engine::{TokioClock, wait_for_store};
 use postbox_listen::serve;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -26,15 +26,8 @@ use crate::wiring::Sinks;
 /// they hold after the last answer.
 const SETTLE_SHARE: Duration = Duration::from_millis(500);
 
-/// Wait between two tries of a start whose store is away.
-const STORE_WAIT: Duration = Duration::from_millis(500);
-/// So many tries are one line in the log.
-const TRIES_PER_LINE: u32 = 60;
 /// A store that is away, not up yet, or has no room.
 const AWAY: &[&str] = &["store_unreachable", "store_unavailable", "store_timeout", "store_full"];
-/// The same, or a standby: it will be promoted, or somebody reads the log.
-const AWAY_OR_STANDBY: &[&str] =
-    &["store_unreachable", "store_unavailable", "store_timeout", "store_full", "store_read_only"];
 
 /// A running service. Dropping it ends everything at once, without settling; nothing is lost, but
 /// what was in flight may arrive again.
@@ -53,11 +46,15 @@ impl Service {
             return Self::serve(config, None).await;
         }
         let clock = TokioClock::new();
-        let store = present(&clock, AWAY, || open_store(&config.store)).await?;
-        present(&clock, AWAY, || store.validate()).await?;
-        if !config.sources.is_empty() {
-            present(&clock, AWAY, || store.check_receiving()).await?;
-        }
+        let open = || async {
+            let store = open_store(&config.store).await?;
+            store.validate().await?;
+            if !config.sources.is_empty() {
+                store.check_receiving().await?;
+            }
+            Ok(store)
+        };
+        let store = wait_for_store(&clock, is_away, open).await?;
         Self::start_on(config, store).await
     }
 
@@ -85,7 +82,9 @@ impl Service {
             stores.push(ServedStore::new(share, Arc::clone(&sinks), drain_timeout, &clock).await?);
         }
         if let (Some(store), [served]) = (store, &stores[..]) {
-            present(&*clock, AWAY_OR_STANDBY, || served.take_up(Arc::clone(&store))).await?;
+            // A standby will be promoted, or somebody reads the log.
+            let is_waited_for = |error: &Error| is_away(error) || error.code() == "store_read_only";
+            wait_for_store(&*clock, is_waited_for, || served.take_up(Arc::clone(&store))).await?;
         }
         let (subscriptions, sources) = (config.subscriptions.len(), config.sources.len());
         info!(%address, stores = stores.len(), subscriptions, sources, "postbox serves");
@@ -137,25 +136,8 @@ impl Service {
     }
 }
 
-/// Repeats a call while the store answers with one of these codes.
-async fn present<T, F: Future<Output = Result<T>>>(
-    clock: &dyn Clock,
-    waited_for: &[&str],
-    call: impl Fn() -> F,
-) -> Result<T> {
-    let mut tries = 0;
-    loop {
-        match call().await {
-            Err(error) if waited_for.contains(&error.code()) => {
-                if tries % TRIES_PER_LINE == 0 {
-                    warn!(code = error.code(), why = error.message(), "store is away; waiting for it");
-                }
-                tries += 1;
-                clock.sleep(STORE_WAIT).await;
-            }
-            answer => return answer,
-        }
-    }
+fn is_away(error: &Error) -> bool {
+    AWAY.contains(&error.code())
 }
 
 async fn bind(address: SocketAddr) -> Result<TcpListener> {
