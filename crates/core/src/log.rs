@@ -133,6 +133,12 @@ pub trait Log: Send + Sync + 'static {
     /// Gives the lane back at once, for anybody to acquire, and with it [`Lease::crashes`].
     async fn release(&self, lease: &Lease) -> Result<()>;
 
+    /// `owner` asks for no lane any more: from now on it does not count as a replica, so that
+    /// others take all lanes at once. Called when it stops, after it gave back what it held.
+    /// Idempotent; done late or twice it is undone by the next heartbeat, and changes no lease. A
+    /// subscription that is gone is fine.
+    async fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()>;
+
     /// The next events of the lane, possibly none.
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch>;
 

@@ -23,6 +23,9 @@ use crate::settings::RelaySettings;
 const STORE_BACKOFF_MIN: Duration = Duration::from_millis(20);
 const STORE_BACKOFF_MAX: Duration = Duration::from_millis(500);
 
+/// How long a stop waits until it is known that a relay is no replica any more.
+const LEAVE_MAX: Duration = Duration::from_secs(1);
+
 /// The code of the error that ends a relay whose subscription was removed or renamed meanwhile.
 pub const SUBSCRIPTION_REMOVED: &str = "subscription_removed";
 
@@ -139,6 +142,20 @@ impl RelayContext {
             "subscription_unknown" => removed(self.name()),
             _ => error,
         })
+    }
+
+    /// Says that `owner` asks for no lane any more. Where the store does not hear of it, others wait
+    /// for the end of the lease.
+    pub(crate) async fn leave(&self, owner: &OwnerId) {
+        tokio::select! {
+            biased;
+            left = self.log.leave(&self.subscription.name, owner) => {
+                if let Err(error) = left {
+                    self.store_failed(&error);
+                }
+            }
+            () = self.clock.sleep(LEAVE_MAX) => {}
+        }
     }
 
     /// Records a failed call of the store; whether to repeat it.

@@ -150,7 +150,7 @@ impl Lanes {
     }
 
     /// Stops every lane: no new sends; calls in flight have the drain time; then what is known is
-    /// settled.
+    /// settled. This relay's share is the others' then.
     pub(crate) async fn stop(&mut self) {
         for (_, halt) in self.lanes.values() {
             halt.cancel();
@@ -165,6 +165,7 @@ impl Lanes {
             }
         }
         self.lanes.clear();
+        self.context.leave(&self.owner).await;
     }
 
     async fn ended_within(&mut self, limit: impl Future<Output = ()>) -> bool {

@@ -395,6 +395,7 @@ impl Relay {
         if context.health.is_gone() {
             self.pause(context).await;
         }
+        context.leave(&self.owner).await;
         let mut lanes_lost = 0;
         for error in ended.into_iter().filter_map(Result::err) {
             if !error.is_stale() {

@@ -43,6 +43,10 @@ impl Log for FlakyLog {
         self.store.release(lease).await
     }
 
+    async fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
+        self.store.leave(subscription, owner).await
+    }
+
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let fault = self.world.fault(self.who.0, "next_batch");
         if fault == Some(Fault::Refuse) {

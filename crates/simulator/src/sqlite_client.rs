@@ -185,6 +185,15 @@ impl Log for SqliteClient {
         .await
     }
 
+    async fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
+        let (subscription, owner) = (subscription.clone(), owner.clone());
+        self.carry("leave", None, move |store, _| {
+            let (subscription, owner) = (subscription.clone(), owner.clone());
+            Box::pin(async move { store.leave(&subscription, &owner).await })
+        })
+        .await
+    }
+
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         // What was read is noted where the relay is, so it cannot be read for nobody.
         self.once("open", lease, self.opened.store.next_batch(lease, limit)).await

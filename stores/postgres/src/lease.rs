@@ -20,6 +20,9 @@ INSERT INTO {s}.replica (subscription, owner, alive_until, alive_ttl)
 SELECT s.id, $2, clock_timestamp() + $3 * interval '1 microsecond', $3 FROM {s}.subscription AS s WHERE s.id = $1 AND s.name = $4
 ON CONFLICT (subscription, owner) DO UPDATE SET alive_until = excluded.alive_until, alive_ttl = excluded.alive_ttl";
 
+/// By the primary keys; the name is unique. Locks the row.
+const REPLICA_LEAVES: &str = "DELETE FROM {s}.replica WHERE owner = $2 AND subscription = (SELECT s.id FROM {s}.subscription AS s WHERE s.name = $1)";
+
 /// Whether the subscription is paused, how many relays are alive, and what is wrong with its lanes:
 /// how many are not there, and whether a cursor is one of another cluster. A heartbeat counts as a
 /// lease does. Indexes: primary keys.
@@ -193,6 +196,21 @@ pub(crate) async fn release(store: &PostgresStore, session: &Session, lease: &Le
     let give_back = async |session: &Session| session.execute(&release, &held).await;
     session.at_once(&store.inner.modes.write, give_back).await?;
     // Whoever waits for a free lane in this process need not wait for its next poll.
+    store.wake();
+    Ok(())
+}
+
+pub(crate) async fn leave(
+    store: &PostgresStore,
+    session: &Session,
+    subscription: &SubscriptionName,
+    owner: &OwnerId,
+) -> Result<()> {
+    let (leaves, name, owner) = (session.sql(REPLICA_LEAVES), subscription.as_str(), owner.as_str());
+    let of = params![name, owner];
+    let leave = async |session: &Session| session.execute(&leaves, &of).await;
+    session.at_once(&store.inner.modes.write, leave).await?;
+    // Relays in this process need not wait for their next poll to take their larger share.
     store.wake();
     Ok(())
 }

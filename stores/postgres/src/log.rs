@@ -52,6 +52,10 @@ impl Log for PostgresStore {
         self.call("release", async |session: &Session| lease::release(self, session, lease).await).await
     }
 
+    async fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
+        self.call("leave", async |session: &Session| lease::leave(self, session, subscription, owner).await).await
+    }
+
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         self.bounded("next_batch", next_batch(self, lease, limit)).await
     }

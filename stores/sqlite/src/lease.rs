@@ -114,6 +114,8 @@ const REPLICA_COUNT: &str = "SELECT count(*) FROM postbox_replica WHERE subscrip
 AND seen_at > ?3 AND seen_at <= ?4 + 1000000";
 /// By primary key; no lock.
 const REPLICA_LAST: &str = "SELECT seen_at FROM postbox_replica WHERE subscription = ?1 AND owner = ?2";
+/// By primary key; takes the write lock.
+const REPLICA_LEAVES: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND owner = ?2";
 /// Relays that are long gone, by primary key; takes the write lock.
 const REPLICA_FORGET: &str = "DELETE FROM postbox_replica WHERE subscription = ?1 AND seen_at < ?2";
 
@@ -369,6 +371,14 @@ pub(crate) fn release(session: &mut Session, lease: &Lease) -> Work<bool> {
         let (name, owner) = (lease.subscription.as_str(), lease.owner.as_str());
         let row = params![name, lease.lane, lease.epoch, owner, now, lease.crashes];
         Ok(tx.prepare_cached(LANE_RELEASE)?.execute(row)? == 1)
+    })
+}
+
+/// Counts the owner as a replica no longer.
+pub(crate) fn leave(session: &mut Session, subscription: &SubscriptionName, owner: &OwnerId) -> Work<()> {
+    session.transact(Flush::Configured, |tx| {
+        tx.prepare_cached(REPLICA_LEAVES)?.execute([subscription.as_str(), owner.as_str()])?;
+        Ok(())
     })
 }
 

@@ -56,6 +56,13 @@ impl Log for SqliteStore {
         Ok(())
     }
 
+    async fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
+        let (subscription, owner) = (subscription.clone(), owner.clone());
+        self.writer().call("leave", move |session| lease::leave(session, &subscription, &owner)).await?;
+        self.wake();
+        Ok(())
+    }
+
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         let mut batch = Batch::default();
         for _ in 0..PAGES_MAX {

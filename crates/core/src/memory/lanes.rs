@@ -114,6 +114,16 @@ impl Server {
         Ok(())
     }
 
+    pub(super) fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
+        let mut state = self.state("leave")?;
+        if let Ok((reader, _)) = state.data.reader_mut("leave", subscription) {
+            reader.alive_until.remove(owner);
+            // Whoever takes a smaller share need not wait for its next poll.
+            State::wake(state);
+        }
+        Ok(())
+    }
+
     /// The cursor of a lane, for a client that knows nothing of it.
     pub(super) fn load(&self, lease: &Lease) -> Result<(u64, i64, usize, u64)> {
         let monotonic = self.clock.monotonic();

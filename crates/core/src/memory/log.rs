@@ -49,6 +49,11 @@ impl Log for MemoryStore {
         self.call("release", Some(lease), move |server| server.release(&called)).await
     }
 
+    async fn leave(&self, subscription: &SubscriptionName, owner: &OwnerId) -> Result<()> {
+        let (subscription, owner) = (subscription.clone(), owner.clone());
+        self.call("leave", None, move |server| server.leave(&subscription, &owner)).await
+    }
+
     async fn next_batch(&self, lease: &Lease, limit: BatchLimit) -> Result<Batch> {
         self.read_on(lease, limit).await
     }

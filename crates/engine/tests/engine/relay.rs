@@ -288,6 +288,40 @@ async fn replicas_share_lanes_evenly_and_a_newcomer_gets_its_share() {
     first.and(second).expect("ran");
 }
 
+/// A restart, a smaller number of replicas, a run of `drain` beside: nobody waits for the end of a
+/// lease that was given back.
+#[tokio::test(start_paused = true)]
+async fn who_stops_leaves_its_share_to_the_others_at_once() {
+    let env = TestEnv::with_lanes(4).await;
+    let relays: Vec<_> = (0..2).map(|_| env.relay(Recorder::new(Capabilities::default()), fast())).collect();
+    let held = |n: usize| relays[n].metrics().lanes_held();
+    let (stop, leave) = (CancellationToken::new(), CancellationToken::new());
+    let observe = async {
+        tokio::time::sleep(60 * S).await;
+        assert_eq!((held(0), held(1)), (2, 2));
+        leave.cancel();
+        tokio::time::sleep(2 * S).await;
+        assert_eq!((held(0), held(1)), (4, 0), "the lease is {:?} long", fast().lease_ttl);
+        assert_eq!(relays[1].drain(None).await.expect("drained").fetched, 0);
+        tokio::time::sleep(30 * S).await;
+        assert_eq!(held(0), 4, "it has lost none to the one that is gone again");
+        stop.cancel();
+    };
+    let (first, second, ()) = tokio::join!(relays[0].run(stop.clone()), relays[1].run(leave.clone()), observe);
+    first.and(second).expect("ran");
+    let begun = tokio::time::Instant::now();
+    let (stop, relay) = (CancellationToken::new(), &relays[1]);
+    let taken = async {
+        while relay.metrics().lanes_held() < 4 {
+            tokio::time::sleep(S / 10).await;
+        }
+        stop.cancel();
+    };
+    let (ran, ()) = tokio::join!(relay.run(stop.clone()), taken);
+    ran.expect("ran");
+    assert!(begun.elapsed() < S, "{:?}", begun.elapsed());
+}
+
 #[tokio::test(start_paused = true)]
 async fn unordered_subscriptions_send_everything_at_once() {
     let env = TestEnv::with((0..64).map(|n| event(1, n))).await;

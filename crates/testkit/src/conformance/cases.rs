@@ -119,6 +119,7 @@ macro_rules! conformance_suite {
     (lanes, $fixture:expr) => {
         $crate::conformance_cases! { lanes, $fixture,
             more_lanes_lose_nothing_and_repeat_nothing fewer_lanes_lose_nothing_and_repeat_nothing
+            who_leaves_counts_no_longer_as_a_replica
             lanes_that_stand_apart_keep_the_order_of_each_key the_former_holders_are_fenced_and_have_their_time
             the_same_number_of_lanes_changes_nothing bad_numbers_of_lanes_are_refused
             lanes_too_far_apart_are_refused other_lanes_judge_by_the_filters_of_before

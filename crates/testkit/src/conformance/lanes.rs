@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use postbox_core::limits::LANES_APART_MAX;
-use postbox_core::{BatchLimit, Delivery, ErrorKind, NewEvent, State, Store, Subscription};
+use postbox_core::{BatchLimit, Delivery, ErrorKind, NewEvent, OwnerId, State, Store, Subscription};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -102,6 +102,25 @@ pub async fn lanes_that_stand_apart_keep_the_order_of_each_key(fixture: &dyn Sto
         assert_whole(&all, 90);
         store.remove(&named(&name), info(&store, &name).await.generation).await.expect("removed");
     }
+}
+
+/// A replica that stops leaves its share to the others at once; one that vanishes keeps it until
+/// its lease would be over.
+pub async fn who_leaves_counts_no_longer_as_a_replica(fixture: &dyn StoreFixture) {
+    let store = subscribed(fixture, &reader_with(2)).await;
+    let (one, two) = (owner("one"), owner("two"));
+    let replicas = async |of: &OwnerId| store.acquire(&named("reader"), of, &[], LONG).await.expect("answered");
+    let first = replicas(&one).await;
+    assert_eq!((first.replicas, replicas(&two).await.replicas), (1, 2));
+    store.release(&first.lease.expect("free")).await.expect("given back");
+    assert_eq!(replicas(&two).await.replicas, 2, "it may ask again");
+    for _ in 0..2 {
+        store.leave(&named("reader"), &one).await.expect("left");
+        assert_eq!(replicas(&two).await.replicas, 1);
+    }
+    assert_eq!(replicas(&one).await.replicas, 2, "it is back");
+    store.leave(&named("nobody"), &one).await.expect("nothing to leave");
+    assert_eq!(replicas(&two).await.replicas, 2, "of another subscription");
 }
 
 pub async fn the_former_holders_are_fenced_and_have_their_time(fixture: &dyn StoreFixture) {
