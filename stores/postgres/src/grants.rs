@@ -1,6 +1,6 @@
 //! What the roles of a system need, as SQL: no more than that.
 
-use postbox_core::{Inspect as _, LogName, Result};
+use postbox_core::{Error, Inspect as _, LogName, Result};
 
 use crate::PostgresStore;
 use crate::append::APPEND_COLUMNS;
@@ -25,6 +25,10 @@ impl PostgresStore {
     /// The GRANT statements that these roles need on this store, and the policies that keep tenants
     /// apart where that is asked for, for its owner to run; again after a log was made.
     pub async fn grants(&self, roles: &Roles) -> Result<String> {
+        let Roles { writers, relays, readers, all_tenants } = roles;
+        if [writers, relays, readers, all_tenants].into_iter().flatten().any(String::is_empty) {
+            return Err(Error::invalid("grants", "role_invalid", "a role without a name; name it, or leave it out"));
+        }
         let logs = self.logs().await?;
         let mut sql = String::new();
         let quoted = |roles: &[String]| {
@@ -37,7 +41,6 @@ impl PostgresStore {
                 sql.push_str(";\n");
             }
         };
-        let Roles { writers, relays, readers, all_tenants } = roles;
         for roles in [writers, relays, readers] {
             grant("USAGE", "SCHEMA {s}", roles);
         }

@@ -47,11 +47,33 @@ const OF_LOGS: &str = "
 CREATE POLICY everybody_reads ON {log} FOR SELECT USING (true);
 ";
 
+/// Takes every table before anything changes. Relays and writers go on meanwhile and lock in orders
+/// of their own, so each wait is shorter than the server's look for deadlocks, and what was taken
+/// is given back before the next try: nobody is the victim of a deadlock.
+const LOCK_ALL: &str = "
+DO ${tag}$ BEGIN
+  FOR try IN 1..100 LOOP
+    BEGIN
+      PERFORM set_config('lock_timeout', '200ms', true);
+      LOCK TABLE {tables} IN ACCESS EXCLUSIVE MODE;
+      RETURN;
+    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+      PERFORM pg_sleep(0.1 * random());
+    END;
+  END LOOP;
+  RAISE EXCEPTION 'the tables could not be locked: others hold them for long' USING ERRCODE = 'lock_not_available',
+    HINT = 'nothing was changed; pg_stat_activity names the open transactions: end them, and run this again';
+END ${tag}$;
+";
+
 /// Puts the policies on every table that holds what is a tenant's, instead of those that are there.
 /// `everyone` are the roles that work for all tenants, quoted.
 pub(crate) fn policies(schema: &SchemaName, logs: &[LogName], everyone: &str) -> String {
     // A name in a policy means what it means when the policy is made.
-    let mut sql = "BEGIN;\nSET LOCAL search_path = pg_catalog;\n".to_owned();
+    let mut sql = "BEGIN;\nSET LOCAL search_path = pg_catalog;\nSET LOCAL client_min_messages = warning;\n".to_owned();
+    let own = TABLES.iter().map(|(table, _)| *table).chain(["unrouted", "log"]).map(|table| format!("{{s}}.{table}"));
+    let tables = own.chain(logs.iter().map(|log| format!("{{s}}.\"{log}\""))).collect::<Vec<_>>().join(", ");
+    sql.push_str(schema.sql_with(LOCK_ALL, &[("tables", &schema.sql(&tables)), ("tag", &schema.tag())]).trim_start());
     let mut protect = |table: &str, own: &str, forced: bool| {
         let force = if forced { ", FORCE ROW LEVEL SECURITY" } else { "" };
         let mut lines = format!("ALTER TABLE {{log}} ENABLE ROW LEVEL SECURITY{force};\n");
@@ -89,6 +111,25 @@ impl PostgresStore {
             Some(_) => Err(tenant_limited(operation)),
             None => Ok(()),
         }
+    }
+}
+
+/// Whether this role sees no subscription, because the policies name another for all tenants and
+/// nobody named a tenant. By the catalog; no lock.
+const SEES_NONE: &str = "
+SELECT row_security_active(c.oid) AND nullif(current_setting('postbox.tenant', true), '') IS NULL
+  AND NOT EXISTS (SELECT FROM pg_policy AS p, unnest(p.polroles) AS role
+    WHERE p.polrelid = c.oid AND p.polname = 'all_tenants' AND (role = 0 OR pg_has_role(role, 'USAGE')))
+FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE c.relname = 'subscription' AND n.nspname = $1";
+
+/// Why there is no subscription of a name: it was never made or is gone (`unknown`), or the role
+/// sees none. Then all of them are there, and a relay must not take them for removed.
+pub(crate) async fn subscription_not_seen(session: &Session, unknown: Error) -> Error {
+    match session.rows(SEES_NONE, &params![session.schema().as_str()]).await {
+        Ok(rows) if rows.first().is_some_and(|row| row.get(0)) => tenant_limited(session.operation()),
+        Ok(_) => unknown,
+        Err(error) => error,
     }
 }
 

@@ -12,7 +12,7 @@ use tokio_postgres::Row;
 use crate::PostgresStore;
 use crate::classify::cursor_foreign;
 use crate::params::{Param, params};
-use crate::row_security::log_not_locked;
+use crate::row_security::{log_not_locked, subscription_not_seen};
 use crate::session::Session;
 
 /// Whether the log exists. Index: primary key of `log`. Locks its row: a filter does not change
@@ -262,7 +262,7 @@ pub(crate) async fn look_up(session: &Session, name: &SubscriptionName) -> Resul
     }
     let names = session.rows(&session.sql(SUBSCRIPTION_NAMES), &[]).await?;
     let names: Vec<String> = names.iter().map(|row| row.get(0)).collect();
-    Err(subscription_unknown(session.operation(), name, &names))
+    Err(subscription_not_seen(session, subscription_unknown(session.operation(), name, &names)).await)
 }
 
 fn from_future(what: &str) -> Error {

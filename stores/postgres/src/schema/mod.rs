@@ -127,12 +127,16 @@ impl SchemaName {
         self.fill(template, values)
     }
 
-    /// Fills a migration. The dollar-quote tag is one the schema's name does not contain, so that
-    /// no name can end a body, or be taken for the log's in a function that is made for each log:
-    /// there `{log}` and `{name}` stand for what is replaced by the log's.
+    /// A dollar-quote tag that the schema's name does not contain, so that no name can end a body.
+    pub(crate) fn tag(&self) -> String {
+        (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str())).unwrap_or_default()
+    }
+
+    /// Fills a migration. With [`Self::tag`], no name can be taken for the log's either in a
+    /// function that is made for each log: there `{log}` and `{name}` stand for what is replaced by
+    /// the log's.
     pub(crate) fn migration_sql(&self, template: &str) -> String {
-        let tag = (0..).map(|n| format!("postbox{n}")).find(|tag| !self.name.contains(tag.as_str()));
-        let tag = tag.unwrap_or_default();
+        let tag = self.tag();
         let (name, log) = (format!("{tag}_log"), format!("{}.\"{tag}_log\"", self.quoted));
         let (literal, meant) = (self.literal(), is_meant([4, 5, 6, 7, 11]));
         let values =

@@ -1,8 +1,16 @@
 //! What the owner of the tables does for all tenants, though the policies bind it too.
 
-use postbox_core::{Append as _, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, Subscription};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use postbox_core::{
+    Append as _, Delivery, Log as _, LogName, Maintain as _, Migrate as _, NewEvent, OwnerId, Subscription,
+};
+use postbox_engine::{Relay, handler_sink};
 use postbox_postgres::{PostgresConfig, PostgresStore, Roles};
 use postbox_testkit::servers::{Postgres, Version};
+use tokio_util::sync::CancellationToken;
 
 use super::super::roles::url_as;
 use super::world::{World, named, within};
@@ -52,6 +60,70 @@ async fn an_owner_that_is_bound_rebases_and_removes_everything() {
             .await
             .expect("cleaned up");
     }
+}
+
+/// Its subscriptions are all there: it goes on once it is named again.
+#[tokio::test]
+async fn a_relay_that_is_named_no_more_is_not_told_that_its_subscription_is_gone() {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let store = support::migrated(PostgresConfig::new(&url)).await;
+    let relay = format!("unnamed_{}", std::process::id());
+    let admin = support::client(&url).await;
+    admin.batch_execute(&format!("CREATE ROLE {relay} LOGIN")).await.expect("made");
+    let name_for_all = async |role: &str| {
+        let roles = Roles { relays: vec![relay.clone()], all_tenants: vec![role.into()], ..Roles::default() };
+        admin.batch_execute(&store.grants(&roles).await.expect("printed")).await.expect("granted");
+    };
+    name_for_all(&relay).await;
+    let working = PostgresStore::connect(PostgresConfig::new(url_as(&url, &relay))).await.expect("connected");
+    working.subscribe(&Subscription::new(named("out"), LogName::outbox())).await.expect("made");
+    let acquire = async |name: &str| {
+        working.acquire(&named(name), &OwnerId::new("one").expect("a name"), &[], Duration::from_secs(600)).await
+    };
+    acquire("out").await.expect("granted");
+    name_for_all("postgres").await;
+    assert_eq!(acquire("out").await.expect_err("it sees none").code(), "tenant_limited");
+    name_for_all(&relay).await;
+    acquire("out").await.expect("granted again");
+    assert_eq!(acquire("nobody").await.expect_err("it was never made").code(), "subscription_unknown");
+    admin.batch_execute(&format!("DROP OWNED BY {relay}; DROP ROLE {relay}")).await.expect("cleaned up");
+}
+
+/// Relays and writers lock the same tables in orders of their own.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_policies_are_put_beside_relays_and_writers_at_work() {
+    let fixture = support::on(Version::V15).await;
+    let store = Arc::new(fixture.store.clone());
+    let subscription = Subscription::new(named("out"), LogName::outbox());
+    store.subscribe(&subscription).await.expect("made");
+    let sink = Arc::new(handler_sink(|_: Delivery| std::future::ready(())));
+    let relay = Relay::builder(store.clone(), subscription).sink(sink).build().expect("built");
+    let (stop, appended) = (CancellationToken::new(), AtomicU64::new(0));
+    let write = async || {
+        while !stop.is_cancelled() {
+            store.append(&LogName::outbox(), &[NewEvent::json("t", "1")]).await.expect("appended");
+            appended.fetch_add(1, Relaxed);
+        }
+    };
+    let roles = Roles { all_tenants: vec!["postgres".into()], ..Roles::default() };
+    let (owner, sql) = (fixture.client().await, store.grants(&roles).await.expect("printed"));
+    let put = async {
+        for turn in 1..=20 {
+            owner.batch_execute(&sql).await.unwrap_or_else(|error| panic!("turn {turn}: {error:?}"));
+            let all = appended.load(Relaxed);
+            while appended.load(Relaxed) == all || relay.metrics().delivered() < all {
+                tokio::task::yield_now().await;
+            }
+        }
+        stop.cancel();
+    };
+    let work = async { tokio::join!(relay.run(stop.clone()), write(), write(), put) };
+    let (ran, ..) = tokio::time::timeout(Duration::from_secs(60), work).await.expect("none stands still");
+    ran.expect("ran");
+    let bound = "SELECT count(*) FROM pg_class WHERE relnamespace = 'postbox'::regnamespace AND relforcerowsecurity";
+    assert!(owner.query_one(bound, &[]).await.expect("asked").get::<_, i64>(0) > 10);
+    assert_eq!((relay.metrics().leases_lost(), relay.metrics().store_errors()), (0, 0), "no victim of a deadlock");
 }
 
 /// Who forgets to print the policies again has shown nobody anything.
