@@ -58,18 +58,19 @@ struct TakenUp(OnceLock<(Arc<dyn Store>, Relays)>);
 type Relays = Vec<Arc<SupervisedRelay>>;
 
 impl ServedStore {
-    /// Touches no store. `config` is what it has to do; `drain_timeout` is how long a stop waits
-    /// for what is in flight.
+    /// Touches no store. `config` is what it has to do; `connections` is how many requests may wait
+    /// for it, `drain_timeout` how long a stop waits for what is in flight.
     pub(crate) async fn new(
         (name, mut config): (Option<StoreName>, Config),
         sinks: Arc<Sinks>,
-        drain_timeout: Duration,
+        (connections, drain_timeout): (usize, Duration),
         clock: &Arc<dyn Clock>,
     ) -> Result<Arc<Self>> {
         config.subscriptions.iter_mut().for_each(|it| it.settings.drain_timeout = drain_timeout);
         let taken_up = Arc::<TakenUp>::default();
         let receive: Arc<dyn Receive> = taken_up.clone();
-        let sources = Sources::build(&config.sources, name.as_ref(), drain_timeout, &receive, clock).await?;
+        let sources =
+            Sources::build(&config.sources, name.as_ref(), (connections, drain_timeout), &receive, clock).await?;
         Ok(Arc::new(Self {
             name,
             config,

@@ -77,9 +77,11 @@ impl Service {
         let address = listener.local_addr().unwrap_or(config.server.listen);
         let drain_timeout = config.server.stop_timeout.saturating_sub(SETTLE_SHARE).max(config.server.stop_timeout / 2);
         let sinks = Arc::new(Sinks::build(&config.subscriptions, config.stores.len(), address, &clock).await?);
-        let mut stores = Vec::new();
-        for share in config.per_store() {
-            stores.push(ServedStore::new(share, Arc::clone(&sinks), drain_timeout, &clock).await?);
+        let (mut stores, shares) = (Vec::new(), config.per_store());
+        // Stores that do not answer leave connections to the others, and to those who look.
+        let connections = config.server.connections / (shares.len() + 1);
+        for share in shares {
+            stores.push(ServedStore::new(share, Arc::clone(&sinks), (connections, drain_timeout), &clock).await?);
         }
         if let (Some(store), [served]) = (store, &stores[..]) {
             // A standby will be promoted, or somebody reads the log.

@@ -225,14 +225,19 @@ impl Sources {
     pub(crate) async fn build(
         configs: &[NamedSource],
         of_store: Option<&StoreName>,
-        drain_timeout: Duration,
+        (connections, drain_timeout): (usize, Duration),
         receive: &Arc<dyn Receive>,
         clock: &Arc<dyn Clock>,
     ) -> Result<Self> {
         let (mut webhooks, mut receivers) = (Vec::new(), Vec::new());
+        let each = (connections / configs.iter().filter(|config| !config.is_pulled()).count().max(1)).max(1);
         for NamedSource { name, log, table, .. } in configs {
             match &table.kind {
-                SourceKind::Webhook(table) => webhooks.push(table.source(name.clone())?),
+                SourceKind::Webhook(table) => {
+                    let mut source = table.source(name.clone())?;
+                    source.limits.concurrency = source.limits.concurrency.min(each);
+                    webhooks.push(source);
+                }
                 SourceKind::Pulled(table) => {
                     let context = SourceContext { name: name.clone(), clock: Arc::clone(clock) };
                     let source = table.build(&context).await?;

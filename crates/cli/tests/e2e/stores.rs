@@ -293,3 +293,50 @@ async fn a_webhook_comes_into_the_store_of_its_path() -> Result<()> {
     served.terminate().await?;
     Ok(())
 }
+
+/// Whoever waits for a store that does not answer holds a connection. More of them come than there
+/// are.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_store_that_hangs_leaves_connections_to_the_others_and_to_probes() -> Result<()> {
+    let server = Postgres::shared(Version::V15).await;
+    let url = server.fresh_database().await;
+    let proxy = FaultProxy::in_front_of(&url).await;
+    let well = TestEnv::migrated(Kind::Sqlite).await?;
+    let urls = [("hung".to_owned(), proxy.url(&url)), ("well".to_owned(), well.url.clone())];
+    let env = stores(&urls, &format!("{}{}", partner(), partner().replace("sources.partner", "sources.second")))?;
+    let file = env.path("postbox.toml");
+    std::fs::write(&file, std::fs::read_to_string(&file)?.replace("listen =", "connections = 12\nlisten ="))?;
+    env.ok(&["migrate", "up"])?;
+    let served = env.serve().await?;
+    let body = r#"{"type":"invoice.paid"}"#;
+    for store in ["hung", "well"] {
+        let mut sender = Sender::connect(&served.address).await?;
+        let taken =
+            async || Ok((sender.send_to(&format!("{store}/partner"), "msg_0", body).await? == 202).then_some(()));
+        until("it is taken up", taken).await?;
+    }
+    proxy.swallow(&Direction::BOTH);
+    let mut waiting = tokio::task::JoinSet::new();
+    for n in 0..30 {
+        let (address, source) = (served.address.clone(), if n % 2 == 0 { "hung/partner" } else { "hung/second" });
+        waiting.spawn(async move {
+            let mut sender = Sender::connect(&address).await?;
+            sender.send_to(source, &format!("msg_{n}"), body).await
+        });
+    }
+    // Most are refused at once; the others wait for the store.
+    for _ in 0..20 {
+        if let Some(Ok(Ok(status))) = waiting.join_next().await {
+            ensure!(status == 503, "{status}");
+        }
+    }
+    let begun = Instant::now();
+    let mut sender = Sender::connect(&served.address).await?;
+    ensure!(sender.send_to("well/partner", "msg_1", body).await? == 202);
+    ensure!(page(&served, "/healthz").await?.starts_with("HTTP/1.1 200"));
+    ensure!(begun.elapsed().as_secs() < 3, "{:?}", begun.elapsed());
+    ensure!(!waiting.is_empty(), "some still wait");
+    proxy.heal();
+    served.kill().await?;
+    Ok(())
+}

@@ -33,6 +33,8 @@ table! {
         /// Most connections at once.
         ///
         /// When all are taken, the one that owes us a request for the longest time makes room.
+        /// Messages on their way into one store hold half of them at most, of N stores the N+1st
+        /// part each; beyond it the sender gets 503.
         connections: usize = integer(1..=CONNECTIONS_MAX), default(512);
         /// How long a connection may go without a whole request head.
         header_timeout: Duration = duration(TIMEOUT_MIN), default("10s");
