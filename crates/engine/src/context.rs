@@ -144,8 +144,8 @@ impl RelayContext {
         })
     }
 
-    /// Says that `owner` asks for no lane any more. Where the store does not hear of it, others wait
-    /// for the end of the lease.
+    /// Says that `owner` asks for no lane any more. Where the store does not hear of it, others
+    /// wait for the end of the lease.
     pub(crate) async fn leave(&self, owner: &OwnerId) {
         tokio::select! {
             biased;

@@ -154,7 +154,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("clap_complete", &["postbox-cli"]),
     ("comfy-table", &["postbox-cli"]),
     ("croner", &["postbox-server"]),
-    ("deadpool-postgres", &["postbox-postgres"]),
+    ("deadpool-postgres", &["postbox-bench", "postbox-postgres"]),
     ("diesel", &["postbox-diesel"]),
     ("diesel-async", &["postbox-diesel-async"]),
     ("ed25519-dalek", &["postbox-webhook"]),

@@ -64,7 +64,7 @@ async fn an_owner_that_is_bound_rebases_and_removes_everything() {
 
 /// Its subscriptions are all there: it goes on once it is named again.
 #[tokio::test]
-async fn a_relay_that_is_named_no_more_is_not_told_that_its_subscription_is_gone() {
+async fn a_relay_that_is_named_no_more_does_not_take_its_subscription_for_removed() {
     let server = Postgres::shared(Version::V15).await;
     let url = server.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
