@@ -16,7 +16,7 @@ use postbox_engine::RelayBuilder;
 use postbox_engine::router::{Event, Router, State, Tx};
 use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
 use postbox_testkit::conformance::faults::CallFaults;
-use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN};
+use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN, sql_of};
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
 };
@@ -290,6 +290,9 @@ async fn second(
     Tx(tx): Tx<'_, PostgresStore>,
 ) -> std::result::Result<(), Fault> {
     write(tx, &format!("{entry}+")).await;
+    if let Some(sql) = sql_of(&entry) {
+        tx.batch_execute(sql).await.expect("ended");
+    }
     healed.end("second", &entry)
 }
 
