@@ -73,7 +73,7 @@ impl SqliteStore {
 }
 
 impl Database for SqliteStore {
-    type Transaction<'t> = Transaction<'t>;
+    type Lent<'t> = &'t Transaction<'t>;
     type Handled<'t> = Outcome;
 
     fn handled<'t>(outcome: Outcome) -> Self::Handled<'t> {

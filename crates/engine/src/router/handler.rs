@@ -75,7 +75,7 @@ pub trait Handler<S, D: Database, Arguments>: Send + Sync + 'static {
     fn reads(version: u32) -> bool;
 
     /// Handles an event.
-    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t>;
+    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> D::Handled<'t>;
 }
 
 /// Marks handlers without a transaction.
@@ -144,7 +144,7 @@ macro_rules! handlers {
                         true $(&& $argument::reads(version))*
                     }
 
-                    fn call<'t>(&'t self, called: Called<'t, S>, _: &'t ()) -> HandledFuture<'t> {
+                    fn call<'t>(&'t self, called: Called<'t, S>, (): ()) -> HandledFuture<'t> {
                         Box::pin(async move {
                             let ($($argument,)*) = extracted!(called, std::convert::identity, $($argument)*);
                             called.judge.outcome(self($($argument),*).await)
@@ -189,9 +189,9 @@ macro_rules! handlers {
                         true $(&& $argument::reads(version))*
                     }
 
-                    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> HandledFuture<'t> {
+                    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> HandledFuture<'t> {
                         let arguments = extracted!(called, D::handled, $($argument)*);
-                        TxFn::call_in(self, arguments, Tx(tx), called.judge)
+                        TxFn::call_in(self, arguments, Tx(lent), called.judge)
                     }
                 }
 
@@ -208,9 +208,9 @@ macro_rules! handlers {
                         true $(&& $argument::reads(version))*
                     }
 
-                    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> Outcome {
+                    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> Outcome {
                         let arguments = extracted!(called, D::handled, $($argument)*);
-                        BlockingTxFn::call_in(self, arguments, Tx(tx), called.judge)
+                        BlockingTxFn::call_in(self, arguments, Tx(lent), called.judge)
                     }
                 }
             };
@@ -232,7 +232,7 @@ handlers! {
 
 /// A handler whose arguments nobody needs to know any more.
 pub(super) trait Call<S, D: Database>: Send + Sync {
-    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t>;
+    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> D::Handled<'t>;
 }
 
 pub(super) struct Typed<H, Arguments> {
@@ -247,8 +247,8 @@ impl<H, Arguments> Typed<H, Arguments> {
 }
 
 impl<S, D: Database, H: Handler<S, D, Arguments>, Arguments> Call<S, D> for Typed<H, Arguments> {
-    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t> {
-        self.handler.call(called, tx)
+    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> D::Handled<'t> {
+        self.handler.call(called, lent)
     }
 }
 
@@ -259,8 +259,8 @@ pub(super) struct Bound<S, D> {
 }
 
 impl<S: Send + Sync, D: Database> Call<(), D> for Bound<S, D> {
-    fn call<'t>(&'t self, called: Called<'t, ()>, tx: &'t D::Transaction<'t>) -> D::Handled<'t> {
+    fn call<'t>(&'t self, called: Called<'t, ()>, lent: D::Lent<'t>) -> D::Handled<'t> {
         let Called { delivery, judge, .. } = called;
-        self.handler.call(Called { delivery, state: &self.state, judge }, tx)
+        self.handler.call(Called { delivery, state: &self.state, judge }, lent)
     }
 }

@@ -36,7 +36,7 @@ pub struct Fixture {
     pub url: String,
     pub server: Postgres,
     /// What the store talks to.
-    front: String,
+    pub front: String,
     faults: OnceCell<Arc<PostgresFaults>>,
     _pooler: Option<PgBouncer>,
 }
@@ -167,7 +167,7 @@ impl Fixture {
         client(&self.url).await
     }
 
-    async fn harm(&self) -> Arc<PostgresFaults> {
+    pub async fn harm(&self) -> Arc<PostgresFaults> {
         self.faults.get_or_init(async || Arc::new(PostgresFaults::new(&self.front, &self.url).await)).await.clone()
     }
 }
