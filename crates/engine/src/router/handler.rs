@@ -63,7 +63,8 @@ impl<S> Copy for Called<'_, S> {}
     label = "not a handler of this router",
     note = "a handler is an `async fn` that returns `Result<(), E>`, with a future that is `Send`; `E` is any `std::error::Error`, \
             an `anyhow::Error` or a `Failure`",
-    note = "its arguments, eight at most, are `Event<T>`, `State<S>`, `Context`, `Headers`, `Delivery`",
+    note = "its arguments, eight at most, are `Event<T>` of a `T` that derives `postbox::Event` and `serde::Deserialize`, \
+            `State<{S}>`, `Context`, `Headers`, `Delivery`",
     note = "with `Tx<'_, Store>` as its last argument it belongs into a `Router::in_transaction(&store)` of that store, \
             without into a `Router::new()`; on SQLite, the one with a `Tx` is a plain `fn`"
 )]
