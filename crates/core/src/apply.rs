@@ -23,6 +23,8 @@ pub type Decide<'a> = dyn Fn(&Delivery, &Outcome) -> Disposition + Send + Sync +
 /// - Entries already in `settlement` are written as they are.
 /// - The outcomes come back in the order of `deliveries`; a delivery that was not run has `None`.
 /// - `Stale` if the lease is lost: then nothing was committed.
+/// - [`transaction_ended`](crate::Error::transaction_ended) if a handler committed or rolled back:
+///   nothing was settled.
 ///
 /// Cancel-safety: dropping the future rolls the transaction back, or leaves it committed whole.
 #[async_trait]

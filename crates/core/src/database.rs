@@ -10,10 +10,11 @@ use crate::outcome::Outcome;
 /// What a handler gives where the driver is async: see [`Database::Handled`].
 pub type HandledFuture<'t> = Pin<Box<dyn Future<Output = Outcome> + Send + 't>>;
 
-/// A store, to handlers in its transactions.
+/// A store, or a driver beside it, to handlers in its transactions.
 pub trait Database: Send + Sync + Sized + 'static {
-    /// The driver's transaction, of which handlers are lent a reference.
-    type Transaction<'t>: 't;
+    /// What a handler is lent for its call: a reference to the driver's transaction, or to the
+    /// connection that it is open on.
+    type Lent<'t>;
 
     /// A [`HandledFuture`], or where the driver blocks the [`Outcome`] itself: such a transaction
     /// cannot leave its thread.
@@ -35,12 +36,12 @@ pub trait Transact: Database {
 /// The handlers of each event, for a store that calls them in its transaction.
 pub trait Handlers<D: Database>: Send + Sync + 'static {
     /// Calls one handler of the event: the first is 0. `None`: it has no more.
-    fn call<'t>(&'t self, nth: usize, delivery: &'t Delivery, tx: &'t D::Transaction<'t>) -> Option<D::Handled<'t>>;
+    fn call<'t>(&'t self, nth: usize, delivery: &'t Delivery, lent: D::Lent<'t>) -> Option<D::Handled<'t>>;
 }
 
 /// The transaction that settles the event: the last argument of a handler.
 ///
 /// What the handler does with it, what it appends with it and the position of the subscription
-/// commit together, or none of them does. `D` is the store.
+/// commit together, or none of them does. `D` is the store, or a driver that shares its database.
 #[derive(Debug)]
-pub struct Tx<'t, D: Database>(pub &'t D::Transaction<'t>);
+pub struct Tx<'t, D: Database>(pub D::Lent<'t>);

@@ -74,6 +74,15 @@ impl Error {
         )
     }
 
+    const TRANSACTION_ENDED: &'static str = "handler_ended_transaction";
+
+    /// The error of a handler that ended the transaction it was lent. What it committed stays.
+    pub fn transaction_ended(operation: &'static str) -> Self {
+        let message =
+            "the handler committed or rolled back the transaction it was lent; it must leave that to the store";
+        Self::new(ErrorKind::Internal, operation, Self::TRANSACTION_ENDED, message)
+    }
+
     /// The error of an aggregate that is not saved because it has another version than the one that
     /// was loaded: where `UPDATE … WHERE id = … AND version = …` changed no row. A handler that
     /// fails with it is retried.
@@ -127,6 +136,11 @@ impl Error {
     /// Whether the lease was lost.
     pub fn is_stale(&self) -> bool {
         self.kind == ErrorKind::Stale
+    }
+
+    /// Whether it is [`Self::transaction_ended`].
+    pub fn is_transaction_ended(&self) -> bool {
+        self.code == Self::TRANSACTION_ENDED
     }
 
     /// Whether it is [`Self::stale`]: the lease itself is lost, not only what was read under it.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use postbox_core::{Delivery, Seq};
+use postbox_core::{Delivery, Outcome, Seq};
 
 use crate::lock::lock;
 
@@ -13,14 +13,14 @@ pub(crate) const APPLY_CHUNK_MAX: usize = 64;
 
 pub(crate) struct ApplyState {
     chunk: AtomicUsize,
-    /// Events whose transaction overran alone, with the attempt and replay that it was. Read again,
+    /// Events whose transaction failed alone, with the attempt and replay that it was. Read again,
     /// that is a failed attempt; at another attempt it is not, because the transaction did commit.
-    overran: Mutex<HashMap<Seq, (u32, u32)>>,
+    failed: Mutex<HashMap<Seq, (u32, u32, Outcome)>>,
 }
 
 impl Default for ApplyState {
     fn default() -> Self {
-        Self { chunk: AtomicUsize::new(APPLY_CHUNK_MAX), overran: Mutex::default() }
+        Self { chunk: AtomicUsize::new(APPLY_CHUNK_MAX), failed: Mutex::default() }
     }
 }
 
@@ -38,17 +38,18 @@ impl ApplyState {
         }
     }
 
-    /// A transaction overran or panicked: the next ones take one delivery each, to find which it
-    /// was.
-    pub(crate) fn overran(&self, deliveries: &[&Delivery]) {
+    /// A transaction failed because of a handler: the next ones take one delivery each, to find
+    /// whose it was. `outcome` becomes of that one.
+    pub(crate) fn failed(&self, deliveries: &[&Delivery], outcome: Outcome) {
         self.chunk.store(1, Ordering::Relaxed);
         if let [single] = deliveries {
-            lock(&self.overran).insert(single.seq, (single.attempt, single.replay));
+            lock(&self.failed).insert(single.seq, (single.attempt, single.replay, outcome));
         }
     }
 
-    /// Whether this delivery's transaction overran alone; says so once.
-    pub(crate) fn take_overran(&self, delivery: &Delivery) -> bool {
-        lock(&self.overran).remove(&delivery.seq) == Some((delivery.attempt, delivery.replay))
+    /// What becomes of this delivery, if its transaction failed alone; says so once.
+    pub(crate) fn take_failed(&self, delivery: &Delivery) -> Option<Outcome> {
+        let (attempt, replay, outcome) = lock(&self.failed).remove(&delivery.seq)?;
+        ((attempt, replay) == (delivery.attempt, delivery.replay)).then_some(outcome)
     }
 }

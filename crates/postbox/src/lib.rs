@@ -84,7 +84,7 @@
 //! | `diesel` | append in transactions of `diesel` 2 on libpq | no |
 //! | `diesel-async` | append in Postgres transactions of `diesel-async` | no |
 //! | `sea-orm` | append in Postgres transactions of `sea-orm` 2 | no |
-//! | `sqlx` | append in Postgres transactions of `sqlx` 0.9 | no |
+//! | `sqlx` | append in Postgres transactions of `sqlx` 0.9, and handlers in those of your pool | no |
 //! | `sqlx08` | append in Postgres transactions of `sqlx` 0.8 | no |
 //! | `sqlx-sqlite` | append in SQLite transactions of `sqlx` 0.9 | no |
 //! | `schema` | the `schema` module: JSON Schemas of events, checked at the append and before handlers | no |
@@ -143,7 +143,8 @@ pub use postbox_core as contract;
 /// The parts of which a [`Service`] is made, with their settings and what they count.
 pub use postbox_engine as engine;
 
-/// Drivers besides `tokio-postgres` whose Postgres transactions [`Postbox::append`] takes.
+/// Drivers besides `tokio-postgres` whose Postgres transactions [`Postbox::append`] takes, and
+/// handlers may work in those of `sqlx`.
 #[cfg(feature = "postgres")]
 pub mod drivers {
     #[cfg(feature = "diesel")]

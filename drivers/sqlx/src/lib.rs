@@ -1,15 +1,14 @@
 #![doc = include_str!("../README.md")]
 
+mod apply;
+
+pub use apply::Sqlx;
 use postbox_core::kit::check_message_id;
 use postbox_core::{AppendFuture, Error, EventId, LogName, NewEvent, Result, SourceName, Transaction};
 use postbox_postgres::driver::{AppendStatement, Refusal, no_transaction, once_statement, unreachable};
 use postbox_postgres::{Postgres, SchemaName};
 use sqlx::postgres::{PgConnection, PgDatabaseError};
 use sqlx::{AssertSqlSafe, Connection as _, Executor as _};
-
-/// Marks transactions of `sqlx` 0.9.
-#[derive(Debug)]
-pub enum Sqlx {}
 
 impl<'a> Transaction<'a, Postgres, Sqlx> for sqlx::Transaction<'_, sqlx::Postgres> {
     type Appended = AppendFuture<'a>;

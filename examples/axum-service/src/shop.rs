@@ -8,6 +8,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
+use postbox::drivers::sqlx::Sqlx;
 use postbox::ingress::{self, WebhookSource};
 use postbox::listen::{ServeLimits, serve};
 use postbox::postgres::{Postgres, PostgresConfig, PostgresStore};
@@ -87,17 +88,17 @@ async fn ship(Event(paid): Event<OrderPaid>, router::State(parcels): router::Sta
 }
 
 /// A payment is applied once, however often Stripe sends it: the update, the next event and the
-/// position of the subscription commit together.
+/// position of the subscription commit together, in a transaction of the shop's pool.
 async fn receive_payment(
     Event(completed): Event<CheckoutCompleted>,
     router::State(postbox): router::State<Postbox<Postgres>>,
-    Tx(mut tx): Tx<'_, PostgresStore>,
+    Tx(tx): Tx<'_, Sqlx>,
 ) -> anyhow::Result<()> {
     let Session { client_reference_id, amount_total } = completed.data.object;
-    let order = client_reference_id.parse()?;
-    let update = "UPDATE orders SET paid = paid + $2 WHERE id = $1";
-    ensure!(tx.execute(update, &[&order, &amount_total]).await? == 1, "there is no order {order}");
-    postbox.append(&mut tx, OrderPaid { order }).await?;
+    let order: i64 = client_reference_id.parse()?;
+    let update = sqlx::query("UPDATE orders SET paid = paid + $2 WHERE id = $1").bind(order).bind(amount_total);
+    ensure!(update.execute(&mut *tx).await?.rows_affected() == 1, "there is no order {order}");
+    postbox.append(tx, OrderPaid { order }).await?;
     Ok(())
 }
 
@@ -112,12 +113,12 @@ pub async fn run(
     let pool = PgPool::connect(url).await?;
     let store = PostgresStore::connect(PostgresConfig::new(url)).await?;
     store.up().await?; // Once, or from your deployment: `postbox migrate up --store URL`.
-    let postbox = store.postbox();
+    let (postbox, sqlx) = (store.postbox(), Sqlx::new(&store, pool.clone()));
     let stripe = verifier(Scheme::Stripe, &[stripe_secret], &Settings::default())?;
-    let service = Service::builder(store.clone())
+    let service = Service::builder(store)
         .outbox("parcels", Router::new().on(confirm).on(ship).with_state(parcels))
         .source(WebhookSource::new("stripe".parse()?, LogName::inbox(), stripe))
-        .inbox("payments", Router::in_transaction(&store).on(receive_payment).with_state(postbox.clone()))
+        .inbox("payments", Router::in_transaction(&sqlx).on(receive_payment).with_state(postbox.clone()))
         .build()?;
     let pages = axum::Router::new().route("/orders", post(place)).with_state(Shop { pool, postbox });
     let pages = pages.merge(ingress::router(service.ingress()));

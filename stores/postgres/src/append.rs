@@ -9,10 +9,10 @@ use uuid::Uuid;
 
 use crate::PostgresStore;
 use crate::classify::{classify, is_undefined, log_unknown};
-use crate::driver::AsText as _;
 use crate::params::{Param, params};
 use crate::schema::{SchemaName, check_log_name};
 use crate::session::Session;
+use crate::text::AsText as _;
 
 /// The columns a writer says. Everything else of a row is the store's own.
 pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at";

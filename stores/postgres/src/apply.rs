@@ -37,7 +37,7 @@ impl PostgresStore {
 }
 
 impl Database for PostgresStore {
-    type Transaction<'t> = Transaction<'t>;
+    type Lent<'t> = &'t Transaction<'t>;
     type Handled<'t> = HandledFuture<'t>;
 
     fn handled<'t>(outcome: Outcome) -> HandledFuture<'t> {
@@ -78,20 +78,20 @@ struct TxApply<H> {
 /// The handlers' transaction. The planner is left alone, for it plans the handlers' statements; a
 /// statement timeout of ours too. The position is written at its end: written first, it would lock
 /// the lane while handlers run, and its lease could not be renewed.
-const APPLY_BEGIN: &str = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off'";
+pub(crate) const APPLY_BEGIN: &str = "SELECT pg_catalog.set_config('synchronous_commit', 'on', true) WHERE pg_catalog.current_setting('synchronous_commit') OPERATOR(pg_catalog.=) 'off'";
 
 /// Keeps the search_path that the handlers worked with, and takes one of ours. Evaluated from left
 /// to right.
-const PATH_OURS: &str = "SELECT pg_catalog.set_config('postbox.search_path', pg_catalog.current_setting('search_path'), true), pg_catalog.set_config('search_path', 'pg_catalog', true)";
+pub(crate) const PATH_OURS: &str = "SELECT pg_catalog.set_config('postbox.search_path', pg_catalog.current_setting('search_path'), true), pg_catalog.set_config('search_path', 'pg_catalog', true)";
 /// See [`PATH_OURS`].
-const PATH_THEIRS: &str =
+pub(crate) const PATH_THEIRS: &str =
     "SELECT pg_catalog.set_config('search_path', pg_catalog.current_setting('postbox.search_path'), true)";
 
 /// Whether a handler's effect can be kept. A statement that failed without the handler noticing
 /// leaves its savepoint broken; a deferred constraint would fail the whole transaction at its end,
 /// for ever and for everybody in it. Rolled back, so that constraints stay as deferred as they were
 /// for the handlers after it.
-const EFFECT_CHECK: &str = "SAVEPOINT postbox_check; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT postbox_check; RELEASE SAVEPOINT postbox_check";
+pub(crate) const EFFECT_CHECK: &str = "SAVEPOINT postbox_check; SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO SAVEPOINT postbox_check; RELEASE SAVEPOINT postbox_check";
 
 #[async_trait]
 impl<H: TxHandler> Apply for TxApply<H> {
@@ -99,7 +99,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
         &self,
         lease: &Lease,
         deliveries: &[&Delivery],
-        settlement: Settlement<'_>,
+        mut settlement: Settlement<'_>,
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
         let failed = |error: tokio_postgres::Error| classify("apply", &error);
@@ -114,19 +114,8 @@ impl<H: TxHandler> Apply for TxApply<H> {
             .await
             .map_err(failed)?;
         tx.batch_execute(APPLY_BEGIN).await.map_err(failed)?;
-        let mut settlement = settlement;
-        let mut outcomes = Vec::with_capacity(deliveries.len());
-        let mut blocked = BlockedKeys::new(settlement.hold_keys);
-        for delivery in deliveries {
-            if blocked.blocks(delivery) {
-                outcomes.push(None);
-                continue;
-            }
-            let outcome = self.run(&mut tx, delivery).await.map_err(failed)?;
-            blocked.note(delivery, &outcome);
-            outcomes.push(Some(outcome));
-        }
-        settlement.entries.extend(entries_of(deliveries, &outcomes, settlement.position.is_some(), decide));
+        let mut lent = Lent { tx: &mut tx, handler: &self.handler };
+        let outcomes = call_each(&mut lent, deliveries, &mut settlement, decide).await?;
         // From here on the lane is locked: a host that vanishes now must not hold off the
         // take-over. The handlers' names are theirs; ours mean Postgres's own. Put back, because
         // deferred triggers of theirs run at the end.
@@ -140,41 +129,82 @@ impl<H: TxHandler> Apply for TxApply<H> {
         tx.batch_execute(PATH_THEIRS).await.map_err(failed)?;
         tx.commit().await.map_err(failed)?;
         session.ended();
-        self.store.lane(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
-        self.store.wake();
+        committed(&self.store, lease, &settlement);
         Ok(outcomes)
     }
 }
 
-impl<H: TxHandler> TxApply<H> {
-    /// Runs the handler in a savepoint. An error means that the transaction itself is lost.
-    async fn run(&self, tx: &mut Transaction<'_>, delivery: &Delivery) -> Result<Outcome, tokio_postgres::Error> {
-        let savepoint = tx.savepoint("postbox_handler").await?;
-        let handled = Context::of(&delivery.event).scope(self.handler.handle(&savepoint, delivery));
-        let outcome = AssertUnwindSafe(handled)
-            .catch_unwind()
-            .await
-            .unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic)));
-        if !outcome.is_delivered() {
-            savepoint.rollback().await?;
-            return Ok(outcome);
-        }
-        match savepoint.batch_execute(EFFECT_CHECK).await {
-            Ok(()) => {
-                savepoint.commit().await?;
-                Ok(outcome)
+/// The store's transaction, lent to a handler as a savepoint.
+struct Lent<'a, 'c, H> {
+    tx: &'a mut Transaction<'c>,
+    handler: &'a H,
+}
+
+impl<H: TxHandler> Calls for Lent<'_, '_, H> {
+    async fn call(&mut self, delivery: &Delivery) -> Result<Outcome> {
+        let failed = |error: tokio_postgres::Error| classify("apply", &error);
+        let savepoint = self.tx.savepoint("postbox_handler").await.map_err(failed)?;
+        let mut outcome = handled(delivery, self.handler.handle(&savepoint, delivery)).await;
+        if outcome.is_delivered() {
+            match savepoint.batch_execute(EFFECT_CHECK).await {
+                Ok(()) => {}
+                Err(error) => match error.as_db_error() {
+                    Some(refusal) => outcome = effect_refused(refusal.message()),
+                    None => return Err(failed(error)),
+                },
             }
-            Err(error) if error.as_db_error().is_some() => {
-                savepoint.rollback().await?;
-                let said = error.as_db_error().map(|it| it.message()).unwrap_or_default();
-                Ok(Outcome::retry(
-                    "handler_sql",
-                    format!("the handler reported success, but its effect cannot be kept: {said}"),
-                ))
-            }
-            Err(error) => Err(error),
         }
+        let ended = if outcome.is_delivered() { savepoint.commit().await } else { savepoint.rollback().await };
+        ended.map(|()| outcome).map_err(failed)
     }
+}
+
+/// A transaction in which a handler is called for one event after the other.
+pub(crate) trait Calls {
+    /// Calls it in a savepoint. An error means that the transaction itself is lost.
+    fn call(&mut self, delivery: &Delivery) -> impl Future<Output = Result<Outcome>> + Send;
+}
+
+/// Calls the handler for every delivery that no failed one before it holds back, and adds what
+/// becomes of them to the settlement.
+pub(crate) async fn call_each<'d>(
+    transaction: &mut impl Calls,
+    deliveries: &[&'d Delivery],
+    settlement: &mut Settlement<'d>,
+    decide: &Decide<'_>,
+) -> Result<Vec<Option<Outcome>>> {
+    let mut outcomes = Vec::with_capacity(deliveries.len());
+    let mut blocked = BlockedKeys::new(settlement.hold_keys);
+    for delivery in deliveries {
+        if blocked.blocks(delivery) {
+            outcomes.push(None);
+            continue;
+        }
+        let outcome = transaction.call(delivery).await?;
+        blocked.note(delivery, &outcome);
+        outcomes.push(Some(outcome));
+    }
+    settlement.entries.extend(entries_of(deliveries, &outcomes, settlement.position.is_some(), decide));
+    Ok(outcomes)
+}
+
+/// What a call gives, in the context of its event and whatever it panics with.
+pub(crate) async fn handled(delivery: &Delivery, call: impl Future<Output = Outcome>) -> Outcome {
+    let call = Context::of(&delivery.event).scope(call);
+    let caught = AssertUnwindSafe(call).catch_unwind().await;
+    caught.unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic)))
+}
+
+/// What becomes of an event whose handler reported success, where [`EFFECT_CHECK`] failed.
+pub(crate) fn effect_refused(said: &str) -> Outcome {
+    let error = format!("the handler reported success, but its effect cannot be kept: {said}");
+    Outcome::retry("handler_sql", error)
+}
+
+/// What this process notes when the transaction is committed.
+pub(crate) fn committed(store: &PostgresStore, lease: &Lease, settlement: &Settlement<'_>) {
+    store.lane(lease).settled(lease.epoch, settlement.position.map(|seq| seq.0), settlement.rewind);
+    store.wake();
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {

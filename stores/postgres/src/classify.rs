@@ -126,6 +126,9 @@ pub(crate) fn of_database(operation: &'static str, fields: &Refusal<'_>) -> Erro
             "store_full",
             format!("{}; free space on the database's disk, and all goes on by itself", fields.message),
         ),
+        // No transaction is open, or our savepoint is not in it: between our statements, only a
+        // handler can have ended it.
+        "25P01" | "3B001" if operation == "apply" => Error::transaction_ended(operation),
         "25P02" => make(Internal, "transaction_aborted", "an earlier statement of the transaction failed".to_owned()),
         "40001" | "40P01" | "55P03" => make(Unavailable, "store_contention", text()),
         // A row, or what was stored apart from it, is damaged.

@@ -1,17 +1,18 @@
-//! For the crates of drivers other than ours: what they execute to append, and what a refusal
-//! means.
+//! For the crates of drivers other than ours: what they execute to append and to settle, and what a
+//! refusal means.
 //!
 //! Such a crate implements [`Transaction`](postbox_core::Transaction) for a driver's transaction
-//! and [`Postgres`]. It binds and executes; the statement, its parameters and the errors are made
-//! here, so that all drivers do the same.
+//! and [`Postgres`], and where handlers work in its transactions [`Settles`]. It binds and
+//! executes; the statements, their parameters and the errors are made here, so that all drivers do
+//! the same.
 
 use std::fmt::Display;
 
 use postbox_core::{Error, ErrorKind, EventId, LogName, NewEvent, Result};
-use uuid::Uuid;
 
 use crate::append::{Columns, Postgres, refused};
 use crate::classify::of_database;
+pub use crate::lent::{Applied, Rows, Settles, Statement, apply_in};
 use crate::once::ONCE;
 use crate::schema::SchemaName;
 
@@ -72,10 +73,13 @@ impl Refusal<'_> {
     }
 }
 
+/// The code where the server gave no answer.
+pub(crate) const UNREACHABLE: &str = "store_unreachable";
+
 /// The error where the server gave no answer.
 pub fn unreachable(operation: &'static str, cause: impl Display) -> Error {
     let message = format!("the database cannot be reached ({cause}); is it running, and did the connection end?");
-    Error::new(ErrorKind::Unavailable, operation, "store_unreachable", message)
+    Error::new(ErrorKind::Unavailable, operation, UNREACHABLE, message)
 }
 
 /// The error of a connection in autocommit, where the promise of one transaction could not be kept.
@@ -85,85 +89,9 @@ pub fn no_transaction(operation: &'static str) -> Error {
     Error::invalid(operation, "no_transaction", message)
 }
 
-/// A value as text that casts to its type.
-pub(crate) trait AsText {
-    /// `None`: null.
-    fn text(&self) -> Option<String>;
-}
-
-impl AsText for &str {
-    fn text(&self) -> Option<String> {
-        Some((*self).to_owned())
-    }
-}
-
-impl AsText for String {
-    fn text(&self) -> Option<String> {
-        Some(self.clone())
-    }
-}
-
-impl AsText for i64 {
-    fn text(&self) -> Option<String> {
-        Some(self.to_string())
-    }
-}
-
-impl AsText for Uuid {
-    fn text(&self) -> Option<String> {
-        Some(self.to_string())
-    }
-}
-
-impl AsText for &[u8] {
-    fn text(&self) -> Option<String> {
-        const DIGITS: &[u8; 16] = b"0123456789abcdef";
-        let digits = self.iter().flat_map(|byte| [byte >> 4, byte & 15]).map(|digit| DIGITS[usize::from(digit)]);
-        Some("\\x".chars().chain(digits.map(char::from)).collect())
-    }
-}
-
-impl<T: AsText> AsText for Option<T> {
-    fn text(&self) -> Option<String> {
-        self.as_ref().and_then(T::text)
-    }
-}
-
-/// An array, as Postgres writes it.
-impl<T: AsText> AsText for Vec<T> {
-    fn text(&self) -> Option<String> {
-        let mut array = String::from("{");
-        for (n, value) in self.iter().enumerate() {
-            array.push_str(if n == 0 { "" } else { "," });
-            match value.text() {
-                None => array.push_str("NULL"),
-                Some(text) => {
-                    array.push('"');
-                    for c in text.chars() {
-                        if matches!(c, '"' | '\\') {
-                            array.push('\\');
-                        }
-                        array.push(c);
-                    }
-                    array.push('"');
-                }
-            }
-        }
-        array.push('}');
-        Some(array)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_array_is_written_as_postgres_reads_it() {
-        let texts = vec![Some(""), Some("a,b"), Some(r#"{"a":"\n"}"#), Some("NULL"), None];
-        assert_eq!(texts.text().expect("a text"), r#"{"","a,b","{\"a\":\"\\n\"}","NULL",NULL}"#);
-        assert_eq!(vec![&b"\0\xff"[..]].text().expect("a text"), r#"{"\\x00ff"}"#);
-    }
 
     #[test]
     fn one_event_and_several_have_the_same_number_of_parameters() {

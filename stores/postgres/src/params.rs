@@ -7,6 +7,8 @@ use jiff::Timestamp;
 use tokio_postgres::types::{ToSql, Type};
 use uuid::Uuid;
 
+use crate::text::AsText;
+
 /// A value and its type.
 pub(crate) type Param<'a> = (&'a (dyn ToSql + Sync), Type);
 
@@ -64,3 +66,49 @@ macro_rules! params {
     ($($value:expr),* $(,)?) => { [$($crate::params::param(&$value)),*] };
 }
 pub(crate) use params;
+
+/// A value and its type, for whatever driver binds it.
+#[derive(Clone)]
+pub(crate) struct Bound<'a> {
+    value: &'a dyn Value,
+    of: Type,
+}
+
+/// What every driver can bind.
+trait Value: AsText + Sync {
+    fn typed(&self) -> &(dyn ToSql + Sync);
+}
+
+impl<T: ToSql + AsText + Sync> Value for T {
+    fn typed(&self) -> &(dyn ToSql + Sync) {
+        self
+    }
+}
+
+impl<'a> Bound<'a> {
+    /// See `bound!`.
+    pub(crate) fn new<T: Typed + AsText>(value: &'a T) -> Self {
+        Self { value, of: T::TYPE }
+    }
+
+    /// For the driver of the store.
+    pub(crate) fn param(&self) -> Param<'a> {
+        (self.value.typed(), self.of.clone())
+    }
+
+    /// For a driver that binds texts.
+    pub(crate) fn text(&self) -> Option<String> {
+        self.value.text()
+    }
+
+    /// What such a text is cast to.
+    pub(crate) fn type_name(&self) -> &str {
+        self.of.name()
+    }
+}
+
+/// As `params!`, for whatever driver.
+macro_rules! bound {
+    ($($value:expr),* $(,)?) => { [$($crate::params::Bound::new(&$value)),*] };
+}
+pub(crate) use bound;

@@ -7,13 +7,12 @@ use std::collections::{BTreeMap, HashSet};
 use jiff::Timestamp;
 use postbox_core::kit::{Due, RowAfter, settled_already, window_undone};
 use postbox_core::{Delivery, Disposition, Entry, Error, Lease, Result, Settlement};
-use tokio_postgres::Client;
 
 use crate::PostgresStore;
-use crate::classify::classify;
+use crate::execute::Execute;
 use crate::lane;
 use crate::log::micros;
-use crate::params::{Param, params};
+use crate::params::{Bound, bound};
 use crate::session::Session;
 use crate::subscription::SubscriptionRow;
 
@@ -53,7 +52,7 @@ WHERE l.ctid = $6::tid AND l.subscription = $1 AND l.lane = $5 AND EXISTS (SELEC
 /// How many rows are as they were read. Index: primary key of `delivery`. The lane's lock keeps
 /// them so.
 pub(crate) const DELIVERY_COUNT: &str = "
-SELECT count(*) FROM unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
+SELECT count(*)::text FROM unnest($2::bigint[], $3::int[], $4::int[]) AS e(seq, before, replays)
 CROSS JOIN LATERAL {row_of_entry} JOIN {s}.delivery AS d ON d.ctid = found.place WHERE {is_as_read}";
 
 /// The next of each key becomes due, if it was only waiting for its turn. Index: `delivery_held`,
@@ -93,8 +92,8 @@ impl AsRead {
         self.replays.push(count(delivery.replay));
     }
 
-    fn params<'p>(&'p self, subscription: &'p i32) -> [Param<'p>; 4] {
-        params![*subscription, self.seqs, self.befores, self.replays]
+    fn bound<'p>(&'p self, subscription: &'p i32) -> [Bound<'p>; 4] {
+        bound![*subscription, self.seqs, self.befores, self.replays]
     }
 }
 
@@ -148,7 +147,7 @@ pub(crate) async fn settle(
     settlement: &Settlement<'_>,
 ) -> Result<()> {
     let subscription = store.leased(session, lease).await?;
-    let call = SettleCall { store, client: session.client(), lease, subscription: &subscription, settlement };
+    let call = SettleCall { store, on: session.client(), lease, subscription: &subscription, settlement };
     let modes = &store.inner.modes;
     let settled = match settlement.entries.is_empty() {
         // All went well: one update, sent with the transaction's ends in one round trip.
@@ -169,12 +168,12 @@ pub(crate) async fn settle(
 /// Settles inside somebody else's transaction: what a handler did and its position become one fact.
 pub(crate) async fn settle_in(
     store: &PostgresStore,
-    client: &Client,
+    on: &impl Execute,
     lease: &Lease,
     subscription: &SubscriptionRow,
     settlement: &Settlement<'_>,
 ) -> Result<()> {
-    let call = SettleCall { store, client, lease, subscription, settlement };
+    let call = SettleCall { store, on, lease, subscription, settlement };
     if call.move_position().await? == Position::Written || !call.is_as_read().await? {
         return Err(settled_already());
     }
@@ -191,15 +190,15 @@ enum Position {
 }
 
 /// One settlement on one connection.
-struct SettleCall<'a> {
+struct SettleCall<'a, E> {
     store: &'a PostgresStore,
-    client: &'a Client,
+    on: &'a E,
     lease: &'a Lease,
     subscription: &'a SubscriptionRow,
     settlement: &'a Settlement<'a>,
 }
 
-impl SettleCall<'_> {
+impl<E: Execute> SettleCall<'_, E> {
     async fn write_all(&self, session: &Session) -> Result<()> {
         let (begun, moved) = futures::join!(session.begin(&self.store.inner.modes.write), self.move_position());
         begun?;
@@ -225,14 +224,14 @@ impl SettleCall<'_> {
         let revision = known.as_ref().map(|at| at.revision);
         let position = settlement.position.map(|seq| seq.0);
         let delivered = known.as_ref().zip(position).map_or(0, |(at, position)| self.delivered(at, position));
-        let params =
-            params![self.subscription.id, number, lease.epoch, place, window, revision, settled, position, delivered];
-        let sql = self.store.schema().sql(LANE_SETTLE);
-        let row = self.client.query_typed_one(&sql, &params).await.map_err(|error| classify("settle", &error))?;
-        if let Some(place) = row.get(1) {
+        let bound =
+            bound![self.subscription.id, number, lease.epoch, place, window, revision, settled, position, delivered];
+        let rows = self.on.rows(&self.store.schema().sql(LANE_SETTLE), &bound).await?;
+        let said = |column: usize| rows.first()?.get(column)?.as_deref();
+        if let Some(place) = said(1) {
             lane.found_at(place);
         }
-        match row.get(0) {
+        match said(0).unwrap_or_default() {
             "open" => Ok(Position::Moved),
             "written" => Ok(Position::Written),
             // A mere rewind belongs to no window.
@@ -261,9 +260,8 @@ impl SettleCall<'_> {
         let mut rows = AsRead::default();
         self.settlement.entries.iter().for_each(|entry| rows.add(entry.delivery));
         let sql = self.store.schema().sql(DELIVERY_COUNT);
-        let counted = self.client.query_typed_one(&sql, &rows.params(&self.subscription.id)).await;
-        let counted = counted.map_err(|error| classify("apply", &error))?;
-        Ok(counted.get::<_, i64>(0) == rows.seqs.len() as i64)
+        let counted = self.on.rows(&sql, &rows.bound(&self.subscription.id)).await?;
+        Ok(counted == [[Some(rows.seqs.len().to_string())]])
     }
 
     async fn write_rows(&self) -> Result<()> {
@@ -276,34 +274,36 @@ impl SettleCall<'_> {
         let (lane, place) = (lease.lane.cast_signed(), self.store.lane(lease).place());
         let keeping = async {
             if writes.kept.seqs.is_empty() {
-                return Ok(0);
+                return Ok(Vec::new());
             }
             let Writes { keys, states, halts, attempts, codes, errors, waits, ats, .. } = &writes;
             let AsRead { seqs, befores, replays } = &writes.kept;
             let (id, ordered) = (subscription.id, settlement.hold_keys);
-            let params = params![
+            let bound = bound![
                 id, lane, ordered, seqs, keys, states, halts, attempts, codes, errors, waits, ats, befores, replays
             ];
-            self.client.execute_typed(&keep, &params).await
+            self.on.rows(&keep, &bound).await
         };
         let (delete, release) = (schema.sql(DELIVERY_DELETE), schema.sql(DELIVERY_RELEASE));
         let deleting = async {
             if writes.done.seqs.is_empty() {
-                return Ok(0);
+                return Ok(());
             }
-            let [id, seqs, befores, replays] = writes.done.params(&subscription.id);
-            let [lane, place] = params![lane, place];
-            let moved = self.client.query_typed(&delete, &[id, seqs, befores, replays, lane, place]).await?;
-            moved.iter().for_each(|row| self.store.lane(lease).found_at(row.get(0)));
-            Ok(moved.len() as u64)
+            let [id, seqs, befores, replays] = writes.done.bound(&subscription.id);
+            let [lane, place] = bound![lane, place];
+            let moved = self.on.rows(&delete, &[id, seqs, befores, replays, lane, place]).await?;
+            moved.iter().flatten().flatten().for_each(|place| self.store.lane(lease).found_at(place));
+            Ok(())
         };
         let releasing = async {
             if writes.touched.is_empty() {
-                return Ok(0);
+                return Ok(Vec::new());
             }
-            self.client.execute_typed(&release, &params![subscription.id, writes.touched]).await
+            self.on.rows(&release, &bound![subscription.id, writes.touched]).await
         };
         let (kept, deleted, released) = futures::join!(keeping, deleting, releasing);
-        kept.and(deleted).and(released).map(drop).map_err(|error| classify("settle", &error))
+        kept?;
+        deleted?;
+        released.map(drop)
     }
 }

@@ -73,7 +73,7 @@ impl SqliteStore {
 }
 
 impl Database for SqliteStore {
-    type Transaction<'t> = Transaction<'t>;
+    type Lent<'t> = &'t Transaction<'t>;
     type Handled<'t> = Outcome;
 
     fn handled<'t>(outcome: Outcome) -> Self::Handled<'t> {
@@ -197,9 +197,7 @@ impl Application {
         let mut outcome =
             catch_unwind(AssertUnwindSafe(handle)).unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));
         if tx.is_autocommit() {
-            let message =
-                "the handler committed or rolled back the transaction it was lent; it must leave that to the store";
-            return Err(Error::new(ErrorKind::Internal, "apply", "handler_ended_transaction", message).into());
+            return Err(Error::transaction_ended("apply").into());
         }
         if deferred && outcome.is_delivered() && broken_keys(tx)? > broken_before {
             // The commit would fail for everybody, again and again.

@@ -88,9 +88,7 @@ impl Lane {
             }
             if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
                 applying.verdicts.defer(place, Disposition::Block);
-            } else if context.apply.take_overran(delivery) {
-                let limit = context.settings.deliver_timeout;
-                let outcome = Outcome::retry("timeout", format!("the transaction overran {limit:?} or panicked"));
+            } else if let Some(outcome) = context.apply.take_failed(delivery) {
                 self.applied(applying, place, context.judge(delivery, outcome, sent));
             } else {
                 ready.push(place);
@@ -134,6 +132,12 @@ impl Lane {
             verdict.into_disposition()
         };
         let call = AssertUnwindSafe(async { apply.apply(&self.lease.lease, refs, settlement, &decide).await });
+        let overran = || {
+            let limit = context.settings.deliver_timeout;
+            context
+                .apply
+                .failed(refs, Outcome::retry("timeout", format!("the transaction overran {limit:?} or panicked")));
+        };
         let _in_flight = Gauge::up(&context.metrics.in_flight, refs.len());
         let begin = context.clock.monotonic();
         let answer = tokio::select! {
@@ -142,7 +146,7 @@ impl Lane {
             answer = call.catch_unwind() => answer,
             () = context.clock.sleep(context.settings.deliver_timeout) => {
                 context.metrics.add(&context.metrics.timeouts, 1);
-                context.apply.overran(refs);
+                overran();
                 return Err(dropped("the transaction overran its time"));
             }
         };
@@ -162,6 +166,11 @@ impl Lane {
                 context.metrics.add(&context.metrics.stale_writes, 1);
                 Err(error)
             }
+            Ok(Err(error)) if error.is_transaction_ended() => {
+                // Dead at once: another attempt would repeat what this one committed.
+                context.apply.failed(refs, Outcome::dead(error.code().to_owned(), error.message()));
+                Err(dropped("a handler ended the transaction"))
+            }
             Ok(Err(error)) if self.failed("apply", &error) => {
                 context.clock.sleep(context.store_backoff(1)).await;
                 Err(dropped("the transaction's end is unknown"))
@@ -170,7 +179,7 @@ impl Lane {
             Err(panic) => {
                 warn!(subscription = context.name(), panic = panic_text(&*panic), "apply panicked");
                 context.metrics.add(&context.metrics.panics, 1);
-                context.apply.overran(refs);
+                overran();
                 Err(dropped("the transaction panicked"))
             }
         }

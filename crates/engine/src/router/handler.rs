@@ -63,7 +63,8 @@ impl<S> Copy for Called<'_, S> {}
     label = "not a handler of this router",
     note = "a handler is an `async fn` that returns `Result<(), E>`, with a future that is `Send`; `E` is any `std::error::Error`, \
             an `anyhow::Error` or a `Failure`",
-    note = "its arguments, eight at most, are `Event<T>`, `State<S>`, `Context`, `Headers`, `Delivery`",
+    note = "its arguments, eight at most, are `Event<T>` of a `T` that derives `postbox::Event` and `serde::Deserialize`, \
+            `State<{S}>`, `Context`, `Headers`, `Delivery`",
     note = "with `Tx<'_, Store>` as its last argument it belongs into a `Router::in_transaction(&store)` of that store, \
             without into a `Router::new()`; on SQLite, the one with a `Tx` is a plain `fn`"
 )]
@@ -75,7 +76,7 @@ pub trait Handler<S, D: Database, Arguments>: Send + Sync + 'static {
     fn reads(version: u32) -> bool;
 
     /// Handles an event.
-    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t>;
+    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> D::Handled<'t>;
 }
 
 /// Marks handlers without a transaction.
@@ -144,7 +145,7 @@ macro_rules! handlers {
                         true $(&& $argument::reads(version))*
                     }
 
-                    fn call<'t>(&'t self, called: Called<'t, S>, _: &'t ()) -> HandledFuture<'t> {
+                    fn call<'t>(&'t self, called: Called<'t, S>, (): ()) -> HandledFuture<'t> {
                         Box::pin(async move {
                             let ($($argument,)*) = extracted!(called, std::convert::identity, $($argument)*);
                             called.judge.outcome(self($($argument),*).await)
@@ -189,9 +190,9 @@ macro_rules! handlers {
                         true $(&& $argument::reads(version))*
                     }
 
-                    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> HandledFuture<'t> {
+                    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> HandledFuture<'t> {
                         let arguments = extracted!(called, D::handled, $($argument)*);
-                        TxFn::call_in(self, arguments, Tx(tx), called.judge)
+                        TxFn::call_in(self, arguments, Tx(lent), called.judge)
                     }
                 }
 
@@ -208,9 +209,9 @@ macro_rules! handlers {
                         true $(&& $argument::reads(version))*
                     }
 
-                    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> Outcome {
+                    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> Outcome {
                         let arguments = extracted!(called, D::handled, $($argument)*);
-                        BlockingTxFn::call_in(self, arguments, Tx(tx), called.judge)
+                        BlockingTxFn::call_in(self, arguments, Tx(lent), called.judge)
                     }
                 }
             };
@@ -232,7 +233,7 @@ handlers! {
 
 /// A handler whose arguments nobody needs to know any more.
 pub(super) trait Call<S, D: Database>: Send + Sync {
-    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t>;
+    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> D::Handled<'t>;
 }
 
 pub(super) struct Typed<H, Arguments> {
@@ -247,8 +248,8 @@ impl<H, Arguments> Typed<H, Arguments> {
 }
 
 impl<S, D: Database, H: Handler<S, D, Arguments>, Arguments> Call<S, D> for Typed<H, Arguments> {
-    fn call<'t>(&'t self, called: Called<'t, S>, tx: &'t D::Transaction<'t>) -> D::Handled<'t> {
-        self.handler.call(called, tx)
+    fn call<'t>(&'t self, called: Called<'t, S>, lent: D::Lent<'t>) -> D::Handled<'t> {
+        self.handler.call(called, lent)
     }
 }
 
@@ -259,8 +260,8 @@ pub(super) struct Bound<S, D> {
 }
 
 impl<S: Send + Sync, D: Database> Call<(), D> for Bound<S, D> {
-    fn call<'t>(&'t self, called: Called<'t, ()>, tx: &'t D::Transaction<'t>) -> D::Handled<'t> {
+    fn call<'t>(&'t self, called: Called<'t, ()>, lent: D::Lent<'t>) -> D::Handled<'t> {
         let Called { delivery, judge, .. } = called;
-        self.handler.call(Called { delivery, state: &self.state, judge }, tx)
+        self.handler.call(Called { delivery, state: &self.state, judge }, lent)
     }
 }

@@ -243,14 +243,9 @@ impl<D: Database> Router<(), D> {
         self.routes.iter().filter(wants).filter(move |route| !any_reads || reads(route)).chain(fallback)
     }
 
-    fn call<'t>(
-        &'t self,
-        route: &'t Route<(), D>,
-        delivery: &'t Delivery,
-        tx: &'t D::Transaction<'t>,
-    ) -> D::Handled<'t> {
+    fn call<'t>(&'t self, route: &'t Route<(), D>, delivery: &'t Delivery, lent: D::Lent<'t>) -> D::Handled<'t> {
         let judge = Judge { rules: &self.rules, name: route.name };
-        route.handler.call(Called { delivery, state: &(), judge }, tx)
+        route.handler.call(Called { delivery, state: &(), judge }, lent)
     }
 }
 
@@ -273,7 +268,7 @@ impl Router {
         if let Some(violation) = violation(&self.schemas, &delivery.event) {
             return violation;
         }
-        let calls: Vec<_> = self.routes(delivery).map(|route| self.call(route, delivery, &())).collect();
+        let calls: Vec<_> = self.routes(delivery).map(|route| self.call(route, delivery, ())).collect();
         if calls.is_empty() {
             return not_handled(delivery);
         }
@@ -282,14 +277,14 @@ impl Router {
 }
 
 impl<D: Transact> Handlers<D> for Router<(), D> {
-    fn call<'t>(&'t self, nth: usize, delivery: &'t Delivery, tx: &'t D::Transaction<'t>) -> Option<D::Handled<'t>> {
+    fn call<'t>(&'t self, nth: usize, delivery: &'t Delivery, lent: D::Lent<'t>) -> Option<D::Handled<'t>> {
         if nth == 0
             && let Some(violation) = violation(&self.schemas, &delivery.event)
         {
             return Some(D::handled(violation));
         }
         match self.routes(delivery).nth(nth) {
-            Some(route) => Some(Router::call(self, route, delivery, tx)),
+            Some(route) => Some(Router::call(self, route, delivery, lent)),
             None if nth == 0 => Some(D::handled(not_handled(delivery))),
             None => None,
         }

@@ -18,7 +18,7 @@ pub trait Place: Database {
 pub struct Outside;
 
 impl Database for Outside {
-    type Transaction<'t> = ();
+    type Lent<'t> = ();
     type Handled<'t> = HandledFuture<'t>;
 
     fn handled<'t>(outcome: Outcome) -> HandledFuture<'t> {

@@ -170,6 +170,7 @@ macro_rules! conformance_suite {
             handlers_and_what_they_append_commit_with_the_position what_is_appended_carries_on_the_event_s_context
             a_failure_takes_back_what_every_handler_did_until_it_is_retried
             what_is_refused_or_cannot_be_read_is_dead
+            who_ends_the_transaction_is_dead_and_the_others_are_handled who_commits_the_transaction_is_dead_too
         }
     };
     (prune, $fixture:expr) => {

@@ -73,12 +73,17 @@ impl Schemas for NotBroken {
     }
 }
 
+/// What a handler executes that does not leave the end of its transaction to the store.
+pub fn sql_of(entry: &str) -> Option<&str> {
+    ["COMMIT", "ROLLBACK"].into_iter().find(|end| *end == entry)
+}
+
 /// A store whose transactions handlers of a router work in.
 pub trait RouterFixture: ApplyFixture {
     /// Gives the relay a router with two handlers of [`Entry`], a rule that [`Fault::Never`] is
     /// dead, and the schema [`NotBroken`]. `first` writes the entry as an effect and appends it as
     /// an event [`WRITTEN`]; `second` writes it again, with a `+` behind it. Each ends as
-    /// [`Healed::end`] says.
+    /// [`Healed::end`] says; before that, `second` executes what [`sql_of`] gives.
     fn route(&self, relay: RelayBuilder, healed: Healed) -> Result<RelayBuilder>;
 }
 
@@ -113,6 +118,13 @@ impl<'f> Case<'f> {
 
     async fn drain(&self) {
         self.relay.drain(None).await.expect("drained");
+    }
+
+    /// A transaction that fails as a whole gives its lane back, which ends a drain.
+    async fn drain_on(&self) {
+        for _ in 0..5 {
+            self.drain().await;
+        }
     }
 
     async fn effects(&self) -> Vec<String> {
@@ -201,4 +213,21 @@ pub async fn what_is_refused_or_cannot_be_read_is_dead(fixture: &dyn RouterFixtu
     let codes = case.codes(State::Dead).await;
     let expected = ["handler_refused first", "handler_refused second", "payload_not_decoded first", "schema_violated"];
     assert_eq!(codes, expected);
+}
+
+pub async fn who_ends_the_transaction_is_dead_and_the_others_are_handled(fixture: &dyn RouterFixture) {
+    let case = Case::of(fixture, &["1", "ROLLBACK", "2"]).await;
+    case.drain_on().await;
+    assert_eq!(case.effects().await, ["1", "1+", "2", "2+"]);
+    assert_eq!(case.written().await, ["1", "2"]);
+    assert_eq!(case.codes(State::Dead).await, ["handler_ended_transaction"]);
+    assert_eq!(stats(&case.store).await.dispatched, 2);
+}
+
+/// What is committed stays, but nothing is done once more after that.
+pub async fn who_commits_the_transaction_is_dead_too(fixture: &dyn RouterFixture) {
+    let case = Case::of(fixture, &["COMMIT"]).await;
+    case.drain_on().await;
+    assert_eq!(case.effects().await, ["COMMIT", "COMMIT+"]);
+    assert_eq!(case.codes(State::Dead).await, ["handler_ended_transaction"]);
 }

@@ -34,6 +34,8 @@ AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 pub struct PostgresFaults {
     store: PostgresStore,
     proxy: FaultProxy,
+    /// What the store is proxied.
+    pub url: String,
     /// Around the proxy: holds the gate, sees who waits.
     direct: Arc<Client>,
 }
@@ -42,12 +44,13 @@ impl PostgresFaults {
     /// `front`: what the store talks to, a server or a pooler. `url`: the server.
     pub async fn new(front: &str, url: &str) -> Self {
         let proxy = FaultProxy::in_front_of(front).await;
-        let mut config = PostgresConfig::new(proxy.url(front));
+        let proxied = proxy.url(front);
+        let mut config = PostgresConfig::new(&proxied);
         (config.connect_timeout, config.pool_timeout) = (PATIENCE, PATIENCE);
         let store = PostgresStore::connect(config).await.expect("a store");
         let direct = client(url).await;
         direct.batch_execute(GATE).await.expect("a gate");
-        Self { store, proxy, direct: Arc::new(direct) }
+        Self { store, proxy, url: proxied, direct: Arc::new(direct) }
     }
 
     pub fn postgres(&self) -> &PostgresStore {

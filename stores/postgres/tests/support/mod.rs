@@ -16,7 +16,7 @@ use postbox_engine::RelayBuilder;
 use postbox_engine::router::{Event, Router, State, Tx};
 use postbox_postgres::{PostgresConfig, PostgresStore, TxHandler};
 use postbox_testkit::conformance::faults::CallFaults;
-use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN};
+use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN, sql_of};
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
 };
@@ -36,7 +36,7 @@ pub struct Fixture {
     pub url: String,
     pub server: Postgres,
     /// What the store talks to.
-    front: String,
+    pub front: String,
     faults: OnceCell<Arc<PostgresFaults>>,
     _pooler: Option<PgBouncer>,
 }
@@ -167,7 +167,7 @@ impl Fixture {
         client(&self.url).await
     }
 
-    async fn harm(&self) -> Arc<PostgresFaults> {
+    pub async fn harm(&self) -> Arc<PostgresFaults> {
         self.faults.get_or_init(async || Arc::new(PostgresFaults::new(&self.front, &self.url).await)).await.clone()
     }
 }
@@ -290,6 +290,9 @@ async fn second(
     Tx(tx): Tx<'_, PostgresStore>,
 ) -> std::result::Result<(), Fault> {
     write(tx, &format!("{entry}+")).await;
+    if let Some(sql) = sql_of(&entry) {
+        tx.batch_execute(sql).await.expect("ended");
+    }
     healed.end("second", &entry)
 }
 

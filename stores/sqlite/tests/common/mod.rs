@@ -17,7 +17,7 @@ use postbox_engine::RelayBuilder;
 use postbox_engine::router::{Event, Router, State, Tx};
 use postbox_sqlite::{Sqlite, SqliteConfig, SqliteStore, once_in};
 use postbox_testkit::conformance::faults::CallFaults;
-use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN};
+use postbox_testkit::conformance::transact::{Entry, Fault, Healed, NotBroken, RouterFixture, WRITTEN, sql_of};
 use postbox_testkit::conformance::{
     ApplyFixture, OpenTransaction, StoreCapabilities, StoreFixture, forbidden_transitions,
 };
@@ -186,6 +186,9 @@ fn first(
 fn second(State(healed): State<Healed>, event: Event<Entry>, Tx(tx): Tx<'_, SqliteStore>) -> Result<(), Fault> {
     let Event(Entry { entry }) = event;
     tx.execute(EFFECT, [format!("{entry}+")]).expect("written");
+    if let Some(sql) = sql_of(&entry) {
+        tx.execute_batch(sql).expect("ended");
+    }
     healed.end("second", &entry)
 }
 

@@ -1,0 +1,145 @@
+//! Handlers in transactions of a pool of `sqlx`.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use postbox_core::{
+    Apply, Database, Decide, Delivery, Error, ErrorKind, HandledFuture, Handlers, Lease, Outcome, Result, Settlement,
+    Transact,
+};
+use postbox_postgres::PostgresStore;
+use postbox_postgres::driver::{Rows, Settles, Statement, apply_in};
+use sqlx::pool::PoolConnection;
+use sqlx::postgres::{PgConnection, PgPool, PgRow};
+use sqlx::{AssertSqlSafe, Connection as _, Executor as _, Postgres, Row as _};
+
+use crate::classify;
+
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
+
+/// `sqlx` 0.9: lends handlers the transaction of a pool of yours, in which their event is settled.
+///
+/// ```
+/// use postbox_core::{Delivery, Tx};
+/// use postbox_engine::router::Router;
+/// use postbox_postgres::PostgresStore;
+/// use postbox_sqlx::Sqlx;
+///
+/// async fn ledger(delivery: Delivery, Tx(tx): Tx<'_, Sqlx>) -> Result<(), sqlx::Error> {
+///     let id = delivery.event.id.to_string();
+///     sqlx::query("INSERT INTO ledger (event) VALUES ($1)").bind(id).execute(tx).await.map(drop)
+/// }
+///
+/// # fn example(store: &PostgresStore, pool: sqlx::PgPool) {
+/// let router: Router<(), Sqlx> = Router::in_transaction(&Sqlx::new(store, pool)).fallback(ledger);
+/// # }
+/// ```
+///
+/// The handler is lent a connection. It may begin transactions on it: they are savepoints.
+#[derive(Debug, Clone)]
+pub struct Sqlx {
+    store: PostgresStore,
+    pool: PgPool,
+}
+
+impl Sqlx {
+    /// The pool leads to the database of the store, as a role that may do what the store's may.
+    ///
+    /// Each lane has one connection of the pool while handlers run. One whose transaction did not
+    /// come to its end, because a handler took too long or the store was lost, is closed.
+    pub fn new(store: &PostgresStore, pool: PgPool) -> Self {
+        Self { store: store.clone(), pool }
+    }
+}
+
+impl Database for Sqlx {
+    type Lent<'t> = &'t mut PgConnection;
+    type Handled<'t> = HandledFuture<'t>;
+
+    fn handled<'t>(outcome: Outcome) -> HandledFuture<'t> {
+        Box::pin(std::future::ready(outcome))
+    }
+}
+
+impl Transact for Sqlx {
+    fn apply_handlers(&self, handlers: Arc<dyn Handlers<Self>>) -> Arc<dyn Apply> {
+        Arc::new(SqlxApply { sqlx: self.clone(), handlers })
+    }
+}
+
+impl Settles for Sqlx {
+    type Connection = PgConnection;
+
+    async fn run(connection: &mut PgConnection, sql: String) -> Result<()> {
+        connection.execute(AssertSqlSafe(sql)).await.map(drop).map_err(failed)
+    }
+
+    async fn rows(connection: &mut PgConnection, statement: Statement) -> Result<Rows> {
+        let query = sqlx::query(AssertSqlSafe(statement.sql)).persistent(false);
+        let query = statement.texts.into_iter().fold(query, |query, text| query.bind(text));
+        let rows = connection.fetch_all(query).await.map_err(failed)?;
+        let columns = |row: &PgRow| (0..row.len()).map(|column| row.try_get(column)).collect();
+        rows.iter().map(columns).collect::<Result<_, _>>().map_err(failed)
+    }
+}
+
+struct SqlxApply {
+    sqlx: Sqlx,
+    handlers: Arc<dyn Handlers<Sqlx>>,
+}
+
+#[async_trait]
+impl Apply for SqlxApply {
+    async fn apply(
+        &self,
+        lease: &Lease,
+        deliveries: &[&Delivery],
+        settlement: Settlement<'_>,
+        decide: &Decide<'_>,
+    ) -> Result<Vec<Option<Outcome>>> {
+        let Sqlx { store, pool } = &self.sqlx;
+        let mut borrowed = Borrowed::from(pool).await?;
+        let mut tx = borrowed.connection().begin_with(BEGIN).await.map_err(failed)?;
+        let applied = apply_in(store, &mut *tx, &*self.handlers, lease, deliveries, settlement, decide).await?;
+        tx.commit().await.map_err(failed)?;
+        borrowed.give_back();
+        Ok(applied.committed())
+    }
+}
+
+/// A connection of the pool, closed when it is dropped: a transaction may be open on it, and an
+/// answer still to come. `sqlx` would lend it to the next, with BEGIN itself on the way.
+struct Borrowed(Option<PoolConnection<Postgres>>);
+
+impl Borrowed {
+    async fn from(pool: &PgPool) -> Result<Self> {
+        pool.acquire().await.map(|connection| Self(Some(connection))).map_err(|error| match error {
+            sqlx::Error::PoolTimedOut => Error::new(
+                ErrorKind::Unavailable,
+                "apply",
+                "pool_exhausted",
+                "no free connection of the handlers' pool in time; raise its max_connections or look for long calls",
+            ),
+            error => failed(error),
+        })
+    }
+
+    fn connection(&mut self) -> &mut PgConnection {
+        self.0.as_mut().expect("only drop and its end take the connection")
+    }
+
+    /// Nothing is open on it any more.
+    fn give_back(mut self) {
+        drop(self.0.take());
+    }
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        drop(self.0.take().map(PoolConnection::detach));
+    }
+}
+
+fn failed(error: sqlx::Error) -> Error {
+    classify("apply", &error, None)
+}

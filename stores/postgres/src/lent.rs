@@ -1,0 +1,179 @@
+//! Handlers in a transaction of another driver, which settles their events.
+
+use std::fmt::Write as _;
+
+use postbox_core::{Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement};
+use tokio::sync::Mutex;
+
+use crate::PostgresStore;
+use crate::apply::{self, APPLY_BEGIN, Calls, EFFECT_CHECK, PATH_OURS, PATH_THEIRS};
+use crate::driver::UNREACHABLE;
+use crate::execute::{Execute, Row};
+use crate::params::Bound;
+use crate::settle::settle_in;
+
+/// Rows of a [`Statement`], each with its columns.
+pub type Rows = Vec<Vec<Option<String>>>;
+
+/// A driver in whose transactions handlers work and their events are settled, with [`apply_in`].
+///
+/// Behaviour: an error is [`Refusal::of`](crate::driver::Refusal::of) where the server said no, and
+/// [`unreachable`](crate::driver::unreachable) where it gave no answer.
+pub trait Settles: Database {
+    /// What a transaction is open on.
+    type Connection: Send;
+
+    /// Executes statements without parameters, and ignores what they give.
+    fn run(connection: &mut Self::Connection, sql: String) -> impl Future<Output = Result<()>> + Send;
+
+    /// Executes a statement.
+    fn rows(connection: &mut Self::Connection, statement: Statement) -> impl Future<Output = Result<Rows>> + Send;
+}
+
+/// A statement of a settlement. Do not prepare it under a name, as an
+/// [`AppendStatement`](crate::driver::AppendStatement).
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Statement {
+    /// What to execute. The columns that it gives, if any, are `text`.
+    pub sql: String,
+    /// Its parameters `$1`, `$2`, …. Bind each as `text`.
+    pub texts: Vec<Option<String>>,
+}
+
+impl Statement {
+    fn of(sql: &str, bound: &[Bound<'_>]) -> Self {
+        Self { sql: cast(sql, bound), texts: bound.iter().map(Bound::text).collect() }
+    }
+}
+
+/// The statement with each parameter cast from `text` to its type.
+fn cast(sql: &str, bound: &[Bound<'_>]) -> String {
+    let mut parts = sql.split('$');
+    let mut cast = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
+        let (number, rest) = part.split_at(digits);
+        let of = number.parse().ok().and_then(|number: usize| bound.get(number.checked_sub(1)?));
+        let of = of.expect("our statements have a value for each parameter, and no other dollar sign");
+        write!(cast, "${number}::text::pg_catalog.{}{rest}", of.type_name()).expect("a String takes all");
+    }
+    cast
+}
+
+/// What handlers did and the position of their events, on a connection and not yet committed.
+#[derive(Debug)]
+#[must_use = "commit the transaction, then say so: `committed`"]
+pub struct Applied<'a> {
+    store: &'a PostgresStore,
+    lease: &'a Lease,
+    settlement: Settlement<'a>,
+    outcomes: Vec<Option<Outcome>>,
+}
+
+impl Applied<'_> {
+    /// The transaction is committed. What the call of
+    /// [`Apply::apply`](postbox_core::Apply::apply) gives.
+    pub fn committed(self) -> Vec<Option<Outcome>> {
+        apply::committed(self.store, self.lease, &self.settlement);
+        self.outcomes
+    }
+}
+
+/// The work of [`Apply::apply`](postbox_core::Apply::apply) between the beginning of a transaction
+/// and its commit, both of which are the driver's.
+///
+/// Begin with `READ COMMITTED READ WRITE`. Whatever comes before
+/// [`committed`](Applied::committed), an error of this or a future that is dropped: roll back, and
+/// lend the connection to nobody before the server has heard of it.
+pub async fn apply_in<'a, D>(
+    store: &'a PostgresStore,
+    connection: &mut D::Connection,
+    handlers: &dyn Handlers<D>,
+    lease: &'a Lease,
+    deliveries: &[&'a Delivery],
+    mut settlement: Settlement<'a>,
+    decide: &Decide<'_>,
+) -> Result<Applied<'a>>
+where
+    D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
+{
+    let subscription = store.leased(&store.session("apply").await?, lease).await?;
+    D::run(connection, APPLY_BEGIN.to_owned()).await?;
+    let mut lent = Lent::<D> { connection, handlers };
+    let outcomes = apply::call_each(&mut lent, deliveries, &mut settlement, decide).await?;
+    let soon_over = &store.inner.modes.soon_over;
+    D::run(connection, format!("{soon_over}; {PATH_OURS}")).await?;
+    let on = On::<D>(Mutex::new(&mut *connection));
+    settle_in(store, &on, lease, &subscription, &settlement).await?;
+    D::run(connection, PATH_THEIRS.to_owned()).await?;
+    Ok(Applied { store, lease, settlement, outcomes })
+}
+
+/// A connection that is lent to one handler after the other.
+struct Lent<'c, D: Settles> {
+    connection: &'c mut D::Connection,
+    handlers: &'c dyn Handlers<D>,
+}
+
+impl<D> Calls for Lent<'_, D>
+where
+    D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
+{
+    async fn call(&mut self, delivery: &Delivery) -> Result<Outcome> {
+        let Self { connection, handlers } = self;
+        D::run(connection, "SAVEPOINT postbox_handler".to_owned()).await?;
+        let mut outcome = apply::handled(delivery, in_turn(*handlers, &mut **connection, delivery)).await;
+        if outcome.is_delivered() {
+            match D::run(connection, format!("{EFFECT_CHECK}; RELEASE SAVEPOINT postbox_handler")).await {
+                Ok(()) => return Ok(outcome),
+                Err(error) if error.code() == UNREACHABLE => return Err(error),
+                Err(error) => outcome = apply::effect_refused(error.message()),
+            }
+        }
+        let take_back = "ROLLBACK TO SAVEPOINT postbox_handler; RELEASE SAVEPOINT postbox_handler";
+        D::run(connection, take_back.to_owned()).await.map(|()| outcome)
+    }
+}
+
+/// The handlers of an event, one after the other, up to the first that fails.
+async fn in_turn<D>(handlers: &dyn Handlers<D>, connection: &mut D::Connection, delivery: &Delivery) -> Outcome
+where
+    D: Settles + for<'t> Database<Lent<'t> = &'t mut <D as Settles>::Connection, Handled<'t> = HandledFuture<'t>>,
+{
+    let mut nth = 0;
+    while let Some(handled) = handlers.call(nth, delivery, &mut *connection) {
+        let outcome = handled.await;
+        if !outcome.is_delivered() {
+            return outcome;
+        }
+        nth += 1;
+    }
+    Outcome::DELIVERED
+}
+
+/// A connection on which a settlement is written. The lock is handed on in the order in which it
+/// was asked for.
+struct On<'c, D: Settles>(Mutex<&'c mut D::Connection>);
+
+impl<D: Settles> Execute for On<'_, D> {
+    async fn rows(&self, sql: &str, bound: &[Bound<'_>]) -> Result<Vec<Row>> {
+        let statement = Statement::of(sql, bound);
+        D::rows(&mut **self.0.lock().await, statement).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::params::bound;
+
+    #[test]
+    fn every_parameter_is_cast_from_text() {
+        let (one, many) = (7_i32, vec![Some("a,b"), None]);
+        let statement = Statement::of("SELECT f($1, $2::text[], $1)", &bound![one, many]);
+        let sql = "SELECT f($1::text::pg_catalog.int4, $2::text::pg_catalog._text::text[], $1::text::pg_catalog.int4)";
+        assert_eq!(statement.sql, sql);
+        assert_eq!(statement.texts, [Some("7".to_owned()), Some(r#"{"a,b",NULL}"#.to_owned())]);
+    }
+}

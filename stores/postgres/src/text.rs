@@ -1,0 +1,99 @@
+//! Values as text, for drivers that agree with each other about no other type.
+
+use std::borrow::Cow;
+
+use jiff::Timestamp;
+use uuid::Uuid;
+
+/// A value as text that casts to its type.
+pub(crate) trait AsText {
+    /// `None`: null.
+    fn text(&self) -> Option<String>;
+}
+
+impl AsText for str {
+    fn text(&self) -> Option<String> {
+        Some(self.to_owned())
+    }
+}
+
+impl AsText for String {
+    fn text(&self) -> Option<String> {
+        Some(self.clone())
+    }
+}
+
+impl AsText for Cow<'_, str> {
+    fn text(&self) -> Option<String> {
+        Some(self.clone().into_owned())
+    }
+}
+
+macro_rules! displayed {
+    ($($rust:ty),*) => {
+        $(impl AsText for $rust {
+            fn text(&self) -> Option<String> {
+                Some(self.to_string())
+            }
+        })*
+    };
+}
+
+displayed!(bool, i16, i32, i64, Timestamp, Uuid);
+
+impl AsText for [u8] {
+    fn text(&self) -> Option<String> {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        let digits = self.iter().flat_map(|byte| [byte >> 4, byte & 15]).map(|digit| DIGITS[usize::from(digit)]);
+        Some("\\x".chars().chain(digits.map(char::from)).collect())
+    }
+}
+
+impl<T: AsText + ?Sized> AsText for &T {
+    fn text(&self) -> Option<String> {
+        (*self).text()
+    }
+}
+
+impl<T: AsText> AsText for Option<T> {
+    fn text(&self) -> Option<String> {
+        self.as_ref().and_then(T::text)
+    }
+}
+
+/// An array, as Postgres writes it.
+impl<T: AsText> AsText for Vec<T> {
+    fn text(&self) -> Option<String> {
+        let mut array = String::from("{");
+        for (n, value) in self.iter().enumerate() {
+            array.push_str(if n == 0 { "" } else { "," });
+            match value.text() {
+                None => array.push_str("NULL"),
+                Some(text) => {
+                    array.push('"');
+                    for c in text.chars() {
+                        if matches!(c, '"' | '\\') {
+                            array.push('\\');
+                        }
+                        array.push(c);
+                    }
+                    array.push('"');
+                }
+            }
+        }
+        array.push('}');
+        Some(array)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_array_is_written_as_postgres_reads_it() {
+        let texts = vec![Some(""), Some("a,b"), Some(r#"{"a":"\n"}"#), Some("NULL"), None];
+        assert_eq!(texts.text().expect("a text"), r#"{"","a,b","{\"a\":\"\\n\"}","NULL",NULL}"#);
+        assert_eq!(vec![&b"\0\xff"[..]].text().expect("a text"), r#"{"\\x00ff"}"#);
+    }
+}
