@@ -7,10 +7,12 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::FutureExt as _;
 use postbox_core::kit::{BlockedKeys, entries_of};
+use postbox_core::trace::Traced;
 use postbox_core::{
-    Apply, Context, Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
+    Apply, Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use tokio_postgres::Transaction;
+use tracing::Instrument as _;
 
 use crate::PostgresStore;
 use crate::classify::classify;
@@ -122,7 +124,10 @@ impl<H: TxHandler> Apply for TxApply<H> {
                 outcomes.push(None);
                 continue;
             }
-            let outcome = self.run(&mut tx, delivery).await.map_err(failed)?;
+            let traced = Traced::process(delivery, lease.subscription.as_str());
+            let run = self.run(&mut tx, traced.delivery()).instrument(traced.span().clone());
+            let outcome = run.await.map_err(failed)?;
+            traced.end(&outcome);
             blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
@@ -150,7 +155,7 @@ impl<H: TxHandler> TxApply<H> {
     /// Runs the handler in a savepoint. An error means that the transaction itself is lost.
     async fn run(&self, tx: &mut Transaction<'_>, delivery: &Delivery) -> Result<Outcome, tokio_postgres::Error> {
         let savepoint = tx.savepoint("postbox_handler").await?;
-        let handled = Context::of(&delivery.event).scope(self.handler.handle(&savepoint, delivery));
+        let handled = delivery.context().scope(self.handler.handle(&savepoint, delivery));
         let outcome = AssertUnwindSafe(handled)
             .catch_unwind()
             .await
