@@ -119,7 +119,7 @@ pub(crate) fn deliveries(count: usize, keys: usize) -> Vec<Delivery> {
     let now = jiff::Timestamp::from_microsecond(now).expect("it was one");
     let delivery = |n: usize| {
         let event = event(n, keys).into_event(EventId::now_v7(), now);
-        Delivery { event, seq: Seq(n as i64), attempt: 1, replay: 0 }
+        Delivery { event, seq: Seq(n as i64), attempt: 1, replay: 0, trace: None }
     };
     (0..count).map(delivery).collect()
 }

@@ -118,7 +118,7 @@ pub(crate) struct NullSink;
 #[async_trait]
 impl Sink for NullSink {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: 10_000, concurrency: 4, prefix: true }
+        Capabilities { batch_max: 10_000, concurrency: 4, prefix: true, system: None }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

@@ -92,7 +92,7 @@ impl Options {
         let deliveries: Vec<Delivery> = (0..self.rows)
             .map(|n| {
                 let event = event(n, KEYS).into_event(EventId::now_v7(), now);
-                Delivery { event, seq: Seq(n as i64), attempt: 1, replay: 0 }
+                Delivery { event, seq: Seq(n as i64), attempt: 1, replay: 0, trace: None }
             })
             .collect();
         let start = Instant::now();

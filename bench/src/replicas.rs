@@ -109,7 +109,7 @@ struct SlowSink {
 #[async_trait]
 impl Sink for SlowSink {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: 1, concurrency: CONCURRENCY, prefix: false }
+        Capabilities { batch_max: 1, concurrency: CONCURRENCY, prefix: false, system: None }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

@@ -45,6 +45,9 @@ impl BusSink {
         let message_id = message_id(delivery);
         let Event { aggregate, version, kind, source, content_type, mut headers, occurred_at, .. } =
             delivery.event.clone();
+        if let Some(trace) = &delivery.trace {
+            trace.carry(&mut headers);
+        }
         headers.insert(header::MESSAGE_ID.to_owned(), message_id.clone());
         let event = NewEvent {
             // The other log gives its own: a replay is an event more there.
@@ -110,7 +113,7 @@ impl Sink for BusSink {
     /// A call is one transaction that stores its events in the order given: what fails takes the
     /// later ones of its key along.
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: BATCH_MAX, concurrency: CONCURRENCY, prefix: true }
+        Capabilities { batch_max: BATCH_MAX, concurrency: CONCURRENCY, prefix: true, system: Some("postbox") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

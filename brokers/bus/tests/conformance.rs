@@ -177,10 +177,11 @@ async fn a_replay_is_an_event_more_and_a_repetition_is_not() {
     for (replay, expected) in
         [(0, Outcome::DELIVERED), (0, Outcome::Delivered { duplicate: true }), (1, Outcome::DELIVERED)]
     {
-        let delivery = Delivery { event: event.clone(), seq: Seq(1), attempt: 1, replay };
+        let delivery = Delivery { event: event.clone(), seq: Seq(1), attempt: 1, replay, trace: None };
         assert_eq!(sink.deliver(&[&delivery]).await, [expected]);
     }
-    let forged = Delivery { event: Event { payload: "2".into(), ..event }, seq: Seq(2), attempt: 1, replay: 0 };
+    let forged =
+        Delivery { event: Event { payload: "2".into(), ..event }, seq: Seq(2), attempt: 1, replay: 0, trace: None };
     let outcomes = sink.deliver(&[&forged]).await;
     assert!(matches!(&outcomes[..], [Outcome::Dead { code, .. }] if code == "bus_conflict"), "{outcomes:?}");
     assert_eq!(events(&to, "events").await.len(), 2);
@@ -192,6 +193,6 @@ async fn a_log_that_is_missing_is_an_outage_with_its_cure() {
     let sink = BusSink::new(Arc::new(to), log("missing"), source());
     let event = NewEvent::json("t", "1")
         .into_event("0190163d-8694-739b-aea5-966c26f8ad90".parse().expect("an id"), jiff::Timestamp::UNIX_EPOCH);
-    let outcomes = sink.deliver(&[&Delivery { event, seq: Seq(1), attempt: 1, replay: 0 }]).await;
+    let outcomes = sink.deliver(&[&Delivery { event, seq: Seq(1), attempt: 1, replay: 0, trace: None }]).await;
     assert!(matches!(&outcomes[..], [Outcome::Unavailable { error, .. }] if error.contains("missing")), "{outcomes:?}");
 }

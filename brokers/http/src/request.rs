@@ -75,8 +75,8 @@ impl Template {
         let wrapped = self.envelope.wrap(event, &self.source)?;
         let mut headers = HeaderMap::with_capacity(16 + event.headers.len());
         let mut own = Vec::with_capacity(event.headers.len());
-        for (name, value) in &event.headers {
-            let name = HeaderName::try_from(name.as_str()).map_err(|_| invalid(name))?;
+        for (name, value) in delivery.headers() {
+            let name = HeaderName::try_from(name).map_err(|_| invalid(name))?;
             if is_reserved(&name) || self.fixed.contains_key(&name) {
                 continue;
             }
@@ -85,7 +85,7 @@ impl Template {
                 return Err(Outcome::dead("header_duplicate", text));
             }
             own.push(name.clone());
-            headers.insert(name.clone(), value_of(name.as_str(), value.clone())?);
+            headers.insert(name.clone(), value_of(name.as_str(), value.to_owned())?);
         }
         headers.extend(self.fixed.clone());
         headers.insert(header::CONTENT_TYPE, value_of("content-type", wrapped.content_type.clone().into_owned())?);

@@ -102,7 +102,7 @@ impl HttpSink {
 #[async_trait]
 impl Sink for HttpSink {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: 1, concurrency: self.concurrency, prefix: false }
+        Capabilities { batch_max: 1, concurrency: self.concurrency, prefix: false, system: Some("http") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

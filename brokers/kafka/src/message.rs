@@ -15,9 +15,9 @@ const CONTENT_TYPE: &str = "content-type";
 pub(crate) fn record(topic: String, delivery: &Delivery, wrapped: &Wrapped<'_>) -> (Record, usize) {
     let event = &delivery.event;
     let is_reserved = |name: &str| Binding::KAFKA.is_reserved(name) || name.eq_ignore_ascii_case(ID);
-    let own = event.headers.iter().filter(|(name, _)| !is_reserved(name));
+    let own = delivery.headers().filter(|(name, _)| !is_reserved(name));
     let mut headers: Vec<(String, Option<Bytes>)> =
-        own.map(|(name, value)| (name.clone(), Some(Bytes::from(value.clone())))).collect();
+        own.map(|(name, value)| (name.to_owned(), Some(Bytes::from(value.to_owned())))).collect();
     let attributes = Binding::KAFKA.spell(wrapped);
     headers.extend(attributes.map(|(name, value)| (name, Some(Bytes::from(value.into_owned())))));
     headers.push((CONTENT_TYPE.to_owned(), Some(Bytes::from(wrapped.content_type.clone().into_owned()))));
@@ -86,7 +86,7 @@ mod tests {
 
     fn sent(event: NewEvent, envelope: Envelope) -> (Delivery, Record) {
         let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 1 };
+        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 1, trace: None };
         let wrapped = envelope.wrap(&delivery.event, "us").expect("it fits");
         let (record, _) = record("orders".into(), &delivery, &wrapped);
         (delivery, record)

@@ -221,7 +221,7 @@ async fn end(producer: &Producer, within: Duration) {
 #[async_trait]
 impl Sink for KafkaSink {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false }
+        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false, system: Some("kafka") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

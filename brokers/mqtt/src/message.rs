@@ -14,8 +14,9 @@ pub(crate) const ID: &str = "postbox-id";
 /// them.
 pub(crate) fn properties(delivery: &Delivery, wrapped: &Wrapped<'_>) -> Result<PublishProperties, Outcome> {
     let is_reserved = |name: &str| Binding::MQTT.is_reserved(name) || name.eq_ignore_ascii_case(ID);
-    let own = delivery.event.headers.iter().filter(|(name, _)| !is_reserved(name));
-    let mut user_properties: Vec<(String, String)> = own.map(|(name, value)| (name.clone(), value.clone())).collect();
+    let own = delivery.headers().filter(|(name, _)| !is_reserved(name));
+    let mut user_properties: Vec<(String, String)> =
+        own.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
     user_properties.extend(Binding::MQTT.spell(wrapped).map(|(name, value)| (name, value.into_owned())));
     user_properties.push((ID.to_owned(), delivery.dedupe_id()));
     let content_type = wrapped.content_type.clone().into_owned();
@@ -68,7 +69,7 @@ mod tests {
 
     fn sent(event: NewEvent, envelope: Envelope) -> (Delivery, Result<Publish, Outcome>) {
         let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 1 };
+        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 1, trace: None };
         let wrapped = envelope.wrap(&delivery.event, "us").expect("it fits");
         let publish = properties(&delivery, &wrapped)
             .map(|properties| Publish::new("orders", QoS::AtLeastOnce, wrapped.body.clone(), Some(properties)));

@@ -192,7 +192,7 @@ impl MqttSink {
 impl Sink for MqttSink {
     fn capabilities(&self) -> Capabilities {
         let concurrency = self.how.concurrency.unwrap_or(CONCURRENCY);
-        Capabilities { batch_max: BATCH_MAX, concurrency, prefix: false }
+        Capabilities { batch_max: BATCH_MAX, concurrency, prefix: false, system: Some("mqtt") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

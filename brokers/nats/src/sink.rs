@@ -98,7 +98,7 @@ impl NatsSink {
         let subject = subject::render(&self.subject, event)?;
         let wrapped = self.envelope.wrap(event, &self.source)?;
         let mut headers = HeaderMap::new();
-        for (name, value) in event.headers.iter().filter(|(name, _)| !is_reserved(name)) {
+        for (name, value) in delivery.headers().filter(|(name, _)| !is_reserved(name)) {
             insert(&mut headers, name, value)?;
         }
         for (name, value) in Binding::NATS.spell(&wrapped) {
@@ -157,7 +157,7 @@ fn insert(headers: &mut HeaderMap, name: &str, value: &str) -> Result<(), Outcom
 #[async_trait]
 impl Sink for NatsSink {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false }
+        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false, system: Some("nats") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

@@ -74,8 +74,8 @@ impl Form {
             );
             return Err(Outcome::dead("payload_too_large", text));
         }
-        let own = event.headers.iter().filter(|(name, _)| !Binding::AMQP.is_reserved(name) && !is_servers_own(name));
-        let own = own.map(|(name, value)| (name.clone(), Cow::Borrowed(value.as_str())));
+        let own = delivery.headers().filter(|(name, _)| !Binding::AMQP.is_reserved(name) && !is_servers_own(name));
+        let own = own.map(|(name, value)| (name.to_owned(), Cow::Borrowed(value)));
         let (mut headers, mut bytes) = (FieldTable::default(), FRAME_BYTES);
         for (name, value) in own.chain(Binding::AMQP.spell(&wrapped)) {
             // The length of the name, the type and length of the value.

@@ -165,7 +165,7 @@ fn unanswered(connection: &Connection, otherwise: impl FnOnce() -> Outcome) -> O
 #[async_trait]
 impl Sink for RabbitmqSink {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false }
+        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false, system: Some("rabbitmq") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

@@ -38,7 +38,7 @@ pub(crate) fn put(
     for (name, value) in Binding::FIELDS.spell(&wrapped) {
         put(&name, value.as_bytes())?;
     }
-    for (name, value) in event.headers.iter().filter(|(name, _)| !Binding::FIELDS.is_reserved(name)) {
+    for (name, value) in delivery.headers().filter(|(name, _)| !Binding::FIELDS.is_reserved(name)) {
         put(&format!("{HEADER}{name}"), value.as_bytes())?;
     }
     put(PAYLOAD, &wrapped.body)
@@ -147,7 +147,7 @@ mod tests {
     fn attributes_of_a_cloud_event_are_headers_again() {
         let event = NewEvent::json("order.paid", "{}").key("k").header("CE-Type", "forged").header("a", "1");
         let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 0 };
+        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 0, trace: None };
         let message = layout().message("5-1", written(&delivery, Envelope::CloudEventsBinary));
         assert_eq!((message.payload.as_ref(), message.content_type.as_str()), (&b"{}"[..], "application/json"));
         assert_eq!(message.headers["ce-type"], "order.paid");
@@ -159,7 +159,7 @@ mod tests {
     fn what_is_written_is_read_again() {
         let event = NewEvent::new("order.paid", &b"\xff\0"[..], "a/b").key("k").header("id", "forged").header("a", "1");
         let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 1 };
+        let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 1, trace: None };
         let message = layout().message("5-1", written(&delivery, Envelope::Raw));
         assert_eq!(message.id, Some(delivery.dedupe_id()));
         assert_eq!((message.topic.as_str(), message.key.as_deref()), ("order.paid", Some("k")));

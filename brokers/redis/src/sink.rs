@@ -152,7 +152,7 @@ fn outcome(answer: &RedisResult<Option<String>>) -> Outcome {
 #[async_trait]
 impl Sink for RedisSink {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false }
+        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false, system: Some("redis") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

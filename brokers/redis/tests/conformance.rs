@@ -50,7 +50,7 @@ impl SinkBroker {
 
 fn warm_up() -> postbox_core::Delivery {
     let event = NewEvent::json("t", "{}").into_event(postbox_core::EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-    postbox_core::Delivery { event, seq: postbox_core::Seq(1), attempt: 1, replay: 0 }
+    postbox_core::Delivery { event, seq: postbox_core::Seq(1), attempt: 1, replay: 0, trace: None }
 }
 
 #[async_trait]

@@ -73,8 +73,8 @@ impl Writing {
             return Err(Outcome::dead("attribute_invalid", text));
         }
         let spelled = Binding::FIELDS.spell(&wrapped).map(|(name, value)| (name, value.into_owned()));
-        let headers = event.headers.iter().filter(|(name, _)| !Binding::FIELDS.is_reserved(name));
-        let headers = headers.map(|(name, value)| (name.clone(), value.clone()));
+        let headers = delivery.headers().filter(|(name, _)| !Binding::FIELDS.is_reserved(name));
+        let headers = headers.map(|(name, value)| (name.to_owned(), value.to_owned()));
         add(&mut attributes, spelled.chain(headers));
         let of = |(name, value): &(String, String)| name.len() + STRING.len() + value.len();
         let bytes = body.len() + attributes.iter().map(of).sum::<usize>();
@@ -241,7 +241,7 @@ mod tests {
 
     fn delivery(event: NewEvent) -> Delivery {
         let event = event.into_event(EventId::now_v7(), jiff::Timestamp::UNIX_EPOCH);
-        Delivery { event, seq: Seq(1), attempt: 1, replay: 0 }
+        Delivery { event, seq: Seq(1), attempt: 1, replay: 0, trace: None }
     }
 
     fn writing(envelope: Envelope) -> Writing {

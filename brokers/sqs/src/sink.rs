@@ -145,7 +145,11 @@ impl Target {
 #[async_trait]
 impl Sink for SqsSink {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false }
+        let system = match &self.target {
+            Target::Queue(..) => "aws_sqs",
+            Target::Topic(..) => "aws.sns",
+        };
+        Capabilities { batch_max: BATCH_MAX, concurrency: self.concurrency, prefix: false, system: Some(system) }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

@@ -10,6 +10,7 @@ use tracing::warn;
 use crate::args::Global;
 use crate::failure::Failure;
 use crate::output;
+use crate::telemetry;
 
 /// Most stores that an error names.
 const NAMES_SHOWN: usize = 10;
@@ -244,7 +245,11 @@ pub(crate) fn load(global: &Global, purpose: Purpose) -> Result<Config, Failure>
     if global.log_json {
         config.log.format = LogFormat::Json;
     }
-    crate::logging::start(&config.log)?;
+    let traces = match purpose {
+        Purpose::Inspect => None,
+        Purpose::Serve | Purpose::Deliver => telemetry::start(&config.telemetry)?,
+    };
+    crate::logging::start(&config.log, traces)?;
     if purpose != Purpose::Inspect {
         for (name, share) in config.per_store() {
             if let Some(risk) = share.store.risk() {

@@ -11,11 +11,14 @@ use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
+use postbox_core::trace::TARGET;
 use postbox_server::text::is_hostile;
 use postbox_server::{LogConfig, LogFormat};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::prelude::*;
+use tracing_subscriber::{EnvFilter, Layer, Registry, fmt};
 
 use crate::failure::Failure;
+use crate::telemetry::Traces;
 
 /// Most lines that wait to be written, some 200 bytes each; beyond it they are lost. A reader that
 /// is merely slow catches up.
@@ -25,27 +28,28 @@ const FLUSH_MAX: Duration = Duration::from_secs(1);
 
 static LINES: OnceLock<Lines> = OnceLock::new();
 
-/// Starts logging. Called once, after the configuration is known.
-pub(crate) fn start(config: &LogConfig) -> Result<(), Failure> {
+/// Starts logging, and takes spans where there is something for them. Called once, after the
+/// configuration is known.
+pub(crate) fn start(config: &LogConfig, traces: Option<Traces>) -> Result<(), Failure> {
     // These clients' own lines would say again, and louder, what an outcome or an error says, or
-    // repeat whole messages.
-    let filter = EnvFilter::try_new(format!("async_nats=off,aws=off,krafka=off,lapin=off,{}", config.level)).map_err(
-        |error| {
-            Failure::usage(format!(
-                "log level {:?} is no filter: {error}; e.g. info or info,postbox_engine=debug",
-                config.level
-            ))
-        },
-    )?;
+    // repeat whole messages; and spans are no log.
+    let quiet = "async_nats=off,aws=off,krafka=off,lapin=off";
+    let filter = EnvFilter::try_new(format!("{quiet},{TARGET}=off,{}", config.level)).map_err(|error| {
+        Failure::usage(format!(
+            "log level {:?} is no filter: {error}; e.g. info or info,postbox_engine=debug",
+            config.level
+        ))
+    })?;
     let failed = |error: &dyn std::fmt::Display| Failure::failed(format!("cannot start logging: {error}"));
     let (sender, queue) = sync_channel(LINES_MAX);
     std::thread::Builder::new().name("log".into()).spawn(|| write(queue)).map_err(|error| failed(&error))?;
     let lines = LINES.get_or_init(|| Lines(sender)).clone();
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(move || lines.clone());
-    let started = match config.format {
-        LogFormat::Json => builder.json().flatten_event(true).try_init(),
-        LogFormat::Text => builder.with_target(false).with_ansi(io::stderr().is_terminal()).try_init(),
+    let written = fmt::layer().with_writer(move || lines.clone());
+    let log = match config.format {
+        LogFormat::Json => written.json().flatten_event(true).with_filter(filter).boxed(),
+        LogFormat::Text => written.with_target(false).with_ansi(io::stderr().is_terminal()).with_filter(filter).boxed(),
     };
+    let started = Registry::default().with(traces).with(log).try_init();
     started.map_err(|error| failed(&error))
 }
 

@@ -17,8 +17,10 @@ mod output;
 mod selectors;
 mod signals;
 mod stores;
+mod telemetry;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
 
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
         Err(error) => return Failure::failed(format!("cannot start the runtime: {error}")).report(),
     };
     let ended = runtime.block_on(commands::run(args));
+    runtime.block_on(telemetry::finish(Duration::MAX));
     logging::flush();
     match ended {
         Ok(()) => ExitCode::SUCCESS,

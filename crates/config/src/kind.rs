@@ -120,6 +120,19 @@ where
     })
 }
 
+/// A number from 0 to 1.
+pub fn fraction() -> Kind<f64> {
+    Kind::new(json!({ "type": "number", "minimum": 0, "maximum": 1 }), |place| {
+        let number = match place.value {
+            DeValue::Float(digits) => digits.as_str().parse().ok(),
+            DeValue::Integer(digits) => digits.as_str().parse().ok(),
+            _ => return place.wrong_type("a number from 0 to 1"),
+        };
+        let fault = || format!("{} is out of range; 0 to 1 is allowed, e.g. 0.1", place.name);
+        number.filter(|number| (0.0..=1.0).contains(number)).or_else(|| place.fault(fault()))
+    })
+}
+
 /// Text that `parse` understands. Its message says what is wrong and how to write it; it may repeat
 /// the text, which is taken out again where it may be a secret.
 pub fn text<T: 'static>(parse: impl Fn(&str) -> Result<T, String> + 'static) -> Kind<T> {

@@ -48,8 +48,8 @@ pub use client::{TlsTable, plain};
 pub use document::{commented_file, guide_table, json_schema};
 pub use faults::{Fault, Faults, nearest, suggestion};
 pub use kind::{
-    Kind, Shape, Variant, boolean, duration, entries, envelope, event_source, from_core, integer, list, nested, path,
-    size, text, words,
+    Kind, Shape, Variant, boolean, duration, entries, envelope, event_source, fraction, from_core, integer, list,
+    nested, path, size, text, words,
 };
 pub use reader::{Place, ReadOptions, Reader, Section, read};
 pub use secret::{LiveSecret, Secret, all_secrets, secret, secret_always, signing_secret};

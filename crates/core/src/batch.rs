@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
+use crate::context::Context;
 use crate::event::{Event, Headers, Seq, header};
 use crate::names::Key;
+use crate::trace_context::{TraceContext, is_trace};
 
 /// Bounds of one read. Both hold; a batch has at least one event if there is any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,6 +40,8 @@ pub struct Delivery {
     pub attempt: u32,
     /// How often a person asked for it to be sent again; 0 normally.
     pub replay: u32,
+    /// The span that it is sent or handled in; `None` where nothing is traced.
+    pub trace: Option<Box<TraceContext>>,
 }
 
 impl Delivery {
@@ -45,7 +49,31 @@ impl Delivery {
     pub fn placeholder(seq: Seq) -> Self {
         let id = crate::event::EventId::from_uuid(uuid::Uuid::nil());
         let event = crate::event::NewEvent::json("", "").into_event(id, Timestamp::UNIX_EPOCH);
-        Self { event, seq, attempt: 1, replay: 0 }
+        Self { event, seq, attempt: 1, replay: 0, trace: None }
+    }
+
+    /// The headers that a destination gets beside the message: the event's, with the context of the
+    /// span it is sent in.
+    ///
+    /// An envelope has the event's own. It is the same at each attempt, by which a receiver knows
+    /// that it has the message.
+    pub fn headers(&self) -> impl Iterator<Item = (&str, &str)> {
+        let trace = self.trace.as_deref();
+        let own = self.event.headers.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+        let of_span = trace.map(|trace| (header::TRACEPARENT, trace.traceparent.as_str()));
+        let state = trace.and_then(|trace| Some((header::TRACESTATE, trace.tracestate.as_deref()?)));
+        own.filter(move |(name, _)| trace.is_none() || !is_trace(name)).chain(of_span).chain(state)
+    }
+
+    /// What a handler of it works in: that of the event, within the span it is handled in.
+    pub fn context(&self) -> Context {
+        let context = Context::of(&self.event);
+        match self.trace.as_deref() {
+            Some(TraceContext { traceparent, tracestate }) => {
+                Context { traceparent: Some(traceparent.clone()), tracestate: tracestate.clone(), ..context }
+            }
+            None => context,
+        }
     }
 
     /// The id a broker may deduplicate by: the event id, or a fresh one for each replay a person

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use crate::event::{Event, NewEvent, header};
 use crate::names::Tenant;
+use crate::trace;
 
 thread_local! {
     /// The context of what this thread works on. Set only while that runs: a future's is put here
@@ -165,10 +166,22 @@ impl Context {
 
 /// Events with what they carry on of the current [`Context`]. What appends calls this, in whatever
 /// it was called in.
+///
+/// Where traces are on, each event that has no trace context gets a span of its own and its
+/// context.
 pub fn in_context<'e>(events: impl Into<Cow<'e, [NewEvent]>>) -> Cow<'e, [NewEvent]> {
     let mut events = events.into();
-    if let Some(context) = current() {
-        events.to_mut().iter_mut().for_each(|event| context.fill(event));
+    let (context, traced) = (current(), trace::is_on());
+    if context.is_none() && !traced {
+        return events;
+    }
+    for event in events.to_mut() {
+        if traced {
+            trace::created(event, context.as_deref());
+        }
+        if let Some(context) = &context {
+            context.fill(event);
+        }
     }
     events
 }

@@ -134,7 +134,7 @@ mod tests {
         let id = "01890000-0000-7000-8000-000000000001".parse().expect("an id");
         let event = NewEvent::json("t", "{}").key("k").header("h", "v").header(dead_header::CODE, "of a former life");
         let event = event.into_event(id, jiff::Timestamp::UNIX_EPOCH);
-        let delivery = Delivery { event, seq: Seq(7), attempt: 10, replay };
+        let delivery = Delivery { event, seq: Seq(7), attempt: 10, replay, trace: None };
         DeadLetter { delivery, unreadable: None, code: "http_422".into(), error: error.into() }
     }
 

@@ -67,6 +67,8 @@ mod state;
 mod subscription;
 mod tail;
 pub mod template;
+pub mod trace;
+mod trace_context;
 mod transaction;
 pub mod typed;
 

@@ -91,6 +91,19 @@ impl Outcome {
         Self::Unavailable { code: code.into(), error: error.into() }
     }
 
+    /// Why the destination does not have the event: the code, and the text.
+    pub fn failure(&self) -> Option<(&str, &str)> {
+        match self {
+            Self::Delivered { .. } => None,
+            Self::Retry { code, error, .. }
+            | Self::Ambiguous { code, error, .. }
+            | Self::Throttled { code, error, .. }
+            | Self::Dead { code, error }
+            | Self::Unavailable { code, error }
+            | Self::Gone { code, error } => Some((code, error)),
+        }
+    }
+
     /// Whether the destination has the event.
     pub fn is_delivered(&self) -> bool {
         matches!(self, Self::Delivered { .. })

@@ -18,12 +18,15 @@ pub struct Capabilities {
     /// Within one call, a failure stops the rest of its key: no later event of the key arrives
     /// before an earlier one. Only then may one call hold several events of a key.
     pub prefix: bool,
+    /// What it sends to, as OpenTelemetry names messaging systems, for traces. `None`: the events
+    /// are handled here, in this program.
+    pub system: Option<&'static str>,
 }
 
 impl Default for Capabilities {
-    /// One event a call, 16 calls at once: right for a handler or an HTTP endpoint.
+    /// One event a call, 16 calls at once: right for a handler.
     fn default() -> Self {
-        Self { batch_max: 1, concurrency: 16, prefix: false }
+        Self { batch_max: 1, concurrency: 16, prefix: false, system: None }
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use futures::future::join_all;
-use postbox_core::{Capabilities, Context, Delivery, Outcome, Result, Sink, TopicPattern};
+use postbox_core::{Capabilities, Delivery, Outcome, Result, Sink, TopicPattern};
 
 use crate::handler::IntoOutcome;
 
@@ -17,7 +17,8 @@ type Handler = Arc<dyn Fn(Arc<Delivery>) -> HandlerFuture + Send + Sync>;
 /// All matching handlers run, at the same time; the event is delivered when all of them have
 /// succeeded. If one fails the event is retried, and *every* handler sees it again: handlers must
 /// be idempotent (the event id is the key). An event no handler asked for is delivered. A panic in
-/// a handler is that event's failed attempt. Handlers run in the [`Context`] of the event.
+/// a handler is that event's failed attempt. Handlers run in the
+/// [`Context`](postbox_core::Context) of the event.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -92,7 +93,7 @@ impl Sink for InProcessBus {
             let delivery = Arc::new((*delivery).clone());
             let handlers = self.handlers.iter().filter(|(pattern, _)| pattern.matches(topic));
             let handled = async { join_all(handlers.map(|(_, handler)| handler(delivery.clone()))).await };
-            outcomes.push(worst(Context::of(&delivery.event).scope(handled).await));
+            outcomes.push(worst(delivery.context().scope(handled).await));
         }
         outcomes
     }

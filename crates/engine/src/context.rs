@@ -97,7 +97,9 @@ impl RelayContext {
     ) -> Self {
         let declared = match &destination {
             Destination::Sink(sink) => sink.capabilities(),
-            Destination::Apply(_) => Capabilities { batch_max: APPLY_CHUNK_MAX, concurrency: 1, prefix: true },
+            Destination::Apply(_) => {
+                Capabilities { batch_max: APPLY_CHUNK_MAX, concurrency: 1, prefix: true, system: None }
+            }
         };
         let (limiter, capabilities) = Limiter::new(declared, &settings);
         let health = Health {

@@ -1,7 +1,7 @@
 //! A plain async function as a sink.
 
 use async_trait::async_trait;
-use postbox_core::{Capabilities, Context, Delivery, Outcome, Sink};
+use postbox_core::{Capabilities, Delivery, Outcome, Sink};
 
 /// What a handler may return: an [`Outcome`], nothing, or a result whose error is retried.
 pub trait IntoOutcome {
@@ -35,7 +35,8 @@ impl<T: IntoOutcome, E: std::fmt::Display> IntoOutcome for Result<T, E> {
 ///
 /// Different keys are handled concurrently (up to 16; see [`HandlerSink::concurrency`]), events of
 /// one key one after the other. A panic counts as a failed attempt. The handler may see an event
-/// again after a crash: at least once. It runs in the [`Context`] of the event.
+/// again after a crash: at least once. It runs in the [`Context`](postbox_core::Context) of the
+/// event.
 ///
 /// ```
 /// use postbox_core::Delivery;
@@ -86,7 +87,7 @@ where
         let mut outcomes = Vec::with_capacity(deliveries.len());
         for delivery in deliveries {
             let handled = async { (self.handler)((*delivery).clone()).await };
-            outcomes.push(Context::of(&delivery.event).scope(handled).await.into_outcome());
+            outcomes.push(delivery.context().scope(handled).await.into_outcome());
         }
         outcomes
     }

@@ -178,7 +178,7 @@ impl Output {
 impl Sink for JsonLines {
     fn capabilities(&self) -> Capabilities {
         // All of a call or nothing is written, so a failure stops every key.
-        Capabilities { batch_max: BATCH_MAX, concurrency: 1, prefix: true }
+        Capabilities { batch_max: BATCH_MAX, concurrency: 1, prefix: true, system: Some("file") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {
@@ -236,7 +236,7 @@ mod tests {
     fn delivery(number: i64) -> Delivery {
         let id: EventId = "01890000-0000-7000-8000-000000000001".parse().expect("an id");
         let event = NewEvent::json("t", "{}").version(number).into_event(id, Timestamp::UNIX_EPOCH);
-        Delivery { event, seq: postbox_core::Seq(number), attempt: 1, replay: 0 }
+        Delivery { event, seq: postbox_core::Seq(number), attempt: 1, replay: 0, trace: None }
     }
 
     #[tokio::test]

@@ -138,7 +138,8 @@ async fn what_one_process_did_not_hand_over_the_next_one_does() {
 #[tokio::test(start_paused = true)]
 async fn a_letter_that_is_refused_never_dies_and_holds_no_other_up() {
     let env = TestEnv::with((0..30).map(|n| event(n, n))).await;
-    let (sink, letters) = (refusing(), Recorder::new(Capabilities { batch_max: 4, concurrency: 1, prefix: false }));
+    let (sink, letters) =
+        (refusing(), Recorder::new(Capabilities { batch_max: 4, concurrency: 1, prefix: false, system: None }));
     let refused = Arc::new(AtomicUsize::default());
     let times = refused.clone();
     letters.script(move |delivery| {

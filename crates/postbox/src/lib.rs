@@ -89,6 +89,7 @@
 //! | `sqlx-sqlite` | append in SQLite transactions of `sqlx` 0.9 | no |
 //! | `schema` | the `schema` module: JSON Schemas of events, checked at the append and before handlers | no |
 //! | `schemars` | schemas from types that derive `schemars::JsonSchema` 1 | no |
+//! | `opentelemetry` | the `otel` module: traces that go with the events | no |
 //! | `http` | the `http` module: the signed webhook sink; `ingress`: webhooks in; `listen`: serving them to strangers; `webhook`: sign and verify | no |
 //!
 //! # The guarantee
@@ -168,6 +169,9 @@ pub use postbox_ingress as ingress;
 /// Serving a router to strangers: deadlines, and a bound on connections.
 #[cfg(feature = "http")]
 pub use postbox_listen as listen;
+/// Traces: events carry the context of the span they are appended in.
+#[cfg(feature = "opentelemetry")]
+pub use postbox_otel as otel;
 /// The Postgres store.
 #[cfg(feature = "postgres")]
 pub use postbox_postgres as postgres;

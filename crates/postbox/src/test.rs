@@ -187,6 +187,6 @@ pub async fn deliver<Kind>(router: &Router, event: impl IntoEvent<Kind>) -> Resu
     let event = event.into_event()?;
     event.validate()?;
     let event = event.into_event(EventId::now_v7(), Timestamp::now());
-    let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 0 };
+    let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 0, trace: None };
     Ok(router.deliver(&[&delivery]).await.remove(0))
 }

@@ -13,10 +13,10 @@ use crate::world::{World, number_of};
 
 /// The ways a sink is driven.
 pub(crate) const CAPABILITIES: [Capabilities; 4] = [
-    Capabilities { batch_max: 1, concurrency: 8, prefix: false },
-    Capabilities { batch_max: 3, concurrency: 2, prefix: false },
-    Capabilities { batch_max: 4, concurrency: 1, prefix: true },
-    Capabilities { batch_max: 100, concurrency: 2, prefix: true },
+    Capabilities { batch_max: 1, concurrency: 8, prefix: false, system: None },
+    Capabilities { batch_max: 3, concurrency: 2, prefix: false, system: None },
+    Capabilities { batch_max: 4, concurrency: 1, prefix: true, system: None },
+    Capabilities { batch_max: 100, concurrency: 2, prefix: true, system: None },
 ];
 /// Distinguishes replays in what a handler writes.
 pub(crate) const REPLAYS_MAX: i64 = 64;

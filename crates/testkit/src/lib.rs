@@ -1,6 +1,7 @@
 //! Conformance suites, real servers, a fault proxy and an event ledger for tests of Postbox.
 
 pub mod clock;
+pub mod collector;
 pub mod conformance;
 pub mod hostile;
 pub mod inbox;

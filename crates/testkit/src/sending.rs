@@ -46,7 +46,7 @@ pub async fn sink<T: Table + SinkConfig>(keys: &str, context: &SinkContext) -> A
 pub fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
     let delivery = |(event, n): (NewEvent, i64)| {
         let event = event.into_event(EventId::now_v7(), Timestamp::UNIX_EPOCH);
-        Delivery { event, seq: Seq(n), attempt: 1, replay: 0 }
+        Delivery { event, seq: Seq(n), attempt: 1, replay: 0, trace: None }
     };
     events.into_iter().zip(1..).map(delivery).collect()
 }

@@ -93,7 +93,7 @@ mod one_by_one {
 
 mod in_batches_with_prefix {
     async fn fixture() -> super::Shelf {
-        super::Shelf::new(super::Capabilities { batch_max: 7, concurrency: 1, prefix: true })
+        super::Shelf::new(super::Capabilities { batch_max: 7, concurrency: 1, prefix: true, system: None })
     }
     postbox_testkit::sink_suite!(fixture);
 }

@@ -90,7 +90,7 @@ async fn exchange(connection: &mut BufStream<TcpStream>, delivery: &Delivery) ->
 #[async_trait]
 impl Sink for LinesSink {
     fn capabilities(&self) -> Capabilities {
-        Capabilities { batch_max: 1, concurrency: self.connections, prefix: false }
+        Capabilities { batch_max: 1, concurrency: self.connections, prefix: false, system: Some("lines") }
     }
 
     async fn deliver(&self, deliveries: &[&Delivery]) -> Vec<Outcome> {

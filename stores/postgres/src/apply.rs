@@ -7,10 +7,12 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::FutureExt as _;
 use postbox_core::kit::{BlockedKeys, entries_of};
+use postbox_core::trace::Traced;
 use postbox_core::{
-    Apply, Context, Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
+    Apply, Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use tokio_postgres::Transaction;
+use tracing::Instrument as _;
 
 use crate::PostgresStore;
 use crate::classify::classify;
@@ -115,7 +117,7 @@ impl<H: TxHandler> Apply for TxApply<H> {
             .map_err(failed)?;
         tx.batch_execute(APPLY_BEGIN).await.map_err(failed)?;
         let mut lent = Lent { tx: &mut tx, handler: &self.handler };
-        let outcomes = call_each(&mut lent, deliveries, &mut settlement, decide).await?;
+        let outcomes = call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
         // From here on the lane is locked: a host that vanishes now must not hold off the
         // take-over. The handlers' names are theirs; ours mean Postgres's own. Put back, because
         // deferred triggers of theirs run at the end.
@@ -169,6 +171,7 @@ pub(crate) trait Calls {
 /// becomes of them to the settlement.
 pub(crate) async fn call_each<'d>(
     transaction: &mut impl Calls,
+    lease: &Lease,
     deliveries: &[&'d Delivery],
     settlement: &mut Settlement<'d>,
     decide: &Decide<'_>,
@@ -180,7 +183,9 @@ pub(crate) async fn call_each<'d>(
             outcomes.push(None);
             continue;
         }
-        let outcome = transaction.call(delivery).await?;
+        let traced = Traced::process(delivery, lease.subscription.as_str());
+        let outcome = transaction.call(traced.delivery()).instrument(traced.span().clone()).await?;
+        traced.end(&outcome);
         blocked.note(delivery, &outcome);
         outcomes.push(Some(outcome));
     }
@@ -190,7 +195,7 @@ pub(crate) async fn call_each<'d>(
 
 /// What a call gives, in the context of its event and whatever it panics with.
 pub(crate) async fn handled(delivery: &Delivery, call: impl Future<Output = Outcome>) -> Outcome {
-    let call = Context::of(&delivery.event).scope(call);
+    let call = delivery.context().scope(call);
     let caught = AssertUnwindSafe(call).catch_unwind().await;
     caught.unwrap_or_else(|panic| Outcome::retry("panic", panic_text(&*panic)))
 }

@@ -89,7 +89,7 @@ pub(crate) fn stored(row: &Row) -> Option<Stored> {
     let seq = row.try_get::<_, Option<i64>>(0).ok()?.map(Seq)?;
     // Nothing is set up for the rows that are well, which are nearly all.
     if let Some((event, behind)) = whole(row) {
-        let delivery = Delivery { event, seq, attempt: 1, replay: 0 };
+        let delivery = Delivery { event, seq, attempt: 1, replay: 0, trace: None };
         return Some(Stored { delivery, unreadable: None, behind });
     }
     let mut delivery = Delivery::placeholder(seq);

@@ -101,7 +101,7 @@ where
     let subscription = store.leased(&store.session("apply").await?, lease).await?;
     D::run(connection, APPLY_BEGIN.to_owned()).await?;
     let mut lent = Lent::<D> { connection, handlers };
-    let outcomes = apply::call_each(&mut lent, deliveries, &mut settlement, decide).await?;
+    let outcomes = apply::call_each(&mut lent, lease, deliveries, &mut settlement, decide).await?;
     let soon_over = &store.inner.modes.soon_over;
     D::run(connection, format!("{soon_over}; {PATH_OURS}")).await?;
     let on = On::<D>(Mutex::new(&mut *connection));

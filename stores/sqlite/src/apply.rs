@@ -6,9 +6,9 @@ use std::sync::mpsc;
 
 use async_trait::async_trait;
 use postbox_core::kit::{BlockedKeys, entries_of};
+use postbox_core::trace::Traced;
 use postbox_core::{
-    Apply, Context, Database, Decide, Delivery, Error, ErrorKind, Handlers, Lease, Outcome, Result, Settlement,
-    Transact,
+    Apply, Database, Decide, Delivery, Error, ErrorKind, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use rusqlite::Transaction;
 use tokio::sync::oneshot;
@@ -180,7 +180,9 @@ impl Application {
                 outcomes.push(None);
                 continue;
             }
-            let outcome = self.handle(tx, delivery, deferred)?;
+            let traced = Traced::process(delivery, self.lease.subscription.as_str());
+            let outcome = traced.span().in_scope(|| self.handle(tx, traced.delivery(), deferred))?;
+            traced.end(&outcome);
             blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
@@ -192,7 +194,7 @@ impl Application {
     fn handle(&self, tx: &Transaction<'_>, delivery: &Delivery, deferred: bool) -> Work<Outcome> {
         tx.execute_batch("SAVEPOINT postbox_handler")?;
         let broken_before = if deferred { broken_keys(tx)? } else { 0 };
-        let context = Context::of(&delivery.event);
+        let context = delivery.context();
         let handle = || context.scope_sync(|| self.handler.handle(tx, delivery));
         let mut outcome =
             catch_unwind(AssertUnwindSafe(handle)).unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));

@@ -59,7 +59,8 @@ fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> Work<Vec<Dea
             break;
         }
         let Decoded { event, unreadable, .. } = event.map_or_else(|| Ok(Decoded::missing(&dead)), Decoded::read)?;
-        let delivery = Delivery { event, seq: Seq(dead.seq), attempt: dead.attempts, replay: dead.replays };
+        let delivery =
+            Delivery { event, seq: Seq(dead.seq), attempt: dead.attempts, replay: dead.replays, trace: None };
         let error = lossy(row, DELIVERY_COLUMNS_COUNT)?.unwrap_or_default();
         read.push(DeadLetter { delivery, unreadable, code: dead.code.unwrap_or_default(), error });
     }

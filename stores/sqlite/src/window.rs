@@ -242,7 +242,7 @@ impl Page {
 /// Puts an event at the end of a batch.
 pub(crate) fn push(batch: &mut Batch, decoded: Decoded, attempt: u32, replay: u32) {
     let Decoded { seq, event, unreadable } = decoded;
-    batch.push(Delivery { event, seq: Seq(seq), attempt, replay }, unreadable);
+    batch.push(Delivery { event, seq: Seq(seq), attempt, replay, trace: None }, unreadable);
 }
 
 /// Marks what a person discarded before it was read, and drops what has left the stream already.

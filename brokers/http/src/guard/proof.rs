@@ -250,7 +250,7 @@ fn sink(url: &str, allow: &[&str], lookup: impl Lookup) -> Option<HttpSink> {
 async fn deliver(sink: &HttpSink) -> String {
     let id = "00000000-0000-7000-8000-000000000001".parse().expect("an id");
     let event = NewEvent::json("t", "{}").into_event(id, jiff::Timestamp::UNIX_EPOCH);
-    let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 0 };
+    let delivery = Delivery { event, seq: Seq(1), attempt: 1, replay: 0, trace: None };
     match sink.deliver(&[&delivery]).await.remove(0) {
         Outcome::Unavailable { code, .. } | Outcome::Ambiguous { code, .. } => code.into_owned(),
         other => panic!("{other:?} without a route"),

@@ -30,7 +30,13 @@ pub(crate) fn event_id(number: u64) -> EventId {
 
 pub(crate) fn delivery(number: u64, event: NewEvent) -> Delivery {
     let now = StillClock.now();
-    Delivery { event: event.into_event(event_id(number), now), seq: Seq(number as i64), attempt: 1, replay: 0 }
+    Delivery {
+        event: event.into_event(event_id(number), now),
+        seq: Seq(number as i64),
+        attempt: 1,
+        replay: 0,
+        trace: None,
+    }
 }
 
 pub(crate) fn plain(number: u64) -> Delivery {

@@ -1,14 +1,18 @@
 //! `postbox run`: the service, until a signal.
 
+use std::time::Instant;
+
 use postbox_server::{Config, Service};
 
 use crate::failure::Failure;
 use crate::signals::stopped;
+use crate::telemetry;
 
 pub(super) async fn run(config: Config) -> Result<(), Failure> {
     // Before the start, so that a signal during it is not lost to the default action.
     let stopped = stopped();
     tokio::pin!(stopped);
+    let stop_timeout = config.server.stop_timeout;
     let service = tokio::select! {
         started = Service::start(config) => started?,
         () = &mut stopped => return Ok(()),
@@ -20,5 +24,9 @@ pub(super) async fn run(config: Config) -> Result<(), Failure> {
         ended = &mut ended => return Ok(ended?),
         () = &mut stopped => stop.cancel(),
     }
-    Ok(ended.await?)
+    let stopping = Instant::now();
+    let ended = ended.await;
+    // Spans have what is left of the deadline.
+    telemetry::finish(stop_timeout.saturating_sub(stopping.elapsed())).await;
+    Ok(ended?)
 }

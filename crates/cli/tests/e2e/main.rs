@@ -33,5 +33,6 @@ mod sqs;
 mod stores;
 mod subscriptions;
 mod tail;
+mod telemetry;
 mod tenants;
 mod unreadable;

@@ -10,11 +10,11 @@ use super::state::State;
 use super::{MemoryStore, MemoryTransaction, Server};
 use crate::apply::{Apply, Decide};
 use crate::batch::{Delivery, Settlement};
-use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::kit::{BlockedKeys, entries_of, settled_already};
 use crate::log::Lease;
 use crate::outcome::Outcome;
+use crate::trace::Traced;
 
 impl MemoryStore {
     /// Binds a handler to this store. What it appends through the transaction becomes visible with
@@ -53,7 +53,9 @@ where
                 outcomes.push(None);
                 continue;
             }
-            let outcome = self.run(&mut transaction, delivery);
+            let traced = Traced::process(delivery, lease.subscription.as_str());
+            let outcome = traced.span().in_scope(|| self.run(&mut transaction, traced.delivery()));
+            traced.end(&outcome);
             blocked.note(delivery, &outcome);
             outcomes.push(Some(outcome));
         }
@@ -96,7 +98,7 @@ where
     /// Runs the handler once; anything but success takes back what it appended.
     fn run(&self, transaction: &mut MemoryTransaction, delivery: &Delivery) -> Outcome {
         let savepoint = transaction.savepoint();
-        let context = Context::of(&delivery.event);
+        let context = delivery.context();
         let ran = catch_unwind(AssertUnwindSafe(|| context.scope_sync(|| (self.handler)(transaction, delivery))));
         let outcome = ran.unwrap_or_else(|_| Outcome::retry("panic", "the handler panicked"));
         if !outcome.is_delivered() {

@@ -39,7 +39,7 @@ impl Server {
                 Some(found) => (found.event.clone(), None),
                 None => (Event { key: row.key.clone(), ..placeholder.event }, Some(Unreadable::missing())),
             };
-            let delivery = Delivery { event, seq: Seq(seq), attempt: row.attempts, replay: row.replays };
+            let delivery = Delivery { event, seq: Seq(seq), attempt: row.attempts, replay: row.replays, trace: None };
             let (code, error) = (row.code.clone().unwrap_or_default(), row.error.clone().unwrap_or_default());
             DeadLetter { delivery, unreadable, code, error }
         };

@@ -1,5 +1,6 @@
 //! One call of the sink: its time limit, its panic, its contract.
 
+use std::borrow::Cow;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,9 +8,10 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use postbox_core::trace::{self, Traced};
 use postbox_core::{Batch, Delivery, Outcome, Sink};
 use tokio::sync::OwnedSemaphorePermit;
-use tracing::error;
+use tracing::{Instrument as _, Span, error};
 
 use crate::context::RelayContext;
 use crate::failures::Sent;
@@ -70,8 +72,33 @@ impl Drop for InFlight {
     }
 }
 
-/// Calls a sink within the time limit; one outcome for each delivery, whatever it does.
+/// Calls a sink within the time limit; one outcome for each delivery, whatever it does. Where
+/// traces are on, each has a span, and the sink gets deliveries that say so.
 pub(super) async fn guarded(context: &RelayContext, sink: &dyn Sink, deliveries: &[&Delivery]) -> Vec<Outcome> {
+    let traced = if trace::is_on() { traced(context, sink, deliveries) } else { Vec::new() };
+    let carrying: Vec<&Delivery> = traced.iter().map(Traced::delivery).collect();
+    let deliveries = if traced.is_empty() { deliveries } else { &carrying };
+    // Of several, none is the one that the call runs in.
+    let span = match &traced[..] {
+        [one] => one.span().clone(),
+        _ => Span::none(),
+    };
+    let outcomes = within_limits(context, sink, deliveries).instrument(span).await;
+    drop(carrying);
+    traced.into_iter().zip(&outcomes).for_each(|(traced, outcome)| traced.end(outcome));
+    outcomes
+}
+
+fn traced<'d>(context: &RelayContext, sink: &dyn Sink, deliveries: &[&'d Delivery]) -> Vec<Traced<Cow<'d, Delivery>>> {
+    let system = sink.capabilities().system;
+    let begin = |delivery: &&'d Delivery| match system {
+        Some(system) => Traced::send(delivery, system, context.name()),
+        None => Traced::process(delivery, context.name()),
+    };
+    deliveries.iter().map(begin).collect()
+}
+
+async fn within_limits(context: &RelayContext, sink: &dyn Sink, deliveries: &[&Delivery]) -> Vec<Outcome> {
     // The block makes a panic before the first await look the same as one after it.
     let call = AssertUnwindSafe(async { sink.deliver(deliveries).await }).catch_unwind();
     tokio::select! {

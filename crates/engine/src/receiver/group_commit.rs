@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use postbox_core::trace::{self, Traced};
 use postbox_core::{Clock, Error, ErrorKind, Inbound, LogName, Receive, Received};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -54,7 +55,23 @@ struct Queued {
 impl GroupCommit {
     /// Stores messages, together with whatever else is queued, or fails within the time given. One
     /// answer each, in their order. Dropped, they may or may not be stored.
-    pub(super) async fn commit(self: &Arc<Self>, inbound: Vec<Inbound>) -> Vec<Committed> {
+    pub(super) async fn commit(self: &Arc<Self>, mut inbound: Vec<Inbound>) -> Vec<Committed> {
+        let begin = |Inbound { source, message_id, event, .. }: &mut Inbound| {
+            Traced::receive(event, source.as_str(), message_id)
+        };
+        let traced: Vec<_> = if trace::is_on() { inbound.iter_mut().map(begin).collect() } else { Vec::new() };
+        let committed = self.commit_all(inbound).await;
+        for (traced, committed) in traced.into_iter().zip(&committed) {
+            match committed {
+                Ok(Received::Conflict) => traced.failed_as("conflict", "a known id with another body"),
+                Ok(_) => traced.well(),
+                Err(error) => traced.failed_as(error.code(), &error.to_string()),
+            }
+        }
+        committed
+    }
+
+    async fn commit_all(self: &Arc<Self>, inbound: Vec<Inbound>) -> Vec<Committed> {
         let channel = |inbound| {
             let (answer, committed) = oneshot::channel();
             (Queued { inbound, answer }, committed)

@@ -55,7 +55,7 @@ impl<S: Clone + Send> Extract<S> for State<S> {
 /// What the handler runs in, for work that leaves its task; see [`Context::scope`].
 impl<S> Extract<S> for Context {
     fn extract(delivery: &Delivery, _: &S) -> Result<Self, Outcome> {
-        Ok(Context::of(&delivery.event))
+        Ok(delivery.context())
     }
 }
 

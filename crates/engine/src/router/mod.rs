@@ -11,8 +11,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use futures::future::join_all;
 use postbox_core::{
-    Capabilities, Context, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Schemas, Sink,
-    TopicPattern, Transact,
+    Capabilities, Database, Delivery, Error, ErrorKind, Handlers, Outcome, Result, Schemas, Sink, TopicPattern,
+    Transact,
 };
 
 use crate::bus::worst;
@@ -301,7 +301,7 @@ impl Sink for Router {
         let mut outcomes = Vec::with_capacity(deliveries.len());
         for delivery in deliveries {
             let handled = Next { router: self, delivery, outside: 0 }.run();
-            outcomes.push(Context::of(&delivery.event).scope(handled).await);
+            outcomes.push(delivery.context().scope(handled).await);
         }
         outcomes
     }

@@ -64,7 +64,8 @@ async fn a_scheduled_relay_makes_nothing_anew_either() {
 #[tokio::test(start_paused = true)]
 async fn lanes_change_while_replicas_run() {
     let env = TestEnv::new().await;
-    let (sink, first) = env.recorded(Capabilities { batch_max: 1, concurrency: 4, prefix: false }, fast());
+    let (sink, first) =
+        env.recorded(Capabilities { batch_max: 1, concurrency: 4, prefix: false, system: None }, fast());
     let second = env.relay(sink.clone(), fast());
     let stop = CancellationToken::new();
     let change = async {

@@ -61,7 +61,7 @@ async fn a_limit_is_kept_when_the_target_is_down() {
 #[tokio::test(start_paused = true)]
 async fn a_limit_counts_what_is_read() {
     let env = TestEnv::new().await;
-    let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 16, prefix: false });
+    let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 16, prefix: false, system: None });
     sink.script(|delivery| match (support::version(delivery), delivery.attempt) {
         (0, 1) => {
             let (code, error) = ("http_500".into(), "boom".into());

@@ -37,7 +37,7 @@ async fn a_call_that_died_with_its_relay_is_repeated_after_the_lease() {
 /// One event a second, two a batch: a drain of 30 events takes long enough to lose something
 /// midway.
 fn slow() -> (Arc<Recorder>, RelaySettings) {
-    let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 1, prefix: false });
+    let sink = Recorder::new(Capabilities { batch_max: 1, concurrency: 1, prefix: false, system: None });
     sink.takes(S);
     (sink, RelaySettings { batch: BatchLimit { events: 2, ..BatchLimit::default() }, ..fast() })
 }

@@ -31,10 +31,10 @@ pub fn fast() -> RelaySettings {
 /// The ways a sink is driven.
 pub fn all_capabilities() -> [Capabilities; 4] {
     [
-        Capabilities { batch_max: 1, concurrency: 16, prefix: false },
-        Capabilities { batch_max: 10, concurrency: 3, prefix: false },
-        Capabilities { batch_max: 25, concurrency: 1, prefix: true },
-        Capabilities { batch_max: 10_000, concurrency: 4, prefix: true },
+        Capabilities { batch_max: 1, concurrency: 16, prefix: false, system: None },
+        Capabilities { batch_max: 10, concurrency: 3, prefix: false, system: None },
+        Capabilities { batch_max: 25, concurrency: 1, prefix: true, system: None },
+        Capabilities { batch_max: 10_000, concurrency: 4, prefix: true, system: None },
     ]
 }
 

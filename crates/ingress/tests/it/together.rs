@@ -45,7 +45,7 @@ fn event_id(number: u64) -> EventId {
 
 fn delivery(number: u64, event: NewEvent) -> Delivery {
     let event = event.into_event(event_id(number), StillClock.now());
-    Delivery { event, seq: Seq(number as i64), attempt: 1, replay: 0 }
+    Delivery { event, seq: Seq(number as i64), attempt: 1, replay: 0, trace: None }
 }
 
 /// Delivers one, within the deadline.

@@ -9,6 +9,7 @@
 mod many;
 mod service;
 mod subscription;
+mod telemetry;
 
 use std::path::{Path, PathBuf};
 
@@ -24,6 +25,7 @@ use crate::sources::{NamedSource, sources};
 use crate::stores::{NamedStore, StoreConfig, stores};
 pub(crate) use subscription::store_names;
 use subscription::subscriptions;
+pub use telemetry::TelemetryConfig;
 
 /// The name of the file when none is given.
 pub const FILE_DEFAULT: &str = "postbox.toml";
@@ -77,6 +79,8 @@ table! {
         retention: RetentionConfig = nested::<RetentionConfig>();
         /// What the program says of itself.
         log: LogConfig = nested::<LogConfig>();
+        /// Where traces go.
+        telemetry: TelemetryConfig = nested::<TelemetryConfig>();
     }
 }
 

@@ -335,7 +335,7 @@ fn deliveries(events: impl IntoIterator<Item = NewEvent>) -> Vec<Delivery> {
         let id = u128::from(IDS.fetch_add(1, Ordering::Relaxed));
         let id = EventId::from_uuid(uuid::Uuid::from_u128(0x0190_0000_0000_7000_8000_0000_0000_0000 + id));
         let event = event.into_event(id, Timestamp::UNIX_EPOCH);
-        Delivery { event, seq: Seq(n), attempt: 1, replay: 0 }
+        Delivery { event, seq: Seq(n), attempt: 1, replay: 0, trace: None }
     };
     events.into_iter().zip(1..).map(delivery).collect()
 }

@@ -31,6 +31,7 @@ fn unknown(value: &toml::Value, schema: &Value) -> Option<String> {
         }),
         (toml::Value::Array(items), Some("array")) => items.iter().find_map(|item| unknown(item, &schema["items"])),
         (toml::Value::Integer(_), Some("integer")) | (toml::Value::Boolean(_), Some("boolean")) => None,
+        (toml::Value::Integer(_) | toml::Value::Float(_), Some("number")) => None,
         (toml::Value::String(_), Some("string")) => None,
         (toml::Value::String(word), None) if schema["enum"].is_array() => {
             let words = schema["enum"].as_array()?;

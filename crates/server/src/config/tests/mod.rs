@@ -20,8 +20,8 @@ pub(super) const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
 pub(super) fn env(name: &str) -> Option<String> {
     match name {
-        "HOOK_SECRET" | "KAFKA_PASSWORD" | "MQTT_PASSWORD" | "PARTNER_SECRET" | "RABBITMQ_PASSWORD"
-        | "REDIS_PASSWORD" | "SQS_SECRET_KEY" | "SQS_SESSION_TOKEN" => Some(KEY.into()),
+        "COLLECTOR_KEY" | "HOOK_SECRET" | "KAFKA_PASSWORD" | "MQTT_PASSWORD" | "PARTNER_SECRET"
+        | "RABBITMQ_PASSWORD" | "REDIS_PASSWORD" | "SQS_SECRET_KEY" | "SQS_SESSION_TOKEN" => Some(KEY.into()),
         "DATABASE_URL" => Some("postgres://u:hunter2@h/db".into()),
         "ACME_DATABASE_URL" => Some("postgres://u:hunter2@h/acme".into()),
         "SHORT" => Some("whsec_abc".into()),

@@ -1,0 +1,138 @@
+//! Traces: what `[telemetry]`, and OpenTelemetry's own variables, ask for.
+
+use postbox_server::TelemetryConfig;
+use tracing_subscriber::{Layer, Registry};
+
+use crate::failure::Failure;
+
+/// What takes spans.
+pub(crate) type Traces = Box<dyn Layer<Registry> + Send + Sync>;
+
+#[cfg(feature = "otlp")]
+pub(crate) use exported::{finish, start};
+#[cfg(not(feature = "otlp"))]
+pub(crate) use missing::{finish, start};
+
+#[cfg(feature = "otlp")]
+mod exported {
+    use std::sync::{Mutex, PoisonError};
+    use std::time::Duration;
+
+    use postbox_otel::{Exporter, ExporterConfig, propagate};
+    use tokio::runtime::Handle;
+    use tracing_subscriber::Layer as _;
+
+    use super::{Failure, TelemetryConfig, Traces};
+
+    /// The one that is at work, until [`finish`].
+    static EXPORTER: Mutex<Option<Exporter>> = Mutex::new(None);
+    /// Longest wait for the last spans: a collector that is there takes them in less.
+    const FINISH_MAX: Duration = Duration::from_secs(2);
+
+    /// Starts the export of spans, if it is asked for. Within a runtime.
+    pub(crate) fn start(config: &TelemetryConfig) -> Result<Option<Traces>, Failure> {
+        let Some(config) = asked(config, |name| std::env::var(name).ok())? else { return Ok(None) };
+        let exporter = Exporter::start(config, Handle::current())
+            .map_err(|error| Failure::usage(format!("telemetry: {error}; see docs/guide/tracing.md")))?;
+        propagate();
+        let traces = exporter.layer().boxed();
+        *EXPORTER.lock().unwrap_or_else(PoisonError::into_inner) = Some(exporter);
+        Ok(Some(traces))
+    }
+
+    /// Sends the last spans, as far as that takes no longer than this.
+    pub(crate) async fn finish(within: Duration) {
+        let exporter = EXPORTER.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(exporter) = exporter {
+            // It blocks, and the requests need the runtime.
+            _ = tokio::task::spawn_blocking(move || exporter.finish(within.min(FINISH_MAX))).await;
+        }
+    }
+
+    /// What the file says, or where it says nothing, the environment. `None`: there is no
+    /// collector.
+    fn asked(
+        config: &TelemetryConfig,
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<ExporterConfig>, Failure> {
+        let said = |name| env(name).filter(|value| !value.is_empty());
+        let endpoint = config.otlp.clone().or_else(|| said("OTEL_EXPORTER_OTLP_ENDPOINT"));
+        let Some(endpoint) = endpoint else { return Ok(None) };
+        let ratio = match (config.sample_ratio, said("OTEL_TRACES_SAMPLER_ARG")) {
+            (Some(ratio), _) => ratio,
+            (None, None) => 1.0,
+            (None, Some(text)) => text.parse().ok().filter(|ratio| (0.0..=1.0).contains(ratio)).ok_or_else(|| {
+                Failure::usage(format!("OTEL_TRACES_SAMPLER_ARG: {text:?} is no ratio; write a number from 0 to 1"))
+            })?,
+        };
+        let headers = config.headers.iter().map(|(name, value)| (name.clone(), value.expose().to_owned()));
+        Ok(Some(ExporterConfig {
+            endpoint,
+            service_name: config
+                .service_name
+                .clone()
+                .or_else(|| said("OTEL_SERVICE_NAME"))
+                .unwrap_or_else(|| "postbox".to_owned()),
+            sample_ratio: ratio,
+            headers: headers.collect(),
+        }))
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use postbox_server::Config;
+
+        use super::*;
+
+        fn of(text: &str, env: &[(&str, &str)]) -> Result<Option<ExporterConfig>, Failure> {
+            let config = Config::parse(text).expect("no faults").telemetry;
+            asked(&config, |name| env.iter().find(|(its, _)| *its == name).map(|(_, value)| (*value).to_owned()))
+        }
+
+        #[test]
+        fn the_file_wins_over_the_variables_of_opentelemetry() {
+            let env = [
+                ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4318"),
+                ("OTEL_SERVICE_NAME", "env"),
+                ("OTEL_TRACES_SAMPLER_ARG", "0.25"),
+            ];
+            let said = of("", &env).ok().flatten().expect("the environment asks for it");
+            assert_eq!((&*said.endpoint, &*said.service_name, said.sample_ratio), ("http://env:4318", "env", 0.25));
+            let file = "[telemetry]\notlp = \"http://file:4318\"\nservice_name = \"file\"\nsample_ratio = 0.5\n";
+            let said = of(file, &env).ok().flatten().expect("the file asks for it");
+            assert_eq!((&*said.endpoint, &*said.service_name, said.sample_ratio), ("http://file:4318", "file", 0.5));
+        }
+
+        #[test]
+        fn nothing_is_traced_without_a_collector() {
+            let env = [("OTEL_EXPORTER_OTLP_ENDPOINT", ""), ("OTEL_SERVICE_NAME", "env")];
+            assert!(of("[telemetry]\nsample_ratio = 1\n", &env).ok().expect("no fault").is_none());
+        }
+
+        #[test]
+        fn a_ratio_of_the_environment_is_checked_too() {
+            let env = [("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4318"), ("OTEL_TRACES_SAMPLER_ARG", "10")];
+            assert!(of("", &env).is_err());
+        }
+    }
+}
+
+#[cfg(not(feature = "otlp"))]
+mod missing {
+    use std::time::Duration;
+
+    use super::{Failure, TelemetryConfig, Traces};
+
+    /// This binary exports nothing; whoever asks for it hears so.
+    pub(crate) fn start(config: &TelemetryConfig) -> Result<Option<Traces>, Failure> {
+        match config.otlp {
+            None => Ok(None),
+            Some(_) => Err(Failure::usage(
+                "telemetry.otlp: this binary cannot export traces; build it with --features otlp, or take the line out"
+                    .to_owned(),
+            )),
+        }
+    }
+
+    pub(crate) async fn finish(_: Duration) {}
+}

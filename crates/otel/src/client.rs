@@ -1,0 +1,106 @@
+//! The way to the collector.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::{Request, Response};
+use opentelemetry_http::{HttpClient, HttpError};
+use reqwest::redirect::Policy;
+use tokio::runtime::Handle;
+use tracing::warn;
+
+/// Longest request. The exporter's thread waits for it, and spans queue up meanwhile.
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// A collector that is away stays so for a while, and nobody needs to read it more often.
+const SAY_EVERY: Duration = Duration::from_secs(60);
+
+/// Sends on the program's runtime, for an exporter that has a thread of its own.
+#[derive(Debug)]
+pub(crate) struct Client {
+    http: reqwest::Client,
+    runtime: Handle,
+    failures: Mutex<Failures>,
+}
+
+impl Client {
+    pub(crate) fn new(runtime: Handle) -> Result<Self, reqwest::Error> {
+        // With no provider, TLS would panic. An error means that the program has one.
+        _ = rustls::crypto::ring::default_provider().install_default();
+        // Headers have secrets, which go to the one address that is configured.
+        let http = reqwest::Client::builder().timeout(REQUEST_TIMEOUT).redirect(Policy::none()).build()?;
+        Ok(Self { http, runtime, failures: Mutex::default() })
+    }
+
+    fn failed(&self, error: &str) {
+        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(failures) = failures.observe(Instant::now()) {
+            warn!(code = "spans_lost", failures, "collector of traces: {error}; spans are lost, and nothing else");
+        }
+    }
+}
+
+#[async_trait]
+impl HttpClient for Client {
+    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        let http = self.http.clone();
+        let sent = self.runtime.spawn(async move {
+            let answer = http.execute(request.try_into()?).await?;
+            let mut response = Response::new(Bytes::new());
+            (*response.status_mut(), *response.headers_mut()) = (answer.status(), answer.headers().clone());
+            // What it says is not needed, and may be long.
+            Ok::<_, reqwest::Error>(response)
+        });
+        let answer = match sent.await {
+            Ok(Ok(response)) if response.status().is_success() => return Ok(response),
+            Ok(Ok(response)) => {
+                self.failed(&format!("it answered {}", response.status()));
+                Ok(response)
+            }
+            Ok(Err(error)) => {
+                let error = error.without_url();
+                let why = std::error::Error::source(&error).map(|why| format!(": {why}")).unwrap_or_default();
+                self.failed(&format!("{error}{why}"));
+                Err(error.into())
+            }
+            // The runtime ends, and the program with it.
+            Err(ended) => Err(ended.into()),
+        };
+        answer
+    }
+}
+
+/// What is said of failures.
+#[derive(Debug, Default)]
+struct Failures {
+    said: Option<Instant>,
+    since: u64,
+}
+
+impl Failures {
+    /// Counts one; how many there are since the last line, if it is time for another.
+    fn observe(&mut self, now: Instant) -> Option<u64> {
+        self.since += 1;
+        if self.said.is_some_and(|said| now.saturating_duration_since(said) < SAY_EVERY) {
+            return None;
+        }
+        self.said = Some(now);
+        Some(std::mem::take(&mut self.since))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_line_a_minute_says_how_often_it_failed() {
+        let (mut failures, start) = (Failures::default(), Instant::now());
+        assert_eq!(failures.observe(start), Some(1));
+        for second in 1..60 {
+            assert_eq!(failures.observe(start + Duration::from_secs(second)), None);
+        }
+        assert_eq!(failures.observe(start + Duration::from_secs(60)), Some(60));
+    }
+}

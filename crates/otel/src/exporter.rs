@@ -1,0 +1,83 @@
+//! Spans to a collector: OTLP over HTTP, in protobuf.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use opentelemetry::trace::TracerProvider as _;
+use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig as _, WithHttpConfig as _};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::trace::SdkTracerProvider;
+use postbox_core::trace::TARGET;
+use tokio::runtime::Handle;
+use tracing::Subscriber;
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::registry::LookupSpan;
+
+use crate::client::{Client, REQUEST_TIMEOUT};
+use crate::sampler::OwnRatio;
+
+/// Where the spans of a program go, and which.
+#[derive(Debug, Clone)]
+pub struct ExporterConfig {
+    /// The collector, without the path: `http://127.0.0.1:4318`.
+    pub endpoint: String,
+    /// The name of the program in traces.
+    pub service_name: String,
+    /// Which part of the traces that begin here is exported: 0 to 1.
+    pub sample_ratio: f64,
+    /// Sent with every request.
+    pub headers: HashMap<String, String>,
+}
+
+/// Exports the spans of Postbox.
+///
+/// They wait in a queue of 2048; what does not fit, or does not reach the collector, is lost.
+/// Nothing else waits for it or fails.
+#[derive(Debug)]
+pub struct Exporter {
+    provider: SdkTracerProvider,
+}
+
+impl Exporter {
+    /// Starts its thread, whose requests are made on the given runtime. The error says what is
+    /// wrong with the configuration. Connects to nothing yet.
+    pub fn start(config: ExporterConfig, runtime: Handle) -> Result<Self, String> {
+        let client = Client::new(runtime).map_err(|error| error.to_string())?;
+        let exporter = SpanExporter::builder()
+            .with_http()
+            .with_http_client(client)
+            .with_protocol(Protocol::HttpBinary)
+            .with_endpoint(format!("{}/v1/traces", config.endpoint.trim_end_matches('/')))
+            .with_timeout(REQUEST_TIMEOUT)
+            .with_headers(config.headers)
+            .build()
+            .map_err(|error| error.to_string())?;
+        let provider = SdkTracerProvider::builder()
+            .with_batch_exporter(exporter)
+            .with_sampler(OwnRatio::new(config.sample_ratio))
+            .with_resource(Resource::builder().with_service_name(config.service_name).build())
+            .build();
+        Ok(Self { provider })
+    }
+
+    /// Takes the spans of Postbox out of a subscriber, and no others.
+    pub fn layer<S>(&self) -> impl Layer<S> + Send + Sync + use<S>
+    where
+        S: Subscriber + for<'span> LookupSpan<'span> + Send + Sync,
+    {
+        tracing_opentelemetry::layer()
+            .with_tracer(self.provider.tracer("postbox"))
+            .with_location(false)
+            .with_threads(false)
+            .with_target(false)
+            .with_tracked_inactivity(false)
+            .with_filter(filter_fn(|metadata| metadata.target() == TARGET && metadata.is_span()))
+    }
+
+    /// Sends what is queued and ends, within this time. Blocks. The runtime must be running.
+    pub fn finish(self, within: Duration) {
+        // What it did not manage is lost, which the client has said.
+        _ = self.provider.shutdown_with_timeout(within);
+    }
+}

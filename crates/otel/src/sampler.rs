@@ -1,0 +1,64 @@
+//! Which traces are exported.
+
+use opentelemetry::trace::{Link, SpanKind, TraceId};
+use opentelemetry::{Context, KeyValue};
+use opentelemetry_sdk::trace::{Sampler, SamplingResult, ShouldSample};
+
+/// A part of the traces that begin here, and what belongs to them. What a sender says of its own
+/// trace, that it be exported or not, is not followed where a message is received: whoever can send
+/// one could fill the collector, or hide.
+#[derive(Debug, Clone)]
+pub(crate) struct OwnRatio {
+    ratio: Sampler,
+    follows: Sampler,
+}
+
+impl OwnRatio {
+    pub(crate) fn new(ratio: f64) -> Self {
+        let ratio = Sampler::TraceIdRatioBased(ratio);
+        Self { follows: Sampler::ParentBased(Box::new(ratio.clone())), ratio }
+    }
+}
+
+impl ShouldSample for OwnRatio {
+    fn should_sample(
+        &self,
+        parent: Option<&Context>,
+        trace: TraceId,
+        name: &str,
+        kind: &SpanKind,
+        attributes: &[KeyValue],
+        links: &[Link],
+    ) -> SamplingResult {
+        let receives =
+            attributes.iter().any(|it| it.key.as_str() == "messaging.operation.type" && it.value.as_str() == "receive");
+        let sampler = if receives { &self.ratio } else { &self.follows };
+        sampler.should_sample(parent, trace, name, kind, attributes, links)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt as _, TraceFlags, TraceState};
+    use opentelemetry_sdk::trace::SamplingDecision;
+
+    use super::*;
+
+    #[test]
+    fn a_sender_does_not_decide_what_we_export() {
+        let trace = TraceId::from_hex("0af7651916cd43dd8448eb211c80319c").unwrap();
+        let decided = |ratio: f64, flags: TraceFlags, operation: &'static str| {
+            let span = SpanContext::new(trace, SpanId::from(7), flags, true, TraceState::NONE);
+            let parent = Context::new().with_remote_span_context(span);
+            let attributes = [KeyValue::new("messaging.operation.type", operation)];
+            let sampler = OwnRatio::new(ratio);
+            let result = sampler.should_sample(Some(&parent), trace, "x", &SpanKind::Client, &attributes, &[]);
+            result.decision == SamplingDecision::RecordAndSample
+        };
+        let (yes, no) = (TraceFlags::SAMPLED, TraceFlags::NOT_SAMPLED);
+        assert!(!decided(0.0, yes, "receive"), "nobody fills our collector");
+        assert!(decided(1.0, no, "receive"), "nobody hides");
+        assert!(decided(0.0, yes, "send"), "what began elsewhere in our own programs goes on");
+        assert!(!decided(1.0, no, "process"));
+    }
+}

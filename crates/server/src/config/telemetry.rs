@@ -1,0 +1,71 @@
+//! `[telemetry]`: where traces go.
+
+use http::{HeaderName, HeaderValue};
+use postbox_config::{Kind, Secret, Section, entries, fraction, secret, table, text};
+use postbox_http::check_url;
+
+/// Where collectors speak gRPC as a rule, which we do not.
+const GRPC_PORT: &str = ":4317";
+
+table! {
+    /// Traces of what becomes of each event, for a collector of OpenTelemetry.
+    #[derive(PartialEq)]
+    #[check(check)]
+    pub struct TelemetryConfig {
+        /// The collector's address for OTLP over HTTP, without `/v1/traces`.
+        ///
+        /// Its port is 4318 as a rule; 4317 is that of gRPC. Without it
+        /// `OTEL_EXPORTER_OTLP_ENDPOINT` holds, and where that is unset too, nothing is traced.
+        otlp: Option<String> = text(collector), unset("off", r#""http://127.0.0.1:4318""#);
+        /// The name of this program in traces.
+        ///
+        /// Without it `OTEL_SERVICE_NAME` holds.
+        service_name: Option<String> = text(service_name), unset("postbox", r#""postbox-eu""#);
+        /// Which part of the traces that begin here is exported, from 0 to 1.
+        ///
+        /// What belongs to a trace that began in one of your programs follows that. Without it
+        /// `OTEL_TRACES_SAMPLER_ARG` holds.
+        sample_ratio: Option<f64> = fraction(), unset("1", "0.1");
+        /// Headers on every request to the collector.
+        ///
+        /// `{ name = "value" }`; values may be `"env:NAME"`.
+        headers: Vec<(String, Secret)> = entries(header_name, header_value()), unset("none", r#"{ x-api-key = "env:COLLECTOR_KEY" }"#);
+    }
+}
+
+impl TelemetryConfig {
+    fn check(&self, section: &Section<'_>) {
+        let otlp = self.otlp.as_deref().unwrap_or_default();
+        if otlp.trim_end_matches('/').ends_with(GRPC_PORT) {
+            let text = "telemetry.otlp: 4317 is the port of gRPC as a rule, and spans are sent over HTTP; the port of \
+                        that is 4318";
+            section.warning("otlp", text.to_owned());
+        }
+    }
+}
+
+fn collector(url: &str) -> Result<String, String> {
+    check_url(url)?;
+    match url.contains("/v1/") || url.contains('?') {
+        true => Err("is the whole address of a request; leave out /v1/traces and what follows".to_owned()),
+        false => Ok(url.to_owned()),
+    }
+}
+
+fn service_name(name: &str) -> Result<String, String> {
+    match name.trim() {
+        "" => Err("is empty; leave it out".to_owned()),
+        _ => Ok(name.to_owned()),
+    }
+}
+
+fn header_name(name: &str) -> Result<String, String> {
+    HeaderName::try_from(name).map(|_| name.to_owned()).map_err(|_| format!("{name:?} is no header name"))
+}
+
+fn header_value() -> Kind<Secret> {
+    secret().check(|value| match HeaderValue::try_from(value.expose()) {
+        Ok(_) => Ok(()),
+        Err(_) => Err("the value has a character that headers cannot carry".to_owned()),
+    })
+}
