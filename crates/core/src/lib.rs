@@ -85,7 +85,8 @@ pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
 pub use inspect::{
-    Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted, UnroutedTopic,
+    Attempt, Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted,
+    UnroutedTopic,
 };
 pub use log::{Acquired, Epoch, Lease, Log};
 pub use maintain::{Maintain, Prune, Routed};
@@ -135,6 +136,11 @@ pub mod limits {
     pub const MESSAGE_IDS_AGE_MIN: Duration = Duration::from_hours(7 * 24);
     /// Longest error text kept with a delivery, in bytes; the rest is cut.
     pub const ERROR_BYTES_MAX: usize = 2_048;
+    /// Most attempts that are kept of an event that failed, the last ones: the rise of its waits is
+    /// seen in them.
+    pub const LAST_ATTEMPTS_MAX: usize = 8;
+    /// Longest answer kept with an attempt, in characters; the last one is kept whole beside it.
+    pub const ANSWER_CHARS_MAX: usize = 256;
     /// Most lanes of one subscription: more than any deployment has replicas.
     pub const LANES_MAX: u16 = 256;
     /// Most events that a change of lanes takes out of the stream: some hundred milliseconds of the

@@ -97,6 +97,7 @@ fn bind(arguments: &mut SqliteArguments, id: EventId, event: &NewEvent) -> Resul
         arguments.add(headers)?;
         arguments.add(micros(event.occurred_at))?;
         arguments.add(micros(event.deliver_at))?;
+        arguments.add(micros(event.expires_at))?;
         arguments.add(event.payload.to_vec())
     })();
     added.map_err(|error| {

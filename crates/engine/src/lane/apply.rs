@@ -86,12 +86,14 @@ impl Lane {
             if !applying.verdicts.is_waiting(place) {
                 continue;
             }
-            if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
+            if self.is_expired(batch, delivery) {
+                self.give_up_expired(applying.verdicts, place, delivery);
+            } else if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
                 applying.verdicts.defer(place, Disposition::Block);
             } else if context.apply.take_overran(delivery) {
                 let limit = context.settings.deliver_timeout;
                 let outcome = Outcome::retry("timeout", format!("the transaction overran {limit:?} or panicked"));
-                self.applied(applying, place, context.judge(delivery, outcome, sent));
+                self.applied(applying, place, context.judge(delivery, outcome, sent, limit));
             } else {
                 ready.push(place);
             }
@@ -128,14 +130,15 @@ impl Lane {
     ) -> Result<Vec<Option<Verdict>>> {
         let context = &*self.context;
         let judged: Mutex<HashMap<Seq, Verdict>> = Mutex::default();
+        let begin = context.clock.monotonic();
+        let took = || context.clock.monotonic().saturating_sub(begin);
         let decide = |delivery: &Delivery, outcome: &Outcome| {
-            let verdict = context.judge(delivery, outcome.clone(), sent);
+            let verdict = context.judge(delivery, outcome.clone(), sent, took());
             lock(&judged).insert(delivery.seq, verdict.clone());
             verdict.into_disposition()
         };
         let call = AssertUnwindSafe(async { apply.apply(&self.lease.lease, refs, settlement, &decide).await });
         let _in_flight = Gauge::up(&context.metrics.in_flight, refs.len());
-        let begin = context.clock.monotonic();
         let answer = tokio::select! {
             biased;
             () = self.lease.abandon.cancelled() => return Err(Error::stale("apply")),
@@ -146,7 +149,7 @@ impl Lane {
                 return Err(dropped("the transaction overran its time"));
             }
         };
-        context.metrics.calls.observe(context.clock.monotonic().saturating_sub(begin));
+        context.metrics.calls.observe(took());
         match answer {
             Ok(Ok(outcomes)) => {
                 self.works("apply");
@@ -154,7 +157,7 @@ impl Lane {
                 let judged = &mut *lock(&judged);
                 let verdict = |(delivery, outcome): (&&Delivery, Option<Outcome>)| {
                     let outcome = outcome?;
-                    Some(judged.remove(&delivery.seq).unwrap_or_else(|| context.judge(delivery, outcome, sent)))
+                    Some(judged.remove(&delivery.seq).unwrap_or_else(|| context.judge(delivery, outcome, sent, took())))
                 };
                 Ok(refs.iter().zip(outcomes).map(verdict).collect())
             }

@@ -270,6 +270,20 @@ pub async fn lists_narrow_by_key_tenant_and_time(fixture: &dyn StoreFixture) {
     }
 }
 
+pub async fn lists_narrow_by_conversation(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let of = |payload: &str, id: &str| event(payload).correlation_id(id);
+    lane.past([(of("1", "a'b"), dead()), (of("2", "c"), dead()), (event("3"), dead()), (of("4", "a'b"), Delivered)])
+        .await;
+    append(&lane.store, [of("5", "a'b"), of("6", "c")]).await;
+    for (state, expected) in [(State::Dead, ["1"]), (State::Dispatched, ["4"]), (State::Pending, ["5"])] {
+        let query = ListQuery { correlation: Some("a'b".to_owned()), ..query(state) };
+        let found = lane.store.list(&query).await.expect("listed");
+        let found: Vec<_> = found.iter().map(|record| String::from_utf8_lossy(&record.event.payload)).collect();
+        assert_eq!(found, expected, "{query:?}");
+    }
+}
+
 pub async fn an_unknown_event_is_none(fixture: &dyn StoreFixture) {
     let store = subscribed(fixture, &reader()).await;
     let id = postbox_core::EventId::from_uuid(uuid::Uuid::from_u128(1));

@@ -198,6 +198,7 @@ async fn looks(reader: &PostgresStore, others: &[EventId]) {
             state,
             which: Criteria::default(),
             code: None,
+            correlation: None,
             after: None,
             limit: 100,
         };
