@@ -6,7 +6,9 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use jiff::Timestamp;
 use postbox_core::limits::LANES_MAX;
-use postbox_core::{EventId, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, Tenant, TopicPattern};
+use postbox_core::{
+    EventId, IdPrefix, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, Tenant, TopicPattern,
+};
 
 use crate::selectors::{Meant, Selectors};
 
@@ -128,9 +130,9 @@ pub(crate) enum Command {
     },
     /// Show one event: its fields, its payload, and where it stands in every subscription
     Show {
-        /// The event's id
-        #[arg(value_parser = plain::<EventId>)]
-        id: EventId,
+        /// The event's id, or its first 8 digits at least
+        #[arg(value_parser = plain::<IdPrefix>)]
+        id: IdPrefix,
     },
     /// Send dead events again, and retrying ones now
     ///

@@ -48,6 +48,7 @@ mod down;
 pub mod envelope;
 mod error;
 mod event;
+mod find;
 mod inspect;
 pub mod kit;
 mod log;
@@ -84,6 +85,7 @@ pub use down::Down;
 pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
+pub use find::{Find, IdPrefix};
 pub use inspect::{
     Attempt, Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted,
     UnroutedTopic,

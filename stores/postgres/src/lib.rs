@@ -12,6 +12,7 @@ mod decode;
 mod diagnose;
 pub mod driver;
 mod due;
+mod find;
 mod grants;
 mod hint;
 mod inspect;

@@ -1,6 +1,6 @@
 //! One file a command.
 
-use postbox_core::{Criteria, Prune, Replay, Selection, Seq};
+use postbox_core::{Criteria, EventId, IdPrefix, Prune, Replay, Selection, Seq};
 use postbox_server::Roles;
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, SubscriptionCommand};
@@ -72,19 +72,30 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             let wanted = list::Wanted { state, limit: limit as usize, which: which.criteria()?, code, correlation };
             list::run(&inspect_each()?, &wanted, json).await
         }
-        Command::Show { id } => show::run(&inspect()?, id, json).await,
+        Command::Show { id } => {
+            let context = inspect()?;
+            let ids = context.event_ids(&[id]).await?;
+            show::run(&context, ids[0], json).await
+        }
         Command::Send(send) => send::run(&inspect()?, send, json).await,
         Command::Tail { topic, key, tenant } => {
             let which = Criteria { topic, key, tenant, ..Criteria::default() };
             tail::run(&inspect()?, &which, json).await
         }
-        Command::Retry { meant, code } => retry::run(&inspect()?, selection(meant, code)?, json).await,
-        Command::Discard { meant, code } => discard::run(&inspect()?, selection(meant, code)?, json).await,
+        Command::Retry { meant, code } => {
+            let context = inspect()?;
+            retry::run(&context, selection(&context, meant, code).await?, json).await
+        }
+        Command::Discard { meant, code } => {
+            let context = inspect()?;
+            discard::run(&context, selection(&context, meant, code).await?, json).await
+        }
         Command::Replay { meant, after, through, rate } => {
-            let Chosen { ids, which, limit, dry_run } = meant.chosen()?;
+            let (context, Chosen { ids, which, limit, dry_run }) = (inspect()?, meant.chosen()?);
+            let ids = known(&context, ids).await?;
             let (after, through) = (after.map(Seq), through.map(Seq));
             let replay = Replay { ids, which, after, through, limit, dry_run };
-            replay::run(&inspect()?, replay, rate, json).await
+            replay::run(&context, replay, rate, json).await
         }
         Command::Prune { which, unrouted, dry_run } => {
             let (which, age) = which.criteria_and_age();
@@ -107,9 +118,17 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
     }
 }
 
-fn selection(meant: Meant, code: Option<String>) -> Result<Selection, Failure> {
+async fn selection(context: &Context, meant: Meant, code: Option<String>) -> Result<Selection, Failure> {
     let Chosen { ids, which, limit, dry_run } = meant.chosen()?;
+    let ids = known(context, ids).await?;
     Ok(Selection { ids, which, code, after: None, limit, dry_run })
+}
+
+async fn known(context: &Context, typed: Option<Vec<IdPrefix>>) -> Result<Option<Vec<EventId>>, Failure> {
+    match typed {
+        None => Ok(None),
+        Some(typed) => context.event_ids(&typed).await.map(Some),
+    }
 }
 
 impl Command {

@@ -92,9 +92,28 @@ async fn a_list_is_narrowed_to_a_conversation(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+async fn the_beginning_of_an_id_is_enough(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    let [one, two] = ["01890000-0000-7000-8000-000000000001", "01890000-0000-7000-8000-000000000002"];
+    let other = "01990000-0000-7000-8000-000000000003";
+    for id in [one, two, other] {
+        env.ok(&["send", "order.paid", "{}", "--id", id])?;
+    }
+    env.dispatch(&[])?;
+    ensure!(env.ok(&["show", "01990000"])?.contains(other));
+    let complaint = env.refuses(2, &["show", "01890000-0000"])?;
+    ensure!(complaint.contains(one) && complaint.contains(two), "{complaint}");
+    ensure!(env.refuses(2, &["show", "0199000"])?.contains("8 digits"));
+    ensure!(env.refuses(1, &["show", "01aa0000"])?.contains("begins with 01aa0000"));
+    ensure!(env.ok(&["replay", "01990000", two])? == "replayed=2\n");
+    ensure!(env.ok(&["discard", "01990000-0000-7000-8"])? == "discarded=1\n");
+    Ok(())
+}
+
 on_both! {
     an_expired_event_is_dead_and_never_sent,
     show_has_the_last_attempts,
     every_command_with_a_result_speaks_json,
     a_list_is_narrowed_to_a_conversation,
+    the_beginning_of_an_id_is_enough,
 }

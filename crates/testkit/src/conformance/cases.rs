@@ -87,7 +87,7 @@ macro_rules! conformance_suite {
             dispatched_counts_each_delivered_event_once
             a_deep_backlog_is_near_the_truth every_state_lists_its_own lists_are_paged_in_seq_order lists_narrow_by_topic_and_code
             lists_narrow_by_key_tenant_and_time lists_narrow_by_conversation
-            an_unknown_event_is_none
+            an_unknown_event_is_none an_id_is_found_by_its_beginning
         }
     };
     (late, $fixture:expr) => {
