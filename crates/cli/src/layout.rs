@@ -5,8 +5,8 @@ use postbox_server::text::safe_line;
 
 /// A column up to this width is never broken, so that an id can be copied.
 const UNBROKEN_CHARS: u16 = 40;
-/// What is shown of an id in a table that is too wide: the time to a fraction of a millisecond. More
-/// of it where that does not tell the rows apart.
+/// What is shown of an id in a table that is too wide: the time to a fraction of a millisecond.
+/// More of it where that does not tell the rows apart.
 const SHORT_ID_CHARS: [usize; 2] = [18, 23];
 /// What the last column, a text, has at least where it needs it.
 const LAST_CHARS: u16 = 24;
@@ -196,7 +196,7 @@ mod tests {
             (None, "01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed"),
             (Some(40), "01a1fe73-bd35-7fca"),
             (Some(60), "01a1fe73-bd35-7fca"),
-            (Some(80), "01a1fe73-bd35-7fca "),
+            (Some(80), "01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed"),
             (Some(200), "01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed"),
         ] {
             let shown = of_width(width);

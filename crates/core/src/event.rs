@@ -241,8 +241,8 @@ impl NewEvent {
         self
     }
 
-    /// Limits its life: from then on nothing sends it any more, it is dead (`expired`). The clock is
-    /// the store's; a call that is under way is not cut.
+    /// Limits its life: from then on nothing sends it any more, it is dead (`expired`). The clock
+    /// is the store's; a call that is under way is not cut.
     pub fn expires_at(mut self, at: Timestamp) -> Self {
         self.expires_at = Some(at);
         self

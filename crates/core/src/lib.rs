@@ -9,6 +9,7 @@
 //! | [`Log`] | a leased lane reads every committed event once, in order, and never a phantom | every store |
 //! | [`DeadLetters`] | a dead event is handed to a second sink, and what was not is known | every store |
 //! | [`Inspect`] | an operator sees every event and where it stands | every store |
+//! | [`Find`] | an event is found by the beginning of its id | every store |
 //! | [`Diagnose`] | an operator sees what came lately, and who holds the locks that others wait for | every store |
 //! | [`Admin`] | an operator changes a subscription and its events, in bounded steps | every store |
 //! | [`Maintain`] | a log is made, looked through and pruned, in bounded steps | every store |

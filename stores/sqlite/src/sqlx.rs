@@ -55,7 +55,7 @@ async fn append_in(
             bind(&mut arguments, id, event)?;
             ids.push(id);
         }
-        let row = format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MICROS})");
+        let row = format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MICROS})");
         let rows = vec![row; chunk.len()].join(", ");
         // The only text that is not ours is the log's name, which is letters, digits and
         // underscores.

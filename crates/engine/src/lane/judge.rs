@@ -46,8 +46,9 @@ impl Verdict {
 }
 
 impl RelayContext {
-    /// Judges the outcome of a call made at `sent`, which took some time. It only updates the evidence, so that a handler
-    /// may be judged in a transaction that does not commit; see [`Self::record`].
+    /// Judges the outcome of a call made at `sent`, which took some time. It only updates the
+    /// evidence, so that a handler may be judged in a transaction that does not commit; see
+    /// [`Self::record`].
     pub(super) fn judge(&self, delivery: &Delivery, outcome: Outcome, sent: Sent, took: Duration) -> Verdict {
         let (seq, failures, took) = (delivery.seq, &self.health.failures, Some(took));
         let (failure, code, error, after) = match outcome {

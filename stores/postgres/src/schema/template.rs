@@ -135,7 +135,8 @@ const FRAGMENTS: &[(&str, &str)] = &[
   FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bool[], $8::int[], $9::text[], $10::text[], $11::bigint[], $12::timestamptz[],
     $13::int[], $14::int[], $15::bigint[]) AS u(seq, key, state, halt, attempts, code, error, wait, at, before, replays, took)) AS e",
     ),
-    // The attempt that an entry tells of, which took some time. In the form of `attempts_from_json`.
+    // The attempt that an entry tells of, which took some time. In the form of
+    // `attempts_from_json`.
     (
         "attempt",
         "jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'code', e.code, 'took_us', e.took, 'answer', left(e.error, 256), 'next_at', e.due_at))",
