@@ -49,6 +49,7 @@ fn postgres_event(row: &Row) -> anyhow::Result<(Seq, Event)> {
         occurred_at: row.get::<_, Timestamp>(13),
         created_at: row.get::<_, Timestamp>(14),
         deliver_at: row.get(15),
+        expires_at: None,
     };
     Ok((Seq(row.get(0)), event))
 }
@@ -114,6 +115,7 @@ fn sqlite_event(row: &rusqlite::Row<'_>) -> anyhow::Result<(Seq, Event)> {
         occurred_at: time(12)?.unwrap_or(created_at),
         created_at,
         deliver_at: time(14)?,
+        expires_at: None,
     };
     Ok((Seq(row.get(0)?), event))
 }

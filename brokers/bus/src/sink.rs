@@ -43,7 +43,7 @@ impl BusSink {
         let Event { topic, key, tenant, payload, .. } = &delivery.event;
         let digest = Sha256::digest(payload).into();
         let message_id = message_id(delivery);
-        let Event { aggregate, version, kind, source, content_type, mut headers, occurred_at, .. } =
+        let Event { aggregate, version, kind, source, content_type, mut headers, occurred_at, expires_at, .. } =
             delivery.event.clone();
         if let Some(trace) = &delivery.trace {
             trace.carry(&mut headers);
@@ -64,6 +64,7 @@ impl BusSink {
             headers,
             occurred_at: Some(occurred_at),
             deliver_at: None,
+            expires_at,
         };
         Inbound { source: self.source.clone(), message_id, digest, event }
     }

@@ -127,6 +127,7 @@ async fn events(store: &MemoryStore, name: &str) -> Vec<Event> {
         state: State::Pending,
         which: Criteria::default(),
         code: None,
+        correlation: None,
         after: None,
         limit: 999,
     };

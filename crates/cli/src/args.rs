@@ -6,7 +6,9 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use jiff::Timestamp;
 use postbox_core::limits::LANES_MAX;
-use postbox_core::{EventId, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, Tenant, TopicPattern};
+use postbox_core::{
+    EventId, IdPrefix, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, Tenant, TopicPattern,
+};
 
 use crate::selectors::{Meant, Selectors};
 
@@ -42,6 +44,9 @@ pub(crate) struct Global {
     /// Only this log and what reads it, e.g. inbox [default: all; of send and tail: outbox]
     #[arg(long = "log", global = true, help_heading = EVERYWHERE, hide_env_values = true, value_name = "LOG", value_parser = plain::<LogName>)]
     pub(crate) log: Option<LogName>,
+    /// What it says on standard output, as JSON
+    #[arg(long, global = true, help_heading = EVERYWHERE)]
+    pub(crate) json: bool,
     /// What to log, on standard error: error, warn, info, debug, trace, or a filter
     #[arg(long, global = true, help_heading = EVERYWHERE, hide_env_values = true, env = "POSTBOX_LOG", value_name = "LEVEL")]
     pub(crate) log_level: Option<String>,
@@ -102,16 +107,9 @@ pub(crate) enum Command {
         /// Only events of this tenant
         #[arg(long, value_parser = plain::<Tenant>)]
         tenant: Option<Tenant>,
-        /// As JSON, one event a line
-        #[arg(long)]
-        json: bool,
     },
     /// Count events; prints pending=N dispatched=N dead=N total=N
-    Stats {
-        /// Every count of every subscription, as JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Stats,
     /// List events in one state, oldest first; or messages that were kept out, the latest first
     List {
         /// pending, retrying, blocked, scheduled, dead, discarded, dispatched, skipped or unrouted;
@@ -126,18 +124,15 @@ pub(crate) enum Command {
         /// Only this reason code, e.g. http_500
         #[arg(long)]
         code: Option<String>,
-        /// As JSON, payloads included
-        #[arg(long)]
-        json: bool,
+        /// Only events of this conversation: their header correlation-id
+        #[arg(long, value_name = "ID")]
+        correlation: Option<String>,
     },
     /// Show one event: its fields, its payload, and where it stands in every subscription
     Show {
-        /// The event's id
-        #[arg(value_parser = plain::<EventId>)]
-        id: EventId,
-        /// As JSON
-        #[arg(long)]
-        json: bool,
+        /// The event's id, or its first 8 digits at least
+        #[arg(value_parser = plain::<IdPrefix>)]
+        id: IdPrefix,
     },
     /// Send dead events again, and retrying ones now
     ///
@@ -222,11 +217,7 @@ pub(crate) enum Command {
     #[command(subcommand)]
     Subscription(SubscriptionCommand),
     /// Say why something is late
-    Doctor {
-        /// As JSON
-        #[arg(long)]
-        json: bool,
-    },
+    Doctor,
     /// Print shell completions, e.g. postbox completions bash > /etc/bash_completion.d/postbox
     Completions {
         /// Which shell
@@ -253,6 +244,9 @@ pub(crate) struct SendArgs {
     /// What the payload is
     #[arg(long, value_name = "TYPE", default_value = "application/json")]
     pub(crate) content_type: String,
+    /// Not delivered any more after this time, e.g. 15m
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub(crate) expires_in: Option<Duration>,
     /// Its id: where the log has it already, nothing is done
     #[arg(long, value_parser = plain::<EventId>)]
     pub(crate) id: Option<EventId>,
@@ -272,19 +266,12 @@ pub(crate) enum ConfigCommand {
 #[derive(Debug, Subcommand)]
 pub(crate) enum SubscriptionCommand {
     /// List the subscriptions in the store
-    List {
-        /// As JSON
-        #[arg(long)]
-        json: bool,
-    },
+    List,
     /// Show one: what it reads, who drives its lanes, its counts
     Show {
         /// Which subscription
         #[arg(value_parser = plain::<SubscriptionName>)]
         name: SubscriptionName,
-        /// As JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Give it another name; its place, its dead events and its pause stay
     ///

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use postbox_core::{Count, LogName, Store, StoreName, SubscriptionInfo, SubscriptionName};
+use postbox_core::{Count, EventId, IdPrefix, LogName, Store, StoreName, SubscriptionInfo, SubscriptionName};
 use postbox_server::{Config, LogConfig, LogFormat, Secret, SubscriptionConfig, check_store_url, open_store};
 use tracing::warn;
 
@@ -91,6 +91,47 @@ impl Context {
     /// Opens the store, whatever is in it.
     pub(crate) async fn any_store(&self) -> Result<Arc<dyn Store>, Failure> {
         Ok(open_store(&self.config.store).await?)
+    }
+
+    /// The ids that were typed, whole or in part.
+    pub(crate) async fn event_ids(&self, typed: &[IdPrefix]) -> Result<Vec<EventId>, Failure> {
+        let mut ids = Vec::with_capacity(typed.len());
+        let mut store = None;
+        for prefix in typed {
+            if let Some(id) = prefix.whole() {
+                ids.push(id);
+                continue;
+            }
+            let store = match &store {
+                Some(store) => store,
+                None => &*store.insert(self.store().await?),
+            };
+            ids.push(self.event_id(store.as_ref(), prefix).await?);
+        }
+        Ok(ids)
+    }
+
+    /// The only id that begins like this, in the logs that are meant.
+    async fn event_id(&self, store: &dyn Store, prefix: &IdPrefix) -> Result<EventId, Failure> {
+        let logs = match &self.log {
+            Some(log) => vec![log.clone()],
+            None => store.logs().await?,
+        };
+        let mut found = Vec::new();
+        for log in &logs {
+            found.extend(store.ids(log, prefix, 2).await?);
+        }
+        found.sort();
+        found.dedup();
+        match &found[..] {
+            [id] => Ok(*id),
+            [] => Err(Failure::failed(format!(
+                "no log has an event whose id begins with {prefix}; it was never committed, or was pruned"
+            ))),
+            [first, second, ..] => Err(Failure::usage(format!(
+                "{prefix} is the beginning of several ids, {first} and {second} among them: give more of it"
+            ))),
+        }
     }
 
     /// Refuses a `--log` that neither the store nor the configuration has.

@@ -61,6 +61,7 @@ fn record(n: u128, topic: &str, key: &str, code: &str, error: &str) -> Record {
         code: Some(code.to_owned()),
         error: Some(error.to_owned()),
         updated_at: Some(at(60)),
+        last_attempts: Vec::new(),
     }
 }
 

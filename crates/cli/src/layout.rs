@@ -5,6 +5,9 @@ use postbox_server::text::safe_line;
 
 /// A column up to this width is never broken, so that an id can be copied.
 const UNBROKEN_CHARS: u16 = 40;
+/// What is shown of an id in a table that is too wide: the time to a fraction of a millisecond.
+/// More of it where that does not tell the rows apart.
+const SHORT_ID_CHARS: [usize; 2] = [18, 23];
 /// What the last column, a text, has at least where it needs it.
 const LAST_CHARS: u16 = 24;
 /// Spaces after a column; the style adds one between two.
@@ -18,8 +21,9 @@ pub(crate) fn width() -> Option<u16> {
 }
 
 /// A table. Columns in which nothing stands are left out: a terminal is narrow. Where it does not
-/// fit, what is the same in every row is said once above it; where that is not enough, each row is
-/// a block of its own, a line for each of its cells.
+/// fit, ids are cut to what tells the rows apart, which every command takes; then what is the same
+/// in every row is said once above it; where that is not enough, each row is a block of its own, a
+/// line for each of its cells.
 pub(crate) fn rows(head: &[&str], rows: &[Vec<String>], width: Option<u16>) -> String {
     let nothing = |cell: &str| matches!(cell, "" | "-" | "0");
     let some = |column: &usize| *column == 0 || rows.iter().any(|row| !nothing(&row[*column]));
@@ -27,6 +31,11 @@ pub(crate) fn rows(head: &[&str], rows: &[Vec<String>], width: Option<u16>) -> S
     let whole = Columns::of(head, rows, shown.clone());
     if whole.fit(width) {
         return whole.table(width);
+    }
+    let rows = &short_ids(head, rows)[..];
+    let cut = Columns::of(head, rows, shown.clone());
+    if cut.fit(width) {
+        return cut.table(width);
     }
     let same =
         |column: &usize| *column > 0 && rows.len() > 1 && rows.iter().all(|row| row[*column] == rows[0][*column]);
@@ -38,6 +47,23 @@ pub(crate) fn rows(head: &[&str], rows: &[Vec<String>], width: Option<u16>) -> S
         return above + &rest.table(width);
     }
     above + &rest.blocks(width)
+}
+
+/// The rows with their ids cut, if they have any.
+fn short_ids(head: &[&str], rows: &[Vec<String>]) -> Vec<Vec<String>> {
+    let mut rows = rows.to_vec();
+    let Some(column) = head.iter().position(|name| *name == "id") else { return rows };
+    let mut ids: Vec<String> = rows.iter().map(|row| row[column].clone()).collect();
+    ids.sort();
+    ids.dedup();
+    let tell_apart = |chars: &usize| {
+        ids.iter().all(|id| id.get(..*chars).is_some())
+            && ids.windows(2).all(|pair| pair[0].get(..*chars) != pair[1].get(..*chars))
+    };
+    if let Some(chars) = SHORT_ID_CHARS.into_iter().find(tell_apart) {
+        rows.iter_mut().for_each(|row| row[column].truncate(chars));
+    }
+    rows
 }
 
 /// Names and values, one below the other. Without a width each is one line.
@@ -166,12 +192,30 @@ mod tests {
 
     #[test]
     fn an_id_can_be_copied_from_any_terminal() {
-        for width in [None, Some(40), Some(60), Some(80), Some(200)] {
+        for (width, id) in [
+            (None, "01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed"),
+            (Some(40), "01a1fe73-bd35-7fca"),
+            (Some(60), "01a1fe73-bd35-7fca"),
+            (Some(80), "01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed"),
+            (Some(200), "01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed"),
+        ] {
             let shown = of_width(width);
-            assert!(shown.contains("01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed"), "{width:?}\n{shown}");
+            assert!(shown.contains(id), "{width:?}\n{shown}");
             let longest = shown.lines().map(|line| line.chars().count()).max().expect("lines");
             assert!(longest <= usize::from(width.unwrap_or(100)), "{width:?} {longest}\n{shown}");
         }
+    }
+
+    /// What one transaction appended has the same beginning.
+    #[test]
+    fn ids_are_cut_to_what_tells_them_apart() {
+        let cut = |ids: [&str; 2]| short_ids(&["id"], &ids.map(|id| vec![id.to_owned()])).concat();
+        let id = "01a1fe73-bd35-7fca-ae4b-4c8c8328d1ed";
+        let (other, next) = ("01a1fe73-bd35-7fca-ae4c-4c8c8328d1ed", "01a1fe73-bd35-7fca-ae4b-4c8c8328d1ee");
+        assert_eq!(cut([id, id]), ["01a1fe73-bd35-7fca"; 2]);
+        assert_eq!(cut([id, other]), ["01a1fe73-bd35-7fca-ae4b", "01a1fe73-bd35-7fca-ae4c"]);
+        assert_eq!(cut([id, next]), [id, next]);
+        assert_eq!(cut(["-", id]), ["-", id]);
     }
 
     #[test]

@@ -34,6 +34,11 @@ pub(crate) fn json(value: &impl Serialize) -> Result<(), Failure> {
     print(&format!("{}\n", safe_json(&text)))
 }
 
+/// What a command did: a line, or the same as JSON.
+pub(crate) fn done(as_json: bool, what: &impl Serialize, text: &str) -> Result<(), Failure> {
+    if as_json { json(what) } else { line(text) }
+}
+
 /// JSON in one line: one of many.
 pub(crate) fn json_line(value: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string(value).map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?;

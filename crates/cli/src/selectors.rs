@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::{ArgGroup, Args};
 use jiff::Timestamp;
-use postbox_core::{Criteria, EventId, Key, Tenant, TopicPattern};
+use postbox_core::{Criteria, IdPrefix, Key, Tenant, TopicPattern};
 
 use crate::args::{count, duration, pattern, plain, time};
 use crate::failure::Failure;
@@ -63,9 +63,9 @@ impl Selectors {
 #[command(group = ArgGroup::new("which").required(true).multiple(true).args(
     ["ids", "all", "topic", "key", "tenant", "since", "until", "older_than"]))]
 pub(crate) struct Meant {
-    /// The events' ids
-    #[arg(value_name = "ID", value_parser = plain::<EventId>, conflicts_with_all = NO_IDS)]
-    ids: Vec<EventId>,
+    /// The events' ids, or of each the first 8 digits at least
+    #[arg(value_name = "ID", value_parser = plain::<IdPrefix>, conflicts_with_all = NO_IDS)]
+    ids: Vec<IdPrefix>,
     /// All of them, narrowed by the flags below
     #[arg(long)]
     all: bool,
@@ -85,7 +85,7 @@ const NO_IDS: [&str; 8] = ["all", "topic", "key", "tenant", "since", "until", "o
 /// The same, read.
 pub(crate) struct Chosen {
     /// These, and no others.
-    pub(crate) ids: Option<Vec<EventId>>,
+    pub(crate) ids: Option<Vec<IdPrefix>>,
     pub(crate) which: Criteria,
     pub(crate) limit: Option<usize>,
     pub(crate) dry_run: bool,

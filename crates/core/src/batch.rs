@@ -112,12 +112,21 @@ pub struct Batch {
     /// How long until the lane's earliest retrying or scheduled event is due, when the store
     /// happened to look: zero means call `due` now.
     pub due_in: Option<Duration>,
+    /// How long each of `deliveries` that has an `expires_at` may still be sent, by the store's
+    /// clock: zero means never. Then it must be settled as [`Disposition::Expired`].
+    pub expires: BTreeMap<Seq, Duration>,
     /// Due batches: how many relays ended while they sent one of `deliveries` alone, where any did
     /// ([`Disposition::Alone`]).
     pub crashes: BTreeMap<Seq, u32>,
 }
 
 impl Batch {
+    /// Notes until when a delivery may be sent, if that has an end.
+    pub fn expire(&mut self, delivery: &Delivery, now: Timestamp) {
+        let left = |at: Timestamp| Duration::try_from(at.duration_since(now)).unwrap_or_default();
+        self.expires.extend(delivery.event.expires_at.map(|at| (delivery.seq, left(at))));
+    }
+
     /// Puts a delivery at the end, and notes why it cannot be sent if it cannot.
     pub fn push(&mut self, delivery: Delivery, unreadable: Option<Unreadable>) {
         let unreadable = unreadable.or_else(|| Unreadable::poison(&delivery.event.headers));
@@ -140,7 +149,9 @@ impl Batch {
             }
             let end = piece.last().map(|delivery| delivery.seq);
             let (held, discarded, unreadable) = (self.held.clone(), self.discarded.clone(), self.unreadable.clone());
-            Some(Self { deliveries: piece, end, held, discarded, unreadable, more: true, due_in, ..Self::default() })
+            let expires = self.expires.clone();
+            let more = true;
+            Some(Self { deliveries: piece, end, held, discarded, unreadable, expires, more, due_in, ..Self::default() })
         })
     }
 
@@ -186,7 +197,7 @@ impl Unreadable {
 
     /// What the event must become.
     pub fn disposition(&self) -> Disposition {
-        Disposition::Dead { code: self.code.clone(), error: self.error.clone(), halt: false }
+        Disposition::Dead { code: self.code.clone(), error: self.error.clone(), halt: false, took: None }
     }
 }
 
@@ -207,6 +218,8 @@ pub enum Disposition {
         code: Cow<'static, str>,
         /// Last error text.
         error: String,
+        /// How long the call took; `None`: there was none.
+        took: Option<Duration>,
     },
     /// Its call goes on without the batch, and its outcome is written when it ends: an uncounted
     /// [`Retry`](Self::Retry) that [`Log::acquire`](crate::Log::acquire) makes due at once for the
@@ -243,7 +256,12 @@ pub enum Disposition {
         error: String,
         /// `on_dead = "halt"`: the key stays held until a person retries or discards the event.
         halt: bool,
+        /// How long the call took; `None`: there was none.
+        took: Option<Duration>,
     },
+    /// Its `expires_at` has passed, so it was not sent: dead, and no attempt. It never holds its
+    /// key: whoever wrote it said that it may be left out.
+    Expired,
     /// Confirms a discard a person made before the event was read ([`Batch::discarded`]); changes
     /// nothing else.
     Discarded,
@@ -274,12 +292,16 @@ impl Disposition {
     /// The error text beside it.
     pub const RELAY_CRASHED_ERROR: &'static str = "the relay ended while it sent this event alone";
     const NOT_SENT: &'static str = "not_sent";
+    /// The code of an event that was not sent in its time.
+    pub const EXPIRED: &'static str = "expired";
+    /// The error text beside it.
+    pub const EXPIRED_ERROR: &'static str = "its expires_at passed before it was delivered";
 
     /// The row to write if the event is sent again.
     pub fn retrying(&self) -> Option<Retrying<'_>> {
         let uncounted = |after, code, error| Retrying { after, counted: false, code, error };
         match self {
-            Self::Retry { after, counted, code, error } => {
+            Self::Retry { after, counted, code, error, .. } => {
                 Some(Retrying { after: *after, counted: *counted, code, error })
             }
             Self::InFlight { after } => {
@@ -292,6 +314,14 @@ impl Disposition {
                 let error = "the relay stopped sending before this event's turn";
                 Some(uncounted(Duration::ZERO, Self::NOT_SENT, error))
             }
+            _ => None,
+        }
+    }
+
+    /// How long its call took, if there was one: then it is an attempt, counted or not.
+    pub fn took(&self) -> Option<Duration> {
+        match self {
+            Self::Retry { took, .. } | Self::Dead { took, .. } => *took,
             _ => None,
         }
     }

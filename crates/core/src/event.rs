@@ -133,6 +133,8 @@ pub struct NewEvent {
     pub occurred_at: Option<Timestamp>,
     /// Not to be delivered before.
     pub deliver_at: Option<Timestamp>,
+    /// Not to be delivered from then on.
+    pub expires_at: Option<Timestamp>,
 }
 
 impl NewEvent {
@@ -153,6 +155,7 @@ impl NewEvent {
             headers: Headers::new(),
             occurred_at: None,
             deliver_at: None,
+            expires_at: None,
         }
     }
 
@@ -238,6 +241,13 @@ impl NewEvent {
         self
     }
 
+    /// Limits its life: from then on nothing sends it any more, it is dead (`expired`). The clock
+    /// is the store's; a call that is under way is not cut.
+    pub fn expires_at(mut self, at: Timestamp) -> Self {
+        self.expires_at = Some(at);
+        self
+    }
+
     /// Checks every limit of [`crate::limits`]. Stores call this before the round trip.
     pub fn validate(&self) -> Result<()> {
         Topic::new(self.topic.as_str())?;
@@ -278,6 +288,7 @@ impl NewEvent {
             occurred_at: self.occurred_at.unwrap_or(now),
             created_at: now,
             deliver_at: self.deliver_at,
+            expires_at: self.expires_at,
         }
     }
 }
@@ -313,6 +324,8 @@ pub struct Event {
     pub created_at: Timestamp,
     /// Not to be delivered before.
     pub deliver_at: Option<Timestamp>,
+    /// Not to be delivered from then on.
+    pub expires_at: Option<Timestamp>,
 }
 
 impl Event {

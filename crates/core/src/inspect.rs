@@ -161,6 +161,24 @@ pub struct Record {
     pub error: Option<String>,
     /// When the row last changed.
     pub updated_at: Option<Timestamp>,
+    /// Its last attempts, the latest last: of an event that left the stream. An attempt is a call
+    /// that failed, whether it counts or not.
+    pub last_attempts: Vec<Attempt>,
+}
+
+/// One call for an event, which did not deliver it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Attempt {
+    /// When it was written down, by the store's clock.
+    pub at: Timestamp,
+    /// What came of it.
+    pub code: String,
+    /// How long the call took.
+    pub took: Duration,
+    /// What the destination said, cut to [`ANSWER_CHARS_MAX`](crate::limits::ANSWER_CHARS_MAX).
+    pub answer: String,
+    /// When it was to be tried again; `None`: not by itself.
+    pub next_at: Option<Timestamp>,
 }
 
 /// Which records to list: oldest first.
@@ -174,10 +192,19 @@ pub struct ListQuery {
     pub which: Criteria,
     /// Only rows with this code.
     pub code: Option<String>,
+    /// Only events of this conversation ([`correlation_id`](Event::correlation_id)).
+    pub correlation: Option<String>,
     /// Only after this place (paging).
     pub after: Option<Seq>,
     /// At most this many; at least 1.
     pub limit: usize,
+}
+
+impl ListQuery {
+    /// Whether an event is of the conversation that is asked for.
+    pub fn is_of_conversation(&self, event: &Event) -> bool {
+        self.correlation.is_none() || self.correlation.as_deref() == event.correlation_id()
+    }
 }
 
 /// What an operator sees. Reads one snapshot per call.

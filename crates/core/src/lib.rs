@@ -9,6 +9,7 @@
 //! | [`Log`] | a leased lane reads every committed event once, in order, and never a phantom | every store |
 //! | [`DeadLetters`] | a dead event is handed to a second sink, and what was not is known | every store |
 //! | [`Inspect`] | an operator sees every event and where it stands | every store |
+//! | [`Find`] | an event is found by the beginning of its id | every store |
 //! | [`Diagnose`] | an operator sees what came lately, and who holds the locks that others wait for | every store |
 //! | [`Admin`] | an operator changes a subscription and its events, in bounded steps | every store |
 //! | [`Maintain`] | a log is made, looked through and pruned, in bounded steps | every store |
@@ -48,6 +49,7 @@ mod down;
 pub mod envelope;
 mod error;
 mod event;
+mod find;
 mod inspect;
 pub mod kit;
 mod log;
@@ -86,8 +88,10 @@ pub use down::Down;
 pub use envelope::Envelope;
 pub use error::{BoxError, Error, ErrorKind, Result};
 pub use event::{Event, EventId, Headers, NewEvent, Seq, header};
+pub use find::{Find, IdPrefix};
 pub use inspect::{
-    Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted, UnroutedTopic,
+    Attempt, Count, Inspect, LaneInfo, ListQuery, Pause, Record, Stats, SubscriptionInfo, TopicStats, Unrouted,
+    UnroutedTopic,
 };
 pub use log::{Acquired, Epoch, Lease, Log};
 pub use maintain::{Maintain, Prune, Routed};
@@ -137,6 +141,11 @@ pub mod limits {
     pub const MESSAGE_IDS_AGE_MIN: Duration = Duration::from_hours(7 * 24);
     /// Longest error text kept with a delivery, in bytes; the rest is cut.
     pub const ERROR_BYTES_MAX: usize = 2_048;
+    /// Most attempts that are kept of an event that failed, the last ones: the rise of its waits is
+    /// seen in them.
+    pub const LAST_ATTEMPTS_MAX: usize = 8;
+    /// Longest answer kept with an attempt, in characters; the last one is kept whole beside it.
+    pub const ANSWER_CHARS_MAX: usize = 256;
     /// Most lanes of one subscription: more than any deployment has replicas.
     pub const LANES_MAX: u16 = 256;
     /// Most events that a change of lanes takes out of the stream: some hundred milliseconds of the

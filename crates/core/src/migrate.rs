@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::{Admin, Append, DeadLetters, Diagnose, Inspect, Log, Maintain, Receive, Tail};
+use crate::{Admin, Append, DeadLetters, Diagnose, Find, Inspect, Log, Maintain, Receive, Tail};
 
 /// Brings a store's schema to the version this program speaks.
 ///
@@ -41,6 +41,12 @@ pub fn events_undelivered(log: &str) -> Error {
 }
 
 /// Everything a store offers, as one object.
-pub trait Store: Append + Log + DeadLetters + Inspect + Diagnose + Admin + Maintain + Receive + Tail + Migrate {}
+pub trait Store:
+    Append + Log + DeadLetters + Inspect + Diagnose + Admin + Maintain + Receive + Tail + Find + Migrate
+{
+}
 
-impl<T: Append + Log + DeadLetters + Inspect + Diagnose + Admin + Maintain + Receive + Tail + Migrate> Store for T {}
+impl<T: Append + Log + DeadLetters + Inspect + Diagnose + Admin + Maintain + Receive + Tail + Find + Migrate> Store
+    for T
+{
+}

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use postbox_core::{OwnerId, Result};
@@ -109,7 +108,7 @@ impl Lanes {
             }
             return Ok(ask_max);
         }
-        context.metrics.lanes_acquired.fetch_add(1, Ordering::Relaxed);
+        context.metrics.lane_taken(&lease);
         let halt = CancellationToken::new();
         let lane = lease.lane;
         let guard = LeaseGuard::new(lease, asked_at, ttl, halt.clone(), self.abandon.child_token());

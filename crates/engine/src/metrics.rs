@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Delivery, Error, ErrorKind, Event, Topic};
+use postbox_core::{Delivery, Epoch, Error, ErrorKind, Event, Lease, Topic};
 
 use crate::breaker::BreakerState;
 use crate::histogram::Histogram;
@@ -96,6 +96,8 @@ macro_rules! counters {
             failures: Mutex<BTreeMap<(u16, &'static str), Failures>>,
             causes: Mutex<BTreeMap<(String, String), u64>>,
             duplicates_from: Mutex<BTreeMap<Option<String>, u64>>,
+            /// The last lease of each lane.
+            taken: Mutex<BTreeMap<u16, Epoch>>,
         }
 
         /// All counters at one moment.
@@ -152,6 +154,8 @@ counters! {
     polls_empty,
     /// Lanes taken.
     lanes_acquired,
+    /// Part of them: from a relay that vanished, without giving them back.
+    lane_takeovers,
     /// Gauge: lanes held now.
     lanes_held,
     /// Leases renewed.
@@ -276,6 +280,16 @@ impl Metrics {
     pub(crate) fn add(&self, counter: &AtomicU64, count: usize) {
         if count > 0 {
             counter.fetch_add(count as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// A lane was taken.
+    pub(crate) fn lane_taken(&self, lease: &Lease) {
+        self.lanes_acquired.fetch_add(1, Ordering::Relaxed);
+        let before = lock(&self.taken).insert(lease.lane, lease.epoch);
+        // Who takes its own lane again finds the crash that it took it with.
+        if lease.crashes > 0 && before.is_none_or(|epoch| epoch + 1 != lease.epoch) {
+            self.lane_takeovers.fetch_add(1, Ordering::Relaxed);
         }
     }
 

@@ -383,7 +383,7 @@ impl Relay {
                 info!(subscription = self.name(), by = pause.by, why = pause.why, "subscription paused");
             }
             let Some(lease) = acquired.lease else { break };
-            self.metrics.lanes_acquired.fetch_add(1, Ordering::Relaxed);
+            self.metrics.lane_taken(&lease);
             known.push(lease.lane);
             let guard = LeaseGuard::new(lease, asked_at, ttl, stop.child_token(), CancellationToken::new());
             lanes.push(Lane::new(context.clone(), guard));

@@ -168,6 +168,7 @@ fn is_expected(event: &Event, expected: &NewEvent) -> bool {
         && expected.id.is_none_or(|id| event.id == id)
         && expected.occurred_at.is_none_or(|at| event.occurred_at == at)
         && expected.deliver_at.is_none_or(|at| event.deliver_at == Some(at))
+        && expected.expires_at.is_none_or(|at| event.expires_at == Some(at))
         && expected.headers.iter().all(|(name, value)| event.header(name) == Some(value))
 }
 

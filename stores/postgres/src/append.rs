@@ -15,20 +15,20 @@ use crate::session::Session;
 use crate::text::AsText as _;
 
 /// The columns a writer says. Everything else of a row is the store's own.
-pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at";
+pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at";
 
 /// Appends an event: see `0001_append.sql`. Index: the log's three unique ones are extended; no
 /// lock beyond the new row's.
 const LOG_APPEND: &str = "
 SELECT {s}.{name}_append($1::pg_catalog.uuid, $2::pg_catalog.text, $3::pg_catalog.text, $4::pg_catalog.text, $5::bigint,
   $6::pg_catalog.text, $7::pg_catalog.text, $8::pg_catalog.text, $9::pg_catalog.text, $10::pg_catalog.bytea,
-  $11::pg_catalog.text, $12::pg_catalog.text, $13::pg_catalog.text, $14::pg_catalog.text)";
+  $11::pg_catalog.text, $12::pg_catalog.text, $13::pg_catalog.text, $14::pg_catalog.text, $15::pg_catalog.text)";
 
 /// The same for several.
 const LOG_APPEND_MANY: &str = "
 SELECT {s}.{name}_append_many($1::pg_catalog.uuid[], $2::pg_catalog.text[], $3::pg_catalog.text[], $4::pg_catalog.text[], $5::bigint[],
   $6::pg_catalog.text[], $7::pg_catalog.text[], $8::pg_catalog.text[], $9::pg_catalog.text[], $10::pg_catalog.bytea[],
-  $11::pg_catalog.text[], $12::pg_catalog.text[], $13::pg_catalog.text[], $14::pg_catalog.text[])";
+  $11::pg_catalog.text[], $12::pg_catalog.text[], $13::pg_catalog.text[], $14::pg_catalog.text[], $15::pg_catalog.text[])";
 
 /// What a [`Postbox`](postbox_core::Postbox) for Postgres appends to: the tables in one schema,
 /// `postbox` by default, of whatever database the transaction is in.
@@ -110,7 +110,7 @@ async fn append_in(
 async fn execute_prepared(
     tx: &deadpool_postgres::Transaction<'_>,
     sql: &str,
-    params: &[Param<'_>; 14],
+    params: &[Param<'_>; 15],
 ) -> std::result::Result<u64, tokio_postgres::Error> {
     let types = params.each_ref().map(|(_, of_type)| of_type.clone());
     let statement = tx.prepare_typed_cached(sql, &types).await?;
@@ -161,7 +161,7 @@ macro_rules! columns {
 
         impl $name<'_> {
             /// What [`Columns::statement`] takes: the fields of the only event, or every column.
-            pub(crate) fn params(&self) -> [Param<'_>; 14] {
+            pub(crate) fn params(&self) -> [Param<'_>; 15] {
                 match self.ids.len() {
                     1 => params![$(self.$column[0]),*],
                     _ => params![$(self.$column),*],
@@ -196,6 +196,7 @@ columns! {
         headers: Option<String>,
         occurred: Option<String>,
         deliver: Option<String>,
+        expires: Option<String>,
     }
 }
 
@@ -231,6 +232,7 @@ impl<'a> Columns<'a> {
             headers: events.iter().map(|event| headers_json(event)).collect(),
             occurred: events.iter().map(|event| event.occurred_at.map(|at| at.to_string())).collect(),
             deliver: events.iter().map(|event| event.deliver_at.map(|at| at.to_string())).collect(),
+            expires: events.iter().map(|event| event.expires_at.map(|at| at.to_string())).collect(),
         }))
     }
 

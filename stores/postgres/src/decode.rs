@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use jiff::Timestamp;
-use postbox_core::{BoxError, Delivery, Event, EventId, Headers, Key, Seq, Tenant, Topic, Unreadable};
+use postbox_core::{Batch, BoxError, Delivery, Event, EventId, Headers, Key, Seq, Tenant, Topic, Unreadable};
 use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, Type};
 
@@ -12,7 +12,7 @@ use tokio_postgres::types::{FromSql, Type};
 ///
 /// A larger payload stays behind and only its size comes: `octet_length` of a stored value reads
 /// nothing but its header.
-pub(crate) const EVENT_COLUMNS: [(&str, &str, &str); 17] = [
+pub(crate) const EVENT_COLUMNS: [(&str, &str, &str); 19] = [
     ("seq", "bigint", "l.seq"),
     ("id", "uuid", "l.id"),
     ("topic", "text", "l.topic"),
@@ -35,6 +35,9 @@ pub(crate) const EVENT_COLUMNS: [(&str, &str, &str); 17] = [
     ("occurred_at", "timestamptz", "l.occurred_at"),
     ("created_at", "timestamptz", "l.created_at"),
     ("deliver_at", "timestamptz", "l.deliver_at"),
+    ("expires_at", "timestamptz", "l.expires_at"),
+    // What time it is, where that matters.
+    ("looked_at", "timestamptz", "CASE WHEN l.expires_at IS NOT NULL THEN clock_timestamp() END"),
 ];
 
 /// A row as it was read.
@@ -44,6 +47,8 @@ pub(crate) struct Stored {
     pub(crate) unreadable: Option<Unreadable>,
     /// The size in bytes of a payload that stayed behind; zero when it came along.
     pub(crate) behind: usize,
+    /// When it was read, by the database's clock, if it has an end.
+    looked_at: Option<Timestamp>,
 }
 
 impl Stored {
@@ -66,8 +71,16 @@ impl Stored {
         stored(row).unwrap_or_else(|| {
             let mut delivery = Delivery::placeholder(Seq(row.get(at)));
             delivery.event.key = row.try_get::<_, Option<String>>(at + 1).ok().flatten().map(Key::from_stored);
-            Self { delivery, unreadable: Some(Unreadable::missing()), behind: 0 }
+            Self { delivery, unreadable: Some(Unreadable::missing()), behind: 0, looked_at: None }
         })
+    }
+
+    /// Puts it at the end of a batch.
+    pub(crate) fn into_batch(self, batch: &mut Batch) {
+        if let Some(now) = self.looked_at {
+            batch.expire(&self.delivery, now);
+        }
+        batch.push(self.delivery, self.unreadable);
     }
 
     /// The payload cannot be had: nothing is waited for any more.
@@ -88,16 +101,16 @@ impl Stored {
 pub(crate) fn stored(row: &Row) -> Option<Stored> {
     let seq = row.try_get::<_, Option<i64>>(0).ok()?.map(Seq)?;
     // Nothing is set up for the rows that are well, which are nearly all.
-    if let Some((event, behind)) = whole(row) {
+    if let Some((event, behind, looked_at)) = whole(row) {
         let delivery = Delivery { event, seq, attempt: 1, replay: 0, trace: None };
-        return Some(Stored { delivery, unreadable: None, behind });
+        return Some(Stored { delivery, unreadable: None, behind, looked_at });
     }
     let mut delivery = Delivery::placeholder(seq);
     let fault = salvage(row, &mut delivery.event);
-    Some(Stored { delivery, unreadable: Some(Unreadable::undecodable(fault)), behind: 0 })
+    Some(Stored { delivery, unreadable: Some(Unreadable::undecodable(fault)), behind: 0, looked_at: None })
 }
 
-fn whole(row: &Row) -> Option<(Event, usize)> {
+fn whole(row: &Row) -> Option<(Event, usize, Option<Timestamp>)> {
     let behind: Option<i32> = row.try_get(11).ok()?;
     let payload = match behind {
         Some(_) => Bytes::new(),
@@ -121,8 +134,10 @@ fn whole(row: &Row) -> Option<(Event, usize)> {
         occurred_at: row.try_get::<_, Stamp>(14).ok()?.0,
         created_at: row.try_get::<_, Stamp>(15).ok()?.0,
         deliver_at: row.try_get::<_, Option<Stamp>>(16).ok()?.map(|at| at.0),
+        expires_at: row.try_get::<_, Option<Stamp>>(17).ok()?.map(|at| at.0),
     };
-    Some((event, behind.unwrap_or_default().unsigned_abs() as usize))
+    let looked_at = row.try_get::<_, Option<Stamp>>(18).ok()?.map(|at| at.0);
+    Some((event, behind.unwrap_or_default().unsigned_abs() as usize, looked_at))
 }
 
 /// What can be read of a row that is not well: by what an operator finds it, and its key, which
@@ -142,7 +157,7 @@ fn salvage(row: &Row, event: &mut Event) -> String {
         5 | 11 => row.try_get::<_, Option<i64>>(column).is_ok() || row.try_get::<_, Option<i32>>(column).is_ok(),
         9 | 10 => row.try_get::<_, Option<Raw<'_>>>(column).is_ok(),
         13 => headers(row).is_some(),
-        14..=16 => row.try_get::<_, Option<Stamp>>(column).is_ok(),
+        14..=18 => row.try_get::<_, Option<Stamp>>(column).is_ok(),
         _ => row.try_get::<_, Option<&str>>(column).is_ok(),
     };
     let faulty: Vec<&str> =

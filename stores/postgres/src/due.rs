@@ -99,7 +99,7 @@ async fn read(
     fill_payloads(session, &subscription.log, &mut ready).await?;
     let exceptions = Exceptions::ask(session, lease, subscription.id, left_stream, i64::MAX).await?;
     let mut batch = Batch { due_in: exceptions.due_in, crashes, ..Batch::default() };
-    ready.into_iter().for_each(|stored| batch.push(stored.delivery, stored.unreadable));
+    ready.into_iter().for_each(|stored| stored.into_batch(&mut batch));
     Ok(batch)
 }
 

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::kit::{LOOK_EVENTS_MAX, StatsCounter};
+use postbox_core::kit::{LOOK_EVENTS_MAX, StatsCounter, attempts_from_json};
 use postbox_core::{
     BatchLimit, Conflict, Count, Error, ErrorKind, EventId, Inspect, LaneInfo, ListQuery, LogName, Ordering, OwnerId,
     Record, Result, SourceName, Stats, SubscriptionInfo, SubscriptionName, Unrouted,
@@ -53,15 +53,17 @@ SELECT {record_columns} FROM {s}.delivery AS d
 LEFT JOIN {log} AS l ON l.seq = d.seq
 JOIN {s}.lane AS n ON n.subscription = d.subscription AND n.lane = d.lane
 WHERE d.subscription = $2 AND d.state = $3 AND d.seq > $4 AND ($6::text IS NULL OR d.code = $6) AND {is_meant}
+  AND ($12::text IS NULL OR l.headers ->> 'correlation-id' = $12)
 ORDER BY d.seq LIMIT $7";
 
 /// Records whose state follows from the cursor. Index: the log's primary key, walked from `$4`. No
 /// lock.
 const RECORD_LIST_STREAM: &str = "
 SELECT {record_columns} FROM {log} AS l
-JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $12
+JOIN {s}.lane AS n ON n.subscription = $2 AND n.lane = l.slot % $13
 LEFT JOIN {s}.delivery AS d ON d.subscription = $2 AND d.seq = l.seq
 WHERE l.seq > $4 AND d.seq IS NULL AND {state} = $3 AND $6::text IS NULL AND {is_meant}
+  AND ($12::text IS NULL OR l.headers ->> 'correlation-id' = $12)
 ORDER BY l.seq LIMIT $7";
 
 /// One record. Index: the log's unique id. No lock.
@@ -256,9 +258,11 @@ impl PostgresStore {
             let Meant { topic, key, since, until, tenant } = Meant::by(&query.which);
             let limit = query.limit.clamp(1, LIST_RECORDS_MAX) as i64;
             let (id, lanes) = (subscription.id, i32::from(subscription.lanes));
-            let params = params![inline, id, state, after, topic, query.code, limit, key, since, until, tenant, lanes];
+            let (code, correlation) = (&query.code, &query.correlation);
+            let params =
+                params![inline, id, state, after, topic, code, limit, key, since, until, tenant, correlation, lanes];
             let (template, params) = match query.state.has_row() {
-                true => (RECORD_LIST_ROWS, &params[..11]),
+                true => (RECORD_LIST_ROWS, &params[..12]),
                 false => (RECORD_LIST_STREAM, &params[..]),
             };
             let sql = session.schema().log_sql_with(
@@ -311,5 +315,6 @@ fn record(stored: Stored, row: &Row) -> Result<Record> {
         code: row.get::<_, Option<String>>(column(4)).or(code),
         error: row.get::<_, Option<String>>(column(5)).or(error),
         updated_at: row.get(column(6)),
+        last_attempts: row.get::<_, Option<&str>>(column(9)).map_or_else(Vec::new, attempts_from_json),
     })
 }

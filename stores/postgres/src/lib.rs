@@ -13,6 +13,7 @@ mod diagnose;
 pub mod driver;
 mod due;
 mod execute;
+mod find;
 mod grants;
 mod hint;
 mod inspect;

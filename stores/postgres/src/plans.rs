@@ -253,8 +253,10 @@ async fn a_settlement_reads_its_own_rows_whatever_the_statistics_say() {
         let (errors, ats): (Vec<Option<&str>>, Vec<Option<jiff::Timestamp>>) = (codes.clone(), vec![None; seqs.len()]);
         let (lane, ordered) = (0_i16, true);
         let place = "(0,1)";
+        let tooks = waits.clone();
         let update = params![
-            many, lane, ordered, seqs, keys, states, halts, attempts, codes, errors, waits, ats, befores, replays
+            many, lane, ordered, seqs, keys, states, halts, attempts, codes, errors, waits, ats, befores, replays,
+            tooks
         ];
         let delete = params![many, seqs, befores, replays, lane, place];
         let (count, release) = (params![many, seqs, befores, replays], params![many, keys]);

@@ -14,10 +14,10 @@ use crate::session::Session;
 /// Remembers a message and stores its event, or says what is known of it: see `0001_receive.sql`.
 /// Index: primary key of `receipt`. Locks its row.
 const LOG_RECEIVE: &str =
-    "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)";
+    "SELECT {s}.{name}_receive($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
 
 /// The same for several messages.
-const LOG_RECEIVE_MANY: &str = "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)";
+const LOG_RECEIVE_MANY: &str = "SELECT {s}.{name}_receive_many($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)";
 
 /// Forgets old records of conflicts, a thousand at a time. Index: `conflict_last`. Locks the rows;
 /// those of a running receiver are passed over.

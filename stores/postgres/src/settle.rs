@@ -24,8 +24,9 @@ pub(crate) const LANE_SETTLE: &str = "SELECT verdict, place FROM {s}.settle_lane
 /// Rows of events that leave the stream. Index: all of `delivery`. Locks the rows. A row that is
 /// there stays: a person discarded the event before it was read.
 const DELIVERY_INSERT: &str = "
-INSERT INTO {s}.delivery AS d (subscription, lane, ordered, seq, key, state, halt, attempts, replays, code, error, due_at)
-SELECT $1, $2, $3, e.seq, e.key, e.state, e.halt, e.attempts, e.replays, e.code, e.error, e.due_at FROM {entries}
+INSERT INTO {s}.delivery AS d (subscription, lane, ordered, seq, key, state, halt, attempts, replays, code, error, due_at, last_attempts)
+SELECT $1, $2, $3, e.seq, e.key, e.state, e.halt, e.attempts, e.replays, e.code, e.error, e.due_at,
+  CASE WHEN e.took IS NULL THEN '[]' ELSE {attempt} END FROM {entries}
 ON CONFLICT (subscription, seq) DO NOTHING";
 
 /// Rows that are there already; one that vanished stays away. Index: primary key of `delivery`.
@@ -35,7 +36,9 @@ ON CONFLICT (subscription, seq) DO NOTHING";
 /// every attempt of its head.
 pub(crate) const DELIVERY_UPDATE: &str = "
 UPDATE {s}.delivery AS d SET state = e.state, halt = e.halt, ordered = $3, attempts = e.attempts, code = coalesce(e.code, d.code),
-  error = coalesce(e.error, d.error), due_at = e.due_at, updated_at = clock_timestamp()
+  error = coalesce(e.error, d.error), due_at = e.due_at, updated_at = clock_timestamp(),
+  last_attempts = CASE WHEN e.took IS NULL THEN d.last_attempts WHEN jsonb_array_length(d.last_attempts) < 8 THEN d.last_attempts || {attempt}
+    ELSE (d.last_attempts - 0) || {attempt} END
 FROM {entries} CROSS JOIN LATERAL {row_of_entry}
 WHERE d.ctid = found.place AND d.lane = $2 AND {is_as_read} AND NOT (d.state = 'blocked' AND e.state = 'blocked')";
 
@@ -73,6 +76,7 @@ struct Writes<'a> {
     errors: Vec<Option<Cow<'a, str>>>,
     waits: Vec<Option<i64>>,
     ats: Vec<Option<Timestamp>>,
+    tooks: Vec<Option<i64>>,
     done: AsRead,
     touched: Vec<&'a str>,
 }
@@ -137,6 +141,7 @@ impl<'a> Writes<'a> {
         self.errors.push(row.error);
         self.waits.push(wait);
         self.ats.push(at);
+        self.tooks.push(row.took.map(micros));
     }
 }
 
@@ -276,11 +281,12 @@ impl<E: Execute> SettleCall<'_, E> {
             if writes.kept.seqs.is_empty() {
                 return Ok(Vec::new());
             }
-            let Writes { keys, states, halts, attempts, codes, errors, waits, ats, .. } = &writes;
+            let Writes { keys, states, halts, attempts, codes, errors, waits, ats, tooks, .. } = &writes;
             let AsRead { seqs, befores, replays } = &writes.kept;
             let (id, ordered) = (subscription.id, settlement.hold_keys);
             let bound = bound![
-                id, lane, ordered, seqs, keys, states, halts, attempts, codes, errors, waits, ats, befores, replays
+                id, lane, ordered, seqs, keys, states, halts, attempts, codes, errors, waits, ats, befores, replays,
+                tooks
             ];
             self.on.rows(&keep, &bound).await
         };

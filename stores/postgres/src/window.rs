@@ -405,7 +405,7 @@ impl NextBatch<'_> {
         let mut batch =
             Batch { end: Some(Seq(end)), held, discarded, more, due_in: exceptions.due_in, ..Batch::default() };
         batch.deliveries.reserve_exact(rows.len());
-        rows.into_iter().for_each(|row| batch.push(row.delivery, row.unreadable));
+        rows.into_iter().for_each(|row| row.into_batch(&mut batch));
         Ok(batch)
     }
 

@@ -12,7 +12,7 @@ use crate::store::SqliteStore;
 use crate::thread::Flush;
 
 /// The columns of an append, in the order of its parameters.
-pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, payload, created_at";
+pub(crate) const APPEND_COLUMNS: &str = "id, topic, key, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, expires_at, payload, created_at";
 
 #[async_trait]
 impl Append for SqliteStore {
@@ -111,7 +111,7 @@ pub(crate) fn require_transaction(operation: &'static str, tx: &Connection) -> R
 pub(crate) fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: Option<i64>) -> Work<Vec<EventId>> {
     // Takes the primary key and the unique index on id; holds the database's one write lock.
     let log_append = format!(
-        "INSERT INTO {} ({APPEND_COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, coalesce(?14, {NOW_MICROS}))",
+        "INSERT INTO {} ({APPEND_COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, coalesce(?15, {NOW_MICROS}))",
         log_table(log)
     );
     let mut statement =
@@ -132,6 +132,7 @@ pub(crate) fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: O
             headers_json(event)?,
             event.occurred_at.map(|at| at.as_microsecond()),
             event.deliver_at.map(|at| at.as_microsecond()),
+            event.expires_at.map(|at| at.as_microsecond()),
             event.payload.as_ref(),
             now,
         ])?;

@@ -21,6 +21,7 @@ pub(crate) const LOG_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.c
 l.content_type, l.headers, \
 CASE typeof(l.occurred_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.occurred_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.occurred_at) ELSE l.occurred_at END, \
 CASE typeof(l.deliver_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.deliver_at) ELSE l.deliver_at END, \
+CASE typeof(l.expires_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.expires_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.expires_at) ELSE l.expires_at END, \
 l.payload";
 /// The columns that a look needs to count a row, those of [`Head`] first: then its stamp, and from
 /// when it may be delivered.
@@ -42,10 +43,11 @@ const LOG_COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
     "headers",
     "occurred_at",
     "deliver_at",
+    "expires_at",
     "payload",
 ];
 /// How many columns those are.
-pub(crate) const LOG_COLUMNS_COUNT: usize = 15;
+pub(crate) const LOG_COLUMNS_COUNT: usize = 16;
 
 const SEQ: usize = 0;
 const TOPIC: usize = 1;
@@ -53,7 +55,7 @@ const TENANT: usize = 2;
 const KEY: usize = 3;
 const ID: usize = 4;
 const CREATED_AT: usize = 5;
-const PAYLOAD: usize = 14;
+const PAYLOAD: usize = 15;
 
 /// The columns of a delivery row under the alias `d`, in the order [`DeliveryRow`] reads them.
 pub(crate) const DELIVERY_COLUMNS: &str =
@@ -197,6 +199,7 @@ impl Decoded {
             occurred_at: fields.time(12)?.unwrap_or(created_at),
             created_at,
             deliver_at: fields.time(13)?,
+            expires_at: fields.time(14)?,
         };
         Ok(Self { seq: seq(row)?, event, unreadable: fields.unreadable })
     }

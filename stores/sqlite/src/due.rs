@@ -33,7 +33,7 @@ pub(crate) fn read(session: &mut Session, lease: &Lease, limit: BatchLimit) -> W
         if ready.crashes > 0 {
             due.crashes.insert(Seq(ready.seq), ready.crashes);
         }
-        push(&mut due, decoded, ready.attempts.saturating_add(1), ready.replays);
+        push(&mut due, decoded, (ready.attempts.saturating_add(1), ready.replays), now);
     }
     Ok(due)
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use async_trait::async_trait;
+use postbox_core::kit::attempts_from_json;
 use postbox_core::{
     Conflict, Count, EventId, Filter, Inspect, LaneInfo, ListQuery, LogName, OwnerId, Record, Result, Seq, SourceName,
     State, Stats, SubscriptionInfo, SubscriptionName, Unrouted,
@@ -273,10 +274,12 @@ pub(crate) fn count(row: &Row<'_>, column: usize) -> rusqlite::Result<u64> {
 fn record(decoded: Decoded, state: State) -> Record {
     let (code, error) = decoded.unreadable.map(|why| (why.code.into_owned(), why.error)).unzip();
     let (event, seq) = (decoded.event, Seq(decoded.seq));
-    Record { event, seq, state, attempts: 0, replays: 0, due_at: None, code, error, updated_at: None }
+    let (due_at, updated_at, last_attempts) = (None, None, Vec::new());
+    Record { event, seq, state, attempts: 0, replays: 0, due_at, code, error, updated_at, last_attempts }
 }
 
-/// A record with a delivery row, which says more in columns `at` and the next: error and time.
+/// A record with a delivery row, which says more in columns `at` and the next: error, time and
+/// attempts.
 fn record_of(decoded: Decoded, delivery: DeliveryRow, row: &Row<'_>, at: usize) -> rusqlite::Result<Record> {
     let record = record(decoded, delivery.state);
     Ok(Record {
@@ -287,6 +290,7 @@ fn record_of(decoded: Decoded, delivery: DeliveryRow, row: &Row<'_>, at: usize) 
         code: delivery.code.or(record.code),
         error: row.get::<_, Option<String>>(at)?.or(record.error),
         updated_at: Some(timestamp(row.get(at + 1)?)),
+        last_attempts: attempts_from_json(&row.get::<_, String>(at + 2)?),
         ..record
     })
 }
@@ -321,7 +325,7 @@ fn list(session: &mut Session, query: &ListQuery) -> Work<Vec<Record>> {
 fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<Vec<Record>> {
     // By `postbox_delivery_state`, then the log's primary key; no lock.
     let delivery_list = format!(
-        "SELECT {LOG_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at FROM postbox_delivery d \
+        "SELECT {LOG_COLUMNS}, {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts FROM postbox_delivery d \
          LEFT JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1 AND d.state = ?2 AND d.seq > ?3 ORDER BY d.seq",
         reader.table
     );
@@ -340,7 +344,7 @@ fn list_rows(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work<V
             Some(_) => Decoded::read(row)?,
             None => Decoded::missing(&delivery),
         };
-        if query.which.mean_event(Some(&decoded.event)) {
+        if query.which.mean_event(Some(&decoded.event)) && query.is_of_conversation(&decoded.event) {
             records.push(record_of(decoded, delivery, row, LOG_COLUMNS_COUNT + DELIVERY_COLUMNS_COUNT)?);
         }
     }
@@ -372,7 +376,10 @@ fn list_stream(tx: &Transaction<'_>, reader: &Reader, query: &ListQuery) -> Work
     {
         let head = Head::read(row)?;
         if is_meant(&query.which, row, &head)? && reader.state_found(tx, &head, seq(row)?)? == query.state {
-            records.push(record(Decoded::read(row)?, query.state));
+            let decoded = Decoded::read(row)?;
+            if query.is_of_conversation(&decoded.event) {
+                records.push(record(decoded, query.state));
+            }
         }
     }
     Ok(records)
@@ -389,7 +396,7 @@ fn get(session: &mut Session, name: &SubscriptionName, id: EventId) -> Work<Opti
     let decoded = Decoded::read(row)?;
     // A row by primary key; no lock.
     let delivery_get = format!(
-        "SELECT {DELIVERY_COLUMNS}, d.error, d.updated_at FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = ?2"
+        "SELECT {DELIVERY_COLUMNS}, d.error, d.updated_at, d.last_attempts FROM postbox_delivery d WHERE d.subscription = ?1 AND d.seq = ?2"
     );
     let mut statement = tx.prepare_cached(&delivery_get)?;
     let mut deliveries = statement.query(params![name.as_str(), decoded.seq])?;

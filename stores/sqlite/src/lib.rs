@@ -12,6 +12,7 @@ mod decode;
 mod depth;
 mod diagnose;
 mod due;
+mod find;
 mod inspect;
 mod lease;
 mod lifecycle;

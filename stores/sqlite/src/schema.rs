@@ -74,8 +74,8 @@ pub(crate) fn log_table(log: &LogName) -> String {
 ///   twice, so the cursor is an integer.
 /// - Every CHECK is named by the code `NewEvent::validate` gives for the same fault, and reports it
 ///   for plain INSERTs.
-/// - Times are whole microseconds since 1970, UTC; `occurred_at` and `deliver_at` may also be text
-///   that SQLite's date functions understand (`datetime('now', '+1 hour')`), UTC.
+/// - Times are whole microseconds since 1970, UTC; `occurred_at`, `deliver_at` and `expires_at` may
+///   also be text that SQLite's date functions understand (`datetime('now', '+1 hour')`), UTC.
 /// - `payload` is the last column: rows that a lane passes over are judged without touching its
 ///   overflow pages.
 pub(crate) fn log_ddl(log: &LogName) -> String {
@@ -106,7 +106,7 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
              AND julianday({column}) <= 5373483.4166))"
         )
     };
-    let times = ["occurred_at", "deliver_at"].map(time).join(",\n  ");
+    let times = ["occurred_at", "deliver_at", "expires_at"].map(time).join(",\n  ");
     format!(
         "CREATE TABLE {table} (
   seq          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -123,6 +123,7 @@ pub(crate) fn log_ddl(log: &LogName) -> String {
   occurred_at  INTEGER,
   created_at   INTEGER NOT NULL DEFAULT {NOW_MICROS},
   deliver_at   INTEGER,
+  expires_at   INTEGER,
   payload      BLOB    NOT NULL,
   CONSTRAINT event_id_invalid CHECK (typeof(id) = 'text' AND id GLOB '{id_pattern}'),
   CONSTRAINT topic_empty CHECK (topic <> ''),
@@ -256,6 +257,7 @@ CREATE TABLE postbox_delivery (
   code         TEXT,
   error        TEXT,
   updated_at   INTEGER NOT NULL,
+  last_attempts TEXT   NOT NULL DEFAULT '[]',
   letters      INTEGER NOT NULL DEFAULT 0,
   letter_at    INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (subscription, seq),

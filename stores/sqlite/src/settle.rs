@@ -2,12 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use postbox_core::kit::{Due, RowAfter, settled_already, window_undone};
+use postbox_core::kit::{
+    Due, RowAfter, attempts_from_json, attempts_to_json, note_attempt, settled_already, window_undone,
+};
 use postbox_core::{Delivery, Disposition, Entry, Key, Lease, Result, Settlement, State, SubscriptionName};
 use rusqlite::{OptionalExtension, Transaction, named_params, params};
 
 use crate::classify::Work;
-use crate::clock::micros;
+use crate::clock::{micros, timestamp};
 use crate::config::Synchronous;
 use crate::lease::{LaneRow, held};
 use crate::schema::log_table;
@@ -18,14 +20,15 @@ use crate::window::{Cursor, log_end};
 const LANE_SETTLE: &str = "UPDATE postbox_lane SET position = ?3, window_end = max(window_end, ?4), delivered = delivered + ?5 WHERE subscription = ?1 AND lane = ?2";
 /// A row by primary key; no lock of its own.
 const DELIVERY_FIND: &str =
-    "SELECT state, attempts, replays FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
+    "SELECT state, attempts, replays, last_attempts FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
 /// A row by primary key; takes the write lock. Code and error stay when the new disposition has
 /// none.
 const DELIVERY_PUT: &str = "INSERT INTO postbox_delivery \
-(subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, code, error, updated_at) \
-VALUES (:subscription, :seq, :lane, :id, :topic, :key, :created_at, :state, :holds, :attempts, :replays, :due_at, :code, :error, :now) \
+(subscription, seq, lane, id, topic, key, created_at, state, holds, attempts, replays, due_at, code, error, updated_at, last_attempts) \
+VALUES (:subscription, :seq, :lane, :id, :topic, :key, :created_at, :state, :holds, :attempts, :replays, :due_at, :code, :error, :now, :last_attempts) \
 ON CONFLICT (subscription, seq) DO UPDATE SET state = excluded.state, holds = excluded.holds, attempts = excluded.attempts, \
-due_at = excluded.due_at, code = coalesce(excluded.code, code), error = coalesce(excluded.error, error), updated_at = excluded.updated_at";
+due_at = excluded.due_at, code = coalesce(excluded.code, code), error = coalesce(excluded.error, error), updated_at = excluded.updated_at, \
+last_attempts = excluded.last_attempts";
 /// A row by primary key; takes the write lock.
 const DELIVERY_DELETE: &str = "DELETE FROM postbox_delivery WHERE subscription = ?1 AND seq = ?2";
 /// The head of a key, if it is blocked, is due now: whatever it waited for is gone. By
@@ -166,10 +169,11 @@ struct Found {
     state: String,
     attempts: u32,
     replays: u32,
+    last_attempts: String,
 }
 
 fn found(row: &rusqlite::Row<'_>) -> rusqlite::Result<Found> {
-    Ok(Found { state: row.get(0)?, attempts: row.get(1)?, replays: row.get(2)? })
+    Ok(Found { state: row.get(0)?, attempts: row.get(1)?, replays: row.get(2)?, last_attempts: row.get(3)? })
 }
 
 impl Found {
@@ -192,9 +196,9 @@ fn write_entry(
 ) -> Work<bool> {
     let name = lease.subscription.as_str();
     let row = tx.prepare_cached(DELIVERY_FIND)?.query_row(params![name, entry.seq], found).optional()?;
-    let attempts = match row {
-        Some(row) if !streaming && row.is_as_read(entry) => row.attempts,
-        None if streaming => 0,
+    let (attempts, last_attempts) = match row {
+        Some(row) if !streaming && row.is_as_read(entry) => (row.attempts, row.last_attempts),
+        None if streaming => (0, "[]".to_owned()),
         // A row that is not the one that was read; or an event of the stream that a person
         // discarded before it was read.
         _ => return Ok(false),
@@ -213,6 +217,14 @@ fn write_entry(
         Due::After(wait) => Some(now.saturating_add(micros(wait))),
         Due::At(at) => Some(at.as_microsecond()),
     };
+    let last_attempts = match row.took {
+        None => last_attempts,
+        Some(_) => {
+            let mut last = attempts_from_json(&last_attempts);
+            note_attempt(&mut last, &row, timestamp(now), due_at.map(timestamp));
+            attempts_to_json(&last)
+        }
+    };
     tx.prepare_cached(DELIVERY_PUT)?.execute(named_params! {
         ":subscription": lease.subscription.as_str(),
         ":seq": entry.seq,
@@ -229,6 +241,7 @@ fn write_entry(
         ":code": row.code,
         ":error": row.error.as_deref(),
         ":now": now,
+        ":last_attempts": last_attempts,
     })?;
     Ok(false)
 }

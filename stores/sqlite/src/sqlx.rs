@@ -55,7 +55,7 @@ async fn append_in(
             bind(&mut arguments, id, event)?;
             ids.push(id);
         }
-        let row = format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MICROS})");
+        let row = format!("(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NOW_MICROS})");
         let rows = vec![row; chunk.len()].join(", ");
         // The only text that is not ours is the log's name, which is letters, digits and
         // underscores.
@@ -97,6 +97,7 @@ fn bind(arguments: &mut SqliteArguments, id: EventId, event: &NewEvent) -> Resul
         arguments.add(headers)?;
         arguments.add(micros(event.occurred_at))?;
         arguments.add(micros(event.deliver_at))?;
+        arguments.add(micros(event.expires_at))?;
         arguments.add(event.payload.to_vec())
     })();
     added.map_err(|error| {

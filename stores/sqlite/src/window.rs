@@ -18,7 +18,7 @@ use postbox_core::{Batch, BatchLimit, Delivery, Error, Key, Lease, Seq};
 use rusqlite::{OptionalExtension, Transaction, params};
 
 use crate::classify::Work;
-use crate::clock::until;
+use crate::clock::{timestamp, until};
 use crate::decode::{Decoded, Head, LOG_COLUMNS, payload_len, seq};
 use crate::lease::{self, SubscriptionRow, held};
 use crate::schema::log_table;
@@ -145,7 +145,7 @@ pub(crate) fn read(
     }
     let from = cursor.as_ref().map_or(lane.position, |cursor| cursor.read.max(lane.position));
     let given = cursor.as_ref().map_or(0, |cursor| cursor.given);
-    let page = Page::read(&tx, &stored, lease.lane, from, limit)?;
+    let page = Page::read(&tx, &stored, lease.lane, from, limit, now)?;
     let due_at: Option<i64> = tx
         .prepare_cached(DELIVERY_NEXT_DUE)?
         .query_row(params![lease.subscription.as_str(), lease.lane], |row| row.get(0))
@@ -205,7 +205,14 @@ struct Page {
 }
 
 impl Page {
-    fn read(tx: &Transaction<'_>, stored: &SubscriptionRow, lane: u16, from: i64, limit: BatchLimit) -> Work<Self> {
+    fn read(
+        tx: &Transaction<'_>,
+        stored: &SubscriptionRow,
+        lane: u16,
+        from: i64,
+        limit: BatchLimit,
+        now: i64,
+    ) -> Work<Self> {
         let table = log_table(&stored.log);
         let end = log_end(tx, &table)?;
         let mut page = Self { batch: Batch::default(), last: from, end: end.max(from) };
@@ -231,7 +238,7 @@ impl Page {
                 }
                 let decoded = Decoded::read(row)?;
                 let replay = stored.replay_of(decoded.seq);
-                push(&mut page.batch, decoded, 1, replay);
+                push(&mut page.batch, decoded, (1, replay), now);
             }
             page.last = seq(row)?;
         }
@@ -240,9 +247,11 @@ impl Page {
 }
 
 /// Puts an event at the end of a batch.
-pub(crate) fn push(batch: &mut Batch, decoded: Decoded, attempt: u32, replay: u32) {
+pub(crate) fn push(batch: &mut Batch, decoded: Decoded, (attempt, replay): (u32, u32), now: i64) {
     let Decoded { seq, event, unreadable } = decoded;
-    batch.push(Delivery { event, seq: Seq(seq), attempt, replay, trace: None }, unreadable);
+    let delivery = Delivery { event, seq: Seq(seq), attempt, replay, trace: None };
+    batch.expire(&delivery, timestamp(now));
+    batch.push(delivery, unreadable);
 }
 
 /// Marks what a person discarded before it was read, and drops what has left the stream already.

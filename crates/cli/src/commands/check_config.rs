@@ -4,7 +4,8 @@
 use std::path::PathBuf;
 
 use postbox_core::StoreName;
-use postbox_server::{Config, Tried};
+use postbox_server::{Config, Fault, Tried};
+use serde_json::json;
 
 use crate::args::Global;
 use crate::context::choose_store;
@@ -19,6 +20,9 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
         0 => String::new(),
         stores => format!("{stores} store(s), "),
     };
+    if global.json {
+        return check_as_json(global, config, &path.display().to_string(), &warnings, connect).await;
+    }
     output::line(&format!("{}: right. {stores}{subscriptions} subscription(s), {sources} source(s)", path.display()))?;
     for warning in warnings {
         output::line(&format!("{}:{}: warning: {}", path.display(), warning.line, warning.text))?;
@@ -47,14 +51,56 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
         return Ok(());
     }
     choose_store(global, &mut config)?;
-    let mut failures = Vec::new();
-    for Tried { name, found } in postbox_server::connect(&config).await {
+    let (reached, ended) = tried(&config).await;
+    reached.iter().try_for_each(|(name, text)| output::line(&format!("{name}: {text}")))?;
+    ended
+}
+
+/// What could be reached, by its name, and what not.
+async fn tried(config: &Config) -> (Vec<(String, String)>, Result<(), Failure>) {
+    let (mut reached, mut failures) = (Vec::new(), Vec::new());
+    for Tried { name, found } in postbox_server::connect(config).await {
         match found {
-            Ok(text) => output::line(&format!("{name}: {text}"))?,
+            Ok(text) => reached.push((name, text)),
             Err(error) => failures.push(format!("{name}: {}", Failure::from(error).text())),
         }
     }
-    if failures.is_empty() { Ok(()) } else { Err(Failure::failed(failures.join("\n"))) }
+    (reached, if failures.is_empty() { Ok(()) } else { Err(Failure::failed(failures.join("\n"))) })
+}
+
+async fn check_as_json(
+    global: &Global,
+    mut config: Config,
+    file: &str,
+    warnings: &[Fault],
+    connect: bool,
+) -> Result<(), Failure> {
+    let subscriptions = config.subscriptions.iter().map(|one| {
+        let topics: Vec<&str> = one.subscription.filter.topics.iter().map(|pattern| pattern.as_str()).collect();
+        let (name, log) = (&one.subscription.name, &one.subscription.log);
+        json!({ "subscription": name, "log": log, "topics": topics, "sink": one.sink.type_name(), "stores": one.stores })
+    });
+    let sources = config.sources.iter().map(|source| {
+        let (name, kind, log) = (&source.name, source.type_name(), &source.log);
+        json!({ "source": name, "type": kind, "path": source.path(), "log": log, "stores": source.stores })
+    });
+    let warnings = warnings.iter().map(|warning| json!({ "line": warning.line, "text": warning.text }));
+    let mut said = json!({
+        "file": file,
+        "stores": config.store_names(),
+        "subscriptions": subscriptions.collect::<Vec<_>>(),
+        "sources": sources.collect::<Vec<_>>(),
+        "warnings": warnings.collect::<Vec<_>>(),
+    });
+    let mut ended = Ok(());
+    if connect {
+        choose_store(global, &mut config)?;
+        let (reached, failed) = tried(&config).await;
+        said["reached"] = reached.iter().map(|(name, found)| json!({ "name": name, "found": found })).collect();
+        ended = failed;
+    }
+    output::json(&said)?;
+    ended
 }
 
 /// Which of several stores have it, where not all have.

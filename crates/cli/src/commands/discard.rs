@@ -8,7 +8,7 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
 
-pub(super) async fn run(context: &Context, selection: Selection) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, selection: Selection, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let mut names: Vec<&str> = infos.iter().map(|info| info.name.as_str()).collect();
@@ -20,7 +20,7 @@ pub(super) async fn run(context: &Context, selection: Selection) -> Result<(), F
         );
         return Err(Failure::usage(text));
     };
-    let mut steps = Steps::begin("discarded", selection.dry_run);
+    let mut steps = Steps::begin("discarded", selection.dry_run, json);
     let discard = async |selection: &Selection| store.discard(&info.name, selection).await;
     let Some(ids) = selection.ids.clone() else {
         let ended = steps.take(selection, &discard).await;

@@ -18,7 +18,12 @@ use crate::stores::{ask_each, together};
 /// Wait between two looks at a log that had nothing to give: `run` is the one that reacts at once.
 const IDLE: Duration = Duration::from_millis(500);
 
-pub(super) async fn run(contexts: &[Context], limit: Option<usize>, until_empty: bool) -> Result<(), Failure> {
+pub(super) async fn run(
+    contexts: &[Context],
+    limit: Option<usize>,
+    until_empty: bool,
+    json: bool,
+) -> Result<(), Failure> {
     if limit.is_some() && contexts.len() > 1 {
         return Err(Failure::usage("--limit is of one store, and there are several; say which: --store NAME"));
     }
@@ -43,7 +48,9 @@ pub(super) async fn run(contexts: &[Context], limit: Option<usize>, until_empty:
     // A run that could not even begin has done nothing to speak of: its error is all it says.
     if ended.is_ok() || done.fetched > 0 {
         let Drained { fetched, delivered, failed, dead, .. } = done;
-        output::line(&format!("fetched={fetched} dispatched={delivered} failed={failed} dead={dead}"))?;
+        let line = format!("fetched={fetched} dispatched={delivered} failed={failed} dead={dead}");
+        let counts = serde_json::json!({ "fetched": fetched, "dispatched": delivered, "failed": failed, "dead": dead });
+        output::done(json, &counts, &line)?;
     }
     ended
 }

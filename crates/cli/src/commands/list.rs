@@ -20,6 +20,7 @@ pub(super) struct Wanted {
     pub(super) limit: usize,
     pub(super) which: Criteria,
     pub(super) code: Option<String>,
+    pub(super) correlation: Option<String>,
 }
 
 pub(super) async fn run(contexts: &[Context], wanted: &Wanted, json: bool) -> Result<(), Failure> {
@@ -67,6 +68,7 @@ async fn records(context: &Context, wanted: &Wanted) -> Result<Found, Failure> {
             state: wanted.state,
             which: wanted.which.clone(),
             code: wanted.code.clone(),
+            correlation: wanted.correlation.clone(),
             after: None,
             limit: 0,
         };

@@ -1,15 +1,21 @@
 //! `postbox migrate up|down|validate|print|grants|rebase`.
 
 use postbox_server::Roles;
+use serde_json::json;
 
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::output;
-use crate::stores::ask_each;
+use crate::stores::{OfStore, ask_each};
 
-pub(super) async fn up(contexts: &[Context]) -> Result<(), Failure> {
+pub(super) async fn up(contexts: &[Context], json: bool) -> Result<(), Failure> {
     let up = async |context: &Context| Ok(context.any_store().await?.up().await?);
     let asked = ask_each(contexts, up).await;
+    if json {
+        let all = asked.answers.iter().map(|(context, applied)| OfStore::new(context, json!({ "applied": applied })));
+        output::json(&all.collect::<Vec<_>>())?;
+        return asked.ended;
+    }
     for (context, applied) in &asked.answers {
         for name in applied {
             output::line(&context.named(&format!("applied {name}")))?;
@@ -23,22 +29,30 @@ pub(super) async fn up(contexts: &[Context]) -> Result<(), Failure> {
     asked.ended
 }
 
-pub(super) async fn down(context: &Context, yes: bool, discard_events: bool) -> Result<(), Failure> {
+pub(super) async fn down(context: &Context, yes: bool, discard_events: bool, json: bool) -> Result<(), Failure> {
     if !yes {
         return Err(Failure::usage(
             "this removes everything Postbox made, the events it keeps too; say so with: postbox migrate down --yes",
         ));
     }
     let removed = context.any_store().await?.down(discard_events).await?;
+    if json {
+        return output::json(&json!({ "removed": removed }));
+    }
     for name in &removed {
         output::line(&format!("removed {name}"))?;
     }
     output::line(if removed.is_empty() { "there was no schema" } else { "the schema is gone" })
 }
 
-pub(super) async fn validate(contexts: &[Context]) -> Result<(), Failure> {
+pub(super) async fn validate(contexts: &[Context], json: bool) -> Result<(), Failure> {
     let validate = async |context: &Context| Ok(context.any_store().await?.validate().await?);
     let asked = ask_each(contexts, validate).await;
+    if json {
+        let all = asked.answers.iter().map(|(context, ())| OfStore::new(context, json!({ "right": true })));
+        output::json(&all.collect::<Vec<_>>())?;
+        return asked.ended;
+    }
     for (context, ()) in &asked.answers {
         output::line(&context.named("the schema is right"))?;
     }
@@ -53,7 +67,7 @@ pub(super) async fn grants(context: &Context, roles: &Roles) -> Result<(), Failu
     output::print(&postbox_server::grants(&context.config.store, roles).await?)
 }
 
-pub(super) async fn rebase(context: &Context) -> Result<(), Failure> {
+pub(super) async fn rebase(context: &Context, json: bool) -> Result<(), Failure> {
     context.any_store().await?.rebase().await?;
-    output::line("cursors and rows fit this cluster; start the relays again")
+    output::done(json, &json!({ "rebased": true }), "cursors and rows fit this cluster; start the relays again")
 }

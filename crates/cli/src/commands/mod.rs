@@ -1,6 +1,6 @@
 //! One file a command.
 
-use postbox_core::{Criteria, Prune, Replay, Selection, Seq};
+use postbox_core::{Criteria, EventId, IdPrefix, Prune, Replay, Selection, Seq};
 use postbox_server::Roles;
 
 use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, SubscriptionCommand};
@@ -33,7 +33,12 @@ mod tail;
 
 /// Runs the command that was typed.
 pub(crate) async fn run(args: Args) -> Result<(), Failure> {
-    let global = &args.global;
+    let (global, json) = (&args.global, args.global.json);
+    if json && !args.command.has_results() {
+        return Err(Failure::usage(
+            "--json is for what a command finds or does; this one writes a text of its own, leave it out",
+        ));
+    }
     let inspect = || Context::load(global, Purpose::Inspect);
     let inspect_each = || Context::load_each(global, Purpose::Inspect);
     match args.command {
@@ -42,65 +47,97 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
         Command::CheckConfig { connect } => check_config::run(global, connect).await,
         Command::Config(ConfigCommand::Schema) => config::schema(),
         Command::Completions { shell } => completions::run(shell),
-        Command::Migrate(Migrate::Up) => migrate::up(&inspect_each()?).await,
+        Command::Migrate(Migrate::Up) => migrate::up(&inspect_each()?, json).await,
         Command::Migrate(Migrate::Down { yes, discard_events }) => {
-            migrate::down(&inspect()?, yes, discard_events).await
+            migrate::down(&inspect()?, yes, discard_events, json).await
         }
-        Command::Migrate(Migrate::Validate) => migrate::validate(&inspect_each()?).await,
+        Command::Migrate(Migrate::Validate) => migrate::validate(&inspect_each()?, json).await,
         Command::Migrate(Migrate::Print) => migrate::print(&inspect()?).await,
         Command::Migrate(Migrate::Grants { writer: writers, relay: relays, reader: readers, all_tenants }) => {
             migrate::grants(&inspect()?, &Roles { writers, relays, readers, all_tenants }).await
         }
-        Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?).await,
+        Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?, json).await,
         Command::Run => run::run(load(global, Purpose::Serve)?).await,
         Command::Dispatch { limit, until_empty } => {
-            dispatch::run(&Context::load_each(global, Purpose::Deliver)?, limit, until_empty).await
+            dispatch::run(&Context::load_each(global, Purpose::Deliver)?, limit, until_empty, json).await
         }
-        Command::Stats { json } => stats::run(&inspect_each()?, json).await,
-        Command::List { state: Listed::Conflicts, limit, which, code: None, json } if which.are_none() => {
+        Command::Stats => stats::run(&inspect_each()?, json).await,
+        Command::List { state: Listed::Conflicts, limit, which, code: None, correlation: None } if which.are_none() => {
             conflicts::list(&inspect_each()?, limit as usize, json).await
         }
         Command::List { state: Listed::Conflicts, .. } => Err(Failure::usage(
             "conflicts cannot be narrowed: one never became an event with a topic, a key, a time and a code; leave everything but --limit and --json out",
         )),
-        Command::List { state: Listed::Events(state), limit, which, code, json } => {
-            let wanted = list::Wanted { state, limit: limit as usize, which: which.criteria()?, code };
+        Command::List { state: Listed::Events(state), limit, which, code, correlation } => {
+            let wanted = list::Wanted { state, limit: limit as usize, which: which.criteria()?, code, correlation };
             list::run(&inspect_each()?, &wanted, json).await
         }
-        Command::Show { id, json } => show::run(&inspect()?, id, json).await,
-        Command::Send(send) => send::run(&inspect()?, send).await,
-        Command::Tail { topic, key, tenant, json } => {
+        Command::Show { id } => {
+            let context = inspect()?;
+            let ids = context.event_ids(&[id]).await?;
+            show::run(&context, ids[0], json).await
+        }
+        Command::Send(send) => send::run(&inspect()?, send, json).await,
+        Command::Tail { topic, key, tenant } => {
             let which = Criteria { topic, key, tenant, ..Criteria::default() };
             tail::run(&inspect()?, &which, json).await
         }
-        Command::Retry { meant, code } => retry::run(&inspect()?, selection(meant, code)?).await,
-        Command::Discard { meant, code } => discard::run(&inspect()?, selection(meant, code)?).await,
+        Command::Retry { meant, code } => {
+            let context = inspect()?;
+            retry::run(&context, selection(&context, meant, code).await?, json).await
+        }
+        Command::Discard { meant, code } => {
+            let context = inspect()?;
+            discard::run(&context, selection(&context, meant, code).await?, json).await
+        }
         Command::Replay { meant, after, through, rate } => {
-            let Chosen { ids, which, limit, dry_run } = meant.chosen()?;
+            let (context, Chosen { ids, which, limit, dry_run }) = (inspect()?, meant.chosen()?);
+            let ids = known(&context, ids).await?;
             let (after, through) = (after.map(Seq), through.map(Seq));
             let replay = Replay { ids, which, after, through, limit, dry_run };
-            replay::run(&inspect()?, replay, rate).await
+            replay::run(&context, replay, rate, json).await
         }
         Command::Prune { which, unrouted, dry_run } => {
             let (which, age) = which.criteria_and_age();
             let prune = Prune { older_than: age.unwrap_or_default(), which, unrouted, after: None, dry_run };
-            prune::run(&inspect()?, prune).await
+            prune::run(&inspect()?, prune, json).await
         }
-        Command::Pause { name, why, span } => pause::pause(&inspect()?, &name, why, span).await,
-        Command::Resume { name } => pause::resume(&inspect()?, &name).await,
+        Command::Pause { name, why, span } => pause::pause(&inspect()?, &name, why, span, json).await,
+        Command::Resume { name } => pause::resume(&inspect()?, &name, json).await,
         Command::Subscription(command) => match command {
-            SubscriptionCommand::List { json } => subscription::list(&inspect_each()?, json).await,
-            SubscriptionCommand::Show { name, json } => subscription::show(&inspect()?, &name, json).await,
-            SubscriptionCommand::Rename { name, to } => subscription::rename(&inspect()?, &name, &to).await,
-            SubscriptionCommand::Reset { name, to, yes } => subscription::reset(&inspect()?, &name, to, yes).await,
-            SubscriptionCommand::Remove { name, yes } => subscription::remove(&inspect()?, &name, yes).await,
-            SubscriptionCommand::Lanes { name, lanes } => subscription::lanes(&inspect()?, &name, lanes).await,
+            SubscriptionCommand::List => subscription::list(&inspect_each()?, json).await,
+            SubscriptionCommand::Show { name } => subscription::show(&inspect()?, &name, json).await,
+            SubscriptionCommand::Rename { name, to } => subscription::rename(&inspect()?, &name, &to, json).await,
+            SubscriptionCommand::Reset { name, to, yes } => {
+                subscription::reset(&inspect()?, &name, to, yes, json).await
+            }
+            SubscriptionCommand::Remove { name, yes } => subscription::remove(&inspect()?, &name, yes, json).await,
+            SubscriptionCommand::Lanes { name, lanes } => subscription::lanes(&inspect()?, &name, lanes, json).await,
         },
-        Command::Doctor { json } => doctor::run(&inspect_each()?, json).await,
+        Command::Doctor => doctor::run(&inspect_each()?, json).await,
     }
 }
 
-fn selection(meant: Meant, code: Option<String>) -> Result<Selection, Failure> {
+async fn selection(context: &Context, meant: Meant, code: Option<String>) -> Result<Selection, Failure> {
     let Chosen { ids, which, limit, dry_run } = meant.chosen()?;
+    let ids = known(context, ids).await?;
     Ok(Selection { ids, which, code, after: None, limit, dry_run })
+}
+
+async fn known(context: &Context, typed: Option<Vec<IdPrefix>>) -> Result<Option<Vec<EventId>>, Failure> {
+    match typed {
+        None => Ok(None),
+        Some(typed) => context.event_ids(&typed).await.map(Some),
+    }
+}
+
+impl Command {
+    /// Whether it finds or does something that JSON could say. The others write a file, SQL, a
+    /// schema or a log of their own.
+    fn has_results(&self) -> bool {
+        let is_text =
+            matches!(self, Self::Demo(_) | Self::Init { .. } | Self::Config(_) | Self::Completions { .. } | Self::Run)
+                || matches!(self, Self::Migrate(Migrate::Print | Migrate::Grants { .. }));
+        !is_text
+    }
 }

@@ -15,6 +15,7 @@ pub(super) async fn pause(
     name: &SubscriptionName,
     why: String,
     span: Option<Duration>,
+    json: bool,
 ) -> Result<(), Failure> {
     let store = store_with(context, name).await?;
     let until = span
@@ -22,19 +23,21 @@ pub(super) async fn pause(
         .transpose()?;
     let by = std::env::var("USER").ok().filter(|user| !user.is_empty()).unwrap_or_else(|| "somebody".into());
     store.pause(name, Some(&Pause { until, by, why })).await?;
-    match until {
-        Some(until) => output::line(&format!("{name} is paused until {until:.0}"))?,
-        None => output::line(&format!("{name} is paused; go on with: postbox resume {name}"))?,
-    }
+    let line = match until {
+        Some(until) => format!("{name} is paused until {until:.0}"),
+        None => format!("{name} is paused; go on with: postbox resume {name}"),
+    };
+    let until = until.map(|until| until.to_string());
+    output::done(json, &serde_json::json!({ "subscription": name, "paused": true, "until": until }), &line)?;
     // Relays learn it when they renew.
     output::note("what drives it now stops within a third of its lease (3.3 s by default)");
     Ok(())
 }
 
-pub(super) async fn resume(context: &Context, name: &SubscriptionName) -> Result<(), Failure> {
+pub(super) async fn resume(context: &Context, name: &SubscriptionName, json: bool) -> Result<(), Failure> {
     let store = store_with(context, name).await?;
     store.pause(name, None).await?;
-    output::line(&format!("{name} goes on"))
+    output::done(json, &serde_json::json!({ "subscription": name, "paused": false }), &format!("{name} goes on"))
 }
 
 /// The store, if `name` is among what is meant: `--log` or `--subscription` may say otherwise.

@@ -16,7 +16,7 @@ use crate::output;
 /// How often a run that takes long says how far it is, where somebody looks.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
-pub(super) async fn run(context: &Context, mut prune: Prune) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, mut prune: Prune, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.registered(store.as_ref()).await?;
     // What others have read, it has not.
@@ -47,5 +47,5 @@ pub(super) async fn run(context: &Context, mut prune: Prune) -> Result<(), Failu
             }
         }
     }
-    counted("pruned", pruned, prune.dry_run)
+    counted("pruned", pruned, prune.dry_run, json)
 }

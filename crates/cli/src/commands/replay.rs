@@ -17,7 +17,7 @@ use crate::signals::stopped;
 /// How often a run that takes long says how far it is, where somebody looks.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
-pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate>) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate>, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
     let [info] = infos.as_slice() else {
@@ -70,7 +70,7 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
         all_known(&unknown)?;
     }
     if ended.is_ok() || count > 0 {
-        counted("replayed", count, replay.dry_run)?;
+        counted("replayed", count, replay.dry_run, json)?;
     }
     if ended.is_ok() && count == 0 {
         output::note("nothing that is meant went out or was skipped; what is pending goes out by itself");

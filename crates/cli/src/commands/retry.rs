@@ -13,10 +13,10 @@ use crate::output;
 /// Most events read ahead of one subscription and state, to find the oldest of all.
 const PAGE: usize = 100;
 
-pub(super) async fn run(context: &Context, wanted: Selection) -> Result<(), Failure> {
+pub(super) async fn run(context: &Context, wanted: Selection, json: bool) -> Result<(), Failure> {
     let store = context.store().await?;
     let infos = context.some_registered(store.as_ref()).await?;
-    let mut steps = Steps::begin("retried", wanted.dry_run);
+    let mut steps = Steps::begin("retried", wanted.dry_run, json);
     let lookup = match &wanted.ids {
         Some(ids) => IdLookup::look(store.as_ref(), &infos, ids).await?,
         None => IdLookup::default(),
@@ -79,7 +79,15 @@ async fn oldest_of_all(
         for state in [State::Dead, State::Retrying] {
             let (which, code) = (wanted.which.clone(), wanted.code.clone());
             let limit = limit.min(PAGE);
-            let query = ListQuery { subscription: info.name.clone(), state, which, code, after: None, limit };
+            let query = ListQuery {
+                subscription: info.name.clone(),
+                state,
+                which,
+                code,
+                correlation: None,
+                after: None,
+                limit,
+            };
             let mut ahead = Ahead { place, query, page: VecDeque::new() };
             ahead.fill(store).await?;
             heads.push(ahead);

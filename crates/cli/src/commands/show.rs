@@ -1,8 +1,8 @@
 //! `postbox show ID`.
 
-use postbox_core::{Event, EventId, Record, SubscriptionInfo};
+use postbox_core::{Attempt, Event, EventId, Record, SubscriptionInfo};
 use postbox_server::status::ShowJson;
-use postbox_server::text::safe_lines;
+use postbox_server::text::{safe_lines, span};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -36,7 +36,10 @@ pub(super) async fn run(context: &Context, id: EventId, json: bool) -> Result<()
 /// The event's own fields, and where it stands in each subscription.
 pub(crate) fn fields(found: &[(SubscriptionInfo, Record)]) -> Vec<(&'static str, String)> {
     let mut fields = found.first().map_or_else(Vec::new, |(_, first)| describe(&first.event));
-    fields.extend(found.iter().map(|(info, record)| ("delivery", stand(info, record))));
+    for (info, record) in found {
+        fields.push(("delivery", stand(info, record)));
+        fields.extend(record.last_attempts.iter().map(|attempt| ("  attempt", tried(attempt))));
+    }
     fields
 }
 
@@ -55,6 +58,7 @@ fn describe(event: &Event) -> Vec<(&'static str, String)> {
         ("created at", event.created_at.to_string()),
     ];
     fields.extend(event.deliver_at.map(|at| ("deliver at", at.to_string())));
+    fields.extend(event.expires_at.map(|at| ("expires at", at.to_string())));
     fields.extend(event.headers.iter().map(|(name, value)| ("header", format!("{name}: {value}"))));
     fields.push(("content type", event.content_type().to_owned()));
     fields.push(("payload", format!("{} bytes, below", event.payload.len())));
@@ -79,6 +83,12 @@ fn stand(info: &SubscriptionInfo, record: &Record) -> String {
         text += &format!(": {error}");
     }
     text
+}
+
+fn tried(attempt: &Attempt) -> String {
+    let Attempt { at, code, took, answer, next_at } = attempt;
+    let next = next_at.map_or_else(String::new, |at| format!("; next {at:.0}"));
+    format!("{at:.0}, {code} after {}: {answer}{next}", span(*took))
 }
 
 /// Text as it is but harmless; other bytes as hexadecimal, sixteen a line.

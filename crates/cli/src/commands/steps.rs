@@ -15,6 +15,8 @@ pub(super) struct Steps {
     word: &'static str,
     /// Whether it is only counted.
     dry_run: bool,
+    /// Whether it is said as JSON.
+    json: bool,
     count: u64,
     stop: CancellationToken,
     _listening: AbortOnDropHandle<()>,
@@ -22,14 +24,14 @@ pub(super) struct Steps {
 
 impl Steps {
     /// Begins to listen for SIGTERM and SIGINT.
-    pub(super) fn begin(word: &'static str, dry_run: bool) -> Self {
+    pub(super) fn begin(word: &'static str, dry_run: bool, json: bool) -> Self {
         let stop = CancellationToken::new();
         let (stopping, signal) = (stop.clone(), stopped());
         let listening = AbortOnDropHandle::new(tokio::spawn(async move {
             signal.await;
             stopping.cancel();
         }));
-        Self { word, dry_run, count: 0, stop, _listening: listening }
+        Self { word, dry_run, json, count: 0, stop, _listening: listening }
     }
 
     /// How many events were changed so far.
@@ -63,10 +65,10 @@ impl Steps {
 
     /// Says how many there were, also after a failure midway.
     pub(super) fn end(self, ended: Result<(), Failure>) -> Result<(), Failure> {
-        let Self { word, dry_run, count, stop, .. } = self;
+        let Self { word, dry_run, json, count, stop, .. } = self;
         // What could not even begin has changed nothing to speak of: its error is all it says.
         if ended.is_ok() || count > 0 {
-            counted(word, count, dry_run)?;
+            counted(word, count, dry_run, json)?;
         }
         if ended.is_err() && count > 0 && !dry_run && !stop.is_cancelled() {
             output::note(&format!(
@@ -78,8 +80,9 @@ impl Steps {
 }
 
 /// The count of a bulk change, in one shape for every such command.
-pub(super) fn counted(word: &str, count: u64, dry_run: bool) -> Result<(), Failure> {
-    output::line(&format!("{word}={count}{}", if dry_run { " dry_run=true" } else { "" }))
+pub(super) fn counted(word: &str, count: u64, dry_run: bool, json: bool) -> Result<(), Failure> {
+    let line = format!("{word}={count}{}", if dry_run { " dry_run=true" } else { "" });
+    output::done(json, &serde_json::json!({ word: count, "dry_run": dry_run }), &line)
 }
 
 /// An event that was named and is not there is a failure.

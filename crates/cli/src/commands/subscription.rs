@@ -44,18 +44,32 @@ pub(super) async fn show(context: &Context, name: &SubscriptionName, json: bool)
     if json { output::json(&shown) } else { output::fields(&describe(&shown)) }
 }
 
-pub(super) async fn rename(context: &Context, name: &SubscriptionName, to: &SubscriptionName) -> Result<(), Failure> {
+pub(super) async fn rename(
+    context: &Context,
+    name: &SubscriptionName,
+    to: &SubscriptionName,
+    json: bool,
+) -> Result<(), Failure> {
     let (store, info) = named(context, name).await?;
     store.rename(name, info.generation, to).await?;
-    output::line(&format!("{name} is called {to} now; call it so in the configuration too, and start its relays again"))
+    let line = format!("{name} is called {to} now; call it so in the configuration too, and start its relays again");
+    output::done(json, &serde_json::json!({ "subscription": to, "renamed_from": name }), &line)
 }
 
-pub(super) async fn reset(context: &Context, name: &SubscriptionName, to: ResetTo, yes: bool) -> Result<(), Failure> {
+pub(super) async fn reset(
+    context: &Context,
+    name: &SubscriptionName,
+    to: ResetTo,
+    yes: bool,
+    json: bool,
+) -> Result<(), Failure> {
     let (store, _) = named(context, name).await?;
     let plan = store.reset(name, to, None).await?;
     let [again, skipped] = [plan.again, plan.skipped].map(|count| estimated(count, plan.is_estimate));
     let estimate = if plan.is_estimate { " estimated=true" } else { "" };
-    output::line(&format!("again={} skipped={}{estimate}", plan.again, plan.skipped))?;
+    let line = format!("again={} skipped={}{estimate}", plan.again, plan.skipped);
+    let counts = serde_json::json!({ "again": plan.again, "skipped": plan.skipped, "estimated": plan.is_estimate });
+    output::done(json, &counts, &line)?;
     if !yes {
         return Err(Failure::usage(format!(
             "nothing was done yet: of {name}, {again} event(s) would go out again, and {skipped} that were not delivered would be skipped; \
@@ -67,7 +81,7 @@ pub(super) async fn reset(context: &Context, name: &SubscriptionName, to: ResetT
     Ok(())
 }
 
-pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool) -> Result<(), Failure> {
+pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool, json: bool) -> Result<(), Failure> {
     let (store, info) = named(context, name).await?;
     if !yes {
         let stats = store.stats(name).await?;
@@ -77,17 +91,18 @@ pub(super) async fn remove(context: &Context, name: &SubscriptionName, yes: bool
         )));
     }
     store.remove(name, info.generation).await?;
-    output::line(&format!("{name} is removed"))?;
+    output::done(json, &serde_json::json!({ "removed": name }), &format!("{name} is removed"))?;
     if context.config.subscriptions.iter().any(|config| config.subscription.name == *name) {
         output::note(&format!("[subscriptions.{name}] is still in the configuration: the next start makes it anew"));
     }
     Ok(())
 }
 
-pub(super) async fn lanes(context: &Context, name: &SubscriptionName, lanes: u16) -> Result<(), Failure> {
+pub(super) async fn lanes(context: &Context, name: &SubscriptionName, lanes: u16, json: bool) -> Result<(), Failure> {
     let (store, _) = named(context, name).await?;
     store.set_lanes(name, lanes).await?;
-    output::line(&format!("{name} has {lanes} lane(s); up to {lanes} replica(s) work for it at once"))
+    let line = format!("{name} has {lanes} lane(s); up to {lanes} replica(s) work for it at once");
+    output::done(json, &serde_json::json!({ "subscription": name, "lanes": lanes }), &line)
 }
 
 /// A subscription in the store, if it is among what is meant: `--log` or `--subscription` may say

@@ -22,6 +22,7 @@ mod monitoring;
 mod mqtt;
 mod nats;
 mod outages;
+mod people;
 mod privacy;
 mod psql;
 mod rabbitmq;

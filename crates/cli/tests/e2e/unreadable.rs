@@ -31,6 +31,7 @@ fn plant(kind: Kind) -> (String, usize) {
             ("occurred_at", "'infinity'"),
             ("deliver_at", "'infinity'"),
             ("deliver_at", "'290000-01-01'"),
+            ("expires_at", "'infinity'"),
             ("headers", "'[1]'"),
         ],
         Kind::Sqlite => vec![
@@ -39,6 +40,7 @@ fn plant(kind: Kind) -> (String, usize) {
             ("created_at", "0.5"),
             ("occurred_at", "'a text'"),
             ("deliver_at", "'a text'"),
+            ("expires_at", "'a text'"),
             ("version", "'a text'"),
             ("headers", "'[1]'"),
             ("key", "CAST(x'FF' AS TEXT)"),

@@ -7,6 +7,7 @@
 //! the errors that callers know by code.
 
 mod apply;
+mod attempt;
 mod batch;
 mod error;
 mod row;
@@ -14,6 +15,7 @@ mod stats;
 
 pub use crate::context::in_context;
 pub use apply::{BlockedKeys, entries_of};
+pub use attempt::{attempts_from_json, attempts_to_json, note_attempt};
 pub use batch::{BatchLimiter, lane_of};
 pub use error::{
     check_lanes, check_log, check_message_id, lanes_apart, lanes_held, lanes_missing, log_unknown, rebase_not_needed,

@@ -35,6 +35,8 @@ pub struct RowAfter<'a> {
     pub code: Option<&'a str>,
     /// The error text, within its limit; `None` leaves the one that is there.
     pub error: Option<Cow<'a, str>>,
+    /// It is an attempt, which took so long: [`note_attempt`](super::note_attempt) keeps it.
+    pub took: Option<Duration>,
 }
 
 impl<'a> RowAfter<'a> {
@@ -44,7 +46,15 @@ impl<'a> RowAfter<'a> {
     /// Whether a blocked row is the first of its key, and so due at once, only the store knows once
     /// all is written.
     pub fn of(disposition: &'a Disposition, attempts: u32, holds_key: bool) -> Option<Self> {
-        let row = Self { state: State::Retrying, attempts, due: Due::Never, halt: false, code: None, error: None };
+        let row = Self {
+            state: State::Retrying,
+            attempts,
+            due: Due::Never,
+            halt: false,
+            code: None,
+            error: None,
+            took: None,
+        };
         Some(match disposition {
             Disposition::Delivered | Disposition::Discarded => return None,
             Disposition::Retry { .. }
@@ -57,6 +67,7 @@ impl<'a> RowAfter<'a> {
                     due: Due::After(after),
                     code: Some(code),
                     error: Some(error_text(error)),
+                    took: disposition.took(),
                     ..row
                 }
             }
@@ -64,9 +75,16 @@ impl<'a> RowAfter<'a> {
             // Without order there is nothing to wait behind.
             Disposition::Block => Self { due: Due::After(Duration::ZERO), ..row },
             Disposition::Schedule { at } => Self { state: State::Scheduled, due: Due::At(*at), ..row },
-            Disposition::Dead { code, error, halt } => Self {
+            Disposition::Expired => Self {
+                state: State::Dead,
+                code: Some(Disposition::EXPIRED),
+                error: Some(Disposition::EXPIRED_ERROR.into()),
+                ..row
+            },
+            Disposition::Dead { code, error, halt, took } => Self {
                 state: State::Dead,
                 attempts: attempts.saturating_add(1),
+                took: *took,
                 halt: *halt,
                 code: Some(code),
                 error: Some(error_text(error)),

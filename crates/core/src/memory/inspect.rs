@@ -39,6 +39,7 @@ impl Inspect for MemoryStore {
             .committed()
             .filter(|(seq, _, _)| *seq > after)
             .filter(|(_, _, event)| query.which.mean_event(Some(event)))
+            .filter(|(_, _, event)| query.is_of_conversation(event))
             .map(|(seq, commit, event)| reader.record(log, seq, commit, event))
             .filter(|record| record.state == query.state)
             .filter(|record| query.code.is_none() || record.code == query.code);
@@ -120,6 +121,7 @@ impl Reader {
             code: row.and_then(|row| row.code.clone()),
             error: row.and_then(|row| row.error.clone()),
             updated_at: row.map(|row| row.updated_at),
+            last_attempts: row.map_or_else(Vec::new, |row| row.last_attempts.clone()),
         }
     }
 

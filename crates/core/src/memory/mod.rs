@@ -22,6 +22,7 @@ mod apply;
 mod client;
 mod dead_letters;
 mod diagnose;
+mod find;
 mod inspect;
 mod lanes;
 mod lifecycle;

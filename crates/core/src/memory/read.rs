@@ -58,7 +58,9 @@ impl Reader {
                 batch.discarded.insert(Seq(*seq));
             }
             let replay = self.replay_of(*seq);
-            batch.push(Delivery { event: event.clone(), seq: Seq(*seq), attempt: 1, replay, trace: None }, None);
+            let delivery = Delivery { event: event.clone(), seq: Seq(*seq), attempt: 1, replay, trace: None };
+            batch.expire(&delivery, now);
+            batch.push(delivery, None);
             batch.end = Some(Seq(*seq));
         }
         // The last batch of a window also covers what nobody wants behind it.
@@ -101,7 +103,9 @@ impl Reader {
             if row.crashes > 0 {
                 batch.crashes.insert(Seq(seq), row.crashes);
             }
-            batch.push(Delivery { event, seq: Seq(seq), attempt, replay, trace: None }, unreadable);
+            let delivery = Delivery { event, seq: Seq(seq), attempt, replay, trace: None };
+            batch.expire(&delivery, now);
+            batch.push(delivery, unreadable);
         }
         batch
     }

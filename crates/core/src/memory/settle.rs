@@ -8,7 +8,7 @@ use super::client::Position;
 use super::state::{DeliveryRow, LogState, Reader};
 use crate::batch::{Disposition, Settlement};
 use crate::error::Result;
-use crate::kit::{Due, RowAfter, window_undone};
+use crate::kit::{Due, RowAfter, note_attempt, window_undone};
 use crate::names::Key;
 use crate::state::State as EventState;
 
@@ -130,12 +130,13 @@ impl Reader {
 }
 
 /// The row after a disposition.
-fn written(row: DeliveryRow, after: RowAfter<'_>, now: Timestamp) -> DeliveryRow {
+fn written(mut row: DeliveryRow, after: RowAfter<'_>, now: Timestamp) -> DeliveryRow {
     let due_at = match after.due {
         Due::Never => None,
         Due::After(wait) => Some(now.checked_add(wait).unwrap_or(Timestamp::MAX)),
         Due::At(at) => Some(at),
     };
+    note_attempt(&mut row.last_attempts, &after, now, due_at);
     DeliveryRow {
         state: after.state,
         attempts: after.attempts,

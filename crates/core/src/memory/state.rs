@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use crate::batch::Disposition;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventId, NewEvent};
-use crate::inspect::Pause;
+use crate::inspect::{Attempt, Pause};
 use crate::kit::{lane_of, log_unknown, subscription_unknown};
 use crate::log::{Epoch, Lease};
 use crate::names::{Key, LogName, OwnerId, SubscriptionName};
@@ -152,6 +152,7 @@ pub(super) struct DeliveryRow {
     pub(super) code: Option<String>,
     pub(super) error: Option<String>,
     pub(super) updated_at: Timestamp,
+    pub(super) last_attempts: Vec<Attempt>,
     /// Which death was handed to a dead-letter sink, counted from 1.
     pub(super) letters: u32,
     /// When its letter is to be handed over; `None`: at once.
@@ -538,6 +539,7 @@ impl DeliveryRow {
             code: None,
             error: None,
             updated_at: now,
+            last_attempts: Vec::new(),
             letters: 0,
             letter_at: None,
         }

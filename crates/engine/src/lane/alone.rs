@@ -114,7 +114,8 @@ impl Lane {
             }
             keys_apart.extend(key.cloned());
             if alone.is_none() && key.is_none_or(|key| !keys_together.contains(key)) {
-                alone = Some(Arc::new(Batch { deliveries: vec![delivery], ..Batch::default() }));
+                let expires = batch.expires.clone();
+                alone = Some(Arc::new(Batch { deliveries: vec![delivery], expires, ..Batch::default() }));
             }
         }
         (Batch { deliveries: together, ..batch }, alone)
@@ -159,6 +160,6 @@ impl Lane {
              then: postbox retry {}",
             delivery.event.id
         );
-        Some(self.context.dead(delivery, Disposition::RELAY_CRASHED.into(), &error))
+        Some(self.context.dead(delivery, Disposition::RELAY_CRASHED.into(), &error, None))
     }
 }

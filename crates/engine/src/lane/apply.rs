@@ -86,10 +86,12 @@ impl Lane {
             if !applying.verdicts.is_waiting(place) {
                 continue;
             }
-            if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
+            if self.is_expired(batch, delivery) {
+                self.give_up_expired(applying.verdicts, place, delivery);
+            } else if delivery.event.key.as_ref().is_some_and(|key| applying.held.contains(key)) {
                 applying.verdicts.defer(place, Disposition::Block);
-            } else if let Some(outcome) = context.apply.take_failed(delivery) {
-                self.applied(applying, place, context.judge(delivery, outcome, sent));
+            } else if let Some((outcome, took)) = context.apply.take_failed(delivery) {
+                self.applied(applying, place, context.judge(delivery, outcome, sent, took));
             } else {
                 ready.push(place);
             }
@@ -126,20 +128,20 @@ impl Lane {
     ) -> Result<Vec<Option<Verdict>>> {
         let context = &*self.context;
         let judged: Mutex<HashMap<Seq, Verdict>> = Mutex::default();
+        let begin = context.clock.monotonic();
+        let took = || context.clock.monotonic().saturating_sub(begin);
         let decide = |delivery: &Delivery, outcome: &Outcome| {
-            let verdict = context.judge(delivery, outcome.clone(), sent);
+            let verdict = context.judge(delivery, outcome.clone(), sent, took());
             lock(&judged).insert(delivery.seq, verdict.clone());
             verdict.into_disposition()
         };
         let call = AssertUnwindSafe(async { apply.apply(&self.lease.lease, refs, settlement, &decide).await });
         let overran = || {
             let limit = context.settings.deliver_timeout;
-            context
-                .apply
-                .failed(refs, Outcome::retry("timeout", format!("the transaction overran {limit:?} or panicked")));
+            let outcome = Outcome::retry("timeout", format!("the transaction overran {limit:?} or panicked"));
+            context.apply.failed(refs, (outcome, took()));
         };
         let _in_flight = Gauge::up(&context.metrics.in_flight, refs.len());
-        let begin = context.clock.monotonic();
         let answer = tokio::select! {
             biased;
             () = self.lease.abandon.cancelled() => return Err(Error::stale("apply")),
@@ -150,7 +152,7 @@ impl Lane {
                 return Err(dropped("the transaction overran its time"));
             }
         };
-        context.metrics.calls.observe(context.clock.monotonic().saturating_sub(begin));
+        context.metrics.calls.observe(took());
         match answer {
             Ok(Ok(outcomes)) => {
                 self.works("apply");
@@ -158,7 +160,7 @@ impl Lane {
                 let judged = &mut *lock(&judged);
                 let verdict = |(delivery, outcome): (&&Delivery, Option<Outcome>)| {
                     let outcome = outcome?;
-                    Some(judged.remove(&delivery.seq).unwrap_or_else(|| context.judge(delivery, outcome, sent)))
+                    Some(judged.remove(&delivery.seq).unwrap_or_else(|| context.judge(delivery, outcome, sent, took())))
                 };
                 Ok(refs.iter().zip(outcomes).map(verdict).collect())
             }
@@ -168,7 +170,7 @@ impl Lane {
             }
             Ok(Err(error)) if error.is_transaction_ended() => {
                 // Dead at once: another attempt would repeat what this one committed.
-                context.apply.failed(refs, Outcome::dead(error.code().to_owned(), error.message()));
+                context.apply.failed(refs, (Outcome::dead(error.code().to_owned(), error.message()), took()));
                 Err(dropped("a handler ended the transaction"))
             }
             Ok(Err(error)) if self.failed("apply", &error) => {

@@ -109,6 +109,8 @@ impl Lane {
                 verdicts.defer(index, Disposition::Discarded);
             } else if let Some(why) = batch.unreadable.get(&delivery.seq) {
                 self.give_up_unreadable(&mut verdicts, index, delivery, why);
+            } else if self.is_expired(batch, delivery) {
+                self.give_up_expired(&mut verdicts, index, delivery);
             } else if let Some(at) = event.deliver_at.filter(|at| *at > event.created_at) {
                 verdicts.defer(index, Disposition::Schedule { at });
             } else if event.key.as_ref().is_some_and(is_held) {
@@ -130,6 +132,8 @@ impl Lane {
                 verdicts.defer(index, self.in_flight());
             } else if let Some(why) = batch.unreadable.get(&delivery.seq) {
                 self.give_up_unreadable(&mut verdicts, index, delivery, why);
+            } else if self.is_expired(batch, delivery) {
+                self.give_up_expired(&mut verdicts, index, delivery);
             } else if let Some(dead) = self.dead_of_crashes(batch, delivery) {
                 if holds(&dead) {
                     waiting.extend(key);

@@ -22,6 +22,8 @@ pub(super) struct Returned {
     pub(super) places: Vec<usize>,
     pub(super) outcomes: Vec<Outcome>,
     pub(super) sent: Sent,
+    /// How long it took.
+    pub(super) took: Duration,
 }
 
 /// A call in flight. It owns what it needs, so that a slow one can outlive its batch.
@@ -41,9 +43,10 @@ pub(super) fn call(
         let deliveries: Vec<&Delivery> = places.iter().map(|place| &batch.deliveries[*place]).collect();
         let outcomes = guarded(&context, &*sink, &deliveries).await;
         drop(deliveries);
+        let took = context.clock.monotonic().saturating_sub(in_flight.begun);
         drop(in_flight);
         drop(permit);
-        Returned { batch, places, outcomes, sent }
+        Returned { batch, places, outcomes, sent, took }
     })
 }
 

@@ -136,10 +136,10 @@ impl Lane {
         returned.extend(self.detached.returned());
         returned.iter().for_each(|returned| self.detached.forget(returned));
         let (mut entries, now): (Vec<Entry<'_>>, _) = (Vec::new(), context.clock.now());
-        for Returned { batch, places, outcomes, sent } in &mut returned {
+        for Returned { batch, places, outcomes, sent, took } in &mut returned {
             for (place, outcome) in places.iter().zip(outcomes.drain(..)) {
                 let delivery = &batch.deliveries[*place];
-                let verdict = context.judge(delivery, outcome, *sent);
+                let verdict = context.judge(delivery, outcome, *sent, *took);
                 context.record(delivery, &verdict, now);
                 entries.push(Entry { delivery, disposition: verdict.into_disposition() });
             }

@@ -116,7 +116,7 @@ impl Lane {
                     starved = true;
                     break;
                 };
-                let places = queue.take(context.capabilities.batch_max, deliveries, verdicts);
+                let places = self.take_places(&mut queue, batch, verdicts);
                 if places.is_empty() {
                     break;
                 }
@@ -249,7 +249,7 @@ impl Lane {
                 }
                 continue;
             }
-            let verdict = context.judge(delivery, outcome, returned.sent);
+            let verdict = context.judge(delivery, outcome, returned.sent, returned.took);
             context.record(delivery, &verdict, now);
             let (disposition, holding) = match verdict {
                 Verdict::Delivered { .. } => {

@@ -73,12 +73,12 @@ impl Lane {
         let limit = BatchLimit { events, ..most };
         let Some(reservation) = until.reserve(limit).await else { return Ok(0) };
         let (log, lease) = (&self.context.log, &self.lease.lease);
-        let Some(batch) = self.repeat("due", round, || log.due(lease, reservation.limit)).await? else {
+        let Some(mut batch) = self.repeat("due", round, || log.due(lease, reservation.limit)).await? else {
             return Ok(0);
         };
         let count = batch.deliveries.len();
         reservation.used(count);
-        self.note_read(&batch);
+        self.note_read(&mut batch);
         if count == 0 {
             self.careful.no_rows();
         }

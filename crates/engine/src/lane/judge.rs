@@ -46,32 +46,33 @@ impl Verdict {
 }
 
 impl RelayContext {
-    /// Judges the outcome of a call made at `sent`. It only updates the evidence, so that a handler
-    /// may be judged in a transaction that does not commit; see [`Self::record`].
-    pub(super) fn judge(&self, delivery: &Delivery, outcome: Outcome, sent: Sent) -> Verdict {
-        let (seq, failures) = (delivery.seq, &self.health.failures);
+    /// Judges the outcome of a call made at `sent`, which took some time. It only updates the
+    /// evidence, so that a handler may be judged in a transaction that does not commit; see
+    /// [`Self::record`].
+    pub(super) fn judge(&self, delivery: &Delivery, outcome: Outcome, sent: Sent, took: Duration) -> Verdict {
+        let (seq, failures, took) = (delivery.seq, &self.health.failures, Some(took));
         let (failure, code, error, after) = match outcome {
             Outcome::Delivered { duplicate } => {
                 failures.accepted(seq, sent);
                 return Verdict::Delivered { duplicate };
             }
-            Outcome::Dead { code, error } => return Verdict::Refused(self.dead(delivery, code, &error)),
+            Outcome::Dead { code, error } => return Verdict::Refused(self.dead(delivery, code, &error, took)),
             Outcome::Gone { code, error } => {
                 let why = format!("{code}: {error}");
-                return Verdict::Gone { disposition: self.dead(delivery, code, &error), why };
+                return Verdict::Gone { disposition: self.dead(delivery, code, &error, took), why };
             }
             Outcome::Retry { code, error, after } => (Failure::OfEvent, code, error, after),
             Outcome::Ambiguous { code, error, after } => (failures.ambiguous(seq, after), code, error, after),
             Outcome::Throttled { code, error, after } => (failures.throttled(seq, after), code, error, after),
             Outcome::Unavailable { code, error } => (failures.unavailable(seq), code, error, None),
         };
-        let retry = |after, counted, code| Disposition::Retry { after, counted, code, error: clip(&error) };
+        let retry = |after, counted, code| Disposition::Retry { after, counted, code, error: clip(&error), took };
         match failure {
             Failure::OfEvent => {
                 let delay = self.settings.retry.next_delay(delivery.attempt, after, &*self.random);
                 Verdict::Failed(match delay {
                     Some(delay) => retry(delay, true, code),
-                    None => self.dead(delivery, code, &error),
+                    None => self.dead(delivery, code, &error, took),
                 })
             }
             Failure::Throttled(wait) => Verdict::Failed(retry(wait, false, code)),
@@ -79,9 +80,15 @@ impl RelayContext {
         }
     }
 
-    pub(super) fn dead(&self, delivery: &Delivery, code: Cow<'static, str>, error: &str) -> Disposition {
+    pub(super) fn dead(
+        &self,
+        delivery: &Delivery,
+        code: Cow<'static, str>,
+        error: &str,
+        took: Option<Duration>,
+    ) -> Disposition {
         let halt = self.settings.on_dead == OnDead::Halt && self.holds_keys() && delivery.event.key.is_some();
-        Disposition::Dead { code, error: clip(error), halt }
+        Disposition::Dead { code, error: clip(error), halt, took }
     }
 
     /// Acts on a verdict of `now` that stands: counts, logs, opens or closes the breaker.
@@ -119,7 +126,7 @@ impl RelayContext {
     pub(super) fn record_failure(&self, delivery: &Delivery, disposition: &Disposition) {
         let (metrics, event) = (&self.metrics, &delivery.event);
         match disposition {
-            Disposition::Retry { counted, code, error, after } => {
+            Disposition::Retry { counted, code, error, after, .. } => {
                 metrics.failure(&event.topic, code);
                 metrics.add(if *counted { &metrics.retries } else { &metrics.unavailable }, 1);
                 if let Some(left_out) = self.log_line("delivery failed", code) {
@@ -129,7 +136,17 @@ impl RelayContext {
                     );
                 }
             }
-            Disposition::Dead { code, error, halt } => {
+            Disposition::Expired => {
+                metrics.failure(&event.topic, Disposition::EXPIRED);
+                metrics.add(&metrics.dead, 1);
+                if let Some(left_out) = self.log_line("event expired", Disposition::EXPIRED) {
+                    warn!(
+                        subscription = self.name(), id = %event.id, seq = %delivery.seq, topic = %event.topic,
+                        expires_at = ?event.expires_at, left_out, "event expired"
+                    );
+                }
+            }
+            Disposition::Dead { code, error, halt, .. } => {
                 metrics.failure(&event.topic, code);
                 metrics.add(&metrics.dead, 1);
                 if let Some(left_out) = self.log_line("event dead", code) {

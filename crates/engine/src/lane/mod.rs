@@ -19,6 +19,7 @@ mod dead_letters;
 mod detached;
 mod dispatch;
 mod due;
+mod expiry;
 mod judge;
 mod lease;
 mod limit;

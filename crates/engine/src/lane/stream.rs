@@ -148,9 +148,9 @@ impl Lane {
     /// One try of a read, which is never dropped half-way; `None` when the store failed.
     async fn read_once(&self, limit: BatchLimit) -> Result<Option<Batch>> {
         match self.context.log.next_batch(&self.lease.lease, limit).await {
-            Ok(batch) => {
+            Ok(mut batch) => {
                 self.works("next_batch");
-                self.note_read(&batch);
+                self.note_read(&mut batch);
                 Ok(Some(batch))
             }
             Err(error) if self.failed("next_batch", &error) => {
@@ -162,10 +162,11 @@ impl Lane {
     }
 
     /// Counts what was read, and schedules due rows by what the store said of them.
-    pub(super) fn note_read(&self, batch: &Batch) {
+    pub(super) fn note_read(&self, batch: &mut Batch) {
         if let Some(wait) = batch.due_in {
             self.due_timer.schedule(self.context.clock.monotonic(), wait);
         }
+        self.note_expiry(batch);
         self.context.metrics.add(&self.context.metrics.fetched, batch.deliveries.len());
     }
 

@@ -9,6 +9,7 @@ mod support;
 mod context;
 mod crashes;
 mod duplicates;
+mod expiry;
 mod layers;
 mod lifecycle;
 mod limit;

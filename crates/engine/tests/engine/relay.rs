@@ -265,6 +265,17 @@ async fn a_crashed_relays_work_is_taken_over_within_lease_plus_a_second() {
         assert!(crashed.elapsed() <= ttl + S, "{:?}", crashed.elapsed());
     })
     .await;
+    assert_eq!(successor.metrics().lane_takeovers(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lane_that_was_given_back_is_not_taken_over() {
+    let env = TestEnv::with([event(0, 0)]).await;
+    let relays: Vec<_> = (0..2).map(|_| env.relay(Recorder::new(Capabilities::default()), fast())).collect();
+    env.run_for(&relays[0], S).await;
+    env.run_for(&relays[1], S).await;
+    assert_eq!(relays[1].metrics().lanes_acquired(), 1);
+    assert_eq!(relays[1].metrics().lane_takeovers(), 0);
 }
 
 #[tokio::test(start_paused = true)]

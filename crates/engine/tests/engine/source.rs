@@ -316,6 +316,7 @@ async fn a_relay_never_sends_poison_and_an_operator_sees_its_bytes() {
         state: State::Dead,
         which: Criteria::default(),
         code: Some("body_broken".into()),
+        correlation: None,
         after: None,
         limit: 10,
     };

@@ -156,8 +156,15 @@ impl TestEnv {
 
     pub async fn list(&self, state: State) -> Vec<Record> {
         let subscription = self.subscription().name;
-        let query =
-            ListQuery { subscription, state, which: Criteria::default(), code: None, after: None, limit: 1_000 };
+        let query = ListQuery {
+            subscription,
+            state,
+            which: Criteria::default(),
+            code: None,
+            correlation: None,
+            after: None,
+            limit: 1_000,
+        };
         self.store.list(&query).await.expect("listed")
     }
 }

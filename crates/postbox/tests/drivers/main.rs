@@ -110,7 +110,8 @@ fn strange() -> Vec<NewEvent> {
         .tenant("t")
         .header("h", r#"\"{},"#)
         .occurred_at(at)
-        .deliver_at(at);
+        .deliver_at(at)
+        .expires_at(at);
     let texts = ["", "NULL", "{}", r#"{"a":"\n\\\""}"#, r"\x41", "\u{1F600}\n"];
     let payloads = texts.map(|text| NewEvent::json("t", text.to_owned()));
     std::iter::once(full).chain(payloads).collect()

@@ -90,6 +90,8 @@ families! {
         "Lease renewals by result.";
     LANES_HELD: Gauge "postbox_lanes_held" ["store" "subscription"]
         "Lanes this process drives now.";
+    LANE_TAKEOVERS: Counter "postbox_lane_takeovers" ["store" "subscription"]
+        "Lanes taken from a relay that vanished without giving them back: it crashed, or was away for longer than its lease.";
     LANE_FAILING: Gauge "postbox_lane_failing_since_seconds" ["store" "subscription" "lane" "code"]
         "When a lane began to fail at every read or settlement, in seconds since 1970; not there while it works.";
     BREAKER_STATE: Gauge "postbox_breaker_state" ["store" "subscription"]

@@ -236,6 +236,7 @@ fn relays(page: &mut Page<'_>, stores: &[&ServedStore]) -> fmt::Result {
     });
     page.family(&family::LEASE_RENEWALS, renewals)?;
     page.family(&family::LANES_HELD, each(|m| m.lanes_held))?;
+    page.family(&family::LANE_TAKEOVERS, each(|m| m.lane_takeovers))?;
     let failing = relays().flat_map(|(store, relay)| {
         relay.relay().failing_lanes().into_iter().map(move |failing| {
             let since = failing.since.as_second().unsigned_abs();

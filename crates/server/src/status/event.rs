@@ -2,7 +2,9 @@
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use postbox_core::{Event, EventId, Headers, Key, Record, Seq, SubscriptionInfo, SubscriptionName, Tenant, Topic};
+use postbox_core::{
+    Attempt, Event, EventId, Headers, Key, Record, Seq, SubscriptionInfo, SubscriptionName, Tenant, Topic,
+};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
@@ -22,6 +24,7 @@ pub struct EventJson<'a> {
     occurred_at: String,
     created_at: String,
     deliver_at: Option<String>,
+    expires_at: Option<String>,
     /// The JSON itself, if the payload is JSON …
     #[serde(skip_serializing_if = "Option::is_none")]
     payload: Option<&'a RawValue>,
@@ -49,6 +52,7 @@ impl<'a> From<&'a Event> for EventJson<'a> {
             occurred_at: event.occurred_at.to_string(),
             created_at: event.created_at.to_string(),
             deliver_at: event.deliver_at.map(|at| at.to_string()),
+            expires_at: event.expires_at.map(|at| at.to_string()),
             payload,
             payload_base64: payload.is_none().then(|| STANDARD.encode(&event.payload)),
         }
@@ -67,6 +71,30 @@ pub struct DeliveryJson<'a> {
     code: Option<&'a str>,
     error: Option<&'a str>,
     updated_at: Option<String>,
+    /// The latest last.
+    last_attempts: Vec<AttemptJson<'a>>,
+}
+
+/// One call that did not deliver it.
+#[derive(Debug, Serialize)]
+struct AttemptJson<'a> {
+    at: String,
+    code: &'a str,
+    took_seconds: f64,
+    answer: &'a str,
+    next_at: Option<String>,
+}
+
+impl<'a> From<&'a Attempt> for AttemptJson<'a> {
+    fn from(attempt: &'a Attempt) -> Self {
+        Self {
+            at: attempt.at.to_string(),
+            code: &attempt.code,
+            took_seconds: attempt.took.as_secs_f64(),
+            answer: &attempt.answer,
+            next_at: attempt.next_at.map(|at| at.to_string()),
+        }
+    }
 }
 
 impl<'a> DeliveryJson<'a> {
@@ -81,6 +109,7 @@ impl<'a> DeliveryJson<'a> {
             code: record.code.as_deref(),
             error: record.error.as_deref(),
             updated_at: record.updated_at.map(|at| at.to_string()),
+            last_attempts: record.last_attempts.iter().map(AttemptJson::from).collect(),
         }
     }
 }

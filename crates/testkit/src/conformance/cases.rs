@@ -51,6 +51,12 @@ macro_rules! conformance_suite {
             a_lost_lease_hands_nothing_over letters_are_not_pruned
         }
     };
+    (expiry, $fixture:expr) => {
+        $crate::conformance_cases! { expiry, $fixture,
+            what_has_an_end_comes_with_the_time_it_has_left an_expired_event_is_dead_without_an_attempt
+            an_expired_event_holds_nobody_back an_expired_row_keeps_its_attempts
+        }
+    };
     (fidelity, $fixture:expr) => {
         $crate::conformance_cases! { fidelity, $fixture,
             every_field_comes_back inspecting_shows_the_same_bytes payload_bytes_come_back_identical
@@ -80,8 +86,8 @@ macro_rules! conformance_suite {
             delayed_events_do_not_age_before_their_time the_newest_events_are_known_with_their_age
             dispatched_counts_each_delivered_event_once
             a_deep_backlog_is_near_the_truth every_state_lists_its_own lists_are_paged_in_seq_order lists_narrow_by_topic_and_code
-            lists_narrow_by_key_tenant_and_time
-            an_unknown_event_is_none
+            lists_narrow_by_key_tenant_and_time lists_narrow_by_conversation
+            an_unknown_event_is_none an_id_is_found_by_its_beginning
         }
     };
     (late, $fixture:expr) => {
@@ -263,7 +269,8 @@ macro_rules! conformance_suite {
             settling_a_row_that_was_discarded_meanwhile_succeeds settling_a_row_that_was_pruned_meanwhile_succeeds
             an_event_discarded_in_flight_is_not_retried an_event_discarded_before_it_was_read_is_marked
             due_rows_stay_in_their_lane the_earliest_wait_is_reported a_hostile_error_text_is_cut_not_refused
-            a_large_due_row_comes_in_spite_of_the_byte_limit
+            a_large_due_row_comes_in_spite_of_the_byte_limit the_last_attempts_of_an_event_are_kept
+            what_was_not_called_is_no_attempt a_replay_keeps_the_attempts_before_it
         }
     };
     (sink, $fixture:expr) => {

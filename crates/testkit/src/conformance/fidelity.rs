@@ -23,7 +23,8 @@ pub async fn every_field_comes_back(fixture: &dyn StoreFixture) {
         .header("traceparent", "00-1-2-01")
         .header("correlation-id", "c")
         .occurred_at(occurred_at)
-        .deliver_at(deliver_at);
+        .deliver_at(deliver_at)
+        .expires_at(deliver_at);
     append(&lane.store, [full.clone(), event("plain")]).await;
     let read = lane.drain().await;
     let stored = &read[0].event;
@@ -33,6 +34,7 @@ pub async fn every_field_comes_back(fixture: &dyn StoreFixture) {
     assert_eq!((plain.kind(), plain.content_type()), ("domain", "application/json"));
     assert_eq!((&plain.key, &plain.aggregate, plain.version), (&None, &None, None));
     assert_eq!((&plain.source, &plain.tenant, plain.deliver_at), (&None, &None, None));
+    assert_eq!(plain.expires_at, None);
     assert!(plain.headers.is_empty());
     let apart = plain.occurred_at.duration_since(plain.created_at).abs();
     assert!(apart < SignedDuration::from_secs(60), "it happened when it was appended");
@@ -126,9 +128,14 @@ pub async fn times_come_back_to_the_microsecond(fixture: &dyn StoreFixture) {
         "9999-12-30T22:00:00.999999Z",
     ];
     let times = times.map(|time| time.parse::<Timestamp>().expect("a time"));
-    append(&lane.store, times.map(|time| event("1").occurred_at(time).deliver_at(time).version(i64::MIN))).await;
+    append(
+        &lane.store,
+        times.map(|time| event("1").occurred_at(time).deliver_at(time).expires_at(time).version(i64::MIN)),
+    )
+    .await;
     for (delivery, time) in lane.drain().await.iter().zip(times) {
         assert_eq!((delivery.event.occurred_at, delivery.event.deliver_at), (time, Some(time)));
+        assert_eq!(delivery.event.expires_at, Some(time));
         assert_eq!(delivery.event.version, Some(i64::MIN));
     }
     let fine: Timestamp = "2026-01-01T00:00:00.123456789Z".parse().expect("a time");

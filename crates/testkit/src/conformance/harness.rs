@@ -125,6 +125,7 @@ pub(super) fn query(state: State) -> ListQuery {
         state,
         which: Criteria::default(),
         code: None,
+        correlation: None,
         after: None,
         limit: 1_000,
     }
@@ -139,7 +140,7 @@ fn text(payload: &[u8]) -> String {
 }
 
 pub(super) fn retry(after: Duration) -> Disposition {
-    Disposition::Retry { after, counted: true, code: "http_500".into(), error: "it said no".into() }
+    Disposition::Retry { after, counted: true, code: "http_500".into(), error: "it said no".into(), took: None }
 }
 
 pub(super) fn retry_now() -> Disposition {
@@ -152,7 +153,7 @@ pub(super) fn scheduled() -> Disposition {
 }
 
 pub(super) fn dead_of(code: &'static str) -> Disposition {
-    Disposition::Dead { code: code.into(), error: "never".into(), halt: false }
+    Disposition::Dead { code: code.into(), error: "never".into(), halt: false, took: None }
 }
 
 pub(super) fn dead() -> Disposition {
@@ -160,7 +161,7 @@ pub(super) fn dead() -> Disposition {
 }
 
 pub(super) fn halted() -> Disposition {
-    Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: true }
+    Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: true, took: None }
 }
 
 /// Checks that a call was refused with this kind and code.

@@ -270,6 +270,41 @@ pub async fn lists_narrow_by_key_tenant_and_time(fixture: &dyn StoreFixture) {
     }
 }
 
+pub async fn lists_narrow_by_conversation(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let of = |payload: &str, id: &str| event(payload).correlation_id(id);
+    lane.past([(of("1", "a'b"), dead()), (of("2", "c"), dead()), (event("3"), dead()), (of("4", "a'b"), Delivered)])
+        .await;
+    append(&lane.store, [of("5", "a'b"), of("6", "c")]).await;
+    for (state, expected) in [(State::Dead, ["1"]), (State::Dispatched, ["4"]), (State::Pending, ["5"])] {
+        let query = ListQuery { correlation: Some("a'b".to_owned()), ..query(state) };
+        let found = lane.store.list(&query).await.expect("listed");
+        let found: Vec<_> = found.iter().map(|record| String::from_utf8_lossy(&record.event.payload)).collect();
+        assert_eq!(found, expected, "{query:?}");
+    }
+}
+
+pub async fn an_id_is_found_by_its_beginning(fixture: &dyn StoreFixture) {
+    let store = fixture.store();
+    let id = |number: u128| postbox_core::EventId::from_uuid(uuid::Uuid::from_u128(number));
+    let near = 0x0189_0000_0000_7000_8000_0000_0000_0000;
+    let (ids, edges) = ([id(near), id(near + 1), id(near + 2)], [id(0x0188_ffff << 96), id(0x0189_0001 << 96)]);
+    append(&store, ids.iter().chain(&edges).map(|id| event("1").id(*id)).collect::<Vec<_>>()).await;
+    let open = begin_with(fixture, [event("2").id(id(near + 3))]).await;
+    let look = async |prefix: &str, limit| {
+        let prefix = prefix.parse().expect("a beginning");
+        store.ids(&outbox(), &prefix, limit).await.expect("looked")
+    };
+    assert_eq!(look("01890000", 10).await, ids);
+    assert_eq!(look("01890000-0000-7000-8", 2).await, ids[..2]);
+    assert_eq!(look("01890001", 2).await, edges[1..]);
+    assert_eq!(look(&ids[1].to_string(), 2).await, ids[1..2]);
+    assert!(look("abcdef01", 2).await.is_empty());
+    open.rollback().await;
+    let nowhere = store.ids(&nowhere(), &"01890000".parse().expect("a beginning"), 2).await;
+    refused(nowhere, ErrorKind::NotFound, "log_unknown");
+}
+
 pub async fn an_unknown_event_is_none(fixture: &dyn StoreFixture) {
     let store = subscribed(fixture, &reader()).await;
     let id = postbox_core::EventId::from_uuid(uuid::Uuid::from_u128(1));

@@ -34,6 +34,8 @@ pub mod crashes;
 #[doc(hidden)]
 pub mod dead_letters;
 #[doc(hidden)]
+pub mod expiry;
+#[doc(hidden)]
 pub mod fidelity;
 #[doc(hidden)]
 pub mod hold;
@@ -97,6 +99,7 @@ macro_rules! store_suite {
         $crate::conformance_suite!(read, $fixture);
         $crate::conformance_suite!(order, $fixture);
         $crate::conformance_suite!(settle, $fixture);
+        $crate::conformance_suite!(expiry, $fixture);
         $crate::conformance_suite!(hold, $fixture);
         $crate::conformance_suite!(storm, $fixture);
         $crate::conformance_suite!(inspect, $fixture);

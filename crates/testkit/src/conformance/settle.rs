@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
+use postbox_core::limits::ANSWER_CHARS_MAX;
 use postbox_core::{BatchLimit, Disposition, Entry, Key, NewEvent, Prune, Settlement, State, Subscription};
 
 use super::StoreFixture;
@@ -33,6 +34,7 @@ pub async fn an_uncounted_retry_does_not_raise_the_attempt(fixture: &dyn StoreFi
         counted: false,
         code: "connect_refused".into(),
         error: "nobody home".into(),
+        took: None,
     };
     let ids = lane.past([(event("1"), uncounted())]).await;
     for _ in 0..3 {
@@ -179,8 +181,13 @@ pub async fn the_earliest_wait_is_reported(fixture: &dyn StoreFixture) {
 
 pub async fn a_hostile_error_text_is_cut_not_refused(fixture: &dyn StoreFixture) {
     let lane = Lane::open(fixture).await;
-    let said =
-        |error: String| Disposition::Retry { after: Duration::ZERO, counted: true, code: "http_500".into(), error };
+    let said = |error: String| Disposition::Retry {
+        after: Duration::ZERO,
+        counted: true,
+        code: "http_500".into(),
+        error,
+        took: None,
+    };
     let long = "é".repeat(5_000);
     let ids = lane
         .past([
@@ -203,4 +210,62 @@ pub async fn a_large_due_row_comes_in_spite_of_the_byte_limit(fixture: &dyn Stor
     let due = lane.store.due(&lane.lease, limit).await.expect("the due rows");
     assert_eq!(due.deliveries.len(), 1);
     assert_eq!(due.deliveries[0].event.payload.len(), 500);
+}
+
+/// A call that failed, and took this many milliseconds.
+fn failed(code: &'static str, took_ms: u64) -> Disposition {
+    let error = format!("{code}: {}", "é".repeat(1_000));
+    let took = Some(Duration::from_millis(took_ms));
+    Disposition::Retry { after: Duration::ZERO, counted: true, code: code.into(), error, took }
+}
+
+pub async fn the_last_attempts_of_an_event_are_kept(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), failed("http_500", 1))]).await;
+    let first = record(&lane.store, ids[0]).await;
+    let [attempt] = first.last_attempts.as_slice() else { panic!("one: {first:?}") };
+    assert_eq!((attempt.code.as_str(), attempt.took), ("http_500", Duration::from_millis(1)));
+    assert_eq!(attempt.answer.chars().count(), ANSWER_CHARS_MAX);
+    assert!(attempt.answer.starts_with("http_500: é"), "{}", attempt.answer);
+    assert!(attempt.next_at.is_some() && attempt.next_at == first.due_at, "{first:?}");
+    assert!(attempt.at >= first.event.created_at, "{first:?}");
+    for took in 2..=9 {
+        let due = lane.due(10).await;
+        lane.settle_due(&due, vec![failed("http_503", took)]).await;
+    }
+    let due = lane.due(10).await;
+    let (code, error, took) = ("http_422".into(), "no".to_owned(), Some(Duration::from_millis(10)));
+    lane.settle_due(&due, vec![Disposition::Dead { code, error, halt: false, took }]).await;
+    let kept = record(&lane.store, ids[0]).await;
+    let took: Vec<u128> = kept.last_attempts.iter().map(|attempt| attempt.took.as_millis()).collect();
+    assert_eq!(took, (3..=10).collect::<Vec<_>>());
+    assert!(kept.last_attempts.is_sorted_by_key(|attempt| attempt.at), "{kept:?}");
+    let last = kept.last_attempts.last().expect("eight");
+    assert_eq!((last.code.as_str(), last.answer.as_str(), last.next_at), ("http_422", "no", None));
+    let listed = lane.store.list(&query(State::Dead)).await.expect("listed");
+    assert_eq!(listed[0].last_attempts, kept.last_attempts);
+}
+
+pub async fn what_was_not_called_is_no_attempt(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(
+        fixture,
+        [(keyed("a", "1"), Disposition::NotSent), (keyed("a", "2"), Block), (keyed("b", "3"), failed("http_500", 1))],
+    )
+    .await;
+    let due = lane.due(10).await;
+    lane.settle_due(&due, vec![Disposition::Expired, Block, Disposition::NotSent]).await;
+    let mut kept = Vec::new();
+    for id in ids {
+        kept.push(record(&lane.store, id).await.last_attempts.len());
+    }
+    assert_eq!(kept, [0, 0, 1]);
+}
+
+/// Whoever sends it again wants to know why it had died.
+pub async fn a_replay_keeps_the_attempts_before_it(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), failed("http_500", 1))]).await;
+    let due = lane.due(10).await;
+    lane.settle_due(&due, vec![dead()]).await;
+    assert_eq!(lane.replay(these(&ids)).await, 1);
+    let again = record(&lane.store, ids[0]).await;
+    assert_eq!((again.attempts, again.last_attempts.len()), (0, 1));
 }

@@ -43,6 +43,7 @@ async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec<(String, S
         code: None,
         after: None,
         limit: 100,
+        correlation: None,
     };
     let text = |event: &Event| String::from_utf8_lossy(&event.payload).into_owned();
     let records = fixture.store.store.list(&query).await.expect("listed");

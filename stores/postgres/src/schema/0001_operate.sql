@@ -207,7 +207,7 @@ BEGIN
     RAISE EXCEPTION 'the message has no payload' USING ERRCODE = 'check_violation', CONSTRAINT = 'payload_missing', HINT = 'it may be empty, but not NULL';
   END IF;
   EXECUTE 'SELECT ' || {schema_literal} || '.' || quote_ident(log || '_receive')
-    || '($1, $2, $3, $4, $5, $6, NULL, NULL, NULL, $1, $7, $8, $9, $10, $11, NULL, NULL)'
+    || '($1, $2, $3, $4, $5, $6, NULL, NULL, NULL, $1, $7, $8, $9, $10, $11, NULL, NULL, NULL)'
     INTO verdict USING source, message_id, sha256(body), {s}.uuid_v7(), topic, key, tenant, as_text, CASE WHEN as_text IS NULL THEN body END,
       content_type, (coalesce(headers, '{}') || jsonb_build_object('postbox-message-id', message_id))::text;
   RETURN verdict;

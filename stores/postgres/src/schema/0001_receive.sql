@@ -50,7 +50,8 @@ BEGIN
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_receive(
       of_source text, of_message text, with_digest bytea,
       new_id uuid, new_topic text, new_key text, new_aggregate text, new_version bigint, new_kind text, new_source text, new_tenant text,
-      new_payload text, new_bytes bytea, new_content_type text, new_headers text, new_occurred_at text, new_deliver_at text)
+      new_payload text, new_bytes bytea, new_content_type text, new_headers text, new_occurred_at text, new_deliver_at text,
+      new_expires_at text)
     RETURNS text LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}_body$
     DECLARE
       bound text;
@@ -64,7 +65,8 @@ BEGIN
       END IF;
       INSERT INTO {s}."{tag}_log" ({appended})
         VALUES (new_id, new_topic, new_key, new_aggregate, new_version, new_kind, new_source, new_tenant, new_payload, new_bytes, new_content_type,
-          new_headers::jsonb, coalesce(new_occurred_at::timestamptz, clock_timestamp()), new_deliver_at::timestamptz);
+          new_headers::jsonb, coalesce(new_occurred_at::timestamptz, clock_timestamp()), new_deliver_at::timestamptz,
+          new_expires_at::timestamptz);
       RETURN 'accepted';
     END
     ${tag}_body$;
@@ -76,7 +78,7 @@ BEGIN
       ranks int[], repeats boolean[], of_sources text[], of_messages text[], with_digests bytea[],
       new_ids uuid[], new_topics text[], new_keys text[], new_aggregates text[], new_versions bigint[], new_kinds text[],
       new_sources text[], new_tenants text[], new_payloads text[], new_bytes bytea[], new_content_types text[], new_headers text[],
-      new_occurred_at text[], new_deliver_at text[])
+      new_occurred_at text[], new_deliver_at text[], new_expires_at text[])
     RETURNS text[] LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog AS ${tag}_body$
     DECLARE
       verdicts text[];
@@ -110,9 +112,9 @@ BEGIN
         -- nothing would still wake relays by its trigger.
         INSERT INTO {s}."{tag}_log" ({appended})
           SELECT e.id, e.topic, e.key, e.aggregate, e.version, e.kind, e.source, e.tenant, e.payload, e.payload_bytes, e.content_type,
-            e.headers::jsonb, coalesce(e.occurred_at::timestamptz, clock_timestamp()), e.deliver_at::timestamptz
+            e.headers::jsonb, coalesce(e.occurred_at::timestamptz, clock_timestamp()), e.deliver_at::timestamptz, e.expires_at::timestamptz
           FROM unnest(verdicts, new_ids, new_topics, new_keys, new_aggregates, new_versions, new_kinds, new_sources, new_tenants, new_payloads, new_bytes,
-              new_content_types, new_headers, new_occurred_at, new_deliver_at)
+              new_content_types, new_headers, new_occurred_at, new_deliver_at, new_expires_at)
             AS e(verdict, {appended})
           WHERE e.verdict = 'accepted';
       END IF;

@@ -64,6 +64,7 @@ BEGIN
     WHEN pg_catalog.left(event.payload, 2) {=} E'\\x' THEN 'payload_is_bytes'
     WHEN event.occurred_at {<=} '-infinity' OR event.occurred_at {>=} '9999-12-30 22:00:01+00' THEN 'occurred_at_invalid'
     WHEN event.deliver_at {<=} '-infinity' OR event.deliver_at {>=} '9999-12-30 22:00:01+00' THEN 'deliver_at_invalid'
+    WHEN event.expires_at {<=} '-infinity' OR event.expires_at {>=} '9999-12-30 22:00:01+00' THEN 'expires_at_invalid'
     WHEN event.key {=} '' THEN 'key_empty'
     WHEN pg_catalog.octet_length(event.key) {>} 1024 THEN 'key_too_long'
   END;
@@ -119,7 +120,7 @@ BEGIN
     WHEN fault {=} 'key_empty' OR fault {=} 'tenant_empty' THEN 'leave it out where there is none'
     WHEN fault {=} 'tenant_invalid' THEN 'a tenant has no control characters'
     WHEN fault {=} 'created_at_invalid' THEN 'leave created_at to its default'
-    WHEN fault {=} 'occurred_at_invalid' OR fault {=} 'deliver_at_invalid' THEN 'a time before the last days of the year 9999, and not infinity'
+    WHEN fault {=} 'occurred_at_invalid' OR fault {=} 'deliver_at_invalid' OR fault {=} 'expires_at_invalid' THEN 'a time before the last days of the year 9999, and not infinity'
     WHEN fault {=} 'source_invalid' THEN pg_catalog.concat('1 to 128 bytes without control characters; the source has ', pg_catalog.octet_length(event.source))
     WHEN fault {=} 'kind_invalid' THEN pg_catalog.concat('1 to 128 bytes without control characters; the kind has ', pg_catalog.octet_length(event.kind))
     WHEN fault {=} 'aggregate_invalid' THEN
@@ -193,6 +194,7 @@ BEGIN
       occurred_at timestamptz NOT NULL DEFAULT clock_timestamp(),
       created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
       deliver_at timestamptz,
+      expires_at timestamptz,
       slot smallint NOT NULL GENERATED ALWAYS AS ((hashtextextended(coalesce(key, id::text) COLLATE "C", 0) & 32767)::smallint) STORED
     );
     CREATE INDEX {tag}_log_xid_seq ON {s}."{tag}_log" (xid, seq);
@@ -344,6 +346,8 @@ CREATE TABLE {s}.delivery (
   code text,
   error text,
   updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  -- The last 8 calls that failed.
+  last_attempts jsonb NOT NULL DEFAULT '[]',
   -- Which death was handed to a dead-letter sink, counted from 1; a death that was not, and when it
   -- is to be, make the letter.
   letters int NOT NULL DEFAULT 0,
@@ -422,7 +426,8 @@ ${tag}$;
 CREATE FUNCTION {s}.enqueue(
   topic text, payload text, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
   kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT NULL,
-  headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
+  headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, expires_at timestamptz DEFAULT NULL,
+  log text DEFAULT 'outbox'
 ) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
 DECLARE
   event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
@@ -431,20 +436,20 @@ DECLARE
   checked boolean := {s}.check_json(enqueue.payload, enqueue.content_type);
 BEGIN
   IF enqueue.log {=} 'outbox' THEN
-    INSERT INTO {s}.outbox (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)
+    INSERT INTO {s}.outbox (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at)
     VALUES (event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
       CASE WHEN bytes IS NULL THEN enqueue.payload END, bytes, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END,
-      coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at);
+      coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at, enqueue.expires_at);
   ELSE
     IF NOT EXISTS (SELECT FROM {s}.log AS l WHERE l.name {=} enqueue.log) THEN
       RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
     END IF;
     EXECUTE 'INSERT INTO ' {||} {schema_literal} {||} '.' {||} pg_catalog.quote_ident(enqueue.log)
-      {||} ' (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at)'
-      {||} ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)'
+      {||} ' (id, topic, key, aggregate, version, kind, source, tenant, payload, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at)'
+      {||} ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)'
       USING event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
       CASE WHEN bytes IS NULL THEN enqueue.payload END, bytes, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END,
-      coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at;
+      coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at, enqueue.expires_at;
   END IF;
   RETURN event_id;
 END
@@ -454,16 +459,18 @@ ${tag}$;
 CREATE FUNCTION {s}.enqueue(
   topic text, payload jsonb, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
   kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT NULL,
-  headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
+  headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, expires_at timestamptz DEFAULT NULL,
+  log text DEFAULT 'outbox'
 ) RETURNS uuid LANGUAGE sql
-RETURN {s}.enqueue(topic, payload::text, key, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, log);
+RETURN {s}.enqueue(topic, payload::text, key, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, expires_at, log);
 
 -- The same for bytes, which are taken for application/octet-stream unless the content type says
 -- otherwise.
 CREATE FUNCTION {s}.enqueue(
   topic text, payload bytea, key text DEFAULT NULL, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
   kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT 'application/octet-stream',
-  headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
+  headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, expires_at timestamptz DEFAULT NULL,
+  log text DEFAULT 'outbox'
 ) RETURNS uuid LANGUAGE plpgsql AS ${tag}$
 DECLARE
   event_id pg_catalog.uuid := coalesce(enqueue.id, {s}.uuid_v7());
@@ -473,10 +480,10 @@ BEGIN
     RAISE EXCEPTION 'there is no log %', pg_catalog.quote_literal(enqueue.log) USING ERRCODE = 'undefined_table', HINT = 'make it with create_log(name)';
   END IF;
   EXECUTE 'INSERT INTO ' {||} {schema_literal} {||} '.' {||} pg_catalog.quote_ident(enqueue.log)
-    {||} ' (id, topic, key, aggregate, version, kind, source, tenant, payload_bytes, content_type, headers, occurred_at, deliver_at)'
-    {||} ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)'
+    {||} ' (id, topic, key, aggregate, version, kind, source, tenant, payload_bytes, content_type, headers, occurred_at, deliver_at, expires_at)'
+    {||} ' VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)'
     USING event_id, enqueue.topic, enqueue.key, enqueue.aggregate, enqueue.version, enqueue.kind, enqueue.source, enqueue.tenant,
-    enqueue.payload, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END, coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at;
+    enqueue.payload, enqueue.content_type, CASE WHEN enqueue.headers {<>} '{}' THEN enqueue.headers END, coalesce(enqueue.occurred_at, pg_catalog.clock_timestamp()), enqueue.deliver_at, enqueue.expires_at;
   RETURN event_id;
 END
 ${tag}$;
@@ -494,9 +501,10 @@ BEGIN
       CREATE FUNCTION {s}.enqueue(
         topic text, payload {tag}_payload, key {tag}_key, id uuid DEFAULT NULL, aggregate text DEFAULT NULL, version bigint DEFAULT NULL,
         kind text DEFAULT NULL, source text DEFAULT NULL, tenant text DEFAULT NULL, content_type text DEFAULT {tag}_type,
-        headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, log text DEFAULT 'outbox'
+        headers jsonb DEFAULT NULL, occurred_at timestamptz DEFAULT NULL, deliver_at timestamptz DEFAULT NULL, expires_at timestamptz DEFAULT NULL,
+        log text DEFAULT 'outbox'
       ) RETURNS uuid LANGUAGE sql
-      RETURN {s}.enqueue(topic, payload, key::text, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, log)
+      RETURN {s}.enqueue(topic, payload, key::text, id, aggregate, version, kind, source, tenant, content_type, headers, occurred_at, deliver_at, expires_at, log)
     ${tag}_sql$, '{tag}_payload', of.payload), '{tag}_key', of.key), '{tag}_type', of.content_type);
   END LOOP;
 END

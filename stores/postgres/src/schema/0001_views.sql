@@ -37,7 +37,7 @@ BEGIN
     LEFT JOIN {s}.delivery AS d ON d.subscription = o.id AND d.seq = l.seq;
 
     CREATE VIEW {s}."{tag}_log_dead" WITH (security_invoker = true) AS
-    SELECT o.name AS subscription, l.id, l.topic, l.key, d.attempts, d.replays, d.code, d.error, d.updated_at, l.created_at,
+    SELECT o.name AS subscription, l.id, l.topic, l.key, d.attempts, d.replays, d.code, d.error, d.last_attempts, d.updated_at, l.created_at,
       l.tenant, l.headers, l.content_type, l.payload, l.payload_bytes
     FROM {s}.subscription AS o
     JOIN {s}.delivery AS d ON d.subscription = o.id AND d.state = 'dead'

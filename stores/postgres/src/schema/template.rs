@@ -124,16 +124,22 @@ const FRAGMENTS: &[(&str, &str)] = &[
     (
         "record_columns",
         "{columns}, {state}, coalesce(d.attempts, 0), coalesce(d.replays, 0), d.due_at, d.code, d.error, d.updated_at, \
-         d.seq, d.key",
+         d.seq, d.key, d.last_attempts::text",
     ),
     // What every disposition that keeps a row says of it. Waits count from now, by the database's
     // clock.
     (
         "entries",
-        "(SELECT u.seq, u.key, u.state, u.halt, u.attempts, u.code, u.error, u.before, u.replays,
+        "(SELECT u.seq, u.key, u.state, u.halt, u.attempts, u.code, u.error, u.before, u.replays, u.took,
     CASE WHEN u.wait IS NULL THEN u.at ELSE clock_timestamp() + u.wait * interval '1 microsecond' END AS due_at
   FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bool[], $8::int[], $9::text[], $10::text[], $11::bigint[], $12::timestamptz[],
-    $13::int[], $14::int[]) AS u(seq, key, state, halt, attempts, code, error, wait, at, before, replays)) AS e",
+    $13::int[], $14::int[], $15::bigint[]) AS u(seq, key, state, halt, attempts, code, error, wait, at, before, replays, took)) AS e",
+    ),
+    // The attempt that an entry tells of, which took some time. In the form of
+    // `attempts_from_json`.
+    (
+        "attempt",
+        "jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'code', e.code, 'took_us', e.took, 'answer', left(e.error, 256), 'next_at', e.due_at))",
     ),
     // Where the row of an entry is. Nobody else changes rows of a lane that is locked, so a place
     // is good for the whole statement. Fenced, and the row then taken by its place alone, so that

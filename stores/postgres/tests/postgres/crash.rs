@@ -161,7 +161,7 @@ async fn a_settlement_that_outlasts_its_lease_is_whole() {
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(2)).await.expect("acquired");
     let lease = acquired.lease.expect("a free lane");
     let batch = read(&store, &lease).await;
-    let dead = Disposition::Dead { code: "http_422".into(), error: "no".to_owned(), halt: false };
+    let dead = Disposition::Dead { code: "http_422".into(), error: "no".to_owned(), halt: false, took: None };
     let entries = vec![Entry { delivery: &batch.deliveries[0], disposition: dead }];
     let settlement = Settlement { position: batch.end, entries, hold_keys: true, ..Settlement::default() };
 

@@ -193,7 +193,8 @@ async fn a_settlement_that_was_taken_back_is_not_passed_over() {
     store.append(&LogName::outbox(), &events).await.expect("appended");
     let one = BatchLimit { events: 1, ..BatchLimit::default() };
     let first = store.next_batch(&lease, one).await.expect("read");
-    let later = Disposition::Retry { after: Duration::ZERO, counted: true, code: "c".into(), error: String::new() };
+    let later =
+        Disposition::Retry { after: Duration::ZERO, counted: true, code: "c".into(), error: String::new(), took: None };
     let entries = vec![Entry { delivery: &first.deliveries[0], disposition: later }];
     let settlement = Settlement { position: first.end, entries, hold_keys: true, rewind: false };
     store.settle(&lease, settlement).await.expect("settled");

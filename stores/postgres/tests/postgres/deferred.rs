@@ -31,7 +31,7 @@ async fn a_deferred_constraint_fails_its_own_handler_only() {
     let deliveries: Vec<&Delivery> = batch.deliveries.iter().collect();
     let decide = |_: &Delivery, outcome: &Outcome| match outcome {
         Outcome::Delivered { .. } => Disposition::Delivered,
-        _ => Disposition::Dead { code: "handler".into(), error: String::new(), halt: false },
+        _ => Disposition::Dead { code: "handler".into(), error: String::new(), halt: false, took: None },
     };
     let settlement = Settlement { position: batch.end, hold_keys: true, ..Settlement::default() };
     let outcomes = fixture.apply().apply(&lease, &deliveries, settlement, &decide).await.expect("committed");

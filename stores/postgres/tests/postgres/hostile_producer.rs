@@ -37,7 +37,7 @@ const KEY: &str = "honest";
 const TOPIC: &str = "honest.news";
 
 /// Every column that a writer may name, `payload_bytes` apart.
-const COLUMNS: [&str; 13] = [
+const COLUMNS: [&str; 14] = [
     "id",
     "topic",
     "key",
@@ -51,11 +51,12 @@ const COLUMNS: [&str; 13] = [
     "headers",
     "occurred_at",
     "deliver_at",
+    "expires_at",
 ];
 
 /// A row to be: its columns as text, and bytes.
 struct Row {
-    columns: [Option<String>; 13],
+    columns: [Option<String>; 14],
     bytes: Option<Vec<u8>>,
 }
 
@@ -85,6 +86,7 @@ impl Row {
             rarely(random, 0.4, headers),
             rarely(random, 0.98, date),
             rarely(random, 0.3, date),
+            rarely(random, 0.1, date),
         ];
         Self { columns, bytes }
     }
@@ -104,9 +106,10 @@ impl Row {
             "jsonb",
             "timestamptz",
             "timestamptz",
+            "timestamptz",
         ];
         let values = (1..).zip(kinds).map(|(n, kind)| format!("${n}::text::{kind}")).collect::<Vec<_>>().join(", ");
-        let sql = format!("INSERT INTO postbox.outbox ({}, payload_bytes) VALUES ({values}, $14)", COLUMNS.join(", "));
+        let sql = format!("INSERT INTO postbox.outbox ({}, payload_bytes) VALUES ({values}, $15)", COLUMNS.join(", "));
         let mut params: Vec<(&(dyn ToSql + Sync), Type)> =
             self.columns.iter().map(|value| (value as &(dyn ToSql + Sync), Type::TEXT)).collect();
         params.push((&self.bytes, Type::BYTEA));

@@ -70,7 +70,7 @@ async fn a_lease_is_renewed_while_an_operators_change_looks_for_its_rows() {
     let owner = OwnerId::new("me").expect("a name");
     let lease = store.acquire(&name, &owner, &[], TTL).await.expect("acquired").lease.expect("a free lane");
     let batch = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
-    let disposition = Disposition::Dead { code: "http_422".into(), error: "no".into(), halt: false };
+    let disposition = Disposition::Dead { code: "http_422".into(), error: "no".into(), halt: false, took: None };
     let entries = vec![Entry { delivery: &batch.deliveries[0], disposition }];
     let settlement = Settlement { position: batch.end, entries, hold_keys: true, ..Settlement::default() };
     store.settle(&lease, settlement).await.expect("settled");

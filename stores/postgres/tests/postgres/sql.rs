@@ -162,6 +162,7 @@ async fn sql_and_rust_refuse_with_the_same_word() {
         ("INSERT INTO postbox.outbox (topic, payload, headers) VALUES ('t', '', '[]')", "headers_invalid"),
         ("INSERT INTO postbox.outbox (topic, payload, headers) VALUES ('t', '', '{\"a\":1}')", "headers_invalid"),
         ("INSERT INTO postbox.outbox (topic, payload, deliver_at) VALUES ('t', '', 'infinity')", "deliver_at_invalid"),
+        ("INSERT INTO postbox.outbox (topic, payload, expires_at) VALUES ('t', '', 'infinity')", "expires_at_invalid"),
         ("SELECT postbox.create_log('lane')", "log_name_invalid"),
         ("SELECT postbox.create_log('Bad name')", "log_name_invalid"),
     ] {

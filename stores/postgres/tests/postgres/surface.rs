@@ -44,8 +44,9 @@ async fn filled(version: Version) -> (Fixture, Client, Lease) {
     let events: Vec<NewEvent> = (1..).zip(keys).map(|(n, key)| event(n, key)).collect();
     store.append(&LogName::outbox(), &events[..8]).await.expect("appended");
     let batch = store.next_batch(&lease, BatchLimit::default()).await.expect("read");
-    let dead = |halt| Disposition::Dead { code: "http_422".into(), error: "never".into(), halt };
-    let retry = Disposition::Retry { after: LONG, counted: true, code: "http_500".into(), error: "no".into() };
+    let dead = |halt| Disposition::Dead { code: "http_422".into(), error: "never".into(), halt, took: None };
+    let retry =
+        Disposition::Retry { after: LONG, counted: true, code: "http_500".into(), error: "no".into(), took: None };
     let at = "2100-01-01T00:00:00Z".parse().expect("a time");
     let block = || Disposition::Block;
     settle(
@@ -259,6 +260,7 @@ async fn refusals_say_what_why_and_the_cure() {
         ("postbox.enqueue('t', repeat('1', 16777217))", "payload_too_large", "has 16777217 bytes; at most 16777216"),
         ("postbox.enqueue('t', NULL::text)", "payload_missing", "payload_bytes"),
         ("postbox.enqueue('t', '1', deliver_at => 'infinity')", "deliver_at_invalid", "not infinity"),
+        ("postbox.enqueue('t', '1', expires_at => '-infinity')", "expires_at_invalid", "not infinity"),
         ("postbox.enqueue('t', '1', kind => repeat('k', 129))", "kind_invalid", "the kind has 129"),
         ("postbox.enqueue('t', '1', source => repeat('k', 130))", "source_invalid", "the source has 130"),
         ("postbox.enqueue('t', '1', aggregate => repeat('k', 131))", "aggregate_invalid", "the aggregate has 131"),

@@ -116,6 +116,7 @@ async fn only_the_poison_dies(fixture: Fixture, apply: bool) {
         state: State::Dead,
         which: Criteria::default(),
         code: None,
+        correlation: None,
         after: None,
         limit: 10,
     };

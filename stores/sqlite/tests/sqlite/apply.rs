@@ -14,9 +14,13 @@ use crate::common::{self, Fixture, fixture};
 fn decide(_: &Delivery, outcome: &Outcome) -> Disposition {
     match outcome {
         Outcome::Delivered { .. } => Disposition::Delivered,
-        Outcome::Retry { code, error, .. } => {
-            Disposition::Retry { after: Duration::ZERO, counted: true, code: code.clone(), error: error.clone() }
-        }
+        Outcome::Retry { code, error, .. } => Disposition::Retry {
+            after: Duration::ZERO,
+            counted: true,
+            code: code.clone(),
+            error: error.clone(),
+            took: None,
+        },
         other => panic!("not used here: {other:?}"),
     }
 }

@@ -112,8 +112,13 @@ async fn a_due_row_that_changed_is_not_settled_by_an_old_word() {
     let store = &fixture.store;
     store.append(&LogName::outbox(), &[NewEvent::json("t", "1").key("k")]).await.expect("appended");
     let batch = fixture.next(&lease).await;
-    let again =
-        |counted| Disposition::Retry { after: Duration::ZERO, counted, code: "http_500".into(), error: String::new() };
+    let again = |counted| Disposition::Retry {
+        after: Duration::ZERO,
+        counted,
+        code: "http_500".into(),
+        error: String::new(),
+        took: None,
+    };
     let entry = |disposition| vec![Entry { delivery: &batch.deliveries[0], disposition }];
     let stream = Settlement { position: batch.end, entries: entry(again(true)), hold_keys: true, rewind: false };
     store.settle(&lease, stream).await.expect("settled");

@@ -84,15 +84,20 @@ async fn times_may_be_microseconds_or_text() {
         Value::from("2023-11-14T22:13:20.250Z".to_owned()),
         Value::from("2023-11-14T23:13:20.250+01:00".to_owned()),
     ] {
-        insert(&connection, "deliver_at", at).expect("accepted");
+        insert(&connection, "deliver_at", at.clone()).expect("accepted");
+        insert(&connection, "expires_at", at).expect("accepted");
     }
     let lease = fixture.lane().await;
-    let times: Vec<String> =
-        fixture.next(&lease).await.deliveries.iter().map(|it| it.event.deliver_at.expect("set").to_string()).collect();
+    let batch = fixture.next(&lease).await;
+    let events = || batch.deliveries.iter().map(|delivery| &delivery.event);
+    let (later, ends): (Vec<_>, Vec<_>) =
+        (events().filter_map(|it| it.deliver_at).collect(), events().filter_map(|it| it.expires_at).collect());
     assert_eq!(
-        times,
+        later.iter().map(ToString::to_string).collect::<Vec<_>>(),
         ["2023-11-14T22:13:20.123456Z", "2023-11-14T22:13:20Z", "2023-11-14T22:13:20.25Z", "2023-11-14T22:13:20.25Z"]
     );
+    assert_eq!(later, ends);
+    assert_eq!(batch.expires.len(), ends.len());
 }
 
 #[tokio::test]
@@ -137,6 +142,7 @@ async fn a_constraint_bears_the_code_that_validate_gives() {
         ("deliver_at", text("tomorrow"), "deliver_at_invalid"),
         ("deliver_at", Value::from(i64::MAX), "deliver_at_invalid"),
         ("deliver_at", text("9999-12-31 23:00:00"), "deliver_at_invalid"),
+        ("expires_at", text("tomorrow"), "expires_at_invalid"),
         ("occurred_at", Value::from(0.5), "occurred_at_invalid"),
         ("created_at", text("now"), "created_at_invalid"),
         ("created_at", Value::from(i64::MIN), "created_at_invalid"),
@@ -213,6 +219,7 @@ async fn a_row_that_only_a_reader_can_judge_is_dead_at_once_and_its_neighbours_f
         state: State::Dead,
         which: Criteria::default(),
         code: None,
+        correlation: None,
         after: None,
         limit: 10,
     };

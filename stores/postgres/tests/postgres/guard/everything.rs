@@ -38,11 +38,11 @@ async fn settle(relay: &PostgresStore, lease: &Lease, batch: &Batch, exceptions:
 }
 
 fn retry() -> Disposition {
-    Disposition::Retry { after: Duration::ZERO, counted: true, code: "http_500".into(), error: "no".into() }
+    Disposition::Retry { after: Duration::ZERO, counted: true, code: "http_500".into(), error: "no".into(), took: None }
 }
 
 fn dead() -> Disposition {
-    Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false }
+    Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false, took: None }
 }
 
 /// `writer` and `client` append, each in its way; `relay` does the rest. Panics at the first call
@@ -138,6 +138,7 @@ async fn operate(relay: &PostgresStore, batch: &Batch) {
             state,
             which: Criteria::default(),
             code: None,
+            correlation: None,
             after: None,
             limit: 10,
         };

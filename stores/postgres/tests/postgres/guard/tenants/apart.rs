@@ -113,7 +113,7 @@ async fn a_writer_appends_for_the_tenant_it_names_and_for_no_other() {
         let (log, many) = (
             LogName::outbox(),
             "SELECT postbox.outbox_append_many(ARRAY[gen_random_uuid()], '{t}', \
-            '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{acme}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}')",
+            '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{acme}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}')",
         );
         let mine = [
             "SELECT postbox.enqueue('t', '1', tenant => 'acme')",
@@ -198,6 +198,7 @@ async fn looks(reader: &PostgresStore, others: &[EventId]) {
             state,
             which: Criteria::default(),
             code: None,
+            correlation: None,
             after: None,
             limit: 100,
         };

@@ -147,8 +147,9 @@ impl World {
         let owner = OwnerId::new("test").expect("a name");
         let lease = relay.acquire(&named(name), &owner, &[], LONG).await.expect("acquired").lease.expect("a free lane");
         let batch = relay.next_batch(&lease, BatchLimit::default()).await.expect("read");
-        let dead = Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false };
-        let retry = Disposition::Retry { after: LONG, counted: true, code: "http_500".into(), error: "no".into() };
+        let dead = Disposition::Dead { code: "http_422".into(), error: "never".into(), halt: false, took: None };
+        let retry =
+            Disposition::Retry { after: LONG, counted: true, code: "http_500".into(), error: "no".into(), took: None };
         let entries = batch.deliveries.iter().zip([dead, retry]);
         let entries = entries.map(|(delivery, disposition)| Entry { delivery, disposition }).collect();
         let settlement = Settlement { position: batch.end, entries, rewind: false, hold_keys: true };

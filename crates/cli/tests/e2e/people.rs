@@ -1,0 +1,119 @@
+//! What a person sees of one event, and what a script reads.
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+
+use crate::endpoint::{Endpoint, refuses_all};
+use crate::env::{FILE_SINK, Kind, TestEnv, on_both};
+
+async fn an_expired_event_is_dead_and_never_sent(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    let past = match kind {
+        Kind::Postgres => "now() - interval '1 second'",
+        Kind::Sqlite => "datetime('now', '-1 second')",
+    };
+    env.sql(&format!("INSERT INTO OUTBOX (topic, payload, expires_at) VALUES ('code.sent', '{{}}', {past})")).await?;
+    let id = env.ok(&["send", "code.sent", r#"{"n":1}"#, "--expires-in", "1h"])?;
+    ensure!(env.dispatch(&[])? == "dispatched=1 failed=0 dead=1");
+    let dead = env.json(&["list", "--state", "dead", "--code", "expired", "--json"])?;
+    ensure!(dead[0]["attempts"] == 0 && dead[0]["event"]["expires_at"].is_string(), "{dead}");
+    let shown = env.ok(&["show", id.trim()])?;
+    ensure!(shown.contains("expires at") && shown.contains("dispatched"), "{shown}");
+    // Whoever asks for it again gets the same answer.
+    ensure!(env.ok(&["retry", "--all"])? == "retried=1\n");
+    ensure!(env.dispatch(&[])? == "dispatched=0 failed=0 dead=1");
+    let complaint = env.refuses(2, &["send", "t", "{}", "--expires-in", "9999999d"])?;
+    ensure!(complaint.contains("9999"), "{complaint}");
+    Ok(())
+}
+
+async fn show_has_the_last_attempts(kind: Kind) -> Result<()> {
+    let endpoint = Endpoint::start(refuses_all)?;
+    let env = TestEnv::with(kind, &endpoint.subscription("hooks")).await?;
+    let id = env.ok(&["send", "order.paid", r#"{"n":1}"#])?;
+    let id = id.trim();
+    env.dispatch(&[])?;
+    env.ok(&["retry", id])?;
+    env.dispatch(&[])?;
+    let shown = env.json(&["show", id, "--json"])?;
+    let attempts = shown["deliveries"][0]["last_attempts"].as_array().context("attempts")?;
+    ensure!(attempts.len() == 2, "{shown}");
+    for attempt in attempts {
+        let answer = attempt["answer"].as_str().context("an answer")?;
+        ensure!(attempt["code"] == "http_422" && answer.contains("422") && attempt["next_at"].is_null(), "{shown}");
+        ensure!(attempt["took_seconds"].as_f64().is_some_and(|took| took > 0.0), "{shown}");
+        ensure!(attempt["at"].is_string(), "{shown}");
+    }
+    let text = env.ok(&["show", id])?;
+    ensure!(text.lines().filter(|line| line.trim().starts_with("attempt")).count() == 2, "{text}");
+    Ok(())
+}
+
+async fn every_command_with_a_result_speaks_json(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    let sent = env.json(&["send", "order.paid", r#"{"n":1}"#, "--json"])?;
+    let id = sent["id"].as_str().context("an id")?;
+    ensure!(sent["appended"] == true && sent["log"] == "outbox", "{sent}");
+    let again = env.json(&["send", "order.paid", r#"{"n":1}"#, "--id", id, "--json"])?;
+    ensure!(again["appended"] == false && again["id"] == *id, "{again}");
+    let expected: [(&[&str], &str, Value); 14] = [
+        (&["--json", "dispatch"], "/dispatched", 1.into()),
+        (&["replay", id, "--json"], "/replayed", 1.into()),
+        (&["retry", id, "--dry-run", "--json"], "/dry_run", true.into()),
+        (&["discard", id, "--json"], "/discarded", 1.into()),
+        (&["prune", "--older-than", "0s", "--json"], "/dry_run", false.into()),
+        (&["pause", "out", "--for", "1h", "--json"], "/paused", true.into()),
+        (&["resume", "out", "--json"], "/paused", false.into()),
+        (&["subscription", "lanes", "out", "1", "--json"], "/lanes", 1.into()),
+        (&["subscription", "reset", "out", "--to", "now", "--yes", "--json"], "/again", 0.into()),
+        (&["subscription", "rename", "out", "other", "--json"], "/subscription", "other".into()),
+        (&["check-config", "--json"], "/subscriptions/0/subscription", "out".into()),
+        (&["migrate", "validate", "--json"], "/0/right", true.into()),
+        (&["migrate", "up", "--json"], "/0/applied", Value::Array(Vec::new())),
+        (&["subscription", "remove", "other", "--yes", "--json"], "/removed", "other".into()),
+    ];
+    for (command, at, value) in expected {
+        let said = env.json(command)?;
+        ensure!(said.pointer(at) == Some(&value), "{command:?}: {said}");
+    }
+    ensure!(env.refuses(2, &["init", "--json"])?.contains("--json"));
+    Ok(())
+}
+
+async fn a_list_is_narrowed_to_a_conversation(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    for (topic, correlation) in [("a", "9f8a"), ("b", "other"), ("c", "9f8a")] {
+        env.ok(&["send", topic, "{}", "--header", &format!("correlation-id={correlation}")])?;
+    }
+    env.dispatch(&[])?;
+    let found = env.json(&["list", "--state", "dispatched", "--correlation", "9f8a", "--json"])?;
+    let topics: Vec<_> = found.as_array().context("a list")?.iter().map(|it| it["event"]["topic"].clone()).collect();
+    ensure!(topics == ["a", "c"], "{found}");
+    Ok(())
+}
+
+async fn the_beginning_of_an_id_is_enough(kind: Kind) -> Result<()> {
+    let env = TestEnv::with(kind, FILE_SINK).await?;
+    let [one, two] = ["01890000-0000-7000-8000-000000000001", "01890000-0000-7000-8000-000000000002"];
+    let other = "01990000-0000-7000-8000-000000000003";
+    for id in [one, two, other] {
+        env.ok(&["send", "order.paid", "{}", "--id", id])?;
+    }
+    env.dispatch(&[])?;
+    ensure!(env.ok(&["show", "01990000"])?.contains(other));
+    let complaint = env.refuses(2, &["show", "01890000-0000"])?;
+    ensure!(complaint.contains(one) && complaint.contains(two), "{complaint}");
+    ensure!(env.refuses(2, &["show", "0199000"])?.contains("8 digits"));
+    ensure!(env.refuses(1, &["show", "01aa0000"])?.contains("begins with 01aa0000"));
+    ensure!(env.ok(&["replay", "01990000", two])? == "replayed=2\n");
+    ensure!(env.ok(&["discard", "01990000-0000-7000-8"])? == "discarded=1\n");
+    Ok(())
+}
+
+on_both! {
+    an_expired_event_is_dead_and_never_sent,
+    show_has_the_last_attempts,
+    every_command_with_a_result_speaks_json,
+    a_list_is_narrowed_to_a_conversation,
+    the_beginning_of_an_id_is_enough,
+}

@@ -1,0 +1,97 @@
+//! The find contract: events by the beginning of their id.
+
+use std::fmt;
+use std::str::FromStr;
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use crate::error::{Error, Result};
+use crate::event::EventId;
+use crate::names::LogName;
+
+/// Fewest hexadecimal digits of a beginning: less would be a slip of the pen.
+const DIGITS_MIN: usize = 8;
+/// How many an id has.
+const DIGITS: usize = 32;
+
+/// The beginning of an event's id, or all of it. Dashes may be left out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IdPrefix {
+    text: String,
+    first: EventId,
+    last: EventId,
+}
+
+impl IdPrefix {
+    /// The id, if this is all of it.
+    pub fn whole(&self) -> Option<EventId> {
+        (self.first == self.last).then_some(self.first)
+    }
+
+    /// The first and the last id that begin like this.
+    pub fn range(&self) -> (EventId, EventId) {
+        (self.first, self.last)
+    }
+}
+
+impl fmt::Display for IdPrefix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl FromStr for IdPrefix {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        if let Ok(id) = text.parse::<EventId>() {
+            return Ok(Self { text: id.to_string(), first: id, last: id });
+        }
+        let digits: String = text.chars().filter(|digit| *digit != '-').collect();
+        let filled = |with: &str| Uuid::parse_str(&format!("{digits}{}", with.repeat(DIGITS - digits.len())));
+        let range = match (DIGITS_MIN..DIGITS).contains(&digits.len()) {
+            true => filled("0").ok().zip(filled("f").ok()),
+            false => None,
+        };
+        let (first, last) = range.ok_or_else(|| {
+            let message = format!("{text:?} is no event id: a UUID, or its first {DIGITS_MIN} digits at least");
+            Error::invalid("parse", "event_id_invalid", message)
+        })?;
+        let text = text.to_ascii_lowercase();
+        Ok(Self { text, first: EventId::from_uuid(first), last: EventId::from_uuid(last) })
+    }
+}
+
+/// Events by the beginning of their id, for people who type it.
+///
+/// Behaviour:
+/// - `ids` gives committed events only, the smallest ids first. It costs the same at any size of
+///   the log.
+/// - An unknown log: `NotFound`, code `log_unknown`.
+#[async_trait]
+pub trait Find: Send + Sync + 'static {
+    /// The ids in a log that begin like this, at most `limit`.
+    async fn ids(&self, log: &LogName, prefix: &IdPrefix, limit: usize) -> Result<Vec<EventId>>;
+}
+
+const _: Option<&dyn Find> = None;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_beginning_has_eight_digits_at_least() {
+        let range = |text: &str| text.parse::<IdPrefix>().map(|prefix| prefix.range());
+        let (first, last) = range("01890000-AB").expect("a beginning");
+        assert_eq!(first.to_string(), "01890000-ab00-0000-0000-000000000000");
+        assert_eq!(last.to_string(), "01890000-abff-ffff-ffff-ffffffffffff");
+        let whole: IdPrefix = "01890000-0000-7000-8000-000000000001".parse().expect("an id");
+        assert_eq!(whole.whole().map(|id| id.to_string()), Some(whole.to_string()));
+        for bad in ["", "0189000", "0189-000", "0189000g", "01890000-0000-7000-8000-0000000000012", "żżżżżżżżżżżż"]
+        {
+            assert_eq!(range(bad).expect_err(bad).code(), "event_id_invalid", "{bad}");
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Events that are not to be delivered from some time on.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+use postbox_core::{Batch, Disposition::Expired, State};
+
+use super::StoreFixture;
+use super::harness::*;
+
+/// What the store's clock says.
+async fn now(lane: &Lane) -> Timestamp {
+    append(&lane.store, [event("what time is it")]).await;
+    lane.drain().await[0].event.created_at
+}
+
+/// By the store's clock, on every way on which an event reaches a relay.
+pub async fn what_has_an_end_comes_with_the_time_it_has_left(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let now = now(&lane).await;
+    let events = [event("1").expires_at(now), event("2").expires_at(now + HOUR), event("3")];
+    append(&lane.store, events).await;
+    let check = |batch: &Batch| {
+        let left: Vec<_> = batch.deliveries.iter().map(|delivery| batch.expires.get(&delivery.seq)).collect();
+        assert_eq!((left[0], left[2]), (Some(&Duration::ZERO), None));
+        assert!(left[1].is_some_and(|left| *left <= HOUR && *left > HOUR / 2), "{left:?}");
+    };
+    let batch = lane.next(10).await;
+    check(&batch);
+    lane.settle(&batch, (0..3).map(|place| (place, retry_now())).collect()).await;
+    check(&lane.due(10).await);
+}
+
+pub async fn an_expired_event_is_dead_without_an_attempt(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), Expired), (event("2"), Delivered)]).await;
+    let record = record(&lane.store, ids[0]).await;
+    assert_eq!((record.state, record.attempts, record.code.as_deref()), (State::Dead, 0, Some("expired")));
+    let stats = stats(&lane.store).await;
+    assert_eq!((stats.dead, stats.dispatched, stats.pending), (1, 1, 0));
+    assert!(lane.due(10).await.deliveries.is_empty());
+}
+
+/// Its producer said that it may be left out.
+pub async fn an_expired_event_holds_nobody_back(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    lane.past([(keyed("a", "1"), Expired)]).await;
+    append(&lane.store, [keyed("a", "2"), keyed("a", "3")]).await;
+    let batch = lane.next(10).await;
+    assert!(batch.held.is_empty());
+    lane.settle(&batch, vec![(0, retry_now()), (1, Block)]).await;
+    let due = lane.due(1).await;
+    assert_eq!(payloads(&due.deliveries), ["2"]);
+    lane.settle_due(&due, vec![Expired]).await;
+    assert_eq!(payloads(&lane.due(10).await.deliveries), ["3"]);
+}
+
+pub async fn an_expired_row_keeps_its_attempts(fixture: &dyn StoreFixture) {
+    let (lane, ids) = Lane::settled(fixture, [(event("1"), retry_now())]).await;
+    let due = lane.due(10).await;
+    lane.settle_due(&due, vec![Expired]).await;
+    let record = record(&lane.store, ids[0]).await;
+    assert_eq!((record.state, record.attempts, record.code.as_deref()), (State::Dead, 1, Some("expired")));
+}
