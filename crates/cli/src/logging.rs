@@ -14,6 +14,7 @@ use std::time::Duration;
 use postbox_core::trace::TARGET;
 use postbox_server::text::is_hostile;
 use postbox_server::{LogConfig, LogFormat};
+use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::{EnvFilter, Layer, Registry, fmt};
 
@@ -34,6 +35,12 @@ pub(crate) fn start(config: &LogConfig, traces: Option<Traces>) -> Result<(), Fa
     // These clients' own lines would say again, and louder, what an outcome or an error says, or
     // repeat whole messages; and spans are no log.
     let quiet = "async_nats=off,aws=off,krafka=off,lapin=off";
+    let no_level = |part: &&str| !part.contains('=') && part.trim().parse::<LevelFilter>().is_err();
+    if let Some(part) = config.level.split(',').find(no_level) {
+        return Err(Failure::usage(format!(
+            "log level {part:?} is none of error, warn, info, debug, trace and off; of a part: TARGET=LEVEL, e.g. info,postbox_engine=debug"
+        )));
+    }
     let filter = EnvFilter::try_new(format!("{quiet},{TARGET}=off,{}", config.level)).map_err(|error| {
         Failure::usage(format!(
             "log level {:?} is no filter: {error}; e.g. info or info,postbox_engine=debug",

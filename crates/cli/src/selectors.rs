@@ -48,6 +48,13 @@ impl Selectors {
             let before = Timestamp::now().checked_sub(age);
             which.until = Some(before.map_err(|_| Failure::usage("--older-than: that is too long an age"))?);
         }
+        if let (Some(since), Some(until)) = (which.since, which.until)
+            && since >= until
+        {
+            return Err(Failure::usage(
+                "no time is after --since and before --until or --older-than; the later goes to --until",
+            ));
+        }
         Ok(which)
     }
 

@@ -35,6 +35,12 @@ impl IdPrefix {
     }
 }
 
+impl From<EventId> for IdPrefix {
+    fn from(id: EventId) -> Self {
+        Self { text: id.to_string(), first: id, last: id }
+    }
+}
+
 impl fmt::Display for IdPrefix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
@@ -46,7 +52,7 @@ impl FromStr for IdPrefix {
 
     fn from_str(text: &str) -> Result<Self> {
         if let Ok(id) = text.parse::<EventId>() {
-            return Ok(Self { text: id.to_string(), first: id, last: id });
+            return Ok(id.into());
         }
         let digits: String = text.chars().filter(|digit| *digit != '-').collect();
         let filled = |with: &str| Uuid::parse_str(&format!("{digits}{}", with.repeat(DIGITS - digits.len())));

@@ -52,7 +52,7 @@ impl HttpClient for Client {
             // What it says is not needed, and may be long.
             Ok::<_, reqwest::Error>(response)
         });
-        let answer = match sent.await {
+        match sent.await {
             Ok(Ok(response)) if response.status().is_success() => return Ok(response),
             Ok(Ok(response)) => {
                 self.failed(&format!("it answered {}", response.status()));
@@ -66,8 +66,7 @@ impl HttpClient for Client {
             }
             // The runtime ends, and the program with it.
             Err(ended) => Err(ended.into()),
-        };
-        answer
+        }
     }
 }
 

@@ -84,7 +84,9 @@ pub(crate) fn router(api: Arc<Api>, ingress: Router) -> Router {
         .with_state(api)
         .merge(ingress)
         .fallback(async || {
-            (StatusCode::NOT_FOUND, "here are /healthz, /readyz, /status, /metrics, /high-water-marks and /in/SOURCE\n")
+            let here = "here are /healthz, /readyz, /status, /metrics, /high-water-marks and /in/SOURCE (of several \
+                        stores /in/STORE/SOURCE)\n";
+            (StatusCode::NOT_FOUND, here)
         })
 }
 

@@ -113,7 +113,9 @@ pub(crate) fn read_only(operation: &'static str) -> Error {
 /// There is no schema; `path` where we know the file.
 pub(crate) fn schema_missing(operation: &'static str, path: Option<&std::path::Path>) -> Error {
     let store = path.map_or_else(|| "sqlite:FILE".into(), |path| format!("sqlite:{}", path.display()));
-    let message = format!("the database has no Postbox tables; run: postbox migrate up --store {store}");
+    let message = format!(
+        "{store} has no Postbox tables; run: postbox migrate up (where no configuration names it, with --store {store})"
+    );
     Error::new(ErrorKind::Mismatch, operation, "schema_missing", message)
 }
 

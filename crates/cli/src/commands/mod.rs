@@ -57,6 +57,9 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             migrate::grants(&inspect()?, &Roles { writers, relays, readers, all_tenants }).await
         }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?, json).await,
+        Command::Run if global.subscription.is_some() || global.log.is_some() => Err(Failure::usage(
+            "run serves everything that the configuration says; leave --subscription and --log out (dispatch takes them)",
+        )),
         Command::Run => run::run(load(global, Purpose::Serve)?).await,
         Command::Dispatch { limit, until_empty } => {
             dispatch::run(&Context::load_each(global, Purpose::Deliver)?, limit, until_empty, json).await

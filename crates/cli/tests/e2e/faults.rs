@@ -58,6 +58,10 @@ async fn wrong_usage_ends_with_2() -> Result<()> {
         &["dispatch", "--subscription", "nobody"],
         &["stats", "--config", "missing.toml"],
         &["stats", "--log-level", "=="],
+        &["stats", "--log-level", "blah"],
+        &["run", "--subscription", "out"],
+        &["run", "--log", "outbox"],
+        &["list", "--state", "dead", "--since", "1h", "--until", "2h"],
         &["demo", "--orders", "0"],
     ] {
         env.refuses(2, args)?;

@@ -72,6 +72,10 @@ async fn a_role_of_one_tenant_works_with_its_own() -> Result<()> {
         acme.refuses(1, &[verb, &ids[2]])?;
     }
     ensure!(acme.ok(&["discard", &ids[2]])? == "discarded=0\n");
+    let known = acme.ok(&["send", "t", "{}", "--tenant", "acme", "--id", &ids[0]])?;
+    ensure!(known.trim() == ids[0], "its own is there already: {known}");
+    let complaint = acme.refuses(1, &["send", "t", "{}", "--tenant", "acme", "--id", &ids[2]])?;
+    ensure!(complaint.contains("id"), "another's is not its own: {complaint}");
     let found = acme.said(&["doctor"])?;
     ensure!(found.contains("acme") && !found.contains("zeta"), "{found}");
     ensure!(acme.ok(&["retry", "--all"])? == "retried=2\n");
