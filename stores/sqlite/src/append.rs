@@ -1,13 +1,14 @@
 //! Appending: in a transaction of the store's own, or in yours.
 
 use async_trait::async_trait;
+use jiff::Timestamp;
 use postbox_core::kit::in_context;
 use postbox_core::{Append, Error, ErrorKind, EventId, LogName, NewEvent, Result, Transaction};
 use rusqlite::{Connection, params};
 
 use crate::classify::{Fault, Work};
 use crate::migrate::{checked_log, explain_missing};
-use crate::schema::{NOW_MICROS, log_table};
+use crate::schema::log_table;
 use crate::store::SqliteStore;
 use crate::thread::Flush;
 
@@ -26,9 +27,7 @@ impl Append for SqliteStore {
         let now = self.now();
         let ids = self
             .writer()
-            .call("append", move |session| {
-                session.transact(Flush::Configured, |tx| insert(tx, &log, &events, Some(now)))
-            })
+            .call("append", move |session| session.transact(Flush::Configured, |tx| insert(tx, &log, &events, now)))
             .await?;
         self.wake();
         Ok(ids)
@@ -85,9 +84,15 @@ fn append_in(tx: &Connection, log: &LogName, events: &[NewEvent]) -> Result<Vec<
     if events.is_empty() {
         return Ok(Vec::new());
     }
+    // By this machine's clock, which SQLite's functions read too, a tenth of a row's time cheaper.
+    let now = Timestamp::now().as_microsecond();
     let append = || -> Work<Vec<EventId>> {
+        if events.len() == 1 {
+            // A statement that fails takes back what it did.
+            return insert(tx, &log, events, now);
+        }
         tx.execute_batch("SAVEPOINT postbox_append")?;
-        let inserted = insert(tx, &log, events, None);
+        let inserted = insert(tx, &log, events, now);
         tx.execute_batch(match inserted {
             Ok(_) => "RELEASE postbox_append",
             Err(_) => "ROLLBACK TO postbox_append; RELEASE postbox_append",
@@ -108,10 +113,10 @@ pub(crate) fn require_transaction(operation: &'static str, tx: &Connection) -> R
 
 /// Inserts validated events one by one with one prepared statement: in-process, a row costs no
 /// round trip.
-pub(crate) fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: Option<i64>) -> Work<Vec<EventId>> {
+pub(crate) fn insert(tx: &Connection, log: &LogName, events: &[NewEvent], now: i64) -> Work<Vec<EventId>> {
     // Takes the primary key and the unique index on id; holds the database's one write lock.
     let log_append = format!(
-        "INSERT INTO {} ({APPEND_COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, coalesce(?15, {NOW_MICROS}))",
+        "INSERT INTO {} ({APPEND_COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15)",
         log_table(log)
     );
     let mut statement =

@@ -92,7 +92,7 @@ fn receive(tx: &Transaction<'_>, log: &LogName, inbound: &Inbound, now: i64) -> 
         }
         None => {}
     }
-    let id = insert(tx, log, std::slice::from_ref(&inbound.event), Some(now))?[0];
+    let id = insert(tx, log, std::slice::from_ref(&inbound.event), now)?[0];
     let row = params![source, tenant, message_id, inbound.digest.as_slice(), log.as_str(), id.to_string(), now];
     tx.prepare_cached(RECEIPT_INSERT)?.execute(row)?;
     Ok(Received::Accepted(id))

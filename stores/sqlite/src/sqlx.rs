@@ -11,7 +11,7 @@ use crate::migrate::checked_log;
 use crate::once::once_insert;
 use crate::schema::{NOW_MICROS, log_table};
 
-/// Events in one statement: 13 parameters each stay far below SQLite's limit of 32,766, and a
+/// Events in one statement: 14 parameters each stay far below SQLite's limit of 32,766, and a
 /// statement is one message to the connection's thread.
 const EVENTS_PER_STATEMENT: usize = 500;
 
