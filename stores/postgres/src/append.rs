@@ -3,6 +3,7 @@
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use jiff::Timestamp;
 use postbox_core::kit::in_context;
 use postbox_core::{Append, AppendFuture, Error, EventId, LogName, Migrate, NewEvent, Result, Transaction};
 use uuid::Uuid;
@@ -210,29 +211,39 @@ impl<'a> Columns<'a> {
             return Ok(None);
         }
         let events = events.as_slice();
+        /// Of several events none of which has it, nothing: `unnest` fills up with NULL, and the
+        /// server takes no array apart.
+        fn column<T>(values: impl Iterator<Item = Option<T>>) -> Vec<Option<T>> {
+            let mut values: Vec<_> = values.collect();
+            if values.len() > 1 && values.iter().all(Option::is_none) {
+                values.clear();
+            }
+            values
+        }
         fn texts<'a>(
             events: &[&'a NewEvent],
             field: impl Fn(&'a NewEvent) -> &'a Option<String>,
         ) -> Vec<Option<&'a str>> {
-            events.iter().map(|event| field(event).as_deref()).collect()
+            column(events.iter().map(|event| field(event).as_deref()))
         }
-        let (text, bytes) = events.iter().map(|event| split_payload(&event.payload)).unzip();
+        let (texts_of, bytes_of): (Vec<_>, Vec<_>) = events.iter().map(|event| split_payload(&event.payload)).unzip();
+        let time = |at: Option<Timestamp>| at.map(|at| at.to_string());
         Ok(Some(Self {
             ids: events.iter().map(|event| event.id.unwrap_or_else(EventId::now_v7).as_uuid()).collect(),
             topics: events.iter().map(|event| event.topic.as_str()).collect(),
             keys: texts(events, |event| &event.key),
             aggregates: texts(events, |event| &event.aggregate),
-            versions: events.iter().map(|event| event.version).collect(),
+            versions: column(events.iter().map(|event| event.version)),
             kinds: texts(events, |event| &event.kind),
             sources: texts(events, |event| &event.source),
             tenants: texts(events, |event| &event.tenant),
-            texts: text,
-            bytes,
+            texts: column(texts_of.into_iter()),
+            bytes: column(bytes_of.into_iter()),
             content_types: texts(events, |event| &event.content_type),
-            headers: events.iter().map(|event| headers_json(event)).collect(),
-            occurred: events.iter().map(|event| event.occurred_at.map(|at| at.to_string())).collect(),
-            deliver: events.iter().map(|event| event.deliver_at.map(|at| at.to_string())).collect(),
-            expires: events.iter().map(|event| event.expires_at.map(|at| at.to_string())).collect(),
+            headers: column(events.iter().map(|event| headers_json(event))),
+            occurred: column(events.iter().map(|event| time(event.occurred_at))),
+            deliver: column(events.iter().map(|event| time(event.deliver_at))),
+            expires: column(events.iter().map(|event| time(event.expires_at))),
         }))
     }
 
