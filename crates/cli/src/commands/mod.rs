@@ -57,7 +57,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             migrate::grants(&inspect()?, &Roles { writers, relays, readers, all_tenants }).await
         }
         Command::Migrate(Migrate::Rebase) => migrate::rebase(&inspect()?, json).await,
-        Command::Run if global.subscription.is_some() || global.log.is_some() => Err(Failure::usage(
+        Command::Run if global.only.is_some() || global.log.is_some() => Err(Failure::usage(
             "run serves everything that the configuration says; leave --subscription and --log out (dispatch takes them)",
         )),
         Command::Run => run::run(load(global, Purpose::Serve)?).await,
