@@ -10,6 +10,7 @@ use postbox_core::{
     EventId, IdPrefix, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, Tenant, TopicPattern,
 };
 
+use crate::commands::migration_files::Tool;
 use crate::selectors::{Meant, Selectors};
 
 /// A database commit and the messages about it, as one fact: transactional outbox, verified inbox,
@@ -342,7 +343,14 @@ pub(crate) enum Migrate {
     /// Check that the schema is this program's; changes nothing
     Validate,
     /// Print the schema as SQL, for other tools
-    Print,
+    Print {
+        /// As a migration of this tool, which runs it in a transaction of its own (Postgres)
+        #[arg(long = "for", value_name = "TOOL")]
+        tool: Option<Tool>,
+        /// Write the files into this folder, over none that is there
+        #[arg(long, value_name = "DIR", requires = "tool")]
+        out: Option<PathBuf>,
+    },
     /// Print the GRANT statements that the roles of your services need, for the owner to run
     /// (Postgres)
     ///

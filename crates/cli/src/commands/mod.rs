@@ -19,6 +19,7 @@ pub(crate) mod doctor;
 mod init;
 pub(crate) mod list;
 mod migrate;
+pub(crate) mod migration_files;
 mod pause;
 mod prune;
 mod replay;
@@ -52,7 +53,10 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             migrate::down(&inspect()?, yes, discard_events, json).await
         }
         Command::Migrate(Migrate::Validate) => migrate::validate(&inspect_each()?, json).await,
-        Command::Migrate(Migrate::Print) => migrate::print(&inspect()?).await,
+        Command::Migrate(Migrate::Print { tool: None, .. }) => migrate::print(&inspect()?).await,
+        Command::Migrate(Migrate::Print { tool: Some(tool), out }) => {
+            migration_files::run(&inspect()?, tool, out.as_deref())
+        }
         Command::Migrate(Migrate::Grants { writer: writers, relay: relays, reader: readers, all_tenants }) => {
             migrate::grants(&inspect()?, &Roles { writers, relays, readers, all_tenants }).await
         }
@@ -137,7 +141,7 @@ impl Command {
     fn has_results(&self) -> bool {
         let is_text =
             matches!(self, Self::Demo(_) | Self::Init { .. } | Self::Config(_) | Self::Completions { .. } | Self::Run)
-                || matches!(self, Self::Migrate(Migrate::Print | Migrate::Grants { .. }));
+                || matches!(self, Self::Migrate(Migrate::Print { .. } | Migrate::Grants { .. }));
         !is_text
     }
 }
