@@ -66,6 +66,9 @@ pub(crate) enum Command {
         #[arg(long)]
         force: bool,
     },
+    /// Write a program to begin with
+    #[command(subcommand)]
+    New(New),
     /// Check the configuration; every fault is listed at its line
     CheckConfig {
         /// Also try the store, every sink and every source; nothing is written, no event is sent
@@ -256,6 +259,16 @@ pub(crate) struct SendArgs {
 fn header(text: &str) -> Result<(String, String), String> {
     let (name, value) = text.split_once('=').ok_or("write a header as NAME=VALUE")?;
     Ok((name.to_owned(), value.to_owned()))
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum New {
+    /// A small service in Rust: axum, sqlx and Postbox on Postgres, with a test and a Dockerfile
+    Service {
+        /// Its name, and the folder it goes to
+        #[arg(value_parser = crate::commands::new::crate_name)]
+        name: String,
+    },
 }
 
 #[derive(Debug, Subcommand)]

@@ -22,6 +22,7 @@ mod migration_files;
 mod monitoring;
 mod mqtt;
 mod nats;
+mod new_service;
 mod outages;
 mod people;
 mod privacy;
