@@ -10,6 +10,7 @@ use postbox_core::{
     EventId, IdPrefix, Key, LogName, Rate, ResetTo, Seq, State, SubscriptionName, Tenant, TopicPattern,
 };
 
+use crate::commands::migration_files::Tool;
 use crate::selectors::{Meant, Selectors};
 
 /// A database commit and the messages about it, as one fact: transactional outbox, verified inbox,
@@ -65,6 +66,9 @@ pub(crate) enum Command {
         #[arg(long)]
         force: bool,
     },
+    /// Write a program to begin with
+    #[command(subcommand)]
+    New(New),
     /// Check the configuration; every fault is listed at its line
     CheckConfig {
         /// Also try the store, every sink and every source; nothing is written, no event is sent
@@ -258,6 +262,16 @@ fn header(text: &str) -> Result<(String, String), String> {
 }
 
 #[derive(Debug, Subcommand)]
+pub(crate) enum New {
+    /// A small service in Rust: axum, sqlx and Postbox on Postgres, with a test and a Dockerfile
+    Service {
+        /// Its name, and the folder it goes to
+        #[arg(value_parser = crate::commands::new::crate_name)]
+        name: String,
+    },
+}
+
+#[derive(Debug, Subcommand)]
 pub(crate) enum ConfigCommand {
     /// Print the JSON Schema of postbox.toml, for editors
     Schema,
@@ -342,7 +356,14 @@ pub(crate) enum Migrate {
     /// Check that the schema is this program's; changes nothing
     Validate,
     /// Print the schema as SQL, for other tools
-    Print,
+    Print {
+        /// As a migration of this tool, which runs it in a transaction of its own (Postgres)
+        #[arg(long = "for", value_name = "TOOL")]
+        tool: Option<Tool>,
+        /// Write the files into this folder, over none that is there
+        #[arg(long, value_name = "DIR", requires = "tool")]
+        out: Option<PathBuf>,
+    },
     /// Print the GRANT statements that the roles of your services need, for the owner to run
     /// (Postgres)
     ///

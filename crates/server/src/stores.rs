@@ -9,7 +9,7 @@ use postbox_config::{
 };
 use postbox_core::{Error, MemoryStore, Result, Store, StoreName};
 use postbox_engine::TokioClock;
-use postbox_postgres::{PostgresStore, PostgresTable, Roles};
+use postbox_postgres::{PostgresStore, PostgresTable, Roles, ToolScripts};
 use postbox_sqlite::SqliteTable;
 
 /// Every kind of store, by what its URLs begin with. A new one is one row here.
@@ -187,6 +187,18 @@ pub async fn grants(config: &StoreConfig, roles: &Roles) -> Result<String> {
         None => {
             let text = "only a Postgres store has roles; who may write an SQLite file is decided by the file system";
             Err(Error::invalid("grants", "roles_unsupported", text))
+        }
+    }
+}
+
+/// The schema of a Postgres store, for tools that migrate a database.
+pub fn tool_scripts(config: &StoreConfig) -> Result<ToolScripts> {
+    match (config.checked()? as &dyn Any).downcast_ref::<PostgresTable>() {
+        Some(postgres) => Ok(PostgresStore::new(postgres.config(config.url.expose()))?.tool_scripts()),
+        None => {
+            let text = "files for other tools are made for a Postgres store only; an SQLite store gets its schema from `postbox migrate up`, \
+                 or from `store.up()` in your program";
+            Err(Error::invalid("migrate", "tools_unsupported", text))
         }
     }
 }

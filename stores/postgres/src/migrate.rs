@@ -6,15 +6,16 @@ use postbox_core::{Error, ErrorKind, LogName, Migrate, Result, events_undelivere
 use crate::PostgresStore;
 use crate::params::params;
 use crate::schema::{LOG_NAMES, MIGRATION, SchemaName};
+use crate::script::script;
 use crate::session::Session;
 
-struct Migration {
-    version: i32,
-    name: &'static str,
-    sql: &'static str,
+pub(crate) struct Migration {
+    pub(crate) version: i32,
+    pub(crate) name: &'static str,
+    pub(crate) sql: &'static str,
 }
 
-const MIGRATIONS: [Migration; 1] = [Migration { version: 1, name: "0001_spine", sql: MIGRATION }];
+pub(crate) const MIGRATIONS: [Migration; 1] = [Migration { version: 1, name: "0001_spine", sql: MIGRATION }];
 
 /// The timeouts are lifted because rebuilding a large table may take long; string literals mean
 /// what they say.
@@ -29,11 +30,11 @@ SET LOCAL check_function_bodies = off;";
 
 /// Two starters wait for each other here; the lock ends with the transaction, so that it is right
 /// behind a pooler. Index: none.
-const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0));";
+pub(crate) const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(hashtextextended('postbox migrate', 0));";
 
 /// How long `down` waits for the tables: far longer than a relay's transaction, shorter than a
 /// person's patience.
-const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
+pub(crate) const DOWN_LOCK_TIMEOUT: &str = "SET LOCAL lock_timeout = '5s';";
 
 /// What the owner looks at is everything, also where tenants are kept apart (`row_security.rs`).
 /// The tables are the owner's; locks them.
@@ -42,14 +43,14 @@ SELECT format('ALTER TABLE %s NO FORCE ROW LEVEL SECURITY', c.oid::regclass), fo
 FROM pg_class AS c WHERE c.relnamespace = {schema_literal}::regnamespace AND c.relforcerowsecurity ORDER BY c.oid";
 
 /// Nobody appends or delivers between the look and the end. Waits for writers and relays.
-const DOWN_LOCK_TABLES: &str =
+pub(crate) const DOWN_LOCK_TABLES: &str =
     "LOCK TABLE {s}.subscription, {s}.lane, {s}.delivery, {s}.receipt IN ACCESS EXCLUSIVE MODE";
 /// See [`DOWN_LOCK_TABLES`].
 const DOWN_LOCK_LOG: &str = "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE";
 
 /// Whether a log holds an event that a subscription has still to deliver, or that no subscription
 /// reads. Indexes: `delivery_state`, then `(xid, seq)` of the log from the oldest window on.
-const LOG_UNDELIVERED: &str = "
+pub(crate) const LOG_UNDELIVERED: &str = "
 SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.subscription = s.id
     WHERE s.log = $1 AND d.state IN ('retrying', 'blocked', 'scheduled'))
   OR (NOT EXISTS (SELECT FROM {s}.subscription WHERE log = $1) AND EXISTS (SELECT FROM {log}))
@@ -59,7 +60,7 @@ SELECT EXISTS (SELECT FROM {s}.subscription AS s JOIN {s}.delivery AS d ON d.sub
     WHERE s.log = $1 AND {is_wanted} AND {is_unread} AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = s.id AND d.seq = l.seq))";
 
 /// Where it is written down what was applied.
-const MIGRATION_TABLE: &str = "
+pub(crate) const MIGRATION_TABLE: &str = "
 CREATE SCHEMA IF NOT EXISTS {s};
 CREATE TABLE IF NOT EXISTS {s}.migration (
   version int PRIMARY KEY,
@@ -73,19 +74,9 @@ const MIGRATION_LIST: &str = "SELECT version, name FROM {s}.migration ORDER BY v
 /// In which encoding the database keeps text.
 const DATABASE_ENCODING: &str = "SELECT pg_catalog.getdatabaseencoding()::pg_catalog.text";
 
-/// The same check for a script that other tools apply.
-const ENCODING_GUARD: &str = "DO ${tag}$
-BEGIN
-  IF getdatabaseencoding() <> 'UTF8' THEN
-    RAISE EXCEPTION 'Postbox needs a database in UTF8, this one is in %', getdatabaseencoding() USING HINT = 'createdb -E UTF8 -T template0 NAME';
-  END IF;
-END
-${tag}$;
-";
-
 /// Everything we made, and nothing else: the schema may hold tables of its owner. Takes exclusive
 /// locks on what it drops. After the views, and before the logs, what a policy ties to both.
-const MIGRATION_DOWN: &str = "
+pub(crate) const MIGRATION_DOWN: &str = "
 DO ${tag}$
 DECLARE
   of_log text;
@@ -166,24 +157,6 @@ impl Migrate for PostgresStore {
     }
 }
 
-/// All migrations as one SQL script, for tools that apply SQL themselves. The result is recognised
-/// by `validate`.
-pub(crate) fn script(schema: &SchemaName) -> String {
-    let mut script = format!(
-        "-- Postbox schema {}; apply once, in one session.\nBEGIN;\nSET LOCAL search_path = pg_catalog;\nSET LOCAL standard_conforming_strings = on;\nSET LOCAL check_function_bodies = off;\n",
-        schema.quoted().replace(['\n', '\r'], " ")
-    );
-    script.push_str(&schema.migration_sql(ENCODING_GUARD));
-    script.push_str(&schema.migration_sql(MIGRATION_TABLE));
-    for Migration { version, name, sql } in &MIGRATIONS {
-        script.push_str(&format!("\n\n-- {name}\n"));
-        script.push_str(&schema.migration_sql(sql));
-        script.push_str(&schema.sql(&record(*version, name)));
-    }
-    script.push_str("COMMIT;\n");
-    script
-}
-
 impl PostgresStore {
     /// Applies one migration unless it is there; says whether it did.
     async fn apply_migration(&self, migration: &Migration) -> Result<bool> {
@@ -204,7 +177,7 @@ impl PostgresStore {
 }
 
 /// Writes down that a migration was applied.
-fn record(version: i32, name: &str) -> String {
+pub(crate) fn record(version: i32, name: &str) -> String {
     format!("INSERT INTO {{s}}.migration (version, name) VALUES ({version}, '{name}');\n")
 }
 

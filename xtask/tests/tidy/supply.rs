@@ -144,7 +144,8 @@ fn packages() -> Vec<Package> {
 fn every_licence_was_read_by_a_person() {
     let mut used = BTreeSet::new();
     let mut faults = Vec::new();
-    for Package { name, version, licence, .. } in packages() {
+    // What `postbox new service` writes is its owner's, and so has no licence of ours.
+    for Package { name, version, licence, .. } in packages().into_iter().filter(|package| package.name != "service") {
         if !LICENCES.contains(&licence.as_str()) {
             faults.push(format!("{name} {version} has the licence {licence:?}: read it; if it is fine, name it in xtask/tests/tidy/supply.rs"));
         }

@@ -3,7 +3,7 @@
 use postbox_core::{Criteria, EventId, IdPrefix, Prune, Replay, Selection, Seq};
 use postbox_server::Roles;
 
-use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, SubscriptionCommand};
+use crate::args::{Args, Command, ConfigCommand, Listed, Migrate, New, SubscriptionCommand};
 use crate::context::{Context, Purpose, load};
 use crate::failure::Failure;
 use crate::selectors::{Chosen, Meant};
@@ -19,6 +19,8 @@ pub(crate) mod doctor;
 mod init;
 pub(crate) mod list;
 mod migrate;
+pub(crate) mod migration_files;
+pub(crate) mod new;
 mod pause;
 mod prune;
 mod replay;
@@ -44,6 +46,7 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
     match args.command {
         Command::Demo(demo) => demo::run(demo).await,
         Command::Init { force } => init::run(global, force),
+        Command::New(New::Service { name }) => new::service(&name),
         Command::CheckConfig { connect } => check_config::run(global, connect).await,
         Command::Config(ConfigCommand::Schema) => config::schema(),
         Command::Completions { shell } => completions::run(shell),
@@ -52,7 +55,10 @@ pub(crate) async fn run(args: Args) -> Result<(), Failure> {
             migrate::down(&inspect()?, yes, discard_events, json).await
         }
         Command::Migrate(Migrate::Validate) => migrate::validate(&inspect_each()?, json).await,
-        Command::Migrate(Migrate::Print) => migrate::print(&inspect()?).await,
+        Command::Migrate(Migrate::Print { tool: None, .. }) => migrate::print(&inspect()?).await,
+        Command::Migrate(Migrate::Print { tool: Some(tool), out }) => {
+            migration_files::run(&inspect()?, tool, out.as_deref())
+        }
         Command::Migrate(Migrate::Grants { writer: writers, relay: relays, reader: readers, all_tenants }) => {
             migrate::grants(&inspect()?, &Roles { writers, relays, readers, all_tenants }).await
         }
@@ -138,9 +144,10 @@ impl Command {
     /// Whether it finds or does something that JSON could say. The others write a file, SQL, a
     /// schema or a log of their own.
     fn has_results(&self) -> bool {
-        let is_text =
-            matches!(self, Self::Demo(_) | Self::Init { .. } | Self::Config(_) | Self::Completions { .. } | Self::Run)
-                || matches!(self, Self::Migrate(Migrate::Print | Migrate::Grants { .. }));
+        let is_text = matches!(
+            self,
+            Self::Demo(_) | Self::Init { .. } | Self::New(_) | Self::Config(_) | Self::Completions { .. } | Self::Run
+        ) || matches!(self, Self::Migrate(Migrate::Print { .. } | Migrate::Grants { .. }));
         !is_text
     }
 }

@@ -7,7 +7,7 @@ use postbox_core::{
     Append as _, BatchLimit, Delivery, Inspect as _, Lease, Log as _, LogName, Maintain as _, Migrate as _, NewEvent,
     OwnerId, Subscription, SubscriptionName,
 };
-use postbox_postgres::{PostgresConfig, PostgresStore};
+use postbox_postgres::{PostgresConfig, PostgresStore, ToolScripts};
 use postbox_testkit::servers::{Postgres, Version};
 
 use crate::support;
@@ -253,4 +253,24 @@ async fn the_script_is_the_migration() {
     support::client(&url).await.batch_execute(&store.script()).await.expect("the script runs");
     store.validate().await.expect("valid");
     assert!(store.up().await.expect("nothing to do").is_empty());
+}
+
+/// In a tool's transaction, whatever the schema is called.
+#[tokio::test]
+async fn the_scripts_for_tools_are_the_migration_and_the_way_back() {
+    let server = Postgres::shared(Version::V18).await;
+    let url = server.fresh_database().await;
+    let client = support::client(&url).await;
+    for schema in ["postbox", "it's {s} \\ \"$postbox0$\"\n;"] {
+        let store = PostgresStore::connect(PostgresConfig { schema: schema.into(), ..PostgresConfig::new(&url) });
+        let store = store.await.expect("a store");
+        let ToolScripts { up, down } = store.tool_scripts();
+        client.batch_execute(&format!("BEGIN;{up}COMMIT")).await.expect("it is made");
+        store.validate().await.expect("valid");
+        assert!(store.up().await.expect("nothing to do").is_empty());
+        client.batch_execute(&format!("BEGIN;{down}COMMIT")).await.expect("it is removed");
+        assert_eq!(store.validate().await.expect_err("nothing is there").code(), "schema_missing");
+        let left = client.query_one("SELECT count(*) FROM pg_namespace WHERE nspname = $1", &[&schema]).await;
+        assert_eq!(left.expect("counted").get::<_, i64>(0), 0);
+    }
 }

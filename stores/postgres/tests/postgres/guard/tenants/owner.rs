@@ -54,6 +54,12 @@ async fn an_owner_that_is_bound_rebases_and_removes_everything() {
         let refused = store.down(false).await.expect_err("there is an event to deliver");
         assert_eq!(refused.code(), "events_undelivered");
         assert_eq!(count().await, 0, "it is bound still");
+        let of_a_tool = format!("BEGIN;{}", store.tool_scripts().down);
+        let refused = client.batch_execute(&of_a_tool).await.expect_err("there is an event to deliver");
+        let message = refused.as_db_error().expect("of the database").message();
+        assert_eq!(message, "log outbox holds events that are not delivered");
+        client.batch_execute("ROLLBACK").await.expect("rolled back");
+        assert_eq!(count().await, 0, "it is bound still");
         store.down(true).await.expect("removed");
         admin
             .batch_execute(&format!("DROP OWNED BY {owner}, {relay}; DROP ROLE {owner}, {relay}"))

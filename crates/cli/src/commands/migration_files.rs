@@ -1,0 +1,123 @@
+//! `postbox migrate print --for TOOL`: the schema as the migration of another tool.
+
+use std::fs::OpenOptions;
+use std::io::{ErrorKind, Write as _};
+use std::path::Path;
+
+use clap::ValueEnum;
+use jiff::Timestamp;
+use postbox_server::ToolScripts;
+
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::output;
+
+/// Tools that migrate a Postgres database.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Tool {
+    Sqlx,
+    Diesel,
+    Refinery,
+    Flyway,
+    Alembic,
+}
+
+/// A file as the tool wants it.
+struct MigrationFile {
+    name: String,
+    text: String,
+}
+
+impl Tool {
+    /// Versions are times, as these tools number what they make themselves. Refinery's fit into 31
+    /// bits, so there it is 1.
+    fn files(self, scripts: ToolScripts, at: Timestamp) -> Vec<MigrationFile> {
+        let ToolScripts { up, down } = scripts;
+        let file = |name: String, text: String| MigrationFile { name, text };
+        let version = at.strftime("%Y%m%d%H%M%S");
+        match self {
+            Self::Sqlx => {
+                vec![file(format!("{version}_postbox.up.sql"), up), file(format!("{version}_postbox.down.sql"), down)]
+            }
+            Self::Diesel => {
+                let folder = at.strftime("%Y-%m-%d-%H%M%S_postbox");
+                vec![file(format!("{folder}/up.sql"), up), file(format!("{folder}/down.sql"), down)]
+            }
+            // It knows no way back, and Flyway sells it.
+            Self::Refinery => vec![file("V1__postbox.sql".to_owned(), up)],
+            Self::Flyway => vec![file(format!("V{version}__postbox.sql"), up)],
+            Self::Alembic => {
+                let text = ALEMBIC
+                    .replace("{version}", &version.to_string())
+                    .replace("{up}", &python_text(&up))
+                    .replace("{down}", &python_text(&down));
+                vec![file(format!("{version}_postbox.py"), text)]
+            }
+        }
+    }
+}
+
+/// `op.execute` would take `:name` for a parameter, and a driver `%`; and asyncpg sends one
+/// statement at a time.
+const ALEMBIC: &str = r#""""Postbox"""
+
+from alembic import op
+
+revision = "{version}"
+down_revision = None  # what this comes after: alembic heads
+branch_labels = None
+depends_on = None
+
+UP = """\
+{up}"""
+
+DOWN = """\
+{down}"""
+
+
+def upgrade() -> None:
+    run(UP)
+
+
+def downgrade() -> None:
+    run(DOWN)
+
+
+def run(script: str) -> None:
+    # As it is: op.execute would read ":name" as a parameter. One statement: asyncpg takes no more.
+    whole = f"DO $alembic$ BEGIN EXECUTE $script${script}$script$; END $alembic$"
+    op.get_bind().exec_driver_sql(whole, execution_options={"no_parameters": True})
+"#;
+
+/// What stands between three quotes.
+fn python_text(text: &str) -> String {
+    text.replace('\\', r"\\").replace("\"\"\"", r#"\"\"\""#).replace('\r', r"\r")
+}
+
+pub(super) fn run(context: &Context, tool: Tool, out: Option<&Path>) -> Result<(), Failure> {
+    let files = tool.files(postbox_server::tool_scripts(&context.config.store)?, Timestamp::now());
+    let Some(out) = out else {
+        let shown: String = files.iter().map(|file| format!("==> {} <==\n{}\n", file.name, file.text)).collect();
+        return output::print(&shown);
+    };
+    for file in &files {
+        let path = out.join(&file.name);
+        write_new(&path, &file.text)?;
+        output::line(&format!("wrote {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Writes a file that is not there, and its folder.
+pub(super) fn write_new(path: &Path, text: &str) -> Result<(), Failure> {
+    let written = path.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
+        // `create_new` and not a look first: a file that appears in between is not overwritten.
+        OpenOptions::new().write(true).create_new(true).open(path)?.write_all(text.as_bytes())
+    });
+    written.map_err(|error| match error.kind() {
+        ErrorKind::AlreadyExists => {
+            Failure::failed(format!("{} is there already; move it away, or choose another folder", path.display()))
+        }
+        _ => Failure::failed(format!("{} cannot be written: {error}", path.display())),
+    })
+}

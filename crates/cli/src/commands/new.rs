@@ -1,0 +1,73 @@
+//! `postbox new service NAME`: writes a service to begin with.
+//!
+//! `examples/service` is what it writes, so that what it writes is built, linted and run.
+
+use std::path::Path;
+
+use super::migration_files::write_new;
+use crate::failure::Failure;
+use crate::output;
+
+/// What it consists of. `{{name}}` stands for the name, `{{crate}}` for the same in Rust.
+const SERVICE: [(&str, &str); 9] = [
+    (".dockerignore", include_str!("new/service/dockerignore")),
+    (".gitignore", include_str!("new/service/gitignore")),
+    // By another name, or cargo would take the folder for a package and leave it out of ours.
+    ("Cargo.toml", include_str!("new/service/manifest.toml")),
+    ("Dockerfile", include_str!("new/service/Dockerfile")),
+    ("README.md", include_str!("new/service/README.md")),
+    ("src/lib.rs", include_str!("new/service/src/lib.rs")),
+    ("src/main.rs", include_str!("new/service/src/main.rs")),
+    ("src/schema.sql", include_str!("new/service/src/schema.sql")),
+    ("tests/service.rs", include_str!("new/service/tests/service.rs")),
+];
+
+/// As long as crates.io allows.
+const NAME_CHARS_MAX: usize = 64;
+
+/// Rust's words, what cargo keeps for itself, and what the service is made of.
+const NAMES_TAKEN: &str = "\
+    abstract alloc anyhow as async await axum become box break build const continue core crate \
+    deps do dyn else enum examples extern false final fn for gen if impl in incremental let \
+    loop macro match mod move mut override postbox priv proc-macro proc_macro pub ref return \
+    self serde sqlx static std struct super test tokio trait true try type typeof unsafe \
+    unsized use virtual where while yield";
+
+/// A name that is right for a package, a crate and a program.
+pub(crate) fn crate_name(text: &str) -> Result<String, String> {
+    let is_right = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
+    if !text.starts_with(|c: char| c.is_ascii_lowercase()) || !text.chars().all(is_right) {
+        return Err("a crate's name begins with a letter from a to z; then come such letters, digits, - and _".into());
+    }
+    if text.len() > NAME_CHARS_MAX {
+        return Err(format!("a crate's name has at most {NAME_CHARS_MAX} characters"));
+    }
+    if NAMES_TAKEN.split(' ').any(|taken| taken == text) {
+        return Err("that name is taken, by Rust, by cargo or by a crate that the service uses; choose another".into());
+    }
+    Ok(text.to_owned())
+}
+
+pub(super) fn service(name: &str) -> Result<(), Failure> {
+    let folder = Path::new(name);
+    let is_empty = match std::fs::read_dir(folder) {
+        Ok(mut entries) => entries.next().is_none(),
+        Err(error) => match error.kind() {
+            std::io::ErrorKind::NotFound => true,
+            _ => {
+                return Err(Failure::failed(format!("{name} is there already, and is no folder to write to: {error}")));
+            }
+        },
+    };
+    if !is_empty {
+        return Err(Failure::failed(format!(
+            "the folder {name} is there already and is not empty; choose another name"
+        )));
+    }
+    for (file, text) in SERVICE {
+        let text = text.replace("{{name}}", name).replace("{{crate}}", &name.replace('-', "_"));
+        write_new(&folder.join(file), &text)?;
+        output::line(&format!("wrote {name}/{file}"))?;
+    }
+    output::line(&format!("next: cd {name}, cargo test; README.md says how to run it"))
+}

@@ -1,0 +1,113 @@
+//! Orders by HTTP, each confirmed by a mail.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::routing::{get, post};
+use postbox::listen::{ServeLimits, serve};
+use postbox::postgres::{Postgres, PostgresConfig, PostgresStore};
+use postbox::router::{self, Event, Router};
+use postbox::{Migrate as _, Postbox, Service, TokioClock};
+use serde::{Deserialize, Serialize};
+use sqlx::PgPool;
+use tokio::net::TcpListener;
+
+/// What happened: its topic, and the field whose value keeps events in order.
+#[derive(postbox::Event, Serialize, Deserialize)]
+#[event(topic = "order.placed", key = "order")]
+pub struct OrderPlaced {
+    pub order: i64,
+    pub mail: String,
+}
+
+#[derive(Deserialize)]
+struct NewOrder {
+    mail: String,
+}
+
+/// What the pages need.
+#[derive(Clone)]
+struct Shop {
+    pool: PgPool,
+    postbox: Postbox<Postgres>,
+    service: Service,
+}
+
+/// What the handlers need. It prints, where yours would send.
+#[derive(Clone)]
+pub struct Mailer;
+
+impl Mailer {
+    async fn send(&self, to: &str, text: &str) -> Result<(), NoSuchAddress> {
+        if !to.contains('@') {
+            return Err(NoSuchAddress);
+        }
+        println!("mail to {to}: {text}");
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct NoSuchAddress;
+
+impl std::fmt::Display for NoSuchAddress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("there is no such address")
+    }
+}
+
+impl std::error::Error for NoSuchAddress {}
+
+/// `POST /orders`: the order and its event commit together, or neither does.
+async fn place(State(shop): State<Shop>, Json(new): Json<NewOrder>) -> Result<Json<i64>, StatusCode> {
+    let placed = async {
+        let mut tx = shop.pool.begin().await?;
+        let insert = sqlx::query_scalar("INSERT INTO orders (mail) VALUES ($1) RETURNING id");
+        let order: i64 = insert.bind(&new.mail).fetch_one(&mut *tx).await?;
+        shop.postbox.append(&mut tx, OrderPlaced { order, mail: new.mail }).await?;
+        tx.commit().await?;
+        anyhow::Ok(order)
+    };
+    placed.await.map(Json).map_err(|error| {
+        eprintln!("an order failed: {error:#}");
+        StatusCode::INTERNAL_SERVER_ERROR
+    })
+}
+
+/// `GET /ready`: may traffic come?
+async fn ready(State(shop): State<Shop>) -> StatusCode {
+    match shop.service.ready().await {
+        Ok(()) => StatusCode::OK,
+        Err(_) => StatusCode::SERVICE_UNAVAILABLE,
+    }
+}
+
+/// Called at least once for each order, and again after an error.
+async fn confirm(
+    Event(placed): Event<OrderPlaced>,
+    router::State(mailer): router::State<Mailer>,
+) -> Result<(), NoSuchAddress> {
+    mailer.send(&placed.mail, &format!("order {} is placed", placed.order)).await
+}
+
+/// What is done about events. An address that is none stays none: that event is not tried again.
+pub fn handlers(mailer: Mailer) -> Router {
+    Router::new().on(confirm).dead_on(|_: &NoSuchAddress| true).with_state(mailer)
+}
+
+/// Serves until it is asked to stop, then finishes what it began.
+pub async fn run(url: &str, listener: TcpListener, asked_to_stop: impl Future) -> anyhow::Result<()> {
+    let pool = PgPool::connect(url).await?;
+    sqlx::raw_sql(include_str!("schema.sql")).execute(&pool).await?;
+    let store = PostgresStore::connect(PostgresConfig::new(url)).await?;
+    store.up().await?; // or from your deployment: postbox migrate up
+    let postbox = store.postbox();
+    let service = Service::builder(store).outbox("mails", handlers(Mailer)).build()?;
+    let shop = Shop { pool, postbox, service: service.clone() };
+    let pages = axum::Router::new().route("/orders", post(place)).route("/ready", get(ready)).with_state(shop);
+    let serving = serve(listener, pages, ServeLimits::default(), Arc::new(TokioClock::new()), service.stopping());
+    let ((), ran) = tokio::join!(serving, service.run_until(asked_to_stop));
+    Ok(ran?)
+}

@@ -1,0 +1,7 @@
+-- Runs at every start. Replicas that start at once wait for each other here.
+SELECT pg_advisory_xact_lock(hashtextextended('{{name}}', 0));
+
+CREATE TABLE IF NOT EXISTS orders (
+  id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  mail text NOT NULL
+);
