@@ -23,7 +23,7 @@ pub(super) async fn run(context: &Context, send: SendArgs, json: bool) -> Result
     };
     match (store.append(&log, &[event]).await, id) {
         (Ok(ids), _) => ids.iter().try_for_each(|id| said(id, true)),
-        // An event of another tenant is not shown to this one, and nothing says that it is the same.
+        // Another tenant's event is not shown to this one, and nothing says that it is the same.
         (Err(error), Some(id)) if error.code() == "event_id_taken" => {
             if store.ids(&log, &id.into(), 1).await.is_ok_and(|seen| seen.is_empty()) {
                 return Err(error.into());
