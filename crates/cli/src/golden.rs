@@ -80,7 +80,7 @@ fn info(of: &str, topics: &[&str], lanes: u16) -> SubscriptionInfo {
     SubscriptionInfo {
         name: name(of),
         log: LogName::outbox(),
-        filter: Filter { topics, tenant: None },
+        filter: Filter { topics, ..Filter::default() },
         ordering: Ordering::Key,
         generation: 1,
         lanes: (0..lanes).map(lane).collect(),

@@ -5,7 +5,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use crate::error::Result;
+use crate::event::Headers;
 use crate::names::LogName;
+use crate::subscription::Traits;
 
 /// An event that came lately: what decides who gets it, and in which order.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,8 +18,22 @@ pub struct Arrival {
     pub tenant: Option<String>,
     /// Its key.
     pub key: Option<String>,
+    /// Its kind, if it names one.
+    pub kind: Option<String>,
+    /// Its aggregate.
+    pub aggregate: Option<String>,
+    /// Its headers.
+    pub headers: Headers,
     /// How long ago it was appended, by the store's clock.
     pub age: Duration,
+}
+
+impl Arrival {
+    /// What a filter compares, beside the headers.
+    pub fn traits(&self) -> Traits<'_> {
+        let [tenant, kind, aggregate] = [&self.tenant, &self.kind, &self.aggregate].map(Option::as_deref);
+        Traits { topic: &self.topic, tenant, kind, aggregate }
+    }
 }
 
 /// A session of the database that keeps others waiting for a lock on a table of ours.

@@ -11,6 +11,7 @@ use uuid::Uuid;
 use crate::error::{Error, Result, check};
 use crate::limits::{HEADER_BYTES_MAX, HEADERS_MAX, MESSAGE_ID_BYTES_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX};
 use crate::names::{Key, Tenant, Topic};
+use crate::subscription::Traits;
 
 /// An event's globally unique id, a UUID; version 7 where Postbox makes it, so that ids sort by
 /// time.
@@ -255,12 +256,7 @@ impl NewEvent {
         self.tenant.as_deref().map(Tenant::new).transpose()?;
         let texts = [&self.kind, &self.aggregate, &self.source, &self.content_type];
         for (what, text) in ["kind", "aggregate", "source", "content_type"].into_iter().zip(texts) {
-            let fits =
-                |text: &String| (1..=NAME_BYTES_MAX).contains(&text.len()) && !text.chars().any(char::is_control);
-            if !text.as_ref().is_none_or(fits) {
-                let message = format!("the {what} must have 1 to {NAME_BYTES_MAX} bytes and no control characters");
-                return Err(Error::invalid("validate", format!("{what}_invalid"), message));
-            }
+            text.as_ref().map_or(Ok(()), |text| check_word_of(what, text))?;
         }
         let bytes = self.payload.len();
         check(bytes <= PAYLOAD_BYTES_MAX, "payload_too_large", || {
@@ -345,6 +341,16 @@ impl Event {
         media.eq_ignore_ascii_case("application/json") || media.to_ascii_lowercase().ends_with("+json")
     }
 
+    /// What a filter compares, beside the headers.
+    pub fn traits(&self) -> Traits<'_> {
+        Traits {
+            topic: self.topic.as_str(),
+            tenant: self.tenant.as_ref().map(Tenant::as_str),
+            kind: self.kind.as_deref(),
+            aggregate: self.aggregate.as_deref(),
+        }
+    }
+
     /// A header's value by its exact name.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.get(name).map(String::as_str)
@@ -377,11 +383,20 @@ pub(crate) fn schema_version(headers: &Headers) -> Option<u32> {
     headers.get(header::SCHEMA_VERSION).map_or("1", String::as_str).parse().ok()
 }
 
-fn check_headers(headers: &Headers) -> Result<()> {
+/// The rule of a kind, an aggregate, a source and a content type.
+pub(crate) fn check_word_of(what: &'static str, text: &str) -> Result<()> {
+    if (1..=NAME_BYTES_MAX).contains(&text.len()) && !text.chars().any(char::is_control) {
+        return Ok(());
+    }
+    let message = format!("the {what} must have 1 to {NAME_BYTES_MAX} bytes and no control characters");
+    Err(Error::invalid("validate", format!("{what}_invalid"), message))
+}
+
+pub(crate) fn check_headers(headers: &Headers) -> Result<()> {
     let noted = headers.get(header::MESSAGE_ID).filter(|id| id.len() <= MESSAGE_ID_BYTES_MAX);
     let count = headers.len();
     check(count - usize::from(noted.is_some()) <= HEADERS_MAX, "headers_too_many", || {
-        format!("the event has {count} headers; at most {HEADERS_MAX} are allowed")
+        format!("{count} headers are too many; at most {HEADERS_MAX} are allowed")
     })?;
     let noted_bytes = noted.map_or(0, |id| header::MESSAGE_ID.len() + id.len());
     let bytes = headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>() - noted_bytes;

@@ -107,7 +107,7 @@ pub use schemas::Schemas;
 pub use sink::{Capabilities, HighWaterMark, HighWaterMarks, Sink};
 pub use source::{AckToken, MemorySource, RawMessage, Source, SourceCapabilities, SourceMessage};
 pub use state::State;
-pub use subscription::{Filter, Ordering, StartAt, Subscription};
+pub use subscription::{Filter, Ordering, StartAt, Subscription, Traits};
 pub use tail::{Tail, Tailed, place_invalid};
 pub use template::Template;
 pub use transaction::{AppendFuture, Postbox, Transaction};

@@ -1,6 +1,10 @@
 //! A subscription: a named reader of one log.
 
+use std::borrow::Cow;
+use std::fmt;
+
 use crate::error::Result;
+use crate::event::{Headers, KIND_DEFAULT, check_headers, check_word_of};
 use crate::kit::check_lanes;
 use crate::names::{LogName, SubscriptionName, Tenant, TopicPattern};
 
@@ -35,14 +39,69 @@ pub struct Filter {
     pub topics: Vec<TopicPattern>,
     /// Only this tenant's events.
     pub tenant: Option<Tenant>,
+    /// Any of these, by their exact names; empty means all kinds. An event that names none is of
+    /// the kind `domain`.
+    pub kinds: Vec<String>,
+    /// Any of these, by their exact names; empty means all aggregates, and none.
+    pub aggregates: Vec<String>,
+    /// All of these, with exactly these values.
+    pub headers: Headers,
+}
+
+/// What a filter compares of an event, beside its headers.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Traits<'a> {
+    /// Its topic.
+    pub topic: &'a str,
+    /// Its tenant.
+    pub tenant: Option<&'a str>,
+    /// Its kind, if it names one.
+    pub kind: Option<&'a str>,
+    /// Its aggregate.
+    pub aggregate: Option<&'a str>,
 }
 
 impl Filter {
-    /// Whether an event with this topic and tenant is wanted.
-    pub fn matches(&self, topic: &str, tenant: Option<&str>) -> bool {
-        let topic_wanted = self.topics.is_empty() || self.topics.iter().any(|pattern| pattern.matches(topic));
-        let tenant_wanted = self.tenant.as_ref().is_none_or(|wanted| tenant == Some(wanted.as_str()));
-        topic_wanted && tenant_wanted
+    /// Whether an event is wanted. Its headers are asked for only where the filter names some: a
+    /// store may have to parse them.
+    pub fn matches<'h>(&self, of: Traits<'_>, headers: impl FnOnce() -> Cow<'h, Headers>) -> bool {
+        let among = |wanted: &[String], name: Option<&str>| {
+            wanted.is_empty() || name.is_some_and(|name| wanted.iter().any(|it| it == name))
+        };
+        self.wants_topic(of.topic)
+            && self.tenant.as_ref().is_none_or(|wanted| of.tenant == Some(wanted.as_str()))
+            && among(&self.kinds, Some(of.kind.unwrap_or(KIND_DEFAULT)))
+            && among(&self.aggregates, of.aggregate)
+            && (self.headers.is_empty() || {
+                let headers = headers();
+                self.headers.iter().all(|(name, value)| headers.get(name) == Some(value))
+            })
+    }
+
+    /// Whether the topic is wanted, whatever else the filter asks.
+    pub fn wants_topic(&self, topic: &str) -> bool {
+        self.topics.is_empty() || self.topics.iter().any(|pattern| pattern.matches(topic))
+    }
+
+    /// Checks that there can be events like this: what no event can have is a slip of the pen.
+    pub fn validate(&self) -> Result<()> {
+        self.kinds.iter().try_for_each(|kind| check_word_of("kind", kind))?;
+        self.aggregates.iter().try_for_each(|aggregate| check_word_of("aggregate", aggregate))?;
+        check_headers(&self.headers)
+    }
+}
+
+/// The topics, then what else is asked: `order.* kind=integration region=eu`.
+impl fmt::Display for Filter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let topics: Vec<&str> = self.topics.iter().map(TopicPattern::as_str).collect();
+        f.write_str(&if topics.is_empty() { "*".to_owned() } else { topics.join(" ") })?;
+        let lists = [("kind", &self.kinds), ("aggregate", &self.aggregates)];
+        for (what, names) in lists.into_iter().filter(|(_, names)| !names.is_empty()) {
+            write!(f, " {what}={}", names.join("|"))?;
+        }
+        self.headers.iter().try_for_each(|(name, value)| write!(f, " {name}={value}"))?;
+        self.tenant.as_ref().map_or(Ok(()), |tenant| write!(f, " tenant={tenant}"))
     }
 }
 
@@ -79,8 +138,9 @@ impl Subscription {
         }
     }
 
-    /// Checks the number of lanes.
+    /// Checks the filter and the number of lanes.
     pub fn validate(&self) -> Result<()> {
+        self.filter.validate()?;
         check_lanes("subscribe", &self.name, self.lanes)
     }
 }

@@ -384,7 +384,7 @@ async fn perform(world: &World, operator: &Client, action: Action) {
         Action::Filter(out) => {
             let topics = ["t0", "t1"].into_iter().zip(0..).filter(|(_, number)| out.is_some_and(|out| out != *number));
             let topics = topics.filter_map(|(topic, _)| TopicPattern::new(topic).ok()).collect();
-            let filter = Filter { topics, tenant: None };
+            let filter = Filter { topics, ..Filter::default() };
             _ = log.subscribe(&Subscription { filter, ..world.subscription.clone() }).await;
         }
     }

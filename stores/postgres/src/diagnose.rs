@@ -15,7 +15,7 @@ use crate::session::Session;
 
 /// The newest events of a log. Index: the log's primary key, backwards. No lock.
 pub(crate) const LOG_NEWEST: &str = "
-SELECT l.topic, l.tenant, l.key, l.created_at, clock_timestamp() FROM {log} AS l ORDER BY l.seq DESC LIMIT $1";
+SELECT l.topic, l.tenant, l.key, l.created_at, clock_timestamp(), l.kind, l.aggregate, l.headers::text FROM {log} AS l ORDER BY l.seq DESC LIMIT $1";
 
 /// Sessions that others of ours have waited for for a second. Whoever waits itself is not the
 /// cause. Reads the server's list of locks; waits for nobody.
@@ -86,10 +86,14 @@ pub(crate) fn end(session: i32) -> String {
 /// `None` of a row that nobody can read.
 fn arrival(row: &Row) -> Option<Arrival> {
     let [created_at, now] = [3, 4].map(|column| row.try_get::<_, Timestamp>(column).ok());
+    let headers: Option<&str> = row.try_get(7).ok()?;
     Some(Arrival {
         topic: row.try_get(0).ok()?,
         tenant: row.try_get(1).ok()?,
         key: row.try_get(2).ok()?,
+        kind: row.try_get(5).ok()?,
+        aggregate: row.try_get(6).ok()?,
+        headers: headers.and_then(|json| serde_json::from_str(json).ok()).unwrap_or_default(),
         age: Duration::try_from(now?.duration_since(created_at?)).unwrap_or_default(),
     })
 }

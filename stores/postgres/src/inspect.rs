@@ -39,7 +39,7 @@ const ROWS_LOOKED_AT: i64 = LOOK_EVENTS_MAX as i64 + 1;
 /// Every subscription with its lanes. Reads two small tables. No lock.
 const SUBSCRIPTION_LIST: &str = "
 SELECT s.name, s.log, s.topics, s.tenant, s.paused_by, s.paused_why, s.paused_until, {is_paused}, n.lane::int, n.epoch, n.owner, (extract(epoch FROM n.lease_until - clock_timestamp()) * 1000000)::bigint,
-  s.ordering, s.generation
+  s.ordering, s.generation, s.kinds, s.aggregates, s.headers::text
 FROM {s}.subscription AS s LEFT JOIN {s}.lane AS n ON n.subscription = s.id
 ORDER BY s.name, n.lane";
 
@@ -104,7 +104,7 @@ impl Inspect for PostgresStore {
             let name = SubscriptionName::from_stored(row.get::<_, String>(0));
             if subscriptions.last().is_none_or(|last| last.name != name) {
                 let log = LogName::from_stored(row.get::<_, String>(1));
-                let (filter, paused) = (filter_of(row, 2), pause_of(row, 4));
+                let (filter, paused) = (filter_of(row, 2, 14), pause_of(row, 4));
                 let ordering = if row.get::<_, &str>(12) == "none" { Ordering::None } else { Ordering::Key };
                 let (lanes, generation) = (Vec::new(), row.get(13));
                 subscriptions.push(SubscriptionInfo { name, log, filter, ordering, generation, lanes, paused });

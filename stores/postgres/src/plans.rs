@@ -114,7 +114,7 @@ async fn counts_look_at_a_bounded_number_of_rows() {
                 let before = rows_read(&session).await;
                 let call = format!(
                     "SELECT coalesce(sum(events) FILTER (WHERE state = 'pending'), 0)::bigint, coalesce(bool_or(is_estimate), false)
-                     FROM postbox.outbox_depth((SELECT id FROM postbox.subscription), 2, {likes}, NULL, {LOOK})"
+                     FROM postbox.outbox_depth((SELECT id FROM postbox.subscription), 2, {likes}, NULL, NULL, NULL, NULL, {LOOK})"
                 );
                 let counted = session.row(&call, &[]).await.expect("counted");
                 let [events, rows] = rows_read_since(&session, before).await;
@@ -326,7 +326,7 @@ macro_rules! window {
             $lanes,
             ", ",
             $topics,
-            ", NULL, $id, 1, 1, '$place', '",
+            ", NULL, NULL, NULL, NULL, $id, 1, 1, '$place', '",
             $to,
             "', 0, ",
             $after,

@@ -39,7 +39,7 @@ FROM {s}.log AS g WHERE g.name = $1{lock}";
 /// say; as joins they become nested loops over both lists (5 s a step, measured).
 const LOG_PRUNE: &str = "
 WITH reader AS MATERIALIZED (
-  SELECT s.topics, s.tenant, s.lanes, n.lane, n.from_snap, n.to_snap, n.last_seq
+  SELECT s.topics, s.tenant, s.kinds, s.aggregates, s.headers, s.lanes, n.lane, n.from_snap, n.to_snap, n.last_seq
   FROM {s}.subscription AS s JOIN {s}.lane AS n ON n.subscription = s.id WHERE s.log = $2),
 horizon AS MATERIALIZED (SELECT pg_snapshot_xmin(r.from_snap) AS xid FROM reader AS r ORDER BY 1 LIMIT 1),
 step AS MATERIALIZED (
@@ -62,7 +62,7 @@ const MAY_GO: &str = "
   l.seq > $3 AND l.seq <= coalesce((SELECT last FROM step), 9223372036854775807)
     AND l.created_at <= statement_timestamp() - $1 * interval '1 microsecond'
     AND (l.xid < (SELECT xid FROM horizon) OR NOT EXISTS (
-      SELECT FROM reader AS n CROSS JOIN LATERAL (SELECT n.topics, n.tenant) AS s
+      SELECT FROM reader AS n CROSS JOIN LATERAL (SELECT n.topics, n.tenant, n.kinds, n.aggregates, n.headers) AS s
       WHERE n.lane = l.slot % n.lanes AND {is_unread} AND {is_wanted} OFFSET 0))
     AND l.seq NOT IN (SELECT seq FROM needed)
     AND (NOT $9 OR (l.seq IN (

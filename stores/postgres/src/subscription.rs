@@ -34,11 +34,12 @@ SELECT EXISTS (
 /// The revision tells replicas that read with the former filter: they read on by this one, whatever
 /// their own configuration says.
 const SUBSCRIPTION_UPSERT: &str = "
-WITH known AS (SELECT topics = '{}' AND tenant IS NULL AS everything, revision FROM {s}.subscription WHERE name = $1)
-INSERT INTO {s}.subscription AS s (name, log, topics, tenant, ordering, lanes, generation)
-VALUES ($1, $2, $3, $4, $5, $6, (SELECT max(g.epoch_next) FROM {s}.log AS g))
-ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, ordering = $5,
-  revision = s.revision + ((s.topics, s.tenant) IS DISTINCT FROM ($3::text[], $4::text))::int,
+WITH known AS (SELECT {wants_everything} AS everything, s.revision FROM {s}.subscription AS s WHERE s.name = $1)
+INSERT INTO {s}.subscription AS s (name, log, topics, tenant, kinds, aggregates, headers, ordering, lanes, generation)
+VALUES ($1, $2, $3, $4, $7, $8, $9::text::jsonb, $5, $6, (SELECT max(g.epoch_next) FROM {s}.log AS g))
+ON CONFLICT (name) DO UPDATE SET topics = $3, tenant = $4, kinds = $7, aggregates = $8, headers = $9::text::jsonb, ordering = $5,
+  revision = s.revision + ((s.topics, s.tenant, s.kinds, s.aggregates, s.headers)
+    IS DISTINCT FROM ($3::text[], $4::text, $7::text[], $8::text[], $9::text::jsonb))::int,
   mixed = s.mixed OR s.tenant IS DISTINCT FROM $4
 WHERE s.log = $2
 RETURNING id, xmax = 0 AS is_new,
@@ -54,8 +55,8 @@ WHERE subscription = $1 AND holds";
 
 /// Keeps the new filter. Index: primary key of `filter`.
 pub(crate) const FILTER_KEEP: &str = "
-INSERT INTO {s}.filter (subscription, revision, topics, tenant)
-SELECT id, revision, topics, tenant FROM {s}.subscription WHERE id = $1 ON CONFLICT DO NOTHING";
+INSERT INTO {s}.filter (subscription, revision, topics, tenant, kinds, aggregates, headers)
+SELECT id, revision, topics, tenant, kinds, aggregates, headers FROM {s}.subscription WHERE id = $1 ON CONFLICT DO NOTHING";
 
 /// What was to go out by the former filter is perhaps wanted by nobody now: it is looked at again
 /// from where the slowest lane begins. Where the subscription took everything before, nothing was
@@ -101,7 +102,7 @@ SELECT EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND pg_snapshot_xmax
   EXISTS (SELECT FROM {s}.lane WHERE subscription = $1 AND cluster <> (SELECT {s}.cluster_id()))";
 
 /// One subscription. Index: the unique name.
-const SUBSCRIPTION_GET: &str = "SELECT id, log, topics, tenant, lanes::int, revision, again_seq, again_replay FROM {s}.subscription WHERE name {=} $1";
+const SUBSCRIPTION_GET: &str = "SELECT id, log, topics, tenant, lanes::int, revision, again_seq, again_replay, kinds, aggregates, headers::pg_catalog.text FROM {s}.subscription WHERE name {=} $1";
 
 /// The names, for an error text. Reads the whole (small) table.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM {s}.subscription ORDER BY name LIMIT 50";
@@ -117,13 +118,15 @@ pub(crate) struct SubscriptionRow {
     pub(crate) revision: i32,
     /// The topics as SQL patterns; `None`: all.
     pub(crate) likes: Option<Vec<String>>,
+    /// The headers as JSON; `None`: any.
+    pub(crate) headers: Option<String>,
     /// Up to which place events of the stream are of which replay, since the last reset.
     again: (i64, i32),
 }
 
 impl SubscriptionRow {
     fn from_row(row: &Row) -> Self {
-        let filter = filter_of(row, 2);
+        let filter = filter_of(row, 2, 8);
         let topics = &filter.topics;
         Self {
             id: row.get(0),
@@ -131,6 +134,7 @@ impl SubscriptionRow {
             log: LogName::from_stored(row.get::<_, String>(1)),
             lanes: u16::try_from(row.get::<_, i32>(4)).unwrap_or(1),
             likes: (!topics.is_empty()).then(|| topics.iter().map(TopicPattern::to_like).collect()),
+            headers: row.get(10),
             again: (row.get(6), row.get(7)),
             filter,
         }
@@ -144,13 +148,35 @@ impl SubscriptionRow {
     pub(crate) fn tenant(&self) -> Option<&str> {
         self.filter.tenant.as_ref().map(Tenant::as_str)
     }
+
+    /// The kinds as a parameter; `None`: all.
+    pub(crate) fn kinds(&self) -> Option<Vec<&str>> {
+        named(&self.filter.kinds)
+    }
+
+    /// The aggregates as a parameter; `None`: all.
+    pub(crate) fn aggregates(&self) -> Option<Vec<&str>> {
+        named(&self.filter.aggregates)
+    }
 }
 
-/// A filter, from the columns topics and tenant.
-pub(crate) fn filter_of(row: &Row, at: usize) -> Filter {
+/// A list of names as a parameter; `None`: any.
+fn named(names: &[String]) -> Option<Vec<&str>> {
+    (!names.is_empty()).then(|| names.iter().map(String::as_str).collect())
+}
+
+/// A filter, `at` the columns topics and tenant, `contents` kinds, aggregates and headers.
+pub(crate) fn filter_of(row: &Row, at: usize, contents: usize) -> Filter {
     // Checked when they were written.
     let topics = row.get::<_, Vec<String>>(at).into_iter().filter_map(|topic| TopicPattern::new(topic).ok());
-    Filter { topics: topics.collect(), tenant: row.get::<_, Option<String>>(at + 1).map(Tenant::from_stored) }
+    let headers = row.get::<_, Option<&str>>(contents + 2).map(serde_json::from_str);
+    Filter {
+        topics: topics.collect(),
+        tenant: row.get::<_, Option<String>>(at + 1).map(Tenant::from_stored),
+        kinds: row.get(contents),
+        aggregates: row.get(contents + 1),
+        headers: headers.and_then(Result::ok).unwrap_or_default(),
+    }
 }
 
 pub(crate) async fn subscribe(store: &PostgresStore, session: &Session, subscription: &Subscription) -> Result<()> {
@@ -177,7 +203,10 @@ async fn write(session: &Session, subscription: &Subscription) -> Result<Subscri
         Ordering::None => "none",
     };
     let (name_text, log_text, lanes_wanted) = (name.as_str(), log.as_str(), lanes.cast_signed());
-    let params = params![name_text, log_text, topics, tenant, order, lanes_wanted];
+    let [kinds, aggregates] = [&filter.kinds, &filter.aggregates];
+    let headers =
+        (!filter.headers.is_empty()).then(|| serde_json::to_string(&filter.headers).expect("a map of strings is JSON"));
+    let params = params![name_text, log_text, topics, tenant, order, lanes_wanted, kinds, aggregates, headers];
     let made = session.rows(&session.sql(SUBSCRIPTION_UPSERT), &params).await?;
     let Some(row) = made.first() else {
         let known = session.rows(&session.sql(SUBSCRIPTION_GET), &params![name.as_str()]).await?;

@@ -73,7 +73,7 @@ SELECT seq, key FROM sent";
 /// walked from its place.
 const LOG_ROUTE: &str = "
 WITH page AS MATERIALIZED (
-  SELECT l.xid, l.seq, l.topic, l.tenant, l.slot FROM {log} AS l
+  SELECT l.xid, l.seq, l.topic, l.tenant, l.kind, l.aggregate, l.headers, l.slot FROM {log} AS l
   WHERE (l.xid, l.seq) > ($2::text::xid8, $3) AND l.xid < pg_snapshot_xmin(pg_current_snapshot())
   ORDER BY l.xid, l.seq LIMIT $4),
 kept AS (

@@ -35,13 +35,15 @@ WHERE subscription {=} $1 AND lane {=} $2 AND epoch {=} $3 AND lease_until {>} p
 
 /// Reads a page, or opens the next window: see `0001_window.sql`, which says what it asks, writes
 /// and answers.
-const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)";
+const LANE_WINDOW: &str = "SELECT * FROM {s}.{name}_window($1, $2, $3, $4, $5, $6, $7, $8, $9::pg_catalog.text::pg_catalog.jsonb, $10, $11, $12, $13, $14, $15, $16)";
 
 /// A further page of a window without stragglers, straight from the log. Index: primary key.
 const WINDOW_PAGE: &str = "
 SELECT {columns} FROM {log} AS l
 WHERE l.seq > $7 AND l.seq <= $8 AND l.xid >= $9::text::xid8 AND pg_visible_in_snapshot(l.xid, $10::text::pg_snapshot)
   AND ($4 = 1 OR l.slot % $4 = $3) AND ($5 IS NULL OR l.topic LIKE ANY ($5)) AND ($6 IS NULL OR l.tenant = $6)
+  AND ($11 IS NULL OR coalesce(l.kind, 'domain') = ANY ($11)) AND ($12 IS NULL OR l.aggregate = ANY ($12))
+  AND ($13::text IS NULL OR l.headers @> $13::text::jsonb)
 ORDER BY l.seq LIMIT $2";
 
 /// Which of some keys are held. Index: `delivery_held`.
@@ -323,7 +325,8 @@ impl NextBatch<'_> {
         rows_max: i64,
     ) -> Result<(Vec<Stored>, Answer), tokio_postgres::Error> {
         let ReadParams { inline_bytes, lane, lanes, subscription, .. } = self.params;
-        let (likes, tenant) = (&subscription.likes, subscription.tenant());
+        let (likes, tenant, headers) = (&subscription.likes, subscription.tenant(), &subscription.headers);
+        let (kinds, aggregates) = (subscription.kinds(), subscription.aggregates());
         let (id, epoch, revision) = (subscription.id, self.lease.epoch, subscription.revision);
         let (place, window, settled) = (self.lane.place(), &*at.window, at.settled);
         let params = params![
@@ -333,6 +336,9 @@ impl NextBatch<'_> {
             lanes,
             likes,
             tenant,
+            kinds,
+            aggregates,
+            headers,
             id,
             epoch,
             revision,
@@ -369,8 +375,23 @@ impl NextBatch<'_> {
             return Ok(Vec::new());
         }
         let ReadParams { inline_bytes, rows, lane, lanes, subscription, .. } = self.params;
-        let (likes, tenant, window) = (&subscription.likes, subscription.tenant(), &*at.window);
-        let params = params![inline_bytes, rows, lane, lanes, likes, tenant, low, high, xid_low, window];
+        let (likes, tenant, headers) = (&subscription.likes, subscription.tenant(), &subscription.headers);
+        let (kinds, aggregates, window) = (subscription.kinds(), subscription.aggregates(), &*at.window);
+        let params = params![
+            inline_bytes,
+            rows,
+            lane,
+            lanes,
+            likes,
+            tenant,
+            low,
+            high,
+            xid_low,
+            window,
+            kinds,
+            aggregates,
+            headers
+        ];
         let sql = self.session.log_sql(WINDOW_PAGE, &subscription.log);
         let mut found = pin!(self.session.client().query_typed_raw(&sql, params).await?);
         let mut page = Vec::with_capacity(usize::try_from(rows).unwrap_or_default());

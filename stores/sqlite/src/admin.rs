@@ -13,7 +13,7 @@ use rusqlite::{OptionalExtension as _, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::timestamp;
-use crate::decode::{DELIVERY_COLUMNS, DeliveryRow, Head, integer, is_meant, lossy};
+use crate::decode::{DELIVERY_COLUMNS, DeliveryRow, HEAD_COLUMNS, Head, integer, is_meant, lossy};
 use crate::inspect::Reader;
 use crate::maintain::DELIVERY_STATE;
 use crate::schema::log_table;
@@ -291,7 +291,7 @@ fn discard_unread(
     let Some(ids) = &selection.ids else { return Ok(0) };
     let reader = Reader::find("discard", tx, name)?;
     // By primary key; takes no lock of its own.
-    let log_head = format!("SELECT seq, topic, tenant, key, id, created_at FROM {} WHERE seq = ?1", reader.table);
+    let log_head = format!("SELECT {HEAD_COLUMNS} FROM {} l WHERE l.seq = ?1", reader.table);
     let mut statement = tx.prepare_cached(&log_head)?;
     let mut discarded = 0;
     for seq in seqs_of(tx, &reader.stored.log, ids)? {

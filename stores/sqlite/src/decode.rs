@@ -3,12 +3,14 @@
 //! lane.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use jiff::Timestamp;
 use postbox_core::kit::lane_of;
 use postbox_core::{
-    Criteria, Delivery, Error, Event, EventId, Headers, Key, NewEvent, Seq, State, Tenant, Topic, Unreadable,
+    Criteria, Delivery, Error, Event, EventId, Filter, Headers, Key, NewEvent, Seq, State, Tenant, Topic, Traits,
+    Unreadable,
 };
 use rusqlite::Row;
 use rusqlite::types::ValueRef;
@@ -17,15 +19,18 @@ use crate::clock::timestamp;
 
 /// The columns of a log under the alias `l`, in the order this module reads them; payload last, see
 /// [`crate::schema::log_ddl`].
-pub(crate) const LOG_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.aggregate, l.version, l.kind, l.source, \
-l.content_type, l.headers, \
+pub(crate) const LOG_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers, \
+l.version, l.source, l.content_type, \
 CASE typeof(l.occurred_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.occurred_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.occurred_at) ELSE l.occurred_at END, \
 CASE typeof(l.deliver_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.deliver_at) ELSE l.deliver_at END, \
 CASE typeof(l.expires_at) WHEN 'text' THEN coalesce(CAST(round((julianday(l.expires_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000, l.expires_at) ELSE l.expires_at END, \
 l.payload";
-/// The columns that a look needs to count a row, those of [`Head`] first: then its stamp, and from
-/// when it may be delivered.
-pub(crate) const LOOK_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, \
+/// The columns of [`Head`], with which the other lists begin.
+pub(crate) const HEAD_COLUMNS: &str =
+    "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers";
+/// The columns that a look needs to count a row, those of [`Head`] first: then from when it may be
+/// delivered.
+pub(crate) const LOOK_COLUMNS: &str = "l.seq, l.topic, l.tenant, l.key, l.id, l.created_at, l.kind, l.aggregate, l.headers, \
 CASE typeof(l.deliver_at) WHEN 'text' THEN CAST(round((julianday(l.deliver_at) - 2440587.5) * 86400000.0) AS INTEGER) * 1000 ELSE l.deliver_at END";
 /// What the columns are called, for people.
 const LOG_COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
@@ -35,12 +40,12 @@ const LOG_COLUMN_NAMES: [&str; LOG_COLUMNS_COUNT] = [
     "key",
     "id",
     "created_at",
-    "aggregate",
-    "version",
     "kind",
+    "aggregate",
+    "headers",
+    "version",
     "source",
     "content_type",
-    "headers",
     "occurred_at",
     "deliver_at",
     "expires_at",
@@ -55,6 +60,13 @@ const TENANT: usize = 2;
 const KEY: usize = 3;
 const ID: usize = 4;
 const CREATED_AT: usize = 5;
+const KIND: usize = 6;
+const AGGREGATE: usize = 7;
+const HEADERS: usize = 8;
+/// In [`LOOK_COLUMNS`].
+pub(crate) const LOOK_DELIVER_AT: usize = 9;
+/// How many columns those are.
+pub(crate) const LOOK_COLUMNS_COUNT: usize = 10;
 const PAYLOAD: usize = 15;
 
 /// The columns of a delivery row under the alias `d`, in the order [`DeliveryRow`] reads them.
@@ -126,6 +138,9 @@ pub(crate) struct Head<'a> {
     pub(crate) tenant: Option<Cow<'a, str>>,
     key: Option<&'a [u8]>,
     id: &'a [u8],
+    kind: Option<&'a [u8]>,
+    aggregate: Option<&'a [u8]>,
+    headers: Option<&'a [u8]>,
 }
 
 impl<'a> Head<'a> {
@@ -136,6 +151,18 @@ impl<'a> Head<'a> {
             tenant: text(TENANT)?.map(lossy_text),
             key: text(KEY)?,
             id: text(ID)?.unwrap_or_default(),
+            kind: text(KIND)?,
+            aggregate: text(AGGREGATE)?,
+            headers: text(HEADERS)?,
+        })
+    }
+
+    /// Whether a filter wants it.
+    pub(crate) fn is_wanted_by(&self, filter: &Filter) -> bool {
+        let [kind, aggregate] = [self.kind, self.aggregate].map(|text| text.map(lossy_text));
+        let (tenant, kind, aggregate) = (self.tenant.as_deref(), kind.as_deref(), aggregate.as_deref());
+        filter.matches(Traits { topic: &self.topic, tenant, kind, aggregate }, || {
+            Cow::Owned(self.headers.map(text_headers).unwrap_or_default())
         })
     }
 
@@ -169,9 +196,9 @@ impl Decoded {
             fields.refuse(ID);
             EventId::from_uuid(uuid::Uuid::nil())
         });
-        let (aggregate, kind, source) = (fields.text(6)?, fields.text(8)?, fields.text(9)?);
-        let content_type = fields.text(10)?;
-        let headers = match fields.text(11)? {
+        let (aggregate, kind, source) = (fields.text(AGGREGATE)?, fields.text(KIND)?, fields.text(10)?);
+        let content_type = fields.text(11)?;
+        let headers = match fields.text(HEADERS)? {
             Some(json) if json != "{}" => decode_headers(&json).unwrap_or_else(|error| {
                 let (code, error) = (error.code().to_owned().into(), error.message().to_owned());
                 fields.unreadable.get_or_insert(Unreadable { code, error });
@@ -189,7 +216,7 @@ impl Decoded {
             topic: Topic::from_stored(topic),
             key: key.map(Key::from_stored),
             aggregate,
-            version: fields.integer(7)?,
+            version: fields.integer(9)?,
             kind,
             source,
             tenant: tenant.map(Tenant::from_stored),
@@ -285,6 +312,12 @@ fn bytes(value: ValueRef<'_>) -> Option<&[u8]> {
         ValueRef::Text(bytes) | ValueRef::Blob(bytes) => Some(bytes),
         _ => None,
     }
+}
+
+/// The headers that are texts, whatever else stands there.
+pub(crate) fn text_headers(json: &[u8]) -> Headers {
+    let all: BTreeMap<String, serde_json::Value> = serde_json::from_slice(json).unwrap_or_default();
+    all.into_iter().filter_map(|(name, value)| Some((name, value.as_str()?.to_owned()))).collect()
 }
 
 /// Headers of a plain INSERT may break rules that a CHECK cannot see: names, counts, values that

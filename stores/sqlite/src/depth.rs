@@ -8,7 +8,7 @@ use rusqlite::{Row, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::until;
-use crate::decode::{Head, LOOK_COLUMNS, integer, seq};
+use crate::decode::{Head, LOOK_COLUMNS, LOOK_COLUMNS_COUNT, LOOK_DELIVER_AT, integer, seq};
 use crate::inspect::{Reader, count};
 use crate::window::log_end;
 
@@ -79,16 +79,16 @@ fn waiting(tx: &Transaction<'_>, reader: &Reader, state: State, counter: &mut St
     let mut statement = tx.prepare_cached(&delivery_waiting)?;
     let mut rows = statement.query(params![reader.name.as_str(), state.as_str(), ROWS_MAX])?;
     while let Some(row) = rows.next()? {
-        let due_at = integer(row, 9)?.filter(|_| state == State::Scheduled).unwrap_or(i64::MIN);
-        let since = since(row)?.unwrap_or(row.get(8)?).max(due_at);
-        counter.add(state, &row.get::<_, String>(7)?, 1, Some(until(since, now)));
+        let due_at = integer(row, LOOK_COLUMNS_COUNT + 2)?.filter(|_| state == State::Scheduled).unwrap_or(i64::MIN);
+        let since = since(row)?.unwrap_or(row.get(LOOK_COLUMNS_COUNT + 1)?).max(due_at);
+        counter.add(state, &row.get::<_, String>(LOOK_COLUMNS_COUNT)?, 1, Some(until(since, now)));
     }
     Ok(())
 }
 
 /// From when the event of a row of [`LOOK_COLUMNS`] waits.
 fn since(row: &Row<'_>) -> rusqlite::Result<Option<i64>> {
-    let (created_at, deliver_at) = (integer(row, 5)?, integer(row, 6)?);
+    let (created_at, deliver_at) = (integer(row, 5)?, integer(row, LOOK_DELIVER_AT)?);
     Ok(created_at.map(|at| at.max(deliver_at.unwrap_or(i64::MIN))))
 }
 
@@ -147,7 +147,10 @@ impl Unread {
             let (head, seq) = (Head::read(row)?, seq(row)?);
             self.rows += 1;
             self.first.get_or_insert(seq);
-            if reader.wants(&head) && reader.state(&head, seq) == State::Pending && !row.get::<_, bool>(7)? {
+            if reader.wants(&head)
+                && reader.state(&head, seq) == State::Pending
+                && !row.get::<_, bool>(LOOK_COLUMNS_COUNT)?
+            {
                 let since = since(row)?;
                 let known = self.topics.entry(head.topic.into_owned()).or_insert((0, since));
                 *known = (known.0 + 1, known.1.min(since));

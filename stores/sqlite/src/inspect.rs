@@ -193,7 +193,7 @@ impl Reader {
     }
 
     pub(crate) fn wants(&self, head: &Head<'_>) -> bool {
-        self.stored.filter.matches(&head.topic, head.tenant.as_deref())
+        head.is_wanted_by(&self.stored.filter)
     }
 
     /// Where a row without a delivery row stands, as far as one subscription knows: `Skipped` may
@@ -203,7 +203,7 @@ impl Reader {
     pub(crate) fn state(&self, head: &Head<'_>, seq: i64) -> State {
         let passed_by = self.passed_by(head, seq);
         let filter = self.filters.get(&passed_by.unwrap_or(self.stored.revision));
-        let is_taken = filter.is_some_and(|filter| filter.matches(&head.topic, head.tenant.as_deref()));
+        let is_taken = filter.is_some_and(|filter| head.is_wanted_by(filter));
         match (is_taken, passed_by) {
             (false, _) => State::Skipped,
             (true, Some(_)) => State::Dispatched,

@@ -6,9 +6,9 @@ use std::time::Duration;
 use postbox_core::kit::{check_log, lanes_missing, subscription_unknown};
 use postbox_core::{
     Acquired, Disposition, Error, ErrorKind, Filter, Lease, LogName, Ordering, OwnerId, Pause, StartAt, Subscription,
-    SubscriptionName, Tenant, TopicPattern,
+    SubscriptionName, Tenant,
 };
-use rusqlite::{OptionalExtension, Transaction, named_params, params};
+use rusqlite::{OptionalExtension, Row, Transaction, named_params, params};
 
 use crate::classify::Work;
 use crate::clock::{micros, timestamp};
@@ -18,28 +18,30 @@ use crate::thread::{Flush, Session};
 
 /// A subscription by primary key; no lock.
 const SUBSCRIPTION_READ: &str = "SELECT log, topics, tenant, ordering, lanes, paused_by, paused_why, paused_until, revision, \
-generation, again_seq, again_replay FROM postbox_subscription WHERE name = ?1";
+generation, again_seq, again_replay, kinds, aggregates, headers FROM postbox_subscription WHERE name = ?1";
 /// Names for error texts, by primary key; no lock.
 const SUBSCRIPTION_NAMES: &str = "SELECT name FROM postbox_subscription ORDER BY name LIMIT 50";
 /// By primary key; takes the write lock.
-const SUBSCRIPTION_INSERT: &str = "INSERT INTO postbox_subscription (name, log, topics, tenant, ordering, lanes, created_at, generation) \
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, (SELECT max(epoch_next) FROM postbox_log))";
+const SUBSCRIPTION_INSERT: &str = "INSERT INTO postbox_subscription (name, log, topics, tenant, ordering, lanes, created_at, generation, \
+kinds, aggregates, headers) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, (SELECT max(epoch_next) FROM postbox_log), ?8, ?9, ?10)";
 /// The next that is made is of another generation. By primary key; takes the write lock.
 const EPOCH_NEXT: &str =
     "UPDATE postbox_log SET epoch_next = (SELECT max(epoch_next) + 1 FROM postbox_log) WHERE name = ?1";
 /// By primary key; takes the write lock.
 const SUBSCRIPTION_UPDATE: &str = "UPDATE postbox_subscription SET topics = ?2, tenant = ?3, ordering = ?4, \
-revision = revision + (topics <> ?2 OR tenant IS NOT ?3) WHERE name = ?1";
+kinds = ?5, aggregates = ?6, headers = ?7, \
+revision = revision + ((topics, kinds, aggregates, headers) <> (?2, ?5, ?6, ?7) OR tenant IS NOT ?3) WHERE name = ?1";
 /// Without order no row holds its key, and nobody waits for a turn. By the index of keys; takes the
 /// write lock.
 const DELIVERY_UNBLOCK: &str = "UPDATE postbox_delivery SET holds = 0, updated_at = ?2, \
 due_at = iif(state = 'blocked', ?2, due_at), state = iif(state = 'blocked', 'retrying', state) \
 WHERE subscription = ?1 AND holds = 1";
 /// Every filter is kept, by primary key; takes the write lock.
-pub(crate) const FILTER_KEEP: &str = "INSERT OR IGNORE INTO postbox_filter (subscription, revision, topics, tenant) \
-SELECT name, revision, topics, tenant FROM postbox_subscription WHERE name = ?1";
+pub(crate) const FILTER_KEEP: &str = "INSERT OR IGNORE INTO postbox_filter (subscription, revision, topics, tenant, kinds, aggregates, headers) \
+SELECT name, revision, topics, tenant, kinds, aggregates, headers FROM postbox_subscription WHERE name = ?1";
 /// By primary key; no lock.
-const FILTERS_READ: &str = "SELECT revision, topics, tenant FROM postbox_filter WHERE subscription = ?1";
+const FILTERS_READ: &str =
+    "SELECT revision, topics, tenant, kinds, aggregates, headers FROM postbox_filter WHERE subscription = ?1";
 /// What was to go out by the former filter is perhaps wanted by nobody now: it is looked at again
 /// from where the slowest lane stands. Where the subscription took everything before (`?3`),
 /// nothing was looked at so far. By primary keys; takes the write lock.
@@ -149,14 +151,12 @@ impl SubscriptionRow {
 /// Reads a subscription; `None` if there is none of the name.
 pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option<SubscriptionRow>> {
     let found = tx.prepare_cached(SUBSCRIPTION_READ)?.query_row([name.as_str()], |row| {
-        let topics: String = row.get(1)?;
-        let tenant: Option<String> = row.get(2)?;
         let ordering: String = row.get(3)?;
         let by: Option<String> = row.get(5)?;
         let (why, until): (Option<String>, Option<i64>) = (row.get(6)?, row.get(7)?);
         Ok(SubscriptionRow {
             log: LogName::from_stored(row.get::<_, String>(0)?),
-            filter: filter_of(&topics, tenant),
+            filter: filter_of(row, 1, 12)?,
             ordering: if ordering == "none" { Ordering::None } else { Ordering::Key },
             lanes: row.get(4)?,
             pause: by.map(|by| Pause { until: until.map(timestamp), by, why: why.unwrap_or_default() }),
@@ -171,17 +171,23 @@ pub(crate) fn find(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<Option
 /// Every filter that a subscription had, by revision.
 pub(crate) fn filters(tx: &Transaction<'_>, name: &SubscriptionName) -> Work<BTreeMap<i64, Filter>> {
     let mut statement = tx.prepare_cached(FILTERS_READ)?;
-    let rows = statement.query_map([name.as_str()], |row| {
-        Ok((row.get(0)?, filter_of(&row.get::<_, String>(1)?, row.get::<_, Option<String>>(2)?)))
-    })?;
+    let rows = statement.query_map([name.as_str()], |row| Ok((row.get(0)?, filter_of(row, 1, 3)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
 /// Written by `subscribe` below; a text that does not parse (somebody's UPDATE) wants everything,
 /// which loses nothing.
-fn filter_of(topics: &str, tenant: Option<String>) -> Filter {
-    let topics: Vec<TopicPattern> = serde_json::from_str(topics).unwrap_or_default();
-    Filter { topics, tenant: tenant.map(Tenant::from_stored) }
+///
+/// `at` are the columns topics and tenant, `contents` kinds, aggregates and headers.
+fn filter_of(row: &Row<'_>, at: usize, contents: usize) -> rusqlite::Result<Filter> {
+    let text = |column| row.get::<_, String>(column);
+    Ok(Filter {
+        topics: serde_json::from_str(&text(at)?).unwrap_or_default(),
+        tenant: row.get::<_, Option<String>>(at + 1)?.map(Tenant::from_stored),
+        kinds: serde_json::from_str(&text(contents)?).unwrap_or_default(),
+        aggregates: serde_json::from_str(&text(contents + 1)?).unwrap_or_default(),
+        headers: serde_json::from_str(&text(contents + 2)?).unwrap_or_default(),
+    })
 }
 
 /// Reads a subscription that has to be there.
@@ -204,7 +210,11 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
     session.transact(Flush::Configured, |tx| {
         let log = require_log("subscribe", tx, &subscription.log)?;
         let last: i64 = tx.prepare_cached(LOG_LAST)?.query_row([log_table(&log)], |row| row.get(0))?;
-        let topics = serde_json::to_string(&subscription.filter.topics).expect("a list of strings is JSON");
+        let Filter { topics, kinds, aggregates, headers, .. } = &subscription.filter;
+        let topics = serde_json::to_string(topics).expect("a list of strings is JSON");
+        let [kinds, aggregates] =
+            [kinds, aggregates].map(|names| serde_json::to_string(names).expect("a list of strings is JSON"));
+        let headers = serde_json::to_string(headers).expect("a map of strings is JSON");
         let tenant = subscription.filter.tenant.as_ref().map(|tenant| tenant.as_str().to_owned());
         let ordering = if subscription.ordering == Ordering::None { "none" } else { "key" };
         let name = subscription.name.as_str();
@@ -215,7 +225,8 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
             check_log(subscription, &stored.log)?;
             refuse_future(tx, subscription, last)?;
             if stored.filter != subscription.filter || stored.ordering != subscription.ordering {
-                tx.prepare_cached(SUBSCRIPTION_UPDATE)?.execute(params![name, topics, tenant, ordering])?;
+                tx.prepare_cached(SUBSCRIPTION_UPDATE)?
+                    .execute(params![name, topics, tenant, ordering, kinds, aggregates, headers])?;
             }
             if subscription.ordering == Ordering::None {
                 tx.prepare_cached(DELIVERY_UNBLOCK)?.execute(params![name, now])?;
@@ -225,7 +236,18 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
                 tx.prepare_cached(LOG_ROUTE_AGAIN)?.execute(params![log.as_str(), name, took_everything])?;
             }
         } else {
-            let row = params![name, log.as_str(), topics, tenant, ordering, subscription.lanes, now];
+            let row = params![
+                name,
+                log.as_str(),
+                topics,
+                tenant,
+                ordering,
+                subscription.lanes,
+                now,
+                kinds,
+                aggregates,
+                headers
+            ];
             tx.prepare_cached(SUBSCRIPTION_INSERT)?.execute(row)?;
             tx.prepare_cached(EPOCH_NEXT)?.execute([log.as_str()])?;
         }

@@ -6,7 +6,7 @@ use postbox_core::{ResetPlan, ResetTo, State, SubscriptionName};
 use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
-use crate::decode::{Head, LOOK_COLUMNS, integer, seq};
+use crate::decode::{HEAD_COLUMNS, Head, LOOK_COLUMNS, LOOK_DELIVER_AT, integer, seq};
 use crate::inspect::Reader;
 use crate::lease::{FILTER_KEEP, LOG_LAST, SubscriptionRow, find, require};
 use crate::maintain::DELIVERY_STATE;
@@ -151,7 +151,7 @@ pub(crate) fn plan(tx: &Transaction<'_>, name: &SubscriptionName, to: ResetTo) -
 fn count(tx: &Transaction<'_>, reader: &Reader, (after, up_to): (i64, i64), passed: bool) -> Work<u64> {
     // Walks the primary key; no lock.
     let log_walk =
-        format!("SELECT seq, topic, tenant, key, id FROM {} WHERE seq > ?1 AND seq <= ?2 ORDER BY seq", reader.table);
+        format!("SELECT {HEAD_COLUMNS} FROM {} l WHERE l.seq > ?1 AND l.seq <= ?2 ORDER BY l.seq", reader.table);
     let mut statement = tx.prepare_cached(&log_walk)?;
     let mut rows = statement.query([after, up_to])?;
     let mut state = tx.prepare_cached(DELIVERY_STATE)?;
@@ -251,7 +251,7 @@ pub(crate) fn set_lanes(tx: &Transaction<'_>, name: &SubscriptionName, lanes: u1
     }
     // Rows of a subscription by primary key, then the log's; no lock of its own.
     let delivery_walk = format!(
-        "SELECT d.seq, coalesce(l.topic, d.topic), l.tenant, CASE WHEN l.seq IS NULL THEN d.key ELSE l.key END, coalesce(l.id, d.id) \
+        "SELECT d.seq, coalesce(l.topic, d.topic), l.tenant, CASE WHEN l.seq IS NULL THEN d.key ELSE l.key END, coalesce(l.id, d.id), l.created_at, l.kind, l.aggregate, l.headers \
          FROM postbox_delivery d LEFT JOIN {} l ON l.seq = d.seq WHERE d.subscription = ?1",
         reader.table
     );
@@ -288,7 +288,15 @@ fn leave_between(tx: &Transaction<'_>, reader: &Reader, now: i64) -> Work<()> {
         if left > LANES_APART_MAX {
             return Err(lanes_apart(&reader.name).into());
         }
-        leave_stream(tx, reader, row, (&head, seq), integer(row, 6)?, reader.stored.replay_of(seq).into(), now)?;
+        leave_stream(
+            tx,
+            reader,
+            row,
+            (&head, seq),
+            integer(row, LOOK_DELIVER_AT)?,
+            reader.stored.replay_of(seq).into(),
+            now,
+        )?;
     }
     Ok(())
 }

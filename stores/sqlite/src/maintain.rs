@@ -8,7 +8,7 @@ use rusqlite::{Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::micros;
-use crate::decode::{Head, integer, is_meant, seq};
+use crate::decode::{HEAD_COLUMNS, Head, integer, is_meant, seq};
 use crate::inspect::Reader;
 use crate::migrate::{self, checked_log, require_log};
 use crate::schema::log_table;
@@ -73,9 +73,7 @@ fn prune_step(tx: &Transaction<'_>, log: &LogName, prune: &Prune, now: i64) -> W
     };
     let (after, table) = (prune.after.map_or(i64::MIN, |after| after.0), log_table(&log));
     // Walks the primary key; no lock of its own.
-    let log_old = format!(
-        "SELECT seq, topic, tenant, key, id, created_at FROM {table} WHERE seq > ?1 AND seq <= ?2 ORDER BY seq"
-    );
+    let log_old = format!("SELECT {HEAD_COLUMNS} FROM {table} l WHERE l.seq > ?1 AND l.seq <= ?2 ORDER BY l.seq");
     let (mut gone, mut looked, mut young, mut next) = (Vec::new(), 0, 0, None);
     {
         let mut statement = tx.prepare_cached(&log_old)?;

@@ -46,7 +46,7 @@ impl<'a> SendAgain<'a> {
         Ok(Self { tx, reader, replay, now })
     }
 
-    /// Of a row of `seq, topic, tenant, key, id, created_at`, at its time if that is still to come.
+    /// Of a row of [`crate::decode::HEAD_COLUMNS`], at its time if that is still to come.
     pub(crate) fn send(&self, row: &Row<'_>, deliver_at: Option<i64>) -> Work<()> {
         let Self { tx, reader, replay, now } = self;
         let (head, seq) = (Head::read(row)?, seq(row)?);
@@ -60,7 +60,7 @@ impl<'a> SendAgain<'a> {
 }
 
 /// Makes the row of an event that leaves the stream for another reason than a failure: due now, or
-/// at its time. Of a row of `seq, topic, tenant, key, id, created_at`.
+/// at its time. Of a row of [`crate::decode::HEAD_COLUMNS`].
 pub(crate) fn leave_stream(
     tx: &Transaction<'_>,
     reader: &Reader,

@@ -180,6 +180,9 @@ CREATE TABLE postbox_subscription (
   log          TEXT    NOT NULL,
   topics       TEXT    NOT NULL,
   tenant       TEXT,
+  kinds        TEXT    NOT NULL DEFAULT '[]',
+  aggregates   TEXT    NOT NULL DEFAULT '[]',
+  headers      TEXT    NOT NULL DEFAULT '{}',
   ordering     TEXT    NOT NULL CHECK (ordering IN ('key', 'none')),
   lanes        INTEGER NOT NULL CHECK (lanes BETWEEN 1 AND 256),
   revision     INTEGER NOT NULL DEFAULT 1,
@@ -214,6 +217,9 @@ CREATE TABLE postbox_filter (
   revision     INTEGER NOT NULL,
   topics       TEXT    NOT NULL,
   tenant       TEXT,
+  kinds        TEXT    NOT NULL DEFAULT '[]',
+  aggregates   TEXT    NOT NULL DEFAULT '[]',
+  headers      TEXT    NOT NULL DEFAULT '{}',
   PRIMARY KEY (subscription, revision)
 ) WITHOUT ROWID;
 CREATE TABLE postbox_passage (

@@ -12,7 +12,7 @@ use rusqlite::{OptionalExtension as _, Transaction, params};
 
 use crate::classify::Work;
 use crate::clock::until;
-use crate::decode::{Head, LOOK_COLUMNS, integer, lossy, seq};
+use crate::decode::{HEAD_COLUMNS, Head, LOOK_COLUMNS, LOOK_DELIVER_AT, integer, lossy, seq};
 use crate::inspect::Reader;
 use crate::maintain::{DELIVERY_STATE, readers_of};
 use crate::migrate::require_log;
@@ -103,7 +103,7 @@ fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: 
             continue;
         }
         match reader.state(&head, seq) {
-            State::Skipped => again.send(row, integer(row, 6)?)?,
+            State::Skipped => again.send(row, integer(row, LOOK_DELIVER_AT)?)?,
             _ => _ = tx.prepare_cached(UNROUTED_FORGET)?.execute(params![log.as_str(), seq])?,
         }
     }
@@ -116,7 +116,7 @@ fn reroute(tx: &Transaction<'_>, log: &LogName, name: &SubscriptionName, after: 
 fn route(tx: &Transaction<'_>, log: &LogName, readers: &[Reader], routed: i64) -> Work<Routed> {
     // Walks the log's primary key; no lock of its own.
     let log_walk = format!(
-        "SELECT seq, topic, tenant, key, id FROM {} WHERE seq > ?1 ORDER BY seq LIMIT {STEP_LOOK_MAX}",
+        "SELECT {HEAD_COLUMNS} FROM {} l WHERE l.seq > ?1 ORDER BY l.seq LIMIT {STEP_LOOK_MAX}",
         log_table(log)
     );
     let mut statement = tx.prepare_cached(&log_walk)?;

@@ -232,7 +232,7 @@ impl Page {
             scanned += 1;
             let head = Head::read(row)?;
             let ours = stored.lanes == 1 || head.lane(stored.lanes) == lane;
-            if ours && stored.filter.matches(&head.topic, head.tenant.as_deref()) {
+            if ours && head.is_wanted_by(&stored.filter) {
                 if !limiter.take(payload_len(row)?) {
                     break;
                 }

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use postbox_core::StoreName;
+use postbox_core::{Filter, StoreName, Subscription};
 use postbox_server::{Config, Fault, Tried};
 use serde_json::json;
 
@@ -29,11 +29,10 @@ pub(super) async fn run(global: &Global, connect: bool) -> Result<(), Failure> {
     }
     for one in &config.subscriptions {
         let subscription = &one.subscription;
-        let topics: Vec<&str> = subscription.filter.topics.iter().map(|pattern| pattern.as_str()).collect();
-        let topics = if topics.is_empty() { "*".to_owned() } else { topics.join(" ") };
         output::line(&format!(
-            "  {} [{topics}] -> {} -> {}{}",
+            "  {} [{}] -> {} -> {}{}",
             subscription.log,
+            subscription.filter,
             subscription.name,
             one.sink.type_name(),
             only(&one.stores)
@@ -76,9 +75,10 @@ async fn check_as_json(
     connect: bool,
 ) -> Result<(), Failure> {
     let subscriptions = config.subscriptions.iter().map(|one| {
-        let topics: Vec<&str> = one.subscription.filter.topics.iter().map(|pattern| pattern.as_str()).collect();
-        let (name, log) = (&one.subscription.name, &one.subscription.log);
-        json!({ "subscription": name, "log": log, "topics": topics, "sink": one.sink.type_name(), "stores": one.stores })
+        let Subscription { name, log, filter, .. } = &one.subscription;
+        let Filter { topics, tenant, kinds, aggregates, headers } = filter;
+        json!({ "subscription": name, "log": log, "topics": topics, "tenant": tenant, "kinds": kinds,
+            "aggregates": aggregates, "headers": headers, "sink": one.sink.type_name(), "stores": one.stores })
     });
     let sources = config.sources.iter().map(|source| {
         let (name, kind, log) = (&source.name, source.type_name(), &source.log);

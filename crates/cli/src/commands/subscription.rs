@@ -172,6 +172,10 @@ fn describe(of: &SubscriptionJson) -> Vec<(&'static str, String)> {
         ("tenant", of.tenant.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string)),
         ("ordering", ordering(of).to_owned()),
     ];
+    let headers: Vec<String> = of.headers.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    for (what, wanted) in [("kinds", &of.kinds), ("aggregates", &of.aggregates), ("headers", &headers)] {
+        fields.extend((!wanted.is_empty()).then(|| (what, wanted.join(" "))));
+    }
     fields.extend(of.paused.as_ref().map(|pause| {
         let until = pause.until.as_ref().map_or_else(String::new, |until| format!(" until {until}"));
         ("paused", format!("by {}{until}: {}", pause.by, pause.why))

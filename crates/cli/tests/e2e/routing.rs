@@ -44,6 +44,41 @@ async fn a_slip_in_the_topics_loses_nothing(kind: Kind) -> Result<()> {
     Ok(())
 }
 
+/// By kind, aggregate and headers: what is left out is named, and goes to whom is corrected.
+async fn contents_decide_who_gets_an_event(kind: Kind) -> Result<()> {
+    let narrow = "kinds = [\"integration\"]\naggregates = [\"order\"]\nheaders = { region = \"eu\" }\n";
+    let env = TestEnv::with(kind, &(FILE_SINK.to_owned() + narrow)).await?;
+    env.sql(
+        r#"INSERT INTO OUTBOX (topic, kind, aggregate, headers, payload) VALUES
+           ('order.paid', 'integration', 'order', '{"region": "eu", "x": "y"}', '{"n":1}'),
+           ('order.paid', 'integration', 'order', '{"region": "us"}', '{"n":2}'),
+           ('order.paid', 'integration', 'cart', '{"region": "eu"}', '{"n":3}'),
+           ('order.paid', NULL, 'order', '{"region": "eu"}', '{"n":4}'),
+           ('order.paid', 'integration', 'order', NULL, '{"n":5}')"#,
+    )
+    .await?;
+    until_unrouted(&env, 4).await?;
+    let sent = || -> Result<Vec<i64>> {
+        Ok(env.lines("out.jsonl")?.iter().filter_map(|line| line["payload"]["n"].as_i64()).collect())
+    };
+    ensure!(sent()? == [1], "{:?}", sent()?);
+    let said = env.said(&["doctor"])?;
+    ensure!(said.contains("out wants these topics, but not of every event"), "{said}");
+    let said = env.ok(&["check-config"])?;
+    ensure!(said.contains("outbox [* kind=integration aggregate=order region=eu] -> out"), "{said}");
+    let shown = env.ok(&["subscription", "show", "out"])?;
+    ensure!(shown.contains("integration") && shown.contains("region=eu"), "{shown}");
+    let listed = env.json(&["subscription", "list", "--json"])?;
+    ensure!(listed[0]["kinds"][0] == "integration" && listed[0]["headers"]["region"] == "eu", "{listed}");
+    env.config(&(FILE_SINK.to_owned() + "kinds = [\"domain\", \"integration\"]\naggregates = [\"order\"]\n"))?;
+    until_unrouted(&env, 1).await?;
+    env.dispatch(&[])?;
+    let mut all = sent()?;
+    all.sort_unstable();
+    ensure!(all == [1, 2, 4, 5], "{all:?}");
+    Ok(())
+}
+
 async fn what_nobody_wants_can_be_given_up(kind: Kind) -> Result<()> {
     let env = TestEnv::with(kind, &wanting("billing.*")).await?;
     env.insert_three().await?;
@@ -108,6 +143,7 @@ async fn a_replay_is_for_one_subscription(kind: Kind) -> Result<()> {
 
 on_both!(
     a_slip_in_the_topics_loses_nothing,
+    contents_decide_who_gets_an_event,
     what_nobody_wants_can_be_given_up,
     what_was_skipped_is_named_and_sent_on_demand,
     what_was_delivered_is_sent_again,

@@ -19,6 +19,9 @@ impl Diagnose for MemoryStore {
             topic: event.topic.to_string(),
             tenant: event.tenant.as_ref().map(ToString::to_string),
             key: event.key.as_ref().map(ToString::to_string),
+            kind: event.kind.clone(),
+            aggregate: event.aggregate.clone(),
+            headers: event.headers.clone(),
             age: Duration::try_from(now.duration_since(event.created_at)).unwrap_or_default(),
         };
         let mut all: Vec<&Event> = state.data.log("arrivals", log)?.committed().map(|(_, _, event)| event).collect();

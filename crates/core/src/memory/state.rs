@@ -1,5 +1,6 @@
 //! What the memory store remembers, and the small pure rules over it.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::MutexGuard;
 use std::task::Waker;
@@ -520,7 +521,7 @@ pub(super) fn lane_of_event(event: &Event, lanes: u16) -> u16 {
 }
 
 fn wants(filter: &Filter, event: &Event) -> bool {
-    filter.matches(event.topic.as_str(), event.tenant.as_ref().map(|tenant| tenant.as_str()))
+    filter.matches(event.traits(), || Cow::Borrowed(&event.headers))
 }
 
 impl DeliveryRow {

@@ -8,8 +8,8 @@ use postbox_config::{
 };
 use postbox_core::limits::{BATCH_EVENTS_MAX, LANES_MAX};
 use postbox_core::{
-    BatchLimit, LogName, Ordering, Rate, RetryPolicy, StartAt, StoreName, Subscription, SubscriptionName, Tenant,
-    TopicPattern,
+    BatchLimit, Filter, Headers, LogName, Ordering, Rate, RetryPolicy, StartAt, StoreName, Subscription,
+    SubscriptionName, Tenant, TopicPattern,
 };
 use postbox_engine::{BreakerPolicy, OnDead, RelaySettings};
 
@@ -41,6 +41,19 @@ fn pattern(text: &str) -> Result<TopicPattern, String> {
     TopicPattern::new(text).map_err(|error| error.message().to_owned())
 }
 
+fn as_written(text: &str) -> Result<String, String> {
+    Ok(text.to_owned())
+}
+
+/// A part of the filter, by the rules of the filter.
+fn contents<T: Clone + 'static>(kind: Kind<T>, set: fn(T, &mut Filter)) -> Kind<T> {
+    kind.check(move |value| {
+        let mut filter = Filter::default();
+        set(value.clone(), &mut filter);
+        filter.validate().map_err(|error| error.message().to_owned())
+    })
+}
+
 table! {
     /// Who reads which log, and where the events go.
     struct SubscriptionTable {
@@ -54,6 +67,16 @@ table! {
         stores: Vec<StoreName> = store_names(), unset("all", r#"["acme"]"#);
         /// Only this tenant's events.
         tenant: Option<Tenant> = text(from_core::<Tenant>), unset("all", r#""acme""#);
+        /// Only events of these kinds, by their exact names. One that names none is `domain`.
+        kinds: Vec<String> = contents(list(text(as_written)), |kinds, filter| filter.kinds = kinds),
+            unset("all", r#"["integration"]"#);
+        /// Only events of these aggregates, by their exact names.
+        aggregates: Vec<String> = contents(list(text(as_written)), |aggregates, filter| filter.aggregates = aggregates),
+            unset("all", r#"["order"]"#);
+        /// Only events that have all of these headers, with exactly these values.
+        headers: Headers = contents(
+            entries(as_written, text(as_written)).map(Headers::from_iter), |headers, filter| filter.headers = headers),
+            unset("any", r#"{ region = "eu" }"#);
         /// `"none"`: everything at once, in no order.
         ordering: Ordering = words([("key", Ordering::Key), ("none", Ordering::None)]), default("key");
         /// How many replicas can work at once, of a new subscription; later:
@@ -162,8 +185,13 @@ pub(super) fn subscriptions() -> Kind<Vec<SubscriptionConfig>> {
 impl SubscriptionTable {
     fn config(self, name: SubscriptionName) -> SubscriptionConfig {
         let mut subscription = Subscription::new(name, self.log);
-        subscription.filter.topics = self.topics;
-        subscription.filter.tenant = self.tenant;
+        subscription.filter = Filter {
+            topics: self.topics,
+            tenant: self.tenant,
+            kinds: self.kinds,
+            aggregates: self.aggregates,
+            headers: self.headers,
+        };
         subscription.ordering = self.ordering;
         subscription.lanes = self.lanes;
         subscription.start = self.start;

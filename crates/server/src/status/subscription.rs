@@ -1,6 +1,6 @@
 //! Subscriptions: `subscription list` and `show`.
 
-use postbox_core::{LogName, Ordering, OwnerId, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern};
+use postbox_core::{Headers, LogName, Ordering, OwnerId, SubscriptionInfo, SubscriptionName, Tenant, TopicPattern};
 use serde::Serialize;
 
 use super::stats::StatsJson;
@@ -16,6 +16,12 @@ pub struct SubscriptionJson {
     pub topics: Vec<TopicPattern>,
     /// The tenant whose events it wants; `None`: everybody's.
     pub tenant: Option<Tenant>,
+    /// The kinds it wants; none: all.
+    pub kinds: Vec<String>,
+    /// The aggregates it wants; none: all.
+    pub aggregates: Vec<String>,
+    /// The headers that its events have.
+    pub headers: Headers,
     /// In which order events go out.
     pub ordering: Ordering,
     /// Its lanes.
@@ -69,6 +75,9 @@ impl SubscriptionJson {
             log: info.log.clone(),
             topics: info.filter.topics.clone(),
             tenant: info.filter.tenant.clone(),
+            kinds: info.filter.kinds.clone(),
+            aggregates: info.filter.aggregates.clone(),
+            headers: info.filter.headers.clone(),
             ordering: info.ordering,
             lanes: lanes.collect(),
             paused,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use postbox_config::nearest;
 use postbox_core::limits::UNROUTED_COUNT_MAX;
-use postbox_core::{Inspect, LogName, Result, SubscriptionInfo, Tenant, UnroutedTopic};
+use postbox_core::{Filter, Inspect, LogName, Result, SubscriptionInfo, UnroutedTopic};
 
 use super::Finding;
 use crate::text::{cut, grouped, span};
@@ -103,9 +103,17 @@ fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, Optio
     }
     // The topic is wanted, only not of this tenant.
     for info in infos {
-        let wanted =
-            |topic: &UnroutedTopic| info.filter.matches(&topic.topic, info.filter.tenant.as_ref().map(Tenant::as_str));
-        if let (Some(tenant), true) = (&info.filter.tenant, topics.iter().take(TOPICS_NAMED).any(wanted)) {
+        let Filter { tenant, kinds, aggregates, headers, .. } = &info.filter;
+        let is_wanted = topics.iter().take(TOPICS_NAMED).any(|topic| info.filter.wants_topic(&topic.topic));
+        let is_partial = !kinds.is_empty() || !aggregates.is_empty() || !headers.is_empty();
+        if is_wanted && is_partial {
+            let cure = format!(
+                "{} wants these topics, but not of every event: compare its `kinds`, `aggregates` and `headers`, or add a subscription for the others",
+                info.name
+            );
+            return (cure, None);
+        }
+        if let (Some(tenant), true) = (tenant, is_wanted) {
             let cure = format!(
                 "{} wants these topics, but only of the tenant {tenant}: correct its `tenant`, take it out, or add a subscription for the others",
                 info.name
@@ -113,6 +121,6 @@ fn cure(topics: &[UnroutedTopic], infos: &[&SubscriptionInfo]) -> (String, Optio
             return (cure, Some("tenant_unwanted"));
         }
     }
-    let kept = "they are kept, and go to the first subscription whose topics match them; to be rid of them: postbox prune --unrouted --older-than AGE";
+    let kept = "they are kept, and go to the first subscription that wants them; to be rid of them: postbox prune --unrouted --older-than AGE";
     (kept.to_owned(), None)
 }

@@ -245,6 +245,15 @@ macro_rules! conformance_suite {
             a_large_replay_goes_in_steps_over_a_range_that_stands bad_replays_are_refused
         }
     };
+    (filter, $fixture:expr) => {
+        $crate::conformance_cases! { filter, $fixture,
+            only_what_is_wanted_comes_by_its_exact_name what_commits_late_passes_the_same_filter
+            each_is_judged_by_the_filter_of_its_time what_nobody_wanted_comes_to_the_filter_that_does
+            some_kinds_are_not_everything some_aggregates_are_not_everything
+            some_headers_are_not_everything operators_mean_what_is_wanted
+            what_one_leaves_out_goes_to_another filters_that_no_event_can_pass_are_refused
+        }
+    };
     (routing, $fixture:expr) => {
         $crate::conformance_cases! { routing, $fixture,
             what_lies_before_the_beginning_is_skipped a_filter_is_that_of_its_time
@@ -335,7 +344,7 @@ mod tests {
     #[test]
     fn every_case_is_listed_in_its_suite() {
         for (suite, source) in sources! {
-            append apply crashes dead_letters fidelity hold inspect lanes late lease lifecycle lost migrate order
+            append apply crashes dead_letters fidelity filter hold inspect lanes late lease lifecycle lost migrate order
             prune read receive receiving replay reset routing settle sink source admin storm tail transact
         } {
             let arm = include_str!("cases.rs").split(&format!("    ({suite}, $fixture:expr)")).nth(1);

@@ -49,7 +49,7 @@ pub(super) fn reader_named(name: &str) -> Subscription {
 
 /// The same with a filter on the topic.
 pub(super) fn reader_of(topic: &str) -> Subscription {
-    let filter = Filter { topics: vec![pattern(topic)], tenant: None };
+    let filter = Filter { topics: vec![pattern(topic)], ..Filter::default() };
     Subscription { filter, ..reader() }
 }
 

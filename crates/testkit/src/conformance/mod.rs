@@ -38,6 +38,8 @@ pub mod expiry;
 #[doc(hidden)]
 pub mod fidelity;
 #[doc(hidden)]
+pub mod filter;
+#[doc(hidden)]
 pub mod hold;
 #[doc(hidden)]
 pub mod inspect;
@@ -108,6 +110,7 @@ macro_rules! store_suite {
         $crate::conformance_suite!(dead_letters, $fixture);
         $crate::conformance_suite!(prune, $fixture);
         $crate::conformance_suite!(routing, $fixture);
+        $crate::conformance_suite!(filter, $fixture);
         $crate::conformance_suite!(replay, $fixture);
         $crate::conformance_suite!(lifecycle, $fixture);
         $crate::conformance_suite!(reset, $fixture);

@@ -205,7 +205,7 @@ pub async fn only_wanted_topics_come_and_like_wildcards_are_literal(fixture: &dy
     .into_iter()
     .enumerate()
     {
-        let filter = Filter { topics: patterns.iter().map(|topic| pattern(topic)).collect(), tenant: None };
+        let filter = Filter { topics: patterns.iter().map(|topic| pattern(topic)).collect(), ..Filter::default() };
         let wanting = Subscription { filter, ..reader_named(&format!("reader-{n}")) };
         let lane = Lane::open_as(fixture, &wanting).await;
         assert_eq!(payloads(&lane.drain().await), expected, "wanted {patterns:?}");
@@ -214,7 +214,7 @@ pub async fn only_wanted_topics_come_and_like_wildcards_are_literal(fixture: &dy
 
 pub async fn only_the_wanted_tenant_comes(fixture: &dyn StoreFixture) {
     let tenant = |name: &str| Some(Tenant::new(name).expect("a tenant"));
-    let filter = Filter { topics: vec![], tenant: tenant("acme") };
+    let filter = Filter { tenant: tenant("acme"), ..Filter::default() };
     let lane = Lane::open_as(fixture, &Subscription { filter, ..reader() }).await;
     let events = [event("1").tenant("acme"), event("2").tenant("Acme"), event("3"), event("4").tenant("acme")];
     append(&lane.store, events).await;

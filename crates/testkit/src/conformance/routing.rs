@@ -18,13 +18,13 @@ fn of_topic(topic: &str, payload: &str) -> NewEvent {
     NewEvent::json(topic, payload.to_owned())
 }
 
-async fn state(store: &Arc<dyn Store>, name: &str, id: EventId) -> State {
+pub(super) async fn state(store: &Arc<dyn Store>, name: &str, id: EventId) -> State {
     store.get(&named(name), id).await.expect("asked").expect("in the log").state
 }
 
 /// Looks until so many were found: rows are looked at once no transaction is open that began before
 /// them, whoever's it is.
-async fn find(store: &Arc<dyn Store>, expected: u64) {
+pub(super) async fn find(store: &Arc<dyn Store>, expected: u64) {
     let mut found = 0;
     let all = async {
         while found < expected {
@@ -53,7 +53,7 @@ async fn let_age(store: &Arc<dyn Store>) {
 }
 
 /// Looks until there is no more to look at; how many were found.
-async fn note(store: &Arc<dyn Store>) -> u64 {
+pub(super) async fn note(store: &Arc<dyn Store>) -> u64 {
     let mut found = 0;
     for _ in 0..1_000 {
         let routed = store.note_unrouted(&outbox()).await.expect("noted");
@@ -65,7 +65,7 @@ async fn note(store: &Arc<dyn Store>) -> u64 {
     panic!("looking never ends");
 }
 
-async fn unrouted(store: &Arc<dyn Store>) -> Vec<(String, u64)> {
+pub(super) async fn unrouted(store: &Arc<dyn Store>) -> Vec<(String, u64)> {
     let unrouted = store.unrouted(&outbox()).await.expect("counted");
     assert_eq!(unrouted.count, unrouted.topics.iter().map(|topic| topic.count).sum::<u64>());
     unrouted.topics.into_iter().map(|topic| (topic.topic, topic.count)).collect()

@@ -10,11 +10,12 @@ DECLARE
   s record;
 BEGIN
   SELECT known.id, known.log, known.lanes::int AS lanes, known.tenant,
-      CASE WHEN known.topics <> '{}' THEN ARRAY(SELECT {like_of_topic} FROM unnest(known.topics) AS wanted(topic)) END AS likes
+      CASE WHEN known.topics <> '{}' THEN ARRAY(SELECT {like_of_topic} FROM unnest(known.topics) AS wanted(topic)) END AS likes,
+      nullif(known.kinds, '{}') AS kinds, nullif(known.aggregates, '{}') AS aggregates, known.headers
     INTO s FROM {s}.subscription AS known WHERE known.name = subscription_name;
   IF FOUND THEN
-    RETURN QUERY EXECUTE 'SELECT * FROM ' || {schema_literal} || '.' || quote_ident(s.log || '_depth') || '($1, $2, $3, $4, $5)'
-      USING s.id, s.lanes, s.likes, s.tenant, look_max;
+    RETURN QUERY EXECUTE 'SELECT * FROM ' || {schema_literal} || '.' || quote_ident(s.log || '_depth') || '($1, $2, $3, $4, $5, $6, $7, $8)'
+      USING s.id, s.lanes, s.likes, s.tenant, s.kinds, s.aggregates, s.headers, look_max;
   END IF;
 END
 ${tag}$;
@@ -41,7 +42,8 @@ SET search_path = pg_catalog AS ${tag}$
 BEGIN
   EXECUTE replace(${tag}_ddl$
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_depth(
-      of_subscription int, lane_count int, topic_likes text[], of_tenant text, look_max bigint)
+      of_subscription int, lane_count int, topic_likes text[], of_tenant text,
+      of_kinds text[], of_aggregates text[], of_headers jsonb, look_max bigint)
     RETURNS TABLE (state text, topic text, events bigint, age bigint, is_estimate boolean)
     LANGUAGE plpgsql STABLE {pinned}
     AS ${tag}_body$

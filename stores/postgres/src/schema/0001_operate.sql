@@ -49,9 +49,7 @@ DECLARE
   keys text[];
   unread bigint;
 BEGIN
-  SELECT known.id, known.log, known.tenant,
-      CASE WHEN known.topics <> '{}' THEN ARRAY(SELECT {like_of_topic} FROM unnest(known.topics) AS wanted(topic)) END AS likes
-    INTO s FROM {s}.subscription AS known WHERE known.name = of_name;
+  SELECT known.id, known.log INTO s FROM {s}.subscription AS known WHERE known.name = of_name;
   IF NOT FOUND THEN
     PERFORM {s}.subscription_unknown(of_name);
   END IF;
@@ -113,13 +111,13 @@ BEGIN
       ${tag}_sql$ END, '{tag}_unread', ${tag}_sql$
         SELECT $1, n.lane, l.seq, l.key, 'discarded', false
         FROM (SELECT * FROM {log} WHERE id = ANY ($2) OFFSET 0) AS l
-        JOIN {s}.subscription AS o ON o.id = $1
-        JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % o.lanes
-        WHERE {is_meant} AND {is_unread} AND ($3::text[] IS NULL OR l.topic LIKE ANY ($3)) AND ($8::text IS NULL OR l.tenant = $8)
+        JOIN {s}.subscription AS s ON s.id = $1
+        JOIN {s}.lane AS n ON n.subscription = $1 AND n.lane = l.slot % s.lanes
+        WHERE {is_meant} AND {is_unread} AND {is_wanted}
           AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq)
         ORDER BY l.seq LIMIT $9
       ${tag}_sql$), '{tag}_log', s.log)
-      INTO unread USING s.id, of_ids, s.likes, topic_like, of_key, since, until, s.tenant, most - changed, of_code, of_tenant;
+      INTO unread USING s.id, of_ids, at, topic_like, of_key, since, until, after_seq, most - changed, of_code, of_tenant;
     -- They are not found again, so the next step may look from the same place; a dry run would find
     -- them again, and has seen all that are named.
     IF unread > 0 AND unread = most - changed AND NOT is_dry THEN

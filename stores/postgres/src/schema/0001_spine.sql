@@ -226,6 +226,9 @@ CREATE TABLE {s}.subscription (
   name text NOT NULL UNIQUE,
   log text NOT NULL REFERENCES {s}.log (name),
   topics text[] NOT NULL,
+  kinds text[] NOT NULL DEFAULT '{}',
+  aggregates text[] NOT NULL DEFAULT '{}',
+  headers jsonb,
   tenant text,
   -- It had another tenant before, or none: what is kept of it is not its tenant's alone.
   mixed boolean NOT NULL DEFAULT false,
@@ -283,6 +286,9 @@ CREATE TABLE {s}.filter (
   subscription int NOT NULL REFERENCES {s}.subscription (id) ON DELETE CASCADE,
   revision int NOT NULL,
   topics text[] NOT NULL,
+  kinds text[] NOT NULL DEFAULT '{}',
+  aggregates text[] NOT NULL DEFAULT '{}',
+  headers jsonb,
   tenant text,
   PRIMARY KEY (subscription, revision)
 );

@@ -40,7 +40,7 @@ BEGIN
   EXECUTE replace(${tag}_ddl$
     CREATE OR REPLACE FUNCTION {s}.{tag}_log_window(
       inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text,
-      of_subscription int, under_epoch bigint, under_revision int,
+      of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint, under_revision int,
       last_place text, last_snap text, last_settled bigint, read_after bigint)
     RETURNS TABLE ({column_types},
       verdict text, left_stream boolean, place text, window_to text, low bigint, high bigint, xid_low text)

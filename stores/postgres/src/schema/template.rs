@@ -26,8 +26,14 @@ const FRAGMENTS: &[(&str, &str)] = &[
     // The rows `l` that a lane and its subscription want. In the functions of a lane.
     (
         "wanted",
-        "(lane_count = 1 OR l.slot % lane_count = of_lane) AND (topic_likes IS NULL OR l.topic LIKE ANY (topic_likes)) \
-         AND (of_tenant IS NULL OR l.tenant = of_tenant)",
+        "(lane_count = 1 OR l.slot % lane_count = of_lane) AND {passes}",
+    ),
+    // The rows `l` that the filter of a lane lets in. In the functions of a lane.
+    (
+        "passes",
+        "(topic_likes IS NULL OR l.topic LIKE ANY (topic_likes)) AND (of_tenant IS NULL OR l.tenant = of_tenant) \
+         AND (of_kinds IS NULL OR coalesce(l.kind, 'domain') = ANY (of_kinds)) \
+         AND (of_aggregates IS NULL OR l.aggregate = ANY (of_aggregates)) AND (of_headers IS NULL OR l.headers @> of_headers)",
     ),
     // Nested loops over indexes, one plan for all parameters, and nobody else's names.
     (
@@ -55,15 +61,14 @@ const FRAGMENTS: &[(&str, &str)] = &[
          AND (NOT pg_visible_in_snapshot(l.xid, n.to_snap) OR l.seq > n.last_seq))",
     ),
     // The columns of a log that its depth is counted from.
-    ("looked_at", "l.seq, l.xid, l.slot, l.topic, l.tenant, l.created_at, l.deliver_at"),
+    ("looked_at", "l.seq, l.xid, l.slot, l.topic, l.tenant, l.kind, l.aggregate, l.headers, l.created_at, l.deliver_at"),
     // True where row `l` is wanted, unread by its lane, and not discarded. In the function that
     // counts.
     (
         "is_pending",
         "NOT pg_visible_in_snapshot(l.xid, froms[1 + l.slot % lane_count]) \
          AND (NOT pg_visible_in_snapshot(l.xid, tos[1 + l.slot % lane_count]) OR l.seq > settled[1 + l.slot % lane_count]) \
-         AND (topic_likes IS NULL OR l.topic LIKE ANY (topic_likes)) AND (of_tenant IS NULL OR l.tenant = of_tenant) \
-         AND NOT (has_marks AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND d.seq = l.seq))",
+         AND {passes} AND NOT (has_marks AND EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = of_subscription AND d.seq = l.seq))",
     ),
     // How long the rows `r` wait at most, in microseconds.
     (
@@ -81,7 +86,14 @@ const FRAGMENTS: &[(&str, &str)] = &[
         "is_wanted",
         "((s.topics = '{}' OR EXISTS (SELECT FROM unnest(s.topics) AS wanted(topic)
   WHERE l.topic LIKE {like_of_topic}))
-  AND (s.tenant IS NULL OR l.tenant = s.tenant))",
+  AND (s.tenant IS NULL OR l.tenant = s.tenant)
+  AND (s.kinds = '{}' OR coalesce(l.kind, 'domain') = ANY (s.kinds)) AND (s.aggregates = '{}' OR l.aggregate = ANY (s.aggregates))
+  AND (s.headers IS NULL OR l.headers @> s.headers))",
+    ),
+    // True where subscription `s` wants every row of its log.
+    (
+        "wants_everything",
+        "(s.topics = '{}' AND s.tenant IS NULL AND s.kinds = '{}' AND s.aggregates = '{}' AND s.headers IS NULL)",
     ),
     // By which revision of its filter the subscription of the lane `n` passed the row `l` of its
     // log, or will read it.
@@ -110,7 +122,7 @@ const FRAGMENTS: &[(&str, &str)] = &[
     // True where a subscription of the log `g` takes everything that was not looked at yet.
     (
         "takes_everything",
-        "EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name AND s.topics = '{}' AND s.tenant IS NULL
+        "EXISTS (SELECT FROM {s}.subscription AS s WHERE s.log = g.name AND {wants_everything}
     AND NOT EXISTS (SELECT FROM {s}.passage AS p WHERE p.subscription = s.id AND pg_snapshot_xmax(p.to_snap) > g.routed_xid))",
     ),
     // The state of an event `l` with the delivery row `d`, if it has one. `{name}` is its log.

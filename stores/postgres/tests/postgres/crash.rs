@@ -51,7 +51,7 @@ async fn ids_given_out_twice_around_a_crash_lose_no_event() {
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let name = SubscriptionName::new("s").expect("a name");
     let mut subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
-    subscription.filter = Filter { topics: vec![TopicPattern::new("mine").expect("a pattern")], tenant: None };
+    subscription.filter = Filter { topics: vec![TopicPattern::new("mine").expect("a pattern")], ..Filter::default() };
     store.subscribe(&subscription).await.expect("subscribed");
     let owner = OwnerId::new("me").expect("a name");
     let acquired = store.acquire(&name, &owner, &[], Duration::from_secs(300)).await.expect("acquired");

@@ -26,7 +26,7 @@ fn owner(name: &str) -> OwnerId {
 fn subscription(topics: &[&str]) -> Subscription {
     let topics = topics.iter().map(|topic| TopicPattern::new(*topic).expect("a pattern")).collect();
     let mut subscription = Subscription { lanes: 1, ..Subscription::new(name(), LogName::outbox()) };
-    subscription.filter = Filter { topics, tenant: None };
+    subscription.filter = Filter { topics, ..Filter::default() };
     subscription
 }
 

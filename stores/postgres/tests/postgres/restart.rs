@@ -161,7 +161,7 @@ async fn a_rebase_keeps_the_filter_and_the_times_of_stragglers() {
     let url = server.fresh_database().await;
     let store = support::migrated(PostgresConfig::new(&url)).await;
     let topics = vec![TopicPattern::new("a_b.*").expect("a pattern")];
-    let filter = Filter { topics, tenant: Some(Tenant::new("acme").expect("a tenant")) };
+    let filter = Filter { topics, tenant: Some(Tenant::new("acme").expect("a tenant")), ..Filter::default() };
     store
         .subscribe(&Subscription { lanes: 1, filter, ..Subscription::new(name(), LogName::outbox()) })
         .await

@@ -117,8 +117,8 @@ async fn a_function_that_fails(kind: Kind) -> Result<Planted> {
     let endpoint = Endpoint::start(takes_all)?;
     let planted = Planted::new(kind, endpoint.subscription("out")).await?.served().await?;
     planted.served[0].logged("lane taken", 1).await?;
-    let body = "(inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text, of_subscription int,
-      under_epoch bigint, under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint)";
+    let body = "(inline_max int, rows_max bigint, of_lane int, lane_count int, topic_likes text[], of_tenant text,
+      of_kinds text[], of_aggregates text[], of_headers jsonb, of_subscription int, under_epoch bigint, under_revision int, last_place text, last_snap text, last_settled bigint, read_after bigint)";
     let sql = format!(
         "ALTER FUNCTION postbox.outbox_window RENAME TO kept;
          CREATE FUNCTION postbox.outbox_window{body} RETURNS SETOF record LANGUAGE plpgsql AS

@@ -124,6 +124,10 @@ fn a_whole_subscription_is_understood() {
 url = "env:DATABASE_URL"
 [subscriptions.a]
 topics = ["order.*", "refund.*"]
+tenant = "acme"
+kinds = ["integration", "audit"]
+aggregates = ["order"]
+headers = { region = "eu", tier = "gold" }
 ordering = "none"
 lanes = 4
 batch = 100
@@ -134,7 +138,11 @@ sink = { type = "http", url = "https://example.org/hook", secret = "env:HOOK_SEC
 "#;
     let config = parse(text).expect("no faults");
     let subscription = &config.subscriptions[0];
-    assert_eq!(subscription.subscription.filter.topics.len(), 2);
+    let filter = &subscription.subscription.filter;
+    assert_eq!(
+        filter.to_string(),
+        "order.* refund.* kind=integration|audit aggregate=order region=eu tier=gold tenant=acme"
+    );
     assert_eq!(subscription.subscription.lanes, 4);
     assert_eq!(subscription.settings.retry.attempts_max, 3);
     assert_eq!(subscription.settings.retry.base, Duration::from_millis(250));
@@ -267,6 +275,18 @@ fn names_urls_and_schedules_are_checked() {
     assert!(fault("[subscriptions.a]\nlog = \"Out Box\"").contains("no log name"));
     assert!(fault("[subscriptions.a]\nschedule = \"at three\"").contains("second minute hour"));
     assert!(fault("[subscriptions.a]\ntopics = [\"order paid\"]").contains("white space"));
+    for (line, said) in [
+        ("kinds = [\"integration\", \"\"]", "kinds: the kind must have 1 to 128 bytes and no control characters"),
+        ("aggregates = [\"\"]", "aggregates: the aggregate must have 1 to 128 bytes"),
+        ("headers = { \"a b\" = \"x\" }", "\"a b\" is no header name: letters, digits"),
+        ("headers = { a = \"x\\ny\" }", "the value of header a has a control character"),
+        ("headers = { a = 1 }", "headers.a"),
+    ] {
+        let found = fault(&format!("[subscriptions.a]\n{line}"));
+        assert!(found.contains(":2: ") && found.contains(said), "{found}");
+    }
+    let long = "x".repeat(129);
+    assert!(fault(&format!("[subscriptions.a]\nkinds = [\"{long}\"]")).contains("1 to 128 bytes"));
     let url = |url: &str| fault(&format!("[subscriptions.a]\nsink = {{ type = \"http\", url = \"{url}\" }}"));
     assert!(url("example.org/hook").contains("https://"));
     assert!(url("ftp://example.org/").contains("https://"));

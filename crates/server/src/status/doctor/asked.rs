@@ -1,6 +1,7 @@
 //! What is asked of the store and the service. Every look is bounded in rows, and all of them
 //! together in time.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use postbox_core::{
@@ -102,7 +103,8 @@ async fn list(store: &dyn Inspect, name: &SubscriptionName, state: State, count:
 
 /// `None`: nothing came lately.
 fn arrivals(newest: &[Arrival], filter: &Filter) -> Option<Arrivals> {
-    let is_meant = |it: &&Arrival| it.age <= ARRIVALS_WITHIN && filter.matches(&it.topic, it.tenant.as_deref());
+    let is_meant =
+        |it: &&Arrival| it.age <= ARRIVALS_WITHIN && filter.matches(it.traits(), || Cow::Borrowed(&it.headers));
     let meant: Vec<&Arrival> = newest.iter().filter(is_meant).collect();
     // Where all that is looked at is of the last minute, that is less time.
     let within = match newest.last() {
@@ -121,15 +123,25 @@ fn arrivals(newest: &[Arrival], filter: &Filter) -> Option<Arrivals> {
 
 #[cfg(test)]
 mod tests {
+    use postbox_core::Headers;
+
     use super::*;
 
     fn arrival(topic: &str, key: &str, seconds: u64) -> Arrival {
-        Arrival { topic: topic.into(), tenant: None, key: Some(key.into()), age: Duration::from_secs(seconds) }
+        Arrival {
+            topic: topic.into(),
+            tenant: None,
+            key: Some(key.into()),
+            kind: None,
+            aggregate: Some("order".into()),
+            headers: Headers::from([("region".into(), "eu".into())]),
+            age: Duration::from_secs(seconds),
+        }
     }
 
     #[test]
     fn what_comes_is_counted_over_the_last_minute_or_less() {
-        let filter = Filter { topics: vec!["order.*".parse().expect("a pattern")], tenant: None };
+        let filter = Filter { topics: vec!["order.*".parse().expect("a pattern")], ..Filter::default() };
         let few = [arrival("order.paid", "a", 1), arrival("order.paid", "b", 30), arrival("other", "a", 2)];
         let few =
             arrivals(&[&few[..], &[arrival("order.paid", "a", 50), arrival("order.paid", "a", 61)]].concat(), &filter);
@@ -137,5 +149,16 @@ mod tests {
         let many: Vec<Arrival> = (0..1_000).map(|n| arrival("order.paid", "a", n / 100)).collect();
         assert_eq!(arrivals(&many, &filter).map(|it| it.per_second.round()), Some(111.0));
         assert_eq!(arrivals(&[arrival("order.paid", "a", 61)], &filter), None);
+        let of = |kind: &str, aggregate: &str, region: &str| {
+            let filter = Filter {
+                kinds: vec![kind.into()],
+                aggregates: vec![aggregate.into()],
+                headers: Headers::from([("region".into(), region.into())]),
+                ..Filter::default()
+            };
+            arrivals(&[arrival("order.paid", "a", 1)], &filter).map(|it| it.of)
+        };
+        assert_eq!(of("domain", "order", "eu"), Some(1));
+        assert_eq!((of("x", "order", "eu"), of("domain", "x", "eu"), of("domain", "order", "x")), (None, None, None));
     }
 }

@@ -102,7 +102,11 @@ impl World {
         let outbox = LogName::outbox();
         for tenant in TENANTS {
             let name = if tenant == "acme" { "acme-out" } else { "other-out" };
-            let filter = Filter { topics: vec!["a".parse().expect("a topic")], tenant: tenant.parse().ok() };
+            let filter = Filter {
+                topics: vec!["a".parse().expect("a topic")],
+                tenant: tenant.parse().ok(),
+                ..Filter::default()
+            };
             relay
                 .subscribe(&Subscription { lanes: 1, filter, ..Subscription::new(named(name), outbox.clone()) })
                 .await
@@ -119,7 +123,7 @@ impl World {
             .await
             .expect("made");
         // It belongs to another tenant by now; what is kept of it belongs to both.
-        let moved = |tenant: &str| Filter { topics: Vec::new(), tenant: tenant.parse().ok() };
+        let moved = |tenant: &str| Filter { tenant: tenant.parse().ok(), ..Filter::default() };
         let moved = |tenant| Subscription {
             lanes: 1,
             filter: moved(tenant),
