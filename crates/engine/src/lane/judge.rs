@@ -142,7 +142,7 @@ impl RelayContext {
                 if let Some(left_out) = self.log_line("event expired", Disposition::EXPIRED) {
                     warn!(
                         subscription = self.name(), id = %event.id, seq = %delivery.seq, topic = %event.topic,
-                        expires_at = ?event.expires_at, left_out, "event expired"
+                        expires_at = event.expires_at.map(tracing::field::display), left_out, "event expired"
                     );
                 }
             }
