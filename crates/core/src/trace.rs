@@ -70,9 +70,10 @@ fn context_of(span: &Span) -> Option<TraceContext> {
     PROPAGATOR.get()?.context_of(span)
 }
 
-/// A span of these fields. `root`: whatever is current here is none of its business.
+/// A span of these fields, named after the type of its operation. `parent: None`: whatever is
+/// current here is none of its business.
 macro_rules! span {
-    ($(parent: $parent:expr,)? $name:literal, $kind:literal, $type:literal, $system:expr, $topic:expr, $($field:tt)*) => {
+    ($(parent: $parent:expr,)? $name:literal, $kind:literal, $system:expr, $topic:expr, $($field:tt)*) => {
         info_span!(
             target: TARGET,
             $(parent: $parent,)?
@@ -83,10 +84,24 @@ macro_rules! span {
             otel.status_description = Empty,
             messaging.system = $system,
             messaging.operation.name = $name,
-            messaging.operation.type = $type,
+            messaging.operation.type = $name,
             messaging.destination.name = $topic,
             error.type = Empty,
             $($field)*
+        )
+    };
+}
+
+/// A span of what is done with one event that was read, whatever is current here.
+macro_rules! span_of_delivery {
+    ($name:literal, $kind:literal, $system:expr, $delivery:expr, $subscription:expr) => {
+        span!(
+            parent: None, $name, $kind, $system, $delivery.event.topic.as_str(),
+            messaging.destination.subscription.name = $subscription,
+            messaging.message.body.size = $delivery.event.payload.len(),
+            messaging.message.conversation_id = $delivery.event.header(header::CORRELATION_ID),
+            messaging.message.id = %$delivery.event.id,
+            postbox.attempt = $delivery.attempt,
         )
     };
 }
@@ -101,7 +116,6 @@ pub(crate) fn created(event: &mut NewEvent, context: Option<&Context>) {
     let span = span!(
         "create",
         "producer",
-        "create",
         SYSTEM,
         event.topic.as_str(),
         messaging.message.body.size = event.payload.len(),
@@ -139,30 +153,12 @@ pub struct Traced<T> {
 impl<'d> Traced<Cow<'d, Delivery>> {
     /// One event that is given to a sink of this system.
     pub fn send(delivery: &'d Delivery, system: &'static str, subscription: &str) -> Self {
-        Self::of(delivery, || {
-            span!(
-                parent: None, "send", "client", "send", system, delivery.event.topic.as_str(),
-                messaging.destination.subscription.name = subscription,
-                messaging.message.body.size = delivery.event.payload.len(),
-                messaging.message.conversation_id = delivery.event.header(header::CORRELATION_ID),
-                messaging.message.id = %delivery.event.id,
-                postbox.attempt = delivery.attempt,
-            )
-        })
+        Self::of(delivery, || span_of_delivery!("send", "client", system, delivery, subscription))
     }
 
     /// One event that is handled.
     pub fn process(delivery: &'d Delivery, subscription: &str) -> Self {
-        Self::of(delivery, || {
-            span!(
-                parent: None, "process", "consumer", "process", SYSTEM, delivery.event.topic.as_str(),
-                messaging.destination.subscription.name = subscription,
-                messaging.message.body.size = delivery.event.payload.len(),
-                messaging.message.conversation_id = delivery.event.header(header::CORRELATION_ID),
-                messaging.message.id = %delivery.event.id,
-                postbox.attempt = delivery.attempt,
-            )
-        })
+        Self::of(delivery, || span_of_delivery!("process", "consumer", SYSTEM, delivery, subscription))
     }
 
     fn of(delivery: &'d Delivery, span: impl FnOnce() -> Span) -> Self {
@@ -204,7 +200,6 @@ impl Traced<()> {
         let span = span!(
             "receive",
             "client",
-            "receive",
             SYSTEM,
             event.topic.as_str(),
             messaging.message.body.size = event.payload.len(),
