@@ -121,14 +121,11 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Notes until when a delivery may be sent, if that has an end.
-    pub fn expire(&mut self, delivery: &Delivery, now: Timestamp) {
-        let left = |at: Timestamp| Duration::try_from(at.duration_since(now)).unwrap_or_default();
-        self.expires.extend(delivery.event.expires_at.map(|at| (delivery.seq, left(at))));
-    }
-
-    /// Puts a delivery at the end, and notes why it cannot be sent if it cannot.
-    pub fn push(&mut self, delivery: Delivery, unreadable: Option<Unreadable>) {
+    /// Puts a delivery at the end, and notes why it cannot be sent if it cannot, and until when it
+    /// may be if that has an end. `now` is the store's; it may be left out where there is no end.
+    pub fn push(&mut self, delivery: Delivery, unreadable: Option<Unreadable>, now: Option<Timestamp>) {
+        let left = |at: Timestamp, now| Duration::try_from(at.duration_since(now)).unwrap_or_default();
+        self.expires.extend(delivery.event.expires_at.zip(now).map(|(at, now)| (delivery.seq, left(at, now))));
         let unreadable = unreadable.or_else(|| Unreadable::poison(&delivery.event.headers));
         self.unreadable.extend(unreadable.map(|why| (delivery.seq, why)));
         self.deliveries.push(delivery);

@@ -108,10 +108,10 @@ async fn append_in(
     Ok(columns.event_ids())
 }
 
-async fn execute_prepared(
+async fn execute_prepared<const N: usize>(
     tx: &deadpool_postgres::Transaction<'_>,
     sql: &str,
-    params: &[Param<'_>; 15],
+    params: &[Param<'_>; N],
 ) -> std::result::Result<u64, tokio_postgres::Error> {
     let types = params.each_ref().map(|(_, of_type)| of_type.clone());
     let statement = tx.prepare_typed_cached(sql, &types).await?;

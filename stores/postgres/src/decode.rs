@@ -77,10 +77,7 @@ impl Stored {
 
     /// Puts it at the end of a batch.
     pub(crate) fn into_batch(self, batch: &mut Batch) {
-        if let Some(now) = self.looked_at {
-            batch.expire(&self.delivery, now);
-        }
-        batch.push(self.delivery, self.unreadable);
+        batch.push(self.delivery, self.unreadable, self.looked_at);
     }
 
     /// The payload cannot be had: nothing is waited for any more.

@@ -250,8 +250,7 @@ impl Page {
 pub(crate) fn push(batch: &mut Batch, decoded: Decoded, (attempt, replay): (u32, u32), now: i64) {
     let Decoded { seq, event, unreadable } = decoded;
     let delivery = Delivery { event, seq: Seq(seq), attempt, replay, trace: None };
-    batch.expire(&delivery, timestamp(now));
-    batch.push(delivery, unreadable);
+    batch.push(delivery, unreadable, Some(timestamp(now)));
 }
 
 /// Marks what a person discarded before it was read, and drops what has left the stream already.

@@ -59,8 +59,7 @@ impl Reader {
             }
             let replay = self.replay_of(*seq);
             let delivery = Delivery { event: event.clone(), seq: Seq(*seq), attempt: 1, replay, trace: None };
-            batch.expire(&delivery, now);
-            batch.push(delivery, None);
+            batch.push(delivery, None, Some(now));
             batch.end = Some(Seq(*seq));
         }
         // The last batch of a window also covers what nobody wants behind it.
@@ -104,8 +103,7 @@ impl Reader {
                 batch.crashes.insert(Seq(seq), row.crashes);
             }
             let delivery = Delivery { event, seq: Seq(seq), attempt, replay, trace: None };
-            batch.expire(&delivery, now);
-            batch.push(delivery, unreadable);
+            batch.push(delivery, unreadable, Some(now));
         }
         batch
     }
