@@ -79,17 +79,19 @@ FROM generate_series(0, $2 - 1) AS n, start, {s}.subscription AS s WHERE s.id = 
 ON CONFLICT DO NOTHING";
 
 /// Lets a lane read by the present filter, and notes how far it came by the one before: only while
-/// its cursor is the one that the caller knows, everything that was given out is settled. Indexes:
-/// primary keys. Locks the lane. docs/cursor.md, write W13.
+/// its cursor is the one that the caller knows, everything that was given out is settled. A window
+/// without anything for the lane was passed when it was opened, which the caller need not know.
+/// Gives the position. Indexes: primary keys. Locks the lane. docs/cursor.md, write W13.
 pub(crate) const LANE_TAKE_FILTER: &str = "
 WITH old AS MATERIALIZED (
   SELECT l.* FROM {s}.lane AS l WHERE l.subscription = $1 AND l.lane = $2 AND l.epoch = $3 AND l.lease_until > clock_timestamp()
-    AND l.to_snap::text = $4 AND l.last_seq = $5 FOR NO KEY UPDATE),
+    AND l.to_snap::text = $4 AND (l.last_seq = $5 OR ($5 = 0 AND l.last_seq = l.high)) FOR NO KEY UPDATE),
 before AS (INSERT INTO {s}.passage (subscription, revision, lanes, lane, from_snap, to_snap, last_seq)
   SELECT o.subscription, o.revision, s.lanes, o.lane, o.from_snap, o.to_snap, o.last_seq FROM old AS o
   JOIN {s}.subscription AS s ON s.id = o.subscription WHERE o.revision <> s.revision ON CONFLICT DO NOTHING)
 UPDATE {s}.lane AS l SET revision = s.revision FROM old AS o JOIN {s}.subscription AS s ON s.id = o.subscription
-WHERE l.subscription = o.subscription AND l.lane = o.lane";
+WHERE l.subscription = o.subscription AND l.lane = o.lane
+RETURNING l.last_seq";
 
 /// The next that is made is of another generation. Index: primary keys. Locks the log's row.
 const EPOCH_NEXT: &str = "

@@ -151,10 +151,10 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
                 let Some(at) = lane.position(lease.epoch).filter(|at| at.settled == at.read) else {
                     break Ok(Batch::default());
                 };
-                take_filter(store, session, lease, subscription.id, &at).await?;
+                let settled = take_filter(store, session, lease, subscription.id, &at).await?;
                 subscription = store.reload(session, &lease.subscription).await?;
                 // What nobody wanted of the window may be wanted now.
-                lane.settled(lease.epoch, None, true);
+                lane.settled(lease.epoch, Some(settled), true);
                 reloaded = true;
             }
             Err(error) if inline && is_damage(&error) => inline = false,
@@ -167,22 +167,20 @@ pub(crate) async fn next_batch(store: &PostgresStore, lease: &Lease, limit: Batc
     batch
 }
 
-/// From here on the lane reads by the subscription's present filter.
+/// From here on the lane reads by the subscription's present filter, after this place.
 async fn take_filter(
     store: &PostgresStore,
     session: &Session,
     lease: &Lease,
     subscription: i32,
     at: &Position,
-) -> Result<()> {
+) -> Result<i64> {
     let (lane, epoch, window, settled) = (lease.lane.cast_signed(), lease.epoch, &*at.window, at.settled);
     let sql = session.sql(LANE_TAKE_FILTER);
     let params = params![subscription, lane, epoch, window, settled];
-    let take = async |session: &Session| session.execute(&sql, &params).await;
-    match session.at_once(&store.inner.modes.write, take).await? {
-        0 => Err(Error::stale("next_batch")),
-        _ => Ok(()),
-    }
+    let take = async |session: &Session| session.rows(&sql, &params).await;
+    let rows = session.at_once(&store.inner.modes.write, take).await?;
+    rows.first().map(|row| row.get(0)).ok_or_else(|| Error::stale("next_batch"))
 }
 
 /// One call of `next_batch`.

@@ -258,6 +258,7 @@ macro_rules! conformance_suite {
         $crate::conformance_cases! { routing, $fixture,
             what_lies_before_the_beginning_is_skipped a_filter_is_that_of_its_time
             a_new_filter_waits_for_what_was_given_out
+            a_new_filter_is_taken_after_nothing_was_wanted
             a_new_filter_holds_for_the_next_holder_of_the_lane what_nobody_wants_is_unrouted
             nothing_is_unrouted_where_one_wants_everything a_widened_filter_gets_what_was_unrouted
             a_new_subscription_gets_what_was_unrouted

@@ -129,6 +129,22 @@ pub async fn a_new_filter_waits_for_what_was_given_out(fixture: &dyn StoreFixtur
     assert_eq!(listed(&lane.store, State::Dispatched).await, ["a1", "b1", "a2", "b2"]);
 }
 
+/// What is passed because nobody wants it is passed by the filter of that time, and the lane stays
+/// with its holder.
+pub async fn a_new_filter_is_taken_after_nothing_was_wanted(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [of_topic("a", "a")]).await;
+    assert_eq!(payloads(&lane.drain().await), ["a"]);
+    for topic in ["b", "c", "b"] {
+        let unwanted = append(&lane.store, [of_topic("d", "d")]).await[0];
+        assert!(lane.drain().await.is_empty());
+        wants(&lane.store, "reader", topic).await;
+        append(&lane.store, [of_topic(topic, topic), of_topic("d", "d")]).await;
+        assert_eq!(payloads(&lane.drain().await), [topic]);
+        assert_eq!(state(&lane.store, "reader", unwanted).await, State::Skipped);
+    }
+}
+
 pub async fn a_new_filter_holds_for_the_next_holder_of_the_lane(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     append(&lane.store, [of_topic("a", "a1"), of_topic("b", "b1")]).await;
