@@ -17,9 +17,9 @@ pub(crate) const LANES_PART: u64 = 2;
 /// Events read at once, and deliveries at once.
 pub(crate) const BATCH: u64 = 200;
 const CONCURRENCY: u64 = 32;
-/// What can be in flight in one lane: a batch of the stream, and as many of the due rows as may be
-/// sent at once.
-pub(crate) const WINDOW: u64 = BATCH + CONCURRENCY / 2;
+/// What can be in flight in one lane: two batches of the stream, of which one is settled while the
+/// next goes out, and as many of the due rows as may be sent at once.
+pub(crate) const WINDOW: u64 = 2 * BATCH + CONCURRENCY / 2;
 /// A start on a loaded machine takes a second or two; more than this is a hang.
 const START_MAX: Duration = Duration::from_secs(60);
 const STOP_MAX: Duration = Duration::from_secs(40);

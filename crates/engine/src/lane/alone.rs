@@ -4,10 +4,11 @@
 //! Such an event takes the process along before anything is written of it, and is sent again by the
 //! next holder of the lane. After some holders in a row vanished
 //! ([`Lease::crashes`](postbox_core::Lease::crashes)), the next one is *careful*: what may have
-//! been in flight, the first batch of the stream and the rows that are due, goes out one at a time,
-//! and before each call a row says so ([`Disposition::Alone`]). Where the call ends the relay, that
-//! row is what is left, and the next holder finds one crash more in it ([`Batch::crashes`]). From
-//! then on it always goes alone, and dies of the third crash.
+//! been in flight, the first batch of the stream and the rows that are due, goes out one at a time
+//! (where the event is in the batch after it, the crash that follows finds that), and before each
+//! call a row says so ([`Disposition::Alone`]). Where the call ends the relay, that row is what is
+//! left, and the next holder finds one crash more in it ([`Batch::crashes`]). From then on it
+//! always goes alone, and dies of the third crash.
 //!
 //! The rest of the stream flows meanwhile. On the happy path nothing is written.
 

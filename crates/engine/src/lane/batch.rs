@@ -11,11 +11,14 @@ use tracing::debug;
 use super::Lane;
 use super::call::Call;
 use super::dispatch::DispatchLimits;
+use super::settle::Settling;
 use super::verdicts::{Verdicts, holds, span};
 use crate::context::Destination;
 
 /// What became of a stream batch.
 pub(super) enum Progress {
+    /// The destination has all of it, and nothing of it is written yet.
+    Delivered,
     /// All of it is written; these are the keys that later events must wait for.
     Settled(HashSet<Key>),
     /// It was cut short: the caller settles it once no read is in flight, then detaches the calls.
@@ -23,12 +26,13 @@ pub(super) enum Progress {
 }
 
 impl Lane {
-    /// Plans, sends and settles a stream batch.
-    pub(super) async fn deliver(
-        &self,
-        batch: &Arc<Batch>,
+    /// Plans, sends and settles a stream batch, while the one before is settled.
+    pub(super) async fn deliver<'a>(
+        &'a self,
+        batch: &'a Arc<Batch>,
         carried: &HashSet<Key>,
         limits: DispatchLimits,
+        settling: Option<Settling<'a>>,
         round: &CancellationToken,
     ) -> Result<Progress> {
         let mut verdicts = self.plan(batch, carried);
@@ -37,10 +41,13 @@ impl Lane {
         }
         match &self.context.destination {
             Destination::Sink(sink) => {
-                let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await?;
+                let calls = self.dispatch(sink, batch, &mut verdicts, limits, settling, round).await?;
                 // Of a lost lane the store would refuse whatever we know.
                 if self.lease.is_lost() || !verdicts.is_complete() {
                     return Ok(Progress::Short(verdicts, calls));
+                }
+                if calls.is_empty() && verdicts.exceptions().next().is_none() {
+                    return Ok(Progress::Delivered);
                 }
                 self.settle(verdicts.settle_stream(batch, self.context.holds_keys(), false)).await?;
                 self.detach(batch, &verdicts, calls);
@@ -52,10 +59,7 @@ impl Lane {
             }
         }
         let (first, last) = span(batch);
-        debug!(
-            subscription = self.context.name(), lane = self.lease.lease.lane, events = batch.deliveries.len(),
-            exceptions = verdicts.exceptions().count(), %first, %last, "batch settled"
-        );
+        self.log_settled(first, last, batch.deliveries.len(), verdicts.exceptions().count());
         Ok(Progress::Settled(verdicts.holding_keys(&batch.deliveries)))
     }
 
@@ -69,7 +73,7 @@ impl Lane {
         let mut verdicts = self.plan_due(batch);
         match &self.context.destination {
             Destination::Sink(sink) => {
-                let calls = self.dispatch(sink, batch, &mut verdicts, limits, round).await?;
+                let calls = self.dispatch(sink, batch, &mut verdicts, limits, None, round).await?;
                 if self.lease.is_lost() {
                     return Ok(0);
                 }

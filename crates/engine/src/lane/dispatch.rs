@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::future::{BoxFuture, OptionFuture};
+use futures::future::OptionFuture;
 use futures::stream::{FuturesUnordered, StreamExt};
 use postbox_core::{Batch, Disposition, Key, Result, Sink};
 use tokio::sync::OwnedSemaphorePermit;
@@ -15,6 +15,7 @@ use super::call::{Call, Returned, call};
 use super::detached::{DETACH_AFTER, payload_bytes};
 use super::judge::Verdict;
 use super::queue::DispatchQueue;
+use super::settle::Settling;
 use super::verdicts::{Verdicts, holds};
 
 /// How often what is decided of a batch, up to the first event that is not, is written: a crash
@@ -61,18 +62,19 @@ impl Lane {
     /// Sends what waits in `batch` until all is decided, or `round` ends and the calls in flight
     /// are back. Ends `round` itself when the destination is down or gone.
     ///
-    /// What is decided meanwhile is settled now and then. Gives calls that are to go on without the
+    /// What is decided meanwhile is settled now and then, once `settling` is over, which is of the
+    /// batch before. Gives calls that are to go on without the
     /// batch: their events are `InFlight` in `verdicts`, and the calls must be detached once those
     /// are settled. An error is a settlement's.
-    pub(super) async fn dispatch(
-        &self,
+    pub(super) async fn dispatch<'a>(
+        &'a self,
         sink: &Arc<dyn Sink>,
-        batch: &Arc<Batch>,
+        batch: &'a Arc<Batch>,
         verdicts: &mut Verdicts,
         limits: DispatchLimits,
+        mut settling: Option<Settling<'a>>,
         round: &CancellationToken,
     ) -> Result<Vec<Call>> {
-        let mut settling = None;
         let calls = self.send_all(sink, batch, verdicts, limits, round, &mut settling).await?;
         // Without its answer nobody knows what is still to be written.
         if let Some(settled) = settling {
@@ -88,7 +90,7 @@ impl Lane {
         verdicts: &mut Verdicts,
         limits: DispatchLimits,
         round: &CancellationToken,
-        settling: &mut Option<BoxFuture<'a, Result<usize>>>,
+        settling: &mut Option<Settling<'a>>,
     ) -> Result<Vec<Call>> {
         let context = &self.context;
         let mut settle_time = context.clock.sleep(SETTLE_EVERY);
@@ -152,7 +154,7 @@ impl Lane {
                     settle_time = context.clock.sleep(SETTLE_EVERY);
                     *settling = verdicts.settle_decided(batch, context.holds_keys()).map(|(end, settlement)| {
                         let settled = async move { self.settle(settlement).await.map(|()| end) };
-                        Box::pin(settled) as BoxFuture<'_, _>
+                        Box::pin(settled) as Settling<'_>
                     });
                 }
                 Event::Settled(settled) => {

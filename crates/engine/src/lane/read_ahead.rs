@@ -2,8 +2,10 @@
 
 use std::pin::{Pin, pin};
 
-use futures::future::{BoxFuture, MaybeDone};
+use futures::future::{BoxFuture, MaybeDone, OptionFuture};
 use postbox_core::{Batch, Result};
+
+use super::settle::Settling;
 
 /// At most one read, never dropped half-way: the store may have moved its mark of what was given.
 pub(super) struct ReadAhead<'a>(MaybeDone<BoxFuture<'a, Result<Option<Batch>>>>);
@@ -39,6 +41,23 @@ impl<'a> ReadAhead<'a> {
                 done = &mut work => return done,
             }
         }
+    }
+
+    /// What the read brought, once it is over; a settlement goes on meanwhile, and perhaps longer.
+    pub(super) async fn finish_beside(&mut self, settling: &mut Option<Settling<'_>>) -> Result<Option<Batch>> {
+        let mut settled = Ok(0);
+        while self.is_reading() {
+            tokio::select! {
+                biased;
+                () = &mut self.0 => {}
+                Some(ended) = OptionFuture::from(settling.as_mut()) => {
+                    *settling = None;
+                    settled = ended;
+                }
+            }
+        }
+        let read = self.finish().await;
+        settled.and(read)
     }
 
     /// What the read brought, once it is over; `None` if there was none.

@@ -2,15 +2,49 @@
 
 use std::time::Duration;
 
-use postbox_core::{Batch, Disposition, Error, Result, Settlement};
+use futures::future::BoxFuture;
+use postbox_core::{Batch, Disposition, Error, Result, Seq, Settlement};
 use tokio_util::sync::CancellationToken;
+use tracing::debug;
 
 use super::Lane;
 use super::call::Call;
 use super::dispatch::DispatchLimits;
-use super::verdicts::{Verdicts, count, earliest_retry};
+use super::verdicts::{Verdicts, count, earliest_retry, span};
+
+/// A settlement under way; how many of the batch going out are written once it is over, from the
+/// start.
+pub(super) type Settling<'a> = BoxFuture<'a, Result<usize>>;
+
+/// Waits for the settlement of the batch before, if there is one.
+pub(super) async fn settle_behind(settling: &mut Option<Settling<'_>>) -> Result<()> {
+    match settling.take() {
+        Some(settling) => settling.await.map(drop),
+        None => Ok(()),
+    }
+}
 
 impl Lane {
+    /// Settles a stream batch that was delivered whole, while the next goes out: nothing of that
+    /// waits for anything of this. Of the next, nothing is settled before.
+    pub(super) fn settle_delivered<'a>(&'a self, batch: &Batch) -> Settling<'a> {
+        let ((first, last), events) = (span(batch), batch.deliveries.len());
+        let hold_keys = self.context.holds_keys();
+        let settlement = Settlement { position: batch.end, entries: Vec::new(), rewind: false, hold_keys };
+        Box::pin(async move {
+            self.settle(settlement).await?;
+            self.log_settled(first, last, events, 0);
+            Ok(0)
+        })
+    }
+
+    pub(super) fn log_settled(&self, first: Seq, last: Seq, events: usize, exceptions: usize) {
+        debug!(
+            subscription = self.context.name(), lane = self.lease.lease.lane, events, exceptions, %first, %last,
+            "batch settled"
+        );
+    }
+
     /// Settles, and repeats the same settlement while the store is down and the lane is still ours.
     ///
     /// Repeating is safe when the first try did commit: the store knows the settlement by its

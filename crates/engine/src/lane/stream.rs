@@ -12,6 +12,7 @@ use super::Lane;
 use super::batch::Progress;
 use super::limit::Until;
 use super::read_ahead::ReadAhead;
+use super::settle::settle_behind;
 use crate::poll::Poll;
 
 /// Batches that one read brings until the destination is slower than reads: what a read costs
@@ -20,7 +21,8 @@ const READ_BATCHES: usize = 4;
 
 impl Lane {
     /// Reads and delivers the stream until `round` ends, or as `until` says; how many events there
-    /// were. At most two reads are in memory: the one going out and the one read meanwhile.
+    /// were. At most two reads are in memory: the one going out and the one read meanwhile. A batch
+    /// that was delivered whole is settled while the next goes out.
     pub(super) async fn stream(&self, until: Until<'_>, round: &CancellationToken) -> Result<usize> {
         let settings = &self.context.settings;
         let mut poll = Poll::new(settings.poll_min, settings.poll_max);
@@ -35,12 +37,13 @@ impl Lane {
         // Keys held by batches that were settled since the ready ones were read, and since the read
         // ahead began: the store need not have known them.
         let (mut carried, mut carried_on) = (HashSet::<Key>::new(), HashSet::<Key>::new());
+        let mut settling = None;
         let mut count = 0;
         while !round.is_cancelled() {
             if ready.is_empty() {
                 carried = std::mem::take(&mut carried_on);
                 let is_late = ahead.is_reading();
-                let next = ahead.finish().await?;
+                let next = ahead.finish_beside(&mut settling).await?;
                 gone_out.clear();
                 let next = match next {
                     Some(next) => {
@@ -49,6 +52,8 @@ impl Lane {
                     }
                     None => {
                         carried.clear();
+                        // A window is opened once everything of the one before is settled.
+                        settle_behind(&mut settling).await?;
                         let Some(next) = self.read(until, one, round).await? else { break };
                         next
                     }
@@ -58,6 +63,7 @@ impl Lane {
             let Some(batch) = ready.pop_front() else { break };
             if batch.is_empty() {
                 // Nothing was in flight from here.
+                settle_behind(&mut settling).await?;
                 self.careful.take_stream();
                 if !until.is_stopped() {
                     break;
@@ -73,22 +79,31 @@ impl Lane {
                 ahead.begin(self.read_ahead(until, limit));
             }
             let limits = self.limits(false);
-            let progress = ahead.beside(self.deliver(&batch, &carried, limits, round)).await;
-            if let Ok(Progress::Settled(holding)) = progress {
-                carried.extend(holding.iter().cloned());
-                carried_on.extend(holding);
-                gone_out.push(batch);
-                continue;
+            let progress = ahead.beside(self.deliver(&batch, &carried, limits, settling.take(), round)).await;
+            match progress {
+                Ok(Progress::Delivered) => {
+                    settling = Some(self.settle_delivered(&batch));
+                    gone_out.push(batch);
+                }
+                Ok(Progress::Settled(holding)) => {
+                    carried.extend(holding.iter().cloned());
+                    carried_on.extend(holding);
+                    gone_out.push(batch);
+                }
+                progress => {
+                    // Only now that no read is in flight: a rewind beside a read could be overtaken
+                    // by it.
+                    let next = ahead.finish().await;
+                    if let Progress::Short(verdicts, calls) = progress? {
+                        self.settle_short(&batch, &verdicts, calls, limits).await?;
+                    }
+                    next?;
+                    return Ok(count);
+                }
             }
-            // Only now that no read is in flight: a rewind beside a read could be overtaken by it.
-            let next = ahead.finish().await;
-            if let Progress::Short(verdicts, calls) = progress? {
-                self.settle_short(&batch, &verdicts, calls, limits).await?;
-            }
-            next?;
-            return Ok(count);
         }
-        let next = ahead.finish().await?;
+        let next = ahead.finish_beside(&mut settling).await?;
+        settle_behind(&mut settling).await?;
         if !ready.is_empty() || next.is_some() {
             // Without a rewind the next read would skip it.
             self.rewind().await?;
@@ -108,8 +123,10 @@ impl Lane {
         };
         let batch = Arc::new(batch);
         let limits = self.limits(true);
-        if let Progress::Short(verdicts, calls) = self.deliver(&batch, &HashSet::new(), limits, round).await? {
-            self.settle_short(&batch, &verdicts, calls, limits).await?;
+        match self.deliver(&batch, &HashSet::new(), limits, None, round).await? {
+            Progress::Delivered => _ = self.settle_delivered(&batch).await?,
+            Progress::Settled(_) => {}
+            Progress::Short(verdicts, calls) => self.settle_short(&batch, &verdicts, calls, limits).await?,
         }
         Ok(true)
     }

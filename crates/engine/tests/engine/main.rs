@@ -18,4 +18,5 @@ mod outages;
 mod rate;
 mod relay;
 mod router;
+mod settling;
 mod source;

@@ -1,0 +1,72 @@
+//! What goes out while something is settled.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{BatchLimit, Call, Capabilities, Outcome, Result, Wire};
+use postbox_engine::RelaySettings;
+use tokio::sync::watch;
+
+use crate::support::{Recorder, TestEnv, event, fast, version};
+
+/// A way to the store on which settlements wait until it is opened.
+struct Gate(watch::Receiver<bool>);
+
+#[async_trait]
+impl Wire for Gate {
+    async fn carry(&self, call: Arc<Call>) -> Result<()> {
+        if call.operation == "settle" {
+            self.0.clone().wait_for(|open| *open).await.expect("opened some time");
+        }
+        call.execute();
+        Ok(())
+    }
+}
+
+/// How many arrive of batches of ten while no settlement ends; the others come once it does.
+async fn arrive_meanwhile(answer: impl Fn(i64) -> Outcome + Send + Sync + 'static) -> usize {
+    let env = TestEnv::with((0..100).map(|n| event(n, n))).await;
+    let (open, gate) = watch::channel(false);
+    let sink = Recorder::new(Capabilities { batch_max: 10, concurrency: 1, prefix: true, system: None });
+    sink.script(move |delivery| match delivery.attempt {
+        1 => answer(version(delivery)),
+        _ => Outcome::DELIVERED,
+    });
+    let log = Arc::new(env.store.client(Some(Arc::new(Gate(gate)))));
+    let batch = BatchLimit { events: 10, ..BatchLimit::default() };
+    let relay = env.relay_on(log, sink.clone(), RelaySettings { batch, ..fast() });
+    let meanwhile = env.run_while(&relay, async {
+        tokio::time::sleep(Duration::from_secs(30)).await;
+        let meanwhile = sink.arrivals().len();
+        open.send_replace(true);
+        while env.stats().await.pending > 0 {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        meanwhile
+    });
+    let meanwhile = meanwhile.await;
+    assert_eq!(env.stats().await.dispatched, 100);
+    sink.assert_in_order();
+    meanwhile
+}
+
+/// One batch is settled and one goes out: a crash repeats no more than the two.
+#[tokio::test(start_paused = true)]
+async fn one_batch_goes_out_while_the_one_before_is_settled() {
+    assert_eq!(arrive_meanwhile(|_| Outcome::DELIVERED).await, 20);
+}
+
+/// What fails is written before anything else goes out: the next of its key must wait for it.
+#[tokio::test(start_paused = true)]
+async fn nothing_goes_out_before_a_failure_is_written() {
+    assert_eq!(arrive_meanwhile(|version| fails(version, 3)).await, 9, "the rest of its batch");
+    assert_eq!(arrive_meanwhile(|version| fails(version, 13)).await, 19, "the rest of its batch");
+}
+
+fn fails(version: i64, failing: i64) -> Outcome {
+    match version == failing {
+        true => Outcome::retry("http_500", "boom"),
+        false => Outcome::DELIVERED,
+    }
+}
