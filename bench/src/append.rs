@@ -1,5 +1,7 @@
 //! What an append costs inside the caller's transaction.
 
+mod peers;
+
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -55,9 +57,15 @@ pub(crate) struct Options {
     /// Which stores.
     #[arg(long, value_enum, default_value_t = Stores::Both)]
     store: Stores,
+    /// Instead, one event a transaction beside pgmq, outbox-core and River's client for Rust.
+    #[arg(long, conflicts_with_all = ["batch", "store"])]
+    peers: bool,
 }
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    if options.peers {
+        return peers::run(options).await;
+    }
     for mut bed in options.store.beds().await? {
         let columns = ["events a transaction", "writers", "append", "bare INSERT", "ratio"];
         let (mut table, writers) = match &mut bed.place {
