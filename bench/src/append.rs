@@ -1,9 +1,13 @@
 //! What an append costs inside the caller's transaction.
 
+mod peers;
+
+use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use deadpool_postgres::{Manager, Pool, Transaction};
+use postbox_core::kit::in_context;
 use postbox_core::{NewEvent, Postbox};
 use postbox_postgres::Postgres;
 use postbox_sqlite::Sqlite;
@@ -55,9 +59,15 @@ pub(crate) struct Options {
     /// Which stores.
     #[arg(long, value_enum, default_value_t = Stores::Both)]
     store: Stores,
+    /// Instead, one event a transaction beside pgmq, outbox-core and River's client for Rust.
+    #[arg(long, conflicts_with_all = ["batch", "store"])]
+    peers: bool,
 }
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    if options.peers {
+        return peers::run(options).await;
+    }
     for mut bed in options.store.beds().await? {
         let columns = ["events a transaction", "writers", "append", "bare INSERT", "ratio"];
         let (mut table, writers) = match &mut bed.place {
@@ -74,6 +84,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
                 (Table::new(title, &columns), &[1][..])
             }
         };
+        let mut fastest = 0_f64;
         for batch in &options.batch {
             for writers in writers {
                 let is_postgres = matches!(bed.place, Place::Postgres(..));
@@ -86,6 +97,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
                         prepared = prepared.plus(more(Side::Prepared).await?);
                     }
                 }
+                fastest = fastest.max(ours.per_second() / *batch as f64);
                 let at_once = is_postgres.then(|| writers.to_string());
                 let bytes = [ours, bare].map(|figure| format!("{:.0}", figure.bytes_each()));
                 let speed = [ours.rate(), bare.rate(), ours.ratio(bare)];
@@ -95,6 +107,12 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
             }
         }
         table.print();
+        let asked = asked_in_vain();
+        let part = 100.0 * asked * fastest;
+        println!(
+            "  no context and traces off: {:.1} ns of each append, {part:.4} % of the time of the fastest",
+            1e9 * asked
+        );
         if matches!(bed.place, Place::Postgres(..)) {
             println!(
                 "  the bare table has a primary key and nothing else: no unique event id, no checks, no transaction id, no slot"
@@ -109,6 +127,17 @@ impl Options {
     fn round(&self) -> Duration {
         Duration::from_secs(self.seconds) / ROUNDS
     }
+}
+
+/// The seconds in which an append finds that no context is to be carried on and traces are off.
+fn asked_in_vain() -> f64 {
+    const TIMES: u32 = 1_000_000;
+    let events = [event(0, KEYS)];
+    let start = Instant::now();
+    for _ in 0..TIMES {
+        black_box(in_context(black_box(&events[..])));
+    }
+    start.elapsed().as_secs_f64() / f64::from(TIMES)
 }
 
 async fn measure(bed: &mut Bed, batch: usize, writers: usize, time: Duration, side: Side) -> anyhow::Result<Figure> {

@@ -82,7 +82,7 @@
 //! | `postgres` | the `postgres` module: `PostgresStore`; append in transactions of `tokio-postgres` and `deadpool-postgres` | yes |
 //! | `sqlite` | the `sqlite` module: `SqliteStore`; append in transactions of `rusqlite` | no |
 //! | `diesel` | append in transactions of `diesel` 2 on libpq | no |
-//! | `diesel-async` | append in Postgres transactions of `diesel-async` | no |
+//! | `diesel-async` | append in Postgres transactions of `diesel-async`, and handlers in those of your pool | no |
 //! | `sea-orm` | append in Postgres transactions of `sea-orm` 2 | no |
 //! | `sqlx` | append in Postgres transactions of `sqlx` 0.9, and handlers in those of your pool | no |
 //! | `sqlx08` | append in Postgres transactions of `sqlx` 0.8 | no |
@@ -145,7 +145,7 @@ pub use postbox_core as contract;
 pub use postbox_engine as engine;
 
 /// Drivers besides `tokio-postgres` whose Postgres transactions [`Postbox::append`] takes, and
-/// handlers may work in those of `sqlx`.
+/// handlers may work in those of `sqlx` 0.9 and `diesel-async`.
 #[cfg(feature = "postgres")]
 pub mod drivers {
     #[cfg(feature = "diesel")]

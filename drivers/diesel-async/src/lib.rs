@@ -1,13 +1,12 @@
 #![doc = include_str!("../README.md")]
 
+mod apply;
+
+pub use apply::DieselAsync;
 use diesel_async::{AsyncConnection, AsyncPgConnection, RunQueryDsl as _, TransactionManager as _};
 use postbox_core::{AppendFuture, EventId, LogName, NewEvent, Result, Transaction};
 use postbox_postgres::Postgres;
 use postbox_postgres::driver::{AppendStatement, no_transaction};
-
-/// Marks transactions of `diesel-async`.
-#[derive(Debug)]
-pub enum DieselAsync {}
 
 impl<'a> Transaction<'a, Postgres, DieselAsync> for AsyncPgConnection {
     type Appended = AppendFuture<'a>;
@@ -29,6 +28,6 @@ async fn append_in(
     }
     let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
     let executed = postbox_diesel::query(statement.sql, statement.texts).execute(connection).await;
-    executed.map_err(|error| postbox_diesel::classify(log, &error))?;
+    executed.map_err(|error| postbox_diesel::classify("append", &error, Some(log)))?;
     Ok(statement.ids)
 }

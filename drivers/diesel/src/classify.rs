@@ -4,30 +4,35 @@ use diesel::result::{DatabaseErrorKind, Error as Failure};
 use postbox_core::{Error, ErrorKind, LogName};
 use postbox_postgres::driver::{Refusal, unreachable};
 
-/// What the failure of an append means; for drivers on top of `diesel`, too.
-pub fn classify(log: &LogName, error: &Failure) -> Error {
-    let unknown = || Error::new(ErrorKind::Internal, "append", "store_error", error.to_string());
+/// What a failure of `diesel` means; for drivers on top of it, too. `appended_to` is the log of an
+/// append: it may be missing.
+pub fn classify(operation: &'static str, error: &Failure, appended_to: Option<&LogName>) -> Error {
+    let unknown = || Error::new(ErrorKind::Internal, operation, "store_error", error.to_string());
     let Failure::DatabaseError(kind, information) = error else { return unknown() };
     let message = information.message();
-    let classified = match state(kind, message, log) {
-        Some(state) => Refusal {
-            state,
-            constraint: information.constraint_name(),
-            column: information.column_name(),
-            message,
-            hint: information.hint(),
+    let classified = match state(kind, message, appended_to) {
+        Some(state) => {
+            let refusal = Refusal {
+                state,
+                constraint: information.constraint_name(),
+                column: information.column_name(),
+                message,
+                hint: information.hint(),
+            };
+            appended_to.map_or_else(|| refusal.of(operation), |log| refusal.of_append(log))
         }
-        .of_append(log),
         None if matches!(kind, DatabaseErrorKind::ClosedConnection | DatabaseErrorKind::UnableToSendCommand) => {
-            unreachable("append", message)
+            unreachable(operation, message)
         }
         None => unknown(),
     };
     classified.with_source(error.to_string())
 }
 
-/// The SQLSTATE behind an error: `diesel` keeps it to itself.
-fn state(kind: &DatabaseErrorKind, message: &str, log: &LogName) -> Option<&'static str> {
+/// The SQLSTATE behind an error: `diesel` keeps it to itself. What is known by its text has these
+/// words in every language.
+fn state(kind: &DatabaseErrorKind, message: &str, appended_to: Option<&LogName>) -> Option<&'static str> {
+    let names = |function: &str| appended_to.is_some_and(|log| message.contains(&format!(".{log}_{function}(")));
     match kind {
         DatabaseErrorKind::CheckViolation => Some("23514"),
         DatabaseErrorKind::ForeignKeyViolation => Some("23503"),
@@ -35,10 +40,11 @@ fn state(kind: &DatabaseErrorKind, message: &str, log: &LogName) -> Option<&'sta
         DatabaseErrorKind::ReadOnlyTransaction => Some("25006"),
         DatabaseErrorKind::SerializationFailure => Some("40001"),
         DatabaseErrorKind::UniqueViolation => Some("23505"),
-        // In every language, only the text about a function that is not there names its arguments.
-        _ if ["append", "append_many"].iter().any(|function| message.contains(&format!(".{log}_{function}("))) => {
-            Some("42883")
-        }
+        // Only the text about a function that is not there names its arguments.
+        _ if ["append", "append_many"].into_iter().any(names) => Some("42883"),
+        // A savepoint of ours that is not there, and one where no transaction is open.
+        _ if message.contains("postbox_handler") => Some("3B001"),
+        _ if message.contains("SAVEPOINT") => Some("25P01"),
         _ => None,
     }
 }

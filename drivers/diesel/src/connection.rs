@@ -20,7 +20,7 @@ impl<'a> Transaction<'a, Postgres, Diesel> for PgConnection {
         }
         let Some(statement) = AppendStatement::of(to, log, events)? else { return Ok(Vec::new()) };
         let executed = crate::query(statement.sql, statement.texts).execute(self);
-        executed.map_err(|error| crate::classify(log, &error))?;
+        executed.map_err(|error| crate::classify("append", &error, Some(log)))?;
         Ok(statement.ids)
     }
 }

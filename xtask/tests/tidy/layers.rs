@@ -158,7 +158,7 @@ const CLIENTS: &[(&str, &[&str])] = &[
     ("comfy-table", &["postbox-cli"]),
     ("croner", &["postbox-server"]),
     ("deadpool-postgres", &["postbox-bench", "postbox-postgres"]),
-    ("diesel", &["postbox-diesel"]),
+    ("diesel", &["postbox-diesel", "postbox-diesel-async"]),
     ("diesel-async", &["postbox-diesel-async"]),
     ("ed25519-dalek", &["postbox-webhook"]),
     ("hmac", &["postbox-webhook"]),

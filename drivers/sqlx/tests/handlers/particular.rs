@@ -1,4 +1,4 @@
-//! What is particular to connections of `sqlx`.
+//! What is particular to connections that another driver lends.
 
 use std::time::Duration;
 
@@ -6,11 +6,15 @@ use postbox_core::{
     Append as _, Criteria, Delivery, Event, Inspect as _, ListQuery, Log as _, LogName, NewEvent, RetryPolicy, State,
     Subscription, SubscriptionName,
 };
+use postbox_core::{Outcome, Tx};
 use postbox_engine::router::Router;
 use postbox_engine::{Relay, RelaySettings};
-use sqlx::{Connection as _, Executor as _};
+use postbox_testkit::conformance::{ApplyFixture as _, StoreFixture as _};
+use postbox_testkit::servers::Version;
 
-use super::*;
+use crate::suites::{Fixture, direct};
+use crate::support;
+use crate::{Driver, Failure, execute, nested, size, taken_up, write};
 
 /// Far longer than any test takes.
 const NOT_NOW: Duration = Duration::from_secs(3600);
@@ -27,7 +31,7 @@ async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec<(String, S
         ..RelaySettings::default()
     };
     let relay = Relay::builder(fixture.store(), subscription).settings(settings);
-    let relay = relay.router(Router::in_transaction(&fixture.sqlx).fallback(odd)).expect("it has a handler");
+    let relay = relay.router(Router::in_transaction(&fixture.driver).fallback(odd)).expect("it has a handler");
     let events: Vec<_> =
         payloads.iter().map(|payload| NewEvent::new("t", *payload, "text/plain").key(*payload)).collect();
     fixture.store.store.append(&LogName::outbox(), &events).await.expect("appended");
@@ -50,33 +54,19 @@ async fn drained(fixture: &Fixture, payloads: &[&'static str]) -> Vec<(String, S
     records.into_iter().map(|it| (text(&it.event), it.code.unwrap_or_default())).collect()
 }
 
-async fn odd(delivery: Delivery, Tx(tx): Tx<'_, Sqlx>) -> Result<(), sqlx::Error> {
+async fn odd(delivery: Delivery, Tx(tx): Tx<'_, Driver>) -> Result<(), Failure> {
     let payload = String::from_utf8_lossy(&delivery.event.payload).into_owned();
+    if payload.starts_with("nested") {
+        nested(tx, &payload).await?;
+        write(tx, "behind it").await;
+        return Ok(());
+    }
+    write(tx, &payload).await;
     match payload.as_str() {
-        "nested and left" => {
-            let mut nested = tx.begin().await?;
-            write(&mut nested, &payload).await;
-            drop(nested);
-            write(tx, "left").await;
-        }
-        "nested and kept" => {
-            let mut nested = tx.begin().await?;
-            write(&mut nested, &payload).await;
-            nested.commit().await?;
-        }
-        "fails and hides it" => {
-            write(tx, &payload).await;
-            drop(tx.execute("SELECT 1 / 0").await);
-        }
-        "fails" => {
-            write(tx, &payload).await;
-            tx.execute("SELECT 1 / 0").await?;
-        }
-        "hangs" => {
-            write(tx, &payload).await;
-            std::future::pending::<()>().await;
-        }
-        _ => write(tx, &payload).await,
+        "fails and hides it" => drop(execute(tx, "SELECT 1 / 0").await),
+        "fails" => execute(tx, "SELECT 1 / 0").await?,
+        "hangs" => std::future::pending::<()>().await,
+        _ => {}
     }
     Ok(())
 }
@@ -88,8 +78,9 @@ fn codes(codes: &[(&str, &str)]) -> Vec<(String, String)> {
 #[tokio::test]
 async fn transactions_that_a_handler_begins_are_savepoints() {
     let fixture = direct().await;
-    assert_eq!(drained(&fixture, &["nested and left", "nested and kept", "1"]).await, []);
-    assert_eq!(fixture.effects().await, ["left", "nested and kept", "1"]);
+    let panicked = drained(&fixture, &["nested and left", "nested and panics", "nested and kept", "1"]).await;
+    assert_eq!(panicked, codes(&[("nested and panics", "panic")]));
+    assert_eq!(fixture.effects().await, ["behind it", "nested and kept", "behind it", "1"]);
 }
 
 #[tokio::test]
@@ -110,7 +101,6 @@ async fn a_deferred_constraint_fails_its_own_handler_only() {
     assert_eq!(fixture.effects().await, ["taken", "1", "2"]);
 }
 
-/// Its connection is closed: nobody else gets it with the transaction open.
 #[tokio::test]
 async fn a_handler_that_takes_too_long_is_rolled_back_and_the_others_go_on() {
     let fixture = direct().await;
@@ -118,30 +108,32 @@ async fn a_handler_that_takes_too_long_is_rolled_back_and_the_others_go_on() {
     let mut effects = fixture.effects().await;
     effects.sort();
     assert_eq!(effects, ["1", "2"]);
-    let mut tx = fixture.pool.begin().await.expect("begun");
-    let ours: String = sqlx::query_scalar("SELECT current_setting('postbox.search_path', true)")
-        .fetch_one(&mut *tx)
-        .await
-        .map(|path: Option<String>| path.unwrap_or_default())
-        .expect("asked");
-    assert_eq!(ours, "", "a transaction of its own");
-    assert_eq!(fixture.pool.size(), 1, "those that hung are gone");
+    assert_eq!(size(&fixture.pool), 1, "those that hung are gone");
+}
+
+/// Its connection is closed, although nobody asks the pool for one any more.
+#[tokio::test]
+async fn a_transaction_that_takes_too_long_keeps_no_lock() {
+    let fixture = direct().await;
+    assert_eq!(drained(&fixture, &["hangs"]).await, codes(&[("hangs", "timeout")]));
+    let open = "SELECT count(*) FROM pg_stat_activity
+                WHERE datname = current_database() AND pid <> pg_backend_pid() AND xact_start IS NOT NULL";
+    let client = fixture.store.client().await;
+    let ended = async { while client.query_one(open, &[]).await.expect("asked").get::<_, i64>(0) > 0 {} };
+    tokio::time::timeout(Duration::from_secs(10), ended).await.expect("it stays open");
 }
 
 #[tokio::test]
 async fn a_pool_without_a_free_connection_says_so() {
     let store = support::on(Version::V15).await;
-    let options = PgPoolOptions::new().max_connections(1).acquire_timeout(Duration::from_millis(50));
-    let pool = options.connect(&store.url).await.expect("a pool");
-    let sqlx = Sqlx::new(&store.store, pool.clone());
-    let taken = pool.acquire().await.expect("a connection");
-    let fixture = Fixture { store, sqlx, pool };
     let name = SubscriptionName::new("s").expect("a name");
     let subscription = Subscription { lanes: 1, ..Subscription::new(name.clone(), LogName::outbox()) };
-    fixture.store.store.subscribe(&subscription).await.expect("subscribed");
+    store.store.subscribe(&subscription).await.expect("subscribed");
     let owner = "me".parse().expect("a name");
-    let acquired = fixture.store.store.acquire(&name, &owner, &[], NOT_NOW).await.expect("acquired");
+    let acquired = store.store.acquire(&name, &owner, &[], NOT_NOW).await.expect("acquired");
     let lease = acquired.lease.expect("a free lane");
+    let (pool, taken) = taken_up(&store.url).await;
+    let fixture = Fixture::of(store, pool);
     let decide = |_: &Delivery, _: &Outcome| postbox_core::Disposition::Delivered;
     let applied = fixture.apply().apply(&lease, &[], Default::default(), &decide).await;
     assert_eq!(applied.expect_err("no connection").code(), "pool_exhausted");

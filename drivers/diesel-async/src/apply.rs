@@ -1,0 +1,188 @@
+//! Handlers in transactions of a pool of `diesel-async`.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use diesel::connection::{TransactionDepthChange, TransactionManagerStatus};
+use diesel::deserialize::{self, FromSql, QueryableByName};
+use diesel::pg::Pg;
+use diesel::row::{Field as _, NamedRow, Row};
+use diesel::sql_types::{Nullable, Text};
+use diesel_async::pooled_connection::PoolError as NotConnected;
+use diesel_async::pooled_connection::deadpool::{Object, Pool, PoolError};
+use diesel_async::{
+    AnsiTransactionManager, AsyncPgConnection, RunQueryDsl as _, SimpleAsyncConnection as _, TransactionManager as _,
+};
+use postbox_core::{
+    Apply, Database, Decide, Delivery, Error, ErrorKind, HandledFuture, Handlers, Lease, Outcome, Result, Settlement,
+    Transact,
+};
+use postbox_postgres::PostgresStore;
+use postbox_postgres::driver::{Rows, Settles, Statement, apply_in, unreachable};
+
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
+
+/// How long a connection is waited for, where the pool would wait for ever: long enough for one to
+/// be made, and far shorter than the 30 seconds after which an event that waits counts as failed.
+const WAIT: Duration = Duration::from_secs(10);
+
+/// `diesel-async`: lends handlers the transaction of a pool of yours, in which their event is
+/// settled.
+///
+/// ```
+/// use diesel::sql_types::Text;
+/// use diesel_async::pooled_connection::AsyncDieselConnectionManager;
+/// use diesel_async::pooled_connection::deadpool::Pool;
+/// use diesel_async::{AsyncPgConnection, RunQueryDsl as _};
+/// use postbox_core::{Delivery, Tx};
+/// use postbox_diesel_async::DieselAsync;
+/// use postbox_engine::router::Router;
+/// use postbox_postgres::PostgresStore;
+///
+/// async fn ledger(delivery: Delivery, Tx(tx): Tx<'_, DieselAsync>) -> Result<(), diesel::result::Error> {
+///     let insert = diesel::sql_query("INSERT INTO ledger (event) VALUES ($1)");
+///     insert.bind::<Text, _>(delivery.event.id.to_string()).execute(tx).await.map(drop)
+/// }
+///
+/// # fn example(store: &PostgresStore, url: &str) -> Result<(), Box<dyn std::error::Error>> {
+/// let pool: Pool<AsyncPgConnection> = Pool::builder(AsyncDieselConnectionManager::new(url)).build()?;
+/// let router: Router<(), DieselAsync> = Router::in_transaction(&DieselAsync::new(store, pool)).fallback(ledger);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// The handler is lent a connection. It may begin transactions on it: they are savepoints.
+#[derive(Clone)]
+pub struct DieselAsync {
+    store: PostgresStore,
+    pool: Pool<AsyncPgConnection>,
+}
+
+impl DieselAsync {
+    /// The pool leads to the database of the store, as a role that may do what the store's may.
+    ///
+    /// Each lane has one connection of the pool while handlers run. One whose transaction did not
+    /// come to its end, because a handler took too long or the store was lost, is closed.
+    pub fn new(store: &PostgresStore, pool: Pool<AsyncPgConnection>) -> Self {
+        Self { store: store.clone(), pool }
+    }
+}
+
+impl Database for DieselAsync {
+    type Lent<'t> = &'t mut AsyncPgConnection;
+    type Handled<'t> = HandledFuture<'t>;
+
+    fn handled<'t>(outcome: Outcome) -> HandledFuture<'t> {
+        Box::pin(std::future::ready(outcome))
+    }
+}
+
+impl Transact for DieselAsync {
+    fn apply_handlers(&self, handlers: Arc<dyn Handlers<Self>>) -> Arc<dyn Apply> {
+        Arc::new(DieselApply { diesel: self.clone(), handlers })
+    }
+}
+
+impl Settles for DieselAsync {
+    type Connection = AsyncPgConnection;
+
+    async fn run(connection: &mut AsyncPgConnection, sql: String) -> Result<()> {
+        connection.batch_execute(&sql).await.map_err(failed)?;
+        // One transaction is open, ours. A handler that panicked or gave up within one of its own
+        // would leave the driver counting another, or refusing all.
+        let status = no_transaction_of(connection);
+        let TransactionManagerStatus::Valid(status) = status else { unreachable!("it was just set") };
+        status.change_transaction_depth(TransactionDepthChange::IncreaseDepth).map_err(failed)
+    }
+
+    async fn rows(connection: &mut AsyncPgConnection, statement: Statement) -> Result<Rows> {
+        let rows = postbox_diesel::query(statement.sql, statement.texts).load::<Texts>(connection).await;
+        rows.map(|rows| rows.into_iter().map(|Texts(columns)| columns).collect()).map_err(failed)
+    }
+}
+
+/// A row of whatever columns, each `text`.
+struct Texts(Vec<Option<String>>);
+
+impl QueryableByName<Pg> for Texts {
+    fn build<'a>(row: &impl NamedRow<'a, Pg>) -> deserialize::Result<Self> {
+        let text = |column| {
+            let field = Row::get(row, column).ok_or("a column is missing")?;
+            FromSql::<Nullable<Text>, Pg>::from_nullable_sql(field.value())
+        };
+        (0..row.field_count()).map(text).collect::<deserialize::Result<_>>().map(Self)
+    }
+}
+
+struct DieselApply {
+    diesel: DieselAsync,
+    handlers: Arc<dyn Handlers<DieselAsync>>,
+}
+
+#[async_trait]
+impl Apply for DieselApply {
+    async fn apply(
+        &self,
+        lease: &Lease,
+        deliveries: &[&Delivery],
+        settlement: Settlement<'_>,
+        decide: &Decide<'_>,
+    ) -> Result<Vec<Option<Outcome>>> {
+        let DieselAsync { store, pool } = &self.diesel;
+        let mut borrowed = Borrowed::from(pool).await?;
+        let connection = borrowed.connection();
+        DieselAsync::run(connection, BEGIN.to_owned()).await?;
+        let applied = apply_in(store, connection, &*self.handlers, lease, deliveries, settlement, decide).await?;
+        // Not the driver's commit: that gives up where a handler gave one up half-way.
+        connection.batch_execute("COMMIT").await.map_err(failed)?;
+        no_transaction_of(connection);
+        borrowed.give_back();
+        Ok(applied.committed())
+    }
+}
+
+/// The driver counts no transaction any more.
+fn no_transaction_of(connection: &mut AsyncPgConnection) -> &mut TransactionManagerStatus {
+    let status = AnsiTransactionManager::transaction_manager_status_mut(connection);
+    *status = TransactionManagerStatus::default();
+    status
+}
+
+/// A connection of the pool, closed when it is dropped: a transaction may be open on it, which the
+/// pool would only find when it lends the connection again.
+struct Borrowed(Option<Object<AsyncPgConnection>>);
+
+impl Borrowed {
+    async fn from(pool: &Pool<AsyncPgConnection>) -> Result<Self> {
+        let exhausted = || {
+            let message = "no free connection of the handlers' pool in time; raise its max_size or look for long calls";
+            Error::new(ErrorKind::Unavailable, "apply", "pool_exhausted", message)
+        };
+        match tokio::time::timeout(WAIT, pool.get()).await {
+            Ok(Ok(object)) => Ok(Self(Some(object))),
+            Err(_) | Ok(Err(PoolError::Timeout(_))) => Err(exhausted()),
+            Ok(Err(PoolError::Backend(NotConnected::QueryError(error)))) => Err(failed(error)),
+            Ok(Err(error)) => Err(unreachable("apply", error)),
+        }
+    }
+
+    fn connection(&mut self) -> &mut AsyncPgConnection {
+        self.0.as_deref_mut().expect("only drop and its end take the connection")
+    }
+
+    /// Nothing is open on it any more.
+    fn give_back(mut self) {
+        drop(self.0.take());
+    }
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        drop(self.0.take().map(Object::take));
+    }
+}
+
+fn failed(error: diesel::result::Error) -> Error {
+    postbox_diesel::classify("apply", &error, None)
+}

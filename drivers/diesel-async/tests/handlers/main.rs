@@ -1,0 +1,75 @@
+//! Handlers in transactions of `diesel-async`, with the suites of the other driver.
+
+#[path = "../../../../stores/postgres/tests/support/mod.rs"]
+mod support;
+
+#[path = "../../../sqlx/tests/handlers/particular.rs"]
+mod particular;
+#[path = "../../../sqlx/tests/handlers/suites.rs"]
+mod suites;
+
+pub(crate) use diesel::result::Error as Failure;
+use diesel::sql_types::Text;
+pub(crate) use diesel_async::AsyncPgConnection as Connection;
+use diesel_async::pooled_connection::AsyncDieselConnectionManager;
+use diesel_async::pooled_connection::deadpool::Object;
+use diesel_async::{AsyncConnection as _, RunQueryDsl as _, SimpleAsyncConnection as _};
+pub(crate) use postbox_diesel_async::DieselAsync as Driver;
+
+pub(crate) type Pool = diesel_async::pooled_connection::deadpool::Pool<Connection>;
+
+fn pool(url: &str) -> Pool {
+    pool_of(url, 4)
+}
+
+fn pool_of(url: &str, connections: usize) -> Pool {
+    Pool::builder(AsyncDieselConnectionManager::new(url)).max_size(connections).build().expect("a pool")
+}
+
+/// Connections of the pool.
+fn size(pool: &Pool) -> usize {
+    pool.status().size
+}
+
+/// A pool with its one connection, and whoever waits for it need not wait long.
+async fn taken_up(url: &str) -> (Pool, Taken) {
+    let pool = pool_of(url, 1);
+    let connection = pool.get().await.expect("a connection");
+    tokio::time::pause();
+    (pool, Taken { _connection: connection })
+}
+
+struct Taken {
+    _connection: Object<Connection>,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        tokio::time::resume();
+    }
+}
+
+async fn write(tx: &mut Connection, effect: &str) {
+    let query = diesel::sql_query("INSERT INTO effect (payload) VALUES ($1)");
+    query.bind::<Text, _>(effect).execute(tx).await.expect("the effect is written");
+}
+
+async fn execute(tx: &mut Connection, sql: &str) -> Result<(), Failure> {
+    tx.batch_execute(sql).await
+}
+
+/// Writes the effect in a transaction in `tx`, which ends as the effect says.
+async fn nested(tx: &mut Connection, effect: &str) -> Result<(), Failure> {
+    let ended = tx.transaction(async |nested| {
+        write(nested, effect).await;
+        match effect {
+            "nested and kept" => Ok(()),
+            "nested and left" => Err(Failure::RollbackTransaction),
+            _ => panic!("as asked"),
+        }
+    });
+    match ended.await {
+        Err(Failure::RollbackTransaction) => Ok(()),
+        ended => ended,
+    }
+}
