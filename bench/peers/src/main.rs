@@ -5,6 +5,8 @@
 //! WRITERS MILLISECONDS` that it reads, how many events were committed. The database has the tables
 //! of Postbox already.
 
+use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -82,6 +84,24 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The schema of `outbox-postgres`, which is in its package and not in its library.
+fn outbox_schema() -> anyhow::Result<String> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(["metadata", "--format-version", "1", "--locked", "--manifest-path"]);
+    let output = cargo.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).output()?;
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
+    let packages = metadata["packages"].as_array().context("no packages")?;
+    let package = packages.iter().find(|package| package["name"] == "outbox-postgres").context("no outbox-postgres")?;
+    let manifest = Path::new(package["manifest_path"].as_str().context("no manifest")?);
+    for file in manifest.with_file_name("migrations").read_dir()? {
+        let path = file?.path();
+        if path.to_string_lossy().ends_with("_init.sql") {
+            return Ok(std::fs::read_to_string(path)?);
+        }
+    }
+    bail!("{} has no first migration", manifest.display())
+}
+
 #[derive(Clone)]
 struct Inserters {
     pool: PgPool,
@@ -100,7 +120,7 @@ impl Inserters {
         let pgmq = PGMQueueExt::new_with_pool(pool08.clone()).await;
         pgmq.install_sql_from_embedded().await?;
         pgmq.create(QUEUE).await?;
-        sqlx08::Executor::execute(&pool08, include_str!("outbox_events.sql")).await?;
+        sqlx08::Executor::execute(&pool08, outbox_schema()?.as_str()).await?;
         let config = Arc::new(OutboxConfig::<OrderPaid>::default());
         PostgresMigrator::new(pool.clone()).migrate_up().await?;
         Ok(Self {
