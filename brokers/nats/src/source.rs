@@ -210,7 +210,10 @@ impl NatsSource {
             // next.
             _ => return Ok(()),
         };
-        self.given().replies.retain(|number, _| !numbers.contains(number));
+        {
+            let mut given = self.given();
+            numbers.iter().for_each(|number| _ = given.replies.remove(number));
+        }
         self.settled.notify_waiters();
         settled
     }
