@@ -113,7 +113,7 @@ table! {
         /// While the store is slow, the server hears every third of it that messages are worked on.
         ack_wait: Duration = duration(Duration::from_secs(1)), default("30s");
         /// Most messages on their way into the store at once. The next are asked for while some are
-        /// stored, 128 at a time.
+        /// stored, a quarter at a time and 256 at most.
         in_flight: usize = integer(1..=IN_FLIGHT_MAX), default(512);
         /// What a message is that does not say so.
         content_type: String = text(plain), default("application/json");

@@ -150,9 +150,10 @@ impl NatsSource {
         let request = json!({ "batch": count, "expires": nanos(EXPIRES), "idle_heartbeat": nanos(HEARTBEAT) });
         let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}");
         let asked = session.client.publish_with_reply(subject, session.inbox.clone(), request.to_string().into());
-        // Counted first: what was asked for may come although we are dropped here.
+        // Dropped here, nothing was asked for: counted before, it would be waited for.
+        asked.await.map_err(|_| classify::lost())?;
         session.asked = count;
-        asked.await.map_err(|_| classify::lost())
+        Ok(())
     }
 
     /// What came on the inbox: a message, or the server's word on what was asked for.
@@ -210,7 +211,10 @@ impl NatsSource {
             // next.
             _ => return Ok(()),
         };
-        self.given().replies.retain(|number, _| !numbers.contains(number));
+        {
+            let mut given = self.given();
+            numbers.iter().for_each(|number| _ = given.replies.remove(number));
+        }
         self.settled.notify_waiters();
         settled
     }

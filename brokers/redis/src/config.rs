@@ -79,7 +79,7 @@ table! {
         /// Entries that another consumer has had for so long are taken over.
         claim_after: Duration = duration(Duration::from_secs(1)), default("1min");
         /// Most messages that are out of the stream and not stored. The next are read while some
-        /// are stored, 128 at a time.
+        /// are stored, a third at a time and 256 at most.
         in_flight: usize = integer(1_usize..=100_000), default(512);
         /// The field with the payload. Of entries without it, a JSON object of all fields is the
         /// payload.

@@ -22,7 +22,7 @@ use super::Committed;
 /// Commits at once: while one waits for the disk, the next is worked on.
 pub(super) const COMMITS_MAX: usize = 2;
 /// A commit takes no further message once it has so many, or so many bytes of payload.
-pub(super) const MESSAGES_MAX: usize = 128;
+pub(super) const MESSAGES_MAX: usize = 256;
 const COMMIT_BYTES_MAX: usize = 1024 * 1024;
 
 /// One source's way into its log. Its callers bound what is queued.

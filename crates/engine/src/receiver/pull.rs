@@ -45,12 +45,30 @@ struct Pending {
     poison: Option<(String, String)>,
 }
 
-/// How messages of one round are settled.
+/// A message, and what is stored of it; `None`: nothing.
+type Decoded = (Pending, Option<Inbound>);
+
+/// How messages are settled.
 #[derive(Default)]
 struct Settlement {
     ack: Vec<AckToken>,
     nak: Vec<AckToken>,
     reject: Vec<AckToken>,
+    /// How many were reported to the source already.
+    reported: usize,
+}
+
+impl Settlement {
+    fn len(&self) -> usize {
+        self.ack.len() + self.nak.len() + self.reject.len() + self.reported
+    }
+
+    fn extend(&mut self, more: Self) {
+        self.ack.extend(more.ack);
+        self.nak.extend(more.nak);
+        self.reject.extend(more.reject);
+        self.reported += more.reported;
+    }
 }
 
 impl Receiver {
@@ -59,51 +77,65 @@ impl Receiver {
     ///
     /// - A message is acknowledged after its commit; a duplicate or a conflict is acknowledged as
     ///   well.
-    /// - While some are stored, the next are asked for. While the store is down, messages are kept
-    ///   and tried again, and no others are asked for than those.
+    /// - While some are stored, the next are asked for and decoded, and those before are
+    ///   acknowledged: together, if several commits have ended meanwhile. While the store is down,
+    ///   messages are kept and tried again, and no others are asked for than those.
     /// - What cannot be decoded or stored is kept as poison ([`RawMessage::into_poison`]).
     ///
     /// Cancel-safety: dropped, what is not acknowledged comes again.
     pub async fn run(&self, stop: CancellationToken) {
         let Some(source) = self.pulled.as_deref() else { return stop.cancelled().await };
-        let capabilities = source.capabilities();
-        let in_flight_max = capabilities.in_flight_max.min(self.settings.in_flight_max);
-        let batches_max = if self.group.ordered { 1 } else { COMMITS_MAX };
-        let (mut batches, mut in_flight, mut backoff) = (FuturesUnordered::new(), 0, None::<Backoff>);
+        let in_flight_max = source.capabilities().in_flight_max.min(self.settings.in_flight_max);
+        let (ordered, batches_max) = if self.group.ordered { (true, 1) } else { (false, COMMITS_MAX) };
+        // A share for each that is stored, for what is read and for what is acknowledged meanwhile.
+        let batch_max = NEXT_MAX.min(in_flight_max / (batches_max + 2)).max(1);
+        let (mut storing, mut settling) = (FuturesUnordered::new(), FuturesUnordered::new());
+        let (mut in_flight, mut backoff) = (0, None::<Backoff>);
         // They came while others are stored. Closing the source gives them back.
-        let mut ready = None;
+        let mut ready = Vec::<Decoded>::new();
+        let mut ended = Settlement::default();
         loop {
-            if batches.len() < batches_max
-                && let Some(messages) = ready.take()
-            {
-                batches.push(self.settle_batch(source, messages, &stop));
+            if storing.len() < batches_max && !ready.is_empty() {
+                storing.push(self.store_batch(source, std::mem::take(&mut ready), &stop));
             }
-            let room = in_flight_max.saturating_sub(in_flight);
+            // One call at a time: a source hears of its messages in their order.
+            if settling.is_empty() && ended.len() > 0 {
+                settling.push(self.settle(source, std::mem::take(&mut ended)));
+            }
+            // Asked for in large portions: small ones would be small commits, and small ones again.
+            let wanted = batch_max.saturating_sub(ready.len());
+            let has_room = 2 * wanted >= batch_max && wanted <= in_flight_max.saturating_sub(in_flight);
             let next = async {
                 if let Some(backoff) = &mut backoff {
                     self.clock.sleep(backoff.next()).await;
                 }
-                source.next(room.min(NEXT_MAX)).await
+                source.next(wanted).await
             };
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
-                Some((count, gave_back)) = batches.next(), if !batches.is_empty() => {
-                    in_flight -= count;
-                    // In order, nothing is stored past what comes again.
-                    if gave_back && self.group.ordered && let Some(messages) = ready.take() {
-                        in_flight -= messages.len();
-                        let nak = messages.into_iter().map(|message: SourceMessage| message.token).collect();
-                        self.settle(source, Settlement { nak, ..Settlement::default() }).await;
+                Some(settlement) = storing.next(), if !storing.is_empty() => {
+                    let gave_back = !settlement.nak.is_empty();
+                    ended.extend(settlement);
+                    if gave_back && ordered {
+                        // In order, nothing is stored past what comes again: neither what was read
+                        // behind it, nor what would be read before the source hears of it.
+                        ended.nak.extend(ready.drain(..).map(|(pending, _)| pending.token));
+                        while let Some(count) = settling.next().await {
+                            in_flight -= count;
+                        }
+                        in_flight -= self.settle(source, std::mem::take(&mut ended)).await;
                     }
                 }
-                messages = next, if room > 0 && ready.is_none() => match messages {
+                Some(count) = settling.next(), if !settling.is_empty() => in_flight -= count,
+                messages = next, if has_room => match messages {
                     Ok(messages) if messages.is_empty() => break,
                     Ok(messages) => {
                         backoff = None;
                         self.watch().failing = None;
                         in_flight += messages.len();
-                        ready = Some(messages);
+                        let pending = |SourceMessage { message, token }| Pending { message, token, poison: None };
+                        ready.extend(self.decode_all(messages.into_iter().map(pending)));
                     }
                     Err(failure) => {
                         backoff.get_or_insert_with(Backoff::new);
@@ -113,50 +145,57 @@ impl Receiver {
             }
         }
         info!(source = %self.source, in_flight, "receiver stopping");
+        let stored = async {
+            while settling.next().await.is_some() {}
+            self.settle(source, ended).await;
+        };
+        let on_their_way = async {
+            while let Some(settlement) = storing.next().await {
+                self.settle(source, settlement).await;
+            }
+        };
         tokio::select! {
-            () = async { while batches.next().await.is_some() {} } => {}
+            _ = futures::future::join(stored, on_their_way) => {}
             () = self.clock.sleep(self.settings.drain_timeout) => {}
         }
         source.close().await;
     }
 
-    /// Stores messages and settles them; how many there were, and whether any was given back.
-    async fn settle_batch(
+    /// Stores messages; how they are to be settled.
+    async fn store_batch(
         &self,
         source: &dyn Source,
-        messages: Vec<SourceMessage>,
+        mut messages: Vec<Decoded>,
         stop: &CancellationToken,
-    ) -> (usize, bool) {
-        let (count, mut gave_back) = (messages.len(), false);
-        let pending = |SourceMessage { message, token }| Pending { message, token, poison: None };
-        let mut pending: Vec<Pending> = messages.into_iter().map(pending).collect();
-        let mut backoff = Backoff::new();
+    ) -> Settlement {
+        let (mut settlement, mut backoff) = (Settlement::default(), Backoff::new());
         loop {
-            let (settlement, kept, away) = self.store_round(source, pending).await;
-            gave_back |= !settlement.nak.is_empty();
-            self.settle(source, settlement).await;
+            let (round, kept, away) = self.store_round(source, messages).await;
+            settlement.extend(round);
             if kept.is_empty() {
-                return (count, gave_back);
+                return settlement;
             }
-            pending = kept;
-            if !away {
-                continue;
+            if away {
+                // The store may be away for long.
+                let ack = std::mem::take(&mut settlement.ack);
+                settlement.reported += self.settle(source, Settlement { ack, ..Settlement::default() }).await;
+                tokio::select! {
+                    // Closing the source gives them back.
+                    () = stop.cancelled() => return settlement,
+                    () = self.clock.sleep(backoff.next()) => {}
+                }
             }
-            tokio::select! {
-                // Closing the source gives them back.
-                () = stop.cancelled() => return (count, gave_back),
-                () = self.clock.sleep(backoff.next()) => {}
-            }
+            messages = self.decode_all(kept);
         }
     }
 
     /// Tries to store each; how those that are done are settled, what is to be tried again, and
     /// whether the store is away.
-    async fn store_round(&self, source: &dyn Source, pending: Vec<Pending>) -> (Settlement, Vec<Pending>, bool) {
+    async fn store_round(&self, source: &dyn Source, messages: Vec<Decoded>) -> (Settlement, Vec<Pending>, bool) {
         let (mut settlement, mut kept, mut away) = (Settlement::default(), Vec::new(), false);
-        let (mut inbound, mut sent) = (Vec::with_capacity(pending.len()), Vec::with_capacity(pending.len()));
-        for mut pending in pending {
-            match self.prepare(&mut pending) {
+        let (mut inbound, mut sent) = (Vec::with_capacity(messages.len()), Vec::with_capacity(messages.len()));
+        for (pending, decoded) in messages {
+            match decoded {
                 Some(message) => {
                     inbound.push(message);
                     sent.push(pending);
@@ -202,8 +241,16 @@ impl Receiver {
         (settlement, kept, away)
     }
 
+    fn decode_all(&self, pending: impl IntoIterator<Item = Pending>) -> Vec<Decoded> {
+        let decode = |mut pending| {
+            let decoded = self.decode_one(&mut pending);
+            (pending, decoded)
+        };
+        pending.into_iter().map(decode).collect()
+    }
+
     /// What is stored of a message; `None`: nothing.
-    fn prepare(&self, pending: &mut Pending) -> Option<Inbound> {
+    fn decode_one(&self, pending: &mut Pending) -> Option<Inbound> {
         if pending.poison.is_none() {
             let decoded = catch_unwind(AssertUnwindSafe(|| (self.decode)(&pending.message)));
             let decoded =
@@ -229,9 +276,10 @@ impl Receiver {
         (failure.code().to_owned(), failure.message().to_owned())
     }
 
-    /// Tells the source. What it does not hear comes again, and is a duplicate then.
-    async fn settle(&self, source: &dyn Source, settlement: Settlement) {
-        let Settlement { ack, nak, reject } = settlement;
+    /// Tells the source; of how many. What it does not hear comes again, and is a duplicate then.
+    async fn settle(&self, source: &dyn Source, settlement: Settlement) -> usize {
+        let count = settlement.len();
+        let Settlement { ack, nak, reject, reported: _ } = settlement;
         self.metrics.add(&self.metrics.rejected, reject.len());
         self.metrics.add(&self.metrics.returned, nak.len());
         let mut settled: Vec<Result<()>> = Vec::with_capacity(3);
@@ -246,6 +294,7 @@ impl Receiver {
             settled.push(source.reject(&reject).await);
         }
         settled.into_iter().filter_map(Result::err).for_each(|failure| self.observe_source(&failure));
+        count
     }
 
     fn observe_source(&self, failure: &Error) {

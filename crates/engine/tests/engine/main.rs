@@ -6,6 +6,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod acknowledging;
 mod context;
 mod crashes;
 mod duplicates;

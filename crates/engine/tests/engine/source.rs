@@ -97,7 +97,7 @@ fn way(ordered: bool) -> Way {
     Way { source, receiver: Arc::new(receiver), inbox, running: Mutex::default() }
 }
 
-fn name() -> SourceName {
+pub(crate) fn name() -> SourceName {
     "queue".parse().expect("a name")
 }
 
@@ -110,7 +110,7 @@ fn decode(message: &RawMessage) -> Result<Option<Inbound>> {
     }
 }
 
-fn message(id: &str, body: &str) -> RawMessage {
+pub(crate) fn message(id: &str, body: &str) -> RawMessage {
     let mut digest = [0; 32];
     body.bytes().enumerate().for_each(|(n, byte)| digest[n % 32] ^= byte.rotate_left(n as u32 % 8));
     RawMessage {

@@ -371,14 +371,16 @@ CREATE INDEX delivery_missing ON {s}.delivery (subscription) WHERE code = 'event
 CREATE INDEX delivery_state ON {s}.delivery (subscription, state, seq);
 
 -- The memory of what came in. Compared byte by byte: an operating system that sorts a language anew
--- must not make the index forget what is in it.
+-- must not make the index forget what is in it. The id comes first, because it alone tells most
+-- keys apart: behind what is the same in all of them, each look into the index compared three
+-- columns at every step, a tenth of what receiving costs.
 CREATE TABLE {s}.receipt (
   source text COLLATE "C" NOT NULL,
   tenant text COLLATE "C" NOT NULL DEFAULT '',
   message_id text COLLATE "C" NOT NULL,
   digest bytea NOT NULL,
   received_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-  PRIMARY KEY (source, tenant, message_id),
+  PRIMARY KEY (message_id, source, tenant),
   CONSTRAINT message_id_invalid CHECK (octet_length(message_id) BETWEEN 1 AND 255)
 );
 CREATE INDEX receipt_received ON {s}.receipt (received_at);

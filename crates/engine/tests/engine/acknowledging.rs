@@ -1,0 +1,155 @@
+//! A receiver stores the next messages while its source hears of the last.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use postbox_core::{
+    AckToken, Error, ErrorKind, Inbound, LogName, MemorySource, Receive, Received, Result, Source, SourceCapabilities,
+    SourceMessage,
+};
+use postbox_engine::{Receiver, TokioClock};
+use postbox_testkit::inbox::Inbox;
+use tokio_util::sync::CancellationToken;
+
+use crate::source::{message, name};
+
+/// How long the source takes to hear, of the paused clock.
+const HEARING: Duration = Duration::from_secs(1);
+
+/// A queue that hears slowly, and counts who speaks at once.
+struct Slow {
+    queue: MemorySource,
+    speaking: AtomicUsize,
+    speaking_peak: AtomicUsize,
+    calls: AtomicUsize,
+}
+
+impl Slow {
+    fn new(in_flight_max: usize, ordered: bool) -> Arc<Self> {
+        let queue = MemorySource::new(in_flight_max, Arc::new(TokioClock::new()));
+        let queue = queue.with_capabilities(|capabilities| capabilities.ordered = ordered);
+        let [speaking, speaking_peak, calls] = Default::default();
+        Arc::new(Self { queue, speaking, speaking_peak, calls })
+    }
+
+    async fn hear(&self) {
+        let speaking = self.speaking.fetch_add(1, Ordering::SeqCst) + 1;
+        self.speaking_peak.fetch_max(speaking, Ordering::SeqCst);
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        tokio::time::sleep(HEARING).await;
+        self.speaking.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[async_trait]
+impl Source for Slow {
+    fn capabilities(&self) -> SourceCapabilities {
+        self.queue.capabilities()
+    }
+
+    async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
+        self.queue.next(max).await
+    }
+
+    async fn ack(&self, tokens: &[AckToken]) -> Result<()> {
+        self.hear().await;
+        self.queue.ack(tokens).await
+    }
+
+    async fn nak(&self, tokens: &[AckToken], delay: Duration) -> Result<()> {
+        self.hear().await;
+        self.queue.nak(tokens, delay).await
+    }
+
+    async fn reject(&self, tokens: &[AckToken]) -> Result<()> {
+        self.hear().await;
+        self.queue.reject(tokens).await
+    }
+
+    async fn close(&self) {
+        self.queue.close().await;
+    }
+}
+
+fn publish(source: &Slow, ids: std::ops::RangeInclusive<usize>) {
+    ids.for_each(|id| source.queue.publish(message(&id.to_string(), "a")));
+}
+
+fn stored(inbox: &Inbox) -> Vec<String> {
+    inbox.all().into_iter().map(|stored| stored.message_id).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_next_are_stored_while_the_last_are_acknowledged() {
+    for ordered in [true, false] {
+        let (source, inbox) = (Slow::new(32, ordered), Arc::new(Inbox::default()));
+        let receiver = Receiver::builder(inbox.clone(), name(), LogName::inbox()).pull(source.clone()).build();
+        let (receiver, stop) = (receiver.expect("good settings"), CancellationToken::new());
+        let watch = async {
+            publish(&source, 1..=24);
+            tokio::time::sleep(HEARING / 2).await;
+            assert_eq!(stored(&inbox).len(), 24, "in order: {ordered}");
+            assert_eq!(source.queue.acked().len(), 0);
+            tokio::time::sleep(2 * HEARING).await;
+            assert_eq!(source.queue.acked().len(), 24);
+            stop.cancel();
+        };
+        tokio::join!(receiver.run(stop.clone()), watch);
+        assert_eq!(source.calls.load(Ordering::SeqCst), 2, "what was stored during the first call went together");
+        assert_eq!(source.speaking_peak.load(Ordering::SeqCst), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_stored_is_acknowledged_before_the_end() {
+    let (source, inbox) = (Slow::new(32, true), Arc::new(Inbox::default()));
+    let receiver = Receiver::builder(inbox.clone(), name(), LogName::inbox()).pull(source.clone()).build();
+    let (receiver, stop) = (receiver.expect("good settings"), CancellationToken::new());
+    let watch = async {
+        publish(&source, 1..=24);
+        tokio::time::sleep(HEARING / 2).await;
+        stop.cancel();
+    };
+    tokio::join!(receiver.run(stop.clone()), watch);
+    assert_eq!((stored(&inbox).len(), source.queue.acked().len()), (24, 24));
+}
+
+/// An inbox whose first call fails for a reason that a person must mend.
+#[derive(Default)]
+struct Mended {
+    inbox: Inbox,
+    calls: AtomicUsize,
+}
+
+#[async_trait]
+impl Receive for Mended {
+    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
+        if self.calls.fetch_add(1, Ordering::SeqCst) == 0 {
+            return Err(Error::new(ErrorKind::Mismatch, "receive", "log_unknown", "there is no such log"));
+        }
+        self.inbox.receive_many(log, inbound).await
+    }
+
+    async fn forget(&self, _older_than: Duration) -> Result<u64> {
+        Ok(0)
+    }
+}
+
+/// In order, what comes while the source hears of a message that is given back waits behind it.
+#[tokio::test(start_paused = true)]
+async fn nothing_is_read_before_the_source_hears_of_what_comes_again() {
+    let (source, store) = (Slow::new(32, true), Arc::new(Mended::default()));
+    let receiver = Receiver::builder(store.clone(), name(), LogName::inbox()).pull(source.clone()).build();
+    let (receiver, stop) = (receiver.expect("good settings"), CancellationToken::new());
+    let watch = async {
+        publish(&source, 1..=1);
+        tokio::time::sleep(HEARING / 2).await;
+        publish(&source, 2..=2);
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        stop.cancel();
+    };
+    tokio::join!(receiver.run(stop.clone()), watch);
+    assert_eq!(stored(&store.inbox), ["1", "2"]);
+}
