@@ -60,8 +60,10 @@ SELECT id, revision, topics, tenant, kinds, aggregates, headers FROM {s}.subscri
 
 /// What was to go out by the former filter is perhaps wanted by nobody now: it is looked at again
 /// from where the slowest lane begins. Where the subscription took everything before, nothing was
-/// looked at so far. Indexes: primary keys.
+/// looked at so far. And it is asked about all that is unrouted: how far the former filter was
+/// asked says nothing of this one. Indexes: primary keys.
 const LOG_ROUTE_AGAIN: &str = "
+WITH ask AS (UPDATE {s}.subscription SET rerouted_seq = 0 WHERE id = $2)
 UPDATE {s}.log AS g SET routed_seq = 0, routed_xid = CASE WHEN $3 THEN slowest.xid ELSE least(g.routed_xid, slowest.xid) END
 FROM (SELECT min(pg_snapshot_xmin(n.from_snap)) AS xid FROM {s}.lane AS n WHERE n.subscription = $2) AS slowest
 WHERE g.name = $1 AND slowest.xid IS NOT NULL";

@@ -48,6 +48,9 @@ const FILTERS_READ: &str =
 const LOG_ROUTE_AGAIN: &str = "UPDATE postbox_log SET routed = CASE WHEN ?3 THEN slowest.position ELSE min(routed, slowest.position) END \
 FROM (SELECT min(position) AS position FROM postbox_lane WHERE subscription = ?2) AS slowest \
 WHERE name = ?1 AND slowest.position IS NOT NULL";
+/// It is asked about all that is unrouted: how far the former filter was asked says nothing of this
+/// one. By primary key; takes the write lock.
+const SUBSCRIPTION_ASK_ALL: &str = "UPDATE postbox_subscription SET rerouted_seq = 0 WHERE name = ?1";
 /// How far a lane came by its filter, as long as nothing that was given out is unsettled. By
 /// primary key; takes the write lock; nothing for a stale epoch.
 const PASSAGE_NOTE: &str = "INSERT OR IGNORE INTO postbox_passage (subscription, revision, lanes, lane, position) \
@@ -234,6 +237,7 @@ pub(crate) fn subscribe(session: &mut Session, subscription: &Subscription) -> W
             if stored.filter != subscription.filter {
                 let took_everything = stored.filter == Filter::default();
                 tx.prepare_cached(LOG_ROUTE_AGAIN)?.execute(params![log.as_str(), name, took_everything])?;
+                tx.prepare_cached(SUBSCRIPTION_ASK_ALL)?.execute([name])?;
             }
         } else {
             let row = params![

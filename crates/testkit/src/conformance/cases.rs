@@ -261,7 +261,7 @@ macro_rules! conformance_suite {
             a_new_filter_is_taken_after_nothing_was_wanted
             a_new_filter_holds_for_the_next_holder_of_the_lane what_nobody_wants_is_unrouted
             nothing_is_unrouted_where_one_wants_everything a_widened_filter_gets_what_was_unrouted
-            a_new_subscription_gets_what_was_unrouted
+            a_filter_that_changes_twice_gets_what_was_unrouted a_new_subscription_gets_what_was_unrouted
             what_a_narrowed_filter_leaves_unread_is_unrouted
             what_is_no_longer_everything_is_looked_at
             nothing_is_decided_while_a_lane_has_yet_to_take_its_filter

@@ -205,6 +205,26 @@ pub async fn a_widened_filter_gets_what_was_unrouted(fixture: &dyn StoreFixture)
     assert_eq!((note(&lane.store).await, lane.drain_due().await.len()), (0, 0));
 }
 
+/// However far the filter between the two was asked about what is unrouted.
+pub async fn a_filter_that_changes_twice_gets_what_was_unrouted(fixture: &dyn StoreFixture) {
+    let lane = Lane::open_as(fixture, &reader_of("a")).await;
+    append(&lane.store, [of_topic("b", "b1")]).await;
+    append(&lane.store, [of_topic("a", "a1")]).await;
+    lane.drain().await;
+    find(&lane.store, 1).await;
+    append(&lane.store, [of_topic("d", "d1"), of_topic("a", "a2")]).await;
+    lane.drain().await;
+    wants(&lane.store, "reader", "c").await;
+    lane.drain().await;
+    find(&lane.store, 1).await;
+    wants(&lane.store, "reader", "b").await;
+    let mut got = payloads(&lane.drain().await);
+    note(&lane.store).await;
+    got.extend(payloads(&lane.drain_due().await));
+    assert_eq!(got, ["b1"]);
+    assert_eq!(unrouted(&lane.store).await, [("d".to_owned(), 1)]);
+}
+
 pub async fn a_new_subscription_gets_what_was_unrouted(fixture: &dyn StoreFixture) {
     let lane = Lane::open_as(fixture, &reader_of("a")).await;
     append(&lane.store, [of_topic("b", "b1")]).await;
