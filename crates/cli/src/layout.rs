@@ -3,6 +3,8 @@
 use comfy_table::{Cell, Color, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use postbox_server::text::safe_line;
 
+use crate::output::is_colorless;
+
 /// A column up to this width is never broken, so that an id can be copied.
 const UNBROKEN_CHARS: u16 = 40;
 /// What is shown of an id in a table that is too wide: the time to a fraction of a millisecond.
@@ -107,10 +109,11 @@ fn color_of(name: &str, cell: &str) -> Option<Color> {
     }
 }
 
-/// Colors are seen at a terminal only, and not where `NO_COLOR` is set.
+/// Colors are seen at a terminal only. The table would leave the color out where `NO_COLOR` is set,
+/// and not the sequence that ends it.
 fn painted(text: String, color: Option<Color>) -> Cell {
     let cell = Cell::new(text);
-    match color {
+    match color.filter(|_| !is_colorless()) {
         Some(color) => cell.fg(color),
         None => cell,
     }

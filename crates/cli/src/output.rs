@@ -50,6 +50,11 @@ pub(crate) fn is_terminal() -> bool {
     std::io::stdout().is_terminal()
 }
 
+/// Whether the person wants no colors: <https://no-color.org>.
+pub(crate) fn is_colorless() -> bool {
+    std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
+}
+
 /// One line of a pipe: cells separated by tabs.
 pub(crate) fn line_of(cells: &[impl AsRef<str>]) -> Result<(), Failure> {
     let cells: Vec<String> = cells.iter().map(|cell| safe_line(cell.as_ref())).collect();

@@ -83,9 +83,10 @@ impl Replay {
         Selection { ids: self.ids.clone(), ..Selection::default() }.validate("replay")
     }
 
-    /// Whether it means an event at this place.
-    pub fn means(&self, seq: Seq, event: &Event) -> bool {
-        self.ids.as_ref().is_none_or(|ids| ids.contains(&event.id))
+    /// Whether it means an event at this place: not one that has an end, and has it behind it.
+    pub fn means(&self, seq: Seq, event: &Event, now: Timestamp) -> bool {
+        event.expires_at.is_none_or(|end| end > now)
+            && self.ids.as_ref().is_none_or(|ids| ids.contains(&event.id))
             && self.which.mean_event(Some(event))
             && self.after.is_none_or(|after| seq > after)
             && self.through.is_none_or(|through| seq <= through)

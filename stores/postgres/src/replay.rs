@@ -25,8 +25,9 @@ const LOG_ENDS: &str = "SELECT coalesce(min(l.seq), 0), coalesce(max(l.seq), 0) 
 pub(crate) const REPLAY_NEXT: &str =
     "UPDATE {s}.subscription SET replays = replays + 1 WHERE id = $1 RETURNING replays";
 
-/// Events between two places that are to go out again, oldest first. Index: the log's primary key,
-/// walked between the two; of ids, its unique one. No lock.
+/// Events between two places that are to go out again, oldest first; not those that have their end
+/// behind them. Index: the log's primary key, walked between the two; of ids, its unique one. No
+/// lock.
 const REPLAY_CHOOSE: &str = "
   SELECT n.lane, l.seq, l.key, o.ordering, {is_taken} AS taken,
     {later} AS later
@@ -36,7 +37,7 @@ const REPLAY_CHOOSE: &str = "
   WHERE l.seq > $3 AND l.seq <= $4 AND {is_meant}
     AND ($5::uuid[] IS NOT NULL OR EXISTS (SELECT FROM {s}.subscription AS s WHERE s.id = $1 AND {is_wanted}))
     AND NOT EXISTS (SELECT FROM {s}.delivery AS d WHERE d.subscription = $1 AND d.seq = l.seq OFFSET 0)
-    AND NOT ({is_unread} AND {is_taken})
+    AND NOT ({is_unread} AND {is_taken}) AND (l.expires_at IS NULL OR l.expires_at > statement_timestamp())
   ORDER BY l.seq LIMIT $10";
 
 /// Makes rows of them. Locks nothing but the new rows.

@@ -8,6 +8,7 @@ use rusqlite::{Row, Transaction, params};
 
 use crate::admin::seqs_of;
 use crate::classify::Work;
+use crate::clock::timestamp;
 use crate::decode::{Decoded, Head, LOG_COLUMNS, integer, lossy, seq};
 use crate::inspect::Reader;
 use crate::unrouted::UNROUTED_FORGET;
@@ -106,7 +107,7 @@ pub(crate) fn replay(tx: &Transaction<'_>, name: &SubscriptionName, replay: &Rep
         looked += 1;
         let is_meant = (replay.ids.is_some() || reader.wants(&head))
             && reader.state(&head, seq) != State::Pending
-            && replay.means(Seq(seq), &Decoded::read(row)?.event);
+            && replay.means(Seq(seq), &Decoded::read(row)?.event, timestamp(now));
         if is_meant {
             again.as_ref().map_or(Ok(()), |again| again.send(row, integer(row, DELIVER_AT)?))?;
             replayed.count += 1;

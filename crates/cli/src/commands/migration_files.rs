@@ -97,7 +97,11 @@ fn python_text(text: &str) -> String {
 pub(super) fn run(context: &Context, tool: Tool, out: Option<&Path>) -> Result<(), Failure> {
     let files = tool.files(postbox_server::tool_scripts(&context.config.store)?, Timestamp::now());
     let Some(out) = out else {
-        let shown: String = files.iter().map(|file| format!("==> {} <==\n{}\n", file.name, file.text)).collect();
+        // One alone can be sent into a file of that name.
+        let shown = match &files[..] {
+            [file] => file.text.clone(),
+            files => files.iter().map(|file| format!("==> {} <==\n{}\n", file.name, file.text)).collect(),
+        };
         return output::print(&shown);
     };
     for file in &files {

@@ -73,7 +73,10 @@ pub(super) async fn run(context: &Context, mut replay: Replay, rate: Option<Rate
         counted("replayed", count, replay.dry_run, json)?;
     }
     if ended.is_ok() && count == 0 {
-        output::note("nothing that is meant went out or was skipped; what is pending goes out by itself");
+        output::note(
+            "nothing that is meant went out or was skipped; what is pending goes out by itself, what is dead by \
+             `postbox retry`, and what has its `expires_at` behind it not at all",
+        );
     }
     ended.and_then(|()| all_known(&unknown))
 }

@@ -128,7 +128,7 @@ impl Server {
         let is_meant = |seq: i64, commit: u64, event: &Event| {
             use EventState::{Dispatched, Skipped, Unrouted};
             let state = reader.state_of(log, seq, commit, event);
-            replay.means(Seq(seq), event)
+            replay.means(Seq(seq), event, now)
                 && seq <= through
                 && (replay.ids.is_some() || reader.wants(event))
                 && matches!(state, Dispatched | Skipped | Unrouted)

@@ -54,7 +54,7 @@ macro_rules! conformance_suite {
     (expiry, $fixture:expr) => {
         $crate::conformance_cases! { expiry, $fixture,
             what_has_an_end_comes_with_the_time_it_has_left an_expired_event_is_dead_without_an_attempt
-            an_expired_event_holds_nobody_back an_expired_row_keeps_its_attempts
+            an_expired_event_holds_nobody_back an_expired_row_keeps_its_attempts what_has_ended_is_not_sent_again
         }
     };
     (fidelity, $fixture:expr) => {

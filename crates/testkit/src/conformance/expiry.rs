@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use jiff::Timestamp;
-use postbox_core::{Batch, Disposition::Expired, State};
+use postbox_core::{Batch, Disposition::Expired, Replay, State};
 
 use super::StoreFixture;
 use super::harness::*;
@@ -52,6 +52,20 @@ pub async fn an_expired_event_holds_nobody_back(fixture: &dyn StoreFixture) {
     assert_eq!(payloads(&due.deliveries), ["2"]);
     lane.settle_due(&due, vec![Expired]).await;
     assert_eq!(payloads(&lane.due(10).await.deliveries), ["3"]);
+}
+
+/// It would die of its end, though it was delivered.
+pub async fn what_has_ended_is_not_sent_again(fixture: &dyn StoreFixture) {
+    let lane = Lane::open(fixture).await;
+    let now = now(&lane).await;
+    let ids = append(&lane.store, [event("1").expires_at(now), event("2").expires_at(now + HOUR), event("3")]).await;
+    lane.drain().await;
+    let mut replay = Replay { ids: Some(ids), dry_run: true, ..Replay::default() };
+    for dry_run in [true, false] {
+        replay.dry_run = dry_run;
+        assert_eq!(lane.store.replay(&named("reader"), &replay).await.expect("replayed").count, 2);
+    }
+    assert_eq!(payloads(&lane.drain_due().await), ["2", "3"]);
 }
 
 pub async fn an_expired_row_keeps_its_attempts(fixture: &dyn StoreFixture) {

@@ -61,9 +61,7 @@ impl From<anyhow::Error> for Failure {
 
 /// Text in a colour, where somebody sees it.
 fn paint(code: &str, text: &str) -> String {
-    // https://no-color.org
-    let is_plain = !output::is_terminal() || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    if is_plain { text.to_owned() } else { format!("\x1b[{code}m{text}\x1b[0m") }
+    if !output::is_terminal() || output::is_colorless() { text.to_owned() } else { format!("\x1b[{code}m{text}\x1b[0m") }
 }
 
 const BOLD: &str = "1";

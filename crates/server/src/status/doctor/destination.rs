@@ -75,8 +75,10 @@ pub(super) fn dead(known: &Known<'_>) -> Vec<Finding> {
     let name = &known.info.name;
     let finding = |reason: &Reason<'_>| {
         let what = format!("{} dead: {}", of_all(reason.count, dead.len(), known.stats.dead), reason.said());
+        // What expired would do so again.
+        let verb = if reason.code == Disposition::EXPIRED { "discard" } else { "retry" };
         let again = format!(
-            "look at one with `postbox show ID`, then: postbox retry --code {} --subscription {name}",
+            "look at one with `postbox show ID`, then: postbox {verb} --code {} --subscription {name}",
             reason.code
         );
         let first = cure_refused(reason.code, true);
@@ -196,6 +198,7 @@ fn cure_refused(code: &str, is_dead: bool) -> &'static str {
         "http_redirect" => "the destination has moved: write its final address into the sink's url",
         "http_400" | "http_422" => "the destination does not understand the event: mend the one or the other",
         "row_undecodable" | "headers_invalid" => "nobody can read the event: mend its row or discard it",
+        Disposition::EXPIRED => "it was not delivered before its `expires_at`: append anew what is wanted all the same",
         "event_missing" => "somebody deleted the event from the log: discard it",
         "timeout" => "the destination takes too long for it: look there, or raise the subscription's `timeout`",
         "relay_crashed" => "the program ends while it sends the event: its log, its exit code and its memory say why",
