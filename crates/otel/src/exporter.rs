@@ -9,7 +9,7 @@ use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::SdkTracerProvider;
 use postbox_core::trace::TARGET;
 use tokio::runtime::Handle;
-use tracing::Subscriber;
+use tracing::{Subscriber, warn};
 use tracing_subscriber::Layer;
 use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::registry::LookupSpan;
@@ -77,7 +77,8 @@ impl Exporter {
 
     /// Sends what is queued and ends, within this time. Blocks. The runtime must be running.
     pub fn finish(self, within: Duration) {
-        // What it did not manage is lost, which the client has said.
-        _ = self.provider.shutdown_with_timeout(within);
+        if let Err(error) = self.provider.shutdown_with_timeout(within) {
+            warn!(code = "spans_lost", %error, "last spans not sent: they are lost, and nothing else");
+        }
     }
 }
