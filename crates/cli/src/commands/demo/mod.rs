@@ -61,7 +61,11 @@ impl From<anyhow::Error> for Failure {
 
 /// Text in a colour, where somebody sees it.
 fn paint(code: &str, text: &str) -> String {
-    if !output::is_terminal() || output::is_colorless() { text.to_owned() } else { format!("\x1b[{code}m{text}\x1b[0m") }
+    if !output::is_terminal() || output::is_colorless() {
+        text.to_owned()
+    } else {
+        format!("\x1b[{code}m{text}\x1b[0m")
+    }
 }
 
 const BOLD: &str = "1";
