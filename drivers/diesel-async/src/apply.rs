@@ -15,13 +15,10 @@ use diesel_async::{
     AnsiTransactionManager, AsyncPgConnection, RunQueryDsl as _, SimpleAsyncConnection as _, TransactionManager as _,
 };
 use postbox_core::{
-    Apply, Database, Decide, Delivery, Error, ErrorKind, HandledFuture, Handlers, Lease, Outcome, Result, Settlement,
-    Transact,
+    Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use postbox_postgres::PostgresStore;
-use postbox_postgres::driver::{Rows, Settles, Statement, apply_in, unreachable};
-
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
+use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, pool_exhausted, unreachable};
 
 /// How long a connection is waited for, where the pool would wait for ever: long enough for one to
 /// be made, and far shorter than the 30 seconds after which an event that waits counts as failed.
@@ -130,8 +127,8 @@ impl Apply for DieselApply {
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
         let DieselAsync { store, pool } = &self.diesel;
-        let mut borrowed = Borrowed::from(pool).await?;
-        let connection = borrowed.connection();
+        let mut borrowed = borrow(pool).await?;
+        let connection: &mut AsyncPgConnection = borrowed.connection();
         DieselAsync::run(connection, BEGIN.to_owned()).await?;
         let applied = apply_in(store, connection, &*self.handlers, lease, deliveries, settlement, decide).await?;
         // Not the driver's commit: that gives up where a handler gave one up half-way.
@@ -149,37 +146,13 @@ fn no_transaction_of(connection: &mut AsyncPgConnection) -> &mut TransactionMana
     status
 }
 
-/// A connection of the pool, closed when it is dropped: a transaction may be open on it, which the
-/// pool would only find when it lends the connection again.
-struct Borrowed(Option<Object<AsyncPgConnection>>);
-
-impl Borrowed {
-    async fn from(pool: &Pool<AsyncPgConnection>) -> Result<Self> {
-        let exhausted = || {
-            let message = "no free connection of the handlers' pool in time; raise its max_size or look for long calls";
-            Error::new(ErrorKind::Unavailable, "apply", "pool_exhausted", message)
-        };
-        match tokio::time::timeout(WAIT, pool.get()).await {
-            Ok(Ok(object)) => Ok(Self(Some(object))),
-            Err(_) | Ok(Err(PoolError::Timeout(_))) => Err(exhausted()),
-            Ok(Err(PoolError::Backend(NotConnected::QueryError(error)))) => Err(failed(error)),
-            Ok(Err(error)) => Err(unreachable("apply", error)),
-        }
-    }
-
-    fn connection(&mut self) -> &mut AsyncPgConnection {
-        self.0.as_deref_mut().expect("only drop and its end take the connection")
-    }
-
-    /// Nothing is open on it any more.
-    fn give_back(mut self) {
-        drop(self.0.take());
-    }
-}
-
-impl Drop for Borrowed {
-    fn drop(&mut self) {
-        drop(self.0.take().map(Object::take));
+/// One that is dropped with a transaction open the pool would only find when it lends it again.
+async fn borrow(pool: &Pool<AsyncPgConnection>) -> Result<Borrowed<Object<AsyncPgConnection>>> {
+    match tokio::time::timeout(WAIT, pool.get()).await {
+        Ok(Ok(object)) => Ok(Borrowed::new(object, |object| drop(Object::take(object)))),
+        Err(_) | Ok(Err(PoolError::Timeout(_))) => Err(pool_exhausted("max_size")),
+        Ok(Err(PoolError::Backend(NotConnected::QueryError(error)))) => Err(failed(error)),
+        Ok(Err(error)) => Err(unreachable("apply", error)),
     }
 }
 

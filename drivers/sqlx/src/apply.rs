@@ -4,18 +4,15 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use postbox_core::{
-    Apply, Database, Decide, Delivery, Error, ErrorKind, HandledFuture, Handlers, Lease, Outcome, Result, Settlement,
-    Transact,
+    Apply, Database, Decide, Delivery, Error, HandledFuture, Handlers, Lease, Outcome, Result, Settlement, Transact,
 };
 use postbox_postgres::PostgresStore;
-use postbox_postgres::driver::{Rows, Settles, Statement, apply_in};
+use postbox_postgres::driver::{BEGIN, Borrowed, Rows, Settles, Statement, apply_in, pool_exhausted};
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use sqlx::{AssertSqlSafe, Connection as _, Executor as _, Postgres, Row as _};
 
 use crate::classify;
-
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
 
 /// `sqlx` 0.9: lends handlers the transaction of a pool of yours, in which their event is settled.
 ///
@@ -98,7 +95,7 @@ impl Apply for SqlxApply {
         decide: &Decide<'_>,
     ) -> Result<Vec<Option<Outcome>>> {
         let Sqlx { store, pool } = &self.sqlx;
-        let mut borrowed = Borrowed::from(pool).await?;
+        let mut borrowed = borrow(pool).await?;
         let mut tx = borrowed.connection().begin_with(BEGIN).await.map_err(failed)?;
         let applied = apply_in(store, &mut *tx, &*self.handlers, lease, deliveries, settlement, decide).await?;
         tx.commit().await.map_err(failed)?;
@@ -107,36 +104,12 @@ impl Apply for SqlxApply {
     }
 }
 
-/// A connection of the pool, closed when it is dropped: a transaction may be open on it, and an
-/// answer still to come. `sqlx` would lend it to the next, with BEGIN itself on the way.
-struct Borrowed(Option<PoolConnection<Postgres>>);
-
-impl Borrowed {
-    async fn from(pool: &PgPool) -> Result<Self> {
-        pool.acquire().await.map(|connection| Self(Some(connection))).map_err(|error| match error {
-            sqlx::Error::PoolTimedOut => Error::new(
-                ErrorKind::Unavailable,
-                "apply",
-                "pool_exhausted",
-                "no free connection of the handlers' pool in time; raise its max_connections or look for long calls",
-            ),
-            error => failed(error),
-        })
-    }
-
-    fn connection(&mut self) -> &mut PgConnection {
-        self.0.as_mut().expect("only drop and its end take the connection")
-    }
-
-    /// Nothing is open on it any more.
-    fn give_back(mut self) {
-        drop(self.0.take());
-    }
-}
-
-impl Drop for Borrowed {
-    fn drop(&mut self) {
-        drop(self.0.take().map(PoolConnection::detach));
+/// One that is dropped with BEGIN itself on the way, `sqlx` would lend to the next.
+async fn borrow(pool: &PgPool) -> Result<Borrowed<PoolConnection<Postgres>>> {
+    match pool.acquire().await {
+        Ok(connection) => Ok(Borrowed::new(connection, |connection| drop(connection.detach()))),
+        Err(sqlx::Error::PoolTimedOut) => Err(pool_exhausted("max_connections")),
+        Err(error) => Err(failed(error)),
     }
 }
 

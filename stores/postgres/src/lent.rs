@@ -2,7 +2,9 @@
 
 use std::fmt::Write as _;
 
-use postbox_core::{Database, Decide, Delivery, HandledFuture, Handlers, Lease, Outcome, Result, Settlement};
+use postbox_core::{
+    Database, Decide, Delivery, Error, ErrorKind, HandledFuture, Handlers, Lease, Outcome, Result, Settlement,
+};
 use tokio::sync::Mutex;
 
 use crate::PostgresStore;
@@ -11,6 +13,9 @@ use crate::driver::UNREACHABLE;
 use crate::execute::{Execute, Row};
 use crate::params::Bound;
 use crate::settle::settle_in;
+
+/// How a transaction of handlers begins.
+pub const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
 
 /// Rows of a [`Statement`], each with its columns.
 pub type Rows = Vec<Vec<Option<String>>>;
@@ -83,7 +88,7 @@ impl Applied<'_> {
 /// The work of [`Apply::apply`](postbox_core::Apply::apply) between the beginning of a transaction
 /// and its commit, both of which are the driver's.
 ///
-/// Begin with `READ COMMITTED READ WRITE`. Whatever comes before
+/// Begin with [`BEGIN`], on a connection that is [`Borrowed`]. Whatever comes before
 /// [`committed`](Applied::committed), an error of this or a future that is dropped: roll back, and
 /// lend the connection to nobody before the server has heard of it.
 pub async fn apply_in<'a, D>(
@@ -108,6 +113,45 @@ where
     settle_in(store, &on, lease, &subscription, &settlement).await?;
     D::run(connection, PATH_THEIRS.to_owned()).await?;
     Ok(Applied { store, lease, settlement, outcomes })
+}
+
+/// A connection of a pool, closed when it is dropped before it is given back: a transaction may be
+/// open on it, and an answer still to come.
+#[derive(Debug)]
+pub struct Borrowed<C> {
+    connection: Option<C>,
+    close: fn(C),
+}
+
+impl<C> Borrowed<C> {
+    /// `close` takes the connection out of its pool, and ends it.
+    pub fn new(connection: C, close: fn(C)) -> Self {
+        Self { connection: Some(connection), close }
+    }
+
+    /// As long as it is borrowed.
+    pub fn connection(&mut self) -> &mut C {
+        self.connection.as_mut().expect("only drop and its end take the connection")
+    }
+
+    /// Nothing is open on it any more.
+    pub fn give_back(mut self) {
+        drop(self.connection.take());
+    }
+}
+
+impl<C> Drop for Borrowed<C> {
+    fn drop(&mut self) {
+        self.connection.take().into_iter().for_each(self.close);
+    }
+}
+
+/// The error where the handlers' pool had no connection in time. `setting` is what the pool calls
+/// the number of them.
+pub fn pool_exhausted(setting: &str) -> Error {
+    let message =
+        format!("no free connection of the handlers' pool in time; raise its {setting} or look for long calls");
+    Error::new(ErrorKind::Unavailable, "apply", "pool_exhausted", message)
 }
 
 /// A connection that is lent to one handler after the other.
