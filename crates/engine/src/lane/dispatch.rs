@@ -63,9 +63,9 @@ impl Lane {
     /// are back. Ends `round` itself when the destination is down or gone.
     ///
     /// What is decided meanwhile is settled now and then, once `settling` is over, which is of the
-    /// batch before. Gives calls that are to go on without the
-    /// batch: their events are `InFlight` in `verdicts`, and the calls must be detached once those
-    /// are settled. An error is a settlement's.
+    /// batch before. Gives calls that are to go on without the batch: their events are `InFlight`
+    /// in `verdicts`, and the calls must be detached once those are settled. An error is a
+    /// settlement's.
     pub(super) async fn dispatch<'a>(
         &'a self,
         sink: &Arc<dyn Sink>,

@@ -5,15 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use postbox_core::{
-    AckToken, Error, ErrorKind, Inbound, LogName, MemorySource, Receive, Received, Result, Source, SourceCapabilities,
-    SourceMessage,
-};
-use postbox_engine::{Receiver, TokioClock};
+use postbox_core::{AckToken, MemorySource, Result, Source, SourceCapabilities, SourceMessage};
+use postbox_engine::TokioClock;
 use postbox_testkit::inbox::Inbox;
-use tokio_util::sync::CancellationToken;
 
-use crate::source::{message, name};
+use crate::source::{Mended, message, receive_while};
 
 /// How long the source takes to hear, of the paused clock.
 const HEARING: Duration = Duration::from_secs(1);
@@ -85,8 +81,6 @@ fn stored(inbox: &Inbox) -> Vec<String> {
 async fn the_next_are_stored_while_the_last_are_acknowledged() {
     for ordered in [true, false] {
         let (source, inbox) = (Slow::new(32, ordered), Arc::new(Inbox::default()));
-        let receiver = Receiver::builder(inbox.clone(), name(), LogName::inbox()).pull(source.clone()).build();
-        let (receiver, stop) = (receiver.expect("good settings"), CancellationToken::new());
         let watch = async {
             publish(&source, 1..=24);
             tokio::time::sleep(HEARING / 2).await;
@@ -94,9 +88,8 @@ async fn the_next_are_stored_while_the_last_are_acknowledged() {
             assert_eq!(source.queue.acked().len(), 0);
             tokio::time::sleep(2 * HEARING).await;
             assert_eq!(source.queue.acked().len(), 24);
-            stop.cancel();
         };
-        tokio::join!(receiver.run(stop.clone()), watch);
+        receive_while(inbox.clone(), source.clone(), watch).await;
         assert_eq!(source.calls.load(Ordering::SeqCst), 2, "what was stored during the first call went together");
         assert_eq!(source.speaking_peak.load(Ordering::SeqCst), 1);
     }
@@ -105,51 +98,25 @@ async fn the_next_are_stored_while_the_last_are_acknowledged() {
 #[tokio::test(start_paused = true)]
 async fn what_was_stored_is_acknowledged_before_the_end() {
     let (source, inbox) = (Slow::new(32, true), Arc::new(Inbox::default()));
-    let receiver = Receiver::builder(inbox.clone(), name(), LogName::inbox()).pull(source.clone()).build();
-    let (receiver, stop) = (receiver.expect("good settings"), CancellationToken::new());
     let watch = async {
         publish(&source, 1..=24);
         tokio::time::sleep(HEARING / 2).await;
-        stop.cancel();
     };
-    tokio::join!(receiver.run(stop.clone()), watch);
+    receive_while(inbox.clone(), source.clone(), watch).await;
     assert_eq!((stored(&inbox).len(), source.queue.acked().len()), (24, 24));
-}
-
-/// An inbox whose first call fails for a reason that a person must mend.
-#[derive(Default)]
-struct Mended {
-    inbox: Inbox,
-    calls: AtomicUsize,
-}
-
-#[async_trait]
-impl Receive for Mended {
-    async fn receive_many(&self, log: &LogName, inbound: &[Inbound]) -> Result<Vec<Received>> {
-        if self.calls.fetch_add(1, Ordering::SeqCst) == 0 {
-            return Err(Error::new(ErrorKind::Mismatch, "receive", "log_unknown", "there is no such log"));
-        }
-        self.inbox.receive_many(log, inbound).await
-    }
-
-    async fn forget(&self, _older_than: Duration) -> Result<u64> {
-        Ok(0)
-    }
 }
 
 /// In order, what comes while the source hears of a message that is given back waits behind it.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_read_before_the_source_hears_of_what_comes_again() {
     let (source, store) = (Slow::new(32, true), Arc::new(Mended::default()));
-    let receiver = Receiver::builder(store.clone(), name(), LogName::inbox()).pull(source.clone()).build();
-    let (receiver, stop) = (receiver.expect("good settings"), CancellationToken::new());
+    store.fails.notify_one();
     let watch = async {
         publish(&source, 1..=1);
         tokio::time::sleep(HEARING / 2).await;
         publish(&source, 2..=2);
         tokio::time::sleep(Duration::from_secs(60)).await;
-        stop.cancel();
     };
-    tokio::join!(receiver.run(stop.clone()), watch);
+    receive_while(store.clone(), source.clone(), watch).await;
     assert_eq!(stored(&store.inbox), ["1", "2"]);
 }

@@ -234,10 +234,10 @@ async fn poison_does_not_use_up_its_id() {
 
 /// An inbox whose first call waits, then fails for a reason that a person must mend.
 #[derive(Default)]
-struct Mended {
-    inbox: Inbox,
+pub(crate) struct Mended {
+    pub(crate) inbox: Inbox,
     calls: AtomicUsize,
-    fails: Notify,
+    pub(crate) fails: Notify,
 }
 
 #[async_trait]
@@ -255,13 +255,27 @@ impl Receive for Mended {
     }
 }
 
+/// Runs a receiver of this source until `watch` has ended.
+pub(crate) async fn receive_while(
+    store: Arc<dyn Receive>,
+    source: Arc<dyn Source>,
+    watch: impl Future<Output = ()>,
+) -> Receiver {
+    let receiver = Receiver::builder(store, name(), LogName::inbox()).pull(source).build().expect("good settings");
+    let stop = CancellationToken::new();
+    let watching = async {
+        watch.await;
+        stop.cancel();
+    };
+    tokio::join!(receiver.run(stop.clone()), watching);
+    receiver
+}
+
 /// In order, what was read while others were stored waits with them once they are given back.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_stored_past_what_was_given_back() {
     let (source, store) = (MemorySource::new(8, Arc::new(TokioClock::new())), Arc::new(Mended::default()));
     let source = Arc::new(source.with_capabilities(|capabilities| capabilities.ordered = true));
-    let receiver = Receiver::builder(store.clone(), name(), LogName::inbox()).pull(source.clone()).build();
-    let (receiver, stop) = (receiver.expect("good settings"), CancellationToken::new());
     let watch = async {
         source.publish(message("1", "a"));
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -269,9 +283,8 @@ async fn nothing_is_stored_past_what_was_given_back() {
         tokio::time::sleep(Duration::from_secs(1)).await;
         store.fails.notify_one();
         tokio::time::sleep(Duration::from_secs(60)).await;
-        stop.cancel();
     };
-    tokio::join!(receiver.run(stop.clone()), watch);
+    let receiver = receive_while(store.clone(), source.clone(), watch).await;
     let ids: Vec<String> = store.inbox.all().into_iter().map(|stored| stored.message_id).collect();
     assert_eq!(ids, ["1", "2"]);
     assert_eq!(receiver.metrics().snapshot().returned, 2, "both");
