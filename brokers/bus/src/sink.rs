@@ -7,7 +7,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use postbox_core::{
     Capabilities, Delivery, ErrorKind, Event, Inbound, Key, LogName, NewEvent, Outcome, Receive, Sink, SourceName,
-    header,
+    Tenant, header,
 };
 use sha2::{Digest as _, Sha256};
 
@@ -42,13 +42,14 @@ impl BusSink {
     fn inbound(&self, delivery: &Delivery) -> Inbound {
         let Event { topic, key, tenant, payload, .. } = &delivery.event;
         let digest = Sha256::digest(payload).into();
-        let message_id = message_id(delivery);
+        let mark = content_mark(&delivery.event);
+        let message_id = message_id(delivery, &mark);
         let Event { aggregate, version, kind, source, content_type, mut headers, occurred_at, expires_at, .. } =
             delivery.event.clone();
         if let Some(trace) = &delivery.trace {
             trace.carry(&mut headers);
         }
-        headers.insert(header::MESSAGE_ID.to_owned(), message_id.clone());
+        headers.insert(header::MESSAGE_ID.to_owned(), format!("{message_id}@{mark}"));
         let event = NewEvent {
             // The other log gives its own: a replay is an event more there.
             id: None,
@@ -94,13 +95,36 @@ impl BusSink {
 
 /// The id of the event in its first log, whatever logs it came through: a ring of stores ends where
 /// it began. A replay that a person asked for is another message.
-fn message_id(delivery: &Delivery) -> String {
-    let origin = delivery.event.header(header::MESSAGE_ID).filter(|id| id.starts_with(ORIGIN));
+///
+/// The header that says so ends with a mark of what the event says: one that somebody copied to
+/// another event means nothing.
+fn message_id(delivery: &Delivery, mark: &str) -> String {
+    let noted = delivery.event.header(header::MESSAGE_ID).filter(|id| id.starts_with(ORIGIN));
+    let origin = noted.and_then(|id| id.rsplit_once('@')).filter(|(_, of)| *of == mark).map(|(origin, _)| origin);
     match (origin, delivery.replay) {
         (None, _) => format!("{ORIGIN}{}", delivery.dedupe_id()),
         (Some(origin), 0) => origin.to_owned(),
         (Some(origin), replay) => format!("{origin}-r{replay}"),
     }
+}
+
+/// 16 digits of a digest of what every log keeps as it is.
+fn content_mark(event: &Event) -> String {
+    let Event { topic, key, tenant, aggregate, kind, payload, .. } = event;
+    let texts = [
+        Some(topic.as_str()),
+        key.as_ref().map(Key::as_str),
+        tenant.as_ref().map(Tenant::as_str),
+        aggregate.as_deref(),
+        kind.as_deref(),
+    ];
+    let mut digest = Sha256::new();
+    for text in texts {
+        digest.update(text.map_or(u64::MAX, |text| text.len() as u64).to_be_bytes());
+        digest.update(text.unwrap_or_default());
+    }
+    digest.update(payload);
+    digest.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl fmt::Debug for BusSink {

@@ -124,7 +124,7 @@ async fn events(store: &MemoryStore, name: &str) -> Vec<Event> {
     store.subscribe(&reader).await.expect("subscribed");
     let query = ListQuery {
         subscription: reader.name,
-        state: State::Pending,
+        state: Some(State::Pending),
         which: Criteria::default(),
         code: None,
         correlation: None,
@@ -145,7 +145,8 @@ async fn an_event_keeps_its_fields_and_the_order_of_its_key() {
     let (origin, arrived) = (events(&from, "outbox").await, events(&to, "events").await);
     assert_eq!(arrived.len(), 100);
     for (origin, arrived) in origin.into_iter().zip(arrived) {
-        let message_id = format!("event:{}", origin.id);
+        let message_id = arrived.headers[header::MESSAGE_ID].clone();
+        assert!(message_id.starts_with(&format!("event:{}@", origin.id)), "{message_id}");
         let expected = Event {
             id: arrived.id,
             created_at: arrived.created_at,
@@ -155,6 +156,26 @@ async fn an_event_keeps_its_fields_and_the_order_of_its_key() {
         };
         assert_eq!(arrived, expected);
     }
+}
+
+/// As a handler does that appends with the headers of what it handles.
+#[tokio::test]
+async fn a_copied_header_makes_no_event_another() {
+    let (one, other) = (store().await, store().await);
+    let copied = |topic: &str, payload: &'static str| {
+        NewEvent::json(topic, payload).header(header::MESSAGE_ID, "event:x1").header(header::MESSAGE_ID, "event:x1@0")
+    };
+    let first = [copied("order.paid", "1"), copied("order.shipped", "1"), copied("order.closed", "2")];
+    one.append(&log("events"), &first).await.expect("appended");
+    assert_eq!(drain((&one, "events"), (&other, "events")).await, 3);
+    let arrived = events(&other, "events").await;
+    assert_eq!(arrived.len(), 3);
+    let headers = arrived[0].headers.clone();
+    let caused = NewEvent { headers, ..NewEvent::json("order.sent", "1") };
+    other.append(&log("events"), &[caused]).await.expect("appended");
+    drain((&other, "events"), (&one, "events")).await;
+    let topics: Vec<String> = events(&one, "events").await.into_iter().map(|event| event.topic.to_string()).collect();
+    assert!(topics.contains(&"order.sent".to_owned()), "{topics:?}");
 }
 
 #[tokio::test]

@@ -28,7 +28,8 @@ pub(crate) fn classify_status(status: StatusCode, after: Option<Duration>, text:
         429 => Outcome::Throttled { code: code(), error: text, after },
         // A gateway answers this for a handler that an event crashed and for one that is down.
         502..=504 => Outcome::Ambiguous { code: code(), error: text, after },
-        408 | 425 | 500..=599 => Outcome::Retry { code: code(), error: text, after },
+        500..=599 => Outcome::ServerError { code: code(), error: text, after },
+        408 | 425 => Outcome::Retry { code: code(), error: text, after },
         _ => Outcome::Dead { code: code(), error: text },
     }
 }
@@ -134,6 +135,7 @@ mod tests {
             Outcome::Delivered { duplicate: false } => "delivered",
             Outcome::Delivered { duplicate: true } => "duplicate",
             Outcome::Retry { .. } => "retry",
+            Outcome::ServerError { .. } => "server error",
             Outcome::Ambiguous { .. } => "ambiguous",
             Outcome::Throttled { .. } => "throttled",
             Outcome::Dead { .. } => "dead",
@@ -151,7 +153,8 @@ mod tests {
                 410 => "gone",
                 429 => "throttled",
                 502..=504 => "ambiguous",
-                408 | 425 | 500..=599 => "retry",
+                500..=599 => "server error",
+                408 | 425 => "retry",
                 _ => "dead",
             };
             let outcome = classify_status(StatusCode::from_u16(status).expect("a status"), None, String::new());

@@ -83,7 +83,7 @@ fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
         use std::os::unix::fs::PermissionsExt;
         let mode = file.permissions().mode() & 0o777;
         if mode & 0o077 != 0 {
-            warn!("client_key {shown} can be read by other users (mode {mode:o}); run: chmod 600 {shown}");
+            warn!(file = %shown, mode = format!("{mode:o}"), cure = "run: chmod 600 FILE", "client key readable by others");
         }
     }
     PrivateKeyDer::from_pem_file(path).map_err(|error| {

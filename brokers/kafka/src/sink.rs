@@ -306,7 +306,7 @@ impl KafkaSink {
         };
         let is_final = any(|it| matches!(it, Published::Failed(error, _) if classify::is_final(error)));
         if is_final || (!confirmed && calls >= SILENT_CALLS_MAX) {
-            warn!(code = "kafka_producer_given_up", calls, "producer is of no use any more; another one is made");
+            warn!(code = "kafka_producer_given_up", calls, "producer replaced");
             self.retire(session);
         }
         // A new connection fails at once while nobody is there, and stands as soon as somebody is.

@@ -27,6 +27,12 @@ pub(crate) struct Refusal {
 /// Numbers of errors that mean that this one message is too large for the stream, with its headers
 /// or without.
 const TOO_LARGE: [u32; 2] = [10_054, 10_097];
+/// The stream could not store it: it is full, or its files failed. Only the text says which.
+const NOT_STORED: u32 = 10_077;
+/// What the text begins with if a limit is reached: of messages, of bytes, of a subject.
+const FULL: &str = "maximum ";
+/// The account's share of the server is used up.
+const ACCOUNT_FULL: u32 = 10_002;
 /// The stream that took it is not the one that was expected.
 const OTHER_STREAM: u32 = 10_060;
 /// What the server says while JetStream as a whole cannot work: no quorum, no resources, no memory.
@@ -52,7 +58,12 @@ fn refused(refusal: &Refusal) -> Outcome {
             format!("{text}; correct the sink's stream or subject, or the stream's subjects"),
         ),
         code if SYSTEM.contains(&code) => Outcome::unavailable("nats_system_unavailable", text),
-        // A full stream, a subject's share of it, a number we do not know: another event may pass.
+        // Another subject or a smaller event may pass. It waits for room however long that takes.
+        code if code == ACCOUNT_FULL || (code == NOT_STORED && refusal.description.starts_with(FULL)) => {
+            let text = format!("{text}; raise the limit, or delete what is not needed any more");
+            Outcome::Throttled { code: "nats_stream_full".into(), error: text, after: None }
+        }
+        // A number we do not know: another event may pass.
         _ => Outcome::ambiguous("nats_refused", text),
     }
 }
@@ -86,6 +97,12 @@ pub(crate) fn no_stream(name: Option<&str>, pattern: &str) -> Down {
         "no stream takes the subject now; if it stays so, make one with: nats stream add {name} --subjects '{pattern}'"
     );
     Down::new(ErrorKind::Mismatch, NO_STREAM, text)
+}
+
+/// The server refused the publish, and says so to the connection alone.
+pub(crate) fn no_right(subject: &str) -> Down {
+    let text = format!("the server does not let us publish to {subject}; grant the user publish on it");
+    Down::new(ErrorKind::Unauthorized, "nats_publish_denied", text)
 }
 
 /// The deadline passed: the stream may have it.
@@ -144,6 +161,7 @@ mod tests {
 
     #[test]
     fn every_answer_has_one_meaning() {
+        let full = || Outcome::Throttled { code: "nats_stream_full".into(), error: String::new(), after: None };
         let error = |code| format!("{{\"error\":{{\"code\":503,\"err_code\":{code},\"description\":\"why\"}}}}");
         for (payload, expected) in [
             (r#"{"stream":"S","seq":1}"#.to_owned(), Outcome::DELIVERED),
@@ -152,6 +170,8 @@ mod tests {
             (error(10_097), Outcome::dead("payload_too_large", "")),
             (error(10_060), Outcome::ambiguous("nats_stream_other", "")),
             (error(10_077), Outcome::ambiguous("nats_refused", "")),
+            (error(10_077).replace("why", "maximum bytes exceeded"), full()),
+            (error(10_002), full()),
             (error(10_008), Outcome::unavailable("nats_system_unavailable", "")),
             (error(99_999), Outcome::ambiguous("nats_refused", "")),
             ("ok".to_owned(), Outcome::ambiguous("nats_answer_unknown", "")),
@@ -159,9 +179,10 @@ mod tests {
         ] {
             let outcome = answer(&message(&payload));
             let code = |outcome: &Outcome| match outcome {
-                Outcome::Dead { code, .. } | Outcome::Ambiguous { code, .. } | Outcome::Unavailable { code, .. } => {
-                    code.to_string()
-                }
+                Outcome::Dead { code, .. }
+                | Outcome::Ambiguous { code, .. }
+                | Outcome::Throttled { code, .. }
+                | Outcome::Unavailable { code, .. } => code.to_string(),
                 other => format!("{other:?}"),
             };
             assert_eq!(std::mem::discriminant(&outcome), std::mem::discriminant(&expected), "{payload}: {outcome:?}");

@@ -4,12 +4,14 @@
 //! go out after its outcome was reported. So each client is for one connection. It ends with it,
 //! and what it had not sent by then is thrown away.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex as StdMutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_nats::connection::State;
-use async_nats::{Client, ConnectOptions, ReconnectToServer, ServerAddr};
+use async_nats::{Client, ConnectOptions, Event, ReconnectToServer, ServerAddr, ServerError};
 use futures::future::BoxFuture;
 use postbox_config::{Secret, TlsTable};
 use postbox_core::{Down, ErrorKind};
@@ -24,6 +26,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const PING_INTERVAL: Duration = Duration::from_secs(2);
 /// Where a client is sent that wants to reconnect: nobody listens there.
 const NOWHERE: &str = "nats://127.0.0.1:0";
+
+/// Most subjects that are remembered as refused; of others we only know that no answer came.
+const REFUSED_MAX: usize = 1_000;
 
 /// Who we are.
 #[derive(Debug, Clone, Default)]
@@ -56,6 +61,9 @@ pub(crate) struct Link {
     prepare: Prepare,
     current: Mutex<Current>,
     failures: AtomicU64,
+    /// Subjects that we may not publish to, says the server on the connection of now. It says so to
+    /// the connection: the publish itself gets no answer.
+    refused: Arc<StdMutex<BTreeSet<String>>>,
 }
 
 #[derive(Default)]
@@ -66,7 +74,7 @@ struct Current {
 
 impl Link {
     pub(crate) fn new(servers: Servers, prepare: Prepare) -> Self {
-        Self { servers, prepare, current: Mutex::default(), failures: AtomicU64::new(0) }
+        Self { servers, prepare, current: Mutex::default(), failures: AtomicU64::new(0), refused: Arc::default() }
     }
 
     /// A connection to whoever answers, on which nothing is prepared: to look.
@@ -101,6 +109,11 @@ impl Link {
                 Err(down)
             }
         }
+    }
+
+    /// Whether the server has refused a publish to this subject.
+    pub(crate) fn has_refused(&self, subject: &str) -> bool {
+        lock(&self.refused).contains(subject)
     }
 
     /// Gives this connection up: nothing comes back from it, or what was prepared is gone.
@@ -141,17 +154,23 @@ impl Link {
     async fn connect_to(&self, url: &str) -> Result<Client, Down> {
         let invalid = |error: std::io::Error| Down::new(ErrorKind::Mismatch, "nats_config_invalid", error.to_string());
         let pool = [url, NOWHERE].map(str::parse::<ServerAddr>).into_iter().collect::<Result<Vec<_>, _>>();
+        lock(&self.refused).clear();
         let options = self.options().await.map_err(invalid)?;
         options.connect(pool.map_err(invalid)?).await.map_err(|error| connecting(url, &error))
     }
 
     async fn options(&self) -> std::io::Result<ConnectOptions> {
+        let refused = Arc::clone(&self.refused);
         let mut options = ConnectOptions::new()
             .name("postbox")
             .connection_timeout(CONNECT_TIMEOUT)
             .ping_interval(PING_INTERVAL)
             .request_timeout(None)
             .ignore_discovered_servers()
+            .event_callback(move |event| {
+                remember_refused(&refused, &event);
+                std::future::ready(())
+            })
             // The first time to the server, then nowhere; the second failure ends the client.
             .max_reconnects(1)
             .reconnect_to_server_callback(|pool, _| async move {
@@ -177,6 +196,22 @@ impl Link {
         }
         Ok(options)
     }
+}
+
+/// `Permissions Violation for Publish to "SUBJECT"`
+fn remember_refused(refused: &StdMutex<BTreeSet<String>>, event: &Event) {
+    let Event::ServerError(ServerError::Other(text)) = event else { return };
+    let subject = text.split_once("Violation for Publish to \"").and_then(|(_, rest)| rest.rsplit_once('"'));
+    let mut refused = lock(refused);
+    if let Some((subject, _)) = subject
+        && refused.len() < REFUSED_MAX
+    {
+        refused.insert(subject.to_owned());
+    }
+}
+
+fn lock<T>(mutex: &StdMutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether nothing is known against it.

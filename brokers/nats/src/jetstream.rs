@@ -16,7 +16,7 @@ const NO_CONSUMER: u32 = 10_014;
 const NO_STREAM: u32 = 10_059;
 
 /// One call. `Ok(Err(…))`: the server refuses it.
-async fn call(client: &Client, name: &str, body: &Value) -> Result<Result<Value, Refusal>, Down> {
+pub(crate) async fn call(client: &Client, name: &str, body: &Value) -> Result<Result<Value, Refusal>, Down> {
     // A question without a body is refused if it has one.
     let body = if body.is_null() { String::new() } else { body.to_string() };
     let request = Request::new().payload(body.into()).timeout(Some(API_TIMEOUT));
@@ -126,6 +126,14 @@ pub(crate) async fn ensure_consumer(client: &Client, spec: &ConsumerSpec) -> Res
     if config["deliver_subject"].is_string() || config["ack_policy"] != "explicit" {
         let text = format!("the consumer {name} of {stream} is no pull consumer with explicit acks; name another");
         return Err(Down::new(ErrorKind::Mismatch, "nats_consumer_other", text));
+    }
+    // It would drop what it has given out so often, and tell nobody.
+    if let Some(times) = config["max_deliver"].as_i64().filter(|times| *times > 0) {
+        let text = format!(
+            "the consumer {name} of {stream} gives a message up after {times} deliveries (max_deliver), so a restart \
+             or a store that is away could lose it; set it to -1: nats consumer edit {stream} {name} --max-deliver=-1"
+        );
+        return Err(Down::new(ErrorKind::Mismatch, "nats_consumer_gives_up", text));
     }
     Ok(wait(&info))
 }

@@ -32,6 +32,7 @@ mod message;
 mod sink;
 mod source;
 mod subject;
+mod unreadable;
 
 pub use config::{AuthTable, CreateTable, NatsSinkTable, NatsSourceTable};
 pub use sink::NatsSink;

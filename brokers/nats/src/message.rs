@@ -24,6 +24,11 @@ pub(crate) fn raw_message(message: Message, content_type: &str) -> RawMessage {
     }
 }
 
+/// Whether this is where a consumer's message is acknowledged: only the server sends there from.
+pub(crate) fn is_ack(reply: &Subject) -> bool {
+    reply.starts_with("$JS.ACK.")
+}
+
 /// `STREAM:NUMBER`, from the subject that acknowledges it:
 /// `$JS.ACK.STREAM.CONSUMER.TIMES.NUMBER.…`, with a domain and an account before the stream since
 /// 2.10.

@@ -127,6 +127,17 @@ impl NatsSink {
         let down = no_stream(self.stream.as_deref(), &self.pattern);
         if others_delivered { down.ambiguous() } else { down.outcome() }
     }
+
+    /// The outcome of an event that no answer came to in time.
+    fn without_answer(&self, delivery: &Delivery, others_delivered: bool) -> Outcome {
+        match subject::render(&self.subject, &delivery.event) {
+            Ok(subject) if self.link.has_refused(&subject) => {
+                let down = classify::no_right(&subject);
+                if others_delivered { down.ambiguous() } else { down.outcome() }
+            }
+            _ => classify::no_ack(),
+        }
+    }
 }
 
 /// The answer to a publish, or why there is none.
@@ -197,7 +208,7 @@ impl Sink for NatsSink {
             });
         }
         drop(acks);
-        self.conclude(&client, outcomes).await
+        self.conclude(&client, deliveries, outcomes).await
     }
 
     fn high_water_marks(&self) -> Option<&dyn HighWaterMarks> {
@@ -235,22 +246,29 @@ impl HighWaterMarks for NatsSink {
 
 impl NatsSink {
     /// The outcomes of a call, in the light of each other.
-    async fn conclude(&self, client: &Client, outcomes: Vec<Option<Outcome>>) -> Vec<Outcome> {
+    async fn conclude(
+        &self,
+        client: &Client,
+        deliveries: &[&Delivery],
+        outcomes: Vec<Option<Outcome>>,
+    ) -> Vec<Outcome> {
         let delivered = outcomes.iter().flatten().any(Outcome::is_delivered);
         let is_missing = |outcome: &Outcome| matches!(outcome, Outcome::Ambiguous { code, .. } if code == NO_STREAM);
         let missing = outcomes.iter().flatten().any(is_missing);
         let silent = outcomes.iter().any(Option::is_none);
+        let conclude = |(outcome, delivery): (Option<Outcome>, &&Delivery)| match outcome {
+            None => self.without_answer(delivery, delivered),
+            Some(outcome) if is_missing(&outcome) => self.without_stream(delivered),
+            Some(outcome) => outcome,
+        };
+        // Before another connection forgets what this one was refused.
+        let concluded = outcomes.into_iter().zip(deliveries).map(conclude).collect();
         // Nothing comes back, so something else than the server may be at fault; and a stream that
         // we make is made on a new connection.
         if !delivered && (silent || (missing && self.create)) {
             self.link.discard(client).await;
         }
-        let conclude = |outcome: Option<Outcome>| match outcome {
-            None => classify::no_ack(),
-            Some(outcome) if is_missing(&outcome) => self.without_stream(delivered),
-            Some(outcome) => outcome,
-        };
-        outcomes.into_iter().map(conclude).collect()
+        concluded
     }
 }
 

@@ -4,7 +4,7 @@
 //! connection. While they are given out, the server hears that they are worked on.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -18,11 +18,13 @@ use serde_json::json;
 use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
+use tracing::warn;
 
 use crate::classify;
 use crate::connection::{Link, Servers, is_alive};
 use crate::jetstream::{ConsumerSpec, ensure_consumer, nanos};
-use crate::message::raw_message;
+use crate::message::{is_ack, raw_message};
+use crate::unreadable::unreadable;
 
 /// How long the server keeps a request for messages open before it asks to be asked again.
 const EXPIRES: Duration = Duration::from_secs(30);
@@ -43,6 +45,11 @@ pub struct NatsSource {
     /// What is asked for, on the connection of now.
     pulling: AsyncMutex<Option<Session>>,
     given: Arc<Mutex<Given>>,
+    /// The server on which a connection was lost while messages were asked for. If it is there as
+    /// before, one of them may be the reason.
+    lost_on: Mutex<Option<String>>,
+    /// We have no right to read messages by their numbers: asked again, we would wait in vain.
+    may_not_look: AtomicBool,
     settled: Notify,
     closed: CancellationToken,
     /// How long the consumer waits for an acknowledgement; known once we are connected.
@@ -57,6 +64,14 @@ struct Session {
     messages: Subscriber,
     /// How many messages were asked for and have not come.
     asked: usize,
+    /// So many are asked for one at a time, so that one that cannot be read takes no others with
+    /// it.
+    singly: usize,
+    /// What the client cannot read and was read otherwise.
+    found: Vec<Message>,
+    /// The numbers under which that is given out. Asked before they are settled, the server might
+    /// send one again.
+    found_given: Vec<u64>,
     _progress: AbortOnDropHandle<()>,
 }
 
@@ -87,6 +102,8 @@ impl NatsSource {
             content_type,
             pulling: AsyncMutex::default(),
             given: Arc::default(),
+            lost_on: Mutex::default(),
+            may_not_look: AtomicBool::new(false),
             settled: Notify::new(),
             closed: CancellationToken::new(),
             ack_wait_ms,
@@ -114,15 +131,67 @@ impl NatsSource {
         let (given, clock) = (Arc::clone(&self.given), Arc::clone(&self.clock));
         let every = Duration::from_millis(self.ack_wait_ms.load(Ordering::Relaxed).max(300) / 3);
         let progress = AbortOnDropHandle::new(tokio::spawn(report_progress(client.clone(), given, clock, every)));
-        Ok(Session { client, inbox, messages, asked: 0, _progress: progress })
+        let found = self.look_for_unreadable(&client).await;
+        let singly = if found.is_none() { self.spec.in_flight_max } else { 0 };
+        let found = found.unwrap_or_default();
+        Ok(Session { client, inbox, messages, asked: 0, singly, found, found_given: Vec::new(), _progress: progress })
+    }
+
+    fn note_lost(&self, session: &Session) {
+        if session.asked > 0 && !is_alive(&session.client) {
+            *lock(&self.lost_on) = Some(session.client.server_info().server_id);
+        }
+    }
+
+    /// Where a connection was lost and the server was not, a message may be the reason. `None`: it
+    /// cannot be looked for.
+    async fn look_for_unreadable(&self, client: &Client) -> Option<Vec<Message>> {
+        let lost_on = lock(&self.lost_on).clone();
+        let found =
+            match lost_on {
+                Some(server) if server == client.server_info().server_id => {
+                    if self.may_not_look.load(Ordering::Relaxed) { None } else { self.look(client).await }
+                }
+                _ => Some(Vec::new()),
+            };
+        // Dropped before, it is looked for on the next connection.
+        *lock(&self.lost_on) = None;
+        found
+    }
+
+    async fn look(&self, client: &Client) -> Option<Vec<Message>> {
+        let down = match unreadable(client, &self.spec).await {
+            Ok(found) => return Some(found),
+            Err(down) => down.error(OPERATION),
+        };
+        let stream = &self.spec.stream;
+        let refused = self.link.has_refused(&format!("$JS.API.STREAM.MSG.GET.{stream}"));
+        self.may_not_look.store(refused, Ordering::Relaxed);
+        let cure = format!(
+            "let us publish to $JS.API.STREAM.MSG.GET.{stream}; what the client cannot read stays in the stream"
+        );
+        warn!(code = "nats_message_unreadable", stream, why = %down, cure, "messages asked for one at a time");
+        None
     }
 
     /// The next messages of this session, once there are any.
     async fn pull(&self, session: &mut Session, max: usize) -> Result<Vec<SourceMessage>, Down> {
         loop {
             let settled = self.settled.notified();
+            if !session.found.is_empty() {
+                let some = session.found.drain(..max.min(session.found.len()));
+                let messages: Vec<SourceMessage> = some.map(|message| self.give(message)).collect();
+                session.found_given.extend(messages.iter().filter_map(|message| number(&message.token)));
+                return Ok(messages);
+            }
             if session.asked == 0 {
-                let room = self.spec.in_flight_max.saturating_sub(self.given().replies.len()).min(max);
+                session.found_given.retain(|number| self.given().replies.contains_key(number));
+                if !session.found_given.is_empty() {
+                    settled.await;
+                    continue;
+                }
+                let most = if session.singly > 0 { 1 } else { max };
+                let room = self.spec.in_flight_max.saturating_sub(self.given().replies.len()).min(most);
                 if room == 0 {
                     settled.await;
                     continue;
@@ -156,16 +225,24 @@ impl NatsSource {
         Ok(())
     }
 
+    fn give(&self, message: Message) -> SourceMessage {
+        let mut given = self.given();
+        given.tokens += 1;
+        let number = given.tokens;
+        given.replies.extend(message.reply.clone().map(|reply| (number, reply)));
+        let token = AckToken::new(number.to_be_bytes().to_vec());
+        SourceMessage { message: raw_message(message, &self.content_type), token }
+    }
+
     /// What came on the inbox: a message, or the server's word on what was asked for.
     fn take(&self, session: &mut Session, message: Message) -> Result<Option<SourceMessage>, Down> {
-        let Some(status) = message.status else {
+        // A publisher may write a status into its message: what is acknowledged is no word of the
+        // server's.
+        let status = message.status.filter(|_| !message.reply.as_ref().is_some_and(is_ack));
+        let Some(status) = status else {
             session.asked = session.asked.saturating_sub(1);
-            let mut given = self.given();
-            given.tokens += 1;
-            let number = given.tokens;
-            given.replies.extend(message.reply.clone().map(|reply| (number, reply)));
-            let token = AckToken::new(number.to_be_bytes().to_vec());
-            return Ok(Some(SourceMessage { message: raw_message(message, &self.content_type), token }));
+            session.singly = session.singly.saturating_sub(1);
+            return Ok(Some(self.give(message)));
         };
         let why = message.description.unwrap_or_default();
         match status {
@@ -189,7 +266,6 @@ impl NatsSource {
 
     /// Tells the server of each, then waits for its word on the last: it hears them in order.
     async fn settle(&self, tokens: &[AckToken], word: Bytes) -> Result<()> {
-        let number = |token: &AckToken| token.as_bytes().try_into().map(u64::from_be_bytes).ok();
         let numbers: Vec<u64> = tokens.iter().filter_map(number).collect();
         let (client, mut replies) = {
             let given = self.given();
@@ -238,8 +314,12 @@ async fn report_progress(client: Client, given: Arc<Mutex<Given>>, clock: Arc<dy
     }
 }
 
-fn lock(given: &Mutex<Given>) -> MutexGuard<'_, Given> {
-    given.lock().unwrap_or_else(PoisonError::into_inner)
+fn number(token: &AckToken) -> Option<u64> {
+    token.as_bytes().try_into().map(u64::from_be_bytes).ok()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[async_trait]
@@ -257,9 +337,12 @@ impl Source for NatsSource {
     async fn next(&self, max: usize) -> Result<Vec<SourceMessage>> {
         let next = async {
             let mut pulling = self.pulling.lock().await;
-            let session = match pulling.take().filter(|session| is_alive(&session.client)) {
-                Some(session) => session,
-                None => self.connect().await?,
+            let session = match pulling.take() {
+                Some(session) if is_alive(&session.client) => session,
+                lost => {
+                    lost.iter().for_each(|session| self.note_lost(session));
+                    self.connect().await?
+                }
             };
             // Kept while we wait: dropped, we lose nothing that comes on the inbox.
             let session = pulling.insert(session);
@@ -267,6 +350,7 @@ impl Source for NatsSource {
             if pulled.is_err()
                 && let Some(session) = pulling.take()
             {
+                self.note_lost(&session);
                 self.link.discard(&session.client).await;
             }
             pulled

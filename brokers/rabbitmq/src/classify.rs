@@ -16,6 +16,22 @@ pub(crate) fn lost(why: &str) -> Down {
     Down::new(ErrorKind::Unavailable, "rabbitmq_connection_lost", format!("the connection was lost: {why}"))
 }
 
+/// The code of a message that the client cannot read.
+pub(crate) const UNREADABLE: &str = "rabbitmq_message_unreadable";
+
+/// The consumer ended with this.
+pub(crate) fn ended(queue: &str, error: &ClientError) -> Down {
+    let Client::ParsingError(why) = error.kind() else { return lost(&error.to_string()) };
+    let text = format!(
+        "a message of the queue {queue} cannot be read, and ends the connection each time it comes: {}; its id, \
+         content type or another property is no UTF-8. Take it out, in the management UI (Get messages, without \
+         requeue) or with: rabbitmqadmin get queue={queue} ackmode=ack_requeue_false; a quorum queue with a \
+         dead-letter exchange and an x-delivery-limit does so by itself",
+        excerpt(&why.to_string())
+    );
+    Down::new(ErrorKind::Invalid, UNREADABLE, text)
+}
+
 /// The code of what is not there.
 pub(crate) const MISSING: &str = "rabbitmq_not_found";
 

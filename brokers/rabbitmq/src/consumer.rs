@@ -40,7 +40,9 @@ pub(crate) struct Session {
 
 impl Session {
     /// Cancel-safety: dropped, there is none.
-    pub(crate) async fn open(servers: &Servers, spec: &QueueSpec) -> Result<Self, Down> {
+    ///
+    /// `prefetch`: most messages that are out of the queue.
+    pub(crate) async fn open(servers: &Servers, spec: &QueueSpec, prefetch: u16) -> Result<Self, Down> {
         let connection = servers.connect().await?;
         match find_queue(&connection, &spec.name).await {
             Err(missing) if missing.code() == MISSING && spec.create => make(&connection, spec).await?,
@@ -51,7 +53,7 @@ impl Session {
             bind(&connection, spec).await?;
         }
         let channel = ask("opening a channel", connection.channel()).await?;
-        bound(&channel, spec).await?;
+        bound(&channel, prefetch).await?;
         let (queue, options) = (short(&spec.name), BasicConsumeOptions::default());
         let consumed = channel.basic_consume(queue, ShortString::default(), options, FieldTable::default());
         let consumer = ask(format!("consuming the queue {}", spec.name), consumed).await?;
@@ -61,8 +63,8 @@ impl Session {
 
 /// Bounds what the server gives out. The server does what a channel says in order, so its answer
 /// also says that it has heard everything before.
-pub(crate) async fn bound(channel: &Channel, spec: &QueueSpec) -> Result<(), Down> {
-    ask("bounding the prefetch", channel.basic_qos(spec.in_flight_max, BasicQosOptions::default())).await
+pub(crate) async fn bound(channel: &Channel, prefetch: u16) -> Result<(), Down> {
+    ask("bounding the prefetch", channel.basic_qos(prefetch, BasicQosOptions::default())).await
 }
 
 /// Whether there is such a queue; changes nothing.

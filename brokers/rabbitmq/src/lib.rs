@@ -12,6 +12,7 @@
 //! It never retries and never reconnects behind its caller's back (the engine owns retry), declares
 //! no exchange, and changes no queue that is there.
 
+mod caution;
 mod classify;
 mod config;
 mod connection;

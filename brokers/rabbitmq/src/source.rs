@@ -15,13 +15,17 @@ use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::classify;
+use crate::caution::Caution;
+use crate::classify::{self, UNREADABLE};
 use crate::connection::Servers;
 use crate::consumer::{QueueSpec, Session, bound};
 use crate::message::raw_message;
 
 /// Longest wait until the server has heard what is settled.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest wait for the end of a consumer whose connection seems to be lost.
+const END_TIMEOUT: Duration = Duration::from_millis(200);
 
 const OPERATION: &str = "receive";
 
@@ -33,13 +37,20 @@ pub struct RabbitmqSource {
     servers: Servers,
     spec: QueueSpec,
     content_type: String,
-    consuming: AsyncMutex<Option<Session>>,
+    consuming: AsyncMutex<Consuming>,
     state: Mutex<State>,
     /// One settlement at a time: one that says "all up to here" is not overtaken.
     settling: AsyncMutex<()>,
     changed: Notify,
     closed: CancellationToken,
     clock: Arc<dyn Clock>,
+}
+
+/// The session of now, and how carefully the next one begins.
+#[derive(Default)]
+struct Consuming {
+    session: Option<Session>,
+    caution: Caution,
 }
 
 /// What came on the connection of now and is not settled.
@@ -119,13 +130,22 @@ impl RabbitmqSource {
     }
 
     /// The next messages from the server, once there are any.
-    async fn receive(&self, consuming: &mut Option<Session>, max: usize) -> Result<Vec<SourceMessage>, Down> {
-        let session = match consuming {
+    async fn receive(&self, consuming: &mut Consuming, max: usize) -> Result<Vec<SourceMessage>, Down> {
+        let Consuming { session, caution } = consuming;
+        if caution.is_over(usize::from(self.spec.in_flight_max)) && self.state().floor().is_none() {
+            *caution = Caution::default();
+            if let Some(session) = session.take() {
+                session.connection.close().await;
+            }
+        }
+        let session = match session {
             Some(session) => session,
             None => {
-                let session = Session::open(&self.servers, &self.spec).await?;
-                self.state().forget(Some(session.channel.clone()));
-                consuming.insert(session)
+                self.clock.sleep(caution.pause(self.clock.monotonic())).await;
+                let prefetch = if caution.is_raised() { 1 } else { self.spec.in_flight_max };
+                let opened = Session::open(&self.servers, &self.spec, prefetch).await?;
+                self.state().forget(Some(opened.channel.clone()));
+                session.insert(opened)
             }
         };
         let mut messages = Vec::new();
@@ -133,7 +153,7 @@ impl RabbitmqSource {
         let ended = loop {
             match next {
                 Some(Ok(message)) => messages.push(self.keep(message)),
-                Some(Err(error)) => break Some(classify::lost(&error.to_string())),
+                Some(Err(error)) => break Some(classify::ended(&self.spec.name, &error)),
                 // The queue was deleted, or its leader is gone.
                 None => break Some(classify::lost("the server cancelled the consumer")),
             }
@@ -145,8 +165,12 @@ impl RabbitmqSource {
                 None => break None,
             }
         };
+        caution.pass(messages.len());
         if let Some(down) = ended {
-            *consuming = None;
+            consuming.session = None;
+            if down.code() == UNREADABLE {
+                consuming.caution.raise(self.clock.monotonic());
+            }
             // The tokens of what is given out now are of an earlier connection.
             self.state().forget(None);
             if messages.is_empty() {
@@ -154,6 +178,27 @@ impl RabbitmqSource {
             }
         }
         Ok(messages)
+    }
+
+    /// Ends a session on which a settlement was not heard. How its consumer ends may say why; what
+    /// it still brings comes again.
+    async fn lose(&self, consuming: &mut Consuming) {
+        if let Some(session) = &mut consuming.session {
+            let ended = async {
+                loop {
+                    match session.consumer.next().await {
+                        Some(Ok(_)) => {}
+                        Some(Err(error)) => return classify::ended(&self.spec.name, &error).code() == UNREADABLE,
+                        None => return false,
+                    }
+                }
+            };
+            if timeout(END_TIMEOUT, ended).await == Ok(true) {
+                consuming.caution.raise(self.clock.monotonic());
+            }
+        }
+        consuming.session = None;
+        self.state().forget(None);
     }
 
     fn keep(&self, message: Message) -> SourceMessage {
@@ -189,7 +234,7 @@ impl RabbitmqSource {
         });
         let heard = async {
             let sent = join_all(sent).await.into_iter().all(|sent| sent.is_ok());
-            sent && bound(&channel, &self.spec).await.is_ok()
+            sent && bound(&channel, self.spec.in_flight_max).await.is_ok()
         };
         if timeout(SETTLE_TIMEOUT, heard).await != Ok(true) {
             // They come again on the next connection, as those do whose tokens are of an earlier
@@ -220,12 +265,11 @@ impl Source for RabbitmqSource {
             let mut changed = std::pin::pin!(self.changed.notified());
             // From here on no change is missed.
             changed.as_mut().enable();
+            if self.state().is_lost {
+                self.lose(&mut consuming).await;
+            }
             let due = {
                 let (mut state, now) = (self.state(), self.clock.monotonic());
-                if state.is_lost {
-                    *consuming = None;
-                    state.forget(None);
-                }
                 let again = state.give_again(max, now);
                 if !again.is_empty() {
                     return Ok(again);
@@ -269,7 +313,7 @@ impl Source for RabbitmqSource {
     async fn close(&self) {
         self.closed.cancel();
         // A waiting call sees it and ends.
-        if let Some(session) = self.consuming.lock().await.take() {
+        if let Some(session) = self.consuming.lock().await.session.take() {
             session.connection.close().await;
         }
         self.state().forget(None);

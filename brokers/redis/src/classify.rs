@@ -61,9 +61,13 @@ pub(crate) fn unanswered(error: &RedisError) -> Outcome {
     Outcome::ambiguous(code, excerpt(&error.to_string()))
 }
 
+/// What is said of a server that keeps silent.
+pub(crate) const SILENT: &str =
+    "the server did not answer in time; is it overloaded, or the URL that of another program?";
+
 /// No answer within the time of a call: they may be in the stream, or get there later.
 pub(crate) fn timed_out() -> Outcome {
-    Outcome::ambiguous("redis_timeout", "the server did not answer in time")
+    Outcome::ambiguous("redis_timeout", SILENT)
 }
 
 /// What a failure of the client means for whoever asked for the connection, or for the source.

@@ -8,10 +8,12 @@ use postbox_config::{
     Secret, Section, SinkConfig, SinkContext, SourceConfig, SourceContext, TlsTable, boolean, duration, envelope,
     event_source, from_core, integer, nested, plain, secret, size, table, text,
 };
-use postbox_core::{Envelope, LogName, Result, Sink, Source, Template};
+use postbox_core::{Envelope, Error, ErrorKind, LogName, Result, Sink, Source, Template};
+use redis::Value;
+use tokio::time::timeout;
 
 use crate::connection::{Server, check_url};
-use crate::{RedisSink, RedisSource, stream};
+use crate::{RedisSink, RedisSource, classify, stream};
 
 /// Most calls at once unless the subscription says otherwise: one is answered while another is
 /// written, and more only queue at the server, which does one thing at a time.
@@ -117,11 +119,33 @@ impl RedisSourceConfig {
     }
 }
 
+/// What a person who asks hears of a server, and of the stream if there is one for all events.
+async fn look(server: &Server, stream: Option<&str>) -> Result<String> {
+    let mut connection = server.connect().await?;
+    let Some(stream) = stream else { return Ok("answers".to_owned()) };
+    let length = timeout(server.timeout(), connection.ask(redis::cmd("XLEN").arg(stream))).await;
+    match length {
+        Ok(Ok(Value::Int(0))) => Ok(format!("answers; the stream {stream} is empty or not there yet")),
+        Ok(Ok(_)) => Ok(format!("answers; the stream {stream} is there")),
+        Ok(Err(error)) => match classify::failure("connect", error) {
+            // Neither sink nor source needs this right.
+            error if error.code() == "redis_not_permitted" => Ok("answers".to_owned()),
+            error => Err(error),
+        },
+        Err(_) => Err(Error::new(ErrorKind::Unavailable, "connect", "redis_connect_timeout", classify::SILENT)),
+    }
+}
+
 #[async_trait]
 impl SinkConfig for RedisSinkConfig {
     async fn build(&self, context: &SinkContext) -> Result<Arc<dyn Sink>> {
         let timeout = context.answer_timeout(Duration::MAX);
         Ok(Arc::new(RedisSink::new(self, timeout, context.concurrency.unwrap_or(CONCURRENCY))?))
+    }
+
+    async fn connect(&self, context: &SinkContext) -> Result<String> {
+        let server = self.server(context.answer_timeout(Duration::MAX))?;
+        look(&server, self.stream.fixed()).await
     }
 }
 
@@ -133,6 +157,10 @@ impl SourceConfig for RedisSourceConfig {
 
     async fn build(&self, context: &SourceContext) -> Result<Arc<dyn Source>> {
         Ok(Arc::new(RedisSource::new(self, Arc::clone(&context.clock))?))
+    }
+
+    async fn connect(&self, _: &SourceContext) -> Result<String> {
+        look(&self.server()?, Some(&self.stream)).await
     }
 }
 

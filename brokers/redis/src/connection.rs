@@ -69,10 +69,7 @@ impl Server {
     pub(crate) async fn connect(&self) -> Result<Connection> {
         match timeout(self.timeout, self.try_connect()).await {
             Ok(connected) => connected,
-            Err(_) => {
-                let text = "the server did not answer in time";
-                Err(Error::new(ErrorKind::Unavailable, "connect", "redis_connect_timeout", text))
-            }
+            Err(_) => Err(Error::new(ErrorKind::Unavailable, "connect", "redis_connect_timeout", classify::SILENT)),
         }
     }
 
@@ -199,10 +196,10 @@ impl Asked {
     /// What may lose what this server has taken.
     fn warn(&self) {
         if let Some(policy) = self.policy.as_deref().filter(|policy| policy.starts_with("allkeys")) {
-            warn!(policy, "redis may evict whole streams; set maxmemory-policy noeviction");
+            warn!(policy, cure = "set maxmemory-policy noeviction", "redis may evict streams");
         }
         if self.appendonly.as_deref() == Some("no") && self.save.as_deref() == Some("") {
-            warn!("redis keeps nothing on disk; a restart loses every stream; set appendonly yes");
+            warn!(cure = "set appendonly yes, or a restart loses every stream", "redis keeps nothing on disk");
         }
     }
 }

@@ -59,20 +59,24 @@ impl Layout {
     /// The message in an entry.
     ///
     /// An entry without the payload's field is of somebody else's making: its payload is a JSON
-    /// object of all its fields, and its id the entry's. If it is not text either, it has no topic,
-    /// so that it is kept as poison with its bytes.
+    /// object of all its fields, and its id the entry's. If it is not text either, or a field of
+    /// ours is not, it has no topic, so that it is kept as poison with its bytes.
     pub(crate) fn message(&self, entry_id: &str, mut fields: Vec<(Vec<u8>, Vec<u8>)>) -> RawMessage {
         let own_id = || Some(format!("{}/{entry_id}", self.stream));
+        let unreadable = |fields: &[_]| message(own_id(), String::new(), joined(fields), "application/octet-stream");
+        if fields.iter().any(|(name, value)| is_ours(name) && str::from_utf8(value).is_err()) {
+            return unreadable(&fields);
+        }
         let Some(at) = fields.iter().position(|(name, _)| name == self.payload.as_bytes()) else {
             return match as_json(&fields) {
                 Some(json) => message(own_id(), self.topic.clone(), json, "application/json"),
-                None => message(own_id(), String::new(), joined(&fields), "application/octet-stream"),
+                None => unreadable(&fields),
             };
         };
         let (_, payload) = fields.swap_remove(at);
         let mut message = message(None, self.topic.clone(), payload, "application/json");
         for (name, value) in fields {
-            // What is no text is no field of ours.
+            // What is no text here is no field of ours.
             let (Ok(name), Ok(value)) = (String::from_utf8(name), String::from_utf8(value)) else { continue };
             match name.as_str() {
                 ID if !value.is_empty() => message.id = Some(value),
@@ -88,6 +92,12 @@ impl Layout {
         message.id = message.id.or_else(own_id);
         message
     }
+}
+
+/// Whether a field means something, and so is text.
+fn is_ours(name: &[u8]) -> bool {
+    let Ok(name) = str::from_utf8(name) else { return false };
+    [ID, TOPIC, KEY, CONTENT_TYPE].contains(&name) || name.starts_with(HEADER) || Binding::FIELDS.is_attribute(name)
 }
 
 fn message(id: Option<String>, topic: String, payload: Vec<u8>, content_type: &str) -> RawMessage {
@@ -177,6 +187,11 @@ mod tests {
             let kept = layout().message("5-2", odd.clone());
             assert_eq!(kept.topic, "", "poison");
             assert_eq!(kept.payload, joined(&odd));
+        }
+        for ours in ["id", "topic", "key", "content-type", "header:a"] {
+            let odd = fields(&[("payload", b"{}"), (ours, b"\xff")]);
+            let kept = layout().message("5-4", odd.clone());
+            assert_eq!((kept.topic.as_str(), kept.payload.to_vec()), ("", joined(&odd)), "{ours}");
         }
         let other = Layout { payload: "body".into(), ..layout() };
         let named = other.message("5-3", fields(&[("body", b"x"), ("\u{1b}", b"y"), ("id", b"")]));

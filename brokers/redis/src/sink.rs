@@ -66,8 +66,7 @@ impl RedisSink {
     /// What the server answers to a question, in time.
     async fn ask(&self, command: &Cmd) -> Result<RedisResult<Value>> {
         let asked = async { Ok(self.connection().await?.ask(command).await) };
-        let late =
-            || Error::new(ErrorKind::Unavailable, "inspect", "redis_timeout", "the server did not answer in time");
+        let late = || Error::new(ErrorKind::Unavailable, "inspect", "redis_timeout", classify::SILENT);
         timeout(self.server.timeout(), asked).await.unwrap_or_else(|_| Err(late()))
     }
 

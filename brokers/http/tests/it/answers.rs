@@ -50,12 +50,12 @@ async fn every_status_has_its_outcome() {
         (425, ("retry", "http_425")),
         (429, ("throttled", "http_429")),
         (431, ("dead", "http_431")),
-        (500, ("retry", "http_500")),
-        (501, ("retry", "http_501")),
+        (500, ("server error", "http_500")),
+        (501, ("server error", "http_501")),
         (502, ("ambiguous", "http_502")),
         (503, ("ambiguous", "http_503")),
         (504, ("ambiguous", "http_504")),
-        (599, ("retry", "http_599")),
+        (599, ("server error", "http_599")),
     ] {
         let outcome = send(&sink(config(format!("{url}/{status}"))), &plain(1)).await;
         assert_eq!(short(&outcome), expected, "{status}");
@@ -153,7 +153,7 @@ async fn a_target_that_is_not_there_is_unavailable() {
 
 #[tokio::test]
 async fn a_slow_answer_body_does_not_hold_up_its_outcome() {
-    for (status, expected) in [("200 OK", ("delivered", "")), ("500 Oh", ("retry", "http_500"))] {
+    for (status, expected) in [("200 OK", ("delivered", "")), ("500 Oh", ("server error", "http_500"))] {
         let (url, _) = raw_target(move |mut stream| async move {
             let head = format!("HTTP/1.1 {status}\r\ncontent-length: 100000\r\n\r\nslow");
             let _ = stream.write_all(head.as_bytes()).await;

@@ -85,6 +85,7 @@ pub(crate) fn short(outcome: &Outcome) -> (&'static str, &str) {
         Outcome::Delivered { duplicate: false } => ("delivered", ""),
         Outcome::Delivered { duplicate: true } => ("duplicate", ""),
         Outcome::Retry { code, .. } => ("retry", code),
+        Outcome::ServerError { code, .. } => ("server error", code),
         Outcome::Dead { code, .. } => ("dead", code),
         Outcome::Ambiguous { code, .. } => ("ambiguous", code),
         Outcome::Throttled { code, .. } => ("throttled", code),
@@ -97,6 +98,7 @@ pub(crate) fn text(outcome: &Outcome) -> &str {
     match outcome {
         Outcome::Delivered { .. } => "",
         Outcome::Retry { error, .. }
+        | Outcome::ServerError { error, .. }
         | Outcome::Ambiguous { error, .. }
         | Outcome::Throttled { error, .. }
         | Outcome::Dead { error, .. }

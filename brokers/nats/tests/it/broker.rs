@@ -7,6 +7,8 @@ use async_nats::{Client, Message, Request, RequestErrorKind};
 use postbox_testkit::sending::PATIENCE;
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 pub(crate) struct Broker {
@@ -24,6 +26,21 @@ impl Broker {
     /// A stream of file storage that takes these subjects, with changes to its configuration.
     pub(crate) async fn stream(&self, name: &str, subjects: &[&str], change: Value) {
         stream(&self.client, name, subjects, change).await;
+    }
+
+    /// Publishes bytes as they are, which no client would send.
+    pub(crate) async fn raw(&self, subject: &[u8], headers: &[u8], payload: &[u8]) {
+        let mut socket = TcpStream::connect(("127.0.0.1", self.server.port())).await.expect("it answers");
+        let sizes = format!("{} {}", headers.len(), headers.len() + payload.len());
+        let connect = b"CONNECT {\"verbose\":false,\"headers\":true}\r\nHPUB ";
+        let sizes = format!(" {sizes}\r\n");
+        let sent = [connect, subject, sizes.as_bytes(), headers, payload, b"\r\nPING\r\n"].concat();
+        socket.write_all(&sent).await.expect("sent");
+        let mut said = Vec::new();
+        while !said.ends_with(b"PONG\r\n") {
+            assert!(socket.read_buf(&mut said).await.expect("it answers") > 0, "{}", said.escape_ascii());
+        }
+        assert!(!said.windows(4).any(|word| word == b"-ERR"), "{}", said.escape_ascii());
     }
 
     /// Every message of a stream, in order.

@@ -1,13 +1,14 @@
 //! Who we are, and whom we talk to.
 
-use postbox_core::{ErrorKind, NewEvent};
-use postbox_testkit::sending::{said, send};
+use postbox_core::{ErrorKind, NewEvent, Outcome};
+use postbox_testkit::sending::{context, deliver, deliveries, said, send};
 use postbox_testkit::servers::{NatsVersion, PrivateNats};
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair};
+use serde_json::json;
 use tokio::net::TcpSocket;
 
 use crate::broker::Broker;
-use crate::stand::{sink, source};
+use crate::stand::{AS_LIMITED, LIMITED, SHORT, sink, sink_with, source};
 
 /// The seed of the documentation of NATS, and its public half.
 const SEED: &str = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY";
@@ -90,6 +91,26 @@ async fn tls_needs_the_right_authority_and_shows_our_certificate() {
     );
     for without in [format!("tls = {{ {cert} }}"), format!("tls = {{ {ca} }}")] {
         assert!(outcome(&server.url(), &without).await.starts_with("unavailable "), "{without}");
+    }
+}
+
+/// The server says so to the connection alone: the publish gets no answer.
+#[tokio::test]
+async fn a_publish_that_we_have_no_right_to_is_named() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, LIMITED).await;
+        broker.stream("EVENTS", &["in.>"], json!({})).await;
+        let keys = format!("subject = \"in.{{topic}}\"\nstream = \"EVENTS\"\n{AS_LIMITED}");
+        let sink = sink_with(&broker.server.url(), &keys, &context(SHORT)).await;
+        let Outcome::Unavailable { code, error } = send(&sink, NewEvent::json("forbidden", "{}")).await else {
+            panic!("nobody may")
+        };
+        assert_eq!(code, "nats_publish_denied", "{version:?}");
+        assert!(error.contains("publish to in.forbidden; grant"), "{error}");
+        // Others of the call are taken: it is this one's subject.
+        let two = deliveries([NewEvent::json("t", "{}"), NewEvent::json("forbidden", "{}")]);
+        let outcomes: Vec<String> = deliver(&sink, &two).await.iter().map(said).collect();
+        assert_eq!(outcomes, ["delivered", "ambiguous nats_publish_denied"], "{version:?}");
     }
 }
 

@@ -9,3 +9,4 @@ mod hostile;
 mod receiving;
 mod stand;
 mod streams;
+mod unreadable;

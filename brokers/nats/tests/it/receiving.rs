@@ -138,6 +138,40 @@ async fn what_is_missing_is_named_with_the_command_that_makes_it() {
     api(&broker.client, "CONSUMER.DURABLE.CREATE.EVENTS.pushed", pushed).await.expect("made");
     let other = refused("stream = \"EVENTS\"\nconsumer = \"pushed\"").await;
     assert_eq!((other.kind(), other.code()), (ErrorKind::Mismatch, "nats_consumer_other"));
+    let mut limited = json!({ "stream_name": "EVENTS", "config": {
+        "durable_name": "limited", "ack_policy": "explicit", "max_deliver": 2 } });
+    let made = async |config: &Value| {
+        api(&broker.client, "CONSUMER.DURABLE.CREATE.EVENTS.limited", config.clone()).await.expect("made");
+    };
+    made(&limited).await;
+    publish(&broker.client, "in.a", &[], b"{}").await;
+    let gives_up = refused("stream = \"EVENTS\"\nconsumer = \"limited\"").await;
+    assert_eq!((gives_up.kind(), gives_up.code()), (ErrorKind::Mismatch, "nats_consumer_gives_up"));
+    assert!(gives_up.message().contains("nats consumer edit EVENTS limited --max-deliver=-1"), "{gives_up}");
+    // What it asks for helps.
+    limited["config"]["max_deliver"] = (-1).into();
+    made(&limited).await;
+    let came = source(&url, "stream = \"EVENTS\"\nconsumer = \"limited\"").await.next(1).await;
+    assert_eq!(came.expect("it gives messages").len(), 1);
+}
+
+/// A publisher writes what it likes into a message, a status of the server's own too.
+#[tokio::test]
+async fn a_status_in_a_message_is_not_the_server_s_word() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, "").await;
+        broker.stream("EVENTS", &["in.>"], json!({})).await;
+        publish(&broker.client, "in.a", &[], b"first").await;
+        let statuses = ["100 Idle", "404 No Messages", "408 Request Timeout", "409 Consumer Deleted", "503"];
+        for status in statuses {
+            broker.raw(b"in.b", format!("NATS/1.0 {status}\r\na: b\r\n\r\n").as_bytes(), status.as_bytes()).await;
+        }
+        publish(&broker.client, "in.a", &[], b"last").await;
+        let receiving = receiving(&broker, "stream = \"EVENTS\"\nin_flight = 1").await;
+        receiving.until(|it| it.bodies().len() == statuses.len() + 2).await;
+        receiving.stop().await;
+        assert_eq!(pending(&broker, "EVENTS.postbox").await, (0, 0));
+    }
 }
 
 #[tokio::test]

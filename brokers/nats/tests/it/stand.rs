@@ -11,6 +11,17 @@ use postbox_testkit::{receiving, sending};
 /// Longest wait for acks where a test lets the server be silent.
 pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
+/// A server on which whoever says nothing may do everything, and `limited` not quite.
+pub(crate) const LIMITED: &str = r#"
+no_auth_user: all
+authorization { users: [
+    { user: all, password: a }
+    { user: limited, password: b, permissions: { publish: { deny: ["in.forbidden", "$JS.API.STREAM.MSG.GET.>"] } } }
+] }
+"#;
+/// How to be `limited`.
+pub(crate) const AS_LIMITED: &str = "auth = { user = \"limited\", password = \"b\" }";
+
 /// A sink of these keys beside the address.
 pub(crate) async fn sink(url: &str, keys: &str) -> Arc<dyn Sink> {
     sink_with(url, keys, &sending::context(sending::PATIENCE / 2)).await

@@ -106,9 +106,32 @@ async fn what_a_stream_refuses_is_classified() {
     assert_eq!(said(&outcomes[1]), "delivered");
     assert_eq!(said(&send(&other, event("t")).await), "ambiguous nats_stream_other");
     assert!(broker.stored("OTHER").await.is_empty());
-    broker.stream("EVENTS", &["in.>"], json!({ "max_msg_size": 1_000, "max_msgs": 1, "discard": "new" })).await;
-    assert_eq!(said(&send(&right, event("t")).await), "ambiguous nats_refused");
-    assert_eq!(broker.stored("EVENTS").await.len(), 1);
+}
+
+/// Whatever its limit is: the event waits, and no attempt is counted.
+#[tokio::test]
+async fn a_full_stream_is_waited_for() {
+    for version in [NatsVersion::V2_9, NatsVersion::V2_15] {
+        let broker = Broker::launch(version, "").await;
+        let limits = [
+            json!({ "max_msgs": 1 }),
+            json!({ "max_bytes": 400 }),
+            json!({ "max_msgs_per_subject": 1, "discard_new_per_subject": true }),
+        ];
+        for (n, mut limit) in limits.into_iter().enumerate() {
+            let (stream, subject) = (format!("FULL{n}"), format!("full{n}.>"));
+            limit["discard"] = "new".into();
+            broker.stream(&stream, &[&subject], limit).await;
+            let keys = format!("subject = \"full{n}.{{topic}}\"\nstream = {stream:?}");
+            let sink = sink(&broker.server.url(), &keys).await;
+            assert_eq!(said(&send(&sink, event("t")).await), "delivered", "{version:?} {stream}");
+            let full = send(&sink, event("t")).await;
+            assert_eq!(said(&full), "throttled nats_stream_full", "{version:?} {stream}: {full:?}");
+            assert_eq!(broker.stored(&stream).await.len(), 1);
+            api(&broker.client, &format!("STREAM.PURGE.{stream}"), Value::Null).await.expect("purged");
+            assert_eq!(said(&send(&sink, event("t")).await), "delivered", "{version:?} {stream}");
+        }
+    }
 }
 
 #[tokio::test]

@@ -14,6 +14,8 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ExchangeKind};
 use postbox_core::EventId;
 use postbox_testkit::sending::PATIENCE;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
 /// A connection of the test's own.
@@ -26,6 +28,35 @@ pub(crate) struct Broker {
 pub(crate) fn unique(what: &str) -> String {
     static NAMES: AtomicU64 = AtomicU64::new(1);
     format!("{what}-{}-{}", EventId::now_v7(), NAMES.fetch_add(1, Ordering::Relaxed))
+}
+
+/// What becomes no UTF-8 on the way that [`spoiling`] makes.
+pub(crate) const SPOILT: &str = "spoilt-on-the-way";
+
+/// An address of the same server. No client of ours would send what is no UTF-8.
+pub(crate) async fn spoiling(url: &str) -> String {
+    let address = url.trim_start_matches("amqp://").to_owned();
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let url = format!("amqp://{}", listener.local_addr().expect("an address"));
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let server = TcpStream::connect(&address).await.expect("it answers");
+            let ((mut from_client, mut to_client), (mut from_server, mut to_server)) =
+                (client.into_split(), server.into_split());
+            tokio::spawn(async move { tokio::io::copy(&mut from_server, &mut to_client).await });
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 65_536];
+                while let Ok(count @ 1..) = from_client.read(&mut bytes).await {
+                    let is_there = |place: &usize| bytes[*place..count].starts_with(SPOILT.as_bytes());
+                    for place in (0..count).filter(is_there).collect::<Vec<_>>() {
+                        bytes[place] = 0xff;
+                    }
+                    to_server.write_all(&bytes[..count]).await.expect("sent");
+                }
+            });
+        }
+    });
+    url
 }
 
 /// The arguments of a quorum queue, with others.

@@ -7,3 +7,4 @@ mod faults;
 mod hostile;
 mod receiving;
 mod stand;
+mod unreadable;

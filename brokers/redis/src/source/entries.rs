@@ -46,6 +46,13 @@ pub(super) struct Entry {
     pub(super) fields: Option<Vec<(Vec<u8>, Vec<u8>)>>,
 }
 
+impl Entry {
+    /// How much it holds.
+    pub(super) fn bytes(&self) -> usize {
+        self.fields.iter().flatten().map(|(name, value)| name.len() + value.len()).sum()
+    }
+}
+
 /// The answer of `XAUTOCLAIM`.
 #[derive(Debug, Default)]
 pub(super) struct Claimed {

@@ -19,6 +19,14 @@ use crate::{RedisSourceConfig, classify};
 /// Longest wait of the server for new entries in one call. A connection that is silent for longer
 /// is given up.
 const BLOCK_MAX: Duration = Duration::from_secs(5);
+/// Bytes asked for at once, as far as the size of the last entries tells: a server answers with
+/// whole entries, and an answer that is too large for the time given is asked for in vain.
+const PORTION_BYTES: usize = 8 * 1024 * 1024;
+/// Entries asked for at once while no size is known.
+const PORTION_FIRST: usize = 32;
+
+/// The code of an answer that did not come.
+const TIMEOUT: &str = "redis_timeout";
 
 /// What all calls share.
 pub(super) struct Group {
@@ -46,6 +54,8 @@ pub(super) struct State {
     /// From which id others' entries are looked through, and when.
     claim_from: EntryId,
     claim_at: Duration,
+    /// How many entries are asked for at once; `None`: nothing was read yet.
+    portion: Option<usize>,
     pub(super) closed: bool,
 }
 
@@ -113,7 +123,8 @@ impl Group {
 
     /// Reads some entries, if there are any, and keeps them.
     pub(super) async fn read(self: Arc<Self>, room: usize) -> Result<()> {
-        let read = self.try_read(room).await;
+        let portion = self.state().portion.unwrap_or(PORTION_FIRST);
+        let read = self.try_read(room.min(portion)).await;
         match read {
             Err(error) if error.code() == "redis_group_missing" => {
                 let session = self.session().await?;
@@ -121,7 +132,11 @@ impl Group {
             }
             Err(error) => {
                 // Whatever it was: a new session begins with what is pending.
-                self.state().lose(self.clock.monotonic());
+                let mut state = self.state();
+                state.lose(self.clock.monotonic());
+                if error.code() == TIMEOUT {
+                    state.portion = Some((portion / 4).max(1));
+                }
                 Err(error)
             }
             read => read,
@@ -220,6 +235,10 @@ impl Group {
         let session = {
             let mut state = self.state();
             let now = self.clock.monotonic();
+            if !entries.is_empty() {
+                let bytes: usize = entries.iter().map(Entry::bytes).sum();
+                state.portion = Some((PORTION_BYTES / (bytes / entries.len()).max(1)).max(1));
+            }
             for Entry { id, fields } in entries {
                 if let Some(fields) = fields.filter(|_| !state.held.has(id)) {
                     state.held.keep(id, now, self.layout.message(&id.to_string(), fields));
@@ -293,10 +312,9 @@ impl Group {
         answer: impl Future<Output = Result<T, RedisError>>,
         block: Duration,
     ) -> Result<Result<T, RedisError>> {
-        timeout(self.server.timeout() + block, answer).await.map_err(|_| {
-            let text = "the server did not answer in time";
-            Error::new(ErrorKind::Unavailable, "receive", "redis_timeout", text)
-        })
+        timeout(self.server.timeout() + block, answer)
+            .await
+            .map_err(|_| Error::new(ErrorKind::Unavailable, "receive", TIMEOUT, classify::SILENT))
     }
 
     /// Takes messages out of those that are given, and does with them what `end` says. Where that

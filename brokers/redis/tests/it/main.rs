@@ -5,6 +5,8 @@ mod support;
 
 mod envelopes;
 mod hostile;
+mod looks;
+mod portions;
 mod sink_faults;
 mod source_faults;
 mod tls;

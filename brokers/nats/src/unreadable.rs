@@ -1,0 +1,143 @@
+//! Messages that the client cannot read: a header without a colon, a value that is no UTF-8.
+//!
+//! The client drops the connection when one comes, with all that was asked for together with it,
+//! and so each time it comes again. JetStream's API says such a message as JSON, so it is read by
+//! its number instead.
+
+use std::str::FromStr as _;
+
+use async_nats::header::{HeaderName, HeaderValue};
+use async_nats::{Client, HeaderMap, Message, StatusCode};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use postbox_core::Down;
+use serde_json::{Value, json};
+use tracing::warn;
+
+use crate::classify;
+use crate::jetstream::{ConsumerSpec, call};
+
+/// Most messages that are looked at: twice what is in flight by default. What is beyond them is
+/// found once those before are acknowledged.
+const LOOK_MAX: usize = 1_000;
+/// There is no message from this number on.
+const NO_MESSAGE: u32 = 10_037;
+
+/// Those that the consumer has given out to nobody who could read them, with what can be read of
+/// their headers.
+pub(crate) async fn unreadable(client: &Client, spec: &ConsumerSpec) -> Result<Vec<Message>, Down> {
+    let ConsumerSpec { stream, name, .. } = spec;
+    let not_done = |refusal| classify::not_done(&format!("the stream {stream} cannot be read by numbers"), &refusal);
+    let info = call(client, &format!("CONSUMER.INFO.{stream}.{name}"), &Value::Null).await?.map_err(not_done)?;
+    let number = |key: &str| info[key]["stream_seq"].as_u64().unwrap_or_default();
+    let (settled, last) = (number("ack_floor"), number("delivered"));
+    let mut found = Vec::new();
+    if info["num_ack_pending"] == 0 {
+        return Ok(found);
+    }
+    for filter in filters(&info["config"]) {
+        let mut next = settled + 1;
+        for _ in 0..LOOK_MAX {
+            let question = json!({ "seq": next, "next_by_subj": filter });
+            let message = match call(client, &format!("STREAM.MSG.GET.{stream}"), &question).await? {
+                Ok(mut answer) => answer["message"].take(),
+                Err(refusal) if refusal.err_code == NO_MESSAGE => break,
+                Err(refusal) => return Err(not_done(refusal)),
+            };
+            let Some(number) = message["seq"].as_u64().filter(|number| *number <= last) else { break };
+            next = number + 1;
+            if let Some(message) = as_far_as_readable(spec, number, &message) {
+                let cure = format!("mend its producer, or delete it: nats stream rmm {stream} {number}");
+                warn!(code = "nats_message_unreadable", stream, number, cure, "message unreadable");
+                found.push(message);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// What the consumer gives out.
+fn filters(config: &Value) -> Vec<String> {
+    let several = config["filter_subjects"].as_array().cloned().unwrap_or_default();
+    let all = several.iter().chain([&config["filter_subject"]]).filter_map(Value::as_str);
+    let all: Vec<String> = all.filter(|filter| !filter.is_empty()).map(str::to_owned).collect();
+    if all.is_empty() { vec![">".to_owned()] } else { all }
+}
+
+/// `None`: the client can read it.
+fn as_far_as_readable(spec: &ConsumerSpec, number: u64, message: &Value) -> Option<Message> {
+    let bytes = |key: &str| BASE64_STANDARD.decode(message[key].as_str().unwrap_or_default()).unwrap_or_default();
+    let subject = message["subject"].as_str().unwrap_or_default();
+    let (headers, whole) = headers(&bytes("hdrs"));
+    // JSON has this character for what is no UTF-8.
+    if whole && !subject.contains(char::REPLACEMENT_CHARACTER) {
+        return None;
+    }
+    let payload = bytes("data");
+    // For an ack the server looks at the number of the message alone.
+    let ack = format!("$JS.ACK.{}.{}.1.{number}.{number}.0.0", spec.stream, spec.name);
+    Some(Message {
+        subject: subject.into(),
+        reply: Some(ack.into()),
+        length: payload.len(),
+        payload: payload.into(),
+        headers: Some(headers),
+        status: None,
+        description: None,
+    })
+}
+
+/// The headers that can be read, and whether the client can read all of the block.
+fn headers(block: &[u8]) -> (HeaderMap, bool) {
+    let mut lines = block.split(|byte| *byte == b'\n').map(|line| line.strip_suffix(b"\r").unwrap_or(line));
+    let mut headers = HeaderMap::new();
+    if block.is_empty() {
+        return (headers, true);
+    }
+    let mut whole = lines.next().and_then(|line| str::from_utf8(line).ok()).is_some_and(is_first_line);
+    // A line that begins with white space belongs to the one before, and is not looked at.
+    for line in lines.filter(|line| line.first().is_some_and(|byte| !byte.is_ascii_whitespace())) {
+        let text = str::from_utf8(line).ok();
+        let header = text.and_then(|text| text.split_once(':')).and_then(|(name, value)| {
+            Some((name.parse::<HeaderName>().ok()?, value.trim().parse::<HeaderValue>().ok()?))
+        });
+        match header {
+            Some((name, value)) => headers.append(name, value),
+            None => whole = false,
+        }
+    }
+    (headers, whole && str::from_utf8(block).is_ok())
+}
+
+fn is_first_line(line: &str) -> bool {
+    let status = line.strip_prefix("NATS/1.0").map(str::trim);
+    let number = status.map(|status| status.split_once(' ').map_or(status, |(number, _)| number));
+    number.is_some_and(|number| number.is_empty() || StatusCode::from_str(number).is_ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_can_be_read_of_a_header_is_kept() {
+        for (block, names, whole) in [
+            (&b"NATS/1.0\r\na: b\r\nc: d\r\n\r\n"[..], "a c", true),
+            (b"", "", true),
+            (b"NATS/1.0\r\n\r\n", "", true),
+            (b"NATS/1.0 409 Consumer Deleted\r\na: b\r\n\r\n", "a", true),
+            (b"NATS/1.0 abc\r\na: b\r\n\r\n", "a", false),
+            (b"NATS/9.9\r\na: b\r\n\r\n", "a", false),
+            (b"NATS/1.0\r\nx: \xff\r\na: b\r\n\r\n", "a", false),
+            (b"NATS/1.0\r\na: b\r\nno colon\r\n\r\n", "a", false),
+            (b"NATS/1.0\r\na b: c\r\nd: e\r\n\r\n", "d", false),
+            (b"NATS/1.0\r\na: b\r\nd: e", "a d", true),
+            (b"\x00\x01\xff", "", false),
+        ] {
+            let (headers, is_whole) = headers(block);
+            let mut found: Vec<&str> = headers.iter().map(|(name, _)| name.as_ref()).collect();
+            found.sort_unstable();
+            assert_eq!((found.join(" ").as_str(), is_whole), (names, whole), "{}", block.escape_ascii());
+        }
+    }
+}
